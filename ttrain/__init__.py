@@ -1,0 +1,3 @@
+"""ttrain: raw JSONL to an evaluated, registered language model, with one command."""
+
+__version__ = "0.1.0"

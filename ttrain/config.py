@@ -1,0 +1,462 @@
+"""Every setting, typed and frozen, and where its value came from.
+
+What changes the weights sits in a stage's sections and enters its key; what changes only how fast or where it runs sits in
+`runtime`, `tracking` and `data` (whose files count by their bytes, never by their path) and does not.
+Defaults are the quickstart: a model of 1 M parameters that learns in about a minute on two cores.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from ttrain.errors import UsageError
+
+ENVIRONMENT_PREFIX = "TTRAIN__"
+PYTHON_DOCS = "python-docs"
+
+
+class Section(BaseModel):
+    """A frozen group of settings; an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+
+
+def _as_tuple(value: object) -> object:
+    """One path or a comma-separated list of them is as good as a list."""
+    if isinstance(value, str):
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+    return value
+
+
+Paths = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
+
+
+class Data(Section):
+    """Where the data comes from: paths, globs, or `python-docs`. Files count by their bytes, not by their names."""
+
+    pretrain: Paths = Field((PYTHON_DOCS,), min_length=1, description="documents, JSONL with a text field")
+    pretrain_heldout: Paths = Field((), description="held-out documents; empty: taken from `pretrain` by content hash")
+    sft: Paths = Field((PYTHON_DOCS,), min_length=1, description="chats, JSONL with `messages` or `conversations`")
+    sft_heldout: Paths = Field((), description="held-out chats; empty: taken from `sft` by content hash")
+    lora: Paths = Field((PYTHON_DOCS,), min_length=1, description="chats of the domain that the adapter learns")
+    lora_heldout: Paths = Field((), description="held-out chats of that domain; empty: taken from `lora`")
+    tokenizer: Paths = Field((), description="documents the tokenizer learns from; empty: the training part of `pretrain`")
+
+    @model_validator(mode="after")
+    def _one_kind_of_source(self) -> Data:
+        for name in ("pretrain", "sft", "lora", "tokenizer"):
+            paths = getattr(self, name)
+            if PYTHON_DOCS in paths and len(paths) > 1:
+                raise ValueError(f"data.{name} mixes {PYTHON_DOCS} with files; choose one of them")
+            if name != "tokenizer" and PYTHON_DOCS in paths and getattr(self, f"{name}_heldout"):
+                raise ValueError(f"data.{name}_heldout is set, but {PYTHON_DOCS} brings its own held-out part")
+        return self
+
+    def uses_python_docs(self, name: str) -> bool:
+        """Whether the data set `name` is read from the Python that runs ttrain."""
+        paths = getattr(self, name) or self.pretrain
+        return tuple(paths) == (PYTHON_DOCS,)
+
+
+class PythonDocs(Section):
+    """The quickstart's text: docstrings, language reference and source of the Python that runs ttrain."""
+
+    document_bytes: int = Field(3_000_000, ge=300_000, description="documents to make, in UTF-8 bytes")
+    source_code_fraction: float = Field(0.0, ge=0, le=1, description="share of the documents that is source code")
+    chat_rows: int = Field(4000, ge=100)
+    domain_rows: int = Field(800, ge=50)
+    heldout_fraction: float = Field(0.05, gt=0, lt=0.5, description="share of modules held out (at least 100 kB)")
+
+
+class Reading(Section):
+    """How records are read from files."""
+
+    text_field: str = Field("text", description="the key that holds a document's text")
+    heldout_fraction: float = Field(0.02, ge=0, lt=1, description="share of rows held out by content hash")
+    rejected_fraction: float = Field(0.01, ge=0, le=1, description="more bad rows than this share end the stage")
+    max_line_bytes: int = Field(64 << 20, ge=1024, description="a longer line is rejected unread")
+
+
+class Tokenizer(Section):
+    """A byte-level BPE with the full byte alphabet."""
+
+    vocab_size: int = Field(2048, ge=300, description="entries, the 256 bytes and the special tokens among them")
+    max_bytes: int = Field(50_000_000, ge=10_000, description="text to learn from; a longer input is sampled by hash")
+
+
+class Shards(Section):
+    """Arrow files of token ids."""
+
+    tokens_per_shard: int = Field(16_777_216, ge=1024)
+
+
+class Model(Section):
+    """A Hugging Face architecture, by its sizes."""
+
+    kind: Literal["llama", "qwen3"] = "llama"
+    hidden_size: int = Field(128, ge=8)
+    layers: int = Field(4, ge=1)
+    heads: int = Field(4, ge=1)
+    kv_heads: int | None = Field(None, ge=1, description="grouped-query attention; empty: as many as `heads`")
+    intermediate_size: int | None = Field(None, ge=8, description="empty: 8/3 of hidden_size, rounded up to 32")
+    max_length: int = Field(1024, ge=16, description="positions the model accepts, in tokens")
+    tie_embeddings: bool = True
+    rope_theta: float = Field(10_000.0, gt=0)
+    init_std: float = Field(0.02, gt=0)
+    dropout: float = Field(0.0, ge=0, lt=1, description="on attention weights")
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> Model:
+        if self.hidden_size % self.heads:
+            raise ValueError(
+                f"model.hidden_size is {self.hidden_size} but must be a multiple of model.heads {self.heads}; "
+                f"try {-(-self.hidden_size // self.heads) * self.heads}"
+            )
+        if self.heads % (self.kv_heads or self.heads):
+            raise ValueError(f"model.kv_heads is {self.kv_heads} but must divide model.heads {self.heads}; try 1")
+        return self
+
+
+class Optim(Section):
+    """Muon for the matrices and AdamW for the rest, or AdamW alone."""
+
+    kind: Literal["muon", "adamw"] = "adamw"
+    lr: float = Field(4e-3, gt=0, description="peak learning rate of AdamW")
+    muon_lr: float = Field(0.02, gt=0, description="peak learning rate of Muon, where kind=muon")
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.1, ge=0, description="on matrices only; never on norms, biases and embeddings")
+    muon_momentum: float = Field(0.95, ge=0, lt=1)
+    clip: float = Field(1.0, gt=0, description="largest gradient norm")
+
+
+class Schedule(Section):
+    """Learning rate over the steps: warm-up, a constant trunk, a decay."""
+
+    kind: Literal["linear", "cosine", "constant"] = "linear"
+    warmup_steps: int = Field(10, ge=0)
+    decay_fraction: float = Field(0.5, ge=0, le=1, description="share of the steps, at the end, in which `linear` decays")
+    floor: float = Field(0.0, ge=0, le=1, description="final learning rate as a share of the peak")
+
+
+class Training(Section):
+    """What one training stage does to the weights."""
+
+    tokens: int | None = Field(None, ge=1, description="budget in tokens; one of `tokens` and `epochs`")
+    epochs: float | None = Field(None, gt=0, description="budget in passes over the rows")
+    tokens_per_step: int = Field(4096, ge=1, description="tokens of one optimizer step, over all ranks")
+    row_length: int = Field(256, ge=8, description="tokens of one packed row")
+    validate_every_steps: int = Field(0, ge=0, description="0: at the end only")
+    validation_rows: int = Field(256, ge=1, description="rows of the held-out part used while training")
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    seed: int = Field(1, ge=0, lt=2**32)
+    optim: Optim = Optim()
+    schedule: Schedule = Schedule()
+
+    @model_validator(mode="after")
+    def _rules(self) -> Training:
+        if (self.tokens is None) == (self.epochs is None):
+            raise ValueError(f"set one of tokens ({self.tokens}) and epochs ({self.epochs}), and the other to null")
+        if self.tokens_per_step % self.row_length:
+            good = max(1, round(self.tokens_per_step / self.row_length)) * self.row_length
+            raise ValueError(
+                f"tokens_per_step is {self.tokens_per_step} but must be a multiple of row_length {self.row_length}; "
+                f"try {good}"
+            )
+        return self
+
+    @property
+    def rows_per_step(self) -> int:
+        """Packed rows of one optimizer step, over all ranks."""
+        return self.tokens_per_step // self.row_length
+
+
+class Pretrain(Training):
+    """Pretraining; Muon reached 2.02 bits per byte where AdamW alone ended at 2.5 to 2.7 in the same time."""
+
+    tokens: int | None = Field(1_200_000, ge=1)
+    optim: Optim = Optim(kind="muon")
+
+
+class Sft(Training):
+    """Fine-tuning on chats; the loss counts the assistant's tokens."""
+
+    epochs: float | None = Field(1.0, gt=0)
+    optim: Optim = Optim(lr=1e-3, weight_decay=0.0)
+
+
+class Lora(Training):
+    """A low-rank adapter on the SFT model (LoRA, arXiv:2106.09685), through PEFT."""
+
+    epochs: float | None = Field(4.0, gt=0)
+    tokens_per_step: int = Field(2048, ge=1)
+    optim: Optim = Optim(lr=5e-3, weight_decay=0.0)
+    rank: int = Field(16, ge=1)
+    alpha: float = Field(32.0, gt=0)
+    dropout: float = Field(0.0, ge=0, lt=1)
+    targets: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = Field(
+        ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), min_length=1
+    )
+
+
+class Evaluate(Section):
+    """What the evaluation measures."""
+
+    row_length: int = Field(256, ge=8, description="tokens that the model sees at once")
+    stride: int = Field(128, ge=1, description="each window scores its last `stride` tokens, so that all have context")
+    max_bytes: int = Field(1_000_000, ge=1000, description="held-out text that is scored, in UTF-8 bytes")
+    max_chats: int = Field(500, ge=1)
+    new_tokens: int = Field(48, ge=0, description="length of a sample; 0: no samples")
+    documents: tuple[str, ...] = ("Return the", "The first argument")
+    chats: tuple[str, ...] = ("What does `textwrap.dedent` do?", "Hello! Who are you?")
+    seed: int = Field(1, ge=0, lt=2**32)
+
+    @model_validator(mode="after")
+    def _stride_fits(self) -> Evaluate:
+        if self.stride > self.row_length:
+            raise ValueError(f"evaluate.stride is {self.stride} but must not exceed evaluate.row_length {self.row_length}")
+        return self
+
+
+class Runtime(Section):
+    """How fast and where it runs. Nothing here changes a key."""
+
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    devices: int = Field(1, ge=1, description="ranks of a training stage; more than one go through torchrun")
+    threads: int | None = Field(None, ge=1, description="threads of a rank; empty: the cores divided by the ranks")
+    rows_per_device: int = Field(16, ge=1, description="rows of one micro-batch on one rank")
+    compile: bool = Field(False, description="torch.compile; pays for long runs only")
+    log_every_steps: int = Field(10, ge=1)
+    checkpoint_every_steps: int = Field(100, ge=1)
+    keep_checkpoints: int = Field(2, ge=1)
+    retries: int = Field(0, ge=0, description="how often Prefect runs a failed stage again")
+    retry_delay_seconds: float = Field(10.0, ge=0)
+    timeout_seconds: float | None = Field(None, gt=0, description="of one stage; empty: none")
+
+
+class Tracking(Section):
+    """MLflow."""
+
+    enabled: bool = True
+    experiment: str = Field("ttrain", min_length=1)
+
+
+class Settings(Section):
+    """The whole tree."""
+
+    name: str = Field("quickstart", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$", description="prefix of registered models")
+    data: Data = Data()
+    python_docs: PythonDocs = PythonDocs()
+    reading: Reading = Reading()
+    tokenizer: Tokenizer = Tokenizer()
+    shards: Shards = Shards()
+    model: Model = Model()
+    pretrain: Pretrain = Pretrain()
+    sft: Sft = Sft()
+    lora: Lora = Lora()
+    evaluate: Evaluate = Evaluate()
+    runtime: Runtime = Runtime()
+    tracking: Tracking = Tracking()
+
+    @model_validator(mode="after")
+    def _rows_fit_the_model(self) -> Settings:
+        for name in ("pretrain", "sft", "lora", "evaluate"):
+            length = getattr(self, name).row_length
+            if length > self.model.max_length:
+                raise ValueError(
+                    f"{name}.row_length is {length} but model.max_length is {self.model.max_length}; "
+                    f"set model.max_length={length}"
+                )
+        return self
+
+
+# Sections that each stage is allowed to see: what is not here cannot shape its result.
+class SourceConfig(Section):
+    python_docs: PythonDocs
+
+
+class TokenizerConfig(Section):
+    reading: Reading
+    tokenizer: Tokenizer
+
+
+class ShardsConfig(Section):
+    reading: Reading
+    shards: Shards
+
+
+class PretrainConfig(Section):
+    model: Model
+    pretrain: Pretrain
+
+
+class SftConfig(Section):
+    sft: Sft
+
+
+class LoraConfig(Section):
+    lora: Lora
+
+
+class EvaluateConfig(Section):
+    evaluate: Evaluate
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Settings with the source of every value that is not a default: {"sft.optim.lr": "command line"}."""
+
+    settings: Settings
+    sources: Mapping[str, str]
+
+
+def load(
+    overrides: Sequence[str] = (), *, files: Sequence[Path] = (), profiles: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+) -> Loaded:
+    """Merge defaults < profiles < YAML files < environment < `key=value`, validate once, freeze.
+
+    Raises UsageError that names the setting, its value, where it came from and, for an unknown key, its nearest neighbour.
+    """
+    tree: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    for origin, values in _layers(overrides, files, profiles, os.environ if environment is None else environment):
+        for key, value in flatten(values):
+            _check_key(key, origin)
+            _assign(tree, key, value)
+            for stale in [known for known in sources if known.startswith(f"{key}.")]:
+                del sources[stale]
+            sources[key] = origin
+    _one_budget(tree, sources)
+    try:
+        return Loaded(Settings.model_validate(tree), sources)
+    except ValidationError as error:
+        raise UsageError(_explain(error, sources)) from None
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Leaves of a nested mapping with their dotted names: ("sft.optim.lr", 0.001)."""
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value:
+            yield from flatten(value, f"{name}.")
+        else:
+            yield name, value
+
+
+def configs_directory() -> Path:
+    """The YAML files that ship with ttrain: inside the wheel, or beside the package in a checkout."""
+    inside = Path(__file__).parent / "configs"
+    return inside if inside.is_dir() else Path(__file__).parent.parent / "configs"
+
+
+def profile_names() -> list[str]:
+    """Names that `--profile` accepts."""
+    return sorted(path.stem for path in (configs_directory() / "profiles").glob("*.yaml"))
+
+
+def _layers(
+    overrides: Sequence[str], files: Sequence[Path], profiles: Sequence[str], environment: Mapping[str, str]
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    for name in profiles:
+        path = configs_directory() / "profiles" / f"{name}.yaml"
+        if name not in profile_names():
+            raise UsageError(f"--profile {name} does not exist; there are: {', '.join(profile_names())}")
+        yield f"profile {name}", _read_yaml(path)
+    for path in files:
+        yield str(path), _read_yaml(path)
+    for variable in sorted(environment):
+        if variable.startswith(ENVIRONMENT_PREFIX):
+            key = variable.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".")
+            yield variable, _nested(key, _scalar(environment[variable], variable))
+    for item in overrides:
+        key, equals, value = item.partition("=")
+        if not equals:
+            raise UsageError(f"'{item}' is not a setting; write key=value, for example sft.optim.lr=2e-4")
+        yield "command line", _nested(key.strip(), _scalar(value, item))
+
+
+def _read_yaml(path: Path) -> Mapping[str, Any]:
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"cannot read settings from {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} is not valid YAML: {error}") from None
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
+        raise UsageError(f"{path} must hold a mapping of settings at its top level, such as 'sft: {{epochs: 2}}'")
+    return tree
+
+
+def _scalar(text: str, origin: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise UsageError(f"the value in '{origin}' is not valid YAML; quote it") from None
+
+
+def _nested(key: str, value: Any) -> dict[str, Any]:
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    return dict(value)
+
+
+def _assign(tree: dict[str, Any], key: str, value: Any) -> None:
+    *parents, leaf = key.split(".")
+    for parent in parents:
+        child = tree.setdefault(parent, {})
+        if not isinstance(child, dict):
+            child = tree[parent] = {}
+        tree = child
+    tree[leaf] = value
+
+
+def _check_key(key: str, origin: str) -> None:
+    """Unknown keys are refused before validation, with their nearest neighbour."""
+    known = known_keys()
+    if key in known or any(name.startswith(f"{key}.") for name in known):
+        return
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
+    hint = f"; did you mean '{near[0]}'?" if near else "; `ttrain config show` lists them all"
+    raise UsageError(f"unknown setting '{key}' (from {origin}){hint}")
+
+
+def known_keys() -> list[str]:
+    """Dotted names of every setting."""
+    return [key for key, _ in flatten(Settings().model_dump())]
+
+
+def _one_budget(tree: dict[str, Any], sources: dict[str, str]) -> None:
+    """Naming `tokens` takes the default of `epochs` away, and the other way round."""
+    for name in ("pretrain", "sft", "lora"):
+        section = tree.get(name)
+        if not isinstance(section, dict):
+            continue
+        for chosen, other in (("tokens", "epochs"), ("epochs", "tokens")):
+            if section.get(chosen) is not None and other not in section:
+                section[other] = None
+                sources[f"{name}.{other}"] = f"{name}.{chosen} is set"
+
+
+def _explain(error: ValidationError, sources: Mapping[str, str]) -> str:
+    """One line per wrong setting: name, value, rule, origin."""
+    lines = []
+    for item in error.errors():
+        name = ".".join(str(part) for part in item["loc"])
+        message = item["msg"].removeprefix("Value error, ")
+        if item["type"] == "value_error":
+            lines.append(f"{name}: {message}" if name and not message.startswith(name) else message)
+            continue
+        origin = sources.get(name) or next((sources[key] for key in sources if name.startswith(key)), "defaults")
+        lines.append(f"{name} is {item['input']!r} (from {origin}) but: {message[0].lower()}{message[1:]}")
+    return "\n".join(lines)

@@ -1,0 +1,218 @@
+"""What a stage's key is made of: canonical JSON, digests of files, digests of code."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+PACKAGE = "ttrain"
+PACKAGE_DIRECTORY = Path(__file__).parent
+
+# Modules that cannot shape a stage's result: they name, watch, report or orchestrate. The settings themselves are in the key.
+NOT_SHAPING = frozenset(
+    f"{PACKAGE}{name}"
+    for name in (
+        "", ".config", ".errors", ".digests", ".store", ".plan", ".runs", ".execute", ".launch", ".worker", ".tracking",
+        ".report", ".progress", ".cli", ".stages", ".train.callbacks", ".train.monitor",
+    )
+)  # fmt: skip
+
+
+def canonical_json(value: object) -> bytes:
+    """One spelling per value: sorted keys, no spaces, UTF-8. NaN is refused, since it equals nothing."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return text.encode("utf-8")
+
+
+def digest_of(value: object) -> str:
+    """sha256 of the canonical JSON of `value`, in hex."""
+    return hashlib.sha256(canonical_json(value)).hexdigest()
+
+
+def sha256_file(path: Path) -> str:
+    """sha256 of a file's bytes, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class DigestCache:
+    """Digests of files and modules, remembered by path, size, mtime and inode, so that a hit costs a stat."""
+
+    # A file that changed within the clock's granularity may change again under the same mtime: do not remember it yet.
+    RACY_SECONDS = 2.0
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._changed = False
+        try:
+            entries = json.loads(path.read_bytes())
+            self._entries: dict[str, list[Any]] = entries if isinstance(entries, dict) else {}
+        except (OSError, ValueError):
+            self._entries = {}
+
+    def file(self, path: Path) -> str:
+        """sha256 of the file's bytes. Raises OSError where it cannot be read."""
+        return str(self._remembered("file", path, sha256_file))
+
+    def module(self, path: Path, name: str) -> tuple[str, list[str]]:
+        """(digest of the module's syntax tree, names of the project's modules that it imports)."""
+        found = self._remembered("module", path, lambda source: _read_module(source, name))
+        return found[0], list(found[1])
+
+    def save(self) -> None:
+        """Write what was learnt. A read-only home only costs the next run some hashing."""
+        if not self._changed:
+            return
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = self._path.with_suffix(f".{os.getpid()}.tmp")
+            temporary.write_bytes(canonical_json(self._entries))
+            os.replace(temporary, self._path)
+            self._changed = False
+        except OSError:
+            return
+
+    def _remembered(self, kind: str, path: Path, compute: Any) -> Any:
+        stat = path.stat()
+        stamp = [stat.st_size, stat.st_mtime_ns, stat.st_ino]
+        name = f"{kind}:{path.absolute()}"
+        entry = self._entries.get(name)
+        if entry and entry[:3] == stamp:
+            return entry[3]
+        value = compute(path)
+        if time.time() - stat.st_mtime > self.RACY_SECONDS:
+            self._entries[name] = [*stamp, value]
+            self._changed = True
+        return value
+
+
+def code_digests(module: str, cache: DigestCache) -> dict[str, str]:
+    """Digest of every project module that `module` imports, directly or not, itself included, by name.
+
+    Comments, formatting and docstrings do not count; imports inside functions do.
+    """
+    found: dict[str, str] = {}
+    waiting = [module]
+    while waiting:
+        name = waiting.pop()
+        path = _module_path(name)
+        if name in found or name in NOT_SHAPING or path is None:
+            continue
+        found[name], imports = cache.module(path, name)
+        waiting.extend(imports)
+    return dict(sorted(found.items()))
+
+
+def _module_path(name: str) -> Path | None:
+    parts = name.split(".")
+    if parts[0] != PACKAGE:
+        return None
+    stem = PACKAGE_DIRECTORY.joinpath(*parts[1:])
+    for path in (stem.with_suffix(".py"), stem / "__init__.py"):
+        if path.is_file():
+            return path
+    return None
+
+
+def _read_module(path: Path, name: str) -> list[Any]:
+    tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+    imports = sorted(set(_imports(tree, name, is_package=path.name == "__init__.py")))
+    return [hashlib.sha256(repr(_shape(tree)).encode()).hexdigest(), imports]
+
+
+def _imports(tree: ast.AST, name: str, *, is_package: bool) -> Iterator[str]:
+    package = name if is_package else name.rpartition(".")[0]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield from _with_parents(alias.name)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*parents, base] if base else parents)
+            yield from _with_parents(base)
+            for alias in node.names:
+                if _module_path(f"{base}.{alias.name}"):
+                    yield f"{base}.{alias.name}"
+
+
+def _with_parents(name: str) -> Iterator[str]:
+    parts = name.split(".")
+    if parts[0] == PACKAGE:
+        for end in range(1, len(parts) + 1):
+            yield ".".join(parts[:end])
+
+
+def _shape(node: object) -> object:
+    """The syntax tree as nested tuples, without docstrings, positions and empty fields (which vary between Pythons)."""
+    if isinstance(node, ast.AST):
+        fields = dict(ast.iter_fields(node))
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            fields["body"] = _without_docstring(node.body)
+        fields.pop("type_comment", None)
+        fields.pop("kind", None)  # u"" and "" are the same string
+        kept = ((key, _shape(value)) for key, value in sorted(fields.items()) if value is not None and value != [])
+        return (type(node).__name__, *kept)
+    if isinstance(node, list):
+        return tuple(_shape(item) for item in node)
+    return node
+
+
+def _without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:
+    first = body[0] if body else None
+    if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
+        return body[1:]
+    return body
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """What changed between two sets of ingredients, one line each: field, old value, new value."""
+    lines = []
+    for kind, label in (("arguments", "argument "), ("settings", "")):
+        before, after = old.get(kind, {}), new.get(kind, {})
+        for name in sorted({*before, *after}):
+            if before.get(name) != after.get(name) or (name in before) != (name in after):
+                lines.append(f"{label}{name}: {_short(before, name)} → {_short(after, name)}")
+    lines += _changed_files(old.get("files", {}), new.get("files", {}))
+    before, after = old.get("inputs", {}), new.get("inputs", {})
+    for name in sorted({*before, *after}):
+        if before.get(name) != after.get(name):
+            lines.append(f"input {name}: {_short_digest(before.get(name))} → {_short_digest(after.get(name))}")
+    before, after = old.get("code", {}), new.get("code", {})
+    for name in sorted({*before, *after}):
+        if before.get(name) != after.get(name):
+            change = "changed" if name in before and name in after else "is new" if name in after else "is gone"
+            lines.append(f"module {name} {change}")
+    if old.get("python") != new.get("python"):
+        lines.append(f"python: {old.get('python')} → {new.get('python')}")
+    return lines
+
+
+def _changed_files(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    lines = []
+    for role in sorted({*old, *new}):
+        before = {file["name"]: file["sha256"] for file in old.get(role, [])}
+        after = {file["name"]: file["sha256"] for file in new.get(role, [])}
+        for name in sorted({*before, *after}):
+            if before.get(name) == after.get(name):
+                continue
+            change = "changed" if name in before and name in after else "is new" if name in after else "is gone"
+            lines.append(f"{role} file {name} {change}")
+        if before == after and old.get(role) != new.get(role):
+            lines.append(f"{role} files come in another order")
+    return lines
+
+
+def _short(values: Mapping[str, Any], name: str) -> str:
+    return json.dumps(values[name], ensure_ascii=False) if name in values else "(not there)"
+
+
+def _short_digest(value: str | None) -> str:
+    return value[:12] if value else "(not there)"

@@ -1,0 +1,48 @@
+"""Every error that ttrain raises on purpose.
+
+    TTrainError                 a message for the user, without a traceback; exit code 1
+    ├── UsageError              the user's mistake before anything ran: settings, arguments; exit code 2
+    ├── DataError               bad input data; carries `file:line` where there is one
+    ├── StageFailed             a stage's process ended without a result, or with an error
+    ├── ArtifactError           the store holds something that cannot be trusted
+    └── Interrupted             SIGINT or SIGTERM, after the state was saved; exit code 130 or 143
+
+A user's mistake raises one of these and says setting, value, rule and cure; a programmer's mistake asserts.
+"""
+
+from __future__ import annotations
+
+import signal
+
+
+class TTrainError(Exception):
+    """Base of all; `str(error)` is meant for the user."""
+
+    exit_code = 1
+
+
+class UsageError(TTrainError):
+    """The command or a setting is wrong; nothing was started."""
+
+    exit_code = 2
+
+
+class DataError(TTrainError):
+    """The input data cannot be used; the message names file, line and cure."""
+
+
+class StageFailed(TTrainError):
+    """A stage did not end with a result; the message names its log."""
+
+
+class ArtifactError(TTrainError):
+    """An artifact or checkpoint is damaged, or does not fit what is asked of it."""
+
+
+class Interrupted(TTrainError):
+    """A signal asked for the stop; what was done is saved."""
+
+    def __init__(self, message: str, signum: int = signal.SIGINT) -> None:
+        super().__init__(message)
+        self.signum = int(signum)
+        self.exit_code = 128 + self.signum  # type: ignore[misc]  # 130 for SIGINT, 143 for SIGTERM

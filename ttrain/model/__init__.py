@@ -1,0 +1,1 @@
+"""Models and adapters, all in formats that transformers and PEFT open."""

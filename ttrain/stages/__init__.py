@@ -1,0 +1,64 @@
+"""The table of stages: what each reads, which settings it may see, which module runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ttrain import config
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One step of a pipeline.
+
+    `inputs` names the artifacts that it reads and which of their files (none named: all that others may read).
+    `dataset` names the entry of `data` whose files it reads itself. `uses_ranks` marks the stages that train.
+    """
+
+    name: str
+    module: str
+    config: type[config.Section]
+    inputs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    dataset: str | None = None
+    arguments: Mapping[str, str] = field(default_factory=dict)
+    uses_ranks: bool = False
+    uses_python: bool = False  # the running Python's own files are its input
+
+
+def _shards(dataset: str, kind: str) -> Stage:
+    return Stage(
+        name=f"shards-{dataset}",
+        module="ttrain.stages.shards",
+        config=config.ShardsConfig,
+        inputs={"tokenizer": (), "source": (f"{dataset}.jsonl", f"{dataset}_heldout.jsonl")},
+        dataset=dataset,
+        arguments={"kind": kind, "dataset": dataset},
+    )
+
+
+SOURCE = Stage("source", "ttrain.stages.source", config.SourceConfig, uses_python=True)
+TOKENIZER = Stage(
+    "tokenizer", "ttrain.stages.tokenizer", config.TokenizerConfig,
+    inputs={"source": ("pretrain.jsonl",)}, dataset="tokenizer",
+)  # fmt: skip
+SHARDS_PRETRAIN = _shards("pretrain", "documents")
+SHARDS_SFT = _shards("sft", "chats")
+SHARDS_LORA = _shards("lora", "chats")
+PRETRAIN = Stage(
+    "pretrain", "ttrain.stages.pretrain", config.PretrainConfig, {"tokenizer": (), "shards": ()}, uses_ranks=True
+)
+SFT = Stage("sft", "ttrain.stages.sft", config.SftConfig, {"base": (), "shards": ()}, uses_ranks=True)
+LORA = Stage("lora", "ttrain.stages.lora", config.LoraConfig, {"base": (), "shards": ()}, uses_ranks=True)
+EVALUATE = Stage(
+    "evaluate", "ttrain.stages.evaluate", config.EvaluateConfig,
+    inputs={
+        "base": (), "sft": (), "lora": (),
+        "documents": ("heldout",), "chats": ("heldout",), "domain": ("heldout",),
+    },
+)  # fmt: skip
+
+STAGES: Mapping[str, Stage] = {
+    stage.name: stage
+    for stage in (SOURCE, TOKENIZER, SHARDS_PRETRAIN, SHARDS_SFT, SHARDS_LORA, PRETRAIN, SFT, LORA, EVALUATE)
+}

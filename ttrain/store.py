@@ -1,0 +1,212 @@
+"""The store: artifacts by content key, work directories, locks; files and JSON only.
+
+An artifact is a directory `store/<stage>/<key>` whose `manifest.json` was written last. Without a manifest it does not exist.
+What lies under `run/` (logs, curves) and `checkpoints/` (to continue from) belongs to the artifact, but no other stage
+reads it, so it does not count in the content digest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ttrain.digests import DigestCache, canonical_json, digest_of
+from ttrain.errors import ArtifactError
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+PRIVATE = ("run", "checkpoints")
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """What a stage left behind."""
+
+    stage: str
+    key: str
+    path: Path
+    manifest: Mapping[str, Any]
+
+    @property
+    def content(self) -> str:
+        """Digest of the files that other stages read."""
+        return self.part(())
+
+    @property
+    def result(self) -> Mapping[str, Any]:
+        """The typed figures that the stage returned."""
+        result: Mapping[str, Any] = self.manifest["result"]
+        return result
+
+    def part(self, names: tuple[str, ...]) -> str:
+        """Digest of the named files and directories; of all that are not private, where none is named."""
+        files = self.manifest["files"]
+        chosen = [
+            [name, files[name]["sha256"]]
+            for name in sorted(files)
+            if (name.split("/")[0] not in PRIVATE if not names else any(name == n or name.startswith(f"{n}/") for n in names))
+        ]
+        return digest_of(chosen)
+
+
+def home() -> Path:
+    """Where everything lives: TTRAIN_HOME, else `artifacts` in the working directory."""
+    return Path(os.environ.get("TTRAIN_HOME") or "artifacts").absolute()
+
+
+class Store:
+    """The artifacts under one home."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.cache = DigestCache(root / "cache" / "digests.json")
+
+    def path(self, stage: str, key: str) -> Path:
+        """Where the artifact of this key lives, or would live."""
+        return self.root / "store" / stage / key
+
+    def work(self, stage: str, key: str) -> Path:
+        """The work directory: the same key, the same directory, so that a rerun continues."""
+        return self.root / "work" / stage / key
+
+    def find(self, stage: str, key: str) -> Artifact | None:
+        """The artifact, if it is there and undamaged."""
+        artifact = self._read(self.path(stage, key))
+        return artifact if artifact and not self.damage(artifact) else None
+
+    def damage(self, artifact: Artifact) -> str | None:
+        """The first file that is missing or differs from the manifest; None where all is well.
+
+        Sizes and mtimes are compared, and the digest where the mtime differs (a copied home).
+        """
+        for name, entry in artifact.manifest["files"].items():
+            path = artifact.path / name
+            try:
+                stat = path.stat()
+            except OSError:
+                return f"{name} is missing"
+            if stat.st_size != entry["bytes"]:
+                return f"{name} has {stat.st_size} bytes where {entry['bytes']} were published"
+            if stat.st_mtime_ns != entry["mtime_ns"] and self.cache.file(path) != entry["sha256"]:
+                return f"{name} was altered after it was published"
+        return None
+
+    def artifacts(self, stage: str) -> list[Artifact]:
+        """All artifacts of a stage, newest first, damaged ones included."""
+        directory = self.root / "store" / stage
+        paths = directory.iterdir() if directory.is_dir() else []
+        found = [artifact for path in paths if (artifact := self._read(path))]
+        return sorted(found, key=lambda artifact: artifact.manifest["published"], reverse=True)
+
+    def latest(self, stage: str) -> Artifact:
+        """The newest undamaged artifact of a stage. Raises ArtifactError where there is none."""
+        for artifact in self.artifacts(stage):
+            if not self.damage(artifact):
+                return artifact
+        raise ArtifactError(f"stage {stage} has no artifact in {self.root / 'store'}; run `ttrain pipeline run full` first")
+
+    @contextlib.contextmanager
+    def lock(self, stage: str, key: str, waiting: Any = None) -> Iterator[None]:
+        """One writer per key; released by the system when its process dies. `waiting()` is called once if it is taken."""
+        import filelock
+
+        path = self.root / "work" / stage / f"{key}.lock"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = filelock.FileLock(path)
+        try:
+            lock.acquire(timeout=0)
+        except filelock.Timeout:
+            if waiting:
+                waiting()
+            lock.acquire()
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def publish(self, stage: str, key: str, output: Path, manifest: Mapping[str, Any]) -> Artifact:
+        """Make `output` the artifact of this key: fsync, manifest last, one rename. An artifact in its place is set aside."""
+        files = {}
+        for path in sorted(output.rglob("*")):
+            if path.is_symlink():
+                raise ArtifactError(f"stage {stage} left a symbolic link, {path}; an artifact holds plain files only")
+            if path.is_file() and path != output / MANIFEST:
+                _fsync(path)
+                stat = path.stat()
+                name = path.relative_to(output).as_posix()
+                files[name] = {"bytes": stat.st_size, "sha256": self.cache.file(path), "mtime_ns": stat.st_mtime_ns}
+            elif path.is_dir():
+                _fsync(path)
+        whole = {**manifest, "format": FORMAT, "stage": stage, "key": key, "published": time.time(), "files": files}
+        write_json(output / MANIFEST, whole)
+        destination = self.path(stage, key)
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        if destination.exists():
+            self.set_aside(stage, key)
+        os.rename(output, destination)
+        _fsync(destination.parent)
+        self.cache.save()
+        return Artifact(stage, key, destination, whole)
+
+    def set_aside(self, stage: str, key: str) -> Path:
+        """Move an artifact out of the store; nothing is lost, and nothing finds it any more."""
+        directory = self.root / "replaced" / stage
+        directory.mkdir(parents=True, exist_ok=True)
+        target = directory / f"{key}-{time.time_ns()}"
+        os.rename(self.path(stage, key), target)
+        return target
+
+    def _read(self, path: Path) -> Artifact | None:
+        try:
+            manifest = json.loads((path / MANIFEST).read_bytes())
+        except (OSError, ValueError):
+            return None
+        if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+            return None
+        return Artifact(path.parent.name, path.name, path, manifest)
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write JSON so that a reader sees the old file or the whole new one, also after a power cut."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with temporary.open("wb") as file:
+        file.write(json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False).encode("utf-8"))
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    _fsync(path.parent)
+
+
+def read_json(path: Path) -> Any:
+    """The value, or None where the file is missing or not JSON."""
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a directory: renamed first, so that no half of it is ever taken for the whole."""
+    if not path.exists():
+        return
+    trash = path.with_name(f".trash-{path.name}-{time.time_ns()}")
+    os.rename(path, trash)
+    shutil.rmtree(trash, ignore_errors=True)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+__all__ = ["Artifact", "Store", "canonical_json", "home", "read_json", "remove_tree", "write_json"]

@@ -1,0 +1,1 @@
+"""The one trainer under every stage, and its parts."""
