@@ -1,0 +1,1 @@
+"""The recipes, and all that needs Prefect to run them: flows, servers."""

@@ -1,0 +1,1 @@
+"""Prefect tasks: one generic stage task, one thin name per stage."""

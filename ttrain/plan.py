@@ -1,0 +1,171 @@
+"""The plan: for every stage of a recipe its key, whether it is cached, and why not. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import glob
+import platform
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ttrain.config import Section, Settings, flatten
+from ttrain.digests import code_digests, differences, digest_of
+from ttrain.errors import UsageError
+from ttrain.stages import Stage
+from ttrain.store import Artifact, Store
+
+Recipe = Callable[["Callable[..., Any]", Settings], None]
+
+# How two stores name the same part of a stage's own data files.
+TRAIN, HELDOUT = "train", "heldout"
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What will happen to one stage."""
+
+    stage: Stage
+    state: str  # "cached" or "run"
+    why: tuple[str, ...]
+    key: str | None = None  # None: an input must be built first
+    artifact: Artifact | None = None
+    ingredients: Mapping[str, Any] = field(default_factory=dict)
+    forced: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """The form that `plan --json` prints."""
+        path = str(self.artifact.path) if self.artifact else None
+        return {"name": self.stage.name, "state": self.state, "key": self.key, "path": path, "why": list(self.why)}
+
+
+class Planner:
+    """Walks a recipe without running it.
+
+    `force` names stages to rebuild although they are finished; what depends on a forced stage is forced with it.
+    """
+
+    def __init__(self, settings: Settings, store: Store, force: frozenset[str] = frozenset()) -> None:
+        self.settings = settings
+        self.store = store
+        self.force = force
+        self.stages: dict[str, Planned] = {}
+
+    def __call__(self, stage: Stage, **inputs: Planned | None) -> Planned:
+        given = {name: planned for name, planned in inputs.items() if planned is not None}
+        forced = stage.name in self.force or any(planned.forced for planned in given.values())
+        pending = [planned.stage.name for planned in given.values() if planned.artifact is None]
+        if pending:
+            planned = Planned(stage, "run", (f"waits for {', '.join(dict.fromkeys(pending))}",), forced=forced)
+        else:
+            artifacts = {name: planned.artifact for name, planned in given.items() if planned.artifact}
+            planned = plan_stage(stage, self.settings, self.store, artifacts, forced=forced)
+        self.stages[stage.name] = planned
+        return planned
+
+
+def plan(recipe: Recipe, settings: Settings, store: Store, force: frozenset[str] = frozenset()) -> list[Planned]:
+    """Every stage of the recipe, in its order."""
+    planner = Planner(settings, store, force)
+    recipe(planner, settings)
+    unknown = force - set(planner.stages)
+    if unknown:
+        raise UsageError(f"there is no stage {', '.join(sorted(unknown))}; the stages are {', '.join(planner.stages)}")
+    store.cache.save()
+    return list(planner.stages.values())
+
+
+def plan_stage(
+    stage: Stage, settings: Settings, store: Store, inputs: Mapping[str, Artifact], *, forced: bool = False
+) -> Planned:
+    """Key and state of one stage whose inputs exist."""
+    ingredients = ingredients_of(stage, settings, store, inputs)
+    key = key_of(ingredients)
+    artifact = store.find(stage.name, key)
+    if artifact and not forced:
+        return Planned(stage, "cached", ("same settings, inputs and code",), key, artifact, ingredients)
+    if artifact:
+        why = ("asked to run again",)
+    else:
+        why = tuple(explain(stage, key, ingredients, store))
+    return Planned(stage, "run", why, key, artifact, ingredients, forced=forced)
+
+
+def ingredients_of(
+    stage: Stage, settings: Settings, store: Store, inputs: Mapping[str, Artifact]
+) -> dict[str, Any]:
+    """All that shapes a stage's result, by name: what its key is the digest of, with enough detail to explain a miss."""
+    ingredients: dict[str, Any] = {
+        "stage": stage.name,
+        "arguments": dict(stage.arguments),
+        "settings": dict(flatten(section_of(stage, settings).model_dump(mode="json"))),
+        "inputs": {name: inputs[name].part(stage.inputs[name]) for name in sorted(inputs)},
+        "files": {
+            role: [{"name": Path(path).name, "sha256": store.cache.file(Path(path))} for path in paths]
+            for role, paths in data_files(stage, settings).items()
+        },
+        "code": code_digests(stage.module, store.cache),
+    }
+    if stage.uses_python:
+        ingredients["python"] = platform.python_version()
+    return ingredients
+
+
+def key_of(ingredients: Mapping[str, Any]) -> str:
+    """sha256 over the ingredients, without the names of files: a renamed file is the same file."""
+    files = {role: [file["sha256"] for file in files] for role, files in ingredients["files"].items()}
+    return digest_of({**ingredients, "files": files})
+
+
+def section_of(stage: Stage, settings: Settings) -> Section:
+    """The part of the settings that the stage may see."""
+    return stage.config(**{name: getattr(settings, name) for name in stage.config.model_fields})
+
+
+def data_files(stage: Stage, settings: Settings) -> dict[str, list[str]]:
+    """The user's own files that the stage reads: {"train": [...], "heldout": [...]}; empty for the quickstart's source."""
+    if stage.dataset is None or settings.data.uses_python_docs(stage.dataset):
+        return {}
+    data = settings.data
+    dataset = "pretrain" if stage.dataset == "tokenizer" and not data.tokenizer else stage.dataset
+    roles = {TRAIN: expand(getattr(data, dataset), f"data.{dataset}")}
+    named = getattr(data, f"{dataset}_heldout", ())
+    if named:
+        roles[HELDOUT] = expand(named, f"data.{dataset}_heldout")
+    return roles
+
+
+def expand(patterns: tuple[str, ...], setting: str) -> list[str]:
+    """Files that the patterns name: a file, a glob, or a folder (its .jsonl files, compressed or not), in sorted order."""
+    found: list[str] = []
+    for pattern in patterns:
+        path = Path(pattern).expanduser()
+        if path.is_file():
+            matches = [str(path)]
+        elif path.is_dir():
+            matches = sorted(str(p) for p in path.rglob("*") if p.name.endswith((".jsonl", ".jsonl.gz", ".jsonl.zst")))
+        else:
+            matches = sorted(p for p in glob.glob(str(path), recursive=True) if Path(p).is_file())
+        if not matches:
+            raise UsageError(f"{setting} is '{pattern}' but no such file is there; name a .jsonl file, a glob or a folder")
+        found.extend(match for match in matches if match not in found)
+    return found
+
+
+def explain(stage: Stage, key: str, ingredients: Mapping[str, Any], store: Store) -> list[str]:
+    """Why this key is not in the store: damage, or the differences to the most similar artifact that is."""
+    artifacts = store.artifacts(stage.name)
+    for artifact in artifacts:
+        if artifact.key == key:
+            return [f"its artifact is damaged: {store.damage(artifact)}"]
+    resumable = (store.work(stage.name, key) / "job.json").exists()
+    continues = ["continues its unfinished work"] if resumable else []
+    if not artifacts:
+        return continues or ["never run before"]
+    compared = [differences(artifact.manifest["ingredients"], ingredients) for artifact in artifacts]
+    return continues + min(compared, key=len)  # min keeps the first of equals, which is the newest
+
+
+def is_all_cached(stages: list[Planned]) -> bool:
+    """Whether there is nothing to do."""
+    return all(planned.state == "cached" for planned in stages)
