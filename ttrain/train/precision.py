@@ -1,0 +1,58 @@
+"""Which number format a stage computes in. Master weights, gradients and optimizer state stay fp32."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+BF16_FLAGS = ("avx512_bf16", "amx_bf16", " bf16 ")  # the last is arm's
+
+
+@dataclass(frozen=True)
+class Precision:
+    """A resolved word: never `auto`."""
+
+    word: str
+    device: torch.device
+
+    def autocast(self) -> Any:
+        """Context in which a forward pass computes in this precision."""
+        if self.word == "fp32":
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=DTYPES[self.word])
+
+    def scaler(self) -> torch.amp.GradScaler:
+        """Scales the loss in fp16, and does nothing otherwise."""
+        return torch.amp.GradScaler(self.device.type, enabled=self.word == "fp16")
+
+
+def resolve(word: str, device: torch.device) -> Precision:
+    """`auto`: bf16 where the chip has it, else fp16 on CUDA, else fp32."""
+    if word == "auto":
+        word = "bf16" if has_bf16(device) else "fp16" if device.type == "cuda" else "fp32"
+    return Precision(word, device)
+
+
+def has_bf16(device: torch.device) -> bool:
+    """Whether bf16 is computed in hardware; emulated, it is slower than fp32."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    if device.type == "cpu":
+        try:
+            flags = Path("/proc/cpuinfo").read_text()
+        except OSError:
+            return False
+        return any(flag in flags for flag in BF16_FLAGS)
+    return False
+
+
+def resolve_device(word: str, local_rank: int = 0) -> torch.device:
+    """`auto`: cuda, then mps, then cpu."""
+    if word == "auto":
+        word = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    return torch.device(word, local_rank) if word == "cuda" else torch.device(word)
