@@ -219,8 +219,8 @@ def members_of(parent: ast.AST, module: str, prefix: str) -> Iterator[Item]:
 
 def signature_of(node: ast.FunctionDef | ast.AsyncFunctionDef, bound: bool = False) -> str:
     """Parameters as in the source; without the first one where `bound`."""
-    text = ast.unparse(node.args)
-    return f"({text.partition(',')[2].strip() if bound else text})"
+    parameters = ast.unparse(node.args)
+    return f"({re.sub(FIRST_PARAMETER, '', parameters) if bound else parameters})"
 
 
 def clean(doc: str | None) -> str:
@@ -280,7 +280,7 @@ def runtime_items() -> list[Item]:
     rows = json.loads(subprocess.run(command, check=True, capture_output=True, text=True, encoding="ascii").stdout)
     items = []
     for module, qualname, kind, raw_signature, doc in rows:
-        signature = re.sub(r"\(\$\w+(, /)?(, )?", "(", raw_signature) if "<" not in raw_signature else ""
+        signature = re.sub(FIRST_PARAMETER, "", raw_signature.replace("($", "(")) if "($" in raw_signature else raw_signature
         home = "os" if module in ("posix", "nt") else module
         items.append(Item("docstring", home, qualname, kind, signature, clean(doc)))
     return items
@@ -520,20 +520,22 @@ def summary_of(doc: str) -> str:
     return "" if text.endswith((":", "::")) or len(text.split()) < 3 else text
 
 
-def parameters_of(item: Item) -> list[tuple[str, str]]:
-    """Names with their defaults as source text, without `self` and `cls`; empty default: none."""
+def parameters_of(item: Item) -> list[tuple[str, str]] | None:
+    """Names with their defaults as source text, without `self` and `cls`; None where the signature is unknown."""
     try:
-        arguments = ast.parse(f"def f{item.signature}: pass").body[0].args  # type: ignore[attr-defined]
+        function = ast.parse(f"def f{item.signature}: pass").body[0]
     except SyntaxError:
-        return []
+        return None
+    assert isinstance(function, ast.FunctionDef)
+    arguments = function.args
     plain = [*arguments.posonlyargs, *arguments.args]
-    defaults = [None] * (len(plain) - len(arguments.defaults)) + arguments.defaults + arguments.kw_defaults
-    found = [(arg.arg, ast.unparse(default) if default else "") for arg, default in zip(plain, defaults, strict=False)]
-    found += [(f"*{arguments.vararg.arg}", "")] if arguments.vararg else []
-    keywords = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-    found += [(arg.arg, ast.unparse(default) if default else "") for arg, default in keywords]
-    found += [(f"**{arguments.kwarg.arg}", "")] if arguments.kwarg else []
-    return found[1:] if found and found[0][0] in ("self", "cls") else found
+    defaults = [None] * (len(plain) - len(arguments.defaults)) + arguments.defaults
+    found = list(zip([arg.arg for arg in plain], defaults, strict=True))
+    found += [(f"*{arguments.vararg.arg}", None)] if arguments.vararg else []
+    found += zip([arg.arg for arg in arguments.kwonlyargs], arguments.kw_defaults, strict=True)
+    found += [(f"**{arguments.kwarg.arg}", None)] if arguments.kwarg else []
+    first = 1 if found and found[0][0] in ("self", "cls") else 0
+    return [(name, ast.unparse(default) if default else "") for name, default in found[first:]]
 
 
 def listed(words: Iterable[str]) -> str:
@@ -556,21 +558,21 @@ def ask_first_line(item: Item, unique: set[str]) -> Turn | None:
 
 
 def ask_signature(item: Item, unique: set[str]) -> Turn | None:
-    if not item.signature:
+    if parameters_of(item) is None:
         return None
     return Turn(f"Write the signature of `{item.name}`.", "Write its signature.", f"`{item.name}{item.signature}`")
 
 
 def ask_arguments(item: Item, unique: set[str]) -> Turn | None:
-    if not item.signature:
-        return None
     parameters = parameters_of(item)
+    if parameters is None:
+        return None
     answer = f"`{item.name}` takes {listed(name for name, _ in parameters) if parameters else 'no arguments'}."
     return Turn(f"What arguments does `{item.name}` take?", "What arguments does it take?", answer)
 
 
 def ask_default(item: Item, unique: set[str]) -> Turn | None:
-    optional = [(name, default) for name, default in parameters_of(item) if default]
+    optional = [(name, default) for name, default in parameters_of(item) or [] if default]
     if not optional:
         return None
     name, default = optional[pick(item.name, len(optional))]
@@ -579,11 +581,13 @@ def ask_default(item: Item, unique: set[str]) -> Turn | None:
 
 
 def ask_optional(item: Item, unique: set[str]) -> Turn | None:
-    if not item.signature:
+    parameters = parameters_of(item)
+    if not parameters:
         return None
-    optional = [name for name, default in parameters_of(item) if default]
-    answer = f"`{item.name}` can be called without {listed(optional)}." if optional else f"`{item.name}` has no defaults."
-    return Turn(f"Which arguments of `{item.name}` are optional?", "Which of its arguments are optional?", answer)
+    optional = [name for name, default in parameters if default]
+    subject = listed(optional) if optional else "no argument"
+    answer = f"In `{item.name}`, {subject} {'have' if len(optional) > 1 else 'has'} a default."
+    return Turn(f"Which arguments of `{item.name}` have a default?", "Which of its arguments have a default?", answer)
 
 
 def ask_module(item: Item, unique: set[str]) -> Turn | None:
@@ -644,8 +648,22 @@ def make_letters(rows: int, fraction: float) -> tuple[list[dict[str, Any]], list
     for letter in map(chr, range(0xC0, 0x2000)):
         if unicodedata.category(letter) in ("Lu", "Ll"):
             pairs[re.sub(r"CAPITAL |SMALL ", "", unicodedata.name(letter))].append(letter)
-    shuffled = [letter for pair in sorted(pairs, key=order) for letter in pairs[pair]]
+    train: list[str] = []
+    heldout: list[str] = []
     heldout_rows = max(HELDOUT_FLOOR_ROWS, round(rows * fraction))
-    while letter_pair(shuffled[heldout_rows - 1]) == letter_pair(shuffled[heldout_rows]):
-        heldout_rows += 1
-    ...
+    for pair in sorted(pairs, key=order):
+        (train if len(heldout) >= heldout_rows else heldout).extend(pairs[pair])
+    return [letter_row(letter) for letter in train[:rows]], [letter_row(letter) for letter in heldout[:heldout_rows]]
+
+
+def letter_row(letter: str) -> dict[str, Any]:
+    """Code point, name, script, case, counterpart and bytes of a letter, asked for in one of three ways."""
+    name, code = unicodedata.name(letter), f"U+{ord(letter):04X}"
+    case, other, change = ("small", "capital", letter.upper()) if letter.islower() else ("capital", "small", letter.lower())
+    answer = f"{letter} is {code}, {name}: a {case} letter of the {name.partition(' ')[0].capitalize()} script. "
+    if len(change) == 1 and change != letter:
+        answer += f"Its {other} letter is {change}, U+{ord(change):04X}. "
+    answer += f"In UTF-8 it is {letter.encode().hex(' ').upper()}."
+    question = LETTER_QUESTIONS[pick(name, len(LETTER_QUESTIONS))].format(letter=letter, code=code, name=name)
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return {"messages": messages, "source": f"letter:{code}"}
