@@ -73,7 +73,11 @@ class Item:
     @property
     def name(self) -> str:
         """As a program would write it."""
-        return self.qualname if self.module == "builtins" and self.qualname else f"{self.module}.{self.qualname}".strip(".")
+        return (
+            self.qualname
+            if self.module == "builtins" and self.qualname
+            else f"{self.module}.{self.qualname}".strip(".")
+        )
 
     @property
     def group(self) -> str:
@@ -148,7 +152,9 @@ def read_python(progress: Callable[[int, int], None], with_code: bool) -> tuple[
     root = Path(sysconfig.get_path("stdlib"))
     files = list(source_files(root))
     if not files:
-        raise UsageError(f"{root} has no modules of the standard library to read; data.pretrain needs files of your own")
+        raise UsageError(
+            f"{root} has no modules of the standard library to read; data.pretrain needs files of your own"
+        )
     items: dict[tuple[str, str], Item] = {}
     code: dict[str, list[str]] = {}
     unreadable = 0
@@ -220,14 +226,20 @@ def members_of(parent: ast.AST, module: str, prefix: str) -> Iterator[Item]:
 def signature_of(node: ast.FunctionDef | ast.AsyncFunctionDef, bound: bool = False) -> str:
     """Parameters as in the source; without the first one where `bound`."""
     parameters = ast.unparse(node.args)
-    return f"({re.sub(FIRST_PARAMETER, '', parameters) if bound else parameters})"
+    if bound:
+        parameters = re.sub(r"^\w+(, /)?(, )?", "", parameters)
+    return f"({parameters})"
 
 
 def clean(doc: str | None) -> str:
-    """Without indentation, addresses, control characters and halves of surrogate pairs."""
-    text = inspect.cleandoc(doc or "").encode("utf-8", "ignore").decode()
-    text = re.sub(r"[^\n -\U0010ffff]|[\x7f-\x9f]", "", re.sub(r"\b0x[0-9a-fA-F]{6,}\b", "0x...", text))
-    return "\n".join(line.rstrip() for line in text.split("\n")).strip()
+    """A docstring without its indentation."""
+    return plain(inspect.cleandoc(doc or "")).strip()
+
+
+def plain(text: str) -> str:
+    """Without addresses, control characters, halves of surrogate pairs and blanks at line ends."""
+    text = re.sub(r"(?<= at )0x[0-9a-fA-F]+", "0x...", text.encode("utf-8", "ignore").decode())
+    return re.sub(r"[^\S\n]+(?=\n|$)", "", re.sub(r"[^\n -\U0010ffff]|[\x7f-\x9f]", "", text))
 
 
 def print_runtime_docs(skipped: list[str]) -> None:
@@ -280,7 +292,7 @@ def runtime_items() -> list[Item]:
     rows = json.loads(subprocess.run(command, check=True, capture_output=True, text=True, encoding="ascii").stdout)
     items = []
     for module, qualname, kind, raw_signature, doc in rows:
-        signature = re.sub(FIRST_PARAMETER, "", raw_signature.replace("($", "(")) if "($" in raw_signature else raw_signature
+        signature = "" if "<" in raw_signature else re.sub(r"^\(\$\w+(, /)?(, )?", "(", raw_signature)
         home = "os" if module in ("posix", "nt") else module
         items.append(Item("docstring", home, qualname, kind, signature, clean(doc)))
     return items
@@ -302,7 +314,7 @@ def reference_items(root: Path) -> list[Item]:
 
 
 def clean_paragraphs(text: str) -> list[str]:
-    return [part.strip("\n") for part in re.split(r"\n{2,}", clean(text)) if part.strip()]
+    return [part.strip("\n") for part in re.split(r"\n{2,}", plain(text)) if part.strip()]
 
 
 def code_pieces(tree: ast.Module, source: str) -> Iterator[str]:
@@ -378,7 +390,7 @@ def choose_groups(items: list[Item], heldout_fraction: float) -> set[str]:
     """Whole groups in hashed order until fraction and floor are reached; none larger than a quarter of the aim."""
     group_bytes: Counter[str] = Counter()
     for item in items:
-        group_bytes[item.group] += len(item.doc.encode())
+        group_bytes[item.group] += len(item.text.encode())
     aim = max(HELDOUT_FLOOR_BYTES, heldout_fraction * group_bytes.total())
     chosen: set[str] = set()
     total = 0
@@ -428,7 +440,7 @@ def clean_code(code: dict[str, list[str]], train: list[Item], heldout: list[Item
     known = {gram for item in heldout for gram in shingles(item.doc)}
     groups = {item.group for item in train}
     rows = [
-        {"text": clean(piece), "source": f"code:{module}"}
+        {"text": plain(piece), "source": f"code:{module}"}
         for module, pieces in code.items()
         if group_of(module) in groups
         for piece in pieces
@@ -439,7 +451,9 @@ def clean_code(code: dict[str, list[str]], train: list[Item], heldout: list[Item
 
 def count_bytes(rows: Iterable[dict[str, Any]]) -> int:
     """UTF-8 bytes of the text that a model sees."""
-    texts = (text for row in rows for text in ([row["text"]] if "text" in row else [m["content"] for m in row["messages"]]))
+    texts = (
+        text for row in rows for text in ([row["text"]] if "text" in row else [m["content"] for m in row["messages"]])
+    )
     return sum(len(text.encode()) for text in texts)
 
 
@@ -504,7 +518,9 @@ def messages_of(item: Item, form: int, turn: Turn, unique: set[str]) -> list[dic
         messages.insert(0, {"role": "system", "content": SYSTEMS[pick(key, len(SYSTEMS))]})
     if pick(key + " second", 5) == 0:
         turns = [FORMS[(form + step) % len(FORMS)](item, unique) for step in range(1, len(FORMS))]
-        fits = [other for other in turns if other and len(other.answer) <= ANSWER_CHARACTERS and other.answer != turn.answer]
+        fits = [
+            other for other in turns if other and len(other.answer) <= ANSWER_CHARACTERS and other.answer != turn.answer
+        ]
         if fits:
             other = fits[pick(key + " which", len(fits))]
             messages += [{"role": "user", "content": other.follow_up}, {"role": "assistant", "content": other.answer}]
@@ -546,7 +562,11 @@ def listed(words: Iterable[str]) -> str:
 
 def ask_purpose(item: Item, unique: set[str]) -> Turn | None:
     summary = summary_of(item.doc)
-    question = {"module": "What is the module `{}` for?", "class": "What is the class `{}`?", "attribute": "What is `{}`?"}
+    question = {
+        "module": "What is the module `{}` for?",
+        "class": "What is the class `{}`?",
+        "attribute": "What is `{}`?",
+    }
     asked = question.get(item.kind, "What does `{}` do?").format(item.name)
     return Turn(asked, "And what is it for?", summary) if summary else None
 
@@ -598,13 +618,15 @@ def ask_module(item: Item, unique: set[str]) -> Turn | None:
 
 
 def ask_kind(item: Item, unique: set[str]) -> Turn | None:
-    owner, _, last = item.qualname.rpartition(".")
+    owner = item.qualname.rpartition(".")[0]
     if item.kind == "module":
         return None
     home = f"of the class `{owner}`" if owner else f"of the module `{item.module}`"
     article = "an" if item.kind == "attribute" else "a"
     answer = f"`{item.name}` is {article} {item.kind} {home}."
-    return Turn(f"Is `{item.name}` a class, a function, a method or an attribute?", "What kind of object is it?", answer)
+    return Turn(
+        f"Is `{item.name}` a class, a function, a method or an attribute?", "What kind of object is it?", answer
+    )
 
 
 def ask_members(item: Item, unique: set[str]) -> Turn | None:
@@ -639,6 +661,7 @@ FORMS: tuple[Callable[[Item, set[str]], Turn | None], ...] = (
 # ---------------------------------------------------------------------------------------------- letters
 
 
+ALPHABETS = ("LATIN", "GREEK", "CYRILLIC", "ARMENIAN", "GEORGIAN")
 LETTER_QUESTIONS = ("Describe the letter {letter}.", "Which letter is {code}?", "Describe {name}.")
 
 
@@ -646,20 +669,23 @@ def make_letters(rows: int, fraction: float) -> tuple[list[dict[str, Any]], list
     """Training and held-out rows; a letter and its capital, 3 in 4 characters of the answer alike, stay together."""
     pairs: dict[str, list[str]] = defaultdict(list)
     for letter in map(chr, range(0xC0, 0x2000)):
-        if unicodedata.category(letter) in ("Lu", "Ll"):
-            pairs[re.sub(r"CAPITAL |SMALL ", "", unicodedata.name(letter))].append(letter)
+        if unicodedata.category(letter) in ("Lu", "Ll") and unicodedata.name(letter).startswith(ALPHABETS):
+            pairs[letter.upper()].append(letter)
     train: list[str] = []
     heldout: list[str] = []
     heldout_rows = max(HELDOUT_FLOOR_ROWS, round(rows * fraction))
     for pair in sorted(pairs, key=order):
         (train if len(heldout) >= heldout_rows else heldout).extend(pairs[pair])
-    return [letter_row(letter) for letter in train[:rows]], [letter_row(letter) for letter in heldout[:heldout_rows]]
+    train, heldout = sorted(train[:rows], key=order), sorted(heldout[:heldout_rows], key=order)
+    return [letter_row(letter) for letter in train], [letter_row(letter) for letter in heldout]
 
 
 def letter_row(letter: str) -> dict[str, Any]:
     """Code point, name, script, case, counterpart and bytes of a letter, asked for in one of three ways."""
     name, code = unicodedata.name(letter), f"U+{ord(letter):04X}"
-    case, other, change = ("small", "capital", letter.upper()) if letter.islower() else ("capital", "small", letter.lower())
+    case, other, change = (
+        ("small", "capital", letter.upper()) if letter.islower() else ("capital", "small", letter.lower())
+    )
     answer = f"{letter} is {code}, {name}: a {case} letter of the {name.partition(' ')[0].capitalize()} script. "
     if len(change) == 1 and change != letter:
         answer += f"Its {other} letter is {change}, U+{ord(change):04X}. "

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -132,7 +131,3 @@ def copy_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A snapshot in CPU memory: contiguous copies that training no longer touches."""
     return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
 
-
-def is_main_thread() -> bool:
-    """Whether signal handlers may be set here."""
-    return threading.current_thread() is threading.main_thread()

@@ -10,7 +10,30 @@ from typing import Any
 import torch
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+GROWTH_INTERVAL = 2000
 BF16_FLAGS = ("avx512_bf16", "amx_bf16", " bf16 ")  # the last is arm's
+
+
+@dataclass
+class LossScale:
+    """Dynamic loss scaling (arXiv:1710.03740): halved where a gradient overflows, doubled after 2000 steps that did not.
+
+    torch's GradScaler unscales one optimizer at a time and on some devices only; here the factor joins the division by targets.
+    """
+
+    scale: float
+    enabled: bool
+    good_steps: int = 0
+
+    def update(self, finite: bool) -> None:
+        """Note the outcome of a step."""
+        if not self.enabled:
+            return
+        self.good_steps = self.good_steps + 1 if finite else 0
+        if not finite:
+            self.scale /= 2
+        elif self.good_steps == GROWTH_INTERVAL:
+            self.scale, self.good_steps = self.scale * 2, 0
 
 
 @dataclass(frozen=True)
@@ -26,9 +49,9 @@ class Precision:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=DTYPES[self.word])
 
-    def scaler(self) -> torch.amp.GradScaler:
+    def loss_scale(self) -> LossScale:
         """Scales the loss in fp16, and does nothing otherwise."""
-        return torch.amp.GradScaler(self.device.type, enabled=self.word == "fp16")
+        return LossScale(2.0**16 if self.word == "fp16" else 1.0, enabled=self.word == "fp16")
 
 
 def resolve(word: str, device: torch.device) -> Precision:

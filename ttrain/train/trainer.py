@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -21,7 +21,7 @@ from ttrain.errors import TTrainError
 from ttrain.train.callbacks import Callback, LogRecord
 from ttrain.train.checkpoint import Checkpoints, Snapshot, copy_tensors
 from ttrain.train.optim import decay_start
-from ttrain.train.precision import Precision
+from ttrain.train.precision import LossScale, Precision
 from ttrain.train.ranks import Ranks, global_norm
 from ttrain.train.task import TrainingTask
 
@@ -67,7 +67,6 @@ class FitResult:
     skipped_steps: int
     live_tokens: int
     seconds: float
-    history: list[float] = field(default_factory=list)
 
 
 class Trainer:
@@ -87,12 +86,11 @@ class Trainer:
         bare = task.build_model().to(ranks.device)
         self.optimizers = task.build_optimizer(bare)
         self.factor = task.build_scheduler(self.steps)
-        self.scaler = precision.scaler()
+        self.loss_scale = precision.loss_scale()
         self.model: nn.Module = ranks.wrap(torch.compile(bare, dynamic=False) if compile else bare)  # type: ignore[arg-type]
         self.bare = bare
         self.window, self.live_tokens, self.skipped = Window(), 0, 0
         self.last_loss: float | None = None
-        self.history: list[float] = []
         # The loss is scaled by about 1/targets before the backward pass, so that fp16 gradients of a sum do not overflow.
         self._scale = 1.0 / (task.config.tokens_per_step)
 
@@ -128,7 +126,7 @@ class Trainer:
             raise
         return FitResult(
             done, reason, first, self.last_loss, validation_loss, self.skipped, self.live_tokens,
-            time.monotonic() - began, self.history,
+            time.monotonic() - began,
         )  # fmt: skip
 
     def validate(self) -> float:
@@ -160,7 +158,6 @@ class Trainer:
         self.window.grad_norm += norm
         self.window.steps += 1
         self.live_tokens += int(live_sum)
-        self.history.append(total_sum / live_sum)
         if self._due(self.cadence.log, step + 1) or step + 1 == self.steps:
             self._log_window(step + 1, time.monotonic() - began)
         return stops > 0
@@ -174,7 +171,7 @@ class Trainer:
                 self.model.require_backward_grad_sync = micro is micro_batches[-1]
             with self.precision.autocast():
                 loss = self.task.train_step(self.model, micro.batch, self.ranks.device)
-            self.scaler.scale(loss.total * (self._scale * self.ranks.world)).backward()
+            (loss.total * (self._scale * self.loss_scale.scale * self.ranks.world)).backward()
             total += loss.total.detach()
             live += loss.count
         return total, live
@@ -182,7 +179,7 @@ class Trainer:
     def _apply(self, step: int, live: float, total: float) -> float:
         """Divide by the targets of the whole step, clip, update; returns the norm before the clip."""
         parameters = self.optimizers.parameters
-        factor = 1.0 / (self._scale * live * self.scaler.get_scale() if self.scaler.is_enabled() else self._scale * live)
+        factor = 1.0 / (self._scale * self.loss_scale.scale * live)
         for parameter in parameters:
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
@@ -192,22 +189,16 @@ class Trainer:
             torch.nn.utils.clip_grads_with_norm_(parameters, self.task.config.optim.clip, norm)
             self.optimizers.set_factor(self.factor(step))
             self.optimizers.step()
-        elif self.scaler.is_enabled():
+        elif self.loss_scale.enabled:
             self.skipped += 1
         else:
             raise TTrainError(
                 f"the loss of step {step + 1} is not finite (loss {total / live}, gradient norm {float(norm)}); "
                 f"lower the learning rate, or look at the rows of this step"
             )
-        self._update_scaler(finite)
+        self.loss_scale.update(finite)
         self.optimizers.zero_grad()
         return float(norm)
-
-    def _update_scaler(self, finite: bool) -> None:
-        if not self.scaler.is_enabled():
-            return
-        grown = self.scaler.get_scale() if finite else self.scaler.get_scale() * self.scaler.get_backoff_factor()
-        self.scaler.update(grown)
 
     def _log_window(self, step: int, step_seconds: float) -> None:
         window, self.window = self.window, Window()
@@ -239,7 +230,7 @@ class Trainer:
             return
         state: dict[str, Any] = {
             "steps": self.steps, "window": vars(self.window), "live_tokens": self.live_tokens, "skipped": self.skipped,
-            "last_loss": self.last_loss, "scaler": self.scaler.state_dict(), "world": self.ranks.world,
+            "last_loss": self.last_loss, "loss_scale": vars(self.loss_scale), "world": self.ranks.world,
             "precision": self.precision.word,
         }  # fmt: skip
         snapshot = Snapshot(
@@ -256,8 +247,7 @@ class Trainer:
         self.weights.load(dict(snapshot.weights))
         self.optimizers.load_state(dict(snapshot.optimizer))
         state: Mapping[str, Any] = snapshot.state
-        if state["scaler"]:
-            self.scaler.load_state_dict(state["scaler"])
+        self.loss_scale = LossScale(**state["loss_scale"])
         self.window = Window(**state["window"])
         self.live_tokens, self.skipped, self.last_loss = state["live_tokens"], state["skipped"], state["last_loss"]
         log.info("continues at step %d", snapshot.step)

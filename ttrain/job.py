@@ -1,0 +1,31 @@
+"""What a stage's process is given, apart from its settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ttrain.config import Runtime
+from ttrain.progress import Progress
+
+
+@dataclass(frozen=True)
+class Job:
+    """Inputs, output and surroundings of one stage. A stage writes under `output` only."""
+
+    inputs: Mapping[str, Path]
+    files: Mapping[str, list[str]]
+    arguments: Mapping[str, str]
+    output: Path
+    runtime: Runtime
+    progress: Progress
+    stop_requested: Callable[[], bool]
+    start_from: Path | None = None  # a checkpoint of a shorter run that this one extends
+
+    @property
+    def run_directory(self) -> Path:
+        """Logs, curves and quarantine: part of the artifact, but of nobody's key."""
+        directory = self.output / "run"
+        directory.mkdir(parents=True, exist_ok=True)
+        return directory

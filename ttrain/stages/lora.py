@@ -1,0 +1,34 @@
+"""Stage `lora`: a low-rank adapter on the SFT model learns a domain; the base stays as it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ttrain.config import LoraConfig
+from ttrain.data.tokenizer import Encoder
+from ttrain.digests import sha256_file
+from ttrain.job import Job
+from ttrain.model import adapters, factory
+from ttrain.stages import training
+from ttrain.train import checkpoint
+
+
+def run(config: LoraConfig, job: Job) -> dict[str, Any]:
+    """Train an adapter; leaves `adapter/` (PEFT), `checkpoints/` and the curves."""
+    ranks = training.start(job.runtime)
+    base = job.inputs["base"] / "model"
+    encoder = Encoder(base)
+    digest = sha256_file(base / checkpoint.WEIGHTS)
+    model = adapters.attach(factory.load(base), config.lora)
+    trained = training.Trained(
+        model,
+        state=lambda: adapters.state(model),
+        load=lambda weights: adapters.load_state(model, weights),
+        files={
+            **adapters.files(model, base="ttrain-sft", base_digest=digest),
+            **training.tokenizer_files(base),
+        },
+        directory="adapter",
+        weights_file=adapters.WEIGHTS,
+    )
+    return training.fit(config.lora, trained, job, ranks, encoder)

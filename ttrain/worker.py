@@ -1,0 +1,118 @@
+"""The process of one stage: `python -m ttrain.worker WORK_DIRECTORY`, or the same under torchrun.
+
+It reads `job.json`, runs the stage's module and writes `result.json`, which tells what happened; the exit code does not
+(torchrun's agent exits 1 after a clean save on a signal).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from ttrain.errors import Interrupted, TTrainError
+from ttrain.job import Job
+from ttrain.progress import Progress
+from ttrain.store import read_json, write_json
+
+JOB, RESULT, PROGRESS = "job.json", "result.json", "progress.json"
+PARENT_POLL_SECONDS = 0.2
+log = logging.getLogger("ttrain")
+
+
+class StopFlag:
+    """Set by SIGTERM and SIGINT; the second one ends the process at once. What is on disk stays whole: it was renamed there."""
+
+    def __init__(self, *, stops_by_itself: bool) -> None:
+        self.signum = 0
+        self._stops_by_itself = stops_by_itself
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(signum, self._handle)
+
+    def __call__(self) -> bool:
+        return self.signum != 0
+
+    def _handle(self, signum: int, frame: object) -> None:
+        if self.signum:
+            os._exit(128 + signum)
+        self.signum = signum
+        if self._stops_by_itself:
+            raise Interrupted("stopped by a signal", signum)
+
+
+def main() -> int:
+    """Run the job whose work directory is the only argument."""
+    work = Path(sys.argv[1])
+    rank = int(os.environ.get("RANK", "0"))
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", stream=sys.stdout, force=True)
+    log.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    spec = read_json(work / JOB)
+    _end_with_parent()
+    stop = StopFlag(stops_by_itself=not spec["uses_ranks"])
+    outcome = _run(work, spec, stop, rank)
+    if rank == 0 or outcome["outcome"] == "failed":
+        name = RESULT if rank == 0 else f"result.rank{rank}.json"
+        write_json(work / name, outcome)
+    sys.stdout.flush()
+    return 0 if outcome["outcome"] == "completed" else 1
+
+
+def _run(work: Path, spec: dict[str, Any], stop: StopFlag, rank: int) -> dict[str, Any]:
+    from ttrain.config import Runtime
+    from ttrain.stages import STAGES
+
+    stage = STAGES[spec["stage"]]
+    job = Job(
+        inputs={name: Path(path) for name, path in spec["inputs"].items()},
+        files=spec["files"],
+        arguments=stage.arguments,
+        output=work / "output",
+        runtime=Runtime.model_validate(spec["runtime"]),
+        progress=Progress(work / PROGRESS if rank == 0 else None),
+        stop_requested=stop,
+        start_from=Path(spec["start_from"]) if spec["start_from"] else None,
+    )
+    try:
+        result = import_module(stage.module).run(stage.config.model_validate(spec["config"]), job)
+        return {"outcome": "completed", "result": result}
+    except Interrupted as error:
+        return {"outcome": "interrupted", "error": str(error), "signal": stop.signum or error.signum}
+    except TTrainError as error:
+        log.error("%s", error)
+        return {"outcome": "failed", "error": str(error), "kind": type(error).__name__}
+    except BaseException as error:
+        log.error("%s", traceback.format_exc())
+        return {"outcome": "failed", "error": f"{type(error).__name__}: {error}", "kind": "unexpected"}
+    finally:
+        _leave_ranks()
+
+
+def _leave_ranks() -> None:
+    if "torch.distributed" in sys.modules and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _end_with_parent() -> None:
+    """Die when the parent does, whatever killed it, so that no process trains on without anyone who waits for it."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(PARENT_POLL_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
