@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ttrain.config import Section, Settings, flatten
+from ttrain.config import Section, Settings, Training, flatten
 from ttrain.digests import code_digests, differences, digest_of
 from ttrain.errors import UsageError
 from ttrain.stages import Stage
 from ttrain.store import Artifact, Store
+from ttrain.train.schedules import decay_start, steps_of
 
 Recipe = Callable[["Callable[..., Any]", Settings], None]
 
@@ -32,6 +33,7 @@ class Planned:
     artifact: Artifact | None = None
     ingredients: Mapping[str, Any] = field(default_factory=dict)
     forced: bool = False
+    start_from: Path | None = None  # a checkpoint of a shorter run, where --extend found one
 
     def to_json(self) -> dict[str, Any]:
         """The form that `plan --json` prints."""
@@ -45,10 +47,10 @@ class Planner:
     `force` names stages to rebuild although they are finished; what depends on a forced stage is forced with it.
     """
 
-    def __init__(self, settings: Settings, store: Store, force: frozenset[str] = frozenset()) -> None:
-        self.settings = settings
-        self.store = store
-        self.force = force
+    def __init__(
+        self, settings: Settings, store: Store, force: frozenset[str] = frozenset(), *, extend: bool = False
+    ) -> None:
+        self.settings, self.store, self.force, self.extend = settings, store, force, extend
         self.stages: dict[str, Planned] = {}
 
     def __call__(self, stage: Stage, **inputs: Planned | None) -> Planned:
@@ -59,14 +61,16 @@ class Planner:
             planned = Planned(stage, "run", (f"waits for {', '.join(dict.fromkeys(pending))}",), forced=forced)
         else:
             artifacts = {name: planned.artifact for name, planned in given.items() if planned.artifact}
-            planned = plan_stage(stage, self.settings, self.store, artifacts, forced=forced)
+            planned = plan_stage(stage, self.settings, self.store, artifacts, forced=forced, extend=self.extend)
         self.stages[stage.name] = planned
         return planned
 
 
-def plan(recipe: Recipe, settings: Settings, store: Store, force: frozenset[str] = frozenset()) -> list[Planned]:
+def plan(
+    recipe: Recipe, settings: Settings, store: Store, force: frozenset[str] = frozenset(), *, extend: bool = False
+) -> list[Planned]:
     """Every stage of the recipe, in its order."""
-    planner = Planner(settings, store, force)
+    planner = Planner(settings, store, force, extend=extend)
     recipe(planner, settings)
     unknown = force - set(planner.stages)
     if unknown:
@@ -76,8 +80,9 @@ def plan(recipe: Recipe, settings: Settings, store: Store, force: frozenset[str]
 
 
 def plan_stage(
-    stage: Stage, settings: Settings, store: Store, inputs: Mapping[str, Artifact], *, forced: bool = False
-) -> Planned:
+    stage: Stage, settings: Settings, store: Store, inputs: Mapping[str, Artifact], *, forced: bool = False,
+    extend: bool = False,
+) -> Planned:  # fmt: skip
     """Key and state of one stage whose inputs exist."""
     ingredients = ingredients_of(stage, settings, store, inputs)
     key = key_of(ingredients)
@@ -88,7 +93,11 @@ def plan_stage(
         why = ("asked to run again",)
     else:
         why = tuple(explain(stage, key, ingredients, store))
-    return Planned(stage, "run", why, key, artifact, ingredients, forced=forced)
+    start_from = None
+    if extend and stage.uses_ranks and not artifact:
+        start_from, said = extension_of(stage, settings, ingredients, store)
+        why = (said, *why)
+    return Planned(stage, "run", why, key, artifact, ingredients, forced=forced, start_from=start_from)
 
 
 def ingredients_of(
@@ -164,6 +173,34 @@ def explain(stage: Stage, key: str, ingredients: Mapping[str, Any], store: Store
         return continues or ["never run before"]
     compared = [differences(artifact.manifest["ingredients"], ingredients) for artifact in artifacts]
     return continues + min(compared, key=len)  # min keeps the first of equals, which is the newest
+
+
+def extension_of(
+    stage: Stage, settings: Settings, ingredients: Mapping[str, Any], store: Store
+) -> tuple[Path | None, str]:
+    """The checkpoint of a shorter run from which this one continues to the same weights as a run from scratch, and what to say.
+
+    It must lie where the learning rate did not yet depend on the length of the run, and all but the budget must be equal.
+    """
+    config: Training = getattr(settings, stage.name)
+    budget = {f"{stage.name}.tokens", f"{stage.name}.epochs"}
+    best: tuple[int, Path] | None = None
+    for artifact in store.artifacts(stage.name):
+        old = artifact.manifest["ingredients"]
+        changed = {name for name in {*old["settings"], *ingredients["settings"]}
+                   if old["settings"].get(name) != ingredients["settings"].get(name)}  # fmt: skip
+        same = all(old[name] == ingredients[name] for name in ("inputs", "code", "arguments", "files"))
+        if not same or not changed <= budget or store.damage(artifact):
+            continue
+        new_steps = steps_of(config, artifact.result["rows"]["rows"])[0]
+        limit = min(decay_start(config.schedule, new_steps), decay_start(config.schedule, artifact.result["steps"]))
+        for path in (artifact.path / "checkpoints").glob("step-*"):
+            step = int(path.name.removeprefix("step-"))
+            if step <= limit and (best is None or step > best[0]):
+                best = (step, path)
+    if best is None:
+        return None, "--extend found no shorter run with a checkpoint before its decay; it starts from scratch"
+    return best[1], f"--extend: continues at step {best[0]} of the run {best[1].parent.parent.name[:12]}"
 
 
 def is_all_cached(stages: list[Planned]) -> bool:

@@ -131,6 +131,12 @@ class Store:
         finally:
             lock.release()
 
+    def compare(self, artifact: Artifact, output: Path) -> Artifact | None:
+        """The stored artifact, where a rebuilt output has the same content; None where it differs."""
+        names = [path.relative_to(output).as_posix() for path in sorted(output.rglob("*")) if path.is_file()]
+        public = [[name, self.cache.file(output / name)] for name in names if name.split("/")[0] not in PRIVATE]
+        return artifact if digest_of(public) == artifact.content else None
+
     def publish(self, stage: str, key: str, output: Path, manifest: Mapping[str, Any]) -> Artifact:
         """Make `output` the artifact of this key: fsync, manifest last, one rename. An artifact in its place is set aside."""
         files = {}

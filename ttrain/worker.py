@@ -55,6 +55,8 @@ def main() -> int:
     log.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     spec = read_json(work / JOB)
     _end_with_parent()
+    if spec["uses_ranks"] and spec["runtime"]["devices"] > 1 and "RANK" not in os.environ:
+        return _torchrun(work, spec["runtime"]["devices"])
     stop = StopFlag(stops_by_itself=not spec["uses_ranks"])
     outcome = _run(work, spec, stop, rank)
     if rank == 0 or outcome["outcome"] == "failed":
@@ -62,6 +64,19 @@ def main() -> int:
         write_json(work / name, outcome)
     sys.stdout.flush()
     return 0 if outcome["outcome"] == "completed" else 1
+
+
+def _torchrun(work: Path, devices: int) -> int:
+    """Be the agent that starts one worker a device; it passes a SIGTERM on and waits for their checkpoint."""
+    from torch.distributed import run
+
+    rendezvous = ["--standalone", f"--nproc-per-node={devices}", "--max-restarts=0"]
+    try:
+        run.main([*rendezvous, "-m", "ttrain.worker", str(work)])
+    except BaseException as error:  # the workers' result files tell what happened
+        log.info("torchrun: %s", error.__class__.__name__)
+        return 1
+    return 0
 
 
 def _run(work: Path, spec: dict[str, Any], stop: StopFlag, rank: int) -> dict[str, Any]:

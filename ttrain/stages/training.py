@@ -26,8 +26,8 @@ from ttrain.job import Job
 from ttrain.train import checkpoint, precision
 from ttrain.train.callbacks import LogLines, MetricsFile, ProgressBar
 from ttrain.train.checkpoint import Checkpoints
-from ttrain.train.optim import decay_start
 from ttrain.train.ranks import Ranks
+from ttrain.train.schedules import decay_start, steps_of
 from ttrain.train.task import LanguageModeling
 from ttrain.train.trainer import Cadence, Trainer
 
@@ -132,11 +132,7 @@ def fit(config: Training, trained: Trained, job: Job, ranks: Ranks, encoder: Enc
 def _order(config: Training, rows: Rows) -> ShuffledOrder:
     if not len(rows):
         raise DataError("the training data is empty: it gave no row to learn from")
-    if config.tokens is not None:
-        total = -(-config.tokens // config.tokens_per_step) * config.rows_per_step
-    else:
-        assert config.epochs is not None, "the settings name one of tokens and epochs"
-        total = max(1, math.ceil(config.epochs * len(rows)))
+    _, total = steps_of(config, len(rows))
     return ShuffledOrder(len(rows), config.rows_per_step, total, config.seed)
 
 

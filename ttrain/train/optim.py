@@ -1,15 +1,14 @@
-"""Optimizers with their groups, learning-rate schedules, and state that saves without pickle."""
+"""Optimizers with their groups, and state that saves without pickle."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ttrain.config import Optim, Schedule
+from ttrain.config import Optim
 from ttrain.errors import ArtifactError
 
 
@@ -105,29 +104,3 @@ def build(model: nn.Module, config: Optim) -> Optimizers:
         fused = all(p.device.type in ("cpu", "cuda") for _, p in trained)
         optimizers.append(torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused))
     return Optimizers(optimizers, {p: name for name, p in trained})
-
-
-def decay_start(config: Schedule, steps: int) -> int:
-    """First step at which the learning rate depends on the length of the run; before it, runs of any length agree."""
-    if config.kind == "constant":
-        return steps
-    if config.kind == "linear":
-        return max(min(config.warmup_steps, steps), steps - round(config.decay_fraction * steps))
-    return min(config.warmup_steps, steps)
-
-
-def schedule(config: Schedule, steps: int) -> Callable[[int], float]:
-    """Factor of the peak learning rate at a step, counted from 0: never 0 while the run lasts, unless the floor is."""
-    start = decay_start(config, steps)
-
-    def factor(step: int) -> float:
-        if step < min(config.warmup_steps, steps):
-            return (step + 1) / (config.warmup_steps + 1)
-        if step < start or config.kind == "constant":
-            return 1.0
-        done = (step - start) / max(1, steps - start)
-        if config.kind == "linear":
-            return config.floor + (1 - config.floor) * (1 - done)
-        return config.floor + (1 - config.floor) * 0.5 * (1 + math.cos(math.pi * done))
-
-    return factor

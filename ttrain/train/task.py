@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from ttrain.config import Training
 from ttrain.data.packing import IGNORE, Batch
-from ttrain.train import optim
+from ttrain.train import optim, schedules
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class LanguageModeling(TrainingTask):
         return optim.build(model, self.config.optim)
 
     def build_scheduler(self, steps: int) -> Callable[[int], float]:
-        return optim.schedule(self.config.schedule, steps)
+        return schedules.schedule(self.config.schedule, steps)
 
     def build_criterion(self) -> Callable[[Tensor, Tensor], Tensor]:
         return token_loss_sum

@@ -20,9 +20,9 @@ from ttrain.data.loader import Loader, MicroBatch
 from ttrain.errors import TTrainError
 from ttrain.train.callbacks import Callback, LogRecord
 from ttrain.train.checkpoint import Checkpoints, Snapshot, copy_tensors
-from ttrain.train.optim import decay_start
 from ttrain.train.precision import LossScale, Precision
 from ttrain.train.ranks import Ranks, global_norm
+from ttrain.train.schedules import decay_start
 from ttrain.train.task import TrainingTask
 
 log = logging.getLogger("ttrain")

@@ -1,0 +1,88 @@
+"""The history of pipeline runs: one JSON file each, `runs/<run>.json`, readable while the run goes on and after a crash."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from ttrain.store import read_json, write_json
+
+FINISHED = ("completed", "cached", "failed", "interrupted", "crashed")
+
+
+class RunRecord:
+    """The file of one run, rewritten at each change."""
+
+    def __init__(self, home: Path, pipeline: str, stages: list[str], settings: Mapping[str, Any]) -> None:
+        self.run = f"{pipeline}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+        self.path = home / "runs" / f"{self.run}.json"
+        self._lock = threading.Lock()
+        self._data: dict[str, Any] = {
+            "run": self.run,
+            "pipeline": pipeline,
+            "outcome": "running",
+            "started": datetime.now(UTC).isoformat(timespec="seconds"),
+            "started_unix": time.time(),
+            "seconds": None,
+            "process": {"pid": os.getpid(), "started": process_started(os.getpid())},
+            "stages": [{"name": name, "outcome": "pending"} for name in stages],
+            "metrics": {},
+            "settings": settings,
+        }
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(self.path, self._data)
+
+    def stage(self, name: str, **values: Any) -> None:
+        """Note something about a stage: outcome, seconds, key, path, log, metric, error."""
+        with self._lock:
+            entry = next(stage for stage in self._data["stages"] if stage["name"] == name)
+            entry.update(values)
+            write_json(self.path, self._data)
+
+    def note(self, **values: Any) -> None:
+        """Note something about the run."""
+        with self._lock:
+            self._data.update(values)
+            write_json(self.path, self._data)
+
+    def finish(self, outcome: str, metrics: Mapping[str, float]) -> None:
+        """The end of the run."""
+        self.note(outcome=outcome, seconds=round(time.time() - self._data["started_unix"], 2), metrics=dict(metrics))
+
+    @property
+    def stages(self) -> list[dict[str, Any]]:
+        """What is noted about each stage."""
+        return [dict(stage) for stage in self._data["stages"]]
+
+
+def history(home: Path) -> list[dict[str, Any]]:
+    """All runs, newest first; one that says it is running, but whose process is gone, has crashed."""
+    runs = [run for path in (home / "runs").glob("*.json") if isinstance(run := read_json(path), dict)]
+    for run in runs:
+        if run["outcome"] == "running" and not is_alive(run["process"]):
+            run["outcome"] = "crashed"
+            for stage in run["stages"]:
+                if stage["outcome"] == "running":
+                    stage["outcome"] = "crashed"
+    return sorted(runs, key=lambda run: run["started_unix"], reverse=True)
+
+
+def is_alive(process: Mapping[str, Any]) -> bool:
+    """Whether this very process still runs; a recycled number does not count."""
+    return process_started(process["pid"]) == process["started"] is not None
+
+
+def process_started(pid: int) -> float | None:
+    """When the process began, in seconds since the epoch; None where there is none."""
+    import psutil
+
+    try:
+        return round(float(psutil.Process(pid).create_time()), 1)
+    except psutil.Error:
+        return None
