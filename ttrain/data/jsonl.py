@@ -85,7 +85,7 @@ def records(paths: Sequence[str], tally: Tally, max_line_bytes: int) -> Iterator
                 tally.reject(path, number, f"not a JSON object but {type(value).__name__}")
                 continue
             if len(tally.keys_seen) < 1000:
-                tally.keys_seen.update(value)
+                tally.keys_seen.update(key[:40] for key in value)
             yield path, number, value
 
 

@@ -28,6 +28,7 @@ import subprocess
 import sys
 import sysconfig
 import unicodedata
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -73,11 +74,8 @@ class Item:
     @property
     def name(self) -> str:
         """As a program would write it."""
-        return (
-            self.qualname
-            if self.module == "builtins" and self.qualname
-            else f"{self.module}.{self.qualname}".strip(".")
-        )
+        builtin = self.module == "builtins" and self.qualname != ""
+        return self.qualname if builtin else f"{self.module}.{self.qualname}".strip(".")
 
     @property
     def group(self) -> str:
@@ -162,7 +160,8 @@ def read_python(progress: Callable[[int, int], None], with_code: bool) -> tuple[
         module = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
         try:
             source = importlib.util.decode_source(path.read_bytes())
-            tree = ast.parse(source)
+            with warnings.catch_warnings(action="ignore"):  # a stray backslash is an error under -W error
+                tree = ast.parse(source)
         except (OSError, SyntaxError, ValueError):
             unreadable += 1
         else:
@@ -200,7 +199,8 @@ def definitions(parent: ast.AST) -> dict[str, ast.FunctionDef | ast.AsyncFunctio
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             found.setdefault(node.name, node)
         elif isinstance(node, ast.If | ast.Try):
-            found = definitions(node) | found
+            for name, inner in definitions(node).items():
+                found.setdefault(name, inner)
     return found
 
 
@@ -272,6 +272,8 @@ def print_runtime_docs(skipped: list[str]) -> None:
         add(module_name, "", "module", module)
         for name, thing in sorted(vars(module).items()):
             home = getattr(thing, "__module__", None) or module_name
+            if home == "builtins" != module_name:  # an alias such as os.error for OSError
+                continue
             if isinstance(thing, types.BuiltinFunctionType):
                 add(home, name, "function", thing)
             elif isinstance(thing, type):
@@ -319,7 +321,7 @@ def clean_paragraphs(text: str) -> list[str]:
 
 def code_pieces(tree: ast.Module, source: str) -> Iterator[str]:
     """Top-level functions and classes with their decorators."""
-    lines = source.splitlines()
+    lines = source.split("\n")  # as ast counts them: splitlines would cut at form feeds too
     for node in definitions(tree).values():
         first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
         yield from pack("\n".join(lines[first - 1 : node.end_lineno]).split("\n\n"), DOCUMENT_BYTES)
@@ -439,14 +441,12 @@ def clean_code(code: dict[str, list[str]], train: list[Item], heldout: list[Item
     """Source of training modules, shuffled by hash; a piece that shares a single 8-gram with held-out text stays out."""
     known = {gram for item in heldout for gram in shingles(item.doc)}
     groups = {item.group for item in train}
-    rows = [
-        {"text": plain(piece), "source": f"code:{module}"}
-        for module, pieces in code.items()
-        if group_of(module) in groups
-        for piece in pieces
-        if known.isdisjoint(shingles(piece))
-    ]
-    return sorted(rows, key=lambda row: order(row["text"]))
+    sources: dict[str, str] = {}
+    for module, pieces in code.items():
+        for piece in map(plain, pieces if group_of(module) in groups else []):
+            if known.isdisjoint(shingles(piece)):
+                sources.setdefault(piece, module)
+    return [{"text": piece, "source": f"code:{sources[piece]}"} for piece in sorted(sources, key=order)]
 
 
 def count_bytes(rows: Iterable[dict[str, Any]]) -> int:

@@ -1,0 +1,133 @@
+"""Stage `evaluate`: bits per byte on held-out documents, losses on held-out chats and domain, samples; one table."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ttrain.config import Evaluate, EvaluateConfig
+from ttrain.data import chat
+from ttrain.data.tokenizer import Encoder
+from ttrain.digests import sha256_file
+from ttrain.evaluate import baselines, perplexity, samples
+from ttrain.job import Job
+from ttrain.model import adapters, factory
+from ttrain.stages.shards import heldout_records
+from ttrain.store import write_json
+from ttrain.train import checkpoint, precision
+
+Sequences = list[tuple[list[int], list[bool]]]
+MODELS = ("base", "sft", "lora")
+LN2 = 0.6931471805599453
+
+
+def run(config: EvaluateConfig, job: Job) -> dict[str, Any]:
+    """Score base, SFT and LoRA model on the same held-out rows; leaves `evaluation.json` and `samples.json`."""
+    torch.set_num_threads(job.runtime.threads or os.cpu_count() or 1)
+    settings = config.evaluate
+    device = precision.resolve_device(job.runtime.device)
+    encoder = Encoder(job.inputs["base"] / "model")
+    texts = _texts(job.inputs["documents"], settings.max_bytes)
+    data = {
+        "documents": [_document(encoder, ids) for ids in encoder.encode(texts)],
+        "chats": _conversations(encoder, job.inputs["chats"], settings.max_chats),
+        "domain": _conversations(encoder, job.inputs["domain"], settings.max_chats),
+    }
+    size = sum(len(text.encode("utf-8")) for text in texts)
+    metrics: dict[str, float] = {
+        f"bits_per_byte_{name}": value for name, value in baselines.bits_per_byte("".join(texts).encode("utf-8")).items()
+    }
+    spoken: dict[str, Any] = {}
+    for number, name in enumerate(MODELS):
+        model = _load(name, job, device)
+        scores = _scores(model, data, settings, job, number, device)
+        if "documents" in scores:
+            bits = scores["documents"].nats / LN2 / max(1, size)
+            metrics["bits_per_byte" if name == "base" else f"bits_per_byte_{name}"] = bits
+        for part, metric in (("chats", "chat_loss"), ("domain", "domain_loss")):
+            if part in scores:
+                metrics[f"{metric}_{name}"] = scores[part].loss
+        spoken[name] = _samples(model, encoder, settings, device)
+    counts = {
+        "documents": len(texts), "document_bytes": size,
+        "document_tokens": sum(sum(live) for _, live in data["documents"]),
+        "chats": len(data["chats"]), "chat_tokens": sum(sum(live) for _, live in data["chats"]),
+        "domain": len(data["domain"]), "domain_tokens": sum(sum(live) for _, live in data["domain"]),
+    }  # fmt: skip
+    write_json(job.output / "evaluation.json", {"metrics": metrics, "counts": counts})
+    write_json(job.output / "samples.json", spoken)
+    return {"metrics": metrics, "counts": counts, "samples": spoken}
+
+
+def _texts(directory: Path, max_bytes: int) -> list[str]:
+    texts, size = [], 0
+    for record in heldout_records(directory):
+        size += len(record["text"].encode("utf-8"))
+        if texts and size > max_bytes:
+            break
+        texts.append(record["text"])
+    return texts
+
+
+def _document(encoder: Encoder, ids: Sequence[int]) -> tuple[list[int], list[bool]]:
+    """The text's own tokens are scored, from the first one on; the token that ends a document is not part of its bytes."""
+    return [encoder.special(chat.BOS), *ids], [False] + [True] * len(ids)
+
+
+def _conversations(encoder: Encoder, directory: Path, limit: int) -> Sequences:
+    found = []
+    for record in heldout_records(directory)[:limit]:
+        messages = tuple(chat.Message(turn["role"], turn["content"]) for turn in record["messages"])
+        found.append(chat.encode_chat(encoder, messages))
+    return found
+
+
+def _load(name: str, job: Job, device: torch.device) -> nn.Module:
+    if name != "lora":
+        return factory.load(job.inputs[name] / "model").to(device)  # type: ignore[arg-type]
+    base = job.inputs["sft"] / "model"
+    digest = sha256_file(base / checkpoint.WEIGHTS)
+    model: nn.Module = adapters.load(factory.load(base), job.inputs["lora"] / "adapter", digest)
+    return model.to(device)
+
+
+def _scores(
+    model: nn.Module, data: dict[str, Sequences], settings: Evaluate, job: Job, number: int, device: torch.device
+) -> dict[str, perplexity.Score]:
+    """Score by part; a part without a token to score is left out. In fp32, so that the figures do not depend on the batch."""
+    found: dict[str, perplexity.Score] = {}
+    for at, (part, sequences) in enumerate(data.items()):
+        place = number * len(data) + at
+
+        def progress(done: int, total: int, place: int = place) -> None:
+            job.progress.update(place + done / total, len(MODELS) * len(data), "parts")
+
+        if any(any(live[1:]) for _, live in sequences):
+            found[part] = perplexity.score(
+                model, sequences, length=settings.row_length, stride=settings.stride,
+                autocast=precision.resolve("fp32", device).autocast, device=device, progress=progress,
+            )  # fmt: skip
+    return found
+
+
+def _samples(model: nn.Module, encoder: Encoder, settings: Evaluate, device: torch.device) -> list[dict[str, str]]:
+    stops = [encoder.special(chat.EOS), encoder.special(chat.END)]
+    said = []
+    for prompt, ids in _prompts(encoder, settings):
+        tokens = samples.greedy(model, ids, new_tokens=settings.new_tokens, stop_ids=stops, device=device)
+        said.append({"prompt": prompt, "answer": encoder.decode(tokens)})
+    return said
+
+
+def _prompts(encoder: Encoder, settings: Evaluate) -> Iterable[tuple[str, list[int]]]:
+    if not settings.new_tokens:
+        return
+    for text in settings.documents:
+        yield text, [encoder.special(chat.BOS), *encoder.encode([text])[0]]
+    for text in settings.chats:
+        yield text, chat.prompt_ids(encoder, (chat.Message("user", text),))
