@@ -1,8 +1,8 @@
 """`ttrain up`, `ttrain down`, and which Prefect server a run talks to; imports neither prefect nor mlflow.
 
-Prefect reads its settings while it is imported, so what is decided here goes into the environment before that. A run uses
-the server that PREFECT_API_URL names, else the one that `up` left running, else one that lives and dies with the run.
-All of them listen on 127.0.0.1 only, and nothing they do leaves the machine.
+Prefect reads its settings while it is imported, so what is decided here goes into the environment before that. A run
+uses the server that PREFECT_API_URL names, else the one that `up` left running, else one that lives and dies with the
+run. All of them listen on 127.0.0.1 only, and nothing they do leaves the machine.
 """
 
 from __future__ import annotations
@@ -63,9 +63,10 @@ class Servers:
 
 @dataclass(frozen=True)
 class _Server:
-    """The file about a server that `up` started. All of its processes carry the token in their environment.
+    """The file about a server that `up` started.
 
-    The token makes them ours: a pid may be recycled, and a start time moves with the clock.
+    All of its processes carry the token in their environment, which makes them ours: a pid may be recycled, a start
+    time moves with the clock, and a child may outlive its parent.
     """
 
     name: str
@@ -73,17 +74,21 @@ class _Server:
     port: int
     token: str
 
-    @property
-    def url(self) -> str:
-        return f"http://{HOST}:{self.port}"
+    def owns(self, pid: int) -> bool:
+        try:
+            return bool(psutil.Process(pid).environ().get(TOKEN) == self.token)
+        except (psutil.Error, OSError):  # gone, a zombie, or another user's
+            return False
+
+    def processes(self) -> list[psutil.Process]:
+        return [process for process in psutil.process_iter() if self.owns(process.pid)]
 
 
 def prefect_environment(home: Path) -> dict[str, str]:
     """What to add to the environment before prefect is imported; never a variable that the user has set."""
     wanted = {**SILENT, **QUIET, "PREFECT_HOME": str(home.resolve() / "prefect")}
-    server = _living(home, "prefect")
-    if server:
-        wanted["PREFECT_API_URL"] = f"{server.url}/api"
+    if server := _living(home, "prefect"):
+        wanted["PREFECT_API_URL"] = f"http://{HOST}:{server.port}/api"
     elif not os.environ.get("PREFECT_API_URL"):
         # For whoever does not call `own_server`; Prefect's 20 s are short on a busy machine
         wanted["PREFECT_SERVER_EPHEMERAL_ENABLED"] = "true"
@@ -92,21 +97,20 @@ def prefect_environment(home: Path) -> dict[str, str]:
 
 
 def own_server(home: Path) -> Callable[[], None]:
-    """Starts a Prefect server for this process alone, unless one is named or running; returns what waits until it answers.
+    """Starts a Prefect server for this process alone, unless one is named or running; returns what waits for it.
 
     Call it with `prefect_environment` applied, then import prefect, then wait: the import goes on meanwhile (0.9 s), and
-    prefect need not import its own server to start it (1.3 s). Prefect's ephemeral server dies of the Ctrl-C that its run
-    still has to report, and outlives a run that is killed; this one does neither.
+    prefect need not import its own server to start it (1.3 s). Prefect's ephemeral server dies of the Ctrl-C that its
+    run still has to report, and outlives a run that is killed; this one does neither. Raises TTrainError as `up` does.
     """
-    path, owner = _folder(home) / "own.log", os.getpid()
     lock = _lock(home)
     lock.acquire()
     if server := _living(home, "prefect"):
-        os.environ.setdefault("PREFECT_API_URL", f"{server.url}/api")
+        os.environ.setdefault("PREFECT_API_URL", f"http://{HOST}:{server.port}/api")
     if os.environ.get("PREFECT_API_URL"):
         lock.release()
         return lambda: None
-    port = _free_port(0)
+    port, owner, path = _free_port(0), os.getpid(), _folder(home) / "own.log"
     command = ["uvicorn", "--factory", "flows.servers:owned_app", "--app-dir", str(Path(__file__).parents[1])]
     command += ["--host", HOST, "--port", str(port), "--log-level", "error", "--timeout-graceful-shutdown", "5"]
     ephemeral = {"PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1", "PREFECT_SERVER_UI_ENABLED": "false"}
@@ -143,32 +147,33 @@ def owned_app() -> Any:
 def up(home: Path, *, prefect_port: int = 4200, mlflow_port: int = 5000) -> Servers:
     """Starts what is not running yet, in the background, and returns when both answer.
 
-    A port that another program holds is passed over for the next free one. Raises TTrainError when a server does not start.
+    A port that another program holds is passed over for the next free one. Raises TTrainError, with the end of the log,
+    when a server does not start; then none that this call started is left.
     """
     home = home.resolve()
+    started: list[tuple[_Server, subprocess.Popen[bytes]]] = []
     with _lock(home):
-        servers = {name: _living(home, name) for name in HEALTH}
-        started: list[tuple[_Server, subprocess.Popen[bytes]]] = []
         try:
             for name, port in (("prefect", prefect_port), ("mlflow", mlflow_port)):
-                if servers[name] is None:
-                    _stop(home, name)  # what is left of a server that does not answer
+                if not _living(home, name):
+                    _stop(home, name)  # what is left of one that does not answer
                     started.append(_start(home, name, port))
             for server, process in started:
                 _wait(server.name, server.port, process, _folder(home) / f"{server.name}.log")
-                process.returncode = 0  # it is left to itself: Popen would warn of a child that still runs
         except BaseException:
-            for server, process in started:
+            for server, _ in started:
                 _stop(home, server.name)
-                process.wait()
             raise
+        finally:
+            for _, process in started:
+                process.returncode = 0  # it is left to itself, or gone: Popen would warn of a child that still runs
     found = running(home)
     assert found is not None, "both have just answered"
     return found
 
 
 def down(home: Path) -> list[str]:
-    """Stops both with all their processes; the names of those that ran. Raises TTrainError when one cannot be stopped."""
+    """Stops both with all their processes; the names of those that ran. Raises TTrainError when one does not end."""
     if not _folder(home).exists():
         return []
     with _lock(home):
@@ -178,29 +183,30 @@ def down(home: Path) -> list[str]:
 def running(home: Path) -> Servers | None:
     """The addresses, when both servers run."""
     prefect, mlflow = (_living(home, name) for name in HEALTH)
-    return Servers(prefect.url, f"{prefect.url}/api", mlflow.url) if prefect and mlflow else None
+    if not prefect or not mlflow:
+        return None
+    url = f"http://{HOST}:{prefect.port}"
+    return Servers(url, f"{url}/api", f"http://{HOST}:{mlflow.port}")
 
 
 def _start(home: Path, name: str, wanted_port: int) -> tuple[_Server, subprocess.Popen[bytes]]:
-    port, token = _free_port(wanted_port), secrets.token_hex(8)
+    port, token, path = _free_port(wanted_port), secrets.token_hex(8), _folder(home) / f"{name}.log"
     if port != wanted_port:
         log.warning("port %d is taken by another program; %s listens on %d instead", wanted_port, name, port)
     command, environment = (_prefect if name == "prefect" else _mlflow)(home, port)
-    path = _folder(home) / f"{name}.log"
     path.unlink(missing_ok=True)
     process = _spawn(command, {**_unset(SILENT), **environment, TOKEN: token}, path)
     server = _Server(name, process.pid, port, token)
-    write_json(_folder(home) / f"{name}.json", asdict(server))
+    write_json(path.with_suffix(".json"), asdict(server))
     return server, process
 
 
 def _prefect(home: Path, port: int) -> tuple[list[str], dict[str, str]]:
-    url = f"http://{HOST}:{port}"
     environment = {
         **_unset({"PREFECT_HOME": str(home / "prefect")}),
-        "PREFECT_API_URL": f"{url}/api",
+        "PREFECT_API_URL": f"http://{HOST}:{port}/api",
         "PREFECT_SERVER_UI_STATIC_DIRECTORY": str(home / "prefect" / "ui"),  # else it is built inside site-packages
-        "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": f"{url},http://localhost:{port}",  # else any web page may start flows
+        "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": f"http://{HOST}:{port},http://localhost:{port}",  # else any web page
     }
     return ["prefect", "server", "start", "--host", HOST, "--port", str(port)], environment
 
@@ -211,19 +217,20 @@ def _mlflow(home: Path, port: int) -> tuple[list[str], dict[str, str]]:
         tracking.mend_moved_home(home)
     elif tracking.tracking_uri(home) == f"sqlite:///{database}":
         tracking.open_store(home, "Default")  # makes it whole or not at all, where a server would migrate it in place
+    database.parent.mkdir(parents=True, exist_ok=True)
     hosts = (f"{HOST}:{port}", f"localhost:{port}")
+    origins = ",".join(f"http://{host}" for host in hosts)
     command = ["mlflow", "server", "--backend-store-uri", f"sqlite:///{database}", "--artifacts-destination", artifacts]
     command += ["--default-artifact-root", artifacts, "--host", HOST, "--port", str(port), "--workers", "1"]
-    command += ["--allowed-hosts", ",".join(hosts), "--cors-allowed-origins", ",".join(f"http://{host}" for host in hosts)]
+    command += ["--allowed-hosts", ",".join(hosts), "--cors-allowed-origins", origins]
     command += ["--uvicorn-opts", "--log-level warning"]
-    # Its job queues are eight processes more, for judging with an LLM
-    return command, {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    return command, {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # eight processes more, for LLMs that judge
 
 
 def _spawn(module: list[str], environment: Mapping[str, str], path: Path) -> subprocess.Popen[bytes]:
     """`python -m module` in its own session, where the terminal's Ctrl-C does not reach it; its output goes to `path`.
 
-    It runs in the log's directory, since Prefect reads `.env` and `pyproject.toml`, and Python modules, from where it is.
+    It runs in the log's directory, since Python looks for modules where it is, and Prefect for `.env` and settings.
     """
     with path.open("ab") as output:
         return subprocess.Popen(
@@ -255,43 +262,38 @@ def _wait(name: str, port: int, process: subprocess.Popen[bytes], path: Path) ->
 def _stop(home: Path, name: str) -> bool:
     """Ends every process of that server and forgets it; whether there was one."""
     server = _read(home, name)
-    if server is None:
-        return False
-    found = family = _family(server)
+    found = family = server.processes() if server else []
     for action, seconds in ((psutil.Process.terminate, STOP_SECONDS), (psutil.Process.kill, 5.0)):
         for process in family:
             with contextlib.suppress(psutil.Error):
                 action(process)
         psutil.wait_procs(family, timeout=seconds)
-        family = _family(server)
+        family = server.processes() if server else []
     if family:
         raise TTrainError(f"the {name} server does not end; its processes: {', '.join(str(one.pid) for one in family)}")
     (_folder(home) / f"{name}.json").unlink(missing_ok=True)
     return bool(found)
 
 
-def _family(server: _Server) -> list[psutil.Process]:
-    """Its living processes, also those whose parent is gone."""
-    return [process for process in psutil.process_iter() if _is_ours(process.pid, server)]
-
-
-def _is_ours(pid: int, server: _Server) -> bool:
+def _end(process: subprocess.Popen[bytes], owner: int) -> None:
+    """Ends our own server; a forked child, which inherits the call, does not."""
+    if os.getpid() != owner:
+        return
+    process.terminate()
     try:
-        return bool(psutil.Process(pid).environ().get(TOKEN) == server.token)
-    except (psutil.Error, OSError):  # gone, a zombie, or another user's
-        return False
+        process.wait(STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def _living(home: Path, name: str) -> _Server | None:
     """The server of that name, if its process lives and its port answers."""
     server = _read(home, name)
-    if server is None or not _is_ours(server.pid, server):
-        return None
-    try:
-        socket.create_connection((HOST, server.port), timeout=2.0).close()
-    except OSError:
-        return None
-    return server
+    if server and server.owns(server.pid):
+        with contextlib.suppress(OSError), socket.create_connection((HOST, server.port), timeout=2.0):
+            return server
+    return None
 
 
 def _read(home: Path, name: str) -> _Server | None:
@@ -306,19 +308,19 @@ def _folder(home: Path) -> Path:
 
 
 def _lock(home: Path) -> FileLock:
-    """Held while a server starts or ends: two first runs at once would migrate one database twice."""
+    """Held while servers start and end; two first runs at once would migrate one database twice."""
     _folder(home).mkdir(parents=True, exist_ok=True)
-    return FileLock(_folder(home) / "start.lock")
+    return FileLock(_folder(home) / "start.lock", thread_local=False)
 
 
 def _free_port(wanted: int) -> int:
     """The first port from `wanted` on that nobody listens on; any when 0."""
-    for port in range(wanted, wanted + 100):
+    for port in range(wanted, min(wanted + 100, 1 << 16)):
         with contextlib.suppress(OSError), socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the servers do, for a port just left
             probe.bind((HOST, port))
             return int(probe.getsockname()[1])
-    raise TTrainError(f"ports {wanted} to {wanted + 99} are all taken; name another one")
+    raise TTrainError(f"no port from {wanted} to {wanted + 99} is free; name another one")
 
 
 def _unset(wanted: Mapping[str, str]) -> dict[str, str]:
@@ -326,21 +328,9 @@ def _unset(wanted: Mapping[str, str]) -> dict[str, str]:
 
 
 def _without_proxy() -> dict[str, str]:
-    """Where the user's proxy is set, our own address is excepted: else each request to 127.0.0.1 goes to the proxy."""
+    """Where a proxy is set, our own address is excepted: else the requests to 127.0.0.1 go to the proxy."""
     name = "no_proxy" if "no_proxy" in os.environ else "NO_PROXY"
     listed = os.environ.get(name, "")
     if not urllib.request.getproxies() or HOST in listed or listed.strip() == "*":
         return {}
     return {name: ",".join(filter(None, (listed, HOST, "localhost")))}
-
-
-def _end(process: subprocess.Popen[bytes], owner: int) -> None:
-    """Ends our own server; a forked child, which inherits the call, does not."""
-    if os.getpid() != owner:
-        return
-    process.terminate()
-    try:
-        process.wait(STOP_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()

@@ -137,7 +137,7 @@ class Store:
         self._warned: set[str] = set()
         self._waiting: deque[tuple[str, Callable[[], object]]] = deque()
         self._queue = threading.Lock()
-        # SQLite has one writer anyway; without taking turns, threads met "database is locked" in 6 of 1803 (mlflow #20014)
+        # SQLite has one writer anyway; without turns, threads met "database is locked" in 6 of 1803 (mlflow #20014)
         turn: contextlib.AbstractContextManager[object] = threading.RLock()
         self._turn = contextlib.nullcontext() if self.is_http else turn
 
@@ -176,13 +176,14 @@ class Store:
 
     def experiment_id(self) -> str:
         """Id of the experiment, which is made or restored where needed; raises when MLflow does."""
-        if self._experiment_id:
-            return self._experiment_id
-        found = self.client.get_experiment_by_name(self._experiment)
-        if found is not None and found.lifecycle_stage == "deleted":
-            self.client.restore_experiment(found.experiment_id)  # MLflow lets no other take its name
-        made = self.client.create_experiment(self._experiment, self._place) if found is None else found.experiment_id
-        self._experiment_id = str(made)
+        if not self._experiment_id:
+            found = self.client.get_experiment_by_name(self._experiment)
+            if found is None:
+                _unless_there(partial(self.client.create_experiment, self._experiment, self._place))
+                found = self.client.get_experiment_by_name(self._experiment)
+            if found.lifecycle_stage == "deleted":
+                self.client.restore_experiment(found.experiment_id)  # MLflow lets no other take its name
+            self._experiment_id = str(found.experiment_id)
         return self._experiment_id
 
     def tried(self, what: str, action: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
@@ -220,6 +221,7 @@ class Store:
                     self.warn(what, error)
                     if not _is_refusal(error):
                         self._waiting.append((what, action))
+                    if self._rests():
                         return
 
     def _once(self, action: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
@@ -263,11 +265,7 @@ class Store:
         # A plain directory is a fine source. "runs:/..." would be one too, but MLflow copies that into a temporary
         # directory at each download, where an absolute location is used in place.
         source = f"{run.artifact_uri}/{quote(artifact_path) if run.artifact_uri.startswith('file:') else artifact_path}"
-        try:
-            self.client.create_registered_model(name)
-        except Exception as error:
-            if _code(error) != "RESOURCE_ALREADY_EXISTS":
-                raise
+        _unless_there(partial(self.client.create_registered_model, name))
         for version in self.client.search_model_versions(f"name='{name}'"):
             if all(tag in tags and version.tags.get(tag) == tags[tag] for tag in ("ttrain.key", "ttrain.content")):
                 return str(version.version)
@@ -590,6 +588,15 @@ def _outcome(action: Callable[[], Result]) -> tuple[Result | None, Exception | N
 def _is_refusal(error: Exception) -> bool:
     """Whether MLflow understood and said no, so that asking again is of no use."""
     return _code(error) in ("INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST")
+
+
+def _unless_there(create: Callable[[], object]) -> None:
+    """Creates what another thread or process may be creating, too."""
+    try:
+        create()
+    except Exception as error:
+        if _code(error) != "RESOURCE_ALREADY_EXISTS":
+            raise
 
 
 def _code(error: Exception) -> str:

@@ -1,0 +1,97 @@
+"""What the user sees while a pipeline runs: bars on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from ttrain.report import seconds
+
+SECONDS_BETWEEN_LINES = 10.0
+MARKS = {"cached": "[cyan]=[/]", "completed": "[green]✓[/]", "equal": "[green]✓[/]", "different": "[yellow]≠[/]"}
+
+
+class Display:
+    """Draws several stages side by side; safe to call from their threads."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self._lock = threading.Lock()
+        self._last_line: dict[str, float] = {}
+        self._tasks: dict[str, TaskID] = {}
+        self._rates: dict[str, tuple[float, float]] = {}
+        self._bars: Progress | None = None
+        if console.is_terminal:
+            columns = (
+                TextColumn("  {task.description:<16}"), BarColumn(bar_width=28), TextColumn("{task.percentage:>3.0f} %"),
+                TextColumn("{task.fields[figures]}", style="dim"), TimeRemainingColumn(compact=True),
+            )  # fmt: skip
+            self._bars = Progress(*columns, console=console, transient=True)
+            self._bars.start()
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+        if self._bars:
+            self._bars.stop()
+
+    def say(self, text: str) -> None:
+        """A line above the bars."""
+        with self._lock:
+            self.console.print(text, highlight=False, soft_wrap=True)
+            sys.stdout.flush()
+
+    def started(self, name: str, why: str) -> None:
+        """A stage begins."""
+        self.say(f"[bold]>[/] {name}: {_plain(why)}")
+
+    def progressed(self, name: str, progress: Mapping[str, Any]) -> None:
+        """How far a stage is."""
+        done, total, unit = progress["done"], max(progress["total"], 1e-9), progress["unit"]
+        figures = self._figures(name, done, unit, progress["figures"])
+        if self._bars:
+            with self._lock:
+                if name not in self._tasks:
+                    self._tasks[name] = self._bars.add_task(name, total=total, figures="")
+                self._bars.update(self._tasks[name], completed=done, total=total, figures=figures)
+            return
+        now = time.monotonic()
+        if unit == "tokens" and now - self._last_line.setdefault(name, now) >= SECONDS_BETWEEN_LINES:
+            self._last_line[name] = now
+            start, at = self._rates[name]
+            left = (total - done) * (now - at) / max(done - start, 1e-9) if done > start else None
+            self.say(f"  {name}: {100 * done / total:.0f} %, {figures}{f', {seconds(left)} left' if left else ''}")
+
+    def ended(self, name: str, state: str, took: float, figures: str) -> None:
+        """A stage has its result."""
+        with self._lock:
+            if self._bars and name in self._tasks:
+                self._bars.remove_task(self._tasks.pop(name))
+        word = {"cached": "cached", "equal": "rebuilt, equal to what was stored",
+                "different": "rebuilt, DIFFERENT from what was stored (set aside under replaced/)"}.get(state, seconds(took))  # fmt: skip
+        self.say(f"{MARKS[state]} {name}: {word}{f' - {figures}' if figures else ''}")
+
+    def failed(self, name: str, message: str) -> None:
+        """A stage has none."""
+        with self._lock:
+            if self._bars and name in self._tasks:
+                self._bars.remove_task(self._tasks.pop(name))
+        self.say(f"[red]x[/] {name}: {_plain(message)}")
+
+    def _figures(self, name: str, done: float, unit: str, figures: Mapping[str, float]) -> str:
+        """Rate since the stage (re)started, and what it reported."""
+        now = time.monotonic()
+        start, at = self._rates.setdefault(name, (done, now))
+        parts = [f"{label.replace('_', ' ')} {value:.3f}" for label, value in figures.items()]
+        if unit == "tokens" and now > at and done > start:
+            parts.append(f"{(done - start) / (now - at):,.0f} tokens/s")
+        return ", ".join(parts) or unit
+
+
+def _plain(text: str) -> str:
+    return text.replace("[", "\\[")

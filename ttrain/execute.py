@@ -1,0 +1,199 @@
+"""One run of a pipeline: builds its stages, records, tracks and shows them. Knows no engine; Prefect calls it, or nobody does."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from ttrain import digests, launch, report, tracking
+from ttrain.config import Settings, flatten
+from ttrain.display import Display
+from ttrain.errors import Interrupted, TTrainError
+from ttrain.plan import Planned, section_of
+from ttrain.runs import RunRecord
+from ttrain.stages import Stage
+from ttrain.store import Artifact, Store, read_json, write_json
+
+# Which artifacts become registered models: stage, suffix of the name, directory in the artifact.
+REGISTERED = {
+    "tokenizer": ("tokenizer", ""),
+    "pretrain": ("base", "model"),
+    "sft": ("sft", "model"),
+    "lora": ("lora", "adapter"),
+}
+log = logging.getLogger("ttrain")
+
+
+class Execution:
+    """A pipeline run in progress."""
+
+    def __init__(
+        self, pipeline: str, settings: Settings, store: Store, display: Display, stages: list[str], *,
+        force: frozenset[str] = frozenset(), extend: bool = False,
+    ) -> None:  # fmt: skip
+        self.pipeline, self.settings, self.store, self.display = pipeline, settings, store, display
+        self.force, self.extend = force, extend
+        self.record = RunRecord(store.root, pipeline, stages, settings.model_dump(mode="json"))
+        self.artifacts: dict[str, Artifact] = {}
+        self.signum = 0
+        self._forced: set[str] = set()
+        self._tracker = (
+            tracking.open_store(store.root, settings.tracking.experiment)
+            if settings.tracking.enabled else tracking.NullStore()
+        )  # fmt: skip
+        params = {**dict(flatten(settings.model_dump(mode="json"))), "run": self.record.run}
+        self._parent = self._tracker.start_run(
+            self.record.run, run_id=None, parent_run_id=None, tags={"ttrain.pipeline": pipeline}, params=params
+        )
+        self.record.note(tracking={"run_id": self._parent.id, "url": self._parent.url})
+
+    def run_stage(self, stage: Stage, inputs: Mapping[str, Artifact], logged: Callable[[str], None]) -> tuple[Artifact, str]:
+        """Build one stage, or take it from the store; returns the artifact and what happened: cached, completed, ..."""
+        watcher = _Watcher(self, stage, logged)
+        forced = stage.name in self.force or any(artifact.stage in self._forced for artifact in inputs.values())
+        if forced:
+            self._forced.add(stage.name)
+        try:
+            outcome = launch.build(
+                stage, self.settings, self.store, inputs, watcher, forced=forced, extend=self.extend
+            )
+        except BaseException as error:
+            watcher.failed(error)
+            raise
+        watcher.ended(outcome)
+        self.artifacts[stage.name] = outcome.artifact
+        return outcome.artifact, outcome.state
+
+    def metrics(self) -> dict[str, float]:
+        """The run's metrics so far, under their stable names."""
+        return report.metrics_of({name: artifact.result for name, artifact in self.artifacts.items()})
+
+    def finish(self, outcome: str, error: str | None = None) -> None:
+        """Close the record and the tracked run. `outcome`: completed, failed or interrupted."""
+        metrics = self.metrics()
+        if error:
+            self.record.note(error=error)
+        self.record.finish(outcome, metrics)
+        self._parent.log_summary(metrics)
+        evaluation = self.artifacts.get("evaluate")
+        if evaluation:
+            table = report.markdown(report.evaluation_table(metrics), ("what", "value", ""))
+            self._parent.log_text(table, "evaluation.md")
+            self._parent.log_file(evaluation.path / "samples.json")
+        self._parent.set_tags({"ttrain.outcome": outcome})
+        self._parent.finish({"completed": "FINISHED", "failed": "FAILED"}.get(outcome, "KILLED"))
+        self.store.cache.save()
+
+    @contextlib.contextmanager
+    def catching_signals(self) -> Iterator[None]:
+        """SIGINT and SIGTERM ask the running stages to save and stop; a second one rises at once."""
+
+        def handle(signum: int, frame: FrameType | None) -> None:
+            if self.signum:
+                raise Interrupted("interrupted twice; the stages were ended where they stood", signum)
+            self.signum = signum
+            self.display.say("[yellow]stopping: the running stages save their state (again to end at once)[/]")
+
+        previous = {s: signal.signal(s, handle) for s in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def start_child(self, stage: Stage, planned: Planned, work: Path) -> tracking.Run | tracking.NullRun:
+        """The tracked run of a stage; continued where the stage continues."""
+        state = read_json(work / "tracking.json") or {}
+        params = dict(flatten(section_of(stage, self.settings).model_dump(mode="json")))
+        tags = {"ttrain.stage": stage.name, "ttrain.key": planned.key or "", "ttrain.run": self.record.run}
+        child = self._tracker.start_run(
+            stage.name, run_id=state.get("run_id"), parent_run_id=self._parent.id, tags=tags, params=params
+        )
+        write_json(work / "tracking.json", {"run_id": child.id})
+        return child
+
+    def register(self, artifact: Artifact, child: tracking.Run | tracking.NullRun) -> None:
+        """Put the artifact's files and, for a model or the tokenizer, a registered version into the tracker."""
+        child.log_directory(artifact.path, artifact.stage)
+        if artifact.stage not in REGISTERED:
+            return
+        suffix, directory = REGISTERED[artifact.stage]
+        tags = {
+            "ttrain.stage": artifact.stage, "ttrain.key": artifact.key, "ttrain.content": artifact.content,
+            **{f"ttrain.input.{name}": entry["key"] for name, entry in artifact.manifest["inputs"].items()},
+            "ttrain.code": digests.digest_of(artifact.manifest["ingredients"]["code"]),
+        }  # fmt: skip
+        path = f"{artifact.stage}/{directory}" if directory else artifact.stage
+        self._tracker.register_model(f"{self.settings.name}-{suffix}", run=child, artifact_path=path, tags=tags)
+
+
+class _Watcher:
+    """Passes what happens to one stage on to the display, the record, the log and the tracker."""
+
+    def __init__(self, execution: Execution, stage: Stage, logged: Callable[[str], None]) -> None:
+        self._execution, self._stage, self._logged = execution, stage, logged
+        self._child: tracking.Run | tracking.NullRun | None = None
+        self._follower: tracking.MetricsFollower | None = None
+        self._opening: threading.Thread | None = None
+
+    def started(self, stage: Stage, planned: Planned, work: Path) -> None:
+        log_path = work / "output" / "run" / "log.txt"
+        self._execution.display.started(stage.name, "; ".join(planned.why))
+        self._execution.record.stage(stage.name, outcome="running", key=planned.key, log=str(log_path), why=list(planned.why))
+        self._child = self._execution.start_child(stage, planned, work)
+        metrics = work / "output" / "run" / "metrics.jsonl"
+        self._follower = tracking.MetricsFollower(metrics, self._child, work / "followed.json")
+
+    def progressed(self, stage: Stage, progress: Mapping[str, Any]) -> None:
+        self._execution.display.progressed(stage.name, progress)
+
+    def logged(self, stage: Stage, line: str) -> None:
+        self._logged(line)
+
+    def waiting(self, stage: Stage) -> None:
+        self._execution.display.say(f"  {stage.name}: another run is building it; waiting for that one")
+
+    def stop_signal(self) -> int:
+        return self._execution.signum
+
+    def ended(self, outcome: launch.Outcome) -> None:
+        artifact, name = outcome.artifact, self._stage.name
+        figures = report.key_figures(name, artifact.result)
+        self._execution.display.ended(name, outcome.state, outcome.seconds, figures)
+        self._execution.record.stage(
+            name, outcome=outcome.state, seconds=round(outcome.seconds, 2), key=artifact.key, path=str(artifact.path),
+            log=str(artifact.path / "run" / "log.txt"), metric=figures,
+            resumed_from_step=artifact.result.get("resumed_from_step"),
+        )  # fmt: skip
+        if self._follower:
+            self._follower.stop()
+        if self._child:
+            self._child.log_summary(_numbers(artifact.result))
+            self._execution.register(artifact, self._child)
+            self._child.finish("FINISHED")
+
+    def failed(self, error: BaseException) -> None:
+        interrupted = isinstance(error, Interrupted | KeyboardInterrupt)
+        message = str(error) if isinstance(error, TTrainError) else f"{type(error).__name__}: {error}"
+        outcome = "interrupted" if interrupted else "failed"
+        self._execution.record.stage(self._stage.name, outcome=outcome, error=message)
+        self._execution.display.failed(self._stage.name, message)
+        if self._follower:
+            self._follower.stop()
+        if self._child:
+            self._child.finish("KILLED" if interrupted else "FAILED")
+
+
+def _numbers(result: Mapping[str, Any]) -> dict[str, float]:
+    """The figures of a result, flattened, for the tracker."""
+    return {
+        name.replace(".", "/"): float(value)
+        for name, value in flatten({key: value for key, value in result.items() if key != "samples"})
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }

@@ -1,0 +1,115 @@
+"""Plans, runs and evaluations as tables: on a terminal, as markdown, as plain lines. Manifests in, text out; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ttrain.plan import Planned
+
+# The metric that stands for a stage in one line of `status`.
+KEY_METRICS: Mapping[str, tuple[str, ...]] = {
+    "tokenizer": ("vocab_size", "bytes_per_token"),
+    "pretrain": ("validation_loss", "tokens", "tokens_per_second"),
+    "sft": ("validation_loss", "tokens", "tokens_per_second"),
+    "lora": ("validation_loss", "tokens", "tokens_per_second"),
+}
+
+
+def metrics_of(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """The metrics of a pipeline run under their stable names, from the stages' results: the same whether cached or not."""
+    found: dict[str, float] = {}
+    for name in ("pretrain", "sft", "lora"):
+        for metric in ("validation_loss", "loss"):
+            value = results.get(name, {}).get(metric)
+            if value is not None:
+                found[f"{name}/{metric}"] = float(value)
+    if "tokenizer" in results:
+        found["tokenizer/bytes_per_token"] = float(results["tokenizer"]["bytes_per_token"])
+    evaluation = results.get("evaluate", {})
+    for group in ("metrics", "counts"):
+        for name, value in evaluation.get(group, {}).items():
+            found[f"eval/{name}"] = float(value)
+    return dict(sorted(found.items()))
+
+
+def key_figures(stage: str, result: Mapping[str, Any]) -> str:
+    """One line about a stage's result."""
+    if stage == "source":
+        return ", ".join(f"{name} {result[name]['rows']:,} rows" for name in ("pretrain", "sft", "lora") if name in result)
+    if stage.startswith("shards-"):
+        train, heldout = result["train"], result["heldout"]
+        return f"{train['rows']:,} rows, {train['tokens']:,} tokens; held out {heldout['rows']:,} rows"
+    if stage == "evaluate":
+        bits = result["metrics"].get("bits_per_byte")
+        return f"{bits:.3f} bits per byte" if bits is not None else "no held-out documents"
+    return ", ".join(f"{name} {_figure(result[name])}" for name in KEY_METRICS.get(stage, ()) if result.get(name) is not None)
+
+
+def evaluation_table(metrics: Mapping[str, float]) -> list[tuple[str, str, str]]:
+    """(what, value, remark) of each evaluated figure, from the run's metrics."""
+
+    def value(name: str) -> float | None:
+        return metrics.get(f"eval/{name}")
+
+    rows: list[tuple[str, str, str]] = []
+    model, xz = value("bits_per_byte"), value("bits_per_byte_xz")
+    documents = f"{_count(value('documents'))} documents, {_count(value('document_bytes'))} bytes"
+    for name, label in (("", "base model"), ("_xz", "xz -9e"), ("_zlib", "zlib -9"), ("_order0", "order-0 bytes")):
+        bits = value(f"bits_per_byte{name}")
+        if bits is not None:
+            remark = documents if not name else ""
+            if not name and xz is not None and model is not None:
+                remark += f"; {'beats' if model < xz else 'does not beat'} xz"
+            rows.append((f"bits per byte, {label}", f"{bits:.3f}", remark))
+    for metric, label, count, tokens in (
+        ("chat_loss", "chats", "chats", "chat_tokens"), ("domain_loss", "domain", "domain", "domain_tokens"),
+    ):  # fmt: skip
+        before: float | None = None
+        for name in ("base", "sft", "lora"):
+            loss = value(f"{metric}_{name}")
+            if loss is not None:
+                scored = f"{_count(value(count))} chats, {_count(value(tokens))} scored tokens"
+                rows.append((f"{label} loss, {name}", f"{loss:.3f}", scored if before is None else f"{loss - before:+.3f}"))
+                before = loss
+    return rows
+
+
+def markdown(rows: Iterable[Sequence[str]], header: Sequence[str]) -> str:
+    """A markdown table."""
+    lines = ["| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
+    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def plan_rows(stages: Iterable[Planned]) -> list[tuple[str, str, str, str]]:
+    """(stage, state, key, why) for a table."""
+    return [(p.stage.name, p.state, (p.key or "")[:12], "; ".join(p.why)) for p in stages]
+
+
+def plan_json(pipeline: str, stages: Iterable[Planned]) -> dict[str, Any]:
+    """What `plan --json` prints."""
+    return {"pipeline": pipeline, "stages": [planned.to_json() for planned in stages]}
+
+
+def run_json(run: Mapping[str, Any]) -> dict[str, Any]:
+    """What `status --json` prints for one run."""
+    names = ("run", "pipeline", "outcome", "started", "seconds", "stages", "metrics", "error", "equals", "tracking")
+    return {name: run[name] for name in names if name in run}
+
+
+def seconds(value: float | None) -> str:
+    """A duration as a person reads it."""
+    if value is None:
+        return ""
+    return f"{value:.1f} s" if value < 100 else f"{int(value) // 60} min {int(value) % 60:02d} s"
+
+
+def _figure(value: Any) -> str:
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3f}"
+
+
+def _count(value: float | None) -> str:
+    return f"{int(value or 0):,}"
