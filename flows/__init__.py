@@ -1,1 +1,20 @@
-"""The recipes, and all that needs Prefect to run them: flows, servers."""
+"""The recipes, and all that needs Prefect to run them: the engine, servers."""
+
+from __future__ import annotations
+
+import difflib
+
+from flows.full import full
+from ttrain.errors import UsageError
+from ttrain.plan import Recipe
+
+RECIPES: dict[str, Recipe] = {"full": full}
+
+
+def recipe(name: str) -> Recipe:
+    """The recipe of a pipeline. Raises UsageError with the nearest name."""
+    if name in RECIPES:
+        return RECIPES[name]
+    near = difflib.get_close_matches(name, RECIPES, n=1)
+    hint = f"did you mean '{near[0]}'?" if near else f"there are: {', '.join(RECIPES)}"
+    raise UsageError(f"there is no pipeline '{name}'; {hint}")

@@ -65,8 +65,8 @@ class Servers:
 class _Server:
     """The file about a server that `up` started.
 
-    All of its processes carry the token in their environment, which makes them ours: a pid may be recycled, a start
-    time moves with the clock, and a child may outlive its parent.
+    Its processes share the session that `pid` leads and carry the token in their environment. A pid alone may be
+    recycled, a start time moves with the clock, and a child may outlive its parent.
     """
 
     name: str
@@ -75,9 +75,10 @@ class _Server:
     token: str
 
     def owns(self, pid: int) -> bool:
+        """Two proofs, since what is owned gets killed: a mistake in one of them would end every process of the user."""
         try:
-            return bool(psutil.Process(pid).environ().get(TOKEN) == self.token)
-        except (psutil.Error, OSError):  # gone, a zombie, or another user's
+            return os.getsid(pid) == self.pid and psutil.Process(pid).environ()[TOKEN] == self.token
+        except (psutil.Error, LookupError, OSError, OverflowError):  # gone, a zombie, another's, or no pid at all
             return False
 
     def processes(self) -> list[psutil.Process]:
@@ -99,9 +100,9 @@ def prefect_environment(home: Path) -> dict[str, str]:
 def own_server(home: Path) -> Callable[[], None]:
     """Starts a Prefect server for this process alone, unless one is named or running; returns what waits for it.
 
-    Call it with `prefect_environment` applied, then import prefect, then wait: the import goes on meanwhile (0.9 s), and
-    prefect need not import its own server to start it (1.3 s). Prefect's ephemeral server dies of the Ctrl-C that its
-    run still has to report, and outlives a run that is killed; this one does neither. Raises TTrainError as `up` does.
+    Call it with `prefect_environment` applied, then import prefect, then wait: the import goes on meanwhile (0.9 s),
+    and prefect need not import its own server to start it (1.3 s). Prefect's ephemeral server dies of the Ctrl-C that
+    its run still has to report, and outlives a run that is killed; this one does neither. Raises TTrainError like `up`.
     """
     lock = _lock(home)
     lock.acquire()
@@ -297,9 +298,10 @@ def _living(home: Path, name: str) -> _Server | None:
 
 
 def _read(home: Path, name: str) -> _Server | None:
+    record = read_json(_folder(home) / f"{name}.json")
     try:
-        return _Server(**read_json(_folder(home) / f"{name}.json"))
-    except TypeError:  # none, or not ours to understand
+        return _Server(name, int(record["pid"]), int(record["port"]), str(record["token"]))
+    except (LookupError, TypeError, ValueError):  # none, or a damaged one
         return None
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import signal
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
@@ -27,8 +25,6 @@ REGISTERED = {
     "sft": ("sft", "model"),
     "lora": ("lora", "adapter"),
 }
-log = logging.getLogger("ttrain")
-
 
 class Execution:
     """A pipeline run in progress."""
@@ -140,7 +136,6 @@ class _Watcher:
         self._execution, self._stage, self._logged = execution, stage, logged
         self._child: tracking.Run | tracking.NullRun | None = None
         self._follower: tracking.MetricsFollower | None = None
-        self._opening: threading.Thread | None = None
 
     def started(self, stage: Stage, planned: Planned, work: Path) -> None:
         log_path = work / "output" / "run" / "log.txt"
@@ -159,6 +154,10 @@ class _Watcher:
     def waiting(self, stage: Stage) -> None:
         self._execution.display.say(f"  {stage.name}: another run is building it; waiting for that one")
 
+    def process_ended(self, stage: Stage) -> None:
+        if self._follower:  # before publishing, which moves the file that it follows
+            self._follower.stop()
+
     def stop_signal(self) -> int:
         return self._execution.signum
 
@@ -171,8 +170,6 @@ class _Watcher:
             log=str(artifact.path / "run" / "log.txt"), metric=figures,
             resumed_from_step=artifact.result.get("resumed_from_step"),
         )  # fmt: skip
-        if self._follower:
-            self._follower.stop()
         if self._child:
             self._child.log_summary(_numbers(artifact.result))
             self._execution.register(artifact, self._child)
@@ -184,8 +181,6 @@ class _Watcher:
         outcome = "interrupted" if interrupted else "failed"
         self._execution.record.stage(self._stage.name, outcome=outcome, error=message)
         self._execution.display.failed(self._stage.name, message)
-        if self._follower:
-            self._follower.stop()
         if self._child:
             self._child.finish("KILLED" if interrupted else "FAILED")
 

@@ -40,6 +40,8 @@ class Observer(Protocol):
 
     def waiting(self, stage: Stage) -> None: ...
 
+    def process_ended(self, stage: Stage) -> None: ...
+
     def stop_signal(self) -> int: ...
 
 
@@ -126,6 +128,7 @@ def _run(stage: Stage, settings: Settings, work: Path, observer: Observer) -> di
         timed_out = _wait(process, stage, settings, work, log_path, position, observer)
     finally:
         _end(process)
+        observer.process_ended(stage)
     return _outcome(stage, work, log_path, process.returncode, timed_out, settings)
 
 

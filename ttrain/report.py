@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ttrain.plan import Planned
@@ -113,3 +114,16 @@ def _figure(value: Any) -> str:
 
 def _count(value: float | None) -> str:
     return f"{int(value or 0):,}"
+
+
+def status_row(stage: Mapping[str, Any]) -> tuple[str, str, str, str, str]:
+    """(stage, outcome, time, figures or error, log) of a stage of a recorded run; the log relative to where one stands."""
+    log = stage.get("log") or ""
+    try:
+        log = str(Path(log).relative_to(Path.cwd())) if log else ""
+    except ValueError:
+        pass
+    figures = stage.get("error") or stage.get("metric") or ""
+    if stage.get("resumed_from_step"):
+        figures += f", continued at step {stage['resumed_from_step']}"
+    return stage["name"], stage["outcome"], seconds(stage.get("seconds")), figures, log

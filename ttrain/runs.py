@@ -6,7 +6,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -71,6 +71,30 @@ def history(home: Path) -> list[dict[str, Any]]:
                 if stage["outcome"] == "running":
                     stage["outcome"] = "crashed"
     return sorted(runs, key=lambda run: run["started_unix"], reverse=True)
+
+
+def equal_run(home: Path, keys: Mapping[str, str | None]) -> str | None:
+    """The newest run whose stages left these very artifacts."""
+    for run in history(home):
+        if run["outcome"] == "completed" and {stage["name"]: stage.get("key") for stage in run["stages"]} == keys:
+            return str(run["run"])
+    return None
+
+
+def record_cached(
+    home: Path, pipeline: str, stages: Sequence[Any], settings: Mapping[str, Any], metrics: Mapping[str, float],
+    equals: str | None,
+) -> None:  # fmt: skip
+    """Note a run that found everything cached; it is listed, but not tracked."""
+    record = RunRecord(home, pipeline, [planned.stage.name for planned in stages], settings)
+    record.note(
+        equals=equals,
+        stages=[
+            {"name": planned.stage.name, "outcome": "cached", "key": planned.key, "path": str(planned.artifact.path)}
+            for planned in stages
+        ],
+    )
+    record.finish("cached", metrics)
 
 
 def is_alive(process: Mapping[str, Any]) -> bool:

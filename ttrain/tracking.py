@@ -404,8 +404,9 @@ class NullStore:
         """A run that is not tracked."""
         return NullRun(run_id)
 
-    def register_model(self, name: str, **_: object) -> None:
+    def register_model(self, name: str, **_: object) -> str | None:
         """Registers nothing."""
+        return None
 
 
 @final

@@ -54,9 +54,9 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 
 @pytest.fixture(autouse=True)
 def nothing_set_by_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith(("PREFECT_", "MLFLOW_")) or name.upper().endswith("_PROXY")]:
-        monkeypatch.delenv(name)
-    monkeypatch.delenv("DO_NOT_TRACK", raising=False)
+    for name in list(os.environ):
+        if name.startswith(("PREFECT_", "MLFLOW_", "DO_NOT_TRACK")) or name.upper().endswith("_PROXY"):
+            monkeypatch.delenv(name)
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,9 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def stranger() -> Iterator[subprocess.Popen[bytes]]:
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
+    """Another program, which leads a session, as a server does."""
+    command = [sys.executable, "-c", "import time; time.sleep(60)"]
+    with subprocess.Popen(command, start_new_session=True) as process:
         yield process
         process.kill()
 
@@ -203,15 +205,21 @@ def test_a_recycled_pid_is_neither_taken_for_a_server_nor_killed(home: Path, str
     assert stranger.poll() is None and not (home / "servers" / "prefect.json").exists()
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"pid": 1}', "not json"])
-def test_a_damaged_file_counts_as_no_server(home: Path, text: str) -> None:
-    (home / "servers" / "prefect.json").write_text(text)
+@pytest.mark.parametrize("text", ["", "[]", '{"pid": 1}', "not json", '{"pid": PID, "port": 1, "token": null}'])
+def test_a_damaged_file_owns_no_process(home: Path, text: str, stranger: subprocess.Popen[bytes]) -> None:
+    path = home / "servers" / "prefect.json"
+    path.write_text(text.replace("PID", str(stranger.pid)))  # null is also what asking for an absent token gives
+    server = servers._read(home, "prefect")
+    if server and server.processes():
+        path.unlink()  # before `down` would end them
+        pytest.fail(f"owns {server.processes()}")
     assert servers.running(home) is None and servers.down(home) == []
+    assert stranger.poll() is None and not path.exists()
 
 
 def test_a_server_that_dies_says_why_and_takes_the_other_along(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servers, "_mlflow", lambda home, port: (["there_is_no_such_module"], {}))
-    with pytest.raises(TTrainError, match=r"(?s)mlflow server ended with exit code 1.*No module named there_is_no_such_module"):
+    with pytest.raises(TTrainError, match=r"(?s)mlflow server ended with exit code 1.*No module named there_is_no"):
         servers.up(home, prefect_port=ports()[0], mlflow_port=ports()[1])
     assert not processes(home) and servers.running(home) is None
 
