@@ -21,6 +21,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, Final
 
@@ -111,7 +112,9 @@ def own_server(home: Path) -> Callable[[], None]:
     if os.environ.get("PREFECT_API_URL"):
         lock.release()
         return lambda: None
-    port, owner, path = _free_port(0), os.getpid(), _folder(home) / "own.log"
+    # Below 32768, where outgoing connections get theirs: who asks a port there that nobody serves may reach himself
+    port = _free_port(10_000 + secrets.randbelow(10_000))
+    owner, path = os.getpid(), _folder(home) / "own.log"
     command = ["uvicorn", "--factory", "flows.servers:owned_app", "--app-dir", str(Path(__file__).parents[1])]
     command += ["--host", HOST, "--port", str(port), "--log-level", "error", "--timeout-graceful-shutdown", "5"]
     ephemeral = {"PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1", "PREFECT_SERVER_UI_ENABLED": "false"}
@@ -248,9 +251,9 @@ def _spawn(module: list[str], environment: Mapping[str, str], path: Path) -> sub
 def _wait(name: str, port: int, process: subprocess.Popen[bytes], path: Path) -> None:
     """Returns when the server answers; raises TTrainError with the end of its log when it dies or stays silent."""
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    deadline = time.monotonic() + START_SECONDS
+    url, deadline = f"http://{HOST}:{port}{HEALTH[name]}", time.monotonic() + START_SECONDS
     while True:
-        with contextlib.suppress(OSError), direct.open(f"http://{HOST}:{port}{HEALTH[name]}", timeout=5.0):
+        with contextlib.suppress(OSError, HTTPException), direct.open(url, timeout=5.0):
             return
         code = process.poll()
         if code is not None or time.monotonic() > deadline:
@@ -316,12 +319,12 @@ def _lock(home: Path) -> FileLock:
 
 
 def _free_port(wanted: int) -> int:
-    """The first port from `wanted` on that nobody listens on; any when 0."""
+    """The first port from `wanted` on that nobody listens on."""
     for port in range(wanted, min(wanted + 100, 1 << 16)):
         with contextlib.suppress(OSError), socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the servers do, for a port just left
             probe.bind((HOST, port))
-            return int(probe.getsockname()[1])
+            return port
     raise TTrainError(f"no port from {wanted} to {wanted + 99} is free; name another one")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
@@ -38,6 +39,7 @@ class Execution:
         self.record = RunRecord(store.root, pipeline, stages, settings.model_dump(mode="json"))
         self.artifacts: dict[str, Artifact] = {}
         self.signum = 0
+        self._began = time.monotonic()
         self._forced: set[str] = set()
         self._tracker = (
             tracking.open_store(store.root, settings.tracking.experiment)
@@ -65,6 +67,11 @@ class Execution:
         watcher.ended(outcome)
         self.artifacts[stage.name] = outcome.artifact
         return outcome.artifact, outcome.state
+
+    @property
+    def seconds(self) -> float:
+        """Since the run began."""
+        return time.monotonic() - self._began
 
     def metrics(self) -> dict[str, float]:
         """The run's metrics so far, under their stable names."""

@@ -33,6 +33,7 @@ class Planned:
     artifact: Artifact | None = None
     ingredients: Mapping[str, Any] = field(default_factory=dict)
     forced: bool = False
+    inputs: Mapping[str, Artifact] = field(default_factory=dict)
     start_from: Path | None = None  # a checkpoint of a shorter run, where --extend found one
 
     def to_json(self) -> dict[str, Any]:
@@ -88,7 +89,7 @@ def plan_stage(
     key = key_of(ingredients)
     artifact = store.find(stage.name, key)
     if artifact and not forced:
-        return Planned(stage, "cached", ("same settings, inputs and code",), key, artifact, ingredients)
+        return Planned(stage, "cached", ("same settings, inputs and code",), key, artifact, ingredients, inputs=inputs)
     if artifact:
         why = ("asked to run again",)
     else:
@@ -97,7 +98,9 @@ def plan_stage(
     if extend and stage.uses_ranks and not artifact:
         start_from, said = extension_of(stage, settings, ingredients, store)
         why = (said, *why)
-    return Planned(stage, "run", why, key, artifact, ingredients, forced=forced, start_from=start_from)
+    return Planned(
+        stage, "run", why, key, artifact, ingredients, forced=forced, inputs=inputs, start_from=start_from
+    )
 
 
 def ingredients_of(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import socket
 import sqlite3
 import subprocess
@@ -87,10 +88,8 @@ def stranger() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def ports() -> tuple[int, int]:
-    with socket.socket() as first, socket.socket() as second:
-        first.bind(("127.0.0.1", 0))
-        second.bind(("127.0.0.1", 0))
-        return first.getsockname()[1], second.getsockname()[1]
+    """Two free ones, below those that outgoing connections take."""
+    return servers._free_port(random.randrange(20_000, 25_000)), servers._free_port(random.randrange(25_000, 30_000))
 
 
 def processes(home: Path) -> set[int]:
@@ -120,11 +119,11 @@ def test_the_real_servers_start_show_a_run_and_leave_nothing(real_home: Path, ca
     store = tracking.open_store(real_home, "test")
     run: Any = store.start_run("run", run_id=None, parent_run_id=None, tags={}, params={})
     run.store.client.log_text(run.id, "kept", "report.md")
+    port, other = ports()
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
+        taken.bind(("127.0.0.1", port))
         taken.listen()
-        port = taken.getsockname()[1]
-        found = servers.up(real_home, prefect_port=port, mlflow_port=ports()[0])
+        found = servers.up(real_home, prefect_port=port, mlflow_port=other)
         assert f":{port}" not in found.prefect_url and f"port {port} is taken" in caplog.text
         assert servers.up(real_home, prefect_port=port) == found == servers.running(real_home)
 

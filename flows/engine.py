@@ -1,0 +1,144 @@
+"""Runs a recipe: under Prefect, or as it stands; and one stage alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from flows import recipe
+from ttrain import report
+from ttrain.config import Settings
+from ttrain.display import Display
+from ttrain.errors import Interrupted, TTrainError, UsageError
+from ttrain.execute import Execution
+from ttrain.plan import Planned
+from ttrain.stages import Stage
+from ttrain.store import Artifact, Store
+
+
+def run_pipeline(
+    pipeline: str, settings: Settings, store: Store, stages: list[Planned], console: Console, *, engine: str,
+    force: frozenset[str], extend: bool,
+) -> None:  # fmt: skip
+    """Run what the plan says, then print the evaluation and what to do next. Raises what the first failed stage raised."""
+    display = Display(console)
+    names = [planned.stage.name for planned in stages]
+    outcome, error = "failed", None
+    try:
+        if engine == "prefect":
+            from flows import orchestrate
+
+            orchestrate.begin(store.root)
+        execution = Execution(pipeline, settings, store, display, names, force=force, extend=extend)
+        try:
+            with execution.catching_signals():
+                if engine == "prefect":
+                    orchestrate.run(execution, recipe(pipeline))
+                else:
+                    run_plain(execution, recipe(pipeline))
+            outcome = "completed"
+        except (Interrupted, KeyboardInterrupt) as raised:
+            outcome, error = "interrupted", str(raised)
+            raise
+        except BaseException as raised:
+            error = str(raised)
+            raise
+        finally:
+            execution.finish(outcome, error)
+            _closing_words(execution, outcome, console)
+    finally:
+        display.close()
+
+
+def run_plain(execution: Execution, recipe_of: Any) -> None:
+    """The recipe as it stands: one stage after the other, in this process's main thread."""
+
+    def build(stage: Stage, **inputs: Artifact | None) -> Artifact:
+        given = {name: artifact for name, artifact in inputs.items() if artifact is not None}
+        artifact, _ = execution.run_stage(stage, given, lambda line: None)
+        if execution.signum:
+            raise Interrupted(f"stopped after stage {stage.name}", execution.signum)
+        return artifact
+
+    recipe_of(build, execution.settings)
+
+
+def run_one_stage(
+    name: str, settings: Settings, store: Store, stages: list[Planned], console: Console, *, force: bool, extend: bool
+) -> None:
+    """Build one stage of the plan alone. Raises UsageError where it is unknown or an input is missing."""
+    planned = {p.stage.name: p for p in stages}
+    if name not in planned:
+        raise UsageError(f"there is no stage '{name}'; the stages are {', '.join(planned)}")
+    if planned[name].key is None:
+        raise UsageError(f"stage {name} {planned[name].why[0]}; run `ttrain pipeline run full`, or those stages first")
+    stage = planned[name].stage
+    display = Display(console)
+    execution = Execution(
+        f"stage-{name}", settings, store, display, [name], force=frozenset({name} if force else ()), extend=extend
+    )
+    outcome, error = "failed", None
+    try:
+        with execution.catching_signals():
+            artifact, _ = execution.run_stage(stage, planned[name].inputs, lambda line: None)
+        outcome = "completed"
+        console.print(f"artifact: {artifact.path}", highlight=False, soft_wrap=True)
+    except BaseException as raised:
+        outcome = "interrupted" if isinstance(raised, Interrupted | KeyboardInterrupt) else "failed"
+        error = str(raised)
+        raise
+    finally:
+        execution.finish(outcome, error)
+        display.close()
+
+
+def _closing_words(execution: Execution, outcome: str, console: Console) -> None:
+    """The table of the evaluation, where things are, and what to do next."""
+    metrics = execution.metrics()
+    rows = report.evaluation_table(metrics) if outcome == "completed" else []
+    if rows:
+        table = Table(box=None, header_style="dim", pad_edge=False)
+        for name in ("evaluation", "value", ""):
+            table.add_column(name)
+        for row in rows:
+            table.add_row(*(Text(cell) for cell in row))
+        console.print()
+        console.print(table)
+        console.print()
+    took = report.seconds(execution.seconds)
+    if outcome == "completed":
+        for line in _next_steps(execution):
+            console.print(line, highlight=False, soft_wrap=True)
+        console.print(f"[green]done[/] in {took}; run {execution.record.run}", highlight=False, soft_wrap=True)
+        return
+    console.print(
+        f"{outcome} after {took}; what is finished is kept: the same command continues there "
+        f"(`ttrain pipeline status` shows the stages and their logs)", highlight=False, soft_wrap=True,
+    )  # fmt: skip
+
+
+def _next_steps(execution: Execution) -> list[str]:
+    model = execution.artifacts.get("sft")
+    lines = ["next:"]
+    if model:
+        lines.append(f"  the SFT model, for transformers: {_relative(model.path / 'model')}")
+    lines += [
+        "  curves, models and the evaluation in MLflow, runs in Prefect: ttrain up",
+        "  change one thing, rerun what it touches: ttrain pipeline run full sft.optim.lr=2e-4",
+        "  your own text: ttrain pipeline run full data.pretrain=docs.jsonl data.sft=chats.jsonl data.lora=domain.jsonl",
+    ]
+    return lines
+
+
+def _relative(path: Path) -> str:
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
+
+
+__all__ = ["TTrainError", "run_one_stage", "run_pipeline", "run_plain"]
