@@ -210,5 +210,5 @@ def test_broken_files_and_missing_modules_are_survived(tmp_path: Path, monkeypat
 
 
 def test_shares_outside_their_range_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="heldout_fraction is 1.5"):
+    with pytest.raises(UsageError, match=r"heldout_fraction is 1\.5"):
         python_docs.build(tmp_path, **(SETTINGS | {"heldout_fraction": 1.5}))

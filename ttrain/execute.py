@@ -38,6 +38,7 @@ class Execution:
         self.force, self.extend = force, extend
         self.record = RunRecord(store.root, pipeline, stages, settings.model_dump(mode="json"))
         self.artifacts: dict[str, Artifact] = {}
+        self.failures: dict[str, BaseException] = {}  # of stages that have no result yet
         self.signum = 0
         self._began = time.monotonic()
         self._forced: set[str] = set()
@@ -62,8 +63,11 @@ class Execution:
                 stage, self.settings, self.store, inputs, watcher, forced=forced, extend=self.extend
             )
         except BaseException as error:
+            if not isinstance(error, Interrupted):
+                self.failures[stage.name] = error
             watcher.failed(error)
             raise
+        self.failures.pop(stage.name, None)  # a retry made it
         watcher.ended(outcome)
         self.artifacts[stage.name] = outcome.artifact
         return outcome.artifact, outcome.state

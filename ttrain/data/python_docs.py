@@ -109,7 +109,7 @@ def build(
 
     `document_bytes` bounds training and held-out documents together; `source_code_fraction` of them is source code, all
     of it in the training part. `chat_rows` and `domain_rows` bound the training rows. The held-out part is
-    `heldout_fraction` of each, at least 100 kB of documents and 100 rows of chats. `progress` gets files done and in all.
+    `heldout_fraction` of each, at least 100 kB of documents and 100 rows. `progress` gets files done and files in all.
     """
     if not 0 < heldout_fraction < 1 or not 0 <= source_code_fraction <= 1:
         raise UsageError(
@@ -389,7 +389,7 @@ def choose_groups(items: list[Item], heldout_fraction: float) -> set[str]:
     group_bytes: Counter[str] = Counter()
     for item in items:
         group_bytes[item.group] += len(item.doc.encode())
-    aim = max(HELDOUT_FLOOR_BYTES, heldout_fraction * group_bytes.total())
+    aim = max(1.05 * HELDOUT_FLOOR_BYTES, heldout_fraction * group_bytes.total())  # cuts lose a few blank lines
     chosen: set[str] = set()
     total = 0
     for group in sorted(group_bytes, key=order):
@@ -397,7 +397,10 @@ def choose_groups(items: list[Item], heldout_fraction: float) -> set[str]:
             chosen.add(group)
             total += group_bytes[group]
     if total < HELDOUT_FLOOR_BYTES:
-        raise UsageError(f"{total} bytes of documentation can be held out, but {HELDOUT_FLOOR_BYTES} are needed")
+        raise UsageError(
+            f"only {total} bytes of this Python's documentation can be held out, but {HELDOUT_FLOOR_BYTES} are needed; "
+            "use a complete Python, or set data.pretrain to files of your own"
+        )
     return chosen
 
 
@@ -445,7 +448,7 @@ def shuffled(pieces: Iterable[tuple[str, str]]) -> list[dict[str, Any]]:
 
 
 def clean_code(code: dict[str, list[str]], train: list[Item], heldout: list[Item]) -> list[dict[str, Any]]:
-    """Source of training modules, shuffled by hash; a piece that shares a single 8-gram with held-out text stays out."""
+    """Source of training modules, shuffled by hash; what shares a single 8-gram with held-out text stays out."""
     known = {gram for item in heldout for gram in shingles(item.doc)}
     groups = {item.group for item in train}
     return shuffled(
