@@ -1,0 +1,36 @@
+# `make run` is the quickstart, `make test` the tests; both install what they need into .venv first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: run test lint soak clean
+
+run: $(VENV)/installed
+	$(BIN)/ttrain pipeline run full
+
+test: $(VENV)/installed-test
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy ttrain tasks flows
+
+# Long proofs: many kills at random points. `make soak KILLS=5` is the sample that CI runs.
+KILLS ?= 40
+soak: $(VENV)/installed-test
+	TTRAIN_SOAK_KILLS=$(KILLS) $(BIN)/python -m pytest tests/faults -m soak
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "ttrain needs Python 3.11 or newer, but $(PYTHON) is older; try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	touch $@
+
+$(VENV)/installed-test: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info
