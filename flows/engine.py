@@ -32,13 +32,13 @@ def run_pipeline(
         if engine == "prefect":
             from flows import orchestrate
 
-            orchestrate.begin(store.root)
+            wait_for_server = orchestrate.begin(store.root)
         execution = Execution(pipeline, settings, store, display, names, force=force, extend=extend)
         try:
-            with execution.catching_signals():
-                if engine == "prefect":
-                    orchestrate.run(execution, recipe(pipeline))
-                else:
+            if engine == "prefect":
+                orchestrate.run(execution, recipe(pipeline), wait_for_server)
+            else:
+                with execution.catching_signals():
                     run_plain(execution, recipe(pipeline))
             outcome = "completed"
         except (Interrupted, KeyboardInterrupt) as raised:

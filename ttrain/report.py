@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -119,10 +120,10 @@ def _count(value: float | None) -> str:
 def status_row(stage: Mapping[str, Any]) -> tuple[str, str, str, str, str]:
     """(stage, outcome, time, figures or error, log) of a stage of a recorded run; the log relative to where one stands."""
     log = stage.get("log") or ""
-    try:
+    if stage.get("key"):  # a shell's glob finds the rest of the key
+        log = log.replace(stage["key"], f"{stage['key'][:12]}*")
+    with contextlib.suppress(ValueError):
         log = str(Path(log).relative_to(Path.cwd())) if log else ""
-    except ValueError:
-        pass
     figures = stage.get("error") or stage.get("metric") or ""
     if stage.get("resumed_from_step"):
         figures += f", continued at step {stage['resumed_from_step']}"
