@@ -73,7 +73,7 @@ class PythonDocs(Section):
     source_code_fraction: float = Field(0.0, ge=0, le=1, description="share of the documents that is source code")
     chat_rows: int = Field(4000, ge=100)
     domain_rows: int = Field(800, ge=50)
-    heldout_fraction: float = Field(0.05, gt=0, lt=0.5, description="share of modules held out (at least 100 kB)")
+    heldout_fraction: float = Field(0.055, gt=0, lt=0.5, description="share of modules held out (at least 100 kB)")
 
 
 class Reading(Section):
@@ -104,7 +104,7 @@ class Model(Section):
     kind: Literal["llama", "qwen3"] = "llama"
     hidden_size: int = Field(128, ge=8)
     layers: int = Field(4, ge=1)
-    heads: int = Field(4, ge=1)
+    heads: int = Field(2, ge=1)
     kv_heads: int | None = Field(None, ge=1, description="grouped-query attention; empty: as many as `heads`")
     intermediate_size: int | None = Field(None, ge=8, description="empty: 8/3 of hidden_size, rounded up to 32")
     max_length: int = Field(1024, ge=16, description="positions the model accepts, in tokens")
@@ -182,7 +182,7 @@ class Training(Section):
 class Pretrain(Training):
     """Pretraining; Muon reached 2.02 bits per byte where AdamW alone ended at 2.5 to 2.7 in the same time."""
 
-    tokens: int | None = Field(1_200_000, ge=1)
+    tokens: int | None = Field(1_000_000, ge=1)
     optim: Optim = Optim(kind="muon")
 
 
@@ -196,7 +196,7 @@ class Sft(Training):
 class Lora(Training):
     """A low-rank adapter on the SFT model (LoRA, arXiv:2106.09685), through PEFT."""
 
-    epochs: float | None = Field(4.0, gt=0)
+    epochs: float | None = Field(2.0, gt=0)
     tokens_per_step: int = Field(2048, ge=1)
     optim: Optim = Optim(lr=5e-3, weight_decay=0.0)
     rank: int = Field(16, ge=1)
