@@ -182,9 +182,7 @@ def test_every_location_in_the_schema_is_known(pristine: Path) -> None:
     with closing(sqlite3.connect(pristine)) as db:
         tables = [name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
         columns = {(table, row[1]) for table in tables for row in db.execute(f"PRAGMA table_info({table})")}
-    suspects = {
-        (t, c) for t, c in columns if re.search(r"location|artifact_(uri|root)|directory|^(dataset_)?source$", c)
-    }
+    suspects = {(t, c) for t, c in columns if re.search(r"location|artifact_(uri|root)|directory|^(dataset_)?source$", c)}
     known = set(tracking.LOCATIONS) - {("trace_tags", "value")}
     assert suspects - not_on_disk == known
 
@@ -321,9 +319,7 @@ def test_a_big_file_is_linked_and_a_small_one_copied(home: Path) -> None:
     run.log_directory(checkpoint, "checkpoint")
     run.log_file(checkpoint / "weights", "best")
     root = home / "mlflow" / "artifacts" / run.id / "artifacts"
-    weights = {
-        path.stat().st_ino for path in (checkpoint / "weights", root / "checkpoint/weights", root / "best/weights")
-    }
+    weights = {path.stat().st_ino for path in (checkpoint / "weights", root / "checkpoint/weights", root / "best/weights")}
     assert len(weights) == 1
     state = root / "checkpoint" / "nested" / "state.json"
     assert (state.read_text(), state.stat().st_nlink) == ("{}", 1)
@@ -405,12 +401,8 @@ def test_mending_rewrites_each_form_once_even_into_a_nested_home(home: Path) -> 
     shutil.copy(home / "mlflow" / "mlflow.db", nested / "mlflow" / "mlflow.db")
     database = nested / "mlflow" / "mlflow.db"
     with closing(sqlite3.connect(database)) as db, db:
-        db.execute(
-            "INSERT INTO experiments (experiment_id, name, artifact_location) VALUES (7, 'path', ?)", (f"{home}/x",)
-        )
-        db.execute(
-            "INSERT INTO experiments (experiment_id, name, artifact_location) VALUES (8, 'far', 's3://bucket/x')"
-        )
+        db.execute("INSERT INTO experiments (experiment_id, name, artifact_location) VALUES (7, 'path', ?)", (f"{home}/x",))
+        db.execute("INSERT INTO experiments (experiment_id, name, artifact_location) VALUES (8, 'far', 's3://bucket/x')")
         source = json.dumps({"uri": f"{home}/data.jsonl"})
         row = ("u", 7, "n", "d", "local", source)
         columns = "dataset_uuid, experiment_id, name, digest, dataset_source_type, dataset_source"

@@ -319,7 +319,10 @@ class Loaded:
 
 
 def load(
-    overrides: Sequence[str] = (), *, files: Sequence[Path] = (), profiles: Sequence[str] = (),
+    overrides: Sequence[str] = (),
+    *,
+    files: Sequence[Path] = (),
+    profiles: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
 ) -> Loaded:
     """Merge defaults < profiles < YAML files < environment < `key=value`, validate once, freeze.

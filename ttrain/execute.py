@@ -27,6 +27,7 @@ REGISTERED = {
     "lora": ("lora", "adapter"),
 }
 
+
 class Execution:
     """A pipeline run in progress."""
 
@@ -59,9 +60,7 @@ class Execution:
         if forced:
             self._forced.add(stage.name)
         try:
-            outcome = launch.build(
-                stage, self.settings, self.store, inputs, watcher, forced=forced, extend=self.extend
-            )
+            outcome = launch.build(stage, self.settings, self.store, inputs, watcher, forced=forced, extend=self.extend)
         except BaseException as error:
             if not isinstance(error, Interrupted):
                 self.failures[stage.name] = error
@@ -151,7 +150,9 @@ class _Watcher:
     def started(self, stage: Stage, planned: Planned, work: Path) -> None:
         log_path = work / "output" / "run" / "log.txt"
         self._execution.display.started(stage.name, "; ".join(planned.why))
-        self._execution.record.stage(stage.name, outcome="running", key=planned.key, log=str(log_path), why=list(planned.why))
+        self._execution.record.stage(
+            stage.name, outcome="running", key=planned.key, log=str(log_path), why=list(planned.why)
+        )
         self._child = self._execution.start_child(stage, planned, work)
         metrics = work / "output" / "run" / "metrics.jsonl"
         self._follower = tracking.MetricsFollower(metrics, self._child, work / "followed.json")

@@ -88,9 +88,7 @@ def build(
     return Outcome(artifact, state, time.monotonic() - began)
 
 
-def _prepare(
-    stage: Stage, settings: Settings, inputs: Mapping[str, Artifact], planned: Planned, work: Path
-) -> None:
+def _prepare(stage: Stage, settings: Settings, inputs: Mapping[str, Artifact], planned: Planned, work: Path) -> None:
     """Lay out the work directory. What an earlier try of the same key left is kept: training continues from it."""
     output = work / "output"
     if not stage.uses_ranks:

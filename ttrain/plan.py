@@ -98,14 +98,10 @@ def plan_stage(
     if extend and stage.uses_ranks and not artifact:
         start_from, said = extension_of(stage, settings, ingredients, store)
         why = (said, *why)
-    return Planned(
-        stage, "run", why, key, artifact, ingredients, forced=forced, inputs=inputs, start_from=start_from
-    )
+    return Planned(stage, "run", why, key, artifact, ingredients, forced=forced, inputs=inputs, start_from=start_from)
 
 
-def ingredients_of(
-    stage: Stage, settings: Settings, store: Store, inputs: Mapping[str, Artifact]
-) -> dict[str, Any]:
+def ingredients_of(stage: Stage, settings: Settings, store: Store, inputs: Mapping[str, Artifact]) -> dict[str, Any]:
     """All that shapes a stage's result, by name: what its key is the digest of, with enough detail to explain a miss."""
     ingredients: dict[str, Any] = {
         "stage": stage.name,
@@ -178,9 +174,7 @@ def explain(stage: Stage, key: str, ingredients: Mapping[str, Any], store: Store
     return continues + min(compared, key=len)  # min keeps the first of equals, which is the newest
 
 
-def extension_of(
-    stage: Stage, settings: Settings, ingredients: Mapping[str, Any], store: Store
-) -> tuple[Path | None, str]:
+def extension_of(stage: Stage, settings: Settings, ingredients: Mapping[str, Any], store: Store) -> tuple[Path | None, str]:
     """The checkpoint of a shorter run from which this one continues to the same weights as a run from scratch, and what to say.
 
     It must lie where the learning rate did not yet depend on the length of the run, and all but the budget must be equal.

@@ -45,7 +45,9 @@ def key_figures(stage: str, result: Mapping[str, Any]) -> str:
     if stage == "evaluate":
         bits = result["metrics"].get("bits_per_byte")
         return f"{bits:.3f} bits per byte" if bits is not None else "no held-out documents"
-    return ", ".join(f"{name} {_figure(result[name])}" for name in KEY_METRICS.get(stage, ()) if result.get(name) is not None)
+    return ", ".join(
+        f"{name} {_figure(result[name])}" for name in KEY_METRICS.get(stage, ()) if result.get(name) is not None
+    )
 
 
 def evaluation_table(metrics: Mapping[str, float]) -> list[tuple[str, str, str]]:

@@ -51,7 +51,9 @@ class Artifact:
         chosen = [
             [name, files[name]["sha256"]]
             for name in sorted(files)
-            if (name.split("/")[0] not in PRIVATE if not names else any(name == n or name.startswith(f"{n}/") for n in names))
+            if (
+                name.split("/")[0] not in PRIVATE if not names else any(name == n or name.startswith(f"{n}/") for n in names)
+            )
         ]
         return digest_of(chosen)
 

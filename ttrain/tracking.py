@@ -163,9 +163,7 @@ class Store:
         run.log_params(params)
         return run
 
-    def register_model(
-        self, name: str, *, run: Run | NullRun, artifact_path: str, tags: Mapping[str, str]
-    ) -> str | None:
+    def register_model(self, name: str, *, run: Run | NullRun, artifact_path: str, tags: Mapping[str, str]) -> str | None:
         """The version of the registered model whose files the run holds under `artifact_path`; None when MLflow fails.
 
         A version with the same tags `ttrain.key` and `ttrain.content` is returned instead of making another.

@@ -147,9 +147,7 @@ def read_python(progress: Callable[[int, int], None], with_code: bool) -> tuple[
     root = Path(sysconfig.get_path("stdlib"))
     files = list(source_files(root))
     if not files:
-        raise UsageError(
-            f"{root} has no modules of the standard library to read; data.pretrain needs files of your own"
-        )
+        raise UsageError(f"{root} has no modules of the standard library to read; data.pretrain needs files of your own")
     items: dict[tuple[str, str], Item] = {}
     code: dict[str, list[str]] = {}
     unreadable = 0
@@ -434,9 +432,7 @@ def pack_documents(items: list[Item]) -> list[dict[str, Any]]:
         own = item.qualname if item.origin == "docstring" else ""
         parts[item.origin, item.module, own] += item.doc.split("\n\n")
     return shuffled(
-        (text, f"{origin}:{module}")
-        for (origin, module, _), texts in parts.items()
-        for text in pack(texts, DOCUMENT_BYTES)
+        (text, f"{origin}:{module}") for (origin, module, _), texts in parts.items() for text in pack(texts, DOCUMENT_BYTES)
     )
 
 
@@ -462,9 +458,7 @@ def clean_code(code: dict[str, list[str]], train: list[Item], heldout: list[Item
 
 def count_bytes(rows: Iterable[dict[str, Any]]) -> int:
     """UTF-8 bytes of the text that a model sees."""
-    texts = (
-        text for row in rows for text in ([row["text"]] if "text" in row else [m["content"] for m in row["messages"]])
-    )
+    texts = (text for row in rows for text in ([row["text"]] if "text" in row else [m["content"] for m in row["messages"]]))
     return sum(len(text.encode()) for text in texts)
 
 
@@ -529,9 +523,7 @@ def messages_of(item: Item, form: int, turn: Turn, unique: set[str]) -> list[dic
         messages.insert(0, {"role": "system", "content": SYSTEMS[pick(key, len(SYSTEMS))]})
     if pick(key + " second", 5) == 0:
         turns = [FORMS[(form + step) % len(FORMS)](item, unique) for step in range(1, len(FORMS))]
-        fits = [
-            other for other in turns if other and len(other.answer) <= ANSWER_CHARACTERS and other.answer != turn.answer
-        ]
+        fits = [other for other in turns if other and len(other.answer) <= ANSWER_CHARACTERS and other.answer != turn.answer]
         if fits:
             other = fits[pick(key + " which", len(fits))]
             messages += [{"role": "user", "content": other.follow_up}, {"role": "assistant", "content": other.answer}]
@@ -635,9 +627,7 @@ def ask_kind(item: Item, unique: set[str]) -> Turn | None:
     home = f"of the class `{owner}`" if owner else f"of the module `{item.module}`"
     article = "an" if item.kind == "attribute" else "a"
     answer = f"`{item.name}` is {article} {item.kind} {home}."
-    return Turn(
-        f"Is `{item.name}` a class, a function, a method or an attribute?", "What kind of object is it?", answer
-    )
+    return Turn(f"Is `{item.name}` a class, a function, a method or an attribute?", "What kind of object is it?", answer)
 
 
 def ask_members(item: Item, unique: set[str]) -> Turn | None:
@@ -694,9 +684,7 @@ def make_letters(rows: int, fraction: float) -> tuple[list[dict[str, Any]], list
 def letter_row(letter: str) -> dict[str, Any]:
     """Code point, name, script, case, counterpart and bytes of a letter, asked for in one of three ways."""
     name, code = unicodedata.name(letter), f"U+{ord(letter):04X}"
-    case, other, change = (
-        ("small", "capital", letter.upper()) if letter.islower() else ("capital", "small", letter.lower())
-    )
+    case, other, change = ("small", "capital", letter.upper()) if letter.islower() else ("capital", "small", letter.lower())
     answer = f"{letter} is {code}, {name}: a {case} letter of the {name.partition(' ')[0].capitalize()} script. "
     if len(change) == 1 and change != letter:
         answer += f"Its {other} letter is {change}, U+{ord(change):04X}. "

@@ -25,9 +25,7 @@ ROWS_PER_BATCH = 2048
 class ShardWriter:
     """Writes one set of shards into a directory; `close()` writes the index last. Memory: one record batch."""
 
-    def __init__(
-        self, directory: Path, *, kind: str, vocab_size: int, tokenizer: str, tokens_per_shard: int
-    ) -> None:
+    def __init__(self, directory: Path, *, kind: str, vocab_size: int, tokenizer: str, tokens_per_shard: int) -> None:
         self.directory = directory
         self.kind, self.vocab_size, self.tokenizer = kind, vocab_size, tokenizer
         self.tokens_per_shard = tokens_per_shard

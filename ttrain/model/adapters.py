@@ -25,7 +25,9 @@ def attach(model: PreTrainedModel, config: Lora) -> PeftModel:
     linear = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     unknown = sorted(set(config.targets) - linear)
     if unknown:
-        raise UsageError(f"lora.targets names {', '.join(unknown)}, but the model's linear layers are {', '.join(sorted(linear))}")
+        raise UsageError(
+            f"lora.targets names {', '.join(unknown)}, but the model's linear layers are {', '.join(sorted(linear))}"
+        )
     torch.manual_seed(config.seed)
     settings = LoraConfig(
         r=config.rank, lora_alpha=config.alpha, lora_dropout=config.dropout, target_modules=list(config.targets),

@@ -22,9 +22,7 @@ def run(config: PretrainConfig, job: Job) -> dict[str, Any]:
         "pad_token_id": encoder.special(chat.PAD),
     }
     stops = [encoder.special(chat.EOS), encoder.special(chat.END)]
-    model = factory.build(
-        config.model, vocab_size=len(encoder), ids=ids, stop_ids=stops, seed=config.pretrain.seed
-    )
+    model = factory.build(config.model, vocab_size=len(encoder), ids=ids, stop_ids=stops, seed=config.pretrain.seed)
     trained = training.Trained(
         model,
         state=lambda: factory.state(model),

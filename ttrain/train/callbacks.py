@@ -94,9 +94,7 @@ class ProgressBar(Callback):
 
     def log(self, record: LogRecord) -> None:
         shown = {name: record.metrics[name] for name in ("loss", "validation_loss") if name in record.metrics}
-        self._progress.update(
-            record.step * self._tokens_per_step, record.steps * self._tokens_per_step, "tokens", **shown
-        )
+        self._progress.update(record.step * self._tokens_per_step, record.steps * self._tokens_per_step, "tokens", **shown)
 
 
 class LogLines(Callback):

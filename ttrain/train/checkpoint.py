@@ -130,4 +130,3 @@ def read(path: Path, weights_file: str = WEIGHTS) -> Snapshot:
 def copy_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A snapshot in CPU memory: contiguous copies that training no longer touches."""
     return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
-

@@ -93,9 +93,7 @@ def build(model: nn.Module, config: Optim) -> Optimizers:
     optimizers: list[torch.optim.Optimizer] = []
     if config.kind == "muon" and matrices:
         optimizers.append(
-            torch.optim.Muon(
-                matrices, lr=config.muon_lr, momentum=config.muon_momentum, weight_decay=config.weight_decay
-            )
+            torch.optim.Muon(matrices, lr=config.muon_lr, momentum=config.muon_momentum, weight_decay=config.weight_decay)
         )
     else:
         groups.insert(0, {"params": matrices, "weight_decay": config.weight_decay})

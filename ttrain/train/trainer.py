@@ -233,9 +233,7 @@ class Trainer:
             "last_loss": self.last_loss, "loss_scale": vars(self.loss_scale), "world": self.ranks.world,
             "precision": self.precision.word,
         }  # fmt: skip
-        snapshot = Snapshot(
-            step, copy_tensors(self.weights.state()), copy_tensors(self.optimizers.state()), state
-        )
+        snapshot = Snapshot(step, copy_tensors(self.weights.state()), copy_tensors(self.optimizers.state()), state)
         self.checkpoints.save(snapshot)
         self._tell("saved", step)
 
