@@ -329,11 +329,13 @@ def load(
 
     Raises UsageError that names the setting, its value, where it came from and, for an unknown key, its nearest neighbour.
     """
-    tree: dict[str, Any] = {}
+    tree = Settings().model_dump()  # so that one field of a section leaves the stage's own defaults of the others
     sources: dict[str, str] = {}
     for origin, values in _layers(overrides, files, profiles, os.environ if environment is None else environment):
         for key, value in flatten(values):
             _check_key(key, origin)
+            if value == {}:
+                continue
             _assign(tree, key, value)
             for stale in [known for known in sources if known.startswith(f"{key}.")]:
                 del sources[stale]
@@ -442,12 +444,10 @@ def known_keys() -> list[str]:
 def _one_budget(tree: dict[str, Any], sources: dict[str, str]) -> None:
     """Naming `tokens` takes the default of `epochs` away, and the other way round."""
     for name in ("pretrain", "sft", "lora"):
-        section = tree.get(name)
-        if not isinstance(section, dict):
-            continue
         for chosen, other in (("tokens", "epochs"), ("epochs", "tokens")):
-            if section.get(chosen) is not None and other not in section:
-                section[other] = None
+            named = f"{name}.{chosen}" in sources and tree[name][chosen] is not None
+            if named and f"{name}.{other}" not in sources:
+                tree[name][other] = None
                 sources[f"{name}.{other}"] = f"{name}.{chosen} is set"
 
 

@@ -1,0 +1,141 @@
+"""Whole pipelines that are killed or stopped, and continue."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+PRETRAIN_ONLY = ("pipeline", "run", "full", "pretrain.tokens=61440", "evaluate.new_tokens=0")
+
+
+def wait_for(condition: Any, seconds: float = 120) -> Any:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        found = condition()
+        if found:
+            return found
+        time.sleep(0.02)
+    raise AssertionError("it did not happen")
+
+
+def checkpoints(home: Path, stage: str = "pretrain") -> list[Path]:
+    return list(home.glob(f"work/{stage}/*/output/checkpoints/step-*"))
+
+
+def processes_of(home: Path) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if any(str(home) in part for part in process.cmdline()) or process.environ().get("TTRAIN_HOME") == str(home):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def weights(cli: Any, *overrides: str) -> str:
+    files = cli.manifest("pretrain", *overrides)["files"]
+    return str(files["model/model.safetensors"]["sha256"])
+
+
+def test_a_run_killed_in_pretraining_continues_to_the_same_weights(fresh: Any, finished: Any) -> None:
+    process = fresh.start(*PRETRAIN_ONLY)
+    wait_for(lambda: len(checkpoints(fresh.home)) > 0)
+    process.kill()
+    process.wait()
+    wait_for(lambda: not processes_of(fresh.home), 20)  # neither the stage's process nor a server outlives its parent
+    assert fresh.runs()[0]["outcome"] == "crashed"
+
+    said = fresh(*PRETRAIN_ONLY)
+    result = fresh.manifest("pretrain", *PRETRAIN_ONLY[3:])["result"]
+    assert result["resumed_from_step"] > 0 and result["steps"] == 120
+    assert "continues its unfinished work" in said
+    stages = {stage["name"]: stage for stage in fresh.runs()[0]["stages"]}
+    assert stages["pretrain"]["resumed_from_step"] == result["resumed_from_step"] and stages["tokenizer"]["outcome"] == "cached"
+
+    finished("stage", "run", "pretrain", *PRETRAIN_ONLY[3:], "runtime.checkpoint_every_steps=7")
+    assert weights(fresh, *PRETRAIN_ONLY[3:]) == weights(finished, *PRETRAIN_ONLY[3:])
+    check_tracking(fresh)
+
+
+def check_tracking(cli: Any) -> None:
+    """The killed run is marked, and the continued stage's curve has each step once."""
+    with sqlite3.connect(cli.home / "prefect" / "prefect.db") as prefect:
+        states = [state for (state,) in prefect.execute("select state_name from flow_run order by created")]
+    assert states == ["Crashed", "Completed"]
+    with sqlite3.connect(cli.home / "mlflow" / "mlflow.db") as mlflow:
+        [(run, status)] = mlflow.execute("select run_uuid, status from runs where name = 'pretrain'").fetchall()
+        steps = [s for (s,) in mlflow.execute(f"select step from metrics where run_uuid = '{run}' and key = 'grad_norm' order by step")]
+    assert status == "FINISHED" and steps == list(range(5, 121, 5))
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_saves_the_state_and_tells_everyone(fresh: Any, signum: int, code: int) -> None:
+    process = fresh.start(*PRETRAIN_ONLY)
+    wait_for(lambda: len(checkpoints(fresh.home)) > 0)
+    process.send_signal(signum)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == code, said
+    assert "Traceback" not in said and "same command continues" in said
+    wait_for(lambda: not processes_of(fresh.home), 20)
+    run = fresh.runs()[0]
+    assert run["outcome"] == "interrupted"
+    assert {stage["name"]: stage["outcome"] for stage in run["stages"]}["pretrain"] == "interrupted"
+    with sqlite3.connect(fresh.home / "prefect" / "prefect.db") as prefect:
+        assert prefect.execute("select state_name from flow_run").fetchall() == [("Cancelled",)]
+    with sqlite3.connect(fresh.home / "mlflow" / "mlflow.db") as mlflow:
+        found = dict(mlflow.execute("select name, status from runs where name = 'pretrain' or name like 'full-%'").fetchall())
+    assert set(found.values()) == {"KILLED"} and len(found) == 2
+    newest = max(int(path.name.removeprefix("step-")) for path in checkpoints(fresh.home))
+    state = json.loads((next(p for p in checkpoints(fresh.home) if p.name == f"step-{newest:08d}") / "state.json").read_bytes())
+    assert 0 < newest < 120 and state["step"] == newest
+
+
+def test_two_runs_at_once_build_each_stage_once(fresh: Any) -> None:
+    both = [fresh.start("pipeline", "run", "full", "--engine", "none", "evaluate.new_tokens=0") for _ in range(2)]
+    said = [process.communicate(timeout=240)[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0], said
+    outcomes: dict[str, list[str]] = {}
+    for run in fresh.runs():
+        for stage in run["stages"]:
+            outcomes.setdefault(stage["name"], []).append(stage["outcome"])
+    assert all(sorted(pair) == ["cached", "completed"] for pair in outcomes.values()), outcomes
+
+
+def test_servers_of_up_are_used_by_a_run(fresh: Any) -> None:
+    said = fresh("up", settings=False)
+    try:
+        fresh("pipeline", "run", "full", "pretrain.tokens=2048", "evaluate.new_tokens=0")
+        assert "127.0.0.1" in said
+        with sqlite3.connect(fresh.home / "prefect" / "prefect.db") as prefect:
+            assert prefect.execute("select state_name from flow_run").fetchall() == [("Completed",)]
+    finally:
+        fresh("down", settings=False)
+    wait_for(lambda: not processes_of(fresh.home), 20)
+    assert fresh("down", settings=False) == "no servers were running\n"
+
+
+def test_a_retry_continues_after_the_stage_s_process_was_killed(fresh: Any) -> None:
+    process = fresh.start(*PRETRAIN_ONLY, "runtime.retries=1", "runtime.retry_delay_seconds=0")
+    wait_for(lambda: len(checkpoints(fresh.home)) > 0)
+    for child in processes_of(fresh.home):
+        if "ttrain.worker" in child.cmdline():
+            os.kill(child.pid, signal.SIGKILL)
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, said
+    assert "was killed by SIGKILL" in said
+    assert fresh.manifest("pretrain", *PRETRAIN_ONLY[3:])["result"]["resumed_from_step"] > 0
+
+
+def test_a_stage_that_takes_too_long_is_stopped_and_named(fresh: Any) -> None:
+    said = fresh("pipeline", "run", "full", "--engine", "none", "runtime.timeout_seconds=0.2", code=1)
+    assert "runtime.timeout_seconds=0.2" in said and subprocess.list2cmdline([str(fresh.home)]) not in said

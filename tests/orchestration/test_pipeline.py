@@ -1,0 +1,211 @@
+"""The whole pipeline on the user's own files, through a real Prefect server and a real MLflow store."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CliFactory = Callable[[], Any]
+STAGES = ["tokenizer", "shards-pretrain", "shards-sft", "shards-lora", "pretrain", "sft", "lora", "evaluate"]
+EVALUATED = [
+    "eval/bits_per_byte", "eval/bits_per_byte_zlib", "eval/bits_per_byte_xz", "eval/bits_per_byte_order0",
+    "eval/chat_loss_base", "eval/chat_loss_sft", "eval/domain_loss_sft", "eval/domain_loss_lora",
+]  # fmt: skip
+
+
+def rows(database: Path, query: str) -> list[tuple[Any, ...]]:
+    with sqlite3.connect(f"file:{database}?mode=ro", uri=True) as connection:
+        return connection.execute(query).fetchall()
+
+
+def snapshot(directory: Path) -> dict[str, tuple[int, int]]:
+    return {str(p): (p.stat().st_size, p.stat().st_mtime_ns) for p in sorted(directory.rglob("*")) if p.is_file()}
+
+
+def test_raw_files_become_an_evaluated_model(finished: Any) -> None:
+    run = finished.runs()[-1]
+    assert [stage["name"] for stage in run["stages"]] == STAGES
+    assert {stage["outcome"] for stage in run["stages"]} == {"completed"}
+    assert run["outcome"] == "completed" and run["pipeline"] == "full"
+    assert all(run["metrics"][name] > 0 for name in EVALUATED)
+    assert run["metrics"]["eval/domain_loss_lora"] < run["metrics"]["eval/domain_loss_sft"]
+    assert "bits per byte" in finished.first_output and "next:" in finished.first_output
+    assert "Traceback" not in finished.first_output
+
+
+def test_a_training_stage_s_manifest_holds_its_figures(finished: Any) -> None:
+    result = finished.manifest("pretrain")["result"]
+    assert result["steps"] == 40 and result["tokens"] == 20480 and result["resumed_from_step"] == 0
+    assert result["stop_reason"] == "completed" and result["validation_loss"] > 0 and result["loss"] > 0
+
+
+def test_each_row_is_learnt_or_held_out_or_counted(finished: Any) -> None:
+    for stage, lines in (("shards-pretrain", 300), ("shards-sft", 150), ("shards-lora", 120)):
+        result = finished.manifest(stage)["result"]
+        assert result["train"]["rows"] + result["heldout"]["rows"] == lines
+        assert result["heldout"]["rows"] >= 1
+
+
+def test_models_open_in_a_process_that_does_not_know_ttrain(finished: Any) -> None:
+    plan = finished.plan()
+    base, sft, lora = (Path(plan[name]["path"]) for name in ("pretrain", "sft", "lora"))
+    newest = sorted((base / "checkpoints").glob("step-*"))[-1]
+    script = f"""
+import sys
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+for path in ({str(base / "model")!r}, {str(newest)!r}, {str(sft / "model")!r}):
+    model, report = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    assert not any(report.values()), report
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    assert tokenizer.decode(tokenizer("春江 x", add_special_tokens=False).input_ids) == "春江 x"
+chat = [dict(role="user", content="1 + 2?")]
+ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+PeftModel.from_pretrained(model, {str(lora / "adapter")!r}).generate(**ids, max_new_tokens=2)
+assert "ttrain" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-P", "-c", script], check=True, timeout=120, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+
+
+def test_prefect_shows_the_run_and_its_stages_with_logs_and_the_table(finished: Any) -> None:
+    database = finished.home / "prefect" / "prefect.db"
+    run = finished.runs()[-1]["run"]
+    [(flow_run, state)] = rows(database, f"select id, state_name from flow_run where name = '{run}'")
+    assert state == "Completed"
+    tasks = dict(rows(database, f"select name, state_name from task_run where flow_run_id = '{flow_run}'"))
+    assert tasks == dict.fromkeys(STAGES, "Completed")
+    assert rows(database, "select count(*) from log where message like '%step 40/40%'")[0][0] > 0
+    [(table,)] = rows(database, "select data from artifact where key = 'evaluation'")
+    assert "bits per byte" in table
+
+
+def test_mlflow_holds_one_parent_with_a_child_per_stage(finished: Any) -> None:
+    database = finished.home / "mlflow" / "mlflow.db"
+    runs = dict(rows(database, "select run_uuid, name from runs where lifecycle_stage = 'active'"))
+    parents = dict(rows(database, "select run_uuid, value from tags where key = 'mlflow.parentRunId'"))
+    [parent] = set(runs) - set(parents)
+    assert set(parents.values()) == {parent} and sorted(runs[child] for child in parents) == sorted(STAGES)
+    assert {status for (status,) in rows(database, "select status from runs")} == {"FINISHED"}
+    measured = dict(rows(database, f"select key, value from latest_metrics where run_uuid = '{parent}'"))
+    recorded = finished.runs()[-1]["metrics"]
+    assert {name: measured[name] for name in recorded} == pytest.approx(recorded)
+    [pretrain] = [child for child in parents if runs[child] == "pretrain"]
+    steps = [step for (step,) in rows(database, f"select step from metrics where run_uuid = '{pretrain}' and key = 'grad_norm'")]
+    assert sorted(steps) == [5, 10, 15, 20, 25, 30, 35, 40]
+    params = dict(rows(database, f"select key, value from params where run_uuid = '{parent}'"))
+    assert params["pretrain.tokens"] == "20480" and params["sft.optim.lr"] == "0.001"
+    names = {name for (name,) in rows(database, "select name from registered_models")}
+    assert names == {"tiny-test-tokenizer", "tiny-test-base", "tiny-test-sft", "tiny-test-lora"}
+    for (source,) in rows(database, "select source from model_versions"):
+        assert list(Path(source.removeprefix("file://")).glob("*.json")), f"{source} holds no model"
+
+
+def test_the_second_run_is_cached_and_starts_nothing(finished: Any) -> None:
+    database = finished.home / "mlflow" / "mlflow.db"
+    before = rows(database, "select count(*) from runs")
+    first = next(run for run in finished.runs() if run["outcome"] == "completed")
+    arguments = ["pipeline", "run", "full", *finished.settings]
+    script = f"import sys; sys.argv[1:] = {arguments!r}\nfrom ttrain.cli import main\n" + (
+        "try: main()\nexcept SystemExit as end: assert not end.code\n"
+        "print('loaded:', sorted({'torch', 'prefect', 'mlflow', 'transformers', 'pyarrow'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", script], env=finished.environment, capture_output=True, text=True, timeout=60, cwd=finished.data
+    )
+    assert "everything is cached" in done.stdout and first["run"] in done.stdout, done.stdout + done.stderr
+    assert "loaded: []" in done.stdout
+    assert rows(database, "select count(*) from runs") == before
+    assert finished.runs()[0]["outcome"] == "cached" and finished.runs()[0]["metrics"] == first["metrics"]
+
+
+def test_a_changed_setting_runs_what_it_touches_and_says_why(finished: Any) -> None:
+    plan = finished.plan("sft.optim.lr=2e-4")
+    assert [name for name, stage in plan.items() if stage["state"] == "run"] == ["sft", "lora", "evaluate"]
+    assert plan["sft"]["why"] == ["sft.optim.lr: 0.001 → 0.0002"]
+    assert plan["pretrain"]["path"] and plan["lora"]["key"] is None
+    assert finished.to_run("runtime.rows_per_device=2", "runtime.devices=2", "tracking.enabled=false") == []
+
+
+def test_touching_an_input_changes_nothing_and_one_byte_does(copy_of: CliFactory) -> None:
+    cli = copy_of()
+    path = cli.data / "domain.jsonl"
+    os.utime(path, (1, 1))
+    assert cli.to_run() == []
+    path.write_bytes(path.read_bytes().replace(b"3 plus 4", b"3 plus 5"))
+    plan = cli.plan()
+    assert [name for name, stage in plan.items() if stage["state"] == "run"] == ["shards-lora", "lora", "evaluate"]
+    assert plan["shards-lora"]["why"] == ["train file domain.jsonl changed"]
+
+
+def test_a_copied_home_is_all_cached_and_the_original_stays_untouched(finished: Any, copy_of: CliFactory) -> None:
+    cli = copy_of()
+    before = snapshot(finished.home)
+    assert cli.to_run() == []
+    assert "everything is cached" in cli("pipeline", "run", "full")
+    cli("pipeline", "run", "full", "lora.optim.lr=1e-3", "--engine", "none")
+    assert cli.runs()[0]["outcome"] == "completed"
+    assert snapshot(finished.home) == before
+
+
+def test_a_failed_stage_keeps_the_earlier_ones_and_the_cure_continues(copy_of: CliFactory) -> None:
+    cli = copy_of()
+    chats = cli.data / "chats.jsonl"
+    good = chats.read_text(encoding="utf-8")
+    chats.write_text("not JSON\n" * 20 + good.replace("Say", "Tell"), encoding="utf-8")
+    said = cli("pipeline", "run", "full", code=1)
+    assert "chats.jsonl:1" in said and "reading.rejected_fraction" in said and "Traceback" not in said
+    run = cli.runs()[0]
+    outcomes = {stage["name"]: stage["outcome"] for stage in run["stages"]}
+    assert run["outcome"] == "failed" and outcomes["shards-sft"] == "failed"
+    assert outcomes["pretrain"] == "cached" and outcomes["sft"] == "pending"
+    [(state,)] = rows(cli.home / "prefect" / "prefect.db", f"select state_name from flow_run where name = '{run['run']}'")
+    assert state == "Failed"
+    chats.write_text(good.replace("Say", "Tell"), encoding="utf-8")
+    cli("pipeline", "run", "full")
+    outcomes = {stage["name"]: stage["outcome"] for stage in cli.runs()[0]["stages"]}
+    assert [name for name, outcome in outcomes.items() if outcome == "completed"] == ["shards-sft", "sft", "lora", "evaluate"]
+
+
+def test_rerun_builds_a_stage_and_what_follows_again_and_compares(copy_of: CliFactory) -> None:
+    cli = copy_of()
+    said = cli("pipeline", "rerun", "lora", "--engine", "none")
+    outcomes = {stage["name"]: stage["outcome"] for stage in cli.runs()[0]["stages"]}
+    assert outcomes == {**dict.fromkeys(STAGES, "cached"), "lora": "equal", "evaluate": "equal"}
+    assert "equal to what was stored" in said
+    assert cli.to_run() == []
+
+
+def test_one_stage_runs_alone_on_the_inputs_of_the_plan(copy_of: CliFactory) -> None:
+    cli = copy_of()
+    said = cli("stage", "run", "sft", "sft.optim.lr=2e-4")
+    assert cli.to_run("sft.optim.lr=2e-4") == ["lora", "evaluate"] and str(cli.home / "store" / "sft") in said
+    assert "waits for sft" in cli("stage", "run", "lora", "sft.optim.lr=3e-4", code=2)
+
+
+def test_a_larger_budget_extends_the_shorter_run_to_the_same_weights(copy_of: CliFactory) -> None:
+    cli = copy_of()
+    larger = "pretrain.tokens=30720"
+    said = cli("stage", "run", "pretrain", larger, "--extend")
+    extended = cli.manifest("pretrain", larger)
+    assert extended["result"]["resumed_from_step"] == 20 and extended["result"]["steps"] == 60 and "--extend" in said
+    assert "equal to what was stored" in cli("stage", "run", "pretrain", larger, "--force")
+
+
+def test_a_user_s_mistake_is_told_without_a_traceback(finished: Any) -> None:
+    for arguments, words in (
+        (("pipeline", "run", "full", "sft.optim.lrr=1"), "did you mean 'sft.optim.lr'?"),
+        (("pipeline", "run", "ful"), "did you mean 'full'?"),
+        (("pipeline", "run", "full", "data.sft=nowhere.jsonl"), "data.sft is 'nowhere.jsonl'"),
+        (("pipeline", "rerun", "sftt"), "there is no stage sftt"),
+    ):
+        said = finished(*arguments, code=2)
+        assert words in said and "Traceback" not in said
+    assert json.loads(finished("config", "schema", settings=False))["title"] == "Settings"
