@@ -21,9 +21,16 @@ from ttrain.store import Artifact, Store
 
 
 def run_pipeline(
-    pipeline: str, settings: Settings, store: Store, stages: list[Planned], console: Console, *, engine: str,
-    force: frozenset[str], extend: bool,
-) -> None:  # fmt: skip
+    pipeline: str,
+    settings: Settings,
+    store: Store,
+    stages: list[Planned],
+    console: Console,
+    *,
+    engine: str,
+    force: frozenset[str],
+    extend: bool,
+) -> None:
     """Run what the plan says, then print the evaluation and what to do next. Raises what the first failed stage raised."""
     display = Display(console)
     names = [planned.stage.name for planned in stages]
@@ -117,8 +124,10 @@ def _closing_words(execution: Execution, outcome: str, console: Console) -> None
         return
     console.print(
         f"{outcome} after {took}; what is finished is kept: the same command continues there "
-        f"(`ttrain pipeline status` shows the stages and their logs)", highlight=False, soft_wrap=True,
-    )  # fmt: skip
+        f"(`ttrain pipeline status` shows the stages and their logs)",
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 def _next_steps(execution: Execution) -> list[str]:

@@ -43,10 +43,13 @@ def run(execution: Execution, recipe: Recipe, wait_for_server: Callable[[], None
     wait_for_server()
     bury_the_dead(execution.store.root)
 
-    @flow(
-        name=execution.pipeline, flow_run_name=execution.record.run, persist_result=False, validate_parameters=False,
+    @flow(  # type: ignore[untyped-decorator]  # mypy does not follow Prefect
+        name=execution.pipeline,
+        flow_run_name=execution.record.run,
+        persist_result=False,
+        validate_parameters=False,
         task_runner=ThreadPoolTaskRunner(max_workers=SIDE_BY_SIDE),
-    )  # fmt: skip
+    )
     def pipeline(settings: dict[str, Any]) -> State[Any] | None:
         futures: list[PrefectFuture[Any]] = []
 
@@ -86,14 +89,13 @@ def bury_the_dead(home: Path) -> list[str]:
     from prefect.states import Crashed
 
     unfinished = [StateType.RUNNING, StateType.PENDING, StateType.CANCELLING]
-    alive = {run["run"] for run in runs.history(home) if run["outcome"] == "running"}
-    recorded = {run["run"] for run in runs.history(home)}
+    recorded = {run["run"]: run["outcome"] for run in runs.history(home)}
     buried = []
     with contextlib.suppress(Exception), get_client(sync_client=True) as client:  # a courtesy, never a reason to fail
         states = filters.FlowRunFilterState(type=filters.FlowRunFilterStateType(any_=unfinished))
         tagged = filters.FlowRunFilterTags(all_=[TAG])
         for run in client.read_flow_runs(flow_run_filter=filters.FlowRunFilter(tags=tagged, state=states)):
-            if run.name not in recorded or run.name in alive:
+            if recorded.get(run.name, "running") == "running":
                 continue
             task_states = filters.TaskRunFilterState(type=filters.TaskRunFilterStateType(any_=unfinished))
             for task_run in client.read_task_runs(

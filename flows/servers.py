@@ -8,37 +8,25 @@ run. All of them listen on 127.0.0.1 only, and nothing they do leaves the machin
 from __future__ import annotations
 
 import atexit
-import contextlib
 import logging
 import os
 import secrets
 import signal
-import socket
 import subprocess
-import sys
 import threading
 import time
 import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from http.client import HTTPException
 from pathlib import Path
 from typing import Any, Final
 
-import psutil
-from filelock import FileLock
-
+from flows import processes
+from flows.processes import HEALTH, HOST, STOP_SECONDS, TOKEN
 from ttrain import tracking
-from ttrain.errors import TTrainError
-from ttrain.store import read_json, write_json
+from ttrain.store import write_json
 
 log = logging.getLogger("ttrain")
-
-HOST: Final = "127.0.0.1"
-HEALTH: Final = {"prefect": "/api/health", "mlflow": "/health"}
-START_SECONDS: Final = 180.0  # a fresh home takes 10 s on two idle cores, 6 of them for Prefect's migrations
-STOP_SECONDS: Final = 10.0  # idle servers stop within 2 s
-TOKEN: Final = "TTRAIN_SERVER_TOKEN"
 OWNER: Final = "TTRAIN_SERVER_OWNER"
 
 # Who phones home: Prefect's SDK (Amplitude); its server, and its UI from the browser (both obey "analytics"); MLflow.
@@ -62,34 +50,10 @@ class Servers:
     mlflow_url: str
 
 
-@dataclass(frozen=True)
-class _Server:
-    """The file about a server that `up` started.
-
-    Its processes share the session that `pid` leads and carry the token in their environment. A pid alone may be
-    recycled, a start time moves with the clock, and a child may outlive its parent.
-    """
-
-    name: str
-    pid: int
-    port: int
-    token: str
-
-    def owns(self, pid: int) -> bool:
-        """Two proofs, since what is owned gets killed: a mistake in one of them would end every process of the user."""
-        try:
-            return os.getsid(pid) == self.pid and psutil.Process(pid).environ()[TOKEN] == self.token
-        except (psutil.Error, LookupError, OSError, OverflowError):  # gone, a zombie, another's, or no pid at all
-            return False
-
-    def processes(self) -> list[psutil.Process]:
-        return [process for process in psutil.process_iter() if self.owns(process.pid)]
-
-
 def prefect_environment(home: Path) -> dict[str, str]:
     """What to add to the environment before prefect is imported; never a variable that the user has set."""
     wanted = {**SILENT, **QUIET, "PREFECT_HOME": str(home.resolve() / "prefect")}
-    if server := _living(home, "prefect"):
+    if server := processes.living(home, "prefect"):
         wanted["PREFECT_API_URL"] = f"http://{HOST}:{server.port}/api"
     elif not os.environ.get("PREFECT_API_URL"):
         # For whoever does not call `own_server`; Prefect's 20 s are short on a busy machine
@@ -105,26 +69,26 @@ def own_server(home: Path) -> Callable[[], None]:
     and prefect need not import its own server to start it (1.3 s). Prefect's ephemeral server dies of the Ctrl-C that
     its run still has to report, and outlives a run that is killed; this one does neither. Raises TTrainError like `up`.
     """
-    lock = _lock(home)
+    lock = processes.start_lock(home)
     lock.acquire()
-    if server := _living(home, "prefect"):
+    if server := processes.living(home, "prefect"):
         os.environ.setdefault("PREFECT_API_URL", f"http://{HOST}:{server.port}/api")
     if os.environ.get("PREFECT_API_URL"):
         lock.release()
         return lambda: None
     # Below 32768, where outgoing connections get theirs: who asks a port there that nobody serves may reach himself
-    port = _free_port(10_000 + secrets.randbelow(10_000))
-    owner, path = os.getpid(), _folder(home) / "own.log"
+    port = processes.free_port(10_000 + secrets.randbelow(10_000))
+    owner, path = os.getpid(), processes.folder_of(home) / "own.log"
     command = ["uvicorn", "--factory", "flows.servers:owned_app", "--app-dir", str(Path(__file__).parents[1])]
     command += ["--host", HOST, "--port", str(port), "--log-level", "error", "--timeout-graceful-shutdown", "5"]
     ephemeral = {"PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1", "PREFECT_SERVER_UI_ENABLED": "false"}
-    process = _spawn(command, {**ephemeral, OWNER: str(owner)}, path)
-    atexit.register(_end, process, owner)  # atexit comes after Prefect has sent its last logs and events
+    process = processes.spawn(command, {**ephemeral, OWNER: str(owner)}, path)
+    atexit.register(processes.end, process, owner)  # atexit comes after Prefect has sent its last logs and events
     os.environ["PREFECT_API_URL"] = f"http://{HOST}:{port}/api"
 
     def wait() -> None:
         try:
-            _wait("prefect", port, process, path)
+            processes.wait("prefect", port, process, path)
         finally:
             lock.release()
 
@@ -155,18 +119,18 @@ def up(home: Path, *, prefect_port: int = 4200, mlflow_port: int = 5000) -> Serv
     when a server does not start; then none that this call started is left.
     """
     home = home.resolve()
-    started: list[tuple[_Server, subprocess.Popen[bytes]]] = []
-    with _lock(home):
+    started: list[tuple[processes.Server, subprocess.Popen[bytes]]] = []
+    with processes.start_lock(home):
         try:
             for name, port in (("prefect", prefect_port), ("mlflow", mlflow_port)):
-                if not _living(home, name):
-                    _stop(home, name)  # what is left of one that does not answer
+                if not processes.living(home, name):
+                    processes.stop(home, name)  # what is left of one that does not answer
                     started.append(_start(home, name, port))
             for server, process in started:
-                _wait(server.name, server.port, process, _folder(home) / f"{server.name}.log")
+                processes.wait(server.name, server.port, process, processes.folder_of(home) / f"{server.name}.log")
         except BaseException:
             for server, _ in started:
-                _stop(home, server.name)
+                processes.stop(home, server.name)
             raise
         finally:
             for _, process in started:
@@ -178,29 +142,29 @@ def up(home: Path, *, prefect_port: int = 4200, mlflow_port: int = 5000) -> Serv
 
 def down(home: Path) -> list[str]:
     """Stops both with all their processes; the names of those that ran. Raises TTrainError when one does not end."""
-    if not _folder(home).exists():
+    if not processes.folder_of(home).exists():
         return []
-    with _lock(home):
-        return [name for name in HEALTH if _stop(home, name)]
+    with processes.start_lock(home):
+        return [name for name in HEALTH if processes.stop(home, name)]
 
 
 def running(home: Path) -> Servers | None:
     """The addresses, when both servers run."""
-    prefect, mlflow = (_living(home, name) for name in HEALTH)
+    prefect, mlflow = (processes.living(home, name) for name in HEALTH)
     if not prefect or not mlflow:
         return None
     url = f"http://{HOST}:{prefect.port}"
     return Servers(url, f"{url}/api", f"http://{HOST}:{mlflow.port}")
 
 
-def _start(home: Path, name: str, wanted_port: int) -> tuple[_Server, subprocess.Popen[bytes]]:
-    port, token, path = _free_port(wanted_port), secrets.token_hex(8), _folder(home) / f"{name}.log"
+def _start(home: Path, name: str, wanted_port: int) -> tuple[processes.Server, subprocess.Popen[bytes]]:
+    port, token, path = processes.free_port(wanted_port), secrets.token_hex(8), processes.folder_of(home) / f"{name}.log"
     if port != wanted_port:
         log.warning("port %d is taken by another program; %s listens on %d instead", wanted_port, name, port)
     command, environment = (_prefect if name == "prefect" else _mlflow)(home, port)
     path.unlink(missing_ok=True)
-    process = _spawn(command, {**_unset(SILENT), **environment, TOKEN: token}, path)
-    server = _Server(name, process.pid, port, token)
+    process = processes.spawn(command, {**_unset(SILENT), **environment, TOKEN: token}, path)
+    server = processes.Server(name, process.pid, port, token)
     write_json(path.with_suffix(".json"), asdict(server))
     return server, process
 
@@ -217,10 +181,7 @@ def _prefect(home: Path, port: int) -> tuple[list[str], dict[str, str]]:
 
 def _mlflow(home: Path, port: int) -> tuple[list[str], dict[str, str]]:
     database, artifacts = home / "mlflow" / "mlflow.db", (home / "mlflow" / "artifacts").as_uri()
-    if database.exists():
-        tracking.mend_moved_home(home)
-    elif tracking.tracking_uri(home) == f"sqlite:///{database}":
-        tracking.open_store(home, "Default")  # makes it whole or not at all, where a server would migrate it in place
+    tracking.prepare(home)  # whole or not at all, where the server would make it in place and refuse an older one
     database.parent.mkdir(parents=True, exist_ok=True)
     hosts = (f"{HOST}:{port}", f"localhost:{port}")
     origins = ",".join(f"http://{host}" for host in hosts)
@@ -229,103 +190,6 @@ def _mlflow(home: Path, port: int) -> tuple[list[str], dict[str, str]]:
     command += ["--allowed-hosts", ",".join(hosts), "--cors-allowed-origins", origins]
     command += ["--uvicorn-opts", "--log-level warning"]
     return command, {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # eight processes more, for LLMs that judge
-
-
-def _spawn(module: list[str], environment: Mapping[str, str], path: Path) -> subprocess.Popen[bytes]:
-    """`python -m module` in its own session, where the terminal's Ctrl-C does not reach it; its output goes to `path`.
-
-    It runs in the log's directory, since Python looks for modules where it is, and Prefect for `.env` and settings.
-    """
-    with path.open("ab") as output:
-        return subprocess.Popen(
-            [sys.executable, "-m", *module],
-            env={**os.environ, **environment},
-            cwd=path.parent,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-
-
-def _wait(name: str, port: int, process: subprocess.Popen[bytes], path: Path) -> None:
-    """Returns when the server answers; raises TTrainError with the end of its log when it dies or stays silent."""
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    url, deadline = f"http://{HOST}:{port}{HEALTH[name]}", time.monotonic() + START_SECONDS
-    while True:
-        with contextlib.suppress(OSError, HTTPException), direct.open(url, timeout=5.0):
-            return
-        code = process.poll()
-        if code is not None or time.monotonic() > deadline:
-            what = f"did not answer within {START_SECONDS:.0f} s" if code is None else f"ended with exit code {code}"
-            tail = "\n".join(path.read_text(errors="replace").splitlines()[-20:])
-            raise TTrainError(f"the {name} server {what} on port {port}; the end of {path}:\n{tail}")
-        time.sleep(0.05)
-
-
-def _stop(home: Path, name: str) -> bool:
-    """Ends every process of that server and forgets it; whether there was one."""
-    server = _read(home, name)
-    found = family = server.processes() if server else []
-    for action, seconds in ((psutil.Process.terminate, STOP_SECONDS), (psutil.Process.kill, 5.0)):
-        for process in family:
-            with contextlib.suppress(psutil.Error):
-                action(process)
-        psutil.wait_procs(family, timeout=seconds)
-        family = server.processes() if server else []
-    if family:
-        raise TTrainError(f"the {name} server does not end; its processes: {', '.join(str(one.pid) for one in family)}")
-    (_folder(home) / f"{name}.json").unlink(missing_ok=True)
-    return bool(found)
-
-
-def _end(process: subprocess.Popen[bytes], owner: int) -> None:
-    """Ends our own server; a forked child, which inherits the call, does not."""
-    if os.getpid() != owner:
-        return
-    process.terminate()
-    try:
-        process.wait(STOP_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
-def _living(home: Path, name: str) -> _Server | None:
-    """The server of that name, if its process lives and its port answers."""
-    server = _read(home, name)
-    if server and server.owns(server.pid):
-        with contextlib.suppress(OSError), socket.create_connection((HOST, server.port), timeout=2.0):
-            return server
-    return None
-
-
-def _read(home: Path, name: str) -> _Server | None:
-    record = read_json(_folder(home) / f"{name}.json")
-    try:
-        return _Server(name, int(record["pid"]), int(record["port"]), str(record["token"]))
-    except (LookupError, TypeError, ValueError):  # none, or a damaged one
-        return None
-
-
-def _folder(home: Path) -> Path:
-    return home.resolve() / "servers"
-
-
-def _lock(home: Path) -> FileLock:
-    """Held while servers start and end; two first runs at once would migrate one database twice."""
-    _folder(home).mkdir(parents=True, exist_ok=True)
-    return FileLock(_folder(home) / "start.lock", thread_local=False)
-
-
-def _free_port(wanted: int) -> int:
-    """The first port from `wanted` on that nobody listens on."""
-    for port in range(wanted, min(wanted + 100, 1 << 16)):
-        with contextlib.suppress(OSError), socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the servers do, for a port just left
-            probe.bind((HOST, port))
-            return port
-    raise TTrainError(f"no port from {wanted} to {wanted + 99} is free; name another one")
 
 
 def _unset(wanted: Mapping[str, str]) -> dict[str, str]:

@@ -40,7 +40,12 @@ def stage_task(stage: Stage, execution: Execution) -> Task[..., Any]:
         return Completed(message=f"{state}: {artifact.path}", data=artifact)
 
     return task(
-        body, name=stage.name, task_run_name=stage.name, description=f"stage {stage.name}, module {stage.module}",
-        retries=runtime.retries, retry_delay_seconds=runtime.retry_delay_seconds, persist_result=False,
+        body,
+        name=stage.name,
+        task_run_name=stage.name,
+        description=f"stage {stage.name}, module {stage.module}",
+        retries=runtime.retries,
+        retry_delay_seconds=runtime.retry_delay_seconds,
+        persist_result=False,
         cache_policy=NO_CACHE,
-    )  # fmt: skip
+    )

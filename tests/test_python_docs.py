@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from ttrain.data import python_docs
+from ttrain.data import python_docs, python_reading
 from ttrain.errors import UsageError
 
 NAMES = ("pretrain", "pretrain_heldout", "sft", "sft_heldout", "lora", "lora_heldout")
@@ -204,7 +204,7 @@ def test_broken_files_and_missing_modules_are_survived(tmp_path: Path, monkeypat
     (tmp_path / "textwrap.py").write_text('def dedent(text):\n    """Remove common leading blanks."""\n')
     (tmp_path / "sitecustomize.py").write_text('"""Not part of the standard library."""\n')
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
-    items, code, unreadable = python_docs.read_python(lambda done, total: None, with_code=True)
+    items, code, unreadable = python_reading.read_python(lambda done, total: None, with_code=True)
     assert unreadable == 1 and list(code) == ["textwrap"]
     assert [item.name for item in items if item.module in ("textwrap", "sitecustomize", "heapq")] == ["textwrap.dedent"]
 

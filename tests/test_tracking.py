@@ -21,7 +21,19 @@ from typing import Any
 import pytest
 
 from ttrain import tracking
-from ttrain.tracking import MetricsFollower, NullRun, NullStore, Run, Store, mend_moved_home, open_store, tracking_uri
+from ttrain.tracking import (
+    MetricsFollower,
+    NullRun,
+    NullStore,
+    Run,
+    Store,
+    mend_moved_home,
+    open_store,
+    prepare,
+    tracking_uri,
+)
+from ttrain.tracking import database as databases
+from ttrain.tracking.files import LINK_FROM_BYTES
 
 pytestmark = pytest.mark.skipif(find_spec("mlflow") is None, reason="needs MLflow")
 MODEL_TAGS = {"ttrain.key": "k1", "ttrain.content": "c1"}
@@ -169,12 +181,13 @@ def test_an_older_schema_is_upgraded_and_the_old_database_kept(tmp_path: Path, m
     utils.InitialBase.metadata.create_all(engine)
     config = utils._get_alembic_config(tracking_uri(tmp_path))
     older = ScriptDirectory.from_config(config).get_revision("head").down_revision
+    assert isinstance(older, str)
     with engine.begin() as connection:
         config.attributes["connection"] = connection
         command.upgrade(config, older)
     started(opened(tmp_path))
-    assert tracking._revision(tmp_path / "mlflow" / "mlflow.db") == utils._get_latest_schema_revision()
-    assert tracking._revision(tmp_path / "mlflow" / f"mlflow-{older}.db") == older
+    assert databases.revision_of(tmp_path / "mlflow" / "mlflow.db") == utils._get_latest_schema_revision()
+    assert databases.revision_of(tmp_path / "mlflow" / f"mlflow-{older}.db") == older
 
 
 def test_every_location_in_the_schema_is_known(pristine: Path) -> None:
@@ -183,7 +196,7 @@ def test_every_location_in_the_schema_is_known(pristine: Path) -> None:
         tables = [name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
         columns = {(table, row[1]) for table in tables for row in db.execute(f"PRAGMA table_info({table})")}
     suspects = {(t, c) for t, c in columns if re.search(r"location|artifact_(uri|root)|directory|^(dataset_)?source$", c)}
-    known = set(tracking.LOCATIONS) - {("trace_tags", "value")}
+    known = set(databases.LOCATIONS) - {("trace_tags", "value")}
     assert suspects - not_on_disk == known
 
 
@@ -313,7 +326,7 @@ def test_four_threads_share_one_database(home: Path, caplog: pytest.LogCaptureFi
 def test_a_big_file_is_linked_and_a_small_one_copied(home: Path) -> None:
     run, checkpoint = started(opened(home)), home / "work" / "step-10"
     (checkpoint / "nested").mkdir(parents=True)
-    (checkpoint / "weights").write_bytes(b"w" * tracking.LINK_FROM_BYTES)
+    (checkpoint / "weights").write_bytes(b"w" * LINK_FROM_BYTES)
     (checkpoint / "nested" / "state.json").write_text("{}")
     run.log_directory(checkpoint, "checkpoint")
     run.log_directory(checkpoint, "checkpoint")
@@ -333,10 +346,10 @@ def test_a_link_that_cannot_be_is_a_copy(home: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr("os.link", other_disk)
     run = started(opened(home))
-    (home / "weights").write_bytes(b"w" * tracking.LINK_FROM_BYTES)
+    (home / "weights").write_bytes(b"w" * LINK_FROM_BYTES)
     run.log_file(home / "weights", "model")
     copy = home / "mlflow" / "artifacts" / run.id / "artifacts" / "model" / "weights"
-    assert (copy.stat().st_size, copy.stat().st_nlink) == (tracking.LINK_FROM_BYTES, 1)
+    assert (copy.stat().st_size, copy.stat().st_nlink) == (LINK_FROM_BYTES, 1)
 
 
 def register(store: Store, run: Run, **tags: str) -> str:
@@ -421,7 +434,7 @@ def test_a_silent_server_costs_one_warning_and_bounded_time(
     tmp_path: Path, silent_server: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", silent_server.replace("//", "//user:secret@"))
-    monkeypatch.setattr(tracking, "PROBE_SECONDS", 0.3)
+    monkeypatch.setattr("ttrain.tracking.store.PROBE_SECONDS", 0.3)
     begin = time.monotonic()
     store = open_store(tmp_path, "ttrain")
     assert isinstance(store, Store)
@@ -446,7 +459,7 @@ def test_what_a_dead_server_missed_arrives_when_it_answers_again(
         log_batch(*arguments, **named)
 
     monkeypatch.setattr(store.client, "log_batch", unless_down)
-    monkeypatch.setattr(tracking, "PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr("ttrain.tracking.follower.PATIENCE_SECONDS", 0.3)
     down.set()
     path.write_text(lines(1, 5))
     follower = MetricsFollower(path, run, home / "sent.json", seconds=0.02)
@@ -481,3 +494,18 @@ def test_a_database_that_is_none_costs_a_warning(tmp_path: Path, caplog: pytest.
     (tmp_path / "mlflow" / "mlflow.db").write_text("not a database, but longer than nothing" * 100)
     assert isinstance(open_store(tmp_path, "ttrain"), NullStore)
     assert len(caplog.records) == 1
+
+
+def test_preparing_makes_the_homes_own_database_wherever_runs_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://there:5000")
+    prepare(tmp_path)
+    with closing(sqlite3.connect(tmp_path / "mlflow" / "mlflow.db")) as db:
+        places = db.execute("SELECT name, artifact_location FROM experiments").fetchall()
+    assert places == [("Default", f"{(tmp_path / 'mlflow' / 'artifacts').as_uri()}/0")]
+
+
+def test_preparing_what_is_no_database_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "mlflow").mkdir()
+    (tmp_path / "mlflow" / "mlflow.db").write_text("not a database, but longer than nothing" * 100)
+    prepare(tmp_path)
+    assert len(caplog.records) == 1 and "cannot be prepared" in caplog.text

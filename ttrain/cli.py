@@ -21,16 +21,22 @@ SETTINGS_HELP = "settings as key=value, for example sft.optim.lr=2e-4"
 PIPELINE_HELP = "the pipeline; `full` is the one there is"
 
 app = typer.Typer(
-    name="ttrain", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich",
+    name="ttrain",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Raw JSONL to a tokenizer, shards, a pretrained model, an SFT model, a LoRA adapter and an evaluation.\n\n"
     "Begin with: [bold]ttrain pipeline run full[/]",
-)  # fmt: skip
+)
 pipeline_app = typer.Typer(no_args_is_help=True, help="Plan, run, rerun and list whole pipelines.")
 stage_app = typer.Typer(no_args_is_help=True, help="Run one stage alone.")
+artifacts_app = typer.Typer(no_args_is_help=True, help="Find what the stages left behind.")
 config_app = typer.Typer(no_args_is_help=True, help="Show the settings and where each value comes from.")
 app.add_typer(pipeline_app, name="pipeline")
 app.add_typer(stage_app, name="stage")
+app.add_typer(artifacts_app, name="artifacts")
 app.add_typer(config_app, name="config")
 
 Overrides = Annotated[list[str] | None, typer.Argument(help=SETTINGS_HELP, metavar="[KEY=VALUE]...", show_default=False)]
@@ -60,14 +66,21 @@ def main_options(
         os.environ["TTRAIN_DEBUG"] = "1"
 
 
-@pipeline_app.command("run", epilog="Examples:  ttrain pipeline run full\n\n"
+@pipeline_app.command(
+    "run",
+    epilog="Examples:  ttrain pipeline run full\n\n"
     "ttrain pipeline run full data.pretrain=docs.jsonl data.sft=chats.jsonl data.lora=domain.jsonl\n\n"
-    "ttrain pipeline run full sft.optim.lr=2e-4")  # fmt: skip
+    "ttrain pipeline run full sft.optim.lr=2e-4",
+)
 def pipeline_run(
-    pipeline: Pipeline, overrides: Overrides = None, config: Files = None, profile: Profiles = None,
-    extend: Extend = False, engine: Engine = "prefect",
+    pipeline: Pipeline,
+    overrides: Overrides = None,
+    config: Files = None,
+    profile: Profiles = None,
+    extend: Extend = False,
+    engine: Engine = "prefect",
     record: Annotated[bool, typer.Option("--record", help="make a tracked run although all is cached")] = False,
-) -> None:  # fmt: skip
+) -> None:
     """Run a pipeline; stages whose inputs, settings and code did not change come from the store."""
     _run(pipeline, overrides, config, profile, extend=extend, engine=engine, record=record)
 
@@ -75,18 +88,25 @@ def pipeline_run(
 @pipeline_app.command("rerun", epilog="Example:  ttrain pipeline rerun sft")
 def pipeline_rerun(
     stage: Annotated[str, typer.Argument(help="the stage to run again; what depends on it follows")],
-    overrides: Overrides = None, config: Files = None, profile: Profiles = None, extend: Extend = False,
+    overrides: Overrides = None,
+    config: Files = None,
+    profile: Profiles = None,
+    extend: Extend = False,
     engine: Engine = "prefect",
-) -> None:  # fmt: skip
+) -> None:
     """Run a stage again, finished or not, and what depends on it; a finished one is compared with what was stored."""
     _run("full", overrides, config, profile, extend=extend, engine=engine, force=frozenset({stage}))
 
 
 @pipeline_app.command("plan", epilog="Example:  ttrain pipeline plan full sft.optim.lr=2e-4 --json")
 def pipeline_plan(
-    pipeline: Pipeline, overrides: Overrides = None, config: Files = None, profile: Profiles = None,
-    extend: Extend = False, as_json: AsJson = False,
-) -> None:  # fmt: skip
+    pipeline: Pipeline,
+    overrides: Overrides = None,
+    config: Files = None,
+    profile: Profiles = None,
+    extend: Extend = False,
+    as_json: AsJson = False,
+) -> None:
     """Print for every stage whether it is cached or will run, its key, and why. Runs nothing."""
     from ttrain import report
 
@@ -126,15 +146,30 @@ def pipeline_status(
 @stage_app.command("run", epilog="Example:  ttrain stage run sft sft.optim.lr=2e-4")
 def stage_run(
     stage: Annotated[str, typer.Argument(help="the stage; its inputs are those that the present plan names")],
-    overrides: Overrides = None, config: Files = None, profile: Profiles = None, extend: Extend = False,
+    overrides: Overrides = None,
+    config: Files = None,
+    profile: Profiles = None,
+    extend: Extend = False,
     force: Annotated[bool, typer.Option("--force", help="build it although it is finished, and compare")] = False,
-) -> None:  # fmt: skip
+) -> None:
     """Run one stage alone, without Prefect."""
     from flows.engine import run_one_stage
 
     loaded = _load(overrides, config, profile)
     store, stages = _plan("full", loaded, extend=extend)
     run_one_stage(stage, loaded.settings, store, stages, _console(), force=force, extend=extend)
+
+
+@artifacts_app.command("path", epilog="Example:  ls $(ttrain artifacts path sft)/model")
+def artifacts_path(stage: Annotated[str, typer.Argument(help="the stage; its latest artifact is meant")]) -> None:
+    """Print where the latest artifact of a stage lies."""
+    from ttrain.errors import UsageError
+    from ttrain.stages import STAGES
+    from ttrain.store import Store, home
+
+    if stage not in STAGES:
+        raise UsageError(f"there is no stage '{stage}'; the stages are {', '.join(STAGES)}")
+    print(Store(home()).latest(stage).path)
 
 
 @config_app.command("show", epilog="Example:  ttrain config show sft.epochs=2 --profile small")
@@ -199,9 +234,16 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _run(
-    pipeline: str, overrides: list[str] | None, config: list[Path] | None, profile: list[str] | None, *,
-    extend: bool, engine: str, record: bool = False, force: frozenset[str] = frozenset(),
-) -> None:  # fmt: skip
+    pipeline: str,
+    overrides: list[str] | None,
+    config: list[Path] | None,
+    profile: list[str] | None,
+    *,
+    extend: bool,
+    engine: str,
+    record: bool = False,
+    force: frozenset[str] = frozenset(),
+) -> None:
     from ttrain import report
     from ttrain.errors import UsageError
     from ttrain.plan import is_all_cached

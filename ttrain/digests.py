@@ -14,14 +14,16 @@ from typing import Any
 PACKAGE = "ttrain"
 PACKAGE_DIRECTORY = Path(__file__).parent
 
-# Modules that cannot shape a stage's result: they name, watch, report or orchestrate. The settings themselves are in the key.
+# Modules that cannot shape a stage's result, nor can their submodules: they name, watch, report or orchestrate. The
+# settings themselves are in the key.
 NOT_SHAPING = frozenset(
-    f"{PACKAGE}{name}"
+    f"{PACKAGE}.{name}"
     for name in (
-        "", ".config", ".errors", ".digests", ".store", ".plan", ".runs", ".execute", ".launch", ".worker", ".tracking",
-        ".report", ".progress", ".cli", ".stages", ".train.callbacks", ".train.monitor",
+        *("config", "errors", "digests", "store", "plan", "runs", "execute", "launch", "worker", "tracking", "report"),
+        *("progress", "cli", "train.callbacks"),
     )
-)  # fmt: skip
+)
+ONLY_GATHERING = frozenset({PACKAGE, f"{PACKAGE}.stages"})  # whose submodules do shape it
 
 
 def canonical_json(value: object) -> bytes:
@@ -73,7 +75,7 @@ class DigestCache:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             temporary = self._path.with_suffix(f".{os.getpid()}.tmp")
             temporary.write_bytes(canonical_json(self._entries))
-            os.replace(temporary, self._path)
+            temporary.replace(self._path)
             self._changed = False
         except OSError:
             return
@@ -102,11 +104,15 @@ def code_digests(module: str, cache: DigestCache) -> dict[str, str]:
     while waiting:
         name = waiting.pop()
         path = _module_path(name)
-        if name in found or name in NOT_SHAPING or path is None:
+        if name in found or path is None or not _shapes_results(name):
             continue
         found[name], imports = cache.module(path, name)
         waiting.extend(imports)
     return dict(sorted(found.items()))
+
+
+def _shapes_results(name: str) -> bool:
+    return name not in ONLY_GATHERING and NOT_SHAPING.isdisjoint(_with_parents(name))
 
 
 def _module_path(name: str) -> Path | None:
@@ -144,6 +150,7 @@ def _imports(tree: ast.AST, name: str, *, is_package: bool) -> Iterator[str]:
 
 
 def _with_parents(name: str) -> Iterator[str]:
+    """The module and the packages around it, where it is ours."""
     parts = name.split(".")
     if parts[0] == PACKAGE:
         for end in range(1, len(parts) + 1):
@@ -198,8 +205,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 def _changed_files(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     lines = []
     for role in sorted({*old, *new}):
-        before = {file["name"]: file["sha256"] for file in old.get(role, [])}
-        after = {file["name"]: file["sha256"] for file in new.get(role, [])}
+        before, after = _by_name(old.get(role, [])), _by_name(new.get(role, []))
         for name in sorted({*before, *after}):
             if before.get(name) == after.get(name):
                 continue
@@ -208,6 +214,17 @@ def _changed_files(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
         if before == after and old.get(role) != new.get(role):
             lines.append(f"{role} files come in another order")
     return lines
+
+
+def _by_name(files: list[dict[str, str]]) -> dict[str, str]:
+    """{name: digest}; a second file of the same name, from another folder, is "name (2)"."""
+    found: dict[str, str] = {}
+    for file in files:
+        name, number = file["name"], 2
+        while name in found:
+            name, number = f"{file['name']} ({number})", number + 1
+        found[name] = file["sha256"]
+    return found
 
 
 def _short(values: Mapping[str, Any], name: str) -> str:

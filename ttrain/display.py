@@ -29,9 +29,12 @@ class Display:
         self._bars: Progress | None = None
         if console.is_terminal:
             columns = (
-                TextColumn("  {task.description:<16}"), BarColumn(bar_width=28), TextColumn("{task.percentage:>3.0f} %"),
-                TextColumn("{task.fields[figures]}", style="dim"), TimeRemainingColumn(compact=True),
-            )  # fmt: skip
+                TextColumn("  {task.description:<16}"),
+                BarColumn(bar_width=28),
+                TextColumn("{task.percentage:>3.0f} %"),
+                TextColumn("{task.fields[figures]}", style="dim"),
+                TimeRemainingColumn(compact=True),
+            )
             self._bars = Progress(*columns, console=console, transient=True)
             self._bars.start()
 
@@ -72,8 +75,12 @@ class Display:
         with self._lock:
             if self._bars and name in self._tasks:
                 self._bars.remove_task(self._tasks.pop(name))
-        word = {"cached": "cached", "equal": "rebuilt, equal to what was stored",
-                "different": "rebuilt, DIFFERENT from what was stored (set aside under replaced/)"}.get(state, seconds(took))  # fmt: skip
+        words = {
+            "cached": "cached",
+            "equal": "rebuilt, equal to what was stored",
+            "different": "rebuilt, DIFFERENT from what was stored (set aside under replaced/)",
+        }
+        word = words.get(state, seconds(took))
         self.say(f"{MARKS[state]} {name}: {word}{f' - {figures}' if figures else ''}")
 
     def failed(self, name: str, message: str) -> None:

@@ -45,4 +45,4 @@ class Interrupted(TTrainError):
     def __init__(self, message: str, signum: int = signal.SIGINT) -> None:
         super().__init__(message)
         self.signum = int(signum)
-        self.exit_code = 128 + self.signum  # type: ignore[misc]  # 130 for SIGINT, 143 for SIGTERM
+        self.exit_code = 128 + self.signum  # 130 for SIGINT, 143 for SIGTERM

@@ -1,4 +1,4 @@
-"""One run of a pipeline: builds its stages, records, tracks and shows them. Knows no engine; Prefect calls it, or nobody does."""
+"""One run of a pipeline: builds its stages, records, tracks and shows them. Knows no engine: Prefect may call it."""
 
 from __future__ import annotations
 
@@ -32,9 +32,16 @@ class Execution:
     """A pipeline run in progress."""
 
     def __init__(
-        self, pipeline: str, settings: Settings, store: Store, display: Display, stages: list[str], *,
-        force: frozenset[str] = frozenset(), extend: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        pipeline: str,
+        settings: Settings,
+        store: Store,
+        display: Display,
+        stages: list[str],
+        *,
+        force: frozenset[str] = frozenset(),
+        extend: bool = False,
+    ) -> None:
         self.pipeline, self.settings, self.store, self.display = pipeline, settings, store, display
         self.force, self.extend = force, extend
         self.record = RunRecord(store.root, pipeline, stages, settings.model_dump(mode="json"))
@@ -45,8 +52,9 @@ class Execution:
         self._forced: set[str] = set()
         self._tracker = (
             tracking.open_store(store.root, settings.tracking.experiment)
-            if settings.tracking.enabled else tracking.NullStore()
-        )  # fmt: skip
+            if settings.tracking.enabled
+            else tracking.NullStore()
+        )
         params = {**dict(flatten(settings.model_dump(mode="json"))), "run": self.record.run}
         self._parent = self._tracker.start_run(
             self.record.run, run_id=None, parent_run_id=None, tags={"ttrain.pipeline": pipeline}, params=params
@@ -131,10 +139,12 @@ class Execution:
             return
         suffix, directory = REGISTERED[artifact.stage]
         tags = {
-            "ttrain.stage": artifact.stage, "ttrain.key": artifact.key, "ttrain.content": artifact.content,
+            "ttrain.stage": artifact.stage,
+            "ttrain.key": artifact.key,
+            "ttrain.content": artifact.content,
             **{f"ttrain.input.{name}": entry["key"] for name, entry in artifact.manifest["inputs"].items()},
             "ttrain.code": digests.digest_of(artifact.manifest["ingredients"]["code"]),
-        }  # fmt: skip
+        }
         path = f"{artifact.stage}/{directory}" if directory else artifact.stage
         self._tracker.register_model(f"{self.settings.name}-{suffix}", run=child, artifact_path=path, tags=tags)
 
@@ -178,10 +188,15 @@ class _Watcher:
         figures = report.key_figures(name, artifact.result)
         self._execution.display.ended(name, outcome.state, outcome.seconds, figures)
         self._execution.record.stage(
-            name, outcome=outcome.state, seconds=round(outcome.seconds, 2), key=artifact.key, path=str(artifact.path),
-            log=str(artifact.path / "run" / "log.txt"), metric=figures,
+            name,
+            outcome=outcome.state,
+            seconds=round(outcome.seconds, 2),
+            key=artifact.key,
+            path=str(artifact.path),
+            log=str(artifact.path / "run" / "log.txt"),
+            metric=figures,
             resumed_from_step=artifact.result.get("resumed_from_step"),
-        )  # fmt: skip
+        )
         if self._child:
             self._child.log_summary(_numbers(artifact.result))
             self._execution.register(artifact, self._child)
@@ -198,9 +213,9 @@ class _Watcher:
 
 
 def _numbers(result: Mapping[str, Any]) -> dict[str, float]:
-    """The figures of a result, flattened, for the tracker."""
+    """The figures of a result for the tracker, in a group of their own, so that they never join a curve of the same name."""
     return {
-        name.replace(".", "/"): float(value)
+        f"final/{name.replace('.', '_')}": float(value)
         for name, value in flatten({key: value for key, value in result.items() if key != "samples"})
         if isinstance(value, int | float) and not isinstance(value, bool)
     }

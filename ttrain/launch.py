@@ -55,9 +55,15 @@ class Outcome:
 
 
 def build(
-    stage: Stage, settings: Settings, store: Store, inputs: Mapping[str, Artifact], observer: Observer, *,
-    forced: bool = False, extend: bool = False,
-) -> Outcome:  # fmt: skip
+    stage: Stage,
+    settings: Settings,
+    store: Store,
+    inputs: Mapping[str, Artifact],
+    observer: Observer,
+    *,
+    forced: bool = False,
+    extend: bool = False,
+) -> Outcome:
     """Take the stage's artifact from the store, or make it.
 
     Raises StageFailed with the stage's own message, or Interrupted once its state is saved.
@@ -73,6 +79,8 @@ def build(
         if found and not forced:
             return Outcome(found, "cached", time.monotonic() - began)
         work = store.work(stage.name, planned.key)
+        with store.lock(stage.name, f"{planned.key}.process"):
+            pass  # a killed run's process may live for another 0.2 s: it must be gone before its work is touched
         if forced and found:
             remove_tree(work)
         _prepare(stage, settings, inputs, planned, work)
@@ -119,9 +127,13 @@ def _run(stage: Stage, settings: Settings, work: Path, observer: Observer) -> di
     with log_path.open("ab") as log:
         position = log.tell()
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=_environment(settings),
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=_environment(settings),
             start_new_session=True,
-        )  # fmt: skip
+        )
     try:
         timed_out = _wait(process, stage, settings, work, log_path, position, observer)
     finally:
@@ -131,10 +143,15 @@ def _run(stage: Stage, settings: Settings, work: Path, observer: Observer) -> di
 
 
 def _wait(
-    process: subprocess.Popen[bytes], stage: Stage, settings: Settings, work: Path, log_path: Path, position: int,
+    process: subprocess.Popen[bytes],
+    stage: Stage,
+    settings: Settings,
+    work: Path,
+    log_path: Path,
+    position: int,
     observer: Observer,
-) -> bool:  # fmt: skip
-    """Until the process ends; passes on its progress and log lines, and a stop signal to it. Returns whether it timed out."""
+) -> bool:
+    """Until the process ends; passes its progress and log lines on, and a stop signal to it. Whether it timed out."""
     limit = settings.runtime.timeout_seconds
     deadline = time.monotonic() + limit if limit else None
     told, timed_out, seen = 0, False, None
@@ -214,9 +231,13 @@ def _environment(settings: Settings) -> dict[str, str]:
 
 
 def _manifest(
-    planned: Planned, inputs: Mapping[str, Artifact], settings: Settings, work: Path, result: Mapping[str, Any],
+    planned: Planned,
+    inputs: Mapping[str, Artifact],
+    settings: Settings,
+    work: Path,
+    result: Mapping[str, Any],
     seconds: float,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     return {
         "result": result,
         "ingredients": planned.ingredients,

@@ -59,6 +59,7 @@ class Planner:
         forced = stage.name in self.force or any(planned.forced for planned in given.values())
         pending = [planned.stage.name for planned in given.values() if planned.artifact is None]
         if pending:
+            data_files(stage, self.settings)  # a wrong path is told now, not after the stages before were built
             planned = Planned(stage, "run", (f"waits for {', '.join(dict.fromkeys(pending))}",), forced=forced)
         else:
             artifacts = {name: planned.artifact for name, planned in given.items() if planned.artifact}
@@ -81,19 +82,21 @@ def plan(
 
 
 def plan_stage(
-    stage: Stage, settings: Settings, store: Store, inputs: Mapping[str, Artifact], *, forced: bool = False,
+    stage: Stage,
+    settings: Settings,
+    store: Store,
+    inputs: Mapping[str, Artifact],
+    *,
+    forced: bool = False,
     extend: bool = False,
-) -> Planned:  # fmt: skip
+) -> Planned:
     """Key and state of one stage whose inputs exist."""
     ingredients = ingredients_of(stage, settings, store, inputs)
     key = key_of(ingredients)
     artifact = store.find(stage.name, key)
     if artifact and not forced:
         return Planned(stage, "cached", ("same settings, inputs and code",), key, artifact, ingredients, inputs=inputs)
-    if artifact:
-        why = ("asked to run again",)
-    else:
-        why = tuple(explain(stage, key, ingredients, store))
+    why = ("asked to run again",) if artifact else tuple(explain(stage, key, ingredients, store))
     start_from = None
     if extend and stage.uses_ranks and not artifact:
         start_from, said = extension_of(stage, settings, ingredients, store)
@@ -138,7 +141,7 @@ def data_files(stage: Stage, settings: Settings) -> dict[str, list[str]]:
     dataset = "pretrain" if stage.dataset == "tokenizer" and not data.tokenizer else stage.dataset
     roles = {TRAIN: expand(getattr(data, dataset), f"data.{dataset}")}
     named = getattr(data, f"{dataset}_heldout", ())
-    if named:
+    if named and stage.dataset != "tokenizer":  # which learns from the training part alone
         roles[HELDOUT] = expand(named, f"data.{dataset}_heldout")
     return roles
 
@@ -175,7 +178,7 @@ def explain(stage: Stage, key: str, ingredients: Mapping[str, Any], store: Store
 
 
 def extension_of(stage: Stage, settings: Settings, ingredients: Mapping[str, Any], store: Store) -> tuple[Path | None, str]:
-    """The checkpoint of a shorter run from which this one continues to the same weights as a run from scratch, and what to say.
+    """A shorter run's checkpoint from which this one comes to the same weights as from scratch, and what to say.
 
     It must lie where the learning rate did not yet depend on the length of the run, and all but the budget must be equal.
     """
@@ -184,13 +187,17 @@ def extension_of(stage: Stage, settings: Settings, ingredients: Mapping[str, Any
     best: tuple[int, Path] | None = None
     for artifact in store.artifacts(stage.name):
         old = artifact.manifest["ingredients"]
-        changed = {name for name in {*old["settings"], *ingredients["settings"]}
-                   if old["settings"].get(name) != ingredients["settings"].get(name)}  # fmt: skip
+        changed = {
+            name
+            for name in {*old["settings"], *ingredients["settings"]}
+            if old["settings"].get(name) != ingredients["settings"].get(name)
+        }
         same = all(old[name] == ingredients[name] for name in ("inputs", "code", "arguments", "files"))
         if not same or not changed <= budget or store.damage(artifact):
             continue
         new_steps = steps_of(config, artifact.result["rows"]["rows"])[0]
-        limit = min(decay_start(config.schedule, new_steps), decay_start(config.schedule, artifact.result["steps"]))
+        whole_steps = artifact.result["tokens"] // config.tokens_per_step  # its last one may be cut short by its budget
+        limit = min(whole_steps, *(decay_start(config.schedule, n) for n in (new_steps, artifact.result["steps"])))
         for path in (artifact.path / "checkpoints").glob("step-*"):
             step = int(path.name.removeprefix("step-"))
             if step <= limit and (best is None or step > best[0]):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from pathlib import Path
 
@@ -25,4 +24,4 @@ class Progress:
         self._next = now + SECONDS_BETWEEN_WRITES
         temporary = self._path.with_suffix(".tmp")
         temporary.write_text(json.dumps({"done": done, "total": total, "unit": unit, "figures": figures}))
-        os.replace(temporary, self._path)
+        temporary.replace(self._path)

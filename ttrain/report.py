@@ -67,8 +67,9 @@ def evaluation_table(metrics: Mapping[str, float]) -> list[tuple[str, str, str]]
                 remark += f"; {'beats' if model < xz else 'does not beat'} xz"
             rows.append((f"bits per byte, {label}", f"{bits:.3f}", remark))
     for metric, label, count, tokens in (
-        ("chat_loss", "chats", "chats", "chat_tokens"), ("domain_loss", "domain", "domain", "domain_tokens"),
-    ):  # fmt: skip
+        ("chat_loss", "chats", "chats", "chat_tokens"),
+        ("domain_loss", "domain", "domain", "domain_tokens"),
+    ):
         before: float | None = None
         for name in ("base", "sft", "lora"):
             loss = value(f"{metric}_{name}")

@@ -82,9 +82,13 @@ def equal_run(home: Path, keys: Mapping[str, str | None]) -> str | None:
 
 
 def record_cached(
-    home: Path, pipeline: str, stages: Sequence[Any], settings: Mapping[str, Any], metrics: Mapping[str, float],
+    home: Path,
+    pipeline: str,
+    stages: Sequence[Any],
+    settings: Mapping[str, Any],
+    metrics: Mapping[str, float],
     equals: str | None,
-) -> None:  # fmt: skip
+) -> None:
     """Note a run that found everything cached; it is listed, but not tracked."""
     record = RunRecord(home, pipeline, [planned.stage.name for planned in stages], settings)
     record.note(
@@ -99,7 +103,8 @@ def record_cached(
 
 def is_alive(process: Mapping[str, Any]) -> bool:
     """Whether this very process still runs; a recycled number does not count."""
-    return process_started(process["pid"]) == process["started"] is not None
+    started = process_started(process["pid"])
+    return started is not None and bool(started == process["started"])
 
 
 def process_started(pid: int) -> float | None:

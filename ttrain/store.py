@@ -1,8 +1,8 @@
 """The store: artifacts by content key, work directories, locks; files and JSON only.
 
-An artifact is a directory `store/<stage>/<key>` whose `manifest.json` was written last. Without a manifest it does not exist.
-What lies under `run/` (logs, curves) and `checkpoints/` (to continue from) belongs to the artifact, but no other stage
-reads it, so it does not count in the content digest.
+An artifact is a directory `store/<stage>/<key>` whose `manifest.json` was written last. Without a manifest it does not
+exist. What lies under `run/` (logs, curves) and `checkpoints/` (to continue from) belongs to the artifact, but no other
+stage reads it, so it does not count in the content digest.
 """
 
 from __future__ import annotations
@@ -140,8 +140,10 @@ class Store:
         return artifact if digest_of(public) == artifact.content else None
 
     def publish(self, stage: str, key: str, output: Path, manifest: Mapping[str, Any]) -> Artifact:
-        """Make `output` the artifact of this key: fsync, manifest last, one rename. An artifact in its place is set aside."""
+        """Make `output` the artifact of this key: fsync, manifest last, one rename. One in its place is set aside."""
         files = {}
+        for left in output.glob(f".{MANIFEST}.*.tmp"):  # by a process that was killed while it published
+            left.unlink()
         for path in sorted(output.rglob("*")):
             if path.is_symlink():
                 raise ArtifactError(f"stage {stage} left a symbolic link, {path}; an artifact holds plain files only")
@@ -158,7 +160,7 @@ class Store:
         destination.parent.mkdir(parents=True, exist_ok=True)
         if destination.exists():
             self.set_aside(stage, key)
-        os.rename(output, destination)
+        output.rename(destination)
         _fsync(destination.parent)
         self.cache.save()
         return Artifact(stage, key, destination, whole)
@@ -168,7 +170,7 @@ class Store:
         directory = self.root / "replaced" / stage
         directory.mkdir(parents=True, exist_ok=True)
         target = directory / f"{key}-{time.time_ns()}"
-        os.rename(self.path(stage, key), target)
+        self.path(stage, key).rename(target)
         return target
 
     def _read(self, path: Path) -> Artifact | None:
@@ -188,7 +190,7 @@ def write_json(path: Path, value: object) -> None:
         file.write(json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False).encode("utf-8"))
         file.flush()
         os.fsync(file.fileno())
-    os.replace(temporary, path)
+    temporary.replace(path)
     _fsync(path.parent)
 
 
@@ -205,7 +207,7 @@ def remove_tree(path: Path) -> None:
     if not path.exists():
         return
     trash = path.with_name(f".trash-{path.name}-{time.time_ns()}")
-    os.rename(path, trash)
+    path.rename(trash)
     shutil.rmtree(trash, ignore_errors=True)
 
 

@@ -6,6 +6,7 @@ It reads `job.json`, runs the stage's module and writes `result.json`, which tel
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -16,6 +17,8 @@ import traceback
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+import filelock
 
 from ttrain.errors import Interrupted, TTrainError
 from ttrain.job import Job
@@ -28,7 +31,7 @@ log = logging.getLogger("ttrain")
 
 
 class StopFlag:
-    """Set by SIGTERM and SIGINT; the second one ends the process at once. What is on disk stays whole: it was renamed there."""
+    """Set by SIGTERM and SIGINT; the second one ends the process at once. What is on disk is whole: it was renamed there."""
 
     def __init__(self, *, stops_by_itself: bool) -> None:
         self.signum = 0
@@ -58,7 +61,8 @@ def main() -> int:
     if spec["uses_ranks"] and spec["runtime"]["devices"] > 1 and "RANK" not in os.environ:
         return _torchrun(work, spec["runtime"]["devices"])
     stop = StopFlag(stops_by_itself=not spec["uses_ranks"])
-    outcome = _run(work, spec, stop, rank)
+    with filelock.FileLock(work.with_name(f"{work.name}.process.lock")) if rank == 0 else contextlib.nullcontext():
+        outcome = _run(work, spec, stop, rank)
     if rank == 0 or outcome["outcome"] == "failed":
         name = RESULT if rank == 0 else f"result.rank{rank}.json"
         write_json(work / name, outcome)

@@ -1,118 +1,27 @@
-"""A real pipeline on a tiny corpus: the installed command, a real Prefect server, a real MLflow store."""
+"""A finished run, copies of it, and empty homes for the tests of this folder."""
 
 from __future__ import annotations
 
-import json
-import os
-import random
 import shutil
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-
-ENGLISH = "the a of to and in that it is was for on are as with his they at be this from have or by one had not but what".split()
-CHINESE = "天地人山水日月风花雪夜春江明年大中国学生看见小红白马东西南北"
-
-# Small enough that a training stage is mostly its imports; 40 steps, so that there is a middle to be killed in.
-TINY = """
-name: tiny-test
-tokenizer: {vocab_size: 400}
-model: {hidden_size: 32, layers: 2, heads: 2, max_length: 128}
-pretrain: {tokens: 20480, tokens_per_step: 512, row_length: 64, validation_rows: 16}
-sft: {epochs: 1, tokens_per_step: 512, row_length: 64, validation_rows: 16}
-lora: {epochs: 1, tokens_per_step: 256, row_length: 64, validation_rows: 16, rank: 4, alpha: 8}
-evaluate: {row_length: 64, stride: 32, new_tokens: 4}
-runtime: {rows_per_device: 4, threads: 1, checkpoint_every_steps: 5, log_every_steps: 5}
-"""
-
-
-class Cli:
-    """The command line in a home of its own, always in a process of its own."""
-
-    def __init__(self, home: Path, data: Path) -> None:
-        self.home, self.data = home, data
-        self.environment = {**os.environ, "TTRAIN_HOME": str(home), "OMP_NUM_THREADS": "1"}
-        for name in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI"):
-            self.environment.pop(name, None)
-
-    @property
-    def settings(self) -> list[str]:
-        names = {"pretrain": "docs*.jsonl", "sft": "chats.jsonl", "lora": "domain.jsonl"}
-        return ["-c", str(self.data / "tiny.yaml"), *(f"data.{name}={self.data / file}" for name, file in names.items())]
-
-    def command(self, *arguments: str, settings: bool = True) -> list[str]:
-        return [sys.executable, "-P", "-c", "from ttrain.cli import main; main()", *arguments, *(self.settings if settings else ())]
-
-    def __call__(self, *arguments: str, code: int = 0, settings: bool = True) -> str:
-        """Run to the end; the exit code must be `code`. Returns standard output and error together."""
-        done = subprocess.run(
-            self.command(*arguments, settings=settings), env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            text=True, timeout=300, cwd=self.data,
-        )  # fmt: skip
-        assert done.returncode == code, f"exit code {done.returncode}, not {code}:\n{done.stdout}"
-        return done.stdout
-
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            self.command(*arguments), env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=self.data
-        )
-
-    def plan(self, *overrides: str) -> dict[str, dict[str, Any]]:
-        """Stages of the plan by name."""
-        stages = json.loads(self("pipeline", "plan", "full", "--json", *overrides))["stages"]
-        return {stage["name"]: stage for stage in stages}
-
-    def to_run(self, *overrides: str) -> list[str]:
-        return [name for name, stage in self.plan(*overrides).items() if stage["state"] == "run"]
-
-    def runs(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = json.loads(self("pipeline", "status", "--json", settings=False))
-        return found
-
-    def manifest(self, stage: str, *overrides: str) -> dict[str, Any]:
-        path = self.plan(*overrides)[stage]["path"]
-        found: dict[str, Any] = json.loads((Path(path) / "manifest.json").read_bytes())
-        return found
-
-
-def write_corpus(directory: Path) -> None:
-    """Documents, chats and a domain in English and Chinese, made under a seed."""
-    rng = random.Random(5)
-    directory.mkdir(parents=True)
-
-    def text(words: int) -> str:
-        if rng.random() < 0.5:
-            return " ".join(rng.choice(ENGLISH) for _ in range(words)) + "."
-        return "".join(rng.choice(CHINESE) for _ in range(words)) + "。"
-
-    def chat(question: str, answer: str, key: str) -> dict[str, Any]:
-        return {key: [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
-
-    documents = [{"text": text(rng.randint(5, 80))} for _ in range(300)]
-    chats = [chat(f"Say {text(3)}", text(8), "messages" if i % 2 else "conversations") for i in range(150)]
-    domain = [chat(f"{a} + {b}?", f"{a} plus {b} makes {a + b}", "messages") for a in range(12) for b in range(10)]
-    for name, rows in {"docs-1": documents[:150], "docs-2": documents[150:], "chats": chats, "domain": domain}.items():
-        lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        (directory / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
-    (directory / "tiny.yaml").write_text(TINY, encoding="utf-8")
+from harness import Cli, write_corpus
 
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Cli:
-    """A home in which the whole pipeline ran once, through Prefect and MLflow. Tests do not change it."""
+    """A home in which the whole pipeline ran once, through Prefect and MLflow. Tests do not change its artifacts."""
     root = tmp_path_factory.mktemp("finished")
     write_corpus(root / "data")
     cli = Cli(root / "home", root / "data")
-    cli.first_output = cli("pipeline", "run", "full")  # type: ignore[attr-defined]
+    cli.first_output = cli("pipeline", "run", "full")
     return cli
 
 
 @pytest.fixture
-def copy_of(finished: Cli, tmp_path: Path) -> Iterator[Callable[[], Cli]]:
+def copy_of(finished: Cli, tmp_path: Path) -> Callable[[], Cli]:
     """A copied home with copied data, to change at will."""
 
     def copy() -> Cli:
@@ -120,8 +29,7 @@ def copy_of(finished: Cli, tmp_path: Path) -> Iterator[Callable[[], Cli]]:
         shutil.copytree(finished.home, tmp_path / "home")
         return Cli(tmp_path / "home", tmp_path / "data")
 
-    yield copy
-    shutil.rmtree(tmp_path, ignore_errors=True)
+    return copy
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 import pytest
 
-from flows import servers
+from flows import processes, servers
 from ttrain import tracking
 from ttrain.errors import TTrainError
 
@@ -89,10 +89,10 @@ def stranger() -> Iterator[subprocess.Popen[bytes]]:
 
 def ports() -> tuple[int, int]:
     """Two free ones, below those that outgoing connections take."""
-    return servers._free_port(random.randrange(20_000, 25_000)), servers._free_port(random.randrange(25_000, 30_000))
+    return processes.free_port(random.randrange(20_000, 25_000)), processes.free_port(random.randrange(25_000, 30_000))
 
 
-def processes(home: Path) -> set[int]:
+def processes_of(home: Path) -> set[int]:
     """All whose command line or working directory names this home."""
     found = set()
     for process in psutil.process_iter():
@@ -137,11 +137,11 @@ def test_the_real_servers_start_show_a_run_and_leave_nothing(real_home: Path, ca
     with pytest.raises(urllib.error.HTTPError, match="403"):
         urllib.request.urlopen(foreign)
 
-    family = processes(real_home)
+    family = processes_of(real_home)
     listening = {c.laddr.ip for pid in family for c in psutil.Process(pid).net_connections() if c.status == "LISTEN"}
     assert len(family) >= 3 and listening == {"127.0.0.1"}
     assert servers.down(real_home) == ["prefect", "mlflow"]
-    assert not processes(real_home) and not any(map(psutil.pid_exists, family))
+    assert not processes_of(real_home) and not any(map(psutil.pid_exists, family))
     assert servers.down(real_home) == [] and servers.running(real_home) is None
 
 
@@ -164,7 +164,7 @@ def test_a_run_has_its_own_server_which_hears_its_logs_and_dies_with_it(real_hom
             assert within(10, logged)
         finally:
             run.kill()
-    assert within(10, lambda: not answers(f"{url}/health")) and within(10, lambda: not processes(real_home))
+    assert within(10, lambda: not answers(f"{url}/health")) and within(10, lambda: not processes_of(real_home))
 
 
 def test_two_ups_at_once_start_one_of_each(home: Path) -> None:
@@ -179,7 +179,7 @@ def test_two_ups_at_once_start_one_of_each(home: Path) -> None:
     for one in both:
         one.join()
     assert len(found) == 2 and found[0] == found[1]
-    assert len(processes(home)) == 2
+    assert len(processes_of(home)) == 2
 
 
 def test_a_server_that_was_killed_is_started_again_and_the_other_is_kept(home: Path) -> None:
@@ -190,7 +190,7 @@ def test_a_server_that_was_killed_is_started_again_and_the_other_is_kept(home: P
     assert "PREFECT_API_URL" not in servers.prefect_environment(home)
     second = servers.up(home, prefect_port=ports()[0])
     assert second.mlflow_url == first.mlflow_url and psutil.pid_exists(pids["mlflow"])
-    assert servers.down(home) == ["prefect", "mlflow"] and not processes(home)
+    assert servers.down(home) == ["prefect", "mlflow"] and not processes_of(home)
 
 
 def test_a_recycled_pid_is_neither_taken_for_a_server_nor_killed(home: Path, stranger: subprocess.Popen[bytes]) -> None:
@@ -208,7 +208,7 @@ def test_a_recycled_pid_is_neither_taken_for_a_server_nor_killed(home: Path, str
 def test_a_damaged_file_owns_no_process(home: Path, text: str, stranger: subprocess.Popen[bytes]) -> None:
     path = home / "servers" / "prefect.json"
     path.write_text(text.replace("PID", str(stranger.pid)))  # null is also what asking for an absent token gives
-    server = servers._read(home, "prefect")
+    server = processes.read(home, "prefect")
     if server and server.processes():
         path.unlink()  # before `down` would end them
         pytest.fail(f"owns {server.processes()}")
@@ -220,7 +220,7 @@ def test_a_server_that_dies_says_why_and_takes_the_other_along(home: Path, monke
     monkeypatch.setattr(servers, "_mlflow", lambda home, port: (["there_is_no_such_module"], {}))
     with pytest.raises(TTrainError, match=r"(?s)mlflow server ended with exit code 1.*No module named there_is_no"):
         servers.up(home, prefect_port=ports()[0], mlflow_port=ports()[1])
-    assert not processes(home) and servers.running(home) is None
+    assert not processes_of(home) and servers.running(home) is None
 
 
 def test_the_environment_prefers_what_the_user_has_set(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,8 @@
 """Chats as token ids with a loss mask, made together.
 
-Every turn is one role token, its text, and `<|end|>`: since each text lies between special tokens, no token ever spans a border,
-and since users' text is encoded without special tokens, no text can forge one. The Jinja template, which transformers uses,
-gives the same ids (a test compares them).
+Every turn is one role token, its text, and `<|end|>`: since each text lies between special tokens, no token ever spans a
+border, and since users' text is encoded without special tokens, no text can forge one. The Jinja template, which
+transformers uses, gives the same ids (a test compares them).
 """
 
 from __future__ import annotations

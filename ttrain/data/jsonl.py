@@ -1,4 +1,4 @@
-"""JSON Lines in, records out; every bad line is counted, kept aside with `file:line` and reason, and never ends in a traceback.
+"""JSON Lines in, records out; every bad line is counted, kept aside with `file:line` and reason, and never a traceback.
 
 Only `\\n` ends a line (a carriage return before it is white space to JSON, and U+2028 is an ordinary character). Compression
 is found by the first bytes, not by the name.
@@ -138,7 +138,7 @@ def _decompressed(raw: BinaryIO, head: bytes, path: str) -> BinaryIO:
     if head[:2] == GZIP_MAGIC:
         return gzip.GzipFile(fileobj=raw)  # type: ignore[return-value]
     if head == ZSTD_MAGIC:
-        return io.BufferedReader(_ZstdReader(raw, path), CHUNK_BYTES)  # type: ignore[return-value]
+        return io.BufferedReader(_ZstdReader(raw, path), CHUNK_BYTES)
     return raw
 
 

@@ -12,7 +12,7 @@ from ttrain.data.samplers import ShuffledOrder
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """`number` counts the step's micro-batches over all ranks: it seeds dropout, so that it does not matter who computes it."""
+    """`number` counts the step's micro-batches over all ranks: it seeds dropout, so it does not matter who computes it."""
 
     number: int
     batch: Batch

@@ -1,15 +1,15 @@
 """Rows of a fixed length, planned from the records' lengths alone.
 
-Letters in names: B rows of a batch, T positions of a row. A row is four arrays of length T: input ids, labels (already shifted:
-`labels[t]` is the target of position t, or IGNORE), positions (restart with each record) and segments (which record, for
-the attention mask; padding is a segment of its own).
+Letters in names: B rows of a batch, T positions of a row. A row is four arrays of length T: input ids, labels (already
+shifted: `labels[t]` is the target of position t, or IGNORE), positions (restart with each record) and segments (which
+record, for the attention mask; padding is a segment of its own).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,13 +57,15 @@ class Rows(ABC):
     def counts(self) -> dict[str, int | float]:
         """What became of the tokens, for the manifest."""
 
-    def batch(self, rows: Sequence[int]) -> Batch:
+    def batch(self, rows: Collection[int]) -> Batch:
         """The rows with these numbers."""
         shape = (len(rows), self.row_length)
         batch = Batch(
-            np.full(shape, self.pad_id, np.int64), np.full(shape, IGNORE, np.int64),
-            np.zeros(shape, np.int64), np.full(shape, -1, np.int64),
-        )  # fmt: skip
+            np.full(shape, self.pad_id, np.int64),
+            np.full(shape, IGNORE, np.int64),
+            np.zeros(shape, np.int64),
+            np.full(shape, -1, np.int64),
+        )
         for at, row in enumerate(rows):
             self.fill(int(row), batch, at)
         return batch
@@ -99,9 +101,14 @@ class DocumentRows(Rows):
     def counts(self) -> dict[str, int | float]:
         targets = self.tokens - len(self.shards)
         return {
-            "rows": len(self), "row_length": self.row_length, "records": len(self.shards), "target_tokens": targets,
-            "dropped_tokens": 0, "cut_records": 0, "fill": targets / max(1, len(self) * self.row_length),
-        }  # fmt: skip
+            "rows": len(self),
+            "row_length": self.row_length,
+            "records": len(self.shards),
+            "target_tokens": targets,
+            "dropped_tokens": 0,
+            "cut_records": 0,
+            "fill": targets / max(1, len(self) * self.row_length),
+        }
 
 
 @dataclass(frozen=True)
@@ -147,9 +154,14 @@ class ChatRows(Rows):
         used = sum(piece.end - piece.start - 1 for piece in self._pieces)
         dropped = int(self.shards.lengths.sum()) - sum(piece.end - piece.start for piece in self._pieces)
         return {
-            "rows": len(self), "row_length": self.row_length, "records": len(self.shards), "target_tokens": self._live,
-            "dropped_tokens": dropped, "cut_records": self._cut, "fill": used / max(1, len(self) * self.row_length),
-        }  # fmt: skip
+            "rows": len(self),
+            "row_length": self.row_length,
+            "records": len(self.shards),
+            "target_tokens": self._live,
+            "dropped_tokens": dropped,
+            "cut_records": self._cut,
+            "fill": used / max(1, len(self) * self.row_length),
+        }
 
     def _piece(self, record: int, end_id: int) -> _Piece:
         length = int(self.shards.lengths[record])
@@ -173,7 +185,7 @@ class ChatRows(Rows):
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Best-fit decreasing bin packing (Johnson 1973): numbers of the items of each bin; the longest first, ties by number."""
+    """Best-fit decreasing bin packing (Johnson 1973): numbers of each bin's items; the longest first, ties by number."""
     order = sorted(range(len(lengths)), key=lambda item: (-lengths[item], item))
     bins: list[list[int]] = []
     open_bins: list[tuple[int, int]] = []  # (room left, bin), sorted

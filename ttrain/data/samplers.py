@@ -1,4 +1,4 @@
-"""The order of the rows: a pure function of (seed, epoch), O(1) in memory and to resume, the same for any number of ranks."""
+"""The order of the rows: a pure function of (seed, epoch), O(1) in memory and to resume, the same for any world size."""
 
 from __future__ import annotations
 

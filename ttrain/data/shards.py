@@ -57,9 +57,15 @@ class ShardWriter:
         self._flush()
         self._end_shard()
         index = {
-            "kind": self.kind, "rows": self.rows, "tokens": self.tokens, "live_tokens": self.live, "bytes": self.bytes,
-            "vocab_size": self.vocab_size, "tokenizer": self.tokenizer, "shards": self._shards,
-        }  # fmt: skip
+            "kind": self.kind,
+            "rows": self.rows,
+            "tokens": self.tokens,
+            "live_tokens": self.live,
+            "bytes": self.bytes,
+            "vocab_size": self.vocab_size,
+            "tokenizer": self.tokenizer,
+            "shards": self._shards,
+        }
         write_json(self.directory / INDEX, index)
         return index
 
@@ -111,7 +117,8 @@ class ShardSet:
             raise ArtifactError(f"{directory} holds no shards: {INDEX} is missing or damaged")
         if tokenizer is not None and index["tokenizer"] != tokenizer:
             raise ArtifactError(
-                f"the shards in {directory} were made with the tokenizer {index['tokenizer'][:12]}, not with {tokenizer[:12]}"
+                f"the shards in {directory} were made with the tokenizer {index['tokenizer'][:12]}, "
+                f"not with {tokenizer[:12]}"
             )
         self.index: dict[str, Any] = index
         self._blocks: list[_Block] = []

@@ -70,7 +70,7 @@ def save(tokenizer: Tokenizer, directory: Path) -> None:
         "eos_token": chat.EOS,
         "pad_token": chat.PAD,
         "unk_token": chat.UNK,
-        "additional_special_tokens": [token for token in chat.SPECIAL_TOKENS[4:]],
+        "additional_special_tokens": list(chat.SPECIAL_TOKENS[4:]),
         "clean_up_tokenization_spaces": False,
         "model_max_length": MODEL_MAX_LENGTH,
         "model_input_names": ["input_ids", "attention_mask"],
@@ -96,17 +96,18 @@ class Encoder:
         self._tokenizer.encode_special_tokens = True
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._special = {token: self._tokenizer.token_to_id(token) for token in chat.SPECIAL_TOKENS}
-        missing = [token for token, number in self._special.items() if number is None]
+        found = {token: self._tokenizer.token_to_id(token) for token in chat.SPECIAL_TOKENS}
+        missing = [token for token, number in found.items() if number is None]
         if missing:
             raise ArtifactError(f"the tokenizer {path} lacks the special tokens {', '.join(missing)}")
+        self._special = {token: int(number) for token, number in found.items() if number is not None}
 
     def __len__(self) -> int:
         return int(self._tokenizer.get_vocab_size())
 
     def special(self, token: str) -> int:
         """Id of one of the special tokens."""
-        return int(self._special[token])
+        return self._special[token]
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text, without any special token."""

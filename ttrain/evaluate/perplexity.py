@@ -32,9 +32,10 @@ class Score:
 
 
 def windows(ids: Sequence[int], live: Sequence[bool], length: int, stride: int) -> Iterator[tuple[list[int], list[int]]]:
-    """(inputs, labels) of at most `length`; each token after the first is scored in one window, with as much context as fits.
+    """(inputs, labels) of at most `length`; each token after the first is scored once, with as much context as fits.
 
-    The first window scores all it holds; each later one its last `stride` tokens. Labels are shifted: `labels[t]` follows `inputs[t]`.
+    The first window scores all it holds; each later one its last `stride` tokens. Labels are shifted: `labels[t]` follows
+    `inputs[t]`.
     """
     scored = 1
     while scored < len(ids):
@@ -47,9 +48,15 @@ def windows(ids: Sequence[int], live: Sequence[bool], length: int, stride: int) 
 
 
 def score(
-    model: nn.Module, sequences: Sequence[tuple[Sequence[int], Sequence[bool]]], *, length: int, stride: int,
-    autocast: Callable[[], AbstractContextManager[Any]], device: torch.device, progress: Callable[[int, int], None],
-) -> Score:  # fmt: skip
+    model: nn.Module,
+    sequences: Sequence[tuple[Sequence[int], Sequence[bool]]],
+    *,
+    length: int,
+    stride: int,
+    autocast: Callable[[], AbstractContextManager[Any]],
+    device: torch.device,
+    progress: Callable[[int, int], None],
+) -> Score:
     """Loss of the live tokens of the sequences, (ids, live) each. Windows of like length share a batch."""
     found = [window for ids, live in sequences for window in windows(ids, live, length, stride)]
     found.sort(key=lambda window: len(window[0]))

@@ -19,7 +19,7 @@ WEIGHTS = "adapter_model.safetensors"
 
 
 def attach(model: PreTrainedModel, config: Lora) -> PeftModel:
-    """The model with a fresh adapter: A random under the seed, B zero, so that nothing changes at first; the base is frozen."""
+    """The model with a fresh adapter: A random under the seed, B zero, so that nothing changes yet; the base is frozen."""
     from peft import LoraConfig, TaskType, get_peft_model
 
     linear = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
@@ -30,10 +30,14 @@ def attach(model: PreTrainedModel, config: Lora) -> PeftModel:
         )
     torch.manual_seed(config.seed)
     settings = LoraConfig(
-        r=config.rank, lora_alpha=config.alpha, lora_dropout=config.dropout, target_modules=list(config.targets),
-        task_type=TaskType.CAUSAL_LM, bias="none",
-    )  # fmt: skip
-    return get_peft_model(model, settings)  # type: ignore[return-value]
+        r=config.rank,
+        lora_alpha=config.alpha,
+        lora_dropout=config.dropout,
+        target_modules=list(config.targets),
+        task_type=TaskType.CAUSAL_LM,
+        bias="none",
+    )
+    return get_peft_model(model, settings)
 
 
 def state(model: PeftModel) -> dict[str, torch.Tensor]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 
 from ttrain.config import Model
 from ttrain.errors import ArtifactError
@@ -25,7 +26,7 @@ def build(config: Model, *, vocab_size: int, ids: dict[str, int], stop_ids: list
     model = AutoModelForCausalLM.from_config(_hf_config(config, vocab_size, ids), attn_implementation="sdpa")
     model = model.to(torch.float32)
     model.generation_config.eos_token_id = stop_ids
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 def load(directory: Path) -> PreTrainedModel:
@@ -36,12 +37,12 @@ def load(directory: Path) -> PreTrainedModel:
         model, report = AutoModelForCausalLM.from_pretrained(
             directory, dtype=torch.float32, attn_implementation="sdpa", output_loading_info=True, local_files_only=True
         )
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ArtifactError(f"cannot load a model from {directory}: {error}") from None
     wrong = {name: sorted(map(str, keys)) for name, keys in report.items() if keys}
     if wrong:
         raise ArtifactError(f"the weights in {directory} do not fit their config: {wrong}")
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 def files(model: PreTrainedModel) -> dict[str, bytes]:

@@ -39,9 +39,12 @@ def _shards(dataset: str, kind: str) -> Stage:
 
 SOURCE = Stage("source", "ttrain.stages.source", config.SourceConfig, uses_python=True)
 TOKENIZER = Stage(
-    "tokenizer", "ttrain.stages.tokenizer", config.TokenizerConfig,
-    inputs={"source": ("pretrain.jsonl",)}, dataset="tokenizer",
-)  # fmt: skip
+    "tokenizer",
+    "ttrain.stages.tokenizer",
+    config.TokenizerConfig,
+    inputs={"source": ("pretrain.jsonl",)},
+    dataset="tokenizer",
+)
 SHARDS_PRETRAIN = _shards("pretrain", "documents")
 SHARDS_SFT = _shards("sft", "chats")
 SHARDS_LORA = _shards("lora", "chats")
@@ -51,12 +54,18 @@ PRETRAIN = Stage(
 SFT = Stage("sft", "ttrain.stages.sft", config.SftConfig, {"base": (), "shards": ()}, uses_ranks=True)
 LORA = Stage("lora", "ttrain.stages.lora", config.LoraConfig, {"base": (), "shards": ()}, uses_ranks=True)
 EVALUATE = Stage(
-    "evaluate", "ttrain.stages.evaluate", config.EvaluateConfig,
+    "evaluate",
+    "ttrain.stages.evaluate",
+    config.EvaluateConfig,
     inputs={
-        "base": (), "sft": (), "lora": (),
-        "documents": ("heldout",), "chats": ("heldout",), "domain": ("heldout",),
+        "base": (),
+        "sft": (),
+        "lora": (),
+        "documents": ("heldout",),
+        "chats": ("heldout",),
+        "domain": ("heldout",),
     },
-)  # fmt: skip
+)
 
 STAGES: Mapping[str, Stage] = {
     stage.name: stage

@@ -54,18 +54,22 @@ def run(config: EvaluateConfig, job: Job) -> dict[str, Any]:
                 metrics[f"{metric}_{name}"] = scores[part].loss
         spoken[name] = _samples(model, encoder, settings, device)
     counts = {
-        "documents": len(texts), "document_bytes": size,
+        "documents": len(texts),
+        "document_bytes": size,
         "document_tokens": sum(sum(live) for _, live in data["documents"]),
-        "chats": len(data["chats"]), "chat_tokens": sum(sum(live) for _, live in data["chats"]),
-        "domain": len(data["domain"]), "domain_tokens": sum(sum(live) for _, live in data["domain"]),
-    }  # fmt: skip
+        "chats": len(data["chats"]),
+        "chat_tokens": sum(sum(live) for _, live in data["chats"]),
+        "domain": len(data["domain"]),
+        "domain_tokens": sum(sum(live) for _, live in data["domain"]),
+    }
     write_json(job.output / "evaluation.json", {"metrics": metrics, "counts": counts})
     write_json(job.output / "samples.json", spoken)
     return {"metrics": metrics, "counts": counts, "samples": spoken}
 
 
 def _texts(directory: Path, max_bytes: int) -> list[str]:
-    texts, size = [], 0
+    texts: list[str] = []
+    size = 0
     for record in heldout_records(directory):
         size += len(record["text"].encode("utf-8"))
         if texts and size > max_bytes:
@@ -89,17 +93,18 @@ def _conversations(encoder: Encoder, directory: Path, limit: int) -> Sequences:
 
 def _load(name: str, job: Job, device: torch.device) -> nn.Module:
     if name != "lora":
-        return factory.load(job.inputs[name] / "model").to(device)  # type: ignore[arg-type]
-    base = job.inputs["sft"] / "model"
-    digest = sha256_file(base / checkpoint.WEIGHTS)
-    model: nn.Module = adapters.load(factory.load(base), job.inputs["lora"] / "adapter", digest)
+        model: nn.Module = factory.load(job.inputs[name] / "model")
+    else:
+        base = job.inputs["sft"] / "model"
+        digest = sha256_file(base / checkpoint.WEIGHTS)
+        model = adapters.load(factory.load(base), job.inputs["lora"] / "adapter", digest)
     return model.to(device)
 
 
 def _scores(
     model: nn.Module, data: dict[str, Sequences], settings: Evaluate, job: Job, number: int, device: torch.device
 ) -> dict[str, perplexity.Score]:
-    """Score by part; a part without a token to score is left out. In fp32, so that the figures do not depend on the batch."""
+    """Score by part; a part without a token to score is left out. In fp32, so that no figure depends on the batch."""
     found: dict[str, perplexity.Score] = {}
     for at, (part, sequences) in enumerate(data.items()):
         place = number * len(data) + at
@@ -109,9 +114,14 @@ def _scores(
 
         if any(any(live[1:]) for _, live in sequences):
             found[part] = perplexity.score(
-                model, sequences, length=settings.row_length, stride=settings.stride,
-                autocast=precision.resolve("fp32", device).autocast, device=device, progress=progress,
-            )  # fmt: skip
+                model,
+                sequences,
+                length=settings.row_length,
+                stride=settings.stride,
+                autocast=precision.resolve("fp32", device).autocast,
+                device=device,
+                progress=progress,
+            )
     return found
 
 

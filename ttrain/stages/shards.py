@@ -87,9 +87,12 @@ class _Parts:
         self._writers: dict[str, ShardWriter] = {}
         for part in ("train", "heldout"):
             self._writers[part] = ShardWriter(
-                job.output / part, kind=kind, vocab_size=len(encoder), tokenizer=encoder.digest,
+                job.output / part,
+                kind=kind,
+                vocab_size=len(encoder),
+                tokenizer=encoder.digest,
                 tokens_per_shard=config.shards.tokens_per_shard,
-            )  # fmt: skip
+            )
         self._text: IO[bytes] = (job.output / "heldout" / "records.jsonl").open("wb")
         self.counts: dict[str, dict[str, Any]] = {}
         self._done = 0

@@ -15,13 +15,11 @@ MEASURED_DOCUMENTS = 500
 
 
 def run(config: TokenizerConfig, job: Job) -> dict[str, Any]:
-    """Write a Hugging Face tokenizer directory; returns vocabulary size, text read, and bytes per token on a sample of it."""
+    """Write a Hugging Face tokenizer directory; returns vocabulary size, text read, and bytes per token on a sample."""
     reading, tally = config.reading, Tally()
     text_field, fraction, paths = reading.text_field, reading.heldout_fraction, job.files.get("train")
     if paths is None:  # the source has set its held-out part aside already
         text_field, fraction, paths = "text", 0.0, [str(job.inputs["source"] / "pretrain.jsonl")]
-    elif "heldout" in job.files:
-        fraction = 0.0
     parse = sources.document_parser(text_field)
     rows = sources.split(sources.read(paths, parse, tally, reading.max_line_bytes), fraction)
     documents = tokenizers.sample(_counted(rows, job), config.tokenizer.max_bytes)
@@ -34,9 +32,12 @@ def run(config: TokenizerConfig, job: Job) -> dict[str, Any]:
     _check_round_trip(encoder, measured, encoded)
     size = sum(len(text.encode()) for text in measured)
     return {
-        "vocab_size": len(encoder), "documents": len(texts), "bytes": sum(len(text.encode()) for text in texts),
-        "bytes_per_token": size / max(1, sum(map(len, encoded))), "rows": tally.to_json(),
-    }  # fmt: skip
+        "vocab_size": len(encoder),
+        "documents": len(texts),
+        "bytes": sum(len(text.encode()) for text in texts),
+        "bytes_per_token": size / max(1, sum(map(len, encoded))),
+        "rows": tally.to_json(),
+    }
 
 
 def _counted(rows: Any, job: Job) -> Any:

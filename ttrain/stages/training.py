@@ -75,9 +75,12 @@ def fit(config: Training, trained: Trained, job: Job, ranks: Ranks, encoder: Enc
     order = _order(config, rows)
     runtime = job.runtime
     checkpoints = Checkpoints(
-        job.output / "checkpoints", files=lambda: trained.files, weights_file=trained.weights_file,
-        keep=runtime.keep_checkpoints, permanent=frozenset({decay_start(config.schedule, order.steps)}),
-    )  # fmt: skip
+        job.output / "checkpoints",
+        files=lambda: trained.files,
+        weights_file=trained.weights_file,
+        keep=runtime.keep_checkpoints,
+        permanent=frozenset({decay_start(config.schedule, order.steps)}),
+    )
     computed_in = precision.resolve(config.precision, ranks.device)
     trainer = Trainer(
         LanguageModeling(config, trained.model),

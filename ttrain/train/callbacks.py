@@ -9,7 +9,7 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from ttrain.progress import Progress
 
@@ -56,12 +56,12 @@ class MetricsFile(Callback):
         kept = []
         if step and self.path.exists():
             for line in self.path.read_text().splitlines(keepends=True):
-                if line.endswith("\n") and json.loads(line)["step"] <= step:
+                if line.endswith("\n") and not _comes_again(json.loads(line), step, steps):
                     kept.append(line)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         temporary = self.path.with_suffix(".tmp")
         temporary.write_text("".join(kept))
-        os.replace(temporary, self.path)
+        temporary.replace(self.path)
         self._file = self.path.open("a")
 
     def log(self, record: LogRecord) -> None:
@@ -83,6 +83,11 @@ class MetricsFile(Callback):
         self.end(0)
 
 
+def _comes_again(line: dict[str, Any], step: int, steps: int) -> bool:
+    """Whether a run that continues at `step` writes this line anew; the last validation comes after the last checkpoint."""
+    return bool(line["step"] > step or (line["step"] == steps and "validation_loss" in line["metrics"]))
+
+
 class ProgressBar(Callback):
     """Tells the parent process, which draws the bar."""
 
@@ -94,7 +99,8 @@ class ProgressBar(Callback):
 
     def log(self, record: LogRecord) -> None:
         shown = {name: record.metrics[name] for name in ("loss", "validation_loss") if name in record.metrics}
-        self._progress.update(record.step * self._tokens_per_step, record.steps * self._tokens_per_step, "tokens", **shown)
+        done, total = record.step * self._tokens_per_step, record.steps * self._tokens_per_step
+        self._progress.update(done, total, "tokens", start=False, **shown)
 
 
 class LogLines(Callback):

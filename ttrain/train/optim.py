@@ -47,12 +47,15 @@ class Optimizers:
         """What is in each group, for the log: optimizer, peak rate, weight decay, tensors, parameters."""
         return [
             {
-                "optimizer": type(optimizer).__name__, "lr": peak, "weight_decay": group["weight_decay"],
-                "tensors": len(group["params"]), "parameters": sum(p.numel() for p in group["params"]),
+                "optimizer": type(optimizer).__name__,
+                "lr": peak,
+                "weight_decay": group["weight_decay"],
+                "tensors": len(group["params"]),
+                "parameters": sum(p.numel() for p in group["params"]),
             }
             for optimizer, peaks in zip(self.optimizers, self._peaks, strict=True)
             for group, peak in zip(optimizer.param_groups, peaks, strict=True)
-        ]  # fmt: skip
+        ]
 
     def state(self) -> dict[str, Tensor]:
         """All state as named tensors: {"exp_avg|model.norm.weight": ...}."""
@@ -67,8 +70,9 @@ class Optimizers:
             parameter = parameters.get(parameter_name)
             if parameter is None or id(parameter) not in owner:
                 raise ArtifactError(f"the checkpoint has optimizer state for {parameter_name}, which is not trained here")
-            on_parameter = tensor.to(parameter.device) if tensor.ndim else tensor
-            owner[id(parameter)].state[parameter][key] = on_parameter
+            optimizer = owner[id(parameter)]
+            stays = key == "step" and not optimizer.defaults.get("fused")  # only a fused optimizer counts on the device
+            optimizer.state[parameter][key] = tensor if stays else tensor.to(parameter.device)
 
     def _entries(self) -> Iterator[tuple[Tensor, str, Tensor]]:
         for optimizer in self.optimizers:
@@ -79,8 +83,10 @@ class Optimizers:
 
 
 def build(model: nn.Module, config: Optim) -> Optimizers:
-    """Muon (Jordan 2024, kellerjordan.github.io/posts/muon) for hidden matrices where asked for; AdamW (arXiv:1711.05101) for
-    the rest. Weight decay falls on matrices only: never on norms, biases and embeddings."""
+    """Muon (Jordan 2024, kellerjordan.github.io/posts/muon) for hidden matrices where asked for; else AdamW.
+
+    AdamW: arXiv:1711.05101. Weight decay falls on matrices only: never on norms, biases and embeddings.
+    """
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if head is not None:

@@ -11,14 +11,15 @@ import torch
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 GROWTH_INTERVAL = 2000
-BF16_FLAGS = ("avx512_bf16", "amx_bf16", " bf16 ")  # the last is arm's
+BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  # the last is arm's
 
 
 @dataclass
 class LossScale:
     """Dynamic loss scaling (arXiv:1710.03740): halved where a gradient overflows, doubled after 2000 steps that did not.
 
-    torch's GradScaler unscales one optimizer at a time and on some devices only; here the factor joins the division by targets.
+    torch's GradScaler unscales one optimizer at a time, and on some devices only; here the factor joins the division by
+    targets.
     """
 
     scale: float
@@ -67,10 +68,10 @@ def has_bf16(device: torch.device) -> bool:
         return torch.cuda.get_device_capability(device) >= (8, 0)
     if device.type == "cpu":
         try:
-            flags = Path("/proc/cpuinfo").read_text()
+            words = Path("/proc/cpuinfo").read_text().split()
         except OSError:
             return False
-        return any(flag in flags for flag in BF16_FLAGS)
+        return not BF16_FLAGS.isdisjoint(words)
     return False
 
 

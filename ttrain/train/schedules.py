@@ -9,7 +9,7 @@ from ttrain.config import Schedule, Training
 
 
 def steps_of(config: Training, rows: int) -> tuple[int, int]:
-    """(optimizer steps, rows consumed) of a budget over a set of `rows` rows; a token budget is rounded up to whole steps."""
+    """(optimizer steps, rows consumed) of a budget over a set of `rows` rows; tokens are rounded up to whole steps."""
     if config.tokens is not None:
         steps = -(-config.tokens // config.tokens_per_step)
         return steps, steps * config.rows_per_step

@@ -73,11 +73,21 @@ class Trainer:
     """Trains the task's model on the loader's rows. Parts come finished; nothing is chosen inside the loop."""
 
     def __init__(
-        self, task: TrainingTask, loader: Loader, *, ranks: Ranks, precision: Precision, weights: Weights,
-        checkpoints: Checkpoints | None = None, validation: Sequence[Any] = (), callbacks: Sequence[Callback] = (),
-        cadence: Cadence = Cadence(), stop_requested: Callable[[], bool] = lambda: False, compile: bool = False,
+        self,
+        task: TrainingTask,
+        loader: Loader,
+        *,
+        ranks: Ranks,
+        precision: Precision,
+        weights: Weights,
+        checkpoints: Checkpoints | None = None,
+        validation: Sequence[Any] = (),
+        callbacks: Sequence[Callback] = (),
+        cadence: Cadence = Cadence(),
+        stop_requested: Callable[[], bool] = lambda: False,
+        compile: bool = False,
         start: Snapshot | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.task, self.loader, self.ranks, self.precision = task, loader, ranks, precision
         self.weights, self.checkpoints, self.validation = weights, checkpoints, validation
         self.callbacks = callbacks if ranks.first else ()
@@ -125,9 +135,15 @@ class Trainer:
                 callback.failed(error)
             raise
         return FitResult(
-            done, reason, first, self.last_loss, validation_loss, self.skipped, self.live_tokens,
+            done,
+            reason,
+            first,
+            self.last_loss,
+            validation_loss,
+            self.skipped,
+            self.live_tokens,
             time.monotonic() - began,
-        )  # fmt: skip
+        )
 
     def validate(self) -> float:
         """Mean loss per target over the validation batches, which all ranks share."""
@@ -171,7 +187,7 @@ class Trainer:
                 self.model.require_backward_grad_sync = micro is micro_batches[-1]
             with self.precision.autocast():
                 loss = self.task.train_step(self.model, micro.batch, self.ranks.device)
-            (loss.total * (self._scale * self.loss_scale.scale * self.ranks.world)).backward()
+            (loss.total * (self._scale * self.loss_scale.scale * self.ranks.world)).backward()  # type: ignore[no-untyped-call]  # torch's
             total += loss.total.detach()
             live += loss.count
         return total, live
@@ -229,10 +245,15 @@ class Trainer:
         if self.checkpoints is None or not self.ranks.first:
             return
         state: dict[str, Any] = {
-            "steps": self.steps, "window": vars(self.window), "live_tokens": self.live_tokens, "skipped": self.skipped,
-            "last_loss": self.last_loss, "loss_scale": vars(self.loss_scale), "world": self.ranks.world,
+            "steps": self.steps,
+            "window": vars(self.window),
+            "live_tokens": self.live_tokens,
+            "skipped": self.skipped,
+            "last_loss": self.last_loss,
+            "loss_scale": vars(self.loss_scale),
+            "world": self.ranks.world,
             "precision": self.precision.word,
-        }  # fmt: skip
+        }
         snapshot = Snapshot(step, copy_tensors(self.weights.state()), copy_tensors(self.optimizers.state()), state)
         self.checkpoints.save(snapshot)
         self._tell("saved", step)

@@ -1,0 +1,41 @@
+"""Every `ttrain` command of the README is one that exists and does what the page says, as far as a plan can tell."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+COMMANDS = re.findall(r"^\$ (ttrain .*?)\s*(?:#.*)?$", README, flags=re.MULTILINE)
+SERVERS = {"ttrain up", "ttrain down"}  # run by test_interruptions
+
+
+def test_the_readme_opens_with_the_two_commands_and_the_makefile_has_them() -> None:
+    assert re.findall(r"^\$ (make \w+)", README, flags=re.MULTILINE)[:2] == ["make run", "make test"]
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert all(re.search(rf"^{target}:", makefile, flags=re.MULTILINE) for target in re.findall(r"make (\w+)`", README))
+    assert len(COMMANDS) > 10
+
+
+@pytest.mark.parametrize("command", sorted(set(COMMANDS) - SERVERS))
+def test_a_readme_command_works(command: str, finished: Any, tmp_path: Path) -> None:
+    _, *words = shlex.split(command)
+    for name, source in (("docs", "docs-1"), ("chats", "chats"), ("domain", "domain")):
+        (tmp_path / f"{name}.jsonl").write_bytes((finished.data / f"{source}.jsonl").read_bytes())
+    (tmp_path / "my.yaml").write_text("name: mine\n", encoding="utf-8")
+    cli = type(finished)(finished.home if "run" not in words[:2] else tmp_path / "home", tmp_path)
+    code = 0
+    if words[:2] == ["pipeline", "run"]:
+        words[1] = "plan"  # what it would do; that runs do what plans say is shown elsewhere
+    elif words[:2] == ["pipeline", "rerun"]:
+        words[1:3] = ["plan", "full"]
+    elif words[:2] == ["stage", "run"]:
+        code = 2  # in an empty home its inputs are missing, and it says so
+    said = cli(*words, settings=False, code=code)
+    assert said and "Traceback" not in said
+    assert code == 0 or "waits for" in said

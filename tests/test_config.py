@@ -1,0 +1,310 @@
+"""Settings: who wins, where a value came from, what a wrong one says; and the same through the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ValidationError
+from typer.testing import CliRunner
+
+from ttrain import config
+from ttrain.cli import app
+from ttrain.config import Settings, flatten, known_keys, load
+from ttrain.errors import UsageError
+
+ROOT = Path(__file__).parents[1]
+KEY, VARIABLE = "sft.optim.lr", "TTRAIN__SFT__OPTIM__LR"
+LAYERS = {"profile": 1e-4, "file": 2e-4, "environment": 3e-4, "command line": 4e-4}  # the weakest first
+
+
+@pytest.fixture
+def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A profile `mine` that sets the learning rate."""
+    directory = tmp_path / "configs" / "profiles"
+    directory.mkdir(parents=True)
+    (directory / "mine.yaml").write_text(f"sft: {{optim: {{lr: {LAYERS['profile']}}}}}\n")
+    monkeypatch.setattr(config, "configs_directory", lambda: tmp_path / "configs")
+    return "mine"
+
+
+def settings_file(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "settings.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def refused(*overrides: str, **layers: Any) -> str:
+    with pytest.raises(UsageError) as raised:
+        load(overrides, **{"environment": {}, **layers})
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("present", list(product((False, True), repeat=4)))
+def test_the_strongest_layer_that_names_a_value_wins_and_is_named_as_its_source(
+    tmp_path: Path, profile: str, present: tuple[bool, ...]
+) -> None:
+    names = [layer for layer, there in zip(LAYERS, present, strict=True) if there]
+    path = settings_file(tmp_path, f"sft: {{optim: {{lr: {LAYERS['file']}}}}}")
+    loaded = load(
+        [f"{KEY}={LAYERS['command line']}"] if "command line" in names else [],
+        files=[path] if "file" in names else [],
+        profiles=[profile] if "profile" in names else [],
+        environment={VARIABLE: str(LAYERS["environment"])} if "environment" in names else {},
+    )
+    sources = {"profile": "profile mine", "file": str(path), "environment": VARIABLE, "command line": "command line"}
+    assert loaded.settings.sft.optim.lr == (LAYERS[names[-1]] if names else Settings().sft.optim.lr)
+    assert loaded.sources == ({KEY: sources[names[-1]]} if names else {})
+
+
+def test_a_later_file_wins_over_an_earlier_one_and_both_keep_what_only_they_name(tmp_path: Path) -> None:
+    first, second = tmp_path / "1.yaml", tmp_path / "2.yaml"
+    first.write_text("model: {layers: 2, heads: 4}")
+    second.write_text("model: {layers: 3}")
+    loaded = load(files=[first, second], environment={})
+    assert (loaded.settings.model.layers, loaded.settings.model.heads) == (3, 4)
+    assert loaded.sources == {"model.layers": str(second), "model.heads": str(first)}
+
+
+@pytest.mark.parametrize("name", ["pretrain", "sft", "lora"])
+def test_naming_one_field_of_a_section_leaves_the_stages_own_defaults_of_the_others(name: str) -> None:
+    own = getattr(Settings(), name).optim
+    assert getattr(load([f"{name}.optim.lr=0.5"], environment={}).settings, name).optim == own.model_copy(update={"lr": 0.5})
+
+
+@pytest.mark.parametrize("text", ["sft: {}", "sft: {optim: {}}", "", "# nothing\n"])
+def test_an_empty_section_in_a_file_changes_nothing(tmp_path: Path, profile: str, text: str) -> None:
+    loaded = load(files=[settings_file(tmp_path, text)], profiles=[profile], environment={})
+    assert loaded.settings.sft.optim.lr == LAYERS["profile"]
+    assert loaded.sources == {KEY: "profile mine"}
+
+
+def test_the_environment_of_the_process_is_read_and_other_variables_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TTRAIN__MODEL__LAYERS", "7")
+    monkeypatch.setenv("TTRAIN_HOME", "somewhere")
+    assert load().settings.model.layers == 7
+    assert load().sources == {"model.layers": "TTRAIN__MODEL__LAYERS"}
+
+
+def test_an_unknown_key_names_its_nearest_neighbour_and_its_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = settings_file(tmp_path, "sft: {epoch: 2}")
+    (tmp_path / "profiles").mkdir()
+    (tmp_path / "profiles" / "bad.yaml").write_text("runtime: {device_: cpu}")
+    monkeypatch.setattr(config, "configs_directory", lambda: tmp_path)
+    said = {
+        "command line": refused("pretrain.optm.lr=1"),
+        str(path): refused(files=[path]),
+        "TTRAIN__MODEL__LAYER": refused(environment={"TTRAIN__MODEL__LAYER": "3"}),
+        "profile bad": refused(profiles=["bad"]),
+    }
+    near = ["pretrain.optim.lr", "sft.epochs", "model.layers", "runtime.device"]
+    for (origin, message), neighbour in zip(said.items(), near, strict=True):
+        assert f"(from {origin})" in message
+        assert f"did you mean '{neighbour}'?" in message
+
+
+def test_an_unknown_profile_names_those_there_are() -> None:
+    assert "small" in refused(profiles=["huge"])
+
+
+@pytest.mark.parametrize("text", ["3e-4", "3E-4", "0.0003", "'3e-4'"])
+def test_a_float_may_be_written_as_people_write_it(tmp_path: Path, text: str) -> None:
+    """PyYAML reads `3e-4` as a string."""
+    from_file = load(files=[settings_file(tmp_path, f"sft: {{optim: {{lr: {text}}}}}")], environment={})
+    from_line = load([f"{KEY}={text}"], environment={})
+    from_environment = load(environment={VARIABLE: text})
+    assert [loaded.settings.sft.optim.lr for loaded in (from_file, from_line, from_environment)] == [3e-4] * 3
+
+
+def test_a_wrong_value_says_setting_value_origin_and_rule(tmp_path: Path) -> None:
+    path = settings_file(tmp_path, "model: {layers: many}")
+    cases = {
+        refused("sft.optim.lr=-1"): ("sft.optim.lr", "-1", "command line", "greater than 0"),
+        refused(files=[path]): ("model.layers", "'many'", str(path), "integer"),
+        refused(environment={"TTRAIN__RUNTIME__DEVICE": "gpu"}): (
+            "runtime.device", "'gpu'", "TTRAIN__RUNTIME__DEVICE", "'auto', 'cpu', 'cuda' or 'mps'",
+        ),
+        refused("name=a/b"): ("name", "'a/b'", "command line", "pattern"),
+        refused("sft=3"): ("sft", "3", "command line", "dictionary"),
+        refused("pretrain.optim.lr=.nan"): ("pretrain.optim.lr", "nan", "command line", "finite"),
+        refused("pretrain.seed=4294967296"): ("pretrain.seed", "4294967296", "command line", "less than"),
+    }  # fmt: skip
+    for message, parts in cases.items():
+        assert [part for part in parts if part not in message] == [], message
+        assert "pydantic" not in message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["pretrain.tokens_per_step=1000"], ["pretrain", "tokens_per_step is 1000", "row_length 256", "try 1024"]),
+        (["model.hidden_size=100", "model.heads=3"], ["model.hidden_size is 100", "model.heads 3", "try 102"]),
+        (["model.heads=4", "model.kv_heads=3"], ["model.kv_heads is 3", "model.heads 4"]),
+        (["evaluate.stride=300"], ["evaluate.stride is 300", "evaluate.row_length 256"]),
+        (["model.max_length=128"], ["row_length is 256", "model.max_length is 128", "model.max_length=256"]),
+    ],
+)
+def test_a_broken_rule_between_settings_names_both_and_a_cure(overrides: list[str], parts: list[str]) -> None:
+    message = refused(*overrides)
+    assert [part for part in parts if part not in message] == [], message
+
+
+def test_every_wrong_setting_is_named_at_once() -> None:
+    message = refused("sft.optim.lr=-1", "model.layers=0")
+    assert "sft.optim.lr" in message
+    assert "model.layers" in message
+
+
+@pytest.mark.parametrize(
+    ("item", "budget"),
+    [
+        ("pretrain.epochs=2", (None, 2.0)),
+        ("pretrain.tokens=5000", (5000, None)),
+        ("sft.tokens=5000", (5000, None)),
+        ("sft.epochs=3", (None, 3.0)),
+        ("lora.tokens=5000", (5000, None)),
+    ],
+)
+def test_naming_one_budget_clears_the_default_of_the_other(item: str, budget: tuple[int | None, float | None]) -> None:
+    loaded = load([item], environment={})
+    name, _, chosen = item.partition("=")[0].partition(".")
+    section = getattr(loaded.settings, name)
+    assert (section.tokens, section.epochs) == budget
+    other = "epochs" if chosen == "tokens" else "tokens"
+    assert loaded.sources == {f"{name}.{chosen}": "command line", f"{name}.{other}": f"{name}.{chosen} is set"}
+
+
+@pytest.mark.parametrize("overrides", [["sft.tokens=5", "sft.epochs=1"], ["sft.tokens=null", "sft.epochs=null"]])
+def test_two_budgets_or_none_are_refused(overrides: list[str]) -> None:
+    message = refused(*overrides)
+    assert "set one of tokens" in message
+    assert "sft" in message
+
+
+def test_python_docs_do_not_mix_with_files() -> None:
+    assert "data.pretrain mixes python-docs with files" in refused("data.pretrain=[python-docs, a.jsonl]")
+    assert "data.sft_heldout" in refused("data.sft_heldout=held.jsonl")
+    assert load(["data.sft=a.jsonl", "data.sft_heldout=held.jsonl"], environment={}).settings.data.sft == ("a.jsonl",)
+
+
+@pytest.mark.parametrize("value", ["a.jsonl, b.jsonl", "[a.jsonl, b.jsonl]"])
+def test_paths_come_as_a_list_or_between_commas(value: str) -> None:
+    assert load([f"data.pretrain={value}"], environment={}).settings.data.pretrain == ("a.jsonl", "b.jsonl")
+
+
+def test_no_paths_at_all_are_refused() -> None:
+    assert "data.pretrain" in refused("data.pretrain=[]")
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [("a: [", "not valid YAML"), ("- a\n- b", "mapping"), ("1: 2", "mapping"), ("sft: {1: 2}", "unknown setting 'sft.1'")],
+)
+def test_a_broken_file_is_named(tmp_path: Path, text: str, part: str) -> None:
+    path = settings_file(tmp_path, text)
+    message = refused(files=[path])
+    assert part in message
+    assert str(path) in message
+
+
+def test_a_missing_file_and_a_stray_word_are_a_users_mistake(tmp_path: Path) -> None:
+    assert "nowhere.yaml" in refused(files=[tmp_path / "nowhere.yaml"])
+    assert "'sft' is not a setting; write key=value" in refused("sft")
+    assert "not valid YAML" in refused("sft.epochs=[1")
+
+
+def _sections(model: BaseModel) -> list[BaseModel]:
+    inner = [value for name in type(model).model_fields if isinstance(value := getattr(model, name), BaseModel)]
+    return [model, *(section for value in inner for section in _sections(value))]
+
+
+def test_all_sections_are_frozen_and_closed() -> None:
+    sections = _sections(Settings())
+    assert len(sections) > 12
+    for section in sections:
+        name = next(iter(type(section).model_fields))
+        with pytest.raises(ValidationError, match="frozen"):
+            setattr(section, name, getattr(section, name))
+        with pytest.raises(ValidationError, match="Extra inputs"):
+            type(section).model_validate({**section.model_dump(), "surprise": 1})
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["pretrain.epochs=2", "data.pretrain=a.jsonl", "evaluate.chats=[Hello]"],
+        ["model.kv_heads=1", "runtime.threads=3"],
+    ],
+)
+def test_settings_dumped_as_json_and_loaded_again_are_equal(tmp_path: Path, overrides: list[str]) -> None:
+    settings = load(overrides, environment={}).settings
+    text = json.dumps(settings.model_dump(mode="json"))
+    assert Settings.model_validate(json.loads(text)) == settings
+    assert load(files=[settings_file(tmp_path, text)], environment={}).settings == settings
+
+
+def test_the_json_schema_describes_every_section() -> None:
+    schema = Settings.model_json_schema()
+    assert set(schema["properties"]) == set(Settings.model_fields)
+    assert schema["additionalProperties"] is False
+    assert json.loads(json.dumps(schema)) == schema
+
+
+def test_every_known_key_can_be_set_by_its_own_name() -> None:
+    default = dict(flatten(Settings().model_dump(mode="json")))
+    assert set(known_keys()) == set(default)
+    items = [f"{key}={json.dumps(value)}" for key, value in default.items()]
+    assert load(items, environment={}).settings == Settings()
+
+
+def _cli(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    code = "import sys; from ttrain.cli import main; main(sys.argv[1:])"
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("TTRAIN")}
+    return subprocess.run(
+        [sys.executable, "-P", "-c", code, *words], cwd=cwd, env={**clean, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+
+
+def test_config_show_prints_every_value_with_its_source(tmp_path: Path) -> None:
+    path = settings_file(tmp_path, "model: {layers: 3}")
+    done = _cli("config", "show", "sft.epochs=2", "-c", path.name, cwd=tmp_path, TTRAIN__SFT__SEED="5")
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0, done.stderr
+    assert {
+        "sft.epochs: 2.0  # command line", "model.layers: 3  # settings.yaml", "sft.seed: 5  # TTRAIN__SFT__SEED",
+        "model.kind: \"llama\"  # default",
+    } <= set(lines)  # fmt: skip
+    assert [line.partition(":")[0] for line in lines] == known_keys()
+
+
+def test_config_show_as_json_and_the_schema_are_json() -> None:
+    runner = CliRunner()
+    shown = json.loads(runner.invoke(app, ["config", "show", "--json", "--profile", "small"]).stdout)
+    assert shown["name"] == {"value": "small", "source": "profile small"}
+    assert set(shown) == set(known_keys())
+    assert json.loads(runner.invoke(app, ["config", "schema"]).stdout) == Settings.model_json_schema()
+
+
+@pytest.mark.parametrize("words", [["config", "show", "sft.epoch=2"], ["pipeline", "plan", "fulll"]])
+def test_a_users_mistake_exits_2_with_one_message_and_no_traceback(tmp_path: Path, words: list[str]) -> None:
+    done = _cli(*words, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert "did you mean" in done.stderr
+    assert "Traceback" not in done.stderr + done.stdout
+    assert not (tmp_path / "artifacts").exists()
+
+
+def test_debug_shows_the_traceback(tmp_path: Path) -> None:
+    done = _cli("--debug", "config", "show", "sft.epoch=2", cwd=tmp_path)
+    assert done.returncode != 0
+    assert "Traceback" in done.stderr
+    assert "UsageError" in done.stderr

@@ -1,0 +1,317 @@
+"""The store: all or nothing, noticed when altered, found again when copied, one writer at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ttrain.errors import ArtifactError
+from ttrain.store import Artifact, Store, home, read_json, remove_tree, write_json
+
+ROOT = Path(__file__).parents[1]
+STAGE, KEY = "pretrain", "k" * 64
+FILES = {
+    "model/weights.bin": b"weights",
+    "tokenizer.json": b"{}",
+    "run/log.txt": b"log",
+    "checkpoints/step-1/state.json": b"1",
+}
+MANIFEST = {"result": {"loss": 1.5}, "ingredients": {"settings": {}}}
+
+# Publishes, and kills itself right before its n-th call that reaches the disk; prints how many there were otherwise.
+KILLED_PUBLISH = f"""
+import os, signal, sys
+from pathlib import Path
+from ttrain.store import Store
+fatal, calls = int(sys.argv[2]), 0
+def counted(function):
+    def call(*arguments, **named):
+        global calls
+        calls += 1
+        if calls == fatal:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*arguments, **named)
+    return call
+os.fsync, os.rename, os.replace = counted(os.fsync), counted(os.rename), counted(os.replace)
+Store(Path(sys.argv[1])).publish({STAGE!r}, {KEY!r}, Path(sys.argv[3]), {MANIFEST!r})
+print(calls)
+"""
+HOLD_LOCK = """
+import sys
+from pathlib import Path
+from ttrain.store import Store
+with Store(Path(sys.argv[1])).lock("pretrain", "key"):
+    print("held", flush=True)
+    sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "home")
+
+
+def make_output(path: Path, **changed: bytes) -> Path:
+    """What a stage leaves: files that others read, a log, a checkpoint."""
+    for name, data in {**FILES, **changed}.items():
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_bytes(data)
+    return path
+
+
+def publish(store: Store, key: str = KEY, **changed: bytes) -> Artifact:
+    return store.publish(STAGE, key, make_output(store.work(STAGE, key) / "output", **changed), MANIFEST)
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {p.relative_to(directory).as_posix(): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
+
+
+def snapshot(directory: Path) -> dict[str, tuple[int, int, bytes]]:
+    found = {}
+    for path in sorted(directory.rglob("*")):
+        stat = path.stat()
+        found[str(path)] = (stat.st_mtime_ns, stat.st_ino, path.read_bytes() if path.is_file() else b"")
+    return found
+
+
+def python(code: str, *arguments: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-P", "-c", code, *map(str, arguments)], env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("replaces", [False, True], ids=["fresh", "in place of another"])
+def test_publishing_is_all_or_nothing_wherever_it_is_killed(tmp_path: Path, replaces: bool) -> None:
+    new = {"model/weights.bin": b"rebuilt"}
+    whole = {**FILES, **new}
+    for fatal in range(1, 100):
+        store = Store(tmp_path / f"home-{fatal}")
+        if replaces:
+            publish(store)
+        output = make_output(store.work(STAGE, KEY) / "output", **new)
+        with python(KILLED_PUBLISH, store.root, fatal, output) as process:
+            printed, _ = process.communicate(timeout=60)
+        found = store.find(STAGE, KEY)
+        if found:
+            seen = contents(found.path)
+            assert json.loads(seen.pop("manifest.json"))["files"].keys() == seen.keys()
+            assert seen == whole or (replaces and seen == FILES)
+        if process.returncode == 0:
+            assert found, "a publish that ended well is found"
+            break
+        assert process.returncode == -signal.SIGKILL
+        if not output.exists():
+            make_output(output, **new)
+        again = store.publish(STAGE, KEY, output, MANIFEST)
+        assert set(again.manifest["files"]) == set(whole)
+        seen = contents(store.path(STAGE, KEY))
+        del seen["manifest.json"]
+        assert seen == whole
+        assert store.find(STAGE, KEY)
+    assert int(printed) >= 8
+    assert fatal == int(printed) + 1, "it was killed at each of its calls"
+
+
+def test_a_published_artifact_is_found_with_what_was_said_about_it(store: Store) -> None:
+    published = publish(store)
+    assert Store(store.root).find(STAGE, KEY) == published
+    assert published.result == {"loss": 1.5}
+    assert not store.work(STAGE, KEY).joinpath("output").exists()
+    assert store.find(STAGE, "another") is None
+    assert store.find("sft", KEY) is None
+
+
+def test_without_a_manifest_it_does_not_exist(store: Store) -> None:
+    make_output(store.path(STAGE, KEY))
+    assert store.find(STAGE, KEY) is None
+    assert store.artifacts(STAGE) == []
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"format": 2}', '"x"'])
+def test_a_manifest_that_is_broken_or_of_another_format_is_not_trusted(store: Store, text: str) -> None:
+    (publish(store).path / "manifest.json").write_text(text)
+    assert store.find(STAGE, KEY) is None
+
+
+def alter(path: Path) -> None:
+    path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
+    os.utime(path, ns=(1, 1))  # not left to the clock's granularity
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (alter, "altered"),
+        (lambda path: path.unlink(), "missing"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "bytes"),
+        (lambda path: path.write_bytes(path.read_bytes() + b"."), "bytes"),
+    ],
+    ids=["altered", "deleted", "truncated", "lengthened"],
+)
+@pytest.mark.parametrize("name", sorted(FILES))
+def test_damage_to_any_file_is_noticed_and_named(store: Store, harm: Callable[[Path], None], said: str, name: str) -> None:
+    artifact = publish(store)
+    harm(artifact.path / name)
+    assert store.find(STAGE, KEY) is None
+    damage = store.damage(artifact)
+    assert damage is not None
+    assert name in damage
+    assert said in damage
+    assert [found.key for found in store.artifacts(STAGE)] == [KEY], "listed all the same, so that it can be explained"
+    with pytest.raises(ArtifactError, match=STAGE):
+        store.latest(STAGE)
+
+
+def test_touching_a_file_is_no_damage(store: Store) -> None:
+    artifact = publish(store)
+    for name in FILES:
+        os.utime(artifact.path / name, ns=(10**18, 10**18))
+    assert store.find(STAGE, KEY) == artifact
+
+
+def test_a_copied_home_is_found_and_never_written_through_to_the_original(store: Store, tmp_path: Path) -> None:
+    keys = [letter * 64 for letter in "abc"]
+    for key in keys:
+        publish(store, key)
+    store.cache.save()
+    before = snapshot(store.root)
+    shutil.copytree(store.root, tmp_path / "copy", copy_function=shutil.copyfile)  # new mtimes, other inodes
+    copy = Store(tmp_path / "copy")
+    found = [copy.find(STAGE, key) for key in keys]
+    assert [artifact and artifact.path.is_relative_to(copy.root) for artifact in found] == [True] * 3
+    publish(copy, keys[0], **{"model/weights.bin": b"other"})
+    publish(copy, "d" * 64)
+    copy.cache.save()
+    assert snapshot(store.root) == before
+
+
+def test_a_moved_home_works_when_the_old_place_is_gone(store: Store, tmp_path: Path) -> None:
+    publish(store)
+    store.root.rename(tmp_path / "moved")
+    moved = Store(tmp_path / "moved")
+    assert moved.latest(STAGE).path == tmp_path / "moved" / "store" / STAGE / KEY
+
+
+def test_the_newest_whole_artifact_is_the_latest(store: Store) -> None:
+    for key in ("old", "middle", "new"):
+        publish(store, key)
+    assert [artifact.key for artifact in store.artifacts(STAGE)] == ["new", "middle", "old"]
+    (store.path(STAGE, "new") / "tokenizer.json").unlink()
+    assert store.latest(STAGE).key == "middle"
+
+
+def test_what_no_other_stage_reads_does_not_count_in_the_content(store: Store) -> None:
+    first = publish(store, "first")
+    private = publish(store, "private", **{"run/log.txt": b"other", "checkpoints/step-1/state.json": b"2"})
+    public = publish(store, "public", **{"model/weights.bin": b"other"})
+    renamed = publish(store, "renamed", **{"model/weights2.bin": b""})
+    assert first.content == private.content
+    assert len({first.content, public.content, renamed.content}) == 3
+    assert first.part(("tokenizer.json",)) == public.part(("tokenizer.json",))
+    assert first.part(("model",)) != public.part(("model",))
+
+
+def test_rebuilt_output_is_compared_by_what_others_read(store: Store, tmp_path: Path) -> None:
+    artifact = publish(store)
+    assert store.compare(artifact, make_output(tmp_path / "same", **{"run/log.txt": b"other"})) is artifact
+    assert store.compare(artifact, make_output(tmp_path / "other", **{"tokenizer.json": b"[]"})) is None
+
+
+def test_what_is_replaced_is_set_aside_and_not_lost(store: Store) -> None:
+    publish(store)
+    publish(store, **{"model/weights.bin": b"second"})
+    kept = list((store.root / "replaced" / STAGE).iterdir())
+    assert [(path / "model/weights.bin").read_bytes() for path in kept] == [b"weights"]
+    found = store.find(STAGE, KEY)
+    assert found is not None
+    assert (found.path / "model/weights.bin").read_bytes() == b"second"
+
+
+def test_a_symbolic_link_is_refused(store: Store, tmp_path: Path) -> None:
+    output = make_output(tmp_path / "output")
+    (output / "link").symlink_to(output / "tokenizer.json")
+    with pytest.raises(ArtifactError, match="symbolic link"):
+        store.publish(STAGE, KEY, output, MANIFEST)
+    assert store.find(STAGE, KEY) is None
+
+
+@pytest.fixture
+def holder(store: Store) -> Iterator[subprocess.Popen[str]]:
+    """Another process that holds the lock of (pretrain, key)."""
+    process = python(HOLD_LOCK, store.root)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+@pytest.mark.parametrize("end", ["leaves", "is killed"])
+def test_the_second_process_waits_for_the_lock_until_the_first_one(
+    store: Store, holder: subprocess.Popen[str], end: str
+) -> None:
+    waiting, taken, order = threading.Event(), threading.Event(), []
+
+    def take() -> None:
+        with store.lock("pretrain", "key", waiting=waiting.set):
+            order.append("taken")
+            taken.set()
+
+    thread = threading.Thread(target=take, daemon=True)
+    thread.start()
+    assert waiting.wait(30)
+    assert not taken.wait(0.3), "it is still held by the other process"
+    order.append("ended")
+    if end == "leaves":
+        assert holder.stdin is not None
+        holder.stdin.write("\n")
+        holder.stdin.flush()
+    else:
+        holder.send_signal(signal.SIGKILL)
+    assert taken.wait(30)
+    assert order == ["ended", "taken"]
+    thread.join(30)
+
+
+def test_other_keys_and_stages_are_not_locked(store: Store, holder: subprocess.Popen[str]) -> None:
+    asked: list[str] = []
+    with store.lock("pretrain", "other", waiting=lambda: asked.append("other")):
+        with store.lock("sft", "key", waiting=lambda: asked.append("sft")):
+            assert holder.poll() is None
+    assert asked == []
+
+
+def test_json_is_written_whole_and_what_is_not_json_reads_as_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "value.json"
+    write_json(path, {"text": "ü\u2028", "number": 1})
+    assert read_json(path) == {"text": "ü\u2028", "number": 1}
+    assert [found.name for found in tmp_path.iterdir()] == ["value.json"]
+    path.write_bytes(b"{")
+    assert read_json(path) is None
+    assert read_json(tmp_path / "missing.json") is None
+
+
+def test_a_removed_tree_is_gone_and_a_missing_one_is_no_error(tmp_path: Path) -> None:
+    make_output(tmp_path / "tree")
+    remove_tree(tmp_path / "tree")
+    remove_tree(tmp_path / "tree")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_home_is_absolute_whatever_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TTRAIN_HOME", raising=False)
+    assert home() == tmp_path / "artifacts"
+    monkeypatch.setenv("TTRAIN_HOME", "elsewhere")
+    assert home() == tmp_path / "elsewhere"

@@ -1,0 +1,199 @@
+"""Questions about functions, classes and modules, answered from signatures and docstrings."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any, NamedTuple
+
+from ttrain.data.python_items import Item, order, pick
+
+ANSWER_CHARACTERS = 600
+SYSTEMS = (
+    "You answer questions about the Python standard library.",
+    "You are a helpful assistant who knows Python well. Answer briefly.",
+    "Answer from the documentation, in as few words as you can.",
+    "You are a reference for Python programmers.",
+)
+
+
+class Turn(NamedTuple):
+    """One question with its answer; `follow_up` asks the same where the object was named before."""
+
+    question: str
+    follow_up: str
+    answer: str
+
+
+def make_chats(
+    train: list[Item], heldout: list[Item], rows: int, heldout_rows: int
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Training and held-out rows; a held-out row with an answer that a training row gives as well is left out."""
+    chats = list(chats_about(train, rows))
+    given = {message["content"] for row in chats for message in row["messages"] if message["role"] == "assistant"}
+    fresh = (
+        row
+        for row in chats_about(heldout, sys.maxsize)
+        if given.isdisjoint(message["content"] for message in row["messages"] if message["role"] == "assistant")
+    )
+    return chats, list(islice(fresh, heldout_rows))
+
+
+def chats_about(items: list[Item], rows: int) -> Iterator[dict[str, Any]]:
+    """Up to `rows` chats: every form of question about every public item, in the order of their hashes."""
+    public = [item for item in items if item.public]
+    homes = Counter(item.qualname for item in public if item.kind in ("function", "class"))
+    unique = {name for name, count in homes.items() if count == 1}
+    candidates = [(order(f"{item.name}#{form}"), item, form) for item in public for form in range(len(FORMS))]
+    for _, item, form in sorted(candidates, key=lambda candidate: candidate[0]):
+        turn = FORMS[form](item, unique)
+        if rows and turn and len(turn.answer) <= ANSWER_CHARACTERS:
+            rows -= 1
+            yield {"messages": messages_of(item, form, turn, unique), "source": f"docstring:{item.module}"}
+
+
+def messages_of(item: Item, form: int, turn: Turn, unique: set[str]) -> list[dict[str, str]]:
+    """Three in ten rows start with a system turn, one in five asks a second question about the same object."""
+    key = f"{item.name}#{form}"
+    messages = [{"role": "user", "content": turn.question}, {"role": "assistant", "content": turn.answer}]
+    if pick(key + " system", 10) < 3:
+        messages.insert(0, {"role": "system", "content": SYSTEMS[pick(key, len(SYSTEMS))]})
+    if pick(key + " second", 5) == 0:
+        turns = [FORMS[(form + step) % len(FORMS)](item, unique) for step in range(1, len(FORMS))]
+        fits = [other for other in turns if other and len(other.answer) <= ANSWER_CHARACTERS and other.answer != turn.answer]
+        if fits:
+            other = fits[pick(key + " which", len(fits))]
+            messages += [{"role": "user", "content": other.follow_up}, {"role": "assistant", "content": other.answer}]
+    return messages
+
+
+def summary_of(doc: str) -> str:
+    """The first paragraph on one line, cut after a sentence; empty where it only leads to what follows."""
+    text = " ".join(doc.partition("\n\n")[0].split())
+    if len(text) > ANSWER_CHARACTERS:
+        text = text[:ANSWER_CHARACTERS].rpartition(". ")[0]
+        text += "." if text else ""
+    return "" if text.endswith((":", "::")) or len(text.split()) < 3 else text
+
+
+def parameters_of(item: Item) -> list[tuple[str, str]] | None:
+    """Names with their defaults as source text, without `self` and `cls`; None where the signature is unknown."""
+    try:
+        function = ast.parse(f"def f{item.signature}: pass").body[0]
+    except SyntaxError:
+        return None
+    assert isinstance(function, ast.FunctionDef)
+    arguments = function.args
+    plain = [*arguments.posonlyargs, *arguments.args]
+    defaults = [None] * (len(plain) - len(arguments.defaults)) + arguments.defaults
+    found = list(zip([arg.arg for arg in plain], defaults, strict=True))
+    found += [(f"*{arguments.vararg.arg}", None)] if arguments.vararg else []
+    found += zip([arg.arg for arg in arguments.kwonlyargs], arguments.kw_defaults, strict=True)
+    found += [(f"**{arguments.kwarg.arg}", None)] if arguments.kwarg else []
+    first = 1 if found and found[0][0] in ("self", "cls") else 0
+    return [(name, ast.unparse(default) if default else "") for name, default in found[first:]]
+
+
+def listed(words: Iterable[str]) -> str:
+    """`a`, `b` and `c`."""
+    *head, last = [f"`{word}`" for word in words]
+    return f"{', '.join(head)} and {last}" if head else last
+
+
+def ask_purpose(item: Item, unique: set[str]) -> Turn | None:
+    summary = summary_of(item.doc)
+    question = {
+        "module": "What is the module `{}` for?",
+        "class": "What is the class `{}`?",
+        "attribute": "What is `{}`?",
+    }
+    asked = question.get(item.kind, "What does `{}` do?").format(item.name)
+    return Turn(asked, "And what is it for?", summary) if summary else None
+
+
+def ask_first_line(item: Item, unique: set[str]) -> Turn | None:
+    line = item.doc.partition("\n")[0]
+    question = f"Give the first line of the documentation of `{item.name}`."
+    return Turn(question, "Now give the first line of its documentation.", line) if len(line.split()) >= 3 else None
+
+
+def ask_signature(item: Item, unique: set[str]) -> Turn | None:
+    if parameters_of(item) is None:
+        return None
+    return Turn(f"Write the signature of `{item.name}`.", "Write its signature.", f"`{item.name}{item.signature}`")
+
+
+def ask_arguments(item: Item, unique: set[str]) -> Turn | None:
+    parameters = parameters_of(item)
+    if parameters is None:
+        return None
+    answer = f"`{item.name}` takes {listed(name for name, _ in parameters) if parameters else 'no arguments'}."
+    return Turn(f"What arguments does `{item.name}` take?", "What arguments does it take?", answer)
+
+
+def ask_default(item: Item, unique: set[str]) -> Turn | None:
+    optional = [(name, default) for name, default in parameters_of(item) or [] if default]
+    if not optional:
+        return None
+    name, default = optional[pick(item.name, len(optional))]
+    answer = f"The default of `{name}` in `{item.name}` is `{default}`."
+    return Turn(f"What is the default of `{name}` in `{item.name}`?", f"And the default of `{name}`?", answer)
+
+
+def ask_optional(item: Item, unique: set[str]) -> Turn | None:
+    parameters = parameters_of(item)
+    if not parameters:
+        return None
+    optional = [name for name, default in parameters if default]
+    subject = listed(optional) if optional else "no argument"
+    answer = f"In `{item.name}`, {subject} {'have' if len(optional) > 1 else 'has'} a default."
+    return Turn(f"Which arguments of `{item.name}` have a default?", "Which of its arguments have a default?", answer)
+
+
+def ask_module(item: Item, unique: set[str]) -> Turn | None:
+    if item.qualname not in unique:
+        return None
+    answer = f"The {item.kind} `{item.qualname}` is in the module `{item.module}`."
+    return Turn(f"Which module has the {item.kind} `{item.qualname}`?", "Which module is it in?", answer)
+
+
+def ask_kind(item: Item, unique: set[str]) -> Turn | None:
+    owner = item.qualname.rpartition(".")[0]
+    if item.kind == "module":
+        return None
+    home = f"of the class `{owner}`" if owner else f"of the module `{item.module}`"
+    article = "an" if item.kind == "attribute" else "a"
+    answer = f"`{item.name}` is {article} {item.kind} {home}."
+    return Turn(f"Is `{item.name}` a class, a function, a method or an attribute?", "What kind of object is it?", answer)
+
+
+def ask_members(item: Item, unique: set[str]) -> Turn | None:
+    if not item.members:
+        return None
+    what, are = ("methods", "public methods") if item.kind == "class" else ("functions and classes", "contents")
+    answer = f"`{item.name}` defines {listed(item.members)}."
+    return Turn(f"Which public {what} does `{item.name}` define?", f"List its {are}.", answer)
+
+
+def ask_bases(item: Item, unique: set[str]) -> Turn | None:
+    if not item.bases:
+        return None
+    answer = f"`{item.name}` inherits from {listed(item.bases)}."
+    return Turn(f"What does the class `{item.name}` inherit from?", "What does it inherit from?", answer)
+
+
+FORMS: tuple[Callable[[Item, set[str]], Turn | None], ...] = (
+    ask_purpose,
+    ask_first_line,
+    ask_signature,
+    ask_arguments,
+    ask_default,
+    ask_optional,
+    ask_module,
+    ask_kind,
+    ask_members,
+    ask_bases,
+)
