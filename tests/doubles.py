@@ -307,7 +307,7 @@ class Home:
         return {"tokenizer": self.tokenizer, "shards": self.documents}
 
 
-def stage_settings(steps: int = 12, **runtime: Any) -> Settings:
+def stage_settings(steps: int = 12, pretrain: Mapping[str, Any] | None = None, **runtime: Any) -> Settings:
     """A pretraining of `steps` steps of 8 rows of 32 tokens, an SFT and an adapter, each in well under a second."""
     speed = {
         "device": "cpu",
@@ -320,7 +320,7 @@ def stage_settings(steps: int = 12, **runtime: Any) -> Settings:
     common = {"tokens_per_step": 256, "row_length": 32, "validation_rows": 8, "precision": "fp32"}
     return Settings.model_validate({
         "model": {"hidden_size": 32, "layers": 2, "heads": 2, "max_length": 64, "dropout": 0.1},
-        "pretrain": {"tokens": steps * 256, **common},
+        "pretrain": {"tokens": steps * 256, **common, **(pretrain or {})},
         "sft": {"epochs": 1.0, **common},
         "lora": {"epochs": 1.0, "rank": 2, **common},
         "evaluate": {"row_length": 32, "stride": 16},
@@ -329,7 +329,11 @@ def stage_settings(steps: int = 12, **runtime: Any) -> Settings:
 
 
 def run_here(module: Any, config: Section, output: Path, inputs: Mapping[str, Path], runtime: Runtime, **job: Any) -> Any:
-    """Run a stage's module in this process; returns its figures. The number of threads is put back."""
+    """Run a stage's module in this process; returns its figures.
+
+    The state of the random numbers is another every time, and must not matter. The number of threads is put back.
+    """
+    torch.seed()
     threads = torch.get_num_threads()
     try:
         return module.run(config, Job(inputs, {}, {}, output, runtime, Progress(None), lambda: False, **job))

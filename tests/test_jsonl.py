@@ -40,13 +40,8 @@ def texts(path: Path, **named: Any) -> list[str]:
 
 
 def zstd(data: bytes) -> bytes:
-    sink = io.BytesIO()
-    with pa.CompressedOutputStream(sink, "zstd") as stream:
-        stream.write(data)
-        stream.flush()
-        return_value = sink
-        stream.close()
-        return return_value.getvalue()
+    packed: bytes = pa.compress(data, codec="zstd", asbytes=True)
+    return packed
 
 
 @pytest.mark.parametrize(
@@ -61,9 +56,9 @@ def zstd(data: bytes) -> bytes:
         (b'{"text":"a\\u0000\\n\\u001c"}\n', ["a\0\n\x1c"]),
         (b' {"text":"a"} \n', ["a"]),
         (b'{"text":"1","text":"2"}\n', ["2"]),
-        ('{"text":"\\ud83d\\ude00"}\n'.encode(), ["\U0001f600"]),
+        (b'{"text":"\\ud83d\\ude00"}\n', ["\U0001f600"]),
     ],
-    ids=["plain", "no last newline", "crlf", "bom", "blank lines", "u2028", "escaped control", "spaces", "doubled key", "pair"],
+    ids=["plain", "no last newline", "crlf", "bom", "blank", "u2028", "escaped control", "spaces", "doubled key", "pair"],
 )  # fmt: skip
 def test_only_a_newline_ends_a_line_and_good_lines_arrive_whole(tmp_path: Path, data: bytes, expected: list[str]) -> None:
     path = written(tmp_path, data)
@@ -183,13 +178,16 @@ def test_an_archive_cut_in_its_last_bytes_is_truncated_too(tmp_path: Path, pack:
             rows_of(written(tmp_path, data[:-cut]))
 
 
-@pytest.mark.parametrize("pack", [gzip.compress, zstd], ids=["gzip", "zstd"])
-@pytest.mark.parametrize("share", [0.001, 0.3, 0.9])
-def test_a_flipped_bit_in_an_archive_is_an_error_about_that_file(tmp_path: Path, pack: Any, share: float) -> None:
+@pytest.mark.parametrize(
+    ("pack", "place"),
+    [(gzip.compress, 12), (gzip.compress, 0.3), (gzip.compress, 0.9), (gzip.compress, -5), (zstd, 4), (zstd, 9)],
+)
+def test_a_flipped_byte_in_an_archive_is_an_error_about_that_file(tmp_path: Path, pack: Any, place: float) -> None:
+    """For zstd in its headers, since pyarrow writes no checksum and so a flipped letter stays a letter."""
     data = bytearray(pack(LARGE))
-    data[max(12, int(len(data) * share))] ^= 0xFF
+    data[place if isinstance(place, int) else int(place * len(data))] ^= 0xFF
     path = written(tmp_path, bytes(data))
-    with pytest.raises(DataError) as raised:
+    with pytest.raises(DataError, match=r"corrupt|truncated") as raised:
         rows_of(path)
     assert str(path) in str(raised.value)
 
@@ -244,7 +242,7 @@ def test_too_many_bad_rows_name_the_first_the_field_and_the_keys_that_are_there(
 def test_nothing_kept_names_the_keys_although_any_share_of_bad_rows_is_allowed(tmp_path: Path) -> None:
     path, tally = written(tmp_path, b'{"content":"a"}\n'), Tally()
     assert list(read([str(path)], document_parser("text"), tally, MIB)) == []
-    with pytest.raises(DataError, match="no rows are left of 1.*keys seen: content"):
+    with pytest.raises(DataError, match=r"no rows are left of 1.*keys seen: content"):
         tally.check("data.pretrain", 1.0, "the key 'text'")
 
 

@@ -80,7 +80,7 @@ def _scan(tree: ast.AST, importer: str, path: str, *, is_package: bool, in_funct
 
 
 def _imports() -> list[Import]:
-    found = []
+    found: list[Import] = []
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
             relative = path.relative_to(ROOT)

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -60,16 +60,16 @@ def store(tmp_path: Path) -> Store:
     return Store(tmp_path / "home")
 
 
-def make_output(path: Path, **changed: bytes) -> Path:
+def make_output(path: Path, changed: Mapping[str, bytes] | None = None) -> Path:
     """What a stage leaves: files that others read, a log, a checkpoint."""
-    for name, data in {**FILES, **changed}.items():
+    for name, data in {**FILES, **(changed or {})}.items():
         (path / name).parent.mkdir(parents=True, exist_ok=True)
         (path / name).write_bytes(data)
     return path
 
 
-def publish(store: Store, key: str = KEY, **changed: bytes) -> Artifact:
-    return store.publish(STAGE, key, make_output(store.work(STAGE, key) / "output", **changed), MANIFEST)
+def publish(store: Store, key: str = KEY, changed: Mapping[str, bytes] | None = None) -> Artifact:
+    return store.publish(STAGE, key, make_output(store.work(STAGE, key) / "output", changed), MANIFEST)
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -99,10 +99,11 @@ def test_publishing_is_all_or_nothing_wherever_it_is_killed(tmp_path: Path, repl
         store = Store(tmp_path / f"home-{fatal}")
         if replaces:
             publish(store)
-        output = make_output(store.work(STAGE, KEY) / "output", **new)
+        output = make_output(store.work(STAGE, KEY) / "output", new)
         with python(KILLED_PUBLISH, store.root, fatal, output) as process:
             printed, _ = process.communicate(timeout=60)
         found = store.find(STAGE, KEY)
+        assert found or not store.path(STAGE, KEY).exists(), "nothing half published lies in the store"
         if found:
             seen = contents(found.path)
             assert json.loads(seen.pop("manifest.json"))["files"].keys() == seen.keys()
@@ -112,7 +113,7 @@ def test_publishing_is_all_or_nothing_wherever_it_is_killed(tmp_path: Path, repl
             break
         assert process.returncode == -signal.SIGKILL
         if not output.exists():
-            make_output(output, **new)
+            make_output(output, new)
         again = store.publish(STAGE, KEY, output, MANIFEST)
         assert set(again.manifest["files"]) == set(whole)
         seen = contents(store.path(STAGE, KEY))
@@ -190,7 +191,7 @@ def test_a_copied_home_is_found_and_never_written_through_to_the_original(store:
     copy = Store(tmp_path / "copy")
     found = [copy.find(STAGE, key) for key in keys]
     assert [artifact and artifact.path.is_relative_to(copy.root) for artifact in found] == [True] * 3
-    publish(copy, keys[0], **{"model/weights.bin": b"other"})
+    publish(copy, keys[0], {"model/weights.bin": b"other"})
     publish(copy, "d" * 64)
     copy.cache.save()
     assert snapshot(store.root) == before
@@ -213,9 +214,9 @@ def test_the_newest_whole_artifact_is_the_latest(store: Store) -> None:
 
 def test_what_no_other_stage_reads_does_not_count_in_the_content(store: Store) -> None:
     first = publish(store, "first")
-    private = publish(store, "private", **{"run/log.txt": b"other", "checkpoints/step-1/state.json": b"2"})
-    public = publish(store, "public", **{"model/weights.bin": b"other"})
-    renamed = publish(store, "renamed", **{"model/weights2.bin": b""})
+    private = publish(store, "private", {"run/log.txt": b"other", "checkpoints/step-1/state.json": b"2"})
+    public = publish(store, "public", {"model/weights.bin": b"other"})
+    renamed = publish(store, "renamed", {"model/weights2.bin": b""})
     assert first.content == private.content
     assert len({first.content, public.content, renamed.content}) == 3
     assert first.part(("tokenizer.json",)) == public.part(("tokenizer.json",))
@@ -224,13 +225,13 @@ def test_what_no_other_stage_reads_does_not_count_in_the_content(store: Store) -
 
 def test_rebuilt_output_is_compared_by_what_others_read(store: Store, tmp_path: Path) -> None:
     artifact = publish(store)
-    assert store.compare(artifact, make_output(tmp_path / "same", **{"run/log.txt": b"other"})) is artifact
-    assert store.compare(artifact, make_output(tmp_path / "other", **{"tokenizer.json": b"[]"})) is None
+    assert store.compare(artifact, make_output(tmp_path / "same", {"run/log.txt": b"other"})) is artifact
+    assert store.compare(artifact, make_output(tmp_path / "other", {"tokenizer.json": b"[]"})) is None
 
 
 def test_what_is_replaced_is_set_aside_and_not_lost(store: Store) -> None:
     publish(store)
-    publish(store, **{"model/weights.bin": b"second"})
+    publish(store, KEY, {"model/weights.bin": b"second"})
     kept = list((store.root / "replaced" / STAGE).iterdir())
     assert [(path / "model/weights.bin").read_bytes() for path in kept] == [b"weights"]
     found = store.find(STAGE, KEY)

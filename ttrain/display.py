@@ -54,21 +54,23 @@ class Display:
         self.say(f"[bold]>[/] {name}: {_plain(why)}")
 
     def progressed(self, name: str, progress: Mapping[str, Any]) -> None:
-        """How far a stage is."""
-        done, total, unit = progress["done"], max(progress["total"], 1e-9), progress["unit"]
+        """How far a stage is; a total of 0 is not known."""
+        done, total, unit = progress["done"], progress["total"], progress["unit"]
         figures = self._figures(name, done, unit, progress["figures"])
         if self._bars:
             with self._lock:
                 if name not in self._tasks:
-                    self._tasks[name] = self._bars.add_task(name, total=total, figures="")
-                self._bars.update(self._tasks[name], completed=done, total=total, figures=figures)
+                    self._tasks[name] = self._bars.add_task(name, total=total or None, figures="")
+                self._bars.update(self._tasks[name], completed=done, total=total or None, figures=figures)
             return
         now = time.monotonic()
-        if unit == "tokens" and now - self._last_line.setdefault(name, now) >= SECONDS_BETWEEN_LINES:
-            self._last_line[name] = now
-            start, at = self._rates[name]
-            left = (total - done) * (now - at) / max(done - start, 1e-9) if done > start else None
-            self.say(f"  {name}: {100 * done / total:.0f} %, {figures}{f', {seconds(left)} left' if left else ''}")
+        if now - self._last_line.setdefault(name, now) < SECONDS_BETWEEN_LINES:
+            return
+        self._last_line[name] = now
+        start, at = self._rates[name]
+        left = (total - done) * (now - at) / (done - start) if total and done > start else None
+        how_far = f"{100 * done / total:.0f} %, " if total else ""
+        self.say(f"  {name}: {how_far}{figures}{f', {seconds(left)} left' if left else ''}")
 
     def ended(self, name: str, state: str, took: float, figures: str) -> None:
         """A stage has its result."""
@@ -91,13 +93,15 @@ class Display:
         self.say(f"[red]x[/] {name}: {_plain(message)}")
 
     def _figures(self, name: str, done: float, unit: str, figures: Mapping[str, float]) -> str:
-        """Rate since the stage (re)started, and what it reported."""
+        """What it reported, and how fast it is since it began or continued."""
         now = time.monotonic()
         start, at = self._rates.setdefault(name, (done, now))
         parts = [f"{label.replace('_', ' ')} {value:.3f}" for label, value in figures.items()]
-        if unit == "tokens" and now > at and done > start:
-            parts.append(f"{(done - start) / (now - at):,.0f} tokens/s")
-        return ", ".join(parts) or unit
+        if unit == "tokens":
+            parts += [f"{(done - start) / (now - at):,.0f} tokens/s"] if now > at and done > start else []
+        else:
+            parts.append(f"{done:,.0f} {unit}")
+        return ", ".join(parts)
 
 
 def _plain(text: str) -> str:

@@ -17,9 +17,9 @@ class Progress:
         self._next = 0.0
 
     def update(self, done: float, total: float, unit: str, *, start: bool = False, **figures: float) -> None:
-        """`done` of `total` `unit`s; `figures` are shown beside the bar."""
+        """`done` of `total` `unit`s, 0 where the total is not known; `figures` are shown beside the bar."""
         now = time.monotonic()
-        if self._path is None or (now < self._next and done < total and not start):
+        if self._path is None or (now < self._next and done != total and not start):
             return
         self._next = now + SECONDS_BETWEEN_WRITES
         temporary = self._path.with_suffix(".tmp")

@@ -131,23 +131,22 @@ def position(record: Record) -> float:
 def split(rows: Iterator[Record], fraction: float) -> Iterator[tuple[bool, Record]]:
     """(held out?, record): held out is what falls below `fraction`, so nothing moves when files are added.
 
-    Where that is nothing, the lowest row is held out, so that a small set can be evaluated too; it is kept back until then.
+    Where that is nothing, the lowest row (and its copies) is held out, so that a small set can be evaluated too; it is kept
+    back until then.
     """
-    lowest: tuple[float, Record] | None = None
+    lowest: list[Record] = []
+    lowest_place = 1.0
     any_heldout = fraction == 0
     for record in rows:
         place = position(record)
         if place < fraction:
             any_heldout = True
             yield True, record
-        elif any_heldout:
+        elif any_heldout or place > lowest_place:
             yield False, record
-        elif lowest is None:
-            lowest = (place, record)
-        elif place < lowest[0]:
-            yield False, lowest[1]
-            lowest = (place, record)
         else:
-            yield False, record
-    if lowest:
-        yield not any_heldout, lowest[1]
+            if place < lowest_place:
+                yield from ((False, other) for other in lowest)
+                lowest, lowest_place = [], place
+            lowest.append(record)
+    yield from ((not any_heldout, record) for record in lowest)

@@ -22,21 +22,25 @@ MODEL_MAX_LENGTH = 32768
 def sample(documents: Iterable[Document], max_bytes: int) -> list[Document]:
     """At most `max_bytes` of text, uniform over the whole input, whatever its order; memory stays within `max_bytes`.
 
-    Documents are kept while their hash lies below a threshold that halves each time the limit is passed.
+    Documents are kept while their hash lies below a threshold that halves each time the limit is passed. Where none is left,
+    since each is too large, the lowest one alone is taken.
     """
     kept: list[tuple[float, Document]] = []
+    lowest: tuple[float, Document] | None = None
     size, threshold = 0, 1.0
     for document in documents:
         place = position(document)
+        if lowest is None or place < lowest[0]:
+            lowest = (place, document)
         if place >= threshold:
             continue
         kept.append((place, document))
         size += len(document.content())
-        while size > max_bytes and len(kept) > 1:
+        while size > max_bytes:
             threshold /= 2
-            kept = [(place, document) for place, document in kept if place < threshold] or [min(kept, key=lambda k: k[0])]
+            kept = [(place, document) for place, document in kept if place < threshold]
             size = sum(len(document.content()) for _, document in kept)
-    return [document for _, document in kept]
+    return [document for _, document in kept or ([lowest] if lowest else [])]
 
 
 def train(texts: Sequence[str], vocab_size: int) -> Tokenizer:

@@ -20,7 +20,7 @@ WINDOWS_PER_BATCH = 16
 
 @dataclass(frozen=True)
 class Score:
-    """Summed negative log-likelihood in nats over `tokens` scored tokens, of which `cut` lay beyond what could be read."""
+    """Summed negative log-likelihood in nats over `tokens` scored tokens."""
 
     nats: float
     tokens: int

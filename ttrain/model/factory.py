@@ -35,8 +35,9 @@ def load(directory: Path) -> PreTrainedModel:
 
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=torch.float32, attn_implementation="sdpa", output_loading_info=True, local_files_only=True
-        )
+            directory, dtype=torch.float32, attn_implementation="sdpa", output_loading_info=True, local_files_only=True,
+            ignore_mismatched_sizes=True,  # they are in the report, which names them
+        )  # fmt: skip
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ArtifactError(f"cannot load a model from {directory}: {error}") from None
     wrong = {name: sorted(map(str, keys)) for name, keys in report.items() if keys}

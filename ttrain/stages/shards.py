@@ -119,7 +119,7 @@ class _Parts:
         if heldout:
             self._text.writelines(orjson.dumps(record.to_json()) + b"\n" for record in records)
         self._done += len(records)
-        self._job.progress.update(self._done, self._done + 1, "records")
+        self._job.progress.update(self._done, 0, "records")
 
 
 def _without_files(index: dict[str, Any]) -> dict[str, Any]:

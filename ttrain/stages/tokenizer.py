@@ -42,7 +42,7 @@ def run(config: TokenizerConfig, job: Job) -> dict[str, Any]:
 
 def _counted(rows: Any, job: Job) -> Any:
     for number, (heldout, record) in enumerate(rows, start=1):
-        job.progress.update(number, number + 1, "documents")
+        job.progress.update(number, 0, "documents")
         if not heldout:
             yield record
 

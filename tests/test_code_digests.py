@@ -1,0 +1,123 @@
+"""The digest of the code behind a stage: what it means counts, how it is written does not."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+NOT_SHAPING = (
+    *("ttrain", "ttrain.stages", "ttrain.config", "ttrain.errors", "ttrain.digests", "ttrain.store", "ttrain.plan"),
+    *("ttrain.runs", "ttrain.execute", "ttrain.launch", "ttrain.worker", "ttrain.tracking", "ttrain.report"),
+    *("ttrain.progress", "ttrain.cli", "ttrain.train.callbacks"),
+)
+DIGESTS = """
+import json, sys
+from pathlib import Path
+from ttrain.digests import DigestCache, code_digests
+from ttrain.stages import STAGES
+cache = DigestCache(Path("nowhere.json"))
+print(json.dumps({name: code_digests(stage.module, cache) for name, stage in STAGES.items()}))
+"""
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """A copy of the package, to be altered."""
+    shutil.copytree(ROOT / "ttrain", tmp_path / "code" / "ttrain", ignore=shutil.ignore_patterns("__pycache__", "configs"))
+    return tmp_path / "code" / "ttrain"
+
+
+def code_of(package: Path) -> dict[str, dict[str, str]]:
+    """{stage: {module: digest}} as a process of its own sees them, with that copy of the package."""
+    environment = {**os.environ, "PYTHONPATH": str(package.parent), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", DIGESTS], env=environment, capture_output=True, text=True, timeout=60, check=True
+    )
+    found: dict[str, dict[str, str]] = json.loads(done.stdout)
+    return found
+
+
+def append(path: Path, code: str) -> None:
+    path.write_text(path.read_text(encoding="utf-8") + code, encoding="utf-8")
+
+
+def changed(package: Path, edit: Callable[[], None]) -> dict[str, set[str]]:
+    """{stage: modules whose digest the edit changed}, without the stages that it leaves alone."""
+    before = code_of(package)
+    edit()
+    after = code_of(package)
+    return {
+        stage: found
+        for stage in before
+        if (found := {name for name in {*before[stage], *after[stage]} if before[stage].get(name) != after[stage].get(name)})
+    }
+
+
+def test_a_stage_depends_on_the_modules_that_its_module_imports_and_on_no_others() -> None:
+    code = code_of(ROOT / "ttrain")
+    assert {"ttrain.stages.tokenizer", "ttrain.data.tokenizer", "ttrain.data.jsonl"} <= set(code["tokenizer"])
+    assert {"ttrain.stages.sft", "ttrain.model.factory", "ttrain.train.optim"} <= set(code["sft"])
+    assert not any(name.startswith(("ttrain.model", "ttrain.train")) for name in code["shards-sft"])
+    assert not set(NOT_SHAPING) & {name for modules in code.values() for name in modules}
+
+
+def test_comments_formatting_and_docstrings_do_not_count(copy: Path) -> None:
+    def reformat() -> None:
+        path = copy / "data" / "jsonl.py"
+        _, docstring, code = path.read_text(encoding="utf-8").split('"""', 2)
+        assert "import gzip" not in docstring
+        code = code.replace("CHUNK_BYTES = 1 << 20", "CHUNK_BYTES = (\n    1\n    << 20\n)  # one MiB\n")
+        code = code.replace('"""Counts for the manifest and the summary."""', '"""Another docstring."""')
+        path.write_text(f'"""Another docstring."""\n\n\n{code}\n# the end\n', encoding="utf-8")
+
+    assert changed(copy, reformat) == {}
+
+
+def test_a_helper_two_modules_away_counts_for_all_that_reach_it(copy: Path) -> None:
+    def edit() -> None:
+        path = copy / "train" / "schedules.py"
+        text = path.read_text(encoding="utf-8")
+        path.write_text(text.replace("(1 + math.cos", "(1 - math.cos"), encoding="utf-8")
+        assert text != path.read_text(encoding="utf-8")
+
+    assert "schedules" not in (copy / "stages" / "sft.py").read_text()
+    assert changed(copy, edit) == {name: {"ttrain.train.schedules"} for name in ("pretrain", "sft", "lora")}
+
+
+def test_an_import_inside_a_function_counts(copy: Path) -> None:
+    def edit() -> None:
+        (copy / "data" / "fresh.py").write_text("VALUE = 1\n")
+        append(copy / "stages" / "source.py", "\ndef later():\n    from ttrain.data.fresh import VALUE\n    return VALUE\n")
+
+    assert changed(copy, edit) == {"source": {"ttrain.stages.source", "ttrain.data.fresh"}}
+
+
+def test_modules_that_cannot_shape_a_result_do_not_count_although_they_are_imported(copy: Path) -> None:
+    append(copy / "stages" / "source.py", "".join(f"\nimport {name}" for name in NOT_SHAPING))
+
+    def edit() -> None:
+        paths = {module_path(copy, name) for name in NOT_SHAPING}
+        paths |= {inner for path in paths if path.name == "__init__.py" for inner in submodules(path, copy)}
+        for path in paths:
+            append(path, "\nUNUSED = 1\n")
+
+    assert changed(copy, edit) == {}
+
+
+def submodules(path: Path, package: Path) -> list[Path]:
+    """Of a package that cannot shape a result; those of the others can."""
+    gathers = path.parent in (package, package / "stages")
+    return [] if gathers else list(path.parent.rglob("*.py"))
+
+
+def module_path(package: Path, name: str) -> Path:
+    stem = package.joinpath(*name.split(".")[1:])
+    return next(path for path in (stem.with_suffix(".py"), stem / "__init__.py") if path.is_file())

@@ -1,0 +1,137 @@
+"""Shards: Arrow files that anyone can open, an index that counts right, and records that come back as they went in."""
+
+from __future__ import annotations
+
+import json
+import random
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from ttrain.data import shards
+from ttrain.data.shards import ShardSet, ShardWriter
+from ttrain.digests import sha256_file
+from ttrain.errors import ArtifactError
+
+Record = tuple[list[int], list[bool]]
+
+
+def some_records(count: int, *, vocab: int = 500, longest: int = 30) -> list[Record]:
+    chance = random.Random(count)
+    found = []
+    for _ in range(count):
+        ids = [chance.randrange(vocab) for _ in range(chance.randint(2, longest))]
+        found.append((ids, [chance.random() < 0.5 for _ in ids]))
+    return found
+
+
+def write(
+    path: Path, rows: list[Record], *, kind: str = "chats", tokens_per_shard: int = 10**6, vocab: int = 500
+) -> dict[str, Any]:
+    writer = ShardWriter(path, kind=kind, vocab_size=vocab, tokenizer="t" * 64, tokens_per_shard=tokens_per_shard)
+    for ids, live in rows:
+        writer.add(ids, live if kind == "chats" else (), text_bytes=2 * len(ids))
+    return writer.close()
+
+
+@pytest.fixture(params=[(10**6, 2048), (10**6, 3), (100, 2048), (100, 3), (1, 2048)], ids=str)
+def layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Tokens of a shard, with as many rows of a record batch: one or many of each."""
+    tokens_per_shard, rows_per_batch = request.param
+    monkeypatch.setattr(shards, "ROWS_PER_BATCH", rows_per_batch)
+    return int(tokens_per_shard)
+
+
+@pytest.mark.parametrize("kind", ["documents", "chats"])
+def test_records_come_back_as_they_went_in_however_they_are_cut(tmp_path: Path, layout: int, kind: str) -> None:
+    rows = some_records(50)
+    write(tmp_path, rows, kind=kind, tokens_per_shard=layout)
+    found = ShardSet(tmp_path)
+    assert len(found) == 50
+    for number, (ids, live) in enumerate(rows):
+        stored, mask = found.row(number)
+        assert stored.tolist() == ids
+        assert (None if mask is None else mask.tolist()) == (None if kind == "documents" else live)
+    assert found.lengths.tolist() == [len(ids) for ids, _ in rows]
+    assert found.starts.tolist() == [0, *accumulate(len(ids) for ids, _ in rows)]
+
+
+def test_the_stream_is_all_tokens_one_after_the_other(tmp_path: Path, layout: int) -> None:
+    rows = some_records(40)
+    write(tmp_path, rows, tokens_per_shard=layout)
+    found, flat = ShardSet(tmp_path), [number for ids, _ in rows for number in ids]
+    chance = random.Random(1)
+    pairs = [sorted(chance.choices(range(len(flat) + 1), k=2)) for _ in range(200)]
+    for start, end in [(0, len(flat)), (5, 5), (len(flat), len(flat)), *pairs]:
+        assert found.stream(start, end).tolist() == flat[start:end]
+
+
+@pytest.mark.parametrize("kind", ["documents", "chats"])
+def test_the_index_counts_what_is_there(tmp_path: Path, layout: int, kind: str) -> None:
+    rows = some_records(30)
+    index = write(tmp_path, rows, kind=kind, tokens_per_shard=layout)
+    tokens = sum(len(ids) for ids, _ in rows)
+    live = sum(map(sum, (live for _, live in rows))) if kind == "chats" else tokens - len(rows)
+    expected = {"kind": kind, "rows": 30, "tokens": tokens, "live_tokens": live, "bytes": 2 * tokens, "vocab_size": 500}
+    assert {name: index[name] for name in expected} == expected
+    assert json.loads((tmp_path / "index.json").read_text()) == index
+    for name, whole in (("rows", 30), ("tokens", tokens)):
+        assert sum(shard[name] for shard in index["shards"]) == whole
+    assert {shard["file"]: shard["sha256"] for shard in index["shards"]} == {
+        path.name: sha256_file(path) for path in tmp_path.glob("*.arrow")
+    }
+    assert all(shard["tokens"] < layout + 30 for shard in index["shards"])
+
+
+@pytest.mark.parametrize(("vocab", "dtype"), [(500, pa.uint16()), (65536, pa.uint16()), (65537, pa.uint32())])
+def test_a_shard_opens_with_arrow_alone_and_holds_the_smallest_type_that_fits(
+    tmp_path: Path, vocab: int, dtype: pa.DataType
+) -> None:
+    rows = [([0, vocab - 1], [False, True]), ([1, 2, 3], [True, False, True])]
+    index = write(tmp_path, rows, vocab=vocab)
+    table = pa.ipc.open_file(tmp_path / index["shards"][0]["file"]).read_all()
+    assert table.schema.field("tokens").type == pa.large_list(dtype)
+    assert table.to_pydict() == {"tokens": [ids for ids, _ in rows], "live": [[0, 1], [1, 0, 1]]}
+
+
+def test_the_same_records_give_the_same_files(tmp_path: Path) -> None:
+    one, two = (write(tmp_path / name, some_records(30), tokens_per_shard=100) for name in ("1", "2"))
+    assert one == two
+    assert len(one["shards"]) > 2
+
+
+def test_shards_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
+    write(tmp_path, some_records(3))
+    assert len(ShardSet(tmp_path, "t" * 64)) == 3
+    with pytest.raises(ArtifactError, match=r"made with the tokenizer tttttttttttt, not with uuuuuuuuuuuu"):
+        ShardSet(tmp_path, "u" * 64)
+
+
+def test_a_folder_without_a_whole_index_holds_no_shards(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match=r"index\.json is missing"):
+        ShardSet(tmp_path)
+    write(tmp_path, some_records(3))
+    (tmp_path / "index.json").write_text("{")
+    with pytest.raises(ArtifactError, match=r"index\.json is missing or damaged"):
+        ShardSet(tmp_path)
+
+
+def test_a_set_without_records_is_empty_and_not_broken(tmp_path: Path) -> None:
+    index = write(tmp_path, [])
+    found = ShardSet(tmp_path)
+    assert (len(found), index["rows"], index["shards"]) == (0, 0, [])
+    assert found.stream(0, 0).tolist() == []
+
+
+def test_records_are_views_of_the_mapped_file(tmp_path: Path) -> None:
+    write(tmp_path, some_records(10))
+    found = ShardSet(tmp_path)
+    first, second = found.row(0)[0], found.row(1)[0]
+    assert not first.flags.owndata
+    assert first.__array_interface__["data"][0] + first.nbytes == second.__array_interface__["data"][0]
+    assert not first.flags.writeable
+    assert first.dtype == np.uint16
