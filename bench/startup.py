@@ -2,7 +2,7 @@
 
     .venv/bin/python bench/startup.py            after `make run`, in the same directory
 
-Interleaved rounds, medians. A bare `python -c pass` of the same interpreter stands beside them, so that the machine can be judged.
+Interleaved rounds, medians. A bare `python -c pass` of the same interpreter stands beside them, to judge the machine by.
 """
 
 from __future__ import annotations

@@ -10,7 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-ENGLISH = "the a of to and in that it is was for on are as with his they at be this from have or by one had not but what".split()
+ENGLISH = """
+    the a of to and in that it is was for on are as with his they at be this from have or by one had not but what
+""".split()
 CHINESE = "天地人山水日月风花雪夜春江明年大中国学生看见小红白马东西南北"
 
 # Small enough that a training stage is mostly its imports; 40 steps, so that there is a middle to be killed in.
@@ -36,6 +38,10 @@ class Cli:
             self.environment.pop(name, None)
 
     @property
+    def _where(self) -> dict[str, Any]:
+        return {"env": self.environment, "cwd": self.data, "text": True}
+
+    @property
     def settings(self) -> list[str]:
         names = {"pretrain": "docs*.jsonl", "sft": "chats.jsonl", "lora": "domain.jsonl"}
         return ["-c", str(self.data / "tiny.yaml"), *(f"data.{name}={self.data / file}" for name, file in names.items())]
@@ -49,16 +55,19 @@ class Cli:
 
     def __call__(self, *arguments: str, code: int = 0, settings: bool = True) -> str:
         """Run to the end; the exit code must be `code`. Returns standard output and error together."""
-        done = subprocess.run(
-            self.command(*arguments, settings=settings), env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            text=True, timeout=300, cwd=self.data,
-        )  # fmt: skip
+        command = self.command(*arguments, settings=settings)
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300, **self._where)
         assert done.returncode == code, f"exit code {done.returncode}, not {code}:\n{done.stdout}"
         return done.stdout
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            self.command(*arguments), env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=self.data
+            self.command(*arguments),
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=self.data,
         )
 
     def plan(self, *overrides: str) -> dict[str, dict[str, Any]]:

@@ -16,8 +16,9 @@ from typer.testing import CliRunner
 
 from ttrain import config
 from ttrain.cli import app
-from ttrain.config import Settings, flatten, known_keys, load
+from ttrain.config import Settings, flatten
 from ttrain.errors import UsageError
+from ttrain.loading import known_keys, load
 
 ROOT = Path(__file__).parents[1]
 KEY, VARIABLE = "sft.optim.lr", "TTRAIN__SFT__OPTIM__LR"

@@ -301,13 +301,17 @@ def test_a_broken_archive_never_ends_in_anything_but_a_data_error(tmp_path: Path
         assert_adds_up(tally, kept)
 
 
-@pytest.mark.parametrize("path", sorted(HOSTILE.glob("[0-5]*.jsonl*")), ids=lambda path: path.name)
-def test_hostile_files_add_up_or_are_refused_by_name(path: Path) -> None:
-    for parse in (document_parser("text"), parse_conversation):
-        tally = Tally()
-        try:
-            kept = len(list(read([str(path)], parse, tally, 64 << 20)))
-        except DataError as error:
-            assert path.name in str(error)
-            continue
-        assert_adds_up(tally, kept)
+HOSTILE_FILES = sorted(HOSTILE.glob("[0-5]*.jsonl*"))
+
+if HOSTILE_FILES:  # a collection beside some checkouts; where it is missing there is nothing to skip
+
+    @pytest.mark.parametrize("path", HOSTILE_FILES, ids=lambda path: path.name)
+    def test_hostile_files_add_up_or_are_refused_by_name(path: Path) -> None:
+        for parse in (document_parser("text"), parse_conversation):
+            tally = Tally()
+            try:
+                kept = len(list(read([str(path)], parse, tally, 64 << 20)))
+            except DataError as error:
+                assert path.name in str(error)
+                continue
+            assert_adds_up(tally, kept)

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
-from ttrain.config import Settings, configs_directory, flatten, load, profile_names
+from ttrain.config import Settings, flatten
+from ttrain.loading import configs_directory, load, profile_names
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("flows", "tasks", "ttrain")

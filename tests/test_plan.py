@@ -13,9 +13,10 @@ import pytest
 
 from flows.full import full
 from ttrain import digests
-from ttrain.config import Settings, load
+from ttrain.config import Settings
 from ttrain.digests import canonical_json
 from ttrain.errors import UsageError
+from ttrain.loading import load
 from ttrain.plan import Planned, is_all_cached, plan, plan_stage
 from ttrain.report import plan_json
 from ttrain.stages import PRETRAIN, SFT, STAGES, Stage

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -285,6 +286,42 @@ def test_weights_in_memory_are_those_of_the_last_checkpoint(tmp_path: Path) -> N
     last = checkpoint.read(tmp_path / "checkpoints" / "step-00000020")
     assert same(last.weights, trainer.weights.state())
     assert all(tensor.dtype == torch.float32 for tensor in {**last.weights, **last.optimizer}.values())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_checkpoint_shows_the_step_it_was_taken_at_however_slow_the_writer(tmp_path: Path, precision: str) -> None:
+    """One writer is waited for at once; the other one begins to write when training is two steps on."""
+    config = settings_of_training(tokens=14 * 96, precision=precision)
+    moved_on = threading.Event()
+
+    class Waits(Callback):
+        def saved(self, step: int) -> None:
+            prompt.checkpoints.wait()  # type: ignore[union-attr]
+
+    class Tells(Callback):
+        def log(self, record: LogRecord) -> None:
+            if record.step == 12:
+                moved_on.set()
+
+    def late() -> dict[str, bytes]:
+        assert moved_on.wait(60)
+        return {}
+
+    cadence = Cadence(log=4, checkpoint=10)
+    prompt = make_trainer(
+        config, tiny_model(), NumberedRows(52), directory=tmp_path / "prompt", callbacks=[Waits()], cadence=cadence
+    )
+    slow = make_trainer(
+        config, tiny_model(), NumberedRows(52), directory=tmp_path / "slow", callbacks=[Tells()], cadence=cadence
+    )
+    slow.checkpoints._files = late  # type: ignore[union-attr]
+    for trainer in (prompt, slow):
+        trainer.fit()
+    wanted, found = (checkpoint.read(tmp_path / name / "step-00000010") for name in ("prompt", "slow"))
+    assert wanted.state["window"]["steps"] == 2
+    assert found.state == wanted.state
+    assert same(found.weights, wanted.weights)
+    assert same(found.optimizer, wanted.optimizer)
 
 
 def test_checkpoints_of_another_model_are_refused_by_name(tmp_path: Path) -> None:

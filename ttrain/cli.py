@@ -13,7 +13,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ttrain.config import Loaded
+    from ttrain.loading import Loaded
     from ttrain.plan import Planned
     from ttrain.store import Store
 
@@ -286,7 +286,7 @@ def _plan(
 
 
 def _load(overrides: list[str] | None, config: list[Path] | None, profile: list[str] | None) -> Loaded:
-    from ttrain.config import load
+    from ttrain.loading import load
 
     return load(overrides or (), files=config or (), profiles=profile or ())
 

@@ -19,7 +19,20 @@ PACKAGE_DIRECTORY = Path(__file__).parent
 NOT_SHAPING = frozenset(
     f"{PACKAGE}.{name}"
     for name in (
-        *("config", "errors", "digests", "store", "plan", "runs", "execute", "launch", "worker", "tracking", "report"),
+        *(
+            "config",
+            "loading",
+            "errors",
+            "digests",
+            "store",
+            "plan",
+            "runs",
+            "execute",
+            "launch",
+            "worker",
+            "tracking",
+            "report",
+        ),
         *("progress", "cli", "train.callbacks"),
     )
 )

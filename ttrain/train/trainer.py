@@ -246,11 +246,11 @@ class Trainer:
             return
         state: dict[str, Any] = {
             "steps": self.steps,
-            "window": vars(self.window),
+            "window": dict(vars(self.window)),
             "live_tokens": self.live_tokens,
             "skipped": self.skipped,
             "last_loss": self.last_loss,
-            "loss_scale": vars(self.loss_scale),
+            "loss_scale": dict(vars(self.loss_scale)),
             "world": self.ranks.world,
             "precision": self.precision.word,
         }
