@@ -10,9 +10,25 @@ import sys
 from pathlib import Path
 from typing import Any
 
-ENGLISH = """
-    the a of to and in that it is was for on are as with his they at be this from have or by one had not but what
-""".split()
+ENGLISH = [
+    "the",
+    "a",
+    "of",
+    "to",
+    "and",
+    "in",
+    "that",
+    "it",
+    "was",
+    "for",
+    "on",
+    "with",
+    "his",
+    "they",
+    "at",
+    "from",
+    "what",
+]
 CHINESE = "天地人山水日月风花雪夜春江明年大中国学生看见小红白马东西南北"
 
 # Small enough that a training stage is mostly its imports; 40 steps, so that there is a middle to be killed in.

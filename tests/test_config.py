@@ -14,7 +14,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 from typer.testing import CliRunner
 
-from ttrain import config
+from ttrain import loading
 from ttrain.cli import app
 from ttrain.config import Settings, flatten
 from ttrain.errors import UsageError
@@ -31,7 +31,7 @@ def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     directory = tmp_path / "configs" / "profiles"
     directory.mkdir(parents=True)
     (directory / "mine.yaml").write_text(f"sft: {{optim: {{lr: {LAYERS['profile']}}}}}\n")
-    monkeypatch.setattr(config, "configs_directory", lambda: tmp_path / "configs")
+    monkeypatch.setattr(loading, "configs_directory", lambda: tmp_path / "configs")
     return "mine"
 
 
@@ -97,7 +97,7 @@ def test_an_unknown_key_names_its_nearest_neighbour_and_its_layer(tmp_path: Path
     path = settings_file(tmp_path, "sft: {epoch: 2}")
     (tmp_path / "profiles").mkdir()
     (tmp_path / "profiles" / "bad.yaml").write_text("runtime: {device_: cpu}")
-    monkeypatch.setattr(config, "configs_directory", lambda: tmp_path)
+    monkeypatch.setattr(loading, "configs_directory", lambda: tmp_path)
     said = {
         "command line": refused("pretrain.optm.lr=1"),
         str(path): refused(files=[path]),

@@ -148,7 +148,7 @@ def _clear_other_budget(tree: dict[str, Any], sources: dict[str, str], key: str,
     if name not in BUDGETS or tree[stage].get(name) is None:
         return
     other = BUDGETS[name]
-    if tree[stage].get(other) is not None and sources.get(f"{stage}.{other}") != origin:
+    if sources.get(f"{stage}.{other}") != origin:
         tree[stage][other] = None
         sources[f"{stage}.{other}"] = f"{key} is set"
 

@@ -60,9 +60,8 @@ def test_a_run_killed_in_pretraining_continues_to_the_same_weights(fresh: Any, f
     assert result["resumed_from_step"] > 0 and result["steps"] == 120
     assert "continues its unfinished work" in said
     stages = {stage["name"]: stage for stage in fresh.runs()[0]["stages"]}
-    assert (
-        stages["pretrain"]["resumed_from_step"] == result["resumed_from_step"] and stages["tokenizer"]["outcome"] == "cached"
-    )
+    assert stages["pretrain"]["resumed_from_step"] == result["resumed_from_step"]
+    assert stages["tokenizer"]["outcome"] == "cached"
 
     finished("stage", "run", "pretrain", *PRETRAIN_ONLY[3:], "runtime.checkpoint_every_steps=7")
     assert weights(fresh, *PRETRAIN_ONLY[3:]) == weights(finished, *PRETRAIN_ONLY[3:])
@@ -76,12 +75,8 @@ def check_tracking(cli: Any) -> None:
     assert states == ["Crashed", "Completed"]
     with sqlite3.connect(cli.home / "mlflow" / "mlflow.db") as mlflow:
         [(run, status)] = mlflow.execute("select run_uuid, status from runs where name = 'pretrain'").fetchall()
-        steps = [
-            s
-            for (s,) in mlflow.execute(
-                f"select step from metrics where run_uuid = '{run}' and key = 'grad_norm' order by step"
-            )
-        ]
+        query = f"select step from metrics where run_uuid = '{run}' and key = 'grad_norm' order by step"
+        steps = [step for (step,) in mlflow.execute(query)]
     assert status == "FINISHED" and steps == list(range(5, 121, 5))
 
 
@@ -100,15 +95,12 @@ def test_a_signal_saves_the_state_and_tells_everyone(fresh: Any, signum: int, co
     with sqlite3.connect(fresh.home / "prefect" / "prefect.db") as prefect:
         assert prefect.execute("select state_name from flow_run").fetchall() == [("Cancelled",)]
     with sqlite3.connect(fresh.home / "mlflow" / "mlflow.db") as mlflow:
-        found = dict(
-            mlflow.execute("select name, status from runs where name = 'pretrain' or name like 'full-%'").fetchall()
-        )
+        query = "select name, status from runs where name = 'pretrain' or name like 'full-%'"
+        found = dict(mlflow.execute(query).fetchall())
     assert set(found.values()) == {"KILLED"} and len(found) == 2
-    newest = max(int(path.name.removeprefix("step-")) for path in checkpoints(fresh.home))
-    state = json.loads(
-        (next(p for p in checkpoints(fresh.home) if p.name == f"step-{newest:08d}") / "state.json").read_bytes()
-    )
-    assert 0 < newest < 120 and state["step"] == newest
+    newest = max(checkpoints(fresh.home))
+    state = json.loads((newest / "state.json").read_bytes())
+    assert 0 < state["step"] < 120 and newest.name == f"step-{state['step']:08d}"
 
 
 def test_two_runs_at_once_build_each_stage_once(fresh: Any) -> None:

@@ -98,9 +98,8 @@ def test_mlflow_holds_one_parent_with_a_child_per_stage(finished: Any) -> None:
     recorded = finished.runs()[-1]["metrics"]
     assert {name: measured[name] for name in recorded} == pytest.approx(recorded)
     [pretrain] = [child for child in parents if runs[child] == "pretrain"]
-    steps = [
-        step for (step,) in rows(database, f"select step from metrics where run_uuid = '{pretrain}' and key = 'grad_norm'")
-    ]
+    curve = f"select step from metrics where run_uuid = '{pretrain}' and key = 'grad_norm'"
+    steps = [step for (step,) in rows(database, curve)]
     assert sorted(steps) == [5, 10, 15, 20, 25, 30, 35, 40]
     params = dict(rows(database, f"select key, value from params where run_uuid = '{parent}'"))
     assert params["pretrain.tokens"] == "20480" and params["sft.optim.lr"] == "0.001"
@@ -119,14 +118,8 @@ def test_the_second_run_is_cached_and_starts_nothing(finished: Any) -> None:
         "try: main()\nexcept SystemExit as end: assert not end.code\n"
         "print('loaded:', sorted({'torch', 'prefect', 'mlflow', 'transformers', 'pyarrow'} & set(sys.modules)))"
     )
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", script],
-        env=finished.environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=finished.data,
-    )
+    command = [sys.executable, "-P", "-c", script]
+    done = subprocess.run(command, env=finished.environment, cwd=finished.data, capture_output=True, text=True, timeout=60)
     assert "everything is cached" in done.stdout and first["run"] in done.stdout, done.stdout + done.stderr
     assert "loaded: []" in done.stdout
     assert rows(database, "select count(*) from runs") == before
@@ -178,12 +171,8 @@ def test_a_failed_stage_keeps_the_earlier_ones_and_the_cure_continues(copy_of: C
     chats.write_text(good.replace("Say", "Tell"), encoding="utf-8")
     cli("pipeline", "run", "full")
     outcomes = {stage["name"]: stage["outcome"] for stage in cli.runs()[0]["stages"]}
-    assert [name for name, outcome in outcomes.items() if outcome == "completed"] == [
-        "shards-sft",
-        "sft",
-        "lora",
-        "evaluate",
-    ]
+    built = [name for name, outcome in outcomes.items() if outcome == "completed"]
+    assert built == ["shards-sft", "sft", "lora", "evaluate"]
 
 
 def test_rerun_builds_a_stage_and_what_follows_again_and_compares(copy_of: CliFactory) -> None:
