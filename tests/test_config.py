@@ -309,3 +309,10 @@ def test_debug_shows_the_traceback(tmp_path: Path) -> None:
     assert done.returncode != 0
     assert "Traceback" in done.stderr
     assert "UsageError" in done.stderr
+
+
+def test_a_stronger_layer_s_budget_takes_a_weaker_one_s_away(tmp_path: Path) -> None:
+    (tmp_path / "weak.yaml").write_text("sft: {epochs: 3}\nlora:\n")
+    loaded = load(["sft.tokens=5000"], files=[tmp_path / "weak.yaml"], environment={})
+    assert (loaded.settings.sft.tokens, loaded.settings.sft.epochs) == (5000, None)
+    assert loaded.settings.lora == load(environment={}).settings.lora, "a section of which nothing is said keeps its defaults"
