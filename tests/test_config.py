@@ -315,4 +315,6 @@ def test_a_stronger_layer_s_budget_takes_a_weaker_one_s_away(tmp_path: Path) -> 
     (tmp_path / "weak.yaml").write_text("sft: {epochs: 3}\nlora:\n")
     loaded = load(["sft.tokens=5000"], files=[tmp_path / "weak.yaml"], environment={})
     assert (loaded.settings.sft.tokens, loaded.settings.sft.epochs) == (5000, None)
-    assert loaded.settings.lora == load(environment={}).settings.lora, "a section of which nothing is said keeps its defaults"
+    assert loaded.settings.lora == load(environment={}).settings.lora, (
+        "a section of which nothing is said keeps its defaults"
+    )

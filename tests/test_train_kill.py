@@ -27,7 +27,7 @@ from ttrain.stages import PRETRAIN, pretrain
 from ttrain.store import Artifact
 from ttrain.train import checkpoint
 
-STEPS = 260
+STEPS = 400
 WEIGHTS = Path("model") / "model.safetensors"
 LAUNCHER = """
 import pickle, sys
@@ -95,7 +95,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
         [sys.executable, "-c", LAUNCHER, str(root / "job")], env=environment, stdout=subprocess.PIPE, text=True
     )
     assert launcher.stdout is not None
-    at, lines_of_orphan = dice.randint(1, 30), []
+    at, lines_of_orphan = dice.randint(1, 20), []
     for line in launcher.stdout:
         lines_of_orphan.append(line)
         if step_of(line) >= at:
@@ -109,7 +109,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
     after_orphan = whole_steps(work)
 
     # 2. the worker is killed
-    at = after_orphan[-1] + dice.randint(1, 30)
+    at = after_orphan[-1] + dice.randint(1, 20)
 
     def kill(line: str) -> None:
         if step_of(line) >= at:
@@ -125,7 +125,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
 
     # 3. it is asked to stop
     stopper = Watcher()
-    at_stop = after_kill[-1] + dice.randint(1, 30)
+    at_stop = after_kill[-1] + dice.randint(1, 20)
     stopper.act = lambda line: stopper.stop() if step_of(line) >= at_stop else None
     with pytest.raises(Interrupted) as stopped:
         launch.build(PRETRAIN, settings, home.store, inputs, stopper)

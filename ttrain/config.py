@@ -103,7 +103,9 @@ class Model(Section):
     tie_embeddings: bool = True
     rope_theta: float = Field(10_000.0, gt=0)
     init_std: float = Field(0.02, gt=0)
-    dropout: float = Field(0.0, ge=0, lt=1, description="on attention weights")
+    dropout: float = Field(
+        0.0, ge=0, lt=1, description="on attention weights; its masks also depend on runtime.rows_per_device"
+    )
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Model:

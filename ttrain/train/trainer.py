@@ -169,10 +169,11 @@ class Trainer:
         if live_sum == 0:
             raise TTrainError(f"step {step + 1} has no token to learn from; every label of its rows is masked")
         norm = self._apply(step, live_sum, total_sum)
-        self.window.loss += total_sum
-        self.window.live_tokens += live_sum
-        self.window.grad_norm += norm
-        self.window.steps += 1
+        if math.isfinite(norm) and math.isfinite(total_sum):  # else fp16 skipped the step, and it counts as skipped only
+            self.window.loss += total_sum
+            self.window.live_tokens += live_sum
+            self.window.grad_norm += norm
+            self.window.steps += 1
         self.live_tokens += int(live_sum)
         if self._due(self.cadence.log, step + 1) or step + 1 == self.steps:
             self._log_window(step + 1, time.monotonic() - began)
@@ -218,9 +219,13 @@ class Trainer:
 
     def _log_window(self, step: int, step_seconds: float) -> None:
         window, self.window = self.window, Window()
-        self.last_loss = window.loss / window.live_tokens
-        rates = {f"lr_{name}": rate for name, rate in self.optimizers.learning_rates().items()}
-        metrics = {"loss": self.last_loss, "grad_norm": window.grad_norm / window.steps, **rates}
+        metrics: dict[str, float] = {}
+        if window.steps:
+            self.last_loss = window.loss / window.live_tokens
+            metrics = {"loss": self.last_loss, "grad_norm": window.grad_norm / window.steps}
+        metrics |= {f"lr_{name}": rate for name, rate in self.optimizers.learning_rates().items()}
+        if self.loss_scale.enabled:
+            metrics |= {"skipped_steps": self.skipped, "loss_scale": self.loss_scale.scale}
         metrics["step_seconds"] = step_seconds
         metrics["tokens_per_second"] = self.task.config.tokens_per_step / max(step_seconds, 1e-9)
         self._log(step, metrics)
