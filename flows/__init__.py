@@ -1,4 +1,4 @@
-"""The recipes, and all that needs Prefect to run them: the engine, servers."""
+"""The recipes and what runs them: the engine, Prefect, servers."""
 
 from __future__ import annotations
 

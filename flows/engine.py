@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from rich.console import Console
@@ -13,7 +15,7 @@ from flows import recipe
 from ttrain import report
 from ttrain.config import Settings
 from ttrain.display import Display
-from ttrain.errors import Interrupted, TTrainError, UsageError
+from ttrain.errors import Interrupted, UsageError
 from ttrain.execute import Execution
 from ttrain.plan import Planned
 from ttrain.stages import Stage
@@ -32,9 +34,11 @@ def run_pipeline(
     extend: bool,
 ) -> None:
     """Run what the plan says, then print the evaluation and what to do next. Raises what the first failed stage raised."""
-    display = Display(console)
     names = [planned.stage.name for planned in stages]
     outcome, error = "failed", None
+    for number in (signal.SIGINT, signal.SIGTERM):  # until the execution takes them over
+        signal.signal(number, _interrupt)
+    display = Display(console)
     try:
         if engine == "prefect":
             from flows import orchestrate
@@ -59,6 +63,10 @@ def run_pipeline(
             _closing_words(execution, outcome, console)
     finally:
         display.close()
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    raise Interrupted("interrupted before a stage began", signum)
 
 
 def run_plain(execution: Execution, recipe_of: Any) -> None:
@@ -148,6 +156,3 @@ def _relative(path: Path) -> str:
         return str(path.relative_to(Path.cwd()))
     except ValueError:
         return str(path)
-
-
-__all__ = ["TTrainError", "run_one_stage", "run_pipeline", "run_plain"]

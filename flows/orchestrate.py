@@ -11,7 +11,7 @@ from typing import Any
 
 from flows import servers
 from ttrain import report, runs
-from ttrain.errors import Interrupted, TTrainError
+from ttrain.errors import Interrupted, TTrainError, UsageError
 from ttrain.execute import Execution
 from ttrain.plan import Recipe
 from ttrain.stages import Stage
@@ -22,6 +22,9 @@ SIDE_BY_SIDE = 4  # the widest place of a recipe, and one to spare
 
 def begin(home: Path) -> Callable[[], None]:
     """Choose the server, and start one where there is none, before Prefect is imported; returns what waits for it."""
+    named = os.environ.get("PREFECT_API_URL")
+    if named and not servers.answers(named):
+        raise UsageError(f"PREFECT_API_URL is {named} but no Prefect server answers there; start it, or unset the variable")
     os.environ.update(servers.prefect_environment(home))
     # The API gets these logs, the terminal does not: the user sees ttrain's own progress.
     for name in ("prefect.flow_runs", "prefect.task_runs"):

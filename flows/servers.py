@@ -15,6 +15,7 @@ import signal
 import subprocess
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -60,6 +61,17 @@ def prefect_environment(home: Path) -> dict[str, str]:
         wanted["PREFECT_SERVER_EPHEMERAL_ENABLED"] = "true"
         wanted["PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS"] = "120"
     return _unset(wanted) | _without_proxy()
+
+
+def answers(api_url: str) -> bool:
+    """Whether a Prefect server is behind that address; it may be busy, so it gets ten seconds."""
+    try:
+        with urllib.request.urlopen(f"{api_url.rstrip('/')}/health", timeout=10):
+            return True
+    except urllib.error.HTTPError:
+        return True  # something is there; it may want a key, which Prefect knows
+    except (OSError, ValueError):
+        return False
 
 
 def own_server(home: Path) -> Callable[[], None]:

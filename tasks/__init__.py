@@ -1,1 +1,1 @@
-"""Prefect tasks: one generic stage task, one thin name per stage."""
+"""Prefect tasks: the generic task of a stage."""

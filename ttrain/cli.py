@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,13 +29,21 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Raw JSONL to a tokenizer, shards, a pretrained model, an SFT model, a LoRA adapter and an evaluation.\n\n"
-    "Begin with: [bold]ttrain pipeline run full[/]",
+    help="Raw JSONL to a tokenizer, shards, a pretrained model, an SFT model, a LoRA adapter and an evaluation.",
+    epilog="Begin with:  ttrain pipeline run full\n\nThen:  ttrain pipeline plan full sft.optim.lr=2e-4",
 )
-pipeline_app = typer.Typer(no_args_is_help=True, help="Plan, run, rerun and list whole pipelines.")
-stage_app = typer.Typer(no_args_is_help=True, help="Run one stage alone.")
-artifacts_app = typer.Typer(no_args_is_help=True, help="Find what the stages left behind.")
-config_app = typer.Typer(no_args_is_help=True, help="Show the settings and where each value comes from.")
+pipeline_app = typer.Typer(
+    no_args_is_help=True, help="Plan, run, rerun and list whole pipelines.", epilog="Example:  ttrain pipeline run full"
+)
+stage_app = typer.Typer(no_args_is_help=True, help="Run one stage alone.", epilog="Example:  ttrain stage run sft")
+artifacts_app = typer.Typer(
+    no_args_is_help=True, help="Find what the stages left behind.", epilog="Example:  ttrain artifacts path sft"
+)
+config_app = typer.Typer(
+    no_args_is_help=True,
+    help="Show the settings and where each value comes from.",
+    epilog="Example:  ttrain config show --profile small",
+)
 app.add_typer(pipeline_app, name="pipeline")
 app.add_typer(stage_app, name="stage")
 app.add_typer(artifacts_app, name="artifacts")
@@ -41,7 +51,7 @@ app.add_typer(config_app, name="config")
 
 Overrides = Annotated[list[str] | None, typer.Argument(help=SETTINGS_HELP, metavar="[KEY=VALUE]...", show_default=False)]
 Files = Annotated[list[Path] | None, typer.Option("--config", "-c", help="YAML file with settings; several may be given")]
-Profiles = Annotated[list[str] | None, typer.Option("--profile", help="named settings: tiny, small, medium")]
+Profiles = Annotated[list[str] | None, typer.Option("--profile", help="named settings that ship with ttrain, such as small")]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON for scripts")]
 Pipeline = Annotated[str, typer.Argument(help=PIPELINE_HELP)]
 Extend = Annotated[bool, typer.Option("--extend", help="a larger training budget starts from a shorter run's checkpoint")]
@@ -154,7 +164,9 @@ def stage_run(
 ) -> None:
     """Run one stage alone, without Prefect."""
     from flows.engine import run_one_stage
+    from ttrain.store import usable_home
 
+    usable_home()
     loaded = _load(overrides, config, profile)
     store, stages = _plan("full", loaded, extend=extend)
     run_one_stage(stage, loaded.settings, store, stages, _console(), force=force, extend=extend)
@@ -189,7 +201,7 @@ def config_show(
         print(f"{key}: {json.dumps(value, ensure_ascii=False)}  # {loaded.sources.get(key, 'default')}")
 
 
-@config_app.command("schema")
+@config_app.command("schema", epilog="Example:  ttrain config schema > ttrain.schema.json")
 def config_schema() -> None:
     """Print the JSON schema of the settings, for editors."""
     from ttrain.config import Settings
@@ -206,11 +218,11 @@ def up(
     from flows import servers
     from ttrain import store
 
-    found = servers.up(store.home(), prefect_port=prefect_port, mlflow_port=mlflow_port)
+    found = servers.up(store.usable_home(), prefect_port=prefect_port, mlflow_port=mlflow_port)
     print(f"Prefect  {found.prefect_url}\nMLflow   {found.mlflow_url}\nstop them with: ttrain down")
 
 
-@app.command("down")
+@app.command("down", epilog="Example:  ttrain down")
 def down() -> None:
     """Stop the servers that `ttrain up` started."""
     from flows import servers
@@ -224,13 +236,20 @@ def main(arguments: list[str] | None = None) -> None:
     """Entry point; turns ttrain's errors into a message and an exit code."""
     from ttrain.errors import TTrainError
 
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if "--debug" in arguments:  # wherever it stands
+        arguments = ["--debug", *(word for word in arguments if word != "--debug")]
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal that lacks a character gets a question mark, not the run's end
+            stream.reconfigure(errors="replace")
     try:
         app(arguments)
-    except TTrainError as error:
+    except (TTrainError, OSError) as error:
         if os.environ.get("TTRAIN_DEBUG"):
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+            traceback.print_exc()
+        elif not getattr(error, "shown", False):
+            print(f"error: {error}", file=sys.stderr)
+        sys.exit(getattr(error, "exit_code", 2))
 
 
 def _run(
@@ -247,6 +266,7 @@ def _run(
     from ttrain import report
     from ttrain.errors import UsageError
     from ttrain.plan import is_all_cached
+    from ttrain.store import usable_home
 
     if engine not in ("prefect", "none"):
         raise UsageError(f"--engine is '{engine}' but must be prefect or none")
@@ -257,6 +277,7 @@ def _run(
         _say_cached(pipeline, loaded, store, stages, console)
         return
     _table(console, ("stage", "state", "key", "why"), report.plan_rows(stages))
+    usable_home()
     from flows.engine import run_pipeline
 
     run_pipeline(pipeline, loaded.settings, store, stages, console, engine=engine, force=force, extend=extend)

@@ -8,6 +8,7 @@ Defaults are the quickstart: a model of 1 M parameters that learns in about a mi
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -22,7 +23,11 @@ class Section(BaseModel):
 
 
 def _as_tuple(value: object) -> object:
-    """One path or a comma-separated list of them is as good as a list."""
+    """One path or a comma-separated list of them is as good as a list; a file whose name has a comma is one path."""
+    if value is None:
+        return ()
+    if isinstance(value, str) and Path(value).expanduser().exists():
+        return (value,)
     if isinstance(value, str):
         return tuple(part.strip() for part in value.split(",") if part.strip())
     return value

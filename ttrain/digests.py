@@ -57,7 +57,7 @@ def sha256_file(path: Path) -> str:
 
 
 class DigestCache:
-    """Digests of files and modules, remembered by path, size, mtime and inode, so that a hit costs a stat."""
+    """Digests of files and modules, remembered by path, size, mtime, ctime and inode, so that a hit costs a stat."""
 
     # A file that changed within the clock's granularity may change again under the same mtime: do not remember it yet.
     RACY_SECONDS = 2.0
@@ -95,11 +95,11 @@ class DigestCache:
 
     def _remembered(self, kind: str, path: Path, compute: Any) -> Any:
         stat = path.stat()
-        stamp = [stat.st_size, stat.st_mtime_ns, stat.st_ino]
+        stamp = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
         name = f"{kind}:{path.absolute()}"
         entry = self._entries.get(name)
-        if entry and entry[:3] == stamp:
-            return entry[3]
+        if entry and entry[:-1] == stamp:
+            return entry[-1]
         value = compute(path)
         if time.time() - stat.st_mtime > self.RACY_SECONDS:
             self._entries[name] = [*stamp, value]

@@ -19,6 +19,7 @@ class TTrainError(Exception):
     """Base of all; `str(error)` is meant for the user."""
 
     exit_code = 1
+    shown = False  # whether the user has read the message already
 
 
 class UsageError(TTrainError):

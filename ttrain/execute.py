@@ -10,7 +10,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ttrain import digests, launch, report, tracking
+from ttrain import digests, launch, report, runs, tracking
 from ttrain.config import Settings, flatten
 from ttrain.display import Display
 from ttrain.errors import Interrupted, TTrainError
@@ -55,6 +55,9 @@ class Execution:
             if settings.tracking.enabled
             else tracking.NullStore()
         )
+        for crashed in runs.settle(store.root):  # whose tracked run nobody could end
+            if (crashed.get("tracking") or {}).get("run_id"):
+                self._tracker.end_run(crashed["tracking"]["run_id"], "KILLED")
         params = {**dict(flatten(settings.model_dump(mode="json"))), "run": self.record.run}
         self._parent = self._tracker.start_run(
             self.record.run, run_id=None, parent_run_id=None, tags={"ttrain.pipeline": pipeline}, params=params
@@ -208,6 +211,8 @@ class _Watcher:
         outcome = "interrupted" if interrupted else "failed"
         self._execution.record.stage(self._stage.name, outcome=outcome, error=message)
         self._execution.display.failed(self._stage.name, message)
+        if isinstance(error, TTrainError):
+            error.shown = True
         if self._child:
             self._child.finish("KILLED" if interrupted else "FAILED")
 

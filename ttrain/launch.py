@@ -18,12 +18,14 @@ from typing import Any, Protocol
 from ttrain import __version__
 from ttrain.config import Settings
 from ttrain.errors import Interrupted, StageFailed
-from ttrain.plan import Planned, data_files, plan_stage, section_of
+from ttrain.plan import Planned, data_files, file_digests, plan_stage, section_of
 from ttrain.stages import Stage
 from ttrain.store import Artifact, Store, read_json, remove_tree, write_json
-from ttrain.worker import JOB, PROGRESS, RESULT
+from ttrain.worker import JOB, PARENT, PROGRESS, RESULT
 
 POLL_SECONDS = 0.1
+# After being told to stop: time for a step and its checkpoint, or for nothing in particular. Native code may never listen.
+GRACE_SECONDS = {True: 60.0, False: 5.0}
 RECORDED_LIBRARIES = ("torch", "transformers", "tokenizers", "peft", "pyarrow", "numpy", "safetensors")
 # glibc keeps freed memory and uses huge pages: 1.35 x the training speed of the quickstart's size, measured on two cores.
 GLIBC_TUNABLES = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=17179869184"
@@ -79,13 +81,14 @@ def build(
         if found and not forced:
             return Outcome(found, "cached", time.monotonic() - began)
         work = store.work(stage.name, planned.key)
-        with store.lock(stage.name, f"{planned.key}.process"):
+        with store.lock(stage.name, f"{planned.key}.process", waiting=lambda: observer.waiting(stage)):
             pass  # a killed run's process may live for another 0.2 s: it must be gone before its work is touched
         if forced and found:
             remove_tree(work)
         _prepare(stage, settings, inputs, planned, work)
         observer.started(stage, planned, work)
         result = _run(stage, settings, work, observer)
+        _check_inputs_did_not_change(stage, settings, store, planned)
         state, artifact = "completed", None
         manifest = _manifest(planned, inputs, settings, work, result, time.monotonic() - began)
         if forced and found:
@@ -94,6 +97,12 @@ def build(
         artifact = artifact or store.publish(stage.name, planned.key, work / "output", manifest)
         remove_tree(work)
     return Outcome(artifact, state, time.monotonic() - began)
+
+
+def _check_inputs_did_not_change(stage: Stage, settings: Settings, store: Store, planned: Planned) -> None:
+    """What was read must be what the key says; a stat per file, where nothing changed."""
+    if file_digests(stage, settings, store) != planned.ingredients["files"]:
+        raise StageFailed(f"stage {stage.name}: its input files changed while they were read; run the same command again")
 
 
 def _prepare(stage: Stage, settings: Settings, inputs: Mapping[str, Artifact], planned: Planned, work: Path) -> None:
@@ -135,11 +144,11 @@ def _run(stage: Stage, settings: Settings, work: Path, observer: Observer) -> di
             start_new_session=True,
         )
     try:
-        timed_out = _wait(process, stage, settings, work, log_path, position, observer)
+        told, timed_out = _wait(process, stage, settings, work, log_path, position, observer)
     finally:
         _end(process)
         observer.process_ended(stage)
-    return _outcome(stage, work, log_path, process.returncode, timed_out, settings)
+    return _outcome(stage, work, log_path, process.returncode, told, timed_out, settings)
 
 
 def _wait(
@@ -150,11 +159,12 @@ def _wait(
     log_path: Path,
     position: int,
     observer: Observer,
-) -> bool:
-    """Until the process ends; passes its progress and log lines on, and a stop signal to it. Whether it timed out."""
+) -> tuple[int, bool]:
+    """Until the process ends; passes its progress and log lines on, and a stop signal to it, which it returns with whether
+    time was up."""
     limit = settings.runtime.timeout_seconds
     deadline = time.monotonic() + limit if limit else None
-    told, timed_out, seen = 0, False, None
+    told, give_up, timed_out, seen = 0, 0.0, False, None
     while True:
         ended = process.poll() is not None
         position = _follow(log_path, position, stage, observer, to_the_end=ended)
@@ -163,13 +173,15 @@ def _wait(
             seen = progress
             observer.progressed(stage, progress)
         if ended:
-            return timed_out
-        signum = observer.stop_signal()
+            return told, timed_out
+        signum = told or observer.stop_signal()
         if deadline and time.monotonic() > deadline and not timed_out:
             timed_out, signum = True, signal.SIGTERM
         if signum and not told:
-            told = signum
+            told, give_up = signum, time.monotonic() + GRACE_SECONDS[stage.uses_ranks]
             process.send_signal(signal.SIGTERM)
+        if told and time.monotonic() > give_up:
+            process.kill()
         time.sleep(POLL_SECONDS)
 
 
@@ -191,7 +203,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _outcome(
-    stage: Stage, work: Path, log_path: Path, returncode: int, timed_out: bool, settings: Settings
+    stage: Stage, work: Path, log_path: Path, returncode: int, told: int, timed_out: bool, settings: Settings
 ) -> dict[str, Any]:
     outcome = read_json(work / RESULT)
     others = [found for path in sorted(work.glob("result.rank*.json")) if (found := read_json(path))]
@@ -206,7 +218,9 @@ def _outcome(
         limit = settings.runtime.timeout_seconds
         raise StageFailed(f"stage {stage.name} took longer than runtime.timeout_seconds={limit}; the next run continues it")
     if outcome and outcome["outcome"] == "interrupted":
-        raise Interrupted(f"stage {stage.name} {outcome['error']}", outcome["signal"])
+        raise Interrupted(f"stage {stage.name}: {outcome['error']}", told or outcome["signal"])
+    if told and outcome is None:
+        raise Interrupted(f"stage {stage.name} did not stop by itself and was ended", told)
     if outcome:
         where = "" if outcome["kind"] != "unexpected" else f"; the traceback is in {log_path}"
         raise StageFailed(f"stage {stage.name} failed: {outcome['error']}{where}")
@@ -225,6 +239,7 @@ def _environment(settings: Settings) -> dict[str, str]:
     environment.setdefault("TOKENIZERS_PARALLELISM", "true")
     environment.setdefault("HF_HUB_OFFLINE", "1")
     environment["PYTHONUNBUFFERED"] = "1"
+    environment[PARENT] = str(os.getpid())
     if settings.runtime.threads:
         environment["OMP_NUM_THREADS"] = str(settings.runtime.threads)
     return environment

@@ -91,7 +91,7 @@ def _layers(
 
 def _read_yaml(path: Path) -> Mapping[str, Any]:
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = yaml.load(path.read_text(encoding="utf-8"), _NoDuplicates)
     except OSError as error:
         raise UsageError(f"cannot read settings from {path}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -101,6 +101,17 @@ def _read_yaml(path: Path) -> Mapping[str, Any]:
     if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
         raise UsageError(f"{path} must hold a mapping of settings at its top level, such as 'sft: {{epochs: 2}}'")
     return tree
+
+
+class _NoDuplicates(yaml.SafeLoader):
+    """A safe loader to which a key that is given twice is an error, not the last one's win."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        for key, _ in node.value:
+            if keys.count(key.value) > 1:
+                raise yaml.constructor.ConstructorError(problem=f"'{key.value}' is given twice", problem_mark=key.start_mark)
+        return super().construct_mapping(node, deep)
 
 
 def _scalar(text: str, origin: str) -> Any:

@@ -98,7 +98,7 @@ def plan_stage(
         return Planned(stage, "cached", ("same settings, inputs and code",), key, artifact, ingredients, inputs=inputs)
     why = ("asked to run again",) if artifact else tuple(explain(stage, key, ingredients, store))
     start_from = None
-    if extend and stage.uses_ranks and not artifact:
+    if extend and stage.uses_ranks and not artifact and not own_checkpoint(stage, key, store):
         start_from, said = extension_of(stage, settings, ingredients, store)
         why = (said, *why)
     return Planned(stage, "run", why, key, artifact, ingredients, forced=forced, inputs=inputs, start_from=start_from)
@@ -111,15 +111,23 @@ def ingredients_of(stage: Stage, settings: Settings, store: Store, inputs: Mappi
         "arguments": dict(stage.arguments),
         "settings": dict(flatten(section_of(stage, settings).model_dump(mode="json"))),
         "inputs": {name: inputs[name].part(stage.inputs[name]) for name in sorted(inputs)},
-        "files": {
-            role: [{"name": Path(path).name, "sha256": store.cache.file(Path(path))} for path in paths]
-            for role, paths in data_files(stage, settings).items()
-        },
+        "files": file_digests(stage, settings, store),
         "code": code_digests(stage.module, store.cache),
     }
     if stage.uses_python:
         ingredients["python"] = platform.python_version()
     return ingredients
+
+
+def file_digests(stage: Stage, settings: Settings, store: Store) -> dict[str, list[dict[str, str]]]:
+    """Name and digest of the user's own files that the stage reads, by role. UsageError where one is unreadable."""
+    found: dict[str, list[dict[str, str]]] = {}
+    for role, paths in data_files(stage, settings).items():
+        try:
+            found[role] = [{"name": Path(path).name, "sha256": store.cache.file(Path(path))} for path in paths]
+        except OSError as error:
+            raise UsageError(f"cannot read {error.filename}, which data.{stage.dataset} names: {error.strerror}") from None
+    return found
 
 
 def key_of(ingredients: Mapping[str, Any]) -> str:
@@ -158,7 +166,10 @@ def expand(patterns: tuple[str, ...], setting: str) -> list[str]:
         else:
             matches = sorted(p for p in glob.glob(str(path), recursive=True) if Path(p).is_file())
         if not matches:
-            raise UsageError(f"{setting} is '{pattern}' but no such file is there; name a .jsonl file, a glob or a folder")
+            raise UsageError(
+                f"{setting} is '{pattern}' but no such file is there; name a .jsonl file, a glob or a folder "
+                "(commas separate several)"
+            )
         found.extend(match for match in matches if match not in found)
     return found
 
@@ -169,12 +180,18 @@ def explain(stage: Stage, key: str, ingredients: Mapping[str, Any], store: Store
     for artifact in artifacts:
         if artifact.key == key:
             return [f"its artifact is damaged: {store.damage(artifact)}"]
-    resumable = (store.work(stage.name, key) / "job.json").exists()
-    continues = ["continues its unfinished work"] if resumable else []
+    step = own_checkpoint(stage, key, store)
+    continues = [f"continues its unfinished work at step {step}"] if step else []
     if not artifacts:
         return continues or ["never run before"]
     compared = [differences(artifact.manifest["ingredients"], ingredients) for artifact in artifacts]
     return continues + min(compared, key=len)  # min keeps the first of equals, which is the newest
+
+
+def own_checkpoint(stage: Stage, key: str, store: Store) -> int:
+    """Step of the newest checkpoint that unfinished work of this key left; 0 where there is none."""
+    steps = (store.work(stage.name, key) / "output" / "checkpoints").glob("step-*")
+    return max((int(path.name.removeprefix("step-")) for path in steps), default=0)
 
 
 def extension_of(stage: Stage, settings: Settings, ingredients: Mapping[str, Any], store: Store) -> tuple[Path | None, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,11 @@ def key_figures(stage: str, result: Mapping[str, Any]) -> str:
         return ", ".join(f"{name} {result[name]['rows']:,} rows" for name in ("pretrain", "sft", "lora") if name in result)
     if stage.startswith("shards-"):
         train, heldout = result["train"], result["heldout"]
-        return f"{train['rows']:,} rows, {train['tokens']:,} tokens; held out {heldout['rows']:,} rows"
+        lost = Counter[str]()
+        for tally in result["rows"].values():
+            lost.update({**tally["skipped"], "bad": sum(tally["rejected"].values())})
+        left_out = "".join(f"; left out {count:,}: {rule}" for rule, count in lost.items() if count)
+        return f"{train['rows']:,} rows, {train['tokens']:,} tokens; held out {heldout['rows']:,} rows{left_out}"
     if stage == "evaluate":
         bits = result["metrics"].get("bits_per_byte")
         return f"{bits:.3f} bits per byte" if bits is not None else "no held-out documents"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import threading
@@ -13,14 +14,12 @@ from typing import Any
 
 from ttrain.store import read_json, write_json
 
-FINISHED = ("completed", "cached", "failed", "interrupted", "crashed")
-
 
 class RunRecord:
     """The file of one run, rewritten at each change."""
 
     def __init__(self, home: Path, pipeline: str, stages: list[str], settings: Mapping[str, Any]) -> None:
-        self.run = f"{pipeline}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+        self.run = f"{pipeline}-{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
         self.path = home / "runs" / f"{self.run}.json"
         self._lock = threading.Lock()
         self._data: dict[str, Any] = {
@@ -55,11 +54,6 @@ class RunRecord:
         """The end of the run."""
         self.note(outcome=outcome, seconds=round(time.time() - self._data["started_unix"], 2), metrics=dict(metrics))
 
-    @property
-    def stages(self) -> list[dict[str, Any]]:
-        """What is noted about each stage."""
-        return [dict(stage) for stage in self._data["stages"]]
-
 
 def history(home: Path) -> list[dict[str, Any]]:
     """All runs, newest first; one that says it is running, but whose process is gone, has crashed."""
@@ -71,6 +65,15 @@ def history(home: Path) -> list[dict[str, Any]]:
                 if stage["outcome"] == "running":
                     stage["outcome"] = "crashed"
     return sorted(runs, key=lambda run: run["started_unix"], reverse=True)
+
+
+def settle(home: Path) -> list[dict[str, Any]]:
+    """Write down which runs have crashed; returns those that were not yet known to have."""
+    found = [run for run in history(home) if run["outcome"] == "crashed"]
+    new = [run for run in found if not run.get("settled")]
+    for run in new:
+        write_json(home / "runs" / f"{run['run']}.json", {**run, "settled": True})
+    return new
 
 
 def equal_run(home: Path, keys: Mapping[str, str | None]) -> str | None:
@@ -108,7 +111,11 @@ def is_alive(process: Mapping[str, Any]) -> bool:
 
 
 def process_started(pid: int) -> float | None:
-    """When the process began, in seconds since the epoch; None where there is none."""
+    """When the process began: on Linux in ticks since the machine did, which no change of the clock moves, elsewhere in
+    seconds since the epoch; None where there is no such process."""
+    with contextlib.suppress(OSError, IndexError, ValueError):
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return None if state == "Z" else float(fields[18])  # a zombie has ended
     import psutil
 
     try:

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ttrain.digests import DigestCache, canonical_json, digest_of
-from ttrain.errors import ArtifactError
+from ttrain.digests import DigestCache, digest_of
+from ttrain.errors import ArtifactError, UsageError
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -61,6 +61,21 @@ class Artifact:
 def home() -> Path:
     """Where everything lives: TTRAIN_HOME, else `artifacts` in the working directory."""
     return Path(os.environ.get("TTRAIN_HOME") or "artifacts").absolute()
+
+
+def usable_home() -> Path:
+    """The same, made if it is missing. Raises UsageError where nothing can be written there."""
+    root = home()
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        probe = root / f".probe-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UsageError(
+            f"TTRAIN_HOME is {root} but cannot be written: {error.strerror}; set TTRAIN_HOME to a directory of yours"
+        ) from None
+    return root
 
 
 class Store:
@@ -217,6 +232,3 @@ def _fsync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-__all__ = ["Artifact", "Store", "canonical_json", "home", "read_json", "remove_tree", "write_json"]

@@ -26,6 +26,7 @@ from ttrain.progress import Progress
 from ttrain.store import read_json, write_json
 
 JOB, RESULT, PROGRESS = "job.json", "result.json", "progress.json"
+PARENT = "TTRAIN_PARENT"  # the process whose end is this one's end
 PARENT_POLL_SECONDS = 0.2
 log = logging.getLogger("ttrain")
 
@@ -56,16 +57,16 @@ def main() -> int:
     rank = int(os.environ.get("RANK", "0"))
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", stream=sys.stdout, force=True)
     log.setLevel(logging.INFO if rank == 0 else logging.WARNING)
-    spec = read_json(work / JOB)
     _end_with_parent()
+    spec = read_json(work / JOB)
     if spec["uses_ranks"] and spec["runtime"]["devices"] > 1 and "RANK" not in os.environ:
         return _torchrun(work, spec["runtime"]["devices"])
     stop = StopFlag(stops_by_itself=not spec["uses_ranks"])
     with filelock.FileLock(work.with_name(f"{work.name}.process.lock")) if rank == 0 else contextlib.nullcontext():
         outcome = _run(work, spec, stop, rank)
-    if rank == 0 or outcome["outcome"] == "failed":
-        name = RESULT if rank == 0 else f"result.rank{rank}.json"
-        write_json(work / name, outcome)
+        if rank == 0 or outcome["outcome"] == "failed":
+            name = RESULT if rank == 0 else f"result.rank{rank}.json"
+            write_json(work / name, outcome)
     sys.stdout.flush()
     return 0 if outcome["outcome"] == "completed" else 1
 
@@ -74,6 +75,7 @@ def _torchrun(work: Path, devices: int) -> int:
     """Be the agent that starts one worker a device; it passes a SIGTERM on and waits for their checkpoint."""
     from torch.distributed import run
 
+    os.environ[PARENT] = str(os.getpid())
     rendezvous = ["--standalone", f"--nproc-per-node={devices}", "--max-restarts=0"]
     try:
         run.main([*rendezvous, "-m", "ttrain.worker", str(work)])
@@ -123,11 +125,14 @@ def _leave_ranks() -> None:
 
 def _end_with_parent() -> None:
     """Die when the parent does, whatever killed it, so that no process trains on without anyone who waits for it."""
-    parent = os.getppid()
+    parent = int(os.environ.get(PARENT, os.getppid()))  # it may be gone before this line is reached
 
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(PARENT_POLL_SECONDS)
+        os._exit(1)
+
+    if os.getppid() != parent:
         os._exit(1)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()

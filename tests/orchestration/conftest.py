@@ -21,13 +21,13 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Cli:
 
 
 @pytest.fixture
-def copy_of(finished: Cli, tmp_path: Path) -> Callable[[], Cli]:
+def copy_of(finished: Cli, tmp_path: Path) -> Callable[..., Cli]:
     """A copied home with copied data, to change at will."""
 
-    def copy() -> Cli:
-        shutil.copytree(finished.data, tmp_path / "data")
-        shutil.copytree(finished.home, tmp_path / "home")
-        return Cli(tmp_path / "home", tmp_path / "data")
+    def copy(name: str = "copy") -> Cli:
+        shutil.copytree(finished.data, tmp_path / name / "data")
+        shutil.copytree(finished.home, tmp_path / name / "home")
+        return Cli(tmp_path / name / "home", tmp_path / name / "data")
 
     return copy
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import sqlite3
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -47,7 +49,7 @@ def weights(cli: Any, *overrides: str) -> str:
     return str(files["model/model.safetensors"]["sha256"])
 
 
-def test_a_run_killed_in_pretraining_continues_to_the_same_weights(fresh: Any, finished: Any) -> None:
+def test_a_run_killed_in_pretraining_continues_to_the_same_weights(fresh: Any, copy_of: Any) -> None:
     process = fresh.start(*PRETRAIN_ONLY)
     wait_for(lambda: len(checkpoints(fresh.home)) > 0)
     process.kill()
@@ -58,13 +60,14 @@ def test_a_run_killed_in_pretraining_continues_to_the_same_weights(fresh: Any, f
     said = fresh(*PRETRAIN_ONLY)
     result = fresh.manifest("pretrain", *PRETRAIN_ONLY[3:])["result"]
     assert result["resumed_from_step"] > 0 and result["steps"] == 120
-    assert "continues its unfinished work" in said
+    assert "continues its unfinished work at step" in said
     stages = {stage["name"]: stage for stage in fresh.runs()[0]["stages"]}
     assert stages["pretrain"]["resumed_from_step"] == result["resumed_from_step"]
     assert stages["tokenizer"]["outcome"] == "cached"
 
-    finished("stage", "run", "pretrain", *PRETRAIN_ONLY[3:], "runtime.checkpoint_every_steps=7")
-    assert weights(fresh, *PRETRAIN_ONLY[3:]) == weights(finished, *PRETRAIN_ONLY[3:])
+    never_killed = copy_of("never-killed")
+    never_killed("stage", "run", "pretrain", *PRETRAIN_ONLY[3:], "runtime.checkpoint_every_steps=7")
+    assert weights(fresh, *PRETRAIN_ONLY[3:]) == weights(never_killed, *PRETRAIN_ONLY[3:])
     check_tracking(fresh)
 
 
@@ -77,7 +80,9 @@ def check_tracking(cli: Any) -> None:
         [(run, status)] = mlflow.execute("select run_uuid, status from runs where name = 'pretrain'").fetchall()
         query = f"select step from metrics where run_uuid = '{run}' and key = 'grad_norm' order by step"
         steps = [step for (step,) in mlflow.execute(query)]
+        parents = mlflow.execute("select status from runs where name like 'full-%' order by start_time").fetchall()
     assert status == "FINISHED" and steps == list(range(5, 121, 5))
+    assert parents == [("KILLED",), ("FINISHED",)]
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -137,6 +142,35 @@ def test_a_retry_continues_after_the_stage_s_process_was_killed(fresh: Any) -> N
     assert process.returncode == 0, said
     assert "was killed by SIGKILL" in said
     assert fresh.manifest("pretrain", *PRETRAIN_ONLY[3:])["result"]["resumed_from_step"] > 0
+
+
+def test_a_signal_before_the_first_stage_ends_the_run_with_its_code(fresh: Any) -> None:
+    process = fresh.start(*PRETRAIN_ONLY)
+    wait_for(lambda: fresh.home.exists())
+    time.sleep(0.5)
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 143 and "Traceback" not in said, said
+    wait_for(lambda: not processes_of(fresh.home), 20)
+
+
+def test_a_process_that_does_not_listen_is_ended_when_its_time_is_up(fresh: Any) -> None:
+    """One BPE training is a single native call, which no signal handler of Python interrupts."""
+    rng = random.Random(3)
+    lines = [json.dumps({"text": " ".join(str(rng.random()) for _ in range(100_000))}) for _ in range(8)]
+    (fresh.data / "docs-1.jsonl").write_text("\n".join(lines))
+    began = time.monotonic()
+    settings = ("tokenizer.vocab_size=60000", "reading.heldout_fraction=0", "runtime.timeout_seconds=2", "runtime.threads=1")
+    said = fresh("stage", "run", "tokenizer", *settings, code=1)
+    assert "runtime.timeout_seconds=2" in said and time.monotonic() - began < 60
+    wait_for(lambda: not processes_of(fresh.home), 20)
+
+
+def test_a_worker_whose_parent_is_gone_before_it_looks_ends_at_once(fresh: Any) -> None:
+    process = subprocess.run(
+        [sys.executable, "-P", "-m", "ttrain.worker", "nowhere"], env={**fresh.environment, "TTRAIN_PARENT": "1"}
+    )
+    assert process.returncode == 1
 
 
 def test_a_stage_that_takes_too_long_is_stopped_and_named(fresh: Any) -> None:

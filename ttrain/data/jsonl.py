@@ -60,7 +60,10 @@ class Tally:
                 f"the first is {self.first_rejected}. ttrain looked for {wanted}; keys seen: {seen}"
             )
         if not self.kept:
-            raise DataError(f"{setting}: no rows are left of {self.rows}. ttrain looked for {wanted}; keys seen: {seen}")
+            skipped = "".join(f"; {count} skipped: {rule}" for rule, count in self.skipped.items())
+            raise DataError(
+                f"{setting}: no rows are left of {self.rows}{skipped}. ttrain looked for {wanted}; keys seen: {seen}"
+            )
 
 
 def records(paths: Sequence[str], tally: Tally, max_line_bytes: int) -> Iterator[tuple[str, int, dict[str, Any]]]:

@@ -13,6 +13,7 @@ from ttrain.data.chat import ROLES, Message
 from ttrain.data.jsonl import Tally, records
 
 ROLE_NAMES = {**{role: role for role in ROLES}, "human": "user", "gpt": "assistant"}  # the last two are ShareGPT's
+TOOL_ROLES = ("function_call", "observation")  # ShareGPT's too
 DOCUMENT_FIELDS = "the key '{}' (reading.text_field) with a text"
 CHAT_FIELDS = "'messages' or 'conversations' with role and content, or 'instruction' with 'output'"
 
@@ -104,10 +105,12 @@ def parse_conversation(value: dict[str, Any]) -> Record | Skipped | Rejected:
         if not isinstance(turn, dict):
             return Rejected("a turn is not an object")
         name, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
+        if name in TOOL_ROLES:
+            return Skipped("tool calls, which are not supported yet")
         if not isinstance(name, str) or name not in ROLE_NAMES:
             return Rejected(f"unknown role {str(name)[:40]!r}")
-        if turn.get("tool_calls") and not content:
-            return Skipped("tool calls")
+        if turn.get("tool_calls"):
+            return Skipped("tool calls, which are not supported yet")
         if not isinstance(content, str):
             return Rejected(f"the content of a turn is {type(content).__name__}, not text")
         messages.append(Message(ROLE_NAMES[name], content))

@@ -50,6 +50,7 @@ def files(model: PreTrainedModel) -> dict[str, bytes]:
     """The JSON files beside the weights that make a directory open with `from_pretrained`."""
     config = model.config.to_dict()
     config["architectures"] = [type(model).__name__]
+    config.pop("_name_or_path", None)  # where the base lay: a path, and so neither content nor anybody's business
     generation = model.generation_config.to_dict()
     return {
         "config.json": json.dumps(config, indent=2, sort_keys=True).encode(),
@@ -72,11 +73,6 @@ def load_state(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> None
     with torch.no_grad():
         for name, tensor in own.items():
             tensor.copy_(weights[name])
-
-
-def flops_per_token(model: torch.nn.Module) -> int:
-    """6 per parameter that multiplies (Kaplan et al. 2020, arXiv:2001.08361, without the attention term)."""
-    return 6 * sum(parameter.numel() for parameter in model.parameters() if parameter.ndim >= 2)
 
 
 def _hf_config(config: Model, vocab_size: int, ids: dict[str, int]) -> PretrainedConfig:

@@ -23,7 +23,12 @@ def run(config: TokenizerConfig, job: Job) -> dict[str, Any]:
     parse = sources.document_parser(text_field)
     rows = sources.split(sources.read(paths, parse, tally, reading.max_line_bytes), fraction)
     documents = tokenizers.sample(_counted(rows, job), config.tokenizer.max_bytes)
-    tally.check("data.tokenizer", reading.rejected_fraction, sources.DOCUMENT_FIELDS.format(text_field))
+    wanted = sources.DOCUMENT_FIELDS.format(text_field)
+    tally.check("data.pretrain (or data.tokenizer, where that is set)", reading.rejected_fraction, wanted)
+        "data.pretrain (or data.tokenizer, where that is set)",
+        reading.rejected_fraction,
+        sources.DOCUMENT_FIELDS.format(text_field),
+    )
     texts = [document.text for document in documents]
     tokenizers.save(tokenizers.train(texts, config.tokenizer.vocab_size), job.output)
     encoder = tokenizers.Encoder(job.output)

@@ -77,6 +77,10 @@ class Store:
             return None
         return self.tried(f"registering {name}", lambda: self._register(name, run, artifact_path, tags))[0]
 
+    def end_run(self, run_id: str, status: str) -> None:
+        """End a run whose process is gone, and its children, where they still seem to run."""
+        self.tried(f"ending the run {run_id}", lambda: self._end_family(run_id, status))
+
     def experiment_id(self) -> str:
         """Id of the experiment, which is made or restored where needed; raises when MLflow does."""
         if not self._experiment_id:
@@ -166,6 +170,13 @@ class Store:
         self.client.update_run(run_id, status="RUNNING")
         return run
 
+    def _end_family(self, run_id: str, status: str) -> None:
+        children = f"tags.`mlflow.parentRunId` = '{run_id}'"
+        family = [self.client.get_run(run_id), *self.client.search_runs([self.experiment_id()], children)]
+        for run in family:
+            if run.info.status == "RUNNING":
+                self.client.set_terminated(run.info.run_id, status)
+
     def _register(self, name: str, run: Run, artifact_path: str, tags: Mapping[str, str]) -> str:
         # A plain directory is a fine source. "runs:/..." would be one too, but MLflow copies that into a temporary
         # directory at each download, where an absolute location is used in place.
@@ -185,6 +196,9 @@ class NullStore:
     def start_run(self, name: str, *, run_id: str | None, **_: object) -> NullRun:
         """A run that is not tracked."""
         return NullRun(run_id)
+
+    def end_run(self, run_id: str, status: str) -> None:
+        """Ends nothing."""
 
     def register_model(self, name: str, **_: object) -> str | None:
         """Registers nothing."""
