@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import random
@@ -52,8 +53,12 @@ def step_of(line: str) -> int:
 
 def worker_of(pid: int) -> psutil.Process:
     """The worker that a launching process has started."""
-    (found,) = [child for child in psutil.Process(pid).children() if "ttrain.worker" in child.cmdline()]
-    return found
+    found = []
+    for child in psutil.Process(pid).children():
+        with contextlib.suppress(psutil.Error):  # a child that has just ended
+            found += [child] if "ttrain.worker" in child.cmdline() else []
+    (worker,) = found
+    return worker
 
 
 def whole_steps(work: Path) -> list[int]:

@@ -25,10 +25,6 @@ def run(config: TokenizerConfig, job: Job) -> dict[str, Any]:
     documents = tokenizers.sample(_counted(rows, job), config.tokenizer.max_bytes)
     wanted = sources.DOCUMENT_FIELDS.format(text_field)
     tally.check("data.pretrain (or data.tokenizer, where that is set)", reading.rejected_fraction, wanted)
-        "data.pretrain (or data.tokenizer, where that is set)",
-        reading.rejected_fraction,
-        sources.DOCUMENT_FIELDS.format(text_field),
-    )
     texts = [document.text for document in documents]
     tokenizers.save(tokenizers.train(texts, config.tokenizer.vocab_size), job.output)
     encoder = tokenizers.Encoder(job.output)
