@@ -302,12 +302,13 @@ def test_a_first_run_and_a_damaged_artifact_are_told_apart(house: House) -> None
     assert running(stages) == EVERYTHING
 
 
-def test_unfinished_work_is_said_to_go_on(built: House) -> None:
-    key = built.plan("evaluate.seed=5")["evaluate"].key
-    work = built.store.work("evaluate", str(key))
-    work.mkdir(parents=True)
-    (work / "job.json").write_text("{}")
-    assert built.plan("evaluate.seed=5")["evaluate"].why == ("continues its unfinished work", "evaluate.seed: 1 → 5")
+def test_unfinished_work_is_said_to_go_on_where_a_checkpoint_is(built: House) -> None:
+    key = built.plan("sft.seed=5")["sft"].key
+    checkpoints = built.store.work("sft", str(key)) / "output" / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    assert built.plan("sft.seed=5")["sft"].why == ("sft.seed: 1 → 5",)
+    (checkpoints / "step-00000120").mkdir()
+    assert built.plan("sft.seed=5")["sft"].why == ("continues its unfinished work at step 120", "sft.seed: 1 → 5")
 
 
 def test_the_most_similar_artifact_is_the_one_compared_with(built: House) -> None:

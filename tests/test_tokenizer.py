@@ -196,3 +196,11 @@ def test_a_sample_is_spread_over_the_whole_input_and_uses_at_least_half_its_room
 def test_the_limit_counts_bytes_not_letters() -> None:
     rows = [Document(f"{number:04d}" + "日" * 100) for number in range(100)]
     assert sum(len(row.text.encode()) for row in tokenizer.sample(rows, 3040)) <= 3040
+
+
+def test_a_word_without_end_is_cut_for_learning_only_and_loses_nothing() -> None:
+    word = "".join(chr(0x4E00 + (i * i) % 900) for i in range(1000))
+    text = f"ab {word} cd\n{word}"
+    cut = tokenizer.pieces(text)
+    assert "".join(cut) == text and max(len(run) for piece in cut for run in piece.split()) == tokenizer.RUN_CHARACTERS
+    assert tokenizer.pieces("short words only") == ["short words only"]

@@ -185,7 +185,7 @@ def test_a_killed_worker_is_a_failed_stage_that_says_so(story: Story) -> None:
 
 
 def test_a_stop_saves_the_step_at_which_it_stops(story: Story) -> None:
-    found = re.search(rf"stage pretrain stopped after step (\d+) of {STEPS}; the state is saved", str(story.stopped))
+    found = re.search(rf"stage pretrain: stopped after step (\d+) of {STEPS}; the state is saved", str(story.stopped))
     assert found
     assert story.after_stop[-1] == int(found[1])
     assert story.stopped.exit_code == 128 + signal.SIGTERM
