@@ -22,4 +22,4 @@ def bits_per_byte(data: bytes) -> dict[str, float]:
 def order0(data: bytes) -> float:
     """Entropy of the bytes under their own frequencies, in bits."""
     counts = Counter(data)
-    return -sum(n / len(data) * math.log2(n / len(data)) for n in counts.values())
+    return sum(n / len(data) * math.log2(len(data) / n) for n in counts.values())
