@@ -50,9 +50,10 @@ def key_figures(stage: str, result: Mapping[str, Any]) -> str:
     if stage == "evaluate":
         bits = result["metrics"].get("bits_per_byte")
         return f"{bits:.3f} bits per byte" if bits is not None else "no held-out documents"
-    return ", ".join(
-        f"{name} {_figure(result[name])}" for name in KEY_METRICS.get(stage, ()) if result.get(name) is not None
-    )
+    figures = [f"{name} {_figure(result[name])}" for name in KEY_METRICS.get(stage, ()) if result.get(name) is not None]
+    if result.get("resumed_from_step"):
+        figures.append(f"continued at step {result['resumed_from_step']} of {result['steps']}")
+    return ", ".join(figures)
 
 
 def evaluation_table(metrics: Mapping[str, float]) -> list[tuple[str, str, str]]:
@@ -133,6 +134,4 @@ def status_row(stage: Mapping[str, Any]) -> tuple[str, str, str, str, str]:
     with contextlib.suppress(ValueError):
         log = str(Path(log).relative_to(Path.cwd())) if log else ""
     figures = stage.get("error") or stage.get("metric") or ""
-    if stage.get("resumed_from_step"):
-        figures += f", continued at step {stage['resumed_from_step']}"
     return stage["name"], stage["outcome"], seconds(stage.get("seconds")), figures, log

@@ -61,6 +61,7 @@ def test_a_run_killed_in_pretraining_continues_to_the_same_weights(fresh: Any, c
     result = fresh.manifest("pretrain", *PRETRAIN_ONLY[3:])["result"]
     assert result["resumed_from_step"] > 0 and result["steps"] == 120
     assert "continues its unfinished work at step" in said
+    assert f"continued at step {result['resumed_from_step']} of 120" in said
     stages = {stage["name"]: stage for stage in fresh.runs()[0]["stages"]}
     assert stages["pretrain"]["resumed_from_step"] == result["resumed_from_step"]
     assert stages["tokenizer"]["outcome"] == "cached"
