@@ -61,12 +61,21 @@ def run_pipeline(
         finally:
             execution.finish(outcome, error)
             _closing_words(execution, outcome, console)
+    except _EarlySignal as early:
+        raise Interrupted(str(early), early.args[0]) from None
     finally:
         display.close()
 
 
+class _EarlySignal(KeyboardInterrupt):
+    """Not an Exception, so that no library's or tracker's `except Exception` takes it for a trouble of its own."""
+
+    def __str__(self) -> str:
+        return "interrupted before a stage began"
+
+
 def _interrupt(signum: int, frame: FrameType | None) -> None:
-    raise Interrupted("interrupted before a stage began", signum)
+    raise _EarlySignal(signum)
 
 
 def run_plain(execution: Execution, recipe_of: Any) -> None:

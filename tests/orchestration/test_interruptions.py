@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
 import sqlite3
@@ -50,10 +49,16 @@ def weights(cli: Any, *overrides: str) -> str:
 
 
 def test_a_run_killed_in_pretraining_continues_to_the_same_weights(fresh: Any, copy_of: Any) -> None:
-    process = fresh.start(*PRETRAIN_ONLY)
+    process = fresh.start(*PRETRAIN_ONLY, "runtime.retries=1", "runtime.retry_delay_seconds=0")
     wait_for(lambda: len(checkpoints(fresh.home)) > 0)
+    [worker] = [found for found in processes_of(fresh.home) if "ttrain.worker" in found.cmdline()]
+    worker.kill()  # the first time the stage's process alone, which Prefect starts again
+    tried = wait_for(lambda: [p for p in processes_of(fresh.home) if "ttrain.worker" in p.cmdline() and p.pid != worker.pid])
+    newest = max(checkpoints(fresh.home))
+    wait_for(lambda: max(checkpoints(fresh.home)) > newest or not tried[0].is_running())
     process.kill()
-    process.wait()
+    said, _ = process.communicate()
+    assert "was killed by SIGKILL" in said
     wait_for(lambda: not processes_of(fresh.home), 20)  # neither the stage's process nor a server outlives its parent
     assert fresh.runs()[0]["outcome"] == "crashed"
 
@@ -120,29 +125,18 @@ def test_two_runs_at_once_build_each_stage_once(fresh: Any) -> None:
     assert all(sorted(pair) == ["cached", "completed"] for pair in outcomes.values()), outcomes
 
 
-def test_servers_of_up_are_used_by_a_run(fresh: Any) -> None:
+def test_servers_of_up_are_used_by_a_run(copy_of: Any) -> None:
+    fresh = copy_of()
     said = fresh("up", settings=False)
     try:
-        fresh("pipeline", "run", "full", "pretrain.tokens=2048", "evaluate.new_tokens=0")
+        fresh("pipeline", "run", "full", "evaluate.new_tokens=1")
         assert "127.0.0.1" in said
         with sqlite3.connect(fresh.home / "prefect" / "prefect.db") as prefect:
-            assert prefect.execute("select state_name from flow_run").fetchall() == [("Completed",)]
+            assert prefect.execute("select state_name from flow_run").fetchall() == [("Completed",)] * 2
     finally:
         fresh("down", settings=False)
     wait_for(lambda: not processes_of(fresh.home), 20)
     assert fresh("down", settings=False) == "no servers were running\n"
-
-
-def test_a_retry_continues_after_the_stage_s_process_was_killed(fresh: Any) -> None:
-    process = fresh.start(*PRETRAIN_ONLY, "runtime.retries=1", "runtime.retry_delay_seconds=0")
-    wait_for(lambda: len(checkpoints(fresh.home)) > 0)
-    for child in processes_of(fresh.home):
-        if "ttrain.worker" in child.cmdline():
-            os.kill(child.pid, signal.SIGKILL)
-    said, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, said
-    assert "was killed by SIGKILL" in said
-    assert fresh.manifest("pretrain", *PRETRAIN_ONLY[3:])["result"]["resumed_from_step"] > 0
 
 
 def test_a_signal_before_the_first_stage_ends_the_run_with_its_code(fresh: Any) -> None:

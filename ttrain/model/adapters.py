@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ import torch
 
 from ttrain.config import Lora
 from ttrain.errors import ArtifactError, UsageError
+from ttrain.model.factory import overwrite
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -48,15 +50,9 @@ def state(model: PeftModel) -> dict[str, torch.Tensor]:
     return weights
 
 
-def load_state(model: PeftModel, weights: dict[str, torch.Tensor]) -> None:
+def load_state(model: PeftModel, weights: Mapping[str, torch.Tensor]) -> None:
     """Put an adapter's weights into the model. Raises ArtifactError where names or shapes differ."""
-    own = state(model)
-    wrong = sorted({*own} ^ {*weights}) or [name for name in own if own[name].shape != weights[name].shape]
-    if wrong:
-        raise ArtifactError(f"the adapter's weights do not fit the model: {', '.join(wrong[:8])}")
-    with torch.no_grad():
-        for name, tensor in own.items():
-            tensor.copy_(weights[name])
+    overwrite(state(model), weights)
 
 
 def files(model: PeftModel, *, base: str, base_digest: str) -> dict[str, bytes]:

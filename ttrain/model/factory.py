@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,9 +65,13 @@ def state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
 
 
-def load_state(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> None:
+def load_state(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -> None:
     """Put weights into the model. Raises ArtifactError where names or shapes differ."""
-    own = state(model)
+    overwrite(state(model), weights)
+
+
+def overwrite(own: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]) -> None:
+    """Give a model's own tensors other values, name by name. Raises ArtifactError where names or shapes differ."""
     wrong = sorted({*own} ^ {*weights}) or [name for name in own if own[name].shape != weights[name].shape]
     if wrong:
         raise ArtifactError(f"the checkpoint's weights do not fit the model: {', '.join(wrong[:8])}")
