@@ -16,10 +16,10 @@ lint: $(VENV)/installed-test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy ttrain tasks flows
 
-# Long proofs: many kills at random points. `make soak KILLS=5` is the sample that CI runs.
+# Long proofs: two runs at once, signals, many kills at random points. CI runs them with KILLS=3.
 KILLS ?= 40
 soak: $(VENV)/installed-test
-	TTRAIN_SOAK_KILLS=$(KILLS) $(BIN)/python -m pytest tests/faults -m soak
+	TTRAIN_SOAK_KILLS=$(KILLS) $(BIN)/python -m pytest -m soak -s
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -91,7 +91,9 @@ def check_tracking(cli: Any) -> None:
     assert parents == [("KILLED",), ("FINISHED",)]
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("signum", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.soak)]
+)
 def test_a_signal_saves_the_state_and_tells_everyone(fresh: Any, signum: int, code: int) -> None:
     process = fresh.start(*PRETRAIN_ONLY)
     wait_for(lambda: len(checkpoints(fresh.home)) > 0)
@@ -114,6 +116,7 @@ def test_a_signal_saves_the_state_and_tells_everyone(fresh: Any, signum: int, co
     assert 0 < state["step"] < 120 and newest.name == f"step-{state['step']:08d}"
 
 
+@pytest.mark.soak
 def test_two_runs_at_once_build_each_stage_once(fresh: Any) -> None:
     both = [fresh.start("pipeline", "run", "full", "--engine", "none", "evaluate.new_tokens=0") for _ in range(2)]
     said = [process.communicate(timeout=240)[0] for process in both]
@@ -149,6 +152,7 @@ def test_a_signal_before_the_first_stage_ends_the_run_with_its_code(fresh: Any) 
     wait_for(lambda: not processes_of(fresh.home), 20)
 
 
+@pytest.mark.soak
 def test_a_process_that_does_not_listen_is_ended_when_its_time_is_up(fresh: Any) -> None:
     """One BPE training is a single native call, which no signal handler of Python interrupts."""
     rng = random.Random(3)
