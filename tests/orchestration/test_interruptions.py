@@ -144,8 +144,8 @@ def test_servers_of_up_are_used_by_a_run(copy_of: Any) -> None:
 
 def test_a_signal_before_the_first_stage_ends_the_run_with_its_code(fresh: Any) -> None:
     process = fresh.start(*PRETRAIN_ONLY)
-    wait_for(lambda: fresh.home.exists())
-    time.sleep(0.5)
+    wait_for(lambda: (fresh.home / "servers").exists())  # the run has begun; its server and MLflow are starting
+    time.sleep(0.3)
     process.send_signal(signal.SIGTERM)
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 143 and "Traceback" not in said, said
