@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,6 @@ from ttrain.tracking import (
 from ttrain.tracking import database as databases
 from ttrain.tracking.files import LINK_FROM_BYTES
 
-pytestmark = pytest.mark.skipif(find_spec("mlflow") is None, reason="needs MLflow")
 MODEL_TAGS = {"ttrain.key": "k1", "ttrain.content": "c1"}
 
 

@@ -82,6 +82,7 @@ def fit(config: Training, trained: Trained, job: Job, ranks: Ranks, encoder: Enc
         permanent=frozenset({decay_start(config.schedule, order.steps)}),
     )
     computed_in = precision.resolve(config.precision, ranks.device)
+    extended = checkpoint.read(job.start_from, trained.weights_file) if job.start_from else None
     trainer = Trainer(
         LanguageModeling(config, trained.model),
         Loader(rows, order, rows_per_device=runtime.rows_per_device, rank=ranks.rank, world=ranks.world),
@@ -98,7 +99,7 @@ def fit(config: Training, trained: Trained, job: Job, ranks: Ranks, encoder: Enc
         cadence=Cadence(runtime.log_every_steps, runtime.checkpoint_every_steps, config.validate_every_steps),
         stop_requested=job.stop_requested,
         compile=runtime.compile,
-        start=checkpoint.read(job.start_from, trained.weights_file) if job.start_from else None,
+        start=extended,
     )
     log.info("rows %s, optimizer groups %s", rows.counts(), trainer.optimizers.groups())
     result = trainer.fit()
@@ -115,7 +116,7 @@ def fit(config: Training, trained: Trained, job: Job, ranks: Ranks, encoder: Enc
         "loss": result.loss,
         "validation_loss": _finite(result.validation_loss),
         "resumed_from_step": result.resumed_from_step,
-        "extended_from_step": checkpoint.read(job.start_from, trained.weights_file).step if job.start_from else None,
+        "extended_from_step": extended.step if extended else None,
         "stop_reason": result.stop_reason,
         "skipped_steps": result.skipped_steps,
         "epochs": order.total_rows / len(rows),
