@@ -34,6 +34,10 @@ def run_pipeline(
     extend: bool,
 ) -> None:
     """Run what the plan says, then print the evaluation and what to do next. Raises what the first failed stage raised."""
+    if settings.runtime.sharding == "dask" and engine != "prefect":
+        raise UsageError(
+            f"runtime.sharding is dask, which goes through Prefect, but --engine is {engine}; try --engine prefect"
+        )
     names = [planned.stage.name for planned in stages]
     outcome, error = "failed", None
     for number in (signal.SIGINT, signal.SIGTERM):  # until the execution takes them over

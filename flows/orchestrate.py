@@ -43,6 +43,11 @@ def run(execution: Execution, recipe: Recipe, wait_for_server: Callable[[], None
 
     from tasks.stage import stage_task
 
+    if execution.settings.runtime.sharding == "dask":
+        from tasks.blocks import make_on_dask
+
+        runtime = execution.settings.runtime
+        execution.make_parts_elsewhere = lambda stage, work: make_on_dask(stage, work, runtime)
     wait_for_server()
     bury_the_dead(execution.store.root)
 

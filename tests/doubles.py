@@ -16,17 +16,17 @@ from torch import Tensor, nn
 from ttrain.config import Model, Optim, Runtime, Schedule, Section, Settings, Training
 from ttrain.data import tokenizer
 from ttrain.data.chat import Message, encode_chat
+from ttrain.data.encoder import Encoder
 from ttrain.data.loader import Loader
 from ttrain.data.packing import Batch, Rows
 from ttrain.data.samplers import ShuffledOrder
-from ttrain.data.shards import ShardWriter
-from ttrain.data.tokenizer import Encoder
+from ttrain.data.shards import Column, write_index, write_shard
 from ttrain.job import Job
 from ttrain.model import factory
 from ttrain.plan import Planned
 from ttrain.progress import Progress
 from ttrain.stages import Stage
-from ttrain.store import Artifact, Store
+from ttrain.store import Artifact, Store, write_json
 from ttrain.train import precision
 from ttrain.train.callbacks import Callback, LogRecord
 from ttrain.train.checkpoint import Checkpoints, Snapshot
@@ -68,25 +68,56 @@ def make_tokenizer(directory: Path) -> Encoder:
     return Encoder(directory)
 
 
+def write_shards(
+    directory: Path,
+    records: Sequence[tuple[Sequence[int], Sequence[bool]]],
+    *,
+    kind: str,
+    vocab_size: int = VOCAB,
+    tokenizer: str = "t",
+    tokens_per_shard: int = 10**6,
+    groups: Sequence[int] = (),
+    weights: Sequence[float] = (),
+) -> dict[str, Any]:
+    """One set of shards with these (ids, live) records; a shard ends with the record that fills it. Returns the index."""
+    directory.mkdir(parents=True, exist_ok=True)
+    entries: list[dict[str, Any]] = []
+    start, size = 0, 0
+    for end, (ids, _) in enumerate(records, start=1):
+        size += len(ids)
+        if size < tokens_per_shard and end < len(records):
+            continue
+        some = records[start:end]
+        offsets = np.cumsum([0, *(len(ids) for ids, _ in some)])
+        live = np.concatenate([np.asarray(mask, np.uint8) for _, mask in some]) if kind == "chats" else None
+        column = Column(np.concatenate([np.asarray(ids) for ids, _ in some]), offsets, live)
+        entry = write_shard(directory / f"{len(entries):016x}.arrow", column, vocab_size)
+        entries.append({**entry, "bytes": 2 * size, "group": groups[len(entries)] if groups else 0})
+        start, size = end, 0
+    more = {"weights": list(weights)} if weights else {}
+    return write_index(directory, kind=kind, vocab_size=vocab_size, tokenizer=tokenizer, shards=entries, **more)
+
+
 def make_shards(directory: Path, encoder: Encoder, kind: str, train: int, heldout: int = 12) -> None:
     """`train/` and `heldout/` of documents or chats, as the shards stage leaves them."""
     for seed, (part, count) in enumerate((("train", train), ("heldout", heldout))):
-        writer = ShardWriter(
-            directory / part, kind=kind, vocab_size=len(encoder), tokenizer=encoder.digest, tokens_per_shard=4096
-        )
-        records = []
         if kind == "documents":
-            for text in documents(count, seed):
-                writer.add(encoder.document(encoder.encode([text])[0]), text_bytes=len(text.encode()))
-                records.append({"text": text})
+            texts = documents(count, seed)
+            rows = [(encoder.document(ids), ()) for ids in encoder.encode(texts)]
+            records: list[dict[str, Any]] = [{"text": text} for text in texts]
         else:
-            for messages in chats(count, seed):
-                ids, live = encode_chat(encoder, messages)
-                writer.add(ids, live, text_bytes=sum(len(message.content.encode()) for message in messages))
-                records.append({"messages": [vars(message) for message in messages]})
-        writer.close()
-        text = "".join(json.dumps(record) + "\n" for record in records)
-        (directory / part / "records.jsonl").write_text(text, encoding="utf-8")
+            talks = chats(count, seed)
+            rows = [encode_chat(encoder, messages) for messages in talks]
+            records = [{"messages": [vars(message) for message in messages]} for messages in talks]
+        common = {"vocab_size": len(encoder), "tokenizer": encoder.digest, "tokens_per_shard": 4096}
+        index = write_shards(directory / part, rows, kind=kind, **common)
+        lines = [json.dumps(record) + "\n" for record in records]
+        first = 0
+        for shard in index["shards"]:
+            shard["records"] = shard["file"].replace(".arrow", ".jsonl")
+            (directory / part / shard["records"]).write_text("".join(lines[first : first + shard["rows"]]))
+            first += shard["rows"]
+        write_json(directory / part / "index.json", index)
 
 
 def tiny_model(*, seed: int = 1, vocab: int = VOCAB, **settings: Any) -> Any:
@@ -350,6 +381,8 @@ class Watcher:
     lines: list[str] = field(default_factory=list)
 
     def started(self, stage: Stage, planned: Planned, work: Path) -> None: ...
+
+    def prepared(self, stage: Stage, work: Path) -> None: ...
 
     def progressed(self, stage: Stage, progress: Mapping[str, Any]) -> None: ...
 

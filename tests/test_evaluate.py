@@ -236,7 +236,7 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def test_bits_per_byte_are_those_of_the_held_out_text(evaluated: Any) -> None:
     """By hand: every document after its first token, its own tokens only, over the bytes of the text."""
-    from ttrain.data.tokenizer import Encoder
+    from ttrain.data.encoder import Encoder
     from ttrain.model import factory
 
     lines = (evaluated.inputs["documents"] / "heldout" / "records.jsonl").read_text(encoding="utf-8").splitlines()

@@ -15,8 +15,8 @@ from doubles import VOCAB, Home, copies, make_tokenizer, run_here, same, stage_s
 from safetensors.torch import load_file, save_file
 
 from ttrain.config import Lora, LoraConfig, PretrainConfig, SftConfig
-from ttrain.data.packing import DocumentRows
-from ttrain.data.shards import ShardSet, ShardWriter
+from ttrain.data.document_rows import DocumentRows
+from ttrain.data.shards import ShardSet
 from ttrain.digests import sha256_file
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.model import adapters, factory
@@ -64,10 +64,8 @@ def test_a_document_does_not_see_its_neighbours_in_a_row(tmp_path: Path, options
     lengths = (9, 8, 10)
 
     def batch(name: str, second: int) -> Any:
-        writer = ShardWriter(tmp_path / name, kind="documents", vocab_size=VOCAB, tokenizer="t", tokens_per_shard=99)
-        for seed, length in zip((1, second, 3), lengths, strict=True):
-            writer.add(random_ids(seed, length).tolist(), text_bytes=1)
-        writer.close()
+        rows = [(random_ids(seed, length).tolist(), ()) for seed, length in zip((1, second, 3), lengths, strict=True)]
+        write_shards(tmp_path / name, rows, kind="documents")
         return DocumentRows(ShardSet(tmp_path / name), 26, 0).batch([0])
 
     model = tiny_model(**options).eval()

@@ -12,8 +12,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from ttrain.data import shards
-from ttrain.data.shards import ShardSet, ShardWriter
+from doubles import write_shards
+from ttrain.data.shards import Column, ShardSet
 from ttrain.digests import sha256_file
 from ttrain.errors import ArtifactError
 
@@ -30,20 +30,17 @@ def some_records(count: int, *, vocab: int = 500, longest: int = 30) -> list[Rec
 
 
 def write(
-    path: Path, rows: list[Record], *, kind: str = "chats", tokens_per_shard: int = 10**6, vocab: int = 500
+    path: Path, rows: list[Record], *, kind: str = "chats", tokens_per_shard: int = 10**6, vocab: int = 500, **more: Any
 ) -> dict[str, Any]:
-    writer = ShardWriter(path, kind=kind, vocab_size=vocab, tokenizer="t" * 64, tokens_per_shard=tokens_per_shard)
-    for ids, live in rows:
-        writer.add(ids, live if kind == "chats" else (), text_bytes=2 * len(ids))
-    return writer.close()
+    return write_shards(
+        path, rows, kind=kind, vocab_size=vocab, tokenizer="t" * 64, tokens_per_shard=tokens_per_shard, **more
+    )
 
 
-@pytest.fixture(params=[(10**6, 2048), (10**6, 3), (100, 2048), (100, 3), (1, 2048)], ids=str)
-def layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Tokens of a shard, with as many rows of a record batch: one or many of each."""
-    tokens_per_shard, rows_per_batch = request.param
-    monkeypatch.setattr(shards, "ROWS_PER_BATCH", rows_per_batch)
-    return int(tokens_per_shard)
+@pytest.fixture(params=[10**6, 100, 1], ids=str)
+def layout(request: pytest.FixtureRequest) -> int:
+    """Tokens of a shard: all in one, some in each, one record in each."""
+    return int(request.param)
 
 
 @pytest.mark.parametrize("kind", ["documents", "chats"])
@@ -93,7 +90,7 @@ def test_a_shard_opens_with_arrow_alone_and_holds_the_smallest_type_that_fits(
 ) -> None:
     rows = [([0, vocab - 1], [False, True]), ([1, 2, 3], [True, False, True])]
     index = write(tmp_path, rows, vocab=vocab)
-    table = pa.ipc.open_file(tmp_path / index["shards"][0]["file"]).read_all()
+    table = pa.ipc.open_stream(pa.memory_map(str(tmp_path / index["shards"][0]["file"]))).read_all()
     assert table.schema.field("tokens").type == pa.large_list(dtype)
     assert table.to_pydict() == {"tokens": [ids for ids, _ in rows], "live": [[0, 1], [1, 0, 1]]}
 
@@ -116,7 +113,7 @@ def test_a_folder_without_a_whole_index_holds_no_shards(tmp_path: Path) -> None:
         ShardSet(tmp_path)
     write(tmp_path, some_records(3))
     (tmp_path / "index.json").write_text("{")
-    with pytest.raises(ArtifactError, match=r"index\.json is missing or damaged"):
+    with pytest.raises(ArtifactError, match=r"index\.json is missing, damaged"):
         ShardSet(tmp_path)
 
 
@@ -135,3 +132,53 @@ def test_records_are_views_of_the_mapped_file(tmp_path: Path) -> None:
     assert first.__array_interface__["data"][0] + first.nbytes == second.__array_interface__["data"][0]
     assert not first.flags.writeable
     assert first.dtype == np.uint16
+
+
+def test_documents_around_a_place_are_found_without_the_other_shards(tmp_path: Path, layout: int) -> None:
+    rows = some_records(40)
+    write(tmp_path, rows, kind="documents", tokens_per_shard=layout)
+    starts = [0, *accumulate(len(ids) for ids, _ in rows)]
+    found = ShardSet(tmp_path)
+    expected = [(number, starts[number]) for number, (ids, _) in enumerate(rows) for _ in ids]
+    for start, end in [(0, found.tokens), (7, 8), (3, 100), (found.tokens - 5, found.tokens), (4, 4)]:
+        numbers, firsts = found.document_starts(start, end)
+        assert list(zip(numbers.tolist(), firsts.tolist(), strict=True)) == expected[start:end]
+
+
+def test_opening_reads_the_index_and_not_the_shards(tmp_path: Path) -> None:
+    index = write(tmp_path, some_records(60), tokens_per_shard=100)
+    for shard in index["shards"][1:]:
+        (tmp_path / shard["file"]).unlink()
+    found = ShardSet(tmp_path)
+    assert (len(found), found.tokens) == (60, index["tokens"])
+    found.row(0)
+    with pytest.raises(ArtifactError, match="damaged"):
+        found.row(59)
+
+
+def test_a_shard_that_was_cut_or_exchanged_is_refused_by_name(tmp_path: Path) -> None:
+    first, second = write(tmp_path, some_records(20), tokens_per_shard=150)["shards"][:2]
+    whole = (tmp_path / second["file"]).read_bytes()
+    (tmp_path / first["file"]).write_bytes(whole)
+    with pytest.raises(ArtifactError, match=rf"{first['file']} is not the one"):
+        ShardSet(tmp_path).row(0)
+    (tmp_path / second["file"]).write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ArtifactError, match=rf"{second['file']} is damaged"):
+        ShardSet(tmp_path).row(first["rows"])
+
+
+def test_a_weighted_source_can_be_opened_alone(tmp_path: Path) -> None:
+    rows = some_records(30)
+    index = write(tmp_path, rows, tokens_per_shard=1, groups=[0, 1] * 15 + [1], weights=[1.0, 3.0])
+    assert len(index["shards"]) == 30
+    found = ShardSet(tmp_path)
+    assert found.weights == [1.0, 3.0]
+    for group in (0, 1):
+        assert [found.group(group).row(n)[0].tolist() for n in range(15)] == [ids for ids, _ in rows[group::2]]
+
+
+def test_a_selection_of_records_keeps_ids_and_masks_together() -> None:
+    column = Column(np.arange(9), np.array([0, 2, 2, 5, 9]), np.arange(9) % 2)
+    some = column.select(np.array([False, True, True, False]))
+    assert (some.tokens.tolist(), some.offsets.tolist(), some.live.tolist()) == ([2, 3, 4], [0, 0, 3], [0, 1, 0])
+    assert len(column.select(np.zeros(4, bool))) == 0

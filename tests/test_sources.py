@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ttrain.data.chat import Message
 from ttrain.data.jsonl import Tally
@@ -17,17 +19,17 @@ from ttrain.data.sources import (
     Record,
     Rejected,
     Skipped,
+    content_hash,
+    document_fields,
     document_parser,
     parse_conversation,
     position,
     read,
     split,
 )
+from ttrain.data.templates import ROLES
 
 HELLO = Conversation((Message("user", "Hi"), Message("assistant", "Hello")))
-ROLES = ("system", "user", "assistant", "tool")
-
-NO_TOOLS = "tool calls, which are not supported yet"
 
 
 @pytest.mark.parametrize(
@@ -36,35 +38,51 @@ NO_TOOLS = "tool calls, which are not supported yet"
         {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]},
         {"conversations": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]},
         {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]},
+        {"conversations": [{"from": "user", "value": "Hi"}, {"from": "assistant", "value": "Hello"}]},
         {"messages": [{"from": "human", "value": "Hi"}, {"role": "assistant", "content": "Hello"}]},
+        {"messages": [
+            {"role": "user", "content": [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]},
+            {"role": "assistant", "content": "Hello", "tool_calls": None},
+        ]},
         {"instruction": "Hi", "output": "Hello"},
         {"instruction": "Hi", "input": "", "output": "Hello"},
-        {"instruction": "Hi", "input": None, "output": "Hello"},
-        {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}], "instruction": "x"},
+        {"instruction": "Hi", "input": " \n", "output": "Hello"},
+        {"instruction": "Hi", "input": None, "output": "Hello", "system": None, "tools": []},
+        {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}], "conversations": 1,
+         "instruction": "x"},
+        {"messages": None, "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}],
+         "instruction": "x", "output": "y", "tools": None, "system": ""},
     ],
-    ids=["messages", "conversations", "sharegpt", "mixed", "alpaca", "empty input", "null input", "messages come first"],
-)
+    ids=["messages", "conversations", "sharegpt", "sharegpt with plain names", "mixed", "parts", "alpaca", "empty input",
+         "blank input", "null input", "messages come first", "null is as good as absent"],
+)  # fmt: skip
 def test_every_known_shape_gives_the_same_chat(row: dict[str, Any]) -> None:
     assert parse_conversation(row) == HELLO
 
 
 def test_an_alpaca_input_follows_its_instruction() -> None:
-    parsed = parse_conversation({"instruction": "Add", "input": "1 2", "output": "3"})
-    assert parsed == Conversation((Message("user", "Add\n\n1 2"), Message("assistant", "3")))
+    parsed = parse_conversation({"instruction": "Add", "input": "1 2", "output": "3", "system": "S"})
+    assert parsed == Conversation((Message("system", "S"), Message("user", "Add\n\n1 2"), Message("assistant", "3")))
 
 
-def test_all_four_roles_keep_their_turns_in_order() -> None:
-    turns = [{"role": role, "content": role.upper()} for role in (*ROLES, "user", "assistant")]
-    parsed = parse_conversation({"messages": turns})
-    assert parsed == Conversation(tuple(Message(turn["role"], turn["content"]) for turn in turns))
+def test_roles_may_come_in_any_order() -> None:
+    for roles in (("assistant", "user", "user"), ("user", "assistant", "assistant", "system"), ("assistant",)):
+        turns = [{"role": role, "content": role.upper()} for role in roles]
+        parsed = parse_conversation({"messages": turns})
+        assert parsed == Conversation(tuple(Message(turn["role"], turn["content"]) for turn in turns))
 
 
-@pytest.mark.parametrize("role", ["bot", "User", "ASSISTANT", " user", "", "humans", None, 3, ["user"], {"a": 1}])
+@pytest.mark.parametrize("role", ["bot", "User", "ASSISTANT", " user", "user ", "human", "gpt", "", None, 3, ["user"], {}])
 def test_an_unknown_role_is_rejected_by_name_and_never_taken_for_another(role: Any) -> None:
     parsed = parse_conversation({"messages": [{"role": role, "content": "x"}, {"role": "assistant", "content": "y"}]})
-    assert isinstance(parsed, Rejected)
-    assert "unknown role" in parsed.reason
-    assert str(role)[:5] in parsed.reason
+    assert parsed == Rejected(f"unknown role {str(role)!r}")
+    if role not in ("human", "gpt"):
+        assert parse_conversation({"conversations": [{"from": role, "value": "x"}]}) == parsed
+
+
+def chat(*turns: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """A row of these turns, with a question before and an answer after them."""
+    return {"messages": [{"role": "user", "content": "Hi"}, *turns, {"role": "assistant", "content": "Hello"}], **more}
 
 
 @pytest.mark.parametrize(
@@ -72,21 +90,33 @@ def test_an_unknown_role_is_rejected_by_name_and_never_taken_for_another(role: A
     [
         ({}, "none of the keys"),
         ({"text": "a"}, "none of the keys"),
-        ({"messages": None}, "none of the keys"),
-        ({"messages": []}, "not a list of turns"),
-        ({"messages": "Hi"}, "not a list of turns"),
-        ({"messages": {"role": "user"}}, "not a list of turns"),
-        ({"messages": ["Hi"]}, "a turn is not an object"),
-        ({"messages": [{"content": "x"}]}, "unknown role"),
-        ({"messages": [{"role": "user"}]}, "NoneType, not text"),
-        ({"messages": [{"role": "user", "content": 1}]}, "int, not text"),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]}, "list, not text"),
-        ({"messages": [{"role": "assistant", "content": None}]}, "NoneType, not text"),
-        ({"instruction": "x"}, "NoneType, not text"),
-        ({"instruction": None, "output": "x"}, "NoneType, not text"),
-        ({"instruction": ["x"], "input": "y", "output": "x"}, "list, not text"),
+        ({"messages": None, "conversations": None}, "none of the keys"),
+        ({"messages": []}, "'messages' has no turns"),
+        ({"conversations": "Hi"}, "'conversations' is text, not a list of turns"),
+        ({"messages": {"role": "user"}}, "'messages' is an object, not a list of turns"),
+        ({"messages": ["Hi"]}, "a turn is text, not an object"),
+        ({"messages": [{"content": "x"}]}, "a turn without a role"),
+        (chat({"role": "user"}), "the content of a turn of role 'user' is missing, not text"),
+        (chat({"role": "user", "value": "x"}), "the content of a turn of role 'user' is missing, not text"),
+        (chat({"from": "human", "content": "x"}), "the content of a turn of role 'user' is missing, not text"),
+        (chat({"role": "system", "content": None}), "the content of a turn of role 'system' is null, not text"),
+        (chat({"role": "assistant", "content": None}), "the content of a turn of role 'assistant' is null, not text"),
+        (chat({"role": "user", "content": 1}), "is a number, not text"),
+        (chat({"role": "user", "content": True}), "is a boolean, not text"),
+        (chat({"role": "user", "content": {"text": "x"}}), "is an object, not text"),
+        (chat({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}), "a content part is 'image_url'"),
+        (chat({"role": "user", "content": [{"type": "text", "text": 1}]}), "a content part is 'text', not a text"),
+        (chat({"role": "user", "content": ["x"]}), "a content part is text, not a text"),
+        (chat(system=1), "'system' is a number, not text"),
+        (chat({"role": "system", "content": "a"}, system="b"), "both the key 'system' and a system turn"),
+        ({"instruction": "x"}, "no key 'output'"),
+        ({"instruction": "x", "output": None}, "'output' is null, not text"),
+        ({"instruction": "x", "output": " "}, "'output' is empty"),
+        ({"instruction": "", "output": "x"}, "'instruction' is empty"),
+        ({"instruction": ["x"], "input": "y", "output": "x"}, "'instruction' is a list, not text"),
+        ({"instruction": "x", "input": 1, "output": "x"}, "'input' is a number, not text"),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_chat_is_rejected_with_its_reason(row: dict[str, Any], reason: str) -> None:
     parsed = parse_conversation(row)
     assert isinstance(parsed, Rejected)
@@ -94,17 +124,17 @@ def test_a_wrong_chat_is_rejected_with_its_reason(row: dict[str, Any], reason: s
 
 
 @pytest.mark.parametrize(
-    ("row", "rule"),
+    "turns",
     [
-        ({"messages": [{"role": "user", "content": "Hi"}]}, "no answer"),
-        ({"messages": [{"role": "system", "content": "Hi"}]}, "no answer"),
-        ({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": " \n"}]}, "no answer"),
-        ({"instruction": "x", "output": ""}, "no answer"),
-        ({"messages": [{"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}]}, NO_TOOLS),
+        [("user", "Hi")],
+        [("system", "Hi")],
+        [("user", "Hi"), ("assistant", " \n")],
+        [("user", "Hi"), ("assistant", "\u200b\ufeff")],
+        [("assistant", ""), ("user", "Hi")],
     ],
 )
-def test_a_chat_without_anything_to_learn_is_skipped_by_a_named_rule(row: dict[str, Any], rule: str) -> None:
-    assert parse_conversation(row) == Skipped(rule)
+def test_a_chat_without_an_answer_is_skipped(turns: list[tuple[str, str]]) -> None:
+    assert parse_conversation({"messages": [{"role": a, "content": b} for a, b in turns]}) == Skipped("no answer")
 
 
 def test_an_empty_turn_beside_an_answer_is_kept() -> None:
@@ -113,27 +143,225 @@ def test_an_empty_turn_beside_an_answer_is_kept() -> None:
     assert parsed == Conversation(tuple(Message(*turn) for turn in turns))
 
 
+# --- functions and their calls
+
+ADD = {"type": "function", "function": {"name": "add", "description": "à + b", "parameters": {}}}
+CALLED = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "é"}}\n</tool_call>'
+SYSTEM = (
+    "You may call these functions; put each call as JSON between <tool_call> and </tool_call>.\n<tools>\n"
+    '{"type": "function", "function": {"name": "add", "description": "à + b", "parameters": {}}}\n{"name": "sub"}\n</tools>'
+)
+ARGUMENTS = {"a": 1, "b": "é"}
+TALK = Conversation((
+    Message("system", f"Be kind.\n\n{SYSTEM}"), Message("user", "1+é?"), Message("assistant", f"Well.\n{CALLED}\n{CALLED}"),
+    Message("tool", "2"), Message("assistant", "2."),
+))  # fmt: skip
+
+
+def openai(arguments: Any) -> dict[str, Any]:
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    turns = [
+        {"role": "system", "content": "Be kind."}, {"role": "user", "content": "1+é?"},
+        {"role": "assistant", "content": "Well.", "tool_calls": [call, call]},
+        {"role": "tool", "content": "2", "tool_call_id": "c1"}, {"role": "assistant", "content": "2."},
+    ]  # fmt: skip
+    return {"messages": turns, "tools": [ADD, {"name": "sub"}]}
+
+
+def minimind() -> dict[str, Any]:
+    calls = json.dumps([{"name": "add", "arguments": ARGUMENTS}] * 2)
+    turns = [
+        {"role": "system", "content": "Be kind.", "tools": json.dumps([ADD, {"name": "sub"}])},
+        {"role": "user", "content": "1+é?"}, {"role": "assistant", "content": "Well.", "tool_calls": calls},
+        {"role": "tool", "content": "2"}, {"role": "assistant", "content": "2."},
+    ]  # fmt: skip
+    return {"conversations": turns}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [openai(ARGUMENTS), openai('{"a": 1, "b": "é"}'), minimind(), {**minimind(), "tools": None}],
+    ids=["arguments as an object", "arguments as text", "MiniMind", "null beside"],
+)
+def test_every_form_of_functions_and_calls_gives_the_same_text(row: dict[str, Any]) -> None:
+    assert parse_conversation(row) == TALK
+
+
+def test_sharegpt_calls_are_turns_of_their_own() -> None:
+    call = {"from": "function_call", "value": json.dumps({"name": "add", "arguments": ARGUMENTS}, ensure_ascii=False)}
+    row = {
+        "conversations": [
+            {"from": "human", "value": "1+é?"}, call, {"from": "observation", "value": "2"}, {"from": "gpt", "value": "2."},
+        ],
+        "tools": json.dumps([ADD, {"name": "sub"}]), "system": "Be kind.",
+    }  # fmt: skip
+    expected = (TALK.messages[0], TALK.messages[1], Message("assistant", CALLED), *TALK.messages[3:])
+    assert parse_conversation(row) == Conversation(expected)
+    call["value"] = f"[{call['value']}, {call['value']}]"
+    expected = (*expected[:2], Message("assistant", f"{CALLED}\n{CALLED}"), *TALK.messages[3:])
+    assert parse_conversation(row) == Conversation(expected)
+
+
+def test_functions_without_a_system_turn_make_one() -> None:
+    row = openai(ARGUMENTS)
+    row["messages"][0]["content"] = ""
+    parsed = parse_conversation(row)
+    del row["messages"][0]
+    assert parsed == parse_conversation(row) == Conversation((Message("system", SYSTEM), *TALK.messages[1:]))
+
+
+def test_arguments_as_text_stay_as_they_are_written() -> None:
+    for arguments in ('{ "a":1,\n "a": 2 }', '{"x": "\\u00e9 </tool_call>"}', "{}"):
+        call = {"function": {"name": 'a"b', "arguments": arguments}}
+        parsed = parse_conversation({"messages": [{"role": "assistant", "tool_calls": [call]}]})
+        text = f'<tool_call>\n{{"name": "a\\"b", "arguments": {arguments}}}\n</tool_call>'
+        assert parsed == Conversation((Message("assistant", text),))
+
+
+def test_a_call_is_an_answer_also_where_nothing_is_said() -> None:
+    for content in (None, "", "absent"):
+        turn = {"role": "assistant", "content": content, "tool_calls": [{"name": "f", "arguments": {}}]}
+        if content == "absent":
+            del turn["content"]
+        text = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+        assert parse_conversation({"messages": [turn]}) == Conversation((Message("assistant", text),))
+
+
+def call(**changes: Any) -> dict[str, Any]:
+    """An assistant's turn with one call."""
+    return {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "name": "f", "arguments": {}, **changes}]}
+
+
+RESULT = {"role": "tool", "content": "2"}
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        (chat(RESULT), "a tool turn without a call before it"),
+        (chat(RESULT, call()), "a tool turn without a call before it"),
+        (chat(call(), {**RESULT, "tool_call_id": "2"}), "tool_call_id '2', which no call before it has"),
+        (chat(call(), {**RESULT, "tool_call_id": ["1"]}), "which no call before it has"),
+        (chat(call(id=None), {**RESULT, "tool_call_id": "1"}), "which no call before it has"),
+        (chat({**call(), "tool_calls": "f()"}), "'tool_calls': not valid JSON"),
+        (chat({**call(), "tool_calls": '{"name": "f"}'}), "'tool_calls' is an object, not a list"),
+        (chat({**call(), "tool_calls": 3}), "'tool_calls' is a number, not a list"),
+        (chat({**call(), "tool_calls": ["f"]}), "a tool call is text, not an object"),
+        (chat({**call(), "tool_calls": [{"function": "f"}]}), "a tool call has no name"),
+        (chat(call(name=" ")), "a tool call has no name"),
+        (chat(call(name=1)), "a tool call has no name"),
+        (chat(call(arguments="{not json")), "the arguments of a tool call: not valid JSON"),
+        (chat(call(arguments="")), "the arguments of a tool call: not valid JSON"),
+        (chat(call(arguments="[1]")), "the arguments of a tool call are a list, not an object"),
+        (chat(call(arguments=None)), "the arguments of a tool call are null, not an object"),
+        (chat({**call(), "role": "user", "content": "x"}), "'tool_calls' on a turn of role 'user'"),
+        (chat({"from": "function_call", "value": "f()"}), "'function_call': not valid JSON"),
+        (chat({"from": "function_call", "value": "{}"}), "a tool call has no name"),
+        (chat(tools="{broken"), "'tools': not valid JSON"),
+        (chat(tools={"name": "f"}), "'tools' is an object, not a list"),
+        (chat(tools=[{"type": "function"}]), "a tool has no name"),
+        (chat(tools=["f"]), "a tool is text, not an object"),
+        (chat({"role": "system", "content": "s", "tools": "{broken"}), "'tools': not valid JSON"),
+        (chat({"role": "user", "content": "s", "tools": [ADD]}), "'tools' stands on a turn that is not the system's"),
+        (chat({"role": "system", "content": "s", "tools": [ADD]}, tools=[ADD]), "or twice"),
+    ],
+)
+def test_broken_calls_are_rejected_with_their_reason(row: dict[str, Any], reason: str) -> None:
+    parsed = parse_conversation(row)
+    assert isinstance(parsed, Rejected)
+    assert reason in parsed.reason
+
+
+def test_arguments_nested_without_end_are_rejected() -> None:
+    nested: Any = {}
+    for _ in range(2000):
+        nested = {"a": nested}
+    assert parse_conversation(chat(call(arguments=nested))) == Rejected(
+        "the functions or the arguments of a call are nested too deeply"
+    )
+    assert isinstance(parse_conversation(chat(call(arguments='{"a":' * 2000 + "1" + "}" * 2000))), Rejected)
+
+
+KEYS = (
+    "messages", "conversations", "role", "content", "from", "value", "tools", "tool_calls", "function", "name", "arguments",
+    "tool_call_id", "id", "type", "text", "instruction", "input", "output", "system",
+)  # fmt: skip
+WORDS = ("user", "assistant", "tool", "system", "human", "gpt", "function_call", "observation", "text", "f", "{}", "[]", "")
+JSON = st.recursive(
+    st.sampled_from([*WORDS, None, True, 1, 1.5]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=5),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=500, deadline=None)
+@given(row=st.dictionaries(st.sampled_from(KEYS), JSON, max_size=4))
+def test_no_row_is_beyond_the_parsers(row: dict[str, Any]) -> None:
+    for parse in (parse_conversation, document_parser("text"), document_parser("content")):
+        parsed = parse(row)
+        if isinstance(parsed, Document | Conversation):
+            again = document_parser("text") if isinstance(parsed, Document) else parse_conversation
+            assert again(parsed.to_json()) == parsed
+        else:
+            assert isinstance(parsed, Skipped | Rejected)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    turns=st.lists(
+        st.fixed_dictionaries({"role": st.sampled_from(ROLES), "content": st.sampled_from(["", " ", "x", None])}, optional={
+            "tool_calls": st.sampled_from([None, [], [{"name": "f", "arguments": {}}], [{"name": "f", "arguments": 1}]]),
+            "tools": st.sampled_from([None, "[]", [{"name": "f"}]]),
+        }), max_size=5,
+    )
+)  # fmt: skip
+def test_what_is_kept_is_read_back_equal(turns: list[dict[str, Any]]) -> None:
+    parsed = parse_conversation({"messages": turns})
+    if isinstance(parsed, Conversation):
+        assert parse_conversation(parsed.to_json()) == parsed
+        assert {message.role for message in parsed.messages} <= set(ROLES)
+
+
+# --- documents
+
+
 @pytest.mark.parametrize(
     ("row", "expected"),
     [
         ({"text": "a"}, Document("a")),
         ({"text": " a\n"}, Document(" a\n")),
-        ({"text": "\u200b"}, Document("\u200b")),
+        ({"text": "\ufeffa\ufeff"}, Document("a\ufeff")),
+        ({"text": "\0"}, Document("\0")),
+        ({"text": "a", "content": "b"}, Document("a")),
+        ({"paragraphs": ["x"], "body": "c", "content": "b"}, Document("b")),
+        ({"paragraphs": ["x"], "body": "c"}, Document("c")),
+        ({"paragraphs": ["x", "", "y z"]}, Document("x\n\ny z")),
+        ({"paragraphs": "x"}, Document("x")),
+        ({"paragraphs": ["", " "]}, Skipped("empty text")),
+        ({"paragraphs": []}, Skipped("empty text")),
         ({"text": ""}, Skipped("empty text")),
-        ({"text": " \n\t"}, Skipped("empty text")),
-        ({"text": None}, Rejected("'text' is NoneType, not text")),
-        ({"text": 1}, Rejected("'text' is int, not text")),
-        ({"text": True}, Rejected("'text' is bool, not text")),
-        ({"text": ["a"]}, Rejected("'text' is list, not text")),
-        ({"Text": "a"}, Rejected("no key 'text'")),
+        ({"text": " \n\t\u3000\x85"}, Skipped("empty text")),
+        ({"text": "\u200b\u200d\ufeff \u2060"}, Skipped("empty text")),
+        ({"text": None}, Rejected("'text' is null, not text")),
+        ({"text": None, "content": "b"}, Rejected("'text' is null, not text")),
+        ({"text": 1}, Rejected("'text' is a number, not text")),
+        ({"text": 1.5}, Rejected("'text' is a number, not text")),
+        ({"text": True}, Rejected("'text' is a boolean, not text")),
+        ({"text": ["a"]}, Rejected("'text' is a list, not text")),
+        ({"content": {"t": "x"}}, Rejected("'content' is an object, not text")),
+        ({"paragraphs": ["a", 1]}, Rejected("'paragraphs' is a list, not text")),
+        ({"Text": "a"}, Rejected("no key 'text' or 'content' or 'body' or 'paragraphs'")),
     ],
 )
 def test_a_document_is_a_text_under_its_field(row: dict[str, Any], expected: Record | Skipped | Rejected) -> None:
     assert document_parser("text")(row) == expected
 
 
-def test_the_field_of_a_document_has_the_name_that_is_asked_for() -> None:
+def test_the_field_of_a_document_has_the_name_that_is_asked_for_and_no_other() -> None:
     assert document_parser("body")({"body": "a", "text": 1}) == Document("a")
+    assert document_parser("body")({"text": "a", "content": "b"}) == Rejected("no key 'body'")
+    assert document_parser("content")({"text": "a", "content": "b"}) == Document("b")
+    assert document_fields("body") == "the key 'body' (reading.text_field) with a text"
 
 
 def test_every_row_is_kept_skipped_or_rejected(tmp_path: Path) -> None:
@@ -144,14 +372,18 @@ def test_every_row_is_kept_skipped_or_rejected(tmp_path: Path) -> None:
     assert list(read([str(path)], document_parser("text"), tally, 1000)) == [Document("a"), Document("c")]
     assert tally.to_json() == {
         "rows": 5, "kept": 2, "skipped": {"empty text": 1},
-        "rejected": {"'text' is int, not text": 1, "no key 'text'": 1},
+        "rejected": {"'text' is a number, not text": 1, "no key 'text' or 'content' or 'body' or 'paragraphs'": 1},
+        "first_rejected": [
+            f"{path}:3: 'text' is a number, not text", f"{path}:4: no key 'text' or 'content' or 'body' or 'paragraphs'",
+        ],
     }  # fmt: skip
 
 
 def test_a_record_written_as_json_is_read_back_equal() -> None:
     document = Document("a\u2028b")
     assert document_parser("text")(document.to_json()) == document
-    assert parse_conversation(HELLO.to_json()) == HELLO
+    for talk in (HELLO, TALK):
+        assert parse_conversation(json.loads(json.dumps(talk.to_json()))) == talk
 
 
 # --- the split
@@ -218,5 +450,7 @@ def test_a_place_depends_on_the_content_alone_and_is_uniform() -> None:
     assert position(Document("a")) == position(Document("a")) != position(Document("b"))
     assert position(HELLO) == position(Conversation(HELLO.messages))
     assert position(HELLO) != position(Conversation((Message("user", "HiHello"), Message("assistant", ""))))
+    assert len(content_hash(HELLO)) == 16
+    assert position(HELLO) == int.from_bytes(content_hash(HELLO)[:8], "big") / 2**64
     places = sorted(position(row) for row in documents(5000))
     assert max(abs(place - number / 5000) for number, place in enumerate(places)) < 0.03

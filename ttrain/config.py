@@ -33,11 +33,25 @@ def _as_tuple(value: object) -> object:
     return value
 
 
-Paths = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
+class Weighted(Section):
+    """A source and how often its rows are drawn, against the other sources' weights."""
+
+    path: str
+    weight: float = Field(1.0, gt=0)
+
+
+def _as_sources(value: object) -> object:
+    return (value,) if isinstance(value, Mapping) else _as_tuple(value)
+
+
+Paths = Annotated[tuple[str | Weighted, ...], BeforeValidator(_as_sources)]
 
 
 class Data(Section):
-    """Where the data comes from: paths, globs, or `python-docs`. Files count by their bytes, not by their names."""
+    """Where the data comes from: paths, globs, folders, URLs, `hf://owner/name`, or `python-docs`.
+
+    Files count by their bytes, not by their names. A list may weigh its sources: [{path: a.jsonl, weight: 3}, b.jsonl].
+    """
 
     pretrain: Paths = Field((PYTHON_DOCS,), min_length=1, description="documents, JSONL with a text field")
     pretrain_heldout: Paths = Field((), description="held-out documents; empty: taken from `pretrain` by content hash")
@@ -47,10 +61,21 @@ class Data(Section):
     lora_heldout: Paths = Field((), description="held-out chats of that domain; empty: taken from `lora`")
     tokenizer: Paths = Field((), description="documents the tokenizer learns from; empty: the training part of `pretrain`")
 
+    def paths(self, name: str) -> tuple[str, ...]:
+        """The sources of a data set, without their weights."""
+        return tuple(entry.path if isinstance(entry, Weighted) else entry for entry in getattr(self, name))
+
+    def weights(self, name: str) -> tuple[float, ...]:
+        """The weight of each source of a data set; empty where none is given."""
+        entries = getattr(self, name)
+        if not any(isinstance(entry, Weighted) for entry in entries):
+            return ()
+        return tuple(entry.weight if isinstance(entry, Weighted) else 1.0 for entry in entries)
+
     @model_validator(mode="after")
     def _one_kind_of_source(self) -> Data:
         for name in ("pretrain", "sft", "lora", "tokenizer"):
-            paths = getattr(self, name)
+            paths = self.paths(name)
             if PYTHON_DOCS in paths and len(paths) > 1:
                 raise ValueError(f"data.{name} mixes {PYTHON_DOCS} with files; choose one of them")
             if name != "tokenizer" and PYTHON_DOCS in paths and getattr(self, f"{name}_heldout"):
@@ -59,8 +84,7 @@ class Data(Section):
 
     def uses_python_docs(self, name: str) -> bool:
         """Whether the data set `name` is read from the Python that runs ttrain."""
-        paths = getattr(self, name) or self.pretrain
-        return tuple(paths) == (PYTHON_DOCS,)
+        return (self.paths(name) or self.paths("pretrain")) == (PYTHON_DOCS,)
 
 
 class PythonDocs(Section):
@@ -76,23 +100,39 @@ class PythonDocs(Section):
 class Reading(Section):
     """How records are read from files."""
 
-    text_field: str = Field("text", description="the key that holds a document's text")
+    text_field: str = Field("text", description="a document's key; with the default also content, body, paragraphs")
     heldout_fraction: float = Field(0.02, ge=0, lt=1, description="share of rows held out by content hash")
     rejected_fraction: float = Field(0.01, ge=0, le=1, description="more bad rows than this share end the stage")
-    max_line_bytes: int = Field(64 << 20, ge=1024, description="a longer line is rejected unread")
+    max_line_bytes: int = Field(32 << 20, ge=1024, le=256 << 20, description="a longer line is rejected unread")
+    deduplicate: bool = Field(True, description="of rows that say exactly the same, keep the first")
+    limit: int | None = Field(None, ge=1, description="rows to use, for a try; empty: all")
+    rounds: int = Field(1, ge=1, description="how many times `limit` distinct rows to use")
+    sample: Literal["reservoir", "head"] = Field("reservoir", description="which rows `limit` takes: any, or the first")
+    seed: int = Field(1, ge=0, lt=2**32, description="of the reservoir")
 
 
 class Tokenizer(Section):
-    """A byte-level BPE with the full byte alphabet."""
+    """A byte-level BPE with the full byte alphabet, or a tokenizer that exists."""
 
     vocab_size: int = Field(2048, ge=300, description="entries, the 256 bytes and the special tokens among them")
-    max_bytes: int = Field(50_000_000, ge=10_000, description="text to learn from; a longer input is sampled by hash")
+    template: Literal["ttrain", "tinyseek", "own"] = Field("ttrain", description="chat template; own: the existing one's")
+    existing: str | None = Field(None, description="a folder with tokenizer.json, or owner/name[@revision] on the Hub")
+    sample: Literal["reservoir", "head"] = Field("reservoir", description="which documents: any, or the first")
+    seed: int = Field(1, ge=0, lt=2**32, description="of the reservoir")
+    max_documents: int | None = Field(None, ge=1, description="documents to learn from; empty: all")
+    max_bytes: int = Field(50_000_000, ge=10_000, description="text to learn from, in UTF-8 bytes")
+
+    @model_validator(mode="after")
+    def _own_template_exists(self) -> Tokenizer:
+        if self.template == "own" and self.existing is None:
+            raise ValueError("tokenizer.template is 'own' but tokenizer.existing names no tokenizer; set one of them")
+        return self
 
 
 class Shards(Section):
     """Arrow files of token ids."""
 
-    tokens_per_shard: int = Field(16_777_216, ge=1024)
+    block_bytes: int = Field(16 << 20, ge=1024, description="text of one shard, which one worker makes at a time")
 
 
 class Model(Section):
@@ -153,6 +193,20 @@ class Training(Section):
     epochs: float | None = Field(None, gt=0, description="budget in passes over the rows")
     tokens_per_step: int = Field(4096, ge=1, description="tokens of one optimizer step, over all ranks")
     row_length: int = Field(256, ge=8, description="tokens of one packed row")
+    packing: Literal["best-fit", "none"] = Field(
+        "best-fit",
+        description="chats share rows by best fit and documents are one stream; none: one a row, batches as wide as their longest",
+    )
+    stride: int | None = Field(None, ge=1, description="places between the rows of documents; empty: row_length, no overlap")
+    order: Literal["shuffled", "length-grouped"] = Field(
+        "shuffled", description="length-grouped: rows of about the same length come in the same step"
+    )
+    mask_intervals: tuple[tuple[int | str, int | str], ...] = Field(
+        (), description="[from, to] token pairs, as ids or words: both, and all between them in a record, are never learnt"
+    )
+    dropped_fraction: float = Field(
+        0.01, ge=0, le=1, description="a larger share of chats without a token to learn ends the stage"
+    )
     validate_every_steps: int = Field(0, ge=0, description="0: at the end only")
     validation_rows: int = Field(256, ge=1, description="rows of the held-out part used while training")
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
@@ -170,7 +224,24 @@ class Training(Section):
                 f"tokens_per_step is {self.tokens_per_step} but must be a multiple of row_length {self.row_length}; "
                 f"try {good}"
             )
+        if self.stride is not None and self.stride > self.row_length:
+            raise ValueError(
+                f"stride is {self.stride} but must not exceed row_length {self.row_length}, or tokens between two rows would "
+                f"never be learnt; try {self.row_length}"
+            )
+        if self.order == "length-grouped" and self.packing != "none":
+            raise ValueError(
+                f"order is length-grouped but packing is {self.packing}, which makes all rows equally long; set packing=none"
+            )
+        for opens, closes in self.mask_intervals:
+            if opens == closes:
+                raise ValueError(f"mask_intervals has [{opens}, {closes}], but a region must not open and close alike")
         return self
+
+    @property
+    def section(self) -> str:
+        """Name of the section in the settings, for messages."""
+        return type(self).__name__.lower()
 
     @property
     def rows_per_step(self) -> int:
@@ -232,10 +303,14 @@ class Runtime(Section):
     devices: int = Field(1, ge=1, description="ranks of a training stage; more than one go through torchrun")
     threads: int | None = Field(None, ge=1, description="threads of a rank; empty: the cores divided by the ranks")
     rows_per_device: int = Field(16, ge=1, description="rows of one micro-batch on one rank")
+    prefetch_steps: int = Field(1, ge=0, description="steps whose rows are made ahead, each in a thread; 0: none")
     compile: bool = Field(False, description="torch.compile; pays for long runs only")
     log_every_steps: int = Field(10, ge=1)
     checkpoint_every_steps: int = Field(100, ge=1)
     keep_checkpoints: int = Field(2, ge=1)
+    workers: int | None = Field(None, ge=1, description="processes that make shards; empty: the cores")
+    sharding: Literal["processes", "dask"] = Field("processes", description="where shards are made; dask: on its cluster")
+    dask_address: str | None = Field(None, description="scheduler of the Dask cluster; empty: a local one of `workers`")
     retries: int = Field(0, ge=0, description="how often Prefect runs a failed stage again")
     retry_delay_seconds: float = Field(10.0, ge=0)
     timeout_seconds: float | None = Field(None, gt=0, description="of one stage; empty: none")

@@ -33,7 +33,7 @@ NOT_SHAPING = frozenset(
             "tracking",
             "report",
         ),
-        *("progress", "cli", "train.callbacks"),
+        *("progress", "cli", "parent", "job", "train.callbacks", "data.pools"),
     )
 )
 ONLY_GATHERING = frozenset({PACKAGE, f"{PACKAGE}.stages"})  # whose submodules do shape it
@@ -222,7 +222,12 @@ def _changed_files(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
         for name in sorted({*before, *after}):
             if before.get(name) == after.get(name):
                 continue
-            change = "changed" if name in before and name in after else "is new" if name in after else "is gone"
+            both = name in before and name in after
+            if both and before[name].split()[0] == after[name].split()[0]:
+                weights = (" ".join(found[name].split()[1:]) or "none" for found in (before, after))
+                lines.append(f"weight of {role} file {name}: {' → '.join(weights)}")
+                continue
+            change = "changed" if both else "is new" if name in after else "is gone"
             lines.append(f"{role} file {name} {change}")
         if before == after and old.get(role) != new.get(role):
             lines.append(f"{role} files come in another order")
@@ -236,7 +241,7 @@ def _by_name(files: list[dict[str, str]]) -> dict[str, str]:
         name, number = file["name"], 2
         while name in found:
             name, number = f"{file['name']} ({number})", number + 1
-        found[name] = file["sha256"]
+        found[name] = f"{file['sha256']} {file['weight']}" if "weight" in file else file["sha256"]
     return found
 
 

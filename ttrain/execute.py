@@ -48,6 +48,7 @@ class Execution:
         self.artifacts: dict[str, Artifact] = {}
         self.failures: dict[str, BaseException] = {}  # of stages that have no result yet
         self.signum = 0
+        self.make_parts_elsewhere: Callable[[Stage, Path], None] | None = None  # before a stage that reuses parts starts
         self._began = time.monotonic()
         self._forced: set[str] = set()
         self._tracker = (
@@ -169,6 +170,10 @@ class _Watcher:
         self._child = self._execution.start_child(stage, planned, work)
         metrics = work / "output" / "run" / "metrics.jsonl"
         self._follower = tracking.MetricsFollower(metrics, self._child, work / "followed.json")
+
+    def prepared(self, stage: Stage, work: Path) -> None:
+        if self._execution.make_parts_elsewhere and stage.reuses_parts:
+            self._execution.make_parts_elsewhere(stage, work)
 
     def progressed(self, stage: Stage, progress: Mapping[str, Any]) -> None:
         self._execution.display.progressed(stage.name, progress)

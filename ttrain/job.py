@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ttrain.config import Runtime
@@ -22,6 +22,10 @@ class Job:
     progress: Progress
     stop_requested: Callable[[], bool]
     start_from: Path | None = None  # a checkpoint of a shorter run that this one extends
+    versions: Mapping[str, list[str]] = field(default_factory=dict)  # what identifies the bytes of each of `files`
+    groups: Mapping[str, list[int]] = field(default_factory=dict)  # which weighted source each of `files` belongs to
+    weights: Sequence[float] = ()  # of those sources; empty: all rows alike
+    reuse: tuple[str, ...] = ()  # earlier outputs of the stage, parts of which may be taken as they are
 
     @property
     def run_directory(self) -> Path:

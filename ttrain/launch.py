@@ -24,6 +24,7 @@ from ttrain.store import Artifact, Store, read_json, remove_tree, write_json
 from ttrain.worker import JOB, PARENT, PROGRESS, RESULT
 
 POLL_SECONDS = 0.1
+EARLIER_OUTPUTS = 8  # artifacts of the same stage in which finished parts are looked for
 # After being told to stop: time for a step and its checkpoint, or for nothing in particular. Native code may never listen.
 GRACE_SECONDS = {True: 60.0, False: 5.0}
 RECORDED_LIBRARIES = ("torch", "transformers", "tokenizers", "peft", "pyarrow", "numpy", "safetensors")
@@ -35,6 +36,8 @@ class Observer(Protocol):
     """Watches a stage while it runs."""
 
     def started(self, stage: Stage, planned: Planned, work: Path) -> None: ...
+
+    def prepared(self, stage: Stage, work: Path) -> None: ...
 
     def progressed(self, stage: Stage, progress: Mapping[str, Any]) -> None: ...
 
@@ -85,8 +88,9 @@ def build(
             pass  # a killed run's process may live for another 0.2 s: it must be gone before its work is touched
         if forced and found:
             remove_tree(work)
-        _prepare(stage, settings, inputs, planned, work)
+        _prepare(stage, settings, inputs, planned, work, store)
         observer.started(stage, planned, work)
+        observer.prepared(stage, work)
         result = _run(stage, settings, work, observer)
         _check_inputs_did_not_change(stage, settings, store, planned)
         state, artifact = "completed", None
@@ -105,10 +109,12 @@ def _check_inputs_did_not_change(stage: Stage, settings: Settings, store: Store,
         raise StageFailed(f"stage {stage.name}: its input files changed while they were read; run the same command again")
 
 
-def _prepare(stage: Stage, settings: Settings, inputs: Mapping[str, Artifact], planned: Planned, work: Path) -> None:
+def _prepare(
+    stage: Stage, settings: Settings, inputs: Mapping[str, Artifact], planned: Planned, work: Path, store: Store
+) -> None:
     """Lay out the work directory. What an earlier try of the same key left is kept: training continues from it."""
     output = work / "output"
-    if not stage.uses_ranks:
+    if not (stage.uses_ranks or stage.reuses_parts):
         remove_tree(output)
     (output / "run").mkdir(parents=True, exist_ok=True)
     for name in (RESULT, PROGRESS):
@@ -117,12 +123,20 @@ def _prepare(stage: Stage, settings: Settings, inputs: Mapping[str, Artifact], p
         curve = planned.start_from.parent.parent / "run" / "metrics.jsonl"
         if curve.exists() and not (output / "run" / curve.name).exists():
             shutil.copyfile(curve, output / "run" / curve.name)
+    files = data_files(stage, settings)
+    known = planned.ingredients["files"]
+    weights = settings.data.weights(stage.dataset) if stage.reuses_parts and stage.dataset else ()
+    earlier = store.artifacts(stage.name)[:EARLIER_OUTPUTS] if stage.reuses_parts else []
     spec = {
         "stage": stage.name,
         "uses_ranks": stage.uses_ranks,
         "config": section_of(stage, settings).model_dump(mode="json"),
         "inputs": {name: str(artifact.path) for name, artifact in inputs.items()},
-        "files": data_files(stage, settings),
+        "files": {role: [file.location for file in found] for role, found in files.items()},
+        "versions": {role: [file["sha256"] for file in found] for role, found in known.items()},
+        "groups": {role: [file.group for file in found] for role, found in files.items()},
+        "weights": list(weights),
+        "reuse": [str(artifact.path) for artifact in earlier],
         "runtime": settings.runtime.model_dump(mode="json"),
         "start_from": str(planned.start_from) if planned.start_from else None,
         "key": planned.key,

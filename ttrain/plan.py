@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ttrain.config import Section, Settings, Training, flatten
+from ttrain.data import existing, locations
 from ttrain.digests import code_digests, differences, digest_of
 from ttrain.errors import UsageError
 from ttrain.stages import Stage
@@ -19,7 +19,7 @@ from ttrain.train.schedules import decay_start, steps_of
 Recipe = Callable[["Callable[..., Any]", Settings], None]
 
 # How two stores name the same part of a stage's own data files.
-TRAIN, HELDOUT = "train", "heldout"
+TRAIN, HELDOUT, EXISTING = "train", "heldout", "existing"
 
 
 @dataclass(frozen=True)
@@ -119,12 +119,22 @@ def ingredients_of(stage: Stage, settings: Settings, store: Store, inputs: Mappi
     return ingredients
 
 
-def file_digests(stage: Stage, settings: Settings, store: Store) -> dict[str, list[dict[str, str]]]:
-    """Name and digest of the user's own files that the stage reads, by role. UsageError where one is unreadable."""
-    found: dict[str, list[dict[str, str]]] = {}
-    for role, paths in data_files(stage, settings).items():
+def file_digests(stage: Stage, settings: Settings, store: Store) -> dict[str, list[dict[str, Any]]]:
+    """Name and digest (and weight, where there is one) of the data that the stage reads, by role.
+
+    A remote file counts by its commit, ETag or checksum. Raises UsageError where one is unreadable.
+    """
+    found: dict[str, list[dict[str, Any]]] = {}
+    for role, files in data_files(stage, settings).items():
         try:
-            found[role] = [{"name": Path(path).name, "sha256": store.cache.file(Path(path))} for path in paths]
+            found[role] = [
+                {
+                    "name": locations.name(file.location),
+                    "sha256": locations.version(file.location) or store.cache.file(Path(file.location)),
+                    **({} if file.weight is None else {"weight": file.weight, "group": file.group}),
+                }
+                for file in files
+            ]
         except OSError as error:
             raise UsageError(f"cannot read {error.filename}, which data.{stage.dataset} names: {error.strerror}") from None
     return found
@@ -132,7 +142,10 @@ def file_digests(stage: Stage, settings: Settings, store: Store) -> dict[str, li
 
 def key_of(ingredients: Mapping[str, Any]) -> str:
     """sha256 over the ingredients, without the names of files: a renamed file is the same file."""
-    files = {role: [file["sha256"] for file in files] for role, files in ingredients["files"].items()}
+    files = {
+        role: [{name: value for name, value in file.items() if name != "name"} for file in files]
+        for role, files in ingredients["files"].items()
+    }
     return digest_of({**ingredients, "files": files})
 
 
@@ -141,37 +154,40 @@ def section_of(stage: Stage, settings: Settings) -> Section:
     return stage.config(**{name: getattr(settings, name) for name in stage.config.model_fields})
 
 
-def data_files(stage: Stage, settings: Settings) -> dict[str, list[str]]:
-    """The user's own files that the stage reads: {"train": [...], "heldout": [...]}; empty for the quickstart's source."""
-    if stage.dataset is None or settings.data.uses_python_docs(stage.dataset):
+@dataclass(frozen=True)
+class InputFile:
+    """A file that a stage reads, and the weighted source it belongs to (no weight: all rows of the data set are alike)."""
+
+    location: str
+    group: int = 0
+    weight: float | None = None
+
+
+def data_files(stage: Stage, settings: Settings) -> dict[str, list[InputFile]]:
+    """The user's own files that the stage reads, by role: "train", "heldout", and for the tokenizer "existing"."""
+    if stage.dataset is None:
         return {}
-    data = settings.data
-    dataset = "pretrain" if stage.dataset == "tokenizer" and not data.tokenizer else stage.dataset
-    roles = {TRAIN: expand(getattr(data, dataset), f"data.{dataset}")}
-    named = getattr(data, f"{dataset}_heldout", ())
-    if named and stage.dataset != "tokenizer":  # which learns from the training part alone
-        roles[HELDOUT] = expand(named, f"data.{dataset}_heldout")
+    data, is_tokenizer = settings.data, stage.dataset == "tokenizer"
+    roles: dict[str, list[InputFile]] = {}
+    if is_tokenizer and settings.tokenizer.existing:
+        roles[EXISTING] = [InputFile(str(path)) for path in existing.files(settings.tokenizer.existing)]
+    if data.uses_python_docs(stage.dataset):
+        return roles
+    dataset = "pretrain" if is_tokenizer and not data.tokenizer else stage.dataset
+    roles[TRAIN] = _expanded(data.paths(dataset), f"data.{dataset}", () if is_tokenizer else data.weights(dataset))
+    if not is_tokenizer and getattr(data, f"{dataset}_heldout"):  # the tokenizer learns from the training part alone
+        roles[HELDOUT] = _expanded(data.paths(f"{dataset}_heldout"), f"data.{dataset}_heldout", ())
     return roles
 
 
-def expand(patterns: tuple[str, ...], setting: str) -> list[str]:
-    """Files that the patterns name: a file, a glob, or a folder (its .jsonl files, compressed or not), in sorted order."""
-    found: list[str] = []
-    for pattern in patterns:
-        path = Path(pattern).expanduser()
-        if path.is_file():
-            matches = [str(path)]
-        elif path.is_dir():
-            matches = sorted(str(p) for p in path.rglob("*") if p.name.endswith((".jsonl", ".jsonl.gz", ".jsonl.zst")))
-        else:
-            matches = sorted(p for p in glob.glob(str(path), recursive=True) if Path(p).is_file())
-        if not matches:
-            raise UsageError(
-                f"{setting} is '{pattern}' but no such file is there; name a .jsonl file, a glob or a folder "
-                "(commas separate several)"
-            )
-        found.extend(match for match in matches if match not in found)
-    return found
+def _expanded(paths: tuple[str, ...], setting: str, weights: tuple[float, ...]) -> list[InputFile]:
+    if not weights:
+        return [InputFile(location) for location in locations.expand(paths, setting)]
+    found: dict[str, InputFile] = {}
+    for group, (path, weight) in enumerate(zip(paths, weights, strict=True)):
+        for location in locations.expand((path,), setting):
+            found.setdefault(location, InputFile(location, group, weight))
+    return list(found.values())
 
 
 def explain(stage: Stage, key: str, ingredients: Mapping[str, Any], store: Store) -> list[str]:

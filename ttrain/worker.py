@@ -11,9 +11,8 @@ import logging
 import os
 import signal
 import sys
-import threading
-import time
 import traceback
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -22,12 +21,12 @@ import filelock
 
 from ttrain.errors import Interrupted, TTrainError
 from ttrain.job import Job
+from ttrain.parent import end_with_parent
 from ttrain.progress import Progress
 from ttrain.store import read_json, write_json
 
 JOB, RESULT, PROGRESS = "job.json", "result.json", "progress.json"
 PARENT = "TTRAIN_PARENT"  # the process whose end is this one's end
-PARENT_POLL_SECONDS = 0.2
 log = logging.getLogger("ttrain")
 
 
@@ -57,7 +56,7 @@ def main() -> int:
     rank = int(os.environ.get("RANK", "0"))
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", stream=sys.stdout, force=True)
     log.setLevel(logging.INFO if rank == 0 else logging.WARNING)
-    _end_with_parent()
+    end_with_parent(int(os.environ.get(PARENT, os.getppid())))  # it may be gone before this line is reached
     spec = read_json(work / JOB)
     if spec["uses_ranks"] and spec["runtime"]["devices"] > 1 and "RANK" not in os.environ:
         return _torchrun(work, spec["runtime"]["devices"])
@@ -85,10 +84,12 @@ def _torchrun(work: Path, devices: int) -> int:
     return 0
 
 
-def _run(work: Path, spec: dict[str, Any], stop: StopFlag, rank: int) -> dict[str, Any]:
+def job_of(work: Path, stop: Callable[[], bool] = lambda: False, *, progress: bool = True) -> tuple[Any, Job]:
+    """The configuration and the job that a work directory describes."""
     from ttrain.config import Runtime
     from ttrain.stages import STAGES
 
+    spec = read_json(work / JOB)
     stage = STAGES[spec["stage"]]
     job = Job(
         inputs={name: Path(path) for name, path in spec["inputs"].items()},
@@ -96,12 +97,23 @@ def _run(work: Path, spec: dict[str, Any], stop: StopFlag, rank: int) -> dict[st
         arguments=stage.arguments,
         output=work / "output",
         runtime=Runtime.model_validate(spec["runtime"]),
-        progress=Progress(work / PROGRESS if rank == 0 else None),
+        progress=Progress(work / PROGRESS if progress else None),
         stop_requested=stop,
         start_from=Path(spec["start_from"]) if spec["start_from"] else None,
+        versions=spec["versions"],
+        groups=spec["groups"],
+        weights=spec["weights"],
+        reuse=tuple(spec["reuse"]),
     )
+    return stage.config.model_validate(spec["config"]), job
+
+
+def _run(work: Path, spec: dict[str, Any], stop: StopFlag, rank: int) -> dict[str, Any]:
+    from ttrain.stages import STAGES
+
+    config, job = job_of(work, stop, progress=rank == 0)
     try:
-        result = import_module(stage.module).run(stage.config.model_validate(spec["config"]), job)
+        result = import_module(STAGES[spec["stage"]].module).run(config, job)
         return {"outcome": "completed", "result": result}
     except Interrupted as error:
         return {"outcome": "interrupted", "error": str(error), "signal": stop.signum or error.signum}
@@ -121,21 +133,6 @@ def _leave_ranks() -> None:
 
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-def _end_with_parent() -> None:
-    """Die when the parent does, whatever killed it, so that no process trains on without anyone who waits for it."""
-    parent = int(os.environ.get(PARENT, os.getppid()))  # it may be gone before this line is reached
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(PARENT_POLL_SECONDS)
-        os._exit(1)
-
-    if os.getppid() != parent:
-        os._exit(1)
-
-    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
 if __name__ == "__main__":

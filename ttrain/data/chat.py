@@ -1,58 +1,90 @@
-"""Chats as token ids with a loss mask, made together.
+"""Chats as token ids with a loss mask, made together, by the chat template that the tokenizer brings.
 
-Every turn is one role token, its text, and `<|end|>`: since each text lies between special tokens, no token ever spans a
-border, and since users' text is encoded without special tokens, no text can forge one. The Jinja template, which
-transformers uses, gives the same ids (a test compares them).
+Training, evaluation and generation all come through here, so what a model is asked is what it learnt.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
+
+from ttrain.data import templates
+from ttrain.data.templates import Segment, Template
+
 if TYPE_CHECKING:
-    from ttrain.data.tokenizer import Encoder
+    from ttrain.data.encoder import Encoder
 
-ROLES = ("system", "user", "assistant", "tool")
-PAD, UNK, BOS, EOS, END = "<|pad|>", "<|unk|>", "<|bos|>", "<|eos|>", "<|end|>"
-SPECIAL_TOKENS = (PAD, UNK, BOS, EOS, *(f"<|{role}|>" for role in ROLES), END)
-
-TEMPLATE = """\
-{{- bos_token -}}
-{%- for message in messages -%}
-{%- if message['role'] not in ['system', 'user', 'assistant', 'tool'] -%}
-{{- raise_exception('unknown role ' ~ message['role']) -}}
-{%- endif -%}
-{{- '<|' ~ message['role'] ~ '|>' -}}
-{%- if message['role'] == 'assistant' -%}
-{%- generation -%}{{- message['content'] ~ '<|end|>' -}}{%- endgeneration -%}
-{%- else -%}
-{{- message['content'] ~ '<|end|>' -}}
-{%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}
-"""
+Encoded = tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_]]
 
 
 @dataclass(frozen=True)
 class Message:
-    """One turn."""
+    """One turn; the role is one of `templates.ROLES`, calls and functions are part of the text (`ttrain.data.tools`)."""
 
     role: str
     content: str
 
 
-def encode_chat(encoder: Encoder, messages: tuple[Message, ...]) -> tuple[list[int], list[bool]]:
-    """(ids, live) of a conversation; live are the assistant's texts and the `<|end|>` that stops each."""
-    ids, live = [encoder.special(BOS)], [False]
-    texts = encoder.encode([message.content for message in messages])
-    for message, text in zip(messages, texts, strict=True):
-        answer = message.role == "assistant"
-        ids += [encoder.special(f"<|{message.role}|>"), *text, encoder.special(END)]
-        live += [False] + [answer] * (len(text) + 1)
-    return ids, live
+Messages = tuple[Message, ...]
 
 
-def prompt_ids(encoder: Encoder, messages: tuple[Message, ...]) -> list[int]:
+def encode_chats(encoder: Encoder, conversations: Sequence[Messages]) -> list[Encoded]:
+    """(ids, live) of each conversation, both of shape [tokens]; live are the answers and the token that ends each.
+
+    Raises DataError for a role that the template does not know, or another conversation that it refuses.
+    """
+    template = template_of(encoder)
+    return assemble(encoder, [template.segments(messages) for messages in conversations])
+
+
+def encode_chat(encoder: Encoder, messages: Messages) -> tuple[list[int], list[bool]]:
+    """(ids, live) of one conversation."""
+    ((ids, live),) = encode_chats(encoder, [messages])
+    return ids.tolist(), live.tolist()
+
+
+def prompt_ids(encoder: Encoder, messages: Messages) -> list[int]:
     """Ids after which the assistant's next answer begins."""
-    return [*encode_chat(encoder, messages)[0], encoder.special("<|assistant|>")]
+    ((ids, _),) = assemble(encoder, [template_of(encoder).prompt(messages)])
+    return list(ids.tolist())
+
+
+def assemble(encoder: Encoder, rendered: Sequence[Sequence[Segment]]) -> list[Encoded]:
+    """(ids, live) of each list of segments. All texts go to the encoder in one call."""
+    segments = list(itertools.chain.from_iterable(rendered))
+    texts = [content for content, _ in segments if isinstance(content, str)]
+    text_ids, offsets = encoder.encode_flat(texts)
+    is_text = np.array([isinstance(content, str) for content, _ in segments], dtype=np.bool_)
+    lengths = np.empty(len(segments), dtype=np.int64)
+    lengths[is_text] = np.diff(offsets)
+    lengths[~is_text] = [len(content) for content, _ in segments if not isinstance(content, str)]
+    from_text = np.repeat(is_text, lengths)
+    ids = np.empty(len(from_text), dtype=np.uint32)
+    ids[from_text] = text_ids
+    ids[~from_text] = _chained(content for content, _ in segments if not isinstance(content, str))
+    live = np.repeat(np.array([live for _, live in segments], dtype=np.bool_), lengths)
+    token_ends = np.concatenate([[0], np.cumsum(lengths)])
+    borders = token_ends[np.cumsum([0, *map(len, rendered)])].tolist()
+    return [(ids[start:end], live[start:end]) for start, end in itertools.pairwise(borders)]
+
+
+def _chained(pieces: Iterable[tuple[int, ...]]) -> npt.NDArray[np.uint32]:
+    return np.fromiter(itertools.chain.from_iterable(pieces), dtype=np.uint32)
+
+
+@lru_cache(maxsize=4)
+def template_of(encoder: Encoder) -> Template:
+    """The encoder's chat template, made once. Raises DataError where an existing tokenizer's own cannot be used."""
+    if encoder.template == "ttrain":
+        return templates.RoleTokens(encoder)
+    if encoder.template == "tinyseek":
+        return templates.NamedTurns(encoder)
+    from ttrain.data.foreign import ForeignTemplate
+
+    return ForeignTemplate(encoder)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ttrain.data import chat
-from ttrain.data.sources import Document, position
-from ttrain.digests import sha256_file
-from ttrain.errors import ArtifactError
+from ttrain.data import templates
+from ttrain.data.encoder import END_OF_TURN, Encoder
 from ttrain.store import write_json
 
 if TYPE_CHECKING:
@@ -22,47 +20,28 @@ LONG_RUN = re.compile(rf"\S{{{RUN_CHARACTERS}}}(?=\S)")
 CUT = "\udfff"  # a lone surrogate, which no text that was read contains
 
 
-def sample(documents: Iterable[Document], max_bytes: int) -> list[Document]:
-    """At most `max_bytes` of text, uniform over the whole input, whatever its order; memory stays within `max_bytes`.
+def train(texts: Sequence[str], vocab_size: int, template: str = "ttrain") -> Tokenizer:
+    """A byte-level BPE (arXiv:1508.07909, on bytes as in GPT-2) with the full byte alphabet, so that nothing is unknown.
 
-    Documents are kept while their hash lies below a threshold that halves each time the limit is passed. Where none is left,
-    since each is too large, the lowest one alone is taken.
+    The same texts give the same tokenizer with any number of threads. The special tokens of the template have the first ids.
     """
-    kept: list[tuple[float, Document]] = []
-    lowest: tuple[float, Document] | None = None
-    size, threshold = 0, 1.0
-    for document in documents:
-        place = position(document)
-        if lowest is None or place < lowest[0]:
-            lowest = (place, document)
-        if place >= threshold:
-            continue
-        kept.append((place, document))
-        size += len(document.content())
-        while size > max_bytes:
-            threshold /= 2
-            kept = [(place, document) for place, document in kept if place < threshold]
-            size = sum(len(document.content()) for _, document in kept)
-    return [document for _, document in kept or ([lowest] if lowest else [])]
-
-
-def train(texts: Sequence[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE (arXiv:1508.07909, on bytes as in GPT-2) with the full byte alphabet, so that nothing is unknown."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-    tokenizer = Tokenizer(models.BPE(unk_token=chat.UNK))
+    tokenizer = Tokenizer(models.BPE(unk_token=templates.UNK))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=list(chat.SPECIAL_TOKENS),
+        special_tokens=list(templates.SPECIAL_TOKENS[template]),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     tokenizer.train_from_iterator((piece for text in texts for piece in pieces(text)), trainer)
-    bos = tokenizer.token_to_id(chat.BOS)
+    bos = tokenizer.token_to_id(templates.BOS)
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{chat.BOS} $A", pair=f"{chat.BOS} $A {chat.BOS} $B", special_tokens=[(chat.BOS, bos)]
+        single=f"{templates.BOS} $A",
+        pair=f"{templates.BOS} $A {templates.BOS} $B",
+        special_tokens=[(templates.BOS, bos)],
     )
     return tokenizer
 
@@ -76,63 +55,49 @@ def pieces(text: str) -> list[str]:
     return LONG_RUN.sub(lambda run: run.group() + CUT, text).split(CUT) if LONG_RUN.search(text) else [text]
 
 
-def save(tokenizer: Tokenizer, directory: Path) -> None:
-    """Write a directory that `AutoTokenizer.from_pretrained` opens."""
+def save(tokenizer: Tokenizer, directory: Path, template: str = "ttrain") -> None:
+    """Write a trained tokenizer as a directory that `AutoTokenizer.from_pretrained` opens."""
+    tokens = {
+        "bos_token": templates.BOS,
+        "eos_token": templates.EOS,
+        "pad_token": templates.PAD,
+        "unk_token": templates.UNK,
+        END_OF_TURN: templates.END_TOKENS[template],
+    }
+    others = templates.SPECIAL_TOKENS[template][4:]
+    write(directory, tokenizer.to_str(pretty=True), tokens, others, templates.JINJA[template], MODEL_MAX_LENGTH)
+
+
+def write(
+    directory: Path, tokenizer_json: str, tokens: dict[str, str], others: Sequence[str], jinja: str, max_length: int
+) -> None:
+    """The three files of a tokenizer directory. `tokens` by the names of transformers, `others` the rest that is special."""
     directory.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer.json").write_text(tokenizer_json, encoding="utf-8", newline="")
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": chat.BOS,
-        "eos_token": chat.EOS,
-        "pad_token": chat.PAD,
-        "unk_token": chat.UNK,
-        "additional_special_tokens": list(chat.SPECIAL_TOKENS[4:]),
+        **tokens,
+        "additional_special_tokens": list(others),
         "clean_up_tokenization_spaces": False,
-        "model_max_length": MODEL_MAX_LENGTH,
+        "model_max_length": max_length,
         "model_input_names": ["input_ids", "attention_mask"],
         "padding_side": "right",
     }
     write_json(directory / "tokenizer_config.json", settings)
-    (directory / "chat_template.jinja").write_text(chat.TEMPLATE, encoding="utf-8")
+    (directory / "chat_template.jinja").write_text(jinja, encoding="utf-8", newline="")
 
 
-class Encoder:
-    """Text to ids and back. Text never becomes a special token, whatever it contains."""
-
-    def __init__(self, directory: Path) -> None:
-        """Raises ArtifactError where the tokenizer is missing, corrupt, or lacks one of the special tokens."""
-        from tokenizers import Tokenizer
-
-        path = directory / "tokenizer.json"
-        try:
-            self._tokenizer = Tokenizer.from_file(str(path))
-            self.digest = sha256_file(path)
-        except Exception as error:  # the library raises a bare Exception for whatever is wrong with the file
-            raise ArtifactError(f"cannot read the tokenizer {path}: {error}; it is not trained anew in silence") from None
-        self._tokenizer.encode_special_tokens = True
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        found = {token: self._tokenizer.token_to_id(token) for token in chat.SPECIAL_TOKENS}
-        missing = [token for token, number in found.items() if number is None]
-        if missing:
-            raise ArtifactError(f"the tokenizer {path} lacks the special tokens {', '.join(missing)}")
-        self._special = {token: int(number) for token, number in found.items() if number is not None}
-
-    def __len__(self) -> int:
-        return int(self._tokenizer.get_vocab_size())
-
-    def special(self, token: str) -> int:
-        """Id of one of the special tokens."""
-        return self._special[token]
-
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text, without any special token."""
-        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
-
-    def document(self, ids: Sequence[int]) -> list[int]:
-        """A document's ids between the tokens that begin and end it."""
-        return [self.special(chat.BOS), *ids, self.special(chat.EOS)]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of the ids, special tokens left out."""
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+def measure(encoder: Encoder, texts: Sequence[str]) -> dict[str, Any]:
+    """How well it fits the texts: UTF-8 bytes per token, share of unknown tokens, texts that do not come back equal."""
+    size = sum(len(text.encode("utf-8")) for text in texts)
+    encoded = encoder.encode(texts)
+    tokens = sum(map(len, encoded))
+    changed = [text for text, ids in zip(texts, encoded, strict=True) if encoder.decode(ids) != text]
+    return {
+        "documents": len(texts),
+        "bytes": size,
+        "tokens": tokens,
+        "bytes_per_token": size / max(1, tokens),
+        "unk_rate": sum(ids.count(encoder.unk_id) for ids in encoded) / max(1, tokens),
+        "changed_texts": len(changed),
+    }

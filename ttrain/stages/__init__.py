@@ -24,6 +24,7 @@ class Stage:
     arguments: Mapping[str, str] = field(default_factory=dict)
     uses_ranks: bool = False
     uses_python: bool = False  # the running Python's own files are its input
+    reuses_parts: bool = False  # what unfinished work and earlier artifacts hold is taken where it fits
 
 
 def _shards(dataset: str, kind: str) -> Stage:
@@ -34,6 +35,7 @@ def _shards(dataset: str, kind: str) -> Stage:
         inputs={"tokenizer": (), "source": (f"{dataset}.jsonl", f"{dataset}_heldout.jsonl")},
         dataset=dataset,
         arguments={"kind": kind, "dataset": dataset},
+        reuses_parts=True,
     )
 
 

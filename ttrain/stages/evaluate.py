@@ -12,7 +12,7 @@ from torch import nn
 
 from ttrain.config import Evaluate, EvaluateConfig
 from ttrain.data import chat
-from ttrain.data.tokenizer import Encoder
+from ttrain.data.encoder import Encoder
 from ttrain.digests import sha256_file
 from ttrain.evaluate import baselines, perplexity, samples
 from ttrain.job import Job
@@ -80,7 +80,7 @@ def _texts(directory: Path, max_bytes: int) -> list[str]:
 
 def _document(encoder: Encoder, ids: Sequence[int]) -> tuple[list[int], list[bool]]:
     """The text's own tokens are scored, from the first one on; the token that ends a document is not part of its bytes."""
-    return [encoder.special(chat.BOS), *ids], [False] + [True] * len(ids)
+    return [encoder.bos_id, *ids], [False] + [True] * len(ids)
 
 
 def _conversations(encoder: Encoder, directory: Path, limit: int) -> Sequences:
@@ -126,7 +126,7 @@ def _scores(
 
 
 def _samples(model: nn.Module, encoder: Encoder, settings: Evaluate, device: torch.device) -> list[dict[str, str]]:
-    stops = [encoder.special(chat.EOS), encoder.special(chat.END)]
+    stops = [encoder.eos_id, encoder.end_id]
     said = []
     for prompt, ids in _prompts(encoder, settings):
         tokens = samples.greedy(model, ids, new_tokens=settings.new_tokens, stop_ids=stops, device=device)
@@ -138,6 +138,6 @@ def _prompts(encoder: Encoder, settings: Evaluate) -> Iterable[tuple[str, list[i
     if not settings.new_tokens:
         return
     for text in settings.documents:
-        yield text, [encoder.special(chat.BOS), *encoder.encode([text])[0]]
+        yield text, [encoder.bos_id, *encoder.encode([text])[0]]
     for text in settings.chats:
         yield text, chat.prompt_ids(encoder, (chat.Message("user", text),))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ttrain.config import LoraConfig
-from ttrain.data.tokenizer import Encoder
+from ttrain.data.encoder import Encoder
 from ttrain.digests import sha256_file
 from ttrain.job import Job
 from ttrain.model import adapters, factory
@@ -17,7 +17,7 @@ def run(config: LoraConfig, job: Job) -> dict[str, Any]:
     """Train an adapter; leaves `adapter/` (PEFT), `checkpoints/` and the curves."""
     ranks = training.start(job.runtime)
     base = job.inputs["base"] / "model"
-    encoder = Encoder(base)
+    encoder = Encoder(base, fast=False)  # its ids are asked for, no text is encoded
     digest = sha256_file(base / checkpoint.WEIGHTS)
     model = adapters.attach(factory.load(base), config.lora)
     trained = training.Trained(

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ttrain.config import PretrainConfig
-from ttrain.data import chat
-from ttrain.data.tokenizer import Encoder
+from ttrain.data.encoder import Encoder
 from ttrain.job import Job
 from ttrain.model import factory
 from ttrain.stages import training
@@ -15,13 +14,13 @@ from ttrain.stages import training
 def run(config: PretrainConfig, job: Job) -> dict[str, Any]:
     """Train a freshly initialised model; leaves `model/` (Hugging Face), `checkpoints/` and the curves."""
     ranks = training.start(job.runtime)
-    encoder = Encoder(job.inputs["tokenizer"])
+    encoder = Encoder(job.inputs["tokenizer"], fast=False)  # its ids are asked for, no text is encoded
     ids = {
-        "bos_token_id": encoder.special(chat.BOS),
-        "eos_token_id": encoder.special(chat.EOS),
-        "pad_token_id": encoder.special(chat.PAD),
+        "bos_token_id": encoder.bos_id,
+        "eos_token_id": encoder.eos_id,
+        "pad_token_id": encoder.pad_id,
     }
-    stops = [encoder.special(chat.EOS), encoder.special(chat.END)]
+    stops = [encoder.eos_id, encoder.end_id]
     model = factory.build(config.model, vocab_size=len(encoder), ids=ids, stop_ids=stops, seed=config.pretrain.seed)
     trained = training.Trained(
         model,

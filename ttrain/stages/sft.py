@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ttrain.config import SftConfig
-from ttrain.data.tokenizer import Encoder
+from ttrain.data.encoder import Encoder
 from ttrain.job import Job
 from ttrain.model import factory
 from ttrain.stages import training
@@ -15,7 +15,7 @@ def run(config: SftConfig, job: Job) -> dict[str, Any]:
     """Train all weights of the base model on chats; leaves `model/` (Hugging Face), `checkpoints/` and the curves."""
     ranks = training.start(job.runtime)
     base = job.inputs["base"] / "model"
-    encoder = Encoder(base)
+    encoder = Encoder(base, fast=False)  # its ids are asked for, no text is encoded
     model = factory.load(base)
     trained = training.Trained(
         model,

@@ -2,130 +2,102 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator
+import os
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import orjson
 
-from ttrain.config import ShardsConfig
-from ttrain.data import sources
-from ttrain.data.chat import encode_chat
-from ttrain.data.jsonl import Tally
-from ttrain.data.shards import ShardWriter
-from ttrain.data.tokenizer import Encoder
+from ttrain.config import Reading, ShardsConfig
+from ttrain.data import locations, sharding, shards, sources
+from ttrain.data.assembly import Built, DataFile
+from ttrain.data.blocks import Recipe
+from ttrain.data.encoder import Encoder
+from ttrain.data.pools import Processes
+from ttrain.data.sharding import Pool
+from ttrain.digests import DigestCache, code_digests, digest_of
 from ttrain.errors import DataError
 from ttrain.job import Job
-
-RECORDS_PER_CALL = 512  # the encoder works on many texts at once
 
 
 def run(config: ShardsConfig, job: Job) -> dict[str, Any]:
     """Write `train/` and `heldout/` (with the records as text beside, for the evaluation); returns the counts."""
-    encoder = Encoder(job.inputs["tokenizer"])
-    kind = job.arguments["kind"]
-    tallies = {"train": Tally(), "heldout": Tally()}
-    with (job.run_directory / "rejected.jsonl").open("w", encoding="utf-8") as quarantine:
-        for tally in tallies.values():
-            tally.quarantine = quarantine
-        with _Parts(config, job, encoder, kind) as parts:
-            for heldout, records in _grouped(_records(config, job, tallies)):
-                parts.add(heldout, records)
-    wanted = sources.CHAT_FIELDS if kind == "chats" else sources.DOCUMENT_FIELDS.format(config.reading.text_field)
-    name = f"data.{job.arguments['dataset']}"
-    tallies["train"].check(name, config.reading.rejected_fraction, wanted)
-    if tallies["heldout"].rows:
-        tallies["heldout"].check(f"{name}_heldout", config.reading.rejected_fraction, wanted)
-    if not parts.counts["train"]["rows"]:
-        raise DataError(f"{name}: all {tallies['train'].kept} rows went to the held-out part; bring more rows")
-    return {**parts.counts, "rows": {part: tally.to_json() for part, tally in tallies.items()}}
+    built = build(config, job, Processes(job.runtime.workers or os.cpu_count() or 1))
+    check(built, config.reading, f"data.{job.arguments['dataset']}", job.arguments["kind"])
+    return built.to_json()
 
 
-def _records(config: ShardsConfig, job: Job, tallies: dict[str, Tally]) -> Iterator[tuple[bool, sources.Record]]:
-    reading, dataset = config.reading, job.arguments["dataset"]
-    files, text_field = job.files, reading.text_field
-    if not files:
-        source, text_field = job.inputs["source"], "text"
-        files = {"train": [str(source / f"{dataset}.jsonl")], "heldout": [str(source / f"{dataset}_heldout.jsonl")]}
-    parse = sources.document_parser(text_field) if job.arguments["kind"] == "documents" else sources.parse_conversation
-
-    def read(part: str) -> Iterator[sources.Record]:
-        return sources.read(files[part], parse, tallies[part], reading.max_line_bytes)
-
-    if "heldout" not in files:
-        yield from sources.split(read("train"), reading.heldout_fraction)
-        return
-    kept_back = set()
-    for record in read("heldout"):
-        kept_back.add(sources.position(record))
-        yield True, record
-    for record in read("train"):
-        if sources.position(record) in kept_back:  # what is scored is never learnt
-            tallies["train"].kept -= 1
-            tallies["train"].skipped["stands in the held-out part"] += 1
-        else:
-            yield False, record
+def make_blocks(config: ShardsConfig, job: Job, pool: Pool) -> None:
+    """Make the blocks alone, which another process puts together."""
+    sharding.make_all(
+        job.output, files_of(job), _recipe(config, job), config.reading, block_bytes=config.shards.block_bytes, pool=pool
+    )
 
 
-def _grouped(rows: Iterable[tuple[bool, sources.Record]]) -> Iterator[tuple[bool, list[sources.Record]]]:
-    for heldout, group in itertools.groupby(rows, key=lambda row: row[0]):
-        for chunk in _batched(group):
-            yield heldout, [record for _, record in chunk]
+def build(config: ShardsConfig, job: Job, pool: Pool) -> Built:
+    """Make the shards, or finish what a run before began."""
+    return sharding.build(
+        job.output,
+        files_of(job),
+        _recipe(config, job),
+        config.reading,
+        block_bytes=config.shards.block_bytes,
+        pool=pool,
+        weights=job.weights,
+        progress=lambda rows, made: job.progress.update(rows, 0, "records", blocks=made),
+    )
 
 
-def _batched(rows: Iterator[Any]) -> Iterator[list[Any]]:
-    while chunk := list(itertools.islice(rows, RECORDS_PER_CALL)):  # itertools.batched came with Python 3.12
-        yield chunk
+def _recipe(config: ShardsConfig, job: Job) -> Recipe:
+    kind, tokenizer = job.arguments["kind"], job.inputs["tokenizer"]
+    return recipe_of(config.reading, tokenizer, kind, own_data=bool(job.files), reuse=job.reuse)
 
 
-class _Parts:
-    """The two sets of shards in the making."""
-
-    def __init__(self, config: ShardsConfig, job: Job, encoder: Encoder, kind: str) -> None:
-        self._encoder, self._kind, self._job = encoder, kind, job
-        self._writers: dict[str, ShardWriter] = {}
-        for part in ("train", "heldout"):
-            self._writers[part] = ShardWriter(
-                job.output / part,
-                kind=kind,
-                vocab_size=len(encoder),
-                tokenizer=encoder.digest,
-                tokens_per_shard=config.shards.tokens_per_shard,
-            )
-        self._text: IO[bytes] = (job.output / "heldout" / "records.jsonl").open("wb")
-        self.counts: dict[str, dict[str, Any]] = {}
-        self._done = 0
-
-    def __enter__(self) -> _Parts:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._text.close()
-        self.counts = {part: _without_files(writer.close()) for part, writer in self._writers.items()}
-
-    def add(self, heldout: bool, records: list[sources.Record]) -> None:
-        """Encode the records and append them to their part."""
-        writer = self._writers["heldout" if heldout else "train"]
-        if self._kind == "documents":
-            ids = self._encoder.encode([record.text for record in records if isinstance(record, sources.Document)])
-            for record, tokens in zip(records, ids, strict=True):
-                writer.add(self._encoder.document(tokens), text_bytes=len(record.content()))
-        else:
-            for record in records:
-                assert isinstance(record, sources.Conversation)
-                tokens, live = encode_chat(self._encoder, record.messages)
-                writer.add(tokens, live, text_bytes=sum(len(m.content.encode()) for m in record.messages))
-        if heldout:
-            self._text.writelines(orjson.dumps(record.to_json()) + b"\n" for record in records)
-        self._done += len(records)
-        self._job.progress.update(self._done, 0, "records")
+def files_of(job: Job) -> dict[str, list[DataFile]]:
+    """The files by role; the quickstart's source brings both parts."""
+    if not job.files:
+        source, dataset = job.inputs["source"], job.arguments["dataset"]
+        names = {"train": f"{dataset}.jsonl", "heldout": f"{dataset}_heldout.jsonl"}
+        return {role: [DataFile(str(source / name), name)] for role, name in names.items()}
+    return {
+        role: [
+            DataFile(location, locations.name(location), job.versions[role][n], job.groups[role][n])
+            for n, location in enumerate(found)
+        ]
+        for role, found in job.files.items()
+    }
 
 
-def _without_files(index: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in index.items() if name not in ("shards", "tokenizer")}
+def recipe_of(reading: Reading, tokenizer: Path, kind: str, *, own_data: bool = True, reuse: tuple[str, ...] = ()) -> Recipe:
+    """What a block becomes; the code that decides it is part of it."""
+    encoder = Encoder(tokenizer)
+    return Recipe(
+        kind=kind,
+        text_field=reading.text_field if own_data else "text",
+        heldout_fraction=reading.heldout_fraction,
+        max_line_bytes=reading.max_line_bytes,
+        tokenizer=str(tokenizer),
+        tokenizer_digest=encoder.digest,
+        template=digest_of(encoder.jinja),
+        code=digest_of(code_digests(__name__, DigestCache(Path(os.devnull)))),
+        vocab_size=len(encoder),
+        seed=reading.seed,
+        reuse=reuse,
+    )
+
+
+def check(built: Built, reading: Reading, name: str, kind: str) -> None:
+    """Raise DataError where too many rows are bad, or none is left."""
+    wanted = sources.CHAT_FIELDS if kind == "chats" else sources.document_fields(reading.text_field)
+    for role, tally in built.tallies.items():
+        if role == "train" or tally.rows:
+            tally.check(name if role == "train" else f"{name}_heldout", reading.rejected_fraction, wanted)
+    if not built.parts["train"]["rows"]:
+        raise DataError(f"{name}: all {built.tallies['train'].kept} rows went to the held-out part; bring more rows")
 
 
 def heldout_records(directory: Path) -> list[dict[str, Any]]:
     """The held-out records of a set of shards, as text."""
-    return [orjson.loads(line) for line in (directory / "heldout" / "records.jsonl").read_bytes().splitlines()]
+    part = directory / "heldout"
+    names = [shard["records"] for shard in shards.ShardSet(part).index["shards"]]
+    return [orjson.loads(line) for name in names for line in (part / name).read_bytes().split(b"\n") if line]

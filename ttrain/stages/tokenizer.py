@@ -1,54 +1,109 @@
-"""Stage `tokenizer`: a byte-level BPE from the training part of the documents."""
+"""Stage `tokenizer`: a byte-level BPE from the training part of the documents, or a tokenizer that exists."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
-from ttrain.config import TokenizerConfig
-from ttrain.data import sources
+from ttrain.config import Reading, Tokenizer, TokenizerConfig
+from ttrain.data import existing, locations, sources
 from ttrain.data import tokenizer as tokenizers
+from ttrain.data.encoder import Encoder
 from ttrain.data.jsonl import Tally
+from ttrain.data.sampling import Reservoir, sample
 from ttrain.errors import DataError
 from ttrain.job import Job
 
-MEASURED_DOCUMENTS = 500
+MEASURED_DOCUMENTS, MEASURED_BYTES = 200, 1_000_000  # of each file, to say how well the tokenizer fits it
+LOOKED_AT = 2000  # documents of each file that are read at all, where none is needed to learn from
+SETTING = "data.pretrain (or data.tokenizer, where that is set)"
 
 
 def run(config: TokenizerConfig, job: Job) -> dict[str, Any]:
-    """Write a Hugging Face tokenizer directory; returns vocabulary size, text read, and bytes per token on a sample."""
-    reading, tally = config.reading, Tally()
-    text_field, fraction, paths = reading.text_field, reading.heldout_fraction, job.files.get("train")
+    """Write a Hugging Face tokenizer directory; returns vocabulary size, text read, and bytes per token."""
+    reading, paths = config.reading, job.files.get("train")
     if paths is None:  # the source has set its held-out part aside already
-        text_field, fraction, paths = "text", 0.0, [str(job.inputs["source"] / "pretrain.jsonl")]
-    parse = sources.document_parser(text_field)
-    rows = sources.split(sources.read(paths, parse, tally, reading.max_line_bytes), fraction)
-    documents = tokenizers.sample(_counted(rows, job), config.tokenizer.max_bytes)
-    wanted = sources.DOCUMENT_FIELDS.format(text_field)
-    tally.check("data.pretrain (or data.tokenizer, where that is set)", reading.rejected_fraction, wanted)
-    texts = [document.text for document in documents]
-    tokenizers.save(tokenizers.train(texts, config.tokenizer.vocab_size), job.output)
-    encoder = tokenizers.Encoder(job.output)
-    measured = texts[:: max(1, len(texts) // MEASURED_DOCUMENTS)]
-    encoded = encoder.encode(measured)
-    _check_round_trip(encoder, measured, encoded)
-    size = sum(len(text.encode()) for text in measured)
+        reading = reading.model_copy(update={"text_field": "text", "heldout_fraction": 0.0})
+        paths = [str(job.inputs["source"] / "pretrain.jsonl")]
+    return train_directory(
+        paths,
+        job.output,
+        config.tokenizer,
+        reading,
+        found=[Path(path) for path in job.files.get("existing", ())],
+        progress=lambda done: job.progress.update(done, 0, "documents"),
+    )
+
+
+def train_directory(
+    paths: Sequence[str],
+    output: Path,
+    config: Tokenizer,
+    reading: Reading,
+    *,
+    found: Sequence[Path] = (),
+    progress: Callable[[int], None] = lambda done: None,
+    setting: str = SETTING,
+) -> dict[str, Any]:
+    """Train on the files and write the tokenizer under `output`, or take `config.existing`; `found` are its files, if known.
+
+    Returns the figures of the manifest. Raises DataError where too many rows are bad (`setting` is named), and UsageError
+    where an existing tokenizer cannot be used.
+    """
+    tally = Tally()
+    measured = {path: Reservoir(MEASURED_BYTES, MEASURED_DOCUMENTS, config.seed) for path in paths}
+    documents = _documents(paths, reading, tally, measured, LOOKED_AT if config.existing else None)
+    training = (record.text for heldout, record in sources.split(documents, reading.heldout_fraction)
+                if not heldout and isinstance(record, sources.Document))  # fmt: skip
+    counted = _counted(training, progress)
+    if config.existing:
+        for _ in counted:
+            pass
+    else:
+        chosen = sample(counted, config)
+    tally.check(setting, reading.rejected_fraction, sources.document_fields(reading.text_field))
+    figures: dict[str, Any] = {}
+    if config.existing:
+        existing.take(found or existing.files(config.existing), output, config.template)
+    else:
+        if not chosen.texts:
+            raise DataError(f"{setting}: all {tally.kept} documents went to the held-out part; bring more documents")
+        tokenizers.save(tokenizers.train(chosen.texts, config.vocab_size, config.template), output, config.template)
+        figures = {"documents": len(chosen.texts), "documents_seen": chosen.seen, "bytes": chosen.bytes}
+    encoder = Encoder(output)
+    for path in paths:
+        if not measured[path].seen:  # "head" had enough before
+            for _ in _documents([path], reading, Tally(), measured, LOOKED_AT):
+                pass
+    texts = {path: reservoir.sample().texts for path, reservoir in measured.items()}
+    whole = tokenizers.measure(encoder, list(itertools.chain.from_iterable(texts.values())))
+    if whole["changed_texts"] and not config.existing:
+        raise DataError(f"the tokenizer does not give back {whole['changed_texts']} of {whole['documents']} texts")
     return {
         "vocab_size": len(encoder),
-        "documents": len(texts),
-        "bytes": sum(len(text.encode()) for text in texts),
-        "bytes_per_token": size / max(1, sum(map(len, encoded))),
+        "encoder": encoder.kind,
+        **figures,
+        **{name: whole[name] for name in ("bytes_per_token", "unk_rate", "changed_texts")},
+        "files": [{"name": locations.name(path), **tokenizers.measure(encoder, texts[path])} for path in paths],
         "rows": tally.to_json(),
     }
 
 
-def _counted(rows: Any, job: Job) -> Any:
-    for number, (heldout, record) in enumerate(rows, start=1):
-        job.progress.update(number, 0, "documents")
-        if not heldout:
+def _documents(
+    paths: Sequence[str], reading: Reading, tally: Tally, measured: dict[str, Reservoir], limit: int | None
+) -> Iterator[sources.Record]:
+    """The documents of all files, at most `limit` of each; a sample of each file stays in `measured`."""
+    parse = sources.document_parser(reading.text_field)
+    for path in paths:
+        for record in itertools.islice(sources.read([path], parse, tally, reading.max_line_bytes), limit):
+            if isinstance(record, sources.Document):
+                measured[path].add(record.text)
             yield record
 
 
-def _check_round_trip(encoder: tokenizers.Encoder, texts: list[str], encoded: list[list[int]]) -> None:
-    for text, ids in zip(texts, encoded, strict=True):
-        if encoder.decode(ids) != text:
-            raise DataError(f"the tokenizer does not give back the text {text[:80]!r}")
+def _counted(texts: Iterator[str], progress: Callable[[int], None]) -> Iterator[str]:
+    for number, text in enumerate(texts, start=1):
+        progress(number)
+        yield text

@@ -15,19 +15,16 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from ttrain.config import Runtime, Training
-from ttrain.data import chat
+from ttrain.data.encoder import Encoder
 from ttrain.data.loader import Loader
-from ttrain.data.packing import Batch, ChatRows, DocumentRows, Rows
-from ttrain.data.samplers import ShuffledOrder
-from ttrain.data.shards import ShardSet
-from ttrain.data.tokenizer import Encoder
-from ttrain.errors import DataError, Interrupted
+from ttrain.errors import Interrupted
 from ttrain.job import Job
+from ttrain.stages.rows import open_rows, order_of, validation_batches
 from ttrain.train import checkpoint, precision
 from ttrain.train.callbacks import LogLines, MetricsFile, ProgressBar
 from ttrain.train.checkpoint import Checkpoints
 from ttrain.train.ranks import Ranks
-from ttrain.train.schedules import decay_start, steps_of
+from ttrain.train.schedules import decay_start
 from ttrain.train.task import LanguageModeling
 from ttrain.train.trainer import Cadence, Trainer
 
@@ -59,21 +56,20 @@ def tokenizer_files(directory: Path) -> dict[str, bytes]:
     return {name: (directory / name).read_bytes() for name in TOKENIZER_FILES}
 
 
-def open_rows(directory: Path, encoder: Encoder, row_length: int) -> Rows:
-    """The rows of a set of shards, by its kind."""
-    shards = ShardSet(directory, encoder.digest)
-    pad = encoder.special(chat.PAD)
-    if shards.index["kind"] == "documents":
-        return DocumentRows(shards, row_length, pad)
-    return ChatRows(shards, row_length, pad, encoder.special(chat.END))
-
-
 def fit(config: Training, trained: Trained, job: Job, ranks: Ranks, encoder: Encoder) -> dict[str, Any]:
     """Train, leave the model under the output, return the figures of the manifest. Raises Interrupted after saving."""
-    rows = open_rows(job.inputs["shards"] / "train", encoder, config.row_length)
-    heldout = open_rows(job.inputs["shards"] / "heldout", encoder, config.row_length)
-    order = _order(config, rows)
+    rows = open_rows(job.inputs["shards"] / "train", encoder, config)
+    heldout = open_rows(job.inputs["shards"] / "heldout", encoder, config, heldout=True)
+    order = order_of(config, rows)
     runtime = job.runtime
+    loader = Loader(
+        rows,
+        order,
+        rows_per_device=runtime.rows_per_device,
+        rank=ranks.rank,
+        world=ranks.world,
+        prefetch_steps=runtime.prefetch_steps,
+    )
     checkpoints = Checkpoints(
         job.output / "checkpoints",
         files=lambda: trained.files,
@@ -85,12 +81,12 @@ def fit(config: Training, trained: Trained, job: Job, ranks: Ranks, encoder: Enc
     extended = checkpoint.read(job.start_from, trained.weights_file) if job.start_from else None
     trainer = Trainer(
         LanguageModeling(config, trained.model),
-        Loader(rows, order, rows_per_device=runtime.rows_per_device, rank=ranks.rank, world=ranks.world),
+        loader,
         ranks=ranks,
         precision=computed_in,
         weights=trained,
         checkpoints=checkpoints,
-        validation=_validation(heldout, config.validation_rows, runtime.rows_per_device),
+        validation=validation_batches(heldout, config.validation_rows, runtime.rows_per_device),
         callbacks=[
             MetricsFile(job.run_directory / "metrics.jsonl"),
             ProgressBar(job.progress, config.tokens_per_step),
@@ -128,21 +124,9 @@ def fit(config: Training, trained: Trained, job: Job, ranks: Ranks, encoder: Enc
         "threads": torch.get_num_threads(),
         "parameters": sum(p.numel() for p in trained.model.parameters()),
         "trainable_parameters": sum(p.numel() for p in trained.model.parameters() if p.requires_grad),
-        "rows": rows.counts(),
+        "rows": {**rows.counts(), "pad_fraction": loader.pad_fraction()},
         "heldout_rows": heldout.counts(),
     }
-
-
-def _order(config: Training, rows: Rows) -> ShuffledOrder:
-    if not len(rows):
-        raise DataError("the training data is empty: it gave no row to learn from")
-    _, total = steps_of(config, len(rows))
-    return ShuffledOrder(len(rows), config.rows_per_step, total, config.seed)
-
-
-def _validation(rows: Rows, limit: int, rows_per_batch: int) -> list[Batch]:
-    numbers = range(min(limit, len(rows)))
-    return [rows.batch(numbers[start : start + rows_per_batch]) for start in range(0, len(numbers), rows_per_batch)]
 
 
 def _write_model(directory: Path, trained: Trained) -> None:

@@ -1,0 +1,77 @@
+"""Blocks of a shards stage as Prefect task runs on a Dask cluster: the same blocks, hence the same digests.
+
+They are made before the stage's own process starts, into its work directory, which the workers must be able to write; the
+stage then finds them there and only puts them together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+from typing import Any
+
+from prefect import flow, task
+from prefect.cache_policies import NO_CACHE
+
+from ttrain.config import Runtime
+from ttrain.data.pools import ENVIRONMENT, TASKS_AHEAD
+from ttrain.errors import UsageError
+from ttrain.stages import Stage
+from ttrain.worker import job_of
+
+IMPORT_HINT = "runtime.sharding is dask, which needs prefect-dask; try: pip install 'ttrain[dask]'"
+
+
+@task(name="block", persist_result=False, cache_policy=NO_CACHE)  # type: ignore[untyped-decorator]
+def block_task(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """One block, wherever Dask puts it."""
+    return function(*arguments)
+
+
+class DaskPool:
+    """Submits to the Dask cluster of the running flow; results in order, a bounded number ahead."""
+
+    def __init__(self, workers: int) -> None:
+        self._ahead = workers * TASKS_AHEAD
+
+    def map(self, function: Callable[..., Any], tasks: Iterator[tuple[Any, ...]]) -> Generator[Any]:
+        waiting: deque[Any] = deque()
+        for arguments in tasks:
+            waiting.append(block_task.submit(function, arguments))
+            if len(waiting) >= self._ahead:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+
+
+def make_on_dask(stage: Stage, work: Path, runtime: Runtime) -> None:
+    """Make the blocks of a shards stage whose work directory is laid out. Raises what a block raised."""
+    from ttrain.stages import shards
+
+    runner, workers = _runner(runtime)
+
+    @flow(name=f"{stage.name}-blocks", task_runner=runner, persist_result=False, validate_parameters=False)  # type: ignore[untyped-decorator]
+    def blocks() -> None:
+        config, job = job_of(work, progress=False)
+        shards.make_blocks(config, job, DaskPool(workers))
+
+    blocks()
+
+
+def _runner(runtime: Runtime) -> tuple[Any, int]:
+    try:
+        from prefect_dask import DaskTaskRunner
+    except ImportError:
+        raise UsageError(IMPORT_HINT) from None
+    workers = runtime.workers or os.cpu_count() or 1
+    if runtime.dask_address:
+        return DaskTaskRunner(address=runtime.dask_address), workers
+    with contextlib.suppress(ImportError):
+        import dask
+
+        dask.config.set({"distributed.nanny.pre-spawn-environ": {**ENVIRONMENT, "MALLOC_TRIM_THRESHOLD_": "65536"}})
+    kwargs = {"n_workers": workers, "threads_per_worker": 1, "dashboard_address": None, "host": "127.0.0.1"}
+    return DaskTaskRunner(cluster_kwargs=kwargs), workers

@@ -1,0 +1,155 @@
+"""Servers of the machine itself: files over HTTP with the habits and failures of real servers, and a Hugging Face Hub."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
+from urllib.parse import unquote, urlsplit
+
+
+@dataclass
+class Site:
+    """What a server holds, how it behaves, and what it was asked for."""
+
+    files: dict[str, bytes]
+    etags: bool = True
+    dates: bool = False
+    ranges: bool = True
+    breaks: list[int] = field(default_factory=list)  # bytes after which the next answers break off, one each
+    statuses: list[int] = field(default_factory=list)  # errors with which the next requests are answered, one each
+    asked: list[tuple[str, str, str]] = field(default_factory=list)  # (method, path, range)
+    url: str = ""
+
+    def requests(self, method: str) -> list[tuple[str, str]]:
+        """[(path, range)] of the requests with one method."""
+        return [(path, wanted) for asked, path, wanted in self.asked if asked == method]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    site: ClassVar[Site]
+
+    def do_HEAD(self) -> None:
+        self._answer(self.path, with_body=False)
+
+    def do_GET(self) -> None:
+        self._answer(self.path, with_body=True)
+
+    def log_message(self, format: str, *args: object) -> None:
+        return
+
+    def handle(self) -> None:
+        with contextlib.suppress(ConnectionError):  # a reader that has seen enough hangs up
+            super().handle()
+
+    def _answer(self, url: str, *, with_body: bool) -> None:
+        site, path = self.site, unquote(urlsplit(url).path)
+        wanted = self.headers.get("Range", "") if site.ranges else ""
+        site.asked.append((self.command, path, self.headers.get("Range", "")))
+        if site.statuses:
+            self._send(site.statuses.pop(0), b"", {}, with_body=False)
+        elif path.endswith("/"):
+            names = {name[len(path) :].partition("/") for name in site.files if name.startswith(path)}
+            links = "".join(f'<a href="{name}{slash}">{name}</a>' for name, slash, _ in sorted(names))
+            self._send(200, links.encode(), {"Content-Type": "text/html"}, with_body=with_body)
+        elif any(name.startswith(f"{path}/") for name in site.files):
+            self._send(301, b"", {"Location": f"{path}/"}, with_body=False)
+        elif path not in site.files:
+            self._send(404, b"", {}, with_body=False)
+        else:
+            data = site.files[path]
+            headers = {"Content-Type": "application/octet-stream"}
+            if site.etags:
+                headers["ETag"] = f'"{hashlib.md5(data).hexdigest()}"'
+            if site.dates:
+                headers["Last-Modified"] = "Tue, 03 Mar 2026 10:00:00 GMT"
+            status = 200
+            if wanted:
+                first, _, last = wanted.removeprefix("bytes=").partition("-")
+                end = min(int(last) + 1 if last else len(data), len(data))
+                status, headers["Content-Range"] = 206, f"bytes {first}-{end - 1}/{len(data)}"
+                data = data[int(first) : end]
+            self._send(status, data, headers, with_body=with_body)
+
+    def _send(self, status: int, data: bytes, headers: Mapping[str, str], *, with_body: bool) -> None:
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(data))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if with_body and data:
+            upto = self.site.breaks.pop(0) if self.site.breaks else len(data)
+            self.wfile.write(data[:upto])
+
+
+class _HubHandler(_Handler):
+    """Answers what `huggingface_hub` asks for a data set: its commit, the list of its files, and each of them."""
+
+    hub: ClassVar[FakeHub]
+
+    def _answer(self, url: str, *, with_body: bool) -> None:
+        hub, parts = self.hub, unquote(urlsplit(url).path).strip("/").split("/")
+        self.site.asked.append((self.command, "/" + "/".join(parts), self.headers.get("Range", "")))
+        repo = "/".join(parts[2:4] if parts[0] == "api" else parts[1:3])
+        commits = hub.repos.get(repo)
+        if commits is None:
+            return self._send(401, b"{}", {"X-Error-Code": "RepoNotFound"}, with_body=with_body)
+        revision = "/".join(parts[5:]) if parts[4:5] == ["revision"] else "main"
+        if parts[4:5] == ["tree"] or parts[3:4] == ["resolve"]:
+            revision = parts[5] if parts[0] == "api" else parts[4]
+        commit = revision if revision in commits.values() else commits.get(revision)
+        if commit is None:
+            return self._send(404, b"{}", {"X-Error-Code": "RevisionNotFound"}, with_body=with_body)
+        files = hub.commits[commit]
+        if parts[0] != "api":
+            data = files["/".join(parts[5:])]
+            headers = {"X-Repo-Commit": commit, "ETag": f'"{hashlib.sha1(data).hexdigest()}"'}
+            return self._send(200, data, headers, with_body=with_body)
+        if parts[4:5] == ["tree"]:
+            tree = [{"type": "file", "path": path, "oid": "0" * 40, "size": len(data)} for path, data in files.items()]
+            return self._send(200, json.dumps(tree).encode(), {"Content-Type": "application/json"}, with_body=with_body)
+        about = json.dumps({"id": repo, "sha": commit, "siblings": [], "tags": [], "downloads": 0, "likes": 0})
+        return self._send(200, about.encode(), {"Content-Type": "application/json"}, with_body=with_body)
+
+
+@dataclass
+class FakeHub:
+    """Data sets with their revisions: {repo: {revision: commit}} and {commit: {path: bytes}}."""
+
+    repos: dict[str, dict[str, str]]
+    commits: dict[str, dict[str, bytes]]
+    site: Site = field(default_factory=lambda: Site({}))
+
+
+@contextmanager
+def _served(handler: type[_Handler], site: Site) -> Iterator[Site]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+    thread.start()
+    site.url = f"http://127.0.0.1:{server.server_port}"
+    try:
+        yield site
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@contextmanager
+def served(site: Site) -> Iterator[Site]:
+    """The site behind a port of this machine; its `url` is known from then on."""
+    with _served(type("Handler", (_Handler,), {"site": site}), site):
+        yield site
+
+
+@contextmanager
+def served_hub(hub: FakeHub) -> Iterator[FakeHub]:
+    """The Hub behind `hub.site.url`, which belongs into HF_ENDPOINT."""
+    with _served(type("Handler", (_HubHandler,), {"site": hub.site, "hub": hub}), hub.site):
+        yield hub

@@ -1,0 +1,288 @@
+"""`ttrain data` and `ttrain tokenizer`: what can be done with files, shards and tokenizers without a pipeline."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    from ttrain.config import Reading
+    from ttrain.data.sharding import Pool
+    from ttrain.data.validating import Report
+
+SMALL_BYTES = 32 << 20  # files of this size together are encoded in this process: starting others takes a second
+SMALL_UNENCODED_BYTES = 256 << 20  # the same where they are only read, at 65 to 170 MB a second
+SHOWN_BAD_ROWS = 10
+
+data_app = typer.Typer(
+    no_args_is_help=True,
+    help="Check, shard, look at and count training data.",
+    epilog="Begin with:  ttrain data validate docs.jsonl",
+)
+tokenizer_app = typer.Typer(
+    no_args_is_help=True,
+    help="Train a tokenizer, or look at one.",
+    epilog="Example:  ttrain tokenizer train docs.jsonl --out tokenizer",
+)
+
+FILES_HELP = "JSONL (packed or not) or parquet: files, globs, folders, URLs, hf://owner/name"
+Files = Annotated[list[str], typer.Argument(help=FILES_HELP, metavar="FILE...", show_default=False)]
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON for scripts")]
+Kind = Annotated[Literal["auto", "documents", "chats"], typer.Option(help="auto: by the keys of the first good rows")]
+TextField = Annotated[str | None, typer.Option(help="a document's key; without it text, content, body or paragraphs")]
+MaxRejected = Annotated[float, typer.Option(min=0, max=1, help="a larger share of bad rows is an error")]
+KeepDuplicates = Annotated[bool, typer.Option("--keep-duplicates", help="keep rows that repeat an earlier one")]
+Workers = Annotated[int | None, typer.Option(min=1, help="processes; without it the cores")]
+RowLength = Annotated[int, typer.Option(min=8, help="tokens of a packed row")]
+Sample = Annotated[Literal["reservoir", "head"], typer.Option(help="which ones are taken: any, or the first")]
+Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="of the reservoir")]
+TokenizerDirectory = Annotated[Path | None, typer.Option("--tokenizer", help="its directory; without it, found by digest")]
+
+
+@data_app.command(
+    "shard",
+    epilog="Examples:  ttrain data shard docs-*.jsonl --tokenizer tokenizer --out shards\n\n"
+    "ttrain data shard chats.jsonl.gz --tokenizer $(ttrain artifacts path tokenizer) --out chats --val-fraction 0.01",
+)
+def data_shard(
+    files: Files,
+    tokenizer: Annotated[Path, typer.Option(help="directory of the tokenizer, or an artifact of its stage")],
+    out: Annotated[Path, typer.Option(help="directory of the shards; it may hold those of an earlier run")],
+    kind: Kind = "auto",
+    text_field: TextField = None,
+    val_fraction: Annotated[float, typer.Option(min=0, max=1, help="share of rows held out, by content hash")] = 0.0,
+    limit: Annotated[int | None, typer.Option(min=1, help="rows to use; without it all")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="how many times --limit distinct rows to use")] = 1,
+    sample: Sample = "reservoir",
+    seed: Seed = 1,
+    keep_duplicates: KeepDuplicates = False,
+    max_rejected: MaxRejected = 0.01,
+    workers: Workers = None,
+    block_bytes: Annotated[int, typer.Option(min=1024, help="text of one shard")] = 16 << 20,
+    as_json: AsJson = False,
+) -> None:
+    """Tokenize files into Arrow shards. Run it again with other files, and only what is new is tokenized."""
+    from ttrain import shard_files
+    from ttrain.data import locations, validating
+    from ttrain.errors import DataError
+    from ttrain.terminal import bar, print_json, table
+
+    reading = _reading(
+        text_field, heldout_fraction=val_fraction, rejected_fraction=max_rejected, limit=limit, rounds=rounds,
+        sample=sample, seed=seed, deduplicate=not keep_duplicates,
+    )  # fmt: skip
+    found = locations.expand(files, "FILE")
+    shard_files.check_output(out, files, found)
+    chosen = _kind(kind, text_field) or validating.kind_of_all(found, reading.max_line_bytes)
+    with bar("sharding", "rows") as progress:
+        summary = shard_files.shard_files(
+            found, tokenizer, out, reading, kind=chosen, block_bytes=block_bytes, pool=_pool(found, workers, SMALL_BYTES),
+            progress=progress, waiting=lambda: print(f"waiting: another process writes {out}", file=sys.stderr),
+        )  # fmt: skip
+    if as_json:
+        print_json(summary)
+    else:
+        table(("what", "value"), _shard_rows(summary))
+    if "error" in summary:
+        raise DataError(summary["error"])
+
+
+@data_app.command(
+    "validate",
+    epilog="Examples:  ttrain data validate docs.jsonl\n\nttrain data validate chats/ --kind chats --rejected bad.jsonl --json",
+)
+def data_validate(
+    files: Files,
+    kind: Kind = "auto",
+    text_field: TextField = None,
+    max_rejected: MaxRejected = 0.01,
+    rejected: Annotated[Path | None, typer.Option(help="write the bad rows here: file, line, reason, text")] = None,
+    keep_duplicates: KeepDuplicates = False,
+    workers: Workers = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what `data shard` would keep, skip and reject, by reading files as it does. Nothing is tokenized."""
+    from ttrain.data.validating import validate
+    from ttrain.terminal import bar, print_json, table
+
+    reading = _reading(text_field, rejected_fraction=max_rejected)
+    found, missing = _expanded(files)
+    with _quarantine(rejected) as quarantine, bar("reading", "bytes", _bytes(found)) as progress:
+        reports = validate(
+            found, reading, pool=_pool(found, workers, SMALL_UNENCODED_BYTES), kind=_kind(kind, text_field),
+            deduplicate=not keep_duplicates, quarantine=quarantine, progress=progress,
+        )  # fmt: skip
+    reports += missing
+    values = [report.to_json() for report in reports]
+    if as_json:
+        print_json(values if len(values) > 1 else values[0])
+    else:
+        table(("file", "kind", "rows", "kept", "skipped", "rejected"), [_report_row(value) for value in values])
+        bad = [line for report in reports for line in report.tally.first_rejected]
+        if bad:
+            table(("first bad rows",), [(line,) for line in bad[:SHOWN_BAD_ROWS]])
+    _end(reports, missing)
+
+
+@data_app.command(
+    "inspect",
+    epilog="Examples:  ttrain data inspect shards\n\nttrain data inspect $(ttrain artifacts path shards-sft) --records --seed 1",
+)
+def data_inspect(
+    shards: Annotated[Path, typer.Argument(help="shards, the directory with train/ and heldout/, or an artifact")],
+    rows: Annotated[int, typer.Option(min=1, help="how many")] = 3,
+    row_length: RowLength = 256,
+    seed: Annotated[int | None, typer.Option(min=0, help="any rows, chosen under this seed; without it the first")] = None,
+    records: Annotated[bool, typer.Option("--records", help="records as they are stored, instead of packed rows")] = False,
+    tokenizer: TokenizerDirectory = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show packed rows as text, with what the loss counts in bold green, or underlined with ^ where there is no colour."""
+    from ttrain.data import inspecting
+    from ttrain.data.shards import ShardSet
+    from ttrain.store import Store, home
+    from ttrain.terminal import print_json, print_tokens
+
+    part = next(iter(inspecting.parts_of(shards).values()))
+    encoder = inspecting.encoder_of(part, tokenizer, Store(home()))
+    pieces, found = inspecting.Pieces(encoder), ShardSet(part)
+    packed = inspecting.rows_of(found, encoder, row_length)
+    numbers = inspecting.chosen(len(found if records else packed), rows, seed)
+    if records:
+        shown = [inspecting.show_record(found, number, pieces) for number in numbers]
+    else:
+        shown = [inspecting.show_row(packed, number, pieces) for number in numbers]
+    if as_json:
+        print_json({"shards": str(part), "tokenizer": str(encoder.directory), "kind": found.index["kind"],
+                    "records" if records else "rows": [one.to_json() for one in shown]})  # fmt: skip
+        return
+    what = "record" if records else "row"
+    print(f"{len(found):,} records, {len(packed):,} rows of {row_length} tokens; tokenizer {encoder.directory}")
+    for one in shown:
+        live = sum(one.live)
+        print(f"\n{what} {one.number}: {len(one.ids)} tokens, {live} of them count in the loss")
+        print_tokens(one, pieces.special)
+
+
+@data_app.command(
+    "stats", epilog="Examples:  ttrain data stats shards --row-length 512\n\nttrain data stats docs.jsonl chats.parquet --json"
+)
+def data_stats(
+    paths: Annotated[list[str], typer.Argument(help="shards, or files as of `data shard`", metavar="PATH...")],
+    row_length: RowLength = 256,
+    kind: Kind = "auto",
+    text_field: TextField = None,
+    tokenizer: TokenizerDirectory = None,
+    workers: Workers = None,
+    as_json: AsJson = False,
+) -> None:
+    """Count documents, tokens, bytes and duplicates; lengths, how full rows get, and the scripts of raw files."""
+    from ttrain.data import inspecting, statistics
+    from ttrain.terminal import bar, print_json, table
+
+    reading = _reading(text_field, rejected_fraction=1.0)
+    is_shards = {path: inspecting.holds_shards(Path(path)) for path in paths}
+    found, missing = _expanded([path for path in paths if not is_shards[path]])
+    values = [_shard_statistics(Path(path), row_length, tokenizer) for path in paths if is_shards[path]]
+    with bar("reading", "bytes", _bytes(found)) as progress:
+        measured = statistics.of_files(
+            found, reading, pool=_pool(found, workers, SMALL_UNENCODED_BYTES), kind=_kind(kind, text_field), progress=progress
+        )
+    values += [{**report.to_json(), **figures} for report, figures in measured]
+    values += [report.to_json() for report in missing]
+    if as_json:
+        print_json(values if len(values) > 1 else values[0])
+    else:
+        for value in values:
+            for header, rows in statistics.tables(value):
+                table(header, rows)
+                print()
+    _end([*(report for report, _ in measured), *missing], missing)
+
+
+@tokenizer_app.command(
+    "train",
+    epilog="Examples:  ttrain tokenizer train docs.jsonl --out tokenizer --vocab-size 6400\n\n"
+    "ttrain tokenizer train docs.jsonl --out tokenizer --max-lines 500000 --sample reservoir --seed 1\n\n"
+    "ttrain tokenizer train docs.jsonl --out tokenizer --existing Qwen/Qwen3-0.6B",
+)
+def tokenizer_train(
+    files: Files,
+    out: Annotated[Path, typer.Option(help="directory for the tokenizer; it must be empty or missing")],
+    vocab_size: Annotated[int, typer.Option(min=300, help="entries, with the 256 bytes and the special tokens")] = 6400,
+    max_lines: Annotated[int | None, typer.Option(min=1, help="documents to learn from; without it all")] = None,
+    sample: Sample = "reservoir",
+    seed: Seed = 1,
+    max_bytes: Annotated[int, typer.Option(min=10_000, help="text to learn from, in UTF-8 bytes")] = 50_000_000,
+    text_field: TextField = None,
+    template: Annotated[Literal["ttrain", "tinyseek", "own"], typer.Option(help="own: the existing tokenizer's")] = "ttrain",
+    existing: Annotated[str | None, typer.Option(help="take this one: a folder, or owner/name[@revision]")] = None,
+    max_rejected: MaxRejected = 0.01,
+    as_json: AsJson = False,
+) -> None:
+    """Train a byte-level BPE on documents, or take one that exists and measure how well it fits them."""
+    from ttrain import tokenizer_files
+    from ttrain.config import Tokenizer
+    from ttrain.data import locations
+    from ttrain.terminal import bar, print_json, table
+
+    config = _valid(
+        Tokenizer, vocab_size=vocab_size, template=template, existing=existing, sample=sample, seed=seed,
+        max_documents=max_lines, max_bytes=max_bytes,
+    )  # fmt: skip
+    reading = _reading(text_field, heldout_fraction=0.0, rejected_fraction=max_rejected)
+    found = locations.expand(files, "FILE")
+    with bar("reading", "documents") as progress:
+        summary = tokenizer_files.train(found, out, config, reading, progress)
+    if as_json:
+        print_json(summary)
+        return
+    table(("what", "value"), _tokenizer_rows(summary))
+    table(("file", "bytes per token"), [(file["name"], f"{file['bytes_per_token']:.3f}") for file in summary["files"]])
+
+
+@tokenizer_app.command(
+    "inspect",
+    epilog="Examples:  ttrain tokenizer inspect tokenizer --text 'Hello, world'\n\n"
+    'echo \'{"messages": [...]}\' | ttrain tokenizer inspect tokenizer --chat -',
+)
+def tokenizer_inspect(
+    directory: Annotated[Path, typer.Argument(help="directory of the tokenizer, or an artifact of its stage")],
+    text: Annotated[str | None, typer.Option(help="show the tokens of this text")] = None,
+    chat: Annotated[str | None, typer.Option(help="show the tokens and the loss mask of this JSON chat; -: standard input")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show a tokenizer's vocabulary, special tokens and template, and the tokens of a text or a chat."""
+    from ttrain.data import inspecting
+    from ttrain.data.encoder import Encoder
+    from ttrain.errors import UsageError
+    from ttrain.terminal import print_json, print_tokens, table
+
+    if text is not None and chat is not None:
+        raise UsageError("--text and --chat are both given; give one of them")
+    encoder = Encoder(directory, fast=False)
+    about = inspecting.describe(encoder)
+    shown = None
+    if text is not None:
+        shown = inspecting.show_text(encoder, text)
+    elif chat is not None:
+        data = sys.stdin.buffer.read() if chat == "-" else Path(chat).read_bytes()
+        shown = inspecting.show_chat(encoder, inspecting.chat_of(data, "standard input" if chat == "-" else chat))
+    if as_json:
+        print_json({**about, **({"tokens": shown.to_json()} if shown else {})})
+        return
+    table(("what", "value"), [(name, about[name]) for name in ("path", "vocab_size", "digest", "template")])
+    table(("id", "special token", "name"), [(one["id"], one["token"], one["name"] or "") for one in about["special_tokens"]])
+    if shown is None:
+        table(("id", "longest tokens"), [(one["id"], repr(one["text"])) for one in about["longest"]])
+        return
+    print(f"\n{len(shown.ids)} tokens")
+    print_tokens(shown, encoder.special_ids())
+    table(("id", "piece", "loss"), [(number, repr(piece), "^" * alive) for number, piece, alive in
+                                    zip(shown.ids, shown.pieces, shown.live, strict=True)])  # fmt: skip

@@ -1,0 +1,381 @@
+"""A block: some megabytes of one input file, made into one training shard and one held-out shard by any process anywhere.
+
+What a block becomes depends on its bytes and on the recipe alone, so one, two or forty workers leave the same files, and a
+block that was made before (by a run that was killed, or for an artifact that lacks one file) is taken as it is. The small
+`run/blocks/<id>.json` is written last: without it the block does not exist.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+
+from ttrain.data import jsonl, shards, sources, streams
+from ttrain.data.chat import encode_chats
+from ttrain.data.encoder import Encoder
+from ttrain.data.jsonl import Tally
+from ttrain.data.shards import Column
+from ttrain.digests import digest_of
+from ttrain.store import read_json, write_json
+
+PARTS = ("train", "heldout")
+BLOCKS = Path("run", "blocks")
+SHIPPED_BYTES = 1 << 20
+ENCODED_CHARACTERS = (
+    2_000_000  # texts go to the encoder in groups of this size: a worker of 16 MiB blocks stays below 250 MB
+)
+CHECKED_TEXTS, CHECKED_CHARACTERS = 3, 2000  # of each block, encoded by `tokenizers` too: 0.3 % of the time
+QUARANTINED_ROWS = 10_000  # of one block; what is beyond is counted, and the last line says so
+UTF8_BOM = b"\xef\xbb\xbf"
+BEYOND_LIMIT = "beyond reading.limit"
+
+
+@dataclass(frozen=True)
+class Block:
+    """Bytes `start` to `end` of a file, decompressed (row groups, of parquet); `data` where they cannot be read again."""
+
+    location: str
+    file: int
+    number: int
+    start: int
+    end: int
+    is_parquet: bool = False
+    data: bytes | None = None
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All that decides what a block becomes, besides its bytes."""
+
+    kind: str  # "documents" or "chats"
+    text_field: str
+    heldout_fraction: float
+    max_line_bytes: int
+    tokenizer: str  # directory
+    tokenizer_digest: str
+    template: str  # digest of the chat template
+    code: str
+    vocab_size: int = field(default=0, compare=False)
+    seed: int = 0
+    keep_below: int | None = None  # rows whose draw is not lower are left out by reading.limit
+    fast: bool = field(default=True, compare=False)
+    reuse: tuple[str, ...] = field(default=(), compare=False)  # outputs that may hold the block already
+
+    @property
+    def digest(self) -> str:
+        """What it is, wherever the tokenizer lies."""
+        names = ["kind", "text_field", "heldout_fraction", "max_line_bytes", "tokenizer_digest", "code", "keep_below"]
+        names += ["template"] if self.kind == "chats" else []
+        seed = self.seed if self.keep_below is not None else 0
+        return digest_of({**{name: getattr(self, name) for name in names}, "seed": seed})
+
+    @property
+    def parser(self) -> sources.Parser:
+        return sources.document_parser(self.text_field) if self.kind == "documents" else sources.parse_conversation
+
+
+def cut(location: str, file: int, block_bytes: int, max_line_bytes: int) -> Iterator[Block]:
+    """The blocks of a file: each ends with the first line that reaches `block_bytes`; the bytes alone decide."""
+    if streams.is_parquet(location):
+        yield from _cut_parquet(location, file, block_bytes)
+    elif streams.is_plain(location):
+        yield from _cut_plain(Path(location), file, block_bytes)
+    else:
+        yield from _cut_stream(location, file, block_bytes, max_line_bytes)
+
+
+def _cut_plain(path: Path, file: int, block_bytes: int) -> Iterator[Block]:
+    size, start, number = path.stat().st_size, 0, 0
+    with path.open("rb") as opened:
+        while start < size:
+            end = start + block_bytes
+            opened.seek(end)
+            while end < size and (chunk := opened.read(SHIPPED_BYTES)):
+                found = chunk.find(b"\n")
+                end += found + 1 if found >= 0 else len(chunk)
+                if found >= 0:
+                    break
+            end = min(end, size)
+            yield Block(str(path), file, number, start, end)
+            start, number = end, number + 1
+
+
+def _cut_stream(location: str, file: int, block_bytes: int, max_line_bytes: int) -> Iterator[Block]:
+    """As if it were plain; the bytes travel with the block. A line that is too long travels cut, so memory stays bounded."""
+    data, start, place, number, in_line = bytearray(), 0, 0, 0, 0
+    for chunk in streams.chunks(location):
+        at = 0
+        while at < len(chunk):
+            wanted = max(0, start + block_bytes - place)
+            newline = chunk.find(b"\n", at + wanted) if wanted < len(chunk) - at else -1
+            end = newline + 1 if newline >= 0 else len(chunk)
+            in_line = _append(data, chunk[at:end], in_line, max_line_bytes)
+            place, at = place + end - at, end
+            if newline >= 0:
+                yield Block(location, file, number, start, place, data=bytes(data))
+                data, start, number, in_line = bytearray(), place, number + 1, 0
+    if data:
+        yield Block(location, file, number, start, place, data=bytes(data))
+
+
+def _append(data: bytearray, piece: bytes, in_line: int, max_line_bytes: int) -> int:
+    """Append the piece without what is beyond the limit of a line; returns the length of the line that is open at its end."""
+    last = piece.rfind(b"\n")
+    if in_line + len(piece) <= max_line_bytes:
+        data += piece
+        return in_line + len(piece) if last < 0 else len(piece) - last - 1
+    for position, line in enumerate(piece.split(b"\n")):
+        if position:
+            data += b"\n"
+            in_line = 0
+        data += line[: max(0, max_line_bytes + 1 - in_line)]
+        in_line += len(line)
+    return in_line
+
+
+def _cut_parquet(location: str, file: int, block_bytes: int) -> Iterator[Block]:
+    first, size, number = 0, 0, 0
+    groups = streams.parquet_groups(location)
+    for group, (_, group_bytes) in enumerate(groups):
+        size += group_bytes
+        if size >= block_bytes or group == len(groups) - 1:
+            yield Block(location, file, number, first, group + 1, is_parquet=True)
+            first, size, number = group + 1, 0, number + 1
+
+
+def read(block: Block) -> bytes:
+    """The block as JSON lines."""
+    if block.is_parquet:
+        rows = streams.parquet_rows(block.location, block.start, block.end)
+        return b"\n".join(orjson.dumps(row, default=repr) for _, row in rows)
+    if block.data is not None:
+        return block.data
+    with Path(block.location).open("rb") as opened:
+        opened.seek(block.start)
+        data = opened.read(block.end - block.start)
+    return data.removeprefix(UTF8_BOM) if block.start == 0 else data
+
+
+def draw(content_hash: bytes, seed: int) -> int:
+    """A number below 2**64 for a row, the same wherever it stands: the rows with the lowest are a uniform sample."""
+    return int.from_bytes(hashlib.blake2b(content_hash, digest_size=8, key=seed.to_bytes(8, "big")).digest(), "big")
+
+
+def scan(block: Block, recipe: Recipe) -> npt.NDArray[np.uint64]:
+    """The draw of every good row of a block; nothing is encoded or written."""
+    rows = records(read(block), block, recipe, Tally())
+    return np.array([draw(sources.content_hash(record), recipe.seed) for record in rows], np.uint64)
+
+
+def make(block: Block, recipe: Recipe, output: str) -> tuple[str, str, bool]:
+    """Make the block's files under `output`, unless they are there or in one of `recipe.reuse`.
+
+    Returns (id, the directory that holds it, whether it was encoded now). Raises EncoderDiffers.
+    """
+    data = read(block)
+    content = hashlib.blake2b(data, digest_size=16).hexdigest()
+    identity = hashlib.blake2b(f"{recipe.digest} {content}".encode(), digest_size=12).hexdigest()
+    for directory in (output, *recipe.reuse):
+        if is_there(Path(directory), identity, fast=recipe.fast):
+            return identity, directory, False
+    _make(data, block, recipe, Path(output), content[:16], identity)
+    return identity, output, True
+
+
+def is_there(directory: Path, identity: str, *, fast: bool = True) -> bool:
+    """Whether the block was made in this directory, whole, and by an encoder that may be trusted."""
+    made = read_json(directory / BLOCKS / f"{identity}.json")
+    if made is None or (not fast and made["encoder"] != "tokenizers"):
+        return False
+    for part in PARTS:
+        for name, size in (made[part] or {}).get("sizes", {}).items():
+            path = find(directory, part, name)
+            if path is None or path.stat().st_size != size:
+                return False
+    return True
+
+
+def find(directory: Path, part: str, name: str) -> Path | None:
+    """Where a block's file lies: in its part, or aside where the part holds a selection of its rows."""
+    for path in (directory / part / name, directory / BLOCKS / f"{part}-{name}"):
+        if path.is_file():
+            return path
+    return None
+
+
+def records(data: bytes, block: Block, recipe: Recipe, tally: Tally) -> Iterator[sources.Record]:
+    """The good records of a block's JSON lines; the tally counts the others, by their line in the block."""
+    parse = recipe.parser
+    pieces = (data[at : at + SHIPPED_BYTES] for at in range(0, len(data), SHIPPED_BYTES))
+    for number, value in jsonl.parsed(
+        jsonl.lines(pieces, recipe.max_line_bytes), block.location, tally, recipe.max_line_bytes
+    ):
+        parsed = parse(value)
+        if isinstance(parsed, sources.Rejected):
+            tally.reject(block.location, number, parsed.reason, orjson.dumps(value))
+        elif isinstance(parsed, sources.Skipped):
+            tally.skipped[parsed.rule] += 1
+        else:
+            tally.kept += 1
+            yield parsed
+
+
+def _make(data: bytes, block: Block, recipe: Recipe, output: Path, name: str, identity: str) -> None:
+    encoder = encoder_of(recipe.tokenizer, fast=recipe.fast)
+    tally, rows = Tally(), []
+    threshold = round(recipe.heldout_fraction * 2**64)
+    parts = {part: _Part(encoder, recipe.kind, keep_text=part == "heldout") for part in PARTS}
+    lowest: tuple[bytes, sources.Record] | None = None
+    (output / BLOCKS).mkdir(parents=True, exist_ok=True)
+    with _Quarantine(output / BLOCKS / f"{identity}.rejected.jsonl") as quarantine:
+        tally.quarantine = quarantine
+        for record in records(data, block, recipe, tally):
+            content_hash = sources.content_hash(record)
+            if recipe.keep_below is not None and draw(content_hash, recipe.seed) >= recipe.keep_below:
+                tally.leave_out(BEYOND_LIMIT, 1)
+                continue
+            heldout = int.from_bytes(content_hash[:8], "big") < threshold
+            size = parts["heldout" if heldout else "train"].add(record)
+            rows.append(content_hash + size.to_bytes(8, "big"))
+            if lowest is None or content_hash < lowest[0]:
+                lowest = content_hash, record
+    made = {part: parts[part].write(output / part, name) for part in PARTS}
+    write_bytes(output / BLOCKS / f"{identity}.rows", b"".join(rows))
+    keep_lowest = lowest is not None and made["heldout"] is None and threshold > 0
+    about = {
+        "encoder": encoder.kind,
+        "lines": data.count(b"\n") + (not data.endswith(b"\n")),
+        "tally": {**tally.to_json(), "keys_seen": dict(tally.keys_seen)},
+        "lowest": lowest[1].to_json() if keep_lowest and lowest else None,
+        "threshold": threshold,
+        **made,
+    }
+    write_json(output / BLOCKS / f"{identity}.json", about)
+
+
+@lru_cache(maxsize=2)
+def encoder_of(directory: str, *, fast: bool) -> Encoder:
+    """The encoder of a tokenizer, opened once a process."""
+    return Encoder(Path(directory), fast=fast)
+
+
+def encode_records(encoder: Encoder, kind: str, records: Sequence[sources.Record]) -> Column:
+    """Documents between the tokens that begin and end them, or chats with their loss mask."""
+    if kind == "chats":
+        found = encode_chats(encoder, [record.messages for record in records if isinstance(record, sources.Conversation)])
+        offsets = np.concatenate([[0], np.cumsum([len(ids) for ids, _ in found])]).astype(np.int64)
+        return Column(np.concatenate([ids for ids, _ in found]), offsets, np.concatenate([live for _, live in found]))
+    ids, offsets = encoder.encode_flat([record.text for record in records if isinstance(record, sources.Document)])
+    offsets = offsets + 2 * np.arange(len(offsets))
+    tokens = np.empty(offsets[-1], np.uint32)
+    inside = np.ones(len(tokens), np.bool_)
+    inside[offsets[:-1]] = inside[offsets[1:] - 1] = False
+    tokens[inside] = ids
+    tokens[offsets[:-1]], tokens[offsets[1:] - 1] = encoder.bos_id, encoder.eos_id
+    return Column(tokens, offsets)
+
+
+def text_of(record: sources.Record) -> str:
+    """All that a record says."""
+    return record.text if isinstance(record, sources.Document) else "".join(turn.content for turn in record.messages)
+
+
+class _Part:
+    """The records of one shard in the making, encoded in groups."""
+
+    def __init__(self, encoder: Encoder, kind: str, *, keep_text: bool) -> None:
+        self._encoder, self._kind, self._keep_text = encoder, kind, keep_text
+        self._pending: list[sources.Record] = []
+        self._characters = self._bytes = self._checked = 0
+        self._done: list[Column] = []
+        self._lines: list[bytes] = []
+
+    def add(self, record: sources.Record) -> int:
+        """Returns the bytes of the record's text."""
+        text = text_of(record)
+        size = len(text) if text.isascii() else len(text.encode("utf-8"))
+        self._pending.append(record)
+        self._characters, self._bytes = self._characters + len(text), self._bytes + size
+        if self._keep_text:
+            self._lines.append(orjson.dumps(record.to_json()) + b"\n")
+        if self._characters >= ENCODED_CHARACTERS:
+            self._encode()
+        return size
+
+    def write(self, directory: Path, name: str) -> dict[str, Any] | None:
+        """Write the shard, and the held-out records as text beside it; returns its entry, None where there is no record."""
+        self._encode()
+        if not self._done:
+            return None
+        directory.mkdir(parents=True, exist_ok=True)
+        column = concatenate(self._done)
+        entry = shards.write_shard(directory / f"{name}.arrow", column, len(self._encoder))
+        if self._keep_text:
+            entry["records"] = f"{name}.jsonl"
+            write_bytes(directory / entry["records"], b"".join(self._lines))
+        sizes = {entry[kind]: (directory / entry[kind]).stat().st_size for kind in ("file", "records") if kind in entry}
+        return {**entry, "bytes": self._bytes, "sizes": sizes}
+
+    def _encode(self) -> None:
+        if not self._pending:
+            return
+        if not self._done:
+            some = self._pending[:: max(1, len(self._pending) // CHECKED_TEXTS)][:CHECKED_TEXTS]
+            self._encoder.check([text_of(record)[:CHECKED_CHARACTERS] for record in some])
+        self._done.append(encode_records(self._encoder, self._kind, self._pending))
+        self._pending, self._characters = [], 0
+
+
+def concatenate(columns: Sequence[Column]) -> Column:
+    """The records of several, one after the other."""
+    lengths = np.concatenate([np.diff(column.offsets) for column in columns])
+    live = [column.live for column in columns if column.live is not None]
+    return Column(
+        np.concatenate([column.tokens for column in columns]),
+        np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)]),
+        np.concatenate(live) if live else None,
+    )
+
+
+class _Quarantine:
+    """Bad rows of a block, one JSON a line, for whoever looks for them."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._rows = path, 0
+        self._file: IO[bytes] | None = None
+
+    def __call__(self, row: dict[str, Any]) -> None:
+        self._file = self._file or self._path.open("wb")
+        self._rows += 1
+        if self._rows <= QUARANTINED_ROWS:
+            self._file.write(orjson.dumps(row) + b"\n")
+
+    def __enter__(self) -> _Quarantine:
+        self._path.unlink(missing_ok=True)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._file:
+            if self._rows > QUARANTINED_ROWS:
+                more = f"{self._rows - QUARANTINED_ROWS} more bad rows in this block are counted but not listed"
+                self._file.write(orjson.dumps({"reason": more}) + b"\n")
+            self._file.close()
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write under a temporary name, fsync, rename."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)

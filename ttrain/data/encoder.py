@@ -1,0 +1,211 @@
+"""Text to ids and back, by the fastest library that gives the ids of `tokenizers`.
+
+`fastokens` needs a twentieth of the time of `tokenizers`. They are compared on awkward texts when a tokenizer is opened, and
+by `check` on texts of the data; where `fastokens` is missing, refuses the file or differs, `tokenizers` does the work.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ttrain.data import templates
+from ttrain.digests import sha256_file
+from ttrain.errors import ArtifactError, TTrainError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+Ids = npt.NDArray[np.uint32]
+Offsets = npt.NDArray[np.int64]
+log = logging.getLogger("ttrain")
+
+END_OF_TURN = "end_of_turn_token"  # in tokenizer_config.json, beside Hugging Face's own names
+NO_TOKEN = -1
+PROBES = (
+    "", " ", "   ", "a  b   c    d", " before and after ", "\n", "\n\n\n", "a\n\n  b\r\n\tc\t\t", "\0", "a\0b\x01\x7f",
+    "don't I'll we've they're she'd I'm it's", "DON'T ’s", "0 12 345 6789 3.14 1,000,000 ½ ٣ 二", "x_1 = f(y)[0] // 2 != 3;",
+    "你好，世界！東京に行く 한국어", "über Ångström e\u0301 a\u0308\u0323", "\u202eשלום\u202c عربي",
+    "\u00a0\u2009\u3000\u200b\ufeff", "🙂 👨\u200d👩\u200d👧\u200d👦 🏳️\u200d🌈 🇩🇪", "\U0010ffff\ufffd\u2028\u2029\u0085",
+    "a" * 500, "日" * 300, "-" * 100 + "=" * 100, "https://example.org/a?b=c&d=%20#e", "<html><body class='x'>&amp;</body>",
+    "{{ 7*7 }} {% if x %}",
+)  # fmt: skip
+
+
+class EncoderDiffers(TTrainError):
+    """`fastokens` and `tokenizers` make different ids of a text; open the tokenizer with `fast=False`."""
+
+
+class Encoder:
+    """A tokenizer directory, opened. Text never becomes a special token, whatever it contains.
+
+    digest      sha256 of tokenizer.json, which identifies the tokenizer
+    kind        "fastokens" or "tokenizers": the library that encodes
+    pad_id, bos_id, eos_id, end_id, unk_id
+                ids; `end_id` ends an assistant's answer; `unk_id` is -1 where every byte has a token
+    tokens      the same tokens as strings, by the names of transformers: {"pad_token": "<|pad|>", ...}
+    template    name of the chat template: "ttrain", "tinyseek" or "own"
+    jinja       the text of that template
+    """
+
+    def __init__(self, directory: Path, *, fast: bool = True) -> None:
+        """Raises ArtifactError where the tokenizer is missing, corrupt, or lacks pad, bos, eos or the end of a turn."""
+        path = directory / "tokenizer.json"
+        self._reference = _open(path)
+        self.digest = sha256_file(path)
+        self.directory = directory
+        self.jinja = _read(directory / "chat_template.jinja", path)
+        self.template = templates.name_of(self.jinja)
+        config = _config(directory / "tokenizer_config.json", path)
+        self.tokens: dict[str, str] = {}
+        for name in ("pad_token", "bos_token", "eos_token", "unk_token", END_OF_TURN):
+            value = config.get(name)
+            token = value.get("content") if isinstance(value, dict) else value
+            if isinstance(token, str) and self._reference.token_to_id(token) is not None:
+                self.tokens[name] = token
+        missing = [name for name in ("pad_token", "bos_token", "eos_token", END_OF_TURN) if name not in self.tokens]
+        if missing:
+            raise ArtifactError(
+                f"the tokenizer {path} lacks {', '.join(missing)}; tokenizer.existing=… adds what is missing"
+            )
+        self.pad_id, self.bos_id = self.special(self.tokens["pad_token"]), self.special(self.tokens["bos_token"])
+        self.eos_id, self.end_id = self.special(self.tokens["eos_token"]), self.special(self.tokens[END_OF_TURN])
+        self.unk_id = self.special(self.tokens["unk_token"]) if "unk_token" in self.tokens else NO_TOKEN
+        self._length = 1 + max(self._reference.get_vocab(with_added_tokens=True).values())
+        self._fast = self._checked_fast(path) if fast else None
+
+    @property
+    def kind(self) -> str:
+        return "fastokens" if self._fast is not None else "tokenizers"
+
+    def __len__(self) -> int:
+        """Rows of an embedding that has one for every id: the highest id and one, also where ids in between are unused."""
+        return self._length
+
+    def special(self, token: str) -> int:
+        """Id of a special token. Raises ArtifactError where the vocabulary lacks it."""
+        number = self._reference.token_to_id(token)
+        if number is None:
+            raise ArtifactError(f"the tokenizer {self.directory} lacks the special token {token}")
+        return int(number)
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of each text, without any special token."""
+        ids, offsets = self.encode_flat(texts)
+        numbers = ids.tolist()
+        return [numbers[start:end] for start, end in itertools.pairwise(offsets.tolist())]
+
+    def encode_flat(self, texts: Sequence[str]) -> tuple[Ids, Offsets]:
+        """(ids of all texts, len(texts) + 1 offsets into them), without any special token; the ids are read-only."""
+        if self._fast is not None:
+            try:
+                return _fast_flat(self._fast, texts)
+            except Exception as error:  # such as a limit of its regular expressions, reached by a text of megabytes
+                log.warning("fastokens gave up on a text (%s); tokenizers encodes from here on", error)
+                self._fast = None
+        return _reference_flat(self._reference, texts)
+
+    def encode_markup(self, text: str) -> list[int]:
+        """Ids of a piece of a chat template, in which special tokens count. Never for text that came from outside."""
+        self._reference.encode_special_tokens = False
+        try:
+            return list(self._reference.encode(text, add_special_tokens=False).ids)
+        finally:
+            self._reference.encode_special_tokens = True
+
+    def special_ids(self) -> frozenset[int]:
+        """Ids of all special tokens."""
+        added = self._reference.get_added_tokens_decoder()
+        return frozenset(number for number, token in added.items() if token.special)
+
+    def document(self, ids: Sequence[int]) -> list[int]:
+        """A document's ids between the tokens that begin and end it."""
+        return [self.bos_id, *ids, self.eos_id]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of the ids, special tokens left out."""
+        return str(self._reference.decode(list(ids), skip_special_tokens=True))
+
+    def check(self, texts: Sequence[str]) -> None:
+        """Raise EncoderDiffers where the ids of one of the texts are not those of `tokenizers`."""
+        if self._fast is not None:
+            _compare(self._fast, self._reference, texts)
+
+    def _checked_fast(self, path: Path) -> Any:
+        """The fast library with this tokenizer in it; None, with a line in the log, where it cannot be used."""
+        try:
+            import fastokens
+
+            fast = fastokens.Tokenizer.from_file(str(path))
+            fast.no_truncation()
+            fast.no_padding()
+            added = [token.content for token in self._reference.get_added_tokens_decoder().values()]
+            _compare(fast, self._reference, [*PROBES, *(f"a{token}b {token} {token}{token}\n" for token in added)])
+        except ImportError:
+            log.info("fastokens is not installed; tokenizers encodes, in about twenty times the time")
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic in Rust is no Exception
+            log.info("fastokens cannot be used for %s (%s); tokenizers encodes", path, error)
+        else:
+            return fast
+        return None
+
+
+def _open(path: Path) -> Tokenizer:
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises a bare Exception for whatever is wrong with the file
+        raise ArtifactError(f"cannot read the tokenizer {path}: {error}; it is not trained anew in silence") from None
+    tokenizer.encode_special_tokens = True
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _read(path: Path, tokenizer: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8")  # a template's line ends are part of it
+    except (OSError, UnicodeDecodeError) as error:
+        raise ArtifactError(f"cannot read {path}, which belongs to {tokenizer}: {error}") from None
+
+
+def _config(path: Path, tokenizer: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(_read(path, tokenizer))
+    except ValueError as error:
+        raise ArtifactError(f"cannot read {path}, which belongs to {tokenizer}: {error}") from None
+    if not isinstance(config, dict):
+        raise ArtifactError(f"cannot read {path}, which belongs to {tokenizer}: it is no JSON object")
+    return config
+
+
+def _compare(fast: Any, reference: Tokenizer, texts: Sequence[str]) -> None:
+    (left, starts), (right, expected) = _fast_flat(fast, texts), _reference_flat(reference, texts)
+    if np.array_equal(left, right) and np.array_equal(starts, expected):
+        return
+    for text in texts:
+        if not np.array_equal(_fast_flat(fast, [text])[0], _reference_flat(reference, [text])[0]):
+            raise EncoderDiffers(f"fastokens and tokenizers make different ids of {text[:80]!r}")
+    raise EncoderDiffers("fastokens and tokenizers make different ids of a batch of texts")
+
+
+def _fast_flat(fast: Any, texts: Sequence[str]) -> tuple[Ids, Offsets]:
+    ids, offsets = fast.encode_batch_flat(list(texts), False, True)  # no special tokens added, none found in the text
+    return np.frombuffer(ids, dtype="<u4"), np.frombuffer(offsets, dtype="<u8").astype(np.int64)
+
+
+def _reference_flat(reference: Tokenizer, texts: Sequence[str]) -> tuple[Ids, Offsets]:
+    found = [encoding.ids for encoding in reference.encode_batch_fast(list(texts), add_special_tokens=False)]
+    offsets = np.zeros(len(found) + 1, dtype=np.int64)
+    np.cumsum([len(ids) for ids in found], out=offsets[1:])
+    return np.fromiter(itertools.chain.from_iterable(found), dtype=np.uint32, count=int(offsets[-1])), offsets

@@ -1,0 +1,181 @@
+"""Files to sets of shards: their blocks are made by any number of workers, then put together."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ttrain.config import Reading
+from ttrain.data import blocks
+from ttrain.data.assembly import Built, DataFile, Made, assemble
+from ttrain.data.blocks import BLOCKS, Block, Recipe
+from ttrain.data.encoder import EncoderDiffers
+from ttrain.store import read_json, write_json
+
+FILES = "files.json"
+
+
+class Pool(Protocol):
+    """Calls a function with many tuples of arguments, somewhere; results in order, a bounded number ahead."""
+
+    def map(self, function: Callable[..., Any], tasks: Iterator[tuple[Any, ...]]) -> Generator[Any]: ...
+
+
+def build(
+    output: Path,
+    files: Mapping[str, Sequence[DataFile]],
+    recipe: Recipe,
+    reading: Reading,
+    *,
+    block_bytes: int,
+    pool: Pool,
+    weights: Sequence[float] = (),
+    progress: Callable[[int, int], None] = lambda rows, made: None,
+) -> Built:
+    """Make `train/` and `heldout/` under `output` from the files of the roles "train" and, where it is named, "heldout".
+
+    Whole blocks that are there already are taken as they are, so a run that was killed goes on. Raises DataError for a file
+    that cannot be read.
+    """
+    made = make_all(output, files, recipe, reading, block_bytes=block_bytes, pool=pool, progress=progress)
+    return assemble(output, files, made, recipe, reading, weights)
+
+
+def make_all(
+    output: Path,
+    files: Mapping[str, Sequence[DataFile]],
+    recipe: Recipe,
+    reading: Reading,
+    *,
+    block_bytes: int,
+    pool: Pool,
+    progress: Callable[[int, int], None] = lambda rows, made: None,
+) -> list[Made]:
+    """Every block of the files, made or found. A difference between the encoders makes all anew with `tokenizers`."""
+    recipe = replace(recipe, heldout_fraction=0.0 if "heldout" in files else recipe.heldout_fraction)
+    try:
+        return _make_all(output, files, recipe, reading, block_bytes, pool, progress)
+    except EncoderDiffers:
+        return _make_all(output, files, replace(recipe, fast=False), reading, block_bytes, pool, progress)
+
+
+def _make_all(
+    output: Path,
+    files: Mapping[str, Sequence[DataFile]],
+    recipe: Recipe,
+    reading: Reading,
+    block_bytes: int,
+    pool: Pool,
+    progress: Callable[[int, int], None],
+) -> list[Made]:
+    found: list[Made] = []
+    if "heldout" in files:
+        everything = replace(recipe, heldout_fraction=1.0, keep_below=None)
+        found += _make_role(output, "heldout", files["heldout"], everything, block_bytes, pool, progress)
+    limit = reading.limit * reading.rounds if reading.limit else None
+    enough = None
+    if limit and reading.sample == "reservoir":
+        draws = _draws(files["train"], recipe, reading, block_bytes, pool)
+        recipe = replace(recipe, keep_below=int(draws[limit - 1]) + 1 if len(draws) > limit else None)
+    elif limit:
+        enough = _Enough(limit, distinct=reading.deduplicate)
+    return found + _make_role(output, "train", files["train"], recipe, block_bytes, pool, progress, enough)
+
+
+class _Enough:
+    """Whether the head of the input has as many rows as were asked for."""
+
+    def __init__(self, limit: int, *, distinct: bool) -> None:
+        self._limit, self._distinct, self._rows = limit, distinct, 0
+        self._seen: set[bytes] = set()
+
+    def __call__(self, made: Made) -> bool:
+        self._rows += len(made.rows)
+        if self._distinct:
+            self._seen.update(row.tobytes() for row in made.rows[:, :2])
+        return (len(self._seen) if self._distinct else self._rows) >= self._limit
+
+
+def _make_role(
+    output: Path,
+    role: str,
+    files: Sequence[DataFile],
+    recipe: Recipe,
+    block_bytes: int,
+    pool: Pool,
+    progress: Callable[[int, int], None],
+    enough: _Enough | None = None,
+) -> list[Made]:
+    """The blocks of a role's files, in order. A file whose blocks are all there is not even opened."""
+    names = [f"{file.digest} {recipe.digest} {block_bytes}" if file.digest and not enough else "" for file in files]
+    known = _known_files(output, recipe)
+    made: dict[int, list[Made]] = {
+        number: [_open(role, number, identity, directory, False) for directory, identity in known[name]]
+        for number, name in enumerate(names)
+        if name in known
+    }
+    numbers: list[int] = []
+
+    def tasks() -> Iterator[tuple[Block, Recipe, str]]:
+        for number, file in enumerate(files):
+            if number not in made or number in numbers:
+                for block in blocks.cut(file.location, number, block_bytes, recipe.max_line_bytes):
+                    numbers.append(number)
+                    yield block, recipe, str(output)
+
+    rows = sum(len(block.rows) for found in made.values() for block in found)
+    with contextlib.closing(pool.map(blocks.make, tasks())) as results:
+        for place, (identity, directory, encoded) in enumerate(results):
+            block = _open(role, numbers[place], identity, directory, encoded)
+            made.setdefault(numbers[place], []).append(block)
+            rows += len(block.rows)
+            progress(rows, place + 1)
+            if enough and enough(block):
+                break
+    if not enough:
+        _remember_files(output, {names[n]: [block.identity for block in found] for n, found in made.items() if names[n]})
+    return [block for number in sorted(made) for block in made[number]]
+
+
+def _open(role: str, file: int, identity: str, directory: str, encoded: bool) -> Made:
+    about = read_json(Path(directory) / BLOCKS / f"{identity}.json")
+    data = (Path(directory) / BLOCKS / f"{identity}.rows").read_bytes()
+    rows = np.frombuffer(data, ">u8").astype(np.uint64).reshape(-1, 3)
+    return Made(role, file, identity, Path(directory), encoded, about, rows)
+
+
+def _draws(
+    files: Sequence[DataFile], recipe: Recipe, reading: Reading, block_bytes: int, pool: Pool
+) -> npt.NDArray[np.uint64]:
+    """The draws of all good rows, ascending; of each set of duplicates one, where those are dropped."""
+    tasks = (
+        (block, recipe)
+        for number, file in enumerate(files)
+        for block in blocks.cut(file.location, number, block_bytes, recipe.max_line_bytes)
+    )
+    with contextlib.closing(pool.map(blocks.scan, tasks)) as results:
+        draws = np.concatenate([np.zeros(0, np.uint64), *results])
+    return np.unique(draws) if reading.deduplicate else np.sort(draws)
+
+
+def _known_files(output: Path, recipe: Recipe) -> dict[str, list[tuple[str, str]]]:
+    """{name of a file's bytes and recipe: (directory, id) of each of its blocks}, where all of them are still there."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for directory in (str(output), *recipe.reuse):
+        for name, identities in (read_json(Path(directory) / BLOCKS / FILES) or {}).items():
+            if name not in found and all(blocks.is_there(Path(directory), i, fast=recipe.fast) for i in identities):
+                found[name] = [(directory, identity) for identity in identities]
+    return found
+
+
+def _remember_files(output: Path, whole: Mapping[str, list[str]]) -> None:
+    if whole:
+        path = output / BLOCKS / FILES
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, {**(read_json(path) or {}), **whole})

@@ -1,0 +1,169 @@
+"""Figures about shards and about raw files: how much there is, how long records are, how full rows get, which scripts."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ttrain.data import blocks, sources, validating
+from ttrain.data.blocks import Block, Recipe
+from ttrain.data.chat_rows import ChatRows
+from ttrain.data.document_rows import DocumentRows
+from ttrain.data.packing import Rows
+from ttrain.data.sharding import Pool
+from ttrain.data.shards import COUNTED, ShardSet
+from ttrain.data.validating import Examined, Report
+
+PERCENTILES = (1, 5, 25, 50, 75, 95, 99)
+CODE_POINTS = 0x110000
+COUNTED_CHARACTERS = 2_000_000  # characters are counted in groups of this size: a table of all code points is 9 MB
+NO_END = -1
+OTHER, HAN = "Other", "Han"
+# How the Unicode name of a letter begins where that is not its script.
+SCRIPT_OF = {"Cjk": HAN, "Ideographic": HAN, "Modifier": OTHER, "Mathematical": OTHER, "Micro": "Greek", "Feminine": "Latin",
+             "Masculine": "Latin", "Kelvin": "Latin", "Angstrom": "Latin", "Ohm": "Greek"}  # fmt: skip
+WIDTHS = ("FULLWIDTH ", "HALFWIDTH ")
+Lengths = npt.NDArray[np.int64]
+
+
+def lengths_json(lengths: Lengths, unit: str) -> dict[str, Any]:
+    """Mean, percentiles and a histogram of powers of two: [from, to, records] with both ends included."""
+    if not len(lengths):
+        return {"unit": unit, "records": 0, "histogram": []}
+    found = np.percentile(lengths, PERCENTILES, method="inverted_cdf").tolist()
+    powers, counts = np.unique(np.ceil(np.log2(np.maximum(lengths, 1) + 1)).astype(int), return_counts=True)
+    by_power = dict(zip(powers.tolist(), counts.tolist(), strict=True))
+    return {
+        "unit": unit,
+        "records": len(lengths),
+        "mean": float(lengths.mean()),
+        "min": int(lengths.min()),
+        "max": int(lengths.max()),
+        "percentiles": {str(share): int(value) for share, value in zip(PERCENTILES, found, strict=True)},
+        "histogram": [
+            [1 << power >> 1, (1 << power) - 1, by_power.get(power, 0)]
+            for power in range(int(powers.min()), int(powers.max()) + 1)
+        ],
+    }
+
+
+def of_shards(shards: ShardSet, row_length: int, end_id: int | None) -> dict[str, Any]:
+    """One part of a set of shards. Without `end_id`, the token that ends a turn, nothing is said of how chats fill rows."""
+    index = shards.index
+    found = {"kind": index["kind"], **{name: index[name] for name in COUNTED}}
+    found["documents"] = found.pop("rows")
+    found["bytes_per_token"] = index["bytes"] / max(1, index["tokens"])
+    found["shards"] = len(index["shards"])
+    found["lengths"] = lengths_json(shards.lengths, "tokens")
+    if index["kind"] == "documents":
+        rows: Rows = DocumentRows(shards, row_length, 0)
+    elif end_id is not None:
+        rows = ChatRows(shards, row_length, 0, end_id)
+    else:
+        return {**found, "rows": None}
+    return {**found, "rows": rows.counts()}
+
+
+@dataclass
+class Measured(Examined):
+    """What became of a block's rows, the bytes of each good row's text, and how often each code point is in them."""
+
+    sizes: Lengths = field(default_factory=lambda: np.zeros(0, np.int64))
+    code_points: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros((2, 0), np.int64))
+
+
+def measure(block: Block, recipe: Recipe, listed: int) -> Measured:
+    """`validating.examine`, and figures about the texts."""
+    sizes: list[int] = []
+    characters = _Characters()
+
+    def look(record: sources.Record) -> None:
+        text = blocks.text_of(record)
+        sizes.append(len(text.encode("utf-8")))
+        characters.add(text)
+
+    found = validating.examine(block, recipe, listed, look)
+    return Measured(**vars(found), sizes=np.array(sizes, np.int64), code_points=characters.counts())
+
+
+def of_files(
+    locations: Sequence[str], *, pool: Pool, progress: Callable[[int], None] = lambda size: None, **options: Any
+) -> list[tuple[Report, dict[str, Any]]]:
+    """(what became of the rows, figures about the good ones) of each file; the options are those of `validate`."""
+    sizes: dict[str, list[Lengths]] = defaultdict(list)
+    letters: dict[str, Counter[str]] = defaultdict(Counter)
+
+    def each(report: Report, found: Examined) -> None:
+        assert isinstance(found, Measured)
+        sizes[report.file].append(found.sizes)
+        letters[report.file].update(_scripts(found.code_points))
+
+    reports = validating.validate(locations, pool=pool, progress=progress, examine=measure, each=each, **options)
+    return [(report, _figures(sizes[report.file], letters[report.file])) for report in reports]
+
+
+def _figures(sizes: Sequence[Lengths], letters: Counter[str]) -> dict[str, Any]:
+    lengths = np.concatenate([np.zeros(0, np.int64), *sizes])
+    total = letters.total()
+    shares = {script: count / total for script, count in letters.most_common()}
+    return {
+        "documents": len(lengths),
+        "bytes": int(lengths.sum()),
+        "lengths": lengths_json(lengths, "bytes"),
+        "letters": total,
+        "scripts": shares,
+    }
+
+
+class _Characters:
+    """Counts code points of many texts; numpy counts 100 MB a second, a loop over the characters 5."""
+
+    def __init__(self) -> None:
+        self._pending: list[str] = []
+        self._size = 0
+        self._counts = np.zeros(CODE_POINTS, np.int64)
+
+    def add(self, text: str) -> None:
+        self._pending.append(text)
+        self._size += len(text)
+        if self._size >= COUNTED_CHARACTERS:
+            self._count()
+
+    def counts(self) -> npt.NDArray[np.int64]:
+        """(code points, how often), of shape [2, code points that occur]."""
+        self._count()
+        present = np.flatnonzero(self._counts)
+        return np.stack([present, self._counts[present]])
+
+    def _count(self) -> None:
+        codes = np.frombuffer("".join(self._pending).encode("utf-32-le"), "<u4")
+        if len(codes):
+            self._counts += np.bincount(codes, minlength=CODE_POINTS)
+        self._pending, self._size = [], 0
+
+
+def _scripts(code_points: npt.NDArray[np.int64]) -> Counter[str]:
+    """Letters by script; digits, punctuation and white space belong to none."""
+    found: Counter[str] = Counter()
+    for code, count in code_points.T.tolist():
+        script = script_of(chr(code))
+        if script:
+            found[script] += count
+    return found
+
+
+def script_of(letter: str) -> str | None:
+    """Script of a letter, by the first word of its Unicode name: "Latin", "Han", ...; None for what is no letter."""
+    if not unicodedata.category(letter).startswith("L"):
+        return None
+    name = unicodedata.name(letter, "")
+    for width in WIDTHS:
+        name = name.removeprefix(width)
+    first = name.split(" ")[0].split("-")[0].title()
+    return SCRIPT_OF.get(first, first or OTHER)

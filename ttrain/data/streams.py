@@ -1,0 +1,245 @@
+"""Text and rows out of input files: opened wherever they lie, and unpacked by what they begin with, not by their names.
+
+Pieces and batches are bounded, so memory is too. What is cut, damaged or no UTF-8 text is a DataError with the file's name,
+and never taken for a shorter file.
+"""
+
+from __future__ import annotations
+
+import io
+import stat
+from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE, BOM_UTF32_BE, BOM_UTF32_LE
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ttrain.data import archives, hub, locations
+from ttrain.data.remote import RemoteFile
+from ttrain.errors import DataError
+
+CHUNK_BYTES = archives.PIECE_BYTES
+HEAD_BYTES = 512
+BATCH_ROWS, BATCH_BYTES = 1024, 32 << 20
+REMOTE_BUFFER_BYTES = 8 << 20  # of every column, one request each
+PARQUET_MAGIC = b"PAR1"
+AGAIN = "fetch or compress it again"
+FOREIGN = {
+    PARQUET_MAGIC: ("a parquet file", "unpack it"),
+    b"ARROW1": ("an Arrow file", "write it as parquet"),
+    b"PK\x03\x04": ("a zip archive", "unpack it"),
+    b"PK\x05\x06": ("an empty zip archive", "fetch it again"),
+    b"7z\xbc\xaf\x27\x1c": ("a 7z archive", "unpack it"),
+    b"\x04\x22\x4d\x18": ("an lz4 archive", "unpack it"),
+    b"version https://git-lfs": ("a pointer of Git LFS", "run `git lfs pull` where it was cloned"),
+    b"<!DOCTYPE html": ("a web page", "name the file that the page offers, not the page"),
+    b"<html": ("a web page", "name the file that the page offers, not the page"),
+}
+TAR_PLACE, TAR_MAGIC = 257, b"ustar"
+# The 32-bit marks first: one of them begins like a 16-bit one.
+MARKS = {BOM_UTF32_LE: "UTF-32", BOM_UTF32_BE: "UTF-32", BOM_UTF16_LE: "UTF-16", BOM_UTF16_BE: "UTF-16"}
+# JSON begins with two ASCII characters, so where its first four bytes are zero tells its encoding (RFC 4627, section 3).
+ZEROS = {"000x": "UTF-32BE", "0x0x": "UTF-16BE", "x000": "UTF-32LE", "x0x0": "UTF-16LE"}
+
+
+def open_stream(location: str) -> BinaryIO:
+    """The bytes as they are stored, as a context manager; it can be seeked. DataError where they cannot be read."""
+    path = local_file(location)
+    if path is None:
+        return io.BufferedReader(RemoteFile(location), CHUNK_BYTES)
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise DataError(f"cannot read {location}: {error.strerror}") from None
+
+
+def local_file(location: str) -> Path | None:
+    """Where the file lies on this machine, if need be fetched from the Hub; None for a URL.
+
+    DataError for what is no regular file: opening a pipe would wait for its writer for ever.
+    """
+    if location.startswith(hub.PREFIX):
+        path = hub.fetch(location)
+    elif locations.is_remote(location):
+        return None
+    else:
+        path = locations.local_path(location)
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        raise DataError(f"cannot read {location}: {error.strerror}") from None
+    if not stat.S_ISREG(mode):
+        kind = locations.KINDS.get(stat.S_IFMT(mode), "no file")
+        raise DataError(f"cannot read {location}: it is {kind}; name a file")
+    return path
+
+
+def is_parquet(location: str) -> bool:
+    """Whether it begins as a parquet file does."""
+    with open_stream(location) as stream:
+        return stream.read(len(PARQUET_MAGIC)) == PARQUET_MAGIC
+
+
+def is_plain(location: str) -> bool:
+    """Whether it is a file of uncompressed UTF-8 text on this machine, of which any part can be read by its place.
+
+    DataError where it is neither that nor something that `chunks` reads.
+    """
+    if locations.is_remote(location):
+        return False
+    with open_stream(location) as stream:
+        head = stream.read(HEAD_BYTES)
+    if archives.is_packed(head):
+        return False
+    _check_text(head, location)
+    return True
+
+
+def chunks(location: str, start: int = 0) -> Iterator[bytes]:
+    """The text from byte `start` on, decompressed, without the mark at its very start, in pieces of at most `CHUNK_BYTES`.
+
+    `start` counts decompressed bytes, the mark among them; a plain file is read from there, an archive from its beginning.
+    DataError for what is cut, damaged, of another format or encoding, or cannot be read.
+    """
+    try:
+        with open_stream(location) as stream:
+            head = stream.read(HEAD_BYTES)
+            stream.seek(0)
+            pieces = archives.unpacked(stream, head)
+            if pieces is None:
+                _check_text(head, location)
+                stream.seek(start or _mark_bytes(head))
+                while piece := stream.read(CHUNK_BYTES):
+                    yield piece
+            else:
+                yield from _text(pieces, start, location)
+    except EOFError as error:
+        raise DataError(f"{location} is truncated: {error}; {AGAIN}") from None
+    except ValueError as error:
+        cure = "compress it again with a smaller dictionary, without --long" if "memory" in str(error).lower() else AGAIN
+        raise DataError(f"{location} is corrupt or cannot be unpacked: {error}; {cure}") from None
+    except OSError as error:
+        raise DataError(f"cannot read {location}: {error.strerror or error}") from None
+
+
+def _text(pieces: Iterator[bytes], start: int, location: str) -> Iterator[bytes]:
+    head = b""
+    for piece in pieces:
+        head += piece
+        if len(head) >= HEAD_BYTES:
+            break
+    _check_text(head, location, in_archive=True)
+    skip = start or _mark_bytes(head)
+    for at in range(0, len(head), CHUNK_BYTES):
+        if piece := head[at : at + CHUNK_BYTES][max(0, skip - at) :]:
+            yield piece
+    skip -= len(head)
+    for piece in pieces:
+        if skip < len(piece):
+            yield piece[max(0, skip) :]
+        skip -= len(piece)
+
+
+def _mark_bytes(head: bytes) -> int:
+    return len(BOM_UTF8) if head.startswith(BOM_UTF8) else 0
+
+
+def _check_text(head: bytes, location: str, *, in_archive: bool = False) -> None:
+    """DataError where the first bytes tell that this is no UTF-8 text."""
+    inside = "holds" if in_archive else "is"
+    encoding = next((encoding for mark, encoding in MARKS.items() if head.startswith(mark)), None)
+    encoding = encoding or ZEROS.get("".join("x" if byte else "0" for byte in head[:4]))
+    if encoding:
+        cure = f"convert it with `iconv -f {encoding.lower()} -t utf-8`"
+        raise DataError(f"{location} {inside} {encoding}, but ttrain reads UTF-8; {cure}")
+    for magic, (what, cure) in FOREIGN.items():
+        if head.startswith(magic):
+            raise DataError(f"{location} {inside} {what}, not lines of text; {cure}")
+    if head[TAR_PLACE:].startswith(TAR_MAGIC):
+        raise DataError(f"{location} {inside} a tar archive, not lines of text; unpack it")
+    if in_archive and archives.is_packed(head):
+        raise DataError(f"{location} is compressed twice; unpack it once")
+    if not in_archive and location.endswith(locations.PACKED) and _is_binary(head):
+        raise DataError(f"{location} is corrupt: it begins neither as its name says nor as text; {AGAIN}")
+
+
+def _is_binary(head: bytes) -> bool:
+    """Whether there are control characters in it, or what is no UTF-8 (a character may be cut at its end)."""
+    try:
+        head.decode("utf-8")
+    except UnicodeDecodeError as error:
+        if error.start < len(head) - 3:
+            return True
+    return any(byte < 32 and byte not in b"\t\n\r" for byte in head)
+
+
+def parquet_groups(location: str) -> list[tuple[int, int]]:
+    """(rows, bytes before compression) of every row group."""
+    with _parquet(location) as file:
+        sizes = [file.metadata.row_group(group).total_byte_size for group in range(file.metadata.num_row_groups)]
+        return list(zip(_rows_of(file), sizes, strict=True))
+
+
+def parquet_rows(
+    location: str, first_group: int, last_group: int, columns: Sequence[str] | None = None
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(row number in the file, from 1; the row) of the groups `first_group` to `last_group`, the latter not included.
+
+    `columns` names those to read; None reads all. Text that is no UTF-8 is None, so that it costs its row and not the file.
+    At most `BATCH_ROWS` rows are in memory, fewer where they are large, and some megabytes of each column.
+    """
+    with _parquet(location) as file:
+        rows, names = _rows_of(file), list(columns) if columns is not None else None
+        number = sum(rows[:first_group])
+        for group in range(first_group, last_group):
+            row_bytes = file.metadata.row_group(group).total_byte_size // max(1, rows[group])
+            batch_rows = max(1, min(BATCH_ROWS, BATCH_BYTES // max(1, row_bytes)))
+            for batch in file.iter_batches(batch_rows, row_groups=[group], columns=names, use_threads=False):
+                for row in _values(batch):
+                    number += 1
+                    yield number, row
+            _check_rows(number, sum(rows[: group + 1]), location)
+
+
+@contextmanager
+def _parquet(location: str) -> Iterator[Any]:
+    import pyarrow as pa
+    from pyarrow.parquet import ParquetFile
+
+    path = local_file(location)
+    source = str(path) if path else io.BufferedReader(RemoteFile(location, in_parts=True), CHUNK_BYTES)
+    # Through a buffer, a column of a row group is read page by page: 19 MB instead of 209 MB for a group of 200 MB.
+    buffer_bytes = CHUNK_BYTES if path else REMOTE_BUFFER_BYTES
+    try:
+        with ParquetFile(source, buffer_size=buffer_bytes, pre_buffer=False, page_checksum_verification=True) as file:
+            _check_rows(sum(_rows_of(file)), file.metadata.num_rows, location)
+            yield file
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{location} is truncated or corrupt: {str(error).splitlines()[0]}; fetch it again") from None
+    finally:
+        if not isinstance(source, str):
+            source.close()
+
+
+def _rows_of(file: Any) -> list[int]:
+    return [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
+
+
+def _check_rows(found: int, told: int, location: str) -> None:
+    if found != told:
+        raise DataError(f"{location} is corrupt: it has {found} rows where it says {told}; fetch it again")
+
+
+def _values(batch: Any) -> list[dict[str, Any]]:
+    try:
+        found: list[dict[str, Any]] = batch.to_pylist()
+    except UnicodeDecodeError:
+        found = [{name: _value(batch[name][row]) for name in batch.schema.names} for row in range(batch.num_rows)]
+    return found
+
+
+def _value(scalar: Any) -> Any:
+    try:
+        return scalar.as_py()
+    except UnicodeDecodeError:
+        return None

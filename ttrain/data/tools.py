@@ -1,0 +1,113 @@
+"""Function calls as text, made in this one place: every chat template sees roles and contents only.
+
+    the functions   after the text of the system turn: a sentence, then one JSON object a line between <tools> and </tools>
+    a call          after the assistant's words: {"name": …, "arguments": …} between <tool_call> and </tool_call>
+
+Known are OpenAI's form (`tools` beside `messages`; `tool_calls` with a `function` each), MiniMind's (`tools` on the system
+turn and `tool_calls`, both as JSON strings) and ShareGPT's (`function_call`, the JSON of a call as a turn's text).
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import orjson
+
+TOOLS_SENTENCE = "You may call these functions; put each call as JSON between <tool_call> and </tool_call>."
+TOOLS_BEGIN, TOOLS_END = "<tools>", "</tools>"
+CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
+JSON_TYPES = {
+    type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "text", list: "a list",
+    dict: "an object",
+}  # fmt: skip
+
+
+class Malformed(ValueError):
+    """Why a row is wrong."""
+
+
+def kind_of(value: object) -> str:
+    """What JSON calls the value: "null", "a number", ...; Python's name for what only Parquet knows."""
+    return JSON_TYPES.get(type(value), type(value).__name__)
+
+
+def tools_text(tools: object) -> str:
+    """The functions as text; "" for none. `tools` is a list of objects with a name, or the JSON of one."""
+    found = _parsed(tools, "'tools'")
+    if found is None or found == []:
+        return ""
+    if not isinstance(found, list):
+        raise Malformed(f"'tools' is {kind_of(found)}, not a list")
+    for tool in found:
+        _name(tool, "a tool")
+    return "\n".join([TOOLS_SENTENCE, TOOLS_BEGIN, *map(_dumps, found), TOOLS_END])
+
+
+def with_tools(content: str, text: str) -> str:
+    """A system turn's content with the functions after it."""
+    return content + ("\n\n" if content and text else "") + text
+
+
+def calls_of(value: object, name: str = "'tool_calls'") -> list[dict[str, Any]]:
+    """The calls, checked; [] for none. `value` is a list of calls, one call where it is ShareGPT's, or the JSON of these."""
+    found = _parsed(value, name)
+    if found is None:
+        return []
+    if isinstance(found, dict) and name != "'tool_calls'":
+        found = [found]
+    if not isinstance(found, list):
+        raise Malformed(f"{name} is {kind_of(found)}, not a list")
+    for call in found:
+        _name(call, "a tool call")
+        _check_arguments(_function(call))
+    return found
+
+
+def with_calls(content: str, calls: list[dict[str, Any]]) -> str:
+    """An assistant's words and its calls."""
+    return "\n".join(([content] if content else []) + [_call_text(_function(call)) for call in calls])
+
+
+def has_calls(content: str) -> bool:
+    """Whether an assistant's text holds a call."""
+    return CALL_BEGIN in content
+
+
+def _call_text(function: dict[str, Any]) -> str:
+    arguments = function["arguments"]
+    written = arguments if isinstance(arguments, str) else _dumps(arguments)
+    return f'{CALL_BEGIN}\n{{"name": {_dumps(function["name"])}, "arguments": {written}}}\n{CALL_END}'
+
+
+def _function(value: dict[str, Any]) -> dict[str, Any]:
+    found = value.get("function") or value
+    return found if isinstance(found, dict) else {}
+
+
+def _name(value: object, what: str) -> str:
+    if not isinstance(value, dict):
+        raise Malformed(f"{what} is {kind_of(value)}, not an object")
+    name = _function(value).get("name")
+    if not isinstance(name, str) or not name.strip():
+        raise Malformed(f"{what} has no name")
+    return name
+
+
+def _check_arguments(function: dict[str, Any]) -> None:
+    arguments = _parsed(function.get("arguments"), "the arguments of a tool call")
+    if not isinstance(arguments, dict):
+        raise Malformed(f"the arguments of a tool call are {kind_of(arguments)}, not an object")
+
+
+def _parsed(value: object, name: str) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return orjson.loads(value)
+    except orjson.JSONDecodeError:
+        raise Malformed(f"{name}: not valid JSON") from None
+
+
+def _dumps(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,127 @@
+"""Files to shards outside of a pipeline: one directory that follows a list of files, and tokenizes only what is new in it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ttrain.config import Reading
+from ttrain.data import locations, sharding
+from ttrain.data.assembly import REJECTED, Built, DataFile
+from ttrain.data.blocks import BLOCKS, PARTS
+from ttrain.data.inspecting import SUMMARY
+from ttrain.data.shards import COUNTED, INDEX
+from ttrain.data.sharding import Pool
+from ttrain.digests import DigestCache
+from ttrain.errors import DataError, UsageError
+from ttrain.stages.shards import check, recipe_of
+from ttrain.store import MANIFEST, home, write_json
+
+LOCK = Path("run", "lock")
+
+
+def shard_files(
+    found: Sequence[str],
+    tokenizer: Path,
+    output: Path,
+    reading: Reading,
+    *,
+    kind: str,
+    block_bytes: int,
+    pool: Pool,
+    progress: Callable[[int], None] = lambda rows: None,
+    waiting: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """Make the shards of the files (which `locations.expand` found) in `output`, which `check_output` allowed.
+
+    Returns the figures, which `run/summary.json` has too. Where too many rows are bad, they have an "error", and `output` is no
+    set of shards, although what was made stays there for the next run. `waiting` is called where another run is writing.
+    """
+    recipe = recipe_of(reading, tokenizer.absolute(), kind)
+    with _alone(output, waiting):
+        built = sharding.build(
+            output,
+            {"train": _data_files(found)},
+            recipe,
+            reading,
+            block_bytes=block_bytes,
+            pool=pool,
+            progress=lambda rows, made: progress(rows),
+        )
+        summary = {
+            "out": str(output),
+            "kind": kind,
+            **_figures(built),
+            "quarantine": str(output / REJECTED),
+            "tokenizer": recipe.tokenizer,
+            "tokenizer_digest": recipe.tokenizer_digest,
+            "reading": reading.model_dump(mode="json"),
+        }
+        try:
+            check(built, reading, found[0] if len(found) == 1 else f"{len(found)} files", kind)
+        except DataError as error:
+            summary["error"] = f"{error}. There are no shards in {output} now; {output / REJECTED} lists the bad rows"
+            for part in PARTS:
+                (output / part / INDEX).unlink()
+        write_json(output / SUMMARY, summary)
+    return summary
+
+
+def check_output(output: Path, patterns: Sequence[str], found: Sequence[str]) -> None:
+    """Raise UsageError where shards must not be written: over what is not ours, or into a folder that is read."""
+    if (output / MANIFEST).exists():
+        raise UsageError(f"--out is {output}, which holds an artifact of a pipeline; name another directory")
+    if output.exists() and not (output / BLOCKS).is_dir() and (not output.is_dir() or any(output.iterdir())):
+        raise UsageError(f"--out is {output}, which holds something else than shards; name an empty directory or a new one")
+    real = output.resolve()
+    local = [locations.local_path(name).resolve() for name in patterns if not locations.is_remote(name)]
+    inside = [path for path in local if path.is_dir() and real.is_relative_to(path)]
+    inside += [path for name in found if not locations.is_remote(name) and (path := Path(name).resolve()).is_relative_to(real)]
+    if inside:
+        raise UsageError(f"--out is {output} but {inside[0]} is read, so that the shards would be read too; name another")
+
+
+@contextlib.contextmanager
+def _alone(output: Path, waiting: Callable[[], None]) -> Iterator[None]:
+    """One writer at a time; the lock is released by the system when its process dies."""
+    import filelock
+
+    (output / BLOCKS).mkdir(parents=True, exist_ok=True)
+    lock = filelock.FileLock(output / LOCK)
+    try:
+        lock.acquire(timeout=0)
+    except filelock.Timeout:
+        waiting()
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _data_files(found: Sequence[str]) -> list[DataFile]:
+    """With what identifies their bytes; the digests are remembered where there is a home."""
+    root = home()
+    cache = DigestCache(root / "cache" / "digests.json" if root.is_dir() else Path(os.devnull))
+    files = [
+        DataFile(location, locations.name(location), locations.version(location) or cache.file(Path(location)))
+        for location in found
+    ]
+    if root.is_dir():
+        cache.save()
+    return files
+
+
+def _figures(built: Built) -> dict[str, Any]:
+    """What the manifest of a pipeline's shards says too, and the sums over both parts."""
+    totals = {name: sum(part[name] for part in built.parts.values()) for name in COUNTED}
+    return {
+        **built.to_json(),
+        "rows": built.tallies["train"].to_json(),
+        "documents": totals["rows"],
+        **{name: totals[name] for name in COUNTED[1:]},
+        "bytes_per_token": totals["bytes"] / max(1, totals["tokens"]),
+    }

@@ -1,0 +1,100 @@
+"""From a set of shards to the rows of a training stage, their order, and the batches that validate it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from ttrain.config import Training
+from ttrain.data.chat_rows import ChatRows
+from ttrain.data.document_rows import DocumentRows, SeparateDocumentRows
+from ttrain.data.encoder import Encoder
+from ttrain.data.intervals import Intervals
+from ttrain.data.packing import Batch, MixedRows, Rows
+from ttrain.data.samplers import LengthGroupedOrder, Order, ShuffledOrder, WeightedOrder
+from ttrain.data.shards import ShardSet
+from ttrain.errors import ArtifactError, DataError, UsageError
+from ttrain.train.schedules import steps_of
+
+
+def open_rows(directory: Path, encoder: Encoder, config: Training, *, heldout: bool = False) -> Rows:
+    """The rows of a set of shards, by its kind; the held-out part is neither mixed by weight nor read with overlap."""
+    shards = ShardSet(directory, encoder.digest)
+    if shards.weights and not heldout:
+        groups = [_rows(shards.group(number), encoder, config) for number in range(len(shards.weights))]
+        return MixedRows(groups, shards.weights)
+    return _rows(shards, encoder, config, overlap=not heldout)
+
+
+def _rows(shards: ShardSet, encoder: Encoder, config: Training, *, overlap: bool = True) -> Rows:
+    masks, packed = _intervals(config, encoder), config.packing != "none"
+    if shards.index["kind"] == "documents":
+        kind = DocumentRows if packed else SeparateDocumentRows
+        return kind(shards, config.row_length, encoder.pad_id, stride=config.stride if overlap else None, masks=masks)
+    if config.stride is not None:
+        raise UsageError(f"{config.section}.stride is {config.stride}, but chats are not read in windows; set it to null")
+    return ChatRows(shards, config.row_length, encoder.pad_id, encoder.end_id, packed=packed, masks=masks)
+
+
+def _intervals(config: Training, encoder: Encoder) -> Intervals:
+    """The token ids of `mask_intervals`."""
+
+    def number(marker: int | str) -> int:
+        if isinstance(marker, str):
+            try:
+                return encoder.special(marker)
+            except ArtifactError:
+                raise UsageError(
+                    f"{config.section}.mask_intervals names {marker!r}, which is no token of the tokenizer; "
+                    f"name one of its tokens, or give an id"
+                ) from None
+        if not 0 <= marker < len(encoder):
+            raise UsageError(
+                f"{config.section}.mask_intervals has the id {marker}, but the tokenizer has the ids 0 to {len(encoder) - 1}"
+            )
+        return marker
+
+    return Intervals(tuple((number(opens), number(closes)) for opens, closes in config.mask_intervals))
+
+
+def order_of(config: Training, rows: Rows) -> Order:
+    """The order that the settings and the data's weights ask for. Raises DataError where the data is not fit to train on."""
+    _check(config, rows)
+    size, (_, total) = config.rows_per_step, steps_of(config, len(rows))
+    if isinstance(rows, MixedRows):
+        if config.order != "shuffled":
+            raise UsageError(
+                f"{config.section}.order is {config.order}, but the data is mixed by weight; "
+                f"set {config.section}.order=shuffled, or leave the weights out"
+            )
+        return WeightedOrder([len(group) for group in rows.groups], rows.weights, size, total, config.seed)
+    if config.order == "length-grouped":
+        return LengthGroupedOrder(rows.lengths(), size, total, config.seed)
+    return ShuffledOrder(len(rows), size, total, config.seed)
+
+
+def _check(config: Training, rows: Rows) -> None:
+    """Refuse data of which too much has nothing to learn from, or which is too little for one step."""
+    counts = rows.counts()
+    dropped, records = counts.get("all_masked_dropped", 0), counts["records"]
+    if dropped > config.dropped_fraction * records:
+        raise DataError(
+            f"{dropped} of {records} chats have no token to learn from: no answer, or all of it masked. That is more than "
+            f"{config.section}.dropped_fraction {config.dropped_fraction}; mend the data, or raise it"
+        )
+    if not len(rows):
+        raise DataError("the training data is empty: it gave no row to learn from")
+    if len(rows) < config.rows_per_step:
+        raise DataError(
+            f"{config.section}.tokens_per_step is {config.tokens_per_step}, {config.rows_per_step} rows of "
+            f"{config.row_length} tokens, but the training data gives {len(rows)} rows; "
+            f"set {config.section}.tokens_per_step={len(rows) * config.row_length} or less, or bring more data"
+        )
+
+
+def validation_batches(rows: Rows, limit: int, rows_per_batch: int) -> list[Batch]:
+    """At most `limit` rows, evenly spread: the first rows of packed chats are those with the longest."""
+    count = min(limit, len(rows))
+    numbers = np.arange(count) * len(rows) // max(1, count)
+    return [rows.batch(numbers[start : start + rows_per_batch]) for start in range(0, len(numbers), rows_per_batch)]

@@ -1,0 +1,70 @@
+"""What commands print: tables, JSON, bars; nothing that data contains reaches a terminal as a control sequence."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+PIPE_WIDTH = 180
+# What json.dumps leaves as it is, and a terminal may obey: DEL and the C1 controls, line separators, directions, surrogates.
+_OBEYED = re.compile("[\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def escaped(text: str) -> str:
+    """The text with each character that does not print, but for the space, as Python writes it: `\\n`, `\\x1b`, `\\u202e`."""
+    if text.isprintable():
+        return text
+    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)
+
+
+def console() -> Console:
+    """Standard output; a pipe gets long lines, so that nothing is cut, and a terminal its own width."""
+    from rich.console import Console
+
+    return Console() if sys.stdout.isatty() else Console(width=PIPE_WIDTH)
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Print the cells as they are; no markup counts in them."""
+    from rich.table import Table
+    from rich.text import Text
+
+    drawn = Table(box=None, header_style="dim", pad_edge=False)
+    for name in header:
+        drawn.add_column(name, overflow="fold")
+    for row in rows:
+        drawn.add_row(*(Text(escaped(str(cell))) for cell in row))
+    console().print(drawn)
+
+
+def print_json(value: object) -> None:
+    """Print JSON for scripts, which is harmless to look at too."""
+    text = json.dumps(value, indent=2, ensure_ascii=False)
+    print(_OBEYED.sub(lambda found: f"\\u{ord(found.group()):04x}", text))
+
+
+@contextlib.contextmanager
+def bar(description: str, unit: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
+    """A bar on standard error, where that is a terminal; gives a function that is told how much of `total` is done."""
+    if not sys.stderr.isatty():
+        yield lambda done: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns: tuple[Any, ...] = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=28),
+        TextColumn("{task.completed:,.0f} " + unit, style="dim"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+        task = bars.add_task(description, total=total)
+        yield lambda done: bars.update(task, completed=done)
