@@ -52,7 +52,7 @@ def pieces_of(rows: ChatRows) -> list[Piece]:
             found.append(
                 tuple(array[0][there].tolist() for array in (batch.input_ids_BT, batch.labels_BT, batch.positions_BT))
             )
-    return found  # type: ignore[return-value]
+    return found
 
 
 @pytest.mark.parametrize("packed", [True, False])

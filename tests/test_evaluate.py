@@ -239,8 +239,8 @@ def test_bits_per_byte_are_those_of_the_held_out_text(evaluated: Any) -> None:
     from ttrain.data.encoder import Encoder
     from ttrain.model import factory
 
-    lines = (evaluated.inputs["documents"] / "heldout" / "records.jsonl").read_text(encoding="utf-8").splitlines()
-    texts = [json.loads(line)["text"] for line in lines]
+    files = sorted((evaluated.inputs["documents"] / "heldout").glob("*.jsonl"))
+    texts = [json.loads(line)["text"] for path in files for line in path.read_text(encoding="utf-8").splitlines()]
     encoder, model = Encoder(evaluated.inputs["base"] / "model"), factory.load(evaluated.inputs["base"] / "model")
     sequences = [([encoder.special("<|bos|>"), *ids], [False] + [True] * len(ids)) for ids in encoder.encode(texts)]
     size = sum(len(text.encode()) for text in texts)

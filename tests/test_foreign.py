@@ -129,6 +129,21 @@ def test_empty_turns_and_blank_answers_have_their_place_and_no_mask(encoder: Enc
     ]
 
 
+def test_a_template_may_leave_out_empty_turns(tmp_path: Path) -> None:
+    encoder = take(tmp_path, CHATML.replace("in messages %}", "in messages if message['content'] %}"))
+    for system in ("S", "", "T"):
+        ids, _ = encode_chat(encoder, (Message("system", system), *TALK[1:3]))
+        expected = f"<|im_start|>system\n{system}<|im_end|>\n" if system else ""
+        assert shown(encoder, ids).startswith(f"{expected}<|im_start|>user\nthe fox?<|im_end|>")
+
+
+def test_a_template_may_mark_the_last_answer_only(tmp_path: Path) -> None:
+    encoder = take(tmp_path, MARKED.replace("== 'assistant' %}", "== 'assistant' and loop.last %}"))
+    ids, live = encode_chat(encoder, TALK)
+    scored = [number for number, alive in zip(ids, live, strict=True) if alive]
+    assert scored == [*encoder.encode(["over\n"])[0], encoder.end_id]
+
+
 def test_a_template_that_strips_contents_is_followed(tmp_path: Path) -> None:
     for number, (template, kept) in enumerate((
         (CHATML.replace("message['content']", "(message['content'] | trim)"), "x\ty"),
@@ -141,10 +156,11 @@ def test_a_template_that_strips_contents_is_followed(tmp_path: Path) -> None:
         assert scored == [*encoder.encode(["fox"])[0], encoder.end_id]
 
 
-def test_a_template_that_asks_for_the_day_gets_none(tmp_path: Path) -> None:
-    day = "{% if strftime_now is defined %}{{ strftime_now('%Y') }}{% else %}{{ 'long ago' }}{% endif %}\n"
+def test_a_template_that_writes_the_day_writes_the_same_one_for_ever(tmp_path: Path) -> None:
+    day = "{% set today = strftime_now('%d %b %Y, %Y-%m-%d') %}{{ today + '!' }}\n"
     encoder = take(tmp_path, "\n" + day + CHATML)
-    assert shown(encoder, encode_chat(encoder, TALK[:3])[0]).startswith("\nlong ago<|im_start|>system\nS<|im_end|>")
+    string = shown(encoder, encode_chat(encoder, TALK[:3])[0])
+    assert string.startswith("\n01 Jan 2025, 2025-01-01!\n<|im_start|>system\nS<|im_end|>")
 
 
 BODY = "'<|im_start|>' + message['role'] + '\n' + message['content']"
@@ -170,7 +186,6 @@ BODY = "'<|im_start|>' + message['role'] + '\n' + message['content']"
         ("{% if messages[0]['role'] == 'user' %}{{ raise_exception('no questions') }}{% endif %}", "no questions"),
         ("{{ messages.nothing.there }}", "does not render the turns user, assistant"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}" + CHATML, "unsafe"),
-        ("{{ strftime_now('%Y') }}" + CHATML, "'date_of_today' is undefined"),
         ("{% for %}", "does not render the turns user, assistant"),
         ("{% for x in range(10**9) %}{% endfor %}" + CHATML, "too big"),
     ],

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from doubles import VOCAB, Home, copies, make_tokenizer, run_here, same, stage_settings, tiny_model
+from doubles import VOCAB, Home, copies, make_tokenizer, run_here, same, stage_settings, tiny_model, write_shards
 from safetensors.torch import load_file, save_file
 
 from ttrain.config import Lora, LoraConfig, PretrainConfig, SftConfig

@@ -113,6 +113,7 @@ def running(stages: dict[str, Planned]) -> set[str]:
     [
         ["runtime.devices=2", "runtime.rows_per_device=3", "runtime.device=cpu", "runtime.compile=true"],
         ["runtime.threads=1", "runtime.retries=5", "runtime.timeout_seconds=9", "runtime.checkpoint_every_steps=7"],
+        ["runtime.workers=3", "runtime.sharding=dask", "runtime.dask_address=tcp://127.0.0.1:1"],
         ["tracking.enabled=false", "tracking.experiment=other"],
         ["name=another"],
         ["python_docs.chat_rows=500"],  # nothing is read from there
@@ -123,12 +124,38 @@ def test_where_how_fast_and_under_what_name_does_not_change_a_key(built: House, 
     assert running(built.plan(*overrides)) == set()
 
 
+def weighed(house: House, first: float, second: float) -> str:
+    return f"data.pretrain=[{{path: {house.data / 'documents.jsonl'}, weight: {first}}}, {{path: {house.data / 'more.jsonl'}, weight: {second}}}]"
+
+
+def test_a_weight_belongs_to_the_shards_and_not_to_the_tokenizer(house: House) -> None:
+    house.write("more.jsonl", '{"text": "b"}\n')
+    house.build(house.settings(weighed(house, 1, 1)))
+    assert running(house.plan(weighed(house, 1.0, 1))) == set()
+    changed = house.plan(weighed(house, 1, 3))
+    assert running(changed) == EVERYTHING - {"tokenizer", "shards-sft", "shards-lora"}
+    assert changed["shards-pretrain"].why == ("weight of train file more.jsonl: 1.0 → 3.0",)
+    plain = house.plan(f"data.pretrain={house.data / 'documents.jsonl'},{house.data / 'more.jsonl'}")
+    assert "weight of train file more.jsonl: 1.0 → none" in plain["shards-pretrain"].why
+
+
+def test_an_existing_tokenizer_counts_by_its_bytes(house: House) -> None:
+    first, copy = (house.write(f"{name}/tokenizer.json", "{}").parent for name in ("first", "copy"))
+    house.build(house.settings(f"tokenizer.existing={first}"))
+    house.write("first/tokenizer.json", '{"other": 1}')
+    assert "tokenizer" in running(house.plan(f"tokenizer.existing={first}"))
+    house.write("first/tokenizer.json", "{}")
+    assert running(house.plan(f"tokenizer.existing={first}")) == set()
+    assert running(house.plan(f"tokenizer.existing={copy}")) == set()
+    assert running(house.plan()) == EVERYTHING
+
+
 @pytest.mark.parametrize(
     ("override", "stages"),
     [
         ("tokenizer.vocab_size=300", EVERYTHING),
         ("reading.heldout_fraction=0.1", EVERYTHING),
-        ("shards.tokens_per_shard=2048", EVERYTHING - {"tokenizer"}),
+        ("shards.block_bytes=2048", EVERYTHING - {"tokenizer"}),
         ("model.layers=2", {"pretrain", *AFTER_SFT}),
         ("pretrain.seed=2", {"pretrain", *AFTER_SFT}),
         ("pretrain.precision=fp32", {"pretrain", *AFTER_SFT}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import errno
 import gzip
 import io
 import json
@@ -21,12 +22,12 @@ from typing import Any
 import fsspec
 import pyarrow as pa
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet as pq
 from web import Site, served
 
-from ttrain.data import remote, streams
+from ttrain.data import archives, remote, streams
 from ttrain.data.streams import CHUNK_BYTES
 from ttrain.errors import DataError
 
@@ -128,24 +129,26 @@ def test_plain_is_said_of_uncompressed_text_on_this_machine_alone(tmp_path: Path
 # --- cut and damaged
 
 
-@pytest.mark.parametrize("pack", PACKS.values(), ids=list(PACKS))
+@pytest.mark.parametrize("ending", PACKS)
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(share=st.floats(0, 1), members=st.integers(1, 3), border=st.booleans())
+@example(share=0.0005, members=1, border=False)
+@example(share=0.001, members=1, border=False)
 def test_a_cut_archive_is_an_error_unless_whole_members_are_left(
-    tmp_path: Path, pack: Pack, share: float, members: int, border: bool
+    tmp_path: Path, ending: str, share: float, members: int, border: bool
 ) -> None:
-    packed = [pack(TEXT[n * 9000 : n * 9000 + 9000]) for n in range(members)]
+    packed = [PACKS[ending](TEXT[n * 9000 : n * 9000 + 9000]) for n in range(members)]
     borders = [sum(map(len, packed[:n])) for n in range(members + 1)]
     size = borders[-1]
     cut = borders[int(share * members)] if border else int(share * size)
-    path = written(tmp_path, b"".join(packed)[:cut], f"rows.jsonl.{pack.__name__}")
+    path = written(tmp_path, b"".join(packed)[:cut], f"rows.jsonl.{ending}")
     if cut in borders:
         assert read(path) == TEXT[: 9000 * borders.index(cut)]
     else:
         with pytest.raises(DataError) as raised:
             read(path)
         assert str(path) in str(raised.value)
-        assert "truncated" in str(raised.value) or cut - max(b for b in borders if b < cut) < 6, "told by its magic alone"
+        assert "truncated" in str(raised.value) or cut < 6, "too little to tell what it is"
 
 
 @pytest.mark.parametrize(
@@ -185,6 +188,25 @@ def test_a_flipped_byte_far_inside_a_gzip_archive_is_an_error(tmp_path: Path, pl
 def test_what_follows_an_archive_and_is_none_is_an_error(tmp_path: Path, pack: Pack, garbage: bytes) -> None:
     with pytest.raises(DataError, match=r"corrupt|truncated"):
         read(written(tmp_path, pack(SMALL) + garbage))
+
+
+class Failing(io.BytesIO):
+    """A disk that fails after some bytes."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        data = super().read(size)
+        if self.tell() > 300_000:
+            raise OSError(errno.EIO, "the disk is broken")
+        return data
+
+
+@pytest.mark.parametrize("pack", PACKS.values(), ids=list(PACKS))
+def test_a_disk_that_fails_is_not_taken_for_a_damaged_archive(pack: Pack) -> None:
+    data = pack(os.urandom(600_000))
+    pieces = archives.unpacked(Failing(data), data[:512])
+    assert pieces is not None
+    with pytest.raises(OSError, match="the disk is broken"):
+        list(pieces)
 
 
 def test_a_wrong_checksum_at_the_end_is_an_error_although_all_bytes_are_there(tmp_path: Path) -> None:
@@ -241,14 +263,16 @@ def zstd_bomb(mebibytes: int) -> bytes:
     return header + one * (blocks - 1) + (1 << 17 << 3 | 1 << 1 | 1).to_bytes(3, "little") + b"\0"
 
 
-@pytest.mark.parametrize("bomb", [gzip_bomb, zstd_bomb])
-def test_a_gigabyte_of_zeros_in_a_small_archive_costs_no_memory(tmp_path: Path, bomb: Callable[[int], bytes]) -> None:
-    path, first = written(tmp_path, bomb(1024)), written(tmp_path, bomb(1), "first")
-    assert path.stat().st_size < 2 << 20
+@pytest.mark.parametrize(("bomb", "mebibytes"), [(gzip_bomb, 256), (zstd_bomb, 1024)])
+def test_zeros_without_end_in_a_small_archive_cost_no_memory(
+    tmp_path: Path, bomb: Callable[[int], bytes], mebibytes: int
+) -> None:
+    path, first = written(tmp_path, bomb(mebibytes)), written(tmp_path, bomb(1), "first")
+    assert path.stat().st_size < 1 << 20
     command = [sys.executable, "-c", BOMB, str(path), str(first)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     total, more_kib = map(int, done.stdout.split())
-    assert total == 1 << 30
+    assert total == mebibytes << 20
     assert more_kib < 32 << 10
 
 
@@ -375,11 +399,10 @@ def test_a_file_over_http_is_one_request_for_its_bytes(site: Site) -> None:
 @pytest.mark.parametrize("ranges", [True, False])
 def test_a_broken_connection_is_taken_up_where_it_broke(site: Site, data: bytes, ranges: bool) -> None:
     site.files, site.ranges = {"/rows": data}, ranges
-    site.breaks = [300_000, 300_000 if ranges else 450_000]
+    third = len(data) // 3
+    site.breaks = [third, third if ranges else 2 * third]
     assert read(f"{site.url}/rows") == TEXT
-    asked = site.requests("GET")
-    assert len(asked) == 3
-    assert all(wanted.startswith("bytes=") and wanted != "bytes=0-" for _, wanted in asked[1:])
+    assert [wanted for _, wanted in site.requests("GET")] == ["", f"bytes={third}-", f"bytes={2 * third}-"]
 
 
 def test_a_server_that_fails_for_a_while_is_asked_again_and_one_that_always_fails_is_an_error(site: Site) -> None:
@@ -475,20 +498,17 @@ def test_cut_or_damaged_pages_of_parquet_are_a_data_error(tmp_path: Path, place:
         assert path in str(error)
 
 
-@pytest.mark.parametrize("told", [2, 4000])
-def test_parquet_that_counts_its_rows_wrongly_is_a_data_error(tmp_path: Path, told: int) -> None:
-    data = table_bytes(pa.table({"n": list(range(3000))}), use_dictionary=False, compression="none", store_schema=False)
-    right, wrong = (_varint(2 * number) for number in (3000, 2000 + told % 1000))
+def test_parquet_that_counts_its_rows_wrongly_is_a_data_error(tmp_path: Path) -> None:
+    """In the footer 3000 is written as 16 f0 2e: for the file, for the column (which nobody minds), for the group."""
+    data = table_bytes(pa.table({"n": list(range(3000))}), use_dictionary=False, store_schema=False)
     footer = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
-    assert right in data[footer:]
-    for count in (1, 9):
-        path = str(written(tmp_path, data[:footer] + data[footer:].replace(right, wrong, count)))
+    right, wrong = b"\x16\xf0\x2e", b"\x16\xf0\x2d"
+    parts = data[footer:].split(right)
+    assert len(parts) == 4
+    for place in (1, 3):
+        altered = right.join(parts[:place]) + wrong + right.join(parts[place:])
         with pytest.raises(DataError, match=r"rows|corrupt"):
-            parquet_rows(path)
-
-
-def _varint(value: int) -> bytes:
-    return bytes([value & 0x7F | 0x80, value >> 7])
+            parquet_rows(str(written(tmp_path, data[:footer] + altered)))
 
 
 MEMORY = """
@@ -516,7 +536,7 @@ def test_a_large_group_of_parquet_costs_no_memory(tmp_path: Path, rows: int, siz
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     count, more_kib = map(int, done.stdout.split())
     assert count == rows * size
-    assert more_kib < (110 if rows == 60 else 20) << 10
+    assert more_kib < (50 if rows == 60 else 20) << 10
 
 
 def test_parquet_over_http_is_read_by_parts_and_refused_where_the_server_gives_none(site: Site) -> None:

@@ -219,7 +219,7 @@ def lowest(rows: list[str], settings: config_module.Tokenizer) -> list[str]:
 
 @settings(max_examples=200, deadline=None)
 @given(
-    sizes=st.lists(st.integers(1, 9000), min_size=1, max_size=60),
+    sizes=st.lists(st.integers(1, 12_000), min_size=1, max_size=60),
     documents=st.none() | st.integers(1, 40),
     seed=st.integers(0, 3),
     chance=st.randoms(),
@@ -235,6 +235,13 @@ def test_a_reservoir_holds_the_lowest_by_hash_whatever_the_order(
     assert (found.seen, found.bytes) == (len(rows), sum(len(row.encode()) for row in expected))
     shuffled = chance.sample(rows, len(rows))
     assert sample(shuffled, limits).texts == [row for row in shuffled if row in expected]
+
+
+def test_where_every_document_is_too_large_one_is_taken() -> None:
+    rows = [letter * 20_000 for letter in "abcd"]
+    limits = config(max_bytes=10_000)
+    assert sample(rows, limits).texts == sample(rows[::-1], limits).texts == lowest(rows, limits)
+    assert len(lowest(rows, limits)) == 1
 
 
 def test_copies_are_counted_one_by_one() -> None:
@@ -273,7 +280,7 @@ def test_the_result_says_what_was_read_and_how_well_it_fits_each_file(tmp_path: 
         paths, tmp_path / "out", config(vocab_size=600, max_documents=300), Reading(heldout_fraction=0.1)
     )
     encoder = Encoder(tmp_path / "out")
-    kept = [text for text in corpus()] + json_texts(second)
+    kept = corpus() + json_texts(second)
     training = [text for text in kept if position(Document(text)) >= 0.1]
     assert result["vocab_size"] == len(encoder) == 600
     assert (result["documents"], result["documents_seen"]) == (300, len(training))

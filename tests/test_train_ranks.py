@@ -153,7 +153,7 @@ def test_two_ranks_equal_one(two: Any, tmp_path: Path, name: str) -> None:
     assert first["losses"] == pytest.approx(alone["losses"][kept], rel=2e-4 if name == "muon" else 1e-5)
     assert first["losses"][:2] == pytest.approx(alone["losses"][kept][:2], rel=1e-6)
     assert first["norms"] == pytest.approx(alone["norms"][kept], rel=1e-3 if name == "muon" else 1e-4)
-    assert first["validation"] == pytest.approx(alone["validation"], rel=1e-5)
+    assert first["validation"] == pytest.approx(alone["validation"], rel=2e-4 if name == "muon" else 1e-5)
     assert first["live"] == alone["live"]
     weights = (load_file(path / "weights.safetensors") for path in (tmp_path, root / name))
     assert distance(*weights) < (1e-2 if name == "muon" else 1e-4)

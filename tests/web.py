@@ -6,12 +6,15 @@ import contextlib
 import hashlib
 import json
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
 from urllib.parse import unquote, urlsplit
+
+BREAK_SECONDS = 0.2  # before a connection breaks, so that what was sent is read: a client drops what comes with an error
 
 
 @dataclass
@@ -24,6 +27,7 @@ class Site:
     ranges: bool = True
     breaks: list[int] = field(default_factory=list)  # bytes after which the next answers break off, one each
     statuses: list[int] = field(default_factory=list)  # errors with which the next requests are answered, one each
+    failing: str = ""  # a path that is always answered with 503
     asked: list[tuple[str, str, str]] = field(default_factory=list)  # (method, path, range)
     url: str = ""
 
@@ -52,8 +56,8 @@ class _Handler(BaseHTTPRequestHandler):
         site, path = self.site, unquote(urlsplit(url).path)
         wanted = self.headers.get("Range", "") if site.ranges else ""
         site.asked.append((self.command, path, self.headers.get("Range", "")))
-        if site.statuses:
-            self._send(site.statuses.pop(0), b"", {}, with_body=False)
+        if site.statuses or path == site.failing:
+            self._send(site.statuses.pop(0) if site.statuses else 503, b"", {}, with_body=False)
         elif path.endswith("/"):
             names = {name[len(path) :].partition("/") for name in site.files if name.startswith(path)}
             links = "".join(f'<a href="{name}{slash}">{name}</a>' for name, slash, _ in sorted(names))
@@ -85,6 +89,9 @@ class _Handler(BaseHTTPRequestHandler):
         if with_body and data:
             upto = self.site.breaks.pop(0) if self.site.breaks else len(data)
             self.wfile.write(data[:upto])
+            if upto < len(data):
+                time.sleep(BREAK_SECONDS)
+                self.close_connection = True
 
 
 class _HubHandler(_Handler):
@@ -96,6 +103,8 @@ class _HubHandler(_Handler):
         hub, parts = self.hub, unquote(urlsplit(url).path).strip("/").split("/")
         self.site.asked.append((self.command, "/" + "/".join(parts), self.headers.get("Range", "")))
         repo = "/".join(parts[2:4] if parts[0] == "api" else parts[1:3])
+        if repo.endswith("/gated"):
+            return self._send(403, b"{}", {"X-Error-Code": "GatedRepo"}, with_body=with_body)
         commits = hub.repos.get(repo)
         if commits is None:
             return self._send(401, b"{}", {"X-Error-Code": "RepoNotFound"}, with_body=with_body)
@@ -107,6 +116,9 @@ class _HubHandler(_Handler):
             return self._send(404, b"{}", {"X-Error-Code": "RevisionNotFound"}, with_body=with_body)
         files = hub.commits[commit]
         if parts[0] != "api":
+            if with_body and hub.failing_downloads:
+                hub.failing_downloads -= 1
+                return self._send(500, b"", {}, with_body=False)
             data = files["/".join(parts[5:])]
             headers = {"X-Repo-Commit": commit, "ETag": f'"{hashlib.sha1(data).hexdigest()}"'}
             return self._send(200, data, headers, with_body=with_body)
@@ -123,6 +135,7 @@ class FakeHub:
 
     repos: dict[str, dict[str, str]]
     commits: dict[str, dict[str, bytes]]
+    failing_downloads: int = 0  # so many of the next are answered with 500
     site: Site = field(default_factory=lambda: Site({}))
 
 

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ttrain.cli_data import data_app, tokenizer_app
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -48,6 +50,8 @@ app.add_typer(pipeline_app, name="pipeline")
 app.add_typer(stage_app, name="stage")
 app.add_typer(artifacts_app, name="artifacts")
 app.add_typer(config_app, name="config")
+app.add_typer(data_app, name="data")
+app.add_typer(tokenizer_app, name="tokenizer")
 
 Overrides = Annotated[list[str] | None, typer.Argument(help=SETTINGS_HELP, metavar="[KEY=VALUE]...", show_default=False)]
 Files = Annotated[list[Path] | None, typer.Option("--config", "-c", help="YAML file with settings; several may be given")]

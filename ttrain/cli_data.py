@@ -5,20 +5,24 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
 if TYPE_CHECKING:
-    from ttrain.config import Reading
+    from ttrain.config import Reading, Section
+    from ttrain.data.inspecting import Shown
     from ttrain.data.sharding import Pool
     from ttrain.data.validating import Report
+
+    S = TypeVar("S", bound=Section)
 
 SMALL_BYTES = 32 << 20  # files of this size together are encoded in this process: starting others takes a second
 SMALL_UNENCODED_BYTES = 256 << 20  # the same where they are only read, at 65 to 170 MB a second
 SHOWN_BAD_ROWS = 10
+LINE_WIDTH = 100  # of text in a pipe
 
 data_app = typer.Typer(
     no_args_is_help=True,
@@ -32,7 +36,7 @@ tokenizer_app = typer.Typer(
 )
 
 FILES_HELP = "JSONL (packed or not) or parquet: files, globs, folders, URLs, hf://owner/name"
-Files = Annotated[list[str], typer.Argument(help=FILES_HELP, metavar="FILE...", show_default=False)]
+Files = Annotated[list[str], typer.Argument(help=FILES_HELP, metavar="FILE", show_default=False)]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON for scripts")]
 Kind = Annotated[Literal["auto", "documents", "chats"], typer.Option(help="auto: by the keys of the first good rows")]
 TextField = Annotated[str | None, typer.Option(help="a document's key; without it text, content, body or paragraphs")]
@@ -68,7 +72,7 @@ def data_shard(
     as_json: AsJson = False,
 ) -> None:
     """Tokenize files into Arrow shards. Run it again with other files, and only what is new is tokenized."""
-    from ttrain import shard_files
+    from ttrain import from_files, report_data
     from ttrain.data import locations, validating
     from ttrain.errors import DataError
     from ttrain.terminal import bar, print_json, table
@@ -78,24 +82,25 @@ def data_shard(
         sample=sample, seed=seed, deduplicate=not keep_duplicates,
     )  # fmt: skip
     found = locations.expand(files, "FILE")
-    shard_files.check_output(out, files, found)
+    from_files.check_output(out, files, found)
     chosen = _kind(kind, text_field) or validating.kind_of_all(found, reading.max_line_bytes)
     with bar("sharding", "rows") as progress:
-        summary = shard_files.shard_files(
+        summary = from_files.shard(
             found, tokenizer, out, reading, kind=chosen, block_bytes=block_bytes, pool=_pool(found, workers, SMALL_BYTES),
             progress=progress, waiting=lambda: print(f"waiting: another process writes {out}", file=sys.stderr),
         )  # fmt: skip
     if as_json:
         print_json(summary)
     else:
-        table(("what", "value"), _shard_rows(summary))
+        table(("what", "value"), report_data.sharded_rows(summary))
     if "error" in summary:
         raise DataError(summary["error"])
 
 
 @data_app.command(
     "validate",
-    epilog="Examples:  ttrain data validate docs.jsonl\n\nttrain data validate chats/ --kind chats --rejected bad.jsonl --json",
+    epilog="Examples:  ttrain data validate docs.jsonl\n\n"
+    "ttrain data validate chats/ --kind chats --rejected bad.jsonl --json",
 )
 def data_validate(
     files: Files,
@@ -108,22 +113,25 @@ def data_validate(
     as_json: AsJson = False,
 ) -> None:
     """Say what `data shard` would keep, skip and reject, by reading files as it does. Nothing is tokenized."""
+    from ttrain import report_data
     from ttrain.data.validating import validate
     from ttrain.terminal import bar, print_json, table
 
-    reading = _reading(text_field, rejected_fraction=max_rejected)
+    reading = _reading(text_field, rejected_fraction=max_rejected, deduplicate=not keep_duplicates)
     found, missing = _expanded(files)
-    with _quarantine(rejected) as quarantine, bar("reading", "bytes", _bytes(found)) as progress:
+    with _quarantine(rejected) as quarantine, bar("reading", "bytes", _unpacked_bytes(found)) as progress:
         reports = validate(
             found, reading, pool=_pool(found, workers, SMALL_UNENCODED_BYTES), kind=_kind(kind, text_field),
-            deduplicate=not keep_duplicates, quarantine=quarantine, progress=progress,
+            quarantine=quarantine, progress=progress,
         )  # fmt: skip
     reports += missing
     values = [report.to_json() for report in reports]
     if as_json:
         print_json(values if len(values) > 1 else values[0])
     else:
-        table(("file", "kind", "rows", "kept", "skipped", "rejected"), [_report_row(value) for value in values])
+        table(
+            ("file", "kind", "rows", "kept", "skipped", "rejected"), [report_data.validated_row(value) for value in values]
+        )
         bad = [line for report in reports for line in report.tally.first_rejected]
         if bad:
             table(("first bad rows",), [(line,) for line in bad[:SHOWN_BAD_ROWS]])
@@ -132,7 +140,8 @@ def data_validate(
 
 @data_app.command(
     "inspect",
-    epilog="Examples:  ttrain data inspect shards\n\nttrain data inspect $(ttrain artifacts path shards-sft) --records --seed 1",
+    epilog="Examples:  ttrain data inspect shards\n\n"
+    "ttrain data inspect $(ttrain artifacts path shards-sft) --records --seed 1",
 )
 def data_inspect(
     shards: Annotated[Path, typer.Argument(help="shards, the directory with train/ and heldout/, or an artifact")],
@@ -147,7 +156,7 @@ def data_inspect(
     from ttrain.data import inspecting
     from ttrain.data.shards import ShardSet
     from ttrain.store import Store, home
-    from ttrain.terminal import print_json, print_tokens
+    from ttrain.terminal import print_json
 
     part = next(iter(inspecting.parts_of(shards).values()))
     encoder = inspecting.encoder_of(part, tokenizer, Store(home()))
@@ -167,14 +176,15 @@ def data_inspect(
     for one in shown:
         live = sum(one.live)
         print(f"\n{what} {one.number}: {len(one.ids)} tokens, {live} of them count in the loss")
-        print_tokens(one, pieces.special)
+        _print_tokens(one, pieces.special)
 
 
 @data_app.command(
-    "stats", epilog="Examples:  ttrain data stats shards --row-length 512\n\nttrain data stats docs.jsonl chats.parquet --json"
+    "stats",
+    epilog="Examples:  ttrain data stats shards --row-length 512\n\nttrain data stats docs.jsonl chats.parquet --json",
 )
 def data_stats(
-    paths: Annotated[list[str], typer.Argument(help="shards, or files as of `data shard`", metavar="PATH...")],
+    paths: Annotated[list[str], typer.Argument(help="shards, or files as of `data shard`", metavar="PATH")],
     row_length: RowLength = 256,
     kind: Kind = "auto",
     text_field: TextField = None,
@@ -183,16 +193,23 @@ def data_stats(
     as_json: AsJson = False,
 ) -> None:
     """Count documents, tokens, bytes and duplicates; lengths, how full rows get, and the scripts of raw files."""
+    from ttrain import report_data
     from ttrain.data import inspecting, statistics
+    from ttrain.store import Store, home
     from ttrain.terminal import bar, print_json, table
 
-    reading = _reading(text_field, rejected_fraction=1.0)
+    reading = _reading(text_field, rejected_fraction=1.0, deduplicate=False)
     is_shards = {path: inspecting.holds_shards(Path(path)) for path in paths}
     found, missing = _expanded([path for path in paths if not is_shards[path]])
-    values = [_shard_statistics(Path(path), row_length, tokenizer) for path in paths if is_shards[path]]
-    with bar("reading", "bytes", _bytes(found)) as progress:
+    store = Store(home())
+    values = [statistics.of_directory(Path(path), row_length, tokenizer, store) for path in paths if is_shards[path]]
+    with bar("reading", "bytes", _unpacked_bytes(found)) as progress:
         measured = statistics.of_files(
-            found, reading, pool=_pool(found, workers, SMALL_UNENCODED_BYTES), kind=_kind(kind, text_field), progress=progress
+            found,
+            reading,
+            pool=_pool(found, workers, SMALL_UNENCODED_BYTES),
+            kind=_kind(kind, text_field),
+            progress=progress,
         )
     values += [{**report.to_json(), **figures} for report, figures in measured]
     values += [report.to_json() for report in missing]
@@ -200,7 +217,7 @@ def data_stats(
         print_json(values if len(values) > 1 else values[0])
     else:
         for value in values:
-            for header, rows in statistics.tables(value):
+            for header, rows in report_data.statistics_tables(value):
                 table(header, rows)
                 print()
     _end([*(report for report, _ in measured), *missing], missing)
@@ -227,7 +244,7 @@ def tokenizer_train(
     as_json: AsJson = False,
 ) -> None:
     """Train a byte-level BPE on documents, or take one that exists and measure how well it fits them."""
-    from ttrain import tokenizer_files
+    from ttrain import from_files, report_data
     from ttrain.config import Tokenizer
     from ttrain.data import locations
     from ttrain.terminal import bar, print_json, table
@@ -239,34 +256,36 @@ def tokenizer_train(
     reading = _reading(text_field, heldout_fraction=0.0, rejected_fraction=max_rejected)
     found = locations.expand(files, "FILE")
     with bar("reading", "documents") as progress:
-        summary = tokenizer_files.train(found, out, config, reading, progress)
+        summary = from_files.train_tokenizer(found, out, config, reading, progress)
     if as_json:
         print_json(summary)
         return
-    table(("what", "value"), _tokenizer_rows(summary))
+    table(("what", "value"), report_data.tokenizer_rows(summary))
     table(("file", "bytes per token"), [(file["name"], f"{file['bytes_per_token']:.3f}") for file in summary["files"]])
 
 
 @tokenizer_app.command(
     "inspect",
     epilog="Examples:  ttrain tokenizer inspect tokenizer --text 'Hello, world'\n\n"
-    'echo \'{"messages": [...]}\' | ttrain tokenizer inspect tokenizer --chat -',
+    "echo '{\"messages\": [...]}' | ttrain tokenizer inspect tokenizer --chat -",
 )
 def tokenizer_inspect(
     directory: Annotated[Path, typer.Argument(help="directory of the tokenizer, or an artifact of its stage")],
     text: Annotated[str | None, typer.Option(help="show the tokens of this text")] = None,
-    chat: Annotated[str | None, typer.Option(help="show the tokens and the loss mask of this JSON chat; -: standard input")] = None,
+    chat: Annotated[
+        str | None, typer.Option(help="show the tokens and the loss mask of this JSON chat; -: standard input")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show a tokenizer's vocabulary, special tokens and template, and the tokens of a text or a chat."""
     from ttrain.data import inspecting
     from ttrain.data.encoder import Encoder
     from ttrain.errors import UsageError
-    from ttrain.terminal import print_json, print_tokens, table
+    from ttrain.terminal import print_json, table
 
     if text is not None and chat is not None:
         raise UsageError("--text and --chat are both given; give one of them")
-    encoder = Encoder(directory, fast=False)
+    encoder = Encoder(inspecting.tokenizer_at(directory), fast=False)
     about = inspecting.describe(encoder)
     shown = None
     if text is not None:
@@ -283,6 +302,109 @@ def tokenizer_inspect(
         table(("id", "longest tokens"), [(one["id"], repr(one["text"])) for one in about["longest"]])
         return
     print(f"\n{len(shown.ids)} tokens")
-    print_tokens(shown, encoder.special_ids())
-    table(("id", "piece", "loss"), [(number, repr(piece), "^" * alive) for number, piece, alive in
-                                    zip(shown.ids, shown.pieces, shown.live, strict=True)])  # fmt: skip
+    _print_tokens(shown, encoder.special_ids())
+    pieces = [(number, repr(piece)) for number, piece in zip(shown.ids, shown.pieces, strict=True)]
+    if chat is None:
+        table(("id", "piece"), pieces)
+    else:
+        table(("id", "piece", "loss"), [(*piece, "^" * live) for piece, live in zip(pieces, shown.live, strict=True)])
+
+
+def _reading(text_field: str | None, **values: Any) -> Reading:
+    from ttrain.config import Reading
+
+    return _valid(Reading, **values, **({"text_field": text_field} if text_field is not None else {}))
+
+
+def _valid(section: type[S], **values: Any) -> S:
+    """A section of the settings from options. Raises UsageError for a value that the section refuses."""
+    from pydantic import ValidationError
+
+    from ttrain.errors import UsageError
+
+    try:
+        return section(**values)
+    except ValidationError as error:
+        lines = (
+            f"{'.'.join(map(str, item['loc']))}: {item['msg'].removeprefix('Value error, ')}" for item in error.errors()
+        )
+        raise UsageError("; ".join(lines)) from None
+
+
+def _kind(kind: str, text_field: str | None) -> str | None:
+    """The kind that the options name; a text field is one of documents. None: the rows decide."""
+    return kind if kind != "auto" else "documents" if text_field is not None else None
+
+
+def _pool(found: Sequence[str], workers: int | None, small_bytes: int) -> Pool:
+    """This process, where there is little to do, else as many as are asked for."""
+    from ttrain.data.pools import Here, Processes
+
+    size = _bytes(found)
+    return Here() if size is not None and size < small_bytes else Processes(workers or os.cpu_count() or 1)
+
+
+def _bytes(found: Sequence[str]) -> int | None:
+    """Size of the files; None where some are not on this machine."""
+    from ttrain.data import locations
+
+    if any(locations.is_remote(location) for location in found):
+        return None
+    return sum(locations.local_path(location).stat().st_size for location in found)
+
+
+def _unpacked_bytes(found: Sequence[str]) -> int | None:
+    """How much text the files hold; None where that is not known before they are read."""
+    from ttrain.data.locations import PACKED
+
+    return None if any(location.endswith((*PACKED, ".parquet")) for location in found) else _bytes(found)
+
+
+def _expanded(patterns: Sequence[str]) -> tuple[list[str], list[Report]]:
+    """(files that the patterns name, a report on each pattern that names none)."""
+    from ttrain.data import locations
+    from ttrain.data.validating import Report
+    from ttrain.errors import UsageError
+
+    found: dict[str, None] = {}
+    missing = []
+    for pattern in patterns:
+        try:
+            found.update(dict.fromkeys(locations.expand([pattern], "FILE")))
+        except UsageError as error:
+            missing.append(Report(pattern, error=str(error)))
+    return list(found), missing
+
+
+@contextlib.contextmanager
+def _quarantine(path: Path | None) -> Iterator[Callable[[dict[str, Any]], object] | None]:
+    """Takes bad rows and writes them to the path, where there is one."""
+    if path is None:
+        yield None
+        return
+    import orjson
+
+    with path.open("wb") as file:
+        yield lambda row: file.write(orjson.dumps(row) + b"\n")
+
+
+def _end(reports: Sequence[Report], missing: Sequence[Report]) -> None:
+    """Name what is wrong with each file on standard error, and end with 2 where one is missing, else 1."""
+    from ttrain.terminal import escaped
+
+    wrong = [report for report in reports if report.error]
+    for report in wrong:
+        print(f"error: {escaped(report.error or '')}", file=sys.stderr)
+    if wrong:
+        raise typer.Exit(2 if missing else 1)
+
+
+def _print_tokens(shown: Shown, special: frozenset[int]) -> None:
+    """The text of a row or a record, each record in it under a line of its own."""
+    from ttrain.data.inspecting import lines
+    from ttrain.terminal import console, print_spans
+
+    for segment in range(1 + max(shown.segments, default=-1)):
+        if shown.segments[-1]:
+            print(f"-- record {segment} of the row")
+        print_spans(lines(shown, segment, special, console().width if sys.stdout.isatty() else LINE_WIDTH))

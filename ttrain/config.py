@@ -195,7 +195,7 @@ class Training(Section):
     row_length: int = Field(256, ge=8, description="tokens of one packed row")
     packing: Literal["best-fit", "none"] = Field(
         "best-fit",
-        description="chats share rows by best fit and documents are one stream; none: one a row, batches as wide as their longest",
+        description="chats share rows, documents are one stream; none: one a row, batches only as wide as their longest",
     )
     stride: int | None = Field(None, ge=1, description="places between the rows of documents; empty: row_length, no overlap")
     order: Literal["shuffled", "length-grouped"] = Field(
@@ -226,8 +226,8 @@ class Training(Section):
             )
         if self.stride is not None and self.stride > self.row_length:
             raise ValueError(
-                f"stride is {self.stride} but must not exceed row_length {self.row_length}, or tokens between two rows would "
-                f"never be learnt; try {self.row_length}"
+                f"stride is {self.stride} but must not exceed row_length {self.row_length}, or tokens between two rows "
+                f"would never be learnt; try {self.row_length}"
             )
         if self.order == "length-grouped" and self.packing != "none":
             raise ValueError(

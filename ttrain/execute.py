@@ -206,7 +206,7 @@ class _Watcher:
             resumed_from_step=artifact.result.get("resumed_from_step"),
         )
         if self._child:
-            self._child.log_summary(_numbers(artifact.result))
+            self._child.log_summary({**_numbers(artifact.result), **report.stage_metrics(artifact.result)})
             self._execution.register(artifact, self._child)
             self._child.finish("FINISHED")
 

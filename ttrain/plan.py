@@ -20,6 +20,7 @@ Recipe = Callable[["Callable[..., Any]", Settings], None]
 
 # How two stores name the same part of a stage's own data files.
 TRAIN, HELDOUT, EXISTING = "train", "heldout", "existing"
+COUNTED_BY_BYTES = ("tokenizer.existing",)  # settings that name files, which are in the key themselves
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,11 @@ def ingredients_of(stage: Stage, settings: Settings, store: Store, inputs: Mappi
     ingredients: dict[str, Any] = {
         "stage": stage.name,
         "arguments": dict(stage.arguments),
-        "settings": dict(flatten(section_of(stage, settings).model_dump(mode="json"))),
+        "settings": {
+            name: value
+            for name, value in flatten(section_of(stage, settings).model_dump(mode="json"))
+            if name not in COUNTED_BY_BYTES
+        },
         "inputs": {name: inputs[name].part(stage.inputs[name]) for name in sorted(inputs)},
         "files": file_digests(stage, settings, store),
         "code": code_digests(stage.module, store.cache),

@@ -28,12 +28,24 @@ def metrics_of(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
             if value is not None:
                 found[f"{name}/{metric}"] = float(value)
     if "tokenizer" in results:
-        found["tokenizer/bytes_per_token"] = float(results["tokenizer"]["bytes_per_token"])
+        found.update(stage_metrics(results["tokenizer"]))
     evaluation = results.get("evaluate", {})
     for group in ("metrics", "counts"):
         for name, value in evaluation.get(group, {}).items():
             found[f"eval/{name}"] = float(value)
     return dict(sorted(found.items()))
+
+
+def stage_metrics(result: Mapping[str, Any]) -> dict[str, float]:
+    """What a stage's own tracked run shows of the data: how well the tokenizer fits, what became of rows and tokens."""
+    found = {f"tok/{name}": result[name] for name in ("bytes_per_token", "unk_rate") if name in result}
+    rows = result.get("rows", {})
+    names = ("target_multiplicity", "dropped_tokens", "all_masked_dropped", "cut_records", "fill", "pad_fraction")
+    found.update({f"data/{name}": rows[name] for name in names if name in rows})
+    for name in ("duplicates", "blocks", "encoded_blocks"):
+        if name in result:
+            found[f"data/{name}"] = result[name]
+    return {name: float(value) for name, value in found.items()}
 
 
 def key_figures(stage: str, result: Mapping[str, Any]) -> str:
@@ -46,7 +58,9 @@ def key_figures(stage: str, result: Mapping[str, Any]) -> str:
         for tally in result["rows"].values():
             lost.update({**tally["skipped"], "bad": sum(tally["rejected"].values())})
         left_out = "".join(f"; left out {count:,}: {rule}" for rule, count in lost.items() if count)
-        return f"{train['rows']:,} rows, {train['tokens']:,} tokens; held out {heldout['rows']:,} rows{left_out}"
+        reused = result["blocks"] - result["encoded_blocks"]
+        taken = f"; {reused:,} of {result['blocks']:,} shards were there" if reused else ""
+        return f"{train['rows']:,} rows, {train['tokens']:,} tokens; held out {heldout['rows']:,} rows{left_out}{taken}"
     if stage == "evaluate":
         bits = result["metrics"].get("bits_per_byte")
         return f"{bits:.3f} bits per byte" if bits is not None else "no held-out documents"

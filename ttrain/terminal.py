@@ -6,7 +6,7 @@ import contextlib
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ _OBEYED = re.compile("[\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u20
 
 
 def escaped(text: str) -> str:
-    """The text with each character that does not print, but for the space, as Python writes it: `\\n`, `\\x1b`, `\\u202e`."""
+    """The text with each character that does not print, other than the space, as Python writes it: `\\n`, `\\x1b`."""
     if text.isprintable():
         return text
     return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)
@@ -48,6 +48,28 @@ def print_json(value: object) -> None:
     """Print JSON for scripts, which is harmless to look at too."""
     text = json.dumps(value, indent=2, ensure_ascii=False)
     print(_OBEYED.sub(lambda found: f"\\u{ord(found.group()):04x}", text))
+
+
+def print_spans(lines: Iterable[Sequence[tuple[str, bool, bool]]]) -> None:
+    """Print lines of (text, whether it counts in the loss, whether it is a special token).
+
+    What counts is bold green and the rest dim; where there is no colour, a line of ^ stands below it.
+    """
+    from rich.cells import cell_len
+    from rich.text import Text
+
+    screen = console()
+    plain = screen.color_system is None or screen.no_color
+    for line in lines:
+        if plain:
+            print("".join(text for text, _, _ in line))
+            marks = "".join(("^" if counts else " ") * cell_len(text) for text, counts, _ in line).rstrip()
+            if marks:
+                print(marks)
+            continue
+        colour = {True: "magenta", False: "green"}
+        styled = ((text, f"bold {colour[special]}" if counts else "dim") for text, counts, special in line)
+        screen.print(Text.assemble(*styled), soft_wrap=True)
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"^\$ (ttrain .*?)\s*(?:#.*)?$", README, flags=re.MULTILINE)
 SERVERS = {"ttrain up", "ttrain down"}  # run by test_interruptions
+DATA = [command for command in COMMANDS if command.startswith(("ttrain data ", "ttrain tokenizer "))]
 
 
 def test_the_readme_opens_with_the_two_commands_and_the_makefile_has_them() -> None:
@@ -22,7 +23,7 @@ def test_the_readme_opens_with_the_two_commands_and_the_makefile_has_them() -> N
     assert len(COMMANDS) > 10
 
 
-@pytest.mark.parametrize("command", sorted(set(COMMANDS) - SERVERS))
+@pytest.mark.parametrize("command", sorted({*COMMANDS} - {*DATA} - SERVERS))
 def test_a_readme_command_works(command: str, finished: Any, tmp_path: Path) -> None:
     _, *words = shlex.split(command)
     for name, source in (("docs", "docs-1"), ("chats", "chats"), ("domain", "domain")):
@@ -39,3 +40,13 @@ def test_a_readme_command_works(command: str, finished: Any, tmp_path: Path) -> 
     said = cli(*words, settings=False, code=code)
     assert said and "Traceback" not in said
     assert code == 0 or "waits for" in said
+
+
+def test_the_data_commands_of_the_readme_work_one_after_the_other(finished: Any, tmp_path: Path) -> None:
+    for name, source in (("docs", "docs-1"), ("chats", "chats")):
+        (tmp_path / f"{name}.jsonl").write_bytes((finished.data / f"{source}.jsonl").read_bytes())
+    cli = type(finished)(tmp_path / "home", tmp_path)
+    assert len(DATA) >= 7
+    for command in DATA:
+        said = cli(*shlex.split(command)[1:], settings=False)
+        assert said and "Traceback" not in said

@@ -10,10 +10,8 @@ from typing import Any, BinaryIO, Protocol
 PIECE_BYTES = 1 << 20  # what one step gives at most, so that a megabyte of packed zeros never becomes a gigabyte in memory
 INPUT_BYTES = 1 << 18  # on 52 MB of text zlib itself does 273 MB/s from such pieces, gzip.GzipFile around it 223 MB/s
 XZ_MEMORY_BYTES = 1 << 28  # xz -9 needs 65 MiB; a file may ask for 4 GiB
-_GZIP = re.compile(rb"\x1f\x8b")
-_BZIP2 = re.compile(rb"BZh[1-9]")
-_XZ = re.compile(rb"\xfd7zXZ\x00")
-_ZSTD = re.compile(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18")  # a frame, or one that is to be skipped (RFC 8878, 3.1.2)
+MAGICS = GZIP, BZIP2, XZ, ZSTD = b"\x1f\x8b", b"BZh", b"\xfd7zXZ\0", b"\x28\xb5\x2f\xfd"
+_SKIPPABLE = re.compile(rb"[\x50-\x5f]\x2a\x4d\x18")  # a zstd frame that is to be skipped (RFC 8878, 3.1.2)
 
 
 class _Decoder(Protocol):
@@ -55,7 +53,7 @@ class _Gunzip:
 
 def is_packed(head: bytes) -> bool:
     """Whether the first bytes are those of an archive that `unpacked` reads."""
-    return any(magic.match(head) for magic in (_GZIP, _BZIP2, _XZ, _ZSTD))
+    return head.startswith(MAGICS) or bool(_SKIPPABLE.match(head))
 
 
 def unpacked(stream: BinaryIO, head: bytes) -> Iterator[bytes] | None:
@@ -64,19 +62,17 @@ def unpacked(stream: BinaryIO, head: bytes) -> Iterator[bytes] | None:
     The iterator raises EOFError where the archive is cut and ValueError where it is damaged, after what it could unpack.
     Errors of the stream itself pass through.
     """
-    if _GZIP.match(head):
+    if head.startswith(GZIP):
         return _members(stream, _Gunzip)
-    if _BZIP2.match(head):
+    if head.startswith(BZIP2):
         import bz2
 
         return _members(stream, bz2.BZ2Decompressor)
-    if _XZ.match(head):
+    if head.startswith(XZ):
         import lzma
 
         return _members(stream, lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=XZ_MEMORY_BYTES))
-    if _ZSTD.match(head):
-        return _frames(stream)
-    return None
+    return _frames(stream) if is_packed(head) else None
 
 
 def _members(stream: BinaryIO, new_decoder: Callable[[], _Decoder]) -> Iterator[bytes]:

@@ -62,7 +62,7 @@ class WindowRows(Rows):
             "masked_tokens": learnable - distinct,
             "dropped_tokens": 0,
             "cut_records": 0,
-            "fill": targets / max(1, len(self) * self.row_length),
+            "fill": int(self.lengths().sum()) / max(1, len(self) * self.row_length),
         }
 
     @cached_property

@@ -181,12 +181,10 @@ def _missing_bytes(tokenizer: Tokenizer) -> int:
 
 def _add(tokenizer: Tokenizer, tokens: Sequence[str]) -> list[str]:
     """Make each of the tokens special; returns those that were not."""
-    from tokenizers import AddedToken
-
     special = set(special_tokens(tokenizer))
     added = [token for token in dict.fromkeys(tokens) if token not in special]
     taken = {number: token for token, number in tokenizer.get_vocab(with_added_tokens=True).items()}
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in added])
+    tokenizer.add_special_tokens(added)
     for token in added:
         number = int(tokenizer.token_to_id(token) or 0)
         if taken.get(number, token) != token:

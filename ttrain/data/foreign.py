@@ -22,9 +22,15 @@ if TYPE_CHECKING:
     from ttrain.data.encoder import Encoder
 
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-# Makes `strftime_now is defined` false: rows must not depend on the day, and templates then take a date of their own. The
-# empty expression keeps a newline with which the template may begin.
-WITHOUT_CLOCK = "{% set strftime_now = date_of_today %}{{ '' }}"
+# Some templates write the day, by calling `strftime_now`. Rows must not depend on it, so it is the same day for ever. The
+# empty expression keeps a newline with which a template may begin.
+DAY = {"%Y": "2025", "%y": "25", "%m": "01", "%d": "01", "%B": "January", "%b": "Jan", "%A": "Wednesday", "%a": "Wed",
+       "%H": "00", "%M": "00", "%S": "00"}  # fmt: skip
+ONE_DAY = (
+    "{% macro strftime_now(format) %}{{ format"
+    + "".join(f" | replace({directive!r}, {value!r})" for directive, value in DAY.items())
+    + " }}{% endmacro %}{{ '' }}"
+)
 NO_END = "no special token ends the answers that are learnt, so that a model would not learn to stop"
 DEPENDS = "what it writes around the turns depends on their contents"
 SKELETONS = 4096  # kept; a data set has a few dozen
@@ -59,7 +65,7 @@ class ForeignTemplate(Template):
         self._sandbox = render_jinja_template
         self._encoder = encoder
         self._specials = encoder.special_ids()
-        self._jinja = WITHOUT_CLOCK + encoder.jinja
+        self._jinja = ONE_DAY + encoder.jinja
         self._has_generation = GENERATION.search(encoder.jinja) is not None
         self._skeletons: dict[tuple[object, ...], Skeleton] = {}
         found = self.segments((Message("user", "Q"), Message("assistant", "A")))
@@ -96,9 +102,10 @@ class ForeignTemplate(Template):
             content = messages[turn].content
             if not rendered.startswith(content + text, place):
                 content = content.strip()
-                if not rendered.startswith(content + text, place):
-                    role = messages[turn].role
-                    raise self._refused(f"it changes the content {content[:60]!r} of a turn of role '{role}'")
+            if not rendered.startswith(content, place):
+                raise self._refused(f"it changes the content {content[:60]!r} of a turn of role '{messages[turn].role}'")
+            if not rendered.startswith(text, place + len(content)):
+                raise self._refused(DEPENDS)
             found[turn] = content
             place += len(content) + len(text)
         if place != len(rendered):

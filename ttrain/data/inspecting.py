@@ -54,6 +54,18 @@ class Span(NamedTuple):
     special: bool
 
 
+def tokenizer_at(directory: Path) -> Path:
+    """The directory of a tokenizer that the user named. Raises UsageError where there is none."""
+    if not (directory / "tokenizer.json").is_file():
+        raise UsageError(f"{directory} holds no tokenizer; name the directory with tokenizer.json in it")
+    return directory.absolute()
+
+
+def holds_shards(path: Path) -> bool:
+    """Whether `parts_of` finds a set of shards there."""
+    return any((path / part / INDEX).is_file() for part in (".", *PARTS))
+
+
 def parts_of(path: Path) -> dict[str, Path]:
     """The sets of shards at a path, by name: the directory itself, or `train` and `heldout` in it.
 
@@ -61,10 +73,9 @@ def parts_of(path: Path) -> dict[str, Path]:
     """
     if (path / INDEX).is_file():
         return {path.resolve().name: path}
-    found = {part: path / part for part in PARTS if (path / part / INDEX).is_file()}
-    if not found:
+    if not holds_shards(path):
         raise UsageError(f"{path} holds no shards; name a directory with {INDEX}, or the one with train/ and heldout/ in it")
-    return found
+    return {part: path / part for part in PARTS if (path / part / INDEX).is_file()}
 
 
 def summary_of(part: Path) -> dict[str, Any]:
@@ -82,7 +93,7 @@ def encoder_of(part: Path, named: Path | None, store: Store) -> Encoder:
     """
     wanted = ShardSet(part).index["tokenizer"]
     if named is not None:
-        encoder = Encoder(named, fast=False)
+        encoder = Encoder(tokenizer_at(named), fast=False)
         ShardSet(part, encoder.digest)
         return encoder
     remembered = summary_of(part).get("tokenizer")
@@ -231,9 +242,12 @@ def chat_of(data: bytes, name: str) -> tuple[Message, ...]:
 
 
 def show_text(encoder: Encoder, text: str) -> Shown:
-    """The tokens of a text, as of a document, without the tokens around it."""
-    (ids,) = encoder.encode([text])
-    return Shown(0, ids, [True] * len(ids), [0] * len(ids), Pieces(encoder)(ids))
+    """The tokens of a text, without those around a document. Raises UsageError for what is no Unicode."""
+    try:
+        (ids,) = encoder.encode([text])
+    except UnicodeEncodeError:
+        raise UsageError(f"the text {text[:40]!r} is not valid UTF-8") from None
+    return Shown(0, ids, [False] * len(ids), [0] * len(ids), Pieces(encoder)(ids))
 
 
 def show_chat(encoder: Encoder, messages: tuple[Message, ...]) -> Shown:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ttrain.data import blocks, sources, validating
+from ttrain.config import Reading
+from ttrain.data import blocks, inspecting, sources, validating
 from ttrain.data.blocks import Block, Recipe
 from ttrain.data.chat_rows import ChatRows
 from ttrain.data.document_rows import DocumentRows
@@ -19,11 +22,12 @@ from ttrain.data.packing import Rows
 from ttrain.data.sharding import Pool
 from ttrain.data.shards import COUNTED, ShardSet
 from ttrain.data.validating import Examined, Report
+from ttrain.errors import UsageError
+from ttrain.store import Store
 
 PERCENTILES = (1, 5, 25, 50, 75, 95, 99)
 CODE_POINTS = 0x110000
 COUNTED_CHARACTERS = 2_000_000  # characters are counted in groups of this size: a table of all code points is 9 MB
-NO_END = -1
 OTHER, HAN = "Other", "Han"
 # How the Unicode name of a letter begins where that is not its script.
 SCRIPT_OF = {"Cjk": HAN, "Ideographic": HAN, "Modifier": OTHER, "Mathematical": OTHER, "Micro": "Greek", "Feminine": "Latin",
@@ -70,6 +74,21 @@ def of_shards(shards: ShardSet, row_length: int, end_id: int | None) -> dict[str
     return {**found, "rows": rows.counts()}
 
 
+def of_directory(path: Path, row_length: int, tokenizer: Path | None, store: Store) -> dict[str, Any]:
+    """Every part of a set of shards, and what was said of the whole when it was made. Raises what `inspecting` does."""
+    parts = {}
+    for name, part in inspecting.parts_of(path).items():
+        shards = ShardSet(part)
+        end_id = None
+        if shards.index["kind"] == "chats" or tokenizer is not None:
+            with contextlib.suppress(UsageError):
+                end_id = inspecting.encoder_of(part, tokenizer, store).end_id
+        parts[name] = of_shards(shards, row_length, end_id)
+        summary = inspecting.summary_of(part)
+    known = {name: summary.get(name) for name in ("duplicates", "files")}
+    return {"path": str(path), "parts": parts, **known}
+
+
 @dataclass
 class Measured(Examined):
     """What became of a block's rows, the bytes of each good row's text, and how often each code point is in them."""
@@ -93,9 +112,14 @@ def measure(block: Block, recipe: Recipe, listed: int) -> Measured:
 
 
 def of_files(
-    locations: Sequence[str], *, pool: Pool, progress: Callable[[int], None] = lambda size: None, **options: Any
+    locations: Sequence[str],
+    reading: Reading,
+    *,
+    pool: Pool,
+    kind: str | None = None,
+    progress: Callable[[int], None] = lambda size: None,
 ) -> list[tuple[Report, dict[str, Any]]]:
-    """(what became of the rows, figures about the good ones) of each file; the options are those of `validate`."""
+    """(what became of the rows, figures about the good ones) of each file; the arguments are those of `validate`."""
     sizes: dict[str, list[Lengths]] = defaultdict(list)
     letters: dict[str, Counter[str]] = defaultdict(Counter)
 
@@ -104,7 +128,7 @@ def of_files(
         sizes[report.file].append(found.sizes)
         letters[report.file].update(_scripts(found.code_points))
 
-    reports = validating.validate(locations, pool=pool, progress=progress, examine=measure, each=each, **options)
+    reports = validating.validate(locations, reading, pool=pool, kind=kind, progress=progress, examine=measure, each=each)
     return [(report, _figures(sizes[report.file], letters[report.file])) for report in reports]
 
 

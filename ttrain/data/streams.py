@@ -6,9 +6,9 @@ and never taken for a shorter file.
 
 from __future__ import annotations
 
+import codecs
 import io
 import stat
-from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE, BOM_UTF32_BE, BOM_UTF32_LE
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +20,7 @@ from ttrain.errors import DataError
 
 CHUNK_BYTES = archives.PIECE_BYTES
 HEAD_BYTES = 512
-BATCH_ROWS, BATCH_BYTES = 1024, 32 << 20
+BATCH_ROWS, BATCH_BYTES = 1024, 8 << 20
 REMOTE_BUFFER_BYTES = 8 << 20  # of every column, one request each
 PARQUET_MAGIC = b"PAR1"
 AGAIN = "fetch or compress it again"
@@ -37,7 +37,10 @@ FOREIGN = {
 }
 TAR_PLACE, TAR_MAGIC = 257, b"ustar"
 # The 32-bit marks first: one of them begins like a 16-bit one.
-MARKS = {BOM_UTF32_LE: "UTF-32", BOM_UTF32_BE: "UTF-32", BOM_UTF16_LE: "UTF-16", BOM_UTF16_BE: "UTF-16"}
+MARKS = {
+    codecs.BOM_UTF32_LE: "UTF-32", codecs.BOM_UTF32_BE: "UTF-32",
+    codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16",
+}  # fmt: skip
 # JSON begins with two ASCII characters, so where its first four bytes are zero tells its encoding (RFC 4627, section 3).
 ZEROS = {"000x": "UTF-32BE", "0x0x": "UTF-16BE", "x000": "UTF-32LE", "x0x0": "UTF-16LE"}
 
@@ -141,7 +144,7 @@ def _text(pieces: Iterator[bytes], start: int, location: str) -> Iterator[bytes]
 
 
 def _mark_bytes(head: bytes) -> int:
-    return len(BOM_UTF8) if head.startswith(BOM_UTF8) else 0
+    return len(codecs.BOM_UTF8) if head.startswith(codecs.BOM_UTF8) else 0
 
 
 def _check_text(head: bytes, location: str, *, in_archive: bool = False) -> None:
@@ -164,13 +167,13 @@ def _check_text(head: bytes, location: str, *, in_archive: bool = False) -> None
 
 
 def _is_binary(head: bytes) -> bool:
-    """Whether there are control characters in it, or what is no UTF-8 (a character may be cut at its end)."""
+    """Whether there are control characters in it, what is no UTF-8, or nothing but the beginning of an archive's magic."""
     try:
-        head.decode("utf-8")
-    except UnicodeDecodeError as error:
-        if error.start < len(head) - 3:
-            return True
-    return any(byte < 32 and byte not in b"\t\n\r" for byte in head)
+        codecs.getincrementaldecoder("utf-8")().decode(head)  # a character may be cut at its end
+    except UnicodeDecodeError:
+        return True
+    is_cut = bool(head) and any(magic.startswith(head) for magic in archives.MAGICS)
+    return is_cut or any(byte < 32 and byte not in b"\t\n\r" for byte in head)
 
 
 def parquet_groups(location: str) -> list[tuple[int, int]]:

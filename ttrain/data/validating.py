@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ttrain.config import Reading
 from ttrain.data import blocks, jsonl, sources
 from ttrain.data.assembly import DUPLICATE, is_first
 from ttrain.data.blocks import QUARANTINED_ROWS, Block, Recipe
@@ -108,14 +109,11 @@ def examine(
 
 def validate(
     locations: Sequence[str],
+    reading: Reading,
     *,
     pool: Pool,
     kind: str | None = None,
-    text_field: str = sources.TEXT,
-    max_line_bytes: int,
-    rejected_fraction: float,
-    deduplicate: bool = True,
-    quarantine: Callable[[dict[str, Any]], None] | None = None,
+    quarantine: Callable[[dict[str, Any]], object] | None = None,
     progress: Callable[[int], None] = lambda size: None,
     examine: Examine = examine,
     each: Callable[[Report, Examined], None] = lambda report, examined: None,
@@ -125,12 +123,11 @@ def validate(
     `kind` None: by the keys of each file's rows. `quarantine` takes the bad rows, `progress` the bytes that were read.
     Memory holds some blocks, and 16 bytes a row (56 for a moment at the end).
     """
-    reports = [_begin(location, kind, max_line_bytes) for location in locations]
+    reports = [_begin(location, kind, reading) for location in locations]
     listed = QUARANTINED_ROWS if quarantine else FIRST_REJECTED
     lines: Counter[int] = Counter()
     size = 0
-    tasks = _tasks(reports, text_field, max_line_bytes, listed)
-    with contextlib.closing(pool.map(examine, tasks)) as results:
+    with contextlib.closing(pool.map(examine, _tasks(reports, reading, listed))) as results:
         for found in results:
             report = reports[found.file]
             _add(report, found, lines[found.file], quarantine)
@@ -139,38 +136,35 @@ def validate(
             size += found.bytes
             progress(size)
     for report in reports:
-        report.error = report.error or _fault(report, text_field, rejected_fraction)
-    _mark_duplicates(reports, deduplicate=deduplicate)
+        report.error = report.error or _fault(report, reading)
+    _mark_duplicates(reports, deduplicate=reading.deduplicate)
     return reports
 
 
-def _begin(location: str, kind: str | None, max_line_bytes: int) -> Report:
+def _begin(location: str, kind: str | None, reading: Reading) -> Report:
     report = Report(location)
     try:
-        report.kind = kind or kind_of(location, max_line_bytes) or "documents"
+        report.kind = kind or kind_of(location, reading.max_line_bytes) or "documents"
     except DataError as error:
         report.error = str(error)
     return report
 
 
-def _tasks(
-    reports: Sequence[Report], text_field: str, max_line_bytes: int, listed: int
-) -> Iterator[tuple[Block, Recipe, int]]:
+def _tasks(reports: Sequence[Report], reading: Reading, listed: int) -> Iterator[tuple[Block, Recipe, int]]:
     """The blocks of every file. What is wrong with a file ends that file only."""
+    limit = reading.max_line_bytes
     for number, report in enumerate(reports):
         if report.error:
             continue
-        recipe = Recipe(
-            report.kind, text_field, 0.0, max_line_bytes, tokenizer="", tokenizer_digest="", template="", code=""
-        )
+        recipe = Recipe(report.kind, reading.text_field, 0.0, limit, tokenizer="", tokenizer_digest="", template="", code="")
         try:
-            for block in blocks.cut(report.file, number, BLOCK_BYTES, max_line_bytes):
+            for block in blocks.cut(report.file, number, BLOCK_BYTES, limit):
                 yield block, recipe, listed
         except DataError as error:
             report.error = str(error)
 
 
-def _add(report: Report, found: Examined, lines_before: int, quarantine: Callable[[dict[str, Any]], None] | None) -> None:
+def _add(report: Report, found: Examined, lines_before: int, quarantine: Callable[[dict[str, Any]], object] | None) -> None:
     report.tally.add(found.tally)
     report.keys.append(found.keys)
     report.error = report.error or found.error
@@ -185,13 +179,13 @@ def _add(report: Report, found: Examined, lines_before: int, quarantine: Callabl
         quarantine({"file": report.file, "reason": f"{more} more bad rows of this block are counted but not listed"})
 
 
-def _fault(report: Report, text_field: str, rejected_fraction: float) -> str | None:
+def _fault(report: Report, reading: Reading) -> str | None:
     """Why the file as a whole cannot be used."""
     if not report.tally.rows:
         return f"{report.file}: no rows: it is empty, or holds nothing but blank lines"
-    wanted = sources.CHAT_FIELDS if report.kind == "chats" else sources.document_fields(text_field)
+    wanted = sources.CHAT_FIELDS if report.kind == "chats" else sources.document_fields(reading.text_field)
     try:
-        report.tally.check(report.file, rejected_fraction, wanted)
+        report.tally.check(report.file, reading.rejected_fraction, wanted)
     except DataError as error:
         return str(error)
     return None

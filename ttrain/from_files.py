@@ -1,29 +1,33 @@
-"""Files to shards outside of a pipeline: one directory that follows a list of files, and tokenizes only what is new in it."""
+"""What stages make of files, outside of a pipeline and its store: shards that follow a list of files, and a tokenizer."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import resource
+import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ttrain.config import Reading
+from ttrain.config import Reading, Tokenizer
 from ttrain.data import locations, sharding
 from ttrain.data.assembly import REJECTED, Built, DataFile
 from ttrain.data.blocks import BLOCKS, PARTS
-from ttrain.data.inspecting import SUMMARY
-from ttrain.data.shards import COUNTED, INDEX
+from ttrain.data.inspecting import SUMMARY, tokenizer_at
 from ttrain.data.sharding import Pool
-from ttrain.digests import DigestCache
+from ttrain.data.shards import COUNTED, INDEX
+from ttrain.digests import DigestCache, sha256_file
 from ttrain.errors import DataError, UsageError
 from ttrain.stages.shards import check, recipe_of
+from ttrain.stages.tokenizer import train_directory
 from ttrain.store import MANIFEST, home, write_json
 
 LOCK = Path("run", "lock")
 
 
-def shard_files(
+def shard(
     found: Sequence[str],
     tokenizer: Path,
     output: Path,
@@ -37,10 +41,10 @@ def shard_files(
 ) -> dict[str, Any]:
     """Make the shards of the files (which `locations.expand` found) in `output`, which `check_output` allowed.
 
-    Returns the figures, which `run/summary.json` has too. Where too many rows are bad, they have an "error", and `output` is no
-    set of shards, although what was made stays there for the next run. `waiting` is called where another run is writing.
+    Returns the figures, which `run/summary.json` has too. Where too many rows are bad, they have an "error", and `output` is
+    no set of shards, although what was made stays there for the next run. `waiting` is called where another run is writing.
     """
-    recipe = recipe_of(reading, tokenizer.absolute(), kind)
+    recipe = recipe_of(reading, tokenizer_at(tokenizer), kind)
     with _alone(output, waiting):
         built = sharding.build(
             output,
@@ -61,7 +65,7 @@ def shard_files(
             "reading": reading.model_dump(mode="json"),
         }
         try:
-            check(built, reading, found[0] if len(found) == 1 else f"{len(found)} files", kind)
+            check(built, reading, _called(found), kind)
         except DataError as error:
             summary["error"] = f"{error}. There are no shards in {output} now; {output / REJECTED} lists the bad rows"
             for part in PARTS:
@@ -79,7 +83,9 @@ def check_output(output: Path, patterns: Sequence[str], found: Sequence[str]) ->
     real = output.resolve()
     local = [locations.local_path(name).resolve() for name in patterns if not locations.is_remote(name)]
     inside = [path for path in local if path.is_dir() and real.is_relative_to(path)]
-    inside += [path for name in found if not locations.is_remote(name) and (path := Path(name).resolve()).is_relative_to(real)]
+    inside += [
+        path for name in found if not locations.is_remote(name) and (path := Path(name).resolve()).is_relative_to(real)
+    ]
     if inside:
         raise UsageError(f"--out is {output} but {inside[0]} is read, so that the shards would be read too; name another")
 
@@ -125,3 +131,39 @@ def _figures(built: Built) -> dict[str, Any]:
         **{name: totals[name] for name in COUNTED[1:]},
         "bytes_per_token": totals["bytes"] / max(1, totals["tokens"]),
     }
+
+
+def train_tokenizer(
+    found: Sequence[str], output: Path, config: Tokenizer, reading: Reading, progress: Callable[[int], None]
+) -> dict[str, Any]:
+    """Train a tokenizer on the files (or take `config.existing`) and leave it in `output`, all of it or nothing.
+
+    Returns the figures, which `run/summary.json` has too, and the highest memory of this process. Raises UsageError where
+    `output` holds something: a tokenizer is never trained over another, whose shards would then be of no use.
+    """
+    if output.exists() and (not output.is_dir() ):
+        raise UsageError(f"--out is {output}, which is not empty; name an empty directory or a new one")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as temporary:
+        work = Path(temporary) / "tokenizer"
+        figures = train_directory(found, work, config, reading, progress=progress, setting=_called(found))
+        summary = {
+            "out": str(output),
+            **figures,
+            "template": config.template,
+            "tokenizer_digest": sha256_file(work / "tokenizer.json"),
+            "peak_memory_bytes": _peak_memory_bytes(),
+        }
+        (work / "run").mkdir()
+        write_json(work / SUMMARY, summary)
+        work.rename(output)
+    return summary
+
+
+def _called(found: Sequence[str]) -> str:
+    return found[0] if len(found) == 1 else f"{len(found)} files"
+
+
+def _peak_memory_bytes() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts KiB
