@@ -458,12 +458,14 @@ def test_control_characters_of_the_data_do_not_reach_the_terminal(
         assert all(shown in out for shown in ("\\x1b[31mred", "\\x07bell", "\\x9b1m", "\\u202e"))
 
 
-def test_what_is_said_of_bad_rows_is_escaped_too(run: Run, tmp_path: Path) -> None:
+def test_what_is_said_of_bad_rows_is_escaped_too(run: Run, tmp_path: Path, tok: Path) -> None:
     write(tmp_path / "a.jsonl", [{ESCAPES: 1}, {"messages": [{"role": ESCAPES, "content": "a"}]}, ESCAPES.encode()])
     (tmp_path / ESCAPES).write_bytes((tmp_path / "a.jsonl").read_bytes())
     for more in ((), ("--json",), ("--kind", "chats"), (ESCAPES,), ("--json", ESCAPES)):
         done = run("data", "validate", "a.jsonl", *more)
         assert done.code == 1 and not set(done.out + done.err) & set("\x1b\x07\x9b\u202e")
+    done = run("data", "shard", "a.jsonl", "--kind", "documents", "--tokenizer", tok, "--out", "out")
+    assert done.code == 1 and "1b[31mred" in done.err and not set(done.out + done.err) & set("\x1b\x07\x9b\u202e")
 
 
 def test_the_tokenizer_is_found_by_its_digest_and_another_is_refused(

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ttrain.cli_data import data_app, tokenizer_app
+from ttrain.terminal import console, escaped, print_json, table
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from ttrain.loading import Loaded
     from ttrain.plan import Planned
     from ttrain.store import Store
@@ -126,12 +125,12 @@ def pipeline_plan(
 
     _, stages = _plan(pipeline, _load(overrides, config, profile), extend=extend)
     if as_json:
-        _print_json(report.plan_json(pipeline, stages))
+        print_json(report.plan_json(pipeline, stages))
         return
-    console = _console()
-    _table(console, ("stage", "state", "key", "why"), report.plan_rows(stages))
+    screen = console()
+    table(("stage", "state", "key", "why"), report.plan_rows(stages))
     waiting = sum(planned.state == "run" for planned in stages)
-    console.print(f"{waiting} of {len(stages)} stages will run" if waiting else "everything is cached", highlight=False)
+    screen.print(f"{waiting} of {len(stages)} stages will run" if waiting else "everything is cached", highlight=False)
 
 
 @pipeline_app.command("status", epilog="Example:  ttrain pipeline status --json")
@@ -143,18 +142,18 @@ def pipeline_status(
 
     found = runs.history(store.home())
     if as_json:
-        _print_json([report.run_json(run) for run in found])
+        print_json([report.run_json(run) for run in found])
         return
-    console = _console()
+    screen = console()
     if not found:
-        console.print("no runs yet; begin with `ttrain pipeline run full`")
+        screen.print("no runs yet; begin with `ttrain pipeline run full`")
     for run in found[:limit]:
         same = f", the same as {run['equals']}" if run.get("equals") else ""
         took = report.seconds(run["seconds"])
-        console.print(f"[bold]{run['run']}[/]  {run['outcome']}{same}  {took}  {run['started']}", highlight=False)
+        screen.print(f"[bold]{run['run']}[/]  {run['outcome']}{same}  {took}  {run['started']}", highlight=False)
         rows = [report.status_row(stage) for stage in run["stages"] if run["outcome"] != "cached"]
         if rows:
-            _table(console, ("stage", "outcome", "time", "figures", "log"), rows)
+            table(("stage", "outcome", "time", "figures", "log"), rows)
 
 
 @stage_app.command("run", epilog="Example:  ttrain stage run sft sft.optim.lr=2e-4")
@@ -173,7 +172,7 @@ def stage_run(
     usable_home()
     loaded = _load(overrides, config, profile)
     store, stages = _plan("full", loaded, extend=extend)
-    run_one_stage(stage, loaded.settings, store, stages, _console(), force=force, extend=extend)
+    run_one_stage(stage, loaded.settings, store, stages, console(), force=force, extend=extend)
 
 
 @artifacts_app.command("path", epilog="Example:  ls $(ttrain artifacts path sft)/model")
@@ -199,7 +198,7 @@ def config_show(
     tree = loaded.settings.model_dump(mode="json")
     if as_json:
         values = {key: {"value": value, "source": loaded.sources.get(key, "default")} for key, value in flatten(tree)}
-        _print_json(values)
+        print_json(values)
         return
     for key, value in flatten(tree):
         print(f"{key}: {json.dumps(value, ensure_ascii=False)}  # {loaded.sources.get(key, 'default')}")
@@ -210,7 +209,7 @@ def config_schema() -> None:
     """Print the JSON schema of the settings, for editors."""
     from ttrain.config import Settings
 
-    _print_json(Settings.model_json_schema())
+    print_json(Settings.model_json_schema())
 
 
 @app.command("up", epilog="Example:  ttrain up")
@@ -252,7 +251,7 @@ def main(arguments: list[str] | None = None) -> None:
         if os.environ.get("TTRAIN_DEBUG"):
             traceback.print_exc()
         elif not getattr(error, "shown", False):
-            print(f"error: {error}", file=sys.stderr)
+            print("error: " + "\n".join(map(escaped, str(error).split("\n"))), file=sys.stderr)
         sys.exit(getattr(error, "exit_code", 2))
 
 
@@ -276,25 +275,24 @@ def _run(
         raise UsageError(f"--engine is '{engine}' but must be prefect or none")
     loaded = _load(overrides, config, profile)
     store, stages = _plan(pipeline, loaded, force=force, extend=extend)
-    console = _console()
     if is_all_cached(stages) and not record:
-        _say_cached(pipeline, loaded, store, stages, console)
+        _say_cached(pipeline, loaded, store, stages)
         return
-    _table(console, ("stage", "state", "key", "why"), report.plan_rows(stages))
+    table(("stage", "state", "key", "why"), report.plan_rows(stages))
     usable_home()
     from flows.engine import run_pipeline
 
-    run_pipeline(pipeline, loaded.settings, store, stages, console, engine=engine, force=force, extend=extend)
+    run_pipeline(pipeline, loaded.settings, store, stages, console(), engine=engine, force=force, extend=extend)
 
 
-def _say_cached(pipeline: str, loaded: Loaded, store: Store, stages: list[Planned], console: Console) -> None:
+def _say_cached(pipeline: str, loaded: Loaded, store: Store, stages: list[Planned]) -> None:
     from ttrain import report, runs
 
     results = {planned.stage.name: planned.artifact.result for planned in stages if planned.artifact}
     metrics = report.metrics_of(results)
     equals = runs.equal_run(store.root, {planned.stage.name: planned.key for planned in stages})
     runs.record_cached(store.root, pipeline, stages, loaded.settings.model_dump(mode="json"), metrics, equals)
-    _table(console, ("what", "value", ""), report.evaluation_table(metrics))
+    table(("what", "value", ""), report.evaluation_table(metrics))
     same = f" in the run {equals}" if equals else ""
     print(f"everything is cached: all {len(stages)} stages of {pipeline} are as they were{same}; nothing was run")
 
@@ -314,26 +312,3 @@ def _load(overrides: list[str] | None, config: list[Path] | None, profile: list[
     from ttrain.loading import load
 
     return load(overrides or (), files=config or (), profiles=profile or ())
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    # A pipe gets lines of any length, so that nothing is cut; a terminal gets its own width.
-    return Console() if sys.stdout.isatty() else Console(width=180)
-
-
-def _table(console: Console, header: tuple[str, ...], rows: list[Any]) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, header_style="dim", pad_edge=False)
-    for name in header:
-        table.add_column(name, overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(str(cell)) for cell in row))
-    console.print(table)
-
-
-def _print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2, ensure_ascii=False))

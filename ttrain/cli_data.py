@@ -75,7 +75,7 @@ def data_shard(
     from ttrain import from_files, report_data
     from ttrain.data import locations, validating
     from ttrain.errors import DataError
-    from ttrain.terminal import bar, print_json, table
+    from ttrain.terminal import bar, escaped, print_json, table
 
     reading = _reading(
         text_field, heldout_fraction=val_fraction, rejected_fraction=max_rejected, limit=limit, rounds=rounds,
@@ -94,7 +94,7 @@ def data_shard(
     else:
         table(("what", "value"), report_data.sharded_rows(summary))
     if "error" in summary:
-        raise DataError(summary["error"])
+        raise DataError(escaped(summary["error"]))
 
 
 @data_app.command(

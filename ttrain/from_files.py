@@ -141,7 +141,7 @@ def train_tokenizer(
     Returns the figures, which `run/summary.json` has too, and the highest memory of this process. Raises UsageError where
     `output` holds something: a tokenizer is never trained over another, whose shards would then be of no use.
     """
-    if output.exists() and (not output.is_dir() ):
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UsageError(f"--out is {output}, which is not empty; name an empty directory or a new one")
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as temporary:

@@ -205,12 +205,17 @@ def build(path: Path, output: Path, recipe: Recipe, block_bytes: int = 1 << 14) 
     )
 
 
+def whole_number(digits: str) -> float:
+    """What is longer than 64 bits is read as a float."""
+    return int(digits) if -(2**63) <= int(digits) < 2**64 else float(digits)
+
+
 def understood(line: bytes, kind: str) -> Record | None:
     """The record of a line, by Python's own JSON; None where it is none."""
     if len(line) > MAX_LINE_BYTES:
         return None
     try:
-        value = json.loads(line.decode("utf-8"))
+        value = json.loads(line.decode("utf-8"), parse_int=whole_number)
     except (ValueError, RecursionError):
         return None
     if not isinstance(value, dict):

@@ -58,7 +58,10 @@ class Encoder:
     def __init__(self, directory: Path, *, fast: bool = True) -> None:
         """Raises ArtifactError where the tokenizer is missing, corrupt, or lacks pad, bos, eos or the end of a turn."""
         path = directory / "tokenizer.json"
-        self._reference = _open(path)
+        self._reference = open_tokenizer(path)
+        self._reference.encode_special_tokens = True
+        self._reference.no_truncation()
+        self._reference.no_padding()
         self.digest = sha256_file(path)
         self.directory = directory
         self.jinja = _read(directory / "chat_template.jinja", path)
@@ -159,17 +162,16 @@ class Encoder:
         return None
 
 
-def _open(path: Path) -> Tokenizer:
+def open_tokenizer(path: Path) -> Tokenizer:
+    """The library's tokenizer of a tokenizer.json. Raises ArtifactError for whatever is wrong with the file."""
     from tokenizers import Tokenizer
 
     try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises a bare Exception for whatever is wrong with the file
-        raise ArtifactError(f"cannot read the tokenizer {path}: {error}; it is not trained anew in silence") from None
-    tokenizer.encode_special_tokens = True
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
+        return Tokenizer.from_file(str(path))
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a bare Exception, or a panic in Rust, which is none
+        raise ArtifactError(f"cannot read the tokenizer {path}: {error}") from None
 
 
 def _read(path: Path, tokenizer: Path) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ttrain.errors import UsageError
+from ttrain.errors import ArtifactError, UsageError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -75,11 +75,14 @@ def take(found: Sequence[Path], directory: Path, template: str) -> None:
     Raises UsageError where it cannot be used, and says what could.
     """
     from ttrain.data import templates
-    from ttrain.data.encoder import END_OF_TURN, Encoder
+    from ttrain.data.encoder import END_OF_TURN, Encoder, open_tokenizer
     from ttrain.data.tokenizer import MODEL_MAX_LENGTH, write
 
     paths = {path.name: path for path in found}
-    tokenizer = _open(paths[JSON])
+    try:
+        tokenizer = open_tokenizer(paths[JSON])
+    except ArtifactError as error:
+        raise UsageError(f"tokenizer.existing: {error}; {CONVERT}") from None
     config = _config(paths)
     tokens = _tokens(tokenizer, config)
     needed = [*tokens.values(), *(templates.SPECIAL_TOKENS[template][4:] if template != "own" else ())]
@@ -116,15 +119,6 @@ def special_tokens(tokenizer: Tokenizer) -> list[str]:
 
 def _flat(segments: Sequence[Any]) -> list[Any]:
     return [part for content, _ in segments for part in ([content] if isinstance(content, str) else content)]
-
-
-def _open(path: Path) -> Tokenizer:
-    from tokenizers import Tokenizer
-
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises a bare Exception for whatever is wrong with the file
-        raise UsageError(f"tokenizer.existing: cannot read {path}: {error}; {CONVERT}") from None
 
 
 def _config(paths: dict[str, Path]) -> dict[str, Any]:
