@@ -1,7 +1,7 @@
 """What the measurements of the data share: text to work on, sides in processes of their own, a table with limits.
 
-A side is a function of a script, run as `python SCRIPT --side NAME ARGUMENT...`: its CPU seconds and its peak memory are then
-its own, with those of all processes that it started. What it returns comes back as JSON.
+A side is a function of a script, run as `python SCRIPT --side NAME ARGUMENT...`: its CPU seconds and its peak memory are
+then its own, with those of all processes that it started. What it returns comes back as JSON.
 """
 
 from __future__ import annotations

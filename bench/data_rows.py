@@ -3,8 +3,8 @@
     python bench/data_rows.py [--path FILE.jsonl.zst --repeat 4]        needs `pip install datasets`
     python bench/data_rows.py --opening                                 sets of 50 M and 500 M random tokens, 1.1 GB of disk
 
-Rows have ROW_LENGTH tokens on every side. Ours come with labels, positions and segments; of `datasets`, input ids alone. A
-row of the third side is a document, encoded when it is asked for and cut or padded.
+Rows have ROW_LENGTH tokens on every side. `datasets` comes twice: with the input ids, labels, positions and segments that
+ours have, and with input ids alone. A row of the last side is a document, encoded when it is asked for, cut or padded.
 """
 
 from __future__ import annotations
@@ -51,16 +51,17 @@ def compare_batches(options: argparse.Namespace, directory: Path, table: common.
         "encoded": lambda: common.measure(__file__, "encoded", path, tokenizer),
     }
     if common.has("datasets"):
-        common.measure(__file__, "pack", directory / "shards" / "train", directory / "packed")
-        sides["packed"] = lambda: common.measure(__file__, "packed", directory / "packed")
+        for side in ("packed", "ids"):
+            common.measure(__file__, "pack", directory / "shards" / "train", directory / side, side)
+            sides[side] = lambda side=side: common.measure(__file__, "packed", directory / side)
     costs = common.interleave(sides, options.rounds)
     limits = {"packed": LEAST_PACKED, "encoded": LEAST_ENCODED}
-    names = {"packed": "datasets, torch format, packed rows", "encoded": "encoding in __getitem__"}
+    names = {"packed": "datasets, the same arrays", "ids": "datasets, ids alone", "encoded": "encoding in __getitem__"}
     for peer in [side for side in names if side in costs]:
         for figure, unit in (("per_cpu_s", "CPU second"), ("per_s", "second")):
             ours, theirs = (common.median(costs[side], figure) for side in ("ours", peer))
             what = f"tokens a {unit}, {names[peer]}"
-            table.add(what, f"{ours:.3g}", f"{theirs:.3g}", ours / theirs, least=limits[peer])
+            table.add(what, f"{ours:.3g}", f"{theirs:.3g}", ours / theirs, least=limits.get(peer))
 
 
 def compare_opening(options: argparse.Namespace, directory: Path, table: common.Table) -> None:
@@ -95,7 +96,8 @@ def side_ours(directory: str, tokenizer: str) -> dict[str, float]:
             for micro_batch in loader.step(step):
                 batch = micro_batch.batch
                 arrays = (batch.input_ids_BT, batch.labels_BT, batch.positions_BT, batch.segments_BT)
-                yield [torch.from_numpy(array) for array in arrays][0].numel()
+                tensors = [torch.from_numpy(array) for array in arrays]
+                yield tensors[0].numel()
 
     return rate(batches())
 
@@ -166,19 +168,20 @@ def loader_of(directory: str, pad_id: int, steps: int) -> Any:
     return Loader(rows, order, rows_per_device=ROWS_PER_BATCH)
 
 
-def side_pack(directory: str, output: str) -> None:
-    """The stream of a set of shards as rows of a `datasets` directory, in int32 as its map would leave them."""
+def side_pack(directory: str, output: str, columns: str) -> None:
+    """The rows of a set of shards as a `datasets` directory, in int32 as its map would leave them."""
     import datasets
     import numpy as np
 
-    from ttrain.data.shards import ShardSet
-
-    shards = ShardSet(Path(directory))
-    length = shards.tokens // ROW_LENGTH * ROW_LENGTH
-    rows = shards.stream(0, length).astype(np.int32).reshape(-1, ROW_LENGTH)
-    features = datasets.Features({"input_ids": datasets.List(datasets.Value("int32"))})
+    rows = loader_of(directory, 0, 1).rows
+    batch = rows.batch(range(len(rows) - 1))
+    found = {"input_ids": batch.input_ids_BT}
+    if columns == "packed":
+        found |= {"labels": batch.labels_BT, "positions": batch.positions_BT, "segments": batch.segments_BT}
+    features = datasets.Features({name: datasets.List(datasets.Value("int32")) for name in found})
+    arrays = {name: array.astype(np.int32) for name, array in found.items()}
     datasets.disable_progress_bars()
-    datasets.Dataset.from_dict({"input_ids": rows}, features=features).save_to_disk(output)
+    datasets.Dataset.from_dict(arrays, features=features).save_to_disk(output)
 
 
 def side_random(directory: str, tokens: str) -> None:

@@ -4,7 +4,8 @@
     python bench/data_shards.py --scaling                              one worker against two, 300 MB
     python bench/data_shards.py --memory                               a file of 2 GB against one of 100 MB
 
-Both sides use the same tokenizer, two processes, and begin and end each document alike; the ids of all documents are compared.
+Both sides use the same tokenizer and two processes, and begin and end each document alike; the ids of all documents are
+compared.
 `datasets` comes twice: "lean" calls `encode_batch_fast` and keeps the ids alone; "documented" is what its documentation
 shows, a transformers tokenizer in a batched map that keeps all columns.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import resource
 import shutil
 import sys
@@ -214,7 +216,7 @@ def our_rows(directory: Path) -> Iterator[npt.NDArray[np.uint16]]:
 
     for part in ("train", "heldout"):
         for column in ShardSet(directory / part).columns():
-            for start, end in zip(column.offsets[:-1], column.offsets[1:], strict=True):
+            for start, end in itertools.pairwise(column.offsets):
                 yield column.tokens[start:end]
 
 
@@ -223,7 +225,7 @@ def their_rows(directory: str) -> Iterator[npt.NDArray[np.int32]]:
 
     for chunk in datasets.load_from_disk(directory).data.column("input_ids").chunks:
         values, offsets = chunk.values.to_numpy(), chunk.offsets.to_numpy()
-        for start, end in zip(offsets[:-1], offsets[1:], strict=True):
+        for start, end in itertools.pairwise(offsets):
             yield values[start:end]
 
 

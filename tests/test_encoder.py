@@ -209,6 +209,9 @@ HARM = {
     "tokenizer.json empty": ("tokenizer.json", lambda data: b""),
     "tokenizer.json cut": ("tokenizer.json", lambda data: data[: len(data) // 2]),
     "tokenizer.json another": ("tokenizer.json", lambda data: b'{"a": 1}'),
+    "tokenizer.json over which the library panics": (
+        "tokenizer.json", lambda data: data.replace(b'subword_prefix": null', b'subword_prefix": "longer than a token"'),
+    ),
     "a special token renamed": ("tokenizer.json", lambda data: data.replace(b"<|end|>", b"<|e|>")),
     "configuration missing": ("tokenizer_config.json", None),
     "configuration cut": ("tokenizer_config.json", lambda data: data[:20]),

@@ -163,6 +163,13 @@ def test_a_template_that_writes_the_day_writes_the_same_one_for_ever(tmp_path: P
     assert string.startswith("\n01 Jan 2025, 2025-01-01!\n<|im_start|>system\nS<|im_end|>")
 
 
+def test_a_prompt_that_training_never_shows_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    take(tmp_path / "same", CHATML)
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    take(tmp_path / "other", CHATML.replace("<|im_start|>assistant\n' }}", "<|im_start|>assistant\n<think>' }}"))
+    assert "asks for an answer with another text than stands before the answers in training" in caplog.text
+
+
 BODY = "'<|im_start|>' + message['role'] + '\n' + message['content']"
 
 

@@ -125,7 +125,9 @@ def test_where_how_fast_and_under_what_name_does_not_change_a_key(built: House, 
 
 
 def weighed(house: House, first: float, second: float) -> str:
-    return f"data.pretrain=[{{path: {house.data / 'documents.jsonl'}, weight: {first}}}, {{path: {house.data / 'more.jsonl'}, weight: {second}}}]"
+    weights = {"documents": first, "more": second}
+    entries = [f"{{path: {house.data / name}.jsonl, weight: {weight}}}" for name, weight in weights.items()]
+    return f"data.pretrain=[{', '.join(entries)}]"
 
 
 def test_a_weight_belongs_to_the_shards_and_not_to_the_tokenizer(house: House) -> None:

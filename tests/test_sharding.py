@@ -1,7 +1,8 @@
-"""Files to shards: the same files from any number of workers, what is there is not made again, and every row is accounted for."""
+"""Files to shards: the same from any number of workers, what is there is not made again, every row is accounted for."""
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import multiprocessing
@@ -29,7 +30,7 @@ from ttrain.data.encoder import Encoder, EncoderDiffers
 from ttrain.data.pools import Here, Processes
 from ttrain.data.shards import ShardSet
 from ttrain.digests import sha256_file
-from ttrain.errors import StageFailed
+from ttrain.errors import ArtifactError, StageFailed
 from ttrain.stages.shards import heldout_records, recipe_of
 
 ALL = Reading(heldout_fraction=0.0)
@@ -409,3 +410,46 @@ def test_chats_keep_their_masks_through_selection(tmp_path: Path, tokenizer: Pat
         answer = encoder.decode(ids[live.astype(bool)].tolist())
         assert answer == f"{n} {LINES[n % 6]}"
         assert ids[np.flatnonzero(live)[-1]] == encoder.end_id
+
+
+def test_putting_together_can_end_anywhere_and_the_next_run_mends_it(
+    tmp_path: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every file operation of the assembly is once the last one of its process."""
+    rows = rows_of(80)
+    a, b = write_lines(tmp_path / "a.jsonl", rows[:50]), write_lines(tmp_path / "b.jsonl", [*rows[30:], b"{"])
+    reading = Reading(heldout_fraction=0.1)
+    build(tmp_path / "lent", [b], recipe, reading)
+    lending = replace(recipe, reuse=(str(tmp_path / "lent"),))
+    build(tmp_path / "whole", [a, b], lending, reading)
+    expected, ended = digests(tmp_path / "whole"), 0
+    for last in range(1, 200):
+        output = tmp_path / f"out{last}"
+        build(output, [a], recipe, reading)
+        made = 0
+
+        def counting(original: Any) -> Any:
+            def call(*arguments: Any, **more: Any) -> Any:
+                nonlocal made
+                made += 1
+                if made > last:
+                    raise KeyboardInterrupt
+                return original(*arguments, **more)
+
+            return call
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "link", counting(os.link))
+            for name in ("rename", "replace", "unlink"):
+                patch.setattr(Path, name, counting(getattr(Path, name)))
+            try:
+                build(output, [a, b], lending, reading)
+            except KeyboardInterrupt:
+                ended += 1
+            else:
+                break
+        with pytest.raises(ArtifactError) if not (output / "train" / "index.json").exists() else contextlib.nullcontext():
+            assert len(ShardSet(output / "train").lengths)
+        build(output, [a, b], lending, reading)
+        assert digests(output) == expected
+    assert ended > 15

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-
 from doubles import write_shards
+
 from ttrain.data.shards import Column, ShardSet
 from ttrain.digests import sha256_file
 from ttrain.errors import ArtifactError

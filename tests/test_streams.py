@@ -282,7 +282,6 @@ def test_zeros_without_end_in_a_small_archive_cost_no_memory(
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     total, more_kib = map(int, done.stdout.split())
     assert total == mebibytes << 20
-    print("MORE",more_kib)
     assert more_kib < 32 << 10
 
 
@@ -491,18 +490,24 @@ def parquet_rows(path: str) -> list[dict[str, Any]]:
     return [row for _, row in streams.parquet_rows(path, 0, len(streams.parquet_groups(path)))]
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+PARQUET = table_bytes(TABLE, row_group_size=1000, write_page_checksum=True)
+FOOTER = int.from_bytes(PARQUET[-8:-4], "little")
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), is_cut=st.booleans())
-def test_cut_or_damaged_pages_of_parquet_are_a_data_error(tmp_path: Path, place: float, bit: int, is_cut: bool) -> None:
-    data = bytearray(table_bytes(TABLE, row_group_size=1000, write_page_checksum=True))
-    footer = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
+def test_cut_or_damaged_parquet_is_a_data_error(tmp_path: Path, place: float, bit: int, is_cut: bool) -> None:
+    """What a flip in the footer changes (the name of a column, say) is not covered by a checksum, that in a page is."""
+    data = bytearray(PARQUET)
+    at = int(place * len(data))
     if is_cut:
-        del data[int(place * len(data)) :]
+        del data[at:]
     else:
-        data[4 + int(place * (footer - 4))] ^= 1 << bit
+        data[at] ^= 1 << bit
     path = str(written(tmp_path, bytes(data)))
     try:
-        assert parquet_rows(path) == TABLE.to_pylist()
+        rows = parquet_rows(path)
+        assert rows == TABLE.to_pylist() or at > len(data) - 8 - FOOTER
         assert not is_cut
     except DataError as error:
         assert path in str(error)
@@ -517,7 +522,7 @@ def test_parquet_that_counts_its_rows_wrongly_is_a_data_error(tmp_path: Path) ->
     assert len(parts) == 4
     for place in (1, 3):
         altered = right.join(parts[:place]) + wrong + right.join(parts[place:])
-        with pytest.raises(DataError, match=r"rows|corrupt"):
+        with pytest.raises(DataError, match="corrupt"):
             parquet_rows(str(written(tmp_path, data[:footer] + altered)))
 
 
@@ -537,15 +542,15 @@ def test_a_large_group_of_parquet_costs_no_memory(tmp_path: Path, rows: int, siz
     half = os.urandom(size // 2).hex()
     texts = pa.array([f"{n:08}{half[8:]}" for n in range(rows)])
     path = tmp_path / "large.parquet"
-    with pq.ParquetWriter(path, pa.schema({"text": pa.string()}), use_dictionary=False, compression="none") as writer:
+    options = {"use_dictionary": False, "compression": "none", "write_batch_size": 1}  # so that pages are of a megabyte
+    with pq.ParquetWriter(path, pa.schema({"text": pa.string()}), **options) as writer:
         writer.write_table(pa.table({"text": texts[:1]}))
         writer.write_table(pa.table({"text": texts}))
     command = [sys.executable, "-c", MEMORY, str(path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     count, more_kib = map(int, done.stdout.split())
     assert count == rows * size
-    print("MORE",more_kib)
-    assert more_kib < (50 if rows == 60 else 20) << 10
+    assert more_kib < 50 << 10
 
 
 def test_parquet_over_http_is_read_by_parts_and_refused_where_the_server_gives_none(site: Site) -> None:

@@ -23,14 +23,12 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from doubles import LINES, make_tokenizer
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from ttrain.config import Reading
-from ttrain.data import blocks, sharding
+from ttrain.data import sharding
 from ttrain.data.assembly import Built, DataFile
 from ttrain.data.blocks import Recipe
-from ttrain.data.chat import Message, encode_chats, prompt_ids
+from ttrain.data.chat import Message, prompt_ids
 from ttrain.data.encoder import Encoder
 from ttrain.data.pools import Here
 from ttrain.data.shards import ShardSet

@@ -109,6 +109,8 @@ def assemble(
     lowest = _set_lowest_aside(made, figures) if recipe.heldout_fraction > 0 and "heldout" not in files else None
     for (role, _), tally in figures.items():
         tallies[role].add(tally)
+    for part in PARTS:  # an output that is being changed is no set of shards
+        (output / part / shards.INDEX).unlink(missing_ok=True)
     entries: dict[str, list[dict[str, Any]]] = {part: [] for part in PARTS}
     sizes: dict[tuple[str, int], Counter[str]] = defaultdict(Counter)
     for part in PARTS:
@@ -259,8 +261,8 @@ def _lay_out(output: Path, part: str, block: Made, taken: set[str], recipe: Reci
     wanted = block.wanted[mine]
     names = [entry[kind] for kind in ("file", "records") if kind in entry]
     if not wanted.all():
-        for name in names:
-            _place(block.directory, part, name, output / BLOCKS / f"{part}-{name}")
+        for name in names:  # an equal block may stand in the set already
+            _place(block.directory, part, name, output / BLOCKS / f"{part}-{name}", keep=entry["file"] in taken)
         if not wanted.any():
             return None
         return _selected(output, part, block, entry, wanted, mine, recipe)
@@ -306,23 +308,30 @@ def _place(directory: Path, part: str, name: str, target: Path, *, keep: bool = 
     if not keep and target.is_relative_to(directory):
         source.rename(target)
         return
+    _link(source, target)
+
+
+def _link(source: Path, target: Path) -> None:
+    """A second name of the same file; a copy, across file systems."""
     try:
         os.link(source, target)
     except OSError:
-        shutil.copyfile(source, target)
+        part = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+        shutil.copyfile(source, part)
+        part.replace(target)
 
 
 def _keep_blocks(output: Path, made: list[Made]) -> None:
     """What is known of the blocks that came from elsewhere."""
     for block in made:
-        for ending in ("json", "rows", "rejected.jsonl"):
+        for ending in ("rows", "rejected.jsonl", "json"):  # the last one makes it exist
             source, target = (directory / BLOCKS / f"{block.identity}.{ending}" for directory in (block.directory, output))
             if source != target and source.exists() and not target.exists():
-                shutil.copyfile(source, target)
+                _link(source, target)
 
 
 def _remove_others(output: Path, entries: Mapping[str, list[dict[str, Any]]], made: list[Made]) -> None:
-    """Remove what a file that is gone, another setting or a killed run left; nothing that is not named as ours is touched."""
+    """Remove what a file that is gone, another setting or a killed run left; only what is named as ours is touched."""
     for part in PARTS:
         wanted = {entry[kind] for entry in entries[part] for kind in ("file", "records") if kind in entry}
         _remove(output / part, wanted)

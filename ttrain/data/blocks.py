@@ -128,7 +128,7 @@ def _cut_stream(location: str, file: int, block_bytes: int, max_line_bytes: int)
 
 
 def _append(data: bytearray, piece: bytes, in_line: int, max_line_bytes: int) -> int:
-    """Append the piece without what is beyond the limit of a line; returns the length of the line that is open at its end."""
+    """Append the piece without what is beyond the limit of a line; returns the length of the line open at its end."""
     last = piece.rfind(b"\n")
     if in_line + len(piece) <= max_line_bytes:
         data += piece
@@ -195,6 +195,8 @@ def is_there(directory: Path, identity: str, *, fast: bool = True) -> bool:
     """Whether the block was made in this directory, whole, and by an encoder that may be trusted."""
     made = read_json(directory / BLOCKS / f"{identity}.json")
     if made is None or (not fast and made["encoder"] != "tokenizers"):
+        return False
+    if not (directory / BLOCKS / f"{identity}.rows").is_file():
         return False
     for part in PARTS:
         for name, size in (made[part] or {}).get("sizes", {}).items():

@@ -6,16 +6,20 @@ bounded by one line of `reading.max_line_bytes` and a piece of 1 MiB, whatever t
 
 from __future__ import annotations
 
+from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import orjson
 
+from ttrain.data.tools import kind_of
 from ttrain.errors import DataError
 
-KEYS_LOOKED_AT = 1000
+KEYS_LOOKED_AT, KEYS_OF_A_ROW = 1000, 100
+REASONS, OTHER_REASONS = 100, "other reasons"  # what is told apart, since a reason may name what differs in every row
 FIRST_REJECTED = 5
 EXCERPT_CHARACTERS = 200
 Row = tuple[int, dict[str, Any]]
@@ -35,7 +39,7 @@ class Tally:
 
     def reject(self, path: str, line: int, reason: str, raw: bytes = b"") -> None:
         """Count a bad row and pass it to the quarantine."""
-        self.rejected[reason] += 1
+        self._count(reason, 1)
         if len(self.first_rejected) < FIRST_REJECTED:
             self.first_rejected.append(f"{path}:{line}: {reason}")
         if self.quarantine:
@@ -43,6 +47,14 @@ class Tally:
             if raw:
                 row["text"] = raw[: 4 * EXCERPT_CHARACTERS].decode("utf-8", "replace")[:EXCERPT_CHARACTERS]
             self.quarantine(row)
+
+    def _count(self, reason: str, rows: int) -> None:
+        self.rejected[reason if reason in self.rejected or len(self.rejected) < REASONS else OTHER_REASONS] += rows
+
+    def see(self, row: dict[str, Any]) -> None:
+        """Note the keys of one of the first rows."""
+        if self.rows <= KEYS_LOOKED_AT:
+            self.keys_seen.update(key[:40] for key in islice(row, KEYS_OF_A_ROW))
 
     def leave_out(self, rule: str, rows: int) -> None:
         """Move rows that were kept to those skipped by a rule."""
@@ -54,7 +66,8 @@ class Tally:
         """Count another part's rows too."""
         self.rows, self.kept = self.rows + other.rows, self.kept + other.kept
         self.skipped.update(other.skipped)
-        self.rejected.update(other.rejected)
+        for reason, rows in other.rejected.items():
+            self._count(reason, rows)
         self.keys_seen.update(other.keys_seen)
         self.first_rejected = (self.first_rejected + other.first_rejected)[:FIRST_REJECTED]
 
@@ -66,17 +79,16 @@ class Tally:
     def check(self, setting: str, limit: float, wanted: str) -> None:
         """Raise DataError where nothing was kept, or where more than the share `limit` of the rows is bad."""
         seen = ", ".join(key for key, _ in self.keys_seen.most_common(8)) or "none"
+        looked_for = f"ttrain looked for one JSON object a line, with {wanted}; keys seen: {seen}"
         bad = self.rejected.total()
         if bad > limit * self.rows:
             raise DataError(
                 f"{setting}: {bad} of {self.rows} rows are bad, more than reading.rejected_fraction={limit}; "
-                f"the first is {self.first_rejected[0]}. ttrain looked for {wanted}; keys seen: {seen}"
+                f"the first is {self.first_rejected[0]}. {looked_for}"
             )
         if not self.kept:
             skipped = "".join(f"; {count} skipped: {rule}" for rule, count in self.skipped.items())
-            raise DataError(
-                f"{setting}: no rows are left of {self.rows}{skipped}. ttrain looked for {wanted}; keys seen: {seen}"
-            )
+            raise DataError(f"{setting}: no rows are left of {self.rows}{skipped}. {looked_for}")
 
 
 def records(paths: Sequence[str], tally: Tally, max_line_bytes: int) -> Iterator[tuple[str, int, dict[str, Any]]]:
@@ -101,7 +113,7 @@ def counted(rows: Iterable[Row], tally: Tally) -> Iterator[Row]:
     """The same rows, counted."""
     for number, value in rows:
         tally.rows += 1
-        tally.keys_seen.update(key[:40] for key in value) if tally.rows <= KEYS_LOOKED_AT else None
+        tally.see(value)
         yield number, value
 
 
@@ -123,10 +135,9 @@ def parsed(numbered: Iterable[tuple[int, bytes]], path: str, tally: Tally, max_l
             continue
         tally.rows += 1
         if not isinstance(value, dict):
-            tally.reject(path, number, f"not a JSON object but {type(value).__name__}", line)
+            tally.reject(path, number, f"not a JSON object but {kind_of(value)}", line)
             continue
-        if tally.rows <= KEYS_LOOKED_AT:
-            tally.keys_seen.update(key[:40] for key in value)
+        tally.see(value)
         yield number, value
 
 
@@ -154,4 +165,6 @@ def _reason(line: bytes, error: str) -> str:
         line.decode("utf-8")
     except UnicodeDecodeError:
         return "not valid UTF-8"
+    if line.startswith(BOM_UTF8):
+        return "not valid JSON: a byte order mark, which may stand at the start of a file only"
     return f"not valid JSON: {error.split(': line')[0]}"

@@ -79,8 +79,7 @@ def local_file(location: str) -> Path | None:
 
 def is_parquet(location: str) -> bool:
     """Whether it begins as a parquet file does."""
-    with open_stream(location) as stream:
-        return stream.read(len(PARQUET_MAGIC)) == PARQUET_MAGIC
+    return _head(location).startswith(PARQUET_MAGIC)
 
 
 def is_plain(location: str) -> bool:
@@ -90,12 +89,19 @@ def is_plain(location: str) -> bool:
     """
     if locations.is_remote(location):
         return False
-    with open_stream(location) as stream:
-        head = stream.read(HEAD_BYTES)
+    head = _head(location)
     if archives.is_packed(head):
         return False
     _check_text(head, location)
     return True
+
+
+def _head(location: str) -> bytes:
+    try:
+        with open_stream(location) as stream:
+            return stream.read(HEAD_BYTES)
+    except OSError as error:
+        raise DataError(f"cannot read {location}: {error.strerror or error}") from None
 
 
 def chunks(location: str, start: int = 0) -> Iterator[bytes]:
@@ -107,6 +113,7 @@ def chunks(location: str, start: int = 0) -> Iterator[bytes]:
     try:
         with open_stream(location) as stream:
             head = stream.read(HEAD_BYTES)
+            size = 0 if locations.is_remote(location) else stream.seek(0, io.SEEK_END)
             stream.seek(0)
             pieces = archives.unpacked(stream, head)
             if pieces is None:
@@ -114,6 +121,8 @@ def chunks(location: str, start: int = 0) -> Iterator[bytes]:
                 stream.seek(start or _mark_bytes(head))
                 while piece := stream.read(CHUNK_BYTES):
                     yield piece
+                if stream.tell() < size:
+                    raise EOFError("it became shorter while it was read")
             else:
                 yield from _text(pieces, start, location)
     except EOFError as error:
@@ -201,7 +210,6 @@ def parquet_rows(
                 for row in _values(batch):
                     number += 1
                     yield number, row
-            _check_rows(number, sum(rows[: group + 1]), location)
 
 
 @contextmanager
@@ -215,9 +223,10 @@ def _parquet(location: str) -> Iterator[Any]:
     buffer_bytes = CHUNK_BYTES if path else REMOTE_BUFFER_BYTES
     try:
         with ParquetFile(source, buffer_size=buffer_bytes, pre_buffer=False, page_checksum_verification=True) as file:
-            _check_rows(sum(_rows_of(file)), file.metadata.num_rows, location)
+            if sum(_rows_of(file)) != file.metadata.num_rows:
+                raise DataError(f"{location} is corrupt: its groups have not the rows that it says; fetch it again")
             yield file
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, ValueError) as error:  # the last where a name is no UTF-8
         raise DataError(f"{location} is truncated or corrupt: {str(error).splitlines()[0]}; fetch it again") from None
     finally:
         if not isinstance(source, str):
@@ -226,11 +235,6 @@ def _parquet(location: str) -> Iterator[Any]:
 
 def _rows_of(file: Any) -> list[int]:
     return [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
-
-
-def _check_rows(found: int, told: int, location: str) -> None:
-    if found != told:
-        raise DataError(f"{location} is corrupt: it has {found} rows where it says {told}; fetch it again")
 
 
 def _values(batch: Any) -> list[dict[str, Any]]:

@@ -101,8 +101,8 @@ def _of(found: dict[str, Segment], role: str) -> Segment:
     return found[role]
 
 
-# What transformers renders. `turn.text` is gathered as `ttrain.data.tools` does it: the functions on the first turn, the calls
-# after the words of the assistant.
+# What transformers renders. `turn.text` is gathered as `ttrain.data.tools` does it: the functions on the first turn, the
+# calls after the words of the assistant.
 _JINJA = """\
 $begin
 {%- set functions = namespace(text='') -%}
