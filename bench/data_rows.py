@@ -10,6 +10,7 @@ ours have, and with input ids alone. A row of the last side is a document, encod
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import time
@@ -21,7 +22,7 @@ import common
 import data_shards
 
 ROW_LENGTH, ROWS_PER_BATCH = 512, 32
-BATCHES = {"ours": 400, "packed": 400, "encoded": 8}
+BATCHES = {"ours": 2000, "packed": 2000, "encoded": 32}
 LEAST_PACKED, LEAST_ENCODED = 1.7, 140.0
 TOKENS = {"small": 50_000_000, "large": 500_000_000}
 SHARD_TOKENS, DOCUMENT_TOKENS, VOCAB_SIZE = 8_000_000, 800, 6400
@@ -111,7 +112,8 @@ def side_packed(directory: str) -> dict[str, float]:
     loader = DataLoader(rows, batch_size=ROWS_PER_BATCH, shuffle=True)
 
     def batches() -> Iterator[int]:
-        for _, batch in zip(range(BATCHES["packed"]), loader, strict=False):
+        epochs = itertools.chain.from_iterable(itertools.repeat(loader))
+        for batch in itertools.islice(epochs, BATCHES["packed"]):
             yield batch["input_ids"].numel()
 
     return rate(batches())
@@ -142,7 +144,7 @@ def side_encoded(path: str, tokenizer: str) -> dict[str, float]:
     loader = DataLoader(Lines(), batch_size=ROWS_PER_BATCH, shuffle=True)
 
     def batches() -> Iterator[int]:
-        for _, (_, mask) in zip(range(BATCHES["encoded"]), loader, strict=False):
+        for _, mask in itertools.islice(loader, BATCHES["encoded"]):
             yield int(mask.sum())
 
     return rate(batches())

@@ -263,14 +263,15 @@ def test_bad_rows_are_named_by_file_and_line_across_blocks(tmp_path: Path, recip
     for line, bad in ((1, b"{"), (150, b'{"text": 5}'), (299, b"\xff")):
         rows.insert(line - 1, bad)
     rows.insert(200, b"  ")
+    rows.append(b'{"text": ' + b"[" * 400 + b"]" * 400 + b"}")  # deeper than orjson writes
     first, second = (write_lines(tmp_path / f"{name}.jsonl", rows) for name in "ab")
     built = build(tmp_path / "out", [first, second], recipe)
     found = [json.loads(line) for line in (tmp_path / "out" / "run" / "rejected.jsonl").read_bytes().splitlines()]
-    wanted = [(str(path), line) for path in (first, second) for line in (1, 150, 300)]
+    wanted = [(str(path), line) for path in (first, second) for line in (1, 150, 300, 305)]
     assert [(row["file"], row["line"]) for row in found] == wanted
     assert "'text'" in found[1]["reason"]
     assert built.tallies["train"].first_rejected[0].startswith(f"{first}:1: not valid JSON")
-    assert_adds_up(built, 606)
+    assert_adds_up(built, 608)
 
 
 def test_a_difference_between_the_encoders_makes_all_anew_with_the_slow_one(
@@ -300,7 +301,7 @@ import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from pathlib import Path
 import test_sharding as t
-t.build(Path({str(tmp_path / "out")!r}), [Path({str(path)!r})], t.recipe_of(t.ALL, Path({recipe.tokenizer!r}), "documents"))
+t.build(Path({str(tmp_path / "out")!r}), [Path({str(path)!r})], t.{recipe!r})
 """
     made: list[int] = []
     for _ in range(3):

@@ -16,8 +16,10 @@ from ttrain.data.document_rows import DocumentRows, SeparateDocumentRows
 from ttrain.data.encoder import Encoder
 from ttrain.data.packing import IGNORE, MixedRows, Rows
 from ttrain.data.samplers import LengthGroupedOrder, ShuffledOrder, WeightedOrder
-from ttrain.errors import DataError, UsageError
+from ttrain.digests import digest_of
+from ttrain.errors import ArtifactError, DataError, UsageError
 from ttrain.stages.rows import open_rows, order_of, validation_batches
+from ttrain.store import read_json, write_json
 
 DOCUMENTS: list[Any] = [([*range(20, 40)], []), ([*range(40, 45)], []), ([*range(50, 66)], [])]
 
@@ -101,6 +103,19 @@ def test_weights_mix_the_training_rows_and_not_the_held_out_ones(tmp_path: Path,
     assert isinstance(order, WeightedOrder)
     assert order.quotas == [2500, 7500]
     assert isinstance(open_rows(path, encoder, config, heldout=True), DocumentRows)
+
+
+@pytest.mark.parametrize("other", ["tokenizer", "template"])
+def test_chats_of_another_tokenizer_or_template_are_refused(tmp_path: Path, encoder: Encoder, other: str) -> None:
+    directory = chats(tmp_path / "chats", encoder, 20)
+    index = {**read_json(directory / "index.json"), "template": digest_of(encoder.jinja)}
+    write_json(directory / "index.json", index)
+    assert len(open_rows(directory, encoder, settings()))
+    write_json(directory / "index.json", {**index, other: "e" * 64})
+    with pytest.raises(
+        ArtifactError, match=f"with another chat {other}" if other == "template" else "with the tokenizer eeee"
+    ):
+        open_rows(directory, encoder, settings())
 
 
 def test_the_order_follows_the_setting(tmp_path: Path, encoder: Encoder) -> None:

@@ -414,6 +414,14 @@ def test_a_broken_connection_is_taken_up_where_it_broke(site: Site, data: bytes,
     assert [wanted for _, wanted in site.requests("GET")] == ["", f"bytes={third}-", f"bytes={2 * third}-"]
 
 
+def test_an_archive_that_its_server_calls_an_encoding_is_read_as_it_is_stored(site: Site) -> None:
+    data = gzip.compress(TEXT, 1)
+    site.files, site.encoding = {"/rows.jsonl.gz": data}, "gzip"
+    site.breaks = [len(data), len(data) // 3]  # the first request looks for its size, which the header of an encoding hides
+    assert read(f"{site.url}/rows.jsonl.gz") == TEXT
+    assert site.requests("GET")[-1] == ("/rows.jsonl.gz", f"bytes={len(data) // 3}-")
+
+
 def test_a_server_that_fails_for_a_while_is_asked_again_and_one_that_always_fails_is_an_error(site: Site) -> None:
     site.files = {"/rows.jsonl": SMALL}
     site.statuses = [503, 503, 500, 502, 429, 408]  # each time the two requests for its size, too

@@ -25,6 +25,7 @@ class Site:
     etags: bool = True
     dates: bool = False
     ranges: bool = True
+    encoding: str = ""  # how it says that the bytes are encoded
     breaks: list[int] = field(default_factory=list)  # bytes after which the next answers break off, one each
     statuses: list[int] = field(default_factory=list)  # errors with which the next requests are answered, one each
     failing: str = ""  # a path that is always answered with 503
@@ -69,6 +70,8 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             data = site.files[path]
             headers = {"Content-Type": "application/octet-stream"}
+            if site.encoding:
+                headers["Content-Encoding"] = site.encoding
             if site.etags:
                 headers["ETag"] = f'"{hashlib.md5(data).hexdigest()}"'
             if site.dates:

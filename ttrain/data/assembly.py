@@ -123,7 +123,9 @@ def assemble(
     if lowest is not None:
         entries["heldout"].append(_write_lowest(output, lowest, recipe))
     _keep_blocks(output, made)
-    more = {"weights": list(weights)} if weights else {}
+    more: dict[str, Any] = {"weights": list(weights)} if weights else {}
+    if recipe.kind == "chats":
+        more["template"] = recipe.template
     parts = {
         part: shards.write_index(
             output / part,

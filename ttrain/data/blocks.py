@@ -216,19 +216,10 @@ def find(directory: Path, part: str, name: str) -> Path | None:
 
 def records(data: bytes, block: Block, recipe: Recipe, tally: Tally) -> Iterator[sources.Record]:
     """The good records of a block's JSON lines; the tally counts the others, by their line in the block."""
-    parse = recipe.parser
     pieces = (data[at : at + SHIPPED_BYTES] for at in range(0, len(data), SHIPPED_BYTES))
-    for number, value in jsonl.parsed(
-        jsonl.lines(pieces, recipe.max_line_bytes), block.location, tally, recipe.max_line_bytes
-    ):
-        parsed = parse(value)
-        if isinstance(parsed, sources.Rejected):
-            tally.reject(block.location, number, parsed.reason, orjson.dumps(value))
-        elif isinstance(parsed, sources.Skipped):
-            tally.skipped[parsed.rule] += 1
-        else:
-            tally.kept += 1
-            yield parsed
+    lines = jsonl.lines(pieces, recipe.max_line_bytes)
+    rows = jsonl.parsed(lines, block.location, tally, recipe.max_line_bytes)
+    return sources.kept(((block.location, number, value) for number, value in rows), recipe.parser, tally)
 
 
 def _make(data: bytes, block: Block, recipe: Recipe, output: Path, name: str, identity: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,15 +75,27 @@ class Rejected:
 
 def read(paths: Sequence[str], parse: Parser, tally: Tally, max_line_bytes: int) -> Iterator[Record]:
     """Good records of the files in order; the tally counts the others."""
-    for path, number, value in records(paths, tally, max_line_bytes):
+    return kept(records(paths, tally, max_line_bytes), parse, tally)
+
+
+def kept(rows: Iterable[tuple[str, int, dict[str, Any]]], parse: Parser, tally: Tally) -> Iterator[Record]:
+    """Good records of (path, line number, JSON object) rows; the tally counts the others."""
+    for path, number, value in rows:
         parsed = parse(value)
         if isinstance(parsed, Rejected):
-            tally.reject(path, number, parsed.reason)
+            tally.reject(path, number, parsed.reason, _excerpt(value))
         elif isinstance(parsed, Skipped):
             tally.skipped[parsed.rule] += 1
         else:
             tally.kept += 1
             yield parsed
+
+
+def _excerpt(value: dict[str, Any]) -> bytes:
+    try:
+        return orjson.dumps(value, default=repr)
+    except TypeError:  # nested deeper than orjson writes, which is less deep than it reads
+        return b""
 
 
 def is_blank(text: str) -> bool:

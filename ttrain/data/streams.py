@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ttrain.data import archives, hub, locations
-from ttrain.data.remote import RemoteFile
+from ttrain.data.remote import RemoteFile, reason
 from ttrain.errors import DataError
 
 CHUNK_BYTES = archives.PIECE_BYTES
@@ -227,7 +227,7 @@ def _parquet(location: str) -> Iterator[Any]:
                 raise DataError(f"{location} is corrupt: its groups have not the rows that it says; fetch it again")
             yield file
     except (pa.ArrowException, OSError, ValueError) as error:  # the last where a name is no UTF-8
-        raise DataError(f"{location} is truncated or corrupt: {str(error).splitlines()[0]}; fetch it again") from None
+        raise DataError(f"{location} is truncated or corrupt: {reason(error)}; fetch it again") from None
     finally:
         if not isinstance(source, str):
             source.close()

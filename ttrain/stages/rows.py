@@ -14,6 +14,7 @@ from ttrain.data.intervals import Intervals
 from ttrain.data.packing import Batch, MixedRows, Rows
 from ttrain.data.samplers import LengthGroupedOrder, Order, ShuffledOrder, WeightedOrder
 from ttrain.data.shards import ShardSet
+from ttrain.digests import digest_of
 from ttrain.errors import ArtifactError, DataError, UsageError
 from ttrain.train.schedules import steps_of
 
@@ -21,6 +22,10 @@ from ttrain.train.schedules import steps_of
 def open_rows(directory: Path, encoder: Encoder, config: Training, *, heldout: bool = False) -> Rows:
     """The rows of a set of shards, by its kind; the held-out part is neither mixed by weight nor read with overlap."""
     shards = ShardSet(directory, encoder.digest)
+    if shards.index.get("template", digest_of(encoder.jinja)) != digest_of(encoder.jinja):
+        raise ArtifactError(
+            f"the chats in {directory} were made with another chat template than the model's; make them again"
+        )
     if shards.weights and not heldout:
         groups = [_rows(shards.group(number), encoder, config) for number in range(len(shards.weights))]
         return MixedRows(groups, shards.weights)
