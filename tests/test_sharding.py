@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
+import decimal
 import gzip
 import json
 import multiprocessing
@@ -19,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from doubles import LINES, documents, make_tokenizer
 
@@ -429,7 +433,7 @@ def test_putting_together_can_end_anywhere_and_the_next_run_mends_it(
         build(output, [a], recipe, reading)
         made = 0
 
-        def counting(original: Any) -> Any:
+        def counting(original: Any, last: int = last) -> Any:
             def call(*arguments: Any, **more: Any) -> Any:
                 nonlocal made
                 made += 1
@@ -454,3 +458,30 @@ def test_putting_together_can_end_anywhere_and_the_next_run_mends_it(
         build(output, [a, b], lending, reading)
         assert digests(output) == expected
     assert ended > 15
+
+
+def test_parquet_gives_the_shards_of_the_same_rows_as_json_lines(tmp_path: Path, recipe: Recipe) -> None:
+    rows = rows_of(300)
+    table = pa.table({"text": [row["text"] for row in rows], "when": [datetime.date(2026, 1, 1)] * 300, "n": range(300)})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=50)
+    built = build(tmp_path / "parquet", [tmp_path / "a.parquet"], recipe)
+    build(tmp_path / "lines", [write_lines(tmp_path / "a.jsonl", rows)], recipe)
+    streams = [ShardSet(tmp_path / name / "train") for name in ("parquet", "lines")]
+    assert streams[0].stream(0, streams[0].tokens).tolist() == streams[1].stream(0, streams[1].tokens).tolist()
+    assert built.blocks > 2
+    assert_adds_up(built, 300)
+
+
+def test_a_parquet_column_of_bytes_is_text_where_it_is_utf8_and_no_other_type_is(tmp_path: Path, recipe: Recipe) -> None:
+    values = {
+        "bytes": pa.array(["é".encode(), b"\xff", b"good"]),
+        "dates": pa.array([datetime.datetime(2026, 1, 1)] * 3),
+        "decimals": pa.array([decimal.Decimal("1.5")] * 3),
+    }
+    found = {}
+    for name, column in values.items():
+        pq.write_table(pa.table({"text": column}), tmp_path / f"{name}.parquet")
+        found[name] = build(tmp_path / name, [tmp_path / f"{name}.parquet"], recipe)
+        assert_adds_up(found[name], 3)
+    assert [built.tallies["train"].kept for built in found.values()] == [2, 0, 0]
+    assert all("'text'" in reason for built in found.values() for reason in built.tallies["train"].rejected)

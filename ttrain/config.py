@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 PYTHON_DOCS = "python-docs"
+DATASETS = ("pretrain", "pretrain_heldout", "sft", "sft_heldout", "lora", "lora_heldout", "tokenizer")
 
 
 class Section(BaseModel):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ttrain import __version__
-from ttrain.config import Settings
+from ttrain.config import DATASETS, Settings
 from ttrain.errors import Interrupted, StageFailed
 from ttrain.plan import Planned, data_files, file_digests, plan_stage, section_of
 from ttrain.stages import Stage
@@ -251,7 +251,8 @@ def _environment(settings: Settings) -> dict[str, str]:
     if "OMP_WAIT_POLICY" not in environment:
         environment.setdefault("GOMP_SPINCOUNT", "10000")
     environment.setdefault("TOKENIZERS_PARALLELISM", "true")
-    environment.setdefault("HF_HUB_OFFLINE", "1")
+    if not any(path.startswith("hf://") for name in DATASETS for path in settings.data.paths(name)):
+        environment.setdefault("HF_HUB_OFFLINE", "1")
     environment["PYTHONUNBUFFERED"] = "1"
     environment[PARENT] = str(os.getpid())
     if settings.runtime.threads:

@@ -7,6 +7,7 @@ block that was made before (by a run that was killed, or for an artifact that la
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Iterator, Sequence
@@ -156,13 +157,21 @@ def read(block: Block) -> bytes:
     """The block as JSON lines."""
     if block.is_parquet:
         rows = streams.parquet_rows(block.location, block.start, block.end)
-        return b"\n".join(orjson.dumps(row, default=repr) for _, row in rows)
+        return b"\n".join(orjson.dumps(row, default=_as_json, option=orjson.OPT_PASSTHROUGH_DATETIME) for _, row in rows)
     if block.data is not None:
         return block.data
     with Path(block.location).open("rb") as opened:
         opened.seek(block.start)
         data = opened.read(block.end - block.start)
     return data.removeprefix(UTF8_BOM) if block.start == 0 else data
+
+
+def _as_json(value: object) -> object:
+    """What a column of parquet holds and JSON does not know: text as bytes is text, the rest is none."""
+    if isinstance(value, bytes):
+        with contextlib.suppress(UnicodeDecodeError):
+            return value.decode("utf-8")
+    return {"type": type(value).__name__}
 
 
 def draw(content_hash: bytes, seed: int) -> int:
