@@ -233,16 +233,15 @@ def test_what_a_named_held_out_file_holds_is_never_learnt(tmp_path: Path, recipe
     assert_adds_up(built, 122)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
 def test_a_reservoir_takes_exactly_as_many_distinct_rows_from_all_over_the_input(
-    tmp_path: Path, recipe: Recipe, tokenizer: Path, workers: int
+    tmp_path: Path, recipe: Recipe, tokenizer: Path
 ) -> None:
     rows = rows_of(600)
     path = write_lines(tmp_path / "a.jsonl", [*rows, *rows[:50]])
     found = {}
     for name, limit, rounds, seed in (("a", 30, 1, 1), ("b", 30, 5, 1), ("c", 30, 1, 2), ("d", 9999, 1, 1)):
         reading = Reading(heldout_fraction=0, limit=limit, rounds=rounds, seed=seed)
-        built = build(tmp_path / name, [path], recipe, reading, pool=Processes(workers))
+        built = build(tmp_path / name, [path], recipe, reading)
         assert_adds_up(built, 650)
         found[name] = texts_in(tmp_path / name, tokenizer)
     assert [len(set(found[name])) for name in "abcd"] == [len(found[name]) for name in "abcd"] == [30, 150, 30, 600]
@@ -251,6 +250,8 @@ def test_a_reservoir_takes_exactly_as_many_distinct_rows_from_all_over_the_input
     place = {row["text"]: n for n, row in enumerate(rows)}
     assert max(place[text] for text in found["b"]) > 540
     assert min(place[text] for text in found["b"]) < 60
+    build(tmp_path / "two", [path], recipe, Reading(heldout_fraction=0, limit=30), pool=Processes(2))
+    assert digests(tmp_path / "two") == digests(tmp_path / "a")
 
 
 def test_the_head_is_the_first_rows_and_the_rest_is_not_read(tmp_path: Path, recipe: Recipe, tokenizer: Path) -> None:
@@ -298,7 +299,7 @@ def test_a_difference_between_the_encoders_makes_all_anew_with_the_slow_one(
 
 
 def test_a_killed_build_keeps_its_finished_blocks_and_shows_no_half_one(tmp_path: Path, recipe: Recipe) -> None:
-    path = write_lines(tmp_path / "a.jsonl", rows_of(6000))
+    path = write_lines(tmp_path / "a.jsonl", rows_of(1500))
     build(tmp_path / "whole", [path], recipe)
     code = f"""
 import sys
@@ -308,7 +309,7 @@ import test_sharding as t
 t.build(Path({str(tmp_path / "out")!r}), [Path({str(path)!r})], t.{recipe!r})
 """
     made: list[int] = []
-    for _ in range(3):
+    for _ in range(2):
         process = subprocess.Popen([sys.executable, "-c", code])
         done = tmp_path / "out" / "run" / "blocks"
         goal = (made[-1] if made else 0) + 8
@@ -317,7 +318,7 @@ t.build(Path({str(tmp_path / "out")!r}), [Path({str(path)!r})], t.{recipe!r})
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
         made.append(len(list(done.glob("*.json"))))
-    assert made[0] < made[1] < made[2]
+    assert made[0] < made[1] < 90
     assert not (tmp_path / "out" / "train" / "index.json").exists()
     built = build(tmp_path / "out", [path], recipe)
     assert built.encoded_blocks == built.blocks - made[-1]

@@ -42,8 +42,9 @@ READING = Reading(heldout_fraction=0.0)
 MAX_LINE_BYTES = 4096
 SPECIAL = SPECIAL_TOKENS["ttrain"]
 WORDS = (
-    *LINES, *SPECIAL, "<|im_start|>system", "<|im_end|>", "{{ 7*7 }}", "{% raw %}", "[INST]", "</s>", "\ufeff", "\u200b", " ",
-    "\n", "\r\n", "\t", "\0", "\u2028", "\x85", "e\u0301", "👩\u200d👧", "\U0010ffff", "<tool_call>", "\\", '"', "a" * 300,
+    *LINES, *SPECIAL, "<|im_start|>system", "<|im_end|>", "{{ 7*7 }}", "{% raw %}", "[INST]", "</s>", "\ufeff", "\u200b",
+    " ", "\n", "\r\n", "\t", "\0", "\u2028", "\x85", "e\u0301", "👩\u200d👧", "\U0010ffff", "<tool_call>", "\\", '"',
+    "a" * 300,
 )  # fmt: skip
 JUNK: tuple[Any, ...] = (
     None, True, False, 0, -1, 1.5, 10**30, "", " ", "user", "assistant", "text", [], {}, [[]], {"role": "user"}, ["a", 1],
@@ -54,9 +55,9 @@ KEYS = (
     "value", "system", "tools", "tool_calls", "tool_call_id", "function", "name", "arguments", "type", "id", "x", "",
 )  # fmt: skip
 RAW = (
-    b"\xff", b"\xc3", b"\xed\xa0\x80", b"\xf4\x90\x80\x80", b"\0", b"\x01", b"\r", b"\n", b"\n\n", b"\xef\xbb\xbf", b"\x1e", b",",
-    b"\\", b"\\u0000", b"\\ud800", b"\\udc00\\ud800", b"\\x", b'"', b"{", b"}", b"[", b"[" * 300, b"NaN", b"1e400", b"-", b"01",
-    b"9" * 5000, b"\xe2\x80\xa8", b" " * 5000, b"\x1f\x8b", b"PAR1", b"//", b"'",
+    b"\xff", b"\xc3", b"\xed\xa0\x80", b"\xf4\x90\x80\x80", b"\0", b"\x01", b"\r", b"\n", b"\n\n", b"\xef\xbb\xbf", b",",
+    b"\\", b"\\u0000", b"\\ud800", b"\\udc00\\ud800", b"\\x", b'"', b"{", b"}", b"[", b"[" * 300, b"NaN", b"-", b"01",
+    b"\x1e", b"1e400", b"9" * 5000, b"\xe2\x80\xa8", b" " * 5000, b"\x1f\x8b", b"PAR1", b"//", b"'",
 )  # fmt: skip
 
 
