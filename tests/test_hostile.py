@@ -339,6 +339,7 @@ EXACT = (
     "emoji 👨\u200d👩\u200d👧\u200d👦 🏳️\u200d🌈 👍🏽 🇨🇳", "rtl: שלום مرحبا mixed LTR", "e\u0301 n\u0303 Z\u0337\u0322 é ﬁ Å",
     "bidi \u202e override \u202c zwj \u200d zwnj \u200c", "astral 𠀎𝒜 \U0010ffff\ufffd\ufffe", "ＡＢＣ１２３ ｱｲｳ 半角",
     "a\0b\x01\x7f", "tabs\t\tand  spaces \n\n lines\r\n\x0b\x0c\x1c\u2028\u2029\x85", "x" * 5000, " leading and trailing ",
+    "marks\ufeff within\ufeff",
 )  # fmt: skip
 
 
@@ -672,6 +673,12 @@ def test_a_document_of_20_mb_costs_what_is_said_of_it(tmp_path: Path, recipes: d
     assert words[:2] == letters[:2] == (2, 0)
     assert words[2] < 200 + 24 * 20
     assert letters[2] < 200 + 64 * 20
+
+
+def test_no_run_of_letters_or_white_space_makes_a_tokenizer_learn_for_hours() -> None:
+    """200,000 spaces in a row would take 20 s, two million 40 min."""
+    for run in ("a", " ", "\n", " \t\r\n", "\u3000", "漢", "7", "-", "_-"):
+        assert max(map(len, tokenizer.pieces("x " + run * 100_000))) <= 2 + 256
 
 
 # --- a collection beside the checkout, where TTRAIN_HOSTILE names one

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from ttrain import config as config_module
 from ttrain.config import Reading
@@ -179,6 +179,32 @@ def test_a_word_without_end_is_cut_for_learning_only_and_loses_nothing() -> None
     cut = tokenizer.pieces(text)
     assert "".join(cut) == text and max(len(run) for piece in cut for run in piece.split()) == tokenizer.RUN_CHARACTERS
     assert tokenizer.pieces("short words only") == ["short words only"]
+
+
+@pytest.mark.parametrize("start", range(8))
+@pytest.mark.parametrize("letters", ["x", "字", "7", " ", "=", "_", "\n"])
+def test_every_long_word_is_found_wherever_it_stands(letters: str, start: int) -> None:
+    before, longest = "." * start if letters not in "=_" else "a" * start, tokenizer.RUN_CHARACTERS
+    assert len(tokenizer.pieces(f"{before}{letters * (longest + 1)}é")) == 2
+    assert (
+        len(tokenizer.pieces(f"{before}{letters * longest}é" if letters not in "x字" else f"{before}{letters * longest}."))
+        == 1
+    )
+
+
+def test_where_no_word_is_that_long_the_merges_are_those_of_the_library() -> None:
+    texts = ["山高月小，水落石出。" * 60, "a-b_c d, 1234 e" * 80, *corpus()]
+    own = json.loads(tokenizer.train(texts, 400).to_str())["model"]
+    plain = Tokenizer(models.BPE(unk_token=templates.UNK))
+    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=list(templates.SPECIAL_TOKENS["ttrain"]),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    plain.train_from_iterator(texts, trainer)
+    assert own["merges"] == json.loads(plain.to_str())["model"]["merges"]
 
 
 # --- the sample that it learns from

@@ -84,9 +84,9 @@ def data_shard(
     found = locations.expand(files, "FILE")
     from_files.check_output(out, files, found)
     chosen = _kind(kind, text_field) or validating.kind_of_all(found, reading.max_line_bytes)
-    with bar("sharding", "rows") as progress:
+    with bar("sharding", "rows") as progress, _pool(found, workers, SMALL_BYTES) as pool:
         summary = from_files.shard(
-            found, tokenizer, out, reading, kind=chosen, block_bytes=block_bytes, pool=_pool(found, workers, SMALL_BYTES),
+            found, tokenizer, out, reading, kind=chosen, block_bytes=block_bytes, pool=pool,
             progress=progress, waiting=lambda: print(f"waiting: another process writes {out}", file=sys.stderr),
         )  # fmt: skip
     if as_json:
@@ -119,11 +119,13 @@ def data_validate(
 
     reading = _reading(text_field, rejected_fraction=max_rejected, deduplicate=not keep_duplicates)
     found, missing = _expanded(files)
-    with _quarantine(rejected) as quarantine, bar("reading", "bytes", _unpacked_bytes(found)) as progress:
-        reports = validate(
-            found, reading, pool=_pool(found, workers, SMALL_UNENCODED_BYTES), kind=_kind(kind, text_field),
-            quarantine=quarantine, progress=progress,
-        )  # fmt: skip
+    with (
+        _pool(found, workers, SMALL_UNENCODED_BYTES) as pool,
+        _quarantine(rejected) as quarantine,
+        bar("reading", "bytes", _unpacked_bytes(found)) as progress,
+    ):
+        chosen = _kind(kind, text_field)
+        reports = validate(found, reading, pool=pool, kind=chosen, quarantine=quarantine, progress=progress)
     reports += missing
     values = [report.to_json() for report in reports]
     if as_json:
@@ -203,14 +205,11 @@ def data_stats(
     found, missing = _expanded([path for path in paths if not is_shards[path]])
     store = Store(home())
     values = [statistics.of_directory(Path(path), row_length, tokenizer, store) for path in paths if is_shards[path]]
-    with bar("reading", "bytes", _unpacked_bytes(found)) as progress:
-        measured = statistics.of_files(
-            found,
-            reading,
-            pool=_pool(found, workers, SMALL_UNENCODED_BYTES),
-            kind=_kind(kind, text_field),
-            progress=progress,
-        )
+    with (
+        _pool(found, workers, SMALL_UNENCODED_BYTES) as pool,
+        bar("reading", "bytes", _unpacked_bytes(found)) as progress,
+    ):
+        measured = statistics.of_files(found, reading, pool=pool, kind=_kind(kind, text_field), progress=progress)
     values += [{**report.to_json(), **figures} for report, figures in measured]
     values += [report.to_json() for report in missing]
     if as_json:
@@ -336,12 +335,19 @@ def _kind(kind: str, text_field: str | None) -> str | None:
     return kind if kind != "auto" else "documents" if text_field is not None else None
 
 
-def _pool(found: Sequence[str], workers: int | None, small_bytes: int) -> Pool:
-    """This process, where there is little to do, else as many as are asked for."""
+@contextlib.contextmanager
+def _pool(found: Sequence[str], workers: int | None, small_bytes: int) -> Iterator[Pool]:
+    """This process, where there is little to do, else as many as are asked for, which start while the rest is prepared."""
     from ttrain.data.pools import Here, Processes
 
     size = _bytes(found)
-    return Here() if size is not None and size < small_bytes else Processes(workers or os.cpu_count() or 1)
+    if size is not None and size < small_bytes:
+        yield Here()
+        return
+    with Processes(workers or os.cpu_count() or 1) as pool:
+        if pool.workers > 1:
+            pool.begin()
+        yield pool
 
 
 def _bytes(found: Sequence[str]) -> int | None:

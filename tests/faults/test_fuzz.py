@@ -7,6 +7,7 @@ line said. `make soak` sends 100,000 lines (TTRAIN_FUZZ_LINES says how many), th
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import os
 import random
@@ -23,13 +24,16 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from doubles import LINES, make_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ttrain.config import Reading
-from ttrain.data import sharding
+from ttrain.data import blocks, sharding
 from ttrain.data.assembly import Built, DataFile
 from ttrain.data.blocks import Recipe
 from ttrain.data.chat import Message, prompt_ids
 from ttrain.data.encoder import Encoder
+from ttrain.data.jsonl import Tally
 from ttrain.data.pools import Here
 from ttrain.data.shards import ShardSet
 from ttrain.data.sources import Conversation, Document, Record, document_parser, parse_conversation
@@ -59,6 +63,13 @@ RAW = (
     b"\\", b"\\u0000", b"\\ud800", b"\\udc00\\ud800", b"\\x", b'"', b"{", b"}", b"[", b"[" * 300, b"NaN", b"-", b"01",
     b"\x1e", b"1e400", b"9" * 5000, b"\xe2\x80\xa8", b" " * 5000, b"\x1f\x8b", b"PAR1", b"//", b"'",
 )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def recipes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Recipe]:
+    directory = tmp_path_factory.mktemp("tokenizer")
+    make_tokenizer(directory)
+    return {kind: recipe_of(READING, directory, kind) for kind in ("documents", "chats")}
 
 
 # --- rows as they should be
@@ -175,6 +186,9 @@ def mutated_line(chance: random.Random) -> bytes:
     for _ in range(chance.choice([0, 0, 0, 1, 1, 3])):
         value = mutate_structure(value, chance) if isinstance(value, dict | list) else value
     line = json.dumps(value, ensure_ascii=chance.random() < 0.3).encode("utf-8")
+    if line.startswith(b"{") and chance.random() < 0.01:
+        depth = chance.choice([200, 300, 1000, 2000])
+        line = b'{"%s": %s%s, ' % (chance.choice(KEYS).encode(), b"[" * depth, b"]" * depth) + line[1:]
     for _ in range(chance.choice([0, 0, 0, 0, 1, 2])):
         line = mutate_bytes(line, chance)
     return line
@@ -213,10 +227,14 @@ def understood(line: bytes, kind: str) -> Record | None:
     """The record of a line, by Python's own JSON; None where it is none."""
     if len(line) > MAX_LINE_BYTES:
         return None
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(10_000)  # orjson reads 1024 levels
     try:
         value = json.loads(line.decode("utf-8"), parse_int=whole_number)
-    except (ValueError, RecursionError):
+    except ValueError:
         return None
+    finally:
+        sys.setrecursionlimit(limit)
     if not isinstance(value, dict):
         return None
     parsed = (document_parser("text") if kind == "documents" else parse_conversation)(value)
@@ -261,14 +279,13 @@ def check_build(path: Path, output: Path, recipe: Recipe, encoder: Encoder, bloc
             records[record] = None
     found = ShardSet(output / "train")
     assert len(found) == tally.kept == len(records)
-    check_rows(found, list(records), recipe.kind, encoder)
+    check_rows([found.row(number) for number in range(len(found))], list(records), encoder)
     return Counter(rows=tally.rows, kept=tally.kept, skipped=tally.skipped.total(), rejected=len(bad))
 
 
-def check_rows(found: ShardSet, records: Sequence[Record], kind: str, encoder: Encoder) -> None:
-    """Shards hold what the records say, word for word, and no special token comes from a text."""
+def check_rows(rows: Sequence[tuple[Any, Any]], records: Sequence[Record], encoder: Encoder) -> None:
+    """(ids, live) are what the records say, word for word, and no special token comes from a text."""
     special = {encoder.special(token) for token in SPECIAL}
-    rows = [found.row(number) for number in range(len(found))]
     for (ids, live), record in zip(rows, records, strict=True):
         if isinstance(record, Document):
             begin, *text, end = ids.tolist()
@@ -276,11 +293,10 @@ def check_rows(found: ShardSet, records: Sequence[Record], kind: str, encoder: E
             assert encoder.decode(text) == record.text
             assert not special.intersection(text)
             continue
-        assert live is not None
         assert (ids.tolist(), (live != 0).tolist()) == expected_chat(encoder, record.messages)
+        assert live.any()
         assert sum(number in special for number in ids.tolist()) == 1 + 2 * len(record.messages)
         assert prompt_ids(encoder, record.messages) == [*ids.tolist(), encoder.special("<|assistant|>")]
-    assert kind == "documents" or all(live is not None and live.any() for _, live in rows)
 
 
 def fuzz(seed: int, lines: int) -> None:
@@ -296,7 +312,7 @@ def fuzz(seed: int, lines: int) -> None:
             for recipe in recipes:
                 small, output = replace(recipe, max_line_bytes=MAX_LINE_BYTES), home / f"{number}-{recipe.kind}"
                 try:
-                    total += check_build(path, output, small, encoder, chance.choice([1024, 1 << 14, 1 << 20]))
+                    total += check_build(path, output, small, encoder, chance.choice([1 << 14, 1 << 16, 1 << 20]))
                 except BaseException:
                     keep = Path(tempfile.gettempdir()) / f"fuzz-{seed}-{number}.jsonl"
                     keep.write_bytes(path.read_bytes())
@@ -314,6 +330,52 @@ def fuzz_elsewhere(seed: int, lines: int) -> dict[str, int]:
     assert done.returncode == 0, f"exit code {done.returncode}\n{done.stderr[-6000:]}"
     found: dict[str, int] = json.loads(done.stdout)
     return found
+
+
+LEAVES = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(WORDS) | st.sampled_from(ROLES)
+    | st.text(st.characters(exclude_categories=()), max_size=8)
+)  # fmt: skip
+ANYTHING = st.recursive(
+    LEAVES,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=4),
+    max_leaves=8,
+)
+TEXTS = st.sampled_from(WORDS) | st.text(max_size=8) | ANYTHING
+CALLS = st.fixed_dictionaries({}, optional={"name": TEXTS, "arguments": ANYTHING, "function": ANYTHING, "id": TEXTS})
+TURNS = st.fixed_dictionaries(
+    {"role": st.sampled_from(ROLES)},
+    optional={"content": TEXTS, "tool_calls": st.lists(CALLS, max_size=2) | ANYTHING, "tool_call_id": ANYTHING},
+) | st.fixed_dictionaries({"from": st.sampled_from(["human", "gpt", "function_call", "observation"]), "value": TEXTS})
+CHATS = st.lists(TURNS | ANYTHING, max_size=4) | st.lists(TURNS, min_size=1, max_size=4)
+ROWS = ANYTHING | st.fixed_dictionaries({"text": TEXTS}) | st.fixed_dictionaries(
+    {}, optional={"messages": CHATS, "conversations": CHATS, "instruction": TEXTS, "input": TEXTS, "output": TEXTS,
+                  "system": TEXTS, "tools": st.lists(CALLS, max_size=2) | ANYTHING, "paragraphs": ANYTHING},
+)  # fmt: skip
+
+
+@settings(max_examples=200, deadline=None)
+@given(rows=st.lists(ROWS, max_size=6), kind=st.sampled_from(["documents", "chats"]))
+def test_rows_of_any_json_are_kept_exactly_skipped_or_rejected(
+    recipes: dict[str, Recipe], rows: list[Any], kind: str
+) -> None:
+    recipe = recipes[kind]
+    encoder = blocks.encoder_of(recipe.tokenizer, fast=True)
+    lines = [json.dumps(row).encode() for row in rows]
+    block, tally = blocks.Block("a.jsonl", 0, 0, 0, 0), Tally()
+    bad: list[dict[str, Any]] = []
+    tally.quarantine = bad.append
+    records = list(blocks.records(b"\n".join(lines), block, recipe, tally))
+    assert tally.rows == len(rows) == len(records) + tally.skipped.total() + tally.rejected.total()
+    assert len(bad) == tally.rejected.total()
+    rejected = {row["line"] for row in bad}
+    expected = [understood(line, kind) for number, line in enumerate(lines, start=1) if number not in rejected]
+    assert records == [record for record in expected if record]
+    if records:
+        column = blocks.encode_records(encoder, kind, records)
+        live = column.live
+        spans = list(itertools.pairwise(column.offsets.tolist()))
+        check_rows([(column.tokens[a:b], None if live is None else live[a:b]) for a, b in spans], records, encoder)
 
 
 def assert_spread(found: dict[str, int]) -> None:

@@ -346,6 +346,6 @@ def _remove_others(output: Path, entries: Mapping[str, list[dict[str, Any]]], ma
 
 
 def _remove(directory: Path, wanted: set[str]) -> None:
-    for path in directory.iterdir():
+    for path in directory.iterdir() if directory.is_dir() else ():
         if path.name not in wanted and OWN_NAME.match(path.name):
             path.unlink()

@@ -7,7 +7,6 @@ block that was made before (by a run that was killed, or for an artifact that la
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 from collections.abc import Iterator, Sequence
@@ -26,6 +25,7 @@ from ttrain.data.encoder import Encoder
 from ttrain.data.jsonl import Tally
 from ttrain.data.shards import Column
 from ttrain.digests import digest_of
+from ttrain.errors import DataError
 from ttrain.store import read_json, write_json
 
 PARTS = ("train", "heldout")
@@ -34,6 +34,7 @@ SHIPPED_BYTES = 1 << 20
 ENCODED_CHARACTERS = (
     2_000_000  # texts go to the encoder in groups of this size: a worker of 16 MiB blocks stays below 250 MB
 )
+ENCODED_RECORDS = 20_000  # a million of one letter took 565 MB
 CHECKED_TEXTS, CHECKED_CHARACTERS = 3, 2000  # of each block, encoded by `tokenizers` too: 0.3 % of the time
 QUARANTINED_ROWS = 10_000  # of one block; what is beyond is counted, and the last line says so
 UTF8_BOM = b"\xef\xbb\xbf"
@@ -153,25 +154,25 @@ def _cut_parquet(location: str, file: int, block_bytes: int) -> Iterator[Block]:
             first, size, number = group + 1, 0, number + 1
 
 
-def read(block: Block) -> bytes:
-    """The block as JSON lines."""
+def read(block: Block, max_line_bytes: int) -> bytes:
+    """The block as JSON lines; of a line that is too long as much as tells so. Raises DataError where it cannot be read."""
     if block.is_parquet:
-        rows = streams.parquet_rows(block.location, block.start, block.end)
-        return b"\n".join(orjson.dumps(row, default=_as_json, option=orjson.OPT_PASSTHROUGH_DATETIME) for _, row in rows)
+        return b"\n".join(line for _, line in jsonl.parquet_lines(block.location, block.start, block.end))
     if block.data is not None:
         return block.data
-    with Path(block.location).open("rb") as opened:
-        opened.seek(block.start)
-        data = opened.read(block.end - block.start)
-    return data.removeprefix(UTF8_BOM) if block.start == 0 else data
-
-
-def _as_json(value: object) -> object:
-    """What a column of parquet holds and JSON does not know: text as bytes is text, the rest is none."""
-    if isinstance(value, bytes):
-        with contextlib.suppress(UnicodeDecodeError):
-            return value.decode("utf-8")
-    return {"type": type(value).__name__}
+    data, in_line, left = bytearray(), 0, block.end - block.start
+    try:
+        with Path(block.location).open("rb") as opened:
+            opened.seek(block.start)
+            while left and (piece := opened.read(min(left, SHIPPED_BYTES))):
+                is_first = left == block.end
+                left -= len(piece)
+                in_line = _append(data, piece.removeprefix(UTF8_BOM) if is_first else piece, in_line, max_line_bytes)
+    except OSError as error:
+        raise DataError(f"cannot read {block.location}: {error.strerror or error}") from None
+    if left:
+        raise DataError(f"{block.location} became shorter while it was read; run the same command again")
+    return bytes(data)
 
 
 def draw(content_hash: bytes, seed: int) -> int:
@@ -181,7 +182,7 @@ def draw(content_hash: bytes, seed: int) -> int:
 
 def scan(block: Block, recipe: Recipe) -> npt.NDArray[np.uint64]:
     """The draw of every good row of a block; nothing is encoded or written."""
-    rows = records(read(block), block, recipe, Tally())
+    rows = records(read(block, recipe.max_line_bytes), block, recipe, Tally())
     return np.array([draw(sources.content_hash(record), recipe.seed) for record in rows], np.uint64)
 
 
@@ -190,7 +191,7 @@ def make(block: Block, recipe: Recipe, output: str) -> tuple[str, str, bool]:
 
     Returns (id, the directory that holds it, whether it was encoded now). Raises EncoderDiffers.
     """
-    data = read(block)
+    data = read(block, recipe.max_line_bytes)
     content = hashlib.blake2b(data, digest_size=16).hexdigest()
     identity = hashlib.blake2b(f"{recipe.digest} {content}".encode(), digest_size=12).hexdigest()
     for directory in (output, *recipe.reuse):
@@ -255,7 +256,7 @@ def _make(data: bytes, block: Block, recipe: Recipe, output: Path, name: str, id
     keep_lowest = lowest is not None and made["heldout"] is None and threshold > 0
     about = {
         "encoder": encoder.kind,
-        "lines": data.count(b"\n") + (not data.endswith(b"\n")),
+        "lines": data.count(b"\n") + (data[-1:] not in (b"", b"\n")),
         "tally": {**tally.to_json(), "keys_seen": dict(tally.keys_seen)},
         "lowest": lowest[1].to_json() if keep_lowest and lowest else None,
         "threshold": threshold,
@@ -278,7 +279,7 @@ def encode_records(encoder: Encoder, kind: str, records: Sequence[sources.Record
         return Column(np.concatenate([ids for ids, _ in found]), offsets, np.concatenate([live for _, live in found]))
     ids, offsets = encoder.encode_flat([record.text for record in records if isinstance(record, sources.Document)])
     offsets = offsets + 2 * np.arange(len(offsets))
-    tokens = np.empty(offsets[-1], np.uint32)
+    tokens = np.empty(offsets[-1], shards.token_dtype(len(encoder)))
     inside = np.ones(len(tokens), np.bool_)
     inside[offsets[:-1]] = inside[offsets[1:] - 1] = False
     tokens[inside] = ids
@@ -309,7 +310,7 @@ class _Part:
         self._characters, self._bytes = self._characters + len(text), self._bytes + size
         if self._keep_text:
             self._lines.append(orjson.dumps(record.to_json()) + b"\n")
-        if self._characters >= ENCODED_CHARACTERS:
+        if self._characters >= ENCODED_CHARACTERS or len(self._pending) >= ENCODED_RECORDS:
             self._encode()
         return size
 

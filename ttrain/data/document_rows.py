@@ -41,13 +41,17 @@ class WindowRows(Rows):
     def fill(self, row: int, batch: Batch, at: int) -> None:
         start, end = self.window(row)
         ids = self.shards.stream(start, end + 1)
-        documents, firsts = self.shards.document_starts(start, end + 1)
+        numbers, firsts, places = self.shards.documents(start, end + 1)
         there = slice(0, end - start)
-        targets = self._targets(ids, firsts, start)[1:] & (documents[1:] == documents[:-1])
         batch.input_ids_BT[at, there] = ids[:-1]
-        batch.labels_BT[at, there] = np.where(targets, ids[1:], IGNORE)
-        batch.positions_BT[at, there] = np.arange(start, end) - np.maximum(firsts[:-1], start)
-        batch.segments_BT[at, there] = documents[:-1]
+        labels = batch.labels_BT[at, there]
+        labels[:] = ids[1:]
+        labels[places.cumsum()[:-1] - 1] = IGNORE  # the first token of a document, predicted from another one
+        if self.masks:
+            labels[~self._targets(ids, firsts.repeat(places), start)[1:]] = IGNORE
+        begins = np.maximum(firsts, start)
+        np.subtract(np.arange(start, end), begins.repeat(places)[:-1], out=batch.positions_BT[at, there])
+        batch.segments_BT[at, there] = numbers.repeat(places)[:-1]
 
     def counts(self) -> Counts:
         """`target_multiplicity` is how often a target counts in an epoch, on average; 1 unless windows overlap."""

@@ -6,6 +6,7 @@ bounded by one line of `reading.max_line_bytes` and a piece of 1 MiB, whatever t
 
 from __future__ import annotations
 
+import contextlib
 from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -99,22 +100,29 @@ def records(paths: Sequence[str], tally: Tally, max_line_bytes: int) -> Iterator
     from ttrain.data import streams
 
     for path in paths:
-        if streams.is_parquet(path):
-            groups = len(streams.parquet_groups(path))
-            rows: Iterable[Row] = streams.parquet_rows(path, 0, groups)
-            found = counted(rows, tally)
-        else:
-            found = parsed(lines(streams.chunks(path), max_line_bytes), path, tally, max_line_bytes)
-        for number, value in found:
+        numbered = (
+            parquet_lines(path, 0, len(streams.parquet_groups(path)))
+            if streams.is_parquet(path)
+            else lines(streams.chunks(path), max_line_bytes)
+        )
+        for number, value in parsed(numbered, path, tally, max_line_bytes):
             yield path, number, value
 
 
-def counted(rows: Iterable[Row], tally: Tally) -> Iterator[Row]:
-    """The same rows, counted."""
-    for number, value in rows:
-        tally.rows += 1
-        tally.see(value)
-        yield number, value
+def parquet_lines(path: str, first_group: int, last_group: int) -> Iterator[tuple[int, bytes]]:
+    """(number from 1, JSON) of the rows of the groups `first_group` to `last_group`, the last one not included."""
+    from ttrain.data import streams
+
+    for number, row in streams.parquet_rows(path, first_group, last_group):
+        yield number, orjson.dumps(row, default=_as_json, option=orjson.OPT_PASSTHROUGH_DATETIME)
+
+
+def _as_json(value: object) -> object:
+    """What a column of parquet holds and JSON does not know: text as bytes is text, the rest is none."""
+    if isinstance(value, bytes):
+        with contextlib.suppress(UnicodeDecodeError):
+            return value.decode("utf-8")
+    return {"type": type(value).__name__}
 
 
 def parsed(numbered: Iterable[tuple[int, bytes]], path: str, tally: Tally, max_line_bytes: int) -> Iterator[Row]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import signal
@@ -28,50 +29,68 @@ class Here:
 
 
 class Processes:
-    """`workers` processes of this machine, started with the first task. They end with this process, whatever ends it."""
+    """`workers` processes of this machine, for many calls of `map`. They end with this process, whatever ends it.
+
+    They start with the second task, or when `begin` is called: a worker takes half a second until it can work.
+    """
 
     def __init__(self, workers: int) -> None:
         self.workers = workers
+        self._pool: ProcessPoolExecutor | None = None
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._pool:
+            self._pool.shutdown(cancel_futures=True)  # waits for the blocks in work: half a second
+            self._pool = None
+
+    def begin(self) -> ProcessPoolExecutor:
+        """Start the workers, if they do not run yet."""
+        if self._pool is None:
+            context = multiprocessing.get_context("spawn")
+            self._pool = ProcessPoolExecutor(self.workers, mp_context=context, initializer=_start, initargs=(os.getpid(),))
+            old = {name: os.environ.get(name) for name in ENVIRONMENT}
+            os.environ.update(ENVIRONMENT)  # read by the libraries when the children start; each task starts one
+            for _ in range(self.workers):
+                self._pool.submit(_start_with)
+            for name, value in old.items():
+                os.environ.pop(name) if value is None else os.environ.update({name: value})
+        return self._pool
 
     def map(self, function: Callable[..., Any], tasks: Iterator[tuple[Any, ...]]) -> Generator[Any]:
         """Results in order. Raises StageFailed where a worker was killed; what it finished before is kept."""
-        first = list(_take(tasks, 2))
-        if len(first) < 2 or self.workers == 1:
-            yield from Here().map(function, iter([*first]))
-            yield from Here().map(function, tasks)
+        first = list(itertools.islice(tasks, 2))
+        if self.workers == 1 or (len(first) < 2 and self._pool is None):
+            yield from Here().map(function, itertools.chain(first, tasks))
             return
-        old = {name: os.environ.get(name) for name in ENVIRONMENT}
-        os.environ.update(ENVIRONMENT)  # read by the libraries when the children start
-        context = multiprocessing.get_context("spawn")
-        pool = ProcessPoolExecutor(self.workers, mp_context=context, initializer=_start, initargs=(os.getpid(),))
         waiting: deque[Future[Any]] = deque()
         try:
-            for task in [*first]:
-                waiting.append(pool.submit(function, *task))
-            for task in tasks:
+            pool = self.begin()
+            for task in itertools.chain(first, tasks):
                 waiting.append(pool.submit(function, *task))
                 if len(waiting) >= self.workers * TASKS_AHEAD:
                     yield waiting.popleft().result()
             while waiting:
                 yield waiting.popleft().result()
         except BrokenProcessPool:
+            self._pool = None
             raise StageFailed(
                 "a worker that makes shards was killed (out of memory?); the finished shards are kept: run the same command "
                 f"again, with runtime.workers={max(1, self.workers // 2)} if it happens twice"
             ) from None
         finally:
-            pool.shutdown(cancel_futures=True)  # waits for the blocks in work: half a second
-            for name, value in old.items():
-                os.environ.pop(name) if value is None else os.environ.update({name: value})
-
-
-def _take(tasks: Iterator[Any], count: int) -> Iterator[Any]:
-    for _ in range(count):
-        for task in tasks:
-            yield task
-            break
+            for future in waiting:
+                future.cancel()
 
 
 def _start(parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     end_with_parent(parent)
+    _start_with()
+
+
+def _start_with() -> None:
+    """Import what the work needs."""
+    import ttrain.data.blocks  # noqa: F401

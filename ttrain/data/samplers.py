@@ -18,6 +18,8 @@ from ttrain.errors import DataError
 
 U64 = np.uint64
 Numbers = npt.NDArray[np.int64]
+STEP, FACTORS = U64(0x9E3779B97F4A7C15), (U64(0xBF58476D1CE4E5B9), U64(0x94D049BB133111EB))  # of SplitMix64
+SHIFTS = (U64(30), U64(27), U64(31))
 FEISTEL_ROUNDS = 6  # 4 make a pseudo-random permutation of independent round functions (Luby and Rackoff 1988); 2 to spare
 DRAWS_PER_CYCLE = 10_000  # shares of a weighted order are exact in each cycle, to one in so many
 GROUPED_STEPS = 50  # rows are sorted by length within so many steps: enough to be alike, few enough to stay mixed
@@ -43,19 +45,23 @@ def permute(index: npt.NDArray[Any], size: int, seed: int, epoch: int) -> Number
 
 def _feistel(values: npt.NDArray[U64], half: U64, mask: U64, seed: int, epoch: int) -> npt.NDArray[U64]:
     left, right = values >> half, values & mask
-    for turn in range(FEISTEL_ROUNDS):
-        key = mix(np.array([(seed << 32) ^ (epoch << 8) ^ turn], dtype=U64))
+    for key in _keys(seed, epoch):
         left, right = right, left ^ (mix(right ^ key) & mask)
     return (left << half) | right
 
 
+@lru_cache(maxsize=64)
+def _keys(seed: int, epoch: int) -> list[U64]:
+    """Of the rounds."""
+    return list(mix(np.array([(seed << 32) ^ (epoch << 8) ^ turn for turn in range(FEISTEL_ROUNDS)], dtype=U64)))
+
+
 def mix(values: npt.NDArray[U64]) -> npt.NDArray[U64]:
     """The finalizer of SplitMix64 (Steele, Lea and Flood 2014)."""
-    with np.errstate(over="ignore"):
-        values = (values + U64(0x9E3779B97F4A7C15)).astype(U64)
-        values = (values ^ (values >> U64(30))) * U64(0xBF58476D1CE4E5B9)
-        values = (values ^ (values >> U64(27))) * U64(0x94D049BB133111EB)
-    return values ^ (values >> U64(31))
+    values = values + STEP
+    values = (values ^ (values >> SHIFTS[0])) * FACTORS[0]
+    values = (values ^ (values >> SHIFTS[1])) * FACTORS[1]
+    return values ^ (values >> SHIFTS[2])
 
 
 def derived_seed(seed: int, number: int) -> int:
@@ -90,9 +96,10 @@ class ShuffledOrder(Order):
 
     def rows_at(self, places: Numbers) -> Numbers:
         found = np.empty_like(places)
-        for epoch in np.unique(places // self.rows):
-            there = places // self.rows == epoch
-            found[there] = permute(places[there] % self.rows, self.rows, self.seed, int(epoch))
+        epochs = places // self.rows
+        for epoch in sorted(set(epochs.tolist())):  # np.unique would import numpy.ma, 7 ms of the first batch
+            there = epochs == epoch
+            found[there] = permute(places[there] % self.rows, self.rows, self.seed, epoch)
         return found
 
 

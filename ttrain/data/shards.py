@@ -7,7 +7,10 @@ its offsets are read, when one of its rows is asked for.
 
 from __future__ import annotations
 
+import itertools
+import mmap
 import os
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -56,7 +59,7 @@ def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.uint32]:
 def write_shard(path: Path, column: Column, vocab_size: int) -> dict[str, Any]:
     """Write one shard: under a temporary name, fsynced, renamed. Returns its counts and digest."""
     dtype = token_dtype(vocab_size)
-    arrays, fields = [_large_list(column.offsets, column.tokens.astype(dtype))], ["tokens"]
+    arrays, fields = [_large_list(column.offsets, column.tokens.astype(dtype, copy=False))], ["tokens"]
     if column.live is not None:
         arrays.append(_large_list(column.offsets, column.live.astype(np.uint8)))
         fields.append("live")
@@ -77,13 +80,15 @@ def write_shard(path: Path, column: Column, vocab_size: int) -> dict[str, Any]:
 def read_shard(path: Path) -> Column:
     """The records of one shard, as views into the mapped file. Raises ArtifactError where it is damaged."""
     try:
-        with pa.ipc.open_stream(pa.memory_map(str(path))) as reader:
+        with path.open("rb") as file:  # pa.memory_map would ask for all of the file to be read ahead
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        with pa.ipc.open_stream(pa.py_buffer(mapped)) as reader:
             batch = reader.read_next_batch()
-    except (OSError, pa.ArrowInvalid, StopIteration) as error:
+    except (OSError, ValueError, pa.ArrowInvalid, StopIteration) as error:
         raise ArtifactError(f"the shard {path} is damaged: {error}; make it again") from None
     tokens = batch.column("tokens")
-    live = np.asarray(batch.column("live").values) if "live" in batch.schema.names else None
-    return Column(np.asarray(tokens.values), np.asarray(tokens.offsets, dtype=np.int64), live)
+    live = _view(batch.column("live").values) if "live" in batch.schema.names else None
+    return Column(_view(tokens.values), _view(tokens.offsets), live)
 
 
 def write_index(
@@ -105,7 +110,20 @@ def write_index(
 
 
 def _large_list(offsets: Offsets, values: Ids) -> pa.Array:
-    return pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(values))
+    return pa.LargeListArray.from_arrays(_array(offsets), _array(values))
+
+
+def _array(values: Ids) -> pa.Array:
+    """Numbers as an Arrow array that shares their memory. `pa.array` would import pandas, 0.3 s in every worker."""
+    buffer = pa.py_buffer(np.ascontiguousarray(values))
+    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, buffer])
+
+
+def _view(array: pa.Array) -> Ids:
+    """Numbers of an Arrow array as a view. `np.asarray` would import pandas."""
+    kind = "i" if pa.types.is_signed_integer(array.type) else "u"
+    values = np.frombuffer(array.buffers()[1] or b"", f"<{kind}{array.type.bit_width // 8}")
+    return values[array.offset : array.offset + len(array)]
 
 
 class ShardSet:
@@ -124,8 +142,8 @@ class ShardSet:
         self.directory, self.index = directory, index
         self._shards = [shard for shard in index["shards"] if group is None or shard["group"] == group]
         self._columns: list[Column | None] = [None] * len(self._shards)
-        self._first_row = np.cumsum([0, *(shard["rows"] for shard in self._shards)])
-        self._first_token = np.cumsum([0, *(shard["tokens"] for shard in self._shards)])
+        self._first_row = list(itertools.accumulate((shard["rows"] for shard in self._shards), initial=0))
+        self._first_token = list(itertools.accumulate((shard["tokens"] for shard in self._shards), initial=0))
         self.tokens = int(self._first_token[-1])
 
     def __len__(self) -> int:
@@ -166,28 +184,41 @@ class ShardSet:
     def stream(self, start: int, end: int) -> npt.NDArray[np.int64]:
         """Tokens `start` to `end` of all records, one after the other."""
         pieces = [column.tokens[low:high] for column, low, high, _, _ in self._spans(start, end)]
+        if len(pieces) == 1:
+            return pieces[0].astype(np.int64)
         return np.concatenate(pieces).astype(np.int64) if pieces else np.zeros(0, np.int64)
+
+    def documents(self, start: int, end: int) -> tuple[Offsets, Offsets, Offsets]:
+        """(number, place of the first token, places in the range) of each record of the stream from `start` to `end`."""
+        numbers, firsts, counts = [], [], []
+        for column, low, high, first_row, first_token in self._spans(start, end):
+            offsets = column.offsets
+            first, last = int(offsets.searchsorted(low, "right")) - 1, int(offsets.searchsorted(high))
+            bounds = offsets[first : last + 1].copy()
+            firsts.append(bounds[:-1] + first_token)
+            bounds[0], bounds[-1] = low, high
+            numbers.append(np.arange(first + first_row, last + first_row))
+            counts.append(bounds[1:] - bounds[:-1])
+        if not numbers:
+            return np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64)
+        if len(numbers) == 1:
+            return numbers[0], firsts[0], counts[0]
+        return np.concatenate(numbers), np.concatenate(firsts), np.concatenate(counts)
 
     def document_starts(self, start: int, end: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """(number, place of the first token) of the record at each place of the stream from `start` to `end`."""
-        numbers, firsts = [], []
-        for column, low, high, first_row, first_token in self._spans(start, end):
-            record = np.searchsorted(column.offsets, np.arange(low, high), side="right") - 1
-            numbers.append(record + first_row)
-            firsts.append(column.offsets[record] + first_token)
-        if not numbers:
-            return np.zeros(0, np.int64), np.zeros(0, np.int64)
-        return np.concatenate(numbers), np.concatenate(firsts)
+        numbers, firsts, counts = self.documents(start, end)
+        return numbers.repeat(counts), firsts.repeat(counts)
 
     def _spans(self, start: int, end: int) -> list[tuple[Column, int, int, int, int]]:
         """(records, first and last token in them, number of their first record, place of their first token) of a range."""
         found = []
-        which = int(np.searchsorted(self._first_token, start, side="right")) - 1
+        which = bisect_right(self._first_token, start) - 1
         while start < end:
-            first = int(self._first_token[which])
-            high = min(end, int(self._first_token[which + 1]))
+            first = self._first_token[which]
+            high = min(end, self._first_token[which + 1])
             if high > start:
-                found.append((self._column(which), start - first, high - first, int(self._first_row[which]), first))
+                found.append((self._column(which), start - first, high - first, self._first_row[which], first))
             start, which = max(start, high), which + 1
         return found
 

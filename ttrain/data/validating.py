@@ -93,7 +93,7 @@ def examine(
     hashes: list[bytes] = []
     error, data = None, b""
     try:
-        data = blocks.read(block)
+        data = blocks.read(block, recipe.max_line_bytes)
         for record in blocks.records(data, block, recipe, tally):
             hashes.append(sources.content_hash(record))
             look(record)
@@ -103,7 +103,7 @@ def examine(
         error = f"cannot read {block.location}: {wrong.strerror}"
     tally.quarantine, tally.first_rejected = None, []
     keys = np.frombuffer(b"".join(hashes), ">u8").astype(np.uint64).reshape(-1, 2)
-    lines = data.count(b"\n") + (not data.endswith(b"\n"))
+    lines = data.count(b"\n") + (data[-1:] not in (b"", b"\n"))
     return Examined(block.file, len(data), lines, tally, keys, rejected, error)
 
 

@@ -23,7 +23,8 @@ from ttrain.job import Job
 
 def run(config: ShardsConfig, job: Job) -> dict[str, Any]:
     """Write `train/` and `heldout/` (with the records as text beside, for the evaluation); returns the counts."""
-    built = build(config, job, Processes(job.runtime.workers or os.cpu_count() or 1))
+    with Processes(job.runtime.workers or os.cpu_count() or 1) as pool:
+        built = build(config, job, pool)
     check(built, config.reading, f"data.{job.arguments['dataset']}", job.arguments["kind"])
     return built.to_json()
 
