@@ -56,11 +56,12 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+# A file that changed within the clock's granularity may change again under the same mtime: do not remember it yet.
+RACY_SECONDS = 2.0
+
+
 class DigestCache:
     """Digests of files and modules, remembered by path, size, mtime, ctime and inode, so that a hit costs a stat."""
-
-    # A file that changed within the clock's granularity may change again under the same mtime: do not remember it yet.
-    RACY_SECONDS = 2.0
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -95,16 +96,26 @@ class DigestCache:
 
     def _remembered(self, kind: str, path: Path, compute: Any) -> Any:
         stat = path.stat()
-        stamp = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
+        present = _stamp_of(stat)
         name = f"{kind}:{path.absolute()}"
         entry = self._entries.get(name)
-        if entry and entry[:-1] == stamp:
+        if entry and entry[:-1] == present:
             return entry[-1]
         value = compute(path)
-        if time.time() - stat.st_mtime > self.RACY_SECONDS:
-            self._entries[name] = [*stamp, value]
+        if time.time() - stat.st_mtime > RACY_SECONDS:
+            self._entries[name] = [*present, value]
             self._changed = True
         return value
+
+
+def stamp(path: Path) -> str | None:
+    """What changes with a file's bytes, for a stat; None where it changed a moment ago and may change again unseen."""
+    stat = path.stat()
+    return None if time.time() - stat.st_mtime <= RACY_SECONDS else f"{path.absolute()} {_stamp_of(stat)}"
+
+
+def _stamp_of(stat: os.stat_result) -> list[int]:
+    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
 
 
 def code_digests(module: str, cache: DigestCache) -> dict[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import resource
 import sys
 import tempfile
@@ -18,11 +17,11 @@ from ttrain.data.blocks import BLOCKS, PARTS
 from ttrain.data.inspecting import SUMMARY, tokenizer_at
 from ttrain.data.sharding import Pool
 from ttrain.data.shards import COUNTED, INDEX
-from ttrain.digests import DigestCache, sha256_file
+from ttrain.digests import sha256_file, stamp
 from ttrain.errors import DataError, UsageError
 from ttrain.stages.shards import check, recipe_of
 from ttrain.stages.tokenizer import train_directory
-from ttrain.store import MANIFEST, home, write_json
+from ttrain.store import MANIFEST, write_json
 
 LOCK = Path("run", "lock")
 
@@ -109,16 +108,8 @@ def _alone(output: Path, waiting: Callable[[], None]) -> Iterator[None]:
 
 
 def _data_files(found: Sequence[str]) -> list[DataFile]:
-    """With what identifies their bytes; the digests are remembered where there is a home."""
-    root = home()
-    cache = DigestCache(root / "cache" / "digests.json" if root.is_dir() else Path(os.devnull))
-    files = [
-        DataFile(location, locations.name(location), locations.version(location) or cache.file(Path(location)))
-        for location in found
-    ]
-    if root.is_dir():
-        cache.save()
-    return files
+    """With what identifies their bytes: of a local file inode, size and times, as in the store's cache of digests."""
+    return [DataFile(path, locations.name(path), locations.version(path) or stamp(Path(path))) for path in found]
 
 
 def _figures(built: Built) -> dict[str, Any]:

@@ -210,11 +210,15 @@ def _keys(table: Table) -> npt.NDArray[Any]:
 
 def is_first(table: Table) -> Flags:
     """Whether no row before says the same."""
+    halves = np.sort(table[:, 0])
+    if (
+        len(halves) < 2 or (halves[1:] != halves[:-1]).all()
+    ):  # most often; sorting with their places takes forty times as long
+        return np.ones(len(table), np.bool_)
     order = np.lexsort((table[:, 1], table[:, 0]))  # stable: of equal rows the first stays first
     ordered = table[order, :2]
     found = np.ones(len(table), np.bool_)
-    if len(table):
-        found[order[1:]] = (ordered[1:] != ordered[:-1]).any(axis=1)
+    found[order[1:]] = (ordered[1:] != ordered[:-1]).any(axis=1)
     return found
 
 

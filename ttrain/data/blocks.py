@@ -31,9 +31,8 @@ from ttrain.store import read_json, write_json
 PARTS = ("train", "heldout")
 BLOCKS = Path("run", "blocks")
 SHIPPED_BYTES = 1 << 20
-ENCODED_CHARACTERS = (
-    2_000_000  # texts go to the encoder in groups of this size: a worker of 16 MiB blocks stays below 250 MB
-)
+# Texts go to the encoder in groups of this size: a worker of 16 MiB blocks stays below 250 MB.
+ENCODED_BYTES = 4_000_000
 ENCODED_RECORDS = 20_000  # a million of one letter took 565 MB
 CHECKED_TEXTS, CHECKED_CHARACTERS = 3, 2000  # of each block, encoded by `tokenizers` too: 0.3 % of the time
 QUARANTINED_ROWS = 10_000  # of one block; what is beyond is counted, and the last line says so
@@ -242,12 +241,14 @@ def _make(data: bytes, block: Block, recipe: Recipe, output: Path, name: str, id
     with _Quarantine(output / BLOCKS / f"{identity}.rejected.jsonl") as quarantine:
         tally.quarantine = quarantine
         for record in records(data, block, recipe, tally):
-            content_hash = sources.content_hash(record)
+            content = record.content()
+            content_hash = sources.hash_of(content)
             if recipe.keep_below is not None and draw(content_hash, recipe.seed) >= recipe.keep_below:
                 tally.leave_out(BEYOND_LIMIT, 1)
                 continue
             heldout = int.from_bytes(content_hash[:8], "big") < threshold
-            size = parts["heldout" if heldout else "train"].add(record)
+            size = len(content) if isinstance(record, sources.Document) else len(text_of(record).encode("utf-8"))
+            parts["heldout" if heldout else "train"].add(record, size)
             rows.append(content_hash + size.to_bytes(8, "big"))
             if lowest is None or content_hash < lowest[0]:
                 lowest = content_hash, record
@@ -298,21 +299,18 @@ class _Part:
     def __init__(self, encoder: Encoder, kind: str, *, keep_text: bool) -> None:
         self._encoder, self._kind, self._keep_text = encoder, kind, keep_text
         self._pending: list[sources.Record] = []
-        self._characters = self._bytes = self._checked = 0
+        self._pending_bytes = self._bytes = 0
         self._done: list[Column] = []
         self._lines: list[bytes] = []
 
-    def add(self, record: sources.Record) -> int:
-        """Returns the bytes of the record's text."""
-        text = text_of(record)
-        size = len(text) if text.isascii() else len(text.encode("utf-8"))
+    def add(self, record: sources.Record, size: int) -> None:
+        """`size` is that of its text, in bytes."""
         self._pending.append(record)
-        self._characters, self._bytes = self._characters + len(text), self._bytes + size
+        self._pending_bytes, self._bytes = self._pending_bytes + size, self._bytes + size
         if self._keep_text:
             self._lines.append(orjson.dumps(record.to_json()) + b"\n")
-        if self._characters >= ENCODED_CHARACTERS or len(self._pending) >= ENCODED_RECORDS:
+        if self._pending_bytes >= ENCODED_BYTES or len(self._pending) >= ENCODED_RECORDS:
             self._encode()
-        return size
 
     def write(self, directory: Path, name: str) -> dict[str, Any] | None:
         """Write the shard, and the held-out records as text beside it; returns its entry, None where there is no record."""
@@ -335,7 +333,7 @@ class _Part:
             some = self._pending[:: max(1, len(self._pending) // CHECKED_TEXTS)][:CHECKED_TEXTS]
             self._encoder.check([text_of(record)[:CHECKED_CHARACTERS] for record in some])
         self._done.append(encode_records(self._encoder, self._kind, self._pending))
-        self._pending, self._characters = [], 0
+        self._pending, self._pending_bytes = [], 0
 
 
 def concatenate(columns: Sequence[Column]) -> Column:

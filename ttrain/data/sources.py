@@ -255,7 +255,12 @@ def _text(turn: dict[str, Any], key: str, role: str, *, empty: bool) -> str:
 
 def content_hash(record: Record) -> bytes:
     """16 bytes that identify what the record says, wherever it stands."""
-    return hashlib.blake2b(record.content(), digest_size=16).digest()
+    return hash_of(record.content())
+
+
+def hash_of(content: bytes) -> bytes:
+    """16 bytes that identify the content of a record."""
+    return hashlib.blake2b(content, digest_size=16).digest()
 
 
 def position(record: Record) -> float:
