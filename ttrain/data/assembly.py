@@ -254,7 +254,7 @@ def _write_lowest(output: Path, value: dict[str, Any], recipe: Recipe) -> dict[s
     column = blocks.encode_records(blocks.encoder_of(recipe.tokenizer, fast=recipe.fast), recipe.kind, [record])
     name = f"{hashlib.blake2b(record.content(), digest_size=8).hexdigest()}-lowest"
     entry = shards.write_shard(output / "heldout" / f"{name}.arrow", column, recipe.vocab_size)
-    blocks.write_bytes(output / "heldout" / f"{name}.jsonl", orjson.dumps(record.to_json()) + b"\n")
+    shards.write_files([(output / "heldout" / f"{name}.jsonl", orjson.dumps(record.to_json()) + b"\n")])
     return {**entry, "records": f"{name}.jsonl", "bytes": len(blocks.text_of(record).encode("utf-8")), "group": 0}
 
 
@@ -300,7 +300,7 @@ def _selected(
         lines = (output / BLOCKS / f"{part}-{entry['records']}").read_bytes().splitlines(keepends=True)
         found["records"] = f"{stem}.jsonl"
         chosen = b"".join(line for line, keep in zip(lines, wanted, strict=True) if keep)
-        blocks.write_bytes(output / part / found["records"], chosen)
+        shards.write_files([(output / part / found["records"], chosen)])
     return {**found, "bytes": int(block.rows[mine, 2][wanted].sum())}
 
 

@@ -8,7 +8,7 @@ block that was made before (by a run that was killed, or for an artifact that la
 from __future__ import annotations
 
 import hashlib
-import os
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -26,7 +26,7 @@ from ttrain.data.jsonl import Tally
 from ttrain.data.shards import Column
 from ttrain.digests import digest_of
 from ttrain.errors import DataError
-from ttrain.store import read_json, write_json
+from ttrain.store import read_json
 
 PARTS = ("train", "heldout")
 BLOCKS = Path("run", "blocks")
@@ -252,8 +252,8 @@ def _make(data: bytes, block: Block, recipe: Recipe, output: Path, name: str, id
             rows.append(content_hash + size.to_bytes(8, "big"))
             if lowest is None or content_hash < lowest[0]:
                 lowest = content_hash, record
-    made = {part: parts[part].write(output / part, name) for part in PARTS}
-    write_bytes(output / BLOCKS / f"{identity}.rows", b"".join(rows))
+    files: list[tuple[Path, Any]] = [(output / BLOCKS / f"{identity}.rows", b"".join(rows))]
+    made = {part: parts[part].files(output / part, name, files) for part in PARTS}
     keep_lowest = lowest is not None and made["heldout"] is None and threshold > 0
     about = {
         "encoder": encoder.kind,
@@ -263,7 +263,8 @@ def _make(data: bytes, block: Block, recipe: Recipe, output: Path, name: str, id
         "threshold": threshold,
         **made,
     }
-    write_json(output / BLOCKS / f"{identity}.json", about)
+    files.append((output / BLOCKS / f"{identity}.json", json.dumps(about).encode()))  # the last one makes the block exist
+    shards.write_files(files)
 
 
 @lru_cache(maxsize=2)
@@ -312,19 +313,19 @@ class _Part:
         if self._pending_bytes >= ENCODED_BYTES or len(self._pending) >= ENCODED_RECORDS:
             self._encode()
 
-    def write(self, directory: Path, name: str) -> dict[str, Any] | None:
-        """Write the shard, and the held-out records as text beside it; returns its entry, None where there is no record."""
+    def files(self, directory: Path, name: str, files: list[tuple[Path, Any]]) -> dict[str, Any] | None:
+        """Add the shard, and the held-out records as text, to `files`; returns its entry, None where there is no record."""
         self._encode()
         if not self._done:
             return None
         directory.mkdir(parents=True, exist_ok=True)
-        column = concatenate(self._done)
-        entry = shards.write_shard(directory / f"{name}.arrow", column, len(self._encoder))
+        entry, data = shards.shard_of(f"{name}.arrow", concatenate(self._done), len(self._encoder))
+        added: list[tuple[Path, Any]] = [(directory / entry["file"], data)]
         if self._keep_text:
             entry["records"] = f"{name}.jsonl"
-            write_bytes(directory / entry["records"], b"".join(self._lines))
-        sizes = {entry[kind]: (directory / entry[kind]).stat().st_size for kind in ("file", "records") if kind in entry}
-        return {**entry, "bytes": self._bytes, "sizes": sizes}
+            added.append((directory / entry["records"], b"".join(self._lines)))
+        files += added
+        return {**entry, "bytes": self._bytes, "sizes": {path.name: len(data) for path, data in added}}
 
     def _encode(self) -> None:
         if not self._pending:
@@ -370,13 +371,3 @@ class _Quarantine:
                 more = f"{self._rows - QUARANTINED_ROWS} more bad rows in this block are counted but not listed"
                 self._file.write(orjson.dumps({"reason": more}) + b"\n")
             self._file.close()
-
-
-def write_bytes(path: Path, data: bytes) -> None:
-    """Write under a temporary name, fsync, rename."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)

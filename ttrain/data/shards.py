@@ -7,6 +7,8 @@ its offsets are read, when one of its rows is asked for.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import itertools
 import mmap
 import os
@@ -21,7 +23,6 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ttrain.digests import sha256_file
 from ttrain.errors import ArtifactError
 from ttrain.store import read_json, write_json
 
@@ -56,25 +57,46 @@ def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.uint32]:
     return np.uint16 if vocab_size <= 1 << 16 else np.uint32
 
 
-def write_shard(path: Path, column: Column, vocab_size: int) -> dict[str, Any]:
-    """Write one shard: under a temporary name, fsynced, renamed. Returns its counts and digest."""
-    dtype = token_dtype(vocab_size)
-    arrays, fields = [_large_list(column.offsets, column.tokens.astype(dtype, copy=False))], ["tokens"]
+def shard_of(name: str, column: Column, vocab_size: int) -> tuple[dict[str, Any], pa.Buffer]:
+    """(entry for the index, bytes of the file) of a shard with this name."""
+    arrays, fields = [_large_list(column.offsets, column.tokens.astype(token_dtype(vocab_size), copy=False))], ["tokens"]
     if column.live is not None:
         arrays.append(_large_list(column.offsets, column.live.astype(np.uint8)))
         fields.append("live")
     batch = pa.record_batch(arrays, names=fields)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("wb") as file:
-        with pa.ipc.new_stream(file, batch.schema) as writer:
-            writer.write_batch(batch)
-        file.flush()
-        os.fsync(file.fileno())
-    digest = sha256_file(temporary)
-    temporary.replace(path)
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    data = sink.getvalue()
     rows, tokens = len(column), len(column.tokens)
     live = tokens - rows if column.live is None else int(column.live.sum())
-    return {"file": path.name, "rows": rows, "tokens": tokens, "live_tokens": live, "sha256": digest}
+    digest = hashlib.sha256(data).hexdigest()
+    return {"file": name, "rows": rows, "tokens": tokens, "live_tokens": live, "sha256": digest}, data
+
+
+def write_shard(path: Path, column: Column, vocab_size: int) -> dict[str, Any]:
+    """Write one shard; returns its counts and digest."""
+    entry, data = shard_of(path.name, column, vocab_size)
+    write_files([(path, data)])
+    return entry
+
+
+def write_files(files: Sequence[tuple[Path, Any]]) -> None:
+    """Write files of a kind that must be whole: under temporary names, fsynced, then renamed in their order.
+
+    All are written before the first is synced, since each sync of a journalled file system waits for what others write too:
+    one after the other, two workers were idle for a third of their time.
+    """
+    temporary = [path.with_name(f".{path.name}.{os.getpid()}.tmp") for path, _ in files]
+    with contextlib.ExitStack() as stack:
+        opened = [stack.enter_context(path.open("wb")) for path in temporary]
+        for file, (_, data) in zip(opened, files, strict=True):
+            file.write(data)
+            file.flush()
+        for file in opened:
+            os.fsync(file.fileno())
+    for source, (target, _) in zip(temporary, files, strict=True):
+        source.replace(target)
 
 
 def read_shard(path: Path) -> Column:
