@@ -47,7 +47,7 @@ def run(execution: Execution, recipe: Recipe, wait_for_server: Callable[[], None
         from tasks.blocks import make_on_dask
 
         runtime = execution.settings.runtime
-        execution.make_parts_elsewhere = lambda stage, work: make_on_dask(stage, work, runtime)
+        execution.make_parts_elsewhere = lambda stage, work: make_on_dask(stage, work, runtime, lambda: execution.signum)
     wait_for_server()
     bury_the_dead(execution.store.root)
 

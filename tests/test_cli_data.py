@@ -646,3 +646,11 @@ def test_a_pipe_gets_no_colours_and_nothing_heavy_is_loaded(tmp_path: Path, tok:
     assert done.returncode == 0, done.stderr.decode()
     assert b"heavy: []" in done.stdout
     assert b"\x1b" not in done.stdout + done.stderr and done.stderr == b""
+
+
+def test_the_quarantine_never_takes_the_place_of_an_input(run: Run, tmp_path: Path) -> None:
+    documents(tmp_path / "a.jsonl", 5)
+    before = (tmp_path / "a.jsonl").read_bytes()
+    refused = run("data", "validate", "a.jsonl", "--rejected", str(tmp_path / "a.jsonl"))
+    assert refused.code == 2 and "--rejected" in refused.err
+    assert (tmp_path / "a.jsonl").read_bytes() == before

@@ -10,6 +10,7 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -489,3 +490,68 @@ def test_a_parquet_column_of_bytes_is_text_where_it_is_utf8_and_no_other_type_is
         assert_adds_up(found[name], 3)
     assert [built.tallies["train"].kept for built in found.values()] == [2, 0, 0]
     assert all("'text'" in reason for built in found.values() for reason in built.tallies["train"].rejected)
+
+
+def test_a_limit_counts_what_is_learnt_beside_a_named_held_out_file(tmp_path: Path, recipe: Recipe) -> None:
+    rows = rows_of(300)
+    train = write_lines(tmp_path / "a.jsonl", rows)
+    heldout = write_lines(tmp_path / "b.jsonl", rows[:150])
+    for sample in ("head", "reservoir"):
+        reading = Reading(heldout_fraction=0.1, limit=100, sample=sample)
+        built = build(tmp_path / sample, [train], recipe, reading, heldout=[heldout])
+        assert (built.parts["train"]["rows"], built.parts["heldout"]["rows"]) == (100, 150)
+
+
+def test_a_limited_set_has_a_held_out_row_too(tmp_path: Path, recipe: Recipe, tokenizer: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", rows_of(300))
+    for limit in (10, 50):
+        built = build(tmp_path / f"{limit}", [path], recipe, Reading(heldout_fraction=1e-9, limit=limit, sample="head"))
+        assert (built.parts["train"]["rows"], built.parts["heldout"]["rows"]) == (limit - 1, 1)
+        held = texts_in(tmp_path / f"{limit}", tokenizer, "heldout")
+        assert [record["text"] for record in heldout_records(tmp_path / f"{limit}")] == held
+
+
+def test_a_head_taken_by_several_workers_leaves_nothing_else(tmp_path: Path, recipe: Recipe) -> None:
+    path = write_lines(tmp_path / "a.jsonl", rows_of(3000))
+    reading = Reading(heldout_fraction=0.1, limit=20, sample="head")
+    build(tmp_path / "one", [path], recipe, reading)
+    with Processes(3) as pool:
+        build(tmp_path / "three", [path], recipe, reading, pool=pool)
+    one, three = (sorted(p.relative_to(tmp_path / n) for p in (tmp_path / n).rglob("*")) for n in ("one", "three"))
+    assert one == three
+
+
+def test_a_shard_that_was_altered_is_made_again_and_never_lent(tmp_path: Path, recipe: Recipe) -> None:
+    path = write_lines(tmp_path / "a.jsonl", rows_of(100))
+    build(tmp_path / "out", [path], recipe)
+    expected = digests(tmp_path / "out")
+    victim = sorted((tmp_path / "out" / "train").glob("*.arrow"))[0]
+    data = bytearray(victim.read_bytes())
+    data[len(data) // 2] ^= 1
+    victim.write_bytes(data)
+    lent = build(tmp_path / "new", [path], replace(recipe, reuse=(str(tmp_path / "out"),)))
+    assert (lent.encoded_blocks, digests(tmp_path / "new")) == (1, expected)
+    assert build(tmp_path / "out", [path], recipe).encoded_blocks == 1
+    assert digests(tmp_path / "out") == expected
+    shutil.copytree(tmp_path / "out", tmp_path / "copy", copy_function=shutil.copyfile)  # other times, the same bytes
+    assert build(tmp_path / "copy", [path], recipe).encoded_blocks == 0
+
+
+def test_other_special_tokens_are_another_recipe_and_never_share_a_name(
+    tmp_path: Path, recipe: Recipe, tokenizer: Path
+) -> None:
+    path = write_lines(tmp_path / "a.jsonl", rows_of(50))
+    build(tmp_path / "out", [path], recipe)
+    before = digests(tmp_path / "out")
+    shutil.copytree(tokenizer, tmp_path / "swapped")
+    config = json.loads((tmp_path / "swapped" / "tokenizer_config.json").read_text())
+    config["bos_token"], config["eos_token"] = config["eos_token"], config["bos_token"]
+    (tmp_path / "swapped" / "tokenizer_config.json").write_text(json.dumps(config))
+    swapped = recipe_of(ALL, tmp_path / "swapped", "documents")
+    built = build(tmp_path / "out", [path], swapped)
+    assert built.encoded_blocks == built.blocks
+    assert not {name for name in digests(tmp_path / "out") if name.endswith(".arrow")} & set(before)
+    first = ShardSet(tmp_path / "out" / "train").row(0)[0]
+    assert (first[0], first[-1]) == (3, 2)
+    with pytest.raises(ArtifactError, match="made with the tokenizer"):
+        ShardSet(tmp_path / "out" / "train", Encoder(tokenizer).digest)

@@ -121,7 +121,7 @@ def data_validate(
     found, missing = _expanded(files)
     with (
         _pool(found, workers, SMALL_UNENCODED_BYTES) as pool,
-        _quarantine(rejected) as quarantine,
+        _quarantine(rejected, found) as quarantine,
         bar("reading", "bytes", _unpacked_bytes(found)) as progress,
     ):
         chosen = _kind(kind, text_field)
@@ -383,13 +383,20 @@ def _expanded(patterns: Sequence[str]) -> tuple[list[str], list[Report]]:
 
 
 @contextlib.contextmanager
-def _quarantine(path: Path | None) -> Iterator[Callable[[dict[str, Any]], object] | None]:
+def _quarantine(path: Path | None, found: Sequence[str]) -> Iterator[Callable[[dict[str, Any]], object] | None]:
     """Takes bad rows and writes them to the path, where there is one."""
     if path is None:
         yield None
         return
     import orjson
 
+    from ttrain.data import locations
+    from ttrain.errors import UsageError
+
+    if any(
+        not locations.is_remote(name) and Path(name).exists() and path.exists() and path.samefile(name) for name in found
+    ):
+        raise UsageError(f"--rejected is {path}, which is a file to be read; name another")
     with path.open("wb") as file:
         yield lambda row: file.write(orjson.dumps(row) + b"\n")
 

@@ -111,6 +111,12 @@ class Reading(Section):
     sample: Literal["reservoir", "head"] = Field("reservoir", description="which rows `limit` takes: any, or the first")
     seed: int = Field(1, ge=0, lt=2**32, description="of the reservoir")
 
+    @model_validator(mode="after")
+    def _rounds_of_a_limit(self) -> Reading:
+        if self.rounds > 1 and self.limit is None:
+            raise ValueError(f"reading.rounds is {self.rounds} but reading.limit is not set; set it, or rounds=1")
+        return self
+
 
 class Tokenizer(Section):
     """A byte-level BPE with the full byte alphabet, or a tokenizer that exists."""

@@ -14,10 +14,11 @@ from ttrain.config import Reading, Tokenizer
 from ttrain.data import locations, sharding
 from ttrain.data.assembly import REJECTED, Built, DataFile
 from ttrain.data.blocks import BLOCKS, PARTS
+from ttrain.data.encoder import Encoder
 from ttrain.data.inspecting import SUMMARY, tokenizer_at
 from ttrain.data.sharding import Pool
 from ttrain.data.shards import COUNTED, INDEX
-from ttrain.digests import sha256_file, stamp
+from ttrain.digests import stamp
 from ttrain.errors import DataError, UsageError
 from ttrain.stages.shards import check, recipe_of
 from ttrain.stages.tokenizer import train_directory
@@ -75,7 +76,7 @@ def shard(
 
 def check_output(output: Path, patterns: Sequence[str], found: Sequence[str]) -> None:
     """Raise UsageError where shards must not be written: over what is not ours, or into a folder that is read."""
-    if (output / MANIFEST).exists():
+    if any((above / MANIFEST).exists() for above in (output, *output.absolute().parents)):
         raise UsageError(f"--out is {output}, which holds an artifact of a pipeline; name another directory")
     if output.exists() and not (output / BLOCKS).is_dir() and (not output.is_dir() or any(output.iterdir())):
         raise UsageError(f"--out is {output}, which holds something else than shards; name an empty directory or a new one")
@@ -142,7 +143,7 @@ def train_tokenizer(
             "out": str(output),
             **figures,
             "template": config.template,
-            "tokenizer_digest": sha256_file(work / "tokenizer.json"),
+            "tokenizer_digest": Encoder(work, fast=False).digest,
             "peak_memory_bytes": _peak_memory_bytes(),
         }
         (work / "run").mkdir()

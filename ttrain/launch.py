@@ -126,7 +126,7 @@ def _prepare(
     files = data_files(stage, settings)
     known = planned.ingredients["files"]
     weights = settings.data.weights(stage.dataset) if stage.reuses_parts and stage.dataset else ()
-    earlier = store.artifacts(stage.name)[:EARLIER_OUTPUTS] if stage.reuses_parts else []
+    earlier = store.artifacts(stage.name)[:EARLIER_OUTPUTS] if stage.reuses_parts and not planned.forced else []
     spec = {
         "stage": stage.name,
         "uses_ranks": stage.uses_ranks,
@@ -136,7 +136,7 @@ def _prepare(
         "versions": {role: [file["sha256"] for file in found] for role, found in known.items()},
         "groups": {role: [file.group for file in found] for role, found in files.items()},
         "weights": list(weights),
-        "reuse": [str(artifact.path) for artifact in earlier],
+        "reuse": [str(artifact.path) for artifact in earlier if not store.damage(artifact)],
         "runtime": settings.runtime.model_dump(mode="json"),
         "start_from": str(planned.start_from) if planned.start_from else None,
         "key": planned.key,

@@ -190,8 +190,10 @@ def _expanded(paths: tuple[str, ...], setting: str, weights: tuple[float, ...]) 
         return [InputFile(location) for location in locations.expand(paths, setting)]
     found: dict[str, InputFile] = {}
     for group, (path, weight) in enumerate(zip(paths, weights, strict=True)):
-        for location in locations.expand((path,), setting):
-            found.setdefault(location, InputFile(location, group, weight))
+        new = [location for location in locations.expand((path,), setting) if location not in found]
+        if not new:
+            raise UsageError(f"{setting} weighs '{path}', but all its files belong to a source before it; leave it out")
+        found.update({location: InputFile(location, group, weight) for location in new})
     return list(found.values())
 
 

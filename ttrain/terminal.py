@@ -38,7 +38,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
 
     drawn = Table(box=None, header_style="dim", pad_edge=False)
     for name in header:
-        drawn.add_column(name, overflow="fold")
+        drawn.add_column(Text(escaped(name)), overflow="fold")
     for row in rows:
         drawn.add_row(*(Text(escaped(str(cell))) for cell in row))
     console().print(drawn)

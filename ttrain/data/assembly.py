@@ -24,6 +24,7 @@ from ttrain.config import Reading
 from ttrain.data import blocks, shards, sources
 from ttrain.data.blocks import BEYOND_LIMIT, BLOCKS, PARTS, Recipe
 from ttrain.data.jsonl import FIRST_REJECTED, Tally
+from ttrain.errors import ArtifactError, DataError
 
 REJECTED = Path("run", "rejected.jsonl")
 OWN_NAME = re.compile(
@@ -121,7 +122,8 @@ def assemble(
                 entries[part].append({**entry, "group": files[block.role][block.file].group})
                 sizes[block.role, block.file].update({name: entry[name] for name in ("tokens", "bytes")})
     if lowest is not None:
-        entries["heldout"].append(_write_lowest(output, lowest, recipe))
+        block, content_hash = lowest
+        entries["heldout"].append(_write_lowest(output, files[block.role][block.file].location, content_hash, recipe))
     _keep_blocks(output, made)
     more: dict[str, Any] = {"weights": list(weights)} if weights else {}
     if recipe.kind == "chats":
@@ -222,35 +224,37 @@ def is_first(table: Table) -> Flags:
     return found
 
 
-def _set_lowest_aside(made: list[Made], figures: Mapping[tuple[str, int], Tally]) -> dict[str, Any] | None:
-    """Where nothing was held out, take the row of the lowest hash (and its copies) from the training part, and return it.
+def _set_lowest_aside(made: list[Made], figures: Mapping[tuple[str, int], Tally]) -> tuple[Made, bytes] | None:
+    """Where nothing was held out, take the row of the lowest hash (and its copies) from the training part.
 
-    So that a small set can be evaluated too.
+    So that a small set can be evaluated too. Returns its first block and its hash.
     """
-    if any((block.is_heldout & block.wanted).any() for block in made):
+    if any((block.is_heldout & block.wanted).any() for block in made) or sum(int(b.wanted.sum()) for b in made) < 2:
         return None
-    candidates = []
-    for number, block in enumerate(made):
-        if len(block.rows):
-            row = int(np.lexsort((block.rows[:, 1], block.rows[:, 0]))[0])
-            if block.wanted[row]:
-                candidates.append((*block.rows[row, :2].tolist(), number, row))
-    if sum(int(block.wanted.sum()) for block in made) < 2 or not candidates:
-        return None
-    first, second, number, _ = min(candidates)
+    lowest: tuple[tuple[int, int], Made] | None = None
+    for block in made:
+        rows = block.rows[block.wanted]
+        if len(rows):
+            first, second, _ = rows[np.lexsort((rows[:, 1], rows[:, 0]))[0]].tolist()
+            if lowest is None or (first, second) < lowest[0]:
+                lowest = (first, second), block
+    assert lowest is not None, "two rows are wanted"
+    (first, second), where = lowest
     copies = 0
     for block in made:
         same = block.wanted & (block.rows[:, 0] == np.uint64(first)) & (block.rows[:, 1] == np.uint64(second))
         block.wanted &= ~same
         figures[block.role, block.file].leave_out(HELD_OUT, max(0, int(same.sum()) - (not copies)))
         copies += int(same.sum())
-    lowest: dict[str, Any] = made[number].about["lowest"]
-    return lowest
+    return where, first.to_bytes(8, "big") + second.to_bytes(8, "big")
 
 
-def _write_lowest(output: Path, value: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
-    record = recipe.parser(value) if recipe.kind == "chats" else sources.Document(value["text"])
-    assert isinstance(record, sources.Document | sources.Conversation), "it was a record before"
+def _write_lowest(output: Path, location: str, content_hash: bytes, recipe: Recipe) -> dict[str, Any]:
+    """Read the record of this hash again, and write the held-out shard that it is. Raises DataError where it is gone."""
+    rows = sources.read([location], recipe.parser, Tally(), recipe.max_line_bytes)
+    record = next((record for record in rows if sources.content_hash(record) == content_hash), None)
+    if record is None:
+        raise DataError(f"{location} changed while it was read; run the same command again")
     column = blocks.encode_records(blocks.encoder_of(recipe.tokenizer, fast=recipe.fast), recipe.kind, [record])
     name = f"{hashlib.blake2b(record.content(), digest_size=8).hexdigest()}-lowest"
     entry = shards.write_shard(output / "heldout" / f"{name}.arrow", column, recipe.vocab_size)
@@ -272,7 +276,7 @@ def _lay_out(output: Path, part: str, block: Made, taken: set[str], recipe: Reci
         if not wanted.any():
             return None
         return _selected(output, part, block, entry, wanted, mine, recipe)
-    kept = {key: value for key, value in entry.items() if key != "sizes"}
+    kept = {key: value for key, value in entry.items() if key != "files"}
     number = 2
     while kept["file"] in taken:  # the same block twice, where duplicates are kept
         kept.update(
@@ -307,7 +311,8 @@ def _selected(
 def _place(directory: Path, part: str, name: str, target: Path, *, keep: bool = False) -> None:
     """Have a block's file at `target`: moved where it is this output's own, else linked (copied, across file systems)."""
     source = blocks.find(directory, part, name)
-    assert source is not None, f"{part}/{name} of a block that is there"
+    if source is None:
+        raise ArtifactError(f"{part}/{name} vanished from {directory} while it was taken over; run the same command again")
     if source == target:
         return
     target.unlink(missing_ok=True)

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +25,7 @@ from ttrain.data.chat import encode_chats
 from ttrain.data.encoder import Encoder
 from ttrain.data.jsonl import Tally
 from ttrain.data.shards import Column
-from ttrain.digests import digest_of
+from ttrain.digests import digest_of, sha256_file
 from ttrain.errors import DataError
 from ttrain.store import read_json
 
@@ -74,7 +75,12 @@ class Recipe:
     @property
     def digest(self) -> str:
         """What it is, wherever the tokenizer lies."""
-        names = ["kind", "text_field", "heldout_fraction", "max_line_bytes", "tokenizer_digest", "code", "keep_below"]
+        return digest_of([self.digest_of_data, self.code])
+
+    @property
+    def digest_of_data(self) -> str:
+        """The same without the code: shards that another version makes to the same bytes keep their names."""
+        names = ["kind", "text_field", "heldout_fraction", "max_line_bytes", "tokenizer_digest", "keep_below"]
         names += ["template"] if self.kind == "chats" else []
         seed = self.seed if self.keep_below is not None else 0
         return digest_of({**{name: getattr(self, name) for name in names}, "seed": seed})
@@ -192,11 +198,14 @@ def make(block: Block, recipe: Recipe, output: str) -> tuple[str, str, bool]:
     """
     data = read(block, recipe.max_line_bytes)
     content = hashlib.blake2b(data, digest_size=16).hexdigest()
-    identity = hashlib.blake2b(f"{recipe.digest} {content}".encode(), digest_size=12).hexdigest()
+    identity, name = (
+        hashlib.blake2b(f"{digest} {content}".encode(), digest_size=size).hexdigest()
+        for digest, size in ((recipe.digest, 12), (recipe.digest_of_data, 8))
+    )
     for directory in (output, *recipe.reuse):
         if is_there(Path(directory), identity, fast=recipe.fast):
             return identity, directory, False
-    _make(data, block, recipe, Path(output), content[:16], identity)
+    _make(data, block, recipe, Path(output), name, identity)
     return identity, output, True
 
 
@@ -205,14 +214,22 @@ def is_there(directory: Path, identity: str, *, fast: bool = True) -> bool:
     made = read_json(directory / BLOCKS / f"{identity}.json")
     if made is None or (not fast and made["encoder"] != "tokenizers"):
         return False
-    if not (directory / BLOCKS / f"{identity}.rows").is_file():
+    beside = ["rows", *(["rejected.jsonl"] if made["tally"]["rejected"] else [])]
+    if not all((directory / BLOCKS / f"{identity}.{ending}").is_file() for ending in beside):
         return False
-    for part in PARTS:
-        for name, size in (made[part] or {}).get("sizes", {}).items():
-            path = find(directory, part, name)
-            if path is None or path.stat().st_size != size:
-                return False
-    return True
+    return all(
+        _is_whole(find(directory, part, name), entry, made["written_ns"])
+        for part in PARTS
+        for name, entry in (made[part] or {}).get("files", {}).items()
+    )
+
+
+def _is_whole(path: Path | None, entry: Mapping[str, Any], written_ns: int) -> bool:
+    """By size and time, and by digest where the time is another: the file was copied, or altered."""
+    if path is None:
+        return False
+    stat = path.stat()
+    return stat.st_size == entry["bytes"] and (stat.st_mtime_ns == written_ns or sha256_file(path) == entry["sha256"])
 
 
 def find(directory: Path, part: str, name: str) -> Path | None:
@@ -233,38 +250,35 @@ def records(data: bytes, block: Block, recipe: Recipe, tally: Tally) -> Iterator
 
 def _make(data: bytes, block: Block, recipe: Recipe, output: Path, name: str, identity: str) -> None:
     encoder = encoder_of(recipe.tokenizer, fast=recipe.fast)
-    tally, rows = Tally(), []
+    tally, rows, quarantine = Tally(), [], _Quarantine()
+    tally.quarantine = quarantine
     threshold = round(recipe.heldout_fraction * 2**64)
     parts = {part: _Part(encoder, recipe.kind, keep_text=part == "heldout") for part in PARTS}
-    lowest: tuple[bytes, sources.Record] | None = None
+    for record in records(data, block, recipe, tally):
+        content = record.content()
+        content_hash = sources.hash_of(content)
+        if recipe.keep_below is not None and draw(content_hash, recipe.seed) >= recipe.keep_below:
+            tally.leave_out(BEYOND_LIMIT, 1)
+            continue
+        heldout = int.from_bytes(content_hash[:8], "big") < threshold
+        size = len(content) if isinstance(record, sources.Document) else len(text_of(record).encode("utf-8"))
+        parts["heldout" if heldout else "train"].add(record, size)
+        rows.append(content_hash + size.to_bytes(8, "big"))
     (output / BLOCKS).mkdir(parents=True, exist_ok=True)
-    with _Quarantine(output / BLOCKS / f"{identity}.rejected.jsonl") as quarantine:
-        tally.quarantine = quarantine
-        for record in records(data, block, recipe, tally):
-            content = record.content()
-            content_hash = sources.hash_of(content)
-            if recipe.keep_below is not None and draw(content_hash, recipe.seed) >= recipe.keep_below:
-                tally.leave_out(BEYOND_LIMIT, 1)
-                continue
-            heldout = int.from_bytes(content_hash[:8], "big") < threshold
-            size = len(content) if isinstance(record, sources.Document) else len(text_of(record).encode("utf-8"))
-            parts["heldout" if heldout else "train"].add(record, size)
-            rows.append(content_hash + size.to_bytes(8, "big"))
-            if lowest is None or content_hash < lowest[0]:
-                lowest = content_hash, record
     files: list[tuple[Path, Any]] = [(output / BLOCKS / f"{identity}.rows", b"".join(rows))]
-    made = {part: parts[part].files(output / part, name, files) for part in PARTS}
-    keep_lowest = lowest is not None and made["heldout"] is None and threshold > 0
+    if tally.rejected:
+        files.append((output / BLOCKS / f"{identity}.rejected.jsonl", quarantine.lines()))
+    written_ns = time.time_ns() // 1_000_000_000 * 1_000_000_000  # whole seconds, which every file system keeps
     about = {
         "encoder": encoder.kind,
         "lines": data.count(b"\n") + (data[-1:] not in (b"", b"\n")),
         "tally": {**tally.to_json(), "keys_seen": dict(tally.keys_seen)},
-        "lowest": lowest[1].to_json() if keep_lowest and lowest else None,
         "threshold": threshold,
-        **made,
+        "written_ns": written_ns,
+        **{part: parts[part].files(output / part, name, files) for part in PARTS},
     }
     files.append((output / BLOCKS / f"{identity}.json", json.dumps(about).encode()))  # the last one makes the block exist
-    shards.write_files(files)
+    shards.write_files(files, written_ns)
 
 
 @lru_cache(maxsize=2)
@@ -325,7 +339,9 @@ class _Part:
             entry["records"] = f"{name}.jsonl"
             added.append((directory / entry["records"], b"".join(self._lines)))
         files += added
-        return {**entry, "bytes": self._bytes, "sizes": {path.name: len(data) for path, data in added}}
+        checks = {path.name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()} for path, data in added[1:]}
+        checks[entry["file"]] = {"bytes": len(data), "sha256": entry["sha256"]}
+        return {**entry, "bytes": self._bytes, "files": checks}
 
     def _encode(self) -> None:
         if not self._pending:
@@ -351,23 +367,16 @@ def concatenate(columns: Sequence[Column]) -> Column:
 class _Quarantine:
     """Bad rows of a block, one JSON a line, for whoever looks for them."""
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._rows = path, 0
-        self._file: IO[bytes] | None = None
+    def __init__(self) -> None:
+        self._rows = 0
+        self._lines: list[bytes] = []
 
     def __call__(self, row: dict[str, Any]) -> None:
-        self._file = self._file or self._path.open("wb")
         self._rows += 1
         if self._rows <= QUARANTINED_ROWS:
-            self._file.write(orjson.dumps(row) + b"\n")
+            self._lines.append(orjson.dumps(row) + b"\n")
 
-    def __enter__(self) -> _Quarantine:
-        self._path.unlink(missing_ok=True)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._file:
-            if self._rows > QUARANTINED_ROWS:
-                more = f"{self._rows - QUARANTINED_ROWS} more bad rows in this block are counted but not listed"
-                self._file.write(orjson.dumps({"reason": more}) + b"\n")
-            self._file.close()
+    def lines(self) -> bytes:
+        more = self._rows - QUARANTINED_ROWS
+        reason = f"{more} more bad rows in this block are counted but not listed"
+        return b"".join([*self._lines, *([orjson.dumps({"reason": reason}) + b"\n"] if more > 0 else [])])

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ttrain.data import templates
-from ttrain.digests import sha256_file
+from ttrain.digests import digest_of, sha256_file
 from ttrain.errors import ArtifactError, TTrainError
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class EncoderDiffers(TTrainError):
 class Encoder:
     """A tokenizer directory, opened. Text never becomes a special token, whatever it contains.
 
-    digest      sha256 of tokenizer.json, which identifies the tokenizer
+    digest      identifies the tokenizer: what is in tokenizer.json, and the ids below
     kind        "fastokens" or "tokenizers": the library that encodes
     pad_id, bos_id, eos_id, end_id, unk_id
                 ids; `end_id` ends an assistant's answer; `unk_id` is -1 where every byte has a token
@@ -62,7 +62,6 @@ class Encoder:
         self._reference.encode_special_tokens = True
         self._reference.no_truncation()
         self._reference.no_padding()
-        self.digest = sha256_file(path)
         self.directory = directory
         self.jinja = _read(directory / "chat_template.jinja", path)
         self.template = templates.name_of(self.jinja)
@@ -81,6 +80,8 @@ class Encoder:
         self.pad_id, self.bos_id = self.special(self.tokens["pad_token"]), self.special(self.tokens["bos_token"])
         self.eos_id, self.end_id = self.special(self.tokens["eos_token"]), self.special(self.tokens[END_OF_TURN])
         self.unk_id = self.special(self.tokens["unk_token"]) if "unk_token" in self.tokens else NO_TOKEN
+        ids = [self.pad_id, self.bos_id, self.eos_id, self.end_id]
+        self.digest = digest_of([sha256_file(path), ids])
         self._length = 1 + max(self._reference.get_vocab(with_added_tokens=True).values())
         self._fast = self._checked_fast(path) if fast else None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,8 +20,7 @@ from ttrain.data.document_rows import DocumentRows
 from ttrain.data.encoder import Encoder
 from ttrain.data.packing import IGNORE, Rows
 from ttrain.data.shards import INDEX, ShardSet
-from ttrain.digests import sha256_file
-from ttrain.errors import DataError, UsageError
+from ttrain.errors import ArtifactError, DataError, UsageError
 from ttrain.store import MANIFEST, Store, read_json
 from ttrain.terminal import escaped
 
@@ -99,9 +99,10 @@ def encoder_of(part: Path, named: Path | None, store: Store) -> Encoder:
     remembered = summary_of(part).get("tokenizer")
     paths = [Path(remembered)] if isinstance(remembered, str) else []
     for path in [*paths, *(artifact.path for artifact in store.artifacts("tokenizer"))]:
-        file = path / "tokenizer.json"
-        if file.is_file() and sha256_file(file) == wanted:
-            return Encoder(path, fast=False)
+        with contextlib.suppress(ArtifactError):  # what is no tokenizer is not the one
+            encoder = Encoder(path, fast=False)
+            if encoder.digest == wanted:
+                return encoder
     raise UsageError(
         f"the tokenizer {wanted[:12]} of the shards in {part} is not where they were made, nor in {store.root}; name its "
         "directory with --tokenizer"

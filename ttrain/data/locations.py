@@ -95,6 +95,9 @@ def expand(patterns: Sequence[str], setting: str) -> list[str]:
                 f"{setting} is '{pattern}' but no such file is there; name a .jsonl or .parquet file, a glob or a folder "
                 "(commas separate several)"
             )
+        for match in matches:
+            if not match.isascii() and match != match.encode("utf-8", "replace").decode("utf-8"):
+                raise UsageError(f"{setting} names the file {match!r}, whose name is not UTF-8; rename it")
         found.update(dict.fromkeys(matches))
     return list(found)
 

@@ -8,6 +8,7 @@ import os
 import signal
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
+from concurrent import futures
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
@@ -80,9 +81,8 @@ class Processes:
                 "a worker that makes shards was killed (out of memory?); the finished shards are kept: run the same command "
                 f"again, with runtime.workers={max(1, self.workers // 2)} if it happens twice"
             ) from None
-        finally:
-            for future in waiting:
-                future.cancel()
+        finally:  # none may still write when the caller goes on
+            futures.wait([future for future in waiting if not future.cancel()])
 
 
 def _start(parent: int) -> None:

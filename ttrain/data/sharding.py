@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ttrain.config import Reading
-from ttrain.data import blocks
+from ttrain.data import blocks, locations
 from ttrain.data.assembly import Built, DataFile, Made, assemble
 from ttrain.data.blocks import BLOCKS, Block, Recipe
 from ttrain.data.encoder import EncoderDiffers
@@ -75,30 +75,38 @@ def _make_all(
     progress: Callable[[int, int], None],
 ) -> list[Made]:
     found: list[Made] = []
+    names: dict[str, list[str]] = {}
     if "heldout" in files:
         everything = replace(recipe, heldout_fraction=1.0, keep_below=None)
-        found += _make_role(output, "heldout", files["heldout"], everything, block_bytes, pool, progress)
+        found += _make_role(output, "heldout", files["heldout"], everything, block_bytes, pool, progress, names)
+    kept_back = {row[:2].tobytes() for block in found for row in block.rows}
     limit = reading.limit * reading.rounds if reading.limit else None
     enough = None
     if limit and reading.sample == "reservoir":
-        draws = _draws(files["train"], recipe, reading, block_bytes, pool)
+        draws = _draws(files["train"], recipe, reading, block_bytes, pool, kept_back)
         recipe = replace(recipe, keep_below=int(draws[limit - 1]) + 1 if len(draws) > limit else None)
     elif limit:
-        enough = _Enough(limit, distinct=reading.deduplicate)
-    return found + _make_role(output, "train", files["train"], recipe, block_bytes, pool, progress, enough)
+        enough = _Enough(limit, kept_back, distinct=reading.deduplicate)
+    found += _make_role(output, "train", files["train"], recipe, block_bytes, pool, progress, names, enough)
+    if names:
+        path = output / BLOCKS / FILES
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, names)
+    return found
 
 
 class _Enough:
-    """Whether the head of the input has as many rows as were asked for."""
+    """Whether the head of the input has as many rows as were asked for, besides those that are kept back."""
 
-    def __init__(self, limit: int, *, distinct: bool) -> None:
-        self._limit, self._distinct, self._rows = limit, distinct, 0
+    def __init__(self, limit: int, kept_back: Set[bytes], *, distinct: bool) -> None:
+        self._limit, self._kept_back, self._distinct, self._rows = limit, kept_back, distinct, 0
         self._seen: set[bytes] = set()
 
     def __call__(self, made: Made) -> bool:
-        self._rows += len(made.rows)
+        keys = [key for row in made.rows if (key := row[:2].tobytes()) not in self._kept_back]
+        self._rows += len(keys)
         if self._distinct:
-            self._seen.update(row.tobytes() for row in made.rows[:, :2])
+            self._seen.update(keys)
         return (len(self._seen) if self._distinct else self._rows) >= self._limit
 
 
@@ -110,9 +118,13 @@ def _make_role(
     block_bytes: int,
     pool: Pool,
     progress: Callable[[int, int], None],
+    remembered: dict[str, list[str]],
     enough: _Enough | None = None,
 ) -> list[Made]:
-    """The blocks of a role's files, in order. A file whose blocks are all there is not even opened."""
+    """The blocks of a role's files, in order. A file whose blocks are all there is not even opened.
+
+    `remembered` gets the blocks of each file that did not change meanwhile.
+    """
     names = [f"{file.digest} {recipe.digest} {block_bytes}" if file.digest and not enough else "" for file in files]
     known = _known_files(output, recipe)
     made: dict[int, list[Made]] = {
@@ -121,13 +133,14 @@ def _make_role(
         if name in known
     }
     numbers: list[int] = []
+    opened = [number for number in range(len(files)) if number not in made]
+    before = _stamps(files, opened)
 
     def tasks() -> Iterator[tuple[Block, Recipe, str]]:
-        for number, file in enumerate(files):
-            if number not in made or number in numbers:
-                for block in blocks.cut(file.location, number, block_bytes, recipe.max_line_bytes):
-                    numbers.append(number)
-                    yield block, recipe, str(output)
+        for number in opened:
+            for block in blocks.cut(files[number].location, number, block_bytes, recipe.max_line_bytes):
+                numbers.append(number)
+                yield block, recipe, str(output)
 
     rows = sum(len(block.rows) for found in made.values() for block in found)
     with contextlib.closing(pool.map(blocks.make, tasks())) as results:
@@ -138,8 +151,10 @@ def _make_role(
             progress(rows, place + 1)
             if enough and enough(block):
                 break
-    if not enough:
-        _remember_files(output, {names[n]: [block.identity for block in found] for n, found in made.items() if names[n]})
+    after = _stamps(files, opened)
+    for number, found in made.items():
+        if names[number] and not enough and before.get(number) == after.get(number):  # its digest is that of what was read
+            remembered[names[number]] = [block.identity for block in found]
     return [block for number in sorted(made) for block in made[number]]
 
 
@@ -150,10 +165,24 @@ def _open(role: str, file: int, identity: str, directory: str, encoded: bool) ->
     return Made(role, file, identity, Path(directory), encoded, about, rows)
 
 
+def _stamps(files: Sequence[DataFile], numbers: Sequence[int]) -> dict[int, list[int] | None]:
+    """What changes with the bytes of the files that are on this machine."""
+    found: dict[int, list[int] | None] = {}
+    for number in numbers:
+        location = files[number].location
+        if locations.is_remote(location):
+            found[number] = None
+            continue
+        with contextlib.suppress(OSError):  # what is missing is told where it is opened
+            stat = locations.local_path(location).stat()
+            found[number] = [stat.st_size, stat.st_mtime_ns, stat.st_ino]
+    return found
+
+
 def _draws(
-    files: Sequence[DataFile], recipe: Recipe, reading: Reading, block_bytes: int, pool: Pool
+    files: Sequence[DataFile], recipe: Recipe, reading: Reading, block_bytes: int, pool: Pool, kept_back: Set[bytes]
 ) -> npt.NDArray[np.uint64]:
-    """The draws of all good rows, ascending; of each set of duplicates one, where those are dropped."""
+    """The draws of all good rows that are not kept back, ascending; of equal rows one, where the others are dropped."""
     tasks = (
         (block, recipe)
         for number, file in enumerate(files)
@@ -161,6 +190,9 @@ def _draws(
     )
     with contextlib.closing(pool.map(blocks.scan, tasks)) as results:
         draws = np.concatenate([np.zeros(0, np.uint64), *results])
+    if kept_back:
+        hashes = (np.frombuffer(key, np.uint64).astype(">u8").tobytes() for key in kept_back)
+        draws = draws[~np.isin(draws, np.array([blocks.draw(key, recipe.seed) for key in hashes], np.uint64))]
     return np.unique(draws) if reading.deduplicate else np.sort(draws)
 
 
@@ -172,10 +204,3 @@ def _known_files(output: Path, recipe: Recipe) -> dict[str, list[tuple[str, str]
             if name not in found and all(blocks.is_there(Path(directory), i, fast=recipe.fast) for i in identities):
                 found[name] = [(directory, identity) for identity in identities]
     return found
-
-
-def _remember_files(output: Path, whole: Mapping[str, list[str]]) -> None:
-    if whole:
-        path = output / BLOCKS / FILES
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, {**(read_json(path) or {}), **whole})

@@ -81,7 +81,7 @@ def write_shard(path: Path, column: Column, vocab_size: int) -> dict[str, Any]:
     return entry
 
 
-def write_files(files: Sequence[tuple[Path, Any]]) -> None:
+def write_files(files: Sequence[tuple[Path, Any]], mtime_ns: int | None = None) -> None:
     """Write files of a kind that must be whole: under temporary names, fsynced, then renamed in their order.
 
     All are written before the first is synced, since each sync of a journalled file system waits for what others write too:
@@ -93,6 +93,8 @@ def write_files(files: Sequence[tuple[Path, Any]]) -> None:
         for file, (_, data) in zip(opened, files, strict=True):
             file.write(data)
             file.flush()
+            if mtime_ns is not None:
+                os.utime(file.fileno(), ns=(mtime_ns, mtime_ns))
         for file in opened:
             os.fsync(file.fileno())
     for source, (target, _) in zip(temporary, files, strict=True):
