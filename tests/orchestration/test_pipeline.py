@@ -98,6 +98,11 @@ def test_mlflow_holds_one_parent_with_a_child_per_stage(finished: Any) -> None:
     recorded = finished.runs()[-1]["metrics"]
     assert {name: measured[name] for name in recorded} == pytest.approx(recorded)
     [pretrain] = [child for child in parents if runs[child] == "pretrain"]
+    of_data = dict(
+        rows(database, f"select key, value from latest_metrics where run_uuid = '{pretrain}' and key like 'data/%'")
+    )
+    assert (of_data["data/target_multiplicity"], of_data["data/dropped_tokens"]) == (1, 0)
+    assert measured["tok/unk_rate"] == 0 and measured["tok/bytes_per_token"] > 1
     curve = f"select step from metrics where run_uuid = '{pretrain}' and key = 'grad_norm'"
     steps = [step for (step,) in rows(database, curve)]
     assert sorted(steps) == [5, 10, 15, 20, 25, 30, 35, 40]
