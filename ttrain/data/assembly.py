@@ -213,9 +213,7 @@ def _keys(table: Table) -> npt.NDArray[Any]:
 def is_first(table: Table) -> Flags:
     """Whether no row before says the same."""
     halves = np.sort(table[:, 0])
-    if (
-        len(halves) < 2 or (halves[1:] != halves[:-1]).all()
-    ):  # most often; sorting with their places takes forty times as long
+    if len(halves) < 2 or (halves[1:] != halves[:-1]).all():  # most often; sorting with places takes forty times as long
         return np.ones(len(table), np.bool_)
     order = np.lexsort((table[:, 1], table[:, 0]))  # stable: of equal rows the first stays first
     ordered = table[order, :2]

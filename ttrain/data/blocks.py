@@ -32,7 +32,7 @@ from ttrain.store import read_json
 PARTS = ("train", "heldout")
 BLOCKS = Path("run", "blocks")
 SHIPPED_BYTES = 1 << 20
-# Texts go to the encoder in groups of this size: a worker of 16 MiB blocks stays below 250 MB.
+# Texts go to the encoder in groups of this size: a worker of 16 MiB blocks stays below 350 MB.
 ENCODED_BYTES = 4_000_000
 ENCODED_RECORDS = 20_000  # a million of one letter took 565 MB
 CHECKED_TEXTS, CHECKED_CHARACTERS = 3, 2000  # of each block, encoded by `tokenizers` too: 0.3 % of the time
