@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import resource
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from ttrain.digests import stamp
 from ttrain.errors import DataError, UsageError
 from ttrain.stages.shards import check, recipe_of
 from ttrain.stages.tokenizer import train_directory
-from ttrain.store import MANIFEST, write_json
+from ttrain.store import MANIFEST, exclusive, write_json
 
 LOCK = Path("run", "lock")
 
@@ -45,7 +44,8 @@ def shard(
     no set of shards, although what was made stays there for the next run. `waiting` is called where another run is writing.
     """
     recipe = recipe_of(reading, tokenizer_at(tokenizer), kind)
-    with _alone(output, waiting):
+    (output / BLOCKS).mkdir(parents=True, exist_ok=True)
+    with exclusive(output / LOCK, waiting):
         built = sharding.build(
             output,
             {"train": _data_files(found)},
@@ -88,24 +88,6 @@ def check_output(output: Path, patterns: Sequence[str], found: Sequence[str]) ->
     ]
     if inside:
         raise UsageError(f"--out is {output} but {inside[0]} is read, so that the shards would be read too; name another")
-
-
-@contextlib.contextmanager
-def _alone(output: Path, waiting: Callable[[], None]) -> Iterator[None]:
-    """One writer at a time; the lock is released by the system when its process dies."""
-    import filelock
-
-    (output / BLOCKS).mkdir(parents=True, exist_ok=True)
-    lock = filelock.FileLock(output / LOCK)
-    try:
-        lock.acquire(timeout=0)
-    except filelock.Timeout:
-        waiting()
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _data_files(found: Sequence[str]) -> list[DataFile]:

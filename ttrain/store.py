@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,6 +78,25 @@ def usable_home() -> Path:
     return root
 
 
+@contextlib.contextmanager
+def exclusive(path: Path, waiting: Callable[[], object] | None = None) -> Iterator[None]:
+    """One holder at a time; released by the system when its process dies. `waiting()` is called if it is taken."""
+    import filelock
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = filelock.FileLock(path)
+    try:
+        lock.acquire(timeout=0)
+    except filelock.Timeout:
+        if waiting:
+            waiting()
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 class Store:
     """The artifacts under one home."""
 
@@ -132,21 +151,8 @@ class Store:
     @contextlib.contextmanager
     def lock(self, stage: str, key: str, waiting: Any = None) -> Iterator[None]:
         """One writer per key; released by the system when its process dies. `waiting()` is called once if it is taken."""
-        import filelock
-
-        path = self.root / "work" / stage / f"{key}.lock"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock = filelock.FileLock(path)
-        try:
-            lock.acquire(timeout=0)
-        except filelock.Timeout:
-            if waiting:
-                waiting()
-            lock.acquire()
-        try:
+        with exclusive(self.root / "work" / stage / f"{key}.lock", waiting):
             yield
-        finally:
-            lock.release()
 
     def compare(self, artifact: Artifact, output: Path) -> Artifact | None:
         """The stored artifact, where a rebuilt output has the same content; None where it differs."""
