@@ -17,6 +17,7 @@ class MicroBatch:
 
     number: int
     batch: Batch
+    filler: bool = False  # without targets, so that a rank takes part in the collectives of a step that has no rows for it
 
 
 class Loader:
@@ -36,10 +37,10 @@ class Loader:
 
     def step(self, step: int) -> list[MicroBatch]:
         """Micro-batches of this rank in a step; any step can be asked for."""
-        parts = self._parts(step)
+        parts = self.parts(step)
         mine = [MicroBatch(number, self.rows.batch(parts[number])) for number in range(self.rank, len(parts), self.world)]
         if len(mine) < -(-len(parts) // self.world):
-            mine.append(MicroBatch(len(parts) + self.rank, self.rows.batch(parts[0]).without_targets()))
+            mine.append(MicroBatch(len(parts) + self.rank, self.rows.batch(parts[0]).without_targets(), True))
         return mine
 
     def steps(self, first: int, last: int) -> Iterator[list[MicroBatch]]:
@@ -78,11 +79,12 @@ class Loader:
         lengths = self.rows.lengths()
         padded = width = 0
         for step in range(min(steps, self.order.steps)):
-            for part in self._parts(step):
+            for part in self.parts(step):
                 positions = len(part) * self.rows.width(part)
                 width, padded = width + positions, padded + positions - int(lengths[part].sum())
         return padded / max(1, width)
 
-    def _parts(self, step: int) -> list[Array]:
+    def parts(self, step: int) -> list[Array]:
+        """Row numbers of each micro-batch of a step, over all ranks."""
         numbers, size = self.order.step_rows(step), self.rows_per_device
         return [numbers[start : start + size] for start in range(0, len(numbers), size)]

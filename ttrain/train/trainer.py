@@ -10,7 +10,8 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -18,13 +19,18 @@ from torch import Tensor, nn
 
 from ttrain.data.loader import Loader, MicroBatch
 from ttrain.errors import TTrainError
-from ttrain.train.callbacks import Callback, LogRecord
+from ttrain.train import resuming
+from ttrain.train.callbacks import Callback, LogRecord, StepRecord
 from ttrain.train.checkpoint import Checkpoints, Snapshot, copy_tensors
+from ttrain.train.compiling import compiled
+from ttrain.train.nonfinite import NonFinite, Policy, rows_of
+from ttrain.train.parallel import spread
 from ttrain.train.precision import LossScale, Precision
 from ttrain.train.ranks import Ranks, global_norm
 from ttrain.train.schedules import decay_start
 from ttrain.train.task import TrainingTask
 
+COMPLETED, INTERRUPTED, STOPPED = "completed", "interrupted", "stopped by a callback"
 log = logging.getLogger("ttrain")
 
 
@@ -45,6 +51,15 @@ class Cadence:
     validate: int = 0
 
 
+@dataclass(frozen=True)
+class How:
+    """What changes only speed and memory; equal up to the order of summation."""
+
+    compile: bool = False
+    parallel: str = "ddp"
+    reduction: str = "fast"
+
+
 @dataclass
 class Window:
     """Sums since the last logging step; saved in the checkpoint, so that a resumed curve is the same curve."""
@@ -53,6 +68,19 @@ class Window:
     live_tokens: float = 0.0
     grad_norm: float = 0.0
     steps: int = 0
+    parts: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Counters:
+    """What a run carries from step to step beside weights and optimizer; saved in the checkpoint."""
+
+    window: Window = field(default_factory=Window)
+    live_tokens: int = 0
+    skipped: int = 0  # steps whose gradient was no number
+    last_loss: float | None = None
+    validation_loss: float | None = None
+    best_loss: float = math.inf
 
 
 @dataclass
@@ -60,7 +88,7 @@ class FitResult:
     """What a run did."""
 
     step: int
-    stop_reason: str  # "completed" or "interrupted"
+    stop_reason: str  # COMPLETED, INTERRUPTED or STOPPED
     resumed_from_step: int
     loss: float | None
     validation_loss: float | None
@@ -85,160 +113,260 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         cadence: Cadence = Cadence(),
         stop_requested: Callable[[], bool] = lambda: False,
-        compile: bool = False,
+        how: How = How(),
         start: Snapshot | None = None,
+        identity: Mapping[str, Any] | None = None,
+        allow: frozenset[str] = frozenset(),
     ) -> None:
+        """`start`: a checkpoint of a shorter run. `identity`: settings that a checkpoint remembers and must find again when
+        it is continued, but for those in `allow`. Raises UsageError where they differ.
+        """
         self.task, self.loader, self.ranks, self.precision = task, loader, ranks, precision
         self.weights, self.checkpoints, self.validation = weights, checkpoints, validation
-        self.callbacks = callbacks if ranks.first else ()
-        self.cadence, self.stop_requested, self._start = cadence, stop_requested, start
-        self.steps = loader.order.steps
-        bare = task.build_model().to(ranks.device)
-        self.optimizers = task.build_optimizer(bare)
+        self.callbacks = list(callbacks) if ranks.first else []
+        self.cadence, self.stop_requested, self.identity = cadence, stop_requested, dict(identity or {})
+        self.steps, self.policy = loader.order.steps, Policy(task.config.nonfinite)
+        snapshot = (checkpoints.newest() if checkpoints else None) or start
+        self.bare = task.build_model()
+        if snapshot:
+            weights.load(dict(snapshot.weights))
+        self.bare = self.bare.to(ranks.device)
+        called, self.compiled = compiled(self._try, self.bare, ranks) if how.compile else (self.bare, False)
+        self.parallel = spread(called, ranks, parallel=how.parallel, reduction=how.reduction)
+        self.optimizers = task.build_optimizer(self.bare)
         self.factor = task.build_scheduler(self.steps)
-        self.loss_scale = precision.loss_scale()
-        self.model: nn.Module = ranks.wrap(torch.compile(bare, dynamic=False) if compile else bare)  # type: ignore[arg-type]
-        self.bare = bare
-        self.window, self.live_tokens, self.skipped = Window(), 0, 0
-        self.last_loss: float | None = None
+        self.counters, self.loss_scale = Counters(), precision.loss_scale()
         # The loss is scaled by about 1/targets before the backward pass, so that fp16 gradients of a sum do not overflow.
-        self._scale = 1.0 / (task.config.tokens_per_step)
+        self._scale = 1.0 / task.config.tokens_per_step
+        self.first = self.step = self._restore(snapshot, allow) if snapshot else 0
+        self.loader.load_state_dict({"consumed_steps": self.first})
+        self._saved = self.first if snapshot and snapshot is not start else -1
 
     def fit(self) -> FitResult:
         """Train to the end of the order, or until a stop is asked for."""
         began = time.monotonic()
-        first = step = self._restore()
-        reason, validation_loss = "completed", None
         try:
-            self._tell("start", first, self.steps)
-            for step, micro_batches in enumerate(self.loader.steps(first, self.steps), start=first):
-                stop = self._train_step(step, micro_batches)
-                done = step + 1
-                if done < self.steps and self._due(self.cadence.validate, done):
-                    validation_loss = self.validate()
-                    self._log(done, {"validation_loss": validation_loss})
-                if stop and done < self.steps:
-                    reason = "interrupted"
-                if done == self.steps or reason == "interrupted" or self._save_due(done):
-                    self._save(done)
-                if reason == "interrupted":
-                    break
-            done = step + 1 if self.steps > first else first
-            if reason == "completed" and self.validation:
-                validation_loss = self.validate()
-                self._log(done, {"validation_loss": validation_loss})
+            self._tell("start", self.first, self.steps)
+            signalled, asked = self._agree(False, False)  # a callback may remember that the run was over before it was killed
+            reason = INTERRUPTED if signalled else STOPPED if asked else self._loop()
+            if reason == STOPPED:
+                self._restore_best()
             if self.checkpoints and self.ranks.first:
-                self.checkpoints.wait()
-            self._tell("end", done)
+                with self.ranks.busy("saving"):
+                    self.checkpoints.wait()
+            self._tell("end", self.step)
         except BaseException as error:
             for callback in self.callbacks:
                 callback.failed(error)
             raise
+        found = self.counters
         return FitResult(
-            done,
-            reason,
-            first,
-            self.last_loss,
-            validation_loss,
-            self.skipped,
-            self.live_tokens,
+            self.step, reason, self.first, found.last_loss, found.validation_loss, found.skipped, found.live_tokens,
             time.monotonic() - began,
-        )
+        )  # fmt: skip
 
     def validate(self) -> float:
-        """Mean loss per target over the validation batches, which all ranks share."""
+        """Mean loss per target over the validation batches, which all ranks share; NaN where there is none."""
         was_training = self.bare.training
         self.bare.eval()
-        total, count = 0.0, 0
-        for number, batch in enumerate(self.validation):
-            if number % self.ranks.world == self.ranks.rank:
-                with self.precision.autocast():
-                    loss = self.task.validation_step(self.bare, batch, self.ranks.device)
-                total, count = total + float(loss.total), count + loss.count
+        total, count, world = 0.0, 0, self.ranks.world
+        for number in range(self.ranks.rank, -(-len(self.validation) // world) * world, world):
+            filler = number >= len(self.validation)  # sharded models are asked equally often on all ranks
+            batch = self.validation[0].without_targets() if filler else self.validation[number]
+            with self.precision.autocast():
+                loss = self.task.validation_step(self.bare, batch, self.ranks.device)
+            total, count = total + float(loss.total), count + loss.count
         self.bare.train(was_training)
         total, live = self.ranks.sum([total, float(count)])
         return total / live if live else math.nan
 
-    def _train_step(self, step: int, micro_batches: Sequence[MicroBatch]) -> bool:
-        """One optimizer step; returns whether any rank was asked to stop."""
-        began = time.monotonic()
+    def _try(self, module: nn.Module) -> None:
+        """One forward and backward pass that leaves no trace."""
+        with self.precision.autocast():
+            loss = self.task.train_step(module, self.loader.step(0)[0].batch, self.ranks.device)
+        loss.total.backward()  # type: ignore[no-untyped-call]  # torch's
+        self.bare.zero_grad(set_to_none=True)
+
+    def _loop(self) -> str:
+        batches = iter(self.loader)
+        for step in range(self.first, self.steps):
+            self._tell_epoch("epoch_start", step)
+            self._tell("step_start", step + 1)
+            began = time.monotonic()
+            micro_batches = next(batches)
+            signalled, asked = self._train_step(step, micro_batches, began, time.monotonic() - began)
+            self.step = step + 1
+            last = self.step == self.steps
+            improved = False
+            if self.validation and (last or self._due(self.cadence.validate, self.step)):
+                improved = self._validated(self.validate())
+                signalled, asked = self._agree(signalled, asked)
+            reason = None if last else INTERRUPTED if signalled else STOPPED if asked else None
+            if last or reason or improved or self._save_due(self.step):
+                self._save(self.step)
+            self._tell_epoch("epoch_end", step)
+            if reason:
+                return reason
+        return COMPLETED
+
+    def _train_step(
+        self, step: int, micro_batches: Sequence[MicroBatch], began: float, data_seconds: float
+    ) -> tuple[bool, bool]:
+        """One optimizer step; returns whether a signal, or a callback, asked any rank to stop."""
         self.bare.train()
-        total, live = self._backward(step, micro_batches)
-        stop = float(self.stop_requested())
-        total_sum, live_sum, stops = self.ranks.sum([float(total), float(live), stop])
+        total, live, parts, losses = self._backward(step, micro_batches)
+        names = sorted(parts)
+        asks = [float(self.stop_requested()), float(self._asks())]
+        sums = self.ranks.sum([float(total), float(live), *asks, *(float(parts[name]) for name in names)])
+        total_sum, live_sum, signalled, asked = sums[:4]
         if live_sum == 0:
             raise TTrainError(f"step {step + 1} has no token to learn from; every label of its rows is masked")
-        norm = self._apply(step, live_sum, total_sum)
-        if math.isfinite(norm) and math.isfinite(total_sum):  # else fp16 skipped the step, and it counts as skipped only
-            self.window.loss += total_sum
-            self.window.live_tokens += live_sum
-            self.window.grad_norm += norm
-            self.window.steps += 1
-        self.live_tokens += int(live_sum)
-        if self._due(self.cadence.log, step + 1) or step + 1 == self.steps:
-            self._log_window(step + 1, time.monotonic() - began)
-        return stops > 0
+        norm, finite = self._apply(step, live_sum, total_sum, losses)
+        window = self.counters.window
+        if finite:
+            window.loss += total_sum
+            window.live_tokens += live_sum
+            window.grad_norm += norm
+            window.steps += 1
+            for name, value in zip(names, sums[4:], strict=True):
+                window.parts[name] = window.parts.get(name, 0.0) + value
+        self.counters.live_tokens += int(live_sum)
+        done = step + 1
+        rows = partial(self.loader.order.step_rows, step)
+        seconds = time.monotonic() - began
+        record = StepRecord(
+            done, self.steps, total_sum / live_sum, norm, int(live_sum), not finite, seconds, data_seconds, rows
+        )
+        self._tell("step_end", record)
+        if self._due(self.cadence.log, done) or done == self.steps:
+            self._log_window(record)
+        return signalled > 0, asked > 0
 
-    def _backward(self, step: int, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, int]:
-        """Sum of the losses, and gradients of it (scaled) over this rank's micro-batches; DDP sums at the last one."""
-        total, live = torch.zeros((), device=self.ranks.device), 0
-        for micro in micro_batches:
+    def _backward(
+        self, step: int, micro_batches: Sequence[MicroBatch]
+    ) -> tuple[float, int, dict[str, float], dict[int, Tensor]]:
+        """Sum of the losses (in fp64), targets, sums of the parts, and the loss of each of this rank's micro-batches; the
+        parameters then hold the (scaled) gradient of the step over all ranks.
+        """
+        live, parts, losses = 0, dict[str, Any](), dict[int, Tensor]()
+        ordered = self.parallel.begin(micro_batches, len(self.loader.parts(step)))
+        for micro in ordered:
             torch.manual_seed(_seed(self.task.config.seed, step, micro.number))
-            if isinstance(self.model, nn.parallel.DistributedDataParallel):
-                self.model.require_backward_grad_sync = micro is micro_batches[-1]
+            self.parallel.before_backward(last=micro is ordered[-1])
             with self.precision.autocast():
-                loss = self.task.train_step(self.model, micro.batch, self.ranks.device)
-            (loss.total * (self._scale * self.loss_scale.scale * self.ranks.world)).backward()  # type: ignore[no-untyped-call]  # torch's
-            total += loss.total.detach()
+                loss = self.task.train_step(self.parallel.module, micro.batch, self.ranks.device)
+            factor = self._scale * self.loss_scale.scale * self.parallel.loss_factor
+            (loss.total * factor).backward()  # type: ignore[no-untyped-call]  # torch's
+            self.parallel.after_backward(micro)
+            losses[micro.number] = loss.total.detach()
             live += loss.count
-        return total, live
+            for name, value in loss.parts.items():
+                parts[name] = parts.get(name, 0.0) + value.detach()
+        self.parallel.finish()
+        total = math.fsum(float(losses[number]) for number in sorted(losses))
+        return total, live, {name: float(value) for name, value in parts.items()}, losses
 
-    def _apply(self, step: int, live: float, total: float) -> float:
-        """Divide by the targets of the whole step, clip, update; returns the norm before the clip."""
+    def _apply(self, step: int, live: float, total: float, losses: dict[int, Tensor]) -> tuple[float, bool]:
+        """Divide by the targets of the whole step, clip, update; returns the norm before the clip and whether it was one."""
         parameters = self.optimizers.parameters
         factor = 1.0 / (self._scale * self.loss_scale.scale * live)
-        for parameter in parameters:
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor)
+        torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], factor)
         norm = global_norm(parameters)
         finite = math.isfinite(total) and bool(torch.isfinite(norm))
+        clip = self.task.config.optim.clip
         if finite:
-            torch.nn.utils.clip_grads_with_norm_(parameters, self.task.config.optim.clip, norm)
+            if clip:
+                torch.nn.utils.clip_grads_with_norm_(parameters, clip, norm)
             self.optimizers.set_factor(self.factor(step))
             self.optimizers.step()
-        elif self.loss_scale.enabled:
-            self.skipped += 1
-        else:
-            raise TTrainError(
-                f"the loss of step {step + 1} is not finite (loss {total / live}, gradient norm {float(norm)}); "
-                f"lower the learning rate, or look at the rows of this step"
-            )
-        self.loss_scale.update(finite)
         self.optimizers.zero_grad()
-        return float(norm)
+        if not finite:
+            self.counters.skipped += 1
+            if not self.loss_scale.enabled:  # fp16 overflows now and then, which a smaller scale cures
+                self._not_finite(step, total / live, float(norm), losses)
+        self.policy.note(finite)
+        self.loss_scale.update(finite)
+        return float(norm), finite
 
-    def _log_window(self, step: int, step_seconds: float) -> None:
-        window, self.window = self.window, Window()
+    def _not_finite(self, step: int, loss: float, norm: float, losses: dict[int, Tensor]) -> None:
+        """Skip the step, or end the run with an error that names its rows; the weights are those before it."""
+        rows = rows_of(self.loader.parts(step), losses, self.ranks)
+        error = NonFinite(step, loss, norm, rows, self.task.config)
+        if self.policy.skips(error):
+            log.warning("%s; it is skipped", error)
+            return
+        self.counters.skipped -= 1
+        if self.policy.saves and step > max(0, self._saved):
+            self._save(step)
+            if self.checkpoints and self.ranks.first:
+                self.checkpoints.wait()
+        raise error
+
+    def _validated(self, loss: float) -> bool:
+        """Note a validation; returns whether it is the best so far."""
+        found = self.counters
+        found.validation_loss = loss
+        improved = loss < found.best_loss
+        found.best_loss = min(loss, found.best_loss) if improved else found.best_loss
+        self._tell("validated", self.step, loss)
+        self._log(self.step, {"validation_loss": loss})
+        return improved
+
+    def _log_window(self, record: StepRecord) -> None:
+        window, self.counters.window = self.counters.window, Window()
         metrics: dict[str, float] = {}
         if window.steps:
-            self.last_loss = window.loss / window.live_tokens
-            metrics = {"loss": self.last_loss, "grad_norm": window.grad_norm / window.steps}
+            self.counters.last_loss = window.loss / window.live_tokens
+            metrics = {"loss": self.counters.last_loss}
+            metrics |= {f"loss_{name}": value / window.live_tokens for name, value in sorted(window.parts.items())}
+            metrics["grad_norm"] = window.grad_norm / window.steps
         metrics |= {f"lr_{name}": rate for name, rate in self.optimizers.learning_rates().items()}
+        if self.counters.skipped or self.loss_scale.enabled:
+            metrics["skipped_steps"] = self.counters.skipped
         if self.loss_scale.enabled:
-            metrics |= {"skipped_steps": self.skipped, "loss_scale": self.loss_scale.scale}
-        metrics["step_seconds"] = step_seconds
-        metrics["tokens_per_second"] = self.task.config.tokens_per_step / max(step_seconds, 1e-9)
-        self._log(step, metrics)
+            metrics["loss_scale"] = self.loss_scale.scale
+        for callback in self.callbacks:
+            metrics |= self._call(callback, "figures", record)
+        self._log(record.step, metrics)
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:
         self._tell("log", LogRecord(step, self.steps, step * self.task.config.tokens_per_step, metrics))
 
     def _tell(self, event: str, *arguments: Any) -> None:
-        for callback in self.callbacks:
-            try:
-                getattr(callback, event)(*arguments)
-            except Exception as error:
-                raise TTrainError(f"the callback {type(callback).__name__}.{event} raised {error!r}") from error
+        with self.ranks.busy(event):
+            for callback in self.callbacks:
+                self._call(callback, event, *arguments)
+
+    def _tell_epoch(self, event: str, step: int) -> None:
+        """Where an epoch begins or ends within this step, or the run does."""
+        order = self.loader.order
+        start = step * order.rows_per_step
+        end = min(start + order.rows_per_step, order.total_rows)
+        before, after = start // order.rows, (end - 1) // order.rows
+        if event == "epoch_start":
+            begun = range(before if step == self.first or start % order.rows == 0 else before + 1, after + 1)
+            for epoch in begun:
+                self._tell(event, epoch)
+        else:
+            over = end % order.rows == 0 or end == order.total_rows
+            for epoch in range(before, after + 1 if over else after):
+                self._tell(event, epoch)
+
+    def _call(self, callback: Callback, event: str, *arguments: Any) -> Any:
+        try:
+            return getattr(callback, event)(*arguments)
+        except TTrainError:
+            raise
+        except Exception as error:
+            raise TTrainError(f"the callback {type(callback).__name__}.{event} raised {error!r}") from error
+
+    def _asks(self) -> bool:
+        return any(self._call(callback, "stop_reason") for callback in self.callbacks)
+
+    def _agree(self, signalled: bool, asked: bool) -> tuple[bool, bool]:
+        """Whether any rank has meanwhile been asked to stop, by a signal or by a callback."""
+        sums = self.ranks.sum([float(signalled or self.stop_requested()), float(asked or self._asks())])
+        return sums[0] > 0, sums[1] > 0
 
     def _due(self, every: int, step: int) -> bool:
         return every > 0 and step % every == 0
@@ -247,35 +375,47 @@ class Trainer:
         return self._due(self.cadence.checkpoint, step) or step == decay_start(self.task.config.schedule, self.steps)
 
     def _save(self, step: int) -> None:
-        if self.checkpoints is None or not self.ranks.first:
+        if self.checkpoints is None:
             return
-        state: dict[str, Any] = {
-            "steps": self.steps,
-            "window": dict(vars(self.window)),
-            "live_tokens": self.live_tokens,
-            "skipped": self.skipped,
-            "last_loss": self.last_loss,
-            "loss_scale": dict(vars(self.loss_scale)),
-            "world": self.ranks.world,
-            "precision": self.precision.word,
-        }
-        snapshot = Snapshot(step, copy_tensors(self.weights.state()), copy_tensors(self.optimizers.state()), state)
-        self.checkpoints.save(snapshot)
+        weights, optimizer = self.parallel.whole(self.weights.state()), self.parallel.whole(self.optimizers.state())
+        self._saved = step
+        if not self.ranks.first:
+            return
+        states = [self._call(callback, "state") for callback in self.callbacks]
+        metric = self.counters.validation_loss if step == self.step and self._validated_at(step) else None
+        state = resuming.state_of(self, states)
+        with self.ranks.busy("saving"):
+            self.checkpoints.save(Snapshot(step, copy_tensors(weights), copy_tensors(optimizer), state), metric=metric)
         self._tell("saved", step)
 
-    def _restore(self) -> int:
-        """Continue from the newest checkpoint, or from the one that was given; returns the step to begin with."""
-        snapshot = (self.checkpoints.newest() if self.checkpoints else None) or self._start
-        if snapshot is None:
-            return 0
-        self.weights.load(dict(snapshot.weights))
+    def _validated_at(self, step: int) -> bool:
+        return bool(self.validation) and (step == self.steps or self._due(self.cadence.validate, step))
+
+    def _restore(self, snapshot: Snapshot, allow: frozenset[str]) -> int:
+        """Put back all but the weights; returns the step to begin with."""
+        step = resuming.check(self, snapshot, allow)
         self.optimizers.load_state(dict(snapshot.optimizer))
-        state: Mapping[str, Any] = snapshot.state
+        state = snapshot.state
         self.loss_scale = LossScale(**state["loss_scale"])
-        self.window = Window(**state["window"])
-        self.live_tokens, self.skipped, self.last_loss = state["live_tokens"], state["skipped"], state["last_loss"]
-        log.info("continues at step %d", snapshot.step)
-        return snapshot.step
+        self.counters = Counters(**{**state["counters"], "window": Window(**state["counters"]["window"])})
+        kept = {entry["name"]: entry["state"] for entry in state["callbacks"]}
+        for callback in self.callbacks:
+            if type(callback).__name__ in kept:
+                callback.load_state(kept[type(callback).__name__])
+        log.info("continues at step %d", step)
+        return step
+
+    def _restore_best(self) -> None:
+        """The weights of the checkpoint with the least validation loss, on all ranks."""
+        if self.checkpoints is None:
+            return
+        if self.ranks.first:
+            self.checkpoints.wait()
+        self.ranks.barrier()
+        best = self.checkpoints.best()
+        if best is not None:
+            log.info("the weights of step %d, whose validation loss was the least, are kept", best.step)
+            self.weights.load(dict(best.weights))
 
 
 def _seed(seed: int, step: int, micro_batch: int) -> int:

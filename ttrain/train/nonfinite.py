@@ -1,0 +1,56 @@
+"""What happens where a loss or a gradient is no number."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from ttrain.config import Training
+from ttrain.errors import TTrainError
+from ttrain.train.ranks import Ranks
+
+SHOWN_ROWS = 16
+SKIPS_IN_A_ROW = 20  # a run that only skips learns nothing: the weights themselves are no numbers, or the data is spoilt
+
+
+class NonFinite(TTrainError):
+    """The loss or the gradient of a step is not finite; `rows` are those of the micro-batches to blame."""
+
+    def __init__(self, step: int, loss: float, norm: float, rows: Sequence[int], config: Training) -> None:
+        self.step, self.rows = step + 1, list(rows)
+        named = ", ".join(map(str, self.rows[:SHOWN_ROWS])) + (", ..." if len(self.rows) > SHOWN_ROWS else "")
+        super().__init__(
+            f"the loss of step {step + 1} is not finite ({loss}, gradient norm {norm}); its {len(self.rows)} rows are {named}. The "
+            f"weights are those before it. Look at these rows, lower {config.section}.optim.lr ({config.optim.lr}), "
+            f"or set {config.section}.nonfinite=skip (it is {config.nonfinite})"
+        )
+
+
+class Policy:
+    """`stop` saves the state before the step and ends, `skip` leaves the step out, `raise` ends at once."""
+
+    def __init__(self, word: str) -> None:
+        self.word, self._in_a_row = word, 0
+
+    @property
+    def saves(self) -> bool:
+        return self.word != "raise"
+
+    def skips(self, error: NonFinite) -> bool:
+        """Whether this step is left out and training goes on."""
+        return self.word == "skip" and self._in_a_row < SKIPS_IN_A_ROW
+
+    def note(self, finite: bool) -> None:
+        """Count what comes one after the other."""
+        self._in_a_row = 0 if finite else self._in_a_row + 1
+
+
+def rows_of(parts: Sequence[npt.NDArray[np.int64]], losses: Mapping[int, Tensor], ranks: Ranks) -> list[int]:
+    """Rows of the micro-batches whose own loss is no number, on any rank; all rows of the step where it is the gradient."""
+    bad = [float(number in losses and not math.isfinite(float(losses[number]))) for number in range(len(parts))]
+    blamed = [part for part, found in zip(parts, ranks.sum(bad), strict=True) if found]
+    return [int(row) for part in blamed or parts for row in part]

@@ -1,0 +1,102 @@
+"""How a model is spread over ranks, and how its gradients come together; the trainer drives it step by step."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import final
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ttrain.data.loader import MicroBatch
+from ttrain.errors import UsageError
+from ttrain.train.ranks import Ranks
+from ttrain.train.reduction import TreeSum, tree_order
+
+
+class Parallel(ABC):
+    """The module that training calls, and what happens around its backward passes."""
+
+    module: nn.Module
+    loss_factor = 1.0  # the loss is multiplied by it, so that gradients end as sums over ranks where the method averages
+
+    def begin(self, micro_batches: Sequence[MicroBatch], parts: int) -> Sequence[MicroBatch]:
+        """A step of `parts` micro-batches over all ranks begins; returns this rank's in the order to compute them."""
+        return micro_batches
+
+    def before_backward(self, *, last: bool) -> None:
+        """Called before the forward pass of each micro-batch; `last`: the step's last one on this rank."""
+
+    def after_backward(self, micro: MicroBatch) -> None:
+        """The gradients of a micro-batch are in the parameters."""
+
+    def finish(self) -> None:
+        """All micro-batches are through: afterwards the parameters hold the gradients of the whole step."""
+
+    @abstractmethod
+    def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors as one rank alone would have them; all ranks take part."""
+
+
+@final
+class Replicated(Parallel):
+    """Every rank has the whole model; DDP sums gradients over ranks while the last backward pass still runs."""
+
+    def __init__(self, module: nn.Module, ranks: Ranks) -> None:
+        self._ddp: nn.parallel.DistributedDataParallel | None = None
+        if ranks.world > 1:
+            ids = [ranks.device.index] if ranks.device.type == "cuda" else None
+            self._ddp = nn.parallel.DistributedDataParallel(
+                module, device_ids=ids, gradient_as_bucket_view=True, broadcast_buffers=False
+            )
+            self.loss_factor = float(ranks.world)
+        self.module = self._ddp or module
+
+    def before_backward(self, *, last: bool) -> None:
+        if self._ddp is not None:
+            self._ddp.require_backward_grad_sync = last
+
+    def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return dict(tensors)
+
+
+@final
+class Tree(Parallel):
+    """Every rank has the whole model; gradients are summed in an order that the number of ranks does not change."""
+
+    def __init__(self, module: nn.Module, ranks: Ranks) -> None:
+        if ranks.world & (ranks.world - 1):
+            raise UsageError(
+                f"runtime.reduction is tree but runtime.devices is {ranks.world}, and only 1, 2, 4, 8, ... ranks can share the "
+                f"tree; set runtime.devices={1 << (ranks.world.bit_length() - 1)}, or runtime.reduction=fast"
+            )
+        self.module, self._ranks = module, ranks
+        self._sum: TreeSum | None = None
+        if ranks.world > 1:
+            for tensor in (*module.parameters(), *module.buffers()):
+                dist.broadcast(tensor.detach(), 0)
+
+    def begin(self, micro_batches: Sequence[MicroBatch], parts: int) -> Sequence[MicroBatch]:
+        trained = [p for p in self.module.parameters() if p.requires_grad]
+        self._sum = TreeSum(trained, parts, self._ranks.rank, self._ranks.world)
+        return tree_order(micro_batches, parts, self._ranks.world)
+
+    def after_backward(self, micro: MicroBatch) -> None:
+        assert self._sum is not None, "begin() comes first"
+        self._sum.take(micro)
+
+    def finish(self) -> None:
+        assert self._sum is not None, "begin() comes first"
+        self._sum.finish()
+        self._sum = None
+
+    def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return dict(tensors)
+
+
+def spread(module: nn.Module, ranks: Ranks, *, parallel: str, reduction: str) -> Parallel:
+    """The way that the settings ask for. Raises UsageError where they do not go together."""
+    if reduction == "tree":
+        return Tree(module, ranks)
+    return Replicated(module, ranks)
