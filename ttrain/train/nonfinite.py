@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from ttrain.config import Training
+from ttrain.config import Loop
 from ttrain.errors import TTrainError
 from ttrain.train.ranks import Ranks
 
@@ -20,13 +20,13 @@ SKIPS_IN_A_ROW = 20  # a run that only skips learns nothing: the weights themsel
 class NonFinite(TTrainError):
     """The loss or the gradient of a step is not finite; `rows` are those of the micro-batches to blame."""
 
-    def __init__(self, step: int, loss: float, norm: float, rows: Sequence[int], config: Training) -> None:
+    def __init__(self, step: int, loss: float, norm: float, rows: Sequence[int], config: Loop) -> None:
         self.step, self.rows = step + 1, list(rows)
         named = ", ".join(map(str, self.rows[:SHOWN_ROWS])) + (", ..." if len(self.rows) > SHOWN_ROWS else "")
         super().__init__(
-            f"the loss of step {step + 1} is not finite ({loss}, gradient norm {norm}); its {len(self.rows)} rows are {named}. The "
-            f"weights are those before it. Look at these rows, lower {config.section}.optim.lr ({config.optim.lr}), "
-            f"or set {config.section}.nonfinite=skip (it is {config.nonfinite})"
+            f"the loss of step {step + 1} is not finite ({loss}, gradient norm {norm}); its {len(self.rows)} rows: {named}. "
+            f"The weights are those before it. Look at these rows, lower {config.prefix}optim.lr ({config.optim.lr}), "
+            f"or set {config.prefix}nonfinite=skip (it is {config.nonfinite})"
         )
 
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import final
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ttrain.data.loader import MicroBatch
 from ttrain.errors import UsageError
+from ttrain.train.placing import placed
 from ttrain.train.ranks import Ranks
 from ttrain.train.reduction import TreeSum, tree_order
 
 
-class Parallel(ABC):
+class Parallel:
     """The module that training calls, and what happens around its backward passes."""
 
     module: nn.Module
@@ -34,9 +35,15 @@ class Parallel(ABC):
     def finish(self) -> None:
         """All micro-batches are through: afterwards the parameters hold the gradients of the whole step."""
 
-    @abstractmethod
     def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tensors as one rank alone would have them; all ranks take part."""
+        return dict(tensors)
+
+    def load(self, held: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
+        """Give the model's own tensors these values, each of which is whole."""
+        with torch.no_grad():
+            for name, tensor in held.items():
+                tensor.copy_(placed(weights[name], tensor))
 
 
 @final
@@ -57,9 +64,6 @@ class Replicated(Parallel):
         if self._ddp is not None:
             self._ddp.require_backward_grad_sync = last
 
-    def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return dict(tensors)
-
 
 @final
 class Tree(Parallel):
@@ -68,7 +72,7 @@ class Tree(Parallel):
     def __init__(self, module: nn.Module, ranks: Ranks) -> None:
         if ranks.world & (ranks.world - 1):
             raise UsageError(
-                f"runtime.reduction is tree but runtime.devices is {ranks.world}, and only 1, 2, 4, 8, ... ranks can share the "
+                f"runtime.reduction is tree but runtime.devices is {ranks.world}, and only 1, 2, 4, 8 ranks can share a "
                 f"tree; set runtime.devices={1 << (ranks.world.bit_length() - 1)}, or runtime.reduction=fast"
             )
         self.module, self._ranks = module, ranks
@@ -91,12 +95,15 @@ class Tree(Parallel):
         self._sum.finish()
         self._sum = None
 
-    def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return dict(tensors)
-
 
 def spread(module: nn.Module, ranks: Ranks, *, parallel: str, reduction: str) -> Parallel:
     """The way that the settings ask for. Raises UsageError where they do not go together."""
+    if parallel == "fsdp" and reduction == "tree":
+        raise UsageError("runtime.reduction is tree but runtime.parallel is fsdp, which sums in its own order; set one only")
     if reduction == "tree":
         return Tree(module, ranks)
+    if parallel == "fsdp" and ranks.world > 1:
+        from ttrain.train.sharded import Sharded  # 0.5 s of imports that other runs need not pay
+
+        return Sharded(module, ranks)
     return Replicated(module, ranks)

@@ -17,7 +17,7 @@ from ttrain.data.loader import MicroBatch
 
 
 def tree_order(micro_batches: Sequence[MicroBatch], parts: int, world: int) -> list[MicroBatch]:
-    """This rank's micro-batches in the order in which `TreeSum` needs them: bit-reversed, so that few sums wait at a time."""
+    """This rank's micro-batches in the order that `TreeSum` needs: bit-reversed, so that few sums wait at a time."""
     slots = _slots(parts, world) // world
     by_slot = {micro.number // world: micro for micro in micro_batches if not micro.filler}
     return [by_slot[slot] for turn in range(slots) if (slot := _reversed(turn, slots)) in by_slot]

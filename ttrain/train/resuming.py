@@ -61,7 +61,7 @@ def _step(snapshot: Snapshot, state: Mapping[str, Any], rows_per_step: int) -> i
     rows = snapshot.step * int(state["rows_per_step"])
     if rows % rows_per_step:
         raise UsageError(
-            f"the checkpoint of step {snapshot.step} has consumed {rows} rows, which is no multiple of the {rows_per_step} rows "
-            f"of a step now; choose tokens_per_step so that it is, or continue from another checkpoint"
+            f"the checkpoint of step {snapshot.step} has consumed {rows} rows, which is no multiple of the {rows_per_step} "
+            f"rows of a step now; choose tokens_per_step so that it is, or continue from another checkpoint"
         )
     return rows // rows_per_step

@@ -18,13 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from ttrain.data.loader import Loader, MicroBatch
-from ttrain.errors import TTrainError
+from ttrain.errors import TTrainError, UsageError
 from ttrain.train import resuming
 from ttrain.train.callbacks import Callback, LogRecord, StepRecord
 from ttrain.train.checkpoint import Checkpoints, Snapshot, copy_tensors
 from ttrain.train.compiling import compiled
 from ttrain.train.nonfinite import NonFinite, Policy, rows_of
 from ttrain.train.parallel import spread
+from ttrain.train.placing import whole
 from ttrain.train.precision import LossScale, Precision
 from ttrain.train.ranks import Ranks, global_norm
 from ttrain.train.schedules import decay_start
@@ -128,9 +129,12 @@ class Trainer:
         self.steps, self.policy = loader.order.steps, Policy(task.config.nonfinite)
         snapshot = (checkpoints.newest() if checkpoints else None) or start
         self.bare = task.build_model()
+        self.first = self.step = resuming.check(self, snapshot, allow) if snapshot else 0
         if snapshot:
             weights.load(dict(snapshot.weights))
         self.bare = self.bare.to(ranks.device)
+        if how.compile and how.parallel == "fsdp" and ranks.world > 1:
+            raise UsageError("runtime.compile and runtime.parallel=fsdp do not go together yet; set one of them")
         called, self.compiled = compiled(self._try, self.bare, ranks) if how.compile else (self.bare, False)
         self.parallel = spread(called, ranks, parallel=how.parallel, reduction=how.reduction)
         self.optimizers = task.build_optimizer(self.bare)
@@ -138,7 +142,8 @@ class Trainer:
         self.counters, self.loss_scale = Counters(), precision.loss_scale()
         # The loss is scaled by about 1/targets before the backward pass, so that fp16 gradients of a sum do not overflow.
         self._scale = 1.0 / task.config.tokens_per_step
-        self.first = self.step = self._restore(snapshot, allow) if snapshot else 0
+        if snapshot:
+            self._restore(snapshot)
         self.loader.load_state_dict({"consumed_steps": self.first})
         self._saved = self.first if snapshot and snapshot is not start else -1
 
@@ -147,7 +152,7 @@ class Trainer:
         began = time.monotonic()
         try:
             self._tell("start", self.first, self.steps)
-            signalled, asked = self._agree(False, False)  # a callback may remember that the run was over before it was killed
+            signalled, asked = self._agree(False, False)  # a callback may remember that the run was over
             reason = INTERRUPTED if signalled else STOPPED if asked else self._loop()
             if reason == STOPPED:
                 self._restore_best()
@@ -272,7 +277,8 @@ class Trainer:
         factor = 1.0 / (self._scale * self.loss_scale.scale * live)
         torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], factor)
         norm = global_norm(parameters)
-        finite = math.isfinite(total) and bool(torch.isfinite(norm))
+        whole_norm = float(whole(norm))
+        finite = math.isfinite(total) and math.isfinite(whole_norm)
         clip = self.task.config.optim.clip
         if finite:
             if clip:
@@ -283,10 +289,10 @@ class Trainer:
         if not finite:
             self.counters.skipped += 1
             if not self.loss_scale.enabled:  # fp16 overflows now and then, which a smaller scale cures
-                self._not_finite(step, total / live, float(norm), losses)
+                self._not_finite(step, total / live, whole_norm, losses)
         self.policy.note(finite)
         self.loss_scale.update(finite)
-        return float(norm), finite
+        return whole_norm, finite
 
     def _not_finite(self, step: int, loss: float, norm: float, losses: dict[int, Tensor]) -> None:
         """Skip the step, or end the run with an error that names its rows; the weights are those before it."""
@@ -391,9 +397,8 @@ class Trainer:
     def _validated_at(self, step: int) -> bool:
         return bool(self.validation) and (step == self.steps or self._due(self.cadence.validate, step))
 
-    def _restore(self, snapshot: Snapshot, allow: frozenset[str]) -> int:
-        """Put back all but the weights; returns the step to begin with."""
-        step = resuming.check(self, snapshot, allow)
+    def _restore(self, snapshot: Snapshot) -> None:
+        """Put back all but the weights."""
         self.optimizers.load_state(dict(snapshot.optimizer))
         state = snapshot.state
         self.loss_scale = LossScale(**state["loss_scale"])
@@ -402,8 +407,7 @@ class Trainer:
         for callback in self.callbacks:
             if type(callback).__name__ in kept:
                 callback.load_state(kept[type(callback).__name__])
-        log.info("continues at step %d", step)
-        return step
+        log.info("continues at step %d", self.first)
 
     def _restore_best(self) -> None:
         """The weights of the checkpoint with the least validation loss, on all ranks."""
@@ -415,7 +419,7 @@ class Trainer:
         best = self.checkpoints.best()
         if best is not None:
             log.info("the weights of step %d, whose validation loss was the least, are kept", best.step)
-            self.weights.load(dict(best.weights))
+            self.parallel.load(self.weights.state(), best.weights)
 
 
 def _seed(seed: int, step: int, micro_batch: int) -> int:
