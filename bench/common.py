@@ -41,9 +41,10 @@ class Cost:
 
 @dataclass
 class Table:
-    """Lines of measurement, ours, theirs, ratio, limit; printed as they come."""
+    """Lines of measurement, ours, theirs, ratio, limit; printed as they come, and kept for `--json`."""
 
     failed: bool = field(default=False, init=False)
+    lines: list[dict[str, Any]] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         loads = ", ".join(f"{load:.1f}" for load in os.getloadavg())
@@ -57,11 +58,13 @@ class Table:
         missed = (least is not None and ratio < least) or (most is not None and ratio > most)
         limit = f"at least {least:g}" if least is not None else f"at most {most:g}" if most is not None else ""
         print(f"{what:<54}{ours:>12}{theirs:>12}{ratio:>8.3g}x   {limit}{'  MISSED' if missed else ''}", flush=True)
+        self.lines.append({"what": what, "ours": ours, "theirs": theirs, "ratio": ratio, "limit": limit, "missed": missed})
         self.failed |= missed
 
     def claim(self, what: str, holds: bool) -> None:
         """A line that is true or not."""
         print(f"{what:<54}{'yes' if holds else 'NO, MISSED':>12}", flush=True)
+        self.lines.append({"what": what, "holds": holds, "missed": not holds})
         self.failed |= not holds
 
 

@@ -97,13 +97,20 @@ def run_plain(execution: Execution, recipe_of: Any) -> None:
 
 def run_one_stage(
     name: str, settings: Settings, store: Store, stages: list[Planned], console: Console, *, force: bool, extend: bool
-) -> None:
-    """Build one stage of the plan alone. Raises UsageError where it is unknown or an input is missing."""
+) -> tuple[Artifact, str]:
+    """Build one stage of the plan alone; returns its artifact and what happened. Raises UsageError where it is unknown or an
+    input is missing."""
     planned = {p.stage.name: p for p in stages}
     if name not in planned:
         raise UsageError(f"there is no stage '{name}'; the stages are {', '.join(planned)}")
     if planned[name].key is None:
-        raise UsageError(f"stage {name} {planned[name].why[0]}; run `ttrain pipeline run full`, or those stages first")
+        commands = ", ".join(
+            f"`ttrain {'train' if planned[p].stage.uses_ranks else 'stage run'} {p}`" for p in _missing(name, planned)
+        )
+        raise UsageError(
+            f"stage {name} {planned[name].why[0]}; run first, with the same settings: {commands}; "
+            f"or all at once: `ttrain pipeline run full`"
+        )
     stage = planned[name].stage
     display = Display(console)
     execution = Execution(
@@ -112,9 +119,10 @@ def run_one_stage(
     outcome, error = "failed", None
     try:
         with execution.catching_signals():
-            artifact, _ = execution.run_stage(stage, planned[name].inputs, lambda line: None)
+            artifact, state = execution.run_stage(stage, planned[name].inputs, lambda line: None)
         outcome = "completed"
         console.print(f"artifact: {artifact.path}", highlight=False, soft_wrap=True)
+        return artifact, state
     except BaseException as raised:
         outcome = "interrupted" if isinstance(raised, Interrupted | KeyboardInterrupt) else "failed"
         error = str(raised)
@@ -122,6 +130,17 @@ def run_one_stage(
     finally:
         execution.finish(outcome, error)
         display.close()
+
+
+def _missing(name: str, planned: dict[str, Planned]) -> list[str]:
+    """The stages to run before this one, in the order of the plan."""
+    found: set[str] = set()
+    waiting = [name]
+    while waiting:
+        new = {*planned[waiting.pop()].waits_for} - found
+        found |= new
+        waiting += new
+    return [stage for stage in planned if stage in found]
 
 
 def _closing_words(execution: Execution, outcome: str, console: Console) -> None:

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
+import pickle
 import signal
+import sys
+import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ttrain.config import Model, Optim, Runtime, Schedule, Section, Settings, Training
@@ -30,10 +37,12 @@ from ttrain.store import Artifact, Store, write_json
 from ttrain.train import precision
 from ttrain.train.callbacks import Callback, LogRecord
 from ttrain.train.checkpoint import Checkpoints, Snapshot
+from ttrain.train.language import LanguageModeling
+from ttrain.train.monitor import DEVICE, PERFORMANCE
 from ttrain.train.optim import Optimizers
 from ttrain.train.ranks import Ranks
-from ttrain.train.task import LanguageModeling, TrainingTask
-from ttrain.train.trainer import Cadence, Trainer
+from ttrain.train.task import TrainingTask
+from ttrain.train.trainer import Cadence, How, Trainer
 
 CPU = torch.device("cpu")
 ALONE = Ranks(0, 1, CPU)
@@ -252,33 +261,36 @@ class Recorder(Callback):
 
 
 class StopAfter:
-    """Asks for a stop at the end of a step, as a signal would: `steps` answers later."""
+    """Asks for a stop in step number `steps` of this run, as a signal would."""
 
-    def __init__(self, steps: int) -> None:
-        self.left = steps
+    def __init__(self, steps: int, loader: Loader) -> None:
+        self.steps, self.loader = steps, loader
+        self.first: int | None = None  # the step at which the run begins, when it is asked for the first time
 
     def __call__(self) -> bool:
-        self.left -= 1
-        return self.left <= 0
+        if self.first is None:
+            self.first = self.loader.consumed
+        return self.loader.consumed - self.first >= self.steps
 
 
 def make_trainer(
     config: Training, model: nn.Module, rows: Rows, *, rows_per_device: int = 4, directory: Path | None = None,
     callbacks: Sequence[Callback] = (), cadence: Cadence = SPARSE, total_rows: int | None = None,
     stop_after: int | None = None, start: Snapshot | None = None, validation: Sequence[Batch] = (),
-    task: TrainingTask | None = None, ranks: Ranks = ALONE, keep: int = 2,
+    task: TrainingTask | None = None, ranks: Ranks = ALONE, keep: int = 2, how: How = How(), **options: Any,
 ) -> Trainer:  # fmt: skip
     """A trainer of the model on the rows; checkpoints go under `directory` where there is one."""
     assert config.tokens is not None
     steps = -(-config.tokens // config.tokens_per_step)
     order = ShuffledOrder(len(rows), config.rows_per_step, total_rows or steps * config.rows_per_step, config.seed)
     checkpoints = Checkpoints(directory, files=dict, keep=keep) if directory else None
+    loader = Loader(rows, order, rows_per_device=rows_per_device, rank=ranks.rank, world=ranks.world)
     return Trainer(
         task or LanguageModeling(config, model),
-        Loader(rows, order, rows_per_device=rows_per_device, rank=ranks.rank, world=ranks.world),
+        loader,
         ranks=ranks, precision=precision.resolve(config.precision, ranks.device), weights=Held(model),
         checkpoints=checkpoints, validation=validation, callbacks=callbacks, cadence=cadence, start=start,
-        stop_requested=StopAfter(stop_after) if stop_after else lambda: False,
+        stop_requested=StopAfter(stop_after, loader) if stop_after else lambda: False, how=how, **options,
     )  # fmt: skip
 
 
@@ -302,10 +314,48 @@ def distance(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float
 def curve(path: Path) -> list[dict[str, Any]]:
     """The lines of a metrics file without what the clock gives."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    timed = ("step_seconds", "tokens_per_second")
+    timed = {*PERFORMANCE, *DEVICE}
     return [
         {"step": line["step"], "metrics": {k: v for k, v in line["metrics"].items() if k not in timed}} for line in lines
     ]
+
+
+def in_ranks(world: int, directory: Path, work: Callable[[Ranks], Any], *, seconds: float = 60) -> list[Any]:
+    """What `work` returns on each of `world` ranks, which are forks of this process and talk through gloo.
+
+    A fork costs nothing where torch is loaded already; one thread each, since OpenMP's threads do not survive it.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    store = directory / f"store-{world}-{len(list(directory.iterdir()))}"
+
+    def begin(rank: int) -> None:
+        status = 1
+        try:
+            torch.set_num_threads(1)
+            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+            found = work(Ranks(rank, world, CPU))
+            store.with_suffix(f".{rank}").write_bytes(pickle.dumps(found))
+            dist.barrier()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(status)
+
+    fork = multiprocessing.get_context("fork")
+    processes = [fork.Process(target=begin, args=(rank,)) for rank in range(world)]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + seconds
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+    late = [process for process in processes if process.is_alive()]
+    for process in late:
+        process.kill()
+    assert not late, f"{len(late)} of {world} ranks hang"
+    assert [process.exitcode for process in processes] == [0] * world
+    return [pickle.loads(store.with_suffix(f".{rank}").read_bytes()) for rank in range(world)]
 
 
 # --- whole stages -------------------------------------------------------------------------------------------------------

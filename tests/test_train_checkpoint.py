@@ -1,72 +1,60 @@
-"""Checkpoints: whatever is torn, flipped or killed, the newest whole one is found, or the damage is named."""
+"""Checkpoints: whatever is torn, flipped, swapped or lost, the newest whole one is found, or the damage is named."""
 
 from __future__ import annotations
 
 import json
 import logging
+import math
+import os
 import pickle
+import random
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from doubles import NumberedRows, make_tokenizer, make_trainer, same, settings_of_training, tiny_model
+from checkpointing import FILES, checkpoints, is_snapshot, names, snapshot, steps, write
+from doubles import NumberedRows, make_tokenizer, make_trainer, settings_of_training, tiny_model
 
 from ttrain.digests import sha256_file
 from ttrain.errors import ArtifactError
 from ttrain.model import factory
 from ttrain.stages.training import tokenizer_files
 from ttrain.train import checkpoint
-from ttrain.train.checkpoint import Checkpoints, Snapshot
+from ttrain.train.checkpoint import Checkpoints, Snapshot, SnapshotBuffers
+from ttrain.train.checkpoint_files import signed
 
-FILES = ("model.safetensors", "optimizer.safetensors", "state.json", "config.json")
-
-
-def snapshot(step: int) -> Snapshot:
-    """Tensors that hold the step's number."""
-    return Snapshot(
-        step, {"w": torch.full((3, 4), float(step))}, {"m|w": torch.full((3, 4), -float(step))}, {"last_loss": 0.5}
-    )
+# --- damage: (the file of step 8, the same file of step 4) --------------------------------------------------------------
 
 
-def checkpoints(directory: Path, **options: Any) -> Checkpoints:
-    return Checkpoints(directory, files=lambda: {"config.json": b'{"a": 1}'}, **options)
-
-
-def write(directory: Path, *steps: int, **options: Any) -> None:
-    ours = checkpoints(directory, **options)
-    for step in steps:
-        ours.save(snapshot(step))
-    ours.close()
-
-
-def is_snapshot(found: Snapshot | None, step: int) -> bool:
-    assert found is not None
-    wanted = snapshot(step)
-    return found.step == step and same(found.weights, wanted.weights) and same(found.optimizer, wanted.optimizer)
-
-
-def truncate(path: Path) -> None:
+def truncate(path: Path, other: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
-def empty(path: Path) -> None:
+def empty(path: Path, other: Path) -> None:
     path.write_bytes(b"")
 
 
-def zero(path: Path) -> None:
+def zero(path: Path, other: Path) -> None:
     path.write_bytes(bytes(path.stat().st_size))
 
 
-def lose(path: Path) -> None:
+def lose(path: Path, other: Path) -> None:
     path.unlink()
 
 
-def swap_a_digit(path: Path) -> None:
+def flip_a_bit(path: Path, other: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+
+
+def change_a_digit(path: Path, other: Path) -> None:
     """In JSON, a flip that still parses: the step, a counter, a digest."""
     data = bytearray(path.read_bytes())
     place = next((at for at, byte in enumerate(data) if chr(byte).isdigit()), 0)
@@ -74,21 +62,33 @@ def swap_a_digit(path: Path) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("damage", [truncate, empty, zero, lose, swap_a_digit])
+def take_the_other(path: Path, other: Path) -> None:
+    shutil.copyfile(other, path)
+
+
+def make_a_directory(path: Path, other: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize(
+    "damage", [truncate, empty, zero, lose, flip_a_bit, change_a_digit, take_the_other, make_a_directory]
+)
 @pytest.mark.parametrize("name", FILES)
-def test_a_damaged_checkpoint_is_passed_over_by_name(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, damage: Callable[[Path], None]
+def test_a_damaged_file_is_named_and_the_checkpoint_before_is_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, damage: Callable[[Path, Path], None]
 ) -> None:
     write(tmp_path, 4, 8)
-    damage(tmp_path / "step-00000008" / name)
+    old, new = (tmp_path / f"step-0000000{step}" / name for step in (4, 8))
+    damage(new, old)
     with caplog.at_level(logging.WARNING, logger="ttrain"):
         found = checkpoints(tmp_path).newest()
     assert is_snapshot(found, 4)
-    assert str(tmp_path / "step-00000008") in caplog.text
-    damage(tmp_path / "step-00000004" / name)
-    with pytest.raises(ArtifactError) as raised:
+    assert f"the checkpoint file {new} is damaged: " in caplog.text
+    assert str(old) not in caplog.text
+    shutil.rmtree(old.parent)
+    with pytest.raises(ArtifactError, match=f"no checkpoint .* is whole: the checkpoint file {new} is damaged"):
         checkpoints(tmp_path).newest()
-    assert all(f"step-0000000{step}" in str(raised.value) for step in (4, 8))
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -100,7 +100,7 @@ def test_every_flipped_bit_of_a_checkpoint_is_seen(tmp_path: Path, name: str) ->
         flipped = bytearray(data)
         flipped[place // 8] ^= 1 << place % 8
         path.write_bytes(flipped)
-        with pytest.raises(ArtifactError):
+        with pytest.raises(ArtifactError, match=str(path)):
             checkpoint.read(path.parent)
     path.write_bytes(data)
     assert is_snapshot(checkpoint.read(path.parent), 4)
@@ -113,33 +113,158 @@ def test_a_checkpoint_under_the_name_of_another_step_is_refused(tmp_path: Path) 
         checkpoint.read(tmp_path / "step-00000009")
 
 
+def test_a_file_that_the_state_does_not_list_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, 4)
+    path = tmp_path / "step-00000004" / "state.json"
+    state = json.loads(path.read_bytes())
+    del state["sha256"], state["files"]["optimizer.safetensors"]
+    path.write_text(json.dumps(signed(state)))
+    with pytest.raises(ArtifactError, match=r"optimizer\.safetensors is damaged: state\.json does not list it"):
+        checkpoint.read(path.parent)
+
+
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tmp_path: Path) -> None:
     config = settings_of_training(tokens=4 * 96)
     make_trainer(config, tiny_model(), NumberedRows(20), directory=tmp_path).fit()
     for path in tmp_path.glob("*/optimizer.safetensors"):
-        truncate(path)
+        path.write_bytes(path.read_bytes()[:-1])
     start = Snapshot(2, {}, {}, {})
     with pytest.raises(ArtifactError, match=r"optimizer\.safetensors is damaged"):
         make_trainer(config, tiny_model(), NumberedRows(20), directory=tmp_path, start=start).fit()
 
 
+def test_checkpoints_that_are_gone_are_missed(tmp_path: Path) -> None:
+    write(tmp_path, 4)
+    shutil.rmtree(tmp_path / "step-00000004")
+    with pytest.raises(ArtifactError, match=f"the one that {tmp_path / 'latest'} names is gone"):
+        checkpoints(tmp_path).newest()
+
+
 def test_a_directory_without_checkpoints_is_a_start(tmp_path: Path) -> None:
     assert checkpoints(tmp_path / "none").newest() is None
+    assert checkpoints(tmp_path / "none").best() is None
+    (tmp_path / "step-of-somebody").mkdir()
+    (tmp_path / ".writing-00000004").mkdir()
     assert checkpoints(tmp_path).newest() is None
 
 
-def test_the_last_ones_and_the_permanent_ones_are_kept(tmp_path: Path) -> None:
-    write(tmp_path, *range(1, 8), keep=2, permanent=frozenset({3, 7}))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000006", "step-00000007"]
-    assert is_snapshot(checkpoint.read(tmp_path / "step-00000003"), 3)
+def test_a_damaged_checkpoint_makes_room_for_whole_ones(tmp_path: Path) -> None:
+    write(tmp_path, 4, 8)
+    lose(tmp_path / "step-00000008" / "config.json", tmp_path)
+    ours = checkpoints(tmp_path, keep=2)
+    assert is_snapshot(ours.newest(), 4)
+    ours.save(snapshot(6))
+    ours.close()
+    assert steps(tmp_path) == [4, 6]
 
 
-def test_a_snapshot_is_out_of_the_way_of_training() -> None:
-    weights = {"w": torch.zeros(4, 3).T}
-    copy = checkpoint.copy_tensors(weights)
-    weights["w"] += 1
-    assert float(copy["w"].sum()) == 0
-    assert copy["w"].is_contiguous()
+# --- which ones stay, and which is the best -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_exactly_these_stay_and_the_best_is_the_smallest_metric_also_after_resuming(tmp_path: Path, seed: int) -> None:
+    """Against sets: the newest `keep`, every `keep_every`, the permanent, the pinned, and the argmin of all metrics."""
+    dice = random.Random(seed)
+    options: dict[str, Any] = {"keep": dice.randint(1, 3), "keep_every": dice.choice((0, 8)), "permanent": frozenset({6})}
+    ours, logged, pinned, there = checkpoints(tmp_path, **options), dict[int, float](), set[int](), set[int | None]()
+    for step in range(2, 34, 2):
+        metric = dice.choice((None, math.nan, math.inf, -math.inf, *[round(dice.random(), 1) for _ in range(6)]))
+        ours.save(snapshot(step), metric=metric)
+        ours.wait()
+        if metric is not None and math.isfinite(metric):
+            logged[step] = metric
+        best = min(logged, key=lambda at: (logged[at], at), default=None)
+        there.add(step)
+        newest = sorted(there)[-options["keep"] :]
+        every = {at for at in there if options["keep_every"] and at % options["keep_every"] == 0}
+        there &= {*newest, *every, *pinned, 6, best}
+        assert steps(tmp_path) == sorted(there)
+        assert json.loads((tmp_path / "latest").read_bytes())["step"] == step
+        found = ours.best()
+        assert (found and found.step) == best
+        if best is not None:
+            assert is_snapshot(found, best)
+            assert json.loads((tmp_path / "best").read_bytes()) == {"step": best, "metric": logged[best]}
+        if dice.random() < 0.2:
+            pinned.add(step)
+            ours.pin(step)
+            assert ours.pinned() == pinned
+        if dice.random() < 0.3:  # a new process
+            ours.close()
+            ours = checkpoints(tmp_path, **options)
+            assert is_snapshot(ours.newest(), step)
+    ours.close()
+    assert not [name for name in names(tmp_path) if name.startswith(".")]
+
+
+METRICS = {4: 0.3, 8: 0.1, 12: 0.2, 16: 0.4}
+
+
+def lose_the_pointer(directory: Path) -> None:
+    (directory / "best").unlink()
+
+
+def tear_the_pointer(directory: Path) -> None:
+    (directory / "best").write_text('{"step": ')
+
+
+def let_the_pointer_lie(directory: Path) -> None:
+    (directory / "best").write_text('{"step": 4, "metric": 0.0}')
+
+
+def lose_the_best(directory: Path) -> None:
+    shutil.rmtree(directory / "step-00000008")
+
+
+def damage_its_weights(directory: Path) -> None:
+    zero(directory / "step-00000008" / "model.safetensors", directory)
+
+
+def damage_its_state(directory: Path) -> None:
+    zero(directory / "step-00000008" / "state.json", directory)
+
+
+@pytest.mark.parametrize(
+    ("damage", "best", "said"),
+    [
+        (lose_the_pointer, 8, ""),
+        (let_the_pointer_lie, 8, ""),
+        (tear_the_pointer, 8, "best is damaged; the best is sought among the checkpoints"),
+        (lose_the_best, 12, "the best checkpoint, of step 8, is gone or damaged"),
+        (damage_its_weights, 12, "step-00000008/model.safetensors is damaged"),
+        (damage_its_state, 12, "the best checkpoint, of step 8, is gone or damaged"),
+    ],
+)
+def test_the_best_is_found_whatever_its_pointer_says(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None], best: int, said: str
+) -> None:
+    write(tmp_path, 4, 8, 12, 16, metrics=METRICS, keep=9)
+    damage(tmp_path)
+    with caplog.at_level(logging.WARNING, logger="ttrain"):
+        found = checkpoints(tmp_path).best()
+    assert is_snapshot(found, best)
+    assert bool(caplog.text) == bool(said)
+    assert said in caplog.text
+
+
+def test_a_checkpoint_that_is_pinned_must_be_there(tmp_path: Path) -> None:
+    write(tmp_path, 4, 8)
+    with pytest.raises(ArtifactError, match=r"no checkpoint of step 5 in .*; there are \[4, 8\]"):
+        checkpoints(tmp_path).pin(5)
+    assert checkpoints(tmp_path).pinned() == frozenset()
+
+
+def test_nothing_is_removed_while_it_is_not_known_what_is_pinned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(tmp_path, 4, 8, keep=1)
+    checkpoints(tmp_path).pin(8)
+    (tmp_path / "pinned").write_text("[8")
+    with caplog.at_level(logging.WARNING, logger="ttrain"):
+        write(tmp_path, 12, 16, keep=1)
+    assert steps(tmp_path) == [8, 12, 16]
+    assert "no checkpoint is removed" in caplog.text
+
+
+# --- the writer and the trainer -----------------------------------------------------------------------------------------
 
 
 def test_what_the_writer_raises_reaches_the_trainer(tmp_path: Path) -> None:
@@ -149,8 +274,62 @@ def test_what_the_writer_raises_reaches_the_trainer(tmp_path: Path) -> None:
     trainer = make_trainer(settings_of_training(), tiny_model(), NumberedRows(52), directory=tmp_path)
     assert trainer.checkpoints is not None
     trainer.checkpoints._files = refuse
-    with pytest.raises(OSError, match="No space left on device"):
+    with pytest.raises(ArtifactError, match="No space left on device"):
         trainer.fit()
+
+
+def test_a_third_snapshot_waits_for_the_first_and_each_is_released(tmp_path: Path) -> None:
+    held, released = threading.Event(), []
+
+    def files() -> dict[str, bytes]:
+        held.wait(10)
+        return {}
+
+    def tracked(step: int) -> Snapshot:
+        taken = snapshot(step)
+        return Snapshot(step, taken.weights, taken.optimizer, {}, release=lambda: released.append(step))
+
+    ours = Checkpoints(tmp_path, files=files)
+    ours.save(tracked(1))
+    ours.save(tracked(2))
+    assert (released, ours.waited_seconds < 0.1) == ([], True), "two may be under way"
+    threading.Timer(0.2, held.set).start()
+    ours.save(tracked(3))
+    assert released[:1] == [1]
+    assert ours.waited_seconds > 0.1
+    ours.close()
+    assert released == [1, 2, 3]
+
+
+def test_a_snapshot_is_released_where_it_could_not_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    buffers, ours = SnapshotBuffers(sets=1), checkpoints(tmp_path / "file" / "checkpoints")
+    for step in (1, 2):
+        taken = snapshot(step)
+        ours.save(buffers.take(step, taken.weights, taken.optimizer, {}))
+        with pytest.raises(ArtifactError, match="Not a directory"):
+            ours.wait()
+    ours.save(buffers.take(3, {}, {}, {}))
+    taken = buffers.take(4, {}, {}, {})  # waits until the writer has failed
+    with pytest.raises(ArtifactError, match="Not a directory"):
+        ours.save(taken)
+    buffers.take(5, {}, {}, {})
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a niceness per thread")
+def test_the_writer_gives_way_to_training(tmp_path: Path) -> None:
+    seen = []
+
+    def files() -> dict[str, bytes]:
+        seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        return {}
+
+    before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    ours = Checkpoints(tmp_path, files=files)
+    ours.save(snapshot(1))
+    ours.close()
+    assert seen[0] > before or before == 19
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
 
 
 # --- no code in a checkpoint --------------------------------------------------------------------------------------------
@@ -180,78 +359,12 @@ def test_a_pickle_in_the_place_of_tensors_is_refused_and_not_run(tmp_path: Path,
     state = json.loads((path / "state.json").read_bytes())
     del state["sha256"]
     state["files"][name] = {"bytes": (path / name).stat().st_size, "sha256": sha256_file(path / name)}
-    (path / "state.json").write_text(json.dumps({**state, "sha256": checkpoint._digest(state)}))
-    with pytest.raises(ArtifactError, match=str(path)):
+    (path / "state.json").write_text(json.dumps(signed(state)))
+    with pytest.raises(ArtifactError, match=str(path / name)):
         checkpoints(tmp_path).newest()
     assert not ran.exists()
     pickle.loads(pickle.dumps(Malicious(ran)))
     assert ran.exists(), "the pickle does run where it is loaded"
-
-
-# --- killed while writing -----------------------------------------------------------------------------------------------
-
-KILLER = """
-import os, shutil, signal, sys
-from pathlib import Path
-import test_train_checkpoint as tests
-
-SYSCALLS = ("mkdir", "open", "fsync", "rename", "replace", "unlink", "rmdir")
-scenario, root = sys.argv[1], Path(sys.argv[2])
-
-def prepare(directory):
-    tests.write(directory, 4, 8)
-    if scenario == "again":  # the newest is damaged, so that the same step is written once more
-        tests.truncate(directory / "step-00000008" / "model.safetensors")
-
-def work(directory, kill_at):
-    ours, calls = tests.checkpoints(directory), 0
-    def counted(function):
-        def call(*arguments, **named):
-            nonlocal calls
-            calls += 1
-            if calls == kill_at:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return function(*arguments, **named)
-        return call
-    for name in SYSCALLS:
-        setattr(os, name, counted(getattr(os, name)))
-    ours._write(tests.snapshot(8 if scenario == "again" else 12))
-
-kill_at, killed = 0, True
-prepare(root / "whole")
-while killed:
-    kill_at += 1
-    directory = root / f"{kill_at:03d}"
-    shutil.copytree(root / "whole", directory)
-    child = os.fork()
-    if not child:
-        work(directory, kill_at)
-        os._exit(0)
-    killed = os.WIFSIGNALED(os.waitpid(child, 0)[1])
-"""
-
-
-@pytest.mark.parametrize("scenario", ["next", "again"])
-def test_a_process_killed_anywhere_in_a_write_leaves_a_whole_newest(tmp_path: Path, scenario: str) -> None:
-    here = Path(__file__).parent
-    environment = {"PYTHONPATH": f"{here}:{here.parent}", "OMP_NUM_THREADS": "1", "PATH": ""}
-    subprocess.run([sys.executable, "-c", KILLER, scenario, str(tmp_path)], check=True, env=environment, timeout=120)
-    tried = sorted(path for path in tmp_path.iterdir() if path.name != "whole")
-    assert len(tried) > 15, "every file, rename and removal is a point to die at"
-    steps = []
-    wanted = 8 if scenario == "again" else 12
-    for directory in tried:
-        found = checkpoints(directory).newest()
-        assert found is not None
-        assert is_snapshot(found, found.step)
-        steps.append(found.step)
-        write(directory, wanted)
-        left = sorted(path.name for path in directory.iterdir())
-        assert left == (["step-00000004", "step-00000008"] if scenario == "again" else ["step-00000008", "step-00000012"])
-        assert is_snapshot(checkpoints(directory).newest(), wanted)
-    before = 4 if scenario == "again" else 8
-    assert {*steps} == {before, wanted}
-    assert steps == sorted(steps), "once the new one is there, it stays"
 
 
 # --- for others ---------------------------------------------------------------------------------------------------------

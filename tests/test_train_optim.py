@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from doubles import copies, same, tiny_model
+from doubles import NumberedRows, copies, make_trainer, same, settings_of_training, tiny_model
 from torch import nn
 
 from ttrain.config import Optim
-from ttrain.errors import ArtifactError
+from ttrain.errors import ArtifactError, UsageError
+from ttrain.execute import _group_params
 from ttrain.train import optim
 from ttrain.train.optim import Optimizers
 
@@ -68,7 +72,7 @@ def test_muon_gets_the_hidden_matrices_and_nothing_else(kind: str, tied: bool) -
 
 def test_every_trained_parameter_is_in_one_group_and_a_frozen_one_in_none() -> None:
     model = Small()
-    for kind in ("adamw", "muon"):
+    for kind in ("adamw", "adam", "muon"):
         optimizers = optim.build(model, Optim(kind=kind))  # type: ignore[arg-type]
         ids = [id(p) for p in optimizers.parameters]
         assert sorted(ids) == sorted(id(p) for p in model.parameters() if p.requires_grad)
@@ -76,33 +80,119 @@ def test_every_trained_parameter_is_in_one_group_and_a_frozen_one_in_none() -> N
         assert sum(group["parameters"] for group in optimizers.groups()) == 20 + 12 + 3 + 3 + 3
 
 
-def test_three_steps_of_adamw_equal_the_ones_by_hand() -> None:
+def stacked() -> nn.Module:
+    """A weight of three dimensions, as experts have, and a matrix."""
+    model = nn.Linear(3, 2, bias=False)
+    model.experts = nn.Parameter(torch.ones(2, 3, 4))
+    return model
+
+
+def test_stacked_matrices_decay_and_muon_leaves_them_to_adamw() -> None:
+    model = stacked()
+    assert names_by_decay(model, optim.build(model, Optim())) == {("AdamW", 0.1): {"weight", "experts"}}
+    assert names_by_decay(model, optim.build(model, Optim(kind="muon"))) == {
+        ("Muon", 0.1): {"weight"},
+        ("AdamW", 0.1): {"experts"},
+    }
+
+
+def test_the_groups_tell_what_is_in_them() -> None:
+    found = optim.build(Small(), Optim(kind="muon", lr=0.1, muon_lr=0.2, weight_decay=0.3)).groups()
+    assert found == [
+        {"optimizer": "Muon", "lr": 0.2, "weight_decay": 0.3, "tensors": 1, "parameters": 12, "names": ["linear.weight"]},
+        {
+            "optimizer": "AdamW", "lr": 0.1, "weight_decay": 0.0, "tensors": 4, "parameters": 29,
+            "names": ["embedding.weight", "linear.bias", "norm.weight"],
+        },
+    ]  # fmt: skip
+
+
+def test_the_groups_become_parameters_of_the_tracked_run() -> None:
+    found = _group_params({"optimizer_groups": optim.build(Small(), Optim(weight_decay=0.3)).groups(), "steps": 3})
+    assert found["optim.groups.0.weight_decay"] == 0.3
+    assert found["optim.groups.0.names"] == ["linear.weight"]
+    assert {name.split(".")[2] for name in found} == {"0", "1"}
+    assert _group_params({"steps": 3}) == {}, "a stage that does not train"
+
+
+def numbers(tensor: torch.Tensor) -> Any:
+    return tensor.detach().double().numpy().copy()
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adam"])
+def test_three_steps_of_adam_equal_the_formula(kind: Any) -> None:
     model = Small()
-    config = Optim(lr=0.1, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.5)
-    optimizers = optim.build(model, config)
+    optimizers = optim.build(model, Optim(kind=kind, lr=0.1, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.5))
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    expected = {name: p.detach().double() for name, p in trained.items()}
-    means = {name: torch.zeros_like(p) for name, p in expected.items()}
-    squares = {name: torch.zeros_like(p) for name, p in expected.items()}
+    expected = {name: numbers(p) for name, p in trained.items()}
+    means = {name: np.zeros_like(value) for name, value in expected.items()}
+    squares = {name: np.zeros_like(value) for name, value in expected.items()}
     for t, factor in enumerate((1.0, 0.5, 0.25), start=1):
         give_gradients(model, t)
         lr = 0.1 * factor
         for name, p in trained.items():
             assert p.grad is not None
-            gradient = p.grad.double()
+            gradient, value = numbers(p.grad), expected[name]
+            decay = 0.5 if name == "linear.weight" else 0.0
+            if kind == "adam":
+                gradient = gradient + decay * value
+            else:
+                value = value * (1 - lr * decay)
             means[name] = 0.8 * means[name] + 0.2 * gradient
             squares[name] = 0.9 * squares[name] + 0.1 * gradient**2
-            decay = 0.5 if name == "linear.weight" else 0.0
-            unbiased = (squares[name] / (1 - 0.9**t)).sqrt() + 1e-3
-            expected[name] = expected[name] * (1 - lr * decay) - lr * (means[name] / (1 - 0.8**t)) / unbiased
+            expected[name] = value - lr * (means[name] / (1 - 0.8**t)) / (np.sqrt(squares[name] / (1 - 0.9**t)) + 1e-3)
         optimizers.set_factor(factor)
         optimizers.step()
         optimizers.zero_grad()
     for name, p in trained.items():
-        torch.testing.assert_close(p.detach().double(), expected[name], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(numbers(p), expected[name], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def bf16(values: Any) -> Any:
+    """Rounded to eight bits of mantissa, ties to even, as Muon computes."""
+    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32).astype(np.uint64)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)
+
+
+def orthogonal(matrix: Any) -> Any:
+    """Five Newton-Schulz steps of kellerjordan.github.io/posts/muon."""
+    x = bf16(matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T)
+    x = bf16(x / bf16(np.linalg.norm(x)))
+    for _ in range(5):
+        gram = bf16(x @ x.T)
+        x = bf16(3.4445 * x + bf16(-4.7750 * gram + 2.0315 * gram @ gram) @ x)
+    return x if matrix.shape[0] <= matrix.shape[1] else x.T
+
+
+@pytest.mark.parametrize(
+    ("adjust", "scales"),
+    [
+        ("original", {"wide.weight": 1.0, "tall.weight": math.sqrt(2)}),
+        ("match_rms_adamw", {"wide.weight": 0.2 * math.sqrt(6), "tall.weight": 0.2 * math.sqrt(6)}),
+    ],
+)
+def test_three_steps_of_muon_equal_the_formula(adjust: Any, scales: dict[str, float]) -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"wide": nn.Linear(6, 3, bias=False), "tall": nn.Linear(3, 6, bias=False)})
+    config = Optim(kind="muon", muon_lr=0.1, weight_decay=0.5, muon_momentum=0.9, muon_adjust_lr=adjust)
+    optimizers = optim.build(model, config)
+    expected = {name: numbers(p) for name, p in model.named_parameters()}
+    buffers = {name: np.zeros_like(value) for name, value in expected.items()}
+    for t, factor in enumerate((1.0, 0.5, 0.25), start=1):
+        give_gradients(model, t)
+        lr = 0.1 * factor
+        for name, p in model.named_parameters():
+            assert p.grad is not None
+            buffers[name] = 0.9 * buffers[name] + 0.1 * numbers(p.grad)
+            update = orthogonal(0.1 * numbers(p.grad) + 0.9 * buffers[name])
+            expected[name] = expected[name] * (1 - lr * 0.5) - lr * scales[name] * update
+        optimizers.set_factor(factor)
+        optimizers.step()
+    for name, p in model.named_parameters():
+        np.testing.assert_allclose(numbers(p), expected[name], rtol=0, atol=2e-3)  # updates are about 0.1, of 8 bits
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adam", "muon"])
 def test_state_that_is_put_back_gives_the_same_steps(kind: Any) -> None:
     config = Optim(kind=kind, lr=0.1)
     first, second = Small(), Small()
@@ -139,3 +229,23 @@ def test_state_of_a_parameter_that_is_not_trained_is_refused_by_name() -> None:
     for name in ("frozen.weight", "other.weight"):
         with pytest.raises(ArtifactError, match=f"state for {name}, which is not trained here"):
             optimizers.load_state({f"exp_avg|{name}": torch.zeros(3, 3)})
+
+
+def test_8_bit_state_without_torchao_names_the_setting_and_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    monkeypatch.setitem(sys.modules, "torchao.optim", None)
+    with pytest.raises(UsageError, match=r"optim.kind is adamw8bit, which needs torchao .*; try: pip install torchao"):
+        optim.build(Small(), Optim(kind="adamw8bit"))
+
+
+def test_without_a_clip_the_gradients_are_applied_as_they_are() -> None:
+    def weights(clip: float | None) -> dict[str, torch.Tensor]:
+        model = tiny_model()
+        config = settings_of_training(optim=Optim(lr=1e-2, clip=clip), tokens=2 * 96)
+        make_trainer(config, model, NumberedRows(13)).fit()
+        return copies(model.state_dict())
+
+    assert same(weights(None), weights(1e9))
+    assert not same(weights(None), weights(0.01))
+    with pytest.raises(ValueError, match="greater than 0"):
+        Optim(clip=0)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ttrain.config import Schedule, Training
-from ttrain.train.schedules import decay_start, schedule, steps_of
+from ttrain.train.schedules import decay_start, schedule, steps_of, warmup_steps
 
-KINDS = ("linear", "cosine", "constant")
+KINDS = ("linear", "cosine", "constant", "minimind", "exponential", "wsd")
 COSINE = [0.1 + 0.45 * (1 + math.cos(math.pi * n / 8)) for n in range(8)]
 
 
@@ -27,11 +28,46 @@ COSINE = [0.1 + 0.45 * (1 + math.cos(math.pi * n / 8)) for n in range(8)]
         (Schedule(kind="cosine", warmup_steps=0), 2, [1.0, 0.5]),
         (Schedule(kind="constant", warmup_steps=1), 4, [0.5, 1, 1, 1]),
         (Schedule(kind="linear", warmup_steps=9), 3, [0.1, 0.2, 0.3]),  # the run ends within the warm-up
+        (Schedule(kind="linear"), 3, [1 / 11, 2 / 11, 3 / 11]),  # ten steps of warm-up, where nothing else is said
+        (Schedule(kind="linear", warmup_steps=1, hold_steps=2, decay_fraction=1), 7, [0.5, 1, 1, 1, 0.75, 0.5, 0.25]),
+        # one step of warm-up, two of hold, then half of what is above the floor every two steps
+        (
+            Schedule(kind="exponential", warmup_steps=1, hold_steps=2, decay_rate=0.25, decay_steps=2, floor=0.2),
+            10,
+            [0.5, 1, 1, 1, 0.6, 0.4, 0.3, 0.25, 0.225, 0.2125],
+        ),
+        (Schedule(kind="exponential", warmup_steps=0, decay_rate=0.5, decay_steps=1), 5, [1, 0.5, 0.25, 0.125, 0.0625]),
+        # four steps of cooldown: 1, 1 - sqrt(1/4), 1 - sqrt(2/4), 1 - sqrt(3/4), between the peak and 0.2
+        (
+            Schedule(kind="wsd", warmup_steps=3, decay_fraction=0.4, floor=0.2),
+            10,
+            [0.25, 0.5, 0.75, 1, 1, 1, 1, 0.6, 0.434314575050762, 0.307179676972449],
+        ),
+        (
+            Schedule(kind="minimind"),
+            10,
+            [
+                1.0, 0.977975432332819, 0.914057647468726, 0.814503363531613, 0.689057647468726,
+                0.55, 0.410942352531274, 0.285496636468387, 0.185942352531274, 0.122024567667181,
+            ],
+        ),
+        (Schedule(kind="minimind", warmup_steps=2), 10, [1 / 3, 2 / 3, *COSINE]),
     ],
-)
+)  # fmt: skip
 def test_rates_follow_the_table(config: Schedule, steps: int, table: list[float]) -> None:
     factor = schedule(config, steps)
     assert [factor(step) for step in range(steps)] == pytest.approx(table, abs=1e-12)
+
+
+@pytest.mark.parametrize("steps", [2, 10, 1000])
+def test_minimind_is_at_1_and_055_and_01_of_the_peak_at_the_start_the_middle_and_the_end(steps: int) -> None:
+    factor = schedule(Schedule(kind="minimind"), steps)
+    assert [factor(step) for step in (0, steps // 2, steps)] == pytest.approx([1.0, 0.55, 0.1], abs=1e-12)
+
+
+def test_minimind_has_a_floor_of_its_own() -> None:
+    with pytest.raises(ValueError, match=r"floor is 0\.3 but schedule\.kind is minimind.*cosine"):
+        Schedule(kind="minimind", floor=0.3)
 
 
 @pytest.mark.parametrize(
@@ -44,6 +80,12 @@ def test_rates_follow_the_table(config: Schedule, steps: int, table: list[float]
         (Schedule(kind="cosine", warmup_steps=2), 2),
         (Schedule(kind="cosine", warmup_steps=20), 10),
         (Schedule(kind="constant", warmup_steps=2), 10),
+        (Schedule(kind="exponential", warmup_steps=2), 10),
+        (Schedule(kind="minimind"), 0),
+        (Schedule(kind="wsd", warmup_steps=2, decay_fraction=0.3), 7),
+        (Schedule(kind="wsd", warmup_steps=2, hold_steps=6, decay_fraction=0.3), 8),
+        (Schedule(kind="cosine", warmup_steps=2, hold_steps=3), 5),
+        (Schedule(kind="cosine"), 10),
     ],
 )
 def test_the_decay_starts_where_the_table_says(config: Schedule, start: int) -> None:
@@ -51,11 +93,14 @@ def test_the_decay_starts_where_the_table_says(config: Schedule, start: int) -> 
 
 
 SCHEDULES = st.builds(
-    Schedule,
-    kind=st.sampled_from(KINDS),
-    warmup_steps=st.integers(0, 30),
-    decay_fraction=st.floats(0, 1),
+    lambda floor, **others: Schedule(floor=0.0 if others["kind"] == "minimind" else floor, **others),
     floor=st.floats(0, 1),
+    kind=st.sampled_from(KINDS),
+    warmup_steps=st.none() | st.integers(0, 30),
+    hold_steps=st.integers(0, 30),
+    decay_fraction=st.floats(0, 1),
+    decay_rate=st.floats(0.1, 1),
+    decay_steps=st.integers(1, 50),
 )
 
 
@@ -63,10 +108,22 @@ SCHEDULES = st.builds(
 def test_rates_rise_in_the_warm_up_and_never_after_it_and_are_never_0(config: Schedule, steps: int) -> None:
     factor = schedule(config, steps)
     rates = [factor(step) for step in range(steps)]
-    warm = min(config.warmup_steps, steps)
+    warm = min(warmup_steps(config), steps)
     assert all(first < second for first, second in pairwise(rates[: warm + 1]))
     assert all(first >= second - 1e-12 for first, second in pairwise(rates[warm:]))
     assert 0 < min(rates) <= max(rates) <= 1 + 1e-12
+    assert min(rates[warm:], default=1.0) >= config.floor - 1e-12
+    assert rates[warm : warm + config.hold_steps + 1] == pytest.approx(
+        [1.0] * len(rates[warm : warm + config.hold_steps + 1])
+    )
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "constant"])
+def test_a_decay_nears_its_floor_to_the_last_step_and_never_lies_flat_on_it(kind: Any) -> None:
+    config = Schedule(kind=kind, warmup_steps=0, decay_fraction=1, decay_steps=100, floor=0.0 if kind == "minimind" else 0.3)
+    factor = schedule(config, 1000)
+    assert all(factor(step) > factor(step + 1) for step in range(1000))
+    assert factor(1000) == pytest.approx(0.1 if kind == "minimind" else 0.3, abs=1e-3)
 
 
 @given(SCHEDULES, st.integers(1, 60), st.integers(1, 60))

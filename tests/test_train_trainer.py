@@ -35,7 +35,8 @@ from ttrain.errors import TTrainError
 from ttrain.model import factory
 from ttrain.train import checkpoint
 from ttrain.train.callbacks import Callback, LogRecord, MetricsFile
-from ttrain.train.task import LanguageModeling, token_loss_sum
+from ttrain.train.language import LanguageModeling
+from ttrain.train.losses import token_loss_sum
 from ttrain.train.trainer import Cadence, Trainer
 
 NO_CLIP = Optim(lr=1e-2, clip=1e9)
@@ -82,9 +83,10 @@ def test_accumulation_keeps_the_gradient_where_micro_batches_have_60_5_30_and_2_
     assert distance(whole, parts) < 1e-6
     rows, model = NumberedRows(4, 64, live), tiny_model()
     task = LanguageModeling(settings_of_training(), model)
-    mean = torch.stack([task.train_step(model, rows.batch([n]), CPU).total / live[n] for n in range(4)]).mean()
+    module = task.build_model()
+    mean = torch.stack([task.train_step(module, rows.batch([n]), CPU).total / live[n] for n in range(4)]).mean()
     mean.backward()  # type: ignore[no-untyped-call]
-    of_means = {name: p.grad for name, p in model.named_parameters()}
+    of_means = {name: p.grad for name, p in module.named_parameters()}
     assert distance({name: whole[name] for name in of_means}, of_means) > 0.1, "the mean of the means is another gradient"
 
 
@@ -92,7 +94,8 @@ def test_the_loss_of_a_step_is_its_sum_over_its_targets() -> None:
     found = gradients_of_one_step(33, 4)["loss"]
     rows, model = NumberedRows(33), tiny_model()
     batch = rows.batch(range(33))
-    loss = LanguageModeling(settings_of_training(), model).validation_step(model, batch, CPU)
+    task = LanguageModeling(settings_of_training(), model)
+    loss = task.validation_step(task.build_model(), batch, CPU)
     assert loss.count == int((batch.labels_BT != IGNORE).sum()) < 33 * 16
     assert float(found) == pytest.approx(float(loss.total) / loss.count, rel=1e-6)
 
@@ -107,8 +110,8 @@ def test_masked_tokens_do_not_move_the_loss() -> None:
     assert torch.equal(token_loss_sum(logits, labels), token_loss_sum(spoilt, labels))
     one_less = batch.labels_BT.copy()
     one_less[0, np.flatnonzero(one_less[0] != IGNORE)[0]] = IGNORE
-    fewer = task.validation_step(model, dataclasses.replace(batch, labels_BT=one_less), CPU)
-    full = task.validation_step(model, batch, CPU)
+    fewer = task.validation_step(task.build_model(), dataclasses.replace(batch, labels_BT=one_less), CPU)
+    full = task.validation_step(task.build_model(), batch, CPU)
     assert fewer.count == full.count - 1
     assert float(fewer.total) < float(full.total)
 
@@ -123,16 +126,15 @@ def test_padding_does_not_move_the_loss() -> None:
         )  # fmt: skip
         parts = zip(vars(short).values(), padding, strict=True)
         padded = Batch(*(np.concatenate([array, pad], axis=1) for array, pad in parts))
-        first, second = (task.validation_step(model, batch, CPU) for batch in (short, padded))
+        first, second = (task.validation_step(task.build_model(), batch, CPU) for batch in (short, padded))
         assert first.count == second.count
         assert float(first.total) == pytest.approx(float(second.total), rel=1e-6)
 
 
 def test_all_labels_ignored_give_0_with_0_gradients() -> None:
     model = tiny_model()
-    loss = LanguageModeling(settings_of_training(), model).train_step(
-        model, NumberedRows(2).batch([0, 1]).without_targets(), CPU
-    )
+    task = LanguageModeling(settings_of_training(), model)
+    loss = task.train_step(task.build_model(), NumberedRows(2).batch([0, 1]).without_targets(), CPU)
     loss.total.backward()  # type: ignore[no-untyped-call]
     assert (float(loss.total.detach()), loss.count) == (0.0, 0)
     assert all(float(p.grad.abs().max()) == 0 for p in model.parameters())
@@ -168,7 +170,7 @@ def test_resumed_equals_uninterrupted(tmp_path: Path, kind: Any, precision: str)
     assert (stopped.result.stop_reason, stopped.result.step) == ("interrupted", 10)  # type: ignore[attr-defined]
     again = run(tmp_path / "stopped", config, cadence=cadence, stop_after=4, seed=2)
     assert again.result.step == 14  # type: ignore[attr-defined]
-    assert again.window.steps == 2, "the window of the curve is open at this checkpoint"
+    assert again.counters.window.steps == 2, "the window of the curve is open at this checkpoint"
     resumed = run(tmp_path / "stopped", config, cadence=cadence, seed=3)
     assert resumed.result.resumed_from_step == 14  # type: ignore[attr-defined]
     assert same(straight.weights.state(), resumed.weights.state())
@@ -213,7 +215,7 @@ def test_dropout_is_on_in_these_tests() -> None:
     model = tiny_model(dropout=0.1).train()
     task = LanguageModeling(settings_of_training(), model)
     torch.manual_seed(1)
-    losses = {float(task.validation_step(model, batch, CPU).total) for _ in range(3)}
+    losses = {float(task.validation_step(task.build_model(), batch, CPU).total) for _ in range(3)}
     assert len(losses) == 3
 
 
@@ -318,7 +320,7 @@ def test_a_checkpoint_shows_the_step_it_was_taken_at_however_slow_the_writer(tmp
     for trainer in (prompt, slow):
         trainer.fit()
     wanted, found = (checkpoint.read(tmp_path / name / "step-00000010") for name in ("prompt", "slow"))
-    assert wanted.state["window"]["steps"] == 2
+    assert wanted.state["counters"]["window"]["steps"] == 2
     assert found.state == wanted.state
     assert same(found.weights, wanted.weights)
     assert same(found.optimizer, wanted.optimizer)
@@ -327,9 +329,8 @@ def test_a_checkpoint_shows_the_step_it_was_taken_at_however_slow_the_writer(tmp
 def test_checkpoints_of_another_model_are_refused_by_name(tmp_path: Path) -> None:
     run(tmp_path, settings_of_training())
     wider = tiny_model(vocab=VOCAB + 1)
-    trainer = make_trainer(settings_of_training(), wider, NumberedRows(52), directory=tmp_path / "checkpoints")
     with pytest.raises(TTrainError, match=r"do not fit the model: model\.embed_tokens\.weight"):
-        trainer.fit()
+        make_trainer(settings_of_training(), wider, NumberedRows(52), directory=tmp_path / "checkpoints")
 
 
 # --- what is told -------------------------------------------------------------------------------------------------------
@@ -344,7 +345,7 @@ def test_events_come_in_their_order(tmp_path: Path) -> None:
     ).fit()  # fmt: skip
     assert recorder.events == [
         ("start", 0, 8), ("log", 2), ("validation", 3), ("saved", 3), ("log", 4), ("saved", 4), ("log", 6),
-        ("validation", 6), ("saved", 6), ("log", 8), ("saved", 8), ("validation", 8), ("end", 8),
+        ("validation", 6), ("saved", 6), ("log", 8), ("validation", 8), ("saved", 8), ("end", 8),
     ]  # fmt: skip
 
 
@@ -391,7 +392,7 @@ def test_a_logged_loss_is_the_mean_over_the_tokens_since_the_last() -> None:
         trainer = make_trainer(config, tiny_model(), rows, callbacks=[recorder], cadence=Cadence(log=every))
         trainer.fit()
         counts = [sum(live[row] for row in trainer.loader.order.step_rows(step)) for step in range(20)]
-        assert trainer.live_tokens == sum(counts)
+        assert trainer.counters.live_tokens == sum(counts)
         return recorder.figures("loss"), counts
 
     each, counts = logged(1)

@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ttrain.cli_data import data_app, tokenizer_app
+from ttrain.cli_doctor import doctor
+from ttrain.cli_settings import AsJson, Extend, Files, Force, Overrides, Profiles, load_settings, plan_of
+from ttrain.cli_train import run_stage, train_app
 from ttrain.terminal import console, escaped, print_json, table
 
 if TYPE_CHECKING:
@@ -20,7 +23,6 @@ if TYPE_CHECKING:
     from ttrain.plan import Planned
     from ttrain.store import Store
 
-SETTINGS_HELP = "settings as key=value, for example sft.optim.lr=2e-4"
 PIPELINE_HELP = "the pipeline; `full` is the one there is"
 
 app = typer.Typer(
@@ -51,13 +53,9 @@ app.add_typer(artifacts_app, name="artifacts")
 app.add_typer(config_app, name="config")
 app.add_typer(data_app, name="data")
 app.add_typer(tokenizer_app, name="tokenizer")
+app.add_typer(train_app, name="train")
 
-Overrides = Annotated[list[str] | None, typer.Argument(help=SETTINGS_HELP, metavar="[KEY=VALUE]...", show_default=False)]
-Files = Annotated[list[Path] | None, typer.Option("--config", "-c", help="YAML file with settings; several may be given")]
-Profiles = Annotated[list[str] | None, typer.Option("--profile", help="named settings that ship with ttrain, such as small")]
-AsJson = Annotated[bool, typer.Option("--json", help="print JSON for scripts")]
 Pipeline = Annotated[str, typer.Argument(help=PIPELINE_HELP)]
-Extend = Annotated[bool, typer.Option("--extend", help="a larger training budget starts from a shorter run's checkpoint")]
 Engine = Annotated[str, typer.Option("--engine", help="`prefect`, or `none` to run the same recipe without it")]
 
 
@@ -123,7 +121,7 @@ def pipeline_plan(
     """Print for every stage whether it is cached or will run, its key, and why. Runs nothing."""
     from ttrain import report
 
-    _, stages = _plan(pipeline, _load(overrides, config, profile), extend=extend)
+    _, stages = plan_of(pipeline, load_settings(overrides, config, profile), extend=extend)
     if as_json:
         print_json(report.plan_json(pipeline, stages))
         return
@@ -163,16 +161,11 @@ def stage_run(
     config: Files = None,
     profile: Profiles = None,
     extend: Extend = False,
-    force: Annotated[bool, typer.Option("--force", help="build it although it is finished, and compare")] = False,
+    force: Force = False,
+    as_json: AsJson = False,
 ) -> None:
     """Run one stage alone, without Prefect."""
-    from flows.engine import run_one_stage
-    from ttrain.store import usable_home
-
-    usable_home()
-    loaded = _load(overrides, config, profile)
-    store, stages = _plan("full", loaded, extend=extend)
-    run_one_stage(stage, loaded.settings, store, stages, console(), force=force, extend=extend)
+    run_stage(stage, overrides, config, profile, extend=extend, force=force, as_json=as_json)
 
 
 @artifacts_app.command("path", epilog="Example:  ls $(ttrain artifacts path sft)/model")
@@ -194,7 +187,7 @@ def config_show(
     """Print every setting, its value and where the value comes from."""
     from ttrain.config import flatten
 
-    loaded = _load(overrides, config, profile)
+    loaded = load_settings(overrides, config, profile)
     tree = loaded.settings.model_dump(mode="json")
     if as_json:
         values = {key: {"value": value, "source": loaded.sources.get(key, "default")} for key, value in flatten(tree)}
@@ -210,6 +203,9 @@ def config_schema() -> None:
     from ttrain.config import Settings
 
     print_json(Settings.model_json_schema())
+
+
+app.command("doctor", epilog="Examples:  ttrain doctor\n\nttrain doctor --stage sft sft.optim.lr=2e-4 --json")(doctor)
 
 
 @app.command("up", epilog="Example:  ttrain up")
@@ -273,8 +269,8 @@ def _run(
 
     if engine not in ("prefect", "none"):
         raise UsageError(f"--engine is '{engine}' but must be prefect or none")
-    loaded = _load(overrides, config, profile)
-    store, stages = _plan(pipeline, loaded, force=force, extend=extend)
+    loaded = load_settings(overrides, config, profile)
+    store, stages = plan_of(pipeline, loaded, force=force, extend=extend)
     if is_all_cached(stages) and not record:
         _say_cached(pipeline, loaded, store, stages)
         return
@@ -295,20 +291,3 @@ def _say_cached(pipeline: str, loaded: Loaded, store: Store, stages: list[Planne
     table(("what", "value", ""), report.evaluation_table(metrics))
     same = f" in the run {equals}" if equals else ""
     print(f"everything is cached: all {len(stages)} stages of {pipeline} are as they were{same}; nothing was run")
-
-
-def _plan(
-    pipeline: str, loaded: Loaded, *, force: frozenset[str] = frozenset(), extend: bool = False
-) -> tuple[Store, list[Planned]]:
-    from flows import recipe
-    from ttrain.plan import plan
-    from ttrain.store import Store, home
-
-    store = Store(home())
-    return store, plan(recipe(pipeline), loaded.settings, store, force, extend=extend)
-
-
-def _load(overrides: list[str] | None, config: list[Path] | None, profile: list[str] | None) -> Loaded:
-    from ttrain.loading import load
-
-    return load(overrides or (), files=config or (), profiles=profile or ())

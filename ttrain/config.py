@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 PYTHON_DOCS = "python-docs"
+CLOCK = r"^([01]\d|2[0-3]):[0-5]\d$"
 DATASETS = ("pretrain", "pretrain_heldout", "sft", "sft_heldout", "lora", "lora_heldout", "tokenizer")
 
 
@@ -171,29 +173,94 @@ class Model(Section):
         return self
 
 
-class Optim(Section):
-    """Muon for the matrices and AdamW for the rest, or AdamW alone."""
+Share = Annotated[float, Field(ge=0, lt=1)]
 
-    kind: Literal["muon", "adamw"] = "adamw"
-    lr: float = Field(4e-3, gt=0, description="peak learning rate of AdamW")
+
+class Optim(Section):
+    """AdamW, Adam, AdamW whose state takes 8 bits a number, or Muon for the hidden matrices and AdamW for the rest."""
+
+    kind: Literal["muon", "adamw", "adam", "adamw8bit"] = Field("adamw", description="adamw8bit needs torchao")
+    lr: float = Field(4e-3, gt=0, description="peak learning rate; where kind=muon, of what AdamW trains")
     muon_lr: float = Field(0.02, gt=0, description="peak learning rate of Muon, where kind=muon")
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Share, Share] = Field((0.9, 0.95), description="of AdamW and Adam: decay of the two means, a step")
     eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.1, ge=0, description="on matrices only; never on norms, biases and embeddings")
+    weight_decay: float = Field(
+        0.1, ge=0, description="on matrices only, never on norms, biases and embeddings; kind=adam adds it to the gradient"
+    )
     muon_momentum: float = Field(0.95, ge=0, lt=1)
-    clip: float = Field(1.0, gt=0, description="largest gradient norm")
+    muon_adjust_lr: Literal["original", "match_rms_adamw"] = Field(
+        "original", description="how the rate follows a matrix's sizes; match_rms_adamw: so that a rate found for AdamW fits"
+    )
+    clip: float | None = Field(1.0, gt=0, description="largest gradient norm, over all parameters; empty: any")
 
 
 class Schedule(Section):
-    """Learning rate over the steps: warm-up, a constant trunk, a decay."""
+    """Learning rate over the optimizer steps: a warm-up, a hold at the peak, a decay to the floor.
 
-    kind: Literal["linear", "cosine", "constant"] = "linear"
-    warmup_steps: int = Field(10, ge=0)
-    decay_fraction: float = Field(0.5, ge=0, le=1, description="share of the steps, at the end, in which `linear` decays")
-    floor: float = Field(0.0, ge=0, le=1, description="final learning rate as a share of the peak")
+    linear: decays straight in the last `decay_fraction` of the steps. wsd: there too, as 1 - sqrt. cosine: decays from the
+    hold to the end. minimind: the cosine with a floor of 0.1 and, unless asked for, no warm-up. exponential: times
+    `decay_rate` every `decay_steps` steps, however long the run. constant: no decay.
+    """
+
+    kind: Literal["linear", "cosine", "constant", "minimind", "exponential", "wsd"] = "linear"
+    warmup_steps: int | None = Field(None, ge=0, description="empty: 10, but none where kind=minimind")
+    hold_steps: int = Field(0, ge=0, description="steps at the peak after the warm-up, before any decay")
+    decay_fraction: float = Field(
+        0.5, ge=0, le=1, description="share of the steps, at the end, in which `linear` and `wsd` decay"
+    )
+    decay_rate: float = Field(0.5, gt=0, le=1, description="of `exponential`: what remains after `decay_steps`")
+    decay_steps: int = Field(1000, ge=1, description="of `exponential`")
+    floor: float = Field(0.0, ge=0, le=1, description="final learning rate as a share of the peak; of `minimind` it is 0.1")
+
+    @model_validator(mode="after")
+    def _one_floor(self) -> Schedule:
+        if self.kind == "minimind" and self.floor not in (0.0, 0.1):
+            raise ValueError(
+                f"schedule.floor is {self.floor} but schedule.kind is minimind, whose floor is 0.1; "
+                f"for another floor set schedule.kind=cosine"
+            )
+        return self
 
 
-class Training(Section):
+class EarlyStopping(Section):
+    """Ends a training whose validation loss no longer falls, and keeps its best weights."""
+
+    patience: int = Field(3, ge=1, description="validations without a better loss, one after the other, that end it")
+    min_delta: float = Field(0.0, ge=0, description="a loss is better if it is lower by more than this")
+
+
+Precision = Literal["auto", "bf16", "fp16", "fp32", "tf32"]
+
+
+class Loop(Section):
+    """What the training loop does to the weights, whatever it trains."""
+
+    validate_every_steps: int = Field(0, ge=0, description="0: at the end only")
+    validation_rows: int = Field(256, ge=1, description="rows of the held-out part used while training")
+    early_stopping: EarlyStopping | None = Field(None, description="empty: train to the end; needs validate_every_steps")
+    nonfinite: Literal["stop", "skip", "raise"] = Field(
+        "stop", description="a loss or gradient that is no number: save and end, leave the step out, or end at once"
+    )
+    precision: Precision = Field(
+        "auto", description="auto: bf16 where the chip has it, else fp16 on CUDA, else fp32; tf32: CUDA's short fp32 matmuls"
+    )
+    seed: int = Field(1, ge=0, lt=2**32)
+    optim: Optim = Optim()
+    schedule: Schedule = Schedule()
+
+    @model_validator(mode="after")
+    def _early_stopping_is_asked(self) -> Self:
+        if self.early_stopping and not self.validate_every_steps:
+            raise ValueError("early_stopping is set but validate_every_steps is 0; set it, for example to 50")
+        return self
+
+    @property
+    def prefix(self) -> str:
+        """What stands before the names of these settings in the whole tree, for messages."""
+        return ""
+
+
+class Training(Loop):
     """What one training stage does to the weights."""
 
     tokens: int | None = Field(None, ge=1, description="budget in tokens; one of `tokens` and `epochs`")
@@ -214,12 +281,6 @@ class Training(Section):
     dropped_fraction: float = Field(
         0.01, ge=0, le=1, description="a larger share of chats without a token to learn ends the stage"
     )
-    validate_every_steps: int = Field(0, ge=0, description="0: at the end only")
-    validation_rows: int = Field(256, ge=1, description="rows of the held-out part used while training")
-    precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
-    seed: int = Field(1, ge=0, lt=2**32)
-    optim: Optim = Optim()
-    schedule: Schedule = Schedule()
 
     @model_validator(mode="after")
     def _rules(self) -> Training:
@@ -251,9 +312,26 @@ class Training(Section):
         return type(self).__name__.lower()
 
     @property
+    def prefix(self) -> str:
+        return f"{self.section}."
+
+    @property
     def rows_per_step(self) -> int:
         """Packed rows of one optimizer step, over all ranks."""
         return self.tokens_per_step // self.row_length
+
+
+class TaskConfig(Loop):
+    """What `ttrain train --task` does to the weights; a task derives its own settings from it, with its own defaults."""
+
+    epochs: float = Field(10.0, gt=0, description="passes over the rows")
+    rows_per_step: int = Field(64, ge=1, description="rows of one optimizer step, over all ranks")
+    precision: Precision = Field("fp32", description="as of PyTorch itself; auto: bf16 or fp16 where the chip is faster so")
+
+    @property
+    def tokens_per_step(self) -> int:
+        """A row counts as one token, in the loop and in the curves."""
+        return self.rows_per_step
 
 
 class Pretrain(Training):
@@ -303,24 +381,87 @@ class Evaluate(Section):
         return self
 
 
+class Night(Section):
+    """Hours in which training takes less of the machine. The same weights come of it, up to the order of summation."""
+
+    start: str = Field("22:00", pattern=CLOCK, description="hour:minute; included")
+    end: str = Field("08:00", pattern=CLOCK, description="hour:minute; not included. The same as start: all day")
+    timezone: str | None = Field(None, description="such as Europe/Berlin; empty: the machine's own")
+    rows_fraction: float = Field(0.5, gt=0, le=1, description="of runtime.rows_per_device")
+    threads_fraction: float = Field(0.5, gt=0, le=1, description="of the threads of a rank")
+    memory_limit_gb: float | None = Field(None, gt=0, description="of a rank, as runtime.memory_limit_gb")
+
+    @field_validator("timezone")
+    @classmethod
+    def _timezone_exists(cls, value: str | None) -> str | None:
+        if value is not None:
+            try:
+                ZoneInfo(value)
+            except (ZoneInfoNotFoundError, ValueError):
+                raise ValueError(f"timezone is {value!r}, which no time zone has as its name; try Europe/Berlin") from None
+        return value
+
+
 class Runtime(Section):
     """How fast and where it runs. Nothing here changes a key."""
 
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    devices: int = Field(1, ge=1, description="ranks of a training stage; more than one go through torchrun")
+    devices: int = Field(1, ge=1, description="ranks of a training stage on this machine")
+    nodes: int = Field(1, ge=1, description="machines that train together, through torchrun; all need the same TTRAIN_HOME")
+    node_rank: int = Field(0, ge=0, description="which of them this one is; 0 publishes")
+    rendezvous: str | None = Field(None, pattern=r"^\S+:\d{1,5}$", description="host:port of node 0, where nodes meet")
+    rank_timeout_seconds: float = Field(
+        20.0, gt=0, description="ranks that do not answer, or all wait, for so long (or five of their steps) are ended"
+    )
+    fork_server: bool = Field(True, description="stages that train start from a process that has their libraries loaded")
     threads: int | None = Field(None, ge=1, description="threads of a rank; empty: the cores divided by the ranks")
     rows_per_device: int = Field(16, ge=1, description="rows of one micro-batch on one rank")
+    memory_limit_gb: float | None = Field(
+        None, gt=0, description="of a rank, in 1e9 bytes: of the GPU, or of the process on a CPU; more ends the stage"
+    )
+    night: Night | None = Field(None, description="hours in which less of the machine is taken; empty: none")
     prefetch_steps: int = Field(1, ge=0, description="steps whose rows are made ahead, each in a thread; 0: none")
+    parallel: Literal["ddp", "fsdp"] = Field("ddp", description="ranks hold whole models, or shards of one (FSDP2)")
+    reduction: Literal["fast", "tree"] = Field(
+        "fast", description="tree: gradients are summed in an order that no number of ranks changes, equal to the last bit"
+    )
+    deterministic: bool = Field(True, description="the same run gives the same bits; false: the fastest kernels")
     compile: bool = Field(False, description="torch.compile; pays for long runs only")
+    loss_chunk_tokens: int | None = Field(
+        None, ge=0, description="tokens whose logits are in memory at once; empty: chosen, 0: all of a micro-batch"
+    )
+    gradient_checkpointing: bool = Field(
+        False, description="keep only what goes into each layer, and compute it again for the gradient: a third slower"
+    )
     log_every_steps: int = Field(10, ge=1)
+    sample_every_steps: int = Field(0, ge=0, description="steps between texts that the model writes for you; 0: none")
+    sample_prompts: tuple[str, ...] = Field(
+        ("Return the", "Hello! Who are you?"), min_length=1, description="beginnings of documents, or what a user asks"
+    )
     checkpoint_every_steps: int = Field(100, ge=1)
-    keep_checkpoints: int = Field(2, ge=1)
+    keep_checkpoints: int = Field(2, ge=1, description="the newest so many, beside the best one")
+    keep_every_steps: int = Field(0, ge=0, description="checkpoints of these steps stay for good; 0: none")
+    guards: Literal["warn", "off"] = Field("warn", description="look out for spikes of the loss, overfitting, a dead loader")
+    tensorboard: bool = Field(False, description="event files beside the curves; needs the extra tb")
     workers: int | None = Field(None, ge=1, description="processes that make shards; empty: the cores")
     sharding: Literal["processes", "dask"] = Field("processes", description="where shards are made; dask: on its cluster")
     dask_address: str | None = Field(None, description="scheduler of the Dask cluster; empty: a local one of `workers`")
     retries: int = Field(0, ge=0, description="how often Prefect runs a failed stage again")
     retry_delay_seconds: float = Field(10.0, ge=0)
     timeout_seconds: float | None = Field(None, gt=0, description="of one stage; empty: none")
+
+    @model_validator(mode="after")
+    def _nodes_can_meet(self) -> Runtime:
+        if self.node_rank >= self.nodes:
+            raise ValueError(
+                f"runtime.node_rank is {self.node_rank} but must be below runtime.nodes, which is {self.nodes}; "
+                f"nodes count from 0"
+            )
+        if self.nodes > 1 and not self.rendezvous:
+            raise ValueError(
+                f"runtime.nodes is {self.nodes} but runtime.rendezvous is empty; set it to host:port of node 0, on all nodes"
+            )
+        return self
 
 
 class Tracking(Section):
@@ -389,6 +530,14 @@ class LoraConfig(Section):
 
 class EvaluateConfig(Section):
     evaluate: Evaluate
+
+
+class UserTaskConfig(Section):
+    """What `ttrain train --task` hands to its process, which alone knows the task's own settings."""
+
+    task: str
+    given: tuple[tuple[str, str, Any], ...]  # (origin, key, value) of the settings, the weakest first
+    allow: tuple[str, ...]
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -33,7 +33,9 @@ NOT_SHAPING = frozenset(
             "tracking",
             "report",
         ),
-        *("progress", "cli", "parent", "job", "train.callbacks", "data.pools"),
+        *("progress", "cli", "parent", "job", "train.callbacks", "train.watchdog", "data.pools"),
+        *("results", "supervise", "forkserver", "stages.watching"),
+        *("train.monitor", "train.peak", "train.guards", "train.samples", "train.tensorboard"),
     )
 )
 ONLY_GATHERING = frozenset({PACKAGE, f"{PACKAGE}.stages"})  # whose submodules do shape it

@@ -46,7 +46,7 @@ class Display:
     def say(self, text: str) -> None:
         """A line above the bars."""
         with self._lock:
-            self.console.print(text, highlight=False, soft_wrap=True)
+            self.console.print(text, highlight=False, soft_wrap=True, emoji=False)  # `mine:X:` is no picture
             sys.stdout.flush()
 
     def started(self, name: str, why: str) -> None:

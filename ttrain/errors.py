@@ -5,6 +5,7 @@
     ├── DataError               bad input data; carries `file:line` where there is one
     ├── StageFailed             a stage's process ended without a result, or with an error
     ├── ArtifactError           the store holds something that cannot be trusted
+    ├── RankLost                another rank of the same training ended or does not answer
     └── Interrupted             SIGINT or SIGTERM, after the state was saved; exit code 130 or 143
 
 A user's mistake raises one of these and says setting, value, rule and cure; a programmer's mistake asserts.
@@ -38,6 +39,10 @@ class StageFailed(TTrainError):
 
 class ArtifactError(TTrainError):
     """An artifact or checkpoint is damaged, or does not fit what is asked of it."""
+
+
+class RankLost(TTrainError):
+    """What this rank waited for will not come: another rank ended, which has its own reason, or does not answer."""
 
 
 class Interrupted(TTrainError):

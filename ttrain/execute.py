@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-from ttrain import digests, launch, report, runs, tracking
+from ttrain import digests, launch, report, runs, supervise, tracking
 from ttrain.config import Settings, flatten
 from ttrain.display import Display
 from ttrain.errors import Interrupted, TTrainError
 from ttrain.plan import Planned, section_of
 from ttrain.runs import RunRecord
-from ttrain.stages import Stage
+from ttrain.stages import STAGES, Stage
+from ttrain.stopping import catching_signals
 from ttrain.store import Artifact, Store, read_json, write_json
 
 # Which artifacts become registered models: stage, suffix of the name, directory in the artifact.
@@ -49,11 +48,12 @@ class Execution:
         self.failures: dict[str, BaseException] = {}  # of stages that have no result yet
         self.signum = 0
         self.make_parts_elsewhere: Callable[[Stage, Path], None] | None = None  # before a stage that reuses parts starts
+        self.loads_torch = any(STAGES[name].loads_torch for name in stages)
         self._began = time.monotonic()
         self._forced: set[str] = set()
         self._tracker = (
             tracking.open_store(store.root, settings.tracking.experiment)
-            if settings.tracking.enabled
+            if settings.tracking.enabled and settings.runtime.node_rank == 0
             else tracking.NullStore()
         )
         for crashed in runs.settle(store.root):  # whose tracked run nobody could end
@@ -108,22 +108,14 @@ class Execution:
         self._parent.finish({"completed": "FINISHED", "failed": "FAILED"}.get(outcome, "KILLED"))
         self.store.cache.save()
 
-    @contextlib.contextmanager
-    def catching_signals(self) -> Iterator[None]:
+    def catching_signals(self) -> contextlib.AbstractContextManager[None]:
         """SIGINT and SIGTERM ask the running stages to save and stop; a second one rises at once."""
 
-        def handle(signum: int, frame: FrameType | None) -> None:
-            if self.signum:
-                raise Interrupted("interrupted twice; the stages were ended where they stood", signum)
+        def asked(signum: int) -> None:
             self.signum = signum
             self.display.say("[yellow]stopping: the running stages save their state (again to end at once)[/]")
 
-        previous = {s: signal.signal(s, handle) for s in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+        return catching_signals(asked)
 
     def start_child(self, stage: Stage, planned: Planned, work: Path) -> tracking.Run | tracking.NullRun:
         """The tracked run of a stage; continued where the stage continues."""
@@ -162,6 +154,8 @@ class _Watcher:
         self._follower: tracking.MetricsFollower | None = None
 
     def started(self, stage: Stage, planned: Planned, work: Path) -> None:
+        if self._execution.loads_torch:
+            supervise.warm_up(self._execution.settings)  # while this one runs, it may be
         log_path = work / "output" / "run" / "log.txt"
         self._execution.display.started(stage.name, "; ".join(planned.why))
         self._execution.record.stage(
@@ -206,6 +200,7 @@ class _Watcher:
             resumed_from_step=artifact.result.get("resumed_from_step"),
         )
         if self._child:
+            self._child.log_params(_group_params(artifact.result))
             self._child.log_summary({**_numbers(artifact.result), **report.stage_metrics(artifact.result)})
             self._execution.register(artifact, self._child)
             self._child.finish("FINISHED")
@@ -220,6 +215,12 @@ class _Watcher:
             error.shown = True
         if self._child:
             self._child.finish("KILLED" if interrupted else "FAILED")
+
+
+def _group_params(result: Mapping[str, Any]) -> dict[str, object]:
+    """What each optimizer group holds, as parameters: {"optim.groups.0.weight_decay": 0.1}."""
+    groups = enumerate(result.get("optimizer_groups", ()))
+    return {f"optim.groups.{number}.{name}": value for number, group in groups for name, value in group.items()}
 
 
 def _numbers(result: Mapping[str, Any]) -> dict[str, float]:

@@ -4,20 +4,32 @@ from __future__ import annotations
 
 import difflib
 import functools
+import inspect
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar, get_args
 
 import yaml
 from pydantic import ValidationError
 
-from ttrain.config import Settings, flatten
+from ttrain.config import Section, Settings, flatten
 from ttrain.errors import UsageError
 
 ENVIRONMENT_PREFIX = "TTRAIN__"
+SHOWN_KEYS = 60  # more than these are not listed in a message
+S = TypeVar("S", bound=Section)
 BUDGETS = {"tokens": "epochs", "epochs": "tokens"}  # of a training stage: one of the two
+
+
+class Given(NamedTuple):
+    """A value that somebody set, and where."""
+
+    origin: str
+    key: str
+    value: Any
 
 
 @dataclass(frozen=True)
@@ -35,24 +47,42 @@ def load(
     profiles: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
 ) -> Loaded:
-    """Merge defaults < profiles < YAML files < environment < `key=value`, validate once, freeze.
+    """Merge defaults < profiles < YAML files < environment < `key=value`, validate once, freeze. Raises UsageError."""
+    settings, sources = merge(
+        Settings, layers(overrides, files, profiles, os.environ if environment is None else environment)
+    )
+    return Loaded(settings, sources)
+
+
+def layers(
+    overrides: Sequence[str],
+    files: Sequence[Path] = (),
+    profiles: Sequence[str] = (),
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> list[Given]:
+    """Every value that is given, the weakest first. Raises UsageError where one cannot be read."""
+    given = _layers(overrides, files, profiles, environment)
+    return [Given(origin, key, value) for origin, values in given for key, value in flatten(values)]
+
+
+def merge(root: type[S], given: Iterable[Given]) -> tuple[S, dict[str, str]]:
+    """The defaults of a tree of settings with what is given, validated once, and the source of what is no default.
 
     Raises UsageError that names the setting, its value, where it came from and, for an unknown key, its nearest neighbour.
     """
-    tree = Settings().model_dump()  # so that one field of a section leaves the stage's own defaults of the others
-    sources: dict[str, str] = {}
-    for origin, values in _layers(overrides, files, profiles, os.environ if environment is None else environment):
-        for key, value in flatten(values):
-            _check_key(key, origin)
-            if value in (None, {}) and key not in known_keys():
-                continue  # a section of which nothing is said
-            _assign(tree, key, value)
-            for stale in [known for known in sources if known.startswith(f"{key}.")]:
-                del sources[stale]
-            sources[key] = origin
-            _clear_other_budget(tree, sources, key, origin)
+    tree = defaults(root)  # so that one field of a section leaves the stage's own defaults of the others
+    known, sources = settable_keys(root), dict[str, str]()
+    for origin, key, value in given:
+        _check_key(key, origin, known)
+        if value in (None, {}) and key not in known:
+            continue  # a section of which nothing is said
+        _assign(tree, key, value)
+        for stale in [name for name in sources if name.startswith(f"{key}.")]:
+            del sources[stale]
+        sources[key] = origin
+        _clear_other_budget(tree, sources, key, origin, known)
     try:
-        return Loaded(Settings.model_validate(tree), sources)
+        return root.model_validate(tree), sources
     except ValidationError as error:
         raise UsageError(_explain(error, sources)) from None
 
@@ -137,28 +167,48 @@ def _assign(tree: dict[str, Any], key: str, value: Any) -> None:
     tree[leaf] = value
 
 
-def _check_key(key: str, origin: str) -> None:
+def _check_key(key: str, origin: str, known: Sequence[str]) -> None:
     """Unknown keys are refused before validation, with their nearest neighbour."""
-    known = known_keys()
     if key in known or any(name.startswith(f"{key}.") for name in known):
         return
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
-    hint = f"; did you mean '{near[0]}'?" if near else "; `ttrain config show` lists them all"
-    raise UsageError(f"unknown setting '{key}' (from {origin}){hint}")
+    all_of_them = "; `ttrain config show` lists them all" if len(known) > SHOWN_KEYS else f"; there are {', '.join(known)}"
+    raise UsageError(f"unknown setting '{key}' (from {origin})" + (f"; did you mean '{near[0]}'?" if near else all_of_them))
 
 
 @functools.cache
-def known_keys() -> list[str]:
-    """Dotted names of every setting."""
-    return [key for key, _ in flatten(Settings().model_dump())]
+def known_keys(root: type[Section] = Settings) -> list[str]:
+    """Dotted names of every setting of a tree that has a default, as it is shown."""
+    return [key for key, _ in flatten(defaults(root))]
 
 
-def _clear_other_budget(tree: dict[str, Any], sources: dict[str, str], key: str, origin: str) -> None:
+@functools.cache
+def settable_keys(root: type[Section]) -> list[str]:
+    """The same, with what must be given and what is in sections that are absent unless something of them is given."""
+    return list(dict.fromkeys([*known_keys(root), *_field_names(root)]))
+
+
+def _field_names(root: type[Section], prefix: str = "") -> Iterator[str]:
+    for name, field in root.model_fields.items():
+        kinds = (field.annotation, *get_args(field.annotation))
+        sections = [kind for kind in kinds if inspect.isclass(kind) and issubclass(kind, Section)]
+        if not sections:
+            yield f"{prefix}{name}"
+        for section in sections:
+            yield from _field_names(section, f"{prefix}{name}.")
+
+
+def defaults(root: type[Section]) -> dict[str, Any]:
+    """The tree as it is where nothing is given; what has no default is not in it."""
+    return root.model_construct().model_dump()
+
+
+def _clear_other_budget(tree: dict[str, Any], sources: dict[str, str], key: str, origin: str, known: Sequence[str]) -> None:
     """A budget in `tokens` takes away a weaker layer's in `epochs`, and the other way round."""
     stage, _, name = key.partition(".")
-    if name not in BUDGETS or tree[stage].get(name) is None:
+    other = BUDGETS.get(name)
+    if other is None or f"{stage}.{other}" not in known or tree[stage].get(name) is None:
         return
-    other = BUDGETS[name]
     if sources.get(f"{stage}.{other}") != origin:
         tree[stage][other] = None
         sources[f"{stage}.{other}"] = f"{key} is set"

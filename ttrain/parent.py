@@ -3,20 +3,35 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
-import time
+from collections.abc import Callable
 
+PARENT = "TTRAIN_PARENT"  # variable with the id of the process whose end is this one's end
+RENDEZVOUS = "TTRAIN_RENDEZVOUS"  # variable with the file in which the ranks of one machine find each other
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 POLL_SECONDS = 0.2
 
 
-def end_with_parent(parent: int) -> None:
-    """Watch the process with this id, which must be the parent; end at once where it is gone already."""
+def end_with_parent(parent: int) -> Callable[[], None]:
+    """Watch the process with this id, which must be the parent; end at once where it is gone already.
+
+    Returns what ends the watch, and its thread with it.
+    """
+    enough = threading.Event()
 
     def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(POLL_SECONDS)
-        os._exit(1)
+        while not enough.wait(POLL_SECONDS):
+            if os.getppid() != parent:
+                os._exit(1)
 
     if os.getppid() != parent:
         os._exit(1)
-    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+    thread = threading.Thread(target=watch, name="parent-watch", daemon=True)
+    thread.start()
+
+    def end() -> None:
+        enough.set()
+        thread.join()
+
+    return end

@@ -36,6 +36,7 @@ class Planned:
     forced: bool = False
     inputs: Mapping[str, Artifact] = field(default_factory=dict)
     start_from: Path | None = None  # a checkpoint of a shorter run, where --extend found one
+    waits_for: tuple[str, ...] = ()  # stages whose artifacts it reads and that are still to run
 
     def to_json(self) -> dict[str, Any]:
         """The form that `plan --json` prints."""
@@ -58,10 +59,10 @@ class Planner:
     def __call__(self, stage: Stage, **inputs: Planned | None) -> Planned:
         given = {name: planned for name, planned in inputs.items() if planned is not None}
         forced = stage.name in self.force or any(planned.forced for planned in given.values())
-        pending = [planned.stage.name for planned in given.values() if planned.artifact is None]
+        pending = tuple(dict.fromkeys(planned.stage.name for planned in given.values() if planned.artifact is None))
         if pending:
             data_files(stage, self.settings)  # a wrong path is told now, not after the stages before were built
-            planned = Planned(stage, "run", (f"waits for {', '.join(dict.fromkeys(pending))}",), forced=forced)
+            planned = Planned(stage, "run", (f"waits for {', '.join(pending)}",), forced=forced, waits_for=pending)
         else:
             artifacts = {name: planned.artifact for name, planned in given.items() if planned.artifact}
             planned = plan_stage(stage, self.settings, self.store, artifacts, forced=forced, extend=self.extend)

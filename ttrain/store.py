@@ -169,12 +169,12 @@ class Store:
             if path.is_symlink():
                 raise ArtifactError(f"stage {stage} left a symbolic link, {path}; an artifact holds plain files only")
             if path.is_file() and path != output / MANIFEST:
-                _fsync(path)
+                fsync(path)
                 stat = path.stat()
                 name = path.relative_to(output).as_posix()
                 files[name] = {"bytes": stat.st_size, "sha256": self.cache.file(path), "mtime_ns": stat.st_mtime_ns}
             elif path.is_dir():
-                _fsync(path)
+                fsync(path)
         whole = {**manifest, "format": FORMAT, "stage": stage, "key": key, "published": time.time(), "files": files}
         write_json(output / MANIFEST, whole)
         destination = self.path(stage, key)
@@ -182,7 +182,7 @@ class Store:
         if destination.exists():
             self.set_aside(stage, key)
         output.rename(destination)
-        _fsync(destination.parent)
+        fsync(destination.parent)
         self.cache.save()
         return Artifact(stage, key, destination, whole)
 
@@ -212,7 +212,7 @@ def write_json(path: Path, value: object) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
-    _fsync(path.parent)
+    fsync(path.parent)
 
 
 def read_json(path: Path) -> Any:
@@ -232,7 +232,8 @@ def remove_tree(path: Path) -> None:
     shutil.rmtree(trash, ignore_errors=True)
 
 
-def _fsync(path: Path) -> None:
+def fsync(path: Path) -> None:
+    """Wait until a file, or the names in a directory, would survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -24,11 +24,12 @@ def escaped(text: str) -> str:
     return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)
 
 
-def console() -> Console:
-    """Standard output; a pipe gets long lines, so that nothing is cut, and a terminal its own width."""
+def console(*, stderr: bool = False) -> Console:
+    """Standard output, or error; a pipe gets long lines, so that nothing is cut, and a terminal its own width."""
     from rich.console import Console
 
-    return Console() if sys.stdout.isatty() else Console(width=PIPE_WIDTH)
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(stderr=stderr) if stream.isatty() else Console(stderr=stderr, width=PIPE_WIDTH)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:

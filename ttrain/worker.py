@@ -1,7 +1,7 @@
-"""The process of one stage: `python -m ttrain.worker WORK_DIRECTORY`, or the same under torchrun.
+"""The process of one stage, or of one rank of a stage that trains on several: `python -m ttrain.worker WORK_DIRECTORY`.
 
-It reads `job.json`, runs the stage's module and writes `result.json`, which tells what happened; the exit code does not
-(torchrun's agent exits 1 after a clean save on a signal).
+It reads `job.json`, runs the stage's module and writes how that ended; the exit code only says whether the process ended as
+it should: torchrun's agent exits 1 after a clean save on a signal.
 """
 
 from __future__ import annotations
@@ -19,83 +19,92 @@ from typing import Any
 
 import filelock
 
-from ttrain.errors import Interrupted, TTrainError
+from ttrain import results
+from ttrain.errors import Interrupted, RankLost, TTrainError
 from ttrain.job import Job
-from ttrain.parent import end_with_parent
+from ttrain.parent import PARENT, STOP_SIGNALS, end_with_parent
 from ttrain.progress import Progress
-from ttrain.store import read_json, write_json
+from ttrain.store import read_json
+from ttrain.train import watchdog
 
-JOB, RESULT, PROGRESS = "job.json", "result.json", "progress.json"
-PARENT = "TTRAIN_PARENT"  # the process whose end is this one's end
+JOB, PROGRESS = "job.json", "progress.json"
+PROCESS_NAME = "ttrain-worker"  # as `ps` and `top` show it; 15 characters at most
 log = logging.getLogger("ttrain")
 
 
 class StopFlag:
-    """Set by SIGTERM and SIGINT; the second one ends the process at once. What is on disk is whole: it was renamed there."""
+    """Set by SIGTERM and SIGINT; the second one ends the process at once. What is on disk is whole: it was renamed there.
+
+    A signal that comes before `listen` waits for it, where the process was started with both blocked.
+    """
 
     def __init__(self, *, stops_by_itself: bool) -> None:
         self.signum = 0
-        self._stops_by_itself = stops_by_itself
-        for signum in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(signum, self._handle)
+        self._raises = stops_by_itself
 
     def __call__(self) -> bool:
         return self.signum != 0
+
+    def listen(self) -> None:
+        """From now on; a stage that does not look at the flag is stopped by Interrupted, which may rise at once."""
+        for signum in STOP_SIGNALS:
+            signal.signal(signum, self._handle)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+    def settle(self) -> None:
+        """Nothing is to be stopped any more: what is left is to say how it ended."""
+        self._raises = False
 
     def _handle(self, signum: int, frame: object) -> None:
         if self.signum:
             os._exit(128 + signum)
         self.signum = signum
-        if self._stops_by_itself:
+        if self._raises:
             raise Interrupted("stopped by a signal", signum)
 
 
 def main() -> int:
     """Run the job whose work directory is the only argument."""
     work = Path(sys.argv[1])
-    rank = int(os.environ.get("RANK", "0"))
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", stream=sys.stdout, force=True)
-    log.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     end_with_parent(int(os.environ.get(PARENT, os.getppid())))  # it may be gone before this line is reached
+    set_up(rank)
     spec = read_json(work / JOB)
-    if spec["uses_ranks"] and spec["runtime"]["devices"] > 1 and "RANK" not in os.environ:
-        return _torchrun(work, spec["runtime"]["devices"])
+    if spec is None:
+        log.error("there is no %s; do all nodes have the same TTRAIN_HOME and the same settings?", work / JOB)
+        return 1
     stop = StopFlag(stops_by_itself=not spec["uses_ranks"])
     with filelock.FileLock(work.with_name(f"{work.name}.process.lock")) if rank == 0 else contextlib.nullcontext():
+        watchdog.start(work, rank, world, lambda why: _give_up(work, rank, why), spec["runtime"]["rank_timeout_seconds"])
         outcome = _run(work, spec, stop, rank)
-        if rank == 0 or outcome["outcome"] == "failed":
-            name = RESULT if rank == 0 else f"result.rank{rank}.json"
-            write_json(work / name, outcome)
-    sys.stdout.flush()
-    return 0 if outcome["outcome"] == "completed" else 1
+        results.write(work, rank, outcome)
+        sys.stdout.flush()
+        if world > 1 and outcome["outcome"] == "failed":
+            os._exit(1)  # at once: the group cannot be left in good order, and the others wait for this end
+        _leave_ranks()
+    return int(outcome["outcome"] == "failed")
 
 
-def _torchrun(work: Path, devices: int) -> int:
-    """Be the agent that starts one worker a device; it passes a SIGTERM on and waits for their checkpoint."""
-    from torch.distributed import run
-
-    os.environ[PARENT] = str(os.getpid())
-    rendezvous = ["--standalone", f"--nproc-per-node={devices}", "--max-restarts=0"]
-    try:
-        run.main([*rendezvous, "-m", "ttrain.worker", str(work)])
-    except BaseException as error:  # the workers' result files tell what happened
-        log.info("torchrun: %s", error.__class__.__name__)
-        return 1
-    return 0
+def set_up(rank: int = 0) -> None:
+    """The log, and the name under which the process is listed."""
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", stream=sys.stdout, force=True)
+    log.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    with contextlib.suppress(OSError):  # Linux only
+        Path("/proc/self/comm").write_text(PROCESS_NAME)
 
 
 def job_of(work: Path, stop: Callable[[], bool] = lambda: False, *, progress: bool = True) -> tuple[Any, Job]:
     """The configuration and the job that a work directory describes."""
     from ttrain.config import Runtime
-    from ttrain.stages import STAGES
+    from ttrain.stages import RUNNABLE
 
     spec = read_json(work / JOB)
-    stage = STAGES[spec["stage"]]
+    stage = RUNNABLE[spec["stage"]]
     job = Job(
         inputs={name: Path(path) for name, path in spec["inputs"].items()},
         files=spec["files"],
         arguments=stage.arguments,
-        output=work / "output",
+        output=work / spec["output"],
         runtime=Runtime.model_validate(spec["runtime"]),
         progress=Progress(work / PROGRESS if progress else None),
         stop_requested=stop,
@@ -109,26 +118,38 @@ def job_of(work: Path, stop: Callable[[], bool] = lambda: False, *, progress: bo
 
 
 def _run(work: Path, spec: dict[str, Any], stop: StopFlag, rank: int) -> dict[str, Any]:
-    from ttrain.stages import STAGES
-
-    config, job = job_of(work, stop, progress=rank == 0)
     try:
-        result = import_module(STAGES[spec["stage"]].module).run(config, job)
+        stop.listen()
+        from ttrain.stages import RUNNABLE
+
+        config, job = job_of(work, stop, progress=rank == 0)
+        result = import_module(RUNNABLE[spec["stage"]].module).run(config, job)
+        stop.settle()
         return {"outcome": "completed", "result": result}
     except Interrupted as error:
+        stop.settle()
         return {"outcome": "interrupted", "error": str(error), "signal": stop.signum or error.signum}
     except TTrainError as error:
+        stop.settle()
         log.error("%s", error)
         return {"outcome": "failed", "error": str(error), "kind": type(error).__name__}
     except BaseException as error:
+        stop.settle()
         log.error("%s", traceback.format_exc())
         return {"outcome": "failed", "error": f"{type(error).__name__}: {error}", "kind": "unexpected"}
-    finally:
-        _leave_ranks()
+
+
+def _give_up(work: Path, rank: int, why: str) -> None:
+    """End this rank from its watching thread; the main one may wait for ever."""
+    message = f"{why}; all ranks were ended, the last checkpoint is whole: run the same command again"
+    log.error("rank %d: %s", rank, message)
+    sys.stdout.flush()
+    results.write(work, rank, {"outcome": "failed", "error": message, "kind": RankLost.__name__})
+    os._exit(1)
 
 
 def _leave_ranks() -> None:
-    if "torch.distributed" in sys.modules and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         import torch.distributed as dist
 
         if dist.is_initialized():

@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any, Protocol, Self
 
-from ttrain.data.packing import Array, Batch, Rows
+from ttrain.data.packing import Array, Rows
 from ttrain.data.samplers import Order
+
+
+class Counted(Protocol):
+    """A batch, which can be asked for one like it that does not count in the loss."""
+
+    def without_targets(self) -> Self: ...
+
+
+class BatchSource(Protocol):
+    """Any rows that can be read by number."""
+
+    def __len__(self) -> int: ...
+
+    def batch(self, rows: Collection[int], /) -> Counted: ...
 
 
 @dataclass(frozen=True)
@@ -16,7 +31,7 @@ class MicroBatch:
     """`number` counts the step's micro-batches over all ranks: it seeds dropout, so it does not matter who computes it."""
 
     number: int
-    batch: Batch
+    batch: Any
     filler: bool = False  # without targets, so that a rank takes part in the collectives of a step that has no rows for it
 
 
@@ -28,7 +43,14 @@ class Loader:
     """
 
     def __init__(
-        self, rows: Rows, order: Order, *, rows_per_device: int, rank: int = 0, world: int = 1, prefetch_steps: int = 1
+        self,
+        rows: BatchSource,
+        order: Order,
+        *,
+        rows_per_device: int,
+        rank: int = 0,
+        world: int = 1,
+        prefetch_steps: int = 1,
     ) -> None:
         self.rows, self.order = rows, order
         self.rows_per_device, self.rank, self.world = rows_per_device, rank, world
@@ -74,17 +96,18 @@ class Loader:
         """Go on after the steps that another loader of the same rows and order, on any number of ranks, has consumed."""
         self.consumed = state["consumed_steps"]
 
-    def pad_fraction(self, steps: int = 100) -> float:
-        """Share of the positions without a token, in the micro-batches of the first steps over all ranks; reads no row."""
-        lengths = self.rows.lengths()
-        padded = width = 0
-        for step in range(min(steps, self.order.steps)):
-            for part in self.parts(step):
-                positions = len(part) * self.rows.width(part)
-                width, padded = width + positions, padded + positions - int(lengths[part].sum())
-        return padded / max(1, width)
-
     def parts(self, step: int) -> list[Array]:
         """Row numbers of each micro-batch of a step, over all ranks."""
         numbers, size = self.order.step_rows(step), self.rows_per_device
         return [numbers[start : start + size] for start in range(0, len(numbers), size)]
+
+
+def pad_fraction(rows: Rows, loader: Loader, steps: int = 100) -> float:
+    """Share of the positions without a token, in the micro-batches of the first steps over all ranks; reads no row."""
+    lengths = rows.lengths()
+    padded = width = 0
+    for step in range(min(steps, loader.order.steps)):
+        for part in loader.parts(step):
+            positions = len(part) * rows.width(part)
+            width, padded = width + positions, padded + positions - int(lengths[part].sum())
+    return padded / max(1, width)

@@ -13,7 +13,8 @@ class Stage:
     """One step of a pipeline.
 
     `inputs` names the artifacts that it reads and which of their files (none named: all that others may read).
-    `dataset` names the entry of `data` whose files it reads itself. `uses_ranks` marks the stages that train.
+    `dataset` names the entry of `data` whose files it reads itself. `uses_ranks` marks the stages that train, `uses_model` one
+    that loads what they made.
     """
 
     name: str
@@ -23,8 +24,14 @@ class Stage:
     dataset: str | None = None
     arguments: Mapping[str, str] = field(default_factory=dict)
     uses_ranks: bool = False
+    uses_model: bool = False
     uses_python: bool = False  # the running Python's own files are its input
     reuses_parts: bool = False  # what unfinished work and earlier artifacts hold is taken where it fits
+
+    @property
+    def loads_torch(self) -> bool:
+        """Whether seconds of its start would go into imports."""
+        return self.uses_ranks or self.uses_model
 
 
 def _shards(dataset: str, kind: str) -> Stage:
@@ -67,9 +74,14 @@ EVALUATE = Stage(
         "chats": ("heldout",),
         "domain": ("heldout",),
     },
+    uses_model=True,
 )
 
 STAGES: Mapping[str, Stage] = {
     stage.name: stage
     for stage in (SOURCE, TOKENIZER, SHARDS_PRETRAIN, SHARDS_SFT, SHARDS_LORA, PRETRAIN, SFT, LORA, EVALUATE)
 }
+
+# What `ttrain train --task` runs is no part of a pipeline, but it runs as stages do.
+TASK = Stage("task", "ttrain.stages.user_task", config.UserTaskConfig, uses_ranks=True)
+RUNNABLE: Mapping[str, Stage] = {**STAGES, TASK.name: TASK}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from ttrain.config import LoraConfig
@@ -16,19 +18,22 @@ from ttrain.train import checkpoint
 def run(config: LoraConfig, job: Job) -> dict[str, Any]:
     """Train an adapter; leaves `adapter/` (PEFT), `checkpoints/` and the curves."""
     ranks = training.start(job.runtime)
-    base = job.inputs["base"] / "model"
-    encoder = Encoder(base, fast=False)  # its ids are asked for, no text is encoded
-    digest = sha256_file(base / checkpoint.WEIGHTS)
+    encoder = Encoder(job.inputs["base"] / "model", fast=False)  # its ids are asked for, no text is encoded
+    return training.fit(config.lora, prepare(config, job.inputs, encoder), job, ranks, encoder)
+
+
+def prepare(config: LoraConfig, inputs: Mapping[str, Path], encoder: Encoder) -> training.Trained:
+    """The model before its first step."""
+    base = inputs["base"] / "model"
     model = adapters.attach(factory.load(base), config.lora)
-    trained = training.Trained(
+    return training.Trained(
         model,
         state=lambda: adapters.state(model),
         load=lambda weights: adapters.load_state(model, weights),
         files={
-            **adapters.files(model, base="ttrain-sft", base_digest=digest),
+            **adapters.files(model, base="ttrain-sft", base_digest=sha256_file(base / checkpoint.WEIGHTS)),
             **training.tokenizer_files(base),
         },
         directory="adapter",
         weights_file=adapters.WEIGHTS,
     )
-    return training.fit(config.lora, trained, job, ranks, encoder)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from ttrain.config import PretrainConfig
@@ -15,6 +17,11 @@ def run(config: PretrainConfig, job: Job) -> dict[str, Any]:
     """Train a freshly initialised model; leaves `model/` (Hugging Face), `checkpoints/` and the curves."""
     ranks = training.start(job.runtime)
     encoder = Encoder(job.inputs["tokenizer"], fast=False)  # its ids are asked for, no text is encoded
+    return training.fit(config.pretrain, prepare(config, job.inputs, encoder), job, ranks, encoder)
+
+
+def prepare(config: PretrainConfig, inputs: Mapping[str, Path], encoder: Encoder) -> training.Trained:
+    """The model before its first step."""
     ids = {
         "bos_token_id": encoder.bos_id,
         "eos_token_id": encoder.eos_id,
@@ -22,10 +29,9 @@ def run(config: PretrainConfig, job: Job) -> dict[str, Any]:
     }
     stops = [encoder.eos_id, encoder.end_id]
     model = factory.build(config.model, vocab_size=len(encoder), ids=ids, stop_ids=stops, seed=config.pretrain.seed)
-    trained = training.Trained(
+    return training.Trained(
         model,
         state=lambda: factory.state(model),
         load=lambda weights: factory.load_state(model, weights),
-        files={**factory.files(model), **training.tokenizer_files(job.inputs["tokenizer"])},
+        files={**factory.files(model), **training.tokenizer_files(inputs["tokenizer"])},
     )
-    return training.fit(config.pretrain, trained, job, ranks, encoder)

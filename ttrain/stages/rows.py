@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -11,7 +12,8 @@ from ttrain.data.chat_rows import ChatRows
 from ttrain.data.document_rows import DocumentRows, SeparateDocumentRows
 from ttrain.data.encoder import Encoder
 from ttrain.data.intervals import Intervals
-from ttrain.data.packing import Batch, MixedRows, Rows
+from ttrain.data.loader import BatchSource
+from ttrain.data.packing import MixedRows, Rows
 from ttrain.data.samplers import LengthGroupedOrder, Order, ShuffledOrder, WeightedOrder
 from ttrain.data.shards import ShardSet
 from ttrain.digests import digest_of
@@ -98,7 +100,7 @@ def _check(config: Training, rows: Rows) -> None:
         )
 
 
-def validation_batches(rows: Rows, limit: int, rows_per_batch: int) -> list[Batch]:
+def validation_batches(rows: BatchSource, limit: int, rows_per_batch: int) -> list[Any]:
     """At most `limit` rows, evenly spread: the first rows of packed chats are those with the longest."""
     count = min(limit, len(rows))
     numbers = np.arange(count) * len(rows) // max(1, count)

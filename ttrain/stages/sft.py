@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from ttrain.config import SftConfig
@@ -14,13 +16,17 @@ from ttrain.stages import training
 def run(config: SftConfig, job: Job) -> dict[str, Any]:
     """Train all weights of the base model on chats; leaves `model/` (Hugging Face), `checkpoints/` and the curves."""
     ranks = training.start(job.runtime)
-    base = job.inputs["base"] / "model"
-    encoder = Encoder(base, fast=False)  # its ids are asked for, no text is encoded
+    encoder = Encoder(job.inputs["base"] / "model", fast=False)  # its ids are asked for, no text is encoded
+    return training.fit(config.sft, prepare(config, job.inputs, encoder), job, ranks, encoder)
+
+
+def prepare(config: SftConfig, inputs: Mapping[str, Path], encoder: Encoder) -> training.Trained:
+    """The model before its first step."""
+    base = inputs["base"] / "model"
     model = factory.load(base)
-    trained = training.Trained(
+    return training.Trained(
         model,
         state=lambda: factory.state(model),
         load=lambda weights: factory.load_state(model, weights),
         files={**factory.files(model), **training.tokenizer_files(base)},
     )
-    return training.fit(config.sft, trained, job, ranks, encoder)

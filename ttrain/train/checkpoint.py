@@ -1,48 +1,53 @@
 """Checkpoints: Hugging Face directories that also hold all that a run needs to continue bit for bit.
 
 `checkpoints/step-00000100/` = weights (safetensors, fp32) with the files that make it open with `from_pretrained`,
-`optimizer.safetensors`, and `state.json`, written last, with position, counters, its own digest and that of every other
-file. It is written under a temporary name, fsynced and renamed, in a background thread, from a snapshot in memory.
+`optimizer.safetensors`, and `state.json`, written last, with position, counters, the validation loss where there is one, its
+own digest and that of every other file. It is written under a temporary name, fsynced and renamed, in a background
+thread, from a snapshot in memory. Beside the directories lie `latest` and `best`, which name a step for people and
+tools and are believed by nobody here, and `pinned`, the steps that stay for good.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-import os
-from collections.abc import Callable, Mapping
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import wait as wait_for
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load, save
-from torch import Tensor
-
-from ttrain.digests import sha256_file
 from ttrain.errors import ArtifactError
-from ttrain.store import remove_tree, write_json
+from ttrain.store import read_json, remove_tree, write_json
+from ttrain.train.checkpoint_files import OPTIMIZER, STATE, WEIGHTS, found, is_unnamed, logged_metric, read, step_of
+from ttrain.train.checkpoint_writing import give_way, not_written, remove_trash, write_checkpoint
+from ttrain.train.snapshots import Snapshot, SnapshotBuffers, copy_tensors, needed_bytes
+from ttrain.train.tensor_files import naming
 
-STATE = "state.json"
-OPTIMIZER = "optimizer.safetensors"
-WEIGHTS = "model.safetensors"
+__all__ = [
+    "OPTIMIZER",
+    "STATE",
+    "WEIGHTS",
+    "Checkpoints",
+    "Snapshot",
+    "SnapshotBuffers",
+    "copy_tensors",
+    "needed_bytes",
+    "read",
+]
+
+LATEST, BEST, PINNED = "latest", "best", "pinned"
+UNDER_WAY = 2  # snapshots that may exist at once: one being written, one that waits
 log = logging.getLogger("ttrain")
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """A run at the end of a step, copied out of the trainer's way."""
-
-    step: int
-    weights: Mapping[str, Tensor]
-    optimizer: Mapping[str, Tensor]
-    state: Mapping[str, Any]
-
-
 class Checkpoints:
-    """The checkpoints of one run. `keep` newest remain, and those of the steps in `permanent`."""
+    """The checkpoints of one run, all of which one process writes.
+
+    These stay: the `keep` newest, every `keep_every` steps (0: none), the steps in `permanent`, the best, the pinned.
+    """
 
     def __init__(
         self,
@@ -51,24 +56,35 @@ class Checkpoints:
         files: Callable[[], Mapping[str, bytes]],
         weights_file: str = WEIGHTS,
         keep: int = 2,
+        keep_every: int = 0,
         permanent: frozenset[int] = frozenset(),
     ) -> None:
         self.directory = directory
+        self.waited_seconds = 0.0  # that the trainer waited for the writer
         self._files, self._weights_file = files, weights_file
-        self._keep, self._permanent = keep, permanent
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._pending: Future[None] | None = None
+        self._keep, self._keep_every, self._permanent = keep, keep_every, permanent
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=give_way)
+        self._pending: deque[Future[None]] = deque()
+        self._damaged: set[Path] = set()  # passed over by newest() or best()
+        self._durable: int | None = None  # step of the last one that was written
 
-    def save(self, snapshot: Snapshot) -> None:
-        """Write in the background; waits for the one before, and raises what that one raised."""
-        self.wait()
-        self._pending = self._pool.submit(self._write, snapshot)
+    def save(self, snapshot: Snapshot, *, metric: float | None = None) -> None:
+        """Write in the background, and release the snapshot then.
+
+        `metric` is the validation loss at this step; None or a number that is not finite is never the best.
+        Waits where two snapshots are under way already. Raises ArtifactError where an earlier write failed.
+        """
+        try:
+            self._finish(but=UNDER_WAY - 1)
+        except BaseException:
+            snapshot.release()
+            raise
+        finite = metric if metric is not None and math.isfinite(metric) else None
+        self._pending.append(self._pool.submit(self._save, snapshot, finite))
 
     def wait(self) -> None:
-        """Until nothing is being written. Raises OSError where the write failed."""
-        if self._pending is not None:
-            pending, self._pending = self._pending, None
-            pending.result()
+        """Until nothing is being written. Raises ArtifactError where a write failed."""
+        self._finish(but=0)
 
     def close(self) -> None:
         """End the writer thread, after its last write."""
@@ -83,12 +99,15 @@ class Checkpoints:
         Raises ArtifactError where there are some and all are damaged: training must not begin anew in silence.
         """
         damaged = []
-        for path in sorted(self.directory.glob("step-*"), reverse=True):
+        for path in reversed(found(self.directory)):
             try:
                 return read(path, self._weights_file)
             except ArtifactError as error:
                 log.warning("%s; the one before it is tried", error)
+                self._damaged.add(path)
                 damaged.append(str(error))
+        if not damaged and (self.directory / LATEST).exists():
+            damaged = [f"the one that {self.directory / LATEST} names is gone"]
         if damaged:
             raise ArtifactError(
                 f"no checkpoint in {self.directory} is whole: {'; '.join(damaged)}; "
@@ -96,68 +115,125 @@ class Checkpoints:
             )
         return None
 
-    def _write(self, snapshot: Snapshot) -> None:
-        final = self.directory / f"step-{snapshot.step:08d}"
-        temporary = self.directory / f".writing-{snapshot.step:08d}"
-        self._sweep()
-        temporary.mkdir(parents=True)
-        contents = {
-            **self._files(),
-            self._weights_file: save(dict(snapshot.weights), metadata={"format": "pt"}),
-            OPTIMIZER: save(dict(snapshot.optimizer)),
-        }
-        digests = {}
-        for name, data in contents.items():
-            path = temporary / name
-            with path.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            digests[name] = {"bytes": len(data), "sha256": sha256_file(path)}
-        state = {**snapshot.state, "step": snapshot.step, "files": digests}
-        write_json(temporary / STATE, {**state, "sha256": _digest(state)})
-        remove_tree(final)
-        temporary.rename(final)
-        descriptor = os.open(self.directory, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
-        self._prune()
+    def best(self) -> Snapshot | None:
+        """The checkpoint with the smallest logged metric of those that verify, the earlier of equals. None without any.
 
-    def _sweep(self) -> None:
-        """What a process that was killed while it wrote or pruned left behind."""
-        for pattern in (".writing-*", ".trash-*"):
-            for path in self.directory.glob(pattern):
-                remove_tree(path)
+        Waits for the writer. Another process must know that nothing is being written.
+        """
+        self.wait()
+        ranked = self._ranked()
+        pointed = self._pointed_best()
+        if pointed is not None and all(step != pointed for _, step, _ in ranked):
+            log.warning("the best checkpoint, of step %d, is gone or damaged; the next best is tried", pointed)
+        for _, _, path in ranked:
+            try:
+                return read(path, self._weights_file)
+            except ArtifactError as error:
+                log.warning("%s; the next best is tried", error)
+                self._damaged.add(path)
+        return None
+
+    def pin(self, step: int) -> None:
+        """Keep a checkpoint for good. Waits for the writer. Raises ArtifactError where there is none of this step."""
+        self.wait()
+        steps = {step_of(path) for path in found(self.directory)}
+        if step not in steps:
+            raise ArtifactError(f"there is no checkpoint of step {step} in {self.directory}; there are {sorted(steps)}")
+        write_json(self.directory / PINNED, sorted(self.pinned() | {step}))
+
+    def pinned(self) -> frozenset[int]:
+        """Steps that were pinned. Raises ArtifactError where the file that says so is damaged."""
+        path = self.directory / PINNED
+        steps = read_json(path) if path.exists() else []
+        if not isinstance(steps, list) or not all(type(step) is int for step in steps):
+            raise ArtifactError(f"the file {path}, which names the checkpoints to keep, is damaged; delete it to keep none")
+        return frozenset(steps)
+
+    def _finish(self, but: int) -> None:
+        """Wait until so many writes are under way, and raise what those that ended raised."""
+        while len(self._pending) > but or (self._pending and self._pending[0].done()):
+            began = time.monotonic()
+            wait_for([self._pending[0]])
+            self.waited_seconds += time.monotonic() - began
+            self._pending.popleft().result()
+
+    # --- in the writer thread ---------------------------------------------------------------------------------------------
+
+    def _save(self, snapshot: Snapshot, metric: float | None) -> None:
+        try:
+            write_checkpoint(self.directory, snapshot, metric, files=self._files(), weights_file=self._weights_file)
+            self._durable = snapshot.step
+            self._damaged.discard(self.directory / f"step-{snapshot.step:08d}")
+            self._point(snapshot.step, metric)
+            self._prune()
+        except OSError as error:
+            raise ArtifactError(not_written(self.directory, snapshot, error, self._whole_beside(snapshot.step))) from error
+        finally:
+            snapshot.release()
+
+    def _point(self, step: int, metric: float | None) -> None:
+        with naming(self.directory / LATEST):
+            write_json(self.directory / LATEST, {"step": step, "metric": metric})
+        ranked = self._ranked()
+        if ranked and read_json(self.directory / BEST) != (best := {"step": ranked[0][1], "metric": ranked[0][0]}):
+            with naming(self.directory / BEST):
+                write_json(self.directory / BEST, best)
 
     def _prune(self) -> None:
-        steps = sorted(self.directory.glob("step-*"))
-        for path in steps[: -self._keep]:
-            if int(path.name.removeprefix("step-")) not in self._permanent:
+        """Remove what need not stay, damaged ones too, once the newest is durable."""
+        try:
+            pinned = self.pinned()
+        except ArtifactError as error:
+            log.warning("%s; until then no checkpoint is removed", error)
+            return
+        ranked = self._ranked()
+        steps = [step_of(path) for path in found(self.directory) if path not in self._damaged]
+        kept = pinned | kept_steps(
+            steps,
+            keep=self._keep,
+            keep_every=self._keep_every,
+            permanent=self._permanent,
+            best=ranked[0][1] if ranked else None,
+        )
+        for path in found(self.directory):
+            if step_of(path) not in kept:
                 remove_tree(path)
+        remove_trash(self.directory)
+
+    # --- what is there ----------------------------------------------------------------------------------------------------
+
+    def _whole_beside(self, step: int) -> int | None:
+        """The newest checkpoint but the one that is being written, unless that one is durable already."""
+        steps = [step_of(path) for path in found(self.directory) if path not in self._damaged and not is_unnamed(path)]
+        return max((other for other in steps if other != step or other == self._durable), default=None)
+
+    def _ranked(self) -> list[tuple[float, int, Path]]:
+        """(metric, step, path) of the checkpoints that have a metric, the best first."""
+        measured = [
+            (logged_metric(path), step_of(path), path) for path in found(self.directory) if path not in self._damaged
+        ]
+        return sorted((metric, step, path) for metric, step, path in measured if metric is not None)
+
+    def _pointed_best(self) -> int | None:
+        """The step that `best` names; None where there is no such file, and with a warning where it is damaged."""
+        path = self.directory / BEST
+        if not path.exists():
+            return None
+        pointer = read_json(path)
+        step: Any = pointer.get("step") if isinstance(pointer, dict) else None
+        if type(step) is not int:
+            log.warning("the file %s is damaged; the best is sought among the checkpoints", path)
+            return None
+        return step
 
 
-def read(path: Path, weights_file: str = WEIGHTS) -> Snapshot:
-    """A checkpoint, verified against its own `state.json`. Raises ArtifactError that names the damaged file."""
-    try:
-        state = json.loads((path / STATE).read_bytes())
-        if state.pop("sha256") != _digest(state) or path.name != f"step-{state['step']:08d}":
-            raise ArtifactError(f"the checkpoint file {path / STATE} is damaged")
-        for name, entry in state["files"].items():
-            file = path / name
-            if file.stat().st_size != entry["bytes"] or sha256_file(file) != entry["sha256"]:
-                raise ArtifactError(f"the checkpoint file {file} is damaged")
-        weights = load((path / weights_file).read_bytes())
-        optimizer = load((path / OPTIMIZER).read_bytes())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
-        raise ArtifactError(f"the checkpoint {path} is damaged: {type(error).__name__}: {error}") from None
-    return Snapshot(int(state["step"]), weights, optimizer, state)
-
-
-def _digest(state: Mapping[str, Any]) -> str:
-    """Of the state's own JSON, which unlike a key may hold an infinite figure."""
-    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
-
-
-def copy_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A snapshot in CPU memory: contiguous copies that training no longer touches."""
-    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+def kept_steps(
+    steps: Collection[int], *, keep: int, keep_every: int, permanent: Collection[int], best: int | None
+) -> frozenset[int]:
+    """Those that stay: the newest, those of the cadence, the permanent ones, the best."""
+    newest = sorted({*steps})[-keep:]
+    return frozenset(
+        step
+        for step in steps
+        if step in newest or step in permanent or step == best or (keep_every > 0 and step % keep_every == 0)
+    )

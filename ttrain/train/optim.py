@@ -9,7 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from ttrain.config import Optim
-from ttrain.errors import ArtifactError
+from ttrain.errors import ArtifactError, UsageError
+from ttrain.train.placing import placed
+
+FUSED_DEVICES = frozenset({"cpu", "cuda"})  # where torch's fused kernels were run and are faster
+SHOWN_NAMES = 3
 
 
 class Optimizers:
@@ -18,7 +22,7 @@ class Optimizers:
     def __init__(self, optimizers: list[torch.optim.Optimizer], names: dict[Tensor, str]) -> None:
         self.optimizers = optimizers
         self._names = names
-        self._peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
+        self._peaks = [[_peak(optimizer, group) for group in optimizer.param_groups] for optimizer in optimizers]
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -29,7 +33,10 @@ class Optimizers:
         """Learning rate of each group: its peak times the factor."""
         for optimizer, peaks in zip(self.optimizers, self._peaks, strict=True):
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-                group["lr"] = peak * factor
+                if isinstance(group["lr"], Tensor):  # torchao's compiled step reads the rate from a tensor
+                    group["lr"].fill_(peak * factor)
+                else:
+                    group["lr"] = peak * factor
 
     def learning_rates(self) -> dict[str, float]:
         """Present rate by optimizer: {"muon": 0.02, "adamw": 0.004}."""
@@ -44,7 +51,7 @@ class Optimizers:
             optimizer.zero_grad(set_to_none=True)
 
     def groups(self) -> list[dict[str, Any]]:
-        """What is in each group, for the log: optimizer, peak rate, weight decay, tensors, parameters."""
+        """What is in each group, for the log: optimizer, peak rate, weight decay, tensors, parameters, the first names."""
         return [
             {
                 "optimizer": type(optimizer).__name__,
@@ -52,19 +59,21 @@ class Optimizers:
                 "weight_decay": group["weight_decay"],
                 "tensors": len(group["params"]),
                 "parameters": sum(p.numel() for p in group["params"]),
+                "names": [self._names[p] for p in group["params"][:SHOWN_NAMES]],
             }
             for optimizer, peaks in zip(self.optimizers, self._peaks, strict=True)
             for group, peak in zip(optimizer.param_groups, peaks, strict=True)
         ]
 
     def state(self) -> dict[str, Tensor]:
-        """All state as named tensors: {"exp_avg|model.norm.weight": ...}."""
+        """All state as named plain tensors: {"exp_avg|model.norm.weight": ...}, or the parts {"exp_avg.codes|...": ...}."""
         return {f"{key}|{self._names[p]}": value for p, key, value in self._entries()}
 
     def load_state(self, tensors: dict[str, Tensor]) -> None:
-        """Put back what `state()` gave. Raises ArtifactError where a name is unknown."""
+        """Put back what `state()` gave. Raises ArtifactError where a name is unknown, or a part is missing."""
         parameters = {name: p for p, name in self._names.items()}
         owner = {id(p): o for o in self.optimizers for group in o.param_groups for p in group["params"]}
+        parts: dict[tuple[str, str], dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
             key, _, parameter_name = name.partition("|")
             parameter = parameters.get(parameter_name)
@@ -72,39 +81,109 @@ class Optimizers:
                 raise ArtifactError(f"the checkpoint has optimizer state for {parameter_name}, which is not trained here")
             optimizer = owner[id(parameter)]
             stays = key == "step" and not optimizer.defaults.get("fused")  # only a fused optimizer counts on the device
-            optimizer.state[parameter][key] = tensor if stays else tensor.to(parameter.device)
+            value = tensor if stays else placed(tensor, parameter)
+            whole, _, part = key.partition(".")
+            if part:
+                parts.setdefault((whole, parameter_name), {})[part] = value
+            else:
+                optimizer.state[parameter][key] = value
+        for (whole, parameter_name), found in parts.items():
+            parameter = parameters[parameter_name]
+            owner[id(parameter)].state[parameter][whole] = _join_8bit(whole, parameter_name, found)
 
     def _entries(self) -> Iterator[tuple[Tensor, str, Tensor]]:
         for optimizer in self.optimizers:
             for parameter, entries in optimizer.state.items():
                 for key, value in entries.items():
-                    if value is not None:
+                    if _is_8bit(value):
+                        for part in value.tensor_attrs:
+                            yield parameter, f"{key}.{part}", getattr(value, part)
+                    elif value is not None:
                         yield parameter, key, value if isinstance(value, Tensor) else torch.tensor(value)
 
 
 def build(model: nn.Module, config: Optim) -> Optimizers:
-    """Muon (Jordan 2024, kellerjordan.github.io/posts/muon) for hidden matrices where asked for; else AdamW.
+    """The optimizers of a model's trainable parameters. Raises UsageError where one cannot be had.
 
-    AdamW: arXiv:1711.05101. Weight decay falls on matrices only: never on norms, biases and embeddings.
+    `adamw` decouples weight decay from the gradient (arXiv:1711.05101); `adam` (arXiv:1412.6980) adds it there, as L2.
+    `adamw8bit` keeps both means in 8 bits (arXiv:2110.02861), of tensors with 4096 numbers or more. `muon` (Jordan 2024,
+    kellerjordan.github.io/posts/muon) takes the hidden matrices and leaves the rest to AdamW; its rate is scaled by
+    sqrt(max(1, rows/columns)), or by 0.2 sqrt(max(rows, columns)) with `match_rms_adamw` (arXiv:2502.16982).
+
+    Weight decay falls on matrices (also stacked ones, of three dimensions) only: never on norms, biases and embeddings.
     """
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if head is not None:
         embeddings.add(id(head.weight))
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    matrices = [p for _, p in trained if p.ndim == 2 and id(p) not in embeddings]
-    chosen = {id(p) for p in matrices}
-    others = [p for _, p in trained if id(p) not in chosen]
-    groups = [{"params": others, "weight_decay": 0.0}]
-    optimizers: list[torch.optim.Optimizer] = []
-    if config.kind == "muon" and matrices:
-        optimizers.append(
-            torch.optim.Muon(matrices, lr=config.muon_lr, momentum=config.muon_momentum, weight_decay=config.weight_decay)
-        )
-    else:
-        groups.insert(0, {"params": matrices, "weight_decay": config.weight_decay})
+    decayed = [p for _, p in trained if p.ndim >= 2 and id(p) not in embeddings]
+    hidden = [p for p in decayed if p.ndim == 2] if config.kind == "muon" else []
+    taken = {id(p) for p in hidden}
+    groups = [
+        {"params": [p for p in decayed if id(p) not in taken], "weight_decay": config.weight_decay},
+        {"params": [p for _, p in trained if p.ndim < 2 or id(p) in embeddings], "weight_decay": 0.0},
+    ]
     groups = [group for group in groups if group["params"]]
+    optimizers: list[torch.optim.Optimizer] = []
+    if hidden:
+        optimizers.append(
+            torch.optim.Muon(
+                hidden,
+                lr=config.muon_lr,
+                momentum=config.muon_momentum,
+                weight_decay=config.weight_decay,
+                adjust_lr_fn=config.muon_adjust_lr,
+            )
+        )
     if groups:
-        fused = all(p.device.type in ("cpu", "cuda") for _, p in trained)
-        optimizers.append(torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused))
+        optimizers.append(_adam(groups, config, [p for _, p in trained]))
     return Optimizers(optimizers, {p: name for name, p in trained})
+
+
+def _adam(groups: list[dict[str, Any]], config: Optim, trained: list[Tensor]) -> torch.optim.Optimizer:
+    """The member of Adam's family that the settings name."""
+    if config.kind == "adamw8bit":
+        return _adamw_8bit(groups, config, trained)
+    kind = torch.optim.Adam if config.kind == "adam" else torch.optim.AdamW
+    fused = all(p.device.type in FUSED_DEVICES for p in trained)
+    return kind(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
+
+
+def _adamw_8bit(groups: list[dict[str, Any]], config: Optim, trained: list[Tensor]) -> torch.optim.Optimizer:
+    """torchao's; its step is compiled, which costs half a minute once. Raises UsageError where it cannot be had."""
+    if any(hasattr(p, "full_tensor") for p in trained):  # sharded; DTensor itself takes half a second to import
+        raise UsageError(
+            "optim.kind is adamw8bit but runtime.parallel is fsdp, whose checkpoints cannot hold 8-bit state; "
+            "set optim.kind=adamw, or runtime.parallel=ddp"
+        )
+    try:
+        from torchao.optim import AdamW8bit
+    except ImportError as error:
+        raise UsageError(
+            f"optim.kind is adamw8bit, which needs torchao ({error}); try: pip install torchao, or set optim.kind=adamw"
+        ) from None
+    made: torch.optim.Optimizer = AdamW8bit(groups, lr=config.lr, betas=config.betas, eps=config.eps)
+    return made
+
+
+def _peak(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> float:
+    """The rate that a group was given, before torchao rounds it to fp32."""
+    return float(optimizer.defaults["lr"] if isinstance(group["lr"], Tensor) else group["lr"])
+
+
+def _is_8bit(value: object) -> bool:
+    """Whether it is torchao's tensor of codes, their scales and the map of what codes mean."""
+    return type(value).__name__ == "OptimState8bit"
+
+
+def _join_8bit(key: str, parameter_name: str, parts: dict[str, Tensor]) -> Tensor:
+    """The 8-bit tensor of its parts; the mean of the gradients has a sign, that of their squares has none."""
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    missing = {"codes", "scale", "qmap"} - set(parts)
+    if missing:
+        raise ArtifactError(f"the checkpoint lacks {', '.join(sorted(missing))} of {key} of {parameter_name}")
+    signed = key == "exp_avg"
+    joined: Tensor = OptimState8bit(parts["codes"], parts["scale"], parts["qmap"], signed, dtype=torch.float32)
+    return joined

@@ -1,17 +1,28 @@
-"""Which number format a stage computes in. Master weights, gradients and optimizer state stay fp32."""
+"""Which number format a stage computes in, and on which device. Master weights, gradients and optimizer state stay fp32.
+
+`precision` changes the weights, so it is part of a stage's key: also `tf32`, which is fp32 but for matrix products on CUDA,
+whose factors are rounded to 10 bits of mantissa. One word says it all; there is no second switch to forget.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+from ttrain.errors import TTrainError, UsageError
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "tf32": torch.float32}
 GROWTH_INTERVAL = 2000
+OVERFLOWS_IN_A_ROW = 32  # halve 2^16, or a scale that has grown for 32 000 steps, down to 1 and below
+LOWEST_SCALE = 2.0**-16
+AMPERE = (8, 0)  # the first compute capability with bf16 and tf32
 BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  # the last is arm's
+log = logging.getLogger("ttrain")
 
 
 @dataclass
@@ -19,20 +30,27 @@ class LossScale:
     """Dynamic loss scaling (arXiv:1710.03740): halved where a gradient overflows, doubled after 2000 steps that did not.
 
     torch's GradScaler unscales one optimizer at a time, and on some devices only; here the factor joins the division by
-    targets.
+    targets. All of it is saved in the checkpoint.
     """
 
     scale: float
     enabled: bool
     good_steps: int = 0
+    overflows: int = 0  # one after the other
 
     def update(self, finite: bool) -> None:
-        """Note the outcome of a step."""
+        """Note the outcome of a step. Raises TTrainError where no scale helps."""
         if not self.enabled:
             return
         self.good_steps = self.good_steps + 1 if finite else 0
+        self.overflows = 0 if finite else self.overflows + 1
+        if self.overflows >= OVERFLOWS_IN_A_ROW:
+            raise TTrainError(
+                f"precision is fp16, and the gradients of {self.overflows} steps in a row overflowed, the last with a loss "
+                f"scale of {self.scale:g}; no scale helps: set precision=bf16 or fp32, or lower optim.lr"
+            )
         if not finite:
-            self.scale /= 2
+            self.scale = max(self.scale / 2, LOWEST_SCALE)
         elif self.good_steps == GROWTH_INTERVAL:
             self.scale, self.good_steps = self.scale * 2, 0
 
@@ -46,7 +64,7 @@ class Precision:
 
     def autocast(self) -> Any:
         """Context in which a forward pass computes in this precision."""
-        if self.word == "fp32":
+        if DTYPES[self.word] is torch.float32:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=DTYPES[self.word])
 
@@ -56,16 +74,29 @@ class Precision:
 
 
 def resolve(word: str, device: torch.device) -> Precision:
-    """`auto`: bf16 where the chip has it, else fp16 on CUDA, else fp32."""
+    """The precision that a word means on a device: `auto` is bf16 where the chip has it, else fp16 on CUDA, else fp32.
+
+    Sets how this process multiplies fp32 matrices, for the forward and the backward pass alike. Raises UsageError where
+    tf32 is asked for and the device has none.
+    """
+    asked = word
     if word == "auto":
         word = "bf16" if has_bf16(device) else "fp16" if device.type == "cuda" else "fp32"
+    if word == "tf32" and not _is_ampere(device):
+        raise UsageError(
+            f"precision is tf32, which only CUDA from Ampere on has, and not {device}; set precision=fp32 or auto"
+        )
+    if asked == "bf16" and device.type == "cuda" and not _is_ampere(device):
+        log.warning("precision is bf16, which %s only emulates; fp16 is faster there", device)
+    torch.set_float32_matmul_precision("high" if word == "tf32" else "highest")
+    log.info("precision %s on %s%s", word, device, " (from auto)" if asked == "auto" else "")
     return Precision(word, device)
 
 
 def has_bf16(device: torch.device) -> bool:
-    """Whether bf16 is computed in hardware; emulated, it is slower than fp32."""
+    """Whether bf16 is computed in hardware; emulated, it is slower than fp32. On MPS no: Apple's M1 has none."""
     if device.type == "cuda":
-        return torch.cuda.get_device_capability(device) >= (8, 0)
+        return _is_ampere(device)
     if device.type == "cpu":
         try:
             words = Path("/proc/cpuinfo").read_text().split()
@@ -75,8 +106,23 @@ def has_bf16(device: torch.device) -> bool:
     return False
 
 
+def _is_ampere(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= AMPERE
+
+
 def resolve_device(word: str, local_rank: int = 0) -> torch.device:
-    """`auto`: cuda, then mps, then cpu."""
-    if word == "auto":
-        word = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    """`auto`: cuda, then mps, then cpu. Raises UsageError where the device, or one for this rank, is not there."""
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    asked, word = word, next(name for name in there if there[name]) if word == "auto" else word
+    if not there[word]:
+        raise UsageError(
+            f"runtime.device is {word}, but torch {torch.__version__} finds no such device here; "
+            f"set runtime.device=auto, or install the driver and a torch that is built for it"
+        )
+    count = torch.cuda.device_count() if word == "cuda" else 1
+    if word != "cpu" and local_rank >= count:
+        raise UsageError(
+            f"runtime.device is {asked} and runtime.devices is more than the {count} of {word} here; "
+            f"set runtime.devices={count}, or runtime.device=cpu"
+        )
     return torch.device(word, local_rank) if word == "cuda" else torch.device(word)

@@ -2,35 +2,49 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-COLLECTIVE_TIMEOUT = timedelta(minutes=10)  # rank 0 may write slowly, but a dead peer must not be waited for for ever
+from ttrain.errors import RankLost
+from ttrain.parent import RENDEZVOUS
+from ttrain.train import watchdog
+from ttrain.train.watchdog import Watchdog
+
+# The last net, under the watchdog: for a lost machine, and for waits in which a GPU keeps the process busy.
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among `world` equal ones; alone where torchrun did not start it."""
+    """This process among `world` equal ones; alone where the environment gives it no place."""
 
     rank: int
     world: int
     device: torch.device
+    watch: Watchdog | None = None
 
     @classmethod
     def join(cls, device: torch.device) -> Ranks:
-        """Take the place that torchrun's environment gives: NCCL on CUDA, gloo otherwise."""
+        """Take the place that the environment gives, in torchrun's words: NCCL on CUDA, gloo otherwise."""
         world = int(os.environ.get("WORLD_SIZE", "1"))
         rank = int(os.environ.get("RANK", "0"))
+        ranks = cls(rank, world, device, watchdog.current())
         if world > 1:
             if device.type == "cuda":
                 torch.cuda.set_device(device)
-            dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=COLLECTIVE_TIMEOUT)
-        return cls(rank, world, device)
+            file = os.environ.get(RENDEZVOUS)
+            store = dist.FileStore(file, world) if file else None  # type: ignore[attr-defined]  # torch's export
+            backend = "nccl" if device.type == "cuda" else "gloo"
+            with ranks._together("joining"):
+                dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=COLLECTIVE_TIMEOUT)
+        return ranks
 
     @property
     def first(self) -> bool:
@@ -43,22 +57,30 @@ class Ranks:
             return values
         kind = torch.float32 if self.device.type == "mps" else torch.float64
         tensor = torch.tensor(values, dtype=kind, device=self.device)
-        dist.all_reduce(tensor)
-        return [float(value) for value in tensor.tolist()]
+        with self.watch.arriving() if self.watch else contextlib.nullcontext(), self._together():
+            dist.all_reduce(tensor)
+            return [float(value) for value in tensor.tolist()]
 
-    def wrap(self, model: nn.Module) -> nn.Module:
-        """The model as DDP replicates it; as it is where one rank trains alone."""
-        if self.world == 1:
-            return model
-        ids = [self.device.index] if self.device.type == "cuda" else None
-        return nn.parallel.DistributedDataParallel(
-            model, device_ids=ids, gradient_as_bucket_view=True, broadcast_buffers=False
-        )
+    @contextlib.contextmanager
+    def busy(self, what: str) -> Iterator[None]:
+        """Announce work that is no step, such as "saving", so that the others wait for it with more patience."""
+        with self.watch.doing(what, busy=True) if self.watch else contextlib.nullcontext():
+            yield
 
     def barrier(self) -> None:
         """Wait for all."""
         if self.world > 1:
-            dist.barrier()
+            with self.watch.doing(watchdog.WAITING) if self.watch else contextlib.nullcontext(), self._together():
+                dist.barrier()
+
+    @contextlib.contextmanager
+    def _together(self, what: str = "waiting for the others") -> Iterator[None]:
+        """Around what fails where another rank has ended: RankLost says so instead of the network's words."""
+        try:
+            yield
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise RankLost(f"another rank ended while rank {self.rank} was {what}: {reason}") from error
 
     def leave(self) -> None:
         """End the group."""

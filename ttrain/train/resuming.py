@@ -50,7 +50,7 @@ def check(trainer: Trainer, snapshot: Snapshot, allow: frozenset[str]) -> int:
         named = "; ".join(f"{name}: {old} → {new}" for name, (old, new) in refused.items())
         raise UsageError(
             f"the checkpoint of step {snapshot.step} was made under other settings ({named}); put them back, "
-            f"begin anew elsewhere, or allow the change of {', '.join(refused)}"
+            f"begin anew elsewhere, or allow the change of {', '.join(refused)} (--allow)"
         )
     for name, (old, new) in differences.items():
         log.warning("continues with another %s: %s → %s", name, old, new)

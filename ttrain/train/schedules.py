@@ -7,6 +7,9 @@ from collections.abc import Callable
 
 from ttrain.config import Schedule, Training
 
+WARMUP_STEPS = 10
+MINIMIND_FLOOR = 0.1
+
 
 def steps_of(config: Training, rows: int) -> tuple[int, int]:
     """(optimizer steps, rows consumed) of a budget over a set of `rows` rows; tokens are rounded up to whole steps."""
@@ -18,27 +21,61 @@ def steps_of(config: Training, rows: int) -> tuple[int, int]:
     return -(-total // config.rows_per_step), total
 
 
+def warmup_steps(config: Schedule) -> int:
+    """Steps of the warm-up: as set, else 10, and none for `minimind`, whose formula has none."""
+    if config.warmup_steps is not None:
+        return config.warmup_steps
+    return 0 if config.kind == "minimind" else WARMUP_STEPS
+
+
 def decay_start(config: Schedule, steps: int) -> int:
-    """First step at which the learning rate depends on the length of the run; before it, runs of any length agree."""
-    if config.kind == "constant":
-        return steps
-    if config.kind == "linear":
-        return max(min(config.warmup_steps, steps), steps - round(config.decay_fraction * steps))
-    return min(config.warmup_steps, steps)
+    """First step at which the learning rate depends on the length of the run; before it, runs of any length agree.
+
+    Constant and exponential rates never ask for the length: all steps agree.
+    """
+    return steps if config.kind in ("constant", "exponential") else _peak_end(config, steps)
 
 
 def schedule(config: Schedule, steps: int) -> Callable[[int], float]:
-    """Factor of the peak learning rate at a step, counted from 0: never 0 while the run lasts, unless the floor is."""
-    start = decay_start(config, steps)
+    """Factor of the peak learning rate at an optimizer step, counted from 0; pure arithmetic, so resuming cannot change it.
+
+    The first of w warm-up steps has 1/(w + 1), never 0. A decay from step s has done (step - s)/(steps - s) of itself: its
+    first step still has the peak, and the floor would be reached by the step after the last. Every decay is
+    floor + (1 - floor) * shape, which nears the floor smoothly where max(floor, shape) would bend.
+
+    `minimind` is lr * (0.1 + 0.45 * (1 + cos(pi * t/T))), t = step, T = steps (github.com/jingyaogong/minimind, `get_lr`,
+    where t counts micro-batches from 1); `wsd` is the 1 - sqrt cooldown of arXiv:2405.18392; `cosine` is arXiv:1608.03983.
+    """
+    warmup, start = warmup_steps(config), _peak_end(config, steps)
+    floor = MINIMIND_FLOOR if config.kind == "minimind" else config.floor
 
     def factor(step: int) -> float:
-        if step < min(config.warmup_steps, steps):
-            return (step + 1) / (config.warmup_steps + 1)
-        if step < start or config.kind == "constant":
+        if step < min(warmup, steps):
+            return (step + 1) / (warmup + 1)
+        if step < start:
             return 1.0
-        done = (step - start) / max(1, steps - start)
-        if config.kind == "linear":
-            return config.floor + (1 - config.floor) * (1 - done)
-        return config.floor + (1 - config.floor) * 0.5 * (1 + math.cos(math.pi * done))
+        return floor + (1 - floor) * _shape(config, step - start, max(1, steps - start))
 
     return factor
+
+
+def _peak_end(config: Schedule, steps: int) -> int:
+    """First step that may be below the peak, once the warm-up is over; `steps` where there is none."""
+    held = min(warmup_steps(config) + config.hold_steps, steps)
+    if config.kind in ("linear", "wsd"):
+        return max(held, steps - round(config.decay_fraction * steps))
+    return held
+
+
+def _shape(config: Schedule, step: int, steps: int) -> float:
+    """What a decay of `steps` steps has left, 1 to 0, at its own step counted from 0."""
+    done = step / steps
+    if config.kind == "linear":
+        return 1 - done
+    if config.kind == "wsd":
+        return 1 - math.sqrt(done)
+    if config.kind == "exponential":
+        return float(config.decay_rate ** (step / config.decay_steps))
+    if config.kind == "constant":
+        return 1.0
+    return 0.5 * (1 + math.cos(math.pi * done))  # cosine, minimind

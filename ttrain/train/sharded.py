@@ -7,7 +7,7 @@ from typing import final
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 
 from ttrain.train.parallel import Parallel
 from ttrain.train.placing import whole
@@ -24,12 +24,12 @@ class Sharded(Parallel):
         for part in module.modules():
             if type(part).__name__ in layers:
                 fully_shard(part, mesh=mesh)
-        self.module = fully_shard(module, mesh=mesh)
+        self._sharded = fully_shard(module, mesh=mesh)
+        self.module = module
         self.loss_factor = float(ranks.world)  # gradients are averaged over ranks; gloo knows no other way
 
     def before_backward(self, *, last: bool) -> None:
-        assert isinstance(self.module, FSDPModule), "fully_shard made it one"
-        self.module.set_requires_gradient_sync(last)
+        self._sharded.set_requires_gradient_sync(last)
 
     def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: whole(tensor) for name, tensor in tensors.items()}

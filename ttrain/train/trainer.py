@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -23,6 +23,7 @@ from ttrain.train import resuming
 from ttrain.train.callbacks import Callback, LogRecord, StepRecord
 from ttrain.train.checkpoint import Checkpoints, Snapshot, copy_tensors
 from ttrain.train.compiling import compiled
+from ttrain.train.night import NightShift
 from ttrain.train.nonfinite import NonFinite, Policy, rows_of
 from ttrain.train.parallel import spread
 from ttrain.train.placing import whole
@@ -115,6 +116,7 @@ class Trainer:
         cadence: Cadence = Cadence(),
         stop_requested: Callable[[], bool] = lambda: False,
         how: How = How(),
+        night: NightShift | None = None,
         start: Snapshot | None = None,
         identity: Mapping[str, Any] | None = None,
         allow: frozenset[str] = frozenset(),
@@ -125,6 +127,7 @@ class Trainer:
         self.task, self.loader, self.ranks, self.precision = task, loader, ranks, precision
         self.weights, self.checkpoints, self.validation = weights, checkpoints, validation
         self.callbacks = list(callbacks) if ranks.first else []
+        self.night = night
         self.cadence, self.stop_requested, self.identity = cadence, stop_requested, dict(identity or {})
         self.steps, self.policy = loader.order.steps, Policy(task.config.nonfinite)
         snapshot = (checkpoints.newest() if checkpoints else None) or start
@@ -152,6 +155,7 @@ class Trainer:
         began = time.monotonic()
         try:
             self._tell("start", self.first, self.steps)
+            self._night_due = self.ranks.sum([float(self._dusk())])[0]
             signalled, asked = self._agree(False, False)  # a callback may remember that the run was over
             reason = INTERRUPTED if signalled else STOPPED if asked else self._loop()
             if reason == STOPPED:
@@ -162,7 +166,10 @@ class Trainer:
             self._tell("end", self.step)
         except BaseException as error:
             for callback in self.callbacks:
-                callback.failed(error)
+                try:
+                    callback.failed(error)
+                except Exception as second:
+                    log.warning("the callback %s.failed raised %r", type(callback).__name__, second)
             raise
         found = self.counters
         return FitResult(
@@ -195,6 +202,7 @@ class Trainer:
     def _loop(self) -> str:
         batches = iter(self.loader)
         for step in range(self.first, self.steps):
+            batches = self._follow_the_clock(batches)
             self._tell_epoch("epoch_start", step)
             self._tell("step_start", step + 1)
             began = time.monotonic()
@@ -206,13 +214,24 @@ class Trainer:
             if self.validation and (last or self._due(self.cadence.validate, self.step)):
                 improved = self._validated(self.validate())
                 signalled, asked = self._agree(signalled, asked)
-            reason = None if last else INTERRUPTED if signalled else STOPPED if asked else None
+            reason = INTERRUPTED if signalled and not last else STOPPED if asked else None
             if last or reason or improved or self._save_due(self.step):
                 self._save(self.step)
             self._tell_epoch("epoch_end", step)
             if reason:
                 return reason
         return COMPLETED
+
+    def _dusk(self) -> bool:
+        """Whether it is night by the clock of rank 0, which counts for all."""
+        return self.night is not None and self.ranks.first and self.night.due()
+
+    def _follow_the_clock(self, batches: Iterator[list[MicroBatch]]) -> Iterator[list[MicroBatch]]:
+        """Where night begins or ends, micro-batches get another size; what was made ahead in the old one is made again."""
+        if self.night is None or self.night.on == bool(self._night_due):
+            return batches
+        self.loader.rows_per_device = self.night.turn(bool(self._night_due))
+        return iter(self.loader)
 
     def _train_step(
         self, step: int, micro_batches: Sequence[MicroBatch], began: float, data_seconds: float
@@ -221,9 +240,9 @@ class Trainer:
         self.bare.train()
         total, live, parts, losses = self._backward(step, micro_batches)
         names = sorted(parts)
-        asks = [float(self.stop_requested()), float(self._asks())]
+        asks = [float(self.stop_requested()), float(self._asks()), float(self._dusk())]
         sums = self.ranks.sum([float(total), float(live), *asks, *(float(parts[name]) for name in names)])
-        total_sum, live_sum, signalled, asked = sums[:4]
+        total_sum, live_sum, signalled, asked, self._night_due = sums[:5]
         if live_sum == 0:
             raise TTrainError(f"step {step + 1} has no token to learn from; every label of its rows is masked")
         norm, finite = self._apply(step, live_sum, total_sum, losses)
@@ -233,7 +252,7 @@ class Trainer:
             window.live_tokens += live_sum
             window.grad_norm += norm
             window.steps += 1
-            for name, value in zip(names, sums[4:], strict=True):
+            for name, value in zip(names, sums[5:], strict=True):
                 window.parts[name] = window.parts.get(name, 0.0) + value
         self.counters.live_tokens += int(live_sum)
         done = step + 1
@@ -315,7 +334,10 @@ class Trainer:
         improved = loss < found.best_loss
         found.best_loss = min(loss, found.best_loss) if improved else found.best_loss
         self._tell("validated", self.step, loss)
-        self._log(self.step, {"validation_loss": loss})
+        metrics = {"validation_loss": loss}
+        for callback in self.callbacks:
+            metrics |= self._call(callback, "validation_figures", loss)
+        self._log(self.step, metrics)
         return improved
 
     def _log_window(self, record: StepRecord) -> None:
@@ -329,6 +351,8 @@ class Trainer:
         metrics |= {f"lr_{name}": rate for name, rate in self.optimizers.learning_rates().items()}
         if self.counters.skipped or self.loss_scale.enabled:
             metrics["skipped_steps"] = self.counters.skipped
+        if self.night is not None:
+            metrics["night"] = float(self.night.on)
         if self.loss_scale.enabled:
             metrics["loss_scale"] = self.loss_scale.scale
         for callback in self.callbacks:

@@ -1,0 +1,181 @@
+"""Ranks that are killed, stopped, dead-locked or fail end the others and say why; nothing is left of them."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+from doubles import Home, Watcher, stage_settings
+
+from ttrain import launch, supervise
+from ttrain.errors import Interrupted, StageFailed
+from ttrain.plan import plan_stage
+from ttrain.stages import PRETRAIN
+from ttrain.worker import PROCESS_NAME
+
+LIMIT_SECONDS = 1.5
+# A worker whose rank 1 does something else when it comes to its sixth sum.
+SABOTAGE = """
+import os, sys, time
+from ttrain import worker
+from ttrain.train.ranks import Ranks
+
+def main():
+    what, sums, proper = os.environ["SABOTAGE"], [], Ranks.sum
+    def sum(self, values):
+        sums.append(values)
+        if self.rank == 1 and len(sums) == 6:
+            print("now", flush=True)
+            if what == "raise":
+                raise ZeroDivisionError("of rank 1")
+            if what == "hang":
+                time.sleep(600)
+        if self.rank == 0 and len(sums) == 6 and what == "save slowly":
+            with self.busy("saving"):
+                time.sleep(4)
+        return proper(self, values)
+    Ranks.sum = sum
+    return worker.main()
+
+if __name__ == "__main__":
+    sys.exit(main())
+"""
+
+
+@dataclass
+class Bed:
+    """A home and what happened in it."""
+
+    home: Home
+    steps: int = 400
+
+    def run(self, act: Callable[[str], None] = lambda line: None, steps: int | None = None) -> launch.Outcome:
+        settings = stage_settings(
+            steps or self.steps, {"optim": {"kind": "adamw"}}, devices=2, rank_timeout_seconds=LIMIT_SECONDS
+        )
+        self.watcher = Watcher(act)
+        return launch.build(PRETRAIN, settings, self.home.store, self.home.pretrain_inputs(), self.watcher)
+
+    def fail(self, act: Callable[[str], None] = lambda line: None) -> tuple[str, float]:
+        """The stage's message, and the seconds from `act` (or the line "now") to the end."""
+        began = [0.0]
+
+        def once(line: str) -> None:
+            if not began[0] and ("now" in line or "step 6/" in line):
+                began[0] = time.monotonic()
+                act(line)
+
+        with pytest.raises(StageFailed) as failed:
+            self.run(once)
+        return str(failed.value), time.monotonic() - began[0]
+
+
+def workers() -> list[psutil.Process]:
+    """The ranks that this process has started, rank 0 first."""
+    found = [child for child in psutil.Process().children(recursive=True) if child.name() == PROCESS_NAME]
+    return sorted(found, key=lambda child: child.pid)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Home:
+    return Home.make(tmp_path_factory.mktemp("ranks") / "home")
+
+
+@pytest.fixture
+def bed(home: Home) -> Iterator[Bed]:
+    """Afterwards no rank is left, and no address that one listened at."""
+    yield Bed(home)
+    assert workers() == []
+    ours = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
+    listening = [found for found in psutil.net_connections("tcp") if found.pid in ours and found.status == "LISTEN"]
+    assert listening == []
+
+
+@pytest.fixture(scope="module")
+def saboteur(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("saboteur")
+    (place / "saboteur.py").write_text(SABOTAGE)
+    return place
+
+
+@pytest.fixture
+def sabotage(saboteur: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Have rank 1 do what is said."""
+
+    def choose(what: str) -> None:
+        path = [str(saboteur), str(Path(launch.__file__).parents[1])]
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
+        monkeypatch.setenv("SABOTAGE", what)
+        monkeypatch.setattr(supervise, "WORKER", "saboteur")
+
+    return choose
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_ends_the_others_and_is_named(bed: Bed, rank: int) -> None:
+    message, seconds = bed.fail(lambda line: workers()[rank].kill())
+    assert f"rank {rank} was killed by SIGKILL without a result, and the others were ended" in message
+    assert "log.txt" in message and seconds < 20
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stopped_rank_ends_the_others_and_is_named(bed: Bed, rank: int) -> None:
+    message, seconds = bed.fail(lambda line: workers()[rank].suspend())
+    assert re.search(rf"failed on rank {1 - rank}: rank {rank} has not answered for \d+ s at sum \d+", message), message
+    assert "the last checkpoint is whole: run the same command again" in message
+    assert LIMIT_SECONDS < seconds < LIMIT_SECONDS + 15
+
+
+def test_a_rank_that_hangs_ends_the_others_and_is_named(bed: Bed, sabotage: Callable[[str], None]) -> None:
+    sabotage("hang")
+    message, seconds = bed.fail()
+    assert re.search(r"rank 1 has not come for \d+ s at sum 6, and does not compute either", message), message
+    assert LIMIT_SECONDS < seconds < LIMIT_SECONDS + 15
+
+
+def test_a_rank_that_raises_ends_the_others_and_its_own_reason_is_told(bed: Bed, sabotage: Callable[[str], None]) -> None:
+    sabotage("raise")
+    message, seconds = bed.fail()
+    assert "failed on rank 1: ZeroDivisionError: of rank 1; the traceback is in" in message
+    assert seconds < 20
+
+
+def test_a_rank_that_saves_slowly_is_waited_for(bed: Bed, sabotage: Callable[[str], None]) -> None:
+    sabotage("save slowly")
+    assert bed.run(steps=8).artifact.result["steps"] == 8
+
+
+def test_a_stage_is_stopped_before_its_first_step_and_continued(bed: Bed) -> None:
+    """The signal comes before the ranks have looked at anything."""
+    bed.watcher = Watcher()
+    settings = stage_settings(9, {"optim": {"kind": "adamw"}}, devices=2)
+    key = plan_stage(PRETRAIN, settings, bed.home.store, bed.home.pretrain_inputs()).key
+    assert key
+    observer = Watcher()
+    observer.started = lambda stage, planned, work: None  # type: ignore[method-assign]
+    began = []
+
+    def signal_after_start() -> int:
+        began.append(0)
+        return 15 if workers() else 0
+
+    observer.stop_signal = signal_after_start  # type: ignore[method-assign]
+    with pytest.raises(Interrupted) as stopped:
+        launch.build(PRETRAIN, settings, bed.home.store, bed.home.pretrain_inputs(), observer)
+    assert stopped.value.exit_code == 143
+    result = launch.build(PRETRAIN, settings, bed.home.store, bed.home.pretrain_inputs(), Watcher()).artifact.result
+    assert result["steps"] == 9
+
+
+def test_nothing_is_left_in_the_work_directory_that_another_try_could_take_for_its_own(bed: Bed) -> None:
+    bed.fail(lambda line: workers()[1].kill())
+    artifact = bed.run().artifact
+    assert artifact.result["resumed_from_step"] > 0
+    names = {path.name for path in artifact.path.parents[2].rglob("*")}
+    assert not {name for name in names if "rendezvous" in name or name.endswith(".beat")}

@@ -1,0 +1,520 @@
+"""Callbacks: when they are told what, and that nothing they do moves the training, but for the stop that one may ask for."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from doubles import (
+    ALONE,
+    Home,
+    NumberedRows,
+    Recorder,
+    WatchedTask,
+    copies,
+    curve,
+    in_ranks,
+    make_trainer,
+    run_here,
+    same,
+    settings_of_training,
+    stage_settings,
+    tiny_model,
+)
+
+from ttrain.config import Optim, PretrainConfig, Schedule
+from ttrain.data.packing import Batch
+from ttrain.digests import DigestCache, code_digests
+from ttrain.errors import TTrainError, UsageError
+from ttrain.stages import pretrain
+from ttrain.train import checkpoint
+from ttrain.train.callbacks import Callback, LogLines, LogRecord, MetricsFile, Perplexity, StepRecord
+from ttrain.train.early_stopping import EarlyStopping, early_stopping
+from ttrain.train.ranks import Ranks
+from ttrain.train.samples import Samples, undisturbed
+from ttrain.train.task import LossSum
+from ttrain.train.tensorboard import TensorBoard
+from ttrain.train.trainer import STOPPED, Cadence, Trainer
+
+BATCH = NumberedRows(2).batch([0, 1])
+HOOKS = (
+    "start", "epoch_start", "step_start", "step_end", "figures", "log", "validation_figures", "validated", "state", "saved",
+    "stop_reason", "epoch_end", "end",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class Everything(Callback):
+    """Notes every hook by its name, with the step or epoch it was told; questions are asked too often to be noted."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def start(self, step: int, steps: int) -> None:
+        self.events.append(f"start {step}/{steps}")
+
+    def epoch_start(self, epoch: int) -> None:
+        self.events.append(f"epoch_start {epoch}")
+
+    def step_start(self, step: int) -> None:
+        self.events.append(f"step_start {step}")
+
+    def step_end(self, record: StepRecord) -> None:
+        self.events.append(f"step_end {record.step}")
+
+    def figures(self, record: StepRecord) -> Mapping[str, float]:
+        self.events.append(f"figures {record.step}")
+        return {}
+
+    def log(self, record: LogRecord) -> None:
+        self.events.append(f"log {record.step}")
+
+    def validation_figures(self, loss: float) -> Mapping[str, float]:
+        self.events.append("validation_figures")
+        return {}
+
+    def validated(self, step: int, loss: float) -> None:
+        self.events.append(f"validated {step}")
+
+    def state(self) -> dict[str, Any]:
+        self.events.append("state")
+        return {}
+
+    def saved(self, step: int) -> None:
+        self.events.append(f"saved {step}")
+
+    def epoch_end(self, epoch: int) -> None:
+        self.events.append(f"epoch_end {epoch}")
+
+    def end(self, step: int) -> None:
+        self.events.append(f"end {step}")
+
+    def failed(self, error: BaseException) -> None:
+        self.events.append(f"failed {type(error).__name__}")
+
+
+class Scripted(WatchedTask):
+    """Whose validations give these losses, one after the other."""
+
+    def __init__(self, *arguments: Any, losses: Sequence[float]) -> None:
+        super().__init__(*arguments)
+        self.losses, self.validations = losses, 0
+
+    def validation_step(self, model: Any, batch: Batch, device: Any) -> LossSum:
+        self.validations += 1
+        return LossSum(torch.tensor(self.losses[self.validations - 1], dtype=torch.float64), 1)
+
+
+# --- when they are told what --------------------------------------------------------------------------------------------
+
+
+def test_the_order_of_hooks_is_golden(tmp_path: Path) -> None:
+    """Six steps of 6 rows, 18 rows in an epoch; logs, validations and checkpoints at steps of their own."""
+    watcher = Everything()
+    config = settings_of_training(tokens=6 * 96, schedule=Schedule(kind="constant"))
+    make_trainer(
+        config, tiny_model(), NumberedRows(18), directory=tmp_path, callbacks=[watcher], validation=[BATCH],
+        cadence=Cadence(log=2, checkpoint=4, validate=5), task=Scripted(config, tiny_model(), losses=[3.0, 4.0]),
+    ).fit()  # fmt: skip
+    assert watcher.events == [
+        "start 0/6",
+        "epoch_start 0",
+        *("step_start 1", "step_end 1"),
+        *("step_start 2", "step_end 2", "figures 2", "log 2"),
+        *("step_start 3", "step_end 3"),
+        "epoch_end 0",
+        "epoch_start 1",
+        *("step_start 4", "step_end 4", "figures 4", "log 4", "state", "saved 4"),
+        *("step_start 5", "step_end 5", "validated 5", "validation_figures", "log 5", "state", "saved 5"),  # the best so far
+        *("step_start 6", "step_end 6", "figures 6", "log 6", "validated 6", "validation_figures", "log 6"),
+        *("state", "saved 6"),
+        "epoch_end 1",
+        "end 6",
+    ]
+
+
+def test_a_run_that_continues_within_an_epoch_is_told_of_that_epoch(tmp_path: Path) -> None:
+    config, watcher = settings_of_training(tokens=6 * 96), Everything()
+    for stop_after, callbacks in ((4, []), (None, [watcher])):
+        make_trainer(
+            config, tiny_model(), NumberedRows(18), directory=tmp_path, stop_after=stop_after, callbacks=callbacks,
+            cadence=Cadence(log=6, checkpoint=6),
+        ).fit()  # fmt: skip
+    assert watcher.events[:4] == ["start 4/6", "epoch_start 1", "step_start 5", "step_end 5"]
+    assert watcher.events[-2:] == ["epoch_end 1", "end 6"]
+
+
+def test_epochs_that_end_within_a_step_are_told_with_that_step() -> None:
+    """Rows 0-8, 9-17 and 18-23 in steps of six: the first epoch ends in step 2, the second with step 3."""
+    config, watcher = settings_of_training(tokens=4 * 96), Everything()
+    make_trainer(config, tiny_model(), NumberedRows(9), callbacks=[watcher], cadence=Cadence(log=9)).fit()
+    told = [event for event in watcher.events if event.startswith(("epoch", "step_end"))]
+    assert told == [
+        "epoch_start 0", "step_end 1", "epoch_start 1", "step_end 2", "epoch_end 0", "step_end 3", "epoch_end 1",
+        "epoch_start 2", "step_end 4", "epoch_end 2",
+    ]  # fmt: skip
+
+
+def test_failed_is_the_last_call_for_all_and_the_error_rises_unchanged_though_one_fails_at_it() -> None:
+    class Fails(Callback):
+        def failed(self, error: BaseException) -> None:
+            raise ZeroDivisionError
+
+    def spoil(passes: int) -> float:
+        if passes == 2:
+            raise MemoryError("no more")
+        return 1.0
+
+    config, model, watcher = settings_of_training(), tiny_model(), Everything()
+    trainer = make_trainer(
+        config, model, NumberedRows(52), rows_per_device=6, callbacks=[Fails(), watcher],
+        task=WatchedTask(config, model, spoil),
+    )  # fmt: skip
+    with pytest.raises(MemoryError, match="no more"):
+        trainer.fit()
+    assert watcher.events == [
+        "start 0/20", "epoch_start 0", "step_start 1", "step_end 1", "step_start 2", "failed MemoryError",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_callback_that_raises_in_any_hook_is_named_and_all_hear_of_it(tmp_path: Path, hook: str) -> None:
+    class Breaks(Callback):
+        pass
+
+    def broken(self: Callback, *arguments: Any) -> None:
+        raise ZeroDivisionError("by itself")
+
+    setattr(Breaks, hook, broken)
+    watcher = Everything()
+    config = settings_of_training(tokens=3 * 96)
+    trainer = make_trainer(
+        config, tiny_model(), NumberedRows(18), directory=tmp_path, callbacks=[watcher, Breaks()], validation=[BATCH],
+        cadence=Cadence(log=1, checkpoint=1, validate=1),
+    )  # fmt: skip
+    with pytest.raises(TTrainError, match=rf"the callback Breaks\.{hook} raised ZeroDivisionError\('by itself'\)"):
+        trainer.fit()
+    assert watcher.events[-1] == "failed TTrainError"
+
+
+def test_the_state_of_a_callback_is_found_by_its_name_whatever_stands_around_it(tmp_path: Path) -> None:
+    class Counts(Callback):
+        seen = 0
+
+        def step_end(self, record: StepRecord) -> None:
+            self.seen += 1
+
+        def state(self) -> dict[str, Any]:
+            return {"seen": self.seen}
+
+        def load_state(self, state: Mapping[str, Any]) -> None:
+            self.seen = state["seen"]
+
+    config, first, second = settings_of_training(), Counts(), Counts()
+    for callbacks, stop_after in (([Recorder(), first], 7), ([second, EarlyStopping(3)], None)):
+        make_trainer(
+            config, tiny_model(), NumberedRows(52), directory=tmp_path, callbacks=callbacks, stop_after=stop_after
+        ).fit()
+    assert (first.seen, second.seen) == (7, 20)
+
+
+# --- early stopping -----------------------------------------------------------------------------------------------------
+
+
+def stopped_at(losses: Sequence[float], **settings: Any) -> int | None:
+    """The number of the validation after which a stop is asked for; the state goes through JSON each time."""
+    callback = EarlyStopping(**settings)
+    for number, loss in enumerate(losses, start=1):
+        callback.validated(10 * number, loss)
+        if callback.stop_reason():
+            return number
+        state = json.loads(json.dumps(callback.state(), allow_nan=False))
+        callback = EarlyStopping(**settings)
+        callback.load_state(state)
+    return None
+
+
+def test_a_plateau_from_3_with_a_patience_of_2_stops_at_5() -> None:
+    assert stopped_at([3.0, 2.0, 1.0, 1.0, 1.0, 1.0], patience=2) == 5
+    assert stopped_at([3.0, 2.0, 1.0, 1.0, 0.9, 1.0, 1.0], patience=2) == 7
+
+
+def test_a_loss_that_is_no_number_is_never_the_best() -> None:
+    assert stopped_at([3.0, math.nan, 2.9, math.nan, math.nan, 2.8], patience=2) == 5
+    assert stopped_at([math.nan, 5.0, 6.0, 6.0], patience=2) == 4
+    assert stopped_at([math.nan, math.nan], patience=2) == 2
+
+
+def test_a_loss_that_is_lower_by_min_delta_only_is_no_better() -> None:
+    losses = [3.0, 2.75, 2.5, 2.25]
+    assert stopped_at(losses, patience=1, min_delta=0.25) == 2
+    assert stopped_at(losses, patience=1, min_delta=0.24) is None
+    assert stopped_at(losses, patience=2, min_delta=0.25) is None, "two small steps are one that is large enough"
+    assert stopped_at(losses, patience=2, min_delta=0.5) == 3
+
+
+def test_early_stopping_without_a_row_to_validate_on_is_refused() -> None:
+    config = settings_of_training(validate_every_steps=5, early_stopping={"patience": 2})
+    with pytest.raises(UsageError, match=r"early_stopping is set, but there is no held-out row .*heldout_fraction"):
+        early_stopping(config, [])
+    (callback,) = early_stopping(config, [BATCH])
+    assert isinstance(callback, EarlyStopping) and (callback.patience, callback.min_delta) == (2, 0.0)
+    assert early_stopping(settings_of_training(), []) == []
+
+
+def trained(
+    directory: Path, losses: Sequence[float], *, steps: int = 12, ranks: Ranks = ALONE, stop_after: int | None = None,
+    done: int = 0,
+) -> tuple[Any, Trainer]:  # fmt: skip
+    """A run of `steps` steps that is validated after every one, with a patience of 2; `done` validations came before."""
+    config, model = settings_of_training(tokens=steps * 96, schedule=Schedule(kind="constant")), tiny_model()
+    trainer = make_trainer(
+        config, model, NumberedRows(52), directory=directory, ranks=ranks, validation=[BATCH] * ranks.world,
+        callbacks=[EarlyStopping(2)], cadence=Cadence(log=3, checkpoint=100, validate=1), stop_after=stop_after,
+        task=Scripted(config, model, losses=losses[done:]), keep=9,
+    )  # fmt: skip
+    return trainer.fit(), trainer
+
+
+PLATEAU = (3.0, 2.0, 1.0, 1.0, 1.0, *[0.5] * 7)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_all_ranks_stop_at_5_and_hold_the_best_weights(tmp_path: Path, world: int) -> None:
+    def work(ranks: Ranks) -> tuple[int, str, dict[str, torch.Tensor]]:
+        result, trainer = trained(tmp_path / "checkpoints", PLATEAU, ranks=ranks)
+        return result.step, result.stop_reason, copies(trainer.weights.state())
+
+    found = [work(ALONE)] if world == 1 else in_ranks(world, tmp_path / "ranks", work)
+    best = checkpoint.read(tmp_path / "checkpoints" / "step-00000003")
+    last = checkpoint.read(tmp_path / "checkpoints" / "step-00000005")
+    for step, reason, weights in found:
+        assert (step, reason) == (5, STOPPED)
+        assert same(weights, best.weights)
+        assert not same(weights, last.weights)
+
+
+@pytest.mark.parametrize("stop_after", [2, 3, 4])
+def test_early_stopping_resumed_equals_uninterrupted(tmp_path: Path, stop_after: int) -> None:
+    straight, whole = trained(tmp_path / "straight", PLATEAU)
+    trained(tmp_path / "parts", PLATEAU, stop_after=stop_after)
+    result, trainer = trained(tmp_path / "parts", PLATEAU, done=stop_after)
+    assert result.resumed_from_step == stop_after
+    assert (result.step, result.stop_reason) == (straight.step, straight.stop_reason) == (5, STOPPED)
+    assert same(trainer.weights.state(), whole.weights.state())
+
+
+@pytest.mark.parametrize("steps", [5, 12])
+def test_a_run_that_stopped_early_stays_so_when_it_is_run_again(tmp_path: Path, steps: int) -> None:
+    """Also where the stop fell on the last step."""
+    result, trainer = trained(tmp_path, PLATEAU, steps=steps)
+    again, second = trained(tmp_path, PLATEAU, steps=steps, done=5)
+    assert (again.step, again.stop_reason) == (result.step, result.stop_reason) == (5, STOPPED)
+    assert same(second.weights.state(), trainer.weights.state())
+
+
+# --- files and lines ----------------------------------------------------------------------------------------------------
+
+
+def test_a_metrics_file_that_continues_loses_what_comes_again_and_what_is_torn(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = [json.dumps({"step": step, "tokens": 0, "time": 0.0, "metrics": {}}) + "\n" for step in (2, 4, 6)]
+    path.write_text("".join(lines) + '{"step": 3, "tok')
+    MetricsFile(path).start(4, 8)
+    assert path.read_text() == "".join(lines[:2])
+    path.write_text(lines[0] + "\0\0\0\n" + lines[1])
+    MetricsFile(path).start(4, 8)
+    assert path.read_text() == "".join(lines[:2])
+    MetricsFile(path).start(0, 8)
+    assert path.read_text() == ""
+
+
+def test_a_finished_run_that_is_run_again_keeps_its_last_validation(tmp_path: Path) -> None:
+    config = settings_of_training(tokens=4 * 96)
+    curves = []
+    for _ in range(2):
+        make_trainer(
+            config, tiny_model(), NumberedRows(52), directory=tmp_path / "checkpoints", validation=[BATCH],
+            callbacks=[MetricsFile(tmp_path / "metrics.jsonl")],
+        ).fit()  # fmt: skip
+        curves.append(curve(tmp_path / "metrics.jsonl"))
+    assert "validation_loss" in curves[0][-1]["metrics"]
+    assert curves[0] == curves[1]
+
+
+def test_perplexity_is_the_exponential_of_the_logged_validation_loss() -> None:
+    recorder = Recorder()
+    make_trainer(
+        settings_of_training(tokens=6 * 96), tiny_model(), NumberedRows(52), callbacks=[recorder, Perplexity()],
+        validation=[BATCH], cadence=Cadence(log=2, validate=3),
+    ).fit()  # fmt: skip
+    losses = recorder.figures("validation_loss")
+    assert len(losses) == 2
+    assert recorder.figures("perplexity") == [math.exp(loss) for loss in losses]
+    assert Perplexity().validation_figures(800.0) == {"perplexity": math.inf}
+
+
+def test_log_lines_say_what_a_person_follows(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "ttrain")
+    lines = LogLines()
+    figures = {"loss": 3.21449, "grad_norm": 0.81, "lr_adamw": 4e-3, "step_seconds": 0.2, "mfu": 0.4}
+    for eta in (12.4, 75.0, 3 * 3600 + 299.0, math.inf):
+        lines.log(LogRecord(120, 600, 1, {**figures, "tokens_per_second": 12345.6, "eta_seconds": eta}))
+    lines.log(LogRecord(120, 600, 1, {"validation_loss": 2.0, "perplexity": math.exp(2)}))
+    begin = "step 120/600  loss 3.214  grad_norm 0.81  lr_adamw 0.004  12346 tokens/s  ETA "
+    assert caplog.messages == [
+        f"{begin}12 s", f"{begin}1 min 15 s", f"{begin}3 h 04 min", f"{begin}unknown",
+        "step 120/600  validation_loss 2  perplexity 7.389",
+    ]  # fmt: skip
+
+
+# --- samples ------------------------------------------------------------------------------------------------------------
+
+
+def test_sampling_leaves_random_numbers_modes_and_gradients_as_they_were() -> None:
+    model = tiny_model()
+    model.train()
+    frozen = model.model.layers[0]
+    frozen.eval()
+    modes = [module.training for module in model.modules()]
+    for seed in (torch.manual_seed, np.random.seed, random.seed):
+        seed(7)
+    wanted = (torch.rand(3), np.random.rand(3), random.random())
+    for seed in (torch.manual_seed, np.random.seed, random.seed):
+        seed(7)
+    with pytest.raises(ZeroDivisionError), undisturbed(model):
+        assert not torch.is_grad_enabled()
+        model.eval()
+        torch.rand(5), np.random.rand(5), random.random()
+        raise ZeroDivisionError
+    assert [module.training for module in model.modules()] == modes
+    assert torch.is_grad_enabled()
+    assert torch.equal(torch.rand(3), wanted[0])
+    assert (np.random.rand(3) == wanted[1]).all()
+    assert random.random() == wanted[2]
+
+
+def test_samples_are_written_at_their_steps_and_move_neither_losses_nor_weights(tmp_path: Path) -> None:
+    """With dropout, by a writer that draws numbers, changes the mode and calls the model."""
+    found = []
+    for sampled in (False, True):
+        model, recorder = tiny_model(dropout=0.2), Recorder()
+
+        def write(model: Any = model) -> list[tuple[str, str]]:
+            model.eval()
+            logits = model(torch.randint(9, 60, (1, 4))).logits
+            return [("What?", str(int(logits[0, -1].argmax()))), ("Grüße", "東京\n🙂")]
+
+        samples = [Samples(tmp_path, model, write, every=4)] if sampled else []
+        trainer = make_trainer(
+            settings_of_training(tokens=9 * 96), model, NumberedRows(52), rows_per_device=4,
+            callbacks=[*samples, recorder], cadence=Cadence(log=1),
+        )  # fmt: skip
+        trainer.fit()
+        found.append((recorder.figures("loss"), copies(trainer.weights.state())))
+    assert found[0][0] == found[1][0]
+    assert same(found[0][1], found[1][1])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000004.txt", "step-00000008.txt"]
+    text = (tmp_path / "step-00000008.txt").read_text(encoding="utf-8")
+    assert text.startswith("=== What?\n") and text.endswith("=== Grüße\n東京\n🙂\n\n")
+
+
+def test_a_stage_that_samples_has_the_same_curve_and_weights_as_one_that_does_not(tmp_path: Path) -> None:
+    home = Home.make(tmp_path)
+    inputs = {name: artifact.path for name, artifact in home.pretrain_inputs().items()}
+    results = []
+    for name, runtime in (("without", {}), ("with", {"sample_every_steps": 3, "guards": "off"})):
+        settings = stage_settings(6, {"validate_every_steps": 3}, **runtime)
+        config = PretrainConfig(model=settings.model, pretrain=settings.pretrain)
+        results.append(run_here(pretrain, config, tmp_path / name, inputs, settings.runtime))
+    first, second = (tmp_path / name for name in ("without", "with"))
+    assert (first / "model" / "model.safetensors").read_bytes() == (second / "model" / "model.safetensors").read_bytes()
+    assert curve(first / "run" / "metrics.jsonl") == curve(second / "run" / "metrics.jsonl")
+    assert [path.name for path in sorted((second / "run" / "samples").iterdir())] == [
+        "step-00000003.txt", "step-00000006.txt",
+    ]  # fmt: skip
+    text = (second / "run" / "samples" / "step-00000006.txt").read_text(encoding="utf-8")
+    assert text.count("=== ") == len(settings.runtime.sample_prompts) == 2
+    assert results[0]["guard_warnings"] == {}
+    assert not (first / "run" / "samples").exists()
+    names = {name for line in map(json.loads, (first / "run" / "metrics.jsonl").open()) for name in line["metrics"]}
+    assert {
+        "loss", "grad_norm", "validation_loss", "perplexity", "tokens_per_second", "step_seconds", "data_wait_fraction",
+        "mfu", "memory_bytes", "eta_seconds", "cpu_percent", "ram_bytes",
+    } <= names  # fmt: skip
+
+
+# --- TensorBoard --------------------------------------------------------------------------------------------------------
+
+
+def events_of(directory: Path) -> dict[str, list[tuple[int, float]]]:
+    """{name: (step, value) in the order of the file}; nothing that lies there twice is hidden."""
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+    from tensorboard.util.tensor_util import make_ndarray
+
+    found: dict[str, list[tuple[int, float]]] = {}
+    for path in sorted(directory.iterdir()):
+        for event in EventFileLoader(str(path)).Load():
+            for value in event.summary.value:
+                found.setdefault(value.tag, []).append((event.step, float(make_ndarray(value.tensor))))
+    return found
+
+
+def test_event_files_have_the_values_of_the_metrics_file_also_when_the_run_continues(tmp_path: Path) -> None:
+    config = settings_of_training(tokens=12 * 96, optim=Optim(lr=1e-2))
+    for stop_after in (7, None):
+        callbacks = [MetricsFile(tmp_path / "metrics.jsonl"), TensorBoard(tmp_path / "tb", tmp_path / "metrics.jsonl")]
+        make_trainer(
+            config, tiny_model(), NumberedRows(52), directory=tmp_path / "checkpoints", callbacks=callbacks,
+            validation=[BATCH], cadence=Cadence(log=2, checkpoint=5, validate=4), stop_after=stop_after,
+        ).fit()  # fmt: skip
+    wanted: dict[str, list[tuple[int, float]]] = {}
+    for line in curve(tmp_path / "metrics.jsonl"):
+        for name, value in line["metrics"].items():
+            wanted.setdefault(name, []).append((line["step"], float(np.float32(value))))
+    assert [step for step, _ in wanted["loss"]] == [2, 4, 6, 8, 10, 12]
+    assert [step for step, _ in wanted["validation_loss"]] == [4, 8, 12]
+    assert events_of(tmp_path / "tb") == wanted
+
+
+def test_a_figure_that_is_no_number_is_left_out_of_event_files(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "tokens": 0, "time": 0.0, "metrics": {"loss": null}}\n')
+    board = TensorBoard(tmp_path / "tb", tmp_path / "metrics.jsonl")
+    board.start(1, 3)
+    board.log(LogRecord(2, 3, 0, {"loss": math.nan, "lr": 0.5}))
+    board.end(2)
+    assert events_of(tmp_path / "tb") == {"lr": [(2, 0.5)]}
+
+
+def test_tensorboard_that_is_not_installed_is_a_usage_error_with_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ttrain.train.tensorboard.find_spec", lambda name: util.find_spec(f"no_{name}"))
+    with pytest.raises(UsageError, match=r"runtime\.tensorboard is true, .*pip install 'ttrain\[tb\]'"):
+        TensorBoard(tmp_path / "tb", tmp_path / "metrics.jsonl")
+
+
+# --- keys ---------------------------------------------------------------------------------------------------------------
+
+
+def test_what_watches_is_in_no_key_and_early_stopping_is(tmp_path: Path) -> None:
+    modules = code_digests("ttrain.stages.pretrain", DigestCache(tmp_path / "digests.json"))
+    assert {"ttrain.train.early_stopping", "ttrain.train.trainer"} <= set(modules)
+    watching = ("callbacks", "monitor", "peak", "guards", "samples", "tensorboard")
+    assert not {"ttrain.stages.watching", *(f"ttrain.train.{name}" for name in watching)} & set(modules)

@@ -1,0 +1,63 @@
+"""`ttrain doctor`: its arguments, and what it prints."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from ttrain.cli_settings import AsJson, Files, Overrides, Profiles, load_settings, plan_of
+from ttrain.terminal import console, escaped, print_json, print_spans
+
+if TYPE_CHECKING:
+    from ttrain.doctor.check import Check
+
+NAME_WIDTH, LINE_WIDTH, SHOWN_LINES = 22, 100, 12
+
+
+def doctor(
+    overrides: Overrides = None,
+    config: Files = None,
+    profile: Profiles = None,
+    stage: Annotated[Literal["pretrain", "sft", "lora"], typer.Option(help="the training to examine")] = "pretrain",
+    as_json: AsJson = False,
+) -> None:
+    """Prove, before a long run, that training is right and fits: on these settings and data, on this machine."""
+    from ttrain.data.inspecting import lines
+    from ttrain.stages.doctor import Doctor
+    from ttrain.store import home
+
+    began = time.monotonic()
+    loaded = load_settings(overrides, config, profile)
+    planned = plan_of("full", loaded)[1] if (home() / "store").is_dir() else []  # no need to read all data to find nothing
+    artifacts = {one.stage.name: one.artifact for one in planned if one.artifact and one.state == "cached"}
+    examination = Doctor(stage, loaded.settings, artifacts, home())
+    found: list[Check] = []
+    for check in examination.checks():
+        found.append(check)
+        if not as_json:
+            _print(check)
+    bad = [check for check in found if not check.ok]
+    if as_json:
+        print_json({"checks": [check.to_json() for check in found]})
+    else:
+        if examination.shown is not None:
+            row, special = examination.shown
+            print(f"\nthe first row of {stage}; what the loss counts is marked:")
+            print_spans([line for line, _ in zip(lines(row, 0, special, LINE_WIDTH), range(SHOWN_LINES), strict=False)])
+            print()
+        verdict = f"{len(bad)} of {len(found)} checks are not ok" if bad else f"all {len(found)} checks are ok"
+        print(f"{stage}: {verdict}, in {time.monotonic() - began:.0f} s")
+    if bad:
+        raise typer.Exit(1)
+
+
+def _print(check: Check) -> None:
+    from rich.text import Text
+
+    mark = ("ok  ", "green") if check.ok else ("BAD ", "bold red")
+    cure = f"; cure: {check.cure}" if check.cure else ""
+    console().print(
+        Text.assemble(mark, f"{check.name:{NAME_WIDTH}}{escaped(str(check.figure))}{escaped(cure)}"), soft_wrap=True
+    )

@@ -1,0 +1,253 @@
+"""Checks of the machine against the settings: disk, memory, number format, threads, versions."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+import torch
+from torch import Tensor
+
+from ttrain.config import Runtime, Training
+from ttrain.data.packing import Rows
+from ttrain.doctor.check import Check, judged
+from ttrain.doctor.parts import Learner, held, trainer_of
+from ttrain.train.precision import DTYPES, Precision, has_bf16
+from ttrain.train.ranks import Ranks
+from ttrain.train.schedules import decay_start, steps_of
+
+GB = 1e9
+MATMUL, TRIES = 512, 5
+EMULATED = 0.5  # of the speed of fp32: what is computed in other numbers is slower still
+SAMPLING_SECONDS = 0.002
+CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes of one rank. `activations` is what one micro-batch adds at its peak, of which nothing stays."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+
+    @property
+    def peak(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.activations
+
+    @property
+    def checkpoint(self) -> int:
+        """What a checkpoint keeps."""
+        return self.weights + self.optimizer
+
+
+def measure(learner: Learner, rows: Rows, precision: Precision) -> Footprint:
+    """The sizes of the tensors, and the memory that a step takes: measured with one row and with two, and drawn further, so
+    that the doctor itself does not run out of it.
+    """
+    subject = learner.build()
+    few = held(rows, 2, positions=None)
+    rows_per_device = min(learner.runtime.rows_per_device, learner.config.rows_per_step)
+    peaks = []
+    for count in (1, 2):
+        trainer = trainer_of(
+            learner, subject, few, ranks=Ranks(0, 1, precision.device), precision=precision,
+            steps=1, rows_per_step=count, rows_per_device=count,
+        )  # fmt: skip
+        with Peak(precision.device) as peak:
+            trainer.fit()
+        peaks.append(peak)
+    weights, gradients = _bytes(trainer.bare.state_dict().values()), _bytes(trainer.optimizers.parameters)
+    optimizer = _bytes(trainer.optimizers.state().values())
+    first = max(0, peaks[0].bytes - peaks[0].before - gradients - optimizer)
+    each_further = max(0, peaks[1].bytes - peaks[0].bytes)
+    return Footprint(weights, gradients, optimizer, first + each_further * (rows_per_device - 1))
+
+
+class Peak:
+    """The most memory that this process has on a device while the block runs: torch's on CUDA, else resident memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.before = self.bytes = 0
+        self._device, self._end = device, threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> Peak:
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+            self.before = torch.cuda.memory_allocated(self._device)
+        else:
+            self.before = psutil.Process().memory_info().rss
+            self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._device.type == "cuda":
+            self.bytes = torch.cuda.max_memory_allocated(self._device)
+        else:
+            self._end.set()
+            self._thread.join()
+
+    def _watch(self) -> None:
+        process = psutil.Process()
+        while True:
+            self.bytes = max(self.bytes, process.memory_info().rss)
+            if self._end.wait(SAMPLING_SECONDS):
+                return
+
+
+def memory(footprint: Footprint, runtime: Runtime, device: torch.device, available: float) -> Check:
+    """Whether a step fits in `available` bytes: of the GPU for each rank, of the machine for all of them together."""
+    ranks = 1 if device.type == "cuda" else runtime.devices
+    if runtime.memory_limit_gb is not None:
+        available = min(available, runtime.memory_limit_gb * GB * ranks)
+    needed = footprint.peak * ranks
+    parts = ", ".join(f"{name} {size(getattr(footprint, name))}" for name in Footprint.__dataclass_fields__)
+    several = f" for {ranks} ranks" if ranks > 1 else ""
+    figure = f"{size(needed)} of {size(available)} available{several}: {parts}"
+    cure = (
+        f"set runtime.rows_per_device={max(1, runtime.rows_per_device // 2)} or runtime.gradient_checkpointing=true "
+        "(the weights stay the same), or take a smaller model"
+    )
+    return judged("memory", needed <= available, figure, cure)
+
+
+def available_bytes(device: torch.device) -> float:
+    """Memory that a training could have: free on the GPU, else on the machine, within what the container may use."""
+    if device.type == "cuda":
+        return float(torch.cuda.mem_get_info(device)[0])
+    free = float(psutil.virtual_memory().available)
+    try:
+        limit, used = (CGROUP / name for name in ("memory.max", "memory.current"))
+        return min(free, int(limit.read_text()) - int(used.read_text()))
+    except (OSError, ValueError):  # none of version 2, or "max"
+        return free
+
+
+def disk(
+    footprint: Footprint, config: Training, runtime: Runtime, rows: int, other_bytes: float, free_bytes: float
+) -> Check:
+    """Whether checkpoints, the model and `other_bytes` (shards still to be made) fit in what is free."""
+    steps = steps_of(config, rows)[0]
+    permanent = int(0 < decay_start(config.schedule, steps) < steps)
+    kept = runtime.keep_checkpoints + (steps // runtime.keep_every_steps if runtime.keep_every_steps else 0) + permanent
+    most = min(kept + 2, steps // runtime.checkpoint_every_steps + permanent + 2)  # the best one, and the one being written
+    needed = most * footprint.checkpoint + footprint.weights + other_bytes
+    figure = (
+        f"{size(needed)} of {size(free_bytes)} free: {most} checkpoints of {size(footprint.checkpoint)}, "
+        f"the model {size(footprint.weights)}, shards {size(other_bytes)}"
+    )
+    cure = "free some, set TTRAIN_HOME to a larger disk, or lower runtime.keep_checkpoints and keep_every_steps"
+    return judged("disk", needed <= free_bytes, figure, cure)
+
+
+def free_bytes(directory: Path) -> float:
+    """Free on the disk of a directory, which need not be there yet."""
+    there = next(path for path in (directory, *directory.parents) if path.exists())
+    return float(shutil.disk_usage(there).free)
+
+
+def chosen_precision(
+    asked: str, precision: Precision, seconds: Callable[[torch.dtype, torch.device], float] | None = None
+) -> Check:
+    """The number format and device that were chosen, why, and how fast matrices are multiplied in it here."""
+    device, word = precision.device, precision.word
+    took = seconds or matmul_seconds
+    speed = took(torch.float32, device) / took(DTYPES[word], device) if DTYPES[word] is not torch.float32 else 1.0
+    why = f"{asked} was asked for" if asked != "auto" else (
+        "the chip has bf16" if word == "bf16" else "CUDA without bf16" if word == "fp16" else "no bf16 in the chip"
+    )  # fmt: skip
+    figure = f"{word} on {device}, since {why}; {speed:.1f} x the speed of fp32, measured"
+    best = "bf16" if has_bf16(device) and word != "bf16" else "fp32"
+    return judged(
+        "precision", speed >= EMULATED, figure, f"set precision=auto or {best}: {word} is emulated on this {device}"
+    )
+
+
+def matmul_seconds(dtype: torch.dtype, device: torch.device) -> float:
+    """The fastest of a few products of two matrices."""
+    matrix = torch.ones(MATMUL, MATMUL, dtype=dtype, device=device)
+    found = []
+    for _ in range(TRIES):
+        began = time.perf_counter()
+        float((matrix @ matrix)[0, 0])  # waits for the device
+        found.append(time.perf_counter() - began)
+    return min(found)
+
+
+def threads(runtime: Runtime, cores: int) -> Check:
+    """Whether the threads of all ranks have a core each."""
+    each = runtime.threads or max(1, cores // runtime.devices)
+    figure = f"{runtime.devices} x {each} threads on {cores} cores"
+    cure = f"set runtime.threads={max(1, cores // runtime.devices)}, or fewer runtime.devices: threads wait for each other"
+    return judged("threads", each * runtime.devices <= cores, figure, cure)
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def versions(required: Sequence[str], pins: Mapping[str, str], installed: Callable[[str], str] = metadata.version) -> Check:
+    """What is installed against what ttrain declares (`required`) and what was tested together (`pins`).
+
+    A required package that is missing or outside its declared range is not ok. Another version than the tested one may be
+    as good: it is named, and ok.
+    """
+    from packaging.requirements import Requirement
+
+    wrong, other = [], []
+    wanted = [Requirement(line) for line in required]
+    for requirement in wanted:
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        have = _installed(requirement.name, installed)
+        if have is None or not requirement.specifier.contains(have, prereleases=True):
+            wrong.append(f"{requirement.name} {have or 'is missing'}, {requirement.specifier or 'any'} is required")
+    for name, pin in pins.items():
+        have = _installed(name, installed)
+        if have is not None and have.partition("+")[0] != pin:
+            other.append(f"{name} {have} (tested: {pin})")
+    figure = "; ".join(wrong) or (
+        f"all required are there; {len(other)} of {len(pins)} differ from those tested together" if pins
+        else "all required are there"
+    )  # fmt: skip
+    if other and not wrong:
+        figure += f": {', '.join(other[:4])}{', ...' if len(other) > 4 else ''}"
+    return judged("versions", not wrong, figure, "pip install -c constraints.txt ttrain, with the file of this version")
+
+
+def pins_of(constraints: Path) -> dict[str, str]:
+    """{name: version} of a constraints file; empty where there is none, as beside an installed wheel."""
+    lines = constraints.read_text().splitlines() if constraints.exists() else []
+    pairs = (line.partition("#")[0].strip().partition("==") for line in lines)
+    return {name: version for name, equals, version in pairs if equals}
+
+
+def size(count: float) -> str:
+    """Bytes for people: "1.2 GB"."""
+    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB")):
+        if count >= unit:
+            return f"{count / unit:.1f} {name}"
+    return f"{count / 1e3:.0f} kB"
+
+
+def _installed(name: str, version: Callable[[str], str]) -> str | None:
+    try:
+        return version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    """Of all of them, one that is there twice once."""
+    return sum({tensor.data_ptr(): tensor.numel() * tensor.element_size() for tensor in tensors}.values())

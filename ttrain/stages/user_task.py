@@ -1,0 +1,193 @@
+"""What runs in the process of `ttrain train --task`: a user's task, trained as the stages are."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import sys
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, final
+
+import torch
+import yaml
+from torch import Tensor, nn
+
+from ttrain.config import TaskConfig, UserTaskConfig, flatten
+from ttrain.data.samplers import ShuffledOrder
+from ttrain.errors import DataError, TTrainError, UsageError
+from ttrain.job import Job
+from ttrain.loading import Given, merge, settable_keys
+from ttrain.model.factory import overwrite
+from ttrain.stages import fitting
+from ttrain.stages.rows import validation_batches
+from ttrain.stages.watching import watchers
+from ttrain.train import precision, registry
+from ttrain.train.early_stopping import early_stopping
+from ttrain.train.optim import Optimizers
+from ttrain.train.task import LossSum, TrainingTask
+from ttrain.train.user_task import MapStyle, UserTask
+
+SETTINGS = "settings.yaml"
+
+
+def run(config: UserTaskConfig, job: Job) -> dict[str, Any]:
+    """Train the task; leaves `model.safetensors`, `checkpoints/`, `settings.yaml` and the curves. Returns the figures."""
+    kind = task_class(config.task)
+    settings, _ = merge(kind.Config, [Given(*given) for given in config.given])
+    allow = allowed(config.allow, kind.Config)
+    ranks = fitting.start(job.runtime)
+    task = kind(settings)
+    rows, heldout = (Batches(found, task.collate) for found in (task.rows(), task.heldout_rows() or ()))
+    check_rows(rows, settings)
+    order = ShuffledOrder(len(rows), settings.rows_per_step, math.ceil(settings.epochs * len(rows)), settings.seed)
+    loader = fitting.loader_of(rows, order, job.runtime, ranks)
+    validation = validation_batches(heldout, settings.validation_rows, job.runtime.rows_per_device)
+    computed_in = precision.resolve(settings.precision, ranks.device)
+    torch.manual_seed(settings.seed)
+    model = task.build_model()
+    figures = fitting.train(
+        Adapted(task, model),
+        loader,
+        fitting.Trained(model, lambda: state(model), lambda weights: overwrite(state(model), weights), {}, directory="."),
+        job,
+        ranks,
+        precision=computed_in,
+        validation=validation,
+        callbacks=[
+            *early_stopping(settings, validation),
+            *watchers(settings, job, loader=loader, ranks=ranks, precision=computed_in),
+        ],
+        identity={"task": f"{kind.__module__}:{kind.__qualname__}", **dict(flatten(settings.model_dump(mode="json")))},
+        allow=allow,
+    )
+    if ranks.first:
+        (job.output / SETTINGS).write_text(yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False))
+    return {**figures, "rows": len(rows), "heldout_rows": len(heldout)}
+
+
+# --- the task and its settings ------------------------------------------------------------------------------------------
+
+
+def task_class(name: str) -> type[UserTask]:
+    """Import the class of a task. Raises UsageError where it cannot be had, or is no task that can be run."""
+    point = registry.find(name)
+    if ":" in name:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        found = point.load()
+    except ModuleNotFoundError as error:
+        if error.name != point.module.partition(".")[0] and error.name != point.module:
+            raise  # it is there, and itself imports what is not
+        raise UsageError(f"--task is '{name}' but there is no module {error.name}, here or among the packages") from None
+    except AttributeError as error:
+        if error.name not in point.attr.split("."):
+            raise
+        raise UsageError(f"--task is '{name}' but the module {point.module} has no {point.attr}") from None
+    if not (inspect.isclass(found) and issubclass(found, UserTask)):
+        raise UsageError(f"--task is '{name}', which is no subclass of ttrain.train.user_task.UserTask")
+    if inspect.isabstract(found):
+        raise UsageError(f"the task {name} lacks {', '.join(sorted(found.__abstractmethods__))}; write them")
+    if not issubclass(found.Config, TaskConfig) or "runtime" in found.Config.model_fields:
+        raise UsageError(f"the settings {name}.Config must derive from ttrain.config.TaskConfig, and have no 'runtime'")
+    return found
+
+
+def allowed(names: Sequence[str], root: type[TaskConfig]) -> frozenset[str]:
+    """The settings that --allow names; `optim` stands for all of its own. Raises UsageError where there is none."""
+    known = [*settable_keys(root), "task"]
+    found: set[str] = set()
+    for name in names:
+        meant = [key for key in known if key == name or key.startswith(f"{name}.")]
+        if not meant:
+            raise UsageError(f"--allow is '{name}', but there is no such setting{registry.near(name, known)}")
+        found.update(meant)
+    return frozenset(found)
+
+
+def check_rows(rows: Batches, config: TaskConfig) -> None:
+    """Raises DataError where there are too few for one step."""
+    if not len(rows):
+        raise DataError("the task's rows() are empty: there is nothing to learn from")
+    if len(rows) < config.rows_per_step:
+        raise DataError(
+            f"rows_per_step is {config.rows_per_step} but the task has only {len(rows)} rows; "
+            f"set rows_per_step={len(rows)} or less"
+        )
+
+
+# --- between the task and the trainer -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RowBatch:
+    """What the task's `collate` made, and whether it counts in the loss."""
+
+    content: Any
+    counts: bool = True
+
+    def without_targets(self) -> RowBatch:
+        """The same rows, none of which moves the loss."""
+        return replace(self, counts=False)
+
+
+@final
+class Batches:
+    """A map-style data set, read as batches."""
+
+    def __init__(self, rows: MapStyle, collate: Callable[[list[Any]], Any]) -> None:
+        self._rows, self._collate = rows, collate
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def batch(self, rows: Collection[int]) -> RowBatch:
+        """The rows with these numbers."""
+        numbers = [int(row) for row in rows]
+        read_many = getattr(self._rows, "__getitems__", None)
+        return RowBatch(self._collate(read_many(numbers) if read_many else [self._rows[number] for number in numbers]))
+
+
+@final
+class Adapted(TrainingTask):
+    """A user's task as the trainer asks for it: its model, made once, and batches of which some do not count."""
+
+    def __init__(self, task: UserTask, model: nn.Module) -> None:
+        self.config, self._task, self._model = task.config, task, model
+
+    def build_model(self) -> nn.Module:
+        return self._model
+
+    def build_optimizer(self, model: nn.Module) -> Optimizers:
+        return self._task.build_optimizer(model)
+
+    def build_scheduler(self, steps: int) -> Callable[[int], float]:
+        return self._task.build_scheduler(steps)
+
+    def build_criterion(self) -> Callable[[Tensor, Tensor], Tensor]:
+        return self._task.criterion
+
+    def train_step(self, model: nn.Module, batch: RowBatch, device: torch.device) -> LossSum:
+        return self._checked("train_step", self._task.train_step(model, batch.content, device), batch)
+
+    def validation_step(self, model: nn.Module, batch: RowBatch, device: torch.device) -> LossSum:
+        return self._checked("validation_step", self._task.validation_step(model, batch.content, device), batch)
+
+    def _checked(self, method: str, loss: LossSum, batch: RowBatch) -> LossSum:
+        """The loss, or nothing of it. Raises TTrainError where it is none."""
+        called = f"{type(self._task).__name__}.{method}"
+        if not isinstance(loss, LossSum):
+            raise TTrainError(f"{called} returned a {type(loss).__name__}; return LossSum(sum of the losses, their number)")
+        if loss.total.ndim:
+            raise TTrainError(f"{called} returned a loss of shape {list(loss.total.shape)}; return the sum of its numbers")
+        if batch.counts:
+            return loss
+        return LossSum(loss.total * 0.0, 0, {name: part * 0.0 for name, part in loss.parts.items()})
+
+
+def state(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name; one that has two names once, under the first."""
+    first = {name for name, _ in model.named_parameters()}
+    again = {name for name, _ in model.named_parameters(remove_duplicate=False)} - first
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in again}

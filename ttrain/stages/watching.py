@@ -1,0 +1,96 @@
+"""What watches a training stage: curves, log, guards, samples, figures of the machine. None of it moves a weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import nn
+
+from ttrain.config import Pretrain, Runtime, TaskConfig, Training
+from ttrain.data import chat
+from ttrain.data.encoder import Encoder
+from ttrain.data.loader import Loader
+from ttrain.data.packing import Rows
+from ttrain.errors import UsageError
+from ttrain.evaluate import samples
+from ttrain.job import Job
+from ttrain.train.callbacks import Callback, LogLines, MetricsFile, Perplexity, ProgressBar
+from ttrain.train.guards import guards
+from ttrain.train.monitor import DeviceStatistics, PerformanceMonitor
+from ttrain.train.peak import flops_per_token, peak_flops
+from ttrain.train.precision import Precision
+from ttrain.train.ranks import Ranks
+from ttrain.train.samples import Samples
+from ttrain.train.tensorboard import TensorBoard
+
+METRICS, GUARDS = "metrics.jsonl", "guards.jsonl"  # under run/
+SAMPLE_TOKENS = 48
+
+
+def watchers(
+    config: Training | TaskConfig, job: Job, *, loader: Loader, ranks: Ranks, precision: Precision, filled: float = 1.0,
+    flops_per_token: float = 0.0,
+) -> list[Callback]:  # fmt: skip
+    """What any training can have of what the runtime settings ask for, in the order in which it is told things.
+
+    `filled`: share of `tokens_per_step` that is computed. `flops_per_token`: 0 where it is not known, and no MFU is told.
+    Raises UsageError where something cannot be had.
+    """
+    run = job.run_directory
+    found: list[Callback] = [
+        PerformanceMonitor(
+            config.tokens_per_step * filled,
+            device=ranks.device,
+            flops_per_token=flops_per_token,
+            peak_flops=(lambda: peak_flops(precision) * ranks.world) if flops_per_token else None,
+        ),
+        DeviceStatistics(ranks.device),
+        MetricsFile(run / METRICS),
+        ProgressBar(job.progress, config.tokens_per_step, "tokens" if isinstance(config, Training) else "rows"),
+        LogLines(),
+    ]
+    if job.runtime.tensorboard:
+        found.append(TensorBoard(run / "tensorboard", run / METRICS))
+    if job.runtime.guards == "warn":
+        found += guards(run / GUARDS, loader)
+    return found
+
+
+def language_watchers(
+    config: Training, job: Job, *, model: nn.Module, loader: Loader, ranks: Ranks, precision: Precision, rows: Rows,
+    encoder: Encoder,
+) -> list[Callback]:  # fmt: skip
+    """The same for a language model, with its perplexity and, where asked for, what it writes."""
+    share = float(rows.lengths().mean()) / rows.row_length if rows.trimmed else 1.0
+    flops = flops_per_token(model, config.row_length)
+    found = watchers(config, job, loader=loader, ranks=ranks, precision=precision, filled=share, flops_per_token=flops)
+    found.append(Perplexity())
+    every = job.runtime.sample_every_steps
+    if every:
+        write = sampler(model, encoder, job.runtime, ranks, documents=isinstance(config, Pretrain))
+        found.append(Samples(job.run_directory / "samples", model, write, every=every))
+    return found
+
+
+def sampler(
+    model: nn.Module, encoder: Encoder, runtime: Runtime, ranks: Ranks, *, documents: bool
+) -> Callable[[], Sequence[tuple[str, str]]]:
+    """Writes the most likely answer to each prompt: what follows in a document, or what an assistant says."""
+    if runtime.parallel == "fsdp" and ranks.world > 1:
+        raise UsageError(
+            f"runtime.sample_every_steps is {runtime.sample_every_steps}, but with runtime.parallel=fsdp no rank holds a "
+            f"whole model that could write; set runtime.sample_every_steps=0, or runtime.parallel=ddp"
+        )
+    stops = [encoder.eos_id, encoder.end_id]
+
+    def write() -> list[tuple[str, str]]:
+        said = []
+        for prompt in runtime.sample_prompts:
+            ids = chat.prompt_ids(encoder, (chat.Message("user", prompt),))
+            if documents:
+                ids = [encoder.bos_id, *map(int, encoder.encode([prompt])[0])]
+            tokens = samples.greedy(model, ids, new_tokens=SAMPLE_TOKENS, stop_ids=stops, device=ranks.device)
+            said.append((prompt, encoder.decode(tokens)))
+        return said
+
+    return write

@@ -1,0 +1,139 @@
+"""Causal attention within records, in blocks of queries: for CPUs, where torch's fused kernel is the slowest part of a step.
+
+Letters in names: B rows, T positions, H heads, G heads of keys and values, R = H/G, K width of a head, Q queries of a block,
+S the keys that they may see.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NAME = "ttrain"  # among the attention implementations of transformers
+BLOCK = 128  # queries; 512 positions in 1, 2, 4 and 8 blocks: 46, 36, 32 and 34 ms, the fused kernel: 81 ms
+
+
+def segment_mask(segments_BT: Tensor) -> Tensor:
+    """[B, 1, T, T] bool: a position sees itself and the earlier positions of its own record."""
+    T = segments_BT.shape[1]
+    causal_TT = torch.ones(T, T, dtype=torch.bool, device=segments_BT.device).tril()
+    return ((segments_BT[:, :, None] == segments_BT[:, None, :]) & causal_TT)[:, None]
+
+
+def arguments(model: Any, segments_BT: Tensor) -> dict[str, Any]:
+    """What a model of transformers is called with beside its mask, so that its attention is computed here; {} elsewhere.
+
+    Without them, as in `generate`, attention is what it was. The model's implementation must be torch's (`sdpa`), and the
+    device a CPU without AMX, for which the fused kernel was written. A compiler would make a graph for every batch.
+    """
+    device = segments_BT.device
+    if torch.compiler.is_compiling() or device.type != "cpu" or torch.cpu._is_amx_tile_supported():
+        return {}
+    if model.config._attn_implementation == "sdpa":
+        from transformers import AttentionInterface, AttentionMaskInterface
+        from transformers.masking_utils import sdpa_mask
+
+        AttentionInterface.register(NAME, _attention)
+        AttentionMaskInterface.register(NAME, sdpa_mask)
+        model.set_attn_implementation(NAME)
+    return {"first_keys": first_keys(segments_BT)} if model.config._attn_implementation == NAME else {}
+
+
+def first_keys(segments_BT: Tensor) -> list[list[int]]:
+    """For each row and each block of queries the earliest position of a record that any of them is in."""
+    T = segments_BT.shape[1]
+    same_BTT = segments_BT[:, :, None] == segments_BT[:, None, :]
+    blocks = [same_BTT[:, start : start + BLOCK].any(1) for start in range(0, T, BLOCK)]
+    found: list[list[int]] = torch.stack([block.view(torch.uint8).argmax(-1) for block in blocks], 1).tolist()
+    return found
+
+
+def _attention(
+    module: Any,
+    query_BHTK: Tensor,
+    key_BGTK: Tensor,
+    value_BGTK: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    first_keys: list[list[int]] | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attention as transformers calls it; returns [B, T, H, K]."""
+    if first_keys is None or attention_mask is None or dropout:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        return sdpa_attention_forward(
+            module, query_BHTK, key_BGTK, value_BGTK, attention_mask, dropout=dropout, scaling=scaling, **others
+        )
+    kind = query_BHTK.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query_BHTK.dtype
+    scale = query_BHTK.shape[-1] ** -0.5 if scaling is None else scaling
+    found = _BlockAttention.apply(query_BHTK, key_BGTK, value_BGTK, attention_mask[:, 0], first_keys, scale, dtype)
+    return found, None
+
+
+class _BlockAttention(torch.autograd.Function):
+    """Softmax in fp32, products in `dtype`. Scores are computed again in the backward pass (arXiv:2205.14135)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask_BTT: Tensor, first_keys: Any, scale: float, dtype: Any
+    ) -> Tensor:
+        B, H, T, K = query.shape
+        G = key.shape[1]
+        ctx.types, ctx.first_keys, ctx.scale = (query.dtype, key.dtype, value.dtype), first_keys, scale
+        with torch.autocast(query.device.type, enabled=False):
+            q_BGRTK = (query * scale).to(dtype).contiguous().view(B, G, H // G, T, K)
+            k_BGTK, v_BGTK = key.to(dtype).contiguous(), value.to(dtype).contiguous()
+            hidden_BTT = ~mask_BTT
+            out_BTGRK = torch.empty(B, T, G, H // G, K, dtype=dtype, device=query.device)
+            for b, rows, keys in _blocks(first_keys, T):
+                p_GQS = _weights(q_BGRTK[b, :, :, rows], k_BGTK[b, :, keys], hidden_BTT[b, rows, keys]).to(dtype)
+                o_GRQK = torch.bmm(p_GQS, v_BGTK[b, :, keys]).view(G, H // G, -1, K)
+                out_BTGRK[b, rows] = o_GRQK.permute(2, 0, 1, 3)
+        ctx.save_for_backward(q_BGRTK, k_BGTK, v_BGTK, hidden_BTT, out_BTGRK)
+        return out_BTGRK.view(B, T, H, K)
+
+    @staticmethod
+    def backward(ctx: Any, grad_BTHK: Tensor) -> tuple[Tensor | None, ...]:
+        q_BGRTK, k_BGTK, v_BGTK, hidden_BTT, out_BTGRK = ctx.saved_tensors
+        B, G, R, T, K = q_BGRTK.shape
+        dtype = q_BGRTK.dtype
+        wide = torch.promote_types(dtype, torch.float32)
+        do_BTGRK = grad_BTHK.reshape(B, T, G, R, K).to(dtype)
+        delta_BGRT = (do_BTGRK * out_BTGRK).sum(-1, dtype=wide).permute(0, 2, 3, 1)
+        do_BGRTK = do_BTGRK.permute(0, 2, 3, 1, 4).contiguous()
+        dq = torch.empty(B, T, G, R, K, dtype=ctx.types[0], device=grad_BTHK.device)
+        dk, dv = (torch.zeros(B, G, T, K, dtype=wide, device=grad_BTHK.device) for _ in range(2))
+        for b, rows, keys in _blocks(ctx.first_keys, T):
+            q_GRQK, k_GSK, v_GSK = q_BGRTK[b, :, :, rows], k_BGTK[b, :, keys], v_BGTK[b, :, keys]
+            p_GQS = _weights(q_GRQK, k_GSK, hidden_BTT[b, rows, keys])
+            do_GQK = do_BGRTK[b, :, :, rows].reshape(G, -1, K)
+            dv[b, :, keys] += torch.bmm(p_GQS.to(dtype).transpose(1, 2), do_GQK)
+            ds_GQS = torch.bmm(do_GQK, v_GSK.transpose(1, 2)).to(wide)
+            ds_GQS = ds_GQS.sub_(delta_BGRT[b, :, :, rows].reshape(G, -1, 1)).mul_(p_GQS).to(dtype)
+            dq[b, rows] = torch.bmm(ds_GQS, k_GSK).view(G, R, -1, K).permute(2, 0, 1, 3)
+            dk[b, :, keys] += torch.bmm(ds_GQS.transpose(1, 2), q_GRQK.reshape(G, -1, K))
+        dq.mul_(ctx.scale)
+        types = ctx.types
+        return dq.view(B, T, G * R, K).transpose(1, 2), dk.to(types[1]), dv.to(types[2]), None, None, None, None
+
+
+def _blocks(first_keys: list[list[int]], T: int) -> Any:
+    for b, firsts in enumerate(first_keys):
+        for number, first in enumerate(firsts):
+            end = min(T, (number + 1) * BLOCK)
+            yield b, slice(number * BLOCK, end), slice(first, end)
+
+
+def _weights(q_GRQK: Tensor, k_GSK: Tensor, hidden_QS: Tensor) -> Tensor:
+    """Softmax of the scores, [G, R*Q, S], in fp32."""
+    G, R, Q, K = q_GRQK.shape
+    scores = torch.bmm(q_GRQK.reshape(G, R * Q, K), k_GSK.transpose(1, 2))
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    scores.view(G, R, Q, -1).masked_fill_(hidden_QS, -math.inf)
+    return torch.softmax(scores, -1)

@@ -1,0 +1,56 @@
+"""Ends a training whose validation loss no longer falls; the trainer then keeps the best weights.
+
+A module of its own, since it shapes what a stage leaves, which the callbacks that only watch do not.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ttrain.config import Loop
+from ttrain.errors import UsageError
+from ttrain.train.callbacks import Callback
+
+log = logging.getLogger("ttrain")
+
+
+class EarlyStopping(Callback):
+    """Asks for a stop after `patience` validations in a row without a loss that is lower by more than `min_delta`."""
+
+    def __init__(self, patience: int, min_delta: float = 0.0) -> None:
+        self.patience, self.min_delta = patience, min_delta
+        self._best: float | None = None
+        self._waited = 0
+
+    def validated(self, step: int, loss: float) -> None:
+        """A loss that is no number is never the best."""
+        if loss == loss and (self._best is None or loss < self._best - self.min_delta):
+            self._best, self._waited = loss, 0
+            return
+        self._waited += 1
+        if self._waited == self.patience:
+            log.info("step %d: %d validations without a better loss end the training", step, self.patience)
+
+    def stop_reason(self) -> str | None:
+        return "early stopping" if self._waited >= self.patience else None
+
+    def state(self) -> dict[str, Any]:
+        return {"best": self._best, "waited": self._waited}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._best, self._waited = state["best"], state["waited"]
+
+
+def early_stopping(config: Loop, validation: Sequence[Any]) -> list[Callback]:
+    """What the settings ask for: one callback, or none. Raises UsageError where there is nothing to validate on."""
+    settings = config.early_stopping
+    if settings is None:
+        return []
+    if not validation:
+        raise UsageError(
+            f"{config.prefix}early_stopping is set, but there is no held-out row to validate on; hold some out "
+            f"(reading.heldout_fraction, or held-out data), or set {config.prefix}early_stopping to null"
+        )
+    return [EarlyStopping(settings.patience, settings.min_delta)]

@@ -1,0 +1,232 @@
+"""Guards look out for what usually means a mistake in the data or the settings, say so with the rows, and end nothing.
+
+What they said stands in `run/guards.jsonl`: {"step", "guard", "message", "rows", "time"}, all rows of the step by number.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ttrain.data.loader import Loader
+from ttrain.data.samplers import Order
+from ttrain.train.callbacks import Callback, StepRecord, continued
+
+ROWS_SHOWN = 8
+log = logging.getLogger("ttrain")
+
+
+class GuardLog:
+    """The file of warnings, which also go to the log. A full disk costs the file a line and the training nothing."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def cut(self, step: int) -> None:
+        """Leave out what comes again when the run continues at `step`."""
+        try:
+            continued(self.path, step)
+        except OSError as error:
+            log.warning("the guards cannot write %s: %s", self.path, error)
+
+    def warn(self, guard: str, step: int, message: str, rows: Sequence[int]) -> None:
+        """Say it, in the log with the first rows only."""
+        shown = ", ".join(map(str, rows[:ROWS_SHOWN])) + (f" and {len(rows) - ROWS_SHOWN} more" if rows[ROWS_SHOWN:] else "")
+        log.warning("guard %s: step %d: %s; rows %s", guard, step, message, shown)
+        line = {"step": step, "guard": guard, "message": message, "rows": list(rows), "time": time.time()}
+        try:
+            with self.path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            log.warning("the guards cannot write %s: %s", self.path, error)
+
+
+def counts(path: Path) -> dict[str, int]:
+    """{guard: warnings} of a file of warnings; empty where there is none."""
+    try:
+        return dict(Counter(json.loads(line)["guard"] for line in path.read_text().splitlines()))
+    except (OSError, ValueError):
+        return {}
+
+
+class Guard(Callback):
+    """A callback with a name that warns."""
+
+    name: str
+
+    def __init__(self, book: GuardLog) -> None:
+        self._book = book
+
+    def start(self, step: int, steps: int) -> None:
+        self._book.cut(step)
+
+    def _warn(self, step: int, message: str, rows: Callable[[], npt.NDArray[np.int64]]) -> None:
+        self._book.warn(self.name, step, message, rows().tolist())
+
+
+class LossSpike(Guard):
+    """A loss far above those of the steps before it: broken rows, or a learning rate that is too high.
+
+    Far is `DEVIATIONS` standard deviations, of at least `LEAST_DEVIATION` of the mean each. A loss that stays high is told
+    once, and counts for what comes after it.
+    """
+
+    name = "loss-spike"
+    WINDOW, FEWEST = 50, 20  # steps
+    DEVIATIONS, LEAST_DEVIATION = 6.0, 0.02
+
+    def __init__(self, book: GuardLog) -> None:
+        super().__init__(book)
+        self._losses: list[float] = []
+        self._high = False
+
+    def step_end(self, record: StepRecord) -> None:
+        if not math.isfinite(record.loss):
+            return  # the trainer's own rule for what is no number
+        if len(self._losses) >= self.FEWEST:
+            mean, deviation = float(np.mean(self._losses)), float(np.std(self._losses, ddof=1))
+            high = record.loss > mean + self.DEVIATIONS * max(deviation, self.LEAST_DEVIATION * abs(mean))
+            if high and not self._high:
+                before = f"{mean:.3g} ± {deviation:.2g} over the {len(self._losses)} steps before"
+                self._warn(record.step, f"the loss is {record.loss:.4g}, after {before}", record.rows)
+            self._high = high
+        self._losses = [*self._losses, record.loss][-self.WINDOW :]
+
+    def state(self) -> dict[str, Any]:
+        return {"losses": self._losses, "high": self._high}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._losses, self._high = list(state["losses"]), state["high"]
+
+
+class Overfit(Guard):
+    """The training loss falls while the validation loss rises, three validations in a row and by more than a hundredth."""
+
+    name = "overfit"
+    RISES = 3
+    LEAST_RISE = 0.01
+
+    def __init__(self, book: GuardLog, order: Order) -> None:
+        super().__init__(book)
+        self._order = order
+        self._loss, self._live_tokens = 0.0, 0  # since the last validation
+        self._low: tuple[int, float, float] | None = None  # (step, training loss, validation loss) that rises follow
+        self._before, self._rises, self._told = math.inf, 0, False
+        self._record: StepRecord | None = None
+
+    def step_end(self, record: StepRecord) -> None:
+        self._record = record
+        if math.isfinite(record.loss):
+            self._loss += record.loss * record.live_tokens
+            self._live_tokens += record.live_tokens
+
+    def validated(self, step: int, loss: float) -> None:
+        if self._record is None or not self._live_tokens:
+            return
+        train = self._loss / self._live_tokens
+        self._loss, self._live_tokens = 0.0, 0
+        if self._low is None or not loss > self._before:
+            self._low, self._rises, self._told = (step, train, loss), 0, False
+        else:
+            self._rises += 1
+        self._before = loss
+        since, train_then, then = self._low
+        if self._rises >= self.RISES and loss > (1 + self.LEAST_RISE) * then and train < train_then and not self._told:
+            self._told = True
+            times = min(step * self._order.rows_per_step, self._order.total_rows) / self._order.rows
+            self._warn(
+                step,
+                f"the validation loss has risen since step {since}, {then:.4g} → {loss:.4g}, while the training loss fell, "
+                f"{train_then:.4g} → {train:.4g}; each row was read {times:.1f} times: set early_stopping, train for fewer "
+                f"tokens, or bring more data",
+                self._record.rows,
+            )
+
+    def state(self) -> dict[str, Any]:
+        names = ("loss", "live_tokens", "low", "before", "rises", "told")
+        return {name: getattr(self, f"_{name}") for name in names}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._loss, self._live_tokens, self._rises = state["loss"], state["live_tokens"], state["rises"]
+        self._before, self._told = state["before"], state["told"]
+        self._low = tuple(state["low"]) if state["low"] else None
+
+
+class DeadLoader(Guard):
+    """A loader that gives nothing for half a minute, the same rows again, or rows with hardly a token to learn from.
+
+    The first is told by a thread, while the training waits: what the first rank waits for, which is its own part of the
+    rows named. Few targets are told against the fewest of the steps before, a row.
+    """
+
+    name = "dead-loader"
+    SECONDS = 30.0
+    WINDOW, FEWEST = 50, 10  # steps
+    FEW = 0.25
+    REPEATS_EVERY = 50  # steps; asking for the rows of a step takes 0.2 ms
+
+    def __init__(self, book: GuardLog, loader: Loader, seconds: float = SECONDS) -> None:
+        super().__init__(book)
+        self._loader, self._seconds = loader, seconds
+        self._waiting: tuple[int, float] | None = None  # (number of the step, since when)
+        self._live: list[float] = []  # targets a row
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self, step: int, steps: int) -> None:
+        super().start(step, steps)
+        self._over.clear()
+        self._thread = threading.Thread(target=self._watch, name="dead-loader", daemon=True)
+        self._thread.start()
+
+    def step_start(self, step: int) -> None:
+        self._waiting = (step, time.monotonic())
+
+    def step_end(self, record: StepRecord) -> None:
+        self._waiting = None
+        order, before = self._loader.order, record.step - 1
+        looks = record.step % self.REPEATS_EVERY == 2 and order.rows > order.rows_per_step
+        if looks and np.array_equal(record.rows(), order.step_rows(before - 1)):
+            self._warn(record.step, "the same rows came as in the step before", record.rows)
+        live = record.live_tokens / min(order.rows_per_step, order.total_rows - before * order.rows_per_step)
+        if len(self._live) >= self.FEWEST and live < self.FEW * min(self._live):
+            found = f"its rows have {live:.3g} tokens to learn from each; of the steps before, none had less than"
+            self._warn(record.step, f"{found} {min(self._live):.3g}", record.rows)
+        else:
+            self._live = [*self._live, live][-self.WINDOW :]
+
+    def end(self, step: int) -> None:
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def failed(self, error: BaseException) -> None:
+        self.end(0)
+
+    def _watch(self) -> None:
+        told = 0
+        while not self._over.wait(min(1.0, self._seconds / 4)):
+            waiting = self._waiting
+            if waiting is None or waiting[0] == told or self._loader.consumed >= waiting[0]:
+                continue
+            step, since = waiting
+            if time.monotonic() - since >= self._seconds:
+                told = step
+                message = f"the loader has given no rows for {self._seconds:g} s"
+                self._warn(step, message, lambda step=step: self._loader.order.step_rows(step - 1))  # type: ignore[misc]
+
+
+def guards(path: Path, loader: Loader) -> list[Callback]:
+    """All of them, writing to `path`."""
+    book = GuardLog(path)
+    return [LossSpike(book), Overfit(book, loader.order), DeadLoader(book, loader)]
