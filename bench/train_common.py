@@ -123,9 +123,11 @@ def side(script: str, name: str, *arguments: object, python: str = sys.executabl
 
 def allocator() -> dict[str, str]:
     """What the launcher of a stage sets before its process starts, for a bare loop in the same surroundings."""
-    from ttrain import launch
+    from ttrain.config import Settings
+    from ttrain.supervise import environment_of
 
-    return {"GLIBC_TUNABLES": launch.GLIBC_TUNABLES, "GOMP_SPINCOUNT": "10000"}
+    found = environment_of(Settings())
+    return {name: found[name] for name in ("GLIBC_TUNABLES", "GOMP_SPINCOUNT") if name in found}
 
 
 def stage(name: str, directory: Path, settings: Sequence[str], *, keep: bool = False, **environment: str) -> common.Cost:

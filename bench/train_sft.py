@@ -3,11 +3,11 @@
     python bench/train_sft.py [--path 'FOLDER/*.jsonl']          about 7 minutes on two cores
     python bench/train_sft.py --rounds 1 --steps 4               a quick try, 2 minutes
 
-The model has hidden size 256 and 4 layers, rows have 512 tokens. Chats are those of --path, or made: from Python's own source,
-of log-normal lengths. A useful token is one of a chat, whether learnt or context; padding is not. Ours is `ttrain stage run
-sft`, as it is. The other sides are bare loops with the stage's allocator setting, the same model, optimizer and pieces of
-chats, shuffled, 8 in a micro-batch with the attention mask that a collator makes. They accumulate as many micro-batches as
-make a step of about as many chats as ours has, so that an epoch is as many steps.
+The model has hidden size 256 and 4 layers, rows have 512 tokens. Chats are those of --path, or made: from Python's own
+source, of log-normal lengths. A useful token is one of a chat, whether learnt or context; padding is not. Ours is `ttrain
+stage run sft`, as it is. The other sides are bare loops with the stage's allocator setting, the same model, optimizer and
+pieces of chats, shuffled, 8 in a micro-batch with the attention mask that a collator makes. They accumulate as many
+micro-batches as make a step of about as many chats as ours has, so that an epoch is as many steps.
 """
 
 from __future__ import annotations

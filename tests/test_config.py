@@ -318,3 +318,11 @@ def test_a_stronger_layer_s_budget_takes_a_weaker_one_s_away(tmp_path: Path) -> 
     assert loaded.settings.lora == load(environment={}).settings.lora, (
         "a section of which nothing is said keeps its defaults"
     )
+
+
+def test_a_section_that_is_absent_by_default_can_be_set_by_one_of_its_names() -> None:
+    found = load(["sft.early_stopping.patience=2", "sft.validate_every_steps=5"], environment={}).settings
+    assert found.sft.early_stopping is not None and found.sft.early_stopping.patience == 2
+    assert found.pretrain.early_stopping is None
+    with pytest.raises(UsageError, match=r"did you mean 'sft\.early_stopping\.patience'"):
+        load(["sft.early_stopping.patienc=2"], environment={})

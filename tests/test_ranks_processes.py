@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
+import signal
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -15,8 +17,8 @@ from doubles import Home, Watcher, stage_settings
 
 from ttrain import launch, supervise
 from ttrain.errors import Interrupted, StageFailed
-from ttrain.plan import plan_stage
 from ttrain.stages import PRETRAIN
+from ttrain.store import Artifact
 from ttrain.worker import PROCESS_NAME
 
 LIMIT_SECONDS = 1.5
@@ -48,21 +50,23 @@ if __name__ == "__main__":
 """
 
 
+SEEDS = itertools.count(1)
+
+
 @dataclass
 class Bed:
-    """A home and what happened in it."""
+    """A stage on two ranks that no other test has begun."""
 
     home: Home
-    steps: int = 400
+    seed: int = field(default_factory=lambda: next(SEEDS))
 
-    def run(self, act: Callable[[str], None] = lambda line: None, steps: int | None = None) -> launch.Outcome:
-        settings = stage_settings(
-            steps or self.steps, {"optim": {"kind": "adamw"}}, devices=2, rank_timeout_seconds=LIMIT_SECONDS
-        )
-        self.watcher = Watcher(act)
-        return launch.build(PRETRAIN, settings, self.home.store, self.home.pretrain_inputs(), self.watcher)
+    def run(self, act: Callable[[str], None] = lambda line: None, steps: int = 400, signum: int = 0) -> Artifact:
+        training = {"optim": {"kind": "adamw"}, "seed": self.seed}
+        settings = stage_settings(steps, training, devices=2, rank_timeout_seconds=LIMIT_SECONDS)
+        inputs = self.home.pretrain_inputs()
+        return launch.build(PRETRAIN, settings, self.home.store, inputs, Watcher(act, signum)).artifact
 
-    def fail(self, act: Callable[[str], None] = lambda line: None) -> tuple[str, float]:
+    def fail(self, act: Callable[[str], None] = lambda line: None, steps: int = 400) -> tuple[str, float]:
         """The stage's message, and the seconds from `act` (or the line "now") to the end."""
         began = [0.0]
 
@@ -72,7 +76,7 @@ class Bed:
                 act(line)
 
         with pytest.raises(StageFailed) as failed:
-            self.run(once)
+            self.run(once, steps)
         return str(failed.value), time.monotonic() - began[0]
 
 
@@ -88,8 +92,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Home:
 
 
 @pytest.fixture
-def bed(home: Home) -> Iterator[Bed]:
+def bed(home: Home, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bed]:
     """Afterwards no rank is left, and no address that one listened at."""
+    monkeypatch.setattr(supervise, "OTHERS_SECONDS", 1.0)
     yield Bed(home)
     assert workers() == []
     ours = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
@@ -148,34 +153,20 @@ def test_a_rank_that_raises_ends_the_others_and_its_own_reason_is_told(bed: Bed,
 
 def test_a_rank_that_saves_slowly_is_waited_for(bed: Bed, sabotage: Callable[[str], None]) -> None:
     sabotage("save slowly")
-    assert bed.run(steps=8).artifact.result["steps"] == 8
+    assert bed.run(steps=8).result["steps"] == 8
 
 
-def test_a_stage_is_stopped_before_its_first_step_and_continued(bed: Bed) -> None:
-    """The signal comes before the ranks have looked at anything."""
-    bed.watcher = Watcher()
-    settings = stage_settings(9, {"optim": {"kind": "adamw"}}, devices=2)
-    key = plan_stage(PRETRAIN, settings, bed.home.store, bed.home.pretrain_inputs()).key
-    assert key
-    observer = Watcher()
-    observer.started = lambda stage, planned, work: None  # type: ignore[method-assign]
-    began = []
-
-    def signal_after_start() -> int:
-        began.append(0)
-        return 15 if workers() else 0
-
-    observer.stop_signal = signal_after_start  # type: ignore[method-assign]
+def test_a_stage_that_is_told_to_stop_at_its_very_start_stops_and_is_continued(bed: Bed) -> None:
+    """The signal comes while the ranks are forked, before they have looked at anything."""
     with pytest.raises(Interrupted) as stopped:
-        launch.build(PRETRAIN, settings, bed.home.store, bed.home.pretrain_inputs(), observer)
+        bed.run(steps=9, signum=signal.SIGTERM)
     assert stopped.value.exit_code == 143
-    result = launch.build(PRETRAIN, settings, bed.home.store, bed.home.pretrain_inputs(), Watcher()).artifact.result
-    assert result["steps"] == 9
+    assert bed.run(steps=9).result["steps"] == 9
 
 
-def test_nothing_is_left_in_the_work_directory_that_another_try_could_take_for_its_own(bed: Bed) -> None:
-    bed.fail(lambda line: workers()[1].kill())
-    artifact = bed.run().artifact
-    assert artifact.result["resumed_from_step"] > 0
-    names = {path.name for path in artifact.path.parents[2].rglob("*")}
-    assert not {name for name in names if "rendezvous" in name or name.endswith(".beat")}
+def test_a_try_after_a_killed_one_finds_its_checkpoint_and_nothing_else(bed: Bed) -> None:
+    bed.fail(lambda line: workers()[1].kill(), steps=60)
+    artifact = bed.run(steps=60)
+    assert 0 < artifact.result["resumed_from_step"] < 60
+    assert not bed.home.store.work("pretrain", artifact.key).exists()
+    assert sorted(path.name for path in artifact.path.iterdir()) == ["checkpoints", "manifest.json", "model", "run"]

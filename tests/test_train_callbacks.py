@@ -40,7 +40,7 @@ from ttrain.train import checkpoint
 from ttrain.train.callbacks import Callback, LogLines, LogRecord, MetricsFile, Perplexity, StepRecord
 from ttrain.train.early_stopping import EarlyStopping, early_stopping
 from ttrain.train.ranks import Ranks
-from ttrain.train.samples import Samples, undisturbed
+from ttrain.train.samples import Samples
 from ttrain.train.task import LossSum
 from ttrain.train.tensorboard import TensorBoard
 from ttrain.train.trainer import STOPPED, Cadence, Trainer
@@ -387,7 +387,7 @@ def test_log_lines_say_what_a_person_follows(caplog: pytest.LogCaptureFixture) -
 # --- samples ------------------------------------------------------------------------------------------------------------
 
 
-def test_sampling_leaves_random_numbers_modes_and_gradients_as_they_were() -> None:
+def test_sampling_leaves_random_numbers_modes_and_gradients_as_they_were(tmp_path: Path) -> None:
     model = tiny_model()
     model.train()
     frozen = model.model.layers[0]
@@ -398,11 +398,16 @@ def test_sampling_leaves_random_numbers_modes_and_gradients_as_they_were() -> No
     wanted = (torch.rand(3), np.random.rand(3), random.random())
     for seed in (torch.manual_seed, np.random.seed, random.seed):
         seed(7)
-    with pytest.raises(ZeroDivisionError), undisturbed(model):
+
+    def write() -> list[tuple[str, str]]:
         assert not torch.is_grad_enabled()
         model.eval()
         torch.rand(5), np.random.rand(5), random.random()
         raise ZeroDivisionError
+
+    record = StepRecord(4, 9, 1.0, 1.0, 1, False, 0.1, 0.0, lambda: np.zeros(1, np.int64))
+    with pytest.raises(ZeroDivisionError):
+        Samples(tmp_path, model, write, every=2).step_end(record)
     assert [module.training for module in model.modules()] == modes
     assert torch.is_grad_enabled()
     assert torch.equal(torch.rand(3), wanted[0])

@@ -249,7 +249,7 @@ def test_rows_with_hardly_a_target_are_told_and_a_last_step_of_fewer_rows_is_not
     guard = DeadLoader(book, Loader(NumberedRows(60), order, rows_per_device=6))
     for step in range(1, 21):
         guard.step_end(record(step, live_tokens={15: 10, 16: 9, 17: 20}.get(step, 60), order=order))
-    guard.step_end(record(21, live_tokens=9, order=order))
+    guard.step_end(record(21, live_tokens=4, order=order))
     assert [line["step"] for line in lines(book)] == [15, 16]
     assert lines(book)[0]["message"].startswith("its rows have 1.67 tokens to learn from each; of the steps before, none ")
     assert lines(book)[0]["rows"] == order.step_rows(14).tolist()

@@ -27,6 +27,7 @@ from ttrain.plan import plan_stage
 from ttrain.stages import PRETRAIN, pretrain
 from ttrain.store import Artifact
 from ttrain.train import checkpoint
+from ttrain.worker import PROCESS_NAME
 
 STEPS = 400
 WEIGHTS = Path("model") / "model.safetensors"
@@ -54,9 +55,9 @@ def step_of(line: str) -> int:
 def worker_of(pid: int) -> psutil.Process:
     """The worker that a launching process has started."""
     found = []
-    for child in psutil.Process(pid).children():
+    for child in psutil.Process(pid).children(recursive=True):
         with contextlib.suppress(psutil.Error):  # a child that has just ended
-            found += [child] if "ttrain.worker" in child.cmdline() else []
+            found += [child] if child.name() == PROCESS_NAME else []
     (worker,) = found
     return worker
 

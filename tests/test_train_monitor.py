@@ -228,7 +228,7 @@ def test_a_peak_is_measured_at_once_and_draws_no_random_number(dtype: torch.dtyp
     size = 768
     factor = torch.full((size, size), 1 / size, dtype=dtype)
     seconds = min(_timed(factor) for _ in range(5))
-    assert 0.3 * 2 * size**3 / seconds < found < 5e13
+    assert 0.1 * 2 * size**3 / seconds < found < 5e13
 
 
 def _timed(factor: torch.Tensor) -> float:

@@ -46,8 +46,8 @@ def test_memory_is_used_again_once_it_is_released_and_not_before() -> None:
     first.release()
     third = buffers.take(3, snapshot(3).weights, snapshot(3).optimizer, {})
     assert places(third) == places(first)
-    first.release()  # once more: it is the third's by now
     second.release()
+    first.release()  # once more: it is the third's by now
     fourth = buffers.take(4, snapshot(4).weights, snapshot(4).optimizer, {})
     assert places(fourth) == places(second)
     assert float(third.weights["w"][0, 0]) == 3

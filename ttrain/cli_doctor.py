@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
+import warnings
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -13,6 +16,7 @@ from ttrain.terminal import console, escaped, print_json, print_spans
 if TYPE_CHECKING:
     from ttrain.doctor.check import Check
 
+READ_BY_C = ("GLIBC_", "GOMP_")  # variables of a stage's process that are read when OpenMP is loaded, or a rank starts
 NAME_WIDTH, LINE_WIDTH, SHOWN_LINES = 22, 100, 12
 
 
@@ -24,20 +28,27 @@ def doctor(
     as_json: AsJson = False,
 ) -> None:
     """Prove, before a long run, that training is right and fits: on these settings and data, on this machine."""
-    from ttrain.data.inspecting import lines
-    from ttrain.stages.doctor import Doctor
     from ttrain.store import home
+    from ttrain.supervise import environment_of
 
     began = time.monotonic()
     loaded = load_settings(overrides, config, profile)
+    for name, value in environment_of(loaded.settings).items():
+        if name.startswith(READ_BY_C):
+            os.environ.setdefault(name, value)
     planned = plan_of("full", loaded)[1] if (home() / "store").is_dir() else []  # no need to read all data to find nothing
     artifacts = {one.stage.name: one.artifact for one in planned if one.artifact and one.state == "cached"}
+    from ttrain.data.inspecting import lines
+    from ttrain.stages.doctor import Doctor  # loads torch, which now finds the variables
+
     examination = Doctor(stage, loaded.settings, artifacts, home())
     found: list[Check] = []
-    for check in examination.checks():
-        found.append(check)
-        if not as_json:
-            _print(check)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        for check in examination.checks():
+            found.append(check)
+            if not as_json:
+                _print(check)
     bad = [check for check in found if not check.ok]
     if as_json:
         print_json({"checks": [check.to_json() for check in found]})
@@ -45,7 +56,8 @@ def doctor(
         if examination.shown is not None:
             row, special = examination.shown
             print(f"\nthe first row of {stage}; what the loss counts is marked:")
-            print_spans([line for line, _ in zip(lines(row, 0, special, LINE_WIDTH), range(SHOWN_LINES), strict=False)])
+            of_records = (lines(row, record, special, LINE_WIDTH) for record in range(1 + max(row.segments)))
+            print_spans(islice(chain.from_iterable(of_records), SHOWN_LINES))
             print()
         verdict = f"{len(bad)} of {len(found)} checks are not ok" if bad else f"all {len(found)} checks are ok"
         print(f"{stage}: {verdict}, in {time.monotonic() - began:.0f} s")

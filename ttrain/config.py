@@ -223,7 +223,7 @@ class Schedule(Section):
 
 
 class EarlyStopping(Section):
-    """Ends a training whose validation loss no longer falls, and keeps its best weights."""
+    """Ends a training whose validation loss no longer falls. The best weights are kept, also of one that reaches its end."""
 
     patience: int = Field(3, ge=1, description="validations without a better loss, one after the other, that end it")
     min_delta: float = Field(0.0, ge=0, description="a loss is better if it is lower by more than this")

@@ -5,17 +5,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import multiprocessing
 import os
 import random
+import resource
 import select
+import shutil
+import subprocess
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from multiprocessing.process import BaseProcess
@@ -25,11 +28,25 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from doubles import ALONE, CPU, NumberedRows, WatchedTask, curve, make_trainer, settings_of_training, tiny_model
+from doubles import (
+    ALONE,
+    CPU,
+    Home,
+    NumberedRows,
+    WatchedTask,
+    curve,
+    make_trainer,
+    run_here,
+    settings_of_training,
+    stage_settings,
+    tiny_model,
+)
 from torch import nn
 
+from ttrain.config import PretrainConfig
 from ttrain.digests import sha256_file
 from ttrain.errors import ArtifactError, RankLost
+from ttrain.stages import pretrain
 from ttrain.train import checkpoint
 from ttrain.train.callbacks import Callback, MetricsFile, StepRecord
 from ttrain.train.checkpoint import Checkpoints
@@ -44,7 +61,7 @@ STEPS, ROWS, ROWS_PER_STEP = 40, 45, 6  # five epochs and a third; two of them e
 CADENCE = Cadence(log=3, checkpoint=2, validate=5)  # windows of the curve lie across checkpoints
 CHAIN = 10
 LOST, STEPPED, SAVED = 3, b"s", b"w"
-TREE = How(reduction="tree")  # any number of ranks gives the same bits
+FAST, TREE = How(), How(reduction="tree")  # with the latter any number of ranks gives the same bits
 
 
 @cache
@@ -103,12 +120,12 @@ class Marks(Callback):
         os.write(self.pipe, SAVED)
 
 
-def train(root: Path, ranks: Ranks, pipe: int, how: How) -> None:
-    """Begin or continue the training whose place is `root`, to its end."""
+def train(root: Path, ranks: Ranks, pipe: int, how: How, number: int = 0) -> None:
+    """Begin or continue the training whose place is `root`, to its end; it is try `number`."""
     torch.seed()  # the state of the random numbers is another in each try, and must not matter
     config = settings_of_training(tokens=STEPS * ROWS_PER_STEP * 16)
     model, heldout = tiny_model(dropout=0.1), NumberedRows(8)
-    task = NotingTask(config, model, root / f"rows.{ranks.rank}.jsonl")
+    task = NotingTask(config, model, root / f"rows-{number:03d}.{ranks.rank}.jsonl")
     trainer = make_trainer(
         config, model, NumberedRows(ROWS), rows_per_device=2, directory=root / "checkpoints", task=task, ranks=ranks,
         how=how, cadence=CADENCE, validation=[heldout.batch([0, 1, 2, 3]), heldout.batch([4, 5, 6, 7])],
@@ -125,7 +142,8 @@ class Try:
 
     root: Path
     world: int = 1
-    how: How = How()
+    how: How = FAST
+    number: int = 0
     processes: list[BaseProcess] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -144,12 +162,13 @@ class Try:
             torch.set_num_threads(1)
             if self.world > 1:
                 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=self.world)
-            train(self.root, Ranks(rank, self.world, CPU) if self.world > 1 else ALONE, pipe, self.how)
+            train(self.root, Ranks(rank, self.world, CPU) if self.world > 1 else ALONE, pipe, self.how, self.number)
             status = 0
-        except RankLost:
-            status = LOST
-        except BaseException:
-            traceback.print_exc()
+        except BaseException as error:
+            lost = isinstance(error, RankLost) or "gloo" in str(error)
+            status = LOST if lost else status
+            if not lost:
+                traceback.print_exc()
         finally:
             sys.stderr.flush()
             os._exit(status)
@@ -164,8 +183,8 @@ class Try:
             count -= read == mark
         return True
 
-    def end(self, seconds: float = 60) -> list[int | None]:
-        """The exit codes. None of the processes may need longer."""
+    def end(self, seconds: float = 60, *, by_force: bool = False) -> list[int | None]:
+        """The exit codes. Who needs longer is ended, which only `by_force` is as it should be."""
         deadline = time.monotonic() + seconds
         for process in self.processes:
             process.join(max(0.0, deadline - time.monotonic()))
@@ -174,7 +193,7 @@ class Try:
             process.kill()
             process.join()
         os.close(self.pipe)
-        assert not late, f"{len(late)} of {self.world} ranks did not end within {seconds} s"
+        assert by_force or not late, f"{len(late)} of {self.world} ranks did not end within {seconds} s"
         return [process.exitcode for process in self.processes]
 
 
@@ -207,29 +226,28 @@ def torn(root: Path) -> int:
     return len(there) - sum(path in found(root / "checkpoints") for path in there)
 
 
+def notes(root: Path) -> dict[int, list[dict[str, Any]]]:
+    """What the ranks of each try noted, where it lived to begin."""
+    tries: dict[int, list[dict[str, Any]]] = {}
+    for path in sorted(root.glob("rows-*.jsonl")):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        if lines:
+            tries.setdefault(int(path.name[5:8]), []).extend(lines)
+    return tries
+
+
 def consumed(root: Path) -> dict[int, list[int]]:
-    """Rows of each step that went into the final weights, over all ranks: a try undoes the steps after its beginning.
-
-    A step that is noted twice without having been undone fails.
-    """
+    """Rows of each step that went into the final weights: a try undoes the steps after its beginning."""
     steps: dict[int, list[int]] = {}
-    for path in root.glob("rows.*.jsonl"):
-        own: dict[int, list[int]] = {}
-        for line in map(json.loads, path.read_text().splitlines()):
-            if "begins" in line:
-                own = {step: rows for step, rows in own.items() if step <= line["begins"]}
-            else:
-                assert line["step"] == len(own) + 1, f"step {line['step']} after {len(own)} steps"
-                own[line["step"]] = line["rows"]
-        for step, rows in own.items():
-            steps.setdefault(step, []).extend(rows)
+    for lines in notes(root).values():
+        begin = lines[0]["begins"]
+        assert begin <= max(steps, default=0), f"a try begins at {begin}, and nobody made the steps before it"
+        steps = {step: rows for step, rows in steps.items() if step <= begin}
+        for line in lines:
+            if "step" in line:
+                steps.setdefault(line["step"], []).extend(line["rows"])
+    assert sorted(steps) == list(range(1, len(steps) + 1))
     return steps
-
-
-def begins(root: Path) -> list[int]:
-    """The step at which each try began."""
-    lines = map(json.loads, (root / "rows.0.jsonl").read_text().splitlines())
-    return [line["begins"] for line in lines if "begins" in line]
 
 
 def left(root: Path) -> dict[str, Any]:
@@ -252,15 +270,15 @@ class Tally:
 
     kills: int = 0
     saving: int = 0  # fell into the write of a checkpoint
-    passed_over: int = 0  # left a torn checkpoint, which the next try has to pass over
+    torn: int = 0  # left a torn checkpoint, which the next try has to pass over
     unnamed: int = 0  # left a whole one that has no name yet
-    trains: int = 0  # runs that came to their end
+    runs: int = 0  # runs that came to their end
     longest: int = 0  # kills in one run
 
     def __str__(self) -> str:
         return (
-            f"{self.kills} kills in {self.trains} runs, up to {self.longest} in one; {self.saving} while a checkpoint was "
-            f"written: {self.passed_over} left a torn one, which was passed over, {self.unnamed} a whole one without its name"
+            f"{self.kills} kills in {self.runs} runs, up to {self.longest} in one; {self.saving} while a checkpoint was "
+            f"written; {self.torn} left a torn one, which was passed over, {self.unnamed} a whole one that had no name yet"
         )
 
 
@@ -272,7 +290,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def never_killed(root: Path, how: How = How()) -> dict[str, Any]:
+def never_killed(root: Path, how: How) -> dict[str, Any]:
     """What an undisturbed run leaves; every row is in it once an epoch.
 
     It runs in this process, so that what it imports is there for all forks, which takes each of them a second otherwise.
@@ -308,17 +326,18 @@ def kill(attempt: Try, chance: random.Random, tally: Tally, write_seconds: float
     root = attempt.root
     before, steps = writing(root), whole_steps(root)
     if 2 * tally.saving <= tally.kills:
-        running = attempt.marks(SAVED, chance.randint(1, 2))
-        time.sleep(chance.uniform(0, 1.2 * write_seconds))
+        mark, count, most = SAVED, chance.randint(1, 2), 1.2 * write_seconds
     else:
-        running = attempt.marks(STEPPED, chance.randint(0, 4))
-        time.sleep(chance.uniform(0, 0.05))
+        mark, count, most = STEPPED, chance.randint(0, 4), 0.05
+    running = attempt.marks(mark, count)
+    time.sleep(chance.uniform(0, most))
     victims = [attempt.processes[0]]
     if attempt.world > 1:
         victims = chance.choice([attempt.processes, attempt.processes[:1], attempt.processes[1:]])
     for victim in victims:
         victim.kill()
-    codes = attempt.end(30)
+    # Who waits for a rank to join waits long; that is the launching process's to end, as here.
+    codes = attempt.end(30) if count else attempt.end(2, by_force=True)
     if not running or 0 in codes:
         assert codes == [0] * attempt.world
         return False
@@ -328,7 +347,7 @@ def kill(attempt: Try, chance: random.Random, tally: Tally, write_seconds: float
     now = whole_steps(root)
     assert max(now, default=0) >= max(steps, default=0), "what was durable is gone"
     if writing(root):
-        tally.passed_over += torn(root)
+        tally.torn += torn(root)
         tally.unnamed += not torn(root)
     return True
 
@@ -338,26 +357,26 @@ def soak(root: Path, kills: int, chance: random.Random, worlds: Sequence[int], h
     expected, tally = never_killed(root / "alone", how), Tally()
     write_seconds = seconds_of_a_write(root / "alone")
     while tally.kills < kills:
-        place = root / f"run-{tally.trains}"
+        place = root / f"run-{tally.runs}"
         place.mkdir()
         chain = 0
         while chain < min(CHAIN, kills):
             durable = max(whole_steps(place), default=0)
-            tries = len(begins(place)) if (place / "rows.0.jsonl").exists() else 0
-            if not kill(Try(place, chance.choice(worlds), how), chance, tally, write_seconds):
+            if not kill(Try(place, chance.choice(worlds), how, chain), chance, tally, write_seconds):
                 break
+            lines = notes(place).get(chain, [{"begins": durable}])
+            assert {line["begins"] for line in lines if "begins" in line} == {durable}, "not the newest whole checkpoint"
             chain += 1
-            assert begins(place)[tries:] in ([], [durable]), "a try continues the newest whole checkpoint"
-        last = Try(place, chance.choice(worlds), how)
+        last = Try(place, chance.choice(worlds), how, chain + 1)
         assert last.end() == [0] * last.world
         assert left(place) == expected
-        tally.trains, tally.longest = tally.trains + 1, max(tally.longest, chain)
+        tally.runs, tally.longest = tally.runs + 1, max(tally.longest, chain)
     return tally
 
 
 def test_any_number_of_kills_leaves_the_same_weights_and_no_row_is_lost_or_repeated(tmp_path: Path) -> None:
     kills = int(os.environ.get("TTRAIN_SOAK_KILLS", "5"))
-    tally = soak(tmp_path, kills, random.Random(17), [1], How())
+    tally = soak(tmp_path, kills, random.Random(17), [1], FAST)
     print(f"training: {tally}")
     assert 2 * tally.saving >= tally.kills - 1
 
@@ -367,3 +386,90 @@ def test_kills_of_one_rank_or_of_all_leave_the_same_bits_on_any_number_of_ranks(
     kills = -(-int(os.environ.get("TTRAIN_SOAK_KILLS", "5")) // 4)
     tally = soak(tmp_path, kills, random.Random(23), [1, 2, 2, 2], TREE)
     print(f"training on one and two ranks: {tally}")
+
+
+# --- a disk that fills up -----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Story:
+    """A pretraining stage whose output may lie anywhere, and what it leaves where nothing goes wrong."""
+
+    home: Home
+    alone: Path
+
+    def run(self, output: Path) -> Any:
+        settings = stage_settings(24)
+        paths = {name: artifact.path for name, artifact in self.home.pretrain_inputs().items()}
+        config = PretrainConfig(model=settings.model, pretrain=settings.pretrain)
+        return run_here(pretrain, config, output, paths, settings.runtime)
+
+    def continues(self, output: Path, step: int) -> None:
+        """The same again, where there is room: from this step, to what an undisturbed stage leaves."""
+        assert [checkpoint.read(path).step for path in found(output / "checkpoints")][-1:] == ([step] if step else [])
+        assert self.run(output)["resumed_from_step"] == step
+        for name in ("model/model.safetensors", "checkpoints/step-00000024/optimizer.safetensors"):
+            assert sha256_file(output / name) == sha256_file(self.alone / name)
+        assert curve(output / "run" / "metrics.jsonl") == curve(self.alone / "run" / "metrics.jsonl")
+        ours, theirs = ({path.name for path in (place / "checkpoints").iterdir()} for place in (output, self.alone))
+        assert ours == theirs
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
+    root = tmp_path_factory.mktemp("disk")
+    made = Story(Home.make(root / "home"), root / "alone")
+    made.run(made.alone)
+    return made
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 16 MB of its own."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "none", place], capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip("no file system can be mounted here")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "-l", place], check=True)
+
+
+@pytest.mark.parametrize(("room", "step"), [(0.5, 0), (1.5, 4), (2.5, 8), (3.6, 20)])
+def test_a_full_disk_fails_the_stage_and_the_same_command_continues_where_there_is_room(
+    story: Story, disk: Path, room: float, step: int
+) -> None:
+    """`room` is in checkpoints, of which two are kept, and in the end the one where the rate begins to fall."""
+    one = sum(path.stat().st_size for path in found(story.alone / "checkpoints")[-1].iterdir())
+    filler = disk / "of someone else"
+    filler.write_bytes(bytes(shutil.disk_usage(disk).free - int(room * one)))
+    with pytest.raises(ArtifactError, match="No space left on device") as failed:
+        story.run(disk / "output")
+    said = str(failed.value)
+    assert (f"the checkpoint of step {step} is whole" if step else "begins at the start") in said
+    assert "make room" in said and "TTRAIN_HOME" in said
+    filler.unlink()
+    story.continues(disk / "output", step)
+
+
+def test_a_limit_of_the_size_of_files_fails_the_stage_and_the_same_command_continues(story: Story, tmp_path: Path) -> None:
+    """As a quota would, from the second checkpoint on."""
+    limit, output = resource.getrlimit(resource.RLIMIT_FSIZE), tmp_path / "output"
+
+    def lower() -> None:
+        while not (output / "checkpoints" / "step-00000004").exists():
+            time.sleep(0.001)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limit[1]))
+
+    thread = threading.Thread(target=lower)
+    thread.start()
+    try:
+        with pytest.raises(ArtifactError, match=r"File too large.* is whole, and the same command continues"):
+            story.run(output)
+    finally:
+        thread.join()
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    newest = found(output / "checkpoints")[-1]
+    story.continues(output, checkpoint.read(newest).step)

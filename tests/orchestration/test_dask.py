@@ -45,6 +45,7 @@ def lay_out(work: Path, tokenizer: Path, data: Path) -> Path:
         "groups": {"train": [0]},
         "weights": [],
         "reuse": [],
+        "output": "output",
         "runtime": Runtime().model_dump(mode="json"),
         "start_from": None,
     }

@@ -191,15 +191,16 @@ def test_rerun_builds_a_stage_and_what_follows_again_and_compares(copy_of: CliFa
 
 def test_one_stage_runs_alone_on_the_inputs_of_the_plan(copy_of: CliFactory) -> None:
     cli = copy_of()
-    said = cli("stage", "run", "sft", "sft.optim.lr=2e-4")
+    said = cli("train", "sft", "sft.optim.lr=2e-4")
     assert cli.to_run("sft.optim.lr=2e-4") == ["lora", "evaluate"] and str(cli.home / "store" / "sft") in said
-    assert "waits for sft" in cli("stage", "run", "lora", "sft.optim.lr=3e-4", code=2)
+    missing = cli("train", "lora", "sft.optim.lr=3e-4", code=2)
+    assert "waits for sft" in missing and "`ttrain train sft`" in missing and "`ttrain train pretrain`" not in missing
 
 
 def test_a_larger_budget_extends_the_shorter_run_to_the_same_weights(copy_of: CliFactory) -> None:
     cli = copy_of()
     larger = "pretrain.tokens=30720"
-    said = cli("stage", "run", "pretrain", larger, "--extend")
+    said = cli("train", "pretrain", larger, "--extend")
     extended = cli.manifest("pretrain", larger)
     assert extended["result"]["resumed_from_step"] == 20 and extended["result"]["steps"] == 60 and "--extend" in said
     assert "equal to what was stored" in cli("stage", "run", "pretrain", larger, "--force")

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import tempfile
 import time
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ CPU = torch.device("cpu")
 ROWS, ODD = 7, 3  # of a step, which 3 do not divide
 GRADIENTS, LOSSES = 1e-6, 1e-5  # largest relative distance in fp32
 RANKS, RANK_SECONDS, POLL_SECONDS = 2, 300.0, 0.2
-LEARNT_STEPS, LEARNT = 20, 0.02  # steps on one batch, and by which share they lower its loss at least
+LEARNT_STEPS, LEARNT = 10, 0.02  # steps on one batch, and by which share they lower its loss at least
 STEPS, ROWS_PER_STEP, ROWS_PER_DEVICE = 4, 3, 2
 THE_TASK = "its train_step must return the sum of its losses and the number of targets, never a mean"
 
@@ -107,7 +108,7 @@ def resume(learner: Learner, rows: Rows, precision: Precision) -> Check:
 
 
 def learns(learner: Learner, rows: Rows, precision: Precision) -> Check:
-    """Twenty steps on one batch, at the peak learning rate, lower its loss."""
+    """Ten steps on one batch, at the peak learning rate, lower its loss."""
     few, losses, subject = held(rows, ROWS_PER_STEP), Losses(), learner.build()
     without_dropout(subject.model)
     schedule = learner.config.schedule.model_copy(update={"kind": "constant", "warmup_steps": 0, "hold_steps": 0})
@@ -194,6 +195,7 @@ def _in_ranks(directory: Path, learner: Learner, rows: HeldRows) -> list[tuple[P
 def _be_rank(parent: int, directory: Path, rank: int, learner: Learner, rows: HeldRows) -> None:
     """One of the processes; it leaves its gradients and its loss in the directory, or the error."""
     end_with_parent(parent)
+    warnings.simplefilter("ignore")  # what is wrong with a rank is in its error
     try:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // RANKS))
         dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=RANKS)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import gc
 import os
 import shutil
 import sys
@@ -25,9 +28,10 @@ from ttrain.train.ranks import Ranks
 from ttrain.train.schedules import decay_start, steps_of
 
 GB = 1e9
-MATMUL, TRIES = 512, 5
+MATMUL, TRIES = 512, 20
 EMULATED = 0.5  # of the speed of fp32: what is computed in other numbers is slower still
 SAMPLING_SECONDS = 0.002
+MEASURED_ROWS = 3
 CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -51,26 +55,27 @@ class Footprint:
 
 
 def measure(learner: Learner, rows: Rows, precision: Precision) -> Footprint:
-    """The sizes of the tensors, and the memory that a step takes: measured with one row and with two, and drawn further, so
-    that the doctor itself does not run out of it.
+    """The sizes of the tensors, and the memory that a step takes: measured with one row and with three, and drawn further, so
+    that the doctor itself does not run out of it. A step before them loads what libraries load once.
     """
     subject = learner.build()
-    few = held(rows, 2, positions=None)
-    rows_per_device = min(learner.runtime.rows_per_device, learner.config.rows_per_step)
-    peaks = []
-    for count in (1, 2):
+    few = held(rows, MEASURED_ROWS, positions=None)
+    grown = {}
+    for number, count in enumerate((1, 1, MEASURED_ROWS)):
         trainer = trainer_of(
             learner, subject, few, ranks=Ranks(0, 1, precision.device), precision=precision,
             steps=1, rows_per_step=count, rows_per_device=count,
         )  # fmt: skip
         with Peak(precision.device) as peak:
             trainer.fit()
-        peaks.append(peak)
+        if number:
+            grown[count] = peak.bytes - peak.before
     weights, gradients = _bytes(trainer.bare.state_dict().values()), _bytes(trainer.optimizers.parameters)
     optimizer = _bytes(trainer.optimizers.state().values())
-    first = max(0, peaks[0].bytes - peaks[0].before - gradients - optimizer)
-    each_further = max(0, peaks[1].bytes - peaks[0].bytes)
-    return Footprint(weights, gradients, optimizer, first + each_further * (rows_per_device - 1))
+    one_row = max(0, grown[1] - gradients - optimizer)
+    each_further = max(0, grown[MEASURED_ROWS] - grown[1]) // (MEASURED_ROWS - 1)
+    rows_per_device = min(learner.runtime.rows_per_device, learner.config.rows_per_step)
+    return Footprint(weights, gradients, optimizer, one_row + each_further * (rows_per_device - 1))
 
 
 class Peak:
@@ -86,6 +91,7 @@ class Peak:
             torch.cuda.reset_peak_memory_stats(self._device)
             self.before = torch.cuda.memory_allocated(self._device)
         else:
+            _give_back_freed()
             self.before = psutil.Process().memory_info().rss
             self._thread.start()
         return self
@@ -239,6 +245,13 @@ def size(count: float) -> str:
         if count >= unit:
             return f"{count / unit:.1f} {name}"
     return f"{count / 1e3:.0f} kB"
+
+
+def _give_back_freed() -> None:
+    """Return freed memory to the system, so that none of it is used again unseen: the peak would be too low by it."""
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):  # glibc has it, others need it less
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _installed(name: str, version: Callable[[str], str]) -> str | None:

@@ -23,7 +23,7 @@ from ttrain.train.ranks import Ranks
 from ttrain.train.task import TrainingTask
 from ttrain.train.trainer import Cadence, How, Trainer, Weights
 
-POSITIONS = 128  # of a row, in the checks whose outcome does not depend on its length
+POSITIONS = 192  # of a row, in the checks that need no more: more than one block of the attention on CPUs, which has 128
 NEVER = 1 << 30  # steps between things that shall not happen
 
 

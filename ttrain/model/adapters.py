@@ -24,6 +24,8 @@ def attach(model: PreTrainedModel, config: Lora) -> PeftModel:
     """The model with a fresh adapter: A random under the seed, B zero, so that nothing changes yet; the base is frozen."""
     from peft import LoraConfig, TaskType, get_peft_model
 
+    from ttrain.model.lora_linear import FusedLinear
+
     linear = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     unknown = sorted(set(config.targets) - linear)
     if unknown:
@@ -39,6 +41,7 @@ def attach(model: PreTrainedModel, config: Lora) -> PeftModel:
         task_type=TaskType.CAUSAL_LM,
         bias="none",
     )
+    settings._register_custom_module({torch.nn.Linear: FusedLinear})  # not written to adapter_config.json
     return get_peft_model(model, settings)
 
 

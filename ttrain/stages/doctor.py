@@ -8,6 +8,8 @@ from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
 
+import transformers
+
 from ttrain.config import Section, Settings, Training
 from ttrain.data.encoder import Encoder, open_tokenizer
 from ttrain.data.inspecting import Pieces, Shown, show_row
@@ -108,6 +110,7 @@ class Doctor:
 
 def subject(stage: str, config: Section, inputs: Mapping[str, Path]) -> training.Trained:
     """The stage's model before its first step; the same weights every time."""
+    transformers.utils.logging.disable_progress_bar()
     prepared: training.Trained = MODULES[stage].prepare(config, inputs, Encoder(inputs["tokenizer"], fast=False))
     return prepared
 

@@ -91,7 +91,7 @@ class _Sample:
         for role, path in zip((TRAIN, HELDOUT), files, strict=True):
             locations_of = [file.location for file in roles.get(role, ())]
             if locations_of or not roles:
-                self.records = self._copy(stage, locations_of, path, role)
+                self.records += self._copy(stage, locations_of, path, role)
         if not files[1].exists():
             _hold_out(*files)
         config = ShardsConfig(reading=self._settings.reading, shards=self._settings.shards)

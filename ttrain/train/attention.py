@@ -66,13 +66,14 @@ def _attention(
     if first_keys is None or attention_mask is None or dropout:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-        return sdpa_attention_forward(
-            module, query_BHTK, key_BGTK, value_BGTK, attention_mask, dropout=dropout, scaling=scaling, **others
-        )
+        states = (query_BHTK, key_BGTK, value_BGTK)
+        found, _ = sdpa_attention_forward(module, *states, attention_mask, dropout=dropout, scaling=scaling, **others)
+        return found, None
     kind = query_BHTK.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query_BHTK.dtype
     scale = query_BHTK.shape[-1] ** -0.5 if scaling is None else scaling
-    found = _BlockAttention.apply(query_BHTK, key_BGTK, value_BGTK, attention_mask[:, 0], first_keys, scale, dtype)
+    arguments = (query_BHTK, key_BGTK, value_BGTK, attention_mask[:, 0], first_keys, scale, dtype)
+    found = _BlockAttention.apply(*arguments)  # type: ignore[no-untyped-call]  # torch's
     return found, None
 
 

@@ -16,6 +16,7 @@ from ttrain.config import Training
 from ttrain.data.packing import Batch
 from ttrain.train import attention, optim, schedules
 from ttrain.train.attention import segment_mask
+from ttrain.train.fused import fuse
 from ttrain.train.losses import linear_token_loss_sum, token_loss_sum
 from ttrain.train.task import LossSum, TrainingTask
 
@@ -81,7 +82,9 @@ class NextTokenLoss(nn.Module):
         head = self.get_output_embeddings()
         plain = type(self.causal).__name__ in PLAIN_HEADS and type(head) is nn.Linear and head.bias is None
         self._chunked = plain and chunk_tokens != 0
-        if not plain:
+        if plain:
+            fuse(self.causal)
+        else:
             name = type(self.causal).__name__
             log.warning("the output head of %s may do more than a product; all its logits are held in memory", name)
 

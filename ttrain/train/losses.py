@@ -1,6 +1,7 @@
 """Next-token cross entropy: from logits, and from hidden states in chunks, so that all logits are never in memory at once.
 
-Letters in names: B rows, T positions, N positions of all rows, D width of the hidden states, V entries of the vocabulary.
+Letters in names: B rows, T positions, N positions of all rows, C of a chunk, D width of the hidden states, V entries of the
+vocabulary.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from torch.nn import functional as F
 
 from ttrain.data.packing import IGNORE
 
-# Logits of 512 tokens stay in the last-level cache of a CPU (13 MB at V = 6400: 96 ms, 1024 tokens 118 ms, all 2048 of them
-# 126 ms, the plain way 205 ms); an accelerator wants fewer and larger products.
+# The weight's gradient is added up once a chunk, which larger ones do less often; smaller ones hold fewer logits.
 CHUNK_TOKENS = {"cpu": 512}
 CHUNK_TOKENS_ELSEWHERE = 2048
+SLICE_ENTRIES = 1 << 18  # of softmax on a CPU: a megabyte of fp32, so that its passes stay in the cache of a core
 FP16_GRADIENT_SCALE = 4096.0  # entries of softmax minus one-hot are at most 1, and 1/V underflows in fp16
 
 
@@ -59,26 +60,17 @@ class _LinearTokenLoss(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight_VD, dtype=wide) if gradients and ctx.needs_input_grad[1] else None
         total = torch.zeros((), dtype=wide, device=hidden_ND.device)
         rows_N, all_live = _rows(labels_N)
+        scale = FP16_GRADIENT_SCALE if dtype == torch.float16 else 1.0
         with torch.autocast(kind, enabled=False):
-            for rows in rows_N.split_with_sizes(_sizes(len(rows_N), chunk_tokens)):
+            for rows in _parts(rows_N, chunk_tokens):
                 hidden = hidden_ND.index_select(0, rows).to(dtype)
                 labels = labels_N.index_select(0, rows)
-                dead = labels == IGNORE
-                targets = labels.masked_fill(dead, 0)[:, None]
-                scores = torch.log_softmax(hidden @ weight.T, -1, dtype=wide)
-                total -= scores.gather(1, targets)[:, 0].masked_fill_(dead, 0).sum()
-                if not gradients:
-                    continue
-                # d loss / d logits: softmax minus one-hot, and 0 where there is no target
-                slopes = scores.exp_().scatter_add_(1, targets, -torch.ones_like(targets, dtype=wide))
-                if not all_live:
-                    slopes.masked_fill_(dead[:, None], 0)
-                scale = FP16_GRADIENT_SCALE if dtype == torch.float16 else 1.0
-                narrow = slopes.to(dtype) if scale == 1 else slopes.mul_(scale).to(dtype)
+                logits = hidden @ weight.T
+                total += _score(logits, labels, wide, scale if gradients else None, all_live)
                 if grad_hidden is not None:
-                    grad_hidden.index_copy_(0, rows, _product(narrow, weight).div_(scale).to(grad_hidden.dtype))
+                    grad_hidden.index_copy_(0, rows, _product(logits, weight).div_(scale).to(grad_hidden.dtype))
                 if grad_weight is not None:
-                    grad_weight.add_(_product(narrow.T, hidden), alpha=1 / scale)
+                    grad_weight.add_(_product(logits.T, hidden), alpha=1 / scale)
         ctx.save_for_backward(grad_hidden, None if grad_weight is None else grad_weight.to(weight_VD.dtype))
         return total
 
@@ -88,6 +80,27 @@ class _LinearTokenLoss(torch.autograd.Function):
         return (*found, None, None, None)
 
 
+def _score(logits_CV: Tensor, labels_C: Tensor, wide: torch.dtype, scale: float | None, all_live: bool) -> Tensor:
+    """The loss of a chunk. With a scale, the logits become that times the slope of the loss in them.
+
+    That is softmax minus one-hot, and 0 where there is no target.
+    """
+    total = torch.zeros((), dtype=wide, device=logits_CV.device)
+    dead_C = labels_C == IGNORE
+    targets_C1 = labels_C.masked_fill(dead_C, 0)[:, None]
+    tokens = max(1, SLICE_ENTRIES // logits_CV.shape[1]) if logits_CV.device.type == "cpu" else len(logits_CV)
+    for logits, dead, targets in zip(*(_parts(part, tokens) for part in (logits_CV, dead_C, targets_C1)), strict=True):
+        scores = torch.log_softmax(logits, -1, dtype=wide)
+        total -= scores.gather(1, targets)[:, 0].masked_fill_(dead, 0).sum()
+        if scale is None:
+            continue
+        slopes = scores.exp_().scatter_add_(1, targets, -torch.ones_like(targets, dtype=wide))
+        if not all_live:
+            slopes.masked_fill_(dead[:, None], 0)
+        logits.copy_(slopes if scale == 1 else slopes.mul_(scale))
+    return total
+
+
 def _rows(labels_N: Tensor) -> tuple[Tensor, bool]:
     """Positions to compute, and whether all have a target: elsewhere than on a CPU, to count them would be to wait."""
     if labels_N.device.type == "cpu":
@@ -95,9 +108,9 @@ def _rows(labels_N: Tensor) -> tuple[Tensor, bool]:
     return torch.arange(len(labels_N), device=labels_N.device), False
 
 
-def _sizes(total: int, most: int) -> list[int]:
-    """Lengths of the fewest parts of at most `most`."""
-    return [min(most, total - start) for start in range(0, total, most)]
+def _parts(tensor: Tensor, most: int) -> list[Tensor]:
+    """Consecutive parts of at most `most`; none of an empty one."""
+    return [tensor[start : start + most] for start in range(0, len(tensor), most)]
 
 
 def _product(first: Tensor, second: Tensor) -> Tensor:

@@ -158,7 +158,7 @@ class Trainer:
             self._night_due = self.ranks.sum([float(self._dusk())])[0]
             signalled, asked = self._agree(False, False)  # a callback may remember that the run was over
             reason = INTERRUPTED if signalled else STOPPED if asked else self._loop()
-            if reason == STOPPED:
+            if reason == STOPPED or (reason == COMPLETED and self.task.config.early_stopping):
                 self._restore_best()
             if self.checkpoints and self.ranks.first:
                 with self.ranks.busy("saving"):

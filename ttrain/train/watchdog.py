@@ -44,27 +44,29 @@ class Peer:
     silent_seconds: float = 0.0
 
 
-def verdict(own: Beat, peers: dict[int, Peer], stalled_seconds: float, silent_limit: float, idle_limit: float) -> str | None:
+def verdict(
+    rank: int, own: Beat, peers: dict[int, Peer], stalled_seconds: float, silent_limit: float, idle_limit: float
+) -> str | None:
     """Why this rank, which has not got further for `stalled_seconds`, should give up; None where it should wait on.
 
     A rank that is silent is given up after the one limit, ranks that all wait after the other; one that computes is waited
     for, and one that has announced its work too, for PATIENT_SECONDS.
     """
-    for_how_long = f"for {stalled_seconds:.0f} s at sum {own.arrived}"
-    silent = {rank: peer for rank, peer in peers.items() if peer.silent_seconds >= silent_limit / 2}
+    beats = {rank: own, **{number: peer.beat for number, peer in peers.items()}}
+    furthest = max(beat.arrived for beat in beats.values())
+    for_how_long = f"for {stalled_seconds:.0f} s at sum {furthest}"
+    silent = [number for number, peer in peers.items() if peer.silent_seconds >= silent_limit / 2]
     if silent and stalled_seconds >= silent_limit:
         return f"{_names(silent)} not answered {for_how_long}: stopped, or its machine is gone"
-    busy = {rank: peer for rank, peer in peers.items() if peer.beat.busy}
+    busy = [number for number, peer in peers.items() if peer.beat.busy]
     if own.busy or (busy and stalled_seconds < PATIENT_SECONDS):
         return None
     if busy:
-        return f"{_names(busy)} been {', '.join(peer.beat.doing for peer in busy.values())} {for_how_long}"
-    if stalled_seconds < idle_limit or not all(
-        _rests(beat, idle_limit) for beat in (own, *(p.beat for p in peers.values()))
-    ):
+        return f"{_names(busy)} been {', '.join(beats[number].doing for number in busy)} {for_how_long}"
+    if stalled_seconds < idle_limit or not all(_rests(beat, idle_limit) for beat in beats.values()):
         return None
-    if behind := {rank: peer for rank, peer in peers.items() if peer.beat.arrived < own.arrived}:
-        return f"{_names(behind)} not come {for_how_long}, and does not compute either"
+    if behind := [number for number, beat in beats.items() if beat.arrived < furthest]:
+        return f"{_names(sorted(behind))} not come {for_how_long}, and does not compute either"
     return f"the ranks have waited for each other {for_how_long}"
 
 
@@ -72,9 +74,9 @@ def _rests(beat: Beat, limit_seconds: float) -> bool:
     return beat.doing == WAITING or beat.idle_seconds >= limit_seconds / 2
 
 
-def _names(peers: dict[int, Peer]) -> str:
-    ranks = ", ".join(str(rank) for rank in peers)
-    return f"rank {ranks} has" if len(peers) == 1 else f"ranks {ranks} have"
+def _names(ranks: list[int]) -> str:
+    named = ", ".join(map(str, ranks))
+    return f"rank {named} has" if len(ranks) == 1 else f"ranks {named} have"
 
 
 @dataclass
@@ -156,7 +158,7 @@ class Watchdog:
                 beat = self._ask(rank) or peer.beat
                 peer.silent_seconds = 0.0 if beat.number != peer.beat.number else peer.silent_seconds + passed
                 peer.beat = beat
-            why = verdict(own, self.peers, stalled, *self._limits())
+            why = verdict(self.rank, own, self.peers, stalled, *self._limits())
             if why and suspected:  # twice: what the others tell is up to a tick old
                 self.give_up(why)
                 return
