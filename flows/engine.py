@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,6 +21,7 @@ from ttrain.errors import Interrupted, UsageError
 from ttrain.execute import Execution
 from ttrain.plan import Planned
 from ttrain.stages import Stage
+from ttrain.stopping import catching_signals
 from ttrain.store import Artifact, Store
 
 
@@ -40,16 +43,15 @@ def run_pipeline(
         )
     names = [planned.stage.name for planned in stages]
     outcome, error = "failed", None
-    for number in (signal.SIGINT, signal.SIGTERM):  # until the execution takes them over
-        signal.signal(number, _interrupt)
     display = Display(console)
-    try:
+    with contextlib.closing(display), _ended_by_signals():
         if engine == "prefect":
             from flows import orchestrate
 
             wait_for_server = orchestrate.begin(store.root)
-        execution = Execution(pipeline, settings, store, display, names, force=force, extend=extend)
+        execution = _begin(pipeline, settings, store, display, names, force=force, extend=extend)
         try:
+            execution.raise_if_signalled()
             if engine == "prefect":
                 orchestrate.run(execution, recipe(pipeline), wait_for_server)
             else:
@@ -63,19 +65,43 @@ def run_pipeline(
             error = str(raised)
             raise
         finally:
-            execution.finish(outcome, error)
+            _finish(execution, outcome, error)
             _closing_words(execution, outcome, console)
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """SIGINT and SIGTERM end at once what is done in between, where no execution has taken them over."""
+    previous = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
     except _EarlySignal as early:
         raise Interrupted(str(early), early.args[0]) from None
     finally:
-        display.close()
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _begin(*arguments: Any, **options: Any) -> Execution:
+    """The execution. A signal meanwhile waits for it, so that what it has recorded is closed; a second one does not."""
+    signums: list[int] = []
+    with catching_signals(signums.append):
+        execution = Execution(*arguments, **options)
+    execution.signum = signums[0] if signums else 0
+    return execution
+
+
+def _finish(execution: Execution, outcome: str, error: str | None) -> None:
+    """Close the record. A first signal comes too late to change what became of the run; a second one ends it at once."""
+    with contextlib.nullcontext() if execution.signum else catching_signals(lambda signum: None):
+        execution.finish(outcome, error)
 
 
 class _EarlySignal(KeyboardInterrupt):
     """Not an Exception, so that no library's or tracker's `except Exception` takes it for a trouble of its own."""
 
     def __str__(self) -> str:
-        return "interrupted before a stage began"
+        return "interrupted while no stage was running"
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:
@@ -112,24 +138,23 @@ def run_one_stage(
             f"or all at once: `ttrain pipeline run full`"
         )
     stage = planned[name].stage
-    display = Display(console)
-    execution = Execution(
-        f"stage-{name}", settings, store, display, [name], force=frozenset({name} if force else ()), extend=extend
-    )
-    outcome, error = "failed", None
-    try:
-        with execution.catching_signals():
-            artifact, state = execution.run_stage(stage, planned[name].inputs, lambda line: None)
-        outcome = "completed"
-        console.print(f"artifact: {artifact.path}", highlight=False, soft_wrap=True)
-        return artifact, state
-    except BaseException as raised:
-        outcome = "interrupted" if isinstance(raised, Interrupted | KeyboardInterrupt) else "failed"
-        error = str(raised)
-        raise
-    finally:
-        execution.finish(outcome, error)
-        display.close()
+    display, outcome, error = Display(console), "failed", None
+    with contextlib.closing(display), _ended_by_signals():
+        forced = frozenset({name} if force else ())
+        execution = _begin(f"stage-{name}", settings, store, display, [name], force=forced, extend=extend)
+        try:
+            execution.raise_if_signalled()
+            with execution.catching_signals():
+                artifact, state = execution.run_stage(stage, planned[name].inputs, lambda line: None)
+            outcome = "completed"
+            console.print(f"artifact: {artifact.path}", highlight=False, soft_wrap=True)
+            return artifact, state
+        except BaseException as raised:
+            outcome = "interrupted" if isinstance(raised, Interrupted | KeyboardInterrupt) else "failed"
+            error = str(raised)
+            raise
+        finally:
+            _finish(execution, outcome, error)
 
 
 def _missing(name: str, planned: dict[str, Planned]) -> list[str]:

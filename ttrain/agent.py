@@ -1,14 +1,17 @@
 """The process that stands for one of several nodes: `python -m ttrain.agent TORCHRUN_ARGUMENT...`, torchrun's agent.
 
-It starts this node's ranks, passes a SIGTERM on to them and waits for their checkpoint.
+It starts this node's ranks, passes a signal to stop on to them and waits for their checkpoint.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
 import sys
+import threading
+from pathlib import Path
 
 from ttrain.parent import PARENT, STOP_SIGNALS, end_with_parent
 from ttrain.worker import set_up
@@ -21,15 +24,29 @@ def main() -> int:
     end_with_parent(int(os.environ.get(PARENT, os.getppid())))
     set_up()
     os.environ[PARENT] = str(os.getpid())
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # in the ranks too, until they listen
+    threading.Thread(target=_pass_on, name="signals", daemon=True).start()
     from torch.distributed import run
 
     try:
-        run.main(sys.argv[1:])
+        # Its own handlers would take the agent away, for which the other nodes' agents then wait 300 s.
+        run.main(["--signals-to-handle=SIGHUP,SIGQUIT", *sys.argv[1:]])
     except BaseException as error:
         log.info("torchrun: %s", error.__class__.__name__)
         return 1
     return 0
+
+
+def _pass_on() -> None:
+    """Signals to stop, to the ranks, which end in good order; where there are none yet, this process ends."""
+    while True:
+        signum = signal.sigwait(STOP_SIGNALS)
+        ranks = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+        if not ranks:
+            os._exit(128 + signum)
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(rank), signum)
 
 
 if __name__ == "__main__":

@@ -108,6 +108,11 @@ class Execution:
         self._parent.finish({"completed": "FINISHED", "failed": "FAILED"}.get(outcome, "KILLED"))
         self.store.cache.save()
 
+    def raise_if_signalled(self) -> None:
+        """Raises Interrupted where a signal came before there was anything to stop."""
+        if self.signum:
+            raise Interrupted("stopped before a stage began", self.signum)
+
     def catching_signals(self) -> contextlib.AbstractContextManager[None]:
         """SIGINT and SIGTERM ask the running stages to save and stop; a second one rises at once."""
 

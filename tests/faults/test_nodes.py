@@ -1,4 +1,4 @@
-"""Two nodes on this machine, through torchrun: the losses of one rank, one artifact, by node 0; a lost node ends the other."""
+"""Two nodes on this machine, through torchrun: the losses of one rank, one artifact; a lost node ends the other."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import os
 import tempfile
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,9 @@ from ttrain.train.placing import whole
 from ttrain.train.precision import Precision
 from ttrain.train.ranks import Ranks
 
+Step = tuple[float, dict[str, Tensor]]  # loss (of rank 0, NaN on others), and gradients by name
+Launch = Callable[[Learner, HeldRows], list[Step]]
+
 CPU = torch.device("cpu")
 ROWS, ODD = 7, 3  # of a step, which 3 do not divide
 GRADIENTS, LOSSES = 1e-6, 1e-5  # largest relative distance in fp32
@@ -44,26 +47,25 @@ def accumulation(learner: Learner, rows: Rows, device: torch.device) -> Check:
     """The same rows as one micro-batch, one by one, and in unequal parts: one gradient, in fp32, with uneven masks."""
     few = unevenly_masked(held(rows, ROWS))
     alone = Ranks(0, 1, device)
-    loss, together = _first_step(learner, few, alone, rows_per_device=ROWS)
+    loss, together = first_step(learner, few, alone, rows_per_device=ROWS)
     furthest = largest = 0.0
     for size in (1, ODD):
-        other, gradients = _first_step(learner, few, alone, rows_per_device=size)
+        other, gradients = first_step(learner, few, alone, rows_per_device=size)
         furthest, largest = max(furthest, distance(together, gradients)), max(largest, _apart(loss, other))
     figure = f"gradients {furthest:.1e}, losses {largest:.1e} apart: {ROWS} rows at once, one by one, and {ODD} at a time"
     ok = furthest <= GRADIENTS and largest <= LOSSES
     return judged("accumulation", ok, figure, f"mend the loss of the task: {THE_TASK}")
 
 
-def two_ranks(learner: Learner, rows: Rows) -> Check:
+def two_ranks(learner: Learner, rows: Rows, launch: Launch | None = None) -> Check:
     """Two processes that talk through gloo take the same step as one alone, in fp32 on the CPU, with uneven masks."""
     few = unevenly_masked(held(rows, ROWS))
-    loss, gradients = _first_step(learner, few, Ranks(0, 1, CPU), rows_per_device=1)
-    with tempfile.TemporaryDirectory(prefix="ttrain-doctor-") as directory:
-        found = _in_ranks(Path(directory), learner, few)
-        apart = [distance(gradients, load_file(path)) for path, _ in found]
-        largest = max(_apart(loss, other) for _, other in found if other is not None)
-    figure = f"gradients {max(apart):.1e}, losses {largest:.1e} apart: one process and {RANKS} that share {ROWS} rows"
-    ok = max(apart) <= GRADIENTS and largest <= LOSSES
+    loss, gradients = first_step(learner, few, Ranks(0, 1, CPU), rows_per_device=1)
+    found = (launch or spawned)(learner, few)
+    apart = max(distance(gradients, others) for _, others in found)
+    largest = _apart(loss, found[0][0])
+    figure = f"gradients {apart:.1e}, losses {largest:.1e} apart: one process and {len(found)} that share {ROWS} rows"
+    ok = apart <= GRADIENTS and largest <= LOSSES
     return judged("two ranks equal one", ok, figure, f"mend the loss of the task, or how gradients are summed: {THE_TASK}")
 
 
@@ -140,7 +142,7 @@ def same(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
     return {*first} == {*second} and all(torch.equal(first[name], second[name]) for name in first)
 
 
-def _first_step(learner: Learner, rows: HeldRows, ranks: Ranks, *, rows_per_device: int) -> tuple[float, dict[str, Tensor]]:
+def first_step(learner: Learner, rows: HeldRows, ranks: Ranks, *, rows_per_device: int) -> Step:
     """(loss, gradients before any clip) of a step on all the rows, in fp32 without dropout; the loss on rank 0 only."""
     subject, losses = learner.build(), Losses()
     without_dropout(subject.model)
@@ -163,33 +165,33 @@ def _first_step(learner: Learner, rows: HeldRows, ranks: Ranks, *, rows_per_devi
     return losses.found[0] if losses.found else math.nan, gradients
 
 
-def _in_ranks(directory: Path, learner: Learner, rows: HeldRows) -> list[tuple[Path, float | None]]:
-    """(file of gradients, loss on rank 0) of a first step that RANKS processes share. Raises TTrainError where one fails."""
+def spawned(learner: Learner, rows: HeldRows) -> list[Step]:
+    """A first step that RANKS processes share, as each of them has it. Raises TTrainError where one fails."""
     context = multiprocessing.get_context("spawn")  # a fork of a process with threads hangs
-    processes = [
-        context.Process(target=_be_rank, args=(os.getpid(), directory, rank, learner, rows), daemon=True)
-        for rank in range(RANKS)
-    ]
-    for process in processes:
-        process.start()
-    deadline = time.monotonic() + RANK_SECONDS
-    try:
-        while any(process.is_alive() for process in processes):
-            failed = [process for process in processes if process.exitcode]
-            if failed or time.monotonic() > deadline:
-                break
-            processes[0].join(POLL_SECONDS)
-    finally:
+    with tempfile.TemporaryDirectory(prefix="ttrain-doctor-") as name:
+        directory = Path(name)
+        arguments = [(os.getpid(), directory, rank, learner, rows) for rank in range(RANKS)]
+        processes = [context.Process(target=_be_rank, args=given, daemon=True) for given in arguments]
         for process in processes:
-            process.kill()
-            process.join()
-    reasons = [path.read_text() for path in sorted(directory.glob("error*"))]
-    if reasons:
-        raise TTrainError(f"a rank failed: {reasons[0]}")
-    found = [(directory / f"gradients{rank}", directory / f"loss{rank}") for rank in range(RANKS)]
-    if not all(path.exists() for pair in found for path in pair):
-        raise TTrainError(f"{RANKS} processes did not take a step together within {RANK_SECONDS:.0f} s")
-    return [(gradients, json.loads(loss.read_text())) for gradients, loss in found]
+            process.start()
+        deadline = time.monotonic() + RANK_SECONDS
+        try:
+            while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
+                if any(process.exitcode for process in processes):
+                    break
+                time.sleep(POLL_SECONDS)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+        reasons = [path.read_text() for path in sorted(directory.glob("error*"))]
+        if reasons or any(process.exitcode for process in processes):
+            ended = f"exit codes {[process.exitcode for process in processes]} within {RANK_SECONDS:.0f} s"
+            raise TTrainError(f"{RANKS} processes did not take a step together: {reasons[0] if reasons else ended}")
+        return [
+            (json.loads((directory / f"loss{rank}").read_text()), load_file(directory / f"gradients{rank}"))
+            for rank in range(RANKS)
+        ]
 
 
 def _be_rank(parent: int, directory: Path, rank: int, learner: Learner, rows: HeldRows) -> None:
@@ -200,9 +202,9 @@ def _be_rank(parent: int, directory: Path, rank: int, learner: Learner, rows: He
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // RANKS))
         dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=RANKS)
         ranks = Ranks(rank, RANKS, CPU)
-        loss, gradients = _first_step(learner, rows, ranks, rows_per_device=1)
+        loss, gradients = first_step(learner, rows, ranks, rows_per_device=1)
         save_file({name: gradient.contiguous() for name, gradient in gradients.items()}, directory / f"gradients{rank}")
-        (directory / f"loss{rank}").write_text(json.dumps(loss if ranks.first else None))
+        (directory / f"loss{rank}").write_text(json.dumps(loss))
         ranks.barrier()
         ranks.leave()
     except Exception as error:

@@ -13,8 +13,8 @@ class Stage:
     """One step of a pipeline.
 
     `inputs` names the artifacts that it reads and which of their files (none named: all that others may read).
-    `dataset` names the entry of `data` whose files it reads itself. `uses_ranks` marks the stages that train, `uses_model` one
-    that loads what they made.
+    `dataset` names the entry of `data` whose files it reads itself. `uses_ranks` marks the stages that train,
+    `uses_model` one that loads what they made.
     """
 
     name: str

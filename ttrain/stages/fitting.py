@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save
 from torch import Tensor, nn
 
 from ttrain.config import Runtime
@@ -161,8 +160,9 @@ def _write_model(directory: Path, trained: Trained, weights: dict[str, Tensor]) 
     directory.mkdir(parents=True, exist_ok=True)
     for name, data in trained.files.items():
         (directory / name).write_bytes(data)
-    data = save(checkpoint.copy_tensors(weights), metadata={"format": "pt"})
-    (directory / trained.weights_file).write_bytes(data)
+    path = directory / trained.weights_file
+    path.unlink(missing_ok=True)
+    tensor_files.write(path, tensor_files.tensor_parts(checkpoint.copy_tensors(weights), {"format": "pt"}))
 
 
 def _finite(value: float | None) -> float | None:

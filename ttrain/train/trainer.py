@@ -21,7 +21,7 @@ from ttrain.data.loader import Loader, MicroBatch
 from ttrain.errors import TTrainError, UsageError
 from ttrain.train import resuming
 from ttrain.train.callbacks import Callback, LogRecord, StepRecord
-from ttrain.train.checkpoint import Checkpoints, Snapshot, copy_tensors
+from ttrain.train.checkpoint import Checkpoints, Snapshot, SnapshotBuffers
 from ttrain.train.compiling import compiled
 from ttrain.train.night import NightShift
 from ttrain.train.nonfinite import NonFinite, Policy, rows_of
@@ -415,7 +415,7 @@ class Trainer:
         metric = self.counters.validation_loss if step == self.step and self._validated_at(step) else None
         state = resuming.state_of(self, states)
         with self.ranks.busy("saving"):
-            self.checkpoints.save(Snapshot(step, copy_tensors(weights), copy_tensors(optimizer), state), metric=metric)
+            self.checkpoints.save(self._buffers.take(step, weights, optimizer, state), metric=metric)
         self._tell("saved", step)
 
     def _validated_at(self, step: int) -> bool:
