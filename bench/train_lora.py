@@ -1,11 +1,11 @@
-"""A LoRA step, all linear layers, against a full fine-tune of the same model; and both against transformers and PEFT as they are.
+"""A LoRA step, all linear layers, against a full fine-tune; and both against transformers and PEFT as they are.
 
     python bench/train_lora.py                                  about 6 minutes on two cores
     python bench/train_lora.py --tokens 1024 --rounds 1         a quick try
 
-The model is S (hidden 512, 8 layers, vocabulary 6400, sequence 512), in bf16 autocast. A step is one micro-batch of random
-tokens in records of 180, the clip and the optimizer (fused AdamW); rank 16. All four sides take turns in one process, step by
-step, with the allocator setting of a training stage.
+The model is S (hidden 512, 8 layers, vocabulary 6400, sequence 512), in bf16 autocast. A step is one micro-batch of
+random tokens in records of 180, the clip and the optimizer (fused AdamW); rank 16. All four sides take turns in one
+process, step by step, with the allocator setting of a training stage.
 """
 
 from __future__ import annotations

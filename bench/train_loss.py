@@ -3,10 +3,10 @@
     python bench/train_loss.py                                  about 8 minutes on two cores: vocabulary 32,000, sequence 512
     python bench/train_loss.py --tokens 2048 --rounds 1         a quick try
 
-The model is S (hidden 512, 8 layers), in bf16 autocast, one micro-batch of random tokens in records of 180. The plain side is
-transformers' model with all logits of the micro-batch and torch's cross entropy; ours comes with its parts one after the
-other, and with gradient checkpointing. Each side is a process of its own, with the allocator setting of a training stage, but
-for the peak: there freed memory goes back at once, so that the peak is what the step needs.
+The model is S (hidden 512, 8 layers), in bf16 autocast, one micro-batch of random tokens in records of 180. The plain
+side is transformers' model with all logits of the micro-batch and torch's cross entropy; ours comes with its parts one
+after the other, and with gradient checkpointing. Each side is a process of its own, with the allocator setting of a
+training stage, but for the peak: there freed memory goes back at once, so that the peak is what the step needs.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import resource
 import statistics
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import common
@@ -63,9 +64,8 @@ def side_step(side: str, tokens: str, vocabulary: str) -> dict[str, Any]:
     import torch
 
     from ttrain.config import Model, Pretrain
-    from ttrain.data.packing import Batch
     from ttrain.model import factory
-    from ttrain.train import attention, fused, language
+    from ttrain.train import attention, language
     from ttrain.train.precision import resolve
 
     device = torch.device("cpu")
@@ -75,13 +75,11 @@ def side_step(side: str, tokens: str, vocabulary: str) -> dict[str, Any]:
     if side in ("plain", "chunked"):
         attention.arguments = lambda model, segments: {}
         language.fuse = lambda model: None
-    assert fused, "what is replaced above"
     task = language.LanguageModeling(
         Pretrain(), model, chunk_tokens=0 if side == "plain" else None, gradient_checkpointing=side == "checkpointed"
     )
     module = task.build_model().train()
     batch = random_batch(int(tokens), int(vocabulary))
-    assert isinstance(batch, Batch)
     autocast = resolve("bf16", device).autocast
     for parameter in module.parameters():
         parameter.grad = torch.zeros_like(parameter)  # every later micro-batch finds gradients to add to
@@ -109,8 +107,8 @@ def random_batch(tokens: int, vocabulary: int) -> Any:
 
 def resident() -> float:
     """MB of this process now."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * resource.getpagesize() / common.MEGABYTE
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize() / common.MEGABYTE
 
 
 def peak() -> float:

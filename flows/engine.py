@@ -82,11 +82,25 @@ def _ended_by_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _begin(*arguments: Any, **options: Any) -> Execution:
+def _begin(
+    pipeline: str,
+    settings: Settings,
+    store: Store,
+    display: Display,
+    names: list[str],
+    *,
+    force: frozenset[str],
+    extend: bool,
+) -> Execution:
     """The execution. A signal meanwhile waits for it, so that what it has recorded is closed; a second one does not."""
     signums: list[int] = []
-    with catching_signals(signums.append):
-        execution = Execution(*arguments, **options)
+
+    def asked(signum: int) -> None:
+        signums.append(signum)
+        display.say("[yellow]stopping before a stage begins (again to end at once)[/]")
+
+    with catching_signals(asked):
+        execution = Execution(pipeline, settings, store, display, names, force=force, extend=extend)
     execution.signum = signums[0] if signums else 0
     return execution
 

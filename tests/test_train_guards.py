@@ -113,7 +113,7 @@ def test_a_spike_in_a_run_names_the_rows_of_its_step_and_the_run_goes_on(tmp_pat
     config, model = settings_of_training(tokens=40 * 96), tiny_model()
     task = WatchedTask(config, model, spoil=lambda passes: 3.0 if passes == 31 else 1.0)
     trainer = make_trainer(config, model, NumberedRows(60), rows_per_device=6, task=task)
-    trainer.callbacks = guards(tmp_path / "guards.jsonl", trainer.loader)
+    trainer.listeners.callbacks = guards(tmp_path / "guards.jsonl", trainer.loader)
     assert trainer.fit().step == 40
     (line,) = lines(GuardLog(tmp_path / "guards.jsonl"))
     assert (line["guard"], line["step"]) == ("loss-spike", 31)
@@ -177,7 +177,7 @@ def test_a_model_that_learns_six_rows_by_heart_is_told_of(tmp_path: Path) -> Non
     config = settings_of_training(tokens=60 * 96, optim=Optim(lr=2e-2), schedule=Schedule(kind="constant"))
     others = NumberedRows(60).batch(range(50, 60))
     trainer = make_trainer(config, tiny_model(), NumberedRows(6), validation=[others], cadence=Cadence(log=10, validate=5))
-    trainer.callbacks = guards(tmp_path / "guards.jsonl", trainer.loader)
+    trainer.listeners.callbacks = guards(tmp_path / "guards.jsonl", trainer.loader)
     trainer.fit()
     found = lines(GuardLog(tmp_path / "guards.jsonl"))
     assert [line["guard"] for line in found] == ["overfit"]
@@ -206,7 +206,7 @@ def test_a_loader_that_hangs_is_told_while_it_hangs_with_the_rows_that_are_waite
     trainer = make_trainer(config, tiny_model(), Hangs(60))
     hanging = trainer.loader.order.step_rows(3).tolist()
     book = GuardLog(tmp_path / "guards.jsonl")
-    trainer.callbacks = [DeadLoader(book, trainer.loader, seconds=0.3)]
+    trainer.listeners.callbacks = [DeadLoader(book, trainer.loader, seconds=0.3)]
     listener = Listens(logging.WARNING)
     logging.getLogger("ttrain").addHandler(listener)
     try:
@@ -227,7 +227,7 @@ def test_a_long_step_is_no_dead_loader(tmp_path: Path) -> None:
 
     config, model = settings_of_training(tokens=3 * 96), tiny_model()
     trainer = make_trainer(config, model, NumberedRows(60), rows_per_device=6, task=Slow(config, model))
-    trainer.callbacks = [DeadLoader(GuardLog(tmp_path / "guards.jsonl"), trainer.loader, seconds=0.05)]
+    trainer.listeners.callbacks = [DeadLoader(GuardLog(tmp_path / "guards.jsonl"), trainer.loader, seconds=0.05)]
     trainer.fit()
     assert lines(GuardLog(tmp_path / "guards.jsonl")) == []
 
@@ -238,7 +238,7 @@ def test_the_thread_ends_with_a_run_that_fails(tmp_path: Path) -> None:
 
     config, model = settings_of_training(), tiny_model()
     trainer = make_trainer(config, model, NumberedRows(60), task=WatchedTask(config, model, spoil))
-    trainer.callbacks = guards(tmp_path / "guards.jsonl", trainer.loader)
+    trainer.listeners.callbacks = guards(tmp_path / "guards.jsonl", trainer.loader)
     with pytest.raises(MemoryError):
         trainer.fit()
     assert "dead-loader" not in [thread.name for thread in threading.enumerate()]
@@ -278,7 +278,7 @@ def test_a_healthy_run_is_told_nothing(tmp_path: Path) -> None:
         config, tiny_model(), NumberedRows(52), validation=[NumberedRows(52).batch(range(6))],
         cadence=Cadence(log=10, validate=5),
     )  # fmt: skip
-    trainer.callbacks = guards(tmp_path / "guards.jsonl", trainer.loader)
+    trainer.listeners.callbacks = guards(tmp_path / "guards.jsonl", trainer.loader)
     trainer.fit()
     assert counts(tmp_path / "guards.jsonl") == {}
     assert (tmp_path / "guards.jsonl").read_text() == ""

@@ -55,8 +55,9 @@ class Footprint:
 
 
 def measure(learner: Learner, rows: Rows, precision: Precision) -> Footprint:
-    """The sizes of the tensors, and the memory that a step takes: measured with one row and with three, and drawn further, so
-    that the doctor itself does not run out of it. A step before them loads what libraries load once.
+    """The sizes of the tensors, and the memory that a step takes: measured with one row and with three, and drawn further.
+
+    So the doctor itself does not run out of it. A step before those loads what libraries load once.
     """
     subject = learner.build()
     few = held(rows, MEASURED_ROWS, positions=None)

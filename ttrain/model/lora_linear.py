@@ -33,6 +33,7 @@ class FusedLinear(Linear):  # type: ignore[misc]  # PEFT has no types
     def _is_plain(self, name: str) -> bool:
         return (
             name in self.lora_A
+            and not torch.compiler.is_compiling()  # which fuses by itself, and cannot follow a kept copy
             and not self.disable_adapters
             and not self.merged
             and name not in self.lora_variant

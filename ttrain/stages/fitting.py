@@ -19,7 +19,7 @@ from ttrain.data.samplers import Order
 from ttrain.errors import Interrupted
 from ttrain.job import Job
 from ttrain.stages.watching import GUARDS
-from ttrain.train import checkpoint, guards, precision
+from ttrain.train import checkpoint, guards, precision, tensor_files
 from ttrain.train.callbacks import Callback
 from ttrain.train.checkpoint import Checkpoints, Snapshot
 from ttrain.train.determinism import set_deterministic

@@ -16,17 +16,13 @@ if TYPE_CHECKING:
 log = logging.getLogger("ttrain")
 
 
-def state_of(trainer: Trainer, callbacks: list[dict[str, Any]]) -> dict[str, Any]:
+def state_of(trainer: Trainer) -> dict[str, Any]:
     """The JSON part of a snapshot."""
     return {
         "steps": trainer.steps,
         "counters": asdict(trainer.counters),
         "loss_scale": dict(vars(trainer.loss_scale)),
-        "callbacks": [
-            {"name": type(callback).__name__, "state": state}
-            for callback, state in zip(trainer.callbacks, callbacks, strict=True)
-            if state
-        ],
+        "callbacks": trainer.listeners.state(),
         "rows_per_step": trainer.loader.order.rows_per_step,
         "identity": trainer.identity,
         "world": trainer.ranks.world,

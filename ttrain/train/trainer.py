@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -23,6 +23,8 @@ from ttrain.train import resuming
 from ttrain.train.callbacks import Callback, LogRecord, StepRecord
 from ttrain.train.checkpoint import Checkpoints, Snapshot, SnapshotBuffers
 from ttrain.train.compiling import compiled
+from ttrain.train.counters import Counters
+from ttrain.train.listeners import Listeners
 from ttrain.train.night import NightShift
 from ttrain.train.nonfinite import NonFinite, Policy, rows_of
 from ttrain.train.parallel import spread
@@ -60,29 +62,6 @@ class How:
     compile: bool = False
     parallel: str = "ddp"
     reduction: str = "fast"
-
-
-@dataclass
-class Window:
-    """Sums since the last logging step; saved in the checkpoint, so that a resumed curve is the same curve."""
-
-    loss: float = 0.0
-    live_tokens: float = 0.0
-    grad_norm: float = 0.0
-    steps: int = 0
-    parts: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass
-class Counters:
-    """What a run carries from step to step beside weights and optimizer; saved in the checkpoint."""
-
-    window: Window = field(default_factory=Window)
-    live_tokens: int = 0
-    skipped: int = 0  # steps whose gradient was no number
-    last_loss: float | None = None
-    validation_loss: float | None = None
-    best_loss: float = math.inf
 
 
 @dataclass
@@ -126,8 +105,7 @@ class Trainer:
         """
         self.task, self.loader, self.ranks, self.precision = task, loader, ranks, precision
         self.weights, self.checkpoints, self.validation = weights, checkpoints, validation
-        self.callbacks = list(callbacks) if ranks.first else []
-        self.night = night
+        self.listeners, self.night = Listeners(callbacks, ranks, loader.order), night
         self.cadence, self.stop_requested, self.identity = cadence, stop_requested, dict(identity or {})
         self.steps, self.policy = loader.order.steps, Policy(task.config.nonfinite)
         snapshot = (checkpoints.newest() if checkpoints else None) or start
@@ -142,7 +120,7 @@ class Trainer:
         self.parallel = spread(called, ranks, parallel=how.parallel, reduction=how.reduction)
         self.optimizers = task.build_optimizer(self.bare)
         self.factor = task.build_scheduler(self.steps)
-        self.counters, self.loss_scale = Counters(), precision.loss_scale()
+        self.counters, self.loss_scale, self._buffers = Counters(), precision.loss_scale(), SnapshotBuffers()
         # The loss is scaled by about 1/targets before the backward pass, so that fp16 gradients of a sum do not overflow.
         self._scale = 1.0 / task.config.tokens_per_step
         if snapshot:
@@ -154,7 +132,7 @@ class Trainer:
         """Train to the end of the order, or until a stop is asked for."""
         began = time.monotonic()
         try:
-            self._tell("start", self.first, self.steps)
+            self.listeners.tell("start", self.first, self.steps)
             self._night_due = self.ranks.sum([float(self._dusk())])[0]
             signalled, asked = self._agree(False, False)  # a callback may remember that the run was over
             reason = INTERRUPTED if signalled else STOPPED if asked else self._loop()
@@ -163,13 +141,9 @@ class Trainer:
             if self.checkpoints and self.ranks.first:
                 with self.ranks.busy("saving"):
                     self.checkpoints.wait()
-            self._tell("end", self.step)
+            self.listeners.tell("end", self.step)
         except BaseException as error:
-            for callback in self.callbacks:
-                try:
-                    callback.failed(error)
-                except Exception as second:
-                    log.warning("the callback %s.failed raised %r", type(callback).__name__, second)
+            self.listeners.failed(error)
             raise
         found = self.counters
         return FitResult(
@@ -203,8 +177,8 @@ class Trainer:
         batches = iter(self.loader)
         for step in range(self.first, self.steps):
             batches = self._follow_the_clock(batches)
-            self._tell_epoch("epoch_start", step)
-            self._tell("step_start", step + 1)
+            self.listeners.epoch_start(step, continued=step == self.first)
+            self.listeners.tell("step_start", step + 1)
             began = time.monotonic()
             micro_batches = next(batches)
             signalled, asked = self._train_step(step, micro_batches, began, time.monotonic() - began)
@@ -217,7 +191,7 @@ class Trainer:
             reason = INTERRUPTED if signalled and not last else STOPPED if asked else None
             if last or reason or improved or self._save_due(self.step):
                 self._save(self.step)
-            self._tell_epoch("epoch_end", step)
+            self.listeners.epoch_end(step)
             if reason:
                 return reason
         return COMPLETED
@@ -240,20 +214,14 @@ class Trainer:
         self.bare.train()
         total, live, parts, losses = self._backward(step, micro_batches)
         names = sorted(parts)
-        asks = [float(self.stop_requested()), float(self._asks()), float(self._dusk())]
+        asks = [float(self.stop_requested()), float(self.listeners.ask()), float(self._dusk())]
         sums = self.ranks.sum([float(total), float(live), *asks, *(float(parts[name]) for name in names)])
         total_sum, live_sum, signalled, asked, self._night_due = sums[:5]
         if live_sum == 0:
             raise TTrainError(f"step {step + 1} has no token to learn from; every label of its rows is masked")
         norm, finite = self._apply(step, live_sum, total_sum, losses)
-        window = self.counters.window
         if finite:
-            window.loss += total_sum
-            window.live_tokens += live_sum
-            window.grad_norm += norm
-            window.steps += 1
-            for name, value in zip(names, sums[5:], strict=True):
-                window.parts[name] = window.parts.get(name, 0.0) + value
+            self.counters.add(total_sum, live_sum, norm, dict(zip(names, sums[5:], strict=True)))
         self.counters.live_tokens += int(live_sum)
         done = step + 1
         rows = partial(self.loader.order.step_rows, step)
@@ -261,7 +229,7 @@ class Trainer:
         record = StepRecord(
             done, self.steps, total_sum / live_sum, norm, int(live_sum), not finite, seconds, data_seconds, rows
         )
-        self._tell("step_end", record)
+        self.listeners.tell("step_end", record)
         if self._due(self.cadence.log, done) or done == self.steps:
             self._log_window(record)
         return signalled > 0, asked > 0
@@ -329,25 +297,13 @@ class Trainer:
 
     def _validated(self, loss: float) -> bool:
         """Note a validation; returns whether it is the best so far."""
-        found = self.counters
-        found.validation_loss = loss
-        improved = loss < found.best_loss
-        found.best_loss = min(loss, found.best_loss) if improved else found.best_loss
-        self._tell("validated", self.step, loss)
-        metrics = {"validation_loss": loss}
-        for callback in self.callbacks:
-            metrics |= self._call(callback, "validation_figures", loss)
-        self._log(self.step, metrics)
+        improved = self.counters.validated(loss)
+        self.listeners.tell("validated", self.step, loss)
+        self._log(self.step, {"validation_loss": loss, **self.listeners.figures("validation_figures", loss)})
         return improved
 
     def _log_window(self, record: StepRecord) -> None:
-        window, self.counters.window = self.counters.window, Window()
-        metrics: dict[str, float] = {}
-        if window.steps:
-            self.counters.last_loss = window.loss / window.live_tokens
-            metrics = {"loss": self.counters.last_loss}
-            metrics |= {f"loss_{name}": value / window.live_tokens for name, value in sorted(window.parts.items())}
-            metrics["grad_norm"] = window.grad_norm / window.steps
+        metrics = self.counters.close_window()
         metrics |= {f"lr_{name}": rate for name, rate in self.optimizers.learning_rates().items()}
         if self.counters.skipped or self.loss_scale.enabled:
             metrics["skipped_steps"] = self.counters.skipped
@@ -355,47 +311,14 @@ class Trainer:
             metrics["night"] = float(self.night.on)
         if self.loss_scale.enabled:
             metrics["loss_scale"] = self.loss_scale.scale
-        for callback in self.callbacks:
-            metrics |= self._call(callback, "figures", record)
-        self._log(record.step, metrics)
+        self._log(record.step, metrics | self.listeners.figures("figures", record))
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:
-        self._tell("log", LogRecord(step, self.steps, step * self.task.config.tokens_per_step, metrics))
-
-    def _tell(self, event: str, *arguments: Any) -> None:
-        with self.ranks.busy(event):
-            for callback in self.callbacks:
-                self._call(callback, event, *arguments)
-
-    def _tell_epoch(self, event: str, step: int) -> None:
-        """Where an epoch begins or ends within this step, or the run does."""
-        order = self.loader.order
-        start = step * order.rows_per_step
-        end = min(start + order.rows_per_step, order.total_rows)
-        before, after = start // order.rows, (end - 1) // order.rows
-        if event == "epoch_start":
-            begun = range(before if step == self.first or start % order.rows == 0 else before + 1, after + 1)
-            for epoch in begun:
-                self._tell(event, epoch)
-        else:
-            over = end % order.rows == 0 or end == order.total_rows
-            for epoch in range(before, after + 1 if over else after):
-                self._tell(event, epoch)
-
-    def _call(self, callback: Callback, event: str, *arguments: Any) -> Any:
-        try:
-            return getattr(callback, event)(*arguments)
-        except TTrainError:
-            raise
-        except Exception as error:
-            raise TTrainError(f"the callback {type(callback).__name__}.{event} raised {error!r}") from error
-
-    def _asks(self) -> bool:
-        return any(self._call(callback, "stop_reason") for callback in self.callbacks)
+        self.listeners.tell("log", LogRecord(step, self.steps, step * self.task.config.tokens_per_step, metrics))
 
     def _agree(self, signalled: bool, asked: bool) -> tuple[bool, bool]:
         """Whether any rank has meanwhile been asked to stop, by a signal or by a callback."""
-        sums = self.ranks.sum([float(signalled or self.stop_requested()), float(asked or self._asks())])
+        sums = self.ranks.sum([float(signalled or self.stop_requested()), float(asked or self.listeners.ask())])
         return sums[0] > 0, sums[1] > 0
 
     def _due(self, every: int, step: int) -> bool:
@@ -411,12 +334,11 @@ class Trainer:
         self._saved = step
         if not self.ranks.first:
             return
-        states = [self._call(callback, "state") for callback in self.callbacks]
         metric = self.counters.validation_loss if step == self.step and self._validated_at(step) else None
-        state = resuming.state_of(self, states)
+        state = resuming.state_of(self)
         with self.ranks.busy("saving"):
             self.checkpoints.save(self._buffers.take(step, weights, optimizer, state), metric=metric)
-        self._tell("saved", step)
+        self.listeners.tell("saved", step)
 
     def _validated_at(self, step: int) -> bool:
         return bool(self.validation) and (step == self.steps or self._due(self.cadence.validate, step))
@@ -424,13 +346,9 @@ class Trainer:
     def _restore(self, snapshot: Snapshot) -> None:
         """Put back all but the weights."""
         self.optimizers.load_state(dict(snapshot.optimizer))
-        state = snapshot.state
-        self.loss_scale = LossScale(**state["loss_scale"])
-        self.counters = Counters(**{**state["counters"], "window": Window(**state["counters"]["window"])})
-        kept = {entry["name"]: entry["state"] for entry in state["callbacks"]}
-        for callback in self.callbacks:
-            if type(callback).__name__ in kept:
-                callback.load_state(kept[type(callback).__name__])
+        self.loss_scale = LossScale(**snapshot.state["loss_scale"])
+        self.counters = Counters.of(snapshot.state["counters"])
+        self.listeners.load_state(snapshot.state["callbacks"])
         log.info("continues at step %d", self.first)
 
     def _restore_best(self) -> None:
