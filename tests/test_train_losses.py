@@ -130,6 +130,14 @@ def test_small_probabilities_do_not_vanish_in_fp16_and_large_sums_do_not_overflo
     assert float(found[6, 0]) == pytest.approx(60 * 1200.0 / 60_000, rel=1e-3)
 
 
+def test_the_loss_scale_meets_small_gradients_before_they_are_rounded_to_fp16() -> None:
+    """Four weights a unit of fp16 apart: the slope is half a unit, which is 0 in fp16, and 65536 times it is not."""
+    weight = (2.0**-14 * (1 + torch.arange(4) * 2.0**-10)).half()[:, None].requires_grad_()
+    hidden = torch.zeros(1, 1, 1, dtype=torch.float16).requires_grad_()
+    loss = linear_token_loss_sum(hidden, weight, torch.tensor([[1]]))
+    assert float(results(loss, hidden, factor=65536.0)["0"]) == 65536 * 0.5 * 2.0**-24
+
+
 class Seen(TorchDispatchMode):
     """Matrix products, and the entries of the largest tensor of logits."""
 

@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from importlib import import_module
@@ -28,18 +29,22 @@ from ttrain.store import read_json
 from ttrain.train import watchdog
 
 JOB, PROGRESS = "job.json", "progress.json"
+# A system that stops all processes (systemd, a batch queue) signals this one, and the one that started it passes its own on.
+SAME_SIGNAL_SECONDS = 1.0
 PROCESS_NAME = "ttrain-worker"  # as `ps` and `top` show it; 15 characters at most
 log = logging.getLogger("ttrain")
 
 
 class StopFlag:
-    """Set by SIGTERM and SIGINT; the second one ends the process at once. What is on disk is whole: it was renamed there.
+    """Set by SIGTERM and SIGINT; one more, unless it comes so soon that it is the same, ends the process at once. What is
+    on disk is whole: it was renamed there.
 
     A signal that comes before `listen` waits for it, where the process was started with both blocked.
     """
 
     def __init__(self, *, stops_by_itself: bool) -> None:
         self.signum = 0
+        self._since = 0.0
         self._raises = stops_by_itself
 
     def __call__(self) -> bool:
@@ -57,8 +62,10 @@ class StopFlag:
 
     def _handle(self, signum: int, frame: object) -> None:
         if self.signum:
-            os._exit(128 + signum)
-        self.signum = signum
+            if time.monotonic() - self._since > SAME_SIGNAL_SECONDS:
+                os._exit(128 + signum)
+            return
+        self.signum, self._since = signum, time.monotonic()
         if self._raises:
             raise Interrupted("stopped by a signal", signum)
 

@@ -27,6 +27,7 @@ from ttrain.parent import end_with_parent
 from ttrain.train.checkpoint import Checkpoints, read
 from ttrain.train.checkpoint_files import found as checkpoints_in
 from ttrain.train.checkpoint_files import step_of
+from ttrain.train.nonfinite import NonFinite
 from ttrain.train.placing import whole
 from ttrain.train.precision import Precision
 from ttrain.train.ranks import Ranks
@@ -111,21 +112,24 @@ def resume(learner: Learner, rows: Rows, precision: Precision) -> Check:
 
 def learns(learner: Learner, rows: Rows, precision: Precision) -> Check:
     """Ten steps on one batch, at the peak learning rate, lower its loss."""
+    name, section = "one batch is learnt", learner.config.section
+    too_long = f"lower {section}.optim.lr: the steps are too long"
     few, losses, subject = held(rows, ROWS_PER_STEP), Losses(), learner.build()
     without_dropout(subject.model)
     schedule = learner.config.schedule.model_copy(update={"kind": "constant", "warmup_steps": 0, "hold_steps": 0})
-    trainer_of(
+    trainer = trainer_of(
         learner, subject, few, ranks=Ranks(0, 1, precision.device), precision=precision, steps=LEARNT_STEPS,
         rows_per_step=ROWS_PER_STEP, rows_per_device=ROWS_PER_STEP, callbacks=[losses], schedule=schedule,
-    ).fit()  # fmt: skip
-    first, last = losses.found[0], losses.found[-1]
-    section = learner.config.section
-    cure = (
-        f"lower {section}.optim.lr: the steps are too long" if not last <= first
-        else f"raise {section}.optim.lr, or look for what keeps gradients from the weights"
     )  # fmt: skip
-    ok = math.isfinite(last) and last <= (1 - LEARNT) * first
-    return judged("one batch is learnt", ok, f"loss {first:.3f} to {last:.3f} in {LEARNT_STEPS} steps on it", cure)
+    try:
+        trainer.fit()
+    except NonFinite:
+        return Check(name, False, f"the loss of step {len(losses.found) + 1} on it is no number", too_long)
+    first, last = losses.found[0], losses.found[-1]
+    too_short = f"raise {section}.optim.lr, or look for what keeps gradients from the weights"
+    ok = last <= (1 - LEARNT) * first
+    figure = f"loss {first:.3f} to {last:.3f} in {LEARNT_STEPS} steps on it"
+    return judged(name, ok, figure, too_short if last <= first else too_long)
 
 
 def distance(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float:

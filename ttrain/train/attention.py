@@ -63,14 +63,14 @@ def _attention(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attention as transformers calls it; returns [B, T, H, K]."""
-    if first_keys is None or attention_mask is None or dropout:
+    kind = query_BHTK.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query_BHTK.dtype
+    if first_keys is None or attention_mask is None or dropout or dtype == torch.float16:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         states = (query_BHTK, key_BGTK, value_BGTK)
         found, _ = sdpa_attention_forward(module, *states, attention_mask, dropout=dropout, scaling=scaling, **others)
         return found, None
-    kind = query_BHTK.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query_BHTK.dtype
     scale = query_BHTK.shape[-1] ** -0.5 if scaling is None else scaling
     arguments = (query_BHTK, key_BGTK, value_BGTK, attention_mask[:, 0], first_keys, scale, dtype)
     found = _BlockAttention.apply(*arguments)  # type: ignore[no-untyped-call]  # torch's

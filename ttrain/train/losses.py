@@ -56,7 +56,8 @@ class _LinearTokenLoss(torch.autograd.Function):
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_ND.dtype
         wide = torch.promote_types(dtype, torch.float32)
         weight = weight_VD.to(dtype)
-        grad_hidden = torch.zeros_like(hidden_ND) if gradients and ctx.needs_input_grad[0] else None
+        kept = wide if hidden_ND.dtype == torch.float16 else hidden_ND.dtype  # the loss scale is yet to come
+        grad_hidden = torch.zeros_like(hidden_ND, dtype=kept) if gradients and ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight_VD, dtype=wide) if gradients and ctx.needs_input_grad[1] else None
         total = torch.zeros((), dtype=wide, device=hidden_ND.device)
         rows_N, all_live = _rows(labels_N)
@@ -71,13 +72,15 @@ class _LinearTokenLoss(torch.autograd.Function):
                     grad_hidden.index_copy_(0, rows, _product(logits, weight).div_(scale).to(grad_hidden.dtype))
                 if grad_weight is not None:
                     grad_weight.add_(_product(logits.T, hidden), alpha=1 / scale)
-        ctx.save_for_backward(grad_hidden, None if grad_weight is None else grad_weight.to(weight_VD.dtype))
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.types = hidden_ND.dtype, weight_VD.dtype
         return total
 
     @staticmethod
     def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor | None, ...]:
-        found = (None if gradient is None else gradient.mul_(grad_total) for gradient in ctx.saved_tensors)
-        return (*found, None, None, None)
+        found = zip(ctx.saved_tensors, ctx.types, strict=True)
+        gradients = (None if gradient is None else gradient.mul_(grad_total).to(dtype) for gradient, dtype in found)
+        return (*gradients, None, None, None)
 
 
 def _score(logits_CV: Tensor, labels_C: Tensor, wide: torch.dtype, scale: float | None, all_live: bool) -> Tensor:
