@@ -79,8 +79,8 @@ class Pipeline:
             "tokenizer": {"vocab_size": 6400},
             "model": {"hidden_size": 512, "layers": 8, "heads": 8, "max_length": 512},
             "pretrain": {
-                "optim": {"kind": "adamw"}, "tokens": 2 * 512 * self.ranks, "tokens_per_step": 512 * self.ranks, "row_length": 512,
-                "validation_rows": 1, "seed": self.seed,
+                "optim": {"kind": "adamw"}, "tokens": 2 * 512 * self.ranks, "tokens_per_step": 512 * self.ranks,
+                "row_length": 512, "validation_rows": 1, "seed": self.seed,
             },
             "runtime": {
                 "rows_per_device": 1, "log_every_steps": 1, "devices": self.ranks, "checkpoint_every_steps": 100, **runtime,

@@ -27,11 +27,13 @@ from doubles import (
     settings_of_training,
     stage_settings,
     tiny_model,
+    write_shards,
 )
 from torch import Tensor, nn
 
 from ttrain.cli import main
 from ttrain.config import Optim, Runtime, Schedule, Settings, Training
+from ttrain.data.chat import Message, encode_chat
 from ttrain.data.encoder import Encoder
 from ttrain.data.packing import IGNORE, Batch, Counts, Rows
 from ttrain.doctor import labels, learning, machine, model, tokens
@@ -348,13 +350,18 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
     directory = tmp_path_factory.mktemp("data")
     encoder = make_tokenizer(directory / "tokenizer")
     make_shards(directory / "documents", encoder, "documents", 30)
-    make_shards(directory / "chats", encoder, "chats", 30)
+    talks = [
+        (Message("user", f"Number {number}?"), Message("assistant", f"Here it comes: {number * 37}."))
+        for number in range(12)
+    ]
+    encoded = [encode_chat(encoder, messages) for messages in talks]
+    common = {"vocab_size": len(encoder), "tokenizer": encoder.digest}
+    write_shards(directory / "chats" / "heldout", encoded, kind="chats", **common)
     config = settings_of_training(row_length=96)
-    answers = [messages[1].content for messages in chats(12, seed=1)]
-    documents, talks = (
+    documents, rows = (
         open_rows(directory / kind / "heldout", encoder, config, heldout=True) for kind in ("documents", "chats")
     )
-    return Data(encoder, documents, talks, answers)
+    return Data(encoder, documents, rows, [messages[1].content for messages in talks])
 
 
 class Spoilt(Rows):
@@ -381,6 +388,15 @@ def unshifted(ids: Any, labels: Any, segments: Any) -> None:
 def all_live(ids: Any, labels: Any, segments: Any) -> None:
     same = segments[1:] == segments[:-1]
     labels[:-1] = np.where(same & (segments[1:] >= 0), ids[1:], labels[:-1])
+
+
+def questions_live(ids: Any, labels: Any, segments: Any) -> None:
+    """The words between the second and the third special token of each record, and its end, as if a user were learnt."""
+    for record in range(segments.max() + 1):
+        there = np.flatnonzero(segments == record)
+        marks = there[ids[there] < 9]
+        labels[there] = IGNORE
+        labels[marks[1] : marks[2]] = ids[marks[1] + 1 : marks[2] + 1]
 
 
 def nothing_live(ids: Any, labels: Any, segments: Any) -> None:
@@ -411,24 +427,29 @@ def test_labels_of_documents_are_all_tokens_but_the_first(data: Data) -> None:
 
 
 def test_labels_of_chats_are_the_answers_with_their_ends(data: Data) -> None:
-    found = labels.chat_labels(data.chats, data.encoder, data.answers)
+    rows = data.chats
+    found = labels.chat_labels(rows, data.encoder, rows, data.answers)
     assert ok(found)
-    assert "12 answers with their ends" in str(found.figure)
+    assert str(found.figure).count("12 answers with their ends") == 2
     for spoil in (unshifted, nothing_live, without(data.encoder.end_id), all_live):
-        assert not ok(labels.chat_labels(Spoilt(data.chats, spoil), data.encoder, data.answers)), spoil
-    assert not ok(labels.chat_labels(data.chats, data.encoder, [text for text in data.answers if text != data.answers[0]]))
+        assert not ok(labels.chat_labels(Spoilt(rows, spoil), data.encoder, rows, data.answers)), spoil
+        assert not ok(labels.chat_labels(rows, data.encoder, Spoilt(rows, spoil), data.answers)), spoil
+    assert not ok(labels.chat_labels(rows, data.encoder, Spoilt(rows, questions_live), data.answers))
+    assert not ok(labels.chat_labels(rows, data.encoder, rows, [text for text in data.answers if text != data.answers[0]]))
 
 
 def test_live_questions_are_named_by_their_text(data: Data) -> None:
-    found = labels.chat_labels(Spoilt(data.chats, all_live), data.encoder, data.answers)
+    found = labels.chat_labels(data.chats, data.encoder, Spoilt(data.chats, questions_live), data.answers)
     assert "no assistant says" in str(found.figure)
 
 
 def test_an_answer_longer_than_a_row_may_be_learnt_in_parts(data: Data, tmp_path: Path) -> None:
     make_shards(tmp_path, data.encoder, "chats", 3)
     rows = open_rows(tmp_path / "heldout", data.encoder, settings_of_training(row_length=16), heldout=True)
+    answers = [messages[1].content for messages in chats(12, seed=1)]
     assert rows.counts()["cut_records"]
-    assert ok(labels.chat_labels(rows, data.encoder, data.answers))
+    assert ok(labels.chat_labels(rows, data.encoder, rows, answers))
+    assert not ok(labels.chat_labels(rows, data.encoder, rows, answers[:1]))
 
 
 def test_masked_regions_leave_next_tokens(data: Data) -> None:

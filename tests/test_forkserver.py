@@ -24,6 +24,7 @@ from ttrain import forkserver, supervise
 from ttrain.forkserver import ForkedProcess, ForkServer, ForkServerError
 from ttrain.parent import PARENT
 from ttrain.stages import PRETRAIN
+from ttrain.worker import SAME_SIGNAL_SECONDS
 
 PACKAGE = Path(forkserver.__file__).parent
 ERRAND = """
@@ -257,9 +258,13 @@ def test_a_wait_for_the_libraries_can_be_given_up(place: Path) -> None:
 
 
 def test_a_signal_before_it_listens_is_not_lost_and_the_second_ends_it(server: ForkServer) -> None:
+    """One that comes at once does not: whoever signals all processes signals the launching one too, which passes it on."""
     with errand(server, "listen", "on") as (process, output):
         process.send_signal(signal.SIGTERM)
         said(output, "stopped")
+        process.send_signal(signal.SIGTERM)
+        time.sleep(SAME_SIGNAL_SECONDS + 0.1)
+        assert process.poll() is None
         process.send_signal(signal.SIGINT)
         assert process.wait() == 128 + signal.SIGINT
 

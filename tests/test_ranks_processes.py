@@ -21,7 +21,7 @@ from ttrain.stages import PRETRAIN
 from ttrain.store import Artifact
 from ttrain.worker import PROCESS_NAME
 
-LIMIT_SECONDS = 1.5
+LIMIT_SECONDS = 2.0
 # A worker whose rank 1 does something else when it comes to its sixth sum.
 SABOTAGE = """
 import os, sys, time
@@ -40,7 +40,7 @@ def main():
                 time.sleep(600)
         if self.rank == 0 and len(sums) == 6 and what == "save slowly":
             with self.busy("saving"):
-                time.sleep(4)
+                time.sleep(5)
         return proper(self, values)
     Ranks.sum = sum
     return worker.main()

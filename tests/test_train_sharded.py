@@ -56,7 +56,7 @@ def test_sharded_ranks_train_as_one_whole_model_does(tmp_path: Path, kind: str) 
     rel = 2e-4 if kind == "muon" else 1e-5
     assert first["losses"] == pytest.approx(alone["losses"], rel=rel)
     assert first["losses"][:2] == pytest.approx(alone["losses"][:2], rel=1e-6)
-    assert first["norms"] == pytest.approx(alone["norms"], rel=1e-3)
+    assert first["norms"] == pytest.approx(alone["norms"], rel=5e-3 if kind == "muon" else 1e-3)
     assert first["validation"] == second["validation"] == pytest.approx(alone["validation"], rel=rel)
     assert distance(alone["weights"], first["weights"]) < (1e-2 if kind == "muon" else 1e-4)
 

@@ -15,6 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
+from ttrain.worker import PROCESS_NAME
+
 PRETRAIN_ONLY = ("pipeline", "run", "full", "pretrain.tokens=61440", "evaluate.new_tokens=0")
 
 
@@ -51,9 +53,9 @@ def weights(cli: Any, *overrides: str) -> str:
 def test_a_run_killed_in_pretraining_continues_to_the_same_weights(fresh: Any, copy_of: Any) -> None:
     process = fresh.start(*PRETRAIN_ONLY, "runtime.retries=1", "runtime.retry_delay_seconds=0")
     wait_for(lambda: len(checkpoints(fresh.home)) > 0)
-    [worker] = [found for found in processes_of(fresh.home) if "ttrain.worker" in found.cmdline()]
+    [worker] = [found for found in processes_of(fresh.home) if found.name() == PROCESS_NAME]
     worker.kill()  # the first time the stage's process alone, which Prefect starts again
-    tried = wait_for(lambda: [p for p in processes_of(fresh.home) if "ttrain.worker" in p.cmdline() and p.pid != worker.pid])
+    tried = wait_for(lambda: [p for p in processes_of(fresh.home) if p.name() == PROCESS_NAME and p.pid != worker.pid])
     newest = max(checkpoints(fresh.home))
     wait_for(lambda: max(checkpoints(fresh.home)) > newest or not tried[0].is_running())
     process.kill()

@@ -5,7 +5,7 @@ What should be learnt is derived anew here, from the text of the records and not
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -16,6 +16,7 @@ from ttrain.doctor.check import Check, judged
 
 MOST_ROWS = 64
 SHOWN_CHARACTERS = 40
+END_TOKENS = 3  # an existing template may end an answer with the token and a newline after it
 NAME = "labels and mask"
 CURE = "look at the rows with `ttrain data inspect`; the tokenizer's template or the code that makes rows has a fault"
 
@@ -42,30 +43,38 @@ def masked_labels(rows: Rows, encoder: Encoder) -> Check:
     return judged(NAME, targets > 0, _share(targets, positions, rows), CURE)
 
 
-def chat_labels(rows: Rows, encoder: Encoder, answers: Sequence[str]) -> Check:
-    """Every run of targets is the text of one of `answers` with the token that ends it; where a row ends, a part of one.
-
-    `answers` are those of all conversations in the rows.
+def chat_labels(rows: Rows, encoder: Encoder, heldout: Rows, answers: Sequence[str]) -> Check:
+    """Every run of targets ends with the token that ends an answer and has no other special one; of the held-out rows, whose
+    text is at hand, it is the text of one of `answers`. Where a row is full, it may be a part of one.
     """
-    whole = {_answer(encoder, text) for said in answers for text in (said, said.strip())}
-    cut = bool(rows.counts().get("cut_records"))
+    found = _runs_of(rows, encoder, None)
+    told = _runs_of(heldout, encoder, answers) if found.ok and len(heldout) else None
+    if told is None or not told.ok:
+        return told or found
+    return judged(NAME, True, f"{found.figure}; of the held-out rows, with their text: {told.figure}", CURE)
+
+
+def _runs_of(rows: Rows, encoder: Encoder, answers: Sequence[str] | None) -> Check:
+    spoken = sorted({text for said in answers or () for text in (said, said.strip())})
+    wanted = {_word([*ids, encoder.end_id]) for ids in encoder.encode(spoken)}
+    whole, alone, special = not rows.counts().get("cut_records"), encoder.template != "own", encoder.special_ids()
     positions = targets = runs = 0
     for number, ids, labels in records(rows):
         if wrong := _unshifted(ids, labels):
             return Check(NAME, False, _decoded(f"row {number}: {wrong}", wrong, ids, labels, encoder), CURE)
         for run in _runs(labels):
             runs += 1
-            if (
-                run in whole
-                or (encoder.template == "own" and _holds_an_answer(run, whole))
-                or (cut and _is_part(run, whole))
-            ):
-                continue
-            learnt = encoder.decode(run)[:SHOWN_CHARACTERS]
-            why = "which no assistant says" if run[-1] == encoder.end_id else "without the token that ends an answer"
-            return Check(NAME, False, f"row {number}: learnt is {learnt!r}, {why}", CURE)
+            why = ""
+            if whole and run[-1] != encoder.end_id and encoder.end_id not in run[-END_TOKENS:]:
+                why = "without the token that ends an answer"
+            elif alone and not special.isdisjoint(run[:-1]):
+                why = "with what stands between turns"
+            elif answers is not None and not _is_learnt(_word(run), wanted, whole=whole, alone=alone):
+                why = "which no assistant says"
+            if why:
+                return Check(NAME, False, f"row {number}: learnt is {encoder.decode(run)[:SHOWN_CHARACTERS]!r}, {why}", CURE)
         positions, targets = positions + len(ids), targets + int((labels != IGNORE).sum())
-    return judged(NAME, targets > 0, f"{_share(targets, positions, rows)}, which is {runs} answers with their ends", CURE)
+    return judged(NAME, targets > 0, f"{_share(targets, positions, rows)}, in {runs} answers with their ends", CURE)
 
 
 def records(rows: Rows) -> Iterator[tuple[int, Array, Array]]:
@@ -103,28 +112,24 @@ def _share(targets: int, positions: int, rows: Rows) -> str:
     return f"{targets} of {positions} tokens in {min(MOST_ROWS, len(rows))} rows are learnt, each the next one"
 
 
-def _answer(encoder: Encoder, text: str) -> tuple[int, ...]:
-    return (*encoder.encode([text])[0], encoder.end_id)
+def _word(ids: Iterable[int]) -> str:
+    """Ids as the characters of these numbers, so that one sequence is looked for in another as fast as in text."""
+    return "".join(map(chr, ids))
 
 
-def _runs(labels: Array) -> Iterator[tuple[int, ...]]:
+def _runs(labels: Array) -> Iterator[list[int]]:
     """Targets that follow each other without a gap."""
     live = labels != IGNORE
     borders = [0, *(np.flatnonzero(np.diff(live)) + 1), len(labels)]
     for start, end in pairwise(borders):
         if end > start and live[start]:
-            yield tuple(labels[start:end].tolist())
+            yield labels[start:end].tolist()
 
 
-def _holds_an_answer(run: tuple[int, ...], whole: set[tuple[int, ...]]) -> bool:
-    """For templates that put words of their own around an answer and learn them too."""
-    return any(_holds(run, answer[:-1]) for answer in whole)
-
-
-def _is_part(run: tuple[int, ...], whole: set[tuple[int, ...]]) -> bool:
-    return any(_holds(answer, run) for answer in whole)
-
-
-def _holds(long: tuple[int, ...], short: tuple[int, ...]) -> bool:
-    size = len(short)
-    return any(long[at : at + size] == short for at in range(len(long) - size + 1))
+def _is_learnt(run: str, answers: set[str], *, whole: bool, alone: bool) -> bool:
+    """Whether a run is an answer: where not `alone` with words of the template around it, where not `whole` a part of it."""
+    if run in answers:
+        return True
+    return (not alone and any(answer[:-1] in run for answer in answers)) or (
+        not whole and any(run in answer for answer in answers)
+    )

@@ -28,7 +28,8 @@ from ttrain.train.ranks import Ranks
 from ttrain.train.schedules import decay_start, steps_of
 
 GB = 1e9
-MATMUL, TRIES = 512, 20
+MATMUL = {"cpu": 512}  # rows of a matrix
+MATMUL_ELSEWHERE, TRIES = 4096, 20
 EMULATED = 0.5  # of the speed of fp32: what is computed in other numbers is slower still
 SAMPLING_SECONDS = 0.002
 MEASURED_ROWS = 3
@@ -182,7 +183,8 @@ def chosen_precision(
 
 def matmul_seconds(dtype: torch.dtype, device: torch.device) -> float:
     """The fastest of a few products of two matrices."""
-    matrix = torch.ones(MATMUL, MATMUL, dtype=dtype, device=device)
+    rows = MATMUL.get(device.type, MATMUL_ELSEWHERE)
+    matrix = torch.ones(rows, rows, dtype=dtype, device=device)
     found = []
     for _ in range(TRIES):
         began = time.perf_counter()

@@ -77,7 +77,10 @@ def first_loss(learner: Learner, rows: Rows, precision: Precision, *, trained: b
     slack = max(0.5, SLACK * nothing)
     if trained:
         figure = f"{loss:.3f} nats a token, below ln(vocabulary) = {nothing:.3f}"
-        ok, cure = loss < nothing, "train the base model for longer, or look for what broke it: it knows less than nothing"
+        ok, cure = (
+            loss < nothing,
+            "train the base for longer, on text more like this, or look for what broke it: it is surer than right",
+        )
     else:
         figure = f"{loss:.3f} nats a token, ln(vocabulary) = {nothing:.3f}"
         ok, cure = abs(loss - nothing) <= slack, "set model.init_std nearer to 0.02: a new model should know nothing, surely"

@@ -18,7 +18,7 @@ from ttrain.data.packing import IGNORE, Batch, Counts, Rows
 from ttrain.data.samplers import ShuffledOrder
 from ttrain.train.callbacks import Callback, StepRecord
 from ttrain.train.checkpoint import Checkpoints, Snapshot
-from ttrain.train.precision import Precision
+from ttrain.train.precision import Precision, resolve
 from ttrain.train.ranks import Ranks
 from ttrain.train.task import TrainingTask
 from ttrain.train.trainer import Cadence, How, Trainer, Weights
@@ -143,6 +143,7 @@ def trainer_of(
     }
     config = learner.config.model_copy(update={**changed, **changes})
     order = ShuffledOrder(len(rows), rows_per_step, steps * rows_per_step, config.seed)
+    precision = resolve(precision.word, ranks.device)  # which also sets how fp32 matrices are multiplied
     return learner.trainer(
         learner.task(config, subject.model, learner.runtime),
         Loader(rows, order, rows_per_device=rows_per_device, rank=ranks.rank, world=ranks.world, prefetch_steps=0),

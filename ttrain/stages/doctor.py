@@ -17,7 +17,7 @@ from ttrain.data.packing import Rows
 from ttrain.doctor import labels, learning, machine, model, tokens
 from ttrain.doctor.check import Check, guarded
 from ttrain.doctor.parts import Learner
-from ttrain.errors import DataError
+from ttrain.errors import DataError, TTrainError, UsageError
 from ttrain.plan import section_of
 from ttrain.stages import STAGES, lora, pretrain, sft, training
 from ttrain.stages.doctor_inputs import Inputs, gather
@@ -56,7 +56,9 @@ class Doctor:
                 rows = open_rows(inputs.paths["shards"] / "train", encoder, self.config)
                 if not len(rows):
                     raise DataError("the training data is empty: it gave no row to learn from")
-            except DataError as error:
+            except UsageError:
+                raise
+            except TTrainError as error:
                 yield Check("data", False, str(error), "mend the data; `ttrain data validate` names all bad rows")
                 return
             counts = rows.counts()
@@ -82,7 +84,7 @@ class Doctor:
         elif self.stage == "pretrain":
             yield guarded(labels.NAME, lambda: labels.document_labels(rows, encoder))
         else:
-            yield guarded(labels.NAME, lambda: labels.chat_labels(heldout, encoder, answers))
+            yield guarded(labels.NAME, lambda: labels.chat_labels(rows, encoder, heldout, answers))
 
     def _of_training(self, inputs: Inputs, rows: Rows, computed_in: Precision) -> Iterator[Check]:
         config: Section = section_of(STAGES[self.stage], self.settings)
