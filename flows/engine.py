@@ -99,7 +99,7 @@ def _begin(
         signums.append(signum)
         display.say("[yellow]stopping before a stage begins (again to end at once)[/]")
 
-    with catching_signals(asked):
+    with catching_signals(asked, _EarlySignal):
         execution = Execution(pipeline, settings, store, display, names, force=force, extend=extend)
     execution.signum = signums[0] if signums else 0
     return execution
@@ -107,7 +107,7 @@ def _begin(
 
 def _finish(execution: Execution, outcome: str, error: str | None) -> None:
     """Close the record. A first signal comes too late to change what became of the run; a second one ends it at once."""
-    with contextlib.nullcontext() if execution.signum else catching_signals(lambda signum: None):
+    with contextlib.nullcontext() if execution.signum else catching_signals(lambda signum: None, _EarlySignal):
         execution.finish(outcome, error)
 
 

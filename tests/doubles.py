@@ -47,7 +47,7 @@ from ttrain.train.trainer import Cadence, How, Trainer
 CPU = torch.device("cpu")
 ALONE = Ranks(0, 1, CPU)
 VOCAB = 61
-SPARSE = Cadence(log=3, checkpoint=10)
+SPARSE, PLAIN = Cadence(log=3, checkpoint=10), How()
 LINES = (
     "The quick brown fox jumps over the lazy dog.",
     "A list is a sequence of items; a tuple is one that cannot change.",
@@ -277,7 +277,7 @@ def make_trainer(
     config: Training, model: nn.Module, rows: Rows, *, rows_per_device: int = 4, directory: Path | None = None,
     callbacks: Sequence[Callback] = (), cadence: Cadence = SPARSE, total_rows: int | None = None,
     stop_after: int | None = None, start: Snapshot | None = None, validation: Sequence[Batch] = (),
-    task: TrainingTask | None = None, ranks: Ranks = ALONE, keep: int = 2, how: How = How(), **options: Any,
+    task: TrainingTask | None = None, ranks: Ranks = ALONE, keep: int = 2, how: How = PLAIN, **options: Any,
 ) -> Trainer:  # fmt: skip
     """A trainer of the model on the rows; checkpoints go under `directory` where there is one."""
     assert config.tokens is not None

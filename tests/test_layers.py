@@ -22,7 +22,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("flows", "tasks", "ttrain")
 LIGHT = (
     "ttrain.config", "ttrain.store", "ttrain.plan", "ttrain.report", "ttrain.cli", "ttrain.errors", "ttrain.runs",
-    "ttrain.execute", "ttrain.launch", "ttrain.cli_data", "ttrain.from_files", "flows", "flows.full", "flows.engine",
+    "ttrain.execute", "ttrain.launch", "ttrain.cli_data", "ttrain.cli_doctor", "ttrain.from_files",
+    "flows", "flows.full", "flows.engine",
 )  # fmt: skip
 HELP = """
 import contextlib, io, json, sys
@@ -120,7 +121,11 @@ def test_the_scanner_sees_imports_at_the_top_in_functions_relative_and_by_name()
     ("importers", "forbidden", "but"),
     [
         pytest.param(PACKAGES, ("prefect",), ("tasks", "flows"), id="prefect only in tasks and flows"),
-        pytest.param(("ttrain", "tasks"), ("flows",), ("ttrain.cli", "ttrain.cli_train", "ttrain.cli_settings"), id="only the command line reaches up into flows"),
+        pytest.param(
+            ("ttrain", "tasks"), ("flows",), ("ttrain.cli", "ttrain.cli_train", "ttrain.cli_settings"),
+            id="only the command line reaches up into flows",
+        ),
+        pytest.param(("ttrain.doctor",), ("ttrain.model", "ttrain.stages"), (), id="the doctor's checks know no stages"),
         pytest.param(("ttrain",), ("tasks",), (), id="the library knows no tasks"),
         pytest.param(PACKAGES, ("ttrain.cli",), (), id="nothing imports the command line"),
         pytest.param(("ttrain.data",), ("ttrain.model",), (), id="data does not know models"),

@@ -10,15 +10,22 @@ from types import FrameType
 from ttrain.errors import Interrupted
 
 
+def interrupted_twice(signum: int) -> BaseException:
+    """What a second signal raises while stages run."""
+    return Interrupted("interrupted twice; the stages were ended where they stood", signum)
+
+
 @contextlib.contextmanager
-def catching_signals(asked: Callable[[int], object]) -> Iterator[None]:
-    """The first of the two signals calls `asked` with its number; a second one raises Interrupted at once."""
+def catching_signals(
+    asked: Callable[[int], object], again: Callable[[int], BaseException] = interrupted_twice
+) -> Iterator[None]:
+    """The first of the two signals calls `asked` with its number; a second one raises `again(number)` at once."""
     seen = False
 
     def handle(signum: int, frame: FrameType | None) -> None:
         nonlocal seen
         if seen:
-            raise Interrupted("interrupted twice; the stages were ended where they stood", signum)
+            raise again(signum)
         seen = True
         asked(signum)
 

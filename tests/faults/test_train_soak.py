@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import multiprocessing
@@ -204,8 +205,9 @@ def writing(root: Path) -> set[tuple[str, int, int]]:
     """The checkpoints that are, or were, being written: name, inode and the time of their last change."""
     there = set()
     for path in (root / "checkpoints").glob(".writing-*"):
-        status = path.stat()
-        there.add((path.name, status.st_ino, status.st_ctime_ns))
+        with contextlib.suppress(FileNotFoundError):  # it has got its name
+            status = path.stat()
+            there.add((path.name, status.st_ino, status.st_ctime_ns))
     return there
 
 
@@ -325,12 +327,13 @@ def kill(attempt: Try, chance: random.Random, tally: Tally, write_seconds: float
     """Kill one rank or all at a random point, while it saves if too few kills met that; False where it was done before."""
     root = attempt.root
     before, steps = writing(root), whole_steps(root)
-    if 2 * tally.saving <= tally.kills:
-        mark, count, most = SAVED, chance.randint(1, 2), 1.2 * write_seconds
-    else:
-        mark, count, most = STEPPED, chance.randint(0, 4), 0.05
-    running = attempt.marks(mark, count)
-    time.sleep(chance.uniform(0, most))
+    aimed = 2 * tally.saving <= tally.kills
+    mark, count = (SAVED, chance.randint(1, 2)) if aimed else (STEPPED, chance.randint(0, 4))
+    attempt.marks(mark, count)
+    deadline = time.monotonic() + 2 * write_seconds
+    while aimed and not writing(root) - before and time.monotonic() < deadline:
+        pass
+    time.sleep(chance.uniform(0, write_seconds if aimed else 0.05))
     victims = [attempt.processes[0]]
     if attempt.world > 1:
         victims = chance.choice([attempt.processes, attempt.processes[:1], attempt.processes[1:]])
@@ -338,10 +341,9 @@ def kill(attempt: Try, chance: random.Random, tally: Tally, write_seconds: float
         victim.kill()
     # Who waits for a rank to join waits long; that is the launching process's to end, as here.
     codes = attempt.end(30) if count else attempt.end(2, by_force=True)
-    if not running or 0 in codes:
-        assert codes == [0] * attempt.world
+    assert {*codes} <= {0, -9, LOST}, f"a rank ended otherwise: {codes}"
+    if codes[0] == 0:  # it is rank 0 that saves
         return False
-    assert {*codes} <= {-9, LOST}, f"a rank ended otherwise: {codes}"
     tally.kills += 1
     tally.saving += bool(writing(root) - before)
     now = whole_steps(root)
@@ -353,10 +355,11 @@ def kill(attempt: Try, chance: random.Random, tally: Tally, write_seconds: float
 
 
 def soak(root: Path, kills: int, chance: random.Random, worlds: Sequence[int], how: How) -> Tally:
-    """Runs with ten kills each, each then finished, until there were enough; all leave what an undisturbed one leaves."""
+    """Runs with ten kills each, each then finished, until there were enough, half of them in a write; all runs leave what an
+    undisturbed one leaves."""
     expected, tally = never_killed(root / "alone", how), Tally()
     write_seconds = seconds_of_a_write(root / "alone")
-    while tally.kills < kills:
+    while tally.kills < kills or 2 * tally.saving < tally.kills < 2 * kills:
         place = root / f"run-{tally.runs}"
         place.mkdir()
         chain = 0
@@ -378,7 +381,7 @@ def test_any_number_of_kills_leaves_the_same_weights_and_no_row_is_lost_or_repea
     kills = int(os.environ.get("TTRAIN_SOAK_KILLS", "5"))
     tally = soak(tmp_path, kills, random.Random(17), [1], FAST)
     print(f"training: {tally}")
-    assert 2 * tally.saving >= tally.kills - 1
+    assert 2 * tally.saving >= kills
 
 
 def test_kills_of_one_rank_or_of_all_leave_the_same_bits_on_any_number_of_ranks(tmp_path: Path) -> None:

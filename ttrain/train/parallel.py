@@ -55,7 +55,7 @@ class Replicated(Parallel):
         if ranks.world > 1:
             ids = [ranks.device.index] if ranks.device.type == "cuda" else None
             self._ddp = nn.parallel.DistributedDataParallel(
-                module, device_ids=ids, gradient_as_bucket_view=True, broadcast_buffers=False
+                module, device_ids=ids, gradient_as_bucket_view=True, forward_sync_buffers=False
             )
             self.loss_factor = float(ranks.world)
         self.module = self._ddp or module
