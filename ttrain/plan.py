@@ -215,7 +215,8 @@ def explain(stage: Stage, key: str, ingredients: Mapping[str, Any], store: Store
 def own_checkpoint(stage: Stage, key: str, store: Store) -> int:
     """Step of the newest checkpoint that unfinished work of this key left; 0 where there is none."""
     steps = (store.work(stage.name, key) / "output" / "checkpoints").glob("step-*")
-    return max((int(path.name.removeprefix("step-")) for path in steps), default=0)
+    numbers = (path.name.removeprefix("step-") for path in steps)
+    return max((int(number) for number in numbers if number.isdecimal()), default=0)
 
 
 def extension_of(stage: Stage, settings: Settings, ingredients: Mapping[str, Any], store: Store) -> tuple[Path | None, str]:

@@ -48,8 +48,8 @@ class Trained:
 
 def start(runtime: Runtime) -> Ranks:
     """Join the other ranks and share the cores among them."""
-    world, local = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
-    torch.set_num_threads(runtime.threads or max(1, (os.cpu_count() or 1) // world))
+    here, local = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
+    torch.set_num_threads(runtime.threads or max(1, (os.cpu_count() or 1) // here))
     set_deterministic(runtime.deterministic)
     device = precision.resolve_device(runtime.device, local)
     limit_memory(limit_of(runtime), device)
@@ -110,14 +110,18 @@ def train(
         allow=allow,
     )
     log.info("optimizer groups %s", trainer.optimizers.groups())
-    with explained(limit_of(runtime), runtime.rows_per_device):
-        result = trainer.fit()
-    checkpoints.close()
+    try:
+        with explained(limit_of(runtime), runtime.rows_per_device):
+            result = trainer.fit()
+    finally:
+        with ranks.busy("saving"):
+            checkpoints.close()
     if result.stop_reason == INTERRUPTED:
         raise Interrupted(f"stopped after step {result.step} of {order.steps}; the state is saved")
     weights = trainer.parallel.whole(trained.state())
     if ranks.first:
-        _write_model(job.output / trained.directory, trained, weights)
+        with ranks.busy("writing the model"):
+            _write_model(job.output / trained.directory, trained, weights)
     ranks.barrier()
     warned = guards.counts(job.run_directory / GUARDS)
     return {**_figures(trainer, result, runtime, trained.model), "guard_warnings": warned}
@@ -160,9 +164,10 @@ def _write_model(directory: Path, trained: Trained, weights: dict[str, Tensor]) 
     directory.mkdir(parents=True, exist_ok=True)
     for name, data in trained.files.items():
         (directory / name).write_bytes(data)
-    path = directory / trained.weights_file
-    path.unlink(missing_ok=True)
-    tensor_files.write(path, tensor_files.tensor_parts(checkpoint.copy_tensors(weights), {"format": "pt"}))
+    temporary = directory / f".{trained.weights_file}.writing"
+    temporary.unlink(missing_ok=True)
+    tensor_files.write(temporary, tensor_files.tensor_parts(checkpoint.copy_tensors(weights), {"format": "pt"}))
+    temporary.replace(directory / trained.weights_file)
 
 
 def _finite(value: float | None) -> float | None:

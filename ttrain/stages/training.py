@@ -11,6 +11,7 @@ from torch import nn
 from ttrain.config import Runtime, Training, flatten
 from ttrain.data.encoder import Encoder
 from ttrain.data.loader import pad_fraction
+from ttrain.errors import UsageError
 from ttrain.job import Job
 from ttrain.stages.fitting import Trained, loader_of, start, train
 from ttrain.stages.rows import open_rows, order_of, validation_batches
@@ -50,6 +51,11 @@ def fit(config: Training, trained: Trained, job: Job, ranks: Ranks, encoder: Enc
     loader = loader_of(rows, order, runtime, ranks)
     computed_in = precision.resolve(config.precision, ranks.device)
     validation = validation_batches(heldout, config.validation_rows, runtime.rows_per_device)
+    if job.start_from and config.early_stopping:
+        raise UsageError(
+            f"--extend and {config.prefix}early_stopping do not go together: the best weights may lie in the shorter run; "
+            f"leave one of them out"
+        )
     extended = checkpoint.read(job.start_from, trained.weights_file) if job.start_from else None
     log.info("rows %s", rows.counts())
     task = task_of(config, trained.model, runtime)

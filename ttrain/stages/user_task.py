@@ -59,7 +59,12 @@ def run(config: UserTaskConfig, job: Job) -> dict[str, Any]:
             *early_stopping(settings, validation),
             *watchers(settings, job, loader=loader, ranks=ranks, precision=computed_in),
         ],
-        identity={"task": f"{kind.__module__}:{kind.__qualname__}", **dict(flatten(settings.model_dump(mode="json")))},
+        identity={
+            "task": f"{kind.__module__}:{kind.__qualname__}",
+            "rows": len(rows),
+            "heldout_rows": len(heldout),
+            **dict(flatten(settings.model_dump(mode="json"))),
+        },
         allow=allow,
     )
     if ranks.first:

@@ -133,6 +133,17 @@ class Checkpoints:
                 self._damaged.add(path)
         return None
 
+    def keep(self, step: int) -> None:
+        """Never remove the checkpoint of this step while this run lasts, be it written already or not."""
+        self._permanent = self._permanent | {step}
+
+    def forget_after(self, step: int) -> None:
+        """Remove the checkpoints that a run with another count of steps left beyond this one."""
+        self.wait()
+        for path in found(self.directory):
+            if step_of(path) > step:
+                remove_tree(path)
+
     def pin(self, step: int) -> None:
         """Keep a checkpoint for good. Waits for the writer. Raises ArtifactError where there is none of this step."""
         self.wait()

@@ -26,6 +26,7 @@ class Counters:
     window: Window = field(default_factory=Window)
     live_tokens: int = 0
     skipped: int = 0  # steps whose gradient was no number
+    skipped_in_a_row: int = 0
     last_loss: float | None = None
     validation_loss: float | None = None
     best_loss: float = math.inf

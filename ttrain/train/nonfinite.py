@@ -23,10 +23,14 @@ class NonFinite(TTrainError):
     def __init__(self, step: int, loss: float, norm: float, rows: Sequence[int], config: Loop) -> None:
         self.step, self.rows = step + 1, list(rows)
         named = ", ".join(map(str, self.rows[:SHOWN_ROWS])) + (", ..." if len(self.rows) > SHOWN_ROWS else "")
+        other = (
+            f"; {SKIPS_IN_A_ROW} steps in a row were skipped before"
+            if config.nonfinite == "skip"
+            else (f", or set {config.prefix}nonfinite=skip (it is {config.nonfinite})")
+        )
         super().__init__(
             f"the loss of step {step + 1} is not finite ({loss}, gradient norm {norm}); its {len(self.rows)} rows: {named}. "
-            f"The weights are those before it. Look at these rows, lower {config.prefix}optim.lr ({config.optim.lr}), "
-            f"or set {config.prefix}nonfinite=skip (it is {config.nonfinite})"
+            f"The weights are those before it. Look at these rows, lower {config.prefix}optim.lr ({config.optim.lr}){other}"
         )
 
 
@@ -34,19 +38,15 @@ class Policy:
     """`stop` saves the state before the step and ends, `skip` leaves the step out, `raise` ends at once."""
 
     def __init__(self, word: str) -> None:
-        self.word, self._in_a_row = word, 0
+        self.word = word
 
     @property
     def saves(self) -> bool:
         return self.word != "raise"
 
-    def skips(self, error: NonFinite) -> bool:
-        """Whether this step is left out and training goes on."""
-        return self.word == "skip" and self._in_a_row < SKIPS_IN_A_ROW
-
-    def note(self, finite: bool) -> None:
-        """Count what comes one after the other."""
-        self._in_a_row = 0 if finite else self._in_a_row + 1
+    def skips(self, in_a_row: int) -> bool:
+        """Whether this step, the last of so many that were skipped, is left out and training goes on."""
+        return self.word == "skip" and in_a_row <= SKIPS_IN_A_ROW
 
 
 def rows_of(parts: Sequence[npt.NDArray[np.int64]], losses: Mapping[int, Tensor], ranks: Ranks) -> list[int]:

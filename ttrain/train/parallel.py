@@ -54,8 +54,10 @@ class Replicated(Parallel):
         self._ddp: nn.parallel.DistributedDataParallel | None = None
         if ranks.world > 1:
             ids = [ranks.device.index] if ranks.device.type == "cuda" else None
+            # Running statistics of normalization are rank 0's, which are those that a checkpoint keeps.
+            kept = {name for name, _ in module.named_buffers()} & {*module.state_dict()}
             self._ddp = nn.parallel.DistributedDataParallel(
-                module, device_ids=ids, gradient_as_bucket_view=True, forward_sync_buffers=False
+                module, device_ids=ids, gradient_as_bucket_view=True, forward_sync_buffers=bool(kept)
             )
             self.loss_factor = float(ranks.world)
         self.module = self._ddp or module

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -60,6 +60,15 @@ class Ranks:
         with self.watch.arriving() if self.watch else contextlib.nullcontext(), self._together():
             dist.all_reduce(tensor)
             return [float(value) for value in tensor.tolist()]
+
+    def union(self, names: Iterable[str]) -> list[str]:
+        """All names that any rank has, sorted; the same list on all of them."""
+        if self.world == 1:
+            return sorted(names)
+        found: list[list[str]] = [[] for _ in range(self.world)]
+        with self.watch.doing(watchdog.WAITING) if self.watch else contextlib.nullcontext(), self._together():
+            dist.all_gather_object(found, sorted(names))
+        return sorted({name for some in found for name in some})
 
     @contextlib.contextmanager
     def busy(self, what: str) -> Iterator[None]:

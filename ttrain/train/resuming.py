@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Mapping
+import zlib
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from ttrain.errors import UsageError
+from ttrain.data.samplers import Order
+from ttrain.errors import ArtifactError, UsageError
 from ttrain.train.checkpoint import Snapshot
 
 if TYPE_CHECKING:
@@ -16,14 +18,16 @@ if TYPE_CHECKING:
 log = logging.getLogger("ttrain")
 
 
-def state_of(trainer: Trainer) -> dict[str, Any]:
-    """The JSON part of a snapshot."""
+def state_of(trainer: Trainer, step: int) -> dict[str, Any]:
+    """The JSON part of a snapshot; `rows` are those consumed."""
+    order = trainer.loader.order
     return {
         "steps": trainer.steps,
         "counters": asdict(trainer.counters),
         "loss_scale": dict(vars(trainer.loss_scale)),
         "callbacks": trainer.listeners.state(),
-        "rows_per_step": trainer.loader.order.rows_per_step,
+        "rows": min(step * order.rows_per_step, order.total_rows),
+        "optimizers": [type(optimizer).__name__ for optimizer in trainer.optimizers.optimizers],
         "identity": trainer.identity,
         "world": trainer.ranks.world,
         "precision": trainer.precision.word,
@@ -50,14 +54,43 @@ def check(trainer: Trainer, snapshot: Snapshot, allow: frozenset[str]) -> int:
         )
     for name, (old, new) in differences.items():
         log.warning("continues with another %s: %s → %s", name, old, new)
-    return _step(snapshot, state, trainer.loader.order.rows_per_step)
+    if state["precision"] != trainer.precision.word:
+        log.warning("continues in %s what was computed in %s: not the same bits", trainer.precision.word, state["precision"])
+    return _step(snapshot, trainer.loader.order)
 
 
-def _step(snapshot: Snapshot, state: Mapping[str, Any], rows_per_step: int) -> int:
-    rows = snapshot.step * int(state["rows_per_step"])
-    if rows % rows_per_step:
+def check_optimizers(trainer: Trainer, snapshot: Snapshot) -> None:
+    """Raises UsageError where the state is that of other optimizers."""
+    old, new = snapshot.state["optimizers"], [type(optimizer).__name__ for optimizer in trainer.optimizers.optimizers]
+    if old != new:
         raise UsageError(
-            f"the checkpoint of step {snapshot.step} has consumed {rows} rows, which is no multiple of the {rows_per_step} "
-            f"rows of a step now; choose tokens_per_step so that it is, or continue from another checkpoint"
+            f"the checkpoint of step {snapshot.step} holds the state of {' and '.join(old)}, which {' and '.join(new)} "
+            f"cannot continue; put optim.kind back, or begin anew elsewhere"
         )
-    return rows // rows_per_step
+
+
+def check_same(trainer: Trainer, snapshot: Snapshot | None) -> None:
+    """All ranks continue the same checkpoint. Raises ArtifactError where one could not read what the others did."""
+    known = [float(trainer.first), float(_digest(snapshot))]
+    if any(total != value * trainer.ranks.world for total, value in zip(trainer.ranks.sum(known), known, strict=True)):
+        raise ArtifactError(
+            f"ranks do not begin alike: rank {trainer.ranks.rank} would at step {trainer.first}; all must be able to "
+            f"read the checkpoints"
+        )
+
+
+def _digest(snapshot: Snapshot | None) -> int:
+    """32 bits of what identifies a checkpoint; sums of them over ranks are exact in fp64."""
+    if snapshot is None:
+        return 0
+    return zlib.crc32(json.dumps({**snapshot.state, "step": snapshot.step}, sort_keys=True).encode())
+
+
+def _step(snapshot: Snapshot, order: Order) -> int:
+    rows = int(snapshot.state["rows"])
+    if rows % order.rows_per_step and rows != order.total_rows:
+        raise UsageError(
+            f"the checkpoint of step {snapshot.step} has consumed {rows} rows, which is no multiple of the "
+            f"{order.rows_per_step} rows of a step now; choose the size of a step so that it is, or begin anew elsewhere"
+        )
+    return -(-rows // order.rows_per_step)

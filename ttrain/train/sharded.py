@@ -19,6 +19,7 @@ class Sharded(Parallel):
     """A layer is gathered when it is needed and let go after it: FSDP2 (arXiv:2304.11277), torch's `fully_shard`."""
 
     def __init__(self, module: nn.Module, ranks: Ranks) -> None:
+        self._first = ranks.first
         mesh = init_device_mesh(ranks.device.type, (ranks.world,))
         layers = {name for part in module.modules() for name in getattr(part, "_no_split_modules", None) or ()}
         for part in module.modules():
@@ -32,4 +33,10 @@ class Sharded(Parallel):
         self._sharded.set_requires_gradient_sync(last)
 
     def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: whole(tensor) for name, tensor in tensors.items()}
+        """One tensor at a time, into the memory of rank 0's CPU; other ranks hold none of it."""
+        found = {}
+        for name, tensor in tensors.items():
+            gathered = whole(tensor)
+            if self._first:
+                found[name] = gathered.detach().to("cpu")
+        return found

@@ -113,7 +113,8 @@ class Trainer:
         self.first = self.step = resuming.check(self, snapshot, allow) if snapshot else 0
         if snapshot:
             weights.load(dict(snapshot.weights))
-        self.bare = self.bare.to(ranks.device)
+        if how.parallel != "fsdp" or ranks.world == 1:  # else each rank moves its part only
+            self.bare = self.bare.to(ranks.device)
         if how.compile and how.parallel == "fsdp" and ranks.world > 1:
             raise UsageError("runtime.compile and runtime.parallel=fsdp do not go together yet; set one of them")
         called, self.compiled = compiled(self._try, self.bare, ranks) if how.compile else (self.bare, False)
@@ -121,18 +122,23 @@ class Trainer:
         self.optimizers = task.build_optimizer(self.bare)
         self.factor = task.build_scheduler(self.steps)
         self.counters, self.loss_scale, self._buffers = Counters(), precision.loss_scale(), SnapshotBuffers()
+        self._parts: list[str] | None = None
         # The loss is scaled by about 1/targets before the backward pass, so that fp16 gradients of a sum do not overflow.
         self._scale = 1.0 / task.config.tokens_per_step
+        resuming.check_same(self, snapshot)
         if snapshot:
             self._restore(snapshot)
         self.loader.load_state_dict({"consumed_steps": self.first})
         self._saved = self.first if snapshot and snapshot is not start else -1
+        self._recount = bool(snapshot and snapshot is not start and self.first < snapshot.step)
 
     def fit(self) -> FitResult:
         """Train to the end of the order, or until a stop is asked for."""
         began = time.monotonic()
         try:
             self.listeners.tell("start", self.first, self.steps)
+            if self._recount:
+                self._begin_anew_count()
             self._night_due = self.ranks.sum([float(self._dusk())])[0]
             signalled, asked = self._agree(False, False)  # a callback may remember that the run was over
             reason = INTERRUPTED if signalled else STOPPED if asked else self._loop()
@@ -213,9 +219,9 @@ class Trainer:
         """One optimizer step; returns whether a signal, or a callback, asked any rank to stop."""
         self.bare.train()
         total, live, parts, losses = self._backward(step, micro_batches)
-        names = sorted(parts)
+        names = self._names_of(parts)
         asks = [float(self.stop_requested()), float(self.listeners.ask()), float(self._dusk())]
-        sums = self.ranks.sum([float(total), float(live), *asks, *(float(parts[name]) for name in names)])
+        sums = self.ranks.sum([float(total), float(live), *asks, *(parts.get(name, 0.0) for name in names)])
         total_sum, live_sum, signalled, asked, self._night_due = sums[:5]
         if live_sum == 0:
             raise TTrainError(f"step {step + 1} has no token to learn from; every label of its rows is masked")
@@ -258,6 +264,18 @@ class Trainer:
         total = math.fsum(float(losses[number]) for number in sorted(losses))
         return total, live, {name: float(value) for name, value in parts.items()}, losses
 
+    def _names_of(self, parts: Mapping[str, float]) -> list[str]:
+        """The parts of a loss, agreed on in the first step, so that ranks never sum different things."""
+        if self._parts is None:
+            self._parts = self.ranks.union(parts)
+        unknown = sorted({*parts} - {*self._parts})
+        if unknown:
+            raise TTrainError(
+                f"the loss has the part {unknown[0]!r}, which the first step had not; return the same parts from every "
+                f"training step, with 0 where there is nothing"
+            )
+        return self._parts
+
     def _apply(self, step: int, live: float, total: float, losses: dict[int, Tensor]) -> tuple[float, bool]:
         """Divide by the targets of the whole step, clip, update; returns the norm before the clip and whether it was one."""
         parameters = self.optimizers.parameters
@@ -275,9 +293,11 @@ class Trainer:
         self.optimizers.zero_grad()
         if not finite:
             self.counters.skipped += 1
+            self.counters.skipped_in_a_row += 1
             if not self.loss_scale.enabled:  # fp16 overflows now and then, which a smaller scale cures
                 self._not_finite(step, total / live, whole_norm, losses)
-        self.policy.note(finite)
+        else:
+            self.counters.skipped_in_a_row = 0
         self.loss_scale.update(finite)
         return whole_norm, finite
 
@@ -285,13 +305,14 @@ class Trainer:
         """Skip the step, or end the run with an error that names its rows; the weights are those before it."""
         rows = rows_of(self.loader.parts(step), losses, self.ranks)
         error = NonFinite(step, loss, norm, rows, self.task.config)
-        if self.policy.skips(error):
+        if self.policy.skips(self.counters.skipped_in_a_row):
             log.warning("%s; it is skipped", error)
             return
         self.counters.skipped -= 1
         if self.policy.saves and step > max(0, self._saved):
             self._save(step)
-            if self.checkpoints and self.ranks.first:
+        if self.checkpoints and self.ranks.first:
+            with self.ranks.busy("saving"):
                 self.checkpoints.wait()
         raise error
 
@@ -335,7 +356,7 @@ class Trainer:
         if not self.ranks.first:
             return
         metric = self.counters.validation_loss if step == self.step and self._validated_at(step) else None
-        state = resuming.state_of(self)
+        state = resuming.state_of(self, step)
         with self.ranks.busy("saving"):
             self.checkpoints.save(self._buffers.take(step, weights, optimizer, state), metric=metric)
         self.listeners.tell("saved", step)
@@ -345,18 +366,30 @@ class Trainer:
 
     def _restore(self, snapshot: Snapshot) -> None:
         """Put back all but the weights."""
+        resuming.check_optimizers(self, snapshot)
         self.optimizers.load_state(dict(snapshot.optimizer))
-        self.loss_scale = LossScale(**snapshot.state["loss_scale"])
+        if snapshot.state["precision"] == self.precision.word:
+            self.loss_scale = LossScale(**snapshot.state["loss_scale"])
         self.counters = Counters.of(snapshot.state["counters"])
         self.listeners.load_state(snapshot.state["callbacks"])
         log.info("continues at step %d", self.first)
+
+    def _begin_anew_count(self) -> None:
+        """With larger steps, fewer of them were done: checkpoints of the old count would pass for later ones."""
+        if self.checkpoints is None:
+            return
+        self.checkpoints.keep(self.first)
+        self._save(self.first)
+        if self.ranks.first:
+            self.checkpoints.forget_after(self.first)
 
     def _restore_best(self) -> None:
         """The weights of the checkpoint with the least validation loss, on all ranks."""
         if self.checkpoints is None:
             return
         if self.ranks.first:
-            self.checkpoints.wait()
+            with self.ranks.busy("saving"):
+                self.checkpoints.wait()
         self.ranks.barrier()
         best = self.checkpoints.best()
         if best is not None:
