@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -110,10 +111,10 @@ def stop(home: Path, name: str) -> bool:
 
 
 def end(process: subprocess.Popen[bytes], owner: int) -> None:
-    """Ends our own server; a forked child, which inherits the call, does not."""
+    """Ends our own server, which takes no SIGTERM; a forked child, which inherits the call, does not."""
     if os.getpid() != owner:
         return
-    process.terminate()
+    process.send_signal(signal.SIGINT)
     try:
         process.wait(STOP_SECONDS)
     except subprocess.TimeoutExpired:

@@ -108,13 +108,17 @@ def own_server(home: Path) -> Callable[[], None]:
 
 
 def owned_app() -> Any:
-    """Prefect's server application, in the server's process; ends that process when its owner is gone."""
+    """Prefect's server application, in the server's process; ends that process when its owner is gone.
+
+    SIGTERM does not: who stops all processes at once, as systemd does, stops the owner too, which still has to report to it.
+    """
     owner = int(os.environ[OWNER])
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def watch() -> None:
         while os.getppid() == owner:
             time.sleep(1.0)
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
         time.sleep(STOP_SECONDS)
         os._exit(1)
 

@@ -29,6 +29,7 @@ from ttrain.worker import SAME_SIGNAL_SECONDS
 PACKAGE = Path(forkserver.__file__).parent
 ERRAND = """
 import json, os, random, signal, sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 import numpy
 from ttrain import VALUE
@@ -50,6 +51,11 @@ def main():
         raise ValueError("of its own")
     if what == "late":
         threading.Thread(target=lambda: (time.sleep(0.3), Path(sys.argv[2]).touch())).start()
+        return 0
+    if what == "pool":
+        global pool
+        pool = ThreadPoolExecutor(1)
+        pool.submit(int).result()
         return 0
     if what == "listen":
         time.sleep(0.3)  # as imports do
@@ -178,6 +184,11 @@ def test_how_it_ended_comes_back(server: ForkServer, tmp_path: Path) -> None:
         assert process.wait() == 1 and "ValueError: of its own" in said(output)
     with errand(server, "late", str(tmp_path / "late")) as (process, _):
         assert process.wait() == 0 and (tmp_path / "late").exists(), "a thread that is no daemon is waited for"
+    with errand(server, "pool") as (process, _):
+        deadline = time.monotonic() + 10
+        while process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert process.returncode == 0, "a pool whose thread waits for work, and that nobody closed, does not hold it up"
     with errand(server, "sleep") as (process, output):
         said(output, "up")
         assert process.poll() is None
