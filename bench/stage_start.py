@@ -62,6 +62,9 @@ class Clock:
     def stop_signal(self) -> int:
         return 0
 
+    def at_once(self) -> bool:
+        return False
+
 
 class Pipeline:
     """A store with a tokenizer and shards, on which any number of models can begin to be trained."""

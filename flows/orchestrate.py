@@ -66,12 +66,14 @@ def run(execution: Execution, recipe: Recipe, wait_for_server: Callable[[], None
             futures.append(stage_task(stage, execution).submit(given))
             return futures[-1]
 
-        with execution.catching_signals():  # inside: Prefect sets a handler of its own around the flow
+        # inside: Prefect sets a handler of its own around the flow
+        with contextlib.suppress(Interrupted), execution.catching_signals():
             recipe(submit, execution.settings)
             for future in futures:
                 future.wait()
         if execution.signum:
-            return Cancelled(message="stopped by a signal; the stages saved their state")
+            did = "were ended where they stood" if execution.at_once else "saved their state"
+            return Cancelled(message=f"stopped by a signal; the stages {did}")
         for error in execution.failures.values():
             return Failed(message=str(error))
         table = report.markdown(report.evaluation_table(execution.metrics()), ("what", "value", ""))

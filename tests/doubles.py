@@ -424,10 +424,14 @@ def run_here(module: Any, config: Section, output: Path, inputs: Mapping[str, Pa
 
 @dataclass
 class Watcher:
-    """An observer of a launched stage; `act(line)` sees every line of its log. Setting `signum` asks for a stop."""
+    """An observer of a launched stage; `act(line)` sees every line of its log. Setting `signum` asks for a stop.
+
+    `impatient`: the stop was asked for twice.
+    """
 
     act: Callable[[str], None] = lambda line: None
     signum: int = 0
+    impatient: bool = False
     lines: list[str] = field(default_factory=list)
 
     def started(self, stage: Stage, planned: Planned, work: Path) -> None: ...
@@ -446,6 +450,9 @@ class Watcher:
 
     def stop_signal(self) -> int:
         return self.signum
+
+    def at_once(self) -> bool:
+        return self.impatient
 
     def stop(self) -> None:
         """As SIGTERM to the launching process does."""

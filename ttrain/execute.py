@@ -15,7 +15,7 @@ from ttrain.errors import Interrupted, TTrainError
 from ttrain.plan import Planned, section_of
 from ttrain.runs import RunRecord
 from ttrain.stages import STAGES, Stage
-from ttrain.stopping import catching_signals
+from ttrain.stopping import catching_signals, interrupted_twice
 from ttrain.store import Artifact, Store, read_json, write_json
 
 # Which artifacts become registered models: stage, suffix of the name, directory in the artifact.
@@ -47,6 +47,7 @@ class Execution:
         self.artifacts: dict[str, Artifact] = {}
         self.failures: dict[str, BaseException] = {}  # of stages that have no result yet
         self.signum = 0
+        self.at_once = False  # a second signal came
         self.make_parts_elsewhere: Callable[[Stage, Path], None] | None = None  # before a stage that reuses parts starts
         self.loads_torch = any(STAGES[name].loads_torch for name in stages)
         self._began = time.monotonic()
@@ -114,13 +115,17 @@ class Execution:
             raise Interrupted("stopped before a stage began", self.signum)
 
     def catching_signals(self) -> contextlib.AbstractContextManager[None]:
-        """SIGINT and SIGTERM ask the running stages to save and stop; a second one rises at once."""
+        """SIGINT and SIGTERM ask the running stages to save and stop; a second one ends them, and rises at once."""
 
         def asked(signum: int) -> None:
             self.signum = signum
             self.display.say("[yellow]stopping: the running stages save their state (again to end at once)[/]")
 
-        return catching_signals(asked)
+        def again(signum: int) -> BaseException:
+            self.at_once = True  # for stages that other threads wait for
+            return interrupted_twice(signum)
+
+        return catching_signals(asked, again)
 
     def start_child(self, stage: Stage, planned: Planned, work: Path) -> tracking.Run | tracking.NullRun:
         """The tracked run of a stage; continued where the stage continues."""
@@ -189,6 +194,9 @@ class _Watcher:
 
     def stop_signal(self) -> int:
         return self._execution.signum
+
+    def at_once(self) -> bool:
+        return self._execution.at_once
 
     def ended(self, outcome: launch.Outcome) -> None:
         artifact, name = outcome.artifact, self._stage.name

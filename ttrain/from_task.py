@@ -127,3 +127,7 @@ class _Observer:
 
     def stop_signal(self) -> int:
         return self.signum
+
+    def at_once(self) -> bool:
+        """A second signal rises where the process is waited for, which ends it."""
+        return False

@@ -75,6 +75,8 @@ class Observer(Protocol):
 
     def stop_signal(self) -> int: ...
 
+    def at_once(self) -> bool: ...
+
 
 @dataclass
 class Group:
@@ -294,7 +296,7 @@ def _wait(
         if signum and not told:
             told, give_up = signum, time.monotonic() + GRACE_SECONDS[stage.uses_ranks]
             group.send_signal(signal.SIGTERM)
-        if told and time.monotonic() > give_up:
+        if told and (time.monotonic() > give_up or observer.at_once()):
             group.kill()
         time.sleep(POLL_SECONDS)
 

@@ -50,10 +50,11 @@ class Home:
     cli: Cli
     ranks: int = 1
 
-    def start(self) -> subprocess.Popen[str]:
+    def start(self, *words: str) -> subprocess.Popen[str]:
         """In a process group of its own, as a shell starts a command."""
+        command = self.cli.command(*(words or RUN[:2]), *RUN[2:], f"runtime.devices={self.ranks}")
         return subprocess.Popen(
-            self.cli.command(*RUN, f"runtime.devices={self.ranks}"), env=self.cli.environment, cwd=self.cli.data, text=True,
+            command, env=self.cli.environment, cwd=self.cli.data, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
 
@@ -78,6 +79,13 @@ class Home:
             with contextlib.suppress(psutil.Error):
                 if process.environ().get("TTRAIN_HOME") == str(self.cli.home):
                     there.append(process)
+        return there
+
+    def outliving(self) -> list[psutil.Process]:
+        """Processes that are there five seconds after the command has ended."""
+        deadline = time.monotonic() + 5
+        while (there := self.processes()) and time.monotonic() < deadline:
+            time.sleep(0.05)
         return there
 
     def tracked(self) -> list[tuple[str, str]]:
@@ -213,9 +221,7 @@ def interrupt(home: Home, sent: Sent, chance: random.Random, seconds: float) -> 
     codes = {128 + sent.signum} | ({-sent.signum} if early or sent.twice else set())  # a shell tells both as the same
     assert process.returncode in codes, f"{sent}\n{said}"
     assert early or "Traceback" not in said, f"{sent}\n{said}"
-    while home.processes() and time.monotonic() < began + took + 5:
-        time.sleep(0.05)
-    assert home.processes() == [], f"{sent}\n{said}"
+    assert home.outliving() == [], f"{sent}\n{said}"
     if not early and not sent.twice:  # what is in the middle of being told at a second signal is settled by the next run
         check_what_is_told(home, sent, said)
     newest = home.newest()
@@ -290,3 +296,31 @@ def test_signals_at_any_moment_save_one_common_step_and_the_run_goes_on_to_the_s
     count = max(2, int(os.environ.get("TTRAIN_SOAK_KILLS", "5")) // 4)
     tally = sweep(undisturbed, tmp_path, ranks, count)
     print(f"signals to {ranks} rank(s): {dict(tally.sent)} in {tally.runs} runs; met at their moment: {dict(tally.met)}")
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_prefect_is_told_of_a_signal_to_all_processes_and_of_a_second_one_to_a_stage_that_hangs(
+    undisturbed: Undisturbed, tmp_path: Path, hangs: bool
+) -> None:
+    home = undisturbed.copy(tmp_path, 1)
+    process = home.start("pipeline", "run", "full")
+    wait_for_lines(home, process, 0, r" step \d+/", 7)
+    began = time.monotonic()
+    if hangs:
+        [worker] = [one for one in home.processes() if one.name() == "ttrain-worker"]
+        worker.suspend()
+        os.killpg(process.pid, signal.SIGINT)
+        time.sleep(0.5)
+        os.killpg(process.pid, signal.SIGINT)
+    else:
+        Sent("step", signal.SIGTERM, "all", twice=False).send(home, process)
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == (130 if hangs else 143), said
+    assert time.monotonic() - began < 20, "the time for a stage to stop by itself is 60 s"
+    assert ("did not stop by itself and was ended" if hangs else "the state is saved") in said
+    assert home.outliving() == []
+    run = runs.history(home.cli.home)[0]
+    assert run["outcome"] == {stage["name"]: stage["outcome"] for stage in run["stages"]}["pretrain"] == "interrupted"
+    with sqlite3.connect(home.cli.home / "prefect" / "prefect.db") as prefect:
+        assert prefect.execute("select state_name from flow_run").fetchall() == [("Cancelled",)]
+    assert home.newest() >= (4 if hangs else 7)
