@@ -36,7 +36,7 @@ pytestmark = pytest.mark.soak
 # Steps of about 0.05 s, a validation of several of them; `tree` makes the bits those of one rank.
 RUN = (
     *("train", "pretrain", "model.hidden_size=64", "pretrain.tokens_per_step=1024", "pretrain.tokens=92160"),
-    *("pretrain.validation_rows=32", "pretrain.validate_every_steps=6", "reading.heldout_fraction=0.2"),
+    *("pretrain.validation_rows=200", "pretrain.validate_every_steps=6", "reading.heldout_fraction=0.5"),
     *("runtime.log_every_steps=1", "runtime.checkpoint_every_steps=4", "runtime.reduction=tree"),
 )
 STEPS, VALIDATE = 90, 6

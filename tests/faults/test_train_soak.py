@@ -272,15 +272,16 @@ class Tally:
 
     kills: int = 0
     saving: int = 0  # fell into the write of a checkpoint
-    torn: int = 0  # left a torn checkpoint, which the next try has to pass over
-    unnamed: int = 0  # left a whole one that has no name yet
+    torn: int = 0  # a torn checkpoint lies there, which the next try has to pass over
+    unnamed: int = 0  # a whole one that has no name yet, from which the next try continues
     runs: int = 0  # runs that came to their end
     longest: int = 0  # kills in one run
 
     def __str__(self) -> str:
         return (
             f"{self.kills} kills in {self.runs} runs, up to {self.longest} in one; {self.saving} while a checkpoint was "
-            f"written; {self.torn} left a torn one, which was passed over, {self.unnamed} a whole one that had no name yet"
+            f"written; {self.torn} times the next try passed over a torn one, "
+            f"{self.unnamed} times it found a whole one without its name"
         )
 
 
