@@ -356,7 +356,7 @@ class Lora(Training):
     optim: Optim = Optim(lr=5e-3, weight_decay=0.0)
     rank: int = Field(16, ge=1)
     alpha: float = Field(32.0, gt=0)
-    dropout: float = Field(0.0, ge=0, lt=1)
+    dropout: float = Field(0.0, ge=0, lt=1, description="its masks also depend on runtime.rows_per_device")
     targets: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = Field(
         ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), min_length=1
     )

@@ -207,10 +207,14 @@ class Store:
 def write_json(path: Path, value: object) -> None:
     """Write JSON so that a reader sees the old file or the whole new one, also after a power cut."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("wb") as file:
-        file.write(json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False).encode("utf-8"))
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with temporary.open("wb") as file:
+            file.write(json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False).encode("utf-8"))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        error.filename = error.filename or str(path)  # what a full disk says of a descriptor names no file
+        raise
     temporary.replace(path)
     fsync(path.parent)
 

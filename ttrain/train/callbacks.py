@@ -15,6 +15,7 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
+from ttrain.errors import TTrainError
 from ttrain.progress import Progress
 
 SHOWN = ("loss", "grad_norm", "lr", "skipped_steps", "validation_loss", "perplexity")  # in the log; prefixes of names
@@ -144,8 +145,13 @@ class MetricsFile(Callback):
         assert self._file is not None, "start() comes first"
         finite = {name: value if math.isfinite(value) else None for name, value in record.metrics.items()}
         line = {"step": record.step, "tokens": record.tokens, "time": time.time(), "metrics": finite}
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise TTrainError(
+                f"cannot write the curve {self.path}: {error.strerror}; free some space, then run the same command again"
+            ) from error
 
     def saved(self, step: int) -> None:
         assert self._file is not None, "start() comes first"

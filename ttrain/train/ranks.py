@@ -19,6 +19,7 @@ from ttrain.train.watchdog import Watchdog
 
 # The last net, under the watchdog: for a lost machine, and for waits in which a GPU keeps the process busy.
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+NETWORK_WORDS = ("gloo", "nccl", "connection closed by peer", "connection reset")
 
 
 @dataclass(frozen=True)
@@ -88,8 +89,19 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:
-            reason = str(error).splitlines()[0]
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise RankLost(f"another rank ended while rank {self.rank} was {what}: {reason}") from error
+
+    @contextlib.contextmanager
+    def exchanging(self) -> Iterator[None]:
+        """Around backward passes, in which gradients are exchanged: the network's words for a lost rank become RankLost."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self.world > 1 and any(word in str(error).lower() for word in NETWORK_WORDS):
+                with self._together("exchanging gradients"):
+                    raise
+            raise
 
     def leave(self) -> None:
         """End the group."""

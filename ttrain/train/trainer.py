@@ -218,7 +218,8 @@ class Trainer:
     ) -> tuple[bool, bool]:
         """One optimizer step; returns whether a signal, or a callback, asked any rank to stop."""
         self.bare.train()
-        total, live, parts, losses = self._backward(step, micro_batches)
+        with self.ranks.exchanging():
+            total, live, parts, losses = self._backward(step, micro_batches)
         names = self._names_of(parts)
         asks = [float(self.stop_requested()), float(self.listeners.ask()), float(self._dusk())]
         sums = self.ranks.sum([float(total), float(live), *asks, *(parts.get(name, 0.0) for name in names)])
