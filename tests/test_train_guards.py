@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-import torch
 from doubles import NumberedRows, WatchedTask, make_trainer, settings_of_training, tiny_model
 
 from ttrain.config import Optim, Schedule
@@ -26,12 +25,7 @@ from ttrain.train.trainer import Cadence
 ORDER = ShuffledOrder(60, 6, 60_000, 1)
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,12 +22,7 @@ from ttrain.train.losses import linear_token_loss_sum, token_loss_sum
 N, D, V = 24, 8, 50
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def inputs(dtype: torch.dtype = torch.float32, vocab: int = V, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import math
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +41,7 @@ from ttrain.train.trainer import Cadence, Trainer
 NO_CLIP = Optim(lr=1e-2, clip=1e9)
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def gradients_of_one_step(rows: int, rows_per_device: int, live: list[int] | None = None, T: int = 16) -> dict[str, Any]:

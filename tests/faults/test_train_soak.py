@@ -57,7 +57,7 @@ from ttrain.train.optim import Optimizers
 from ttrain.train.ranks import Ranks
 from ttrain.train.trainer import Cadence, How
 
-pytestmark = pytest.mark.soak
+pytestmark = [pytest.mark.soak, pytest.mark.usefixtures("one_thread")]
 STEPS, ROWS, ROWS_PER_STEP = 40, 45, 6  # five epochs and a third; two of them end in the middle of a step
 CADENCE = Cadence(log=3, checkpoint=2, validate=5)  # windows of the curve lie across checkpoints
 CHAIN = 10
@@ -283,14 +283,6 @@ class Tally:
             f"written; {self.torn} times the next try passed over a torn one, "
             f"{self.unnamed} times it found a whole one without its name"
         )
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def never_killed(root: Path, how: How) -> dict[str, Any]:

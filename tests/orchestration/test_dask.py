@@ -62,6 +62,7 @@ def files_of(work: Path) -> dict[str, str]:
     }
 
 
+@pytest.mark.soak
 def test_two_dask_workers_make_the_blocks_and_the_stage_puts_the_same_shards_together(tmp_path: Path) -> None:
     make_tokenizer(tmp_path / "tokenizer")
     data = tmp_path / "a.jsonl"

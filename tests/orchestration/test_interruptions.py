@@ -50,6 +50,7 @@ def weights(cli: Any, *overrides: str) -> str:
     return str(files["model/model.safetensors"]["sha256"])
 
 
+@pytest.mark.soak
 def test_a_run_killed_in_pretraining_continues_to_the_same_weights(fresh: Any, copy_of: Any) -> None:
     process = fresh.start(*PRETRAIN_ONLY, "runtime.retries=1", "runtime.retry_delay_seconds=0")
     wait_for(lambda: len(checkpoints(fresh.home)) > 0)
@@ -130,6 +131,7 @@ def test_two_runs_at_once_build_each_stage_once(fresh: Any) -> None:
     assert all(sorted(pair) == ["cached", "completed"] for pair in outcomes.values()), outcomes
 
 
+@pytest.mark.soak
 def test_servers_of_up_are_used_by_a_run(copy_of: Any) -> None:
     fresh = copy_of()
     said = fresh("up", settings=False)

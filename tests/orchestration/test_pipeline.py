@@ -197,6 +197,7 @@ def test_one_stage_runs_alone_on_the_inputs_of_the_plan(copy_of: CliFactory) -> 
     assert "waits for sft" in missing and "`ttrain train sft`" in missing and "`ttrain train pretrain`" not in missing
 
 
+@pytest.mark.soak
 def test_a_larger_budget_extends_the_shorter_run_to_the_same_weights(copy_of: CliFactory) -> None:
     cli = copy_of()
     larger = "pretrain.tokens=30720"

@@ -115,6 +115,7 @@ def within(seconds: float, condition: Any) -> bool:
     return bool(condition())
 
 
+@pytest.mark.soak
 def test_the_real_servers_start_show_a_run_and_leave_nothing(real_home: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = tracking.open_store(real_home, "test")
     run: Any = store.start_run("run", run_id=None, parent_run_id=None, tags={}, params={})
