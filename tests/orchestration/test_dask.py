@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from doubles import documents, make_tokenizer
 
 from ttrain.config import Reading, Runtime, Shards, ShardsConfig
