@@ -146,6 +146,7 @@ def test_servers_of_up_are_used_by_a_run(copy_of: Any) -> None:
     assert fresh("down", settings=False) == "no servers were running\n"
 
 
+@pytest.mark.soak
 def test_a_signal_before_the_first_stage_ends_the_run_with_its_code(fresh: Any) -> None:
     process = fresh.start(*PRETRAIN_ONLY)
     wait_for(lambda: (fresh.home / "servers").exists())  # the run has begun; its server and MLflow are starting
