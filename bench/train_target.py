@@ -25,7 +25,7 @@ from train_common import PEERS, Size
 
 SIZE = Size(128, 4, 256, rows_per_step=16, warmup_steps=1, measured_steps=90, vocab_size=2048)
 LEARNING_RATES = (1e-3, 3e-3, 1e-2)
-BUDGETS = (0.4, 0.6, 0.8)  # shares of the other side's steps
+BUDGETS = (0.3, 0.4, 0.6, 0.8)  # shares of the other side's steps
 VALIDATION_ROWS = 128
 VALIDATIONS = 8  # of a run of ours
 MOST = 0.6
