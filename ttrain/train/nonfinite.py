@@ -1,4 +1,4 @@
-"""What happens where a loss or a gradient is no number."""
+"""Where a loss or a gradient is no number: which rows are to blame, and what the user is told."""
 
 from __future__ import annotations
 
@@ -32,21 +32,6 @@ class NonFinite(TTrainError):
             f"the loss of step {step + 1} is not finite ({loss}, gradient norm {norm}); its {len(self.rows)} rows: {named}. "
             f"The weights are those before it. Look at these rows, lower {config.prefix}optim.lr ({config.optim.lr}){other}"
         )
-
-
-class Policy:
-    """`stop` saves the state before the step and ends, `skip` leaves the step out, `raise` ends at once."""
-
-    def __init__(self, word: str) -> None:
-        self.word = word
-
-    @property
-    def saves(self) -> bool:
-        return self.word != "raise"
-
-    def skips(self, in_a_row: int) -> bool:
-        """Whether this step, the last of so many that were skipped, is left out and training goes on."""
-        return self.word == "skip" and in_a_row <= SKIPS_IN_A_ROW
 
 
 def rows_of(parts: Sequence[npt.NDArray[np.int64]], losses: Mapping[int, Tensor], ranks: Ranks) -> list[int]:

@@ -26,7 +26,7 @@ from ttrain.train.compiling import compiled
 from ttrain.train.counters import Counters
 from ttrain.train.listeners import Listeners
 from ttrain.train.night import NightShift
-from ttrain.train.nonfinite import NonFinite, Policy, rows_of
+from ttrain.train.nonfinite import SKIPS_IN_A_ROW, NonFinite, rows_of
 from ttrain.train.parallel import spread
 from ttrain.train.placing import whole
 from ttrain.train.precision import LossScale, Precision
@@ -107,7 +107,7 @@ class Trainer:
         self.weights, self.checkpoints, self.validation = weights, checkpoints, validation
         self.listeners, self.night = Listeners(callbacks, ranks, loader.order), night
         self.cadence, self.stop_requested, self.identity = cadence, stop_requested, dict(identity or {})
-        self.steps, self.policy = loader.order.steps, Policy(task.config.nonfinite)
+        self.steps = loader.order.steps
         snapshot = (checkpoints.newest() if checkpoints else None) or start
         self.bare = task.build_model()
         self.first = self.step = resuming.check(self, snapshot, allow) if snapshot else 0
@@ -306,11 +306,12 @@ class Trainer:
         """Skip the step, or end the run with an error that names its rows; the weights are those before it."""
         rows = rows_of(self.loader.parts(step), losses, self.ranks)
         error = NonFinite(step, loss, norm, rows, self.task.config)
-        if self.policy.skips(self.counters.skipped_in_a_row):
+        policy = self.task.config.nonfinite
+        if policy == "skip" and self.counters.skipped_in_a_row <= SKIPS_IN_A_ROW:
             log.warning("%s; it is skipped", error)
             return
         self.counters.skipped -= 1
-        if self.policy.saves and step > max(0, self._saved):
+        if policy != "raise" and step > max(0, self._saved):
             self._save(step)
         if self.checkpoints and self.ranks.first:
             with self.ranks.busy("saving"):
