@@ -121,3 +121,28 @@ def submodules(path: Path, package: Path) -> list[Path]:
 def module_path(package: Path, name: str) -> Path:
     stem = package.joinpath(*name.split(".")[1:])
     return next(path for path in (stem.with_suffix(".py"), stem / "__init__.py") if path.is_file())
+
+
+IN_THREADS = """
+import gc, threading, time
+from pathlib import Path
+from ttrain.digests import DigestCache, code_digests
+
+gc.set_threshold(200)
+gc.callbacks.append(lambda *_: time.sleep(0))  # another thread's turn, in the middle of a syntax tree
+found = []
+look = lambda: found.append(len(code_digests("ttrain.stages.pretrain", DigestCache(Path("nowhere.json")))))
+threads = [threading.Thread(target=look) for _ in range(4)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print(found)
+"""
+
+
+def test_threads_may_look_at_the_same_time() -> None:
+    # CPython before 3.11.8 counts the depth of all syntax trees in one variable: without a lock three of four threads fail
+    done = subprocess.run([sys.executable, "-P", "-c", IN_THREADS], capture_output=True, text=True, timeout=60, check=True)
+    found = json.loads(done.stdout)
+    assert len(found) == 4 and len(set(found)) == 1, done.stderr

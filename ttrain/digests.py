@@ -6,6 +6,7 @@ import ast
 import hashlib
 import json
 import os
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -152,8 +153,15 @@ def _module_path(name: str) -> Path | None:
     return None
 
 
+# Until 3.11.8 CPython counts the depth of every syntax tree under construction in one variable of the interpreter, so that
+# two threads at once end in "SystemError: AST constructor recursion depth mismatch" (python/cpython#106905).
+_PARSING = threading.Lock()
+
+
 def _read_module(path: Path, name: str) -> list[Any]:
-    tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+    source = path.read_text(encoding="utf-8")
+    with _PARSING:
+        tree = ast.parse(source, filename=str(path))
     imports = sorted(set(_imports(tree, name, is_package=path.name == "__init__.py")))
     return [hashlib.sha256(repr(_shape(tree)).encode()).hexdigest(), imports]
 
