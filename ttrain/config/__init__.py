@@ -1,0 +1,65 @@
+"""Every setting, typed and frozen.
+
+What changes the weights sits in a stage's sections and enters its key; what changes only how fast or where it runs sits in
+`runtime`, `tracking` and `data` (whose files count by their bytes, never by their path) and does not.
+Defaults are the quickstart: a model of 1 M parameters that learns in about a minute on two cores.
+"""
+
+from ttrain.config.base import Paths, Section, Share, Weighted, as_tuple, flatten
+from ttrain.config.data import DATASETS, PYTHON_DOCS, Data, PythonDocs, Reading, Shards, Tokenizer
+from ttrain.config.evaluate import Evaluate
+from ttrain.config.model import Model
+from ttrain.config.runtime import CLOCK, Night, Runtime, Tracking
+from ttrain.config.settings import (
+    EvaluateConfig,
+    LoraConfig,
+    PretrainConfig,
+    Settings,
+    SftConfig,
+    ShardsConfig,
+    SourceConfig,
+    TokenizerConfig,
+    UserTaskConfig,
+)
+from ttrain.config.training import EarlyStopping, Loop, Lora, Optim, Precision, Pretrain, Schedule, Sft, TaskConfig, Training
+
+__all__ = [
+    "CLOCK",
+    "DATASETS",
+    "PYTHON_DOCS",
+    "Data",
+    "EarlyStopping",
+    "Evaluate",
+    "EvaluateConfig",
+    "Loop",
+    "Lora",
+    "LoraConfig",
+    "Model",
+    "Night",
+    "Optim",
+    "Paths",
+    "Precision",
+    "Pretrain",
+    "PretrainConfig",
+    "PythonDocs",
+    "Reading",
+    "Runtime",
+    "Schedule",
+    "Section",
+    "Settings",
+    "Sft",
+    "SftConfig",
+    "Shards",
+    "ShardsConfig",
+    "Share",
+    "SourceConfig",
+    "TaskConfig",
+    "Tokenizer",
+    "TokenizerConfig",
+    "Tracking",
+    "Training",
+    "UserTaskConfig",
+    "Weighted",
+    "as_tuple",
+    "flatten",
+]

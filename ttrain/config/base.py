@@ -1,0 +1,53 @@
+"""What every group of settings is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+
+class Section(BaseModel):
+    """A frozen group of settings; an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+
+
+def as_tuple(value: object) -> object:
+    """One path or a comma-separated list of them is as good as a list; a file whose name has a comma is one path."""
+    if value is None:
+        return ()
+    if isinstance(value, str) and Path(value).expanduser().exists():
+        return (value,)
+    if isinstance(value, str):
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+    return value
+
+
+class Weighted(Section):
+    """A source and how often its rows are drawn, against the other sources' weights."""
+
+    path: str
+    weight: float = Field(1.0, gt=0)
+
+
+def _as_sources(value: object) -> object:
+    return (value,) if isinstance(value, Mapping) else as_tuple(value)
+
+
+Paths = Annotated[tuple[str | Weighted, ...], BeforeValidator(_as_sources)]
+
+
+Share = Annotated[float, Field(ge=0, lt=1)]
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Leaves of a nested mapping with their dotted names: ("sft.optim.lr", 0.001)."""
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value:
+            yield from flatten(value, f"{name}.")
+        else:
+            yield name, value

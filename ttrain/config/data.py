@@ -1,0 +1,106 @@
+"""Settings of the data: where it comes from, how it is read, tokenizer, shards."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from ttrain.config.base import Paths, Section, Weighted
+
+PYTHON_DOCS = "python-docs"
+DATASETS = ("pretrain", "pretrain_heldout", "sft", "sft_heldout", "lora", "lora_heldout", "tokenizer")
+
+
+class Data(Section):
+    """Where the data comes from: paths, globs, folders, URLs, `hf://owner/name`, or `python-docs`.
+
+    Files count by their bytes, not by their names. A list may weigh its sources: [{path: a.jsonl, weight: 3}, b.jsonl].
+    """
+
+    pretrain: Paths = Field((PYTHON_DOCS,), min_length=1, description="documents, JSONL with a text field")
+    pretrain_heldout: Paths = Field((), description="held-out documents; empty: taken from `pretrain` by content hash")
+    sft: Paths = Field((PYTHON_DOCS,), min_length=1, description="chats, JSONL with `messages` or `conversations`")
+    sft_heldout: Paths = Field((), description="held-out chats; empty: taken from `sft` by content hash")
+    lora: Paths = Field((PYTHON_DOCS,), min_length=1, description="chats of the domain that the adapter learns")
+    lora_heldout: Paths = Field((), description="held-out chats of that domain; empty: taken from `lora`")
+    tokenizer: Paths = Field((), description="documents the tokenizer learns from; empty: the training part of `pretrain`")
+
+    def paths(self, name: str) -> tuple[str, ...]:
+        """The sources of a data set, without their weights."""
+        return tuple(entry.path if isinstance(entry, Weighted) else entry for entry in getattr(self, name))
+
+    def weights(self, name: str) -> tuple[float, ...]:
+        """The weight of each source of a data set; empty where none is given."""
+        entries = getattr(self, name)
+        if not any(isinstance(entry, Weighted) for entry in entries):
+            return ()
+        return tuple(entry.weight if isinstance(entry, Weighted) else 1.0 for entry in entries)
+
+    @model_validator(mode="after")
+    def _one_kind_of_source(self) -> Data:
+        for name in ("pretrain", "sft", "lora", "tokenizer"):
+            paths = self.paths(name)
+            if PYTHON_DOCS in paths and len(paths) > 1:
+                raise ValueError(f"data.{name} mixes {PYTHON_DOCS} with files; choose one of them")
+            if name != "tokenizer" and PYTHON_DOCS in paths and getattr(self, f"{name}_heldout"):
+                raise ValueError(f"data.{name}_heldout is set, but {PYTHON_DOCS} brings its own held-out part")
+        return self
+
+    def uses_python_docs(self, name: str) -> bool:
+        """Whether the data set `name` is read from the Python that runs ttrain."""
+        return (self.paths(name) or self.paths("pretrain")) == (PYTHON_DOCS,)
+
+
+class PythonDocs(Section):
+    """The quickstart's text: docstrings, language reference and source of the Python that runs ttrain."""
+
+    document_bytes: int = Field(3_000_000, ge=300_000, description="documents to make, in UTF-8 bytes")
+    source_code_fraction: float = Field(0.0, ge=0, le=1, description="share of the documents that is source code")
+    chat_rows: int = Field(4000, ge=100)
+    domain_rows: int = Field(800, ge=50)
+    heldout_fraction: float = Field(0.055, gt=0, lt=0.5, description="share of modules held out (at least 100 kB)")
+
+
+class Reading(Section):
+    """How records are read from files."""
+
+    text_field: str = Field("text", description="a document's key; with the default also content, body, paragraphs")
+    heldout_fraction: float = Field(0.02, ge=0, lt=1, description="share of rows held out by content hash")
+    rejected_fraction: float = Field(0.01, ge=0, le=1, description="more bad rows than this share end the stage")
+    max_line_bytes: int = Field(32 << 20, ge=1024, le=256 << 20, description="a longer line is rejected unread")
+    deduplicate: bool = Field(True, description="of rows that say exactly the same, keep the first")
+    limit: int | None = Field(None, ge=1, description="rows to use, for a try; empty: all")
+    rounds: int = Field(1, ge=1, description="how many times `limit` distinct rows to use")
+    sample: Literal["reservoir", "head"] = Field("reservoir", description="which rows `limit` takes: any, or the first")
+    seed: int = Field(1, ge=0, lt=2**32, description="of the reservoir")
+
+    @model_validator(mode="after")
+    def _rounds_of_a_limit(self) -> Reading:
+        if self.rounds > 1 and self.limit is None:
+            raise ValueError(f"reading.rounds is {self.rounds} but reading.limit is not set; set it, or rounds=1")
+        return self
+
+
+class Tokenizer(Section):
+    """A byte-level BPE with the full byte alphabet, or a tokenizer that exists."""
+
+    vocab_size: int = Field(2048, ge=300, description="entries, the 256 bytes and the special tokens among them")
+    template: Literal["ttrain", "tinyseek", "own"] = Field("ttrain", description="chat template; own: the existing one's")
+    existing: str | None = Field(None, description="a folder with tokenizer.json, or owner/name[@revision] on the Hub")
+    sample: Literal["reservoir", "head"] = Field("reservoir", description="which documents: any, or the first")
+    seed: int = Field(1, ge=0, lt=2**32, description="of the reservoir")
+    max_documents: int | None = Field(None, ge=1, description="documents to learn from; empty: all")
+    max_bytes: int = Field(50_000_000, ge=10_000, description="text to learn from, in UTF-8 bytes")
+
+    @model_validator(mode="after")
+    def _own_template_exists(self) -> Tokenizer:
+        if self.template == "own" and self.existing is None:
+            raise ValueError("tokenizer.template is 'own' but tokenizer.existing names no tokenizer; set one of them")
+        return self
+
+
+class Shards(Section):
+    """Arrow files of token ids."""
+
+    block_bytes: int = Field(16 << 20, ge=1024, description="text of one shard, which one worker makes at a time")

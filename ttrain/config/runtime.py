@@ -1,0 +1,102 @@
+"""Settings of how fast and where it runs, and of tracking: none of them is part of a key."""
+
+from __future__ import annotations
+
+from typing import Literal
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
+
+from pydantic import Field, field_validator, model_validator
+
+from ttrain.config.base import Section
+
+CLOCK = r"^([01]\d|2[0-3]):[0-5]\d$"
+
+
+class Night(Section):
+    """Hours in which training takes less of the machine. The same weights come of it, up to the order of summation."""
+
+    start: str = Field("22:00", pattern=CLOCK, description="hour:minute; included")
+    end: str = Field("08:00", pattern=CLOCK, description="hour:minute; not included. The same as start: all day")
+    timezone: str | None = Field(None, description="such as Europe/Berlin; empty: the machine's own")
+    rows_fraction: float = Field(0.5, gt=0, le=1, description="of runtime.rows_per_device")
+    threads_fraction: float = Field(0.5, gt=0, le=1, description="of the threads of a rank")
+    memory_limit_gb: float | None = Field(None, gt=0, description="of a rank, as runtime.memory_limit_gb")
+
+    @field_validator("timezone")
+    @classmethod
+    def _timezone_exists(cls, value: str | None) -> str | None:
+        if value is not None:
+            try:
+                ZoneInfo(value)
+            except (ZoneInfoNotFoundError, ValueError):
+                raise ValueError(f"timezone is {value!r}, which no time zone has as its name; try Europe/Berlin") from None
+        return value
+
+
+class Runtime(Section):
+    """How fast and where it runs. Nothing here changes a key."""
+
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    devices: int = Field(1, ge=1, description="ranks of a training stage on this machine")
+    nodes: int = Field(1, ge=1, description="machines that train together, through torchrun; all need the same TTRAIN_HOME")
+    node_rank: int = Field(0, ge=0, description="which of them this one is; 0 publishes")
+    rendezvous: str | None = Field(None, pattern=r"^\S+:\d{1,5}$", description="host:port of node 0, where nodes meet")
+    rank_timeout_seconds: float = Field(
+        20.0, gt=0, description="ranks that do not answer, or all wait, for so long (or five of their steps) are ended"
+    )
+    fork_server: bool = Field(True, description="stages that train start from a process that has their libraries loaded")
+    threads: int | None = Field(None, ge=1, description="threads of a rank; empty: the cores divided by the ranks")
+    rows_per_device: int = Field(16, ge=1, description="rows of one micro-batch on one rank")
+    memory_limit_gb: float | None = Field(
+        None, gt=0, description="of a rank, in 1e9 bytes: of the GPU, or of the process on a CPU; more ends the stage"
+    )
+    night: Night | None = Field(None, description="hours in which less of the machine is taken; empty: none")
+    prefetch_steps: int = Field(1, ge=0, description="steps whose rows are made ahead, each in a thread; 0: none")
+    parallel: Literal["ddp", "fsdp"] = Field("ddp", description="ranks hold whole models, or shards of one (FSDP2)")
+    reduction: Literal["fast", "tree"] = Field(
+        "fast", description="tree: gradients are summed in an order that no number of ranks changes, equal to the last bit"
+    )
+    deterministic: bool = Field(True, description="the same run gives the same bits; false: the fastest kernels")
+    compile: bool = Field(False, description="torch.compile; pays for long runs only")
+    loss_chunk_tokens: int | None = Field(
+        None, ge=0, description="tokens whose logits are in memory at once; empty: chosen, 0: all of a micro-batch"
+    )
+    gradient_checkpointing: bool = Field(
+        False, description="keep only what goes into each layer, and compute it again for the gradient: a third slower"
+    )
+    log_every_steps: int = Field(10, ge=1)
+    sample_every_steps: int = Field(0, ge=0, description="steps between texts that the model writes for you; 0: none")
+    sample_prompts: tuple[str, ...] = Field(
+        ("Return the", "Hello! Who are you?"), min_length=1, description="beginnings of documents, or what a user asks"
+    )
+    checkpoint_every_steps: int = Field(100, ge=1)
+    keep_checkpoints: int = Field(2, ge=1, description="the newest so many, beside the best one")
+    keep_every_steps: int = Field(0, ge=0, description="checkpoints of these steps stay for good; 0: none")
+    guards: Literal["warn", "off"] = Field("warn", description="look out for spikes of the loss, overfitting, a dead loader")
+    tensorboard: bool = Field(False, description="event files beside the curves; needs the extra tb")
+    workers: int | None = Field(None, ge=1, description="processes that make shards; empty: the cores")
+    sharding: Literal["processes", "dask"] = Field("processes", description="where shards are made; dask: on its cluster")
+    dask_address: str | None = Field(None, description="scheduler of the Dask cluster; empty: a local one of `workers`")
+    retries: int = Field(0, ge=0, description="how often Prefect runs a failed stage again")
+    retry_delay_seconds: float = Field(10.0, ge=0)
+    timeout_seconds: float | None = Field(None, gt=0, description="of one stage; empty: none")
+
+    @model_validator(mode="after")
+    def _nodes_can_meet(self) -> Runtime:
+        if self.node_rank >= self.nodes:
+            raise ValueError(
+                f"runtime.node_rank is {self.node_rank} but must be below runtime.nodes, which is {self.nodes}; "
+                f"nodes count from 0"
+            )
+        if self.nodes > 1 and not self.rendezvous:
+            raise ValueError(
+                f"runtime.nodes is {self.nodes} but runtime.rendezvous is empty; set it to host:port of node 0, on all nodes"
+            )
+        return self
+
+
+class Tracking(Section):
+    """MLflow."""
+
+    enabled: bool = True
+    experiment: str = Field("ttrain", min_length=1)
