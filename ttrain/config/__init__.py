@@ -8,7 +8,7 @@ Defaults are the quickstart: a model of 1 M parameters that learns in about a mi
 from ttrain.config.base import Paths, Section, Share, Weighted, as_tuple, flatten
 from ttrain.config.data import DATASETS, PYTHON_DOCS, Data, PythonDocs, Reading, Shards, Tokenizer
 from ttrain.config.evaluate import Evaluate
-from ttrain.config.model import Model
+from ttrain.config.model import Model, Moe, MultiToken
 from ttrain.config.runtime import CLOCK, Night, Runtime, Tracking
 from ttrain.config.settings import (
     EvaluateConfig,
@@ -35,6 +35,8 @@ __all__ = [
     "Lora",
     "LoraConfig",
     "Model",
+    "Moe",
+    "MultiToken",
     "Night",
     "Optim",
     "Paths",

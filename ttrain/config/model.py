@@ -2,17 +2,48 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from ttrain.config.base import Section
 
 
+class Moe(Section):
+    """Mixture of experts in place of the feed-forward layers (arXiv:2101.03961, arXiv:2401.06066)."""
+
+    experts: int = Field(8, ge=2, description="routed experts of a layer")
+    top_k: int = Field(2, ge=1, description="routed experts that each token visits")
+    shared_experts: int = Field(0, ge=0, description="experts that every token visits besides")
+    expert_size: int | None = Field(
+        None, ge=8, description="inner width of an expert; empty: as many active parameters as the dense layer has"
+    )
+    dense_layers: int = Field(0, ge=0, description="first layers that stay dense")
+    balance: float = Field(0.01, ge=0, description="weight of the balance loss of each row (arXiv:2412.19437, eq. 17)")
+    z_loss: float = Field(0.0, ge=0, description="weight of the router z-loss (arXiv:2202.08906, eq. 5)")
+    bias_rate: float = Field(
+        0.0, ge=0, description="balancing without a loss: a bias per expert moves so far a step (arXiv:2408.15664)"
+    )
+
+    @model_validator(mode="after")
+    def _rules(self) -> Moe:
+        if self.top_k > self.experts:
+            raise ValueError(f"model.moe.top_k is {self.top_k} but there are only model.moe.experts {self.experts}")
+        return self
+
+
+class MultiToken(Section):
+    """A second head that predicts the token after the next one (arXiv:2404.19737); the loss is ce1 + weight * ce2."""
+
+    weight: float = Field(0.3, gt=0, description="of the second head's loss")
+    keep_head: bool = Field(True, description="keep its weights beside the model, for speculative decoding; never inside it")
+
+
 class Model(Section):
     """A Hugging Face architecture, by its sizes."""
 
-    kind: Literal["llama", "qwen3"] = "llama"
+    preset: str | None = Field(None, exclude=True, description="sizes by name, see `ttrain model show`; settings beside win")
+    kind: str = Field("llama", description="llama, qwen3, moyun, tinyseek, or the model_type of any causal architecture")
     hidden_size: int = Field(128, ge=8)
     layers: int = Field(4, ge=1)
     heads: int = Field(2, ge=1)
@@ -21,10 +52,20 @@ class Model(Section):
     max_length: int = Field(1024, ge=16, description="positions the model accepts, in tokens")
     tie_embeddings: bool = True
     rope_theta: float = Field(10_000.0, gt=0)
+    rope_type: Literal["default", "linear", "dynamic", "yarn", "llama3"] = Field(
+        "default", description="how positions beyond the trained ones are scaled"
+    )
+    rope_factor: float = Field(1.0, ge=1, description="of `rope_type`: times as many positions")
     init_std: float = Field(0.02, gt=0)
+    scaled_residuals: bool = Field(
+        False, description="initialise what writes into the residual stream with init_std / sqrt(2 * layers), as GPT-2 does"
+    )
     dropout: float = Field(
         0.0, ge=0, lt=1, description="on attention weights; its masks also depend on runtime.rows_per_device"
     )
+    fields: dict[str, Any] = Field({}, description="more fields of the architecture's own config, by its names")
+    moe: Moe | None = Field(None, description="mixture of experts; empty: dense")
+    multi_token: MultiToken | None = Field(None, description="a second head for the token after the next; empty: none")
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Model:

@@ -170,6 +170,7 @@ class TaskConfig(Loop):
 class Pretrain(Training):
     """Pretraining; Muon reached 2.02 bits per byte where AdamW alone ended at 2.5 to 2.7 in the same time."""
 
+    start_from: str = Field("none", description="none, a Hugging Face directory, or owner/name[@revision] on the Hub")
     tokens: int | None = Field(1_000_000, ge=1)
     optim: Optim = Optim(kind="muon")
 
@@ -177,19 +178,29 @@ class Pretrain(Training):
 class Sft(Training):
     """Fine-tuning on chats; the loss counts the assistant's tokens."""
 
+    start_from: str = Field("pretrain", description="pretrain, none, a Hugging Face directory, or owner/name[@revision]")
     epochs: float | None = Field(1.0, gt=0)
     optim: Optim = Optim(lr=1e-3, weight_decay=0.0)
 
 
 class Lora(Training):
-    """A low-rank adapter on the SFT model (LoRA, arXiv:2106.09685), through PEFT."""
+    """An adapter on a model that stays as it is, through PEFT.
 
+    lora: arXiv:2106.09685. dora: arXiv:2402.09353. prefix: arXiv:2101.00190.
+    """
+
+    start_from: str = Field("sft", description="sft, pretrain, a Hugging Face directory, or owner/name[@revision]")
+    kind: Literal["lora", "dora", "prefix"] = "lora"
     epochs: float | None = Field(2.0, gt=0)
     tokens_per_step: int = Field(2048, ge=1)
     optim: Optim = Optim(lr=5e-3, weight_decay=0.0)
-    rank: int = Field(16, ge=1)
-    alpha: float = Field(32.0, gt=0)
+    rank: int = Field(16, ge=1, description="of lora and dora")
+    alpha: float = Field(32.0, gt=0, description="of lora and dora; the adapter's output is scaled by alpha / rank")
     dropout: float = Field(0.0, ge=0, lt=1, description="its masks also depend on runtime.rows_per_device")
     targets: Annotated[tuple[str, ...], BeforeValidator(as_tuple)] = Field(
-        ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), min_length=1
+        ("all-linear",), min_length=1, description="of lora and dora: names of linear layers, `attention`, or `all-linear`"
+    )
+    virtual_tokens: int = Field(8, ge=1, description="of prefix: positions that the adapter puts before every record")
+    quantize: Literal["none", "nf4", "int8"] = Field(
+        "none", description="how the frozen base is held (QLoRA, arXiv:2305.14314); needs bitsandbytes"
     )
