@@ -19,7 +19,7 @@ from ttrain.config import Settings
 from ttrain.display import Display
 from ttrain.errors import Interrupted, UsageError
 from ttrain.execute import Execution
-from ttrain.plan import Planned
+from ttrain.plan import Planned, no_stage
 from ttrain.stages import Stage
 from ttrain.stopping import catching_signals
 from ttrain.store import Artifact, Store
@@ -142,7 +142,7 @@ def run_one_stage(
     input is missing."""
     planned = {p.stage.name: p for p in stages}
     if name not in planned:
-        raise UsageError(f"there is no stage '{name}'; the stages are {', '.join(planned)}")
+        raise no_stage(name, planned, settings)
     if planned[name].key is None:
         commands = ", ".join(
             f"`ttrain {'train' if planned[p].stage.uses_ranks else 'stage run'} {p}`" for p in _missing(name, planned)

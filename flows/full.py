@@ -12,7 +12,9 @@ from typing import Any
 from ttrain.config import Settings
 from ttrain.stages import (
     EVALUATE,
+    EXISTING_MODEL,
     LORA,
+    NEW_MODEL,
     PRETRAIN,
     SFT,
     SHARDS_LORA,
@@ -20,22 +22,37 @@ from ttrain.stages import (
     SHARDS_SFT,
     SOURCE,
     TOKENIZER,
+    Stage,
 )
 
 
 def full(stage: Callable[..., Any], settings: Settings) -> None:
-    """Nine stages; the three sets of shards are built side by side."""
-    uses_source = settings.data.uses_python_docs
-    source = stage(SOURCE) if any(map(uses_source, ("pretrain", "sft", "lora", "tokenizer"))) else None
+    """Nine stages; the three sets of shards are built side by side.
+
+    Where a stage starts from another model than the one before it, the stages that nothing needs are not run, and that
+    model comes from a stage of its own: one that exists is taken in, one of random weights is made.
+    """
+    from_python = [name for name in ("pretrain", "sft", "lora", "tokenizer") if settings.reads_python_docs(name)]
+    source = stage(SOURCE) if from_python else None
 
     def from_source(dataset: str) -> Any:
-        return source if uses_source(dataset) else None
+        return source if dataset in from_python else None
 
     tokenizer = stage(TOKENIZER, source=from_source("tokenizer"))
-    documents = stage(SHARDS_PRETRAIN, tokenizer=tokenizer, source=from_source("pretrain"))
-    chats = stage(SHARDS_SFT, tokenizer=tokenizer, source=from_source("sft"))
-    domain = stage(SHARDS_LORA, tokenizer=tokenizer, source=from_source("lora"))
-    base = stage(PRETRAIN, tokenizer=tokenizer, shards=documents)
-    sft = stage(SFT, base=base, shards=chats)
-    lora = stage(LORA, base=sft, shards=domain)
+
+    def shards(of: Stage, dataset: str) -> Any:
+        return stage(of, tokenizer=tokenizer, source=from_source(dataset)) if settings.reads(dataset) else None
+
+    documents = shards(SHARDS_PRETRAIN, "pretrain")
+    chats = shards(SHARDS_SFT, "sft")
+    domain = shards(SHARDS_LORA, "lora")
+    base = None
+    if settings.existing_model:
+        base = stage(EXISTING_MODEL, tokenizer=tokenizer)
+    elif documents is None:
+        base = stage(NEW_MODEL, tokenizer=tokenizer)
+    if documents is not None:
+        base = stage(PRETRAIN, tokenizer=tokenizer, base=base, shards=documents)
+    sft = None if chats is None else stage(SFT, base=base, shards=chats)
+    lora = stage(LORA, base=base if sft is None else sft, shards=domain)
     stage(EVALUATE, base=base, sft=sft, lora=lora, documents=documents, chats=chats, domain=domain)

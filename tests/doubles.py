@@ -277,7 +277,8 @@ def make_trainer(
     config: Training, model: nn.Module, rows: Rows, *, rows_per_device: int = 4, directory: Path | None = None,
     callbacks: Sequence[Callback] = (), cadence: Cadence = SPARSE, total_rows: int | None = None,
     stop_after: int | None = None, start: Snapshot | None = None, validation: Sequence[Batch] = (),
-    task: TrainingTask | None = None, ranks: Ranks = ALONE, keep: int = 2, how: How = PLAIN, **options: Any,
+    task: TrainingTask | None = None, ranks: Ranks = ALONE, keep: int = 2, how: How = PLAIN, weights: Any = None,
+    **options: Any,
 ) -> Trainer:  # fmt: skip
     """A trainer of the model on the rows; checkpoints go under `directory` where there is one."""
     assert config.tokens is not None
@@ -288,7 +289,7 @@ def make_trainer(
     return Trainer(
         task or LanguageModeling(config, model),
         loader,
-        ranks=ranks, precision=precision.resolve(config.precision, ranks.device), weights=Held(model),
+        ranks=ranks, precision=precision.resolve(config.precision, ranks.device), weights=weights or Held(model),
         checkpoints=checkpoints, validation=validation, callbacks=callbacks, cadence=cadence, start=start,
         stop_requested=StopAfter(stop_after, loader) if stop_after else lambda: False, how=how, **options,
     )  # fmt: skip

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("flows", "tasks", "ttrain")
 LIGHT = (
     "ttrain.config", "ttrain.store", "ttrain.plan", "ttrain.report", "ttrain.cli", "ttrain.errors", "ttrain.runs",
-    "ttrain.execute", "ttrain.launch", "ttrain.cli_data", "ttrain.cli_doctor", "ttrain.from_files",
+    "ttrain.execute", "ttrain.launch", "ttrain.cli_data", "ttrain.cli_doctor", "ttrain.from_files", "ttrain.from_gate",
     "flows", "flows.full", "flows.engine",
 )  # fmt: skip
 HELP = """

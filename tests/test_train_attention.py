@@ -112,7 +112,7 @@ def test_the_first_keys_are_the_least_that_any_query_of_a_block_sees() -> None:
 def loss_of(model: Any, labels: Tensor | None = None) -> Tensor:
     ids = torch.randint(9, VOCAB, (len(SEGMENTS), T), generator=torch.Generator().manual_seed(2))
     positions = torch.arange(T).expand_as(ids).contiguous()
-    loss: Tensor = NextTokenLoss(model, token_loss_sum)(ids, positions, SEGMENTS, ids if labels is None else labels)
+    loss: Tensor = NextTokenLoss(model, token_loss_sum)(ids, positions, SEGMENTS, ids if labels is None else labels)[0]
     return loss
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import re
 from typing import Any
 
 import pytest
@@ -21,23 +23,17 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def layer(name: str) -> Any:
     """A norm or a gated layer of transformers with weights that are neither zeros nor ones; width 16."""
-    from transformers.models import llama, mistral, qwen2, qwen3
+    from transformers import AutoConfig
 
     torch.manual_seed(0)
-    modules = {
-        "L": llama.modeling_llama,
-        "M": mistral.modeling_mistral,
-        "2": qwen2.modeling_qwen2,
-        "3": qwen3.modeling_qwen3,
-    }
-    kind = getattr(modules[name[0] if name[0] in "LM" else name[4]], name)
+    family = re.sub("RMSNorm|MLP", "", name)
+    model_type = {"Qwen3Moe": "qwen3_moe", "Ernie4_5_Moe": "ernie4_5_moe", "Glm4Moe": "glm4_moe"}.get(family, family.lower())
+    kind = getattr(importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}"), name)
     if name in NORMS:
         made = kind(16, eps=1e-5)
         torch.nn.init.uniform_(made.weight, -1, 1)
         return made
-    configs = {"L": llama.LlamaConfig, "M": mistral.MistralConfig, "2": qwen2.Qwen2Config, "3": qwen3.Qwen3Config}
-    config = configs[name[0] if name[0] in "LM" else name[4]](hidden_size=16, intermediate_size=40, num_attention_heads=2)
-    return kind(config)
+    return kind(AutoConfig.for_model(model_type, hidden_size=16, intermediate_size=40, num_attention_heads=2))
 
 
 def results(module: Any, *, autocast: bool) -> dict[str, Tensor]:

@@ -81,18 +81,21 @@ def test_every_trained_parameter_is_in_one_group_and_a_frozen_one_in_none() -> N
 
 
 def stacked() -> nn.Module:
-    """A weight of three dimensions, as experts have, and a matrix."""
+    """Two weights of three dimensions, one of experts and one that is no stack of matrices, and a matrix."""
     model = nn.Linear(3, 2, bias=False)
     model.experts = nn.Parameter(torch.ones(2, 3, 4))
+    model.convolution = nn.Conv1d(3, 2, 4, bias=False)
     return model
 
 
-def test_stacked_matrices_decay_and_muon_leaves_them_to_adamw() -> None:
+def test_stacked_matrices_decay_and_muon_takes_those_of_experts() -> None:
     model = stacked()
-    assert names_by_decay(model, optim.build(model, Optim())) == {("AdamW", 0.1): {"weight", "experts"}}
+    every = {"weight", "experts", "convolution.weight"}
+    assert names_by_decay(model, optim.build(model, Optim())) == {("AdamW", 0.1): every}
     assert names_by_decay(model, optim.build(model, Optim(kind="muon"))) == {
         ("Muon", 0.1): {"weight"},
-        ("AdamW", 0.1): {"experts"},
+        ("StackedMuon", 0.1): {"experts"},
+        ("AdamW", 0.1): {"convolution.weight"},
     }
 
 

@@ -323,7 +323,7 @@ def test_a_checkpoint_shows_the_step_it_was_taken_at_however_slow_the_writer(tmp
 def test_checkpoints_of_another_model_are_refused_by_name(tmp_path: Path) -> None:
     run(tmp_path, settings_of_training())
     wider = tiny_model(vocab=VOCAB + 1)
-    with pytest.raises(TTrainError, match=r"do not fit the model: model\.embed_tokens\.weight"):
+    with pytest.raises(TTrainError, match=r"do not fit the model:\n  mis-shaped: model\.embed_tokens\.weight"):
         make_trainer(settings_of_training(), wider, NumberedRows(52), directory=tmp_path / "checkpoints")
 
 

@@ -12,9 +12,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ttrain.cli_adapter import adapter_app
 from ttrain.cli_data import data_app, tokenizer_app
 from ttrain.cli_doctor import doctor
+from ttrain.cli_export import EPILOG as EXPORT_EPILOG
+from ttrain.cli_export import export
+from ttrain.cli_gate import gate_app
+from ttrain.cli_model import model_app
 from ttrain.cli_settings import AsJson, Extend, Files, Force, Overrides, Profiles, load_settings, plan_of
+from ttrain.cli_talk import chat, generate, serve
 from ttrain.cli_train import run_stage, train_app
 from ttrain.terminal import console, escaped, print_json, table
 
@@ -51,9 +57,12 @@ app.add_typer(pipeline_app, name="pipeline")
 app.add_typer(stage_app, name="stage")
 app.add_typer(artifacts_app, name="artifacts")
 app.add_typer(config_app, name="config")
+app.add_typer(adapter_app, name="adapter")
 app.add_typer(data_app, name="data")
 app.add_typer(tokenizer_app, name="tokenizer")
 app.add_typer(train_app, name="train")
+app.add_typer(gate_app, name="gate")
+app.add_typer(model_app, name="model")
 
 Pipeline = Annotated[str, typer.Argument(help=PIPELINE_HELP)]
 Engine = Annotated[str, typer.Option("--engine", help="`prefect`, or `none` to run the same recipe without it")]
@@ -205,7 +214,25 @@ def config_schema() -> None:
     print_json(Settings.model_json_schema())
 
 
+app.command(
+    "chat",
+    epilog="Examples:  ttrain chat\n\nttrain chat sft --temperature 0\n\nttrain chat pretrain --versus sft\n\n"
+    "echo 'What is a list?' | ttrain chat sft --json",
+)(chat)
+app.command(
+    "generate",
+    epilog="Examples:  ttrain generate questions.txt --model sft --out answers.jsonl\n\n"
+    "ttrain generate beginnings.txt --model pretrain --raw --temperature 0.8",
+)(generate)
+app.command(
+    "serve",
+    context_settings={"allow_extra_args": True},
+    epilog="Examples:  ttrain serve sft\n\nttrain serve sft --port 0 --json -- --continuous-batching",
+)(serve)
 app.command("doctor", epilog="Examples:  ttrain doctor\n\nttrain doctor --stage sft sft.optim.lr=2e-4 --json")(doctor)
+
+
+app.command("export", epilog=EXPORT_EPILOG)(export)
 
 
 @app.command("up", epilog="Example:  ttrain up")

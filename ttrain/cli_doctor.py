@@ -24,7 +24,9 @@ def doctor(
     overrides: Overrides = None,
     config: Files = None,
     profile: Profiles = None,
-    stage: Annotated[Literal["pretrain", "sft", "lora"], typer.Option(help="the training to examine")] = "pretrain",
+    stage: Annotated[
+        Literal["pretrain", "sft", "lora"] | None, typer.Option(help="the training to examine; the first, unless given")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Prove, before a long run, that training is right and fits: on these settings and data, on this machine."""
@@ -33,6 +35,7 @@ def doctor(
 
     began = time.monotonic()
     loaded = load_settings(overrides, config, profile)
+    examined: str = stage or loaded.settings.trainings[0]
     for name, value in environment_of(loaded.settings).items():
         if name.startswith(READ_BY_C):
             os.environ.setdefault(name, value)
@@ -41,7 +44,7 @@ def doctor(
     from ttrain.data.inspecting import lines
     from ttrain.stages.doctor import Doctor  # loads torch, which now finds the variables
 
-    examination = Doctor(stage, loaded.settings, artifacts, home())
+    examination = Doctor(examined, loaded.settings, artifacts, home())
     found: list[Check] = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
@@ -55,12 +58,12 @@ def doctor(
     else:
         if examination.shown is not None:
             row, special = examination.shown
-            print(f"\nthe first row of {stage}; what the loss counts is marked:")
+            print(f"\nthe first row of {examined}; what the loss counts is marked:")
             of_records = (lines(row, record, special, LINE_WIDTH) for record in range(1 + max(row.segments)))
             print_spans(islice(chain.from_iterable(of_records), SHOWN_LINES))
             print()
         verdict = f"{len(bad)} of {len(found)} checks are not ok" if bad else f"all {len(found)} checks are ok"
-        print(f"{stage}: {verdict}, in {time.monotonic() - began:.0f} s")
+        print(f"{examined}: {verdict}, in {time.monotonic() - began:.0f} s")
     if bad:
         raise typer.Exit(1)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
-    from ttrain.loading import Loaded
+    from ttrain.loading import Given, Loaded
     from ttrain.plan import Planned
     from ttrain.store import Store
 
@@ -27,6 +28,14 @@ def load_settings(overrides: list[str] | None, config: list[Path] | None, profil
     from ttrain.loading import load
 
     return load(overrides or (), files=config or (), profiles=profile or ())
+
+
+def task_settings(overrides: list[str] | None, config: list[Path] | None) -> list[Given]:
+    """What is given of a task's settings, the weakest first; the environment speaks of `runtime` alone."""
+    from ttrain.loading import ENVIRONMENT_PREFIX, layers
+
+    runtime = {key: value for key, value in os.environ.items() if key.upper().startswith(f"{ENVIRONMENT_PREFIX}RUNTIME__")}
+    return layers(overrides or (), config or (), environment=runtime)
 
 
 def plan_of(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from ttrain.cli_settings import AsJson, Extend, Files, Force, Overrides, Profiles, load_settings, plan_of
+from ttrain.cli_settings import AsJson, Extend, Files, Force, Overrides, Profiles, load_settings, plan_of, task_settings
 from ttrain.terminal import console, print_json, table
 
 TASK_HELP = "name of an installed task, such as regression, or module:Class"
@@ -49,7 +48,7 @@ def train_pretrain(
     overrides: Overrides = None, config: Files = None, profile: Profiles = None, extend: Extend = False,
     force: Force = False, as_json: AsJson = False,
 ) -> None:  # fmt: skip
-    """Train a new model on documents. Needs the tokenizer and the shards of the documents."""
+    """Train a new model, or that of pretrain.start_from, on documents. Needs tokenizer and shards of the documents."""
     run_stage("pretrain", overrides, config, profile, extend=extend, force=force, as_json=as_json)
 
 
@@ -58,7 +57,7 @@ def train_sft(
     overrides: Overrides = None, config: Files = None, profile: Profiles = None, extend: Extend = False,
     force: Force = False, as_json: AsJson = False,
 ) -> None:  # fmt: skip
-    """Fine-tune the pretrained model on chats. Needs that model and the shards of the chats."""
+    """Fine-tune the pretrained model, or that of sft.start_from, on chats. Needs that model and the shards of the chats."""
     run_stage("sft", overrides, config, profile, extend=extend, force=force, as_json=as_json)
 
 
@@ -67,7 +66,8 @@ def train_lora(
     overrides: Overrides = None, config: Files = None, profile: Profiles = None, extend: Extend = False,
     force: Force = False, as_json: AsJson = False,
 ) -> None:  # fmt: skip
-    """Train an adapter on chats of a domain. Needs the fine-tuned model and the shards of the domain."""
+    """Train an adapter for the fine-tuned model, or for that of lora.start_from, on chats of a domain. Needs that model and
+    the shards of the domain."""
     run_stage("lora", overrides, config, profile, extend=extend, force=force, as_json=as_json)
 
 
@@ -94,13 +94,11 @@ def train_task(
     from ttrain import from_task, report
     from ttrain.display import Display
     from ttrain.errors import UsageError
-    from ttrain.loading import ENVIRONMENT_PREFIX, layers
     from ttrain.train import registry
 
     if name is None or "=" in name:
         raise UsageError(f"--task names no task; the tasks are {registry.listed()}")
-    runtime = {key: value for key, value in os.environ.items() if key.upper().startswith(f"{ENVIRONMENT_PREFIX}RUNTIME__")}
-    given = layers(overrides or (), config or (), environment=runtime)
+    given = task_settings(overrides, config)
     display = Display(console(stderr=as_json))
     try:
         summary = from_task.train(name, given, out, allow or (), display)

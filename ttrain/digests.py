@@ -34,9 +34,9 @@ NOT_SHAPING = frozenset(
             "tracking",
             "report",
         ),
-        *("progress", "cli", "parent", "job", "train.callbacks", "train.watchdog", "data.pools"),
+        *("progress", "cli", "parent", "job", "references", "train.callbacks", "train.watchdog", "data.pools"),
         *("results", "supervise", "forkserver", "stages.watching"),
-        *("train.monitor", "train.peak", "train.guards", "train.samples", "train.tensorboard"),
+        *("train.monitor", "train.peak", "train.guards", "train.samples", "train.tensorboard", "train.separation"),
     )
 )
 ONLY_GATHERING = frozenset({PACKAGE, f"{PACKAGE}.stages"})  # whose submodules do shape it

@@ -132,6 +132,7 @@ class Execution:
         state = read_json(work / "tracking.json") or {}
         params = dict(flatten(section_of(stage, self.settings).model_dump(mode="json")))
         tags = {"ttrain.stage": stage.name, "ttrain.key": planned.key or "", "ttrain.run": self.record.run}
+        tags |= {f"ttrain.parent.{name}": f"{a.stage} {a.content}" for name, a in planned.inputs.items()}
         child = self._tracker.start_run(
             stage.name, run_id=state.get("run_id"), parent_run_id=self._parent.id, tags=tags, params=params
         )

@@ -35,10 +35,29 @@ def train(name: str, given: Sequence[Given], output: Path | None, allow: Sequenc
     The task's own settings are checked where it is imported, in its process. Raises UsageError for what is wrong with them.
     """
     point = registry.find(name)
+    runtime, own = split_runtime(given)
+    out = (output or usable_home() / "tasks" / name.replace(":", ".")).absolute()
+    config = {"task": name, "given": own, "allow": list(allow)}
+    figures = run_alone(TASK, name, config, runtime, out, f"{point.value} in {out}", display)
+    return {"task": name, "out": str(out), **figures}
+
+
+def split_runtime(given: Sequence[Given]) -> tuple[Runtime, list[Given]]:
+    """(what is given of the runtime, over its defaults here; the rest). Raises UsageError for several machines."""
     runtime = merge(TaskRuntime, [one for one in given if _is_runtime(one)])[0].runtime
     if runtime.nodes > 1:
         raise UsageError(f"runtime.nodes is {runtime.nodes}, but a task trains on one machine; set runtime.nodes=1")
-    out = (output or usable_home() / "tasks" / name.replace(":", ".")).absolute()
+    return runtime, [one for one in given if not _is_runtime(one)]
+
+
+def run_alone(
+    stage: Stage, name: str, config: Mapping[str, Any], runtime: Runtime, out: Path, why: str, display: Display
+) -> dict[str, Any]:
+    """Run a stage that is no part of a pipeline, in its process, with `out` as its output; returns its figures.
+
+    What an earlier try left there is continued; "was_finished" says whether nothing was left to do. `name` and `why` are
+    shown. Raises UsageError where `out` holds something else.
+    """
     check_output(out)
     work = out / WORK
     work.mkdir(parents=True, exist_ok=True)
@@ -49,12 +68,11 @@ def train(name: str, given: Sequence[Given], output: Path | None, allow: Sequenc
     ):
         with exclusive(work.with_name(f"{work.name}.process.lock")):
             pass  # a killed run's process may live for another 0.2 s
-        stage = replace(TASK, name=name)
         launch.forget(work)
         spec: dict[str, Any] = {
-            "stage": TASK.name,
+            "stage": stage.name,
             "uses_ranks": True,
-            "config": {"task": name, "given": [one for one in given if not _is_runtime(one)], "allow": list(allow)},
+            "config": config,
             "runtime": runtime.model_dump(mode="json"),
             "output": str(out),
             "start_from": None,
@@ -62,19 +80,14 @@ def train(name: str, given: Sequence[Given], output: Path | None, allow: Sequenc
             **{name: [] for name in ("weights", "reuse")},
         }
         write_json(work / JOB, spec)
-        display.started(name, f"{point.value} in {out}")
+        display.started(name, why)
         try:
-            figures = _run(stage, runtime, work, out / LOG, observer)
+            figures = _run(replace(stage, name=name), runtime, work, out / LOG, observer)
         except TTrainError as error:
             display.failed(name, f"{error}; the same command continues it" if isinstance(error, Interrupted) else str(error))
             error.shown = True
             raise
-    return {
-        "task": name,
-        "out": str(out),
-        "was_finished": figures["resumed_from_step"] == figures["steps"],
-        **figures,
-    }
+    return {"was_finished": figures["resumed_from_step"] == figures["steps"], **figures}
 
 
 def check_output(out: Path) -> None:

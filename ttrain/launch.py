@@ -14,7 +14,8 @@ from typing import Any, Protocol
 from ttrain import __version__, results, supervise
 from ttrain.config import Settings
 from ttrain.errors import Interrupted, StageFailed, TTrainError
-from ttrain.plan import Planned, data_files, file_digests, plan_stage, section_of
+from ttrain.input_files import data_files, file_digests
+from ttrain.plan import Planned, plan_stage, section_of
 from ttrain.stages import Stage
 from ttrain.store import Artifact, Store, remove_tree, write_json
 from ttrain.worker import JOB, PROGRESS

@@ -10,15 +10,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar, get_args
+from typing import Any, NamedTuple, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import ValidationError
 
 from ttrain.config import Section, Settings, flatten
+from ttrain.config.presets import sizes_of
+from ttrain.config.settings import existing_model_of, trainings_of
 from ttrain.errors import UsageError
 
 ENVIRONMENT_PREFIX = "TTRAIN__"
+PRESET = "model.preset"
 SHOWN_KEYS = 60  # more than these are not listed in a message
 S = TypeVar("S", bound=Section)
 BUDGETS = {"tokens": "epochs", "epochs": "tokens"}  # of a training stage: one of the two
@@ -48,9 +51,8 @@ def load(
     environment: Mapping[str, str] | None = None,
 ) -> Loaded:
     """Merge defaults < profiles < YAML files < environment < `key=value`, validate once, freeze. Raises UsageError."""
-    settings, sources = merge(
-        Settings, layers(overrides, files, profiles, os.environ if environment is None else environment)
-    )
+    given = layers(overrides, files, profiles, os.environ if environment is None else environment)
+    settings, sources = merge(Settings, [*_of_existing_model(given), *_with_preset(given)])
     return Loaded(settings, sources)
 
 
@@ -73,8 +75,10 @@ def merge(root: type[S], given: Iterable[Given]) -> tuple[S, dict[str, str]]:
     tree = defaults(root)  # so that one field of a section leaves the stage's own defaults of the others
     known, sources = settable_keys(root), dict[str, str]()
     for origin, key, value in given:
-        _check_key(key, origin, known)
-        if value in (None, {}) and key not in known:
+        is_field = _is_field(key, root)
+        if not is_field:
+            _check_key(key, origin, known)
+        if value in (None, {}) and key not in known and not is_field:
             continue  # a section of which nothing is said
         _assign(tree, key, value)
         for stale in [name for name in sources if name.startswith(f"{key}.")]:
@@ -167,6 +171,39 @@ def _assign(tree: dict[str, Any], key: str, value: Any) -> None:
     tree[leaf] = value
 
 
+def _with_preset(given: list[Given]) -> list[Given]:
+    """The sizes of the strongest `model.preset` stand first in its layer, so that what is given beside it wins."""
+    asked = [item for item in given if item.key == PRESET]
+    if not asked:
+        return given
+    origin, _, name = asked[-1]
+    sizes = [] if name is None else [Given(f"preset {name}", f"model.{key}", size) for key, size in sizes_of(name).items()]
+    first = next(n for n, item in enumerate(given) if _layer(item.origin) == _layer(origin))
+    return [item for item in (*given[:first], *sizes, *given[first:]) if item.key != PRESET]
+
+
+def _of_existing_model(given: list[Given]) -> list[Given]:
+    """What a model that is started from brings, unless something else is given: its tokenizer and its chat template."""
+    starts = {f"{stage}.start_from": start for stage, start in Settings().starts.items()}
+    starts |= {key: str(value) for _, key, value in given if key in starts}
+    by_stage = {key.partition(".")[0]: start for key, start in starts.items()}
+    model = existing_model_of(by_stage)
+    if model is None:
+        return []
+    origin = f"{trainings_of(by_stage)[0]}.start_from is set"
+    return [Given(origin, "tokenizer.existing", model), Given(origin, "tokenizer.template", "auto")]
+
+
+def _layer(origin: str) -> str:
+    """All variables of the environment are one layer."""
+    return ENVIRONMENT_PREFIX if origin.startswith(ENVIRONMENT_PREFIX) else origin
+
+
+def _is_field(key: str, root: type[Section]) -> bool:
+    """Whether it is within a setting that takes names which only an architecture knows, as `model.fields` does."""
+    return any(key.startswith(f"{name}.") for name in open_keys(root))
+
+
 def _check_key(key: str, origin: str, known: Sequence[str]) -> None:
     """Unknown keys are refused before validation, with their nearest neighbour."""
     if key in known or any(name.startswith(f"{key}.") for name in known):
@@ -185,17 +222,24 @@ def known_keys(root: type[Section] = Settings) -> list[str]:
 @functools.cache
 def settable_keys(root: type[Section]) -> list[str]:
     """The same, with what must be given and what is in sections that are absent unless something of them is given."""
-    return list(dict.fromkeys([*known_keys(root), *_field_names(root)]))
+    return list(dict.fromkeys([*known_keys(root), *(key for key, _ in _fields(root))]))
 
 
-def _field_names(root: type[Section], prefix: str = "") -> Iterator[str]:
+@functools.cache
+def open_keys(root: type[Section]) -> list[str]:
+    """Dotted names of the settings that are mappings from any name, checked by whoever knows the names."""
+    return [key for key, annotation in _fields(root) if get_origin(annotation) is dict]
+
+
+def _fields(root: type[Section], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted names of all fields of a tree that are no sections, with their types."""
     for name, field in root.model_fields.items():
         kinds = (field.annotation, *get_args(field.annotation))
         sections = [kind for kind in kinds if inspect.isclass(kind) and issubclass(kind, Section)]
         if not sections:
-            yield f"{prefix}{name}"
+            yield f"{prefix}{name}", field.annotation
         for section in sections:
-            yield from _field_names(section, f"{prefix}{name}.")
+            yield from _fields(section, f"{prefix}{name}.")
 
 
 def defaults(root: type[Section]) -> dict[str, Any]:

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ttrain.config import Section, Settings, Training, flatten
-from ttrain.data import existing, locations
 from ttrain.digests import code_digests, differences, digest_of
 from ttrain.errors import UsageError
-from ttrain.stages import Stage
+from ttrain.input_files import data_files, file_digests
+from ttrain.stages import STAGES, Stage
 from ttrain.store import Artifact, Store
 from ttrain.train.schedules import decay_start, steps_of
 
 Recipe = Callable[["Callable[..., Any]", Settings], None]
 
-# How two stores name the same part of a stage's own data files.
-TRAIN, HELDOUT, EXISTING = "train", "heldout", "existing"
-COUNTED_BY_BYTES = ("tokenizer.existing",)  # settings that name files, which are in the key themselves
+# Settings that name files or other stages, which are in the key themselves.
+COUNTED_BY_BYTES = ("tokenizer.existing", "pretrain.start_from", "sft.start_from", "lora.start_from")
 
 
 @dataclass(frozen=True)
@@ -76,11 +75,20 @@ def plan(
     """Every stage of the recipe, in its order."""
     planner = Planner(settings, store, force, extend=extend)
     recipe(planner, settings)
-    unknown = force - set(planner.stages)
+    unknown = sorted(force - set(planner.stages))
     if unknown:
-        raise UsageError(f"there is no stage {', '.join(sorted(unknown))}; the stages are {', '.join(planner.stages)}")
+        raise no_stage(unknown[0], planner.stages, settings)
     store.cache.save()
     return list(planner.stages.values())
+
+
+def no_stage(name: str, there: Iterable[str], settings: Settings) -> UsageError:
+    """What to say of a stage that is not in the pipeline: never, or not under these settings."""
+    stages = f"the stages are {', '.join(there)}"
+    if name not in STAGES:
+        return UsageError(f"there is no stage {name}; {stages}")
+    starts = ", ".join(f"{stage}.start_from is {settings.starts[stage]}" for stage in settings.trainings)
+    return UsageError(f"stage {name} is not needed here, since {starts}; {stages}")
 
 
 def plan_stage(
@@ -125,27 +133,6 @@ def ingredients_of(stage: Stage, settings: Settings, store: Store, inputs: Mappi
     return ingredients
 
 
-def file_digests(stage: Stage, settings: Settings, store: Store) -> dict[str, list[dict[str, Any]]]:
-    """Name and digest (and weight, where there is one) of the data that the stage reads, by role.
-
-    A remote file counts by its commit, ETag or checksum. Raises UsageError where one is unreadable.
-    """
-    found: dict[str, list[dict[str, Any]]] = {}
-    for role, files in data_files(stage, settings).items():
-        try:
-            found[role] = [
-                {
-                    "name": locations.name(file.location),
-                    "sha256": locations.version(file.location) or store.cache.file(Path(file.location)),
-                    **({} if file.weight is None else {"weight": file.weight, "group": file.group}),
-                }
-                for file in files
-            ]
-        except OSError as error:
-            raise UsageError(f"cannot read {error.filename}, which data.{stage.dataset} names: {error.strerror}") from None
-    return found
-
-
 def key_of(ingredients: Mapping[str, Any]) -> str:
     """sha256 over the ingredients, without the names of files: a renamed file is the same file."""
     files = {
@@ -158,44 +145,6 @@ def key_of(ingredients: Mapping[str, Any]) -> str:
 def section_of(stage: Stage, settings: Settings) -> Section:
     """The part of the settings that the stage may see."""
     return stage.config(**{name: getattr(settings, name) for name in stage.config.model_fields})
-
-
-@dataclass(frozen=True)
-class InputFile:
-    """A file that a stage reads, and the weighted source it belongs to (no weight: all rows of the data set are alike)."""
-
-    location: str
-    group: int = 0
-    weight: float | None = None
-
-
-def data_files(stage: Stage, settings: Settings) -> dict[str, list[InputFile]]:
-    """The user's own files that the stage reads, by role: "train", "heldout", and for the tokenizer "existing"."""
-    if stage.dataset is None:
-        return {}
-    data, is_tokenizer = settings.data, stage.dataset == "tokenizer"
-    roles: dict[str, list[InputFile]] = {}
-    if is_tokenizer and settings.tokenizer.existing:
-        roles[EXISTING] = [InputFile(str(path)) for path in existing.files(settings.tokenizer.existing)]
-    if data.uses_python_docs(stage.dataset):
-        return roles
-    dataset = "pretrain" if is_tokenizer and not data.tokenizer else stage.dataset
-    roles[TRAIN] = _expanded(data.paths(dataset), f"data.{dataset}", () if is_tokenizer else data.weights(dataset))
-    if not is_tokenizer and getattr(data, f"{dataset}_heldout"):  # the tokenizer learns from the training part alone
-        roles[HELDOUT] = _expanded(data.paths(f"{dataset}_heldout"), f"data.{dataset}_heldout", ())
-    return roles
-
-
-def _expanded(paths: tuple[str, ...], setting: str, weights: tuple[float, ...]) -> list[InputFile]:
-    if not weights:
-        return [InputFile(location) for location in locations.expand(paths, setting)]
-    found: dict[str, InputFile] = {}
-    for group, (path, weight) in enumerate(zip(paths, weights, strict=True)):
-        new = [location for location in locations.expand((path,), setting) if location not in found]
-        if not new:
-            raise UsageError(f"{setting} weighs '{path}', but all its files belong to a source before it; leave it out")
-        found.update({location: InputFile(location, group, weight) for location in new})
-    return list(found.values())
 
 
 def explain(stage: Stage, key: str, ingredients: Mapping[str, Any], store: Store) -> list[str]:

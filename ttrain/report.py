@@ -13,6 +13,8 @@ from ttrain.plan import Planned
 # The metric that stands for a stage in one line of `status`.
 KEY_METRICS: Mapping[str, tuple[str, ...]] = {
     "tokenizer": ("vocab_size", "bytes_per_token"),
+    "base-model": ("parameters", "vocab_size"),
+    "new-model": ("parameters",),
     "pretrain": ("validation_loss", "tokens", "tokens_per_second"),
     "sft": ("validation_loss", "tokens", "tokens_per_second"),
     "lora": ("validation_loss", "tokens", "tokens_per_second"),

@@ -114,7 +114,7 @@ class Store:
 
     def find(self, stage: str, key: str) -> Artifact | None:
         """The artifact, if it is there and undamaged."""
-        artifact = self._read(self.path(stage, key))
+        artifact = self.read(self.path(stage, key))
         return artifact if artifact and not self.damage(artifact) else None
 
     def damage(self, artifact: Artifact) -> str | None:
@@ -138,7 +138,12 @@ class Store:
         """All artifacts of a stage, newest first, damaged ones included."""
         directory = self.root / "store" / stage
         paths = directory.iterdir() if directory.is_dir() else []
-        found = [artifact for path in paths if (artifact := self._read(path))]
+        found = [artifact for path in paths if (artifact := self.read(path))]
+        return sorted(found, key=lambda artifact: artifact.manifest["published"], reverse=True)
+
+    def everything(self) -> list[Artifact]:
+        """All artifacts of all stages, newest first, damaged ones included."""
+        found = [artifact for path in (self.root / "store").glob("*/*") if (artifact := self.read(path))]
         return sorted(found, key=lambda artifact: artifact.manifest["published"], reverse=True)
 
     def latest(self, stage: str) -> Artifact:
@@ -194,7 +199,8 @@ class Store:
         self.path(stage, key).rename(target)
         return target
 
-    def _read(self, path: Path) -> Artifact | None:
+    def read(self, path: Path) -> Artifact | None:
+        """The artifact in a directory, whether undamaged or not; None where there is none."""
         try:
             manifest = json.loads((path / MANIFEST).read_bytes())
         except (OSError, ValueError):

@@ -16,6 +16,13 @@ PIPE_WIDTH = 180
 # What json.dumps leaves as it is, and a terminal may obey: DEL and the C1 controls, line separators, directions, surrogates.
 _OBEYED = re.compile("[\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
+_CONTROLS = re.compile(f"[\x00-\x08\x0b-\x1f]|{_OBEYED.pattern}")
+
+
+def harmless(text: str) -> str:
+    """The text with each control character, other than tabs and line ends, as Python writes it."""
+    return _CONTROLS.sub(lambda found: found.group().encode("unicode_escape").decode(), text)
+
 
 def escaped(text: str) -> str:
     """The text with each character that does not print, other than the space, as Python writes it: `\\n`, `\\x1b`."""

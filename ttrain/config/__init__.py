@@ -8,11 +8,14 @@ Defaults are the quickstart: a model of 1 M parameters that learns in about a mi
 from ttrain.config.base import Paths, Section, Share, Weighted, as_tuple, flatten
 from ttrain.config.data import DATASETS, PYTHON_DOCS, Data, PythonDocs, Reading, Shards, Tokenizer
 from ttrain.config.evaluate import Evaluate
+from ttrain.config.gate import Expert, Gate, GateConfig
 from ttrain.config.model import Model, Moe, MultiToken
 from ttrain.config.runtime import CLOCK, Night, Runtime, Tracking
 from ttrain.config.settings import (
     EvaluateConfig,
+    ExistingModelConfig,
     LoraConfig,
+    NewModelConfig,
     PretrainConfig,
     Settings,
     SftConfig,
@@ -31,12 +34,17 @@ __all__ = [
     "EarlyStopping",
     "Evaluate",
     "EvaluateConfig",
+    "ExistingModelConfig",
+    "Expert",
+    "Gate",
+    "GateConfig",
     "Loop",
     "Lora",
     "LoraConfig",
     "Model",
     "Moe",
     "MultiToken",
+    "NewModelConfig",
     "Night",
     "Optim",
     "Paths",

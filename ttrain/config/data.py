@@ -86,7 +86,9 @@ class Tokenizer(Section):
     """A byte-level BPE with the full byte alphabet, or a tokenizer that exists."""
 
     vocab_size: int = Field(2048, ge=300, description="entries, the 256 bytes and the special tokens among them")
-    template: Literal["ttrain", "tinyseek", "own"] = Field("ttrain", description="chat template; own: the existing one's")
+    template: Literal["ttrain", "tinyseek", "own", "auto"] = Field(
+        "ttrain", description="chat template; own: the existing one's; auto: that, or ttrain's where it has none"
+    )
     existing: str | None = Field(None, description="a folder with tokenizer.json, or owner/name[@revision] on the Hub")
     sample: Literal["reservoir", "head"] = Field("reservoir", description="which documents: any, or the first")
     seed: int = Field(1, ge=0, lt=2**32, description="of the reservoir")
@@ -95,8 +97,10 @@ class Tokenizer(Section):
 
     @model_validator(mode="after")
     def _own_template_exists(self) -> Tokenizer:
-        if self.template == "own" and self.existing is None:
-            raise ValueError("tokenizer.template is 'own' but tokenizer.existing names no tokenizer; set one of them")
+        if self.template in ("own", "auto") and self.existing is None:
+            raise ValueError(
+                f"tokenizer.template is '{self.template}' but tokenizer.existing names no tokenizer; set one of them"
+            )
         return self
 
 

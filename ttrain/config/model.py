@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import json
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from ttrain.config.base import Section
+from ttrain.config.presets import sizes_of
 
 
 class Moe(Section):
@@ -24,6 +27,13 @@ class Moe(Section):
     bias_rate: float = Field(
         0.0, ge=0, description="balancing without a loss: a bias per expert moves so far a step (arXiv:2408.15664)"
     )
+
+    # What the model's own config calls them, so that stages which start from its weights go on in the same way.
+    IN_CONFIG: ClassVar[Mapping[str, str]] = {
+        "router_aux_loss_coef": "balance",
+        "router_z_loss_coef": "z_loss",
+        "router_bias_rate": "bias_rate",
+    }
 
     @model_validator(mode="after")
     def _rules(self) -> Moe:
@@ -63,9 +73,27 @@ class Model(Section):
     dropout: float = Field(
         0.0, ge=0, lt=1, description="on attention weights; its masks also depend on runtime.rows_per_device"
     )
-    fields: dict[str, Any] = Field({}, description="more fields of the architecture's own config, by its names")
+    fields: dict[str, Any] = Field({}, description="more fields of the architecture's config, as model.fields.NAME=value")
     moe: Moe | None = Field(None, description="mixture of experts; empty: dense")
     multi_token: MultiToken | None = Field(None, description="a second head for the token after the next; empty: none")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _preset_fills_in(cls, given: Any) -> Any:
+        """Where a model is made in Python; the loader of settings does it by itself, since it knows the layers."""
+        if not isinstance(given, Mapping) or given.get("preset") is None:
+            return given
+        return {**sizes_of(given["preset"]), **{key: value for key, value in given.items() if key != "preset"}}
+
+    @model_validator(mode="after")
+    def _fields_are_json(self) -> Model:
+        """They enter the key and config.json, which hold neither dates nor what is no number."""
+        for name, value in self.fields.items():
+            try:
+                json.dumps(value, allow_nan=False)
+            except (TypeError, ValueError):
+                raise ValueError(f"model.fields.{name} is {value!r}, which JSON cannot hold; quote a text") from None
+        return self
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Model:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import Field, model_validator
@@ -11,7 +12,21 @@ from ttrain.config.data import Data, PythonDocs, Reading, Shards, Tokenizer
 from ttrain.config.evaluate import Evaluate
 from ttrain.config.model import Model
 from ttrain.config.runtime import Runtime, Tracking
-from ttrain.config.training import Lora, Pretrain, Sft
+from ttrain.config.training import NONE, TRAININGS, Lora, Pretrain, Sft, Training
+
+
+def trainings_of(starts: Mapping[str, str]) -> tuple[str, ...]:
+    """The stages that train, in their order: LoRA, and what it needs. `starts`: `start_from` of each stage, by stage."""
+    found = [TRAININGS[-1]]
+    while (before := starts[found[0]]) in TRAININGS and before not in found:
+        found.insert(0, before)
+    return tuple(found)
+
+
+def existing_model_of(starts: Mapping[str, str]) -> str | None:
+    """The directory or the name on the Hub that the first of them starts from; None where it is a model of ours."""
+    root = starts[trainings_of(starts)[0]]
+    return None if root in (NONE, *TRAININGS) else root
 
 
 class Settings(Section):
@@ -31,14 +46,54 @@ class Settings(Section):
     runtime: Runtime = Runtime()
     tracking: Tracking = Tracking()
 
+    @property
+    def starts(self) -> dict[str, str]:
+        """What each stage that trains starts from."""
+        return {name: getattr(self, name).start_from for name in TRAININGS}
+
+    @property
+    def trainings(self) -> tuple[str, ...]:
+        """The stages that train, in their order: what nothing starts from is not run."""
+        return trainings_of(self.starts)
+
+    @property
+    def existing_model(self) -> str | None:
+        """The model from elsewhere that the first of them starts from; None where it is a new one."""
+        return existing_model_of(self.starts)
+
+    def reads(self, dataset: str) -> bool:
+        """Whether the data set is used. A tokenizer that exists is measured on documents only where there are any."""
+        if dataset == "tokenizer":
+            return self.tokenizer.existing is None or bool(self.data.tokenizer) or "pretrain" in self.trainings
+        return dataset in self.trainings
+
+    def reads_python_docs(self, dataset: str) -> bool:
+        """Whether it is used, and made from the Python that runs ttrain."""
+        return self.reads(dataset) and self.data.uses_python_docs(dataset)
+
+    @model_validator(mode="after")
+    def _one_existing_model(self) -> Settings:
+        given = {name: start for name, start in self.starts.items() if start not in (NONE, *TRAININGS)}
+        if len(set(given.values())) > 1:
+            named = ", ".join(f"{name}.start_from is {start}" for name, start in given.items())
+            raise ValueError(f"{named}: a pipeline takes one model in, since all its stages share one tokenizer; name one")
+        if self.existing_model and self.tokenizer.existing is None:
+            raise ValueError(
+                f"tokenizer.existing is not set, but {self.trainings[0]}.start_from is {self.existing_model}, whose "
+                f"embeddings belong to one tokenizer; set tokenizer.existing to it, or leave it out"
+            )
+        return self
+
     @model_validator(mode="after")
     def _rows_fit_the_model(self) -> Settings:
-        for name in ("pretrain", "sft", "lora", "evaluate"):
+        for name in (*TRAININGS, "evaluate") if self.existing_model is None else ():  # else the plan looks at that model
             length = getattr(self, name).row_length
-            if length > self.model.max_length:
+            virtual = self.lora.virtual_tokens if self.lora.kind == "prefix" and name in ("lora", "evaluate") else 0
+            if length + virtual > self.model.max_length:
+                prefix = f", after lora.virtual_tokens {virtual}," if virtual else ""
                 raise ValueError(
-                    f"{name}.row_length is {length} but model.max_length is {self.model.max_length}; "
-                    f"set model.max_length={length}"
+                    f"{name}.row_length is {length}{prefix} but model.max_length is {self.model.max_length}; "
+                    f"set model.max_length={length + virtual}"
                 )
         return self
 
@@ -56,6 +111,26 @@ class TokenizerConfig(Section):
 class ShardsConfig(Section):
     reading: Reading
     shards: Shards
+
+
+class ExistingModelConfig(Section):
+    """Nothing: it is what its files say."""
+
+
+class FirstWeights(Section):
+    """What the weights before the first step depend on, beside the sizes."""
+
+    seed: int
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_a_training(cls, given: Any) -> Any:
+        return {"seed": given.seed} if isinstance(given, Training) else given
+
+
+class NewModelConfig(Section):
+    model: Model
+    pretrain: FirstWeights
 
 
 class PretrainConfig(Section):

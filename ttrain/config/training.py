@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from ttrain.config.base import Section, Share, as_tuple
 
@@ -167,10 +167,30 @@ class TaskConfig(Loop):
         return self.rows_per_step
 
 
+NONE = "none"
+TRAININGS = ("pretrain", "sft", "lora")  # in the order in which one goes on from another
+
+
+def _starts(*words: str) -> AfterValidator:
+    """Refuses the word of a stage that is not before this one."""
+
+    def check(value: str) -> str:
+        if value in TRAININGS and value not in words:
+            raise ValueError(
+                f"start_from is {value}, a stage that does not come before this one; it takes {', '.join(words)}, a "
+                f"directory (./{value} for one of that name), or owner/name[@revision] on the Hub"
+            )
+        return value
+
+    return AfterValidator(check)
+
+
 class Pretrain(Training):
     """Pretraining; Muon reached 2.02 bits per byte where AdamW alone ended at 2.5 to 2.7 in the same time."""
 
-    start_from: str = Field("none", description="none, a Hugging Face directory, or owner/name[@revision] on the Hub")
+    start_from: Annotated[str, _starts(NONE)] = Field(
+        NONE, min_length=1, description="none, a Hugging Face directory, or owner/name[@revision] on the Hub"
+    )
     tokens: int | None = Field(1_000_000, ge=1)
     optim: Optim = Optim(kind="muon")
 
@@ -178,7 +198,9 @@ class Pretrain(Training):
 class Sft(Training):
     """Fine-tuning on chats; the loss counts the assistant's tokens."""
 
-    start_from: str = Field("pretrain", description="pretrain, none, a Hugging Face directory, or owner/name[@revision]")
+    start_from: Annotated[str, _starts("pretrain", NONE)] = Field(
+        "pretrain", min_length=1, description="pretrain, none, a Hugging Face directory, or owner/name[@revision]"
+    )
     epochs: float | None = Field(1.0, gt=0)
     optim: Optim = Optim(lr=1e-3, weight_decay=0.0)
 
@@ -189,18 +211,28 @@ class Lora(Training):
     lora: arXiv:2106.09685. dora: arXiv:2402.09353. prefix: arXiv:2101.00190.
     """
 
-    start_from: str = Field("sft", description="sft, pretrain, a Hugging Face directory, or owner/name[@revision]")
-    kind: Literal["lora", "dora", "prefix"] = "lora"
+    start_from: Annotated[str, _starts("sft", "pretrain", NONE)] = Field(
+        "sft", min_length=1, description="sft, pretrain, none, a Hugging Face directory, or owner/name[@revision]"
+    )
+    kind: Literal["lora", "dora", "prefix"] = Field("lora", description="what is trained: see docs/adapters.md")
     epochs: float | None = Field(2.0, gt=0)
     tokens_per_step: int = Field(2048, ge=1)
     optim: Optim = Optim(lr=5e-3, weight_decay=0.0)
     rank: int = Field(16, ge=1, description="of lora and dora")
     alpha: float = Field(32.0, gt=0, description="of lora and dora; the adapter's output is scaled by alpha / rank")
-    dropout: float = Field(0.0, ge=0, lt=1, description="its masks also depend on runtime.rows_per_device")
+    dropout: float = Field(0.0, ge=0, lt=1, description="of lora and dora; its masks also depend on runtime.rows_per_device")
     targets: Annotated[tuple[str, ...], BeforeValidator(as_tuple)] = Field(
-        ("all-linear",), min_length=1, description="of lora and dora: names of linear layers, `attention`, or `all-linear`"
+        ("all-linear",),
+        min_length=1,
+        description="of lora and dora: last parts of layers' names, `attention`, or `all-linear` (all but the output head)",
     )
     virtual_tokens: int = Field(8, ge=1, description="of prefix: positions that the adapter puts before every record")
     quantize: Literal["none", "nf4", "int8"] = Field(
         "none", description="how the frozen base is held (QLoRA, arXiv:2305.14314); needs bitsandbytes"
     )
+
+    @model_validator(mode="after")
+    def _int8_goes_with_it(self) -> Lora:
+        if self.quantize == "int8" and self.kind == "dora":
+            raise ValueError("lora.quantize is int8, on which PEFT's dora does not train; set lora.quantize=nf4")
+        return self

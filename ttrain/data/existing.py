@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,23 +39,31 @@ def files(existing: str) -> list[Path]:
                 f"tokenizer.existing is '{existing}' but no such folder is there; "
                 "name a folder that holds tokenizer.json, or owner/name[@revision] on the Hub"
             )
-        directory = _from_hub(existing, named[1], named[2])
+        directory = from_hub(existing, "tokenizer.existing", FILES, lambda cached: (cached / JSON).is_file())
     if not (directory / JSON).is_file():
         raise UsageError(f"tokenizer.existing is '{existing}', which has no tokenizer.json; {CONVERT}")
     return [directory / name for name in FILES if (directory / name).is_file()]
 
 
-def _from_hub(existing: str, name: str, revision: str | None) -> Path:
+def from_hub(text: str, setting: str, patterns: Sequence[str], is_whole: Callable[[Path], bool]) -> Path:
+    """The folder in the Hub's cache with the files that match `patterns`; fetched where `is_whole` finds some missing there.
+
+    `text` is owner/name[@revision], which `setting` gives. Raises UsageError where it cannot be had.
+    """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
+    named = ON_HUB.fullmatch(text)
+    assert named is not None, f"{text} is no name on the Hub"
+    name, revision = named.groups()
+
     def fetch(*, local_files_only: bool) -> Path:
-        found = snapshot_download(name, revision=revision, allow_patterns=list(FILES), local_files_only=local_files_only)
+        found = snapshot_download(name, revision=revision, allow_patterns=list(patterns), local_files_only=local_files_only)
         return Path(str(found))
 
     try:
         cached = fetch(local_files_only=True)
-        if (cached / JSON).is_file():
+        if is_whole(cached):
             return cached
     except (LocalEntryNotFoundError, ValueError):
         pass
@@ -64,13 +72,15 @@ def _from_hub(existing: str, name: str, revision: str | None) -> Path:
     except Exception as error:  # of the network, of the Hub, of the name
         reason = str(error).strip().splitlines()
         raise UsageError(
-            f"tokenizer.existing is '{existing}', which is neither a folder nor in the Hub's cache, and fetching it failed: "
+            f"{setting} is '{text}', which is neither a folder nor in the Hub's cache, and fetching it failed: "
             f"{reason[0] if reason else type(error).__name__}; fetch it elsewhere and name the folder"
         ) from None
 
 
 def take(found: Sequence[Path], directory: Path, template: str) -> None:
     """Write the tokenizer of these files under `directory`, with all that ttrain needs.
+
+    `template`: "auto" is its own chat template, or ttrain's where it has none.
 
     Raises UsageError where it cannot be used, and says what could.
     """
@@ -84,6 +94,8 @@ def take(found: Sequence[Path], directory: Path, template: str) -> None:
     except ArtifactError as error:
         raise UsageError(f"tokenizer.existing: {error}; {CONVERT}") from None
     config = _config(paths)
+    if template == "auto":
+        template = "own" if _found_template(paths, config) else "ttrain"
     tokens = _tokens(tokenizer, config)
     needed = [*tokens.values(), *(templates.SPECIAL_TOKENS[template][4:] if template != "own" else ())]
     added = _add(tokenizer, needed)
@@ -187,15 +199,21 @@ def _add(tokenizer: Tokenizer, tokens: Sequence[str]) -> list[str]:
 
 
 def _own_template(paths: dict[str, Path], config: dict[str, Any]) -> str:
-    """The text of its chat template, wherever it keeps it."""
+    """The text of its chat template. Raises UsageError where it has none."""
+    found = _found_template(paths, config)
+    if found is None:
+        raise UsageError(
+            "tokenizer.template is 'own' but tokenizer.existing has no chat template; set tokenizer.template=ttrain"
+        )
+    return found
+
+
+def _found_template(paths: dict[str, Path], config: dict[str, Any]) -> str | None:
+    """The text of its chat template, wherever it keeps it; None where it has none."""
     if "chat_template.jinja" in paths:
         return paths["chat_template.jinja"].read_bytes().decode("utf-8")
     found = config.get("chat_template")
     if isinstance(found, list):  # several, by name
         named = {item.get("name"): item.get("template") for item in found if isinstance(item, dict)}
         found = named.get("default")
-    if not isinstance(found, str) or not found.strip():
-        raise UsageError(
-            "tokenizer.template is 'own' but tokenizer.existing has no chat template; set tokenizer.template=ttrain"
-        )
-    return found
+    return found if isinstance(found, str) and found.strip() else None

@@ -144,7 +144,7 @@ def parse_conversation(value: dict[str, Any]) -> Record | Skipped | Rejected:
     A key that is null is as good as absent. Roles may come in any order.
     """
     try:
-        messages = _messages(value)
+        messages = messages_of(value)
     except Malformed as error:
         return Rejected(str(error))
     except RecursionError:
@@ -154,7 +154,8 @@ def parse_conversation(value: dict[str, Any]) -> Record | Skipped | Rejected:
     return Conversation(tuple(messages))
 
 
-def _messages(value: dict[str, Any]) -> list[Message]:
+def messages_of(value: dict[str, Any]) -> list[Message]:
+    """The turns of a chat in one of the known shapes, with an answer or without. Raises Malformed with the reason."""
     shape = next((key for key in ("messages", "conversations", "instruction") if value.get(key) is not None), None)
     if shape is None:
         raise Malformed("none of the keys 'messages', 'conversations', 'instruction' holds a conversation")

@@ -21,6 +21,7 @@ from ttrain.train.task import TrainingTask
 LOSS_ROWS = 8
 SLACK = 0.1  # of ln(vocabulary), and half a nat at least: logits of a deviation s cost about s^2/2 nats
 COLLAPSED = 0.7  # entropy of a router's choices as a share of the largest; all tokens to 2 of 8 experts: 0.33
+ALONE = "batched_mm"  # experts by token: in groups, the last bits of a token follow how many others are in its group
 IS_WRONG = "a position sees what it should predict, so that the loss means nothing"
 
 
@@ -131,6 +132,8 @@ def _logits(learner: Learner, precision: Precision, inputs: list[np.ndarray[Any,
     model = task.build_model().to(precision.device).eval()
     hidden: list[Tensor] = []
     causal: Any = getattr(model, "causal", model)
+    if getattr(causal.config, "_experts_implementation", None) not in (None, "eager"):
+        causal.set_experts_implementation(ALONE)
     hook = causal.get_decoder().register_forward_hook(lambda module, given, out: hidden.append(out.last_hidden_state))
     starts = np.maximum.accumulate(
         np.where(np.diff(segments_BT, axis=1, prepend=-1) != 0, np.arange(segments_BT.shape[1]), 0), 1

@@ -98,12 +98,14 @@ def unevenly_masked(rows: HeldRows) -> HeldRows:
 
 
 def without_dropout(model: nn.Module) -> None:
-    """So that gradients are a function of the rows alone: dropout's masks follow the micro-batches."""
+    """So that gradients are a function of the rows alone: dropout's masks and routers' noise follow the micro-batches."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         if isinstance(getattr(module, "attention_dropout", None), float):
             module.attention_dropout = 0.0  # type: ignore[assignment]  # a number of transformers' modules
+        if isinstance(getattr(module, "noise_scale", None), float):
+            module.noise_scale = 0.0  # type: ignore[assignment]  # a number of routers
 
 
 class Losses(Callback):

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 IGNORE = -100
 WINDOWS_PER_BATCH = 16
+Tokens = tuple[Sequence[int], Sequence[bool]]  # ids, and whether each counts
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def windows(ids: Sequence[int], live: Sequence[bool], length: int, stride: int) 
 
 def score(
     model: nn.Module,
-    sequences: Sequence[tuple[Sequence[int], Sequence[bool]]],
+    sequences: Sequence[Tokens],
     *,
     length: int,
     stride: int,
@@ -57,24 +58,43 @@ def score(
     device: torch.device,
     progress: Callable[[int, int], None],
 ) -> Score:
-    """Loss of the live tokens of the sequences, (ids, live) each. Windows of like length share a batch."""
-    found = [window for ids, live in sequences for window in windows(ids, live, length, stride)]
-    found.sort(key=lambda window: len(window[0]))
-    nats, tokens = 0.0, 0
+    """Loss of the live tokens of the sequences together."""
+    found = score_each(model, sequences, length=length, stride=stride, autocast=autocast, device=device, progress=progress)
+    return Score(sum(one.nats for one in found), sum(one.tokens for one in found))
+
+
+def score_each(
+    model: nn.Module,
+    sequences: Sequence[Tokens],
+    *,
+    length: int,
+    stride: int,
+    autocast: Callable[[], AbstractContextManager[Any]],
+    device: torch.device,
+    progress: Callable[[int, int], None],
+) -> list[Score]:
+    """Loss of the live tokens of each sequence, (ids, live). Windows of like length share a batch."""
+    found = [
+        (number, window) for number, (ids, live) in enumerate(sequences) for window in windows(ids, live, length, stride)
+    ]
+    found.sort(key=lambda item: len(item[1][0]))
+    nats, tokens = [0.0] * len(sequences), [0] * len(sequences)
     model.eval()
     for start in range(0, len(found), WINDOWS_PER_BATCH):
         batch = found[start : start + WINDOWS_PER_BATCH]
-        inputs_BT, labels_BT = _pad(batch, device)
+        inputs_BT, labels_BT = _pad([window for _, window in batch], device)
         with torch.inference_mode(), autocast():
             # Padding stands on the right, where a causal model's earlier positions cannot see it.
             logits_BTV = model(input_ids=inputs_BT, use_cache=False).logits
-            loss = F.cross_entropy(
-                logits_BTV.flatten(0, 1).float(), labels_BT.flatten(), ignore_index=IGNORE, reduction="sum"
-            )
-        nats += float(loss)
-        tokens += int((labels_BT != IGNORE).sum())
+            loss_BT = F.cross_entropy(
+                logits_BTV.flatten(0, 1).float(), labels_BT.flatten(), ignore_index=IGNORE, reduction="none"
+            ).view_as(labels_BT)
+        sums, counts = loss_BT.sum(1).tolist(), (labels_BT != IGNORE).sum(1).tolist()
+        for (number, _), more_nats, more_tokens in zip(batch, sums, counts, strict=True):
+            nats[number] += more_nats
+            tokens[number] += more_tokens
         progress(min(start + WINDOWS_PER_BATCH, len(found)), len(found))
-    return Score(nats, tokens)
+    return [Score(*pair) for pair in zip(nats, tokens, strict=True)]
 
 
 def _pad(batch: Sequence[tuple[list[int], list[int]]], device: torch.device) -> tuple[Tensor, Tensor]:

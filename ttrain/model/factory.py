@@ -1,4 +1,4 @@
-"""Models from settings: Hugging Face architectures, initialised under a seed, loaded strictly."""
+"""Models from settings: architectures of transformers and our own, initialised under a seed, loaded strictly."""
 
 from __future__ import annotations
 
@@ -11,40 +11,81 @@ import torch
 from safetensors import SafetensorError
 
 from ttrain.config import Model
-from ttrain.errors import ArtifactError
+from ttrain.errors import ArtifactError, UsageError
+from ttrain.model import custom, initial
+from ttrain.model.architecture import build_config
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
-
-INTERMEDIATE_MULTIPLE = 32
+    from transformers import PreTrainedModel
 
 
 def build(config: Model, *, vocab_size: int, ids: dict[str, int], stop_ids: list[int], seed: int) -> PreTrainedModel:
-    """A freshly initialised causal language model in fp32. `ids`: bos_token_id, eos_token_id, pad_token_id."""
-    from transformers import AutoModelForCausalLM
+    """A freshly initialised causal language model in fp32. `ids`: bos_token_id, eos_token_id, pad_token_id.
 
+    Raises UsageError, naming the setting, where the architecture cannot be had in these sizes.
+    """
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(_hf_config(config, vocab_size, ids), attn_implementation="sdpa")
-    model = model.to(torch.float32)
+    model = construct(config, vocab_size=vocab_size, ids=ids)
+    initial.scale_residuals(model, config)
     model.generation_config.eos_token_id = stop_ids
     return model
 
 
-def load(directory: Path) -> PreTrainedModel:
-    """A model from its Hugging Face directory, in fp32. Raises ArtifactError for missing, unexpected or mis-shaped keys."""
+def construct(config: Model, *, vocab_size: int, ids: dict[str, int]) -> PreTrainedModel:
+    """The architecture with its own initialisation; on torch's meta device, within a `torch.device`, it takes no memory."""
+    from transformers import AutoModelForCausalLM
+
+    hf = build_config(config, vocab_size=vocab_size, ids=ids)
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(hf, dtype=torch.float32)
+    except (ValueError, TypeError, RuntimeError, AssertionError, ArithmeticError, AttributeError, LookupError) as error:
+        message = " ".join(str(error).split()) or type(error).__name__
+        raise UsageError(
+            f"model.kind is {hf.model_type}, which cannot be built in these sizes: {message}; other sizes of it are set "
+            f"with model.fields.NAME=value"
+        ) from error
+    return model
+
+
+def load(directory: Path, **options: Any) -> PreTrainedModel:
+    """A model from its Hugging Face directory, in fp32; one file of weights or several with an index.
+
+    `options` go to `from_pretrained`. Raises ArtifactError that lists every missing, unexpected and mis-shaped tensor.
+    """
     from transformers import AutoModelForCausalLM
 
     try:
+        _register(directory)
         model, report = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=torch.float32, attn_implementation="sdpa", output_loading_info=True, local_files_only=True,
+            directory, dtype=torch.float32, output_loading_info=True, local_files_only=True,
             ignore_mismatched_sizes=True,  # they are in the report, which names them
+            **options,
         )  # fmt: skip
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ArtifactError(f"cannot load a model from {directory}: {error}") from None
-    wrong = {name: sorted(map(str, keys)) for name, keys in report.items() if keys}
+    wrong = [
+        *(f"missing: {name} {_shape(model, name)}" for name in sorted(report["missing_keys"])),
+        *(f"unexpected: {name}" for name in sorted(report["unexpected_keys"])),
+        *(
+            f"mis-shaped: {name} is {[*has]} but must be {[*wants]}"
+            for name, has, wants in sorted(report["mismatched_keys"])
+        ),
+        *map(str, report["error_msgs"]),
+    ]
     if wrong:
-        raise ArtifactError(f"the weights in {directory} do not fit their config: {wrong}")
+        raise ArtifactError(f"the weights in {directory} do not fit their config:\n  " + "\n  ".join(wrong))
     return model
+
+
+def _register(directory: Path) -> None:
+    """Let transformers know our own shapes, where the directory holds one."""
+    if json.loads((directory / "config.json").read_bytes()).get("model_type") in custom.KINDS:
+        custom.register()
+
+
+def _shape(model: PreTrainedModel, name: str) -> list[int]:
+    found = model.state_dict().get(name)
+    return [] if found is None else [*found.shape]
 
 
 def files(model: PreTrainedModel) -> dict[str, bytes]:
@@ -56,6 +97,7 @@ def files(model: PreTrainedModel) -> dict[str, bytes]:
     return {
         "config.json": json.dumps(config, indent=2, sort_keys=True).encode(),
         "generation_config.json": json.dumps(generation, indent=2, sort_keys=True).encode(),
+        **custom.files(model.config),
     }
 
 
@@ -72,37 +114,18 @@ def load_state(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -> N
 
 def overwrite(own: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]) -> None:
     """Give a model's own tensors other values, name by name. Raises ArtifactError where names or shapes differ."""
-    wrong = sorted({*own} ^ {*weights}) or [name for name in own if own[name].shape != weights[name].shape]
+    both = [name for name in own if name in weights]
+    wrong = [
+        *(f"missing: {name} {[*own[name].shape]}" for name in sorted({*own} - {*weights})),
+        *(f"unexpected: {name} {[*weights[name].shape]}" for name in sorted({*weights} - {*own})),
+        *(
+            f"mis-shaped: {name} is {[*weights[name].shape]} but must be {[*own[name].shape]}"
+            for name in both
+            if own[name].shape != weights[name].shape
+        ),
+    ]
     if wrong:
-        raise ArtifactError(f"the checkpoint's weights do not fit the model: {', '.join(wrong[:8])}")
+        raise ArtifactError("the checkpoint's weights do not fit the model:\n  " + "\n  ".join(wrong))
     with torch.no_grad():
         for name, tensor in own.items():
             tensor.copy_(weights[name])
-
-
-def _hf_config(config: Model, vocab_size: int, ids: dict[str, int]) -> PretrainedConfig:
-    from transformers import LlamaConfig, Qwen3Config
-
-    kinds: dict[str, Any] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
-    intermediate = config.intermediate_size or _round_up(config.hidden_size * 8 // 3, INTERMEDIATE_MULTIPLE)
-    hf: PretrainedConfig = kinds[config.kind](
-        vocab_size=vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=intermediate,
-        num_hidden_layers=config.layers,
-        num_attention_heads=config.heads,
-        num_key_value_heads=config.kv_heads or config.heads,
-        head_dim=config.hidden_size // config.heads,
-        max_position_embeddings=config.max_length,
-        tie_word_embeddings=config.tie_embeddings,
-        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
-        initializer_range=config.init_std,
-        attention_dropout=config.dropout,
-        use_cache=True,
-        **ids,
-    )
-    return hf
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

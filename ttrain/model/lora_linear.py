@@ -65,10 +65,11 @@ class _LowRank(torch.autograd.Function):
         down, up = down_rD.to(dtype), (up_Fr * scale).to(dtype)
         with torch.autocast(x.device.type, enabled=False):
             h_Nr = x_ND @ down.T
-            y_NF = torch.nn.functional.linear(x_ND, weight_FD, bias_F).addmm_(h_Nr, up.T)
+            y = torch.nn.functional.linear(x, weight_FD, bias_F)  # no view, which some models could not write into
+            y.view(-1, y.shape[-1]).addmm_(h_Nr, up.T)
         ctx.save_for_backward(x_ND, weight_FD, down, up, h_Nr)
         ctx.scale, ctx.type = scale, down_rD.dtype
-        return y_NF.view(*x.shape[:-1], -1)
+        return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -14,7 +14,7 @@ class Stage:
 
     `inputs` names the artifacts that it reads and which of their files (none named: all that others may read).
     `dataset` names the entry of `data` whose files it reads itself. `uses_ranks` marks the stages that train,
-    `uses_model` one that loads what they made.
+    `uses_model` one that loads what they made, `reads_model` one whose files are those of the existing model.
     """
 
     name: str
@@ -25,6 +25,7 @@ class Stage:
     arguments: Mapping[str, str] = field(default_factory=dict)
     uses_ranks: bool = False
     uses_model: bool = False
+    reads_model: bool = False
     uses_python: bool = False  # the running Python's own files are its input
     reuses_parts: bool = False  # what unfinished work and earlier artifacts hold is taken where it fits
 
@@ -57,8 +58,21 @@ TOKENIZER = Stage(
 SHARDS_PRETRAIN = _shards("pretrain", "documents")
 SHARDS_SFT = _shards("sft", "chats")
 SHARDS_LORA = _shards("lora", "chats")
+EXISTING_MODEL = Stage(
+    "base-model",
+    "ttrain.stages.existing_model",
+    config.ExistingModelConfig,
+    {"tokenizer": ()},
+    uses_model=True,
+    reads_model=True,
+)
+NEW_MODEL = Stage("new-model", "ttrain.stages.new_model", config.NewModelConfig, {"tokenizer": ()}, uses_model=True)
 PRETRAIN = Stage(
-    "pretrain", "ttrain.stages.pretrain", config.PretrainConfig, {"tokenizer": (), "shards": ()}, uses_ranks=True
+    "pretrain",
+    "ttrain.stages.pretrain",
+    config.PretrainConfig,
+    {"tokenizer": (), "base": (), "shards": ()},
+    uses_ranks=True,
 )
 SFT = Stage("sft", "ttrain.stages.sft", config.SftConfig, {"base": (), "shards": ()}, uses_ranks=True)
 LORA = Stage("lora", "ttrain.stages.lora", config.LoraConfig, {"base": (), "shards": ()}, uses_ranks=True)
@@ -79,9 +93,13 @@ EVALUATE = Stage(
 
 STAGES: Mapping[str, Stage] = {
     stage.name: stage
-    for stage in (SOURCE, TOKENIZER, SHARDS_PRETRAIN, SHARDS_SFT, SHARDS_LORA, PRETRAIN, SFT, LORA, EVALUATE)
+    for stage in (
+        *(SOURCE, TOKENIZER, SHARDS_PRETRAIN, SHARDS_SFT, SHARDS_LORA),
+        *(EXISTING_MODEL, NEW_MODEL, PRETRAIN, SFT, LORA, EVALUATE),
+    )
 }
 
-# What `ttrain train --task` runs is no part of a pipeline, but it runs as stages do.
+# What `ttrain train --task` and `ttrain gate train` run is no part of a pipeline, but it runs as stages do.
 TASK = Stage("task", "ttrain.stages.user_task", config.UserTaskConfig, uses_ranks=True)
-RUNNABLE: Mapping[str, Stage] = {**STAGES, TASK.name: TASK}
+GATE = Stage("gate", "ttrain.stages.gate", config.GateConfig, uses_ranks=True)
+RUNNABLE: Mapping[str, Stage] = {**STAGES, TASK.name: TASK, GATE.name: GATE}

@@ -8,22 +8,34 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors.torch import save_file
-
-from ttrain.config import PretrainConfig, Settings, ShardsConfig, SourceConfig
+from ttrain.config import Settings, ShardsConfig, SourceConfig
+from ttrain.config.training import NONE, TRAININGS
 from ttrain.data import locations, sources
 from ttrain.data.encoder import Encoder
 from ttrain.data.jsonl import Tally
 from ttrain.data.pools import Here
+from ttrain.errors import ArtifactError, UsageError
+from ttrain.input_files import EXISTING, HELDOUT, TRAIN, data_files
 from ttrain.job import Job
-from ttrain.plan import EXISTING, HELDOUT, TRAIN, data_files
+from ttrain.plan import no_stage
 from ttrain.progress import Progress
-from ttrain.stages import SHARDS_LORA, SHARDS_PRETRAIN, SHARDS_SFT, TOKENIZER, Stage, pretrain, shards, source, tokenizer
+from ttrain.stages import (
+    EXISTING_MODEL,
+    NEW_MODEL,
+    SHARDS_LORA,
+    SHARDS_PRETRAIN,
+    SHARDS_SFT,
+    TOKENIZER,
+    Stage,
+    existing_model,
+    models,
+    shards,
+    source,
+    tokenizer,
+)
 from ttrain.store import Artifact
-from ttrain.train import checkpoint
 
 SHARDS = {"pretrain": SHARDS_PRETRAIN, "sft": SHARDS_SFT, "lora": SHARDS_LORA}
-BASES = {"sft": "pretrain", "lora": "sft"}
 SAMPLE_RECORDS, SAMPLE_BYTES, SAMPLE_FILES = 2000, 4_000_000, 8  # of a data set; the first of each of so many files
 HELDOUT_SHARE = 10  # one record of so many is held out of a sample for which the user names no such files
 
@@ -46,8 +58,11 @@ class Inputs:
 def gather(stage: str, settings: Settings, artifacts: Mapping[str, Artifact], directory: Path) -> Inputs:
     """The inputs of a stage that trains. What has to be made is made under `directory`.
 
-    Raises DataError where the data is not fit to learn from, UsageError where it is not there.
+    Raises DataError where the data is not fit to learn from, UsageError where it is not there, or where the stage is not
+    part of the pipeline.
     """
+    if stage not in settings.trainings:
+        raise no_stage(stage, settings.trainings, settings)
     made = directory / "sample"
     found = artifacts.get("source")
     sampling = _Sample(settings, found.path if found else None, directory)
@@ -56,11 +71,26 @@ def gather(stage: str, settings: Settings, artifacts: Mapping[str, Artifact], di
     unmade = 0.0 if kept else sampling.shards(SHARDS[stage], words, made)
     figure = "the shards of the store" if kept else f"the first {sampling.records} records"
     paths = {"tokenizer": words, "shards": kept.path if kept else made}
-    if stage in BASES:
-        base = artifacts.get(BASES[stage])
-        paths["base"] = base.path if base else _stand_in(settings, words, directory / "base")
-        figure += ", the base of the store" if base else ", a base of random weights until there is one"
-    return Inputs(paths, figure, stage in BASES and BASES[stage] in artifacts, unmade)
+    found_base = artifacts.get(_base_stage(stage, settings))
+    is_trained = settings.existing_model is not None or (found_base is not None and settings.starts[stage] != NONE)
+    if found_base:
+        paths["base"] = found_base.path
+        figure += ", the base of the store"
+    elif settings.existing_model:
+        paths["base"] = _existing(settings, words, directory / "base")
+        figure += f", the model {settings.existing_model}"
+    elif stage != "pretrain":
+        paths["base"] = _stand_in(settings, words, directory / "base")
+        figure += ", a base of random weights until there is one"
+    return Inputs(paths, figure, is_trained, unmade)
+
+
+def _base_stage(stage: str, settings: Settings) -> str:
+    """The stage that makes what this one starts from."""
+    start = settings.starts[stage]
+    if start in TRAININGS:
+        return start
+    return NEW_MODEL.name if start == NONE else EXISTING_MODEL.name
 
 
 class _Sample:
@@ -74,11 +104,13 @@ class _Sample:
         """Train a tokenizer on the sample, or take the existing one."""
         roles = data_files(TOKENIZER, self._settings)
         texts = self._directory / "texts.jsonl"
-        self._copy(TOKENIZER, [file.location for file in roles.get(TRAIN, ())], texts, TRAIN)
+        if is_measured := self._settings.reads("tokenizer"):
+            self._copy(TOKENIZER, [file.location for file in roles.get(TRAIN, ())], texts, TRAIN)
         output = self._directory / "tokenizer"
         reading = self._settings.reading.model_copy(update={"text_field": "text", "heldout_fraction": 0.0})
         existing = [Path(file.location) for file in roles.get(EXISTING, ())]
-        tokenizer.train_directory([str(texts)], output, self._settings.tokenizer, reading, found=existing)
+        read = [str(texts)] if is_measured else []
+        tokenizer.train_directory(read, output, self._settings.tokenizer, reading, found=existing)
         return output
 
     def shards(self, stage: Stage, words: Path, output: Path) -> float:
@@ -145,15 +177,20 @@ def _hold_out(train: Path, heldout: Path) -> None:
     heldout.write_text("".join(lines[::HELDOUT_SHARE]), encoding="utf-8")
 
 
+def _existing(settings: Settings, words: Path, directory: Path) -> Path:
+    """The model that the pipeline starts from, taken in as its stage does."""
+    files = {role: [Path(file.location) for file in found] for role, found in data_files(EXISTING_MODEL, settings).items()}
+    try:
+        existing_model.take(files, words, directory / models.DIRECTORY)
+    except ArtifactError as error:
+        raise UsageError(f"{settings.trainings[0]}.start_from is {settings.existing_model}: {error}") from None
+    return directory
+
+
 def _stand_in(settings: Settings, words: Path, directory: Path) -> Path:
     """A base model of random weights, of the settings' sizes."""
-    config = PretrainConfig(model=settings.model, pretrain=settings.pretrain)
-    trained = pretrain.prepare(config, {"tokenizer": words}, Encoder(words, fast=False))
-    model = directory / trained.directory
-    model.mkdir(parents=True)
-    for name, data in trained.files.items():
-        (model / name).write_bytes(data)
-    save_file(checkpoint.copy_tensors(trained.state()), model / trained.weights_file, metadata={"format": "pt"})
+    model = models.new(settings.model, Encoder(words, fast=False), settings.pretrain.seed)
+    models.write(model, words, directory / models.DIRECTORY)
     return directory
 
 

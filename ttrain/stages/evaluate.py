@@ -13,13 +13,13 @@ from torch import nn
 from ttrain.config import Evaluate, EvaluateConfig
 from ttrain.data import chat
 from ttrain.data.encoder import Encoder
-from ttrain.digests import sha256_file
 from ttrain.evaluate import baselines, perplexity, samples
 from ttrain.job import Job
 from ttrain.model import adapters, factory
 from ttrain.stages.shards import heldout_records
 from ttrain.store import write_json
-from ttrain.train import checkpoint, precision
+from ttrain.train import precision
+from ttrain.weights import weights_digest
 
 Sequences = list[tuple[list[int], list[bool]]]
 MODELS = ("base", "sft", "lora")
@@ -27,23 +27,24 @@ LN2 = 0.6931471805599453
 
 
 def run(config: EvaluateConfig, job: Job) -> dict[str, Any]:
-    """Score base, SFT and LoRA model on the same held-out rows; leaves `evaluation.json` and `samples.json`."""
+    """Score what there is of base, SFT and LoRA model on the same held-out rows, under the same names whatever is missing.
+
+    Leaves `evaluation.json` and `samples.json`.
+    """
     torch.set_num_threads(job.runtime.threads or os.cpu_count() or 1)
     settings = config.evaluate
     device = precision.resolve_device(job.runtime.device)
     encoder = Encoder(job.inputs["base"] / "model")
-    texts = _texts(job.inputs["documents"], settings.max_bytes)
-    data = {
-        "documents": [_document(encoder, ids) for ids in encoder.encode(texts)],
-        "chats": _conversations(encoder, job.inputs["chats"], settings.max_chats),
-        "domain": _conversations(encoder, job.inputs["domain"], settings.max_chats),
-    }
+    texts = _texts(job.inputs["documents"], settings.max_bytes) if "documents" in job.inputs else []
+    data = {"documents": [_document(encoder, ids) for ids in encoder.encode(texts)]}
+    for part in ("chats", "domain"):
+        data[part] = _conversations(encoder, job.inputs[part], settings.max_chats) if part in job.inputs else []
     size = sum(len(text.encode("utf-8")) for text in texts)
     metrics: dict[str, float] = {
         f"bits_per_byte_{name}": value for name, value in baselines.bits_per_byte("".join(texts).encode("utf-8")).items()
     }
     spoken: dict[str, Any] = {}
-    for number, name in enumerate(MODELS):
+    for number, name in enumerate(_models(job)):
         model = _load(name, job, device)
         scores = _scores(model, data, settings, job, number, device)
         if "documents" in scores:
@@ -91,13 +92,16 @@ def _conversations(encoder: Encoder, directory: Path, limit: int) -> Sequences:
     return found
 
 
+def _models(job: Job) -> list[str]:
+    return [name for name in MODELS if name in job.inputs]
+
+
 def _load(name: str, job: Job, device: torch.device) -> nn.Module:
     if name != "lora":
         model: nn.Module = factory.load(job.inputs[name] / "model")
     else:
-        base = job.inputs["sft"] / "model"
-        digest = sha256_file(base / checkpoint.WEIGHTS)
-        model = adapters.load(factory.load(base), job.inputs["lora"] / "adapter", digest)
+        base = job.inputs["sft" if "sft" in job.inputs else "base"] / "model"
+        model = adapters.load(factory.load(base), job.inputs["lora"] / "adapter", weights_digest(base))
     return model.to(device)
 
 
@@ -110,7 +114,7 @@ def _scores(
         place = number * len(data) + at
 
         def progress(done: int, total: int, place: int = place) -> None:
-            job.progress.update(place + done / total, len(MODELS) * len(data), "parts")
+            job.progress.update(place + done / total, len(_models(job)) * len(data), "parts")
 
         if any(any(live[1:]) for _, live in sequences):
             found[part] = perplexity.score(

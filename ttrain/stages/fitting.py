@@ -6,7 +6,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,11 @@ log = logging.getLogger("ttrain")
 
 @dataclass(frozen=True)
 class Trained:
-    """A model about to be trained, and how it is kept: `directory` under the output, weights file, files beside it."""
+    """A model about to be trained, and how it is kept: `directory` under the output, weights file, files beside it.
+
+    `identity`: the settings that shaped it, which a checkpoint must agree with as with those of the stage. What `state` names
+    FILE.safetensors/NAME lies in that file, beside the other weights; files in `left_out` are in checkpoints only.
+    """
 
     model: nn.Module
     state: Callable[[], dict[str, Tensor]]
@@ -44,6 +48,8 @@ class Trained:
     files: dict[str, bytes]
     directory: str = "model"
     weights_file: str = checkpoint.WEIGHTS
+    identity: Mapping[str, Any] = field(default_factory=dict)
+    left_out: frozenset[str] = frozenset()
 
 
 def start(runtime: Runtime) -> Ranks:
@@ -164,10 +170,14 @@ def _write_model(directory: Path, trained: Trained, weights: dict[str, Tensor]) 
     directory.mkdir(parents=True, exist_ok=True)
     for name, data in trained.files.items():
         (directory / name).write_bytes(data)
-    temporary = directory / f".{trained.weights_file}.writing"
-    temporary.unlink(missing_ok=True)
-    tensor_files.write(temporary, tensor_files.tensor_parts(checkpoint.copy_tensors(weights), {"format": "pt"}))
-    temporary.replace(directory / trained.weights_file)
+    for file, tensors in tensor_files.by_file(checkpoint.copy_tensors(weights), trained.weights_file).items():
+        if file in trained.left_out:
+            (directory / file).unlink(missing_ok=True)
+            continue
+        temporary = directory / f".{file}.writing"
+        temporary.unlink(missing_ok=True)
+        tensor_files.write(temporary, tensor_files.tensor_parts(tensors, {"format": "pt"}))
+        temporary.replace(directory / file)
 
 
 def _finite(value: float | None) -> float | None:

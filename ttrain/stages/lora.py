@@ -1,4 +1,4 @@
-"""Stage `lora`: a low-rank adapter on the SFT model learns a domain; the base stays as it is."""
+"""Stage `lora`: an adapter on a model that stays as it is learns a domain."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from ttrain.config import LoraConfig
+from ttrain.config.training import NONE, TRAININGS
 from ttrain.data.encoder import Encoder
-from ttrain.digests import sha256_file
 from ttrain.job import Job
-from ttrain.model import adapters, factory
+from ttrain.model import adapters, quantizing
 from ttrain.stages import training
-from ttrain.train import checkpoint
+from ttrain.weights import weights_digest
 
 
 def run(config: LoraConfig, job: Job) -> dict[str, Any]:
@@ -24,16 +24,27 @@ def run(config: LoraConfig, job: Job) -> dict[str, Any]:
 
 def prepare(config: LoraConfig, inputs: Mapping[str, Path], encoder: Encoder) -> training.Trained:
     """The model before its first step."""
-    base = inputs["base"] / "model"
-    model = adapters.attach(factory.load(base), config.lora)
+    base, quantize = inputs["base"] / "model", config.lora.quantize
+    model = adapters.attach(quantizing.load(base, config.lora), config.lora)
     return training.Trained(
         model,
         state=lambda: adapters.state(model),
         load=lambda weights: adapters.load_state(model, weights),
         files={
-            **adapters.files(model, base="ttrain-sft", base_digest=sha256_file(base / checkpoint.WEIGHTS)),
+            **adapters.files(
+                model,
+                base=_name_of_base(config),
+                base_digest=weights_digest(base),
+                held_in=None if quantize == "none" else quantize,
+            ),
             **training.tokenizer_files(base),
         },
         directory="adapter",
         weights_file=adapters.WEIGHTS,
     )
+
+
+def _name_of_base(config: LoraConfig) -> str:
+    """For people, since a path is nobody's business; what binds the adapter to its base is the digest."""
+    start = config.lora.start_from
+    return f"ttrain-{start}" if start in TRAININGS else "ttrain-new-model" if start == NONE else "ttrain-base-model"

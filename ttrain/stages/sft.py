@@ -9,8 +9,8 @@ from typing import Any
 from ttrain.config import SftConfig
 from ttrain.data.encoder import Encoder
 from ttrain.job import Job
-from ttrain.model import factory
-from ttrain.stages import training
+from ttrain.model import factory, multi_token
+from ttrain.stages import models, training
 
 
 def run(config: SftConfig, job: Job) -> dict[str, Any]:
@@ -23,10 +23,11 @@ def run(config: SftConfig, job: Job) -> dict[str, Any]:
 def prepare(config: SftConfig, inputs: Mapping[str, Path], encoder: Encoder) -> training.Trained:
     """The model before its first step."""
     base = inputs["base"] / "model"
-    model = factory.load(base)
+    model = models.load(base)
     return training.Trained(
         model,
-        state=lambda: factory.state(model),
-        load=lambda weights: factory.load_state(model, weights),
+        state=lambda: multi_token.state(model),
+        load=lambda weights: multi_token.load_state(model, weights),
         files={**factory.files(model), **training.tokenizer_files(base)},
+        left_out=multi_token.left_out(model),
     )

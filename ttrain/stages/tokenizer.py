@@ -24,11 +24,11 @@ SETTING = "data.pretrain (or data.tokenizer, where that is set)"
 def run(config: TokenizerConfig, job: Job) -> dict[str, Any]:
     """Write a Hugging Face tokenizer directory; returns vocabulary size, text read, and bytes per token."""
     reading, paths = config.reading, job.files.get("train")
-    if paths is None:  # the source has set its held-out part aside already
+    if paths is None and "source" in job.inputs:  # it has set its held-out part aside already
         reading = reading.model_copy(update={"text_field": "text", "heldout_fraction": 0.0})
         paths = [str(job.inputs["source"] / "pretrain.jsonl")]
     return train_directory(
-        paths,
+        paths or [],
         job.output,
         config.tokenizer,
         reading,
@@ -49,8 +49,8 @@ def train_directory(
 ) -> dict[str, Any]:
     """Train on the files and write the tokenizer under `output`, or take `config.existing`; `found` are its files, if known.
 
-    Returns the figures of the manifest. Raises DataError where too many rows are bad (`setting` is named), and UsageError
-    where an existing tokenizer cannot be used.
+    An existing one needs no files, which only measure it. Returns the figures of the manifest. Raises DataError where too
+    many rows are bad (`setting` is named), and UsageError where an existing tokenizer cannot be used.
     """
     tally = Tally()
     measured = {path: Reservoir(MEASURED_BYTES, MEASURED_DOCUMENTS, config.seed) for path in paths}
@@ -63,7 +63,8 @@ def train_directory(
             pass
     else:
         chosen = sample(counted, config)
-    tally.check(setting, reading.rejected_fraction, sources.document_fields(reading.text_field))
+    if paths:
+        tally.check(setting, reading.rejected_fraction, sources.document_fields(reading.text_field))
     figures: dict[str, Any] = {}
     if config.existing:
         existing.take(found or existing.files(config.existing), output, config.template)
@@ -85,7 +86,7 @@ def train_directory(
         "vocab_size": len(encoder),
         "encoder": encoder.kind,
         **figures,
-        **{name: whole[name] for name in ("bytes_per_token", "unk_rate", "changed_texts")},
+        **{name: whole[name] for name in ("bytes_per_token", "unk_rate", "changed_texts") if paths},
         "files": [{"name": locations.name(path), **tokenizers.measure(encoder, texts[path])} for path in paths],
         "rows": tally.to_json(),
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -14,22 +13,17 @@ from ttrain.data.loader import pad_fraction
 from ttrain.errors import UsageError
 from ttrain.job import Job
 from ttrain.stages.fitting import Trained, loader_of, start, train
+from ttrain.stages.models import tokenizer_files
 from ttrain.stages.rows import open_rows, order_of, validation_batches
 from ttrain.stages.watching import language_watchers
-from ttrain.train import checkpoint, precision
+from ttrain.train import checkpoint, precision, separation
 from ttrain.train.early_stopping import early_stopping
 from ttrain.train.language import LanguageModeling
 from ttrain.train.ranks import Ranks
 
-__all__ = ["TOKENIZER_FILES", "Trained", "fit", "start", "task_of", "tokenizer_files"]
+__all__ = ["Trained", "fit", "start", "task_of", "tokenizer_files"]
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 log = logging.getLogger("ttrain")
-
-
-def tokenizer_files(directory: Path) -> dict[str, bytes]:
-    """A tokenizer's files, to stand beside the weights."""
-    return {name: (directory / name).read_bytes() for name in TOKENIZER_FILES}
 
 
 def task_of(config: Training, model: nn.Module, runtime: Runtime) -> LanguageModeling:
@@ -59,6 +53,7 @@ def fit(config: Training, trained: Trained, job: Job, ranks: Ranks, encoder: Enc
     extended = checkpoint.read(job.start_from, trained.weights_file) if job.start_from else None
     log.info("rows %s", rows.counts())
     task = task_of(config, trained.model, runtime)
+    separation.check(task.build_model(), config)
     figures = train(
         task,
         loader,
@@ -80,7 +75,7 @@ def fit(config: Training, trained: Trained, job: Job, ranks: Ranks, encoder: Enc
                 encoder=encoder,
             ),
         ],
-        identity=dict(flatten(config.model_dump(mode="json"))),
+        identity={**trained.identity, **dict(flatten(config.model_dump(mode="json", exclude={"start_from"})))},
         allow=frozenset({"tokens", "epochs"}),  # a shorter run is extended; all else has another key
         start=extended,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
@@ -26,6 +26,7 @@ from ttrain.stages.watching import watchers
 from ttrain.train import precision, registry
 from ttrain.train.early_stopping import early_stopping
 from ttrain.train.optim import Optimizers
+from ttrain.train.ranks import Ranks
 from ttrain.train.task import LossSum, TrainingTask
 from ttrain.train.user_task import MapStyle, UserTask
 
@@ -38,7 +39,15 @@ def run(config: UserTaskConfig, job: Job) -> dict[str, Any]:
     settings, _ = merge(kind.Config, [Given(*given) for given in config.given])
     allow = allowed(config.allow, kind.Config)
     ranks = fitting.start(job.runtime)
-    task = kind(settings)
+    name = f"{kind.__module__}:{kind.__qualname__}"
+    return train(kind(settings), job, ranks, identity={"task": name}, allow=allow)[1]
+
+
+def train(
+    task: UserTask, job: Job, ranks: Ranks, *, identity: Mapping[str, Any], allow: frozenset[str]
+) -> tuple[nn.Module, dict[str, Any]]:
+    """(the trained model, the figures); leaves what `run` leaves. `identity`: what else a checkpoint must agree with."""
+    settings = task.config
     rows, heldout = (Batches(found, task.collate) for found in (task.rows(), task.heldout_rows() or ()))
     check_rows(rows, settings)
     order = ShuffledOrder(len(rows), settings.rows_per_step, math.ceil(settings.epochs * len(rows)), settings.seed)
@@ -60,7 +69,7 @@ def run(config: UserTaskConfig, job: Job) -> dict[str, Any]:
             *watchers(settings, job, loader=loader, ranks=ranks, precision=computed_in),
         ],
         identity={
-            "task": f"{kind.__module__}:{kind.__qualname__}",
+            **identity,
             "rows": len(rows),
             "heldout_rows": len(heldout),
             **dict(flatten(settings.model_dump(mode="json"))),
@@ -69,7 +78,7 @@ def run(config: UserTaskConfig, job: Job) -> dict[str, Any]:
     )
     if ranks.first:
         (job.output / SETTINGS).write_text(yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False))
-    return {**figures, "rows": len(rows), "heldout_rows": len(heldout)}
+    return model, {**figures, "rows": len(rows), "heldout_rows": len(heldout)}
 
 
 # --- the task and its settings ------------------------------------------------------------------------------------------
@@ -188,7 +197,14 @@ class Adapted(TrainingTask):
             raise TTrainError(f"{called} returned a loss of shape {list(loss.total.shape)}; return the sum of its numbers")
         if batch.counts:
             return loss
-        return LossSum(loss.total * 0.0, 0, {name: part * 0.0 for name, part in loss.parts.items()})
+        nothing = [{name: value * 0 for name, value in found.items()} for found in (loss.parts, loss.sums)]
+        return LossSum(loss.total * 0.0, 0, *nothing)
+
+    def after_step(self, sums: Mapping[str, Sequence[float]]) -> None:
+        self._task.after_step(sums)
+
+    def figures(self, sums: Mapping[str, Sequence[float]]) -> Mapping[str, float]:
+        return self._task.figures(sums)
 
 
 def state(model: nn.Module) -> dict[str, Tensor]:

@@ -15,9 +15,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
+from ttrain.errors import UsageError
 from ttrain.tracking.calls import first_line, outcome, shown
 from ttrain.tracking.database import database_of, mend_moved_home, open_client
 from ttrain.tracking.follower import MetricsFollower
+from ttrain.tracking.registry import Version
+from ttrain.tracking.registry import find_version as _find_version
 from ttrain.tracking.runs import NullRun, Run
 from ttrain.tracking.store import NullStore, Store
 
@@ -28,6 +31,8 @@ __all__ = [
     "NullStore",
     "Run",
     "Store",
+    "Version",
+    "find_version",
     "mend_moved_home",
     "open_store",
     "prepare",
@@ -69,6 +74,17 @@ def open_store(home: Path, experiment: str) -> Store | NullStore:
         return NullStore()
     store.tried("opening the experiment", store.experiment_id)
     return store
+
+
+def find_version(home: Path, name: str, *, version: str | None = None, alias: str | None = None) -> Version:
+    """A registered model's version, by its number or its alias. Raises UsageError that lists what is registered."""
+    if not _is_installed():
+        raise UsageError(
+            f"'{name}' is looked up in MLflow, which is not installed; pip install mlflow, or name a run or stage"
+        )
+    _quieten()
+    home = home.resolve()
+    return _find_version(home, tracking_uri(home), name, version=version, alias=alias)
 
 
 def prepare(home: Path) -> None:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 NAME = "ttrain"  # among the attention implementations of transformers
+SLIDING, CHUNKED = "sliding_attention", "chunked_attention"  # kinds of layers, as configs name them
+WINDOWS = {SLIDING: "sliding_window", CHUNKED: "attention_chunk_size"}
 BLOCK = 128  # queries; 512 positions in 1, 2, 4 and 8 blocks: 46, 36, 32 and 34 ms, the fused kernel: 81 ms
 
 
@@ -23,6 +25,51 @@ def segment_mask(segments_BT: Tensor) -> Tensor:
     return ((segments_BT[:, :, None] == segments_BT[:, None, :]) & causal_TT)[:, None]
 
 
+def suited(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """A model's inputs, with the mask of `segment_mask` as its attention wants it.
+
+    Layers that see a window only get a mask of their own, which transformers would add to no mask that it is given.
+    `eager` attention adds the mask to the scores, so that True and False would hide nothing (gemma2 and gpt_oss have no
+    other).
+    """
+    mask_B1TS: Tensor = inputs["attention_mask"]
+    windows = {kind: size for kind, size in _windows(model.config).items() if size < mask_B1TS.shape[-1]}
+    additive = model.config._attn_implementation == "eager"
+    if not windows:
+        return {**inputs, "attention_mask": _scores(mask_B1TS)} if additive else inputs
+    queries_BT = inputs["position_ids"]
+    B, T = queries_BT.shape
+    before = torch.arange(mask_B1TS.shape[-1] - T, device=queries_BT.device).expand(B, -1)  # of virtual tokens
+    q_B1T1, k_B11S = queries_BT[:, None, :, None], torch.cat([before, queries_BT], 1)[:, None, None]
+    masks = {}
+    for kind in dict.fromkeys(getattr(model.config, "layer_types", None) or windows):
+        size = windows.get(kind)
+        near = mask_B1TS
+        if size is not None:
+            near = near & (q_B1T1 // size == k_B11S // size if kind == CHUNKED else q_B1T1 - k_B11S < size)
+        masks[kind] = _scores(near) if additive else near
+    uniform = getattr(model.config, "layer_types", None) is None
+    return {**inputs, "attention_mask": masks[SLIDING] if uniform else masks}
+
+
+def sees_windows(config: Any, length: int) -> bool:
+    """Whether any layer sees less of a row of this length than all that is before a position."""
+    return min(_windows(config).values(), default=length) < length
+
+
+def _windows(config: Any) -> dict[str, int]:
+    """Positions that layers of each kind see, themselves among them; without those that see everything before them."""
+    kinds = getattr(config, "layer_types", None) or [SLIDING]
+    found = {kind: getattr(config, name, None) for kind, name in WINDOWS.items() if kind in kinds}
+    return {kind: size for kind, size in found.items() if size is not None}
+
+
+def _scores(mask: Tensor) -> Tensor:
+    """What is added to the scores: 0 where the mask says True, else the least number."""
+    zeros = torch.zeros(mask.shape, device=mask.device)
+    return zeros.masked_fill_(~mask, torch.finfo(zeros.dtype).min)
+
+
 def arguments(model: Any, segments_BT: Tensor) -> dict[str, Any]:
     """What a model of transformers is called with beside its mask, so that its attention is computed here; {} elsewhere.
 
@@ -31,6 +78,8 @@ def arguments(model: Any, segments_BT: Tensor) -> dict[str, Any]:
     """
     device = segments_BT.device
     if torch.compiler.is_compiling() or device.type != "cpu" or torch.cpu._is_amx_tile_supported():
+        return {}
+    if sees_windows(model.config, segments_BT.shape[1]):
         return {}
     if model.config._attn_implementation == "sdpa":
         from transformers import AttentionInterface, AttentionMaskInterface

@@ -19,6 +19,7 @@ from ttrain.train.snapshots import Snapshot
 STATE = "state.json"
 OPTIMIZER = "optimizer.safetensors"
 WEIGHTS = "model.safetensors"
+SAFETENSORS = ".safetensors"
 
 
 def read(path: Path, weights_file: str = WEIGHTS) -> Snapshot:
@@ -26,8 +27,11 @@ def read(path: Path, weights_file: str = WEIGHTS) -> Snapshot:
     state = _read_state(path)
     for name in {*state["files"], weights_file, OPTIMIZER}:
         _verify(path / name, state["files"].get(name))
-    tensors = {name: _tensors(path / name) for name in (weights_file, OPTIMIZER)}
-    return Snapshot(int(state["step"]), tensors[weights_file], tensors[OPTIMIZER], state)
+    weights = dict(_tensors(path / weights_file))
+    for name in state["files"]:
+        if name.endswith(SAFETENSORS) and name not in (weights_file, OPTIMIZER):  # as `tensor_files.by_file` laid them out
+            weights |= {f"{name}/{own}": tensor for own, tensor in _tensors(path / name).items()}
+    return Snapshot(int(state["step"]), weights, _tensors(path / OPTIMIZER), state)
 
 
 def found(directory: Path) -> list[Path]:

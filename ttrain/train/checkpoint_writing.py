@@ -16,7 +16,7 @@ from ttrain.errors import ArtifactError
 from ttrain.store import fsync, remove_tree, write_json
 from ttrain.train.checkpoint_files import OPTIMIZER, STATE, read, signed, step_of
 from ttrain.train.snapshots import Snapshot, needed_bytes
-from ttrain.train.tensor_files import naming, tensor_parts, write
+from ttrain.train.tensor_files import by_file, naming, tensor_parts, write
 
 NICENESS = 10  # of 19
 
@@ -36,7 +36,8 @@ def write_checkpoint(
     try:
         temporary.mkdir()
         written = {name: write(temporary / name, [data]) for name, data in files.items()}
-        written[weights_file] = write(temporary / weights_file, tensor_parts(snapshot.weights, {"format": "pt"}))
+        for name, tensors in by_file(snapshot.weights, weights_file).items():
+            written[name] = write(temporary / name, tensor_parts(tensors, {"format": "pt"}))
         written[OPTIMIZER] = write(temporary / OPTIMIZER, tensor_parts(snapshot.optimizer))
         with naming(temporary / STATE):
             write_json(

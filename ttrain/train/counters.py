@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ class Window:
     grad_norm: float = 0.0
     steps: int = 0
     parts: dict[str, float] = field(default_factory=dict)
+    sums: dict[str, list[float]] = field(default_factory=dict)
 
 
 @dataclass
@@ -36,8 +37,15 @@ class Counters:
         """From what a checkpoint keeps."""
         return cls(**{**state, "window": Window(**state["window"])})
 
-    def add(self, loss: float, live_tokens: float, grad_norm: float, parts: Mapping[str, float]) -> None:
-        """A step whose gradient was a number; sums over all ranks."""
+    def add(
+        self,
+        loss: float,
+        live_tokens: float,
+        grad_norm: float,
+        parts: Mapping[str, float],
+        sums: Mapping[str, Sequence[float]],
+    ) -> None:
+        """A step whose gradient was a number; all are sums over ranks, `sums` those that are no parts of the loss."""
         window = self.window
         window.loss += loss
         window.live_tokens += live_tokens
@@ -45,6 +53,9 @@ class Counters:
         window.steps += 1
         for name, value in parts.items():
             window.parts[name] = window.parts.get(name, 0.0) + value
+        for name, more in sums.items():
+            before = window.sums.get(name, [0.0] * len(more))
+            window.sums[name] = [first + second for first, second in zip(before, more, strict=True)]
 
     def close_window(self) -> dict[str, float]:
         """Means since the last logging step; a new window begins. Empty where every step was skipped."""

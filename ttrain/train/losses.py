@@ -26,6 +26,18 @@ def token_loss_sum(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
     return F.cross_entropy(logits_BTV.flatten(0, 1).float(), labels_BT.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
+def labels_after_next(labels_BT: Tensor, segments_BT: Tensor) -> Tensor:
+    """Targets of a head that predicts the token after the next one (arXiv:2404.19737), from those of the next ones.
+
+    Position t gets the label of position t+1, where that is in the same record; so a token that is no target of the first
+    head is none of the second. The last position of a row has none: what comes after the row is not known.
+    """
+    found_BT = torch.full_like(labels_BT, IGNORE)
+    same_BT = segments_BT[:, 1:] == segments_BT[:, :-1]
+    found_BT[:, :-1] = torch.where(same_BT, labels_BT[:, 1:], IGNORE)
+    return found_BT
+
+
 @torch.compiler.disable(reason="the number of live labels differs from batch to batch")  # type: ignore[no-untyped-call,untyped-decorator]
 def linear_token_loss_sum(
     hidden_BTD: Tensor, weight_VD: Tensor, labels_BT: Tensor, chunk_tokens: int | None = None

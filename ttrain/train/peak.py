@@ -87,11 +87,16 @@ def flops_per_token(model: nn.Module, positions: int) -> float:
     """FLOPs of the forward and backward pass for a token of a row of `positions` (PaLM, arXiv:2204.02311, appendix B).
 
     6 for each weight that multiplies, 4 for a frozen one, which needs no gradient of its own; 12 for each layer, head
-    width and position in attention. An input embedding is looked up, not multiplied. What gradient checkpointing computes
-    twice does not count.
+    width and position in attention. An embedding is looked up, not multiplied, and of the experts count those that a token
+    visits. What gradient checkpointing computes twice does not count.
     """
-    looked_up = _looked_up(model)
-    weights = sum(p.numel() * (6 if p.requires_grad else 4) for p in model.parameters() if p is not looked_up)
+    looked_up = looked_up_weights(model)
+    shares = visited_shares(model)
+    weights = sum(
+        p.numel() * shares.get(name, 1.0) * (6 if p.requires_grad else 4)
+        for name, p in model.named_parameters()
+        if name not in looked_up
+    )
     config: Any = getattr(model, "config", None)
     heads = getattr(config, "num_attention_heads", 0)
     if not heads:
@@ -100,10 +105,23 @@ def flops_per_token(model: nn.Module, positions: int) -> float:
     return float(weights + 12 * config.num_hidden_layers * width * positions)
 
 
-def _looked_up(model: Any) -> Tensor | None:
-    """The weight of an input embedding that is not the output head's as well."""
-    if not hasattr(model, "get_input_embeddings") or not hasattr(model, "get_output_embeddings"):
-        return None
-    weight: Tensor = model.get_input_embeddings().weight
-    head = model.get_output_embeddings()
-    return None if head is not None and head.weight is weight else weight
+def looked_up_weights(model: nn.Module) -> set[str]:
+    """Names of the embeddings, of tokens or positions, that are not the output head's weight as well."""
+    own: Any = model
+    head = own.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    multiplied = None if head is None else head.weight
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    return {name for name, p in model.named_parameters() if id(p) in tables and p is not multiplied}
+
+
+def visited_shares(model: nn.Module) -> dict[str, float]:
+    """By name the share of routed experts' weights that a token meets, k of E; {} where there are no experts.
+
+    transformers stacks the experts of a layer in tensors [E, ...] named `experts`.
+    """
+    config: Any = getattr(model, "config", None)
+    visited = getattr(config, "num_experts_per_tok", None)
+    if not visited:
+        return {}
+    stacked = {name: p for name, p in model.named_parameters() if ".experts." in name and p.ndim > 1}
+    return {name: min(1.0, visited / len(p)) for name, p in stacked.items()}

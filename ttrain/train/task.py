@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,11 +16,15 @@ from ttrain.train import optim
 
 @dataclass(frozen=True)
 class LossSum:
-    """A loss as a sum over `count` targets, so that it can be divided once, by the targets of the whole global step."""
+    """A loss as a sum over `count` targets, so that it can be divided once, by the targets of the whole global step.
+
+    `parts`: sums that are divided and logged like it, as `loss_NAME`. `sums`: any other sums over the rows, as vectors.
+    """
 
     total: Tensor
     count: int
     parts: Mapping[str, Tensor] = field(default_factory=dict)
+    sums: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class TrainingTask(ABC):
@@ -51,3 +55,13 @@ class TrainingTask(ABC):
     @abstractmethod
     def validation_step(self, model: nn.Module, batch: Any, device: torch.device) -> LossSum:
         """The same without gradients."""
+
+    def after_step(self, sums: Mapping[str, Sequence[float]]) -> None:  # noqa: B027  # most tasks have nothing to do
+        """The optimizers made a step: what changes tensors that they do not train belongs here.
+
+        `sums`: those of the step, over its micro-batches and all ranks. Called on every rank, not for skipped steps.
+        """
+
+    def figures(self, sums: Mapping[str, Sequence[float]]) -> Mapping[str, float]:
+        """Figures for the log, from the sums since the last logging step."""
+        return {}

@@ -47,6 +47,16 @@ def tensor_parts(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | No
         yield tensors[name].detach().reshape(-1).view(torch.uint8).numpy().data
 
 
+def by_file(tensors: Mapping[str, Tensor], default: str) -> dict[str, dict[str, Tensor]]:
+    """The tensors by the file that they belong in: those named FILE.safetensors/NAME there, all others in `default`."""
+    found: dict[str, dict[str, Tensor]] = {default: {}}
+    for name, tensor in tensors.items():
+        file, _, own = name.rpartition("/")
+        beside = file.endswith(".safetensors")
+        found.setdefault(file if beside else default, {})[own if beside else name] = tensor
+    return found
+
+
 def write(path: Path, parts: Iterable[bytes | memoryview]) -> dict[str, Any]:
     """A new file, fsynced; {"bytes", "sha256"} of what it holds. OSError carries the path."""
     digest, size = hashlib.sha256(), 0

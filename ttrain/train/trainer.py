@@ -33,6 +33,7 @@ from ttrain.train.precision import LossScale, Precision
 from ttrain.train.ranks import Ranks, global_norm
 from ttrain.train.schedules import decay_start
 from ttrain.train.task import TrainingTask
+from ttrain.train.totals import Totals
 
 COMPLETED, INTERRUPTED, STOPPED = "completed", "interrupted", "stopped by a callback"
 log = logging.getLogger("ttrain")
@@ -122,7 +123,7 @@ class Trainer:
         self.optimizers = task.build_optimizer(self.bare)
         self.factor = task.build_scheduler(self.steps)
         self.counters, self.loss_scale, self._buffers = Counters(), precision.loss_scale(), SnapshotBuffers()
-        self._parts: list[str] | None = None
+        self._totals = Totals(ranks)
         # The loss is scaled by about 1/targets before the backward pass, so that fp16 gradients of a sum do not overflow.
         self._scale = 1.0 / task.config.tokens_per_step
         resuming.check_same(self, snapshot)
@@ -219,16 +220,18 @@ class Trainer:
         """One optimizer step; returns whether a signal, or a callback, asked any rank to stop."""
         self.bare.train()
         with self.ranks.exchanging():
-            total, live, parts, losses = self._backward(step, micro_batches)
-        names = self._names_of(parts)
+            total, live, parts, sums, losses = self._backward(step, micro_batches)
+        others = self._totals.flat(parts, sums)
         asks = [float(self.stop_requested()), float(self.listeners.ask()), float(self._dusk())]
-        sums = self.ranks.sum([float(total), float(live), *asks, *(parts.get(name, 0.0) for name in names)])
-        total_sum, live_sum, signalled, asked, self._night_due = sums[:5]
+        summed = self.ranks.sum([float(total), float(live), *asks, *others])
+        total_sum, live_sum, signalled, asked, self._night_due = summed[:5]
         if live_sum == 0:
             raise TTrainError(f"step {step + 1} has no token to learn from; every label of its rows is masked")
         norm, finite = self._apply(step, live_sum, total_sum, losses)
         if finite:
-            self.counters.add(total_sum, live_sum, norm, dict(zip(names, sums[5:], strict=True)))
+            parts, sums = self._totals.named(summed[5:])
+            self.task.after_step(sums)
+            self.counters.add(total_sum, live_sum, norm, parts, sums)
         self.counters.live_tokens += int(live_sum)
         done = step + 1
         rows = partial(self.loader.order.step_rows, step)
@@ -243,11 +246,11 @@ class Trainer:
 
     def _backward(
         self, step: int, micro_batches: Sequence[MicroBatch]
-    ) -> tuple[float, int, dict[str, float], dict[int, Tensor]]:
-        """Sum of the losses (in fp64), targets, sums of the parts, and the loss of each of this rank's micro-batches; the
-        parameters then hold the (scaled) gradient of the step over all ranks.
+    ) -> tuple[float, int, dict[str, float], dict[str, list[float]], dict[int, Tensor]]:
+        """Sum of the losses (in fp64), targets, sums of the parts, other sums, and the loss of each of this rank's
+        micro-batches; the parameters then hold the (scaled) gradient of the step over all ranks.
         """
-        live, parts, losses = 0, dict[str, Any](), dict[int, Tensor]()
+        live, parts, sums, losses = 0, dict[str, Any](), dict[str, Tensor](), dict[int, Tensor]()
         ordered = self.parallel.begin(micro_batches, len(self.loader.parts(step)))
         for micro in ordered:
             torch.manual_seed(_seed(self.task.config.seed, step, micro.number))
@@ -261,21 +264,12 @@ class Trainer:
             live += loss.count
             for name, value in loss.parts.items():
                 parts[name] = parts.get(name, 0.0) + value.detach()
+            for name, vector in loss.sums.items():
+                sums[name] = vector.detach().flatten() + sums.get(name, 0)
         self.parallel.finish()
         total = math.fsum(float(losses[number]) for number in sorted(losses))
-        return total, live, {name: float(value) for name, value in parts.items()}, losses
-
-    def _names_of(self, parts: Mapping[str, float]) -> list[str]:
-        """The parts of a loss, agreed on in the first step, so that ranks never sum different things."""
-        if self._parts is None:
-            self._parts = self.ranks.union(parts)
-        unknown = sorted({*parts} - {*self._parts})
-        if unknown:
-            raise TTrainError(
-                f"the loss has the part {unknown[0]!r}, which the first step had not; return the same parts from every "
-                f"training step, with 0 where there is nothing"
-            )
-        return self._parts
+        listed = {name: vector.tolist() for name, vector in sums.items()}
+        return total, live, {name: float(value) for name, value in parts.items()}, listed, losses
 
     def _apply(self, step: int, live: float, total: float, losses: dict[int, Tensor]) -> tuple[float, bool]:
         """Divide by the targets of the whole step, clip, update; returns the norm before the clip and whether it was one."""
@@ -326,7 +320,8 @@ class Trainer:
         return improved
 
     def _log_window(self, record: StepRecord) -> None:
-        metrics = self.counters.close_window()
+        of_task = self.task.figures(self.counters.window.sums)
+        metrics = {**self.counters.close_window(), **of_task}
         metrics |= {f"lr_{name}": rate for name, rate in self.optimizers.learning_rates().items()}
         if self.counters.skipped or self.loss_scale.enabled:
             metrics["skipped_steps"] = self.counters.skipped

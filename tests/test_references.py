@@ -1,0 +1,249 @@
+"""References: run, stage, registered name and directory lead to the same files; a wrong one is told what there is."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ttrain import references, tracking
+from ttrain.errors import ArtifactError, UsageError
+from ttrain.references import Reference, newest, resolve
+from ttrain.runs import RunRecord
+from ttrain.store import Artifact, Store
+from ttrain.weights import ADAPTER, MODEL, SECOND_HEAD, weight_files, weights_digest
+
+
+def write_model(directory: Path, weights: bytes, *, shards: int = 1) -> Path:
+    """A directory that looks like Hugging Face's; nobody opens the weights."""
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text("{}")
+    (directory / "tokenizer.json").write_text("{}")
+    if shards == 1:
+        (directory / MODEL).write_bytes(weights)
+        return directory
+    names = [f"model-{number:05d}-of-{shards:05d}.safetensors" for number in range(1, shards + 1)]
+    for name in names:
+        (directory / name).write_bytes(weights + name.encode())
+    index = {"weight_map": {f"tensor {number}": name for number, name in enumerate(names)}}
+    (directory / f"{MODEL}.index.json").write_text(json.dumps(index))
+    return directory
+
+
+def write_adapter(directory: Path, base: Path | None, named: str = "ttrain-sft") -> Path:
+    directory.mkdir(parents=True)
+    (directory / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": named}))
+    (directory / ADAPTER).write_bytes(b"adapter")
+    if base is not None:
+        (directory / "base.json").write_text(json.dumps({"base_weights_sha256": weights_digest(base)}))
+    return directory
+
+
+class Home:
+    """A store with a tokenizer, two SFT models, an adapter on the older one, and the record of the run that made them."""
+
+    def __init__(self, root: Path) -> None:
+        self.store = Store(root / "home")
+        self.tokenizer = self.publish("tokenizer", "t", lambda output: (output / "tokenizer.json").write_text("{}"))
+        self.sft = self.publish("sft", "s1", lambda output: write_model(output / "model", b"first"))
+        self.lora = self.publish("lora", "l", lambda output: write_adapter(output / "adapter", self.sft.path / "model"))
+        self.newer = self.publish("sft", "s2", lambda output: write_model(output / "model", b"second"))
+        self.run = self.record(self.tokenizer, self.sft, self.lora)
+
+    def publish(self, stage: str, key: str, write: Callable[[Path], object]) -> Artifact:
+        output = self.store.work(stage, key)
+        output.mkdir(parents=True)
+        write(output)
+        return self.store.publish(stage, key, output, {"result": {}, "ingredients": {"code": {}}, "inputs": {}})
+
+    def record(self, *artifacts: Artifact) -> str:
+        made = RunRecord(self.store.root, "full", [*(artifact.stage for artifact in artifacts), "evaluate"], {})
+        for artifact in artifacts:
+            made.stage(artifact.stage, outcome="completed", key=artifact.key, path=str(artifact.path))
+        made.finish("failed", {})
+        return made.run
+
+    def resolve(self, text: str, **options: Any) -> Reference:
+        return resolve(text, self.store.root, **options)
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Home:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    return Home(tmp_path)
+
+
+def test_a_stage_is_its_newest_artifact_that_is_undamaged(home: Home) -> None:
+    found = home.resolve("sft")
+    assert (found.model, found.adapter, found.artifact and found.artifact.key) == (home.newer.path / "model", None, "s2")
+    assert found.directory == found.tokenizer == found.model
+    (home.newer.path / "model" / MODEL).unlink()
+    assert home.resolve("sft").model == home.sft.path / "model"
+
+
+def test_a_run_is_its_last_model_or_the_stage_that_is_named(home: Home) -> None:
+    last = home.resolve(home.run)
+    assert (last.model, last.adapter) == (home.sft.path / "model", home.lora.path / "adapter")
+    assert last.directory == last.adapter
+    assert home.resolve(f"{home.run}:sft").model == home.sft.path / "model", "not the newest, which another run made"
+
+
+def test_the_newest_run_with_a_model_is_the_default(home: Home) -> None:
+    assert newest(home.store.root).adapter == home.lora.path / "adapter"
+    home.record(home.tokenizer)  # fails after the tokenizer
+    assert newest(home.store.root).adapter == home.lora.path / "adapter"
+    run = home.record(home.tokenizer, home.newer)
+    assert newest(home.store.root).text == f"{run}:sft"
+    with pytest.raises(UsageError, match=r"there is no model in .*empty yet; begin with"):
+        newest(home.store.root / "empty")
+
+
+def test_a_directory_is_a_model_an_adapter_an_artifact_or_a_checkpoint(home: Home) -> None:
+    for path in (home.sft.path, home.sft.path / "model", Path("home/store/sft/s1"), Path("./home/store/sft/s1/model")):
+        found = home.resolve(str(path))
+        assert (found.model, found.artifact and found.artifact.key) == (home.sft.path / "model", "s1"), path
+    for path in (home.lora.path, home.lora.path / "adapter"):
+        assert home.resolve(str(path)).adapter == home.lora.path / "adapter"
+    elsewhere = write_model(Path("elsewhere").absolute(), b"x")
+    found = home.resolve("elsewhere")
+    assert (found.model, found.artifact, found.second_head) == (elsewhere, None, None)
+    (elsewhere / SECOND_HEAD).touch()
+    assert home.resolve("elsewhere").second_head == elsewhere / SECOND_HEAD
+
+
+def test_a_word_is_a_stage_before_it_is_a_directory(home: Home) -> None:
+    here = write_model(Path("sft").absolute(), b"x")
+    assert home.resolve("sft").model == home.newer.path / "model"
+    assert home.resolve("./sft").model == here
+
+
+def test_the_base_of_an_adapter_is_the_model_whose_weights_have_the_digest(home: Home) -> None:
+    """Whatever is newer, and wherever the adapter was copied to."""
+    shutil.copytree(home.lora.path / "adapter", "copied")
+    found = home.resolve("copied")
+    assert (found.model, found.adapter, found.artifact) == (home.sft.path / "model", Path("copied").absolute(), None)
+    assert found.base_digest == hashlib.sha256(b"first").hexdigest()
+
+
+def test_the_base_of_an_adapter_may_be_in_shards(home: Home) -> None:
+    sharded = home.publish("pretrain", "p", lambda output: write_model(output / "model", b"big", shards=3))
+    write_adapter(Path("adapter"), sharded.path / "model")
+    assert home.resolve("adapter").model == sharded.path / "model"
+
+
+def test_the_base_of_an_adapter_from_elsewhere_is_named_or_lies_beside(home: Home) -> None:
+    base = write_model(Path("base").absolute(), b"foreign")
+    adapter = write_adapter(Path("adapter"), base)
+    with pytest.raises(UsageError, match=f"its base with the weights {weights_digest(base)[:12]} is not in .*--base"):
+        home.resolve("adapter")
+    assert home.resolve("adapter", base="base").model == base
+    assert home.resolve("adapter", base="sft").model == home.newer.path / "model"
+    with pytest.raises(UsageError, match="must be a full model, but 'lora' is an adapter itself"):
+        home.resolve("adapter", base="lora")
+    beside = shutil.copytree(base, adapter / "base")
+    assert home.resolve("adapter").model == beside.absolute()
+    named = write_adapter(Path("of-peft"), None, named=str(base))
+    assert home.resolve(str(named)).model == base
+
+
+def test_the_digest_of_shards_depends_on_each_of_them(tmp_path: Path) -> None:
+    whole = write_model(tmp_path / "whole", b"x")
+    assert weights_digest(whole) == hashlib.sha256(b"x").hexdigest()
+    sharded = write_model(tmp_path / "sharded", b"x", shards=2)
+    first = weights_digest(sharded)
+    weight_files(sharded)[1].write_bytes(b"y")
+    assert weights_digest(sharded) != first
+    weight_files(sharded)[0].unlink()
+    with pytest.raises(ArtifactError, match=r"lists model-00001-of-00002.safetensors, but .* holds no such file"):
+        weights_digest(sharded)
+
+
+@pytest.mark.parametrize("weight_map", ['{"a": "../model.safetensors"}', "[]", "no JSON"])
+def test_an_index_does_not_lead_out_of_its_directory(tmp_path: Path, weight_map: str) -> None:
+    model = write_model(tmp_path / "model", b"x", shards=2)
+    (tmp_path / MODEL).touch()
+    (model / f"{MODEL}.index.json").write_text(f'{{"weight_map": {weight_map}}}')
+    with pytest.raises(ArtifactError):
+        weight_files(model)
+
+
+def test_what_is_not_there_is_answered_with_what_there_is(home: Home) -> None:
+    with pytest.raises(UsageError, match=f"no model 'nope'.* stages with a model: lora, sft; newest runs: {home.run}"):
+        home.resolve("nope")
+    with pytest.raises(UsageError, match=r"'tokenizer' leads to .*, which holds no model"):
+        home.resolve("tokenizer")
+    with pytest.raises(UsageError, match="has no stage 'nope'; its stages are tokenizer, sft, lora, evaluate"):
+        home.resolve(f"{home.run}:nope")
+    with pytest.raises(UsageError, match=r"stage evaluate of the run .* left no model"):
+        home.resolve(f"{home.run}:evaluate")
+    with pytest.raises(ArtifactError, match="stage pretrain has no artifact"):
+        home.resolve("pretrain")
+    with pytest.raises(UsageError, match=r"holds neither config.json nor adapter_config.json"):
+        home.resolve("./home")
+    with pytest.raises(UsageError, match=r"in .*empty there is none yet, begin with `ttrain pipeline run full`"):
+        resolve("nope", home.store.root / "empty")
+    (write_model(Path("pickle"), b"x") / MODEL).rename("pickle/pytorch_model.bin")
+    with pytest.raises(UsageError, match="no weights as safetensors"):
+        home.resolve("pickle")
+    (write_adapter(Path("half"), None) / ADAPTER).unlink()
+    with pytest.raises(ArtifactError, match=f"holds no {ADAPTER}"):
+        home.resolve("half")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "/", "a//3", "@x", "models:/", "models:/@a", "models:/x/", "../..", "x@", "\0", "~nobody-here/x", "x" * 5000],
+)
+def test_nonsense_is_a_users_mistake(home: Home, text: str) -> None:
+    with pytest.raises((UsageError, ArtifactError)):
+        home.resolve(text)
+
+
+def test_a_registered_name_is_the_stores_own_artifact_else_the_files_that_mlflow_kept(home: Home) -> None:
+    with pytest.raises(UsageError, match="nothing is registered in"):
+        home.resolve("mine-sft/1")
+    assert not (home.store.root / "mlflow").exists(), "a question makes no database"
+    store = tracking.open_store(home.store.root, "ttrain")
+    assert isinstance(store, tracking.Store)
+    for artifact, name, directory in ((home.sft, "mine-sft", "model"), (home.lora, "mine-lora", "adapter")):
+        run = store.start_run(artifact.stage, run_id=None, parent_run_id=None, tags={}, params={})
+        run.log_directory(artifact.path, artifact.stage)
+        tags = {"ttrain.stage": artifact.stage, "ttrain.key": artifact.key, "ttrain.content": artifact.content}
+        store.register_model(name, run=run, artifact_path=f"{artifact.stage}/{directory}", tags=tags)
+    store.client.set_registered_model_alias("mine-sft", "champion", "1")
+    for text in ("mine-sft/1", "models:/mine-sft/1", "mine-sft@champion", "models:/mine-sft@champion"):
+        assert home.resolve(text).model == home.sft.path / "model", text
+    assert home.resolve("mine-lora/1").adapter == home.lora.path / "adapter"
+    with pytest.raises(
+        UsageError, match=r"no registered model 'mine-sft@nope'; registered are mine-lora/1, mine-sft/1 \(champion: 1\)"
+    ):
+        home.resolve("mine-sft@nope")
+    with pytest.raises(UsageError, match="no registered model 'mine-sft/7'"):
+        home.resolve("mine-sft/7")
+    home.store.set_aside("sft", "s1")
+    kept = home.resolve("mine-sft@champion")
+    assert kept.model.is_relative_to(home.store.root / "mlflow" / "artifacts")
+    assert (kept.model / MODEL).read_bytes() == b"first"
+
+
+def test_looking_up_loads_neither_torch_nor_mlflow(home: Home) -> None:
+    code = (
+        "import sys; from ttrain.references import resolve; print(resolve('sft').model);"
+        "assert not {'torch', 'mlflow', 'transformers'} & set(sys.modules)"
+    )
+    environment = {
+        **os.environ,
+        "TTRAIN_HOME": str(home.store.root),
+        "PYTHONPATH": str(Path(references.__file__).parents[1]),
+    }
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout == f"{home.newer.path / 'model'}\n", done.stderr

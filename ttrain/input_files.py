@@ -1,0 +1,117 @@
+"""The user's own files that stages read: which they are, and what identifies their bytes. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ttrain.config import Settings
+from ttrain.data import existing, existing_model, locations
+from ttrain.errors import UsageError
+from ttrain.stages import Stage
+from ttrain.store import Store
+
+# How two stores name the same part of a stage's own data files.
+TRAIN, HELDOUT, EXISTING = "train", "heldout", "existing"
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """A file that a stage reads, and the weighted source it belongs to (no weight: all rows of the data set are alike)."""
+
+    location: str
+    group: int = 0
+    weight: float | None = None
+
+
+def data_files(stage: Stage, settings: Settings) -> dict[str, list[InputFile]]:
+    """The user's own files that the stage reads, by role: "train", "heldout", and for the tokenizer "existing".
+
+    The roles of an existing model's files are those of `existing_model.files`.
+    """
+    if stage.reads_model:
+        found = _model_files(settings)
+        return {role: [InputFile(str(path)) for path in paths] for role, paths in found.items()}
+    if stage.dataset is None:
+        return {}
+    data, is_tokenizer = settings.data, stage.dataset == "tokenizer"
+    roles: dict[str, list[InputFile]] = {}
+    if is_tokenizer and settings.tokenizer.existing:
+        roles[EXISTING] = [InputFile(str(path)) for path in _tokenizer_files(settings)]
+    if not settings.reads(stage.dataset) or data.uses_python_docs(stage.dataset):
+        return roles
+    dataset = "pretrain" if is_tokenizer and not data.tokenizer else stage.dataset
+    roles[TRAIN] = _expanded(data.paths(dataset), f"data.{dataset}", () if is_tokenizer else data.weights(dataset))
+    if not is_tokenizer and getattr(data, f"{dataset}_heldout"):  # the tokenizer learns from the training part alone
+        roles[HELDOUT] = _expanded(data.paths(f"{dataset}_heldout"), f"data.{dataset}_heldout", ())
+    return roles
+
+
+def _start_setting(settings: Settings) -> str:
+    return f"{settings.trainings[0]}.start_from"
+
+
+def _model_files(settings: Settings) -> dict[str, list[Path]]:
+    """The files of the existing model. Raises UsageError where there is none, or a stage's rows are too long for it."""
+    assert settings.existing_model, "the stage is in the recipe only where there is such a model"
+    setting = _start_setting(settings)
+    found = existing_model.files(settings.existing_model, setting)
+    limit = existing_model.max_length(found)
+    for name in (*settings.trainings, "evaluate"):
+        length = getattr(settings, name).row_length
+        if limit is not None and length > limit:
+            raise UsageError(
+                f"{name}.row_length is {length} but {setting} is {settings.existing_model}, a model of {limit} positions; "
+                f"set {name}.row_length={limit} or less"
+            )
+    return found
+
+
+def _tokenizer_files(settings: Settings) -> list[Path]:
+    """The files of the existing tokenizer. That of the existing model lies where its weights are."""
+    named = settings.tokenizer.existing
+    assert named is not None, "asked for where there is such a tokenizer"
+    if named != settings.existing_model:
+        return existing.files(named)
+    directory = _model_files(settings)["config"][0].parent
+    if not (directory / existing.JSON).is_file():
+        raise UsageError(
+            f"{_start_setting(settings)} is {named}, which has no {existing.JSON}; "
+            f"set tokenizer.existing to the folder or the name of its tokenizer, as a folder with {existing.JSON}"
+        )
+    return existing.files(str(directory))
+
+
+def _expanded(paths: tuple[str, ...], setting: str, weights: tuple[float, ...]) -> list[InputFile]:
+    if not weights:
+        return [InputFile(location) for location in locations.expand(paths, setting)]
+    found: dict[str, InputFile] = {}
+    for group, (path, weight) in enumerate(zip(paths, weights, strict=True)):
+        new = [location for location in locations.expand((path,), setting) if location not in found]
+        if not new:
+            raise UsageError(f"{setting} weighs '{path}', but all its files belong to a source before it; leave it out")
+        found.update({location: InputFile(location, group, weight) for location in new})
+    return list(found.values())
+
+
+def file_digests(stage: Stage, settings: Settings, store: Store) -> dict[str, list[dict[str, Any]]]:
+    """Name and digest (and weight, where there is one) of the data that the stage reads, by role.
+
+    A remote file counts by its commit, ETag or checksum. Raises UsageError where one is unreadable.
+    """
+    found: dict[str, list[dict[str, Any]]] = {}
+    for role, files in data_files(stage, settings).items():
+        try:
+            found[role] = [
+                {
+                    "name": locations.name(file.location),
+                    "sha256": locations.version(file.location) or store.cache.file(Path(file.location)),
+                    **({} if file.weight is None else {"weight": file.weight, "group": file.group}),
+                }
+                for file in files
+            ]
+        except OSError as error:
+            setting = _start_setting(settings) if stage.reads_model else f"data.{stage.dataset}"
+            raise UsageError(f"cannot read {error.filename}, which {setting} names: {error.strerror}") from None
+    return found

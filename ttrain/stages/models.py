@@ -1,0 +1,54 @@
+"""What stages do with whole models: make one from the settings, and write one with its tokenizer beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ttrain.config import Model
+from ttrain.data.encoder import Encoder
+from ttrain.model import factory, multi_token
+from ttrain.train import tensor_files
+from ttrain.train.snapshots import copy_tensors
+from ttrain.weights import MODEL
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+DIRECTORY = "model"  # of an artifact
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+def tokenizer_files(directory: Path) -> dict[str, bytes]:
+    """A tokenizer's files, to stand beside the weights."""
+    return {name: (directory / name).read_bytes() for name in TOKENIZER_FILES}
+
+
+def new(config: Model, encoder: Encoder, seed: int) -> PreTrainedModel:
+    """A freshly initialised model for this tokenizer."""
+    ids = {
+        "bos_token_id": encoder.bos_id,
+        "eos_token_id": encoder.eos_id,
+        "pad_token_id": encoder.pad_id,
+    }
+    stops = [encoder.eos_id, encoder.end_id]
+    model = factory.build(config, vocab_size=len(encoder), ids=ids, stop_ids=stops, seed=seed)
+    if config.multi_token is not None:
+        multi_token.attach(model, config.multi_token, seed)
+    return model
+
+
+def load(directory: Path) -> PreTrainedModel:
+    """A model from its Hugging Face directory, with the second head that may lie beside it."""
+    model = factory.load(directory)
+    multi_token.attach_from(model, directory)
+    return model
+
+
+def write(model: PreTrainedModel, tokenizer: Path, directory: Path) -> None:
+    """A Hugging Face directory, as the stages that train leave it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, data in {**factory.files(model), **tokenizer_files(tokenizer)}.items():
+        (directory / name).write_bytes(data)
+    for file, tensors in tensor_files.by_file(copy_tensors(multi_token.state(model)), MODEL).items():
+        tensor_files.write(directory / file, tensor_files.tensor_parts(tensors, {"format": "pt"}))

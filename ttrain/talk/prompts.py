@@ -1,0 +1,82 @@
+"""Prompts from a file.
+
+lines of text     each a question, or with `raw` a text to continue
+JSON lines        {"prompt": …} as such a line; {"text": …} is continued; {"messages": […]} and the other shapes of chats
+                  are asked for their next answer, or again for a last answer that they hold (the "reference")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from ttrain.data.chat import Message
+from ttrain.data.sources import messages_of
+from ttrain.data.tools import Malformed
+from ttrain.errors import DataError, UsageError
+
+CHATS = ("messages", "conversations", "instruction")
+NO_ANSWER = "-"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A row of the file: `messages` that ask for an answer, or `text` to continue; `given` is what its line held."""
+
+    number: int
+    given: dict[str, Any]
+    messages: tuple[Message, ...] = ()
+    text: str = ""
+    reference: str | None = None
+
+
+def read(path: Path, *, raw: bool, system: str = "") -> list[Prompt]:
+    """The prompts of a file, JSON lines where its name says so. Empty lines are none.
+
+    Raises DataError, with file and line, for one that is not a prompt.
+    """
+    is_json = path.suffix in (".jsonl", ".json", ".ndjson")
+    found: list[Prompt] = []
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise UsageError(f"cannot read the prompts {path}: {error.strerror or error}") from None
+    for at, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            value = orjson.loads(line) if is_json else {"prompt": line.decode("utf-8").rstrip("\r")}
+            found.append(_prompt(len(found), value, raw=raw, system=system))
+        except (ValueError, RecursionError) as error:  # Malformed, JSON and UTF-8 are ValueErrors
+            raise DataError(f"{path}:{at}: {error}") from None
+    if not found:
+        raise DataError(f"{path} holds no prompts")
+    return found
+
+
+def _prompt(number: int, value: Any, *, raw: bool, system: str) -> Prompt:
+    if not isinstance(value, dict):
+        raise Malformed("not a JSON object")
+    if isinstance(value.get("prompt"), str):
+        if raw:
+            return Prompt(number, value, text=value["prompt"])
+        return Prompt(number, value, _with(system, [Message("user", value["prompt"])]))
+    if isinstance(value.get("text"), str):
+        return Prompt(number, value, text=value["text"])
+    if all(value.get(key) is None for key in CHATS):
+        raise Malformed(f"none of the keys {', '.join(('prompt', 'text', *CHATS))} holds a prompt")
+    answer = value.get("output") or NO_ANSWER  # instructions need not have one here
+    messages = messages_of({**value, "output": answer})
+    reference = messages.pop().content if messages[-1].role == "assistant" else None
+    if not messages:
+        raise Malformed("there is no question before the answer")
+    return Prompt(number, value, _with(system, messages), reference=None if reference == NO_ANSWER else reference)
+
+
+def _with(system: str, messages: Sequence[Message]) -> tuple[Message, ...]:
+    first = [Message("system", system)] if system and messages[0].role != "system" else []
+    return (*first, *messages)

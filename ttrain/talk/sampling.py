@@ -1,0 +1,41 @@
+"""How an answer is chosen among the model's probabilities: settings only, without torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field, ValidationError
+
+from ttrain.config.base import Section
+from ttrain.errors import UsageError
+
+
+class Sampling(Section):
+    """Settings of one answer. At temperature 0 the most likely token is taken each time, and the seed does nothing."""
+
+    temperature: float = Field(0.0, ge=0, le=10, description="0: always the most likely token; higher: more various")
+    top_p: float = Field(1.0, gt=0, le=1, description="keep the likeliest tokens that together have this share; 1: all")
+    top_k: int = Field(0, ge=0, description="keep that many of the likeliest tokens; 0: all")
+    repetition_penalty: float = Field(
+        1.0, gt=0, le=10, description="above 1, what the answer holds already gets less likely (arXiv:1909.05858)"
+    )
+    max_tokens: int = Field(256, ge=1, description="longest answer, in tokens")
+    seed: int = Field(1, ge=0, lt=2**32, description="the same seed, the same answer")
+
+    def __str__(self) -> str:
+        return "  ".join(f"{name}={value}" for name, value in self.model_dump().items())
+
+    def changed(self, name: str, value: str) -> Sampling:
+        """These settings with another value. Raises UsageError for an unknown name or a value that the setting refuses."""
+        if name not in Sampling.model_fields:
+            raise UsageError(f"there is no setting '{name}'; the settings are {', '.join(Sampling.model_fields)}")
+        return sampling(**{**self.model_dump(), name: value})
+
+
+def sampling(**values: Any) -> Sampling:
+    """The settings. Raises UsageError, which names setting, value and rule."""
+    try:
+        return Sampling.model_validate(values)
+    except ValidationError as error:
+        lines = (f"{'.'.join(map(str, item['loc']))} is {item['input']!r}: {item['msg']}" for item in error.errors())
+        raise UsageError("; ".join(lines)) from None
