@@ -44,10 +44,8 @@ def main() -> int:
         ratio = rates["ours"] / rates[theirs]
         table.add(what, f"{rates['ours']:,.0f}", f"{rates[theirs]:,.0f}", ratio, least=least)
 
-    active, dense, parameters = (costs[0].found[name] for name in ("active", "dense_parameters", "parameters"))
-    print(
-        f"{parameters / 1e6:.1f} M parameters, of which a token meets {active / 1e6:.1f} M; the dense model {dense / 1e6:.1f} M"
-    )
+    active, dense, every = (costs[0].found[name] / 1e6 for name in ("active", "dense_parameters", "parameters"))
+    print(f"{every:.1f} M parameters, of which a token meets {active:.1f} M; the dense model {dense:.1f} M")
     line("tokens/s, experts against dense, same active parameters", "dense", LEAST_OF_DENSE)
     line("tokens/s, experts, ours against transformers' groups", "grouped", LEAST_OF_GROUPED)
     line("tokens/s, experts, ours against one after the other", "one by one")

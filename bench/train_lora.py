@@ -80,9 +80,7 @@ def step_of(side: str, tokens: int) -> Callable[[], None]:
     if side == "lora":
         model = adapters.attach(model, settings)
     elif side == "peft":
-        model = get_peft_model(
-            model, LoraConfig(r=settings.rank, lora_alpha=settings.alpha, target_modules=list(settings.targets))
-        )
+        model = get_peft_model(model, LoraConfig(r=settings.rank, lora_alpha=settings.alpha, target_modules="all-linear"))
     batch = random_batch(tokens, train_common.VOCAB_SIZE)
     task = LanguageModeling(settings, model) if side in ("lora", "full") else None
     module = (task.build_model() if task else model).train()

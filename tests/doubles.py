@@ -231,6 +231,12 @@ class WatchedTask(TrainingTask):
     def validation_step(self, model: nn.Module, batch: Batch, device: torch.device) -> Any:
         return self._inner.validation_step(model, batch, device)
 
+    def after_step(self, sums: Mapping[str, Sequence[float]]) -> None:
+        self._inner.after_step(sums)
+
+    def figures(self, sums: Mapping[str, Sequence[float]]) -> Mapping[str, float]:
+        return self._inner.figures(sums)
+
 
 class Recorder(Callback):
     """Notes every event in its order."""
@@ -377,7 +383,7 @@ class Home:
         encoder = make_tokenizer(root / "a")
         make_shards(root / "b", encoder, "documents", 60)
         make_shards(root / "c", encoder, "chats", 60)
-        manifest: dict[str, Any] = {"result": {}, "ingredients": {}}
+        manifest: dict[str, Any] = {"result": {}, "ingredients": {}, "inputs": {}}
         return cls(
             store,
             store.publish("tokenizer", "0" * 64, root / "a", manifest),

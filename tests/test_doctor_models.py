@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -9,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from doubles import CPU, NumberedRows, in_ranks, settings_of_training, tiny_model
 from torch import Tensor, nn
 
@@ -16,11 +20,13 @@ from ttrain.config import Lora, Optim, Runtime, Training
 from ttrain.config.model import MultiToken
 from ttrain.doctor import learning, model
 from ttrain.doctor.check import Check
-from ttrain.doctor.parts import HeldRows, Learner
-from ttrain.model import adapters, multi_token
-from ttrain.train.checkpoint import WEIGHTS
+from ttrain.doctor.parts import HeldRows, Learner, trainer_of
+from ttrain.model import adapters, factory, multi_token
+from ttrain.train.checkpoint import WEIGHTS, Checkpoints
+from ttrain.train.checkpoint_files import found
 from ttrain.train.language import LanguageModeling
 from ttrain.train.precision import Precision
+from ttrain.train.ranks import Ranks
 from ttrain.train.task import TrainingTask
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -119,8 +125,8 @@ def test_it_sees_neither_the_future_nor_other_records_and_starts_at_knowing_noth
 
 def test_how_rows_are_divided_over_micro_batches_and_ranks_does_not_matter(learner: Learner, tmp_path: Path) -> None:
     def launch(learner: Learner, rows: HeldRows) -> list[learning.Step]:
-        found: list[learning.Step] = in_ranks(2, tmp_path, partial(learning.first_step, learner, rows, rows_per_device=1))
-        return found
+        steps: list[learning.Step] = in_ranks(2, tmp_path, partial(learning.first_step, learner, rows, rows_per_device=1))
+        return steps
 
     ok(learning.accumulation(learner, ROWS, CPU))
     ok(learning.two_ranks(learner, ROWS, launch))
@@ -145,3 +151,43 @@ def test_experts_in_groups_do_not_look_like_a_leak(name: str) -> None:
 def test_the_routers_of_mixtures_are_examined(name: str) -> None:
     config = settings_of_training()
     ok(model.routers(Learner(config, Runtime(device="cpu"), partial(build, name, ""), language), ROWS, FP32))
+
+
+OPEN = """
+import json, sys, torch
+from transformers import AutoModelForCausalLM
+found = []
+for directory in sys.argv[1:]:
+    ours = "modeling_" in json.load(open(directory + "/config.json")).get("auto_map", {}).get("AutoConfig", "")
+    model = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=ours).eval()
+    with torch.no_grad():
+        found.append(model(torch.arange(9, 25)[None]).logits[0, -1].tolist())
+assert not any(name.partition(".")[0] == "ttrain" for name in sys.modules)
+print(json.dumps(found))
+"""
+
+
+def test_a_checkpoint_of_every_architecture_opens_in_a_process_without_ttrain(tmp_path: Path) -> None:
+    """Of a training after two steps, its optimizer's state and all beside it."""
+    expected, directories = [], []
+    config = settings_of_training(tokens=192, optim=Optim(lr=2e-2))
+    for number, name in enumerate(MODELS):
+        subject = build(name, "")
+        checkpoints = Checkpoints(tmp_path / str(number), files=partial(factory.files, subject.model))
+        learner = Learner(config, Runtime(device="cpu"), partial(build, name, ""), language)
+        trainer_of(
+            learner, subject, ROWS, ranks=Ranks(0, 1, CPU), precision=FP32, rows_per_step=6, rows_per_device=6, steps=2,
+            checkpoints=checkpoints, save_every=2,
+        ).fit()  # fmt: skip
+        checkpoints.close()
+        directories.append(str(found(tmp_path / str(number))[-1]))
+        with torch.no_grad():
+            expected.append(subject.model.eval()(torch.arange(9, 25)[None]).logits[0, -1])
+    environment = {"HF_HOME": str(tmp_path / "hf"), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", OPEN, *directories], env=environment, capture_output=True, text=True, timeout=240,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for name, ours, theirs in zip(MODELS, expected, json.loads(done.stdout), strict=True):
+        torch.testing.assert_close(torch.tensor(theirs), ours, rtol=1e-4, atol=1e-5, msg=f"the logits of {name}")

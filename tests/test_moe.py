@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -16,22 +17,28 @@ from doubles import (
     PLAIN,
     VOCAB,
     Held,
+    Home,
     NumberedRows,
     Recorder,
     copies,
     distance,
     in_ranks,
     make_trainer,
+    run_here,
     same,
     settings_of_training,
+    stage_settings,
     tiny_model,
-)  # fmt: skip
+)
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from ttrain.config import Lora, Optim
+from ttrain.config import Lora, Optim, PretrainConfig, SftConfig
+from ttrain.config.model import Moe, MultiToken
 from ttrain.data.packing import Batch
 from ttrain.errors import UsageError
 from ttrain.model import adapters
+from ttrain.stages import pretrain, sft
 from ttrain.train import balance, experts
 from ttrain.train.balance import Choice, Routers
 from ttrain.train.language import LanguageModeling
@@ -182,6 +189,23 @@ def test_grouped_experts_are_those_of_transformers_one_by_one() -> None:
     assert not found["gate_up_proj"][7].any() and not found["down_proj"][7].any()
     theirs, ours = layer_gradients("eager", autocast=True), layer_gradients(experts.NAME, autocast=True)
     assert 0 < distance(expected, ours) < 1.2 * distance(expected, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_products_for_gpus_are_the_same(dtype: torch.dtype) -> None:
+    """On a CPU, where torch has them too, with an expert that nobody chose."""
+    generator = torch.Generator().manual_seed(4)
+    tensors = [torch.randn(shape, generator=generator) for shape in ((37, 16), (8, 48, 16), (8, 16, 24), (37, 2))]
+    chosen = torch.stack([torch.randperm(7, generator=generator)[:2] for _ in range(37)])
+    results = []
+    for compute in (experts._by_grouped_products, experts._Experts.apply):
+        hidden, gate_up, down, weights = (tensor.clone().requires_grad_() for tensor in tensors)
+        out = compute(hidden, gate_up, down, chosen, weights, dtype)
+        out.float().square().sum().backward()
+        results.append(
+            {"out": out.detach().float(), **{str(n): t.grad for n, t in enumerate((hidden, gate_up, down, weights))}}
+        )
+    assert distance(*results) < (1e-6 if dtype == torch.float32 else 0.02)
 
 
 def test_frozen_experts_get_no_gradient_and_their_input_the_same() -> None:
@@ -440,6 +464,22 @@ def test_two_ranks_over_ddp_move_the_biases_as_one_does(tmp_path: Path) -> None:
         assert all(torch.equal(alone[name], weights[name]) and alone[name].any() for name in biases)
 
 
+def test_sharded_ranks_move_the_biases_as_one_does(tmp_path: Path) -> None:
+    """ernie4_5_moe keeps them among its parameters, which are cut; the other among its buffers, which are whole."""
+
+    def work(ranks: Ranks) -> dict[str, Tensor]:
+        model = tiny_moe("ernie4_5_moe", balance=0.1, bias_rate=0.02)
+        trainer = make_trainer(settings_of_training(), model, NumberedRows(60), ranks=ranks, how=How(parallel="fsdp"))
+        trainer.fit()
+        return copies(trainer.parallel.whole(trainer.weights.state()))
+
+    alone, _ = trained("ernie4_5_moe")
+    found, _ = in_ranks(2, tmp_path, work)
+    assert distance({name: alone[name] for name in found}, found) < 1e-5
+    biases = [name for name in found if name.endswith("e_score_correction_bias")]
+    assert len(biases) == 2 and all(torch.equal(alone[name], found[name]) for name in biases)
+
+
 @pytest.mark.parametrize("kind", BIASED)
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_last_bit_with_its_biases(kind: str, tmp_path: Path) -> None:
     expected, curve = trained(kind)
@@ -464,9 +504,6 @@ def test_a_step_moves_each_bias_by_the_rate_away_from_the_load(kind: str) -> Non
 
 def test_a_step_that_is_skipped_moves_no_bias() -> None:
     model = tiny_moe("glm4_moe", bias_rate=0.05)
-
-    class Spoilt(nn.Module):
-        """Its gradient is no number."""
 
     config = settings_of_training(tokens=96, nonfinite="skip")
     trainer = make_trainer(config, model, NumberedRows(60))
@@ -562,6 +599,31 @@ def test_a_bias_rate_without_a_bias_is_refused() -> None:
     model.config.router_bias_rate = 0.1
     with pytest.raises(UsageError, match="the routers of MixtralForCausalLM have no bias"):
         LanguageModeling(settings_of_training(), model)
+
+
+# --- whole stages -------------------------------------------------------------------------------------------------------
+
+
+def test_fine_tuning_goes_on_balancing_as_the_base_was(tmp_path: Path) -> None:
+    home, settings = Home.make(tmp_path / "home"), stage_settings(steps=4)
+    moe = Moe(experts=4, bias_rate=0.01, balance=0.2)
+    model = settings.model.model_copy(update={"moe": moe, "multi_token": MultiToken(weight=0.5), "dropout": 0.0})
+    inputs = {name: artifact.path for name, artifact in home.pretrain_inputs().items()}
+    config = PretrainConfig(model=model, pretrain=settings.pretrain)
+    run_here(pretrain, config, tmp_path / "base", inputs, settings.runtime)
+    inputs = {"base": tmp_path / "base", "shards": home.chats.path}
+    run_here(sft, SftConfig(sft=settings.sft), tmp_path / "tuned", inputs, settings.runtime)
+    lines = [json.loads(line)["metrics"] for line in (tmp_path / "tuned" / "run" / "metrics.jsonl").read_text().splitlines()]
+    logged = [line for line in lines if "loss" in line]
+    assert logged
+    for m in logged:
+        assert m["loss"] == pytest.approx(m["loss_ce1"] + 0.5 * m["loss_ce2"] + 0.2 * m["loss_balance"], abs=1e-6)
+    biases = [
+        {name: t for name, t in load_file(tmp_path / stage / "model" / "model.safetensors").items() if "correction" in name}
+        for stage in ("base", "tuned")
+    ]
+    assert {*biases[0]} == {*biases[1]} and len(biases[0]) == 2
+    assert all(biases[0][name].any() and not torch.equal(biases[0][name], biases[1][name]) for name in biases[0])
 
 
 # --- Muon ---------------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from doubles import (
     settings_of_training,
     stage_settings,
     tiny_model,
-)  # fmt: skip
+)
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +45,10 @@ class House:
         path.write_text(text)
         return path
 
-    def settings(self, *overrides: str) -> Settings:
-        files = {"pretrain": "documents", "sft": "chats", "lora": "domain"}
-        own = [f"data.{name}={self.data / file}.jsonl" for name, file in files.items()]
-        return load([*own, *overrides], environment={}).settings
+    def settings(self, *overrides: str, files: Sequence[Path] = ()) -> Settings:
+        data = {"pretrain": "documents", "sft": "chats", "lora": "domain"}
+        own = [f"data.{name}={self.data / file}.jsonl" for name, file in data.items()]
+        return load([*own, *overrides], files=files, environment={}).settings
 
     def build(self, settings: Settings, says: Callable[[str, str], str] = lambda stage, key: key) -> dict[str, Artifact]:
         """Publish what is missing, in the recipe's order."""
@@ -74,8 +74,10 @@ class House:
         manifest = {"result": result or RESULT, "ingredients": planned.ingredients}
         return self.store.publish(planned.stage.name, planned.key, output, manifest)
 
-    def plan(self, *overrides: str, force: frozenset[str] = frozenset()) -> dict[str, Planned]:
-        stages = plan(full, self.settings(*overrides), Store(self.store.root), force)
+    def plan(
+        self, *overrides: str, files: Sequence[Path] = (), force: frozenset[str] = frozenset()
+    ) -> dict[str, Planned]:
+        stages = plan(full, self.settings(*overrides, files=files), Store(self.store.root), force)
         return {planned.stage.name: planned for planned in stages}
 
 

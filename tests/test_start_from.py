@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -118,10 +119,23 @@ def test_an_existing_model_counts_by_the_bytes_that_are_read(house: House) -> No
     assert running(house.plan(f"sft.start_from={moved}")) == OTHERS
 
 
-def test_settings_of_a_new_model_do_not_touch_one_that_exists(house: House) -> None:
-    start = f"sft.start_from={folder(house)}"
+@pytest.mark.parametrize("stage", ["pretrain", "sft"])
+def test_settings_of_a_new_model_do_not_touch_one_that_exists(house: House, stage: str) -> None:
+    start = f"{stage}.start_from={folder(house)}"
     house.build(house.settings(start))
-    assert running(house.plan(start, "model.layers=2", "pretrain.seed=3", "model.max_length=64")) == set()
+    sizes = house.write("sizes.yaml", "model: {layers: 2, max_length: 64}")
+    assert running(house.plan(start, files=[sizes])) == set()
+
+
+def test_only_the_second_head_that_pretraining_gives_it_is_in_the_key_of_a_model_that_exists(house: House) -> None:
+    start = f"pretrain.start_from={folder(house)}"
+    house.build(house.settings(start))
+    stages = house.plan(start, "model.multi_token.weight=0.5")
+    assert running(stages) == OTHERS - {"base-model"} | {"pretrain"}
+    assert [name for name in stages["pretrain"].ingredients["settings"] if name.startswith("model.")] == [
+        "model.multi_token.weight",
+        "model.multi_token.keep_head",
+    ]
 
 
 def test_a_new_model_depends_on_its_sizes_and_its_seed_alone(house: House) -> None:
@@ -171,6 +185,31 @@ def test_a_start_that_makes_no_sense_is_refused(overrides: list[str], message: s
         load(overrides, environment={})
 
 
+@pytest.mark.parametrize(
+    ("in_file", "environment", "overrides", "refused"),
+    [
+        ("", {}, ["sft.start_from=a", "model.layers=2"], "model.layers (from command line)"),
+        ("", {}, ["lora.start_from=a", "model.preset=1m"], "model.preset (from command line)"),
+        ("sft: {start_from: a}", {"TTRAIN__MODEL__LAYERS": "2"}, [], "model.layers (from TTRAIN__MODEL__LAYERS)"),
+        ("{sft: {start_from: a}, model: {fields: {rms_norm_eps: 1}}}", {}, [], "model.fields.rms_norm_eps (from "),
+        ("", {}, ["sft.start_from=a", "model.multi_token.weight=1"], "model.multi_token.weight (from command line)"),
+        ("model: {layers: 2}", {}, ["sft.start_from=a"], None),
+        ("", {}, ["pretrain.start_from=a", "model.multi_token.weight=1"], None),
+        ("", {}, ["sft.start_from=none", "model.layers=2"], None),
+    ],
+)
+def test_sizes_given_beside_a_model_that_exists_are_refused_by_name(
+    tmp_path: Path, in_file: str, environment: Mapping[str, str], overrides: Sequence[str], refused: str | None
+) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_text(in_file)
+    if refused is None:
+        load(overrides, files=[path], environment=environment)
+        return
+    with pytest.raises(UsageError, match=rf"^{re.escape(refused)}.* describes a new model, but \w+.start_from is a, which"):
+        load(overrides, files=[path], environment=environment)
+
+
 def test_a_folder_without_a_model_is_refused_with_what_it_lacks(house: House) -> None:
     mine = folder(house)
     (mine / "tokenizer.json").unlink()
@@ -201,8 +240,11 @@ def test_rows_that_are_longer_than_the_model_takes_are_refused_before_anything_r
     here = folder(house, positions=128)
     with pytest.raises(UsageError, match=r"lora.row_length is 256 but sft.start_from is .*mine, a model of 128 positions"):
         house.plan(f"sft.start_from={here}", "sft.row_length=128")
-    short = ["sft.row_length=128", "lora.row_length=128", "evaluate.row_length=128", "model.max_length=16"]
-    assert "sft" in house.plan(f"sft.start_from={here}", *short), "model.max_length is of new models"
+    short = ["sft.row_length=128", "lora.row_length=128", "evaluate.row_length=128"]
+    sizes = house.write("sizes.yaml", "model: {max_length: 16}")
+    assert "sft" in house.plan(f"sft.start_from={here}", *short, files=[sizes]), "model.max_length is of new models"
+    with pytest.raises(UsageError, match=r"lora.row_length is 128, after lora.virtual_tokens 8, .*set lora.row_length=120"):
+        house.plan(f"sft.start_from={here}", *short, "lora.kind=prefix")
 
 
 def test_a_stage_that_is_not_needed_is_not_called_unknown(house: House) -> None:

@@ -96,18 +96,19 @@ def test_what_the_user_writes_becomes_no_special_token(one: Speaker, given: list
 
 def test_the_oldest_exchanges_are_left_out_when_the_context_is_full(one: Speaker, given: list[list[int]]) -> None:
     chat = chat_with(one, system="Stay.")
-    forgotten = [chat.ask(f"{number} " + "x" * 25).forgotten for number in range(5)]
+    lengths = (25, 30, 25, 4, 4, 30, 4, 25)
+    forgotten = [chat.ask(f"{number} " + "x" * length).forgotten for number, length in enumerate(lengths)]
     assert forgotten[0] == 0
     assert forgotten[-1] >= 4
     assert all(count % 2 == 0 for count in forgotten)
     assert all(len(ids) + SHORT.max_tokens <= 128 for ids in given)
     system = prompt_ids(one.encoder, (Message("system", "Stay."),))[:-1]
     assert all(ids[: len(system)] == system for ids in given)
-    assert "4 xxx" in one.encoder.decode(given[-1])
-    assert len(chat.messages) == 11  # nothing is lost of what can be saved
+    assert "7 xxx" in one.encoder.decode(given[-1])
+    assert len(chat.messages) == 17  # nothing is lost of what can be saved
     with pytest.raises(DataError, match="the question has"):
         chat.ask("y" * 500)
-    assert len(chat.messages) == 11
+    assert len(chat.messages) == 17
 
 
 def test_ctrl_c_ends_the_answer_and_keeps_what_was_said(one: Speaker) -> None:

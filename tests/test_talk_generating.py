@@ -18,6 +18,7 @@ from ttrain.errors import ArtifactError, DataError, UsageError
 from ttrain.model import adapters, factory
 from ttrain.references import Reference
 from ttrain.talk.generating import Text, generate
+from ttrain.talk.kept import Kept
 from ttrain.talk.loading import load
 from ttrain.talk.sampling import Sampling, sampling
 from ttrain.weights import ADAPTER, SECOND_HEAD, weights_digest
@@ -216,6 +217,64 @@ def test_without_a_second_head_or_with_a_damaged_one_it_is_said(directory: Path,
         speaker(tmp_path)
 
 
+# --- what a conversation keeps ------------------------------------------------------------------------------------------
+
+
+def positions_of(one: Any) -> list[int]:
+    """Fills with how many positions each pass embeds."""
+    found: list[int] = []
+    one.model.get_input_embeddings().register_forward_hook(lambda module, inputs, out: found.append(inputs[0].shape[1]))
+    return found
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_later_turns_are_answered_as_from_scratch(shape: str, tmp_path: Path) -> None:
+    write_model(tmp_path, **SHAPES[shape])
+    save_file(fitted_head(speaker(tmp_path), PROMPTS[1], 14).state_dict(), tmp_path / SECOND_HEAD)
+    one = ending_with(speaker(tmp_path))
+    short = Sampling(max_tokens=8)
+    kept, history = Kept(one), list(PROMPTS[1])
+    for turn in range(6):
+        if turn == 3:
+            history = [*PROMPTS[1], 50, 51]  # the oldest exchanges were left out
+        if turn == 5:
+            history = [77]  # nothing is in common
+        (fresh,) = generate(one, [history], short)
+        (said,) = generate(one, [history], short, kept=kept, draft=turn % 2 == 1)
+        assert said.ids == fresh.ids
+        history += [*said.ids, 60 + turn, 70 + turn]
+
+
+@pytest.mark.parametrize("draft", [False, True])
+def test_a_turn_computes_what_is_new_in_it(draft: bool, tmp_path: Path) -> None:
+    write_model(tmp_path)
+    save_file(nn.Linear(16, 300).state_dict(), tmp_path / SECOND_HEAD)
+    one = ending_with(speaker(tmp_path))
+    kept, short = Kept(one), Sampling(max_tokens=4)
+    (first,) = generate(one, [PROMPTS[1]], short, kept=kept, draft=draft)
+    seen = positions_of(one)
+    generate(one, [[*PROMPTS[1], *first.ids, 60, 61, 62]], short, kept=kept, draft=draft)
+    assert seen[0] == 4  # three new tokens, and the last one of the answer, which went through no pass
+    seen.clear()
+    generate(one, [PROMPTS[1][:5]], short, kept=kept, draft=draft)
+    assert seen[0] == 1
+
+
+def test_an_answer_that_was_interrupted_leaves_nothing_behind(directory: Path) -> None:
+    one = ending_with(speaker(directory))
+    kept = Kept(one)
+
+    def stop(tokens: list[int]) -> None:
+        raise KeyboardInterrupt
+
+    generate(one, [PROMPTS[1]], LONG, kept=kept)
+    with pytest.raises(KeyboardInterrupt):
+        generate(one, [PROMPTS[1]], LONG, kept=kept, on_tokens=stop)
+    seen = positions_of(one)
+    generate(one, [PROMPTS[1]], LONG, kept=kept)
+    assert seen[0] == len(PROMPTS[1])
+
+
 # --- what is loaded -----------------------------------------------------------------------------------------------------
 
 
@@ -232,7 +291,7 @@ def test_an_adapter_answers_as_peft_does(kind: str, directory: Path, tmp_path: P
     base = tmp_path / "base"
     shutil.copytree(directory, base)
     save_file(nn.Linear(16, 300).state_dict(), base / SECOND_HEAD)
-    one = load(Reference("mine", base, tmp_path), device="cpu")
+    one = ending_with(load(Reference("mine", base, tmp_path), device="cpu"))
     expected = [greedy(adapted.eval(), prompt, 12) for prompt in PROMPTS]
     assert [said.ids for said in generate(one, PROMPTS, Sampling(max_tokens=12))] == expected
     assert expected[0] != greedy(factory.load(directory), PROMPTS[0], 12)

@@ -265,7 +265,7 @@ def _data(history: History) -> str:
             licences.append(f"- {dataset}: {UNKNOWN_LICENCE}" + (f" ({places})" if places else ""))
     if not rows:
         return ""
-    table = report.markdown(rows, ("data", "part", "file", "records", "tokens", "bytes", "sha256"))
+    table = report.markdown(rows, ("data", "part", "file", "records", "tokens", "bytes of text", "sha256"))
     return "\n\n".join(["## Data", table, "Licences of the data:\n\n" + "\n".join(licences)])
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from ttrain.config import Model, Optim, Settings
 from ttrain.config import presets as sizes
+from ttrain.errors import UsageError
 from ttrain.model import factory
 from ttrain.train import optim
 from ttrain.train.peak import flops_per_token, looked_up_weights, visited_shares
@@ -68,7 +69,15 @@ def cost(config: Model, *, vocab_size: int, row_length: int) -> Cost:
 
 
 def of_settings(settings: Settings, *, vocab_size: int | None = None) -> Cost:
-    """What the model of these settings costs; `vocab_size` instead of `tokenizer.vocab_size`."""
+    """What the model of these settings costs; `vocab_size` instead of `tokenizer.vocab_size`.
+
+    Raises UsageError where it is no new model, whose sizes the settings do not know.
+    """
+    if settings.existing_model:
+        raise UsageError(
+            f"{settings.trainings[0]}.start_from is {settings.existing_model}, but this shows new models, of the sizes in "
+            f"model.*; leave it out"
+        )
     return cost(
         settings.model, vocab_size=vocab_size or settings.tokenizer.vocab_size, row_length=settings.pretrain.row_length
     )

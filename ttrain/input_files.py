@@ -59,11 +59,13 @@ def _model_files(settings: Settings) -> dict[str, list[Path]]:
     found = existing_model.files(settings.existing_model, setting)
     limit = existing_model.max_length(found)
     for name in (*settings.trainings, "evaluate"):
-        length = getattr(settings, name).row_length
-        if limit is not None and length > limit:
+        length, virtual = getattr(settings, name).row_length, settings.virtual_tokens(name)
+        if limit is not None and length + virtual > limit:
+            prefix = f", after lora.virtual_tokens {virtual}," if virtual else ""
+            cure = f"set {name}.row_length={limit - virtual} or less" if virtual < limit else "set fewer lora.virtual_tokens"
             raise UsageError(
-                f"{name}.row_length is {length} but {setting} is {settings.existing_model}, a model of {limit} positions; "
-                f"set {name}.row_length={limit} or less"
+                f"{name}.row_length is {length}{prefix} but {setting} is {settings.existing_model}, a model of {limit} "
+                f"positions; {cure}"
             )
     return found
 

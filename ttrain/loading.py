@@ -52,6 +52,7 @@ def load(
 ) -> Loaded:
     """Merge defaults < profiles < YAML files < environment < `key=value`, validate once, freeze. Raises UsageError."""
     given = layers(overrides, files, profiles, os.environ if environment is None else environment)
+    _refuse_sizes_of_new_models(given)
     settings, sources = merge(Settings, [*_of_existing_model(given), *_with_preset(given)])
     return Loaded(settings, sources)
 
@@ -178,20 +179,52 @@ def _with_preset(given: list[Given]) -> list[Given]:
         return given
     origin, _, name = asked[-1]
     sizes = [] if name is None else [Given(f"preset {name}", f"model.{key}", size) for key, size in sizes_of(name).items()]
-    first = next(n for n, item in enumerate(given) if _layer(item.origin) == _layer(origin))
+    first = _first_of_layer(given, origin)
     return [item for item in (*given[:first], *sizes, *given[first:]) if item.key != PRESET]
 
 
 def _of_existing_model(given: list[Given]) -> list[Given]:
     """What a model that is started from brings, unless something else is given: its tokenizer and its chat template."""
+    model, start = _existing_model(given)
+    if model is None:
+        return []
+    origin = f"{start} is set"
+    return [Given(origin, "tokenizer.existing", model), Given(origin, "tokenizer.template", "auto")]
+
+
+def _refuse_sizes_of_new_models(given: list[Given]) -> None:
+    """Raise UsageError where `model.*` is given beside the model that is started from, in the same layer or a stronger one.
+
+    It describes new models only. What a weaker layer says of them, such as a profile, the start stands in for.
+    """
+    model, start = _existing_model(given)
+    if model is None:
+        return
+    origin = next(item.origin for item in reversed(given) if item.key == start)
+    is_pretrained = start.startswith("pretrain.")  # which gives a second head to any model
+    meant = [
+        f"{key} (from {source})"
+        for source, key, value in given[_first_of_layer(given, origin) :]
+        if key.startswith("model.") and value is not None and not (is_pretrained and key.startswith("model.multi_token."))
+    ]
+    if meant:
+        raise UsageError(
+            f"{', '.join(dict.fromkeys(meant))} describes a new model, but {start} is {model}, which has its own shape; "
+            f"leave out the one or the other"
+        )
+
+
+def _existing_model(given: list[Given]) -> tuple[str | None, str]:
+    """(the model that is started from, or None; the setting that the first stage which trains has for it)."""
     starts = {f"{stage}.start_from": start for stage, start in Settings().starts.items()}
     starts |= {key: str(value) for _, key, value in given if key in starts}
     by_stage = {key.partition(".")[0]: start for key, start in starts.items()}
-    model = existing_model_of(by_stage)
-    if model is None:
-        return []
-    origin = f"{trainings_of(by_stage)[0]}.start_from is set"
-    return [Given(origin, "tokenizer.existing", model), Given(origin, "tokenizer.template", "auto")]
+    return existing_model_of(by_stage), f"{trainings_of(by_stage)[0]}.start_from"
+
+
+def _first_of_layer(given: list[Given], origin: str) -> int:
+    """Where the layer begins that the origin belongs to."""
+    return next(n for n, item in enumerate(given) if _layer(item.origin) == _layer(origin))
 
 
 def _layer(origin: str) -> str:

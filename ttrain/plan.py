@@ -12,6 +12,7 @@ from ttrain.config import Section, Settings, Training, flatten
 from ttrain.digests import code_digests, differences, digest_of
 from ttrain.errors import UsageError
 from ttrain.input_files import data_files, file_digests
+from ttrain.model import kinds
 from ttrain.stages import STAGES, Stage
 from ttrain.store import Artifact, Store
 from ttrain.train.schedules import decay_start, steps_of
@@ -20,6 +21,7 @@ Recipe = Callable[["Callable[..., Any]", Settings], None]
 
 # Settings that name files or other stages, which are in the key themselves.
 COUNTED_BY_BYTES = ("tokenizer.existing", "pretrain.start_from", "sft.start_from", "lora.start_from")
+SECOND_HEAD = "model.multi_token"  # which pretraining gives to an existing model too
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,8 @@ class Planner:
 
     def __call__(self, stage: Stage, **inputs: Planned | None) -> Planned:
         given = {name: planned for name, planned in inputs.items() if planned is not None}
+        if _describes_model(stage, self.settings):
+            kinds.check(self.settings.model.kind)  # now, not after the tokenizer and the shards were built
         forced = stage.name in self.force or any(planned.forced for planned in given.values())
         pending = tuple(dict.fromkeys(planned.stage.name for planned in given.values() if planned.artifact is None))
         if pending:
@@ -122,7 +126,7 @@ def ingredients_of(stage: Stage, settings: Settings, store: Store, inputs: Mappi
         "settings": {
             name: value
             for name, value in flatten(section_of(stage, settings).model_dump(mode="json"))
-            if name not in COUNTED_BY_BYTES
+            if _counts(name, stage, settings)
         },
         "inputs": {name: inputs[name].part(stage.inputs[name]) for name in sorted(inputs)},
         "files": file_digests(stage, settings, store),
@@ -131,6 +135,18 @@ def ingredients_of(stage: Stage, settings: Settings, store: Store, inputs: Mappi
     if stage.uses_python:
         ingredients["python"] = platform.python_version()
     return ingredients
+
+
+def _counts(name: str, stage: Stage, settings: Settings) -> bool:
+    """Whether what a setting says shapes the stage's result."""
+    if name in COUNTED_BY_BYTES:
+        return False
+    return not name.startswith("model.") or _describes_model(stage, settings) or name.startswith(SECOND_HEAD)
+
+
+def _describes_model(stage: Stage, settings: Settings) -> bool:
+    """Whether the stage makes a new model of the sizes in the settings."""
+    return "model" in stage.config.model_fields and settings.existing_model is None
 
 
 def key_of(ingredients: Mapping[str, Any]) -> str:

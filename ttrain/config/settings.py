@@ -71,6 +71,10 @@ class Settings(Section):
         """Whether it is used, and made from the Python that runs ttrain."""
         return self.reads(dataset) and self.data.uses_python_docs(dataset)
 
+    def virtual_tokens(self, stage: str) -> int:
+        """Positions that an adapter takes before every record of the stage's rows."""
+        return self.lora.virtual_tokens if self.lora.kind == "prefix" and stage in ("lora", "evaluate") else 0
+
     @model_validator(mode="after")
     def _one_existing_model(self) -> Settings:
         given = {name: start for name, start in self.starts.items() if start not in (NONE, *TRAININGS)}
@@ -87,8 +91,7 @@ class Settings(Section):
     @model_validator(mode="after")
     def _rows_fit_the_model(self) -> Settings:
         for name in (*TRAININGS, "evaluate") if self.existing_model is None else ():  # else the plan looks at that model
-            length = getattr(self, name).row_length
-            virtual = self.lora.virtual_tokens if self.lora.kind == "prefix" and name in ("lora", "evaluate") else 0
+            length, virtual = getattr(self, name).row_length, self.virtual_tokens(name)
             if length + virtual > self.model.max_length:
                 prefix = f", after lora.virtual_tokens {virtual}," if virtual else ""
                 raise ValueError(

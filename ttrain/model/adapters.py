@@ -188,7 +188,6 @@ def merge(model: PeftModel) -> PreTrainedModel:
         merged: PreTrainedModel = model.merge_and_unload(safe_merge=True)
     except ValueError as error:
         raise ArtifactError(f"the adapter cannot be merged: {error}") from None
-    merged._hf_peft_config_loaded = False  # or save_pretrained would save an adapter
     return merged
 
 

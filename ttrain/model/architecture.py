@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from ttrain.config import Model
 from ttrain.errors import UsageError
-from ttrain.model import custom
+from ttrain.model import custom, kinds
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -67,14 +67,7 @@ def suitable_kinds() -> list[str]:
     from transformers import CONFIG_MAPPING
 
     custom.register()
-    return [kind for kind in kinds() if not _unsuitable(CONFIG_MAPPING[kind], kind)]
-
-
-def kinds() -> list[str]:
-    """The architectures of transformers that have a causal head, and ours; some have more than can be trained here."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    return sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *custom.KINDS})
+    return sorted(kind for kind in kinds.names() if not _unsuitable(CONFIG_MAPPING[kind], kind))
 
 
 class Names:
@@ -83,10 +76,7 @@ class Names:
     def __init__(self, kind: str) -> None:
         from transformers import CONFIG_MAPPING
 
-        if kind not in kinds():
-            near = difflib.get_close_matches(kind, kinds(), n=3, cutoff=0.5)
-            hint = f"; did you mean {' or '.join(near)}?" if near else "; `ttrain model show --kinds` lists them all"
-            raise UsageError(f"model.kind is '{kind}', which is no causal architecture of transformers{hint}")
+        kinds.check(kind)
         if kind in custom.KINDS:
             custom.register()
         self.kind = kind
@@ -97,9 +87,8 @@ class Names:
         self.aliases: dict[str, str] = dict(own.attribute_map)
         why = _unsuitable(own, kind)
         if why:
-            hint = (
-                f"set model.kind={kind}_text" if f"{kind}_text" in kinds() else "choose a decoder: llama, qwen3, gpt2, ..."
-            )
+            decoder = f"{kind}_text"
+            hint = f"set model.kind={decoder}" if decoder in kinds.names() else "choose a decoder: llama, qwen3, gpt2, ..."
             raise UsageError(f"model.kind is '{kind}', which {why}; {hint}")
 
     def of(self, setting: str) -> str | None:

@@ -34,13 +34,14 @@ def load(model: Path, adapter: Path | None) -> PreTrainedModel:
 def write(model: PreTrainedModel, target: Path, *, dtype: str, shard_bytes: int) -> int:
     """Write config, generation config and shards of at most so many bytes, as `save_pretrained` does; the model is spent.
 
-    Parameters are cast; what a model keeps as a buffer (the bias of a router) stays as it was computed, in fp32. Experts
-    get the names that other programs expect of them. Returns the number of parameters. Raises ArtifactError where a weight
-    is no number, UsageError where the type cannot hold it.
+    Parameters are cast, but for those that transformers itself would hold in fp32, such as the bias of a router; buffers
+    stay. Experts get the names that other programs expect of them. Returns the number of parameters. Raises ArtifactError
+    where a weight is no number, UsageError where the type cannot hold it.
     """
     parameters = dict(model.named_parameters())  # a tied one once
     for name, parameter in parameters.items():
-        parameter.data = cast(name, parameter.data, dtype)
+        is_kept = any(f".{kept}." in f".{name}." for kept in model._keep_in_fp32_modules_strict or ())
+        parameter.data = cast(name, parameter.data, "fp32" if is_kept else dtype)
     # Otherwise names go back to those of the file that was read; without it, to those that the architecture is known by:
     # three matrices an expert, where transformers holds all experts of a layer in two tensors.
     model._weight_conversions = None

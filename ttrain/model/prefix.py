@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NAME = "default"
-TOLERANCE = 1e-3  # of the largest logit: rounding is 1e-6 of it, a prefix that is not seen changes it by percents
+TOLERANCE = 0.2  # of what the tokens change: rounding is 1e-5 of it in fp32, and percents over 4-bit weights in bf16
 
 
 class PrefixModel(PeftModelForCausalLM):  # type: ignore[misc]  # PEFT has no types
@@ -62,13 +62,14 @@ def attach(model: PreTrainedModel, config: Lora) -> PrefixModel:
         num_transformer_submodules=1,
     )
     with torch.no_grad():
+        without_1TV = model(input_ids=probe_1T, use_cache=False).logits
         expected_1TV = model(input_ids=torch.cat([ids_1P, probe_1T], 1), use_cache=False).logits[:, virtual:]
         adapted = PrefixModel(model, settings)
         fresh = weight(adapted).clone()
         weight(adapted).copy_(keys_values_LPGK.transpose(0, 1).flatten(1))
         found_1TV = adapted(input_ids=probe_1T, use_cache=False).logits
         weight(adapted).copy_(fresh)
-    if float((found_1TV - expected_1TV).abs().max()) > TOLERANCE * float(expected_1TV.abs().max()):
+    if float((found_1TV - expected_1TV).norm()) > TOLERANCE * float((without_1TV - expected_1TV).norm()):
         raise _refusal(model, "does not look at keys and values that it is given")
     adapted.train(training)
     return adapted

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -115,11 +115,11 @@ def _within_attention(model: nn.Module, linear: Iterable[str]) -> list[str]:
 def _shortest_suffixes(wanted: set[str], everything: Iterable[str]) -> tuple[str, ...]:
     """The shortest ends of the names that match the wanted and no other: q_proj, but attn.c_proj beside mlp.c_proj."""
     others = {*everything} - wanted
-    ends: Callable[[str, int], str] = lambda name, parts: ".".join(name.split(".")[-parts:])  # noqa: E731
     suffixes = set()
     for name in wanted:
-        lengths = range(1, name.count(".") + 2)
-        suffixes.add(next(ends(name, n) for n in lengths if not any(_ends_with(other, ends(name, n)) for other in others)))
+        parts = name.split(".")
+        ends = (".".join(parts[-count:]) for count in range(1, len(parts) + 1))
+        suffixes.add(next(end for end in ends if not any(_ends_with(other, end) for other in others)))
     return tuple(sorted(suffixes))
 
 

@@ -38,8 +38,8 @@ log = logging.getLogger("ttrain")
 class Trained:
     """A model about to be trained, and how it is kept: `directory` under the output, weights file, files beside it.
 
-    `identity`: the settings that shaped it, which a checkpoint must agree with as with those of the stage. What `state` names
-    FILE.safetensors/NAME lies in that file, beside the other weights; files in `left_out` are in checkpoints only.
+    `identity`: the settings that shaped it, which a checkpoint must agree with as with those of the stage. What `state` has
+    as FILE.safetensors/NAME lies in that file, beside the other weights; files in `left_out` are in checkpoints only.
     """
 
     model: nn.Module

@@ -174,7 +174,8 @@ def sums(routers: Routers, choices: Sequence[Choice], tokens_BT: Tensor) -> dict
     the same in whatever order they are summed. A choice is lost where the experts were not asked to compute it.
     """
     inside_N = tokens_BT.flatten()
-    found, entropies = dict[str, Tensor](), []
+    found: dict[str, Tensor] = {}
+    entropies = []
     dropped = torch.zeros(1, dtype=torch.int64, device=inside_N.device)
     for number, choice in enumerate(choices):
         E = choice.logits_NE.shape[1]

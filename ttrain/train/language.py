@@ -138,11 +138,11 @@ class NextTokenLoss(nn.Module):
         `next_only`: the cross entropy of the first head and nothing else.
         """
         if next_only:
-            hidden_BTD, loss = self._first_head(input_ids_BT, positions_BT, segments_BT, labels_BT)
-            return loss, {}, {}
+            return self._first_head(input_ids_BT, positions_BT, segments_BT, labels_BT)[1], {}, {}
         with self._routers.watched() as choices:
             hidden_BTD, loss = self._first_head(input_ids_BT, positions_BT, segments_BT, labels_BT)
-        parts, sums = {"ce1": loss}, dict[str, Tensor]()
+        parts = {"ce1": loss}
+        sums: dict[str, Tensor] = {}
         second: Any = self.get_second_head()
         if second is not None:
             parts["ce2"] = self._second_head(second, hidden_BTD, labels_after_next(labels_BT, segments_BT))
