@@ -72,7 +72,9 @@ class Cli:
     def __call__(self, *arguments: str, code: int = 0, settings: bool = True) -> str:
         """Run to the end; the exit code must be `code`. Returns standard output and error together."""
         command = self.command(*arguments, settings=settings)
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300, **self._where)
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300, **self._where
+        )
         assert done.returncode == code, f"exit code {done.returncode}, not {code}:\n{done.stdout}"
         return done.stdout
 

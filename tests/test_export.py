@@ -19,15 +19,17 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from ttrain import gguf
-from ttrain.card import Exported, History, card
+from ttrain.card import Exported, card
 from ttrain.config import Model, Settings
 from ttrain.data.encoder import Encoder
 from ttrain.errors import ArtifactError, TTrainError, UsageError
 from ttrain.evaluate.samples import greedy
 from ttrain.export import Request, export, size_of
+from ttrain.lineage import History
 from ttrain.model import adapters, exporting, factory
 from ttrain.plan import plan_stage, section_of
 from ttrain.references import Reference, resolve
+from ttrain.runs import RunRecord
 from ttrain.stages import LORA, PRETRAIN, SFT, Stage, lora, models, pretrain, sft
 from ttrain.store import Artifact, Store
 from ttrain.weights import ADAPTER, MODEL, SECOND_HEAD, weight_files, weights_digest
@@ -51,6 +53,8 @@ def say(directory, adapter, prompt, trust):
     return [token for token in said if token not in model.generation_config.eos_token_id]
 
 torch.set_num_threads(1)
+for code in json.loads(sys.argv[2]):
+    exec(code, {})
 print("SAID", json.dumps([say(*asked) for asked in json.loads(sys.argv[1])]))
 assert not [name for name in sys.modules if name.split(".")[0] == "ttrain"]
 """
@@ -90,7 +94,7 @@ def home(trained: Store, monkeypatch: pytest.MonkeyPatch) -> None:
 def fresh(directory: Path, **settings: Any) -> Path:
     """A model of random weights, as stages leave theirs."""
     encoder = make_tokenizer(directory / "tokenizer")
-    config = Model.model_validate({"hidden_size": 32, "layers": 2, "heads": 2, "max_length": 64, **TALKATIVE, **settings})
+    config = Model.model_validate({"hidden_size": 32, "layers": 2, "heads": 2, "max_length": 128, **TALKATIVE, **settings})
     models.write(models.new(config, encoder, seed=3), directory / "tokenizer", directory / "model")
     return directory / "model"
 
@@ -109,10 +113,22 @@ def said_by_us(reference: Reference, prompt: str) -> list[int]:
     return greedy(model, [encoder.bos_id, *encoder.encode([prompt])[0]], new_tokens=NEW_TOKENS, stop_ids=stops, device=CPU)
 
 
+def code_of(directory: Path, base: Path) -> str:
+    """The example on the card of an export."""
+    text = (directory / "README.md").read_text(encoding="utf-8").partition("```python")[2].partition("```")[0]
+    return text.replace("THIS_DIRECTORY", str(directory)).replace("BASE", str(base))
+
+
 def said_elsewhere(asked: list[tuple[Path, Path | None, str, bool]]) -> list[list[int]]:
-    """What a process without ttrain says: (model, adapter, prompt, whether the directory's own code may run)."""
+    """What a process without ttrain says: (model, adapter, prompt, whether the directory's own code may run).
+
+    It runs the code on the models' cards before.
+    """
     words = json.dumps([(str(model), adapter and str(adapter), prompt, trust) for model, adapter, prompt, trust in asked])
-    done = subprocess.run([sys.executable, "-P", "-c", PLAIN, words], capture_output=True, text=True, check=False)
+    code = [code_of(adapter or model, model) for model, adapter in dict.fromkeys(one[:2] for one in asked)]
+    command = [sys.executable, "-P", "-c", PLAIN, words, json.dumps(code)]
+    environment = {**os.environ, "HF_MODULES_CACHE": str(asked[0][0].parent / "modules")}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found: list[list[int]] = json.loads(done.stdout.partition("SAID")[2])
     return found
@@ -356,6 +372,47 @@ def artifact(stage: str, **manifest: Any) -> Artifact:
     return Artifact(
         stage, "k" * 64, Path("/nowhere"), {"inputs": {}, "ingredients": {}, "files": {}, "result": {}, **manifest}
     )
+
+
+def test_the_card_names_the_model_that_was_started_from_but_no_path() -> None:
+    files = {
+        "config": [{"name": "config.json", "sha256": "abcdef" * 10}],
+        "weights": [{"name": MODEL, "sha256": "fedcba" * 10}],
+    }
+    history = History((artifact("base-model", ingredients={"files": files}), artifact("sft")), None, {}, "owner/name")
+    exported = Exported(name="mine", files="model", dtype="bf16", parameters=1, config={})
+    text = card(exported, history)
+    assert "base_model: owner/name\n" in text.partition("---\n\n")[0]
+    assert "From `owner/name` on the Hugging Face Hub" in text
+    assert "| config.json | `abcdefabcdef` |" in text and f"| {MODEL} | `fedcbafedcba` |" in text
+    text = card(exported, replace(history, base=None))
+    assert "base_model" not in text and "From a model that was there" in text
+
+
+@pytest.mark.parametrize(
+    ("start", "base"), [("owner/name@main", "owner/name"), ("here", None), ("./x/y", None), ("sft", None)]
+)
+def test_where_a_pipeline_started_and_read_is_told_of_public_places_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: str, base: str | None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("here").mkdir()
+    store = Store(tmp_path / "home")
+    inputs: dict[str, Any] = {}
+    for stage in ("base-model", "shards-sft", "sft"):
+        (output := store.work(stage, stage)).mkdir(parents=True)
+        made = store.publish(stage, stage, output, {"inputs": dict(inputs), "result": {}, "ingredients": {}})
+        inputs[stage] = {"stage": stage, "key": stage}
+    data = ["hf://owner/data", "/home/me/secret.jsonl", {"path": "https://example.org/x.jsonl", "weight": 2}]
+    record = RunRecord(
+        store.root, "full", ["base-model", "shards-sft"], {"sft": {"start_from": start}, "data": {"sft": data}}
+    )
+    for stage in ("base-model", "shards-sft"):
+        record.stage(stage, key=stage)
+    history = History.of(made, store)
+    assert [one.stage for one in history.artifacts] == ["base-model", "shards-sft", "sft"]
+    assert history.locations == {"sft": ("hf://owner/data", "https://example.org/x.jsonl")}
+    assert history.base == base
 
 
 def test_the_card_tells_the_data_its_digests_and_what_is_known_of_its_licence() -> None:

@@ -16,7 +16,7 @@ import torch
 from doubles import CPU, make_tokenizer, tiny_model
 from safetensors.torch import load_file, save_file
 
-from ttrain import from_gate, from_task
+from ttrain import cli_gate, from_gate, from_task
 from ttrain.cli import main
 from ttrain.config import Expert, Gate, Lora, Runtime, Settings
 from ttrain.data import chat
@@ -297,7 +297,7 @@ def test_records_are_distinct_of_any_kind_and_held_out_by_content(tmp_path: Path
         record.content() for record in fewer
     } & out
     (tmp_path / "bad.jsonl").write_text("{}\n" * 5)
-    with pytest.raises(DataError, match="5 of 5 rows are bad"):
+    with pytest.raises(DataError, match=r"5 of 5 rows are bad, more than rejected_fraction=.*'paragraphs' \(text_field\)"):
         gate_records.read([str(tmp_path / "bad.jsonl")], settings)
     with pytest.raises(DataError, match="went to the held-out part"):
         gate_records.heldout(records[:1], settings)
@@ -384,6 +384,15 @@ def test_figures_of_a_routing_worked_out_by_hand() -> None:
     assert found["gain"] == pytest.approx((14 - 19) / (14 - 9))
     assert found["experts"][1] == pytest.approx({"loss": 2.4, "best_share": 0.4, "routed_share": 0.4})
     assert found["confusion"] == [[2, 1], [1, 1]]
+
+
+@pytest.mark.parametrize(("chosen", "is_worth"), [([0, 1], True), ([1, 1], False)])
+def test_a_gate_that_gains_nothing_over_the_commonest_expert_is_said_to(
+    capsys: pytest.CaptureFixture[str], chosen: list[int], is_worth: bool
+) -> None:
+    found = routing.figures(np.array([[1.0, 2.0], [2.0, 1.0]]), np.ones((2, 2), int), np.ones(2, int), np.array(chosen))
+    cli_gate._print_figures(found)
+    assert ("not worth its experts" not in capsys.readouterr().out) is is_worth
 
 
 def test_experts_with_other_tokens_are_compared_by_the_byte() -> None:

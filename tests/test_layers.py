@@ -23,8 +23,8 @@ PACKAGES = ("flows", "tasks", "ttrain")
 LIGHT = (
     "ttrain.config", "ttrain.store", "ttrain.plan", "ttrain.report", "ttrain.cli", "ttrain.errors", "ttrain.runs",
     "ttrain.execute", "ttrain.launch", "ttrain.cli_data", "ttrain.cli_doctor", "ttrain.from_files", "ttrain.from_gate",
-    "ttrain.cli_adapter", "ttrain.adapter_files",
-    "ttrain.references", "ttrain.weights", "ttrain.card", "ttrain.export", "ttrain.gguf", "ttrain.cli_export",
+    "ttrain.cli_adapter", "ttrain.adapter_files", "ttrain.references",
+    "ttrain.weights", "ttrain.card", "ttrain.lineage", "ttrain.export", "ttrain.gguf", "ttrain.cli_export",
     "flows", "flows.full", "flows.engine",
 )  # fmt: skip
 HELP = """

@@ -18,8 +18,8 @@ from torch.nn import functional as F
 
 from ttrain.config import Model
 from ttrain.errors import ArtifactError, UsageError
-from ttrain.model import factory
-from ttrain.model.architecture import build_config, kinds, suitable_kinds
+from ttrain.model import custom, factory, kinds
+from ttrain.model.architecture import build_config, suitable_kinds
 from ttrain.model.initial import residual_weights
 from ttrain.train.checkpoint import copy_tensors
 from ttrain.train.language import LanguageModeling, NextTokenLoss
@@ -205,6 +205,8 @@ def test_no_architecture_brings_a_dropout_that_nobody_asked_for() -> None:
         ({"kind": "gpt2", "kv_heads": 1}, ["model.kv_heads is 1", "gpt2 has no such setting", "leave it empty"]),
         ({"kind": "gpt2", "rope_theta": 5.0}, ["model.rope_theta is 5.0", "leave it at 10000.0"]),
         ({"kind": "gpt2", "rope_type": "linear", "rope_factor": 2}, ["model.rope_type is linear", "gpt2"]),
+        ({"rope_theta": 5.0, "fields": {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}},
+         ["model.rope_theta is set", "model.fields.rope_parameters"]),
         ({"fields": {"hiden_act": "silu"}}, ["model.fields.hiden_act", "did you mean hidden_act"]),
         ({"fields": {"hidden_act": 3}}, ["'hidden_act' expected str, got int"]),
         ({"fields": {"mlp_bias": "perhaps"}}, ["'mlp_bias' expected bool"]),
@@ -235,6 +237,24 @@ def test_building_a_config_leaves_the_settings_as_they_are() -> None:
     before = model.model_dump(mode="json")
     build_config(model, vocab_size=VOCAB, ids=IDS)
     assert model.model_dump(mode="json") == before
+
+
+def test_kinds_are_those_of_transformers_own_table_and_ours_without_importing_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as TABLE
+
+    own = set(custom.KINDS)
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "transformers.models.auto", None)  # an import of it would end in an ImportError
+        kinds.names.cache_clear()
+        assert kinds.names() == {*TABLE, *own}
+    monkeypatch.setattr(kinds, "TABLE", "MODEL_FOR_MASKED_LM_MAPPING_NAMES")
+    kinds.names.cache_clear()
+    assert "modernbert" in kinds.names() and "llama" not in kinds.names()
+    monkeypatch.setattr(kinds, "_read", lambda: {}["moved"])
+    kinds.names.cache_clear()
+    assert "modernbert" in kinds.names(), "where the file is written otherwise, the table is imported"
+    monkeypatch.undo()
+    kinds.names.cache_clear()
 
 
 def test_every_suitable_kind_is_one_and_the_usual_ones_are_among_them() -> None:
@@ -276,7 +296,7 @@ def test_an_architectures_own_share_of_turning_dimensions_stays() -> None:
 # --- initialisation -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral", "gpt_neox"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral", "gpt_neox", "bert", "modernbert-decoder"])
 def test_scaled_residuals_are_smaller_by_the_root_of_twice_the_layers_and_all_else_is_the_same(kind: str) -> None:
     sizes = {"kind": kind, "hidden_size": 64, "layers": 8, "init_std": 0.05}
     scaled, plain = tiny_model(**sizes, scaled_residuals=True), tiny_model(**sizes)

@@ -118,6 +118,12 @@ def test_a_field_that_json_cannot_hold_is_refused(text: str) -> None:
         model_of(f"model.fields.any={text}")
 
 
+def test_a_factor_that_would_stretch_nothing_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"model\.rope_factor is 2\.0 but model\.rope_type is default"):
+        model_of("model.rope_factor=2")
+    assert model_of("model.rope_factor=2", "model.rope_type=yarn").rope_factor == 2
+
+
 @pytest.mark.parametrize("key", ["model.field.any", "model.layers.any", "fields.any", "sft.fields.any"])
 def test_only_model_fields_takes_any_name(key: str) -> None:
     with pytest.raises(UsageError, match=f"unknown setting '{key}'"):

@@ -151,6 +151,7 @@ def test_the_table_says_which_formula_and_whose_vocabulary() -> None:
         (["1m", "5m"], "these are 2 presets: 1m, 5m; give one"),
         (["model.kind=gtp2"], "did you mean gpt2"),
         (["1m", "model.heads=3"], "model.heads"),
+        (["sft.start_from=some/where"], "this shows new models"),
     ],
 )
 def test_what_cannot_be_shown_is_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

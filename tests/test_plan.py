@@ -74,9 +74,7 @@ class House:
         manifest = {"result": result or RESULT, "ingredients": planned.ingredients}
         return self.store.publish(planned.stage.name, planned.key, output, manifest)
 
-    def plan(
-        self, *overrides: str, files: Sequence[Path] = (), force: frozenset[str] = frozenset()
-    ) -> dict[str, Planned]:
+    def plan(self, *overrides: str, files: Sequence[Path] = (), force: frozenset[str] = frozenset()) -> dict[str, Planned]:
         stages = plan(full, self.settings(*overrides, files=files), Store(self.store.root), force)
         return {planned.stage.name: planned for planned in stages}
 

@@ -185,6 +185,14 @@ def test_a_start_that_makes_no_sense_is_refused(overrides: list[str], message: s
         load(overrides, environment={})
 
 
+def test_an_unknown_kind_is_told_when_the_plan_is_made_where_a_model_of_it_would_be(house: House) -> None:
+    for start in ("pretrain.start_from=none", "sft.start_from=none"):
+        with pytest.raises(UsageError, match=r"model.kind is 'lama', which is no causal .*; did you mean llama"):
+            house.plan(start, "model.kind=lama")
+    file = house.write("sizes.yaml", "model: {kind: lama}")
+    assert "base-model" in house.plan(f"sft.start_from={folder(house)}", files=[file])
+
+
 @pytest.mark.parametrize(
     ("in_file", "environment", "overrides", "refused"),
     [

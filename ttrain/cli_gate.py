@@ -141,3 +141,7 @@ def _print_figures(figures: Mapping[str, Any]) -> None:
         ("  each by its best expert", f"{figures['loss_oracle']:.4f}", ""),
     ]
     table(("what", "value", ""), rows)
+    if figures["accuracy"] <= figures["majority_accuracy"]:
+        print(
+            "no more records reach their best expert than if all went to the commonest: this gate is not worth its experts"
+        )

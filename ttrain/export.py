@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ttrain import gguf
-from ttrain.card import Exported, History, card
+from ttrain.card import Exported, card
 from ttrain.errors import UsageError
+from ttrain.lineage import History
 from ttrain.references import ADAPTER_CONFIG, BASE, Reference, base_digest_of
 from ttrain.runs import process_started
 from ttrain.store import Store, fsync, home, read_json, remove_tree
@@ -138,7 +139,7 @@ def _fill(
         parameters = exporting.write_tensors(reference.adapter / ADAPTER, work / ADAPTER, dtype=request.dtype)
         _copy(reference.adapter, work, (ADAPTER_CONFIG, BASE))
         remarks.append(
-            f"an adapter alone; export its base as a model of its own, or both as one with --merge: {reference.model}"
+            f"an adapter alone; its base is {reference.model}, exported with: ttrain export {reference.model} --to …"
         )
     else:
         say(f"loading {reference.directory}")

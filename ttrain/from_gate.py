@@ -8,7 +8,7 @@ from typing import Any
 
 from ttrain import from_task
 from ttrain.config import Expert, Gate, GateConfig
-from ttrain.data import locations
+from ttrain.data import existing_model, locations
 from ttrain.display import Display
 from ttrain.errors import UsageError
 from ttrain.gate import files
@@ -16,8 +16,6 @@ from ttrain.loading import Given, merge
 from ttrain.references import Reference, resolve
 from ttrain.stages import GATE
 from ttrain.store import Store, home, read_json
-
-POSITIONS = ("max_position_embeddings", "n_positions")  # in config.json, by architecture
 
 
 def train(
@@ -66,8 +64,7 @@ def distinct(experts: Sequence[Expert]) -> tuple[Expert, ...]:
 
 def check_length(expert: Expert, settings: Gate) -> None:
     """Raise UsageError where the expert takes fewer positions than a row has, by what its config says."""
-    config = read_json(Path(expert.model) / "config.json") or {}
-    longest = next((int(config[name]) for name in POSITIONS if isinstance(config.get(name), int)), None)
+    longest = existing_model.max_length({"config": [Path(expert.model) / existing_model.CONFIG]})
     if longest is not None and settings.row_length > longest:
         raise UsageError(
             f"row_length is {settings.row_length} but the expert {expert.reference} takes {longest} positions; "

@@ -96,6 +96,15 @@ class Model(Section):
         return self
 
     @model_validator(mode="after")
+    def _rope_factor_has_a_type(self) -> Model:
+        if self.rope_factor != 1 and self.rope_type == "default":
+            raise ValueError(
+                f"model.rope_factor is {self.rope_factor} but model.rope_type is default, which stretches nothing; "
+                f"set model.rope_type, for example to yarn"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _heads_divide(self) -> Model:
         if self.hidden_size % self.heads:
             raise ValueError(

@@ -77,14 +77,17 @@ class Tally:
         found = {"rows": self.rows, "kept": self.kept, "skipped": dict(self.skipped), "rejected": dict(self.rejected)}
         return {**found, "first_rejected": self.first_rejected} if self.first_rejected else found
 
-    def check(self, setting: str, limit: float, wanted: str) -> None:
-        """Raise DataError where nothing was kept, or where more than the share `limit` of the rows is bad."""
+    def check(self, setting: str, limit: float, wanted: str, prefix: str = "reading.") -> None:
+        """Raise DataError where nothing was kept, or where more than the share `limit` of the rows is bad.
+
+        `prefix` stands before the name of the setting that says `limit`.
+        """
         seen = ", ".join(key for key, _ in self.keys_seen.most_common(8)) or "none"
         looked_for = f"ttrain looked for one JSON object a line, with {wanted}; keys seen: {seen}"
         bad = self.rejected.total()
         if bad > limit * self.rows:
             raise DataError(
-                f"{setting}: {bad} of {self.rows} rows are bad, more than reading.rejected_fraction={limit}; "
+                f"{setting}: {bad} of {self.rows} rows are bad, more than {prefix}rejected_fraction={limit}; "
                 f"the first is {self.first_rejected[0]}. {looked_for}"
             )
         if not self.kept:

@@ -108,9 +108,9 @@ def document_keys(text_field: str) -> tuple[str, ...]:
     return DOCUMENT_KEYS if text_field == TEXT else (text_field,)
 
 
-def document_fields(text_field: str) -> str:
-    """The same, for a message."""
-    return f"the key {' or '.join(repr(key) for key in document_keys(text_field))} (reading.text_field) with a text"
+def document_fields(text_field: str, prefix: str = "reading.") -> str:
+    """The same, for a message; `prefix` stands before the name of the setting that says `text_field`."""
+    return f"the key {' or '.join(repr(key) for key in document_keys(text_field))} ({prefix}text_field) with a text"
 
 
 def document_parser(text_field: str) -> Parser:

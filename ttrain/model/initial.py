@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +15,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 # Last parts of the names of what writes into the residual stream: attention's and the feed-forward layer's output.
-RESIDUAL = frozenset({"o_proj", "down_proj", "c_proj", "out_proj", "dense", "dense_4h_to_h", "fc2", "fc_out", "w2", "wo"})
+RESIDUAL = frozenset({"o_proj", "down_proj", "c_proj", "out_proj", "dense", "dense_4h_to_h", "fc2", "fc_out", "w2", "wo", "Wo",
+                      "linear_out", "proj_down"})  # fmt: skip
+# Parts of the names of what is called alike and writes elsewhere: a first matrix, a head, a router, a norm.
+ELSEWHERE = frozenset({"intermediate", "transform", "lm_head", "predictions", "generator_predictions", "gate", "router_mlp",
+                       "input_layernorm"})  # fmt: skip
 
 
 def scale_residuals(model: PreTrainedModel, config: Model) -> None:
@@ -41,5 +46,9 @@ def residual_weights(model: PreTrainedModel) -> dict[str, Tensor]:
     return {
         name: parameter
         for name, parameter in model.named_parameters()
-        if parameter.ndim >= 2 and RESIDUAL & set(name.removesuffix(".weight").split(".")[-1:])
+        if parameter.ndim >= 2 and _writes(name.removesuffix(".weight").split("."))
     }
+
+
+def _writes(parts: Sequence[str]) -> bool:
+    return parts[-1] in RESIDUAL and ELSEWHERE.isdisjoint(parts)

@@ -91,7 +91,8 @@ def _distinct(locations: Sequence[str], settings: Gate) -> Iterator[Record]:
             if key not in seen:
                 seen.add(key)
                 yield record
-    tally.check("--data", settings.rejected_fraction, f"{sources.document_fields(settings.text_field)}, or a chat")
+    wanted = f"{sources.document_fields(settings.text_field, prefix='')}, or a chat"
+    tally.check("--data", settings.rejected_fraction, wanted, prefix="")
 
 
 def _place(record: Record, settings: Gate) -> bytes:

@@ -83,8 +83,8 @@ class Chat:
         speaker, choice = self._choose(question)
         if not speaker.can_chat:
             raise UsageError(
-                f"the tokenizer of '{speaker.name}' has no chat template; train it with `ttrain train sft` from there, or "
-                "let it continue text with `ttrain generate --raw`"
+                f"the tokenizer of '{speaker.name}' has no chat template; train it on chats with `ttrain train sft "
+                f"sft.start_from={speaker.name}`, or let it continue text with `ttrain generate --raw`"
             )
         asked = Message("user", question)
         ids, forgotten = self._prompt(speaker, asked)

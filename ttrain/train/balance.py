@@ -146,6 +146,13 @@ def row_losses(
     its scores (arXiv:2412.19437, eq. 17 to 20); 1 where all are even. P carries the gradient. The z-loss is the mean of
     logsumexp(logits)^2 (arXiv:2202.08906, eq. 5). `tokens_BT`: False at padding, which counts in neither.
     """
+    with torch.autocast(tokens_BT.device.type, enabled=False):  # which would count in bf16
+        return _row_losses(routers, choices, tokens_BT, live_B, z_loss)
+
+
+def _row_losses(
+    routers: Routers, choices: Sequence[Choice], tokens_BT: Tensor, live_B: Tensor, z_loss: bool
+) -> tuple[Tensor, Tensor]:
     B, T = tokens_BT.shape
     inside_BT = tokens_BT.to(choices[0].logits_NE.dtype)
     live_by_token_B = live_B / inside_BT.sum(1).clamp_min(1)

@@ -5,6 +5,7 @@ Letters in names: B rows, T positions.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
@@ -83,6 +84,12 @@ class LanguageModeling(TrainingTask):
         return balance.figures(sums)
 
 
+@functools.cache
+def _tell_of_logits(architecture: str) -> None:
+    """Once in a process: the doctor alone makes 15 such models."""
+    log.warning("the output head of %s may do more than a product; all its logits are held in memory", architecture)
+
+
 def _arrays(batch: Batch, device: torch.device) -> list[Tensor]:
     arrays = (batch.input_ids_BT, batch.positions_BT, batch.segments_BT, batch.labels_BT)
     return [torch.from_numpy(array).to(device, non_blocking=True) for array in arrays]
@@ -107,8 +114,7 @@ class NextTokenLoss(nn.Module):
         if plain:
             fuse(self.causal)
         else:
-            name = type(self.causal).__name__
-            log.warning("the output head of %s may do more than a product; all its logits are held in memory", name)
+            _tell_of_logits(type(self.causal).__name__)
         experts.group(self.causal)
         self._routers = Routers(self.causal)
         self._balancing = Balancing.of(self.causal, self._routers)
