@@ -240,6 +240,9 @@ def test_a_folder_without_a_model_is_refused_with_what_it_lacks(house: House) ->
     }.items():
         with pytest.raises(UsageError, match=message):
             house.plan(f"sft.start_from={house.data / name}")
+    for path in ("./nowhere", "../nowhere"):
+        with pytest.raises(UsageError, match=rf"sft.start_from is '{path}' but no such folder is there"):
+            house.plan(f"sft.start_from={path}")
     with pytest.raises(UsageError, match=r"sft.start_from is 'pretrian' but .*; did you mean 'pretrain'"):
         house.plan("sft.start_from=pretrian")
 
@@ -460,6 +463,7 @@ def test_weights_that_do_not_fit_their_config_are_all_listed(tmp_path: Path) -> 
         taken(source, tmp_path)
     for words in ("missing: model.layers.0.mlp.up_proj.weight", "unexpected: extra.weight", "mis-shaped: model.norm.weight"):
         assert words in str(refused.value)
+    assert f"in {source} do not fit" in str(refused.value), "not the folder of links from which it was read"
     assert not (tmp_path / "model").exists()
 
 

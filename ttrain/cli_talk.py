@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ttrain.cli_settings import AsJson
+from ttrain.terminal import encodable
 
 if TYPE_CHECKING:
     from ttrain.references import Reference
@@ -23,7 +24,7 @@ Model = Annotated[str | None, typer.Argument(help=MODEL_HELP, metavar="[MODEL]",
 Device = Annotated[Literal["auto", "cpu", "cuda", "mps"], typer.Option(help="auto: cuda, then mps, then cpu")]
 Dtype = Annotated[Literal["fp32", "bf16", "fp16"], typer.Option(help="numbers that the weights are held in")]
 Base = Annotated[str | None, typer.Option(help="the full model of an adapter, where it cannot be found by itself")]
-System = Annotated[str, typer.Option(help="a system prompt", show_default=False)]
+System = Annotated[str, typer.Option(help="a system prompt", show_default=False, callback=encodable)]
 TopP = Annotated[float, typer.Option(help="keep the likeliest tokens that together have this share; 1: all")]
 TopK = Annotated[int, typer.Option(help="keep that many of the likeliest tokens; 0: all")]
 Penalty = Annotated[float, typer.Option(help="above 1, what the answer holds already gets less likely")]
@@ -100,8 +101,6 @@ def generate(
     as_json: AsJson = False,
 ) -> None:
     """Answer the prompts of a file, in batches; the same command goes on where it was stopped."""
-    import json
-
     from ttrain.digests import sha256_file
     from ttrain.errors import Interrupted, UsageError
     from ttrain.talk.sampling import sampling
@@ -131,7 +130,7 @@ def generate(
             done = 0
             for window in make(0):
                 for row in window:
-                    print(json.dumps(row), flush=True)
+                    print_json(row, indent=None)
         else:
             header = {"prompts": sha256_file(prompts), "model": answering.identity(reference), "raw": raw, "system": system,
                       "dtype": dtype, **settings.model_dump()}  # fmt: skip

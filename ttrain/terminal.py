@@ -16,6 +16,7 @@ PIPE_WIDTH = 180
 # What json.dumps leaves as it is, and a terminal may obey: DEL and the C1 controls, line separators, directions, surrogates.
 _OBEYED = re.compile("[\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
+_SURROGATES = re.compile("[\ud800-\udfff]")
 _CONTROLS = re.compile(f"[\x00-\x08\x0b-\x1f]|{_OBEYED.pattern}")
 
 
@@ -29,6 +30,12 @@ def escaped(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)
+
+
+def encodable(text: str) -> str:
+    """What a user typed, with `\ufffd` for each byte that was no UTF-8: Python makes it a surrogate, which no tokenizer takes
+    and no file."""
+    return _SURROGATES.sub("\ufffd", text)
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -52,10 +59,11 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     console().print(drawn)
 
 
-def print_json(value: object) -> None:
-    """Print JSON for scripts, which is harmless to look at too."""
-    text = json.dumps(value, indent=2, ensure_ascii=False)
-    print(_OBEYED.sub(lambda found: f"\\u{ord(found.group()):04x}", text))
+def print_json(value: object, *, indent: int | None = 2) -> None:
+    """Print JSON for scripts, which is harmless to look at too; `indent` None: in one line, at once."""
+    encoding = (getattr(sys.stdout, "encoding", None) or "utf-8").lower()
+    text = json.dumps(value, indent=indent, ensure_ascii=not encoding.startswith("utf"))  # no letter is lost in a pipe
+    print(_OBEYED.sub(lambda found: f"\\u{ord(found.group()):04x}", text), flush=indent is None)
 
 
 def print_spans(lines: Iterable[Sequence[tuple[str, bool, bool]]]) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 JSON = "tokenizer.json"
 FILES = (JSON, "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-ON_HUB = re.compile(r"(?:hf://)?([\w.-]+/[\w.-]+)(?:@(.+))?")
+ON_HUB = re.compile(r"(?:hf://)?(\w[\w.-]*/\w[\w.-]*)(?:@(.+))?")
 NAMES = ("pad_token", "bos_token", "eos_token", "unk_token")
 CONVERT = "AutoTokenizer.from_pretrained(...).save_pretrained(folder) makes one"
 log = logging.getLogger("ttrain")

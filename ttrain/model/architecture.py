@@ -197,7 +197,7 @@ def _set_rope(config: Model, found: PretrainedConfig, names: Names) -> None:
     if "rope_parameters" in config.fields:
         for setting in ROPE:
             if getattr(config, setting) != Model.model_fields[setting].default:
-                raise UsageError(f"model.{setting} is set, and so is model.fields.rope_parameters, which says it; leave out one")
+                raise UsageError(f"model.{setting} is set, and so is model.fields.rope_parameters; leave one out")
         return
     rope = {name: present[name] for name in OWN_ROPE if name in present}
     rope |= {"rope_theta": config.rope_theta, "rope_type": config.rope_type}

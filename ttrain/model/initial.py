@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 # Last parts of the names of what writes into the residual stream: attention's and the feed-forward layer's output.
-RESIDUAL = frozenset({"o_proj", "down_proj", "c_proj", "out_proj", "dense", "dense_4h_to_h", "fc2", "fc_out", "w2", "wo", "Wo",
-                      "linear_out", "proj_down"})  # fmt: skip
+RESIDUAL = frozenset({"o_proj", "down_proj", "c_proj", "out_proj", "dense", "dense_4h_to_h", "fc2", "fc_out", "w2", "wo",
+                      "Wo", "linear_out", "proj_down"})  # fmt: skip
 # Parts of the names of what is called alike and writes elsewhere: a first matrix, a head, a router, a norm.
 ELSEWHERE = frozenset({"intermediate", "transform", "lm_head", "predictions", "generator_predictions", "gate", "router_mlp",
                        "input_layernorm"})  # fmt: skip

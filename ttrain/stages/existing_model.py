@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ttrain.config import ExistingModelConfig
 from ttrain.data.encoder import Encoder, open_tokenizer
+from ttrain.errors import ArtifactError
 from ttrain.job import Job
 from ttrain.model import vocabulary
 from ttrain.stages import models
@@ -59,7 +60,10 @@ def _load(files: Mapping[str, Sequence[Path]]) -> PreTrainedModel:
     with tempfile.TemporaryDirectory(prefix="ttrain-model-") as temporary:
         for path in (*files["config"], *files["weights"], *files.get("second_head", ())):
             (Path(temporary) / path.name).symlink_to(path.absolute())
-        return models.load(Path(temporary))
+        try:
+            return models.load(Path(temporary))
+        except ArtifactError as error:
+            raise ArtifactError(str(error).replace(temporary, str(files["config"][0].parent))) from None
 
 
 def _vocabulary(path: Path) -> dict[str, int]:

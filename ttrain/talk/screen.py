@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ttrain.errors import TTrainError
 from ttrain.talk import commands
 from ttrain.talk.chat import Chat, Reply
-from ttrain.terminal import console, escaped, harmless
+from ttrain.terminal import console, encodable, escaped, harmless, print_json
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -82,7 +81,7 @@ class Pipe(Screen):
             raise KeyboardInterrupt
         if self._as_json:
             found: list[dict[str, Any]] = [reply.to_json() for reply in replies]
-            print(json.dumps({"question": question, **(found[0] if len(found) == 1 else {"answers": found})}), flush=True)
+            print_json({"question": question, **(found[0] if len(found) == 1 else {"answers": found})}, indent=None)
             return
         for name, reply in zip(self.names, replies, strict=True):
             print(harmless(reply.text if len(replies) == 1 else f"{name}: {reply.text}"), flush=True)
@@ -106,11 +105,13 @@ class Terminal(Screen):
             import readline  # gives input() editing and a history
 
             readline.parse_and_bind("set enable-bracketed-paste on")  # lines that are pasted are one question
+            for setting in ("convert-meta off", "input-meta on", "output-meta on"):  # where no locale is set, as in a
+                readline.parse_and_bind(f"set {setting}")  # container, the bytes of 你好 are keys that list files
         except ImportError:
             pass  # as on Windows
         while True:
             try:
-                yield input(PROMPT)
+                yield encodable(input(PROMPT))
             except EOFError:
                 print()
                 return
