@@ -456,6 +456,14 @@ def test_show_tells_what_an_adapter_is(saved: Any, capsys: pytest.CaptureFixture
     assert "is a full model, no adapter" in capsys.readouterr().err
 
 
+def test_show_says_what_a_damaged_config_lacks(saved: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    case = saved["lora on llama"]
+    shutil.copytree(case["adapter"], tmp_path / "adapter")
+    (tmp_path / "adapter" / adapters.CONFIG).write_text('{"peft_type": "LORA"}')
+    assert command("adapter", "show", str(tmp_path / "adapter"), "--base", str(case["base"])) != 0
+    assert "adapter_config.json does not say 'r'" in capsys.readouterr().err
+
+
 # --- several of them, and none ------------------------------------------------------------------------------------------
 
 

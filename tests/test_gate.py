@@ -15,12 +15,13 @@ import pytest
 import torch
 from doubles import CPU, make_tokenizer, tiny_model
 from safetensors.torch import load_file, save_file
+from test_foreign import CHATML, make
 
 from ttrain import cli_gate, from_gate, from_task
 from ttrain.cli import main
 from ttrain.config import Expert, Gate, Lora, Runtime, Settings
 from ttrain.data import chat
-from ttrain.data.encoder import Encoder
+from ttrain.data.encoder import Encoder, open_tokenizer
 from ttrain.data.sources import Conversation, Document
 from ttrain.digests import sha256_file
 from ttrain.errors import ArtifactError, DataError, Interrupted, UsageError
@@ -337,6 +338,26 @@ def test_chats_are_not_scored_by_a_model_whose_tokenizer_has_no_template(planted
     gate_records.score([bare], [Document("1")], ROWS, _job(tmp_path / "out"), CPU)
     with pytest.raises(UsageError, match="has no chat template"):
         gate_records.score([bare], [Document("1"), talk], ROWS, _job(tmp_path / "out"), CPU)
+
+
+def test_a_document_begins_with_its_end_to_a_model_whose_tokenizer_has_no_begin(tmp_path: Path) -> None:
+    """As Qwen's: the begin that ttrain would add is beyond the rows of its embedding."""
+    known = open_tokenizer(make(tmp_path, CHATML) / "tokenizer.json")
+    model = tiny_model(vocab=known.get_vocab_size()).eval()
+    for name, content in factory.files(model).items():
+        (tmp_path / name).write_bytes(content)
+    save_file({name: tensor.contiguous() for name, tensor in factory.state(model).items()}, tmp_path / files.WEIGHTS)
+    found = gate_records.score([files.expert_of(resolve(str(tmp_path)))], [Document("the fox")], ROWS, _job(tmp_path), CPU)
+    ids = [known.token_to_id("<|im_end|>"), *known.encode("the fox").ids]
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([ids])).logits[0]
+    nats = torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(ids[1:]), reduction="sum")
+    assert found.nats_RE.tolist() == [[pytest.approx(float(nats), rel=1e-5)]] and found.tokens_RE.tolist() == [
+        [len(ids) - 1]
+    ]
+    make(tmp_path, CHATML, eos_token=None)
+    with pytest.raises(UsageError, match="knows no token that begins or ends one"):
+        gate_records.score([files.expert_of(resolve(str(tmp_path)))], [Document("a")], ROWS, _job(tmp_path), CPU)
 
 
 def test_held_out_texts_are_not_learnt_from() -> None:

@@ -394,8 +394,9 @@ def test_a_pickle_that_would_run_code_is_not_opened(tmp_path: Path, capsys: pyte
     (tmp_path / "a.pkl").write_bytes(pickle.dumps({"fc1.weight": Malicious()}, protocol=2))
     torch.save({"fc1.weight": Malicious()}, tmp_path / "b.pth")
     for name in ("a.pkl", "b.pth"):
-        with pytest.raises(ArtifactError, match="could run its code"):
+        with pytest.raises(ArtifactError, match="could run its code") as refused:
             import_model(tmp_path / name, tmp_path / "ours")
+        assert "weights_only" not in str(refused.value)  # torch's advice to open it all the same
     assert capsys.readouterr().out == ""
 
 
@@ -405,6 +406,8 @@ def test_a_pickle_that_would_run_code_is_not_opened(tmp_path: Path, capsys: pyte
         ({"a.weight": torch.zeros(2)}, None, "no layout that is known"),
         ({"step": 3}, None, "is no state dict"),
         ({"tok_embeddings.weight": torch.zeros(2, 2)}, None, "layout of 2024"),
+        ({name: tensor.to(torch.int8) for name, tensor in minimind().items()}, OLD, "q_proj.weight holds int8"),
+        ({name: tensor / 0 for name, tensor in minimind().items()}, OLD, "q_proj.weight holds numbers that are not finite"),
         ({f"model.0.{name}": tensor for name, tensor in tinyseek().items()}, TINYSEEK, "several TinySeek models"),
         ({**tinyseek(), "layers.0.mla.w_o.lora_a": torch.zeros(2)}, TINYSEEK, "holds an adapter"),
         (tinyseek(), None, "n_head of .* is not known"),
@@ -435,6 +438,14 @@ def test_a_torn_file_and_a_missing_one_are_refused(tmp_path: Path) -> None:
     for source, message in ((tmp_path / "none.pth", "does not exist"), (tmp_path, "holds 0 files with weights")):
         with pytest.raises(UsageError, match=message):
             import_model(source, tmp_path / "ours")
+
+
+def test_an_empty_working_directory_may_be_the_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save(tmp_path / "theirs", tinyseek(), config=TINYSEEK)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    import_model(path, Path())
+    assert (tmp_path / "here" / "config.json").is_file()
 
 
 def test_a_directory_in_use_is_left_alone(tmp_path: Path) -> None:

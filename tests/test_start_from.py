@@ -222,6 +222,7 @@ def test_a_folder_without_a_model_is_refused_with_what_it_lacks(house: House) ->
     mine = folder(house)
     (mine / "tokenizer.json").unlink()
     house.write("adapter/adapter_config.json", "{}")
+    house.write("artifact/adapter/adapter_config.json", "{}")
     house.write("empty/README.md", "")
     house.write("pickled/config.json", "{}")
     house.write("pickled/pytorch_model.bin", "")
@@ -232,6 +233,7 @@ def test_a_folder_without_a_model_is_refused_with_what_it_lacks(house: House) ->
     for name, message in {
         "mine": r"which has no tokenizer.json; set tokenizer.existing",
         "adapter": r"is an adapter; make a model of it first: `ttrain export .*adapter --merge --to FOLDER`",
+        "artifact": r"is an adapter; make a model of it first: `ttrain export .*artifact --merge --to FOLDER`",
         "empty": r"which has no config.json",
         "pickled": r"holds neither model.safetensors .*; pytorch_model.bin is a pickle",
         "half": r"lists model-1.safetensors, but .* holds no such file",

@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import select
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -415,7 +416,14 @@ def test_every_shape_of_a_prompt_is_read(one: Speaker, tmp_path: Path) -> None:
     assert prompts.read(plain, raw=True)[0].text == "Who?"
 
 
-@pytest.mark.parametrize("line", ["{", "[1]", '{"question": "Q"}', '{"messages": []}', '{"messages": [{"role": "x"}]}'])
+def test_a_mark_at_the_beginning_is_no_part_of_the_first_prompt(tmp_path: Path) -> None:
+    """Which editors on Windows write."""
+    for name, text in (("p.txt", "你好\n"), ("p.jsonl", '{"prompt": "你好"}\n')):
+        (tmp_path / name).write_text(text, encoding="utf-8-sig")
+        assert prompts.read(tmp_path / name, raw=True)[0].text == "你好"
+
+
+@pytest.mark.parametrize("line", ["{", "[1]", '{"prompt": "Q", "answer": "42"}', '{"question": "Q"}', '{"messages": []}', '{"messages": [{"role": "x"}]}'])
 def test_a_line_that_is_no_prompt_is_named(line: str, tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_text('{"prompt": "Q"}\n' + line)
@@ -438,4 +446,9 @@ def test_the_command_writes_answers_and_a_summary(
     with pytest.raises(SystemExit, match="2"):
         main(arguments)
     assert "--force" in capsys.readouterr().err
-    assert answering.identity(reference(directory)) == [reference(directory).base_digest]
+    known = answering.identity(reference(directory))
+    assert known[0] == reference(directory).base_digest
+    shutil.copytree(directory, tmp_path / "other")
+    with (tmp_path / "other" / "chat_template.jinja").open("a") as template:
+        template.write(" ")
+    assert answering.identity(reference(tmp_path / "other")) != known

@@ -99,6 +99,22 @@ def test_stacked_matrices_decay_and_muon_takes_those_of_experts() -> None:
     }
 
 
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_biases_of_stacked_experts_are_biases_although_they_have_two_dimensions(kind: Any) -> None:
+    model = tiny_model(kind="tinyseek", moe={"experts": 4})
+    found = names_by_decay(model, optim.build(model, Optim(kind=kind)))
+    biases = {name for name, _ in model.named_parameters() if name.endswith("bias")}
+    assert {"model.layers.0.mlp.experts.up_proj_bias", "model.layers.1.mlp.experts.down_proj_bias"} < biases
+    assert biases < found["AdamW", 0.0]
+    assert all(biases.isdisjoint(names) for group, names in found.items() if group != ("AdamW", 0.0))
+
+
+def test_both_kinds_of_muon_are_one_curve_of_the_learning_rate() -> None:
+    optimizers = optim.build(stacked(), Optim(kind="muon", lr=0.1, muon_lr=0.2))
+    optimizers.set_factor(0.5)
+    assert optimizers.learning_rates() == {"muon": 0.1, "adamw": 0.05}
+
+
 def test_the_groups_tell_what_is_in_them() -> None:
     found = optim.build(Small(), Optim(kind="muon", lr=0.1, muon_lr=0.2, weight_decay=0.3)).groups()
     assert found == [

@@ -206,7 +206,8 @@ def test_changed_settings_are_refused_with_old_and_new_unless_allowed(tmp_path: 
     assert "optim.lr" not in str(refused.value)
     with pytest.raises(UsageError, match=r"width: 4 → 8"):
         run(tmp_path, *settings, "width=8")
-    with pytest.raises(ArtifactError, match=r"do not fit the model:\n  mis-shaped: 0\.weight is \[4, 1\] but must be \[8, 1\]"):
+    misshaped = r"do not fit the model:\n  mis-shaped: 0\.weight is \[4, 1\] but must be \[8, 1\]"
+    with pytest.raises(ArtifactError, match=misshaped):
         run(tmp_path, *settings, "width=8", allow=("width",))
     with pytest.raises(UsageError, match=r"task: test_train_task:Line → test_train_task:Tied"):
         run(tmp_path, *settings, task="test_train_task:Tied")

@@ -34,12 +34,15 @@ def describe(directory: Path) -> Description:
     base = _read(directory / BASE) if (directory / BASE).is_file() else {}
     kind = "dora" if told.get("use_dora") else str(told.get("peft_type", "unknown")).lower()
     settings: dict[str, Any] = {}
-    if kind in ("lora", "dora"):
-        settings = {"rank": told["r"], "alpha": told["lora_alpha"], "dropout": told.get("lora_dropout", 0.0)}
-        settings["targets"] = sorted([*(told.get("target_modules") or ()), *(told.get("target_parameters") or ())])
-    elif kind == "prefix_tuning":
-        kind = "prefix"
-        settings = {"virtual_tokens": told["num_virtual_tokens"], "layers": told["num_layers"]}
+    try:
+        if kind in ("lora", "dora"):
+            settings = {"rank": told["r"], "alpha": told["lora_alpha"], "dropout": told.get("lora_dropout", 0.0)}
+            settings["targets"] = sorted([*(told.get("target_modules") or ()), *(told.get("target_parameters") or ())])
+        elif kind == "prefix_tuning":
+            kind = "prefix"
+            settings = {"virtual_tokens": told["num_virtual_tokens"], "layers": told["num_layers"]}
+    except KeyError as error:
+        raise ArtifactError(f"{directory / ADAPTER_CONFIG} does not say {error}") from None
     return Description(
         kind=kind,
         settings=settings,

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from ttrain import runs
+from ttrain.data.existing import ON_HUB
 from ttrain.store import Artifact, Store
 
 BASE_MODEL = "base-model"  # the stage that takes a model in
-ON_HUB = re.compile(r"(?:hf://)?([\w.-]+/[\w.-]+)(?:@.+)?")
 
 
 @dataclass(frozen=True)

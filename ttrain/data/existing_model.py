@@ -18,7 +18,7 @@ from ttrain.weights import INDEX_SUFFIX, MODEL, SECOND_HEAD, weight_files
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 ADAPTER_CONFIG = "adapter_config.json"
-MODEL_DIRECTORY = "model"  # of an artifact
+MODEL_DIRECTORY, ADAPTER_DIRECTORY = "model", "adapter"  # of an artifact
 ON_HUB = (CONFIG, GENERATION, "model*.safetensors", MODEL + INDEX_SUFFIX, SECOND_HEAD, *existing.FILES)
 # What architectures call the positions that they accept.
 LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length", "max_length")
@@ -31,7 +31,7 @@ def files(start_from: str, setting: str) -> dict[str, list[Path]]:
     """
     directory = _directory(start_from, setting)
     if not (directory / CONFIG).is_file():
-        if (directory / ADAPTER_CONFIG).is_file():
+        if any((place / ADAPTER_CONFIG).is_file() for place in (directory, directory / ADAPTER_DIRECTORY)):
             raise UsageError(
                 f"{setting} is '{start_from}', which is an adapter; make a model of it first: "
                 f"`ttrain export {start_from} --merge --to FOLDER`"

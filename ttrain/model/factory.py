@@ -59,10 +59,13 @@ def load(directory: Path, **options: Any) -> PreTrainedModel:
         model, report = AutoModelForCausalLM.from_pretrained(
             directory, dtype=torch.float32, output_loading_info=True, local_files_only=True,
             ignore_mismatched_sizes=True,  # they are in the report, which names them
+            trust_remote_code=False,  # unset, transformers asks, and takes the first line of a pipe for the answer
             **options,
         )  # fmt: skip
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise ArtifactError(f"cannot load a model from {directory}: {error}") from None
+        needs_code = "trust_remote_code" in str(error)
+        reason = "it needs the code that lies beside its weights, and such code is never run" if needs_code else error
+        raise ArtifactError(f"cannot load a model from {directory}: {reason}") from None
     wrong = [
         *(f"missing: {name} {_shape(model, name)}" for name in sorted(report["missing_keys"])),
         *(f"unexpected: {name}" for name in sorted(report["unexpected_keys"])),

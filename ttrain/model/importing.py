@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -81,16 +82,17 @@ def import_model(
     file = weights_file(source)
     found = convert(read_weights(file), _settings(file, config), str(file))
     logging.disable_progress_bar()
-    made = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    place = target.absolute()  # "." has no name, and cannot be replaced
+    made = place.with_name(f".{place.name}.{os.getpid()}.tmp")
     made.mkdir(parents=True)
     try:
         parameters = _write(found, made, shard_size)
         words = _bring_tokenizer(tokenizer or file.parent, made, found.layout, asked_for=tokenizer is not None)
         origin = {"layout": found.layout, "file": file.name, "sha256": sha256_file(file), "assumed": found.assumed}
         (made / "import.json").write_text(json.dumps(origin, indent=2) + "\n", encoding="utf-8")
-        if target.exists():
-            target.rmdir()
-        made.rename(target)
+        if place.exists():
+            place.rmdir()
+        made.rename(place)
     except BaseException:
         shutil.rmtree(made, ignore_errors=True)
         raise
@@ -125,12 +127,17 @@ class Source:
         self._wrong: list[str] = []
 
     def take(self, name: str, *shape: int) -> Tensor:
-        """The tensor in fp32; zeros, and a note for `finish`, where it is not there or has another shape."""
+        """The tensor in fp32; zeros, and a note for `finish`, where it is not there, has another shape, or is no weight:
+        of whole numbers, as quantized ones are, or with one that is not finite."""
         tensor = self._left.pop(name, None)
         if tensor is None:
             self._missing.append(f"missing: {name} {[*shape]}")
         elif tensor.shape != shape:
             self._wrong.append(f"mis-shaped: {name} is {[*tensor.shape]} but must be {[*shape]}")
+        elif not tensor.is_floating_point():
+            self._wrong.append(f"no weights: {name} holds {str(tensor.dtype).removeprefix('torch.')}")
+        elif not torch.isfinite(tensor).all():
+            self._wrong.append(f"no weights: {name} holds numbers that are not finite")
         else:
             return tensor.to(torch.float32)
         return torch.zeros(shape)
@@ -162,7 +169,7 @@ def told(settings: Mapping[str, Any], name: str, default: Any, assumed: dict[str
 def agree(settings: Mapping[str, Any], shapes: Mapping[str, int], where: str) -> None:
     """Raises ArtifactError where the config says another size than the weights have."""
     wrong = [
-        f"{name} is {settings[name]}, but the weights have {size}"
+        f"{name} is {settings[name]!r}, but the weights have {size}"
         for name, size in shapes.items() if settings.get(name) is not None and settings[name] != size
     ]  # fmt: skip
     if wrong:
@@ -187,10 +194,10 @@ def read_weights(file: Path) -> dict[str, Tensor]:
     try:
         found: Any = load_file(file) if file.suffix in PLAIN else torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        reason = str(error).splitlines()[0]
+        refused = re.search(r"(?:GLOBAL|global:?) ([\w.]+)", str(error))  # without torch's advice to open it all the same
         raise ArtifactError(
-            f"{file} holds more than tensors, and opening it could run its code; it was not opened ({reason}); where it "
-            f"comes from, save model.state_dict() alone"
+            f"{file} holds more than tensors{f', {refused[1]}' if refused else ''}, and opening it could run its code; it was "
+            f"not opened; where it comes from, save model.state_dict() alone"
         ) from None
     except (OSError, ValueError, RuntimeError, EOFError, SafetensorError) as error:
         raise ArtifactError(f"cannot read {file}: {type(error).__name__}: {str(error).splitlines()[0]}") from None

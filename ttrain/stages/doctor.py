@@ -43,6 +43,7 @@ class Doctor:
 
     def checks(self) -> Iterator[Check]:
         """Each check as it is done. Raises UsageError where the settings ask for what cannot be had."""
+        transformers.utils.logging.disable_progress_bar()  # of a model that is taken in
         runtime = self.settings.runtime
         device = training.start(runtime).device
         computed_in = precision.resolve(self.config.precision, device)

@@ -38,9 +38,11 @@ def run(config: GateConfig, job: Job) -> dict[str, Any]:
     records = gate_records.read(config.data, settings)
     losses = gate_records.score(config.experts, records, settings, job, ranks.device)
     scored = losses.tokens_RE.min(axis=1) > 0
-    records = [record for record, has_tokens in zip(records, scored, strict=True) if has_tokens]
+    records, unscored = [record for record, live in zip(records, scored, strict=True) if live], int((~scored).sum())
     if not records:
         raise DataError("--data: no record has a token to score")
+    if unscored:
+        log.warning("%d records are left out: an expert has no token to score in them", unscored)
     nats_RE, tokens_RE = losses.nats_RE[scored], losses.tokens_RE[scored]
     texts, best_R = [gate_records.text_of(record) for record in records], routing.best(nats_RE)
     heldout_R = gate_records.heldout(records, settings)
@@ -59,7 +61,7 @@ def run(config: GateConfig, job: Job) -> dict[str, Any]:
     found = routing.figures(nats_RE[heldout_R], tokens_RE[heldout_R], bytes_R[heldout_R], chosen_R)
     files.check(config.experts)
     files.write(job.output, GateFile(config.experts, settings, found, sha256_file(job.output / files.WEIGHTS)))
-    return {**figures, "routing": found}
+    return {**figures, "routing": found, "unscored_records": unscored}
 
 
 @final

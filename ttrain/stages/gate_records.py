@@ -164,14 +164,29 @@ def _sequences(speaker: Speaker, records: Sequence[Record]) -> list[perplexity.T
     encoder = speaker.encoder
     texts = [record.text for record in records if isinstance(record, Document)]
     talks = [record.messages for record in records if isinstance(record, Conversation)]
+    begins = _begins(speaker) if texts else []
     documents = iter(encoder.encode(texts))
     chats = iter(chat.encode_chats(encoder, talks) if talks else ())  # not every tokenizer has a template
     found: list[perplexity.Tokens] = []
     for record in records:
         if isinstance(record, Document):
             ids = next(documents)
-            found.append(([encoder.bos_id, *ids], [False] + [True] * len(ids)))
+            found.append(([*begins, *ids], [False] * len(begins) + [True] * len(ids)))
         else:
             chat_ids, live = next(chats)
             found.append((chat_ids.tolist(), live.tolist()))
     return found
+
+
+def _begins(speaker: Speaker) -> list[int]:
+    """What stands before a document, so that its first token is scored too: what its tokenizer puts there, else its end.
+
+    A begin that ttrain added to a tokenizer which has none is unknown to the model. Raises UsageError where all are.
+    """
+    rows = speaker.causal.get_input_embeddings().weight.shape[0]
+    for ids in (speaker.begin_ids, (speaker.encoder.eos_id,)):
+        if ids and max(ids) < rows:
+            return list(ids)
+    raise UsageError(
+        f"--data holds documents, but the expert {speaker.name} knows no token that begins or ends one; bring chats alone"
+    )

@@ -11,8 +11,9 @@ from typing import Any
 
 import orjson
 
+from ttrain.data import existing
 from ttrain.data.chat import prompt_ids
-from ttrain.digests import canonical_json
+from ttrain.digests import canonical_json, sha256_file
 from ttrain.errors import DataError
 from ttrain.references import Reference
 from ttrain.talk import generating
@@ -85,9 +86,10 @@ def answers(
 
 
 def identity(reference: Reference) -> list[str]:
-    """Digests of the weights that answer: the model's, and the adapter's where there is one."""
+    """Digests of what answers: the model's weights, the adapter's where there is one, and the tokenizer with its template."""
     adapter = [weights_digest(reference.adapter, name=ADAPTER)] if reference.adapter else []
-    return [reference.base_digest, *adapter]
+    words = [sha256_file(reference.tokenizer / name) for name in existing.FILES if (reference.tokenizer / name).is_file()]
+    return [reference.base_digest, *adapter, *words]
 
 
 def write(path: Path, header: dict[str, Any], make: Callable[[int], Iterable[list[dict[str, Any]]]]) -> int:

@@ -7,6 +7,7 @@ JSON lines        {"prompt": …} as such a line; {"text": …} is continued; {"
 
 from __future__ import annotations
 
+from codecs import BOM_UTF8
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from ttrain.data.tools import Malformed
 from ttrain.errors import DataError, UsageError
 
 CHATS = ("messages", "conversations", "instruction")
+WRITTEN = ("answer", "tokens", "stop")  # keys of an answer, which stand beside those of its prompt
 NO_ANSWER = "-"
 
 
@@ -42,7 +44,7 @@ def read(path: Path, *, raw: bool, system: str = "") -> list[Prompt]:
     is_json = path.suffix in (".jsonl", ".json", ".ndjson")
     found: list[Prompt] = []
     try:
-        lines = path.read_bytes().split(b"\n")
+        lines = path.read_bytes().removeprefix(BOM_UTF8).split(b"\n")
     except OSError as error:
         raise UsageError(f"cannot read the prompts {path}: {error.strerror or error}") from None
     for at, line in enumerate(lines, start=1):
@@ -61,6 +63,8 @@ def read(path: Path, *, raw: bool, system: str = "") -> list[Prompt]:
 def _prompt(number: int, value: Any, *, raw: bool, system: str) -> Prompt:
     if not isinstance(value, dict):
         raise Malformed("not a JSON object")
+    if taken := [key for key in WRITTEN if key in value]:
+        raise Malformed(f"the key '{taken[0]}' would be overwritten by the answer; rename it")
     if isinstance(value.get("prompt"), str):
         if raw:
             return Prompt(number, value, text=value["prompt"])

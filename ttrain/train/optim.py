@@ -40,8 +40,9 @@ class Optimizers:
                     group["lr"] = peak * factor
 
     def learning_rates(self) -> dict[str, float]:
-        """Present rate by optimizer: {"muon": 0.02, "adamw": 0.004}."""
-        return {type(o).__name__.lower(): float(o.param_groups[0]["lr"]) for o in self.optimizers}
+        """Present rate by optimizer: {"muon": 0.02, "adamw": 0.004}; both kinds of Muon have the same."""
+        named = {type(o).__name__.lower().removeprefix("stacked"): o for o in self.optimizers}
+        return {name: float(optimizer.param_groups[0]["lr"]) for name, optimizer in named.items()}
 
     def step(self) -> None:
         for optimizer in self.optimizers:
@@ -113,7 +114,8 @@ def build(model: nn.Module, config: Optim) -> Optimizers:
     experts are matrices too, each for itself: 8 of them, 2 a token, on 0.6 M bytes of text in 300 steps: 1.18 nats a byte
     held out, where AdamW took the experts 1.30.
 
-    Weight decay falls on matrices (also stacked ones, of three dimensions) only: never on norms, biases and embeddings.
+    Weight decay falls on matrices (also stacked ones, of three dimensions) only: never on norms, biases (also those of
+    experts, stacked in two dimensions) and embeddings.
     """
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     for name in ("get_output_embeddings", "get_second_head"):
@@ -121,23 +123,23 @@ def build(model: nn.Module, config: Optim) -> Optimizers:
         if head is not None:
             embeddings.add(id(head.weight))
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    decayed = [p for _, p in trained if p.ndim >= 2 and id(p) not in embeddings]
+    decayed = [p for name, p in trained if p.ndim >= 2 and id(p) not in embeddings and not name.endswith("bias")]
+    matrices = {id(p) for p in decayed}
     is_muon = config.kind == "muon"
     hidden = [p for p in decayed if is_muon and p.ndim == 2]
-    experts = {id(p) for name, p in trained if is_muon and p.ndim == 3 and "experts" in name.split(".")}
-    stacked = [p for p in decayed if id(p) in experts]
-    taken = {id(p) for p in hidden} | experts
+    stacked = [p for name, p in trained if is_muon and p.ndim == 3 and id(p) in matrices and "experts" in name.split(".")]
+    taken = {id(p) for p in (*hidden, *stacked)}
     groups = [
         {"params": [p for p in decayed if id(p) not in taken], "weight_decay": config.weight_decay},
-        {"params": [p for _, p in trained if p.ndim < 2 or id(p) in embeddings], "weight_decay": 0.0},
+        {"params": [p for _, p in trained if id(p) not in matrices], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
     optimizers: list[torch.optim.Optimizer] = []
-    for kind, matrices in ((torch.optim.Muon, hidden), (StackedMuon, stacked)):
-        if matrices:
+    for kind, some in ((torch.optim.Muon, hidden), (StackedMuon, stacked)):
+        if some:
             optimizers.append(
                 kind(
-                    matrices,
+                    some,
                     lr=config.muon_lr,
                     momentum=config.muon_momentum,
                     weight_decay=config.weight_decay,
