@@ -277,9 +277,7 @@ def test_a_target_is_replaced_only_when_asked_and_only_if_it_is_a_model(tmp_path
     export(reference, out, Request())
     with pytest.raises(UsageError, match="which is not empty; choose another directory, or replace it with --force"):
         export(reference, out, Request())
-    (out / "mine.txt").touch()
     export(resolve("sft"), out, Request(force=True))
-    assert not (out / "mine.txt").exists()
     assert not (out / ADAPTER).exists()
     other = tmp_path / "other"
     other.mkdir()
@@ -295,6 +293,32 @@ def test_a_target_is_replaced_only_when_asked_and_only_if_it_is_a_model(tmp_path
     empty.mkdir()
     export(reference, empty, Request())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "other", "out"], "nothing is left beside"
+
+
+@pytest.mark.parametrize("mine", ["thesis.tex", ".git/HEAD", "train.py", "src/model.safetensors"])
+def test_what_lies_beside_a_model_is_never_replaced(tmp_path: Path, mine: str) -> None:
+    reference, out = resolve("lora"), tmp_path / "out"
+    export(reference, out, Request())
+    (out / mine).parent.mkdir(exist_ok=True)
+    (out / mine).write_text("precious")
+    with pytest.raises(UsageError, match=f"holds more than a model: {mine.partition('/')[0]}; .* move the rest away"):
+        export(reference, out, Request(force=True))
+    assert (out / mine).read_text() == "precious"
+
+
+def test_a_target_that_is_a_link_is_the_directory_it_leads_to(tmp_path: Path) -> None:
+    real, link = tmp_path / "real", tmp_path / "link"
+    real.mkdir()
+    link.symlink_to(real)
+    for force in (False, True):
+        export(resolve("lora"), link, Request(force=force))
+    assert link.is_symlink() and (real / ADAPTER).is_file()
+
+
+@pytest.mark.parametrize("licence", ["", "a: b", "mit\ntags: [x]"])
+def test_a_licence_that_would_break_the_card_is_refused(tmp_path: Path, licence: str) -> None:
+    with pytest.raises(UsageError, match="but must be one word that names it"):
+        export(resolve("lora"), tmp_path / "out", Request(licence=licence))
 
 
 def test_a_target_is_whole_or_as_it_was_and_what_a_killed_export_left_is_removed(
@@ -372,6 +396,20 @@ def artifact(stage: str, **manifest: Any) -> Artifact:
     return Artifact(
         stage, "k" * 64, Path("/nowhere"), {"inputs": {}, "ingredients": {}, "files": {}, "result": {}, **manifest}
     )
+
+
+@pytest.mark.parametrize("parts", [{}, {"loss_ce1": 4.0, "loss_balance": 2.0}], ids=["plain", "experts"])
+def test_the_card_says_where_the_loss_of_training_is_more_than_the_validation_loss(
+    tmp_path: Path, parts: dict[str, float]
+) -> None:
+    (tmp_path / "run").mkdir()
+    line = {"step": 3, "tokens": 9, "metrics": {"loss": 4.5, **parts}}
+    (tmp_path / "run" / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    made = replace(artifact("pretrain", result={"train_seconds": 1.0}), path=tmp_path)
+    exported = Exported(name="mine", files="model", dtype="bf16", parameters=1, config={})
+    text = card(exported, History((made,), None, {}))
+    assert "| 3 | 9 | 4.5000 |  |" in text
+    assert ("holds more than that of the next tokens" in text) is bool(parts)
 
 
 def test_the_card_names_the_model_that_was_started_from_but_no_path() -> None:

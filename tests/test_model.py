@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from pathlib import Path
@@ -170,6 +171,23 @@ def test_a_torn_weights_file_is_refused(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-7])
     with pytest.raises(ArtifactError, match="cannot load a model from"):
         factory.load(path.parent)
+
+
+def test_code_beside_weights_is_never_run_whatever_the_next_line_of_input_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = save_model(tiny_model(), tmp_path / "model")
+    described = json.loads((directory / "config.json").read_bytes())
+    described |= {"model_type": "theirs", "auto_map": {"AutoConfig": "code.Theirs", "AutoModelForCausalLM": "code.Model"}}
+    (directory / "config.json").write_text(json.dumps(described))
+    ran = tmp_path / "ran"
+    (directory / "code.py").write_text(
+        f"open({str(ran)!r}, 'w').close()\nfrom transformers import LlamaConfig as Theirs, LlamaForCausalLM as Model\n"
+    )
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\ny\n"))
+    with pytest.raises(ArtifactError, match="such code is never run"):
+        factory.load(directory)
+    assert not ran.exists()
 
 
 # --- adapters -----------------------------------------------------------------------------------------------------------

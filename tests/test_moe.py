@@ -331,6 +331,19 @@ def test_the_sums_are_those_of_loops_over_rows_and_tokens(kind: str) -> None:
     assert found.sums["moe_dropped"].tolist() == [0]
 
 
+@pytest.mark.parametrize(
+    ("kind", "apart"),
+    [("glm4_moe", True), ("deepseek_v3", True), ("exaone_moe", True), ("minimax_m2", True), ("afmoe", True),
+     ("ernie4_5_moe", False), ("qwen3_moe", False), ("olmoe", False), ("granitemoe", False), ("tinyseek", False)],
+)  # fmt: skip
+def test_scores_are_what_the_router_of_the_architecture_computes(kind: str, apart: bool) -> None:
+    model = tiny_model(kind=kind, moe={"experts": 4, "top_k": 2, "expert_size": 8})
+    routers, logits = Routers(model), torch.tensor([[0.0, 1.0, 2.0, -1.0]])
+    scores = routers.scores(Choice(0, logits, torch.tensor([[2, 1]])))
+    expected = logits.sigmoid() / logits.sigmoid().sum() if apart else logits.softmax(-1)
+    assert torch.allclose(scores, expected)
+
+
 def test_even_routers_have_a_balance_loss_of_one_a_layer() -> None:
     model = tiny_moe("mixtral", experts=2, top_k=2)
     found = sums_of(model, NumberedRows(3).batch(range(3)))

@@ -128,6 +128,21 @@ def test_ctrl_c_ends_the_answer_and_keeps_what_was_said(one: Speaker) -> None:
     assert chat.ask("Why?").stop != "interrupted"
 
 
+def test_an_answer_that_is_cut_ends_with_a_whole_character(one: Speaker, tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text("Who?\n" * 20)
+    found, torn = prompts.read(tmp_path / "p.txt", raw=False), 0
+    wild = Sampling(max_tokens=3, temperature=10)
+    chat, tally = chat_with(one, sampling=wild), answering.Tally()
+    (rows,) = answering.answers(one, found, wild, batch_size=20, tally=tally)
+    for number, row in enumerate(rows):
+        (said,) = generating.generate(one, [prompt_ids(one.encoder, found[0].messages)], wild, numbers=[number])
+        torn += not said.ended and one.encoder.decode(said.ids).endswith("\ufffd")
+        chat._turns.clear()
+        assert chat.ask("Who?").text == row["answer"]
+        assert said.ended or not row["answer"].endswith("\ufffd")
+    assert torn, "of these answers some are cut within a character"
+
+
 def test_the_same_question_may_have_another_answer_and_again_after_a_reset_the_first(one: Speaker) -> None:
     chat = chat_with(one, sampling=Sampling(max_tokens=12, temperature=1.0))
     first = chat.ask("Who?").text
@@ -282,7 +297,9 @@ def test_a_wrong_command_says_what_to_do(
 
 
 @pytest.mark.usefixtures("exits")
-def test_in_a_terminal_it_streams_survives_a_slip_takes_a_paste_and_any_bytes_and_ends(directory: Path, tmp_path: Path) -> None:
+def test_in_a_terminal_it_streams_survives_a_slip_takes_a_paste_and_any_bytes_and_ends(
+    directory: Path, tmp_path: Path
+) -> None:
     process, terminal = pty.fork()
     if not process:
         # As in a container without a locale, where readline takes bytes for keys and Python passes wrong ones on: both are
@@ -423,7 +440,17 @@ def test_a_mark_at_the_beginning_is_no_part_of_the_first_prompt(tmp_path: Path) 
         assert prompts.read(tmp_path / name, raw=True)[0].text == "你好"
 
 
-@pytest.mark.parametrize("line", ["{", "[1]", '{"prompt": "Q", "answer": "42"}', '{"question": "Q"}', '{"messages": []}', '{"messages": [{"role": "x"}]}'])
+NO_PROMPTS = (
+    "{",
+    "[1]",
+    '{"question": "Q"}',
+    '{"messages": []}',
+    '{"messages": [{"role": "x"}]}',
+    '{"text": "Q", "answer": "42"}',
+)
+
+
+@pytest.mark.parametrize("line", NO_PROMPTS)
 def test_a_line_that_is_no_prompt_is_named(line: str, tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_text('{"prompt": "Q"}\n' + line)

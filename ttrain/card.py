@@ -19,6 +19,10 @@ from ttrain.store import Artifact
 CURVE_ROWS = 8
 SAMPLES = 3
 SHORT = 12  # letters of a digest that are shown
+MORE_IN_LOSS = (
+    "The loss that was trained on holds more than that of the next tokens (a second head, the balance of experts), which "
+    "alone is the validation loss."
+)
 QUICKSTART = "source"  # the stage that reads the Python which runs ttrain
 QUICKSTART_LICENCE = "PSF-2.0"  # https://docs.python.org/3/license.html
 UNKNOWN_LICENCE = "not recorded: look it up where the files came from, before you pass the model on"
@@ -128,7 +132,7 @@ def _shape(exported: Exported) -> str:
 
 def _training(history: History) -> str:
     """A table of the trainings, then the curve of each."""
-    rows, curves = [], []
+    rows, curves, has_parts = [], [], False
     for artifact in history.artifacts:
         result = artifact.result
         if "train_seconds" not in result:
@@ -143,18 +147,20 @@ def _training(history: History) -> str:
                 f"{result.get('precision')} on {result.get('device')}, {_count(result.get('ranks'), 'rank')}",
             )
         )
-        curve = _curve(artifact.path / "run" / "metrics.jsonl")
-        if curve:
-            table = report.markdown(curve, ("step", "tokens", "loss", "validation loss"))
+        points = _points(artifact.path / "run" / "metrics.jsonl")
+        has_parts = has_parts or any("loss_ce1" in values for _, values in points)
+        if points:
+            table = report.markdown(_curve(points), ("step", "tokens", "loss", "validation loss"))
             curves.append(f"Curve of `{artifact.stage}`:\n\n{table}")
     if not rows:
         return ""
     header = ("stage", "steps", "tokens", "loss", "validation loss", "computed in")
-    return "\n\n".join(["## Training", report.markdown(rows, header), *curves])
+    table = report.markdown(rows, header)
+    return "\n\n".join(["## Training", table, *([MORE_IN_LOSS] if has_parts else []), *curves])
 
 
-def _curve(file: Path) -> list[tuple[str, ...]]:
-    """Some rows of a curve, evenly spread, the last one among them."""
+def _points(file: Path) -> list[tuple[int, dict[str, Any]]]:
+    """(step, what was logged of it), of the steps that have a loss; [] where there is no file."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -163,8 +169,12 @@ def _curve(file: Path) -> list[tuple[str, ...]]:
     for line in lines:
         row = json.loads(line)
         steps.setdefault(row["step"], {}).update(row["metrics"], tokens=row.get("tokens"))
-    points = [(step, values) for step, values in steps.items() if "loss" in values]
-    chosen = sorted({round(i * (len(points) - 1) / (CURVE_ROWS - 1)) for i in range(CURVE_ROWS)}) if points else []
+    return [(step, values) for step, values in steps.items() if "loss" in values]
+
+
+def _curve(points: list[tuple[int, dict[str, Any]]]) -> list[tuple[str, ...]]:
+    """Some rows of a curve, evenly spread, the last one among them."""
+    chosen = sorted({round(i * (len(points) - 1) / (CURVE_ROWS - 1)) for i in range(CURVE_ROWS)})
     names = ("tokens", "loss", "validation_loss")
     return [
         (_shown(step), *(_shown(values.get(name)) for name in names)) for step, values in map(points.__getitem__, chosen)

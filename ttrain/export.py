@@ -24,7 +24,16 @@ TOKENIZER_FILES = (
     "vocab.json", "merges.txt", "tokenizer.model",
 )  # fmt: skip
 CARD = "README.md"
+# What an export writes, and so the only files that --force replaces.
+WRITTEN = re.compile(
+    "|".join(
+        (*map(re.escape, (*TOKENIZER_FILES, CARD, "config.json", "generation_config.json", ADAPTER_CONFIG, BASE)),
+         r".+\.safetensors(\.index\.json)?", r".+\.gguf", r"(modeling|configuration)_\w+\.py")
+    )
+)  # fmt: skip
+LICENCE = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+-]*")  # what the Hub knows licences by, and what YAML takes as one word
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
+SHOWN = 3  # names in a message
 UNMERGEABLE = ("PREFIX_TUNING", "PROMPT_TUNING", "P_TUNING")  # they add positions, not weights
 
 
@@ -61,7 +70,7 @@ def export(
     Raises UsageError for a target or a wish that cannot be met, ArtifactError for weights that do not fit their config. A
     target stays as it is until the export is whole.
     """
-    target = target.expanduser().absolute()
+    target = target.expanduser().resolve()
     shard_bytes = size_of(request.shard_size)
     _check_request(reference, request)
     _check_target(reference, target, request)
@@ -97,6 +106,8 @@ def size_of(text: str) -> int:
 
 
 def _check_request(reference: Reference, request: Request) -> None:
+    if request.licence is not None and not LICENCE.fullmatch(request.licence):
+        raise UsageError(f"--license is '{request.licence}' but must be one word that names it, for example mit")
     if request.gguf:
         gguf.converter(request.gguf)
         if reference.adapter and not request.merge:
@@ -113,9 +124,8 @@ def _check_request(reference: Reference, request: Request) -> None:
 
 
 def _check_target(reference: Reference, target: Path, request: Request) -> None:
-    inside = target.resolve()
     for source in {reference.model.resolve(), reference.directory.resolve(), (home() / "store").resolve()}:
-        if inside == source or source in inside.parents:
+        if target == source or source in target.parents:
             raise UsageError(f"--to is {target}, which lies in {source}; choose a directory of its own")
     if target.exists() and not target.is_dir():
         raise UsageError(f"--to is {target}, which is a file; choose a directory")
@@ -124,6 +134,12 @@ def _check_target(reference: Reference, target: Path, request: Request) -> None:
             raise UsageError(f"--to is {target}, which is not empty; choose another directory, or replace it with --force")
         if not any((target / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
             raise UsageError(f"--to is {target}, which is not empty and holds no model; --force replaces models only")
+        others = sorted(one.name for one in target.iterdir() if one.is_dir() or not WRITTEN.fullmatch(one.name))
+        if others:
+            raise UsageError(
+                f"--to is {target}, which holds more than a model: {', '.join(others[:SHOWN])}; --force replaces what an "
+                f"export writes and nothing else: move the rest away, or choose another directory"
+            )
 
 
 def _fill(
@@ -139,7 +155,8 @@ def _fill(
         parameters = exporting.write_tensors(reference.adapter / ADAPTER, work / ADAPTER, dtype=request.dtype)
         _copy(reference.adapter, work, (ADAPTER_CONFIG, BASE))
         remarks.append(
-            f"an adapter alone; its base is {reference.model}, exported with: ttrain export {reference.model} --to …"
+            f"an adapter alone; its base is {reference.model}. For PEFT, export that as well: ttrain export "
+            f"{reference.model} --to …; for ttrain elsewhere, copy it as it is: an export has other bytes"
         )
     else:
         say(f"loading {reference.directory}")

@@ -33,8 +33,8 @@ def escaped(text: str) -> str:
 
 
 def encodable(text: str) -> str:
-    """What a user typed, with `\ufffd` for each byte that was no UTF-8: Python makes it a surrogate, which no tokenizer takes
-    and no file."""
+    """What a user typed, with U+FFFD for each byte that was no UTF-8: Python makes it a surrogate, which no tokenizer and no
+    file takes."""
     return _SURROGATES.sub("\ufffd", text)
 
 

@@ -82,7 +82,8 @@ def load(directory: Path, **options: Any) -> PreTrainedModel:
 
 def _register(directory: Path) -> None:
     """Let transformers know our own shapes, where the directory holds one."""
-    if json.loads((directory / "config.json").read_bytes()).get("model_type") in custom.KINDS:
+    config = json.loads((directory / "config.json").read_bytes())
+    if isinstance(config, dict) and config.get("model_type") in custom.KINDS:
         custom.register()
 
 

@@ -196,8 +196,8 @@ def read_weights(file: Path) -> dict[str, Tensor]:
     except pickle.UnpicklingError as error:
         refused = re.search(r"(?:GLOBAL|global:?) ([\w.]+)", str(error))  # without torch's advice to open it all the same
         raise ArtifactError(
-            f"{file} holds more than tensors{f', {refused[1]}' if refused else ''}, and opening it could run its code; it was "
-            f"not opened; where it comes from, save model.state_dict() alone"
+            f"{file} holds more than tensors{f', {refused[1]}' if refused else ''}, and opening it could run its code; it "
+            f"was not opened; where it comes from, save model.state_dict() alone"
         ) from None
     except (OSError, ValueError, RuntimeError, EOFError, SafetensorError) as error:
         raise ArtifactError(f"cannot read {file}: {type(error).__name__}: {str(error).splitlines()[0]}") from None

@@ -72,7 +72,7 @@ def answers(
             tally.seconds += said[0].seconds
             for at, one in zip(batch, said, strict=True):
                 stop = "end" if one.ended else "length"
-                found[at] = {"answer": speaker.encoder.decode(one.ids), "tokens": len(one.ids), "stop": stop}
+                found[at] = {"answer": generating.text_of(speaker.encoder, one), "tokens": len(one.ids), "stop": stop}
             tally.answers += len(batch)
             progress(tally.answers)
         rows = []
@@ -86,7 +86,7 @@ def answers(
 
 
 def identity(reference: Reference) -> list[str]:
-    """Digests of what answers: the model's weights, the adapter's where there is one, and the tokenizer with its template."""
+    """Digests of what answers: the model's weights, the adapter's where there is one, the tokenizer and its template."""
     adapter = [weights_digest(reference.adapter, name=ADAPTER)] if reference.adapter else []
     words = [sha256_file(reference.tokenizer / name) for name in existing.FILES if (reference.tokenizer / name).is_file()]
     return [reference.base_digest, *adapter, *words]

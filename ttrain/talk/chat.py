@@ -109,7 +109,8 @@ class Chat:
             )  # fmt: skip
         except KeyboardInterrupt:
             pass
-        show(text.end())
+        if said is not None and said.ended:
+            show(text.end())
         self._asked += 1
         self._turns += [asked, Message("assistant", "".join(pieces))]
         return Reply(

@@ -95,6 +95,12 @@ def generate(
     return [_said(speaker, row, seconds) for row in found_BT[:, longest:].tolist()]
 
 
+def text_of(encoder: Encoder, said: Said) -> str:
+    """The text of an answer; of one that was cut, without the bytes of a character whose rest did not come."""
+    text = encoder.decode(said.ids)
+    return text if said.ended else text.rstrip(UNFINISHED)
+
+
 def room(speaker: Speaker, prompt_tokens: int, sampling: Sampling) -> int:
     """Tokens that an answer may have. Raises DataError where the prompt leaves none."""
     if speaker.max_length is None:
@@ -121,7 +127,7 @@ class Text:
         return self._rest(self._encoder.decode(self._ids).rstrip(UNFINISHED))
 
     def end(self) -> str:
-        """What was held back."""
+        """What was held back: bytes that are no character, after an answer that ended by itself."""
         return self._rest(self._encoder.decode(self._ids))
 
     def _rest(self, text: str) -> str:

@@ -33,9 +33,6 @@ class Drafts:
     accepted: int = 0
     passes: int = 0
 
-    def __add__(self, other: Drafts) -> Drafts:
-        return Drafts(self.drafted + other.drafted, self.accepted + other.accepted, self.passes + other.passes)
-
     def to_json(self) -> dict[str, Any]:
         return {**vars(self), "acceptance": self.accepted / self.drafted if self.drafted else None}
 

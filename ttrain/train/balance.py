@@ -9,6 +9,7 @@ Letters in names: L calls of routers in a forward pass, B rows, T positions, N =
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,8 +24,8 @@ from ttrain.errors import UsageError
 from ttrain.train.placing import placed
 
 SHOWN_LOADS = 256  # more experts than these in all layers together are summed up, not listed
-SIGMOIDS = ("Glm4Moe", "Dots1", "DeepseekV3")  # routers that score each expert for itself; all others use softmax
-UNLIKE = frozenset({"Llama4Router"})  # gives weights and logits, and not which experts it took
+# Those that do not return logits, weights and experts: Llama 4's says not which experts it took, Dbrx's neither weights.
+UNLIKE = frozenset({"Llama4Router", "DbrxRouter", "InklingTopkRouter"})
 BIAS = "e_score_correction_bias"
 LOAD, ENTROPY, DROPPED, TOKENS = "moe_load", "moe_entropy", "moe_dropped", "moe_tokens"  # names of sums
 
@@ -47,6 +48,7 @@ class Routers:
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = [(name, module) for name, module in model.named_modules() if _is_watchable(type(module).__name__)]
+        self._apart = [_scores_apart(module) for _, module in self.modules]
         self._open: list[Choice] | None = None
         for number, (name, module) in enumerate(self.modules):
             module.forward = MethodType(_in_fp32, module)
@@ -79,7 +81,7 @@ class Routers:
     def scores(self, choice: Choice) -> Tensor:
         """How much each expert of a call was wanted: shares [N, E] that sum to 1 (arXiv:2412.19437, eq. 19)."""
         logits_NE = choice.logits_NE
-        if not type(self.modules[choice.router][1]).__name__.startswith(SIGMOIDS):
+        if not self._apart[choice.router]:
             return logits_NE.softmax(-1)
         scores_NE = logits_NE.sigmoid()
         return scores_NE / scores_NE.sum(-1, keepdim=True).clamp_min(torch.finfo(scores_NE.dtype).tiny)
@@ -100,6 +102,15 @@ class Routers:
 
 def _is_watchable(name: str) -> bool:
     return name.endswith("Router") and name not in UNLIKE
+
+
+def _scores_apart(router: nn.Module) -> bool:
+    """Whether it scores each expert for itself, as DeepSeek-V3's does, and not all together by softmax.
+
+    Over twenty architectures of transformers do, with no setting or base class in common; the code of each calls it so.
+    """
+    names = inspect.unwrap(type(router).forward).__code__.co_names
+    return "sigmoid" in names and "softmax" not in names
 
 
 def _in_fp32(self: Any, hidden: Tensor, *others: Any) -> Any:
