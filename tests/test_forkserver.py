@@ -83,8 +83,9 @@ time.sleep(60)
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of the package and the module `errand`, in front of the path of every new process."""
     (tmp_path / "ttrain").mkdir()
-    for name in ("parent", "forkserver", "results", "errors", "store", "digests", "job", "progress", "worker", "config"):
+    for name in ("parent", "forkserver", "results", "errors", "store", "digests", "job", "progress", "worker"):
         shutil.copy(PACKAGE / f"{name}.py", tmp_path / "ttrain")
+    shutil.copytree(PACKAGE / "config", tmp_path / "ttrain" / "config", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "ttrain" / "train").mkdir()
     for name in ("__init__", "watchdog"):
         shutil.copy(PACKAGE / "train" / f"{name}.py", tmp_path / "ttrain" / "train")
