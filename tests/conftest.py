@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -16,3 +18,13 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def threads_of_the_process() -> Iterator[None]:
+    """What a file leaves of torch's threads moves no file after it: sums in two threads have other last bits."""
+    torch: Any = sys.modules.get("torch")
+    threads = torch.get_num_threads() if torch else 0
+    yield
+    if torch:
+        torch.set_num_threads(threads)

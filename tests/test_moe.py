@@ -46,6 +46,7 @@ from ttrain.train.muon import StackedMuon
 from ttrain.train.ranks import Ranks
 from ttrain.train.trainer import Cadence, How
 
+pytestmark = pytest.mark.usefixtures("one_thread")  # as each of two ranks has, which are compared to the bit
 KINDS: dict[str, dict[str, Any]] = {
     "mixtral": {"kind": "llama", "moe": {"experts": 4}},
     "qwen3_moe": {"kind": "qwen3", "moe": {"experts": 4}},

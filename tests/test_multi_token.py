@@ -43,6 +43,8 @@ from ttrain.train.ranks import Ranks
 from ttrain.train.trainer import Cadence
 from ttrain.weights import SECOND_HEAD
 
+pytestmark = pytest.mark.usefixtures("one_thread")  # as each of two ranks has, which are compared to the bit
+
 
 @dataclass
 class Held:
