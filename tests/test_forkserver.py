@@ -129,8 +129,8 @@ def said(output: IO[bytes], wanted: str = "") -> str:
     raise AssertionError(f"it never said {wanted}, but: {text}")
 
 
-def gone(*pids: int, seconds: float = 5.0) -> bool:
-    """Whether all of them ended in time; zombies have."""
+def gone(*pids: int, seconds: float = 20.0) -> bool:
+    """Whether all of them ended in time; zombies have. A machine with other work may take seconds to tell."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if not any(_runs(pid) for pid in pids):
@@ -236,7 +236,7 @@ def test_nothing_outlives_a_killed_launcher(place: Path, moment: str) -> None:
     launcher.kill()
     launcher.wait()
     launcher.stdout.close()
-    assert gone(*pids, seconds=3)
+    assert gone(*pids)
 
 
 def test_it_refuses_to_fork_from_threads_and_says_what_did_not_load(place: Path) -> None:
@@ -264,7 +264,7 @@ def test_a_wait_for_the_libraries_can_be_given_up(place: Path) -> None:
     server = ForkServer(os.environ, ["slow"])
     began = time.monotonic()
     assert server.start("errand", ["sleep"], os.environ, 1, lambda: time.monotonic() > began + 0.3) is None
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20
     server.close()
     assert gone(server.pid)
 

@@ -440,7 +440,7 @@ def test_a_silent_server_costs_one_warning_and_bounded_time(
     assert isinstance(run, NullRun)
     assert run.id == "kept"
     run.finish("FINISHED")
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 20
     assert len(caplog.records) == 1
     assert "secret" not in caplog.text
 
@@ -465,7 +465,7 @@ def test_what_a_dead_server_missed_arrives_when_it_answers_again(
     run.set_tags({"note": "waited"})
     begin = time.monotonic()
     MetricsFollower(path, run, home / "other.json").stop()
-    assert time.monotonic() - begin < 2
+    assert time.monotonic() - begin < 8  # where the patience of a live server is 15
     assert caplog.records[-1].getMessage().endswith(f"the rest remains in {path}")
     warned = len(caplog.records)
     down.clear()

