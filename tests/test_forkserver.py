@@ -228,9 +228,10 @@ def test_nothing_outlives_a_killed_launcher(place: Path, moment: str) -> None:
     assert launcher.stdout is not None
     pids = [int(launcher.stdout.readline())]
     if moment == "with children":
-        while len(pids) < 3:
-            line = launcher.stdout.readline()
-            pids += [int(line)] if line != "up\n" else []
+        # Both must be up: a child that is stopped before its first instruction cannot have asked to end with the server.
+        lines = sorted(launcher.stdout.readline() for _ in range(4))
+        assert lines[2:] == ["up\n", "up\n"]
+        pids += [*map(int, lines[:2])]
         psutil.Process(pids[1]).suspend()
     assert all(map(_runs, pids))
     launcher.kill()
