@@ -10,6 +10,7 @@ from ttrain.config.data import DATASETS, PYTHON_DOCS, Data, PythonDocs, Reading,
 from ttrain.config.evaluate import Evaluate
 from ttrain.config.gate import Expert, Gate, GateConfig
 from ttrain.config.model import Model, Moe, MultiToken
+from ttrain.config.nightly import Event, Nightly, Notify, Promotion
 from ttrain.config.runtime import CLOCK, Night, Runtime, Tracking
 from ttrain.config.settings import (
     EvaluateConfig,
@@ -34,6 +35,7 @@ __all__ = [
     "EarlyStopping",
     "Evaluate",
     "EvaluateConfig",
+    "Event",
     "ExistingModelConfig",
     "Expert",
     "Gate",
@@ -46,11 +48,14 @@ __all__ = [
     "MultiToken",
     "NewModelConfig",
     "Night",
+    "Nightly",
+    "Notify",
     "Optim",
     "Paths",
     "Precision",
     "Pretrain",
     "PretrainConfig",
+    "Promotion",
     "PythonDocs",
     "Reading",
     "Runtime",

@@ -11,6 +11,7 @@ from ttrain.config.base import Section
 from ttrain.config.data import Data, PythonDocs, Reading, Shards, Tokenizer
 from ttrain.config.evaluate import Evaluate
 from ttrain.config.model import Model
+from ttrain.config.nightly import Nightly, Notify, Promotion
 from ttrain.config.runtime import Runtime, Tracking
 from ttrain.config.training import NONE, TRAININGS, Lora, Pretrain, Sft, Training
 
@@ -45,6 +46,9 @@ class Settings(Section):
     evaluate: Evaluate = Evaluate()
     runtime: Runtime = Runtime()
     tracking: Tracking = Tracking()
+    nightly: Nightly = Nightly()
+    promotion: Promotion = Promotion()
+    notify: Notify = Notify()
 
     @property
     def starts(self) -> dict[str, str]:

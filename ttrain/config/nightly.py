@@ -1,0 +1,59 @@
+"""Settings of nights: what is trained again, what becomes champion, who is told. None of them is part of a key."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from ttrain.config.base import Section
+from ttrain.config.runtime import CLOCK
+
+Event = Literal["failed", "promoted", "kept", "skipped", "unfinished"]
+
+
+class Nightly(Section):
+    """What a night trains."""
+
+    start_from: Literal["champion", "scratch"] = Field(
+        "champion",
+        description="pretraining continues the champion's base model, or begins anew, as the first night does",
+    )
+    data: Literal["new", "all"] = Field(
+        "new", description="files that no completed night has read, or all of them; those already tokenized are not again"
+    )
+    deadline: str | None = Field(None, pattern=CLOCK, description="hour:minute when a night saves its state and stops")
+    deadline_hours: float | None = Field(None, gt=0, description="the same, so long after the night began")
+    timezone: str | None = Field(None, description="of the deadline, such as Europe/Berlin; empty: the machine's own")
+    attempts: int = Field(2, ge=1, description="nights in which the same list of files may fail before it is given up")
+
+    @model_validator(mode="after")
+    def _one_deadline(self) -> Nightly:
+        if self.deadline is not None and self.deadline_hours is not None:
+            raise ValueError(
+                f"nightly.deadline is {self.deadline} and nightly.deadline_hours is {self.deadline_hours}; set one of them"
+            )
+        return self
+
+
+class Promotion(Section):
+    """When a challenger becomes champion."""
+
+    metric: str = Field("bits_per_byte", min_length=1, description="of the evaluation, on the same held-out data")
+    higher_is_better: bool = False
+    margin: float = Field(0.0, ge=0, description="the challenger must be better by more than this")
+    confidence: float = Field(
+        0.95, gt=0.5, lt=1, description="of the paired bootstrap interval, whose lower end must exceed the margin"
+    )
+    resamples: int = Field(2000, ge=0, description="of the bootstrap; 0: the figures alone decide")
+    min_samples: int = Field(20, ge=2, description="held-out records below which the figures alone decide")
+    seed: int = Field(1, ge=0, lt=2**32)
+
+
+class Notify(Section):
+    """Who is told what happened. Nothing leaves the machine unless it is set here."""
+
+    command: tuple[str, ...] = Field((), description="program and arguments, no shell; the message is JSON on stdin")
+    webhook: str | None = Field(None, pattern=r"^https?://\S+$", description="URL to which the message is posted as JSON")
+    on: tuple[Event, ...] = ("failed", "promoted", "skipped")
+    timeout_seconds: float = Field(10.0, gt=0)
