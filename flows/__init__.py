@@ -9,12 +9,13 @@ from ttrain.errors import UsageError
 from ttrain.plan import Recipe
 
 RECIPES: dict[str, Recipe] = {"full": full}
+NAMES = (*RECIPES, "nightly")  # whose recipe depends on what a night finds (`flows/nightly.py`)
 
 
 def recipe(name: str) -> Recipe:
     """The recipe of a pipeline. Raises UsageError with the nearest name."""
     if name in RECIPES:
         return RECIPES[name]
-    near = difflib.get_close_matches(name, RECIPES, n=1)
-    hint = f"did you mean '{near[0]}'?" if near else f"there are: {', '.join(RECIPES)}"
+    near = difflib.get_close_matches(name, NAMES, n=1)
+    hint = f"did you mean '{near[0]}'?" if near else f"there are: {', '.join(NAMES)}"
     raise UsageError(f"there is no pipeline '{name}'; {hint}")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Any
 
 from rich.console import Console
@@ -19,7 +19,8 @@ from ttrain.config import Settings
 from ttrain.display import Display
 from ttrain.errors import Interrupted, UsageError
 from ttrain.execute import Execution
-from ttrain.plan import Planned, no_stage
+from ttrain.plan import Planned, Recipe, no_stage
+from ttrain.selection import planned_part
 from ttrain.stages import Stage
 from ttrain.stopping import catching_signals
 from ttrain.store import Artifact, Store
@@ -32,31 +33,52 @@ def run_pipeline(
     stages: list[Planned],
     console: Console,
     *,
-    engine: str,
-    force: frozenset[str],
-    extend: bool,
-) -> None:
-    """Run what the plan says, then print the evaluation and what to do next. Raises what the first failed stage raised."""
+    engine: str = "prefect",
+    force: frozenset[str] = frozenset(),
+    extend: bool = False,
+    go_on: str = "",
+    own_recipe: Recipe | None = None,
+    began: Callable[[Execution], object] = lambda execution: None,
+    extra_tags: Mapping[str, str] = MappingProxyType({}),
+    in_flow: bool = False,
+    stop_at: float | None = None,
+) -> Execution:
+    """Run what the plan `stages` says, then print the evaluation and what to do next; returns what became of it.
+
+    `own_recipe`: instead of that of the pipeline's name; the plan must be of it. `began` is called with the run before its
+    first stage. `extra_tags` go to its tracked run. `in_flow`: the stages join the Prefect flow run that this is called in.
+    At `stop_at`, in seconds since the epoch, the stages are asked to save and stop. Raises what the first failed stage
+    raised, or Interrupted.
+    """
     if settings.runtime.sharding == "dask" and engine != "prefect":
         raise UsageError(
             f"runtime.sharding is dask, which goes through Prefect, but --engine is {engine}; try --engine prefect"
         )
     names = [planned.stage.name for planned in stages]
+    chosen = planned_part(own_recipe or recipe(pipeline), stages)
     outcome, error = "failed", None
     display = Display(console)
     with contextlib.closing(display), _ended_by_signals():
         if engine == "prefect":
             from flows import orchestrate
 
-            wait_for_server = orchestrate.begin(store.root)
-        execution = _begin(pipeline, settings, store, display, names, force=force, extend=extend)
+            wait_for_server = (lambda: None) if in_flow else orchestrate.begin(store.root)
+        execution = _begin(
+            pipeline, settings, store, display, names, force=force, extend=extend, go_on=go_on, extra_tags=extra_tags
+        )
+        execution.planned = stages
         try:
+            for planned in stages:
+                if planned.taken:
+                    execution.take(planned)
+            began(execution)
             execution.raise_if_signalled()
-            if engine == "prefect":
-                orchestrate.run(execution, recipe(pipeline), wait_for_server)
-            else:
-                with execution.catching_signals():
-                    run_plain(execution, recipe(pipeline))
+            with execution.stopping_at(stop_at):
+                if engine == "prefect":
+                    orchestrate.run(execution, chosen, wait_for_server, in_flow=in_flow)
+                else:
+                    with execution.catching_signals():
+                        run_plain(execution, chosen)
             outcome = "completed"
         except (Interrupted, KeyboardInterrupt) as raised:
             outcome, error = "interrupted", str(raised)
@@ -67,6 +89,7 @@ def run_pipeline(
         finally:
             _finish(execution, outcome, error)
             _closing_words(execution, outcome, console)
+    return execution
 
 
 @contextlib.contextmanager
@@ -88,9 +111,7 @@ def _begin(
     store: Store,
     display: Display,
     names: list[str],
-    *,
-    force: frozenset[str],
-    extend: bool,
+    **options: Any,
 ) -> Execution:
     """The execution. A signal meanwhile waits for it, so that what it has recorded is closed; a second one does not."""
     signums: list[int] = []
@@ -100,7 +121,7 @@ def _begin(
         display.say("[yellow]stopping before a stage begins (again to end at once)[/]")
 
     with catching_signals(asked, _EarlySignal):
-        execution = Execution(pipeline, settings, store, display, names, force=force, extend=extend)
+        execution = Execution(pipeline, settings, store, display, names, **options)
     execution.signum = signums[0] if signums else 0
     return execution
 
@@ -160,6 +181,7 @@ def run_one_stage(
             execution.raise_if_signalled()
             with execution.catching_signals():
                 artifact, state = execution.run_stage(stage, planned[name].inputs, lambda line: None)
+            artifact = store.complete(artifact, said=lambda line: display.say(f"  {name}: {line}"))
             outcome = "completed"
             console.print(f"artifact: {artifact.path}", highlight=False, soft_wrap=True)
             return artifact, state

@@ -9,14 +9,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from flows import servers
-from ttrain import report, runs
+from flows import lives, servers
+from flows.lives import TAG, bury_the_dead, current_flow_run, obeying_cancellation
+from tasks.courtesy import courtesy
+from ttrain import report
 from ttrain.errors import Interrupted, TTrainError, UsageError
 from ttrain.execute import Execution
 from ttrain.plan import Recipe
 from ttrain.stages import Stage
+from ttrain.store import Artifact
 
-TAG = "ttrain"
 SIDE_BY_SIDE = 4  # the widest place of a recipe, and one to spare
 
 
@@ -32,16 +34,15 @@ def begin(home: Path) -> Callable[[], None]:
     return servers.own_server(home)
 
 
-def run(execution: Execution, recipe: Recipe, wait_for_server: Callable[[], None]) -> None:
-    """Run the recipe as a flow. Raises what the first failed stage raised, or Interrupted."""
+def run(execution: Execution, recipe: Recipe, wait_for_server: Callable[[], None], *, in_flow: bool = False) -> None:
+    """Run the recipe as a flow, or `in_flow` as a part of the flow run of a deployment that calls this.
+
+    Raises what the first failed stage raised, or Interrupted.
+    """
     from prefect import flow, tags
-    from prefect.artifacts import create_markdown_artifact
-    from prefect.futures import PrefectFuture
     from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
     from prefect.states import Cancelled, Failed, State
     from prefect.task_runners import ThreadPoolTaskRunner
-
-    from tasks.stage import stage_task
 
     if execution.settings.runtime.sharding == "dask":
         from tasks.blocks import make_on_dask
@@ -50,6 +51,15 @@ def run(execution: Execution, recipe: Recipe, wait_for_server: Callable[[], None
         execution.make_parts_elsewhere = lambda stage, work: make_on_dask(stage, work, runtime, lambda: execution.signum)
     wait_for_server()
     bury_the_dead(execution.store.root)
+    if not servers.is_own():
+        with courtesy():
+            lives.create_automation()
+    if in_flow:
+        with execution.catching_signals():
+            _rename(execution.record.run)
+            _run_stages(execution, recipe)
+        _raise_what_happened(execution, "a retry or the next run continues")
+        return
 
     @flow(  # type: ignore[untyped-decorator]  # mypy does not follow Prefect
         name=execution.pipeline,
@@ -59,60 +69,69 @@ def run(execution: Execution, recipe: Recipe, wait_for_server: Callable[[], None
         task_runner=ThreadPoolTaskRunner(max_workers=SIDE_BY_SIDE),
     )
     def pipeline(settings: dict[str, Any]) -> State[Any] | None:
-        futures: list[PrefectFuture[Any]] = []
-
-        def submit(stage: Stage, **inputs: PrefectFuture[Any] | None) -> PrefectFuture[Any]:
-            given = {name: future for name, future in inputs.items() if future is not None}
-            futures.append(stage_task(stage, execution).submit(given))
-            return futures[-1]
-
-        # inside: Prefect sets a handler of its own around the flow
-        with contextlib.suppress(Interrupted), execution.catching_signals():
-            recipe(submit, execution.settings)
-            for future in futures:
-                future.wait()
+        with execution.catching_signals():  # inside: Prefect sets a handler of its own around the flow
+            with courtesy():
+                lives.claim(execution.store.root)
+            _run_stages(execution, recipe)
         if execution.signum:
             did = "were ended where they stood" if execution.at_once else "saved their state"
-            return Cancelled(message=f"stopped by a signal; the stages {did}")
+            return Cancelled(message=f"{execution.stop_reason}; the stages {did}")
         for error in execution.failures.values():
             return Failed(message=str(error))
-        table = report.markdown(report.evaluation_table(execution.metrics()), ("what", "value", ""))
-        create_markdown_artifact(table, key="evaluation", description=f"evaluation of {execution.record.run}")
         return None
 
-    # Its heartbeat thread sleeps a second at the end of each flow; a run's life is recorded in its own file.
-    with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}), tags(TAG):
+    # The thread of the heartbeats sleeps a second at the end of each flow, for a server that ends with this process anyhow
+    heartbeat = None if servers.is_own() else lives.HEARTBEAT_SECONDS
+    with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: heartbeat}), tags(TAG):
         final = pipeline(execution.settings.model_dump(mode="json"), return_state=True)
-    if execution.signum:
-        raise Interrupted("stopped by a signal; the same command continues", execution.signum)
-    for error in execution.failures.values():
-        raise error
+    _raise_what_happened(execution)
     if not final.is_completed():
         raise TTrainError(f"Prefect ended the run as {final.name}: {final.message}")
 
 
-def bury_the_dead(home: Path) -> list[str]:
-    """Mark as Crashed what Prefect believes to be running though its process is gone; returns the names of those runs."""
-    from prefect.client.orchestration import get_client
-    from prefect.client.schemas import filters
-    from prefect.client.schemas.objects import StateType
-    from prefect.states import Crashed
+def _run_stages(execution: Execution, recipe: Recipe) -> None:
+    """Submit every stage to the flow run that this is called in, and wait for them; tell Prefect what came of it."""
+    from prefect.artifacts import create_link_artifact, create_markdown_artifact, create_table_artifact
+    from prefect.futures import PrefectFuture
 
-    unfinished = [StateType.RUNNING, StateType.PENDING, StateType.CANCELLING]
-    recorded = {run["run"]: run["outcome"] for run in runs.history(home)}
-    buried = []
-    with contextlib.suppress(Exception), get_client(sync_client=True) as client:  # a courtesy, never a reason to fail
-        states = filters.FlowRunFilterState(type=filters.FlowRunFilterStateType(any_=unfinished))
-        tagged = filters.FlowRunFilterTags(all_=[TAG])
-        for run in client.read_flow_runs(flow_run_filter=filters.FlowRunFilter(tags=tagged, state=states)):
-            if recorded.get(run.name, "running") == "running":
-                continue
-            task_states = filters.TaskRunFilterState(type=filters.TaskRunFilterStateType(any_=unfinished))
-            for task_run in client.read_task_runs(
-                flow_run_filter=filters.FlowRunFilter(id=filters.FlowRunFilterId(any_=[run.id])),
-                task_run_filter=filters.TaskRunFilter(state=task_states),
-            ):
-                client.set_task_run_state(task_run.id, Crashed(message="its process is gone"), force=True)
-            client.set_flow_run_state(run.id, Crashed(message="its process is gone"), force=True)
-            buried.append(run.name)
-    return buried
+    from tasks.stage import stage_task
+
+    futures: list[PrefectFuture[Any]] = []
+
+    def submit(stage: Stage, **inputs: PrefectFuture[Any] | Artifact | None) -> PrefectFuture[Any]:
+        given = {name: future for name, future in inputs.items() if future is not None}
+        futures.append(stage_task(stage, execution).submit(given))
+        return futures[-1]
+
+    run = execution.record.run
+    execution.record.note(prefect={"flow_run_id": str(current_flow_run().id)})
+    with courtesy():
+        names = ("stage", "state", "key", "why")
+        plan = [dict(zip(names, row, strict=True)) for row in report.plan_rows(execution.planned)]
+        create_table_artifact(plan, key="plan", description=f"what {run} was going to do")
+        if page := execution.pages.get("run"):
+            create_link_artifact(page, key="mlflow", link_text=f"{run} in MLflow")
+    with contextlib.suppress(Interrupted), obeying_cancellation(execution):
+        recipe(submit, execution.settings)
+        for future in futures:
+            future.wait()
+    rows = report.evaluation_table(execution.metrics())
+    if rows and not execution.signum and not execution.failures:
+        with courtesy():
+            table = report.markdown(rows, ("what", "value", ""))
+            create_markdown_artifact(table, key="evaluation", description=f"evaluation of {run}")
+
+
+def _rename(name: str) -> None:
+    """Give the flow run of a deployment the name under which `ttrain pipeline status` lists it."""
+    from prefect.client.orchestration import get_client
+
+    with courtesy(), get_client(sync_client=True) as client:
+        client.set_flow_run_name(current_flow_run().id, name)
+
+
+def _raise_what_happened(execution: Execution, cure: str = "the same command continues") -> None:
+    if execution.signum:
+        raise Interrupted(f"{execution.stop_reason}; {cure}", execution.signum)
+    for error in execution.failures.values():
+        raise error

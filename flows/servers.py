@@ -41,6 +41,8 @@ SILENT: Final = {
 # The level of the console's handler, not of a logger: what flow and task runs say still reaches the API and so the UI.
 QUIET: Final = {"PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "ERROR", "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore"}
 
+_own_url: str | None = None  # of the server that this process started
+
 
 @dataclass(frozen=True)
 class Servers:
@@ -74,6 +76,11 @@ def answers(api_url: str) -> bool:
         return False
 
 
+def is_own() -> bool:
+    """Whether this process started the Prefect server that it uses."""
+    return _own_url is not None and os.environ.get("PREFECT_API_URL") == _own_url
+
+
 def own_server(home: Path) -> Callable[[], None]:
     """Starts a Prefect server for this process alone, unless one is named or running; returns what waits for it.
 
@@ -96,7 +103,8 @@ def own_server(home: Path) -> Callable[[], None]:
     ephemeral = {"PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1", "PREFECT_SERVER_UI_ENABLED": "false"}
     process = processes.spawn(command, {**ephemeral, OWNER: str(owner)}, path)
     atexit.register(processes.end, process, owner)  # atexit comes after Prefect has sent its last logs and events
-    os.environ["PREFECT_API_URL"] = f"http://{HOST}:{port}/api"
+    global _own_url
+    _own_url = os.environ["PREFECT_API_URL"] = f"http://{HOST}:{port}/api"
 
     def wait() -> None:
         try:
@@ -134,11 +142,19 @@ def up(home: Path, *, prefect_port: int = 4200, mlflow_port: int = 5000) -> Serv
     A port that another program holds is passed over for the next free one. Raises TTrainError, with the end of the log,
     when a server does not start; then none that this call started is left.
     """
+    start(home, {"prefect": prefect_port, "mlflow": mlflow_port})
+    found = running(home)
+    assert found is not None, "both have just answered"
+    return found
+
+
+def start(home: Path, ports: Mapping[str, int]) -> None:
+    """What `up` does, for the servers that are named with the ports to try first."""
     home = home.resolve()
     started: list[tuple[processes.Server, subprocess.Popen[bytes]]] = []
     with processes.start_lock(home):
         try:
-            for name, port in (("prefect", prefect_port), ("mlflow", mlflow_port)):
+            for name, port in ports.items():
                 if not processes.living(home, name):
                     processes.stop(home, name)  # what is left of one that does not answer
                     started.append(_start(home, name, port))
@@ -151,9 +167,6 @@ def up(home: Path, *, prefect_port: int = 4200, mlflow_port: int = 5000) -> Serv
         finally:
             for _, process in started:
                 process.returncode = 0  # it is left to itself, or gone: Popen would warn of a child that still runs
-    found = running(home)
-    assert found is not None, "both have just answered"
-    return found
 
 
 def down(home: Path) -> list[str]:

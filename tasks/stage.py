@@ -9,10 +9,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from prefect import Task, task
+from prefect.artifacts import create_link_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.logging import get_run_logger
+from prefect.runtime import task_run
 from prefect.states import Cancelled, Completed, Failed, State
 
+from tasks.courtesy import courtesy
 from ttrain.errors import Interrupted, TTrainError
 from ttrain.execute import Execution
 from ttrain.stages import Stage
@@ -20,13 +23,22 @@ from ttrain.store import Artifact
 
 
 def stage_task(stage: Stage, execution: Execution) -> Task[..., Any]:
-    """A Prefect task for one stage of one run; its retries continue where the try before was killed or failed."""
-    runtime = execution.settings.runtime
+    """A Prefect task for one stage of one run; its retries continue where the try before was killed or failed.
+
+    A mistake of settings or data fails at once. The delay before a retry is waited for here and not by Prefect, whose
+    sleep no signal ends.
+    """
+    attempts = execution.settings.runtime.attempts_of(stage.name)
+    retries, first_delay = attempts.retries or 0, attempts.retry_delay_seconds or 0.0
 
     def body(inputs: Mapping[str, Artifact]) -> State[Any]:
         logger = get_run_logger()
+        if done := (task_run.run_count or 1) - 1:
+            delay = first_delay * 2 ** (done - 1)
+            logger.info("waiting %.1f s before retry %d of %d", delay, done, retries)
+            execution.wait(delay)
         if execution.signum:
-            return Cancelled(message="the run was asked to stop before this stage began")
+            return Cancelled(message=f"{execution.stop_reason} before this stage began")
         try:
             artifact, state = execution.run_stage(stage, inputs, logger.info)
         except Interrupted as error:
@@ -35,6 +47,10 @@ def stage_task(stage: Stage, execution: Execution) -> Task[..., Any]:
             # Returned, not raised: Prefect pickles what is raised, and prints its traceback, which tells a user nothing.
             logger.error("%s", error)
             return Failed(message=str(error), data=error)
+        finally:
+            if page := execution.pages.get(stage.name):
+                with courtesy():
+                    create_link_artifact(page, key=f"mlflow-{stage.name}", link_text=f"{stage.name} in MLflow")
         if state == "cached":
             return Completed(name="Cached", message="same settings, inputs and code", data=artifact)
         return Completed(message=f"{state}: {artifact.path}", data=artifact)
@@ -44,8 +60,14 @@ def stage_task(stage: Stage, execution: Execution) -> Task[..., Any]:
         name=stage.name,
         task_run_name=stage.name,
         description=f"stage {stage.name}, module {stage.module}",
-        retries=runtime.retries,
-        retry_delay_seconds=runtime.retry_delay_seconds,
+        tags={"trains"} if stage.uses_ranks else None,
+        retries=retries,
+        retry_condition_fn=lambda task, run, state: not execution.signum and not _is_mistake(state),
         persist_result=False,
         cache_policy=NO_CACHE,
     )
+
+
+def _is_mistake(state: State[Any]) -> bool:
+    """Whether trying again gives the same: what failed is in the state, as `body` puts it there."""
+    return isinstance(state.data, TTrainError) and state.data.is_mistake

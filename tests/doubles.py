@@ -451,7 +451,11 @@ class Watcher:
         self.lines.append(line)
         self.act(line)
 
-    def waiting(self, stage: Stage) -> None: ...
+    def waiting(self, stage: Stage, who: str) -> None:
+        self.lines.append(f"waiting for {who}")
+
+    def fetching(self, stage: Stage, line: str) -> None:
+        self.lines.append(line)
 
     def process_ended(self, stage: Stage) -> None: ...
 

@@ -18,8 +18,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ttrain.config import EvaluateConfig, LoraConfig, PretrainConfig, SftConfig
+from ttrain.data.encoder import Encoder
 from ttrain.evaluate import baselines, samples
-from ttrain.evaluate.perplexity import IGNORE, Score, score, windows
+from ttrain.evaluate.perplexity import IGNORE, Score, score_each, windows
+from ttrain.evaluate.scores import sums_of
+from ttrain.model import factory
 from ttrain.stages import evaluate, lora, pretrain, sft
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -37,10 +40,12 @@ class Uniform(nn.Module):
 
 
 def score_of(model: nn.Module, sequences: Any, length: int, stride: int) -> Score:
-    return score(
+    """All sequences together."""
+    found = score_each(
         model, sequences, length=length, stride=stride, autocast=contextlib.nullcontext, device=CPU,
         progress=lambda done, total: None,
     )  # fmt: skip
+    return Score(sum(one.nats for one in found), sum(one.tokens for one in found))
 
 
 def sequence(seed: int, length: int) -> tuple[list[int], list[bool]]:
@@ -101,7 +106,6 @@ def test_a_text_that_fits_into_a_window_costs_what_a_naive_sum_says() -> None:
     found = score_of(model, sequences, length=32, stride=16)
     assert found.tokens == count
     assert found.nats == pytest.approx(nats, rel=1e-6)
-    assert found.loss == pytest.approx(nats / count, rel=1e-6)
 
 
 @pytest.mark.parametrize("stride", [1, 5, 16])
@@ -228,13 +232,14 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return SimpleNamespace(root=root, inputs=inputs, settings=settings, result=result)
 
 
+def held_out_texts(evaluated: Any) -> list[str]:
+    files = sorted((evaluated.inputs["documents"] / "heldout").glob("*.jsonl"))
+    return [json.loads(line)["text"] for path in files for line in path.read_text(encoding="utf-8").splitlines()]
+
+
 def test_bits_per_byte_are_those_of_the_held_out_text(evaluated: Any) -> None:
     """By hand: every document after its first token, its own tokens only, over the bytes of the text."""
-    from ttrain.data.encoder import Encoder
-    from ttrain.model import factory
-
-    files = sorted((evaluated.inputs["documents"] / "heldout").glob("*.jsonl"))
-    texts = [json.loads(line)["text"] for path in files for line in path.read_text(encoding="utf-8").splitlines()]
+    texts = held_out_texts(evaluated)
     encoder, model = Encoder(evaluated.inputs["base"] / "model"), factory.load(evaluated.inputs["base"] / "model")
     sequences = [([encoder.special("<|bos|>"), *ids], [False] + [True] * len(ids)) for ids in encoder.encode(texts)]
     size = sum(len(text.encode()) for text in texts)
@@ -254,7 +259,7 @@ def test_the_evaluation_has_every_figure_and_gives_the_same_ones_again(evaluated
     config = EvaluateConfig(evaluate=evaluated.settings.evaluate)
     again = run_here(evaluate, config, tmp_path, evaluated.inputs, evaluated.settings.runtime)
     assert again == evaluated.result
-    for name in ("evaluation.json", "samples.json"):
+    for name in ("evaluation.json", "samples.json", "scores.json"):
         assert (tmp_path / name).read_bytes() == (evaluated.root / "output" / name).read_bytes()
 
 
@@ -264,3 +269,30 @@ def test_chats_cost_what_the_assistants_tokens_cost(evaluated: Any) -> None:
     assert counts["chat_tokens"] == index["live_tokens"]
     assert metrics["chat_loss_sft"] == metrics["domain_loss_sft"], "both parts are the same chats here"
     assert metrics["chat_loss_sft"] < metrics["chat_loss_base"], "the fine-tuned model knows chats better than its base"
+
+
+def test_the_records_behind_a_figure_give_it_and_each_costs_what_it_costs_alone(evaluated: Any) -> None:
+    metrics, output = evaluated.result["metrics"], evaluated.root / "output"
+    for metric in (name for name in metrics if name.split("_")[-1] not in ("zlib", "xz", "order0")):
+        found = sums_of(output, metric)
+        assert found is not None
+        sums, sizes, records = found
+        assert len(sums) == len(sizes) == len(records) > 1
+        assert sum(sums) / sum(sizes) == pytest.approx(metrics[metric], rel=1e-12), metric
+    assert sums_of(output, "bits_per_byte_xz") is None, "a compressor reads all as one stream"
+    model = factory.load(evaluated.inputs["base"] / "model")
+    (text, *_), encoder = held_out_texts(evaluated), Encoder(evaluated.inputs["base"] / "model")
+    ids = encoder.encode([text])[0]
+    alone = score_of(model, [([encoder.bos_id, *ids], [False] + [True] * len(ids))], 32, 16).nats / math.log(2)
+    sums, sizes, _ = sums_of(output, "bits_per_byte") or ([], [], [])
+    assert (sums[0], sizes[0]) == (pytest.approx(alone, rel=1e-6), len(text.encode()))
+
+
+def test_records_are_named_by_what_they_say_whoever_is_scored(evaluated: Any, tmp_path: Path) -> None:
+    """Another model on the same data has the same names in the same order, so that two evaluations can be paired."""
+    inputs = {**evaluated.inputs, "base": evaluated.inputs["sft"]}
+    run_here(evaluate, EvaluateConfig(evaluate=evaluated.settings.evaluate), tmp_path, inputs, evaluated.settings.runtime)
+    ours, theirs = sums_of(evaluated.root / "output", "bits_per_byte"), sums_of(tmp_path, "bits_per_byte")
+    assert ours is not None and theirs is not None
+    assert ours[1:] == theirs[1:]
+    assert ours[0] != theirs[0]

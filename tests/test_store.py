@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import platform
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,7 +33,7 @@ MANIFEST = {"result": {"loss": 1.5}, "ingredients": {"settings": {}}}
 
 # Publishes, and kills itself right before its n-th call that reaches the disk; prints how many there were otherwise.
 KILLED_PUBLISH = f"""
-import os, signal, sys
+import io, os, signal, sys
 from pathlib import Path
 from ttrain.store import Store
 fatal, calls = int(sys.argv[2]), 0
@@ -41,7 +45,10 @@ def counted(function):
             os.kill(os.getpid(), signal.SIGKILL)
         return function(*arguments, **named)
     return call
-os.fsync, os.rename, os.replace = counted(os.fsync), counted(os.rename), counted(os.replace)
+for name in ("fsync", "rename", "replace", "mkdir", "unlink"):
+    setattr(os, name, counted(getattr(os, name)))
+plain, writing = io.open, counted(io.open)
+io.open = lambda file, mode="r", *rest: (plain if mode in ("r", "rb") else writing)(file, mode, *rest)
 Store(Path(sys.argv[1])).publish({STAGE!r}, {KEY!r}, Path(sys.argv[3]), {MANIFEST!r})
 print(calls)
 """
@@ -112,6 +119,12 @@ def test_publishing_is_all_or_nothing_wherever_it_is_killed(tmp_path: Path, repl
             assert found, "a publish that ended well is found"
             break
         assert process.returncode == -signal.SIGKILL
+        finished = store.finish_publishing(STAGE, KEY)
+        if finished:
+            assert store.find(STAGE, KEY) == finished, "what lacked only its place is not built again"
+            seen = contents(finished.path)
+            del seen["manifest.json"]
+            assert seen == whole
         if not output.exists():
             make_output(output, new)
         again = store.publish(STAGE, KEY, output, MANIFEST)
@@ -120,7 +133,7 @@ def test_publishing_is_all_or_nothing_wherever_it_is_killed(tmp_path: Path, repl
         del seen["manifest.json"]
         assert seen == whole
         assert store.find(STAGE, KEY)
-    assert int(printed) >= 8
+    assert int(printed) >= 12
     assert fatal == int(printed) + 1, "it was killed at each of its calls"
 
 
@@ -291,6 +304,97 @@ def test_other_keys_and_stages_are_not_locked(store: Store, holder: subprocess.P
         with store.lock("sft", "key", waiting=lambda: asked.append("sft")):
             assert holder.poll() is None
     assert asked == []
+
+
+def test_who_waits_is_told_which_process_has_the_lock(store: Store, holder: subprocess.Popen[str]) -> None:
+    assert store.holder("pretrain", "key") == (holder.pid, platform.node())
+    told: list[tuple[int, str] | None] = []
+    assert holder.stdin is not None
+
+    def waiting() -> None:
+        told.append(store.holder("pretrain", "key"))
+        holder.stdin.write("\n")  # type: ignore[union-attr]
+        holder.stdin.flush()  # type: ignore[union-attr]
+
+    with store.lock("pretrain", "key", waiting=waiting):
+        assert store.holder("pretrain", "key") == (os.getpid(), platform.node())
+    assert told == [(holder.pid, platform.node())]
+    assert store.holder("pretrain", "key") is None
+
+
+def test_an_artifact_is_newer_than_those_before_it_also_where_the_clock_was_set_back(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for key, clock in (("first", 2e9), ("second", 1e9), ("third", 1e9), ("fourth", 2e9 + 60)):
+        monkeypatch.setattr(time, "time", lambda now=clock: now)
+        publish(store, key)
+    assert [artifact.key for artifact in store.artifacts(STAGE)] == ["fourth", "third", "second", "first"]
+    assert store.latest(STAGE).manifest["published"] == 2e9 + 60, "and it shows the time again once that is later"
+
+
+def test_all_that_is_published_is_on_disk_before_its_name_is(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each file and directory is waited for after its last change, and the new names after the rename."""
+    order: list[tuple[str, int]] = []
+    fsync, rename = os.fsync, os.rename
+
+    def synced(descriptor: int) -> None:
+        order.append(("fsync", os.fstat(descriptor).st_ino))
+        fsync(descriptor)
+
+    def renamed(source: Any, target: Any) -> None:
+        order.append(("rename", os.stat(source).st_ino))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "rename", renamed)
+    path = publish(store).path
+    before, after = (
+        order[: order.index(("rename", path.stat().st_ino))],
+        order[order.index(("rename", path.stat().st_ino)) :],
+    )
+    assert {inode for _, inode in before} >= {entry.stat().st_ino for entry in [path, *path.rglob("*")]}
+    assert ("fsync", path.parent.stat().st_ino) in after
+    assert ("fsync", path.parent.parent.stat().st_ino) in order, "the stage's own directory is new, too"
+    manifest = (path / "manifest.json").stat().st_ino
+    assert [inode for _, inode in before].index(manifest) > max(
+        [inode for _, inode in before].index((path / name).stat().st_ino) for name in FILES
+    ), "the manifest is last"
+
+
+def test_work_that_changed_after_its_manifest_was_written_is_not_taken_for_finished(store: Store) -> None:
+    whole = publish(store).path
+    output = store.work(STAGE, KEY) / "output"
+    whole.rename(output)  # as it is before the last step
+    (output / "tokenizer.json").write_bytes(b"[]")
+    assert store.finish_publishing(STAGE, KEY) is None
+    (output / "tokenizer.json").write_bytes(b"{}")
+    assert store.finish_publishing("sft", KEY) is None
+    assert store.finish_publishing(STAGE, KEY) == store.find(STAGE, KEY)
+    assert store.find(STAGE, KEY) is not None
+
+
+def test_an_artifact_that_was_copied_to_the_place_of_another_key_is_not_found_there(store: Store) -> None:
+    artifact = publish(store)
+    shutil.copytree(artifact.path, store.path(STAGE, "other"))
+    shutil.copytree(artifact.path, store.path("sft", KEY))
+    assert store.find(STAGE, "other") is None
+    assert store.find("sft", KEY) is None
+    assert [found.key for found in store.everything()] == [KEY]
+
+
+def test_a_file_that_cannot_be_written_leaves_the_old_one_and_nothing_else(tmp_path: Path) -> None:
+    write_json(tmp_path / "value.json", {"old": 1})
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
+    try:
+        with pytest.raises(OSError, match=r"value\.json"):
+            write_json(tmp_path / "value.json", {"new": "x" * 5000})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert read_json(tmp_path / "value.json") == {"old": 1}
+    assert [path.name for path in tmp_path.iterdir()] == ["value.json"]
 
 
 def test_json_is_written_whole_and_what_is_not_json_reads_as_nothing(tmp_path: Path) -> None:

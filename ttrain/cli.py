@@ -19,7 +19,11 @@ from ttrain.cli_export import EPILOG as EXPORT_EPILOG
 from ttrain.cli_export import export
 from ttrain.cli_gate import gate_app
 from ttrain.cli_model import model_app
+from ttrain.cli_models import models_app
 from ttrain.cli_pipeline import pipeline_app
+from ttrain.cli_schedule import EPILOG as SERVE_EPILOG
+from ttrain.cli_schedule import schedule_app
+from ttrain.cli_schedule import serve as serve_schedules
 from ttrain.cli_settings import AsJson, Extend, Files, Force, Overrides, Profiles, load_settings
 from ttrain.cli_talk import chat, generate, serve
 from ttrain.cli_train import run_stage, train_app
@@ -44,6 +48,8 @@ config_app = typer.Typer(
     help="Show the settings and where each value comes from.",
     epilog="Example:  ttrain config show --profile small",
 )
+pipeline_app.add_typer(schedule_app, name="schedule")
+pipeline_app.command("serve", epilog=SERVE_EPILOG)(serve_schedules)
 app.add_typer(pipeline_app, name="pipeline")
 app.add_typer(stage_app, name="stage")
 app.add_typer(artifacts_app, name="artifacts")
@@ -54,6 +60,7 @@ app.add_typer(tokenizer_app, name="tokenizer")
 app.add_typer(train_app, name="train")
 app.add_typer(gate_app, name="gate")
 app.add_typer(model_app, name="model")
+app.add_typer(models_app, name="models")
 
 
 def _version(show: bool) -> None:

@@ -1,23 +1,241 @@
-"""`ttrain artifacts`: what the stages left behind."""
+"""`ttrain artifacts`: what the stages left behind: found, checked, kept across a code change, removed."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ttrain.cli_settings import AsJson, Files, Overrides, Profiles, load_settings, plan_of
+from ttrain.terminal import bar, print_json, table
+
+if TYPE_CHECKING:
+    from ttrain.store import Artifact, Store
+
+MEGABYTE = 1e6
+KEEP_RUNS, OLDER_THAN_DAYS = 10, 14.0
+
 artifacts_app = typer.Typer(
-    no_args_is_help=True, help="Find what the stages left behind.", epilog="Example:  ttrain artifacts path sft"
+    no_args_is_help=True,
+    help="Find, check, keep and remove what the stages left behind.",
+    epilog="Examples:  ttrain artifacts list\n\nttrain artifacts clean --dry-run",
 )
 
+StageName = Annotated[str, typer.Argument(help="the stage")]
+SomeStage = Annotated[str, typer.Argument(help="of this stage alone", show_default=False)]
+Key = Annotated[str, typer.Argument(help="the beginning of its key; without: the newest", show_default=False)]
 
-@artifacts_app.command("path", epilog="Example:  ls $(ttrain artifacts path sft)/model")
-def artifacts_path(stage: Annotated[str, typer.Argument(help="the stage; its latest artifact is meant")]) -> None:
-    """Print where the latest artifact of a stage lies."""
-    from ttrain.errors import UsageError
-    from ttrain.stages import STAGES
+
+@artifacts_app.command("list", epilog="Examples:  ttrain artifacts list\n\nttrain artifacts list sft --json")
+def artifacts_list(stage: SomeStage = "", as_json: AsJson = False) -> None:
+    """List what is finished, and what unfinished work could go on, with the newest run that made or used each."""
+    from ttrain.artifacts import SHOWN_KEY, check_stage, rows
+
+    if stage:
+        check_stage(stage)
+    found = rows(_store(), stage or None)
+    if as_json:
+        print_json([row.to_json() for row in found])
+        return
+    shown = [
+        (row.stage, row.key[:SHOWN_KEY], _date(row.published), row.state, _size(row.bytes), row.run or "") for row in found
+    ]
+    table(("stage", "key", "published", "state", "size", "run"), shown)
+    print(f"{len(found)} artifacts, {_size(sum(row.bytes for row in found))}")
+
+
+@artifacts_app.command("show", epilog="Examples:  ttrain artifacts show sft\n\nttrain artifacts show sft 3f1c --json")
+def artifacts_show(stage: StageName, key: Key = "", as_json: AsJson = False) -> None:
+    """Print what an artifact was made of, by what, and the figures that came out."""
+    from ttrain.artifacts import find, size_of
+    from ttrain.config import flatten
+
+    store = _store()
+    artifact = find(store, stage, key)
+    damage, manifest = store.damage(artifact), artifact.manifest
+    if as_json:
+        print_json({**manifest, "path": str(artifact.path), "damage": damage})
+        return
+    made = manifest["ingredients"]
+    table(
+        ("what", "value"),
+        [
+            ("stage", stage),
+            ("key", artifact.key),
+            ("path", artifact.path),
+            ("state", f"damaged: {damage}" if damage else "finished"),
+            ("published", f"{_date(manifest['published'])}, after {manifest['seconds']:.1f} s"),
+            ("size", f"{_size(size_of(artifact))} in {len(manifest['files'])} files"),
+            *((f"adopted from {one['key'][:12]}", "; ".join(one["differences"])) for one in manifest.get("adopted", [])),
+            *((f"input {name}", f"{one['stage']} {one['key'][:12]}") for name, one in manifest["inputs"].items()),
+            *((f"{role} file", file["name"]) for role, files in made["files"].items() for file in files),
+            *((f"library {name}", version) for name, version in manifest["provenance"]["libraries"].items()),
+            *((name, value) for name, value in made["settings"].items()),
+            *((f"result {name}", value) for name, value in flatten(dict(manifest["result"]))),
+        ],
+    )
+
+
+@artifacts_app.command("path", epilog="Examples:  ls $(ttrain artifacts path sft)/model\n\nttrain artifacts path sft 3f1c")
+def artifacts_path(stage: StageName, key: Key = "") -> None:
+    """Print where an artifact lies: the newest of a stage, or the one whose key begins so."""
+    from ttrain.artifacts import find
+
+    print(find(_store(), stage, key).path)
+
+
+@artifacts_app.command(
+    "verify", epilog="Examples:  ttrain artifacts verify\n\nttrain artifacts verify pretrain --set-aside --json"
+)
+def artifacts_verify(
+    stage: SomeStage = "",
+    set_aside: Annotated[
+        bool, typer.Option("--set-aside", help="move what is damaged to `replaced`, so that the next run builds it anew")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Read every byte of every artifact and compare with its manifest. Exit code 1 where something is damaged."""
+    from ttrain.artifacts import check_stage, size_of, verify
+
+    if stage:
+        check_stage(stage)
+    store = _store()
+    found = store.artifacts(stage) if stage else store.everything()
+    done, damaged = 0, []
+    with bar("verifying", "MB", round(sum(map(size_of, found)) / MEGABYTE)) as show:
+        for artifact in found:
+            before = done
+
+            def told(size: int) -> None:
+                nonlocal done
+                done += size
+                show(round(done / MEGABYTE))
+
+            problems = verify(artifact, told)
+            done = before + size_of(artifact)
+            if problems:
+                damaged.append((artifact, problems))
+    if set_aside:
+        for artifact, _ in damaged:
+            store.set_aside(artifact.stage, artifact.key)
+    _tell_verified(found, damaged, done, set_aside=set_aside, as_json=as_json)
+    if damaged:
+        raise typer.Exit(1)
+
+
+def _tell_verified(
+    found: list[Artifact], damaged: list[tuple[Artifact, list[str]]], size: int, *, set_aside: bool, as_json: bool
+) -> None:
+    if as_json:
+        listed = [
+            {"stage": artifact.stage, "key": artifact.key, "path": str(artifact.path), "problems": problems}
+            for artifact, problems in damaged
+        ]
+        print_json({"artifacts": len(found), "bytes": size, "damaged": listed, "set_aside": set_aside})
+        return
+    if damaged:
+        rows = [(artifact.stage, artifact.key[:12], problem) for artifact, problems in damaged for problem in problems]
+        table(("stage", "key", "damage"), rows)
+    said = f"{len(found)} artifacts, {_size(size)}: {len(damaged) or 'none'} damaged"
+    cure = (
+        "moved to replaced: the next run builds them anew" if set_aside else "--set-aside lets the next run build them anew"
+    )
+    print(f"{said}; {cure}" if damaged else said)
+
+
+@artifacts_app.command(
+    "adopt",
+    epilog="Examples:  ttrain pipeline plan full\n\nttrain artifacts adopt pretrain 3f1c\n\n"
+    "ttrain artifacts adopt sft 09ab sft.optim.lr=2e-4",
+)
+def artifacts_adopt(
+    stage: StageName,
+    key: Annotated[str, typer.Argument(help="the beginning of the key of the artifact to keep")],
+    overrides: Overrides = None,
+    config: Files = None,
+    profile: Profiles = None,
+    pipeline: Annotated[str, typer.Option(help="whose plan it is kept for")] = "full",
+    as_json: AsJson = False,
+) -> None:
+    """Keep an artifact across a code change that you know to be harmless; its manifest says so.
+
+    The settings must be those that it was made with, and so must its inputs: adopt the stages in their order.
+    """
+    from ttrain.artifacts import adopt, check_stage
+    from ttrain.plan import no_stage
+    from ttrain.store import usable_home
+
+    check_stage(stage)
+    usable_home()
+    loaded = load_settings(overrides, config, profile)
+    store, stages = plan_of(pipeline, loaded)
+    planned = {one.stage.name: one for one in stages}
+    if stage not in planned:
+        raise no_stage(stage, planned, loaded.settings)
+    artifact = adopt(store, planned[stage], key)
+    if as_json:
+        print_json(
+            {"stage": stage, "key": artifact.key, "path": str(artifact.path), "adopted": artifact.manifest["adopted"]}
+        )
+        return
+    said = artifact.manifest["adopted"][-1]
+    print(f"{stage} {said['key'][:12]} is kept as {artifact.key[:12]}, although {'; '.join(said['differences'])}")
+
+
+@artifacts_app.command(
+    "clean",
+    epilog="Examples:  ttrain artifacts clean --dry-run\n\nttrain artifacts clean --keep-runs 3 --older-than 7",
+)
+def artifacts_clean(
+    keep_runs: Annotated[int, typer.Option(min=1, help="the newest runs, counted once for equal artifacts")] = KEEP_RUNS,
+    older_than: Annotated[
+        float, typer.Option(min=0, metavar="DAYS", help="nothing that is younger, or that a younger run used, is removed")
+    ] = OLDER_THAN_DAYS,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="only say what would be removed")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Remove artifacts and work that no run in progress, no recent run and no registered model needs."""
+    from ttrain import cleaning, tracking
+    from ttrain.store import usable_home
+
+    store = _store()
+    if not store.root.is_dir():
+        print("nothing is there yet")
+        return
+    usable_home()
+    registered = tracking.registered_keys(store.root)
+    cleaned = cleaning.clean(store, registered, keep_runs=keep_runs, older_than_days=older_than, dry_run=dry_run)
+    if as_json:
+        removed = [removal.to_json() for removal in cleaned.removed]
+        print_json({"dry_run": dry_run, "removed": removed, "bytes": cleaned.bytes, "kept": cleaned.kept})
+        return
+    if cleaned.removed:
+        rows: list[tuple[Any, ...]] = [
+            (one.what, one.stage, one.key[:12] or _below(one.path, store), _size(one.bytes), one.why)
+            for one in cleaned.removed
+        ]
+        table(("what", "stage", "key", "frees", "why"), rows)
+    kept = ", ".join(f"{count} for {reason}" for reason, count in sorted(cleaned.kept.items()))
+    verb = "would be removed, which frees" if dry_run else "removed, which frees"
+    print(f"{len(cleaned.removed)} {verb} {_size(cleaned.bytes)}; kept: {kept or 'no artifact'}")
+
+
+def _store() -> Store:
     from ttrain.store import Store, home
 
-    if stage not in STAGES:
-        raise UsageError(f"there is no stage '{stage}'; the stages are {', '.join(STAGES)}")
-    print(Store(home()).latest(stage).path)
+    return Store(home())
+
+
+def _below(path: Path, store: Store) -> str:
+    return path.relative_to(store.root).as_posix()
+
+
+def _size(count: float) -> str:
+    return f"{count / MEGABYTE:,.1f} MB" if count >= MEGABYTE else f"{count / 1000:,.0f} kB"
+
+
+def _date(seconds: float | None) -> str:
+    from datetime import datetime
+
+    return datetime.fromtimestamp(seconds).isoformat(sep=" ", timespec="minutes") if seconds else ""

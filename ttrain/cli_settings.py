@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
     from ttrain.loading import Given, Loaded
     from ttrain.plan import Planned
+    from ttrain.selection import Selection
     from ttrain.store import Store
 
 SETTINGS_HELP = "settings as key=value, for example sft.optim.lr=2e-4"
@@ -22,6 +24,31 @@ AsJson = Annotated[bool, typer.Option("--json", help="print JSON for scripts")]
 Extend = Annotated[bool, typer.Option("--extend", help="a larger training budget starts from a shorter run's checkpoint")]
 Force = Annotated[bool, typer.Option("--force", help="build it although it is finished, and compare")]
 
+# Of whole pipelines.
+ForceStages = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--force", metavar="STAGE", help="run it again although it is finished, and what depends on it; repeatable"
+    ),
+]
+Only = Annotated[
+    list[str] | None,
+    typer.Option("--only", metavar="STAGES", help="these stages alone (A,B, or repeated); what they read is in the store"),
+]
+Since = Annotated[str, typer.Option("--from", metavar="STAGE", help="this stage and what depends on it", show_default=False)]
+Until = Annotated[
+    str, typer.Option("--until", metavar="STAGE", help="this stage and what it depends on", show_default=False)
+]
+GoOn = Annotated[
+    str,
+    typer.Option(
+        "--continue",
+        metavar="KEY",
+        help="go on with the unfinished work of this key, begun under other code; `plan` names it",
+        show_default=False,
+    ),
+]
+
 
 def load_settings(overrides: list[str] | None, config: list[Path] | None, profile: list[str] | None) -> Loaded:
     """The settings that the options of a command name."""
@@ -30,21 +57,52 @@ def load_settings(overrides: list[str] | None, config: list[Path] | None, profil
     return load(overrides or (), files=config or (), profiles=profile or ())
 
 
+def settings_of_run(
+    run: Mapping[str, Any], overrides: list[str] | None, config: list[Path] | None, profile: list[str] | None
+) -> Loaded:
+    """The settings of an earlier run, and on top what the options name; the environment speaks of `runtime` alone."""
+    from ttrain.earlier import settings_of
+    from ttrain.loading import load
+
+    here = _runtime_environment()
+    return load(overrides or (), files=config or (), profiles=profile or (), environment=here, base=settings_of(run))
+
+
 def task_settings(overrides: list[str] | None, config: list[Path] | None) -> list[Given]:
     """What is given of a task's settings, the weakest first; the environment speaks of `runtime` alone."""
-    from ttrain.loading import ENVIRONMENT_PREFIX, layers
+    from ttrain.loading import layers
 
-    runtime = {key: value for key, value in os.environ.items() if key.upper().startswith(f"{ENVIRONMENT_PREFIX}RUNTIME__")}
-    return layers(overrides or (), config or (), environment=runtime)
+    return layers(overrides or (), config or (), environment=_runtime_environment())
+
+
+def _runtime_environment() -> dict[str, str]:
+    """What the environment says of how fast and where it runs."""
+    from ttrain.loading import ENVIRONMENT_PREFIX
+
+    return {key: value for key, value in os.environ.items() if key.upper().startswith(f"{ENVIRONMENT_PREFIX}RUNTIME__")}
+
+
+def names_in(options: list[str] | None) -> frozenset[str]:
+    """The names that a repeated option gives, each with commas between several."""
+    return frozenset(name.strip() for option in options or () for name in option.split(",") if name.strip())
 
 
 def plan_of(
-    pipeline: str, loaded: Loaded, *, force: frozenset[str] = frozenset(), extend: bool = False
+    pipeline: str,
+    loaded: Loaded,
+    *,
+    force: frozenset[str] = frozenset(),
+    extend: bool = False,
+    selection: Selection | None = None,
+    go_on: str = "",
 ) -> tuple[Store, list[Planned]]:
     """The store, and what a pipeline would do in it."""
     from flows import recipe
-    from ttrain.plan import plan
+    from ttrain.fetching import InTracker
+    from ttrain.plan import EVERYTHING, plan
     from ttrain.store import Store, home
 
-    store = Store(home())
-    return store, plan(recipe(pipeline), loaded.settings, store, force, extend=extend)
+    tracking = loaded.settings.tracking
+    store = Store(home(), InTracker(home(), tracking.experiment) if tracking.enabled else None)
+    chosen = selection or EVERYTHING
+    return store, plan(recipe(pipeline), loaded.settings, store, force, extend=extend, selection=chosen, go_on=go_on)

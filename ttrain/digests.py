@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
 import json
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,21 +60,26 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-# A file that changed within the clock's granularity may change again under the same mtime: do not remember it yet.
+# A file that changed within the clock's granularity may change again under the same times: do not remember it yet.
 RACY_SECONDS = 2.0
+DAY_SECONDS = 86400
+ENTRY = 6  # values of what is remembered of a file
+KEPT_DAYS = 90  # after the last time that anyone asked for it
 
 
 class DigestCache:
-    """Digests of files and modules, remembered by path, size, mtime, ctime and inode, so that a hit costs a stat."""
+    """Digests of files and modules, remembered by path, size, mtime, ctime and inode, so that a hit costs a stat.
+
+    Threads and processes may share it: `save` adds what was learnt to what others have saved meanwhile, and where two save
+    at the same moment, what one of them learnt is learnt again.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._changed = False
-        try:
-            entries = json.loads(path.read_bytes())
-            self._entries: dict[str, list[Any]] = entries if isinstance(entries, dict) else {}
-        except (OSError, ValueError):
-            self._entries = {}
+        self._learnt: dict[str, list[Any]] = {}
+        self._saving = threading.Lock()
+        self._today = int(time.time() // DAY_SECONDS)
+        self._entries = self._saved()
 
     def file(self, path: Path) -> str:
         """sha256 of the file's bytes. Raises OSError where it cannot be read."""
@@ -86,35 +92,54 @@ class DigestCache:
 
     def save(self) -> None:
         """Write what was learnt. A read-only home only costs the next run some hashing."""
-        if not self._changed:
-            return
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._saving:
+            learnt = dict(self._learnt)  # at once, while other threads learn more
+            if not learnt:
+                return
+            oldest = self._today - KEPT_DAYS
+            kept = {name: entry for name, entry in self._saved().items() if entry[-1] >= oldest}
             temporary = self._path.with_suffix(f".{os.getpid()}.tmp")
-            temporary.write_bytes(canonical_json(self._entries))
-            temporary.replace(self._path)
-            self._changed = False
-        except OSError:
-            return
+            try:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                temporary.write_bytes(canonical_json({**kept, **learnt}))
+                temporary.replace(self._path)
+            except OSError:
+                with contextlib.suppress(OSError):  # half of it, on a full disk
+                    temporary.unlink(missing_ok=True)
+                return
+            for name in learnt:
+                self._learnt.pop(name)
 
-    def _remembered(self, kind: str, path: Path, compute: Any) -> Any:
+    def _saved(self) -> dict[str, list[Any]]:
+        """The entries on disk, by "kind:path": size, mtime, ctime, inode, value, day on which it was asked for."""
+        try:
+            entries = json.loads(self._path.read_bytes())
+            return {name: entry for name, entry in entries.items() if len(entry) == ENTRY and isinstance(entry[-1], int)}
+        except (OSError, ValueError, AttributeError, TypeError):
+            return {}
+
+    def _remembered(self, kind: str, path: Path, compute: Callable[[Path], Any]) -> Any:
         stat = path.stat()
         present = _stamp_of(stat)
         name = f"{kind}:{path.absolute()}"
-        entry = self._entries.get(name)
-        if entry and entry[:-1] == present:
-            return entry[-1]
-        value = compute(path)
-        if time.time() - stat.st_mtime > RACY_SECONDS:
-            self._entries[name] = [*present, value]
-            self._changed = True
+        *known, value, day = self._entries.get(name, (None, 0))
+        if known != present:
+            value, day = compute(path), 0
+        if self._today - day > KEPT_DAYS / 3 and not _is_racy(stat):
+            self._entries[name] = self._learnt[name] = [*present, value, self._today]
         return value
 
 
 def stamp(path: Path) -> str | None:
     """What changes with a file's bytes, for a stat; None where it changed a moment ago and may change again unseen."""
     stat = path.stat()
-    return None if time.time() - stat.st_mtime <= RACY_SECONDS else f"{path.absolute()} {_stamp_of(stat)}"
+    return None if _is_racy(stat) else f"{path.absolute()} {_stamp_of(stat)}"
+
+
+def _is_racy(stat: os.stat_result) -> bool:
+    """Whether the file changed a moment ago. One from the future, since the clock was set back, is as safe as an old one:
+    whoever writes to it now gives it another time."""
+    return abs(time.time() - stat.st_mtime) <= RACY_SECONDS
 
 
 def _stamp_of(stat: os.stat_result) -> list[int]:

@@ -22,7 +22,7 @@ class Display:
 
     def __init__(self, console: Console) -> None:
         self.console = console
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler speaks in the middle of what the same thread was saying
         self._last_line: dict[str, float] = {}
         self._tasks: dict[str, TaskID] = {}
         self._rates: dict[str, tuple[float, float]] = {}

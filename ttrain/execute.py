@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import signal
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from ttrain import digests, launch, report, runs, supervise, tracking
@@ -16,7 +19,7 @@ from ttrain.plan import Planned, section_of
 from ttrain.runs import RunRecord
 from ttrain.stages import STAGES, Stage
 from ttrain.stopping import catching_signals, interrupted_twice
-from ttrain.store import Artifact, Store, read_json, write_json
+from ttrain.store import Artifact, Store, exclusive, read_json, write_json
 
 # Which artifacts become registered models: stage, suffix of the name, directory in the artifact.
 REGISTERED = {
@@ -25,6 +28,10 @@ REGISTERED = {
     "sft": ("sft", "model"),
     "lora": ("lora", "adapter"),
 }
+
+
+SIGNALLED = "stopped by a signal"
+CLOCK_SECONDS = 1.0  # how often the clock is looked at
 
 
 class Execution:
@@ -40,18 +47,25 @@ class Execution:
         *,
         force: frozenset[str] = frozenset(),
         extend: bool = False,
+        go_on: str = "",
+        extra_tags: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.pipeline, self.settings, self.store, self.display = pipeline, settings, store, display
-        self.force, self.extend = force, extend
+        self.force, self.extend, self.go_on = force, extend, go_on
+        self.outcome = "running"  # then completed, failed or interrupted
         self.record = RunRecord(store.root, pipeline, stages, settings.model_dump(mode="json"))
         self.artifacts: dict[str, Artifact] = {}
+        self.model_set: str | None = None  # version of the registered set of models, where the run was tracked to its end
         self.failures: dict[str, BaseException] = {}  # of stages that have no result yet
-        self.signum = 0
+        self.signum = 0  # of the signal that asked to stop, or stands for another reason
+        self.stop_reason = SIGNALLED
         self.at_once = False  # a second signal came
+        self.planned: Sequence[Planned] = ()
+        self.pages: dict[str, str] = {}  # stage -> address of its tracked run, where a server shows it
         self.make_parts_elsewhere: Callable[[Stage, Path], None] | None = None  # before a stage that reuses parts starts
         self.loads_torch = any(STAGES[name].loads_torch for name in stages)
         self._began = time.monotonic()
-        self._forced: set[str] = set()
+        self._forced: set[tuple[str, str]] = set()  # (stage, key) of what was built because it was asked for
         self._tracker = (
             tracking.open_store(store.root, settings.tracking.experiment)
             if settings.tracking.enabled and settings.runtime.node_rank == 0
@@ -62,18 +76,19 @@ class Execution:
                 self._tracker.end_run(crashed["tracking"]["run_id"], "KILLED")
         params = {**dict(flatten(settings.model_dump(mode="json"))), "run": self.record.run}
         self._parent = self._tracker.start_run(
-            self.record.run, run_id=None, parent_run_id=None, tags={"ttrain.pipeline": pipeline}, params=params
+            self.record.run, run_id=None, parent_run_id=None, tags={"ttrain.pipeline": pipeline, **extra_tags}, params=params
         )
         self.record.note(tracking={"run_id": self._parent.id, "url": self._parent.url})
+        if self._parent.url:
+            self.pages["run"] = self._parent.url
 
     def run_stage(self, stage: Stage, inputs: Mapping[str, Artifact], logged: Callable[[str], None]) -> tuple[Artifact, str]:
         """Build one stage, or take it from the store; returns the artifact and what happened: cached, completed, ..."""
         watcher = _Watcher(self, stage, logged)
-        forced = stage.name in self.force or any(artifact.stage in self._forced for artifact in inputs.values())
-        if forced:
-            self._forced.add(stage.name)
+        forced = stage.name in self.force or any((a.stage, a.key) in self._forced for a in inputs.values())
+        options: dict[str, Any] = {"forced": forced, "extend": self.extend, "go_on": self.go_on}
         try:
-            outcome = launch.build(stage, self.settings, self.store, inputs, watcher, forced=forced, extend=self.extend)
+            outcome = launch.build(stage, self.settings, self.store, inputs, watcher, **options)
         except BaseException as error:
             if not isinstance(error, Interrupted):
                 self.failures[stage.name] = error
@@ -82,7 +97,27 @@ class Execution:
         self.failures.pop(stage.name, None)  # a retry made it
         watcher.ended(outcome)
         self.artifacts[stage.name] = outcome.artifact
+        if forced:
+            self._forced.add((stage.name, outcome.artifact.key))
         return outcome.artifact, outcome.state
+
+    def take(self, planned: Planned) -> None:
+        """Note a stage that is not called, since its artifact is there and the selection leaves it out."""
+        assert planned.artifact is not None, "what is taken is in the store"
+        self.artifacts[planned.stage.name] = planned.artifact
+        self.record.stage(
+            planned.stage.name,
+            outcome="cached",
+            key=planned.key,
+            path=str(planned.artifact.path),
+            metric=report.key_figures(planned.stage.name, planned.artifact.result),
+            why=list(planned.why),
+        )
+
+    @property
+    def tracked_run(self) -> str | None:
+        """Id of the tracked run; None where nothing is tracked."""
+        return self._parent.id
 
     @property
     def seconds(self) -> float:
@@ -95,37 +130,71 @@ class Execution:
 
     def finish(self, outcome: str, error: str | None = None) -> None:
         """Close the record and the tracked run. `outcome`: completed, failed or interrupted."""
+        self.outcome = outcome
         metrics = self.metrics()
         if error:
             self.record.note(error=error)
+        if self.signum:
+            self.record.note(stopped=self.stop_reason)
+        if outcome == "completed":
+            self.register_set()  # before the record says so: killed here, the run counts as crashed, and the next one registers
         self.record.finish(outcome, metrics)
         self._parent.log_summary(metrics)
         evaluation = self.artifacts.get("evaluate")
         if evaluation:
             table = report.markdown(report.evaluation_table(metrics), ("what", "value", ""))
             self._parent.log_text(table, "evaluation.md")
-            self._parent.log_file(evaluation.path / "samples.json")
+            if "samples.json" not in evaluation.absent:  # else the run that made it has it in MLflow
+                self._parent.log_file(evaluation.path / "samples.json")
         self._parent.set_tags({"ttrain.outcome": outcome})
         self._parent.finish({"completed": "FINISHED", "failed": "FAILED"}.get(outcome, "KILLED"))
         self.store.cache.save()
 
+    def ask_to_stop(self, signum: int, why: str = SIGNALLED) -> None:
+        """The running stages save their state and stop, and no other begins; the first reason is the one that is told."""
+        if self.signum:
+            return
+        self.stop_reason, self.signum = why, signum  # the signal last: who sees it reads the reason
+        reason, again = ("stopping", " (again to end at once)") if why == SIGNALLED else (why, "")
+        self.display.say(f"[yellow]{reason}: the running stages save their state{again}[/]")
+
+    def wait(self, seconds: float) -> None:
+        """Let time pass, unless the run is asked to stop."""
+        deadline = time.monotonic() + seconds
+        while not self.signum and (left := deadline - time.monotonic()) > 0:
+            time.sleep(min(0.1, left))
+
+    @contextlib.contextmanager
+    def stopping_at(self, when: float | None) -> Iterator[None]:
+        """Asks to stop once the clock shows `when` (seconds since the epoch), also where it was set or the machine slept."""
+        done = threading.Event()
+
+        def watch(when: float) -> None:
+            while not done.wait(min(CLOCK_SECONDS, max(0.0, when - time.time()))):
+                if time.time() >= when:
+                    self.ask_to_stop(signal.SIGTERM, "deadline reached")
+                    return
+
+        if when is not None:
+            threading.Thread(target=watch, args=(when,), daemon=True).start()
+        try:
+            yield
+        finally:
+            done.set()
+
     def raise_if_signalled(self) -> None:
         """Raises Interrupted where a signal came before there was anything to stop."""
         if self.signum:
-            raise Interrupted("stopped before a stage began", self.signum)
+            raise Interrupted(f"{self.stop_reason} before a stage began", self.signum)
 
     def catching_signals(self) -> contextlib.AbstractContextManager[None]:
         """SIGINT and SIGTERM ask the running stages to save and stop; a second one ends them, and rises at once."""
-
-        def asked(signum: int) -> None:
-            self.signum = signum
-            self.display.say("[yellow]stopping: the running stages save their state (again to end at once)[/]")
 
         def again(signum: int) -> BaseException:
             self.at_once = True  # for stages that other threads wait for
             return interrupted_twice(signum)
 
-        return catching_signals(asked, again)
+        return catching_signals(self.ask_to_stop, again)
 
     def start_child(self, stage: Stage, planned: Planned, work: Path) -> tracking.Run | tracking.NullRun:
         """The tracked run of a stage; continued where the stage continues."""
@@ -137,23 +206,52 @@ class Execution:
             stage.name, run_id=state.get("run_id"), parent_run_id=self._parent.id, tags=tags, params=params
         )
         write_json(work / "tracking.json", {"run_id": child.id})
+        if child.url:
+            self.pages[stage.name] = child.url
         return child
 
-    def register(self, artifact: Artifact, child: tracking.Run | tracking.NullRun) -> None:
+    def register(self, artifact: Artifact, run: tracking.Run | tracking.NullRun) -> str | None:
         """Put the artifact's files and, for a model or the tokenizer, a registered version into the tracker."""
-        child.log_directory(artifact.path, artifact.stage)
+        run.log_directory(artifact.path, artifact.stage)
         if artifact.stage not in REGISTERED:
-            return
-        suffix, directory = REGISTERED[artifact.stage]
-        tags = {
-            "ttrain.stage": artifact.stage,
-            "ttrain.key": artifact.key,
-            "ttrain.content": artifact.content,
-            **{f"ttrain.input.{name}": entry["key"] for name, entry in artifact.manifest["inputs"].items()},
-            "ttrain.code": digests.digest_of(artifact.manifest["ingredients"]["code"]),
-        }
+            return None
+        directory = REGISTERED[artifact.stage][1]
         path = f"{artifact.stage}/{directory}" if directory else artifact.stage
-        self._tracker.register_model(f"{self.settings.name}-{suffix}", run=child, artifact_path=path, tags=tags)
+        return self._tracker.register_model(
+            self._registered_name(artifact), run=run, artifact_path=path, tags=_tags_of(artifact)
+        )
+
+    def register_set(self) -> None:
+        """Register the models of this run as one set, which can become champion; a run that left a stage out has none.
+
+        What is registered already is taken. Another run may have made a model under another `name`, or untracked: then it
+        is registered from the store.
+        """
+        if not {"tokenizer", "evaluate", *self.settings.trainings} <= set(self.artifacts):
+            return
+        models = [artifact for artifact in self.artifacts.values() if artifact.stage in REGISTERED]
+        members = []
+        with exclusive(tracking.lock_of(self.store.root)):
+            for model in models:
+                name = self._registered_name(model)
+                version = self._tracker.find_model(name, _tags_of(model))
+                if version is None and not model.absent:
+                    version = self.register(model, self._parent)
+                if version is None:
+                    return  # the tracker has said why
+                members.append(tracking.Member(name, version, model.stage, model.key))
+            tags = tracking.tags_of(
+                self.record.run,
+                members,
+                contents={model.stage: model.content for model in models},
+                keys={name: artifact.key for name, artifact in self.artifacts.items()},
+                metrics=self.artifacts["evaluate"].result["metrics"],
+            )
+            self.model_set = self._tracker.register_set(self.settings.name, run=self._parent, tags=tags)
+        self.record.note(model_set=self.model_set and f"{self.settings.name}/{self.model_set}")
+
+    def _registered_name(self, artifact: Artifact) -> str:
+        return f"{self.settings.name}-{REGISTERED[artifact.stage][0]}"
 
 
 class _Watcher:
@@ -168,7 +266,7 @@ class _Watcher:
         if self._execution.loads_torch:
             supervise.warm_up(self._execution.settings)  # while this one runs, it may be
         log_path = work / "output" / "run" / "log.txt"
-        self._execution.display.started(stage.name, "; ".join(planned.why))
+        self._execution.display.started(stage.name, report.shortened(planned.why))
         self._execution.record.stage(
             stage.name, outcome="running", key=planned.key, log=str(log_path), why=list(planned.why)
         )
@@ -186,8 +284,12 @@ class _Watcher:
     def logged(self, stage: Stage, line: str) -> None:
         self._logged(line)
 
-    def waiting(self, stage: Stage) -> None:
-        self._execution.display.say(f"  {stage.name}: another run is building it; waiting for that one")
+    def waiting(self, stage: Stage, who: str) -> None:
+        self._execution.display.say(f"  {stage.name}: {who} is building it; waiting for that one")
+
+    def fetching(self, stage: Stage, line: str) -> None:
+        self._execution.display.say(f"  {stage.name}: {line}")
+        self._logged(line)
 
     def process_ended(self, stage: Stage) -> None:
         if self._follower:  # before publishing, which moves the file that it follows
@@ -229,6 +331,17 @@ class _Watcher:
             error.shown = True
         if self._child:
             self._child.finish("KILLED" if interrupted else "FAILED")
+
+
+def _tags_of(artifact: Artifact) -> dict[str, str]:
+    """What a registered version says of the artifact that it is."""
+    return {
+        "ttrain.stage": artifact.stage,
+        "ttrain.key": artifact.key,
+        "ttrain.content": artifact.content,
+        **{f"ttrain.input.{name}": entry["key"] for name, entry in artifact.manifest["inputs"].items()},
+        "ttrain.code": digests.digest_of(artifact.manifest["ingredients"]["code"]),
+    }
 
 
 def _group_params(result: Mapping[str, Any]) -> dict[str, object]:

@@ -7,11 +7,10 @@ import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
 
-from ttrain import __version__, results, supervise
+from ttrain import __version__, libraries, results, runs, supervise, unfinished
 from ttrain.config import Settings
 from ttrain.errors import Interrupted, StageFailed, TTrainError
 from ttrain.input_files import data_files, file_digests
@@ -21,7 +20,6 @@ from ttrain.store import Artifact, Store, remove_tree, write_json
 from ttrain.worker import JOB, PROGRESS
 
 EARLIER_OUTPUTS = 8  # artifacts of the same stage in which finished parts are looked for
-RECORDED_LIBRARIES = ("torch", "transformers", "tokenizers", "peft", "pyarrow", "numpy", "safetensors")
 
 
 class Observer(supervise.Observer, Protocol):
@@ -31,7 +29,9 @@ class Observer(supervise.Observer, Protocol):
 
     def prepared(self, stage: Stage, work: Path) -> None: ...
 
-    def waiting(self, stage: Stage) -> None: ...
+    def waiting(self, stage: Stage, who: str) -> None: ...
+
+    def fetching(self, stage: Stage, line: str) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -52,28 +52,33 @@ def build(
     *,
     forced: bool = False,
     extend: bool = False,
+    go_on: str = "",
 ) -> Outcome:
     """Take the stage's artifact from the store, or make it.
 
     Raises StageFailed with the stage's own message, or Interrupted once its state is saved.
     """
     began = time.monotonic()
-    planned = plan_stage(stage, settings, store, inputs, forced=forced, extend=extend)
+    planned = plan_stage(stage, settings, store, inputs, forced=forced, extend=extend, go_on=go_on)
     assert planned.key is not None, "the inputs exist, so the key is known"
     if planned.state == "cached":
         assert planned.artifact is not None, "cached means there is an artifact"
         return Outcome(planned.artifact, "cached", time.monotonic() - began)
     if stage.uses_ranks and settings.runtime.node_rank > 0:
         return _take_part(stage, settings, store, planned, observer, began)
-    with store.lock(stage.name, planned.key, waiting=lambda: observer.waiting(stage)):
-        found = store.find(stage.name, planned.key)
+    key, work = planned.key, store.work(stage.name, planned.key)
+    with store.lock(stage.name, key, waiting=lambda: observer.waiting(stage, runs.builder(store, stage.name, key))):
+        found = store.find(stage.name, key) or (None if forced else store.finish_publishing(stage.name, key))
         if found and not forced:
             return Outcome(found, "cached", time.monotonic() - began)
-        work = store.work(stage.name, planned.key)
-        with store.lock(stage.name, f"{planned.key}.process", waiting=lambda: observer.waiting(stage)):
+        with store.lock(stage.name, f"{key}.process", waiting=lambda: observer.waiting(stage, "a process of an ended run")):
             pass  # a killed run's process may live for another 0.2 s: it must be gone before its work is touched
         if forced and found:
             remove_tree(work)
+        for name, given in inputs.items():
+            store.complete(given, stage.inputs[name], said=lambda line: observer.fetching(stage, line))
+        if planned.goes_on_with:
+            unfinished.adopt(store, planned.goes_on_with, planned.key, planned.ingredients)
         _prepare(stage, settings, inputs, planned, work, store)
         observer.started(stage, planned, work)
         observer.prepared(stage, work)
@@ -84,6 +89,7 @@ def build(
         if forced and found:
             artifact = store.compare(found, work / "output")
             state = "equal" if artifact else "different"
+            artifact = artifact if artifact and not artifact.absent else None  # what was just built is here as a whole
         artifact = artifact or store.publish(stage.name, planned.key, work / "output", manifest)
         remove_tree(work)
     return Outcome(artifact, state, time.monotonic() - began)
@@ -127,6 +133,8 @@ def _prepare(
         "start_from": str(planned.start_from) if planned.start_from else None,
         "key": planned.key,
     }
+    if stage.uses_ranks:
+        write_json(work / unfinished.INGREDIENTS, planned.ingredients)
     write_json(work / JOB, spec)
 
 
@@ -155,7 +163,7 @@ def _take_part(
         supervise.run(stage, settings, work, log_path, observer)
     except TTrainError as error:
         ended = error
-    with store.lock(stage.name, planned.key, waiting=lambda: observer.waiting(stage)):
+    with store.lock(stage.name, planned.key, waiting=lambda: observer.waiting(stage, "node 0")):
         found = store.find(stage.name, planned.key)
     if isinstance(ended, Interrupted):
         raise ended
@@ -178,23 +186,13 @@ def _manifest(
         "ingredients": planned.ingredients,
         "inputs": {name: {"stage": a.stage, "key": a.key, "content": a.content} for name, a in inputs.items()},
         "extends": str(planned.start_from.name) if planned.start_from else None,
+        "continued": unfinished.history(work, planned.key or ""),
         "seconds": seconds,
         "provenance": {
             "ttrain": __version__,
             "python": platform.python_version(),
             "platform": platform.platform(),
-            "libraries": library_versions(),
+            "libraries": libraries.versions(),
             "runtime": settings.runtime.model_dump(mode="json"),
         },
     }
-
-
-def library_versions() -> dict[str, str]:
-    """Versions of the libraries that compute: recorded and shown, never hashed."""
-    found = {}
-    for name in RECORDED_LIBRARIES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found

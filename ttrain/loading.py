@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar, get_args, get_origin
+from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import ValidationError
@@ -49,11 +49,15 @@ def load(
     files: Sequence[Path] = (),
     profiles: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
+    base: Sequence[Given] = (),
 ) -> Loaded:
-    """Merge defaults < profiles < YAML files < environment < `key=value`, validate once, freeze. Raises UsageError."""
+    """Merge defaults < base < profiles < YAML files < environment < `key=value`, validate once, freeze. Raises UsageError.
+
+    `base`: what the settings of an earlier run have that is not a default.
+    """
     given = layers(overrides, files, profiles, os.environ if environment is None else environment)
-    _refuse_sizes_of_new_models(given)
-    settings, sources = merge(Settings, [*_of_existing_model(given), *_with_preset(given)])
+    _refuse_sizes_of_new_models(given, base)
+    settings, sources = merge(Settings, [*base, *_of_existing_model(given, base), *_with_preset(given)])
     return Loaded(settings, sources)
 
 
@@ -183,28 +187,32 @@ def _with_preset(given: list[Given]) -> list[Given]:
     return [item for item in (*given[:first], *sizes, *given[first:]) if item.key != PRESET]
 
 
-def _of_existing_model(given: list[Given]) -> list[Given]:
-    """What a model that is started from brings, unless something else is given: its tokenizer and its chat template."""
-    model, start = _existing_model(given)
-    if model is None:
+def _of_existing_model(given: list[Given], base: Sequence[Given]) -> list[Given]:
+    """What a model that is started from brings, unless something else is given: its tokenizer and its chat template.
+
+    A base whose start is not changed says of both itself.
+    """
+    model, start = _existing_model([*base, *given])
+    if model is None or model == _existing_model(base)[0]:
         return []
     origin = f"{start} is set"
     return [Given(origin, "tokenizer.existing", model), Given(origin, "tokenizer.template", "auto")]
 
 
-def _refuse_sizes_of_new_models(given: list[Given]) -> None:
+def _refuse_sizes_of_new_models(given: list[Given], base: Sequence[Given]) -> None:
     """Raise UsageError where `model.*` is given beside the model that is started from, in the same layer or a stronger one.
 
     It describes new models only. What a weaker layer says of them, such as a profile, the start stands in for.
     """
-    model, start = _existing_model(given)
+    model, start = _existing_model([*base, *given])
     if model is None:
         return
-    origin = next(item.origin for item in reversed(given) if item.key == start)
+    origin = next((item.origin for item in reversed(given) if item.key == start), None)
+    first = 0 if origin is None else _first_of_layer(given, origin)  # the base is weaker than all of them
     is_pretrained = start.startswith("pretrain.")  # which gives a second head to any model
     meant = [
         f"{key} (from {source})"
-        for source, key, value in given[_first_of_layer(given, origin) :]
+        for source, key, value in given[first:]
         if key.startswith("model.") and value is not None and not (is_pretrained and key.startswith("model.multi_token."))
     ]
     if meant:
@@ -214,7 +222,7 @@ def _refuse_sizes_of_new_models(given: list[Given]) -> None:
         )
 
 
-def _existing_model(given: list[Given]) -> tuple[str | None, str]:
+def _existing_model(given: Sequence[Given]) -> tuple[str | None, str]:
     """(the model that is started from, or None; the setting that the first stage which trains has for it)."""
     starts = {f"{stage}.start_from": start for stage, start in Settings().starts.items()}
     starts |= {key: str(value) for _, key, value in given if key in starts}
@@ -267,6 +275,11 @@ def open_keys(root: type[Section]) -> list[str]:
 def _fields(root: type[Section], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Dotted names of all fields of a tree that are no sections, with their types."""
     for name, field in root.model_fields.items():
+        key, *values = get_args(field.annotation) or (None,)
+        if get_origin(field.annotation) is dict and get_origin(key) is Literal:  # a section for each of these names
+            for part in get_args(key):
+                yield from _fields(values[0], f"{prefix}{name}.{part}.")
+            continue
         kinds = (field.annotation, *get_args(field.annotation))
         sections = [kind for kind in kinds if inspect.isclass(kind) and issubclass(kind, Section)]
         if not sections:

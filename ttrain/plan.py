@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ttrain import unfinished
 from ttrain.config import Section, Settings, Training, flatten
 from ttrain.digests import code_digests, differences, digest_of
 from ttrain.errors import UsageError
 from ttrain.input_files import data_files, file_digests
 from ttrain.model import kinds
+from ttrain.selection import LEFT_OUT, Selection, graph_of
 from ttrain.stages import STAGES, Stage
 from ttrain.store import Artifact, Store
-from ttrain.train.schedules import decay_start, steps_of
+from ttrain.train.schedules import BUDGET, decay_start, steps_of
 
-Recipe = Callable[["Callable[..., Any]", Settings], None]
+Recipe = Callable[["Callable[..., Any]", Settings], Any]
 
 # Settings that name files or other stages, which are in the key themselves.
 COUNTED_BY_BYTES = ("tokenizer.existing", "pretrain.start_from", "sft.start_from", "lora.start_from")
 SECOND_HEAD = "model.multi_token"  # which pretraining gives to an existing model too
+EVERYTHING = Selection()
+SAME, IN_MLFLOW = ("same settings, inputs and code",), ("in MLflow, fetched when a stage reads it",)
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,8 @@ class Planned:
     inputs: Mapping[str, Artifact] = field(default_factory=dict)
     start_from: Path | None = None  # a checkpoint of a shorter run, where --extend found one
     waits_for: tuple[str, ...] = ()  # stages whose artifacts it reads and that are still to run
+    goes_on_with: unfinished.Work | None = None  # what --continue names
+    taken: bool = False  # it must be in the store, since what was selected leaves it out
 
     def to_json(self) -> dict[str, Any]:
         """The form that `plan --json` prints."""
@@ -46,44 +52,97 @@ class Planned:
 
 
 class Planner:
-    """Walks a recipe without running it.
+    """Walks a recipe without running it. A stage's inputs may be artifacts that exist, beside what other stages will make.
 
     `force` names stages to rebuild although they are finished; what depends on a forced stage is forced with it.
+    `go_on`: the key, or its beginning, of unfinished work that its stage continues although something of it changed.
     """
 
     def __init__(
-        self, settings: Settings, store: Store, force: frozenset[str] = frozenset(), *, extend: bool = False
+        self,
+        settings: Settings,
+        store: Store,
+        force: frozenset[str] = frozenset(),
+        *,
+        extend: bool = False,
+        go_on: str = "",
     ) -> None:
-        self.settings, self.store, self.force, self.extend = settings, store, force, extend
+        self.settings, self.store, self.force, self.extend, self.go_on = settings, store, force, extend, go_on
         self.stages: dict[str, Planned] = {}
 
-    def __call__(self, stage: Stage, **inputs: Planned | None) -> Planned:
+    def __call__(self, stage: Stage, **inputs: Planned | Artifact | None) -> Planned:
         given = {name: planned for name, planned in inputs.items() if planned is not None}
+        before = [planned for planned in given.values() if isinstance(planned, Planned)]
         if _describes_model(stage, self.settings):
             kinds.check(self.settings.model.kind)  # now, not after the tokenizer and the shards were built
-        forced = stage.name in self.force or any(planned.forced for planned in given.values())
-        pending = tuple(dict.fromkeys(planned.stage.name for planned in given.values() if planned.artifact is None))
+        forced = stage.name in self.force or any(planned.forced for planned in before)
+        pending = tuple(dict.fromkeys(planned.stage.name for planned in before if planned.artifact is None))
         if pending:
             data_files(stage, self.settings)  # a wrong path is told now, not after the stages before were built
             planned = Planned(stage, "run", (f"waits for {', '.join(pending)}",), forced=forced, waits_for=pending)
         else:
-            artifacts = {name: planned.artifact for name, planned in given.items() if planned.artifact}
-            planned = plan_stage(stage, self.settings, self.store, artifacts, forced=forced, extend=self.extend)
+            found = {name: p.artifact if isinstance(p, Planned) else p for name, p in given.items()}
+            artifacts = {name: artifact for name, artifact in found.items() if artifact}
+            planned = plan_stage(
+                stage, self.settings, self.store, artifacts, forced=forced, extend=self.extend, go_on=self.go_on
+            )
         self.stages[stage.name] = planned
         return planned
 
 
 def plan(
-    recipe: Recipe, settings: Settings, store: Store, force: frozenset[str] = frozenset(), *, extend: bool = False
+    recipe: Recipe,
+    settings: Settings,
+    store: Store,
+    force: frozenset[str] = frozenset(),
+    *,
+    extend: bool = False,
+    selection: Selection = EVERYTHING,
+    go_on: str = "",
 ) -> list[Planned]:
-    """Every stage of the recipe, in its order."""
-    planner = Planner(settings, store, force, extend=extend)
-    recipe(planner, settings)
-    unknown = sorted(force - set(planner.stages))
-    if unknown:
-        raise no_stage(unknown[0], planner.stages, settings)
+    """Every stage of the recipe, in its order, but for those that the selection leaves out.
+
+    Raises UsageError where a stage that must be in the store is not there.
+    """
+    graph = graph_of(recipe, settings)
+    asked = {f"--force {name}": name for name in sorted(force)}
+    if go_on:
+        asked[f"--continue {go_on}"] = unfinished.resolve(store, go_on)
+    for name in (*selection.names, *asked.values()):
+        if name not in graph:
+            raise no_stage(name, graph, settings)
+    parts = selection.of(graph)
+    for option, name in asked.items():
+        if name not in parts.built:
+            raise UsageError(f"{option} means stage {name}, which {selection} leaves out; leave out the one")
+    planner = Planner(settings, store, force, extend=extend, go_on=go_on)
+
+    def chosen(stage: Stage, **inputs: Planned | Artifact | None) -> object:
+        if stage.name in parts.left_out:
+            return LEFT_OUT
+        planned = planner(stage, **inputs)
+        if stage.name in parts.taken and planned.artifact:
+            why = (f"taken from the store: {selection} leaves it out",)
+            planned = replace(planned, state="cached", why=why, forced=False, taken=True)
+            planner.stages[stage.name] = planned
+        return planned
+
+    recipe(chosen, settings)
     store.cache.save()
-    return list(planner.stages.values())
+    stages = list(planner.stages.values())
+    _check_all_taken([planned for planned in stages if planned.stage.name in parts.taken and not planned.taken], selection)
+    return stages
+
+
+def _check_all_taken(missing: list[Planned], selection: Selection) -> None:
+    """Raises UsageError with the first reason, and the command that makes what the selection leaves out and needs."""
+    if missing:
+        names = [planned.stage.name for planned in missing]
+        raise UsageError(
+            f"{selection} leaves out {', '.join(names)}, which the store does not have as these settings make it "
+            f"({names[0]}: {'; '.join(missing[0].why[:3])}); run first, with the same settings: "
+            f"`ttrain pipeline run full --only {','.join(names)}`"
+        )
 
 
 def no_stage(name: str, there: Iterable[str], settings: Settings) -> UsageError:
@@ -103,19 +162,31 @@ def plan_stage(
     *,
     forced: bool = False,
     extend: bool = False,
+    go_on: str = "",
 ) -> Planned:
     """Key and state of one stage whose inputs exist."""
     ingredients = ingredients_of(stage, settings, store, inputs)
     key = key_of(ingredients)
     artifact = store.find(stage.name, key)
     if artifact and not forced:
-        return Planned(stage, "cached", ("same settings, inputs and code",), key, artifact, ingredients, inputs=inputs)
+        return Planned(stage, "cached", _why_cached(artifact), key, artifact, ingredients, inputs=inputs)
     why = ("asked to run again",) if artifact else tuple(explain(stage, key, ingredients, store))
-    start_from = None
-    if extend and stage.uses_ranks and not artifact and not own_checkpoint(stage, key, store):
+    start_from = work = None
+    begins = stage.uses_ranks and not artifact and not unfinished.saved_step(store.work(stage.name, key))
+    if go_on and begins and (work := unfinished.named(stage, go_on, ingredients, store)):
+        why = (f"continues the unfinished work {work.key[:12]} at step {work.step}", *unfinished.changes(work, ingredients))
+    elif extend and begins:
         start_from, said = extension_of(stage, settings, ingredients, store)
         why = (said, *why)
-    return Planned(stage, "run", why, key, artifact, ingredients, forced=forced, inputs=inputs, start_from=start_from)
+    return Planned(
+        stage, "run", why, key, artifact, ingredients, forced=forced, inputs=inputs, start_from=start_from, goes_on_with=work
+    )
+
+
+def _why_cached(artifact: Artifact) -> tuple[str, ...]:
+    adopted = artifact.manifest.get("adopted", [])[-1:]
+    same = [f"adopted from {one['key'][:12]}, although {'; '.join(one['differences'])}" for one in adopted] or SAME
+    return (*same, *(IN_MLFLOW if artifact.absent.issuperset(artifact.files_of(())) else ()))
 
 
 def ingredients_of(stage: Stage, settings: Settings, store: Store, inputs: Mapping[str, Artifact]) -> dict[str, Any]:
@@ -169,19 +240,14 @@ def explain(stage: Stage, key: str, ingredients: Mapping[str, Any], store: Store
     for artifact in artifacts:
         if artifact.key == key:
             return [f"its artifact is damaged: {store.damage(artifact)}"]
-    step = own_checkpoint(stage, key, store)
+    step = unfinished.saved_step(store.work(stage.name, key))
     continues = [f"continues its unfinished work at step {step}"] if step else []
+    if stage.uses_ranks and not step:
+        continues = unfinished.offer(stage, ingredients, store)
     if not artifacts:
-        return continues or ["never run before"]
+        return continues if step else [*continues, "never run before"]
     compared = [differences(artifact.manifest["ingredients"], ingredients) for artifact in artifacts]
     return continues + min(compared, key=len)  # min keeps the first of equals, which is the newest
-
-
-def own_checkpoint(stage: Stage, key: str, store: Store) -> int:
-    """Step of the newest checkpoint that unfinished work of this key left; 0 where there is none."""
-    steps = (store.work(stage.name, key) / "output" / "checkpoints").glob("step-*")
-    numbers = (path.name.removeprefix("step-") for path in steps)
-    return max((int(number) for number in numbers if number.isdecimal()), default=0)
 
 
 def extension_of(stage: Stage, settings: Settings, ingredients: Mapping[str, Any], store: Store) -> tuple[Path | None, str]:
@@ -190,7 +256,7 @@ def extension_of(stage: Stage, settings: Settings, ingredients: Mapping[str, Any
     It must lie where the learning rate did not yet depend on the length of the run, and all but the budget must be equal.
     """
     config: Training = getattr(settings, stage.name)
-    budget = {f"{stage.name}.tokens", f"{stage.name}.epochs"}
+    budget = {f"{stage.name}.{name}" for name in BUDGET}
     best: tuple[int, Path] | None = None
     for artifact in store.artifacts(stage.name):
         old = artifact.manifest["ingredients"]

@@ -2,7 +2,8 @@
 
 full-20261121-160222-1a2b        a run: its last model; RUN:sft is that run's SFT model
 sft                              a stage: its newest artifact
-name@champion, name/3            a registered model, by alias or version; also as models:/name@champion
+name@champion, name/3            a registered model, by alias or version; also as models:/name@champion. The name of a
+                                 pipeline stands for the set of a run's models: its last one, the adapter, is taken
 some/directory, ./sft            a Hugging Face directory, an adapter's directory, a checkpoint, an artifact
 """
 
@@ -127,6 +128,8 @@ class _Resolver:
         if not model or not (alias if at else version):
             raise UsageError(f"'{text}' names no registered model; write NAME@ALIAS or NAME/VERSION, for example mine-sft/1")
         found = tracking.find_version(self.store.root, model, version=version, alias=alias or None)
+        if (last := tracking.last_of(found)) is not None:  # a set of models: the one that the run ended with
+            return self._registered(text, f"{last.name}/{last.version}")
         stage, key = found.tags.get("ttrain.stage", ""), found.tags.get("ttrain.key", "")
         artifact = self.store.find(stage, key) if stage and key else None
         if artifact:

@@ -8,7 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ttrain import libraries
 from ttrain.plan import Planned
+
+SHOWN_REASONS = 3
 
 # The metric that stands for a stage in one line of `status`.
 KEY_METRICS: Mapping[str, tuple[str, ...]] = {
@@ -110,13 +113,26 @@ def markdown(rows: Iterable[Sequence[str]], header: Sequence[str]) -> str:
 
 
 def plan_rows(stages: Iterable[Planned]) -> list[tuple[str, str, str, str]]:
-    """(stage, state, key, why) for a table."""
-    return [(p.stage.name, p.state, (p.key or "")[:12], "; ".join(p.why)) for p in stages]
+    """(stage, state, key, why) for a table; what is cached says which libraries are others now."""
+    here = libraries.versions()
+    return [(p.stage.name, p.state, (p.key or "")[:12], shortened([*p.why, *_notes(p, here)])) for p in stages]
 
 
 def plan_json(pipeline: str, stages: Iterable[Planned]) -> dict[str, Any]:
     """What `plan --json` prints."""
-    return {"pipeline": pipeline, "stages": [planned.to_json() for planned in stages]}
+    here = libraries.versions()
+    return {"pipeline": pipeline, "stages": [{**p.to_json(), "notes": _notes(p, here)} for p in stages]}
+
+
+def shortened(reasons: Sequence[str]) -> str:
+    """One line for a terminal: the first reasons, and how many more there are."""
+    more = len(reasons) - SHOWN_REASONS
+    return "; ".join([*reasons[:SHOWN_REASONS], *([f"and {more} more, which `plan --json` has"] if more > 0 else [])])
+
+
+def _notes(planned: Planned, here: Mapping[str, str]) -> list[str]:
+    cached = planned.artifact if planned.state == "cached" else None
+    return libraries.notes(cached.manifest, here) if cached else []
 
 
 def run_json(run: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,84 +3,171 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import logging
 import os
+import platform
 import secrets
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ttrain.store import read_json, write_json
+from ttrain.store import Store, exclusive, write_json
+
+log = logging.getLogger("ttrain")
+
+CLEANING = Path("runs", "cleaning.lock")  # under the home: held while what nobody needs is told and moved away
+ELSEWHERE_DAYS = 7  # a run of another machine that noted nothing for so long is taken for ended
 
 
 class RunRecord:
-    """The file of one run, rewritten at each change."""
+    """The file of one run, rewritten at each change. A disk that is full then costs the note, not the run.
+
+    It is made under the lock that cleaning holds: what is removed was removed before, and what this run may need stays.
+    """
 
     def __init__(self, home: Path, pipeline: str, stages: list[str], settings: Mapping[str, Any]) -> None:
-        self.run = f"{pipeline}-{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+        self._lock, self._warned = threading.Lock(), False
+        self._began = time.monotonic()
+        pending = [{"name": name, "outcome": "pending"} for name in stages]
+        with exclusive(home / CLEANING):
+            self._data = _create(home, _new(pipeline, pending, settings))
+        self.run = str(self._data["run"])
         self.path = home / "runs" / f"{self.run}.json"
-        self._lock = threading.Lock()
-        self._data: dict[str, Any] = {
-            "run": self.run,
-            "pipeline": pipeline,
-            "outcome": "running",
-            "started": datetime.now(UTC).isoformat(timespec="seconds"),
-            "started_unix": time.time(),
-            "seconds": None,
-            "process": {"pid": os.getpid(), "started": process_started(os.getpid())},
-            "stages": [{"name": name, "outcome": "pending"} for name in stages],
-            "metrics": {},
-            "settings": settings,
-        }
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(self.path, self._data)
 
     def stage(self, name: str, **values: Any) -> None:
         """Note something about a stage: outcome, seconds, key, path, log, metric, error."""
         with self._lock:
             entry = next(stage for stage in self._data["stages"] if stage["name"] == name)
             entry.update(values)
-            write_json(self.path, self._data)
+            self._write()
 
     def note(self, **values: Any) -> None:
         """Note something about the run."""
         with self._lock:
             self._data.update(values)
-            write_json(self.path, self._data)
+            self._write()
 
     def finish(self, outcome: str, metrics: Mapping[str, float]) -> None:
         """The end of the run."""
-        self.note(outcome=outcome, seconds=round(time.time() - self._data["started_unix"], 2), metrics=dict(metrics))
+        self.note(outcome=outcome, seconds=round(time.monotonic() - self._began, 2), metrics=dict(metrics))
+
+    def _write(self) -> None:
+        try:
+            write_json(self.path, self._data)
+        except OSError as error:
+            if not self._warned:
+                log.warning("the run's record %s cannot be written, the pipeline goes on: %s", self.path, error.strerror)
+            self._warned = True
+
+
+def _new(pipeline: str, stages: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What is on record of a run that begins."""
+    pid, now = os.getpid(), datetime.now(UTC)
+    return {
+        "pipeline": pipeline,
+        "outcome": "running",
+        "started": now.isoformat(timespec="seconds"),
+        "started_unix": now.timestamp(),
+        "seconds": None,
+        "process": {"pid": pid, "started": process_started(pid), "host": platform.node()},
+        "stages": stages,
+        "metrics": {},
+        "settings": settings,
+    }
+
+
+def _create(home: Path, data: dict[str, Any]) -> dict[str, Any]:
+    """Write a new record, under a name that no other run has, also where the clock shows an hour for the second time."""
+    directory = home / "runs"
+    directory.mkdir(parents=True, exist_ok=True)
+    began = datetime.fromtimestamp(data["started_unix"], UTC)
+    while True:
+        data["run"] = f"{data['pipeline']}-{began:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+        with contextlib.suppress(FileExistsError):
+            (directory / f"{data['run']}.json").touch(exist_ok=False)
+            write_json(directory / f"{data['run']}.json", data)
+            return data
 
 
 def history(home: Path) -> list[dict[str, Any]]:
     """All runs, newest first; one that says it is running, but whose process is gone, has crashed."""
-    runs = [run for path in (home / "runs").glob("*.json") if isinstance(run := read_json(path), dict)]
-    for run in runs:
-        if run["outcome"] == "running" and not is_alive(run["process"]):
-            run["outcome"] = "crashed"
-            for stage in run["stages"]:
-                if stage["outcome"] == "running":
-                    stage["outcome"] = "crashed"
-    return sorted(runs, key=lambda run: run["started_unix"], reverse=True)
+    return sorted(newest_first(home), key=lambda run: float(run["started_unix"]), reverse=True)
 
 
 def settle(home: Path) -> list[dict[str, Any]]:
     """Write down which runs have crashed; returns those that were not yet known to have."""
-    found = [run for run in history(home) if run["outcome"] == "crashed"]
-    new = [run for run in found if not run.get("settled")]
+    new = [run for run in _as_they_are(home, ['"running"']) if run["outcome"] == "crashed" and not run.get("settled")]
     for run in new:
         write_json(home / "runs" / f"{run['run']}.json", {**run, "settled": True})
     return new
 
 
+def in_progress(home: Path) -> list[dict[str, Any]]:
+    """The runs whose processes are at work, newest first."""
+    return [run for run in _as_they_are(home, ['"running"']) if run["outcome"] == "running"]
+
+
+def newest_first(home: Path) -> Iterator[dict[str, Any]]:
+    """The runs by the time in their names, read one by one: for those who need the newest few of many."""
+    return _as_they_are(home, ())
+
+
+def _mentioning(home: Path, words: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """The records that contain all of the words, as they were written, by the time in their names, newest first.
+
+    Looking for words costs a tenth of reading JSON, which counts where there are thousands of runs.
+    """
+    paths = [Path(entry.path) for entry in _entries(home / "runs") if entry.name.endswith(".json")]
+    for path in sorted(paths, key=_time_in_name, reverse=True):
+        with contextlib.suppress(OSError, ValueError):
+            data = path.read_bytes()
+            if all(word.encode() in data for word in words) and isinstance(run := json.loads(data), dict):
+                yield run
+
+
+def _entries(directory: Path) -> list[os.DirEntry[str]]:
+    with contextlib.suppress(OSError), os.scandir(directory) as found:
+        return list(found)
+    return []
+
+
+def _time_in_name(path: Path) -> tuple[str, ...]:
+    """("20261121", "160222") of "full-20261121-160222-1a2b"."""
+    return tuple(path.stem.rsplit("-", 3)[1:3])
+
+
+def _as_they_are(home: Path, words: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """The records that contain the words; those whose process is gone say what that means."""
+    for run in _mentioning(home, words):
+        if run["outcome"] == "running" and not _seems_alive(home, run):
+            run["outcome"] = "crashed"
+            for stage in run["stages"]:
+                if stage["outcome"] == "running":
+                    stage["outcome"] = "crashed"
+        yield run
+
+
+def _seems_alive(home: Path, run: Mapping[str, Any]) -> bool:
+    """Whether its process runs; that of another machine, which shares this home, is believed for some days."""
+    if run["process"].get("host", platform.node()) == platform.node():
+        return is_alive(run["process"])
+    noted = (home / "runs" / f"{run['run']}.json").stat().st_mtime
+    return time.time() - noted < ELSEWHERE_DAYS * 86400
+
+
 def equal_run(home: Path, keys: Mapping[str, str | None]) -> str | None:
-    """The newest run whose stages left these very artifacts."""
-    for run in history(home):
-        if run["outcome"] == "completed" and {stage["name"]: stage.get("key") for stage in run["stages"]} == keys:
+    """The newest run that made these very artifacts. A cached run says which it equals, so that few records are read."""
+    for run in _mentioning(home, [key for key in keys.values() if key][-1:]):
+        if {stage["name"]: stage.get("key") for stage in run["stages"]} != keys:
+            continue
+        if run["outcome"] == "completed":
             return str(run["run"])
+        if run["outcome"] == "cached" and run.get("equals"):
+            return str(run["equals"])
     return None
 
 
@@ -92,20 +179,31 @@ def record_cached(
     metrics: Mapping[str, float],
     equals: str | None,
 ) -> None:
-    """Note a run that found everything cached; it is listed, but not tracked."""
-    record = RunRecord(home, pipeline, [planned.stage.name for planned in stages], settings)
-    record.note(
-        equals=equals,
-        stages=[
-            {"name": planned.stage.name, "outcome": "cached", "key": planned.key, "path": str(planned.artifact.path)}
-            for planned in stages
-        ],
-    )
-    record.finish("cached", metrics)
+    """Note a run that found everything cached; it is listed, but not tracked. A home that cannot be written goes without."""
+    found = [
+        {"name": planned.stage.name, "outcome": "cached", "key": planned.key, "path": str(planned.artifact.path)}
+        for planned in stages
+    ]
+    with contextlib.suppress(OSError):
+        _create(home, {**_new(pipeline, found, settings), "outcome": "cached", "equals": equals, "metrics": dict(metrics)})
+
+
+def builder(store: Store, stage: str, key: str) -> str:
+    """Who has the lock of a key, in words: the run, its process, and the machine where that is another."""
+    held = store.holder(stage, key)
+    if held is None:
+        return "another run"
+    pid, host = held
+    here = host == platform.node()
+    where = f"process {pid}" if here else f"process {pid} on {host}"
+    for run in _mentioning(store.root, ['"running"', f'"pid": {pid},']):
+        if run["outcome"] == "running" and run["process"]["pid"] == pid and (not here or is_alive(run["process"])):
+            return f"the run {run['run']} ({where})"
+    return where
 
 
 def is_alive(process: Mapping[str, Any]) -> bool:
-    """Whether this very process still runs; a recycled number does not count."""
+    """Whether this very process of this machine still runs; a recycled number does not count."""
     started = process_started(process["pid"])
     return started is not None and bool(started == process["started"])
 

@@ -10,19 +10,22 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import platform
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from ttrain.digests import DigestCache, digest_of
+from ttrain.digests import DigestCache, digest_of, sha256_file
 from ttrain.errors import ArtifactError, UsageError
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 PRIVATE = ("run", "checkpoints")
+HOLDER = ".holder"  # beside a key's lock: which process has it
+LATER_SECONDS = 1e-3  # by which an artifact is newer than the one before it, whatever the clock says
 
 
 @dataclass(frozen=True)
@@ -48,14 +51,22 @@ class Artifact:
     def part(self, names: tuple[str, ...]) -> str:
         """Digest of the named files and directories; of all that are not private, where none is named."""
         files = self.manifest["files"]
-        chosen = [
-            [name, files[name]["sha256"]]
-            for name in sorted(files)
+        return digest_of([[name, files[name]["sha256"]] for name in self.files_of(names)])
+
+    def files_of(self, names: tuple[str, ...]) -> list[str]:
+        """The named files and those of the named directories; all that are not private, where none is named."""
+        return [
+            name
+            for name in sorted(self.manifest["files"])
             if (
                 name.split("/")[0] not in PRIVATE if not names else any(name == n or name.startswith(f"{n}/") for n in names)
             )
         ]
-        return digest_of(chosen)
+
+    @property
+    def absent(self) -> frozenset[str]:
+        """Files that were published, but stayed where this artifact was fetched from (`Store.complete`)."""
+        return frozenset(self.manifest.get("absent", ()))
 
 
 def home() -> Path:
@@ -97,11 +108,21 @@ def exclusive(path: Path, waiting: Callable[[], object] | None = None) -> Iterat
         lock.release()
 
 
-class Store:
-    """The artifacts under one home."""
+class Elsewhere(Protocol):
+    """Another place that holds artifacts by the same keys, such as the tracker."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    def manifest(self, stage: str, key: str) -> Mapping[str, Any] | None:
+        """The manifest of an artifact that is there as a whole; None where there is none, or where nobody answers."""
+
+    def fetch(self, stage: str, key: str, name: str, to: Path) -> None:
+        """Write one file of an artifact that `manifest` found. Raises ArtifactError where it cannot be had."""
+
+
+class Store:
+    """The artifacts under one home. What it lacks may be found `elsewhere`; a hit here asks nobody."""
+
+    def __init__(self, root: Path, elsewhere: Elsewhere | None = None) -> None:
+        self.root, self.elsewhere = root, elsewhere
         self.cache = DigestCache(root / "cache" / "digests.json")
 
     def path(self, stage: str, key: str) -> Path:
@@ -113,16 +134,35 @@ class Store:
         return self.root / "work" / stage / key
 
     def find(self, stage: str, key: str) -> Artifact | None:
-        """The artifact, if it is there and undamaged."""
-        artifact = self.read(self.path(stage, key))
+        """The artifact, if it is there and undamaged. One that is elsewhere is found, too, with all its files absent."""
+        path = self.path(stage, key)
+        artifact = self._at(path)
+        if artifact is None and self.elsewhere and (manifest := self.elsewhere.manifest(stage, key)):
+            return Artifact(stage, key, path, {**manifest, "absent": sorted(manifest["files"])})
         return artifact if artifact and not self.damage(artifact) else None
+
+    def complete(
+        self, artifact: Artifact, names: tuple[str, ...] = (), said: Callable[[str], object] = lambda line: None
+    ) -> Artifact:
+        """The artifact with its named files here (all that are not private, where none is named); fetches absent ones.
+
+        Raises ArtifactError where one cannot be had, or is not what was published.
+        """
+        if artifact.absent.isdisjoint(artifact.files_of(names)):
+            return artifact
+        from ttrain.fetching import fetch_absent
+
+        return fetch_absent(self, artifact, names, said)
 
     def damage(self, artifact: Artifact) -> str | None:
         """The first file that is missing or differs from the manifest; None where all is well.
 
         Sizes and mtimes are compared, and the digest where the mtime differs (a copied home).
         """
+        absent = artifact.absent
         for name, entry in artifact.manifest["files"].items():
+            if name in absent:
+                continue
             path = artifact.path / name
             try:
                 stat = path.stat()
@@ -137,14 +177,11 @@ class Store:
     def artifacts(self, stage: str) -> list[Artifact]:
         """All artifacts of a stage, newest first, damaged ones included."""
         directory = self.root / "store" / stage
-        paths = directory.iterdir() if directory.is_dir() else []
-        found = [artifact for path in paths if (artifact := self.read(path))]
-        return sorted(found, key=lambda artifact: artifact.manifest["published"], reverse=True)
+        return self._sorted(directory.iterdir() if directory.is_dir() else ())
 
     def everything(self) -> list[Artifact]:
         """All artifacts of all stages, newest first, damaged ones included."""
-        found = [artifact for path in (self.root / "store").glob("*/*") if (artifact := self.read(path))]
-        return sorted(found, key=lambda artifact: artifact.manifest["published"], reverse=True)
+        return self._sorted((self.root / "store").glob("*/*"))
 
     def latest(self, stage: str) -> Artifact:
         """The newest undamaged artifact of a stage. Raises ArtifactError where there is none."""
@@ -155,18 +192,37 @@ class Store:
 
     @contextlib.contextmanager
     def lock(self, stage: str, key: str, waiting: Any = None) -> Iterator[None]:
-        """One writer per key; released by the system when its process dies. `waiting()` is called once if it is taken."""
-        with exclusive(self.root / "work" / stage / f"{key}.lock", waiting):
-            yield
+        """One writer per key; released by the system when its process dies. `waiting()` is called once if it is taken.
+
+        While it is held, the process is named beside it (`holder`), for those who wait.
+        """
+        path = self.root / "work" / stage / f"{key}.lock"
+        with exclusive(path, waiting):
+            named = path.with_suffix(HOLDER)
+            with contextlib.suppress(OSError):  # a full disk
+                named.write_text(json.dumps({"pid": os.getpid(), "host": platform.node()}), encoding="utf-8")
+            try:
+                yield
+            finally:
+                with contextlib.suppress(OSError):
+                    named.unlink(missing_ok=True)
+
+    def holder(self, stage: str, key: str) -> tuple[int, str] | None:
+        """(process, host) that has the key's lock, as it says itself; None where nobody says so."""
+        named = read_json(self.root / "work" / stage / f"{key}{HOLDER}")
+        return (named["pid"], named["host"]) if isinstance(named, dict) else None
 
     def compare(self, artifact: Artifact, output: Path) -> Artifact | None:
         """The stored artifact, where a rebuilt output has the same content; None where it differs."""
         names = [path.relative_to(output).as_posix() for path in sorted(output.rglob("*")) if path.is_file()]
-        public = [[name, self.cache.file(output / name)] for name in names if name.split("/")[0] not in PRIVATE]
+        public = [[name, sha256_file(output / name)] for name in names if name.split("/")[0] not in PRIVATE]
         return artifact if digest_of(public) == artifact.content else None
 
     def publish(self, stage: str, key: str, output: Path, manifest: Mapping[str, Any]) -> Artifact:
-        """Make `output` the artifact of this key: fsync, manifest last, one rename. One in its place is set aside."""
+        """Make `output` the artifact of this key: fsync, manifest last, one rename. One in its place is set aside.
+
+        "published" is the time, but later than that of every artifact of the stage, also where the clock was set back.
+        """
         files = {}
         for left in output.glob(f".{MANIFEST}.*.tmp"):  # by a process that was killed while it published
             left.unlink()
@@ -177,19 +233,36 @@ class Store:
                 fsync(path)
                 stat = path.stat()
                 name = path.relative_to(output).as_posix()
-                files[name] = {"bytes": stat.st_size, "sha256": self.cache.file(path), "mtime_ns": stat.st_mtime_ns}
+                files[name] = {"bytes": stat.st_size, "sha256": sha256_file(path), "mtime_ns": stat.st_mtime_ns}
             elif path.is_dir():
                 fsync(path)
-        whole = {**manifest, "format": FORMAT, "stage": stage, "key": key, "published": time.time(), "files": files}
+        newest = max((artifact.manifest["published"] for artifact in self.artifacts(stage)), default=0.0)
+        published = max(time.time(), newest + LATER_SECONDS)
+        whole = {**manifest, "format": FORMAT, "stage": stage, "key": key, "published": published, "files": files}
         write_json(output / MANIFEST, whole)
-        destination = self.path(stage, key)
-        destination.parent.mkdir(parents=True, exist_ok=True)
-        if destination.exists():
-            self.set_aside(stage, key)
-        output.rename(destination)
-        fsync(destination.parent)
         self.cache.save()
-        return Artifact(stage, key, destination, whole)
+        return self._put(Artifact(stage, key, output, whole))
+
+    def finish_publishing(self, stage: str, key: str) -> Artifact | None:
+        """The artifact that lacked nothing but its place in the store when its process was killed; None where none does."""
+        output = self.work(stage, key) / "output"
+        artifact = self.read(output)
+        if artifact is None or (artifact.manifest["stage"], artifact.manifest["key"]) != (stage, key):
+            return None
+        artifact = replace(artifact, stage=stage, key=key)
+        return None if self.damage(artifact) else self._put(artifact)
+
+    def _put(self, artifact: Artifact) -> Artifact:
+        destination = self.path(artifact.stage, artifact.key)
+        if not destination.parent.is_dir():
+            destination.parent.mkdir(parents=True)
+            for directory in (destination.parent.parent, self.root):  # the names of new directories, too
+                fsync(directory)
+        if destination.exists():
+            self.set_aside(artifact.stage, artifact.key)
+        artifact.path.rename(destination)
+        fsync(destination.parent)
+        return replace(artifact, path=destination)
 
     def set_aside(self, stage: str, key: str) -> Path:
         """Move an artifact out of the store; nothing is lost, and nothing finds it any more."""
@@ -198,6 +271,16 @@ class Store:
         target = directory / f"{key}-{time.time_ns()}"
         self.path(stage, key).rename(target)
         return target
+
+    def _sorted(self, paths: Iterable[Path]) -> list[Artifact]:
+        found = [artifact for path in paths if (artifact := self._at(path))]
+        return sorted(found, key=lambda artifact: artifact.manifest["published"], reverse=True)
+
+    def _at(self, path: Path) -> Artifact | None:
+        """The artifact of this place in the store, not one that was copied there from another key's."""
+        artifact = self.read(path)
+        named = artifact and (artifact.manifest["stage"], artifact.manifest["key"])
+        return artifact if named == (path.parent.name, path.name) else None
 
     def read(self, path: Path) -> Artifact | None:
         """The artifact in a directory, whether undamaged or not; None where there is none."""
@@ -218,10 +301,12 @@ def write_json(path: Path, value: object) -> None:
             file.write(json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False).encode("utf-8"))
             file.flush()
             os.fsync(file.fileno())
+        temporary.replace(path)
     except OSError as error:
         error.filename = error.filename or str(path)  # what a full disk says of a descriptor names no file
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise
-    temporary.replace(path)
     fsync(path.parent)
 
 

@@ -278,7 +278,7 @@ def _wait(
 ) -> tuple[int, bool]:
     """Until all processes end; passes their progress and log lines on, and a stop signal to them, which it returns with
     whether time was up."""
-    limit = settings.runtime.timeout_seconds
+    limit = settings.runtime.attempts_of(stage.name).timeout_seconds
     deadline = time.monotonic() + limit if limit else None
     told, give_up, timed_out, seen = 0, 0.0, False, None
     while True:
@@ -320,8 +320,10 @@ def _result(
         figures: dict[str, Any] = outcome["result"]
         return figures
     if timed_out:
-        limit = settings.runtime.timeout_seconds
-        raise StageFailed(f"stage {stage.name} took longer than runtime.timeout_seconds={limit}; the next run continues it")
+        runtime = settings.runtime
+        limit = runtime.attempts_of(stage.name).timeout_seconds
+        where = "runtime" if limit == runtime.timeout_seconds else f"runtime.stages.{stage.name}"
+        raise StageFailed(f"stage {stage.name} took longer than {where}.timeout_seconds={limit}; the next run continues it")
     if outcome and outcome["outcome"] == "interrupted":
         raise Interrupted(f"stage {stage.name}: {outcome['error']}", told or outcome["signal"])
     if told and outcome is None:
@@ -329,6 +331,6 @@ def _result(
     if outcome and (group.killed is None or outcome["at"] < group.killed_at - SAME_SECONDS):
         where = "" if outcome["kind"] != "unexpected" else f"; the traceback is in {log_path}"
         who = f" on rank {outcome['rank']}" if len(group.processes) > 1 else ""
-        raise StageFailed(f"stage {stage.name} failed{who}: {outcome['error']}{where}")
+        raise StageFailed(f"stage {stage.name} failed{who}: {outcome['error']}{where}", outcome["kind"])
     tail = "\n".join(log_path.read_text(errors="replace").splitlines()[-5:])
     raise StageFailed(f"stage {stage.name}: {group.how_it_ended()}; its log is {log_path}\n{tail}")

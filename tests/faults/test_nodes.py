@@ -1,7 +1,11 @@
-"""Two nodes on this machine, through torchrun: the losses of one rank, one artifact; a lost node ends the other."""
+"""Two nodes on this machine, through torchrun: the losses of one rank, one artifact; a lost node ends the other.
+
+From the flow they have addresses of their own: two of the loopback device, or each a network namespace (which takes root).
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import signal
@@ -9,12 +13,14 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from doubles import Home, curve, run_here, stage_settings
+from harness import Cli, write_corpus
 
 from ttrain.config import PretrainConfig
 from ttrain.stages import pretrain
@@ -34,9 +40,9 @@ print("outcome", outcome.state, outcome.artifact.path, flush=True)
 """
 
 
-def free_port() -> int:
+def free_port(host: str = "127.0.0.1") -> int:
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((host, 0))
         return int(probe.getsockname()[1])
 
 
@@ -120,3 +126,69 @@ def test_a_killed_node_ends_the_other(tmp_path: Path) -> None:
     assert nodes.end() == [1, -signal.SIGKILL]
     assert time.monotonic() - began < 30
     assert "another rank ended" in nodes.said(0) or "Connection" in nodes.said(0)
+
+
+@contextlib.contextmanager
+def network(kind: str) -> Iterator[tuple[list[list[str]], str]]:
+    """(what each node's command begins with, the address of node 0)."""
+    if kind == "loopback":
+        yield [[], []], f"127.0.0.2:{free_port('127.0.0.2')}"
+        return
+    names = [f"ttrain{os.getpid()}n{node}" for node in (0, 1)]
+    ends = [f"tt{os.getpid() % 100_000}n{node}" for node in (0, 1)]
+    if subprocess.run(["ip", "netns", "add", names[0]], capture_output=True, check=False).returncode:
+        pytest.skip("network namespaces cannot be made here: that takes root, and the program ip")
+    try:
+        commands = [["netns", "add", names[1]], ["link", "add", ends[0], "type", "veth", "peer", "name", ends[1]]]
+        for node in (0, 1):
+            inside = ["-n", names[node]]
+            commands += [
+                ["link", "set", ends[node], "netns", names[node]],
+                [*inside, "address", "add", f"10.213.0.{node + 1}/24", "dev", ends[node]],
+                [*inside, "link", "set", ends[node], "up"],
+                [*inside, "link", "set", "lo", "up"],
+            ]
+        for command in commands:
+            done = subprocess.run(["ip", *command], capture_output=True, text=True, check=False)
+            if done.returncode:
+                pytest.skip(f"two network namespaces cannot be joined here: {done.stderr.strip()}")
+        prefixes = [
+            ["ip", "netns", "exec", name, "env", f"GLOO_SOCKET_IFNAME={end}"] for name, end in zip(names, ends, strict=True)
+        ]
+        yield prefixes, "10.213.0.1:29500"
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+
+
+@pytest.mark.parametrize("kind", ["loopback", "namespaces"])
+def test_a_pipeline_of_two_nodes_trains_as_one_of_one_and_publishes_once(tmp_path: Path, kind: str) -> None:
+    write_corpus(tmp_path / "data")
+    both, alone = (Cli(tmp_path / name, tmp_path / "data") for name in ("both", "alone"))
+    rows = "runtime.rows_per_device=2"  # so that two ranks share the four rows of the adapter's steps
+    with network(kind) as (prefixes, rendezvous):
+        nodes = []
+        for node, prefix in enumerate(prefixes):
+            place = ["runtime.nodes=2", f"runtime.node_rank={node}", f"runtime.rendezvous={rendezvous}", rows]
+            command = [*prefix, *both.command("pipeline", "run", "full", *place)]
+            with (tmp_path / f"said{node}").open("w") as said:
+                options: dict[str, Any] = {"env": both.environment, "cwd": both.data, "stdout": said, "stderr": said}
+                nodes.append(subprocess.Popen(command, **options))
+        try:
+            codes = [node.wait(timeout=400) for node in nodes]
+        finally:
+            for one in nodes:
+                one.kill()
+    said = (tmp_path / "said0").read_text() + (tmp_path / "said1").read_text()
+    assert codes == [0, 0], said
+    alone("pipeline", "run", "full", "--engine", "none", rows)
+    for stage in ("pretrain", "sft", "lora"):
+        [ours], [theirs] = ([*(home / "store" / stage).iterdir()] for home in (both.home, alone.home))
+        first, second = (curve(path / "run" / "metrics.jsonl") for path in (ours, theirs))
+        assert ours.name == theirs.name, "the same key: where it runs is none of it"
+        losses, wanted = ([line["metrics"].get("loss") for line in lines] for lines in (first, second))
+        assert losses == pytest.approx(wanted, rel=1e-4) and len(losses) >= 2
+    found = {path.parent.name for path in (both.home / "store").glob("*/*")}
+    assert len([*(both.home / "store").glob("*/*")]) == len(found) == 8, "each stage once"
+    [tracked] = [run for run in both.runs() if (run["tracking"] or {}).get("run_id")]
+    assert {stage["outcome"] for stage in tracked["stages"]} <= {"completed", "cached"}

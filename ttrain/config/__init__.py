@@ -15,6 +15,7 @@ from ttrain.config.runtime import CLOCK, Night, Runtime, Tracking
 from ttrain.config.settings import (
     EvaluateConfig,
     ExistingModelConfig,
+    HeldoutConfig,
     LoraConfig,
     NewModelConfig,
     PretrainConfig,
@@ -40,6 +41,7 @@ __all__ = [
     "Expert",
     "Gate",
     "GateConfig",
+    "HeldoutConfig",
     "Loop",
     "Lora",
     "LoraConfig",

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 
 class Section(BaseModel):
@@ -41,6 +42,17 @@ Paths = Annotated[tuple[str | Weighted, ...], BeforeValidator(_as_sources)]
 
 
 Share = Annotated[float, Field(ge=0, lt=1)]
+
+
+def _existing_zone(value: str) -> str:
+    try:
+        ZoneInfo(value)
+    except (ZoneInfoNotFoundError, ValueError, OSError):
+        raise ValueError(f"timezone is {value!r}, which no time zone has as its name; try Europe/Berlin") from None
+    return value
+
+
+TimeZone = Annotated[str, AfterValidator(_existing_zone)]
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

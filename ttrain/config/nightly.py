@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from typing import Literal
+from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_serializer, field_validator, model_validator
 
-from ttrain.config.base import Section
+from ttrain.config.base import Section, TimeZone
 from ttrain.config.runtime import CLOCK
 
 Event = Literal["failed", "promoted", "kept", "skipped", "unfinished"]
+HIDDEN = "/***"  # stands for what follows a webhook's host
 
 
 class Nightly(Section):
@@ -17,14 +19,17 @@ class Nightly(Section):
 
     start_from: Literal["champion", "scratch"] = Field(
         "champion",
-        description="pretraining continues the champion's base model, or begins anew, as the first night does",
+        description="pretraining continues the champion's base model, or begins anew on all documents; the tokenizer stays",
     )
     data: Literal["new", "all"] = Field(
-        "new", description="files that no completed night has read, or all of them; those already tokenized are not again"
+        "new", description="documents that the champion has not learnt, or all of them; SFT and LoRA always take all chats"
+    )
+    again: bool = Field(
+        True, description="documents of a night that was not promoted are read once more, beside newer ones; false: never"
     )
     deadline: str | None = Field(None, pattern=CLOCK, description="hour:minute when a night saves its state and stops")
     deadline_hours: float | None = Field(None, gt=0, description="the same, so long after the night began")
-    timezone: str | None = Field(None, description="of the deadline, such as Europe/Berlin; empty: the machine's own")
+    timezone: TimeZone | None = Field(None, description="of the deadline, such as Europe/Berlin; empty: the machine's own")
     attempts: int = Field(2, ge=1, description="nights in which the same list of files may fail before it is given up")
 
     @model_validator(mode="after")
@@ -54,6 +59,28 @@ class Notify(Section):
     """Who is told what happened. Nothing leaves the machine unless it is set here."""
 
     command: tuple[str, ...] = Field((), description="program and arguments, no shell; the message is JSON on stdin")
-    webhook: str | None = Field(None, pattern=r"^https?://\S+$", description="URL to which the message is posted as JSON")
+    webhook: str | None = Field(
+        None,
+        pattern=r"^https?://\S+$",
+        description="URL to which the message is posted as JSON; shown and recorded without its path, which can be secret",
+    )
+    webhook_file: str | None = Field(
+        None, description="file that holds this URL; for nights of a schedule, which keeps settings as they are shown"
+    )
     on: tuple[Event, ...] = ("failed", "promoted", "skipped")
-    timeout_seconds: float = Field(10.0, gt=0)
+    timeout_seconds: float = Field(10.0, gt=0, description="for the program, and for the URL")
+
+    @field_validator("webhook")
+    @classmethod
+    def _hidden_is_none(cls, value: str | None) -> str | None:
+        return None if value and value.endswith(HIDDEN) else value  # from a record, which does not know it
+
+    @field_serializer("webhook", when_used="json")
+    def _hide(self, value: str | None) -> str | None:
+        return value and f"{urlsplit(value).scheme}://{urlsplit(value).hostname}{HIDDEN}"
+
+    @model_validator(mode="after")
+    def _one_webhook(self) -> Notify:
+        if self.webhook and self.webhook_file:
+            raise ValueError(f"notify.webhook and notify.webhook_file={self.webhook_file} are both set; set one of them")
+        return self

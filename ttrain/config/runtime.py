@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from typing import Literal
-from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from ttrain.config.base import Section
+from ttrain.config.base import Section, TimeZone
 
 CLOCK = r"^([01]\d|2[0-3]):[0-5]\d$"
 
@@ -17,20 +16,36 @@ class Night(Section):
 
     start: str = Field("22:00", pattern=CLOCK, description="hour:minute; included")
     end: str = Field("08:00", pattern=CLOCK, description="hour:minute; not included. The same as start: all day")
-    timezone: str | None = Field(None, description="such as Europe/Berlin; empty: the machine's own")
+    timezone: TimeZone | None = Field(None, description="such as Europe/Berlin; empty: the machine's own")
     rows_fraction: float = Field(0.5, gt=0, le=1, description="of runtime.rows_per_device")
     threads_fraction: float = Field(0.5, gt=0, le=1, description="of the threads of a rank")
     memory_limit_gb: float | None = Field(None, gt=0, description="of a rank, as runtime.memory_limit_gb")
 
-    @field_validator("timezone")
-    @classmethod
-    def _timezone_exists(cls, value: str | None) -> str | None:
-        if value is not None:
-            try:
-                ZoneInfo(value)
-            except (ZoneInfoNotFoundError, ValueError):
-                raise ValueError(f"timezone is {value!r}, which no time zone has as its name; try Europe/Berlin") from None
-        return value
+
+# As in the table of stages (`ttrain/stages`), which imports this package.
+StageName = Literal[
+    "source",
+    "tokenizer",
+    "shards-pretrain",
+    "shards-sft",
+    "shards-lora",
+    "base-model",
+    "new-model",
+    "pretrain",
+    "sft",
+    "lora",
+    "evaluate",
+    "evaluate-champion",
+    "heldout",
+]
+
+
+class StageRuntime(Section):
+    """What differs for one stage."""
+
+    retries: int | None = Field(None, ge=0, le=50)
+    retry_delay_seconds: float | None = Field(None, ge=0)
+    timeout_seconds: float | None = Field(None, gt=0)
 
 
 class Runtime(Section):
@@ -77,9 +92,25 @@ class Runtime(Section):
     workers: int | None = Field(None, ge=1, description="processes that make shards; empty: the cores")
     sharding: Literal["processes", "dask"] = Field("processes", description="where shards are made; dask: on its cluster")
     dask_address: str | None = Field(None, description="scheduler of the Dask cluster; empty: a local one of `workers`")
-    retries: int = Field(0, ge=0, description="how often Prefect runs a failed stage again")
-    retry_delay_seconds: float = Field(10.0, ge=0)
+    retries: int = Field(
+        0,
+        ge=0,
+        le=50,
+        description="how often Prefect runs a failed stage again; a mistake of settings or data fails at once",
+    )
+    retry_delay_seconds: float = Field(
+        10.0, ge=0, description="before the first retry; each further one waits twice as long"
+    )
     timeout_seconds: float | None = Field(None, gt=0, description="of one stage; empty: none")
+    stages: dict[StageName, StageRuntime] = Field({}, description="what differs for one stage: runtime.stages.sft.retries=2")
+
+    def attempts_of(self, stage: str) -> StageRuntime:
+        """Retries and times of a stage: its own where it has some, else those of all stages."""
+        own = {
+            name: value for key, given in self.stages.items() if key == stage for name, value in given if value is not None
+        }
+        common = {name: getattr(self, name) for name in StageRuntime.model_fields}
+        return StageRuntime(**{**common, **own})
 
     @model_validator(mode="after")
     def _nodes_can_meet(self) -> Runtime:

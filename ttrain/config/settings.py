@@ -157,6 +157,10 @@ class EvaluateConfig(Section):
     evaluate: Evaluate
 
 
+class HeldoutConfig(Section):
+    """Nothing: it is what its inputs hold."""
+
+
 class UserTaskConfig(Section):
     """What `ttrain train --task` hands to its process, which alone knows the task's own settings."""
 

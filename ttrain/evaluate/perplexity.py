@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,17 +18,11 @@ WINDOWS_PER_BATCH = 16
 Tokens = tuple[Sequence[int], Sequence[bool]]  # ids, and whether each counts
 
 
-@dataclass(frozen=True)
-class Score:
+class Score(NamedTuple):
     """Summed negative log-likelihood in nats over `tokens` scored tokens."""
 
     nats: float
     tokens: int
-
-    @property
-    def loss(self) -> float:
-        """Mean nats per token."""
-        return self.nats / self.tokens
 
 
 def windows(ids: Sequence[int], live: Sequence[bool], length: int, stride: int) -> Iterator[tuple[list[int], list[int]]]:
@@ -46,21 +39,6 @@ def windows(ids: Sequence[int], live: Sequence[bool], length: int, stride: int) 
         if any(label != IGNORE for label in labels):
             yield list(ids[start : end - 1]), labels
         scored = end
-
-
-def score(
-    model: nn.Module,
-    sequences: Sequence[Tokens],
-    *,
-    length: int,
-    stride: int,
-    autocast: Callable[[], AbstractContextManager[Any]],
-    device: torch.device,
-    progress: Callable[[int, int], None],
-) -> Score:
-    """Loss of the live tokens of the sequences together."""
-    found = score_each(model, sequences, length=length, stride=stride, autocast=autocast, device=device, progress=progress)
-    return Score(sum(one.nats for one in found), sum(one.tokens for one in found))
 
 
 def score_each(

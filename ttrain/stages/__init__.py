@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ttrain import config
 
@@ -90,12 +90,17 @@ EVALUATE = Stage(
     },
     uses_model=True,
 )
+# Of a night alone: what its models are measured on, and the champion measured on the same.
+HELDOUT = Stage(
+    "heldout", "ttrain.stages.heldout", config.HeldoutConfig, {"earlier": ("heldout",), "documents": ("heldout",)}
+)
+EVALUATE_CHAMPION = replace(EVALUATE, name="evaluate-champion")
 
 STAGES: Mapping[str, Stage] = {
     stage.name: stage
     for stage in (
         *(SOURCE, TOKENIZER, SHARDS_PRETRAIN, SHARDS_SFT, SHARDS_LORA),
-        *(EXISTING_MODEL, NEW_MODEL, PRETRAIN, SFT, LORA, EVALUATE),
+        *(EXISTING_MODEL, NEW_MODEL, PRETRAIN, SFT, LORA, HELDOUT, EVALUATE, EVALUATE_CHAMPION),
     )
 }
 

@@ -13,7 +13,7 @@ from torch import nn
 from ttrain.config import Evaluate, EvaluateConfig
 from ttrain.data import chat
 from ttrain.data.encoder import Encoder
-from ttrain.evaluate import baselines, perplexity, samples
+from ttrain.evaluate import baselines, perplexity, samples, scores
 from ttrain.job import Job
 from ttrain.model import adapters, factory
 from ttrain.stages.shards import heldout_records
@@ -23,40 +23,45 @@ from ttrain.weights import weights_digest
 
 Sequences = list[tuple[list[int], list[bool]]]
 MODELS = ("base", "sft", "lora")
+LOSSES = {"chats": "chat_loss", "domain": "domain_loss"}
 LN2 = 0.6931471805599453
 
 
 def run(config: EvaluateConfig, job: Job) -> dict[str, Any]:
     """Score what there is of base, SFT and LoRA model on the same held-out rows, under the same names whatever is missing.
 
-    Leaves `evaluation.json` and `samples.json`.
+    Leaves `evaluation.json`, `samples.json` and `scores.json`, which has the sums of each record.
     """
     torch.set_num_threads(job.runtime.threads or os.cpu_count() or 1)
     settings = config.evaluate
     device = precision.resolve_device(job.runtime.device)
     encoder = Encoder(job.inputs["base"] / "model")
     texts = _texts(job.inputs["documents"], settings.max_bytes) if "documents" in job.inputs else []
+    talks = {part: _talks(job.inputs[part], settings.max_chats) for part in ("chats", "domain") if part in job.inputs}
     data = {"documents": [_document(encoder, ids) for ids in encoder.encode(texts)]}
     for part in ("chats", "domain"):
-        data[part] = _conversations(encoder, job.inputs[part], settings.max_chats) if part in job.inputs else []
-    size = sum(len(text.encode("utf-8")) for text in texts)
+        data[part] = [chat.encode_chat(encoder, messages) for messages in talks.get(part, ())]
+    sizes = [len(text.encode("utf-8")) for text in texts]
+    table = scores.Table()
+    table.part("documents", texts, sizes)
+    for part, said in talks.items():
+        table.part(part, [[(message.role, message.content) for message in messages] for messages in said])
     metrics: dict[str, float] = {
         f"bits_per_byte_{name}": value for name, value in baselines.bits_per_byte("".join(texts).encode("utf-8")).items()
     }
     spoken: dict[str, Any] = {}
     for number, name in enumerate(_models(job)):
         model = _load(name, job, device)
-        scores = _scores(model, data, settings, job, number, device)
-        if "documents" in scores:
-            bits = scores["documents"].nats / LN2 / max(1, size)
-            metrics["bits_per_byte" if name == "base" else f"bits_per_byte_{name}"] = bits
-        for part, metric in (("chats", "chat_loss"), ("domain", "domain_loss")):
-            if part in scores:
-                metrics[f"{metric}_{name}"] = scores[part].loss
+        for part, scored in _scores(model, data, settings, job, number, device).items():
+            if part == "documents":
+                metric, per, factor = "bits_per_byte" if name == "base" else f"bits_per_byte_{name}", "bytes", 1 / LN2
+            else:
+                metric, per, factor = f"{LOSSES[part]}_{name}", "tokens", 1.0
+            metrics[metric] = table.figure(metric, part, name, scored, per=per, factor=factor)
         spoken[name] = _samples(model, encoder, settings, device)
     counts = {
         "documents": len(texts),
-        "document_bytes": size,
+        "document_bytes": sum(sizes),
         "document_tokens": sum(sum(live) for _, live in data["documents"]),
         "chats": len(data["chats"]),
         "chat_tokens": sum(sum(live) for _, live in data["chats"]),
@@ -65,6 +70,7 @@ def run(config: EvaluateConfig, job: Job) -> dict[str, Any]:
     }
     write_json(job.output / "evaluation.json", {"metrics": metrics, "counts": counts})
     write_json(job.output / "samples.json", spoken)
+    table.write(job.output)
     return {"metrics": metrics, "counts": counts, "samples": spoken}
 
 
@@ -84,12 +90,9 @@ def _document(encoder: Encoder, ids: Sequence[int]) -> tuple[list[int], list[boo
     return [encoder.bos_id, *ids], [False] + [True] * len(ids)
 
 
-def _conversations(encoder: Encoder, directory: Path, limit: int) -> Sequences:
-    found = []
-    for record in heldout_records(directory)[:limit]:
-        messages = tuple(chat.Message(turn["role"], turn["content"]) for turn in record["messages"])
-        found.append(chat.encode_chat(encoder, messages))
-    return found
+def _talks(directory: Path, limit: int) -> list[chat.Messages]:
+    records = heldout_records(directory)[:limit]
+    return [tuple(chat.Message(turn["role"], turn["content"]) for turn in record["messages"]) for record in records]
 
 
 def _models(job: Job) -> list[str]:
@@ -107,9 +110,9 @@ def _load(name: str, job: Job, device: torch.device) -> nn.Module:
 
 def _scores(
     model: nn.Module, data: dict[str, Sequences], settings: Evaluate, job: Job, number: int, device: torch.device
-) -> dict[str, perplexity.Score]:
-    """Score by part; a part without a token to score is left out. In fp32, so that no figure depends on the batch."""
-    found: dict[str, perplexity.Score] = {}
+) -> dict[str, list[perplexity.Score]]:
+    """Score of each record by part; a part without a token to score is left out. In fp32: no figure depends on the batch."""
+    found: dict[str, list[perplexity.Score]] = {}
     for at, (part, sequences) in enumerate(data.items()):
         place = number * len(data) + at
 
@@ -117,7 +120,7 @@ def _scores(
             job.progress.update(place + done / total, len(_models(job)) * len(data), "parts")
 
         if any(any(live[1:]) for _, live in sequences):
-            found[part] = perplexity.score(
+            found[part] = perplexity.score_each(
                 model,
                 sequences,
                 length=settings.row_length,

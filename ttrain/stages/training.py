@@ -20,6 +20,7 @@ from ttrain.train import checkpoint, precision, separation
 from ttrain.train.early_stopping import early_stopping
 from ttrain.train.language import LanguageModeling
 from ttrain.train.ranks import Ranks
+from ttrain.train.schedules import BUDGET
 
 __all__ = ["Trained", "fit", "start", "task_of", "tokenizer_files"]
 
@@ -76,7 +77,7 @@ def fit(config: Training, trained: Trained, job: Job, ranks: Ranks, encoder: Enc
             ),
         ],
         identity={**trained.identity, **dict(flatten(config.model_dump(mode="json", exclude={"start_from"})))},
-        allow=frozenset({"tokens", "epochs"}),  # a shorter run is extended; all else has another key
+        allow=BUDGET,  # a shorter run is extended; all else has another key
         start=extended,
     )
     return {

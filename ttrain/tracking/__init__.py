@@ -11,31 +11,50 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from ttrain.errors import UsageError
+from ttrain.errors import TrackingError, UsageError
 from ttrain.tracking.calls import first_line, outcome, shown
+from ttrain.tracking.champions import Champions, lock_of
 from ttrain.tracking.database import database_of, mend_moved_home, open_client
 from ttrain.tracking.follower import MetricsFollower
+from ttrain.tracking.registered import registered_keys as _registered_keys
 from ttrain.tracking.registry import Version
 from ttrain.tracking.registry import find_version as _find_version
 from ttrain.tracking.runs import NullRun, Run
+from ttrain.tracking.sets import CHALLENGER, CHAMPION, Member, ModelSet, last_of, tags_of
 from ttrain.tracking.store import NullStore, Store
 
 __all__ = [
+    "CHALLENGER",
+    "CHAMPION",
     "ENVIRONMENT",
+    "Member",
     "MetricsFollower",
+    "ModelSet",
     "NullRun",
     "NullStore",
     "Run",
     "Store",
     "Version",
+    "champion",
+    "find_set",
     "find_version",
+    "last_of",
+    "list_sets",
+    "lock_of",
+    "log_decision",
     "mend_moved_home",
+    "open_reader",
     "open_store",
     "prepare",
+    "promote",
+    "registered_keys",
+    "rollback",
+    "tags_of",
     "tracking_uri",
 ]
 log = logging.getLogger("ttrain")
@@ -76,6 +95,14 @@ def open_store(home: Path, experiment: str) -> Store | NullStore:
     return store
 
 
+def open_reader(home: Path, experiment: str) -> Store:
+    """The tracker for questions alone: no experiment is made. Raises what MLflow does where it cannot be opened."""
+    home = home.resolve()
+    uri = tracking_uri(home)
+    _quieten()
+    return Store(open_client(uri, home), uri, home, experiment)
+
+
 def find_version(home: Path, name: str, *, version: str | None = None, alias: str | None = None) -> Version:
     """A registered model's version, by its number or its alias. Raises UsageError that lists what is registered."""
     if not _is_installed():
@@ -85,6 +112,58 @@ def find_version(home: Path, name: str, *, version: str | None = None, alias: st
     _quieten()
     home = home.resolve()
     return _find_version(home, tracking_uri(home), name, version=version, alias=alias)
+
+
+def champion(home: Path, name: str) -> ModelSet | None:
+    """The set of models that is champion of this pipeline; None where none was promoted.
+
+    Raises TrackingError where MLflow cannot be asked, as all that follow do: no answer is not the answer none.
+    """
+    return _champions(home).champion(name)
+
+
+def list_sets(home: Path, name: str | None = None) -> list[ModelSet]:
+    """All sets of models, of one pipeline or of all, the newest first; mends what a kill left between two writes."""
+    return _champions(home).sets(name)
+
+
+def find_set(home: Path, name: str, version: str) -> ModelSet:
+    """One set of models. Raises UsageError that lists what there is."""
+    return _champions(home).find(name, version)
+
+
+def promote(home: Path, name: str, version: str) -> ModelSet:
+    """Makes a set the champion; done twice it is done once. Raises UsageError where there is no such set."""
+    return _champions(home).promote(name, version)
+
+
+def rollback(home: Path, name: str) -> ModelSet:
+    """Makes the champion before the present one champion again. Raises UsageError where there is none."""
+    return _champions(home).rollback(name)
+
+
+def log_decision(
+    home: Path, name: str, version: str, decision: Mapping[str, Any], table: str, *, run_id: str | None = None
+) -> None:
+    """Puts a decision, as JSON and as a markdown table, on a set and on the run `run_id`, else on the set's own run."""
+    _champions(home).log_decision(name, version, decision, table, run_id)
+
+
+def _champions(home: Path) -> Champions:
+    if not _is_installed():
+        raise TrackingError("champions are aliases in MLflow, which is not installed; pip install mlflow")
+    _quieten()
+    home = home.resolve()
+    return Champions(home, tracking_uri(home))
+
+
+def registered_keys(home: Path) -> frozenset[str]:
+    """Keys of the artifacts that the registered models are, and of what these need. Raises TrackingError."""
+    if not _is_installed():
+        raise TrackingError("which models are registered is told by MLflow, which is not installed; pip install mlflow")
+    _quieten()
+    home = home.resolve()
+    return _registered_keys(home, tracking_uri(home))
 
 
 def prepare(home: Path) -> None:

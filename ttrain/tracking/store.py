@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar, final
 from urllib.parse import quote
 
+from ttrain.tracking import sets
 from ttrain.tracking.calls import clean, code_of, first_line, is_refusal, outcome, shown, unless_there
 from ttrain.tracking.database import artifacts_of
 from ttrain.tracking.runs import NullRun, Run
@@ -77,6 +78,17 @@ class Store:
             return None
         return self.tried(f"registering {name}", lambda: self._register(name, run, artifact_path, tags))[0]
 
+    def find_model(self, name: str, tags: Mapping[str, str]) -> str | None:
+        """The version of a registered model that has these tags' `ttrain.key` and `ttrain.content`; None where none has."""
+        return self.tried(f"looking for {name}", lambda: self._same(name, tags))[0]
+
+    def register_set(self, name: str, *, run: Run | NullRun, tags: Mapping[str, str]) -> str | None:
+        """The version of the registered model `name` that is this set of models (`sets.register`); None when MLflow
+        fails."""
+        if isinstance(run, NullRun):
+            return None
+        return self.tried(f"registering the set {name}", lambda: sets.register(self.client, name, run, tags))[0]
+
     def end_run(self, run_id: str, status: str) -> None:
         """End a run whose process is gone, and its children, where they still seem to run."""
         self.tried(f"ending the run {run_id}", lambda: self._end_family(run_id, status))
@@ -99,7 +111,7 @@ class Store:
         """Runs one call, after those that wait; warns of its error and returns it. Soon back from a silent server."""
         if not self._rests():
             self._deliver()
-        result, error = self._once(action)
+        result, error = self.once(action)
         if error is not None:
             self.warn(what, error)
         return result, error
@@ -125,7 +137,7 @@ class Store:
         with self._queue:
             for _ in range(len(self._waiting)):
                 what, action = self._waiting.popleft()
-                _, error = self._once(action)
+                _, error = self.once(action)
                 if error is not None:
                     self.warn(what, error)
                     if not is_refusal(error):
@@ -133,7 +145,8 @@ class Store:
                     if self._rests():
                         return
 
-    def _once(self, action: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
+    def once(self, action: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
+        """Runs one call now; its result, or its error as a value, without a warning. Soon back from a silent server."""
         if self._silent and (silence := self._probe()) is not None:
             return None, silence
         with self._turn:
@@ -182,11 +195,16 @@ class Store:
         # directory at each download, where an absolute location is used in place.
         source = f"{run.artifact_uri}/{quote(artifact_path) if run.artifact_uri.startswith('file:') else artifact_path}"
         unless_there(partial(self.client.create_registered_model, name))
+        if (there := self._same(name, tags)) is not None:
+            return there
+        made = self.client.create_model_version(name, source, run.id, tags=dict(tags), await_creation_for=0)
+        return str(made.version)
+
+    def _same(self, name: str, tags: Mapping[str, str]) -> str | None:
         for version in self.client.search_model_versions(f"name='{name}'"):
             if all(tag in tags and version.tags.get(tag) == tags[tag] for tag in ("ttrain.key", "ttrain.content")):
                 return str(version.version)
-        made = self.client.create_model_version(name, source, run.id, tags=dict(tags), await_creation_for=0)
-        return str(made.version)
+        return None
 
 
 @final
@@ -201,5 +219,13 @@ class NullStore:
         """Ends nothing."""
 
     def register_model(self, name: str, **_: object) -> str | None:
+        """Registers nothing."""
+        return None
+
+    def find_model(self, name: str, tags: Mapping[str, str]) -> str | None:
+        """Finds nothing."""
+        return None
+
+    def register_set(self, name: str, **_: object) -> str | None:
         """Registers nothing."""
         return None

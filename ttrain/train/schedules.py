@@ -9,6 +9,7 @@ from ttrain.config import Schedule, Training
 
 WARMUP_STEPS = 10
 MINIMIND_FLOOR = 0.1
+BUDGET = frozenset({"tokens", "epochs"})  # settings of a training that a checkpoint may be continued under other values of
 
 
 def steps_of(config: Training, rows: int) -> tuple[int, int]:

@@ -1,0 +1,1 @@
+"""A Kedro project of six nodes."""

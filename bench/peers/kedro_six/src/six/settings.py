@@ -1,0 +1,1 @@
+"""Kedro asks for this module; all its defaults hold."""

@@ -1,0 +1,156 @@
+"""The flows of deployments: what a schedule, the Prefect UI or its API runs, in a process that Prefect's runner starts.
+
+Their parameters are the tree of settings, typed, so that the UI makes a form of it and the server refuses what does not
+fit, and changes to it as on the command line. Who starts a run through the API and gives `settings` gives all of them, while
+`{"changes": ["sft.optim.lr=2e-4"]}` leaves the deployment's as they are. Entry points: `flows.deployed.full` and
+`flows.deployed.nightly`. TTRAIN_HOME says where the store is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from prefect import flow
+from prefect.exceptions import CancelledRun, FailedRun
+from prefect.logging import get_run_logger
+from prefect.runtime import flow_run
+from prefect.states import Cancelled, Completed, Failed, State
+from prefect.task_runners import ThreadPoolTaskRunner
+from rich.console import Console
+
+from flows import lives
+from flows.lives import NIGHT_STATES, UNFINISHED
+from flows.orchestrate import SIDE_BY_SIDE
+from tasks.courtesy import courtesy
+from ttrain.config import Settings
+from ttrain.errors import Interrupted, TTrainError
+from ttrain.stopping import catching_signals
+from ttrain.store import Store, usable_home
+
+DEFAULTS = Settings()
+
+
+@flow(  # type: ignore[untyped-decorator]  # mypy does not follow Prefect
+    name="full",
+    description="Raw files to tokenizer, shards, base model, SFT model, LoRA adapter and evaluation. Stages whose inputs, "
+    "settings and code did not change come from the store, so that a retry continues.",
+    persist_result=False,
+    task_runner=ThreadPoolTaskRunner(max_workers=SIDE_BY_SIDE),
+)
+def full(settings: Settings = DEFAULTS, changes: tuple[str, ...] = ()) -> State[Any] | None:
+    """The pipeline `full`.
+
+    Args:
+        settings: of the whole pipeline; what is left out has its default
+        changes: settings of this run alone as key=value, such as sft.optim.lr=2e-4
+    """
+    from flows import recipe
+    from flows.engine import run_pipeline
+    from ttrain.plan import plan
+
+    def run(store: Store) -> State[Any] | None:
+        changed = _changed(settings, changes)
+        stages = plan(recipe("full"), changed, store)
+        run_pipeline("full", changed, store, stages, _console(), engine="prefect", in_flow=True)
+        return None
+
+    return _told(run)
+
+
+@flow(  # type: ignore[untyped-decorator]
+    name="nightly",
+    description="New data, a challenger trained on it, its evaluation beside the champion's, and the decision which of "
+    "them is champion. Nothing new: a short run that says so.",
+    persist_result=False,
+    task_runner=ThreadPoolTaskRunner(max_workers=SIDE_BY_SIDE),
+)
+def nightly(settings: Settings = DEFAULTS, changes: tuple[str, ...] = ()) -> State[Any] | None:
+    """One night.
+
+    Args:
+        settings: of the whole night; what is left out has its default
+        changes: settings of this night alone as key=value, such as pretrain.tokens=2000000
+    """
+    from flows.nightly import run_night
+
+    def run(store: Store) -> State[Any] | None:
+        slot = flow_run.scheduled_start_time
+        result = run_night(_changed(settings, changes), store, _console(), engine="prefect", slot=slot, in_flow=True)
+        if result.outcome in NIGHT_STATES:
+            return Completed(name=NIGHT_STATES[result.outcome], message=result.reason)
+        if result.outcome == "unfinished":
+            return Cancelled(name=UNFINISHED, message=result.reason)
+        return Failed(message=result.reason)
+
+    return _told(run)
+
+
+def _changed(settings: Settings, changes: Sequence[str]) -> Settings:
+    """The settings with changes, validated as a whole. Raises UsageError."""
+    from ttrain.earlier import settings_of
+    from ttrain.loading import load
+
+    if not changes:
+        return settings
+    return load(changes, environment={}, base=settings_of({"run": "deployment", "settings": settings.model_dump()})).settings
+
+
+def _told(run: Callable[[Store], State[Any] | None]) -> State[Any] | None:
+    """What the run returns; what it raises on purpose as the state that says so, without a traceback.
+
+    A retry of either starts the flow again, which takes what is finished from the store and continues the rest.
+    """
+    _quiet()
+    try:
+        store = Store(usable_home())
+        with courtesy():
+            lives.claim(store.root)
+        with catching_signals(_stop):  # for what comes before and after the stages, which have their own ways
+            return run(store)
+    except Interrupted as error:
+        return Cancelled(message=str(error))
+    except TTrainError as error:
+        get_run_logger().error("%s", error)
+        return Failed(message=str(error))
+
+
+def _quiet() -> None:
+    """The terminal gets what the run itself says; the API gets all but the traceback of a state that we returned."""
+    logging.getLogger("prefect.task_runs").propagate = False
+    logging.getLogger("prefect.flow_runs").addFilter(_is_no_state_of_ours)
+
+
+def _is_no_state_of_ours(record: logging.LogRecord) -> bool:
+    return not (record.exc_info and isinstance(record.exc_info[1], CancelledRun | FailedRun))
+
+
+def _stop(signum: int) -> None:
+    raise Interrupted("stopped before a stage began", signum)
+
+
+def _console() -> Console:
+    return Console(file=_RunLog(), force_terminal=False, width=160)  # type: ignore[arg-type]
+
+
+class _RunLog(io.TextIOBase):
+    """Passes what the run says to the terminal of the runner, and line by line to the log of the flow run."""
+
+    def __init__(self) -> None:
+        self._logger, self._rest = get_run_logger(), ""
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):  # the runner, which reads it, may be gone
+            sys.stdout.write(text)
+        *lines, self._rest = (self._rest + text).split("\n")
+        for line in filter(None, map(str.rstrip, lines)):
+            self._logger.info("%s", line)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()

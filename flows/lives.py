@@ -1,0 +1,165 @@
+"""Which flow runs live: whose process a flow run is, and what ends one in Prefect's eyes whose process is gone.
+
+Two ways lead there, since either may be missing: the next run on this machine looks, and the server itself does, by an
+automation that listens for heartbeats (docs.prefect.io/v3/advanced/detect-zombie-flows).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from ttrain import runs
+from ttrain.execute import SIGNALLED, Execution
+from ttrain.runs import is_alive, process_started
+
+if TYPE_CHECKING:
+    from prefect.client.schemas.objects import FlowRun
+
+TAG: Final = "ttrain"
+LABEL_HOME: Final = "ttrain.home"
+LABEL_HOST: Final = "ttrain.host"
+LABEL_PID: Final = "ttrain.pid"
+LABEL_STARTED: Final = "ttrain.process-started"
+LABEL_TRY: Final = "ttrain.run-count"
+AUTOMATION: Final = "ttrain: flow runs without a heartbeat have crashed"
+HEARTBEAT_SECONDS: Final = 30  # the least that Prefect takes
+SILENCE_SECONDS: Final = 80  # two of them are missed by then, and two minutes are not over
+WATCH_SECONDS: Final = 3.0
+CANCELLED: Final = "cancelled in Prefect"
+# Names of the states in which our flow runs end: Prefect's own, and those of nights (`flows/deployed.py`).
+NIGHT_STATES: Final = {"promoted": "Promoted", "kept": "Kept", "nothing-new": "NothingNew", "skipped": "Skipped"}
+UNFINISHED: Final = "Unfinished"
+FINAL_STATES: Final = ("Completed", "Failed", "TimedOut", "Cancelled", "Crashed", UNFINISHED, *NIGHT_STATES.values())
+
+
+def claim(home: Path) -> None:
+    """Note on the flow run that this is called in which process of which machine it is."""
+    from prefect.client.orchestration import get_client
+
+    run, pid = current_flow_run(), os.getpid()
+    process = {LABEL_PID: pid, LABEL_STARTED: process_started(pid) or 0.0, LABEL_TRY: run.run_count}
+    with get_client(sync_client=True) as client:
+        client.update_flow_run_labels(run.id, {**_place(home), **process})
+
+
+def current_flow_run() -> FlowRun:
+    """The flow run that this is called in."""
+    from prefect.context import FlowRunContext
+
+    context = FlowRunContext.get()
+    assert context is not None and context.flow_run is not None, "called inside a flow"
+    return context.flow_run
+
+
+def bury_the_dead(home: Path) -> list[str]:
+    """Mark as Crashed what Prefect believes to be running though its process is gone; returns the names of those runs."""
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas import filters
+    from prefect.client.schemas.objects import StateType
+    from prefect.states import Crashed
+
+    unfinished = [StateType.RUNNING, StateType.PENDING, StateType.CANCELLING]
+    recorded = {run["run"]: run["outcome"] for run in runs.history(home)}
+    buried = []
+    with contextlib.suppress(Exception), get_client(sync_client=True) as client:  # a courtesy, never a reason to fail
+        states = filters.FlowRunFilterState(type=filters.FlowRunFilterStateType(any_=unfinished))
+        tagged = filters.FlowRunFilterTags(all_=[TAG])
+        for run in client.read_flow_runs(flow_run_filter=filters.FlowRunFilter(tags=tagged, state=states)):
+            ended = run.deployment_id is None and recorded.get(run.name, "running") != "running"
+            if not ended and not _is_dead(run.labels, run.run_count, home):
+                continue
+            task_states = filters.TaskRunFilterState(type=filters.TaskRunFilterStateType(any_=unfinished))
+            for task_run in client.read_task_runs(
+                flow_run_filter=filters.FlowRunFilter(id=filters.FlowRunFilterId(any_=[run.id])),
+                task_run_filter=filters.TaskRunFilter(state=task_states),
+            ):
+                client.set_task_run_state(task_run.id, Crashed(message="its process is gone"), force=True)
+            client.set_flow_run_state(run.id, Crashed(message="its process is gone"), force=True)
+            buried.append(run.name)
+    return buried
+
+
+def _is_dead(labels: Mapping[str, Any], run_count: int, home: Path) -> bool:
+    """Whether the process that a flow run names was one of this machine and this home, and is gone.
+
+    A run that is tried again has not yet named its new process while the numbers of tries differ.
+    """
+    if any(labels.get(name) != value for name, value in _place(home).items()) or labels.get(LABEL_TRY) != run_count:
+        return False
+    return not is_alive({"pid": labels.get(LABEL_PID, 0), "started": labels.get(LABEL_STARTED)})
+
+
+def _place(home: Path) -> dict[str, str]:
+    return {LABEL_HOME: str(home.resolve()), LABEL_HOST: platform.node()}
+
+
+def create_automation() -> None:
+    """Have the server mark as Crashed every flow run of ours whose heartbeats stop; nothing where it does so already.
+
+    Heartbeats come from runs of deployments, and from those that use a server which outlives them.
+    """
+    from prefect.automations import Automation
+    from prefect.client.schemas.objects import StateType
+    from prefect.events.actions import ChangeFlowRunState
+    from prefect.events.schemas.automations import EventTrigger, Posture
+    from prefect.events.schemas.events import ResourceSpecification
+
+    trigger = EventTrigger(
+        after={"prefect.flow-run.heartbeat"},
+        expect={"prefect.flow-run.heartbeat", *(f"prefect.flow-run.{name}" for name in FINAL_STATES)},
+        match=ResourceSpecification({"prefect.resource.id": "prefect.flow-run.*"}),
+        match_related=ResourceSpecification({"prefect.resource.id": f"prefect.tag.{TAG}", "prefect.resource.role": "tag"}),
+        for_each={"prefect.resource.id"},
+        posture=Posture.Proactive,
+        threshold=1,
+        within=timedelta(seconds=SILENCE_SECONDS),
+    )
+    message = f"no heartbeat for {SILENCE_SECONDS} s: its process is gone"
+    action = ChangeFlowRunState(state=StateType.CRASHED, message=message)
+    try:
+        found = Automation.read(name=AUTOMATION)
+    except ValueError:
+        Automation(name=AUTOMATION, trigger=trigger, actions=[action]).create()
+        return
+    if found.trigger != trigger:  # of another version of ttrain
+        found.trigger, found.actions = trigger, [action]
+        found.update()
+
+
+@contextlib.contextmanager
+def obeying_cancellation(execution: Execution) -> Iterator[None]:
+    """Looks every few seconds whether the flow run that this is called in was cancelled; then asks its stages to stop.
+
+    Prefect's runner sends SIGTERM to the runs that it started; this is for the others, and names the reason for all.
+    """
+    from prefect.client.orchestration import get_client
+
+    run, done = current_flow_run(), threading.Event()
+
+    def is_cancelled() -> bool:
+        with contextlib.suppress(Exception), get_client(sync_client=True) as client:  # a server that is away for a while
+            state = client.read_flow_run(run.id).state
+            return state is not None and (state.is_cancelling() or state.is_cancelled())
+        return False
+
+    def watch() -> None:
+        while not done.wait(WATCH_SECONDS):
+            if is_cancelled():
+                execution.ask_to_stop(signal.SIGTERM, CANCELLED)
+                return
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
+        if execution.signum and execution.stop_reason == SIGNALLED and is_cancelled():  # the runner's signal came first
+            execution.stop_reason = CANCELLED

@@ -1,0 +1,330 @@
+"""A night: look for new data, train a challenger on it, compare it with the champion, promote or keep.
+
+What a night is and which slot is whose stands in `ttrain/nights.py`, what it reads in `ttrain/night_inputs.py`, the decision
+in `ttrain/promotion.py`; the champion is in the tracker. None of them knows an engine: this brings them together, and is the
+same with and without Prefect.
+
+A process can be killed anywhere here. Before a night's record is written, nothing happened; after it, the next slot goes on
+with the same list, finds what is finished in the store, decides the same from the same figures, and promotes what is
+promoted already.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Any
+
+from rich.console import Console
+
+from flows.engine import run_pipeline
+from flows.full import full
+from ttrain import night_inputs, nights, notify, promotion, report, tracking
+from ttrain.config import Event, Promotion, Settings
+from ttrain.errors import Interrupted, TrackingError, UsageError
+from ttrain.execute import REGISTERED, Execution
+from ttrain.night_inputs import Inputs
+from ttrain.nights import Champion, Frozen, Night, Nights
+from ttrain.plan import Planned, Recipe, plan
+from ttrain.stages import (
+    EVALUATE,
+    EVALUATE_CHAMPION,
+    EXISTING_MODEL,
+    HELDOUT,
+    SHARDS_PRETRAIN,
+    Stage,
+)
+from ttrain.store import Store
+
+NAME = "nightly"
+OF_BASE = "bits_per_byte"  # the metric of the base model, which a night without new documents does not change
+
+
+@dataclass(frozen=True)
+class NightResult:
+    """What became of a night: promoted, kept, nothing-new, skipped or unfinished (its deadline was reached)."""
+
+    outcome: str
+    reason: str
+    night: str | None = None  # the name of its record; None where there is none
+    decision: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class NightPlan:
+    """What a night would do now."""
+
+    reason: str
+    frozen: Frozen | None = None  # None: it would read nothing
+    stages: tuple[Planned, ...] = ()
+
+
+def run_night(
+    settings: Settings,
+    store: Store,
+    console: Console,
+    *,
+    engine: str = "prefect",
+    slot: datetime | None = None,
+    in_flow: bool = False,
+) -> NightResult:
+    """Run one night, or say why there is none. Raises what made it fail, and Interrupted where it was asked to stop:
+    its list stays, and the next night goes on with it.
+
+    `slot` is the time that it was scheduled for (with its time zone), None where somebody asks for a night now.
+    """
+    if not settings.tracking.enabled:
+        raise UsageError("tracking.enabled is false, but a night needs the champion, which is an alias in MLflow; set it")
+    known = Nights(store.root, settings.name)
+    try:
+        with known.lock():
+            known.settle()
+            covered = known.covered(slot, settings.nightly.timezone, time.time())
+            if covered is None:
+                return _Running(settings, store, console, known, slot, engine=engine, in_flow=in_flow).night()
+    except nights.StillRunning as running:
+        covered = str(running)
+    known.skipped(slot, covered)
+    console.print(f"skipped: {covered}", highlight=False, soft_wrap=True)
+    _send(settings, "skipped", covered)
+    return NightResult("skipped", covered)
+
+
+def plan_night(settings: Settings, store: Store) -> NightPlan:
+    """What a night that began now would do. Changes nothing."""
+    known = Nights(store.root, settings.name)
+    newest = known.newest()
+    frozen, reason = _list(settings, store, known, newest if newest and newest.is_open else None)
+    if frozen is None:
+        return NightPlan(reason)
+    inputs = night_inputs.inputs_of(frozen, settings, store)
+    return NightPlan(reason, frozen, tuple(plan(recipe_of(inputs), inputs.settings, store)))
+
+
+def recipe_of(inputs: Inputs) -> Recipe:
+    """The pipeline `full`, where the champion stands in for what it brings, and is measured beside its challenger."""
+
+    def nightly(stage: Callable[..., Any], settings: Settings) -> None:
+        def build(of: Stage, **given: Any) -> Any:
+            if of.name in inputs.given:
+                return inputs.given[of.name]
+            if inputs.keeps_base and of is SHARDS_PRETRAIN:
+                return None
+            if inputs.keeps_base and of is EXISTING_MODEL:
+                return inputs.given["pretrain"]
+            if of is not EVALUATE:
+                return stage(of, **given)
+            measured = {**given, "documents": documents(given.get("documents"))}
+            if inputs.champion:
+                models = {role: inputs.champion.get(role) for role in ("base", "sft", "lora")}
+                stage(EVALUATE_CHAMPION, **{**measured, **models})
+            return stage(EVALUATE, **measured)
+
+        def documents(new: Any) -> Any:
+            if new is None or inputs.earlier is None:
+                return new or inputs.earlier
+            return stage(HELDOUT, earlier=inputs.earlier, documents=new)
+
+        full(build, settings)
+
+    return nightly
+
+
+def _list(settings: Settings, store: Store, known: Nights, night: Night | None) -> tuple[Frozen | None, str]:
+    """What a night reads, or None, and why: the list of one that is unfinished, else what is new."""
+    if night is not None:
+        return _again(settings, store, night)
+    found = tracking.champion(store.root, settings.name)
+    champion = None
+    if found:
+        keys = {stage: key for stage, key in found.keys.items() if stage in REGISTERED}
+        champion = Champion(found.version, keys)
+    watched = night_inputs.watched(settings, store, may_be_gone=champion is not None)
+    learnt = night_inputs.learnt_by(champion, store)
+    chosen = nights.choose(
+        settings.nightly,
+        watched,
+        known.read() | learnt,
+        known.learnt(champion) | learnt,
+        has_champion=champion is not None,
+    )
+    if not chosen.new:
+        count = sum(len(files) for files in watched.values())
+        return None, f"nothing new: all {count} files have been read by a night before"
+    earlier = night_inputs.earlier_heldout(champion, known.all(), store, settings)
+    frozen = Frozen(chosen.files, settings.model_dump(mode="json"), champion, earlier)
+    base = f"the champion, version {champion.version}" if champion else "no champion yet"
+    return frozen, f"{len(chosen.new)} new: {nights.names(chosen.new)}; {base}"
+
+
+def _again(settings: Settings, store: Store, night: Night) -> tuple[Frozen, str]:
+    """The list of an unfinished night, with the bytes that its files have now; after a failure with the settings of now."""
+    frozen = night.frozen
+    reason = f"{night.name} goes on ({night.outcome}: {night.data['reason']})"
+    if night.outcome == "failed" and frozen.settings != (now := settings.model_dump(mode="json")):
+        frozen, reason = Frozen(frozen.files, now, frozen.champion, frozen.heldout), f"{reason}; with the settings of now"
+    there = night_inputs.watched(night_inputs.settings_of(frozen, settings), store, may_be_gone=True)
+    if changed := night_inputs.changed(frozen, there):
+        frozen = night_inputs.frozen_again(frozen, there)
+        reason = f"{reason}; changed or gone since it began: {nights.names(changed)}"
+    return frozen, reason
+
+
+class _Running:
+    """One night, whose lock this process has."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        store: Store,
+        console: Console,
+        known: Nights,
+        slot: datetime | None,
+        *,
+        engine: str,
+        in_flow: bool,
+    ) -> None:
+        self.settings, self.store, self.console, self.known, self.slot = settings, store, console, known, slot
+        self.engine, self.in_flow = engine, in_flow
+        self.stop_at = nights.stop_at(settings.nightly, time.time())
+
+    def night(self) -> NightResult:
+        """From looking for data to telling what became of it."""
+        newest = self.known.newest()
+        if newest:
+            _tell(self.settings, newest)  # what a kill kept from being told
+        night = newest if newest and newest.is_open else None
+        if night:
+            night.begin_try(self.slot)
+        try:
+            frozen, reason = _list(self.settings, self.store, self.known, night)
+            self._say(reason)
+            if frozen is None:
+                night = self.known.without_list("nothing-new", self.slot, reason)
+                return NightResult("nothing-new", reason, night.name)
+            if night is None:
+                night = self.known.begin(frozen, self.slot)
+            elif frozen != night.frozen:
+                night.freeze(frozen)
+            self._say(f"{night.name}: {night_inputs.description(frozen.files)}")
+            return self._completed(night, frozen)
+        except (Interrupted, KeyboardInterrupt) as stopped:
+            return self._stopped(night, stopped)
+        except Exception as error:
+            self._failed(night, error)
+            raise
+
+    def _completed(self, night: Night, frozen: Frozen) -> NightResult:
+        execution, inputs = self._train(night, frozen)
+        decision = self._decide(night, frozen, execution, inputs)
+        night.note(heldout=_heldout_of(execution))
+        night.end_try(decision.word, decision.reason, closed=True, event=decision.word)
+        self._say(f"{decision.word}: {decision.reason}")
+        _tell(self.settings, night)
+        return NightResult(decision.word, decision.reason, night.name, decision.to_json())
+
+    def _stopped(self, night: Night | None, stopped: BaseException) -> NightResult:
+        """The stages have saved their state. Raises what stopped them, unless it was the deadline."""
+        if night is None or not night.is_open:
+            raise stopped
+        night.end_try("unfinished", str(stopped), closed=False, event="unfinished")
+        _tell(self.settings, night)
+        if self.stop_at is None or time.time() < self.stop_at:
+            raise stopped
+        return NightResult("unfinished", f"the deadline was reached; the next night goes on with {night.name}", night.name)
+
+    def _failed(self, night: Night | None, error: Exception) -> None:
+        """Note it. A list that failed too often is given up, so that nothing stands in the way of what comes after it."""
+        if night is None:
+            night = self.known.without_list("failed", self.slot, str(error), "failed")
+        else:
+            failures, attempts = night.failures + 1, self.settings.nightly.attempts
+            gives_up = failures >= attempts
+            night.end_try("failed", str(error), closed=gives_up, event="failed")
+            cure = "its list is given up, the next night makes a new one" if gives_up else "the next night tries it again"
+            self._say(f"{night.name} failed ({failures} of {attempts} times); {cure}")
+        _tell(self.settings, night)
+
+    def _train(self, night: Night, frozen: Frozen) -> tuple[Execution, Inputs]:
+        """Run the stages."""
+        inputs = night_inputs.inputs_of(frozen, self.settings, self.store)
+        recipe = recipe_of(inputs)
+
+        def began(execution: Execution) -> None:
+            night.note_try(run=execution.record.run)
+            execution.artifacts.update(inputs.given)
+
+        execution = run_pipeline(
+            NAME,
+            inputs.settings,
+            self.store,
+            plan(recipe, inputs.settings, self.store),
+            self.console,
+            engine=self.engine,
+            own_recipe=recipe,
+            began=began,
+            extra_tags={"ttrain.night": night.name},
+            in_flow=self.in_flow,
+            stop_at=self.stop_at,
+        )
+        return execution, inputs
+
+    def _decide(self, night: Night, frozen: Frozen, execution: Execution, inputs: Inputs) -> promotion.Decision:
+        """Compare, write down the figures, promote or keep."""
+        evaluations = [execution.artifacts.get(stage.name) for stage in (EVALUATE, EVALUATE_CHAMPION)]
+        rules = _rules(self.settings, inputs, execution)
+        challenger, champion = (promotion.scores_of(e, rules.metric) if e else None for e in evaluations)
+        assert challenger is not None, "a run that came to its end has evaluated"
+        decision = promotion.decide(challenger, champion, rules)
+        home, name, version = self.store.root, self.settings.name, execution.model_set
+        if version is None:
+            raise TrackingError(f"{night.name} cannot be decided: its models are not registered in MLflow (see above)")
+        now = tracking.champion(home, name)
+        before = frozen.champion.version if frozen.champion else None
+        if now is not None and now.version not in (before, version):  # by hand, while the night went on
+            reason = f"version {now.version} became champion during the night, so nothing is promoted; {decision.reason}"
+            decision = replace(decision, promote=False, reason=reason)
+        night.note(version=version, run=execution.record.run, decision=decision.to_json())
+        table = report.markdown(decision.rows(), ("what", "value"))
+        tracking.log_decision(home, name, version, decision.to_json(), table, run_id=execution.tracked_run)
+        if decision.promote:
+            tracking.promote(home, name, version)
+        return decision
+
+    def _say(self, text: str) -> None:
+        self.console.print(text, highlight=False, soft_wrap=True, markup=False)
+
+
+def _rules(settings: Settings, inputs: Inputs, execution: Execution) -> Promotion:
+    """By what the night is decided. Without new documents both have the same base model, so that its figure says nothing:
+    then the first model that differs counts, on the chats that are held out for it."""
+    rules = settings.promotion
+    if not inputs.keeps_base or rules.metric != OF_BASE:
+        return rules
+    same_sft = inputs.champion["sft"].content == execution.artifacts["sft"].content if "sft" in inputs.champion else False
+    metric = "domain_loss_lora" if same_sft else "chat_loss_sft"
+    return rules.model_copy(update={"metric": metric, "higher_is_better": False})
+
+
+def _heldout_of(execution: Execution) -> str | None:
+    """Stage and key of the held-out documents that this night's models were measured on."""
+    found = execution.artifacts[EVALUATE.name].manifest["inputs"].get("documents")
+    return f"{found['stage']}/{found['key']}" if found else None
+
+
+def _tell(settings: Settings, night: Night) -> None:
+    """The notification, where it was not sent yet and somebody wants it."""
+    event: Event | None = night.data.get("untold")
+    if event is not None:
+        _send(settings, event, night.data["reason"], night.name, night.data.get("decision"))
+        night.note(untold=None)
+
+
+def _send(
+    settings: Settings, event: Event, reason: str, night: str | None = None, decision: Mapping[str, Any] | None = None
+) -> None:
+    text = f"ttrain {settings.name}{f', {night}' if night else ''}: {event}: {reason}"
+    told = {"pipeline": settings.name, "night": night, "text": text, "reason": reason, "decision": decision}
+    notify.send(settings.notify, event, told)

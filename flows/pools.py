@@ -1,0 +1,99 @@
+"""A `prefect.yaml` for work pools: schedules that Prefect's workers run, on other machines, in containers, on Kubernetes.
+
+`prefect deploy --all` reads it, after `prefect work-pool create --type TYPE NAME`; `prefect worker start --pool NAME` then
+takes the place of `ttrain pipeline serve`.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from flows import schedule_files, schedules, servers
+from flows.lives import TAG
+from flows.schedule_files import Schedule
+from flows.units import INHERITED
+from ttrain import __version__
+from ttrain.data import locations
+from ttrain.errors import UsageError
+
+KINDS: Final = ("process", "docker", "kubernetes")
+HOME_INSIDE: Final = "/ttrain"  # of the container; a volume of the host or of the cluster
+
+
+def prefect_yaml(home: Path, schedule: Schedule) -> str:
+    """The text for one schedule in a pool of the kind `schedule.pool`. Raises UsageError for another kind."""
+    if schedule.pool not in KINDS:
+        raise UsageError(f"--prefect-yaml is '{schedule.pool}' but must be one of {', '.join(KINDS)}")
+    if schedule.cron:
+        os.environ.update(servers.prefect_environment(home))
+        schedules.check(schedule.cron, schedule.timezone)
+    schedule_files.write(home, schedule)
+    pool = f"ttrain-{schedule.pool}"
+    deployment = {
+        "name": schedule.name,
+        "entrypoint": f"flows.deployed.{schedule.kind}",
+        "tags": [TAG],
+        "version": __version__,
+        "schedules": [{"cron": schedule.cron, "timezone": schedule.timezone, "active": True}] if schedule.cron else [],
+        "parameters": {"settings": _settings_there(home, schedule)},
+        "work_pool": {"name": pool, "job_variables": _job_variables(home, schedule)},
+        "pull": [],
+    }
+    text = yaml.safe_dump(
+        {"name": "ttrain", "build": None, "push": None, "pull": None, "deployments": [deployment]},
+        sort_keys=False,
+        allow_unicode=True,
+        width=120,
+    )
+    return f"{_head(schedule.pool, pool)}{text}"
+
+
+def _head(kind: str, pool: str) -> str:
+    needs = {
+        "process": "# Workers need ttrain installed and this directory at the same path.\n",
+        "docker": "# The image has ttrain, and its name stands below; folders of data are mounted where they are.\n",
+        "kubernetes": "# The image has ttrain; the pool's base job template must mount a volume at /ttrain, and the data.\n",
+    }
+    return (
+        f"# prefect work-pool create --type {kind} {pool}\n"
+        f"# prefect deploy --all --prefect-file prefect.yaml\n"
+        f"# prefect worker start --pool {pool}\n{needs[kind]}"
+    )
+
+
+def _job_variables(home: Path, schedule: Schedule) -> dict[str, Any]:
+    named = {name: os.environ[name] for name in INHERITED if os.environ.get(name)}
+    if schedule.pool == "process":
+        return {"env": {"TTRAIN_HOME": str(home.resolve()), **named}, "working_dir": str(home.resolve())}
+    inside = {"image": f"ttrain:{__version__}", "env": {"TTRAIN_HOME": HOME_INSIDE, **named}}
+    if schedule.pool == "kubernetes":
+        return {**inside, "namespace": "default", "finished_job_ttl": 86_400, "image_pull_policy": "IfNotPresent"}
+    mounts = [f"{home.resolve()}:{HOME_INSIDE}", *(f"{folder}:{folder}:ro" for folder in _data_folders(schedule))]
+    return {**inside, "volumes": mounts, "auto_remove": True, "image_pull_policy": "IfNotPresent"}
+
+
+def _settings_there(home: Path, schedule: Schedule) -> dict[str, Any]:
+    """The settings as a run finds them: in a container the home has another name."""
+    notify = dict(schedule.settings["notify"])
+    if schedule.pool != "process" and (notify["webhook_file"] or "").startswith(f"{home.resolve()}/"):
+        notify["webhook_file"] = HOME_INSIDE + notify["webhook_file"].removeprefix(str(home.resolve()))
+    return {**schedule.settings, "notify": notify}
+
+
+def _data_folders(schedule: Schedule) -> list[str]:
+    """The folders of this machine that the data lies in, each once; of a glob the part without wildcards."""
+    found: dict[str, None] = {}
+    for sources in schedule.settings["data"].values():
+        for source in sources:
+            location = source["path"] if isinstance(source, dict) else source
+            if locations.is_remote(location) or not location.startswith("/"):
+                continue
+            path = Path(location)
+            while any(letter in path.name for letter in "*?[") or not path.is_dir():
+                path = path.parent
+            found[str(path)] = None
+    return list(found)

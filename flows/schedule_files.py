@@ -1,0 +1,124 @@
+"""What is scheduled from a home: one file each, `schedules/<kind>-<name>.json`, beside the deployment on Prefect's server.
+
+The server decides when. The file makes the deployment again where the server's database is another or a new one, and says
+what is scheduled where no server answers. Imports no Prefect.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
+
+from ttrain.config import PYTHON_DOCS, Settings
+from ttrain.data import locations
+from ttrain.store import read_json, write_json
+
+KINDS: Final = ("nightly", "full")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A flow with its settings, and when it runs: `cron` None only when somebody starts it."""
+
+    kind: str
+    name: str
+    cron: str | None
+    timezone: str
+    settings: Mapping[str, Any]
+    pool: str | None = None  # the work pool whose workers run it, in place of `ttrain pipeline serve`
+
+    @property
+    def full_name(self) -> str:
+        """The deployment's, as Prefect writes it: "nightly/quickstart"."""
+        return f"{self.kind}/{self.name}"
+
+
+def folder_of(home: Path) -> Path:
+    return home.resolve() / "schedules"
+
+
+def write(home: Path, schedule: Schedule) -> Path:
+    """Keep a schedule."""
+    path = _path(home, schedule.full_name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, asdict(schedule))
+    return path
+
+
+def read_all(home: Path) -> dict[str, Schedule]:
+    """The schedules of a home by full name; a damaged file is none."""
+    found = {}
+    for path in sorted(folder_of(home).glob("*.json")):
+        with contextlib.suppress(TypeError, LookupError):
+            schedule = Schedule(**read_json(path))
+            found[schedule.full_name] = schedule
+    return found
+
+
+def remove(home: Path, full_name: str) -> None:
+    for path in (_path(home, full_name), _path(home, full_name).with_suffix(".webhook")):
+        path.unlink(missing_ok=True)
+
+
+def webhook_in_file(home: Path, kind: str, settings: Settings) -> Settings:
+    """The same settings with the webhook in a file that only the user can read: a server shows parameters to all."""
+    if not settings.notify.webhook:
+        return settings
+    path = folder_of(home) / f"{kind}-{settings.name}.webhook"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+        file.write(settings.notify.webhook + "\n")
+    notify = settings.notify.model_copy(update={"webhook": None, "webhook_file": str(path)})
+    return settings.model_copy(update={"notify": notify})
+
+
+def absolute(settings: Settings) -> Settings:
+    """The same settings for a process that runs in another directory: paths, globs and folders of this machine in full."""
+    tree = settings.model_dump(mode="json")
+    for dataset, sources in tree["data"].items():
+        tree["data"][dataset] = [
+            {**source, "path": _absolute(source["path"])} if isinstance(source, dict) else _absolute(source)
+            for source in sources
+        ]
+    tree["tokenizer"]["existing"] = _folder(tree["tokenizer"]["existing"])
+    for stage, start in settings.starts.items():
+        if start == settings.existing_model:
+            tree[stage]["start_from"] = _folder(start)
+    tree["notify"]["webhook"] = settings.notify.webhook  # JSON hides it
+    if settings.notify.webhook_file:
+        tree["notify"]["webhook_file"] = _absolute(settings.notify.webhook_file)
+    if settings.notify.command and "/" in settings.notify.command[0]:
+        program, *arguments = settings.notify.command
+        tree["notify"]["command"] = [_absolute(program), *arguments]
+    return Settings.model_validate(tree)
+
+
+def local_timezone() -> str:
+    """The name of this machine's time zone: TZ, else where /etc/localtime points, else UTC."""
+    link = os.path.realpath("/etc/localtime").partition("/zoneinfo/")[2]
+    for name in (os.environ.get("TZ", "").removeprefix(":"), link):
+        with contextlib.suppress(ZoneInfoNotFoundError, ValueError, OSError):
+            if name and not name.startswith("/"):
+                return ZoneInfo(name).key
+    return "UTC"
+
+
+def _path(home: Path, full_name: str) -> Path:
+    return folder_of(home) / f"{full_name.replace('/', '-', 1)}.json"
+
+
+def _absolute(location: str) -> str:
+    """A path or glob in full; a URL, a name on the Hub and `python-docs` as they are."""
+    if locations.is_remote(location) or location == PYTHON_DOCS:
+        return location
+    return str(locations.local_path(location).absolute())
+
+
+def _folder(name: str | None) -> str | None:
+    """A folder that is there, in full; else it is a name on the Hub."""
+    return str(Path(name).expanduser().absolute()) if name and Path(name).expanduser().is_dir() else name

@@ -1,0 +1,272 @@
+"""`ttrain pipeline serve`: runs what is due, each flow run in a process of its own, until it is stopped.
+
+Prefect's scheduler says what is due, and Prefect's own parts start, watch and cancel the processes; here is the loop that
+asks. Prefect's `Runner`, made of the same parts, is not used: it gives up when its server is away for half a minute, passes
+Ctrl-C on to the runs twice, starts a process for each slot that passed while nothing served, knows no deployment made
+after it began, and kills a run that saves for over 30 s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from flows import lives, orchestrate, processes, schedule_files, schedules, servers
+from tasks.courtesy import courtesy
+from ttrain.errors import Interrupted, TTrainError, UsageError
+from ttrain.store import read_json, write_json
+
+POLL_SECONDS: Final = 5.0
+LOOK_SECONDS: Final = 0.2  # whether a process that was asked to stop has ended
+GRACE_SECONDS: Final = 600.0  # for a checkpoint to be written, before a run that is cancelled or stopped is killed
+RUNS_AT_ONCE: Final = 4  # one that trains; a slot that comes meanwhile takes seconds to find that out
+PREFECT_PORT: Final = 4200
+
+log = logging.getLogger("ttrain")
+
+
+def serve(home: Path, say: Callable[[str], None]) -> None:
+    """Run what is due until SIGTERM or SIGINT; running ones then save their state. Raises Interrupted after SIGINT.
+
+    Raises UsageError where this home is served already, or the server that PREFECT_API_URL names does not answer.
+    """
+    with _alone(home):
+        url, started = _server(home)
+        say(f"serving the schedules of {home.resolve()}\nPrefect  {url.removesuffix('/api')}\nstop with Ctrl-C or SIGTERM")
+        try:
+            signum = asyncio.run(_Serving(home, url, say).run())
+        finally:
+            if started and not processes.living(home, "mlflow"):  # else `up` has been here, and its server stays
+                with processes.start_lock(home):
+                    processes.stop(home, "prefect")
+    if signum == signal.SIGINT:
+        raise Interrupted("stopped serving; schedules stay, `ttrain pipeline serve` goes on with them", signum)
+
+
+def served_by(home: Path) -> int | None:
+    """The process that serves this home, if there is one."""
+    from filelock import FileLock, Timeout
+
+    folder = schedule_files.folder_of(home)
+    if not folder.exists():
+        return None
+    with contextlib.suppress(Timeout), FileLock(folder / "serve.lock", timeout=0, thread_local=False):
+        return None
+    pid = (read_json(folder / "serving.txt") or {}).get("pid")
+    return int(pid) if pid else None
+
+
+@contextlib.contextmanager
+def _alone(home: Path) -> Iterator[None]:
+    """One process serves a home; the system releases the lock when it dies."""
+    from filelock import FileLock, Timeout
+
+    folder = schedule_files.folder_of(home)
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / "serve.lock", timeout=0, thread_local=False)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise UsageError(
+            f"{home.resolve()} is served already, by process {served_by(home)}; stop that one first, or leave it: "
+            f"it sees what is scheduled later too"
+        ) from None
+    try:
+        write_json(folder / "serving.txt", {"pid": os.getpid()})
+        yield
+    finally:
+        lock.release()
+
+
+def _server(home: Path) -> tuple[str, bool]:
+    """The API of the server that is named or runs, else of one that is started; and whether it was."""
+    named = os.environ.get("PREFECT_API_URL")
+    if named and not servers.answers(named):
+        raise UsageError(f"PREFECT_API_URL is {named} but no Prefect server answers there; start it, or unset the variable")
+    started = not named and not processes.living(home, "prefect")
+    if started:
+        servers.start(home, {"prefect": PREFECT_PORT})
+    orchestrate.begin(home)()
+    lives.bury_the_dead(home)
+    with courtesy():
+        lives.create_automation()
+    return os.environ["PREFECT_API_URL"], started
+
+
+class _Serving:
+    """What is served while it is served."""
+
+    def __init__(self, home: Path, url: str, say: Callable[[str], None]) -> None:
+        self._home, self._url, self._say = home.resolve(), url, say
+        self._owns_server = processes.living(home, "prefect") is not None
+        self._stop = asyncio.Event()
+        self._signum = 0
+        self._running: dict[Any, str] = {}  # names by id of flow runs in progress
+        self._asked: set[Any] = set()  # ids of those that have been asked to stop
+        self._is_away = False
+        self._known: frozenset[str] = frozenset()
+
+    async def run(self) -> int:
+        """Until a signal comes; returns its number when all that ran has ended."""
+        import anyio
+        from prefect.runner._flow_run_executor import FlowRunExecutorContext
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, self._signalled, number)
+        async with FlowRunExecutorContext() as self._context:
+            self._context.process_manager.kill = self._kill_patiently
+            async with anyio.create_task_group() as self._tasks:
+                while not self._stop.is_set():
+                    await self._look_safely()
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(self._stop.wait(), POLL_SECONDS)
+                for flow_run_id in self._context.process_manager.flow_run_ids():
+                    self._tasks.start_soon(self._kill_patiently, flow_run_id)
+        return self._signum
+
+    async def _look_safely(self) -> None:
+        """Look what is due; a server that is away is waited for, and started again where it is ours."""
+        import httpx
+        from prefect.exceptions import PrefectHTTPStatusError
+
+        try:
+            if self._is_away:
+                await asyncio.to_thread(self._bring_back)
+            await self._look()
+        except (httpx.TransportError, PrefectHTTPStatusError, TTrainError) as error:
+            if not self._is_away:
+                self._say(f"the Prefect server does not answer ({type(error).__name__}); waiting for it")
+            self._is_away = True
+        else:
+            if self._is_away:
+                self._say("the Prefect server answers again")
+            self._is_away = False
+
+    def _bring_back(self) -> None:
+        if self._owns_server and not processes.living(self._home, "prefect"):
+            port = int(self._url.rpartition(":")[2].partition("/")[0])
+            servers.start(self._home, {"prefect": port})
+
+    async def _look(self) -> None:
+        client = self._context.client
+        deployments = {one.id: one for one in await client.read_deployments(deployment_filter=schedules.ours(self._home))}
+        await self._make_missing({one.name for one in deployments.values()})
+        await self._cancel_asked()
+        if not deployments:
+            return
+        from prefect.types._datetime import now
+
+        due = await client.get_scheduled_flow_runs_for_deployments(list(deployments), scheduled_before=now("UTC"))
+        due = [run for run in due if run.id not in self._running]
+        for run, newer in covered(due):
+            await self._skip(run, newer)
+            due.remove(run)
+        for run in due[: max(0, RUNS_AT_ONCE - len(self._running))]:
+            self._running[run.id] = run.name
+            self._tasks.start_soon(self._run, run, deployments[run.deployment_id].name)
+
+    async def _make_missing(self, there: set[str]) -> None:
+        """Make the deployments that the server has lost, or never had: its database is another one, or was removed."""
+        wanted = {one.name: one for one in schedule_files.read_all(self._home).values() if not one.pool}
+        if frozenset(wanted) != self._known:
+            self._known = frozenset(wanted)
+            names = ", ".join(one.full_name for one in wanted.values())
+            self._say(f"scheduled: {names}" if names else "nothing is scheduled yet: ttrain pipeline schedule nightly")
+        for schedule in wanted.values():
+            if schedule.name not in there:
+                await asyncio.to_thread(schedules.apply, self._home, schedule)
+
+    async def _cancel_asked(self) -> None:
+        """Cancel what the UI wants cancelled, also where Prefect's own observer lost the server for good."""
+        from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
+
+        running = [flow_run_id for flow_run_id in self._running if flow_run_id not in self._asked]
+        if not running:
+            return
+        only = FlowRunFilter(id=FlowRunFilterId(any_=running))
+        for run in await self._context.client.read_flow_runs(flow_run_filter=only):
+            if run.state and run.state.is_cancelling():
+                self._tasks.start_soon(self._context._cancellation_manager.cancel, run)
+
+    async def _run(self, run: Any, deployment: str) -> None:
+        """One flow run, from its process's start to its end; what goes wrong with it ends nothing else."""
+        from prefect.flows import load_flow_from_flow_run
+        from prefect.runner._starter_engine import EngineCommandStarter
+
+        starter = EngineCommandStarter(
+            cwd=schedule_files.folder_of(self._home),  # Python looks for modules where it is, and Prefect for settings
+            env={"TTRAIN_HOME": str(self._home)},
+            deployment_name=deployment,
+            heartbeat_seconds=lives.HEARTBEAT_SECONDS,
+            control_channel=self._context.control_channel,
+            isolate_process_group=True,  # Ctrl-C is for this process, which asks the others once
+        )
+        try:
+            if await self._context._state_proposer.propose_pending(run):
+                self._say(f"{run.name}: started, of {deployment}")
+                executor = self._context.create_executor(run, starter, resolve_flow=load_flow_from_flow_run)
+                await executor.submit()
+                await self._say_how_it_ended(run)
+        except Exception as error:
+            log.warning("%s: %s", run.name, error, exc_info=True)
+        finally:
+            self._running.pop(run.id, None)
+            self._asked.discard(run.id)
+
+    async def _say_how_it_ended(self, run: Any) -> None:
+        import httpx
+
+        with contextlib.suppress(httpx.TransportError):
+            state = (await self._context.client.read_flow_run(run.id)).state
+            if state:
+                self._say(f"{run.name}: {state.name}" + (f", {state.message}" if state.message else ""))
+
+    async def _skip(self, run: Any, newer: Any) -> None:
+        from prefect.states import Completed
+
+        message = f"nothing served at this slot; the one of {newer.next_scheduled_start_time:%Y-%m-%d %H:%M %Z} covers it"
+        await self._context.client.set_flow_run_state(run.id, Completed(name="Skipped", message=message), force=True)
+        self._say(f"{run.name}: Skipped, {message}")
+
+    async def _kill_patiently(self, flow_run_id: Any, grace_seconds: float = 0, *, force: bool = False) -> None:
+        """SIGTERM once, however many want the run to stop: a second one ends it before its state is saved."""
+        handle = self._context.process_manager.get(flow_run_id)
+        if handle is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            if not force and flow_run_id not in self._asked:
+                self._asked.add(flow_run_id)
+                handle.graceful_kill()
+            for _ in range(0 if force else round(GRACE_SECONDS / LOOK_SECONDS)):
+                if not handle.is_alive():
+                    return
+                await asyncio.sleep(LOOK_SECONDS)
+            handle.hard_kill()
+
+    def _signalled(self, signum: int) -> None:
+        if self._signum:
+            for flow_run_id in self._context.process_manager.flow_run_ids():
+                self._tasks.start_soon(partial(self._kill_patiently, flow_run_id, force=True))
+        elif self._running:
+            self._say(f"stopping: {', '.join(self._running.values())} saves its state (again to end at once)")
+        self._signum = signum
+        self._stop.set()
+
+
+def covered(due: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """Slots of a cron that passed unserved, each with the newest due one of its deployment, which stands for all of them.
+
+    What somebody started, and what is tried again, stands for itself.
+    """
+    slots = [run for run in due if run.auto_scheduled and run.run_count == 0 and run.state_name in ("Scheduled", "Late")]
+    newest: dict[Any, Any] = {}
+    for run in sorted(slots, key=lambda run: run.next_scheduled_start_time):
+        newest[run.deployment_id] = run
+    return [(run, newest[run.deployment_id]) for run in slots if run is not newest[run.deployment_id]]

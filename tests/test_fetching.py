@@ -1,0 +1,346 @@
+"""Artifacts that only MLflow has: found by key, fetched as far as they are read, checked, never half; real MLflow."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ttrain import tracking
+from ttrain.errors import ArtifactError
+from ttrain.fetching import InTracker
+from ttrain.store import Artifact, Store, read_json
+
+ROOT = Path(__file__).parents[1]
+STAGE, KEY, EXPERIMENT = "shards-sft", "k" * 64, "ttrain"
+HELDOUT = {"heldout/index.json": b"[1]", "heldout/00.arrow": b"heldout rows"}
+PUBLIC = {**HELDOUT, "train/index.json": b"[1, 2]", "train/00.arrow": b"rows" * 400_000, "index.json": b"{}"}
+PRIVATE = {"run/log.txt": b"log", "checkpoints/step-1/state.json": b"1"}
+MANIFEST = {"result": {"rows": 3}, "ingredients": {"settings": {}}, "inputs": {}}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quiet() -> Iterator[None]:
+    """Before anything imports MLflow: it would write an installation id into the user's ~/.config."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in tracking.ENVIRONMENT.items():
+            patch.setenv(name, value)
+        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        yield
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """An MLflow server that hands artifacts through itself, as one on another machine does."""
+    root = tmp_path_factory.mktemp("server")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "mlflow", "server", "--port", str(port), "--workers", "1"]
+    command += ["--backend-store-uri", f"sqlite:///{root}/mlflow.db", "--artifacts-destination", str(root / "artifacts")]
+    environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    with (root / "log").open("wb") as log:
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=root, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 120
+        while True:
+            try:
+                urllib.request.urlopen(f"{url}/health", timeout=5)
+                break
+            except OSError:
+                assert process.poll() is None and time.monotonic() < deadline, (root / "log").read_text()
+                time.sleep(0.1)
+        yield url
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(timeout=20)
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A home in which the artifact was made and tracked, in the home's own database."""
+    home = tmp_path_factory.mktemp("pristine") / "home"
+    track(home, make(home))
+    return home
+
+
+@pytest.fixture
+def home(tmp_path: Path, pristine: Path) -> Path:
+    """A copy of that home whose store is gone."""
+    shutil.copytree(pristine, tmp_path / "home")
+    shutil.rmtree(tmp_path / "home" / "store")
+    return tmp_path / "home"
+
+
+def make(home: Path, **changed: bytes) -> Artifact:
+    store, output = Store(home), home / "work" / STAGE / KEY / "output"
+    for name, data in {**PUBLIC, **PRIVATE, **changed}.items():
+        (output / name).parent.mkdir(parents=True, exist_ok=True)
+        (output / name).write_bytes(data)
+    return store.publish(STAGE, KEY, output, MANIFEST)
+
+
+def track(home: Path, artifact: Artifact, status: str = "FINISHED", experiment: str = EXPERIMENT) -> tracking.Run:
+    """As a run does when its stage has ended."""
+    tags = {"ttrain.stage": artifact.stage, "ttrain.key": artifact.key}
+    opened = tracking.open_store(home, experiment)
+    run = opened.start_run(artifact.stage, run_id=None, parent_run_id=None, tags=tags, params={})
+    assert isinstance(run, tracking.Run)
+    run.log_directory(artifact.path, artifact.stage)
+    run.finish(status)
+    return run
+
+
+def store_of(home: Path) -> Store:
+    return Store(home, InTracker(home, EXPERIMENT))
+
+
+def found(store: Store) -> Artifact:
+    artifact = store.find(STAGE, KEY)
+    assert artifact is not None
+    return artifact
+
+
+def files_in(directory: Path) -> dict[str, bytes]:
+    paths = [path for path in directory.rglob("*") if path.is_file() and path.name != "manifest.json"]
+    return {path.relative_to(directory).as_posix(): path.read_bytes() for path in paths}
+
+
+@pytest.mark.parametrize("by_http", [False, True], ids=["own database", "server"])
+def test_it_is_found_by_its_key_and_only_what_is_read_is_fetched(
+    tmp_path: Path, home: Path, by_http: bool, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = make(tmp_path / "first")
+    if by_http:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", request.getfixturevalue("server"))
+        track(tmp_path / "first", original)
+        home = tmp_path / "second"
+    store, said = store_of(home), list[str]()
+    artifact = found(store)
+    assert (artifact.content, artifact.result) == (original.content, original.result)
+    assert not artifact.path.exists(), "a question fetches nothing"
+    part = store.complete(artifact, ("heldout",), said.append)
+    assert files_in(part.path) == HELDOUT and said == ["fetching 2 files of shards-sft (0.0 MB)"]
+    assert Store(home).find(STAGE, KEY) == part, "what is here needs no tracker to be a hit"
+    assert part.part(("heldout",)) == original.part(("heldout",))
+    whole = store.complete(artifact, (), said.append)  # the same, stale artifact
+    assert files_in(whole.path) == PUBLIC and said[1:] == ["fetching 3 files of shards-sft (1.6 MB)"]
+    assert store.complete(whole, (), said.append) == whole and len(said) == 2
+    assert not list((home / "work" / STAGE).glob("*.fetch"))
+    stamps = {name: entry["mtime_ns"] for name, entry in original.manifest["files"].items() if name in PUBLIC}
+    if by_http:
+        assert {name: (whole.path / name).stat().st_mtime_ns for name in PUBLIC} == stamps, "a hit costs a stat"
+    (whole.path / "heldout" / "00.arrow").unlink()
+    assert Store(home).find(STAGE, KEY) is None, "what was fetched can be damaged, as all that is here"
+
+
+def test_a_hit_here_loads_no_tracker_and_a_miss_no_mlflow(home: Path) -> None:
+    make(home)
+    script = f"""
+import sys
+from pathlib import Path
+from ttrain.fetching import InTracker
+from ttrain.store import Store
+store = Store(Path({str(home)!r}), InTracker(Path({str(home)!r}), {EXPERIMENT!r}))
+assert store.find({STAGE!r}, {KEY!r}) and "ttrain.tracking" not in sys.modules
+assert store.find({STAGE!r}, "another") is None and "ttrain.tracking" in sys.modules
+assert not {{"mlflow", "sqlalchemy"}} & {{*sys.modules}}
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+
+
+def held(home: Path) -> Path:
+    """Where the newest tracked run of the home keeps the artifact's files."""
+    return max((home / "mlflow" / "artifacts").glob(f"*/artifacts/{STAGE}"), key=lambda path: path.stat().st_mtime_ns)
+
+
+def test_other_bytes_are_refused_and_nothing_is_left(home: Path) -> None:
+    target = held(home) / "train" / "00.arrow"
+    target.unlink()  # it may be the same file as another home's
+    target.write_bytes(b"sowr" * 400_000)
+    store = store_of(home)
+    with pytest.raises(
+        ArtifactError, match=r"train/00.arrow of shards-sft kkk.* is not what was published.*rerun shards-sft"
+    ):
+        store.complete(found(store))
+    assert Store(home).find(STAGE, KEY) is None and not store.path(STAGE, KEY).exists()
+    assert store.complete(found(store), ("heldout",)).path.is_dir(), "the other files are as good as they were"
+
+
+@pytest.mark.parametrize("harm", ["missing", "shorter", "no manifest", "another's", "outside"])
+def test_what_is_not_whole_there_is_not_there_and_an_older_one_is_taken(home: Path, tmp_path: Path, harm: str) -> None:
+    older = held(home)
+    track(home, make(tmp_path / "again"))
+    newer = next(path for path in (home / "mlflow" / "artifacts").glob(f"*/artifacts/{STAGE}") if path != older)
+    manifest = json.loads((newer / "manifest.json").read_bytes())
+    if harm == "missing":
+        (newer / "heldout" / "00.arrow").unlink()
+    elif harm == "shorter":
+        (newer / "index.json").write_bytes(b"{")
+    elif harm == "no manifest":
+        (newer / "manifest.json").unlink()
+    elif harm == "another's":
+        (newer / "manifest.json").write_text(json.dumps({**manifest, "key": "l" * 64}))
+    else:
+        entry = {"bytes": 4, "sha256": "0" * 64, "mtime_ns": 1}
+        (newer.parent / "evil").write_text("evil")
+        (newer / "manifest.json").write_text(json.dumps({**manifest, "files": {"../evil": entry}}))
+    store = store_of(home)
+    assert files_in(store.complete(found(store)).path) == PUBLIC
+    shutil.rmtree(older)
+    assert store_of(tmp_path / "none").find(STAGE, KEY) is None
+    shutil.rmtree(home / "store")
+    assert store_of(home).find(STAGE, KEY) is None
+
+
+@pytest.mark.parametrize("what", ["unfinished", "failed", "deleted", "elsewhere"])
+def test_only_finished_runs_of_the_experiment_count(tmp_path: Path, pristine: Path, what: str) -> None:
+    home = tmp_path / "home"
+    shutil.copytree(pristine / "mlflow", home / "mlflow")
+    run_id = held(home).parents[1].name
+    client = tracking.open_reader(home, EXPERIMENT).client
+    if what == "unfinished":
+        client.update_run(run_id, status="RUNNING")
+    elif what == "failed":
+        client.update_run(run_id, status="FAILED")
+    elif what == "deleted":
+        client.delete_run(run_id)
+    name = "another" if what == "elsewhere" else EXPERIMENT
+    assert Store(home, InTracker(home, name)).find(STAGE, KEY) is None
+
+
+def test_a_kill_at_any_moment_leaves_nothing_half(home: Path, tmp_path: Path) -> None:
+    calls = 0
+    while True:
+        calls += 1
+        victim = tmp_path / f"victim{calls}"
+        shutil.copytree(home, victim)
+        if not killed_at(calls, lambda: complete_in_two_steps(victim)):  # noqa: B023
+            break
+        before = Store(victim).find(STAGE, KEY)  # undamaged, where it is there
+        here = {} if before is None else {name: PUBLIC[name] for name in PUBLIC if name not in before.absent}
+        assert before is None or here.items() <= files_in(before.path).items()
+        complete_in_two_steps(victim)
+        assert files_in(Store(victim).path(STAGE, KEY)) == PUBLIC
+        shutil.rmtree(victim)
+    assert calls > 20, "every call that reaches the disk was one of the moments"
+
+
+def complete_in_two_steps(home: Path) -> None:
+    store = store_of(home)
+    store.complete(found(store), ("heldout",))
+    store.complete(found(store))
+
+
+def killed_at(fatal: int, action: Callable[[], object]) -> bool:
+    """Run it in a fork that dies right before its n-th call that changes the disk; whether it came so far."""
+    child = os.fork()
+    if child:
+        _, status = os.waitpid(child, 0)
+        assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+        return os.WIFSIGNALED(status)
+    calls = 0
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **named: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == fatal:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*arguments, **named)
+
+        return call
+
+    try:
+        for name in ("fsync", "rename", "replace", "unlink", "utime", "mkdir", "link"):
+            setattr(os, name, counted(getattr(os, name)))
+        action()
+        os._exit(0)
+    except BaseException:
+        os._exit(1)
+
+
+def test_a_file_that_an_earlier_try_fetched_is_not_fetched_again(home: Path) -> None:
+    asked = list[str]()
+
+    class Unsteady(InTracker):
+        def fetch(self, stage: str, key: str, name: str, to: Path) -> None:
+            asked.append(name)
+            if len(asked) == 3:
+                to.write_bytes(b"ha")
+                raise ArtifactError("the server went away")
+            super().fetch(stage, key, name, to)
+
+    store = Store(home, Unsteady(home, EXPERIMENT))
+    with pytest.raises(ArtifactError, match="went away"):
+        store.complete(found(store))
+    assert files_in(store.complete(found(store)).path) == PUBLIC
+    assert len(asked) == len(PUBLIC) + 1
+
+
+def test_two_at_once_fetch_each_file_once(home: Path) -> None:
+    asked = list[str]()
+
+    class Slow(InTracker):
+        def fetch(self, stage: str, key: str, name: str, to: Path) -> None:
+            asked.append(name)
+            time.sleep(0.05)
+            super().fetch(stage, key, name, to)
+
+    artifacts = list[Artifact]()
+
+    def complete() -> None:
+        store = Store(home, Slow(home, EXPERIMENT))
+        artifacts.append(store.complete(found(store)))
+
+    threads = [threading.Thread(target=complete) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(asked) == sorted(PUBLIC) and len(artifacts) == 3
+    assert {artifact.content for artifact in artifacts} == {artifacts[0].content}
+
+
+def test_a_moved_home_fetches_from_itself(home: Path, tmp_path: Path) -> None:
+    moved = tmp_path / "moved"
+    shutil.copytree(home, moved)
+    shutil.rmtree(home / "mlflow" / "artifacts")  # the database of the copy still names it
+    store = store_of(moved)
+    assert files_in(store.complete(found(store)).path) == PUBLIC
+
+
+def test_a_server_that_does_not_answer_is_a_miss_soon_and_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://user:secret@127.0.0.1:{silent.getsockname()[1]}")
+        store, began = store_of(tmp_path / "home"), time.monotonic()
+        with caplog.at_level(logging.WARNING, "ttrain"):
+            assert [store.find(STAGE, key) for key in ("1", "2", "3")] == [None] * 3
+    assert time.monotonic() - began < 15
+    [record] = caplog.records
+    assert "cannot be asked for artifacts" in record.getMessage() and "secret" not in record.getMessage()
+
+
+def test_a_part_without_a_tracker_says_what_to_do(home: Path) -> None:
+    store = store_of(home)
+    store.complete(found(store), ("heldout",))
+    alone = Store(home)
+    with pytest.raises(ArtifactError, match=r"lacks index.json, which stayed in MLflow.*tracking.enabled=true"):
+        alone.complete(found(alone))
+    assert read_json(found(alone).path / "manifest.json")["absent"]

@@ -1,0 +1,284 @@
+"""What is scheduled, when it fires, and what keeps it up: files, time zones, units of systemd, launchd and cron, pools."""
+
+from __future__ import annotations
+
+import io
+import os
+import plistlib
+import shlex
+import shutil
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from zoneinfo import ZoneInfo
+
+import pytest
+import yaml
+from rich.console import Console
+
+from flows import pools, schedule_files, schedules, serving, units
+from flows.schedule_files import Schedule
+from ttrain.config import Settings
+from ttrain.errors import UsageError
+from ttrain.loading import load
+
+# A directory whose name holds what shells, systemd and cron each take for something else
+AWKWARD = "a home $HOME 50% 'of' \"it\" \\n"
+
+
+@pytest.fixture(autouse=True)
+def nothing_set_by_the_user(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nor does anything that is chosen for Prefect outlive the test."""
+    before = dict(os.environ)
+    for name in (*units.INHERITED, "TZ"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    for name in set(os.environ) - set(before):
+        del os.environ[name]
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    path = tmp_path / AWKWARD
+    path.mkdir()
+    return path
+
+
+def schedule(pool: str | None = None, *overrides: str, **changes: Any) -> Schedule:
+    settings = schedule_files.absolute(load(overrides, environment={}).settings)
+    return Schedule(**{"kind": "nightly", "name": settings.name, "cron": "0 2 * * *", "timezone": "Europe/Berlin",
+                       "settings": settings.model_dump(mode="json"), "pool": pool} | changes)  # fmt: skip
+
+
+# What is kept
+
+
+def test_a_schedule_is_read_as_it_was_written_and_a_damaged_file_is_none(home: Path) -> None:
+    kept = schedule()
+    path = schedule_files.write(home, kept)
+    (path.parent / "nightly-damaged.json").write_text('{"kind": 1')
+    (path.parent / "full-of-another-version.json").write_text('{"kind": "full"}')
+    assert schedule_files.read_all(home) == {"nightly/quickstart": kept}
+    schedule_files.remove(home, "nightly/quickstart")
+    assert schedule_files.read_all(home) == {}
+
+
+def test_paths_are_kept_in_full_and_what_is_elsewhere_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "base").mkdir()
+    loaded = load(
+        ["data.pretrain=[docs/*.jsonl, 'https://example.org/a.jsonl', {path: more, weight: 2}]", "data.sft=~/chats.jsonl",
+         "data.lora=hf://owner/name", "data.tokenizer=/abs/t.jsonl", "tokenizer.existing=base",
+         "notify.webhook=https://hooks.example/secret", "notify.command=[bin/tell, me/too]"],
+        environment={},
+    ).settings  # fmt: skip
+    kept = schedule_files.absolute(loaded)
+    assert kept.data.paths("pretrain") == (f"{tmp_path}/docs/*.jsonl", "https://example.org/a.jsonl", f"{tmp_path}/more")
+    assert kept.data.weights("pretrain") == (1.0, 1.0, 2.0)
+    assert kept.data.paths("sft") == (str(Path.home() / "chats.jsonl"),)
+    assert kept.data.paths("lora") == ("hf://owner/name",) and kept.data.paths("tokenizer") == ("/abs/t.jsonl",)
+    assert kept.tokenizer.existing == str(tmp_path / "base")
+    assert kept.notify.command == (str(tmp_path / "bin/tell"), "me/too")
+    assert kept.notify.webhook == "https://hooks.example/secret"
+    assert schedule_files.absolute(kept) == kept
+    assert schedule_files.absolute(Settings()) == Settings()
+
+
+def test_a_model_that_is_started_from_is_kept_in_full_and_a_stage_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine", "pretrain"):  # a folder of a stage's name does not stand for the stage
+        (tmp_path / name).mkdir()
+    kept = schedule_files.absolute(load(["sft.start_from=./mine", "lora.start_from=sft"], environment={}).settings)
+    assert kept.sft.start_from == str(tmp_path / "mine") and kept.lora.start_from == "sft"
+    assert schedule_files.absolute(Settings()).sft.start_from == "pretrain"
+
+
+def test_a_webhook_lies_in_a_file_of_the_user_alone_and_nowhere_else(home: Path) -> None:
+    url = "https://user:word@hooks.example/services/T0/secret"
+    settings = schedule_files.webhook_in_file(home, "nightly", load([f"notify.webhook={url}"], environment={}).settings)
+    kept = schedule(settings=settings.model_dump(mode="json"))
+    schedule_files.write(home, kept)
+    path = Path(settings.notify.webhook_file or "")
+    assert settings.notify.webhook is None and path.read_text().strip() == url
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    others = [one for one in path.parent.iterdir() if one != path]
+    assert others and not any("secret" in one.read_text() or "word" in one.read_text() for one in others)
+    inside = yaml.safe_load(pools.prefect_yaml(home, schedule("docker", settings=kept.settings)))["deployments"][0]
+    assert inside["parameters"]["settings"]["notify"]["webhook_file"] == "/ttrain/schedules/nightly-quickstart.webhook"
+    schedule_files.remove(home, kept.full_name)
+    assert not path.exists()
+
+
+def test_a_name_means_the_one_schedule_that_it_fits(home: Path) -> None:
+    with pytest.raises(UsageError, match="nothing is scheduled"):
+        schedules.named(home, None)
+    schedule_files.write(home, schedule())
+    assert schedules.named(home, None).full_name == "nightly/quickstart"
+    schedule_files.write(home, schedule(kind="full"))
+    assert schedules.named(home, "full").full_name == schedules.named(home, "full/quickstart").full_name == "full/quickstart"
+    with pytest.raises(UsageError, match=r"there are several schedules.*full/quickstart, nightly/quickstart"):
+        schedules.named(home, None)
+    with pytest.raises(UsageError, match="no schedule is called 'weekly'; there are: full/quickstart"):
+        schedules.named(home, "weekly")
+
+
+@pytest.mark.parametrize(("tz", "expected"), [("Europe/Berlin", "Europe/Berlin"), (":Asia/Tokyo", "Asia/Tokyo")])
+def test_the_machines_own_time_zone_has_a_name(tz: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", tz)
+    assert schedule_files.local_timezone() == expected
+    monkeypatch.setenv("TZ", "<-03>3")  # a rule without a name
+    ZoneInfo(schedule_files.local_timezone())
+
+
+# When it fires
+
+
+@pytest.mark.parametrize(
+    ("cron", "timezone", "rule"),
+    [
+        ("0 2 * *", "UTC", "five fields"),
+        ("0 2 * * * *", "UTC", "five fields"),
+        ("@daily", "UTC", "five fields"),
+        ("61 2 * * *", "UTC", "no cron"),
+        ("0 2 * * mun", "UTC", "no cron"),
+        ("H 2 * * *", "UTC", "no cron"),
+        ("0 0 30 2 *", "UTC", "no day of the next"),
+        ("0 2 * * *", "Mars/Base", "try Europe/Berlin"),
+        ("0 2 * * *", "../../etc/passwd", "try Europe/Berlin"),
+    ],
+)
+def test_what_never_fires_is_refused_with_rule_and_example(cron: str, timezone: str, rule: str) -> None:
+    with pytest.raises(UsageError, match=rule) as error:
+        schedules.check(cron, timezone)
+    assert "0 2 * * *" in str(error.value) or "Europe/Berlin" in str(error.value)
+
+
+@pytest.mark.parametrize("cron", ["0 2 * * *", "*/5 1-3 * * mon,fri", "0 0 29 2 *"])
+def test_what_fires_is_taken(cron: str) -> None:
+    schedules.check(cron, "America/New_York")
+
+
+# The last nights of summer time and of winter time in both places; 02:30 is skipped in spring, and comes twice in autumn
+@pytest.mark.parametrize(
+    ("timezone", "first"),
+    [
+        pytest.param("Europe/Berlin", (2027, 3, 26), id="Berlin, spring"),
+        pytest.param("Europe/Berlin", (2027, 10, 29), id="Berlin, autumn"),
+        pytest.param("America/New_York", (2027, 3, 12), id="New York, spring"),
+        pytest.param("America/New_York", (2027, 11, 5), id="New York, autumn"),
+    ],
+)
+@pytest.mark.parametrize("cron", ["30 2 * * *", "0 2 * * *", "30 1 * * *", "0 3 * * *"])
+def test_a_change_of_the_clock_neither_skips_a_night_nor_doubles_it(
+    cron: str, timezone: str, first: tuple[int, int, int]
+) -> None:
+    """Asked as the scheduler does, again and again from later moments: one slot for each date, the same from all of them."""
+    zone = ZoneInfo(timezone)
+    begin = datetime(*first, tzinfo=zone).astimezone(UTC)
+    slots = set()
+    for half_hours in range(4 * 48):
+        slots |= set(schedules.firings(cron, timezone, 1, begin + timedelta(minutes=30 * half_hours)))
+    slots = {slot for slot in slots if slot - begin < timedelta(days=4)}
+    dates = [slot.astimezone(zone).date() for slot in sorted(slots)]
+    assert dates == [begin.astimezone(zone).date() + timedelta(days=day) for day in range(4)]
+
+
+def run(deployment: str, slot: int, state: str = "Late", *, by_cron: bool = True, tries: int = 0) -> Any:
+    """A flow run as the server lists what is due."""
+    when = datetime(2027, 1, 1, tzinfo=UTC) + timedelta(days=slot)
+    return SimpleNamespace(
+        deployment_id=deployment, next_scheduled_start_time=when, state_name=state, auto_scheduled=by_cron, run_count=tries
+    )
+
+
+def test_of_slots_that_passed_unserved_the_newest_stands_for_all() -> None:
+    late = [run("a", slot) for slot in range(10)]
+    other, by_hand, again = run("b", 3, "Scheduled"), run("a", 2, by_cron=False), run("a", 1, "AwaitingRetry", tries=1)
+    found = serving.covered([*late, other, by_hand, again])
+    assert [older for older, _ in found] == late[:9] and {id(newer) for _, newer in found} == {id(late[9])}
+    assert serving.covered([late[0], other]) == []
+
+
+# What keeps it up
+
+
+def test_a_systemd_unit_starts_the_command_in_any_home(home: Path, tmp_path: Path) -> None:
+    text = units.unit("systemd", home)
+    path = tmp_path / "ttrain.service"
+    path.write_text(text)
+    if shutil.which("systemd-analyze"):
+        done = subprocess.run(["systemd-analyze", "verify", "--user", path], capture_output=True, text=True, check=False)
+        assert "ttrain.service" not in done.stderr, done.stderr
+    [environment] = [line for line in text.splitlines() if line.startswith("Environment=")]
+    assert (
+        environment
+        == 'Environment="TTRAIN_HOME=' + str(home).replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%") + '"'
+    )
+    assert "KillMode=mixed" in text and "OOMPolicy=continue" in text
+
+
+def test_a_launchd_agent_holds_command_and_home(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:4200/api")
+    agent = plistlib.loads(units.unit("launchd", home).encode())
+    assert agent["ProgramArguments"] == units.command() and agent["KeepAlive"] == {"SuccessfulExit": False}
+    assert agent["EnvironmentVariables"] == {"TTRAIN_HOME": str(home), "PREFECT_API_URL": "http://127.0.0.1:4200/api"}
+
+
+def test_a_cron_line_means_to_a_shell_what_was_meant(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    says = [sys.executable, "-c", "import os, sys; print(os.environ['TTRAIN_HOME'], os.getcwd(), sys.argv[1:])"]
+    monkeypatch.setattr(units, "command", lambda: says)
+    line = units.unit("cron", home)
+    assert line.count("\n") == 1 and line.startswith("*/5 * * * * ")
+    words = line.removeprefix("*/5 * * * * ").replace("\\%", "%")  # as cron does before it asks the shell
+    subprocess.run(["/bin/sh", "-c", words], check=True, env={"PATH": os.environ["PATH"]})
+    folder = home / "schedules"
+    assert (folder / "serve.log").read_text() == f"{home} {folder} ['--unless-served']\n"
+
+
+def test_the_command_of_a_unit_opens_its_help() -> None:
+    done = subprocess.run([*units.command(), "--help"], capture_output=True, text=True, check=True)
+    assert "--unit" in done.stdout
+    assert shlex.split(shlex.join(units.command()))[-2:] == ["pipeline", "serve"]
+
+
+def test_a_unit_of_another_kind_and_a_path_of_two_lines_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"--unit is 'upstart' but must be one of systemd, launchd, cron"):
+        units.unit("upstart", tmp_path)
+    with pytest.raises(UsageError, match="no unit can hold"):
+        units.unit("systemd", tmp_path / "two\nlines")
+
+
+@pytest.mark.parametrize("pool", pools.KINDS)
+def test_prefects_own_loader_takes_the_prefect_yaml_of_a_pool(pool: str, home: Path, tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    made = schedule(pool, f"data.pretrain={tmp_path}/docs/*.jsonl")
+    path = tmp_path / "prefect.yaml"
+    path.write_text(pools.prefect_yaml(home, made))
+    from prefect.cli.deploy._config import _load_deploy_configs_and_actions
+    from prefect.flows import load_flow_from_entrypoint
+
+    said = Console(record=True, file=io.StringIO())
+    [deployment], actions = _load_deploy_configs_and_actions(path, console=said)
+    assert said.export_text() == "" and actions["build"] == actions["push"] == []
+    assert deployment["work_pool"]["name"] == f"ttrain-{pool}" and deployment["tags"] == ["ttrain"]
+    assert [(one["cron"], one["timezone"]) for one in deployment["schedules"]] == [("0 2 * * *", "Europe/Berlin")]
+    flow = load_flow_from_entrypoint(deployment["entrypoint"])
+    given = flow.validate_parameters(deployment["parameters"])
+    assert given["settings"] == Settings.model_validate(made.settings)
+    variables = deployment["work_pool"]["job_variables"]
+    assert variables["env"]["TTRAIN_HOME"] == (str(home) if pool == "process" else "/ttrain")
+    if pool == "docker":
+        assert variables["volumes"] == [f"{home}:/ttrain", f"{tmp_path}/docs:{tmp_path}/docs:ro"]
+
+
+def test_a_pool_of_another_kind_is_refused(home: Path) -> None:
+    with pytest.raises(UsageError, match=r"--prefect-yaml is 'ecs' but must be one of process, docker, kubernetes"):
+        pools.prefect_yaml(home, schedule("ecs"))
+    assert schedule_files.read_all(home) == {}

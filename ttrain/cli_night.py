@@ -1,0 +1,67 @@
+"""What `ttrain pipeline run nightly` and `plan nightly` do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ttrain.terminal import console, escaped, print_json, table
+
+if TYPE_CHECKING:
+    from ttrain.loading import Loaded
+    from ttrain.store import Store
+
+NIGHTLY = "nightly"
+
+
+def run(loaded: Loaded, *, engine: str) -> None:
+    """One night, now."""
+    from flows.nightly import run_night
+    from ttrain.store import usable_home
+
+    usable_home()
+    result = run_night(loaded.settings, _store(loaded), console(), engine=engine)
+    print(escaped(f"{result.night or 'no night'}: {result.outcome}"))
+
+
+def plan(loaded: Loaded, *, as_json: bool) -> None:
+    """What a night would do now."""
+    from flows.nightly import plan_night
+    from ttrain import report
+    from ttrain.night_inputs import DATASETS
+
+    planned = plan_night(loaded.settings, _store(loaded))
+    frozen = planned.frozen
+    if as_json:
+        stages = report.plan_json(NIGHTLY, planned.stages)["stages"]
+        files = {name: [file["location"] for file in found] for name, found in frozen.files.items()} if frozen else {}
+        champion = frozen.champion.version if frozen and frozen.champion else None
+        print_json({
+            "pipeline": NIGHTLY, "reason": planned.reason, "champion": champion, "files": files, "stages": stages,
+        })  # fmt: skip
+        return
+    print(escaped(planned.reason))
+    if frozen is None:
+        return
+    for dataset in DATASETS:
+        for file in frozen.files.get(dataset, ()):
+            print(escaped(f"  data.{dataset}: {file['location']}"))
+    table(("stage", "state", "key", "why"), report.plan_rows(planned.stages))
+
+
+def refuse(**options: object) -> None:
+    """Raise UsageError where an option is given that chooses among stages: a night is one whole."""
+    from ttrain.errors import UsageError
+
+    given = [f"--{name}" for name, value in options.items() if value]
+    if given:
+        raise UsageError(
+            f"{', '.join(given)}: a night chooses what to run by itself; leave it out, or use `ttrain pipeline run full`"
+        )
+
+
+def _store(loaded: Loaded) -> Store:
+    from ttrain.fetching import InTracker
+    from ttrain.store import Store, home
+
+    tracking = loaded.settings.tracking
+    return Store(home(), InTracker(home(), tracking.experiment) if tracking.enabled else None)

@@ -1,0 +1,38 @@
+"""The settings of an earlier run, as the weakest layer of those of a new one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ttrain import runs
+from ttrain.config import Settings, flatten
+from ttrain.errors import UsageError
+from ttrain.loading import Given
+
+SHOWN_RUNS = 5
+
+
+def run_named(home: Path, name: str) -> dict[str, Any]:
+    """The run of this name, or the only one whose name begins or ends so. Raises UsageError."""
+    found = [run for run in runs.newest_first(home) if run["run"].startswith(name) or run["run"].endswith(name)]
+    for run in found:
+        if len(found) == 1 or run["run"] == name:
+            return run
+    names = [run["run"] for run in found or runs.newest_first(home)]
+    listed = f"{', '.join(names[:SHOWN_RUNS])}{', ...' if len(names) > SHOWN_RUNS else ''}" or "none yet"
+    rule = "means several runs" if found else "is no run"
+    raise UsageError(f"--run {name} {rule}: {listed}; `ttrain pipeline status` lists them")
+
+
+def newest_with(home: Path, stage: str) -> dict[str, Any] | None:
+    """The newest run that has the stage, whatever became of it; None where there is none."""
+    return next((run for run in runs.newest_first(home) if any(s["name"] == stage for s in run["stages"])), None)
+
+
+def settings_of(run: Mapping[str, Any]) -> list[Given]:
+    """What the run's settings have that is not a default now, so that the rest may be left out of sight."""
+    usual = dict(flatten(Settings().model_dump(mode="json")))
+    told = flatten(run["settings"])
+    return [Given(f"run {run['run']}", key, value) for key, value in told if key not in usual or usual[key] != value]

@@ -1,0 +1,58 @@
+"""What each held-out record cost each model: the sums that the figures are quotients of, for comparing two evaluations.
+
+{"parts": {"documents": {"records": [digest], "bytes": [n], "tokens": [n], "nats": {"base": [x]}}},
+ "metrics": {"bits_per_byte": {"part": "documents", "model": "base", "per": "bytes", "factor": 1.44}}}
+
+A figure is `factor * sum(nats) / sum(per)`. The lists of a part have an entry for each record, in one order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ttrain.digests import digest_of
+from ttrain.store import read_json, write_json
+
+FILE = "scores.json"  # of an evaluation
+DIGEST_CHARACTERS = 16  # 64 bits: among a million records a chance of 3e-8 that two are taken for one
+
+
+class Table:
+    """The parts and figures of one evaluation, as they come."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, dict[str, Any]] = {}
+        self._metrics: dict[str, dict[str, Any]] = {}
+
+    def part(self, name: str, records: Sequence[object], sizes: Sequence[int] = ()) -> None:
+        """Records that will be scored; `sizes` are their bytes, where bytes count. They are told apart by what they say,
+        since another tokenizer may read them."""
+        names = [digest_of(record)[:DIGEST_CHARACTERS] for record in records]
+        self._parts[name] = {"records": names, "bytes": list(sizes), "tokens": [], "nats": {}}
+
+    def figure(
+        self, metric: str, part: str, model: str, scored: Sequence[tuple[float, int]], *, per: str, factor: float = 1.0
+    ) -> float:
+        """The figure of a model, from (nats, tokens) of each record of the part; `per` is bytes or tokens."""
+        entry = self._parts[part]
+        entry["nats"][model], entry["tokens"] = [nats for nats, _ in scored], [tokens for _, tokens in scored]
+        self._metrics[metric] = {"part": part, "model": model, "per": per, "factor": factor}
+        return factor * sum(nats for nats, _ in scored) / max(1, int(sum(entry[per])))
+
+    def write(self, directory: Path) -> None:
+        """Leave the file."""
+        write_json(directory / FILE, {"parts": self._parts, "metrics": self._metrics})
+
+
+def sums_of(directory: Path, metric: str) -> tuple[list[float], list[float], list[str]] | None:
+    """(sums, sizes, records) behind a figure of the evaluation in this directory, `sum(sums) / sum(sizes)`; None where it
+    has none."""
+    found: Mapping[str, Any] = read_json(directory / FILE) or {}
+    entry = found.get("metrics", {}).get(metric)
+    if entry is None:
+        return None
+    part = found["parts"][entry["part"]]
+    sums = [entry["factor"] * nats for nats in part["nats"][entry["model"]]]
+    return sums, [float(size) for size in part[entry["per"]]], list(part["records"])

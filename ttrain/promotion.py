@@ -1,0 +1,176 @@
+"""Challenger against champion on the same held-out records: figures, a paired bootstrap interval, a decision. Pure.
+
+Both models were scored on the same records, so each record gives a pair, and records are what is resampled: tokens of one
+document are not independent, documents are taken to be.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ttrain.config import Promotion
+from ttrain.errors import ArtifactError, UsageError
+from ttrain.evaluate import scores
+from ttrain.store import Artifact
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+CHUNK = 1 << 20  # drawn record numbers that are in memory at once
+
+
+@dataclass(frozen=True)
+class Scores:
+    """One model's figure, and the sums that it is the quotient of, a record each.
+
+    The figure is `sum(sums) / sum(sizes)`: bits over bytes, or nats over tokens. Without records it stands for itself.
+    """
+
+    metric: str
+    value: float
+    sums: tuple[float, ...] = ()
+    sizes: tuple[float, ...] = ()
+    records: tuple[str, ...] = ()  # digests of what was scored
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What was decided and from what. `difference` is by how much the challenger is better, in the metric's unit."""
+
+    promote: bool
+    metric: str
+    challenger: float
+    champion: float | None
+    difference: float | None
+    interval: tuple[float, float] | None
+    samples: int  # pairs of records; 0 where the figures alone decided
+    margin: float
+    confidence: float
+    reason: str
+
+    @property
+    def word(self) -> str:
+        """For titles and tags."""
+        return "promoted" if self.promote else "kept"
+
+    def to_json(self) -> dict[str, Any]:
+        """Every figure, as JSON takes it: what is no finite number becomes null."""
+        return {name: None if _is_no_number(value) else value for name, value in asdict(self).items()}
+
+    def rows(self) -> list[tuple[str, str]]:
+        """(what, value) for a table."""
+        interval = "none" if self.interval is None else f"{self.interval[0]:+.5f} to {self.interval[1]:+.5f}"
+        return [
+            ("decision", self.word),
+            ("metric", self.metric),
+            ("challenger", f"{self.challenger:.5f}"),
+            ("champion", "none" if self.champion is None else f"{self.champion:.5f}"),
+            ("better by", "" if self.difference is None else f"{self.difference:+.5f}"),
+            (f"{self.confidence:.0%} interval", interval),
+            ("held-out records", f"{self.samples:,}"),
+            ("margin", f"{self.margin:g}"),
+            ("reason", self.reason),
+        ]
+
+
+def scores_of(evaluation: Artifact, metric: str) -> Scores:
+    """The figure of that name in an evaluation, with its records where it has them.
+
+    Raises UsageError where there is no such figure, and ArtifactError where it is not what its records give.
+    """
+    metrics: Mapping[str, float] = evaluation.result["metrics"]
+    if metric not in metrics:
+        raise UsageError(
+            f"promotion.metric is {metric}, which the evaluation does not have; it has {', '.join(sorted(metrics))}"
+        )
+    value = float(metrics[metric])
+    found = scores.sums_of(evaluation.path, metric)
+    if found is None:
+        return Scores(metric, value)
+    sums, sizes, records = found
+    if not len(sums) == len(sizes) == len(records):
+        raise ArtifactError(f"{evaluation.path / scores.FILE} does not have a sum, a size and a digest for each record")
+    again = sum(sums) / max(1.0, sum(sizes))
+    if math.isfinite(value) and not math.isclose(again, value, rel_tol=1e-9):
+        raise ArtifactError(f"{evaluation.path / scores.FILE} gives {metric} {again}, but the evaluation says {value}")
+    return Scores(metric, value, tuple(sums), tuple(sizes), tuple(records))
+
+
+def decide(challenger: Scores, champion: Scores | None, settings: Promotion) -> Decision:
+    """Whether the challenger becomes champion.
+
+    It does where it is better by more than the margin, and where there are records enough, only if the whole interval of
+    the difference lies beyond the margin. The first one becomes champion if its figure is a number.
+    """
+
+    def decided(promote: bool, reason: str, **figures: Any) -> Decision:
+        known = {"difference": None, "interval": None, "samples": 0, **figures}
+        old = None if champion is None else champion.value
+        return Decision(
+            promote=promote, metric=settings.metric, challenger=challenger.value, champion=old, reason=reason,
+            margin=settings.margin, confidence=settings.confidence, **known,
+        )  # fmt: skip
+
+    if not math.isfinite(challenger.value):
+        return decided(False, f"the challenger's {settings.metric} is {challenger.value}, which is no number")
+    if champion is None:
+        return decided(True, "there is no champion yet")
+    if not math.isfinite(champion.value):
+        return decided(True, f"the champion's {settings.metric} is {champion.value}, which is no number")
+    if challenger.records != champion.records or challenger.sizes != champion.sizes:
+        return decided(False, _unlike(challenger, champion))
+    sign = 1.0 if settings.higher_is_better else -1.0
+    difference = sign * (challenger.value - champion.value)
+    samples = len(challenger.records)
+    margin = settings.margin
+    if samples < settings.min_samples or not settings.resamples:
+        alone = "resamples is 0" if not settings.resamples else f"{samples} held-out records are too few for an interval"
+        better = difference > margin
+        reason = f"better by {difference:.5f}, {'more' if better else 'not more'} than the margin {margin:g}; {alone}"
+        return decided(better, reason, difference=difference)
+    pairs = sign * (np.array(challenger.sums) - np.array(champion.sums))
+    interval = paired_bootstrap(
+        pairs, np.array(challenger.sizes), resamples=settings.resamples, confidence=settings.confidence, seed=settings.seed
+    )
+    better = interval[0] > margin
+    reason = (
+        f"better by {difference:.5f}; the lower end of the interval, {interval[0]:.5f}, is "
+        f"{'above' if better else 'not above'} the margin {margin:g}"
+    )
+    return decided(better, reason, difference=difference, interval=interval, samples=samples)
+
+
+def paired_bootstrap(
+    differences: NDArray[np.float64], sizes: NDArray[np.float64], *, resamples: int, confidence: float, seed: int
+) -> tuple[float, float]:
+    """Interval of `sum(differences) / sum(sizes)` over records drawn anew with replacement, each with both its numbers.
+
+    Paired bootstrap: Koehn 2004, https://aclanthology.org/W04-3250; percentiles: Efron 1979,
+    https://doi.org/10.1214/aos/1176344552.
+    """
+    random, count = np.random.default_rng(seed), len(differences)
+    found = []
+    for start in range(0, resamples, rows := max(1, CHUNK // count)):
+        drawn = random.integers(count, size=(min(rows, resamples - start), count))
+        found.append(differences[drawn].sum(1) / sizes[drawn].sum(1))
+    tail = (1 - confidence) / 2
+    low, high = np.quantile(np.concatenate(found), (tail, 1 - tail))
+    return float(low), float(high)
+
+
+def _unlike(challenger: Scores, champion: Scores) -> str:
+    if challenger.records != champion.records:
+        return "the two were not evaluated on the same held-out records, so their figures cannot be compared"
+    return (
+        f"the two count the same records differently, as two tokenizers do, so {challenger.metric} cannot be compared; "
+        f"set promotion.metric=bits_per_byte"
+    )
+
+
+def _is_no_number(value: object) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)

@@ -1,0 +1,225 @@
+"""Which set of models is champion: promoted, rolled back, listed.
+
+A set is a version of the registered model that bears the pipeline's name. Its alias `champion` is the one truth, set by
+one write. The aliases of the same name on its base, SFT, LoRA and tokenizer versions follow it, for those who ask for one
+model; so does the list of earlier champions. Where a kill came between two writes, both are mended by what comes next.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, TypeVar, final
+
+from ttrain.errors import TrackingError, UsageError
+from ttrain.store import exclusive
+from ttrain.tracking.calls import first_line, is_refusal, outcome, shown
+from ttrain.tracking.database import database_of, open_client
+from ttrain.tracking.runs import Run
+from ttrain.tracking.sets import CHALLENGER, CHAMPION, DECISION, KIND, SET, ModelSet, all_pages, set_of
+from ttrain.tracking.store import Store
+
+log = logging.getLogger("ttrain")
+Result = TypeVar("Result")
+
+HISTORY: Final = "ttrain.champions"  # tag of the registered model: versions, the oldest first, the present champion last
+HISTORY_KEPT: Final = 200
+
+
+@final
+class Champions:
+    """The sets of one MLflow. Every method raises TrackingError where MLflow cannot be asked."""
+
+    def __init__(self, home: Path, uri: str) -> None:
+        self._home, self._uri = home, uri
+        self._opened: Any = None
+
+    def sets(self, name: str | None = None) -> list[ModelSet]:
+        """All sets, of one name or of all, the newest first; aliases that a kill left behind are mended."""
+        if self._is_unused():
+            return []
+        with self._alone():
+            found = self._sets(name)
+            for model in {one.name for one in found}:
+                self._mend(model, [one for one in found if one.name == model])
+        return found
+
+    def champion(self, name: str) -> ModelSet | None:
+        """The champion; None where none was promoted."""
+        if self._is_unused():
+            return None
+        found, error = outcome(lambda: self._client.get_model_version_by_alias(name, CHAMPION))
+        if error is not None and not is_refusal(error):
+            raise self._trouble(error)
+        return None if found is None or found.tags.get(KIND) != SET else set_of(found, (CHAMPION,))
+
+    def find(self, name: str, version: str) -> ModelSet:
+        """A set by its version. Raises UsageError that lists what there is."""
+        return self._chosen(name, version, self._sets(name) if not self._is_unused() else [])
+
+    def promote(self, name: str, version: str) -> ModelSet:
+        """Makes this set the champion; promoted again, it stays so. Raises UsageError where there is no such set."""
+        with self._alone():
+            sets = self._sets(name) if not self._is_unused() else []
+            chosen = self._chosen(name, version, sets)
+            before = self._history(name, sets)
+            if before[-1:] != [version]:
+                self._write_history(name, [*before, version])  # first: without the alias, it is cut back to the truth
+                self._asked(partial(self._client.set_registered_model_alias, name, CHAMPION, version))
+                self._note(chosen, "ttrain.promoted")
+            return self._settled(name, version)
+
+    def rollback(self, name: str) -> ModelSet:
+        """Makes the champion before this one champion again. Raises UsageError where there is none."""
+        with self._alone():
+            sets = self._sets(name) if not self._is_unused() else []
+            history = self._history(name, sets)
+            there = {one.version for one in sets}
+            earlier = [version for version in history[:-1] if version in there and version != history[-1]]
+            if not earlier:
+                raise UsageError(f"{name} has no earlier champion to go back to; {_listed(sets)}")
+            self._asked(partial(self._client.set_registered_model_alias, name, CHAMPION, earlier[-1]))
+            self._note(self._chosen(name, history[-1], sets), "ttrain.rolled_back")
+            return self._settled(name, earlier[-1])
+
+    def log_decision(self, name: str, version: str, decision: Mapping[str, Any], table: str, run_id: str | None) -> None:
+        """Puts a decision about a set where people look: tags and description of the version, tags, figures and files of
+        the run. What is there is replaced, so it can be done again."""
+        chosen = self.find(name, version)
+        text = json.dumps(dict(decision), sort_keys=True)
+        word = "promoted" if decision["promote"] else "kept"
+        self._asked(partial(self._client.set_model_version_tag, name, version, DECISION, text))
+        self._asked(partial(self._client.update_model_version, name, version, table))
+        if run_id or chosen.run_id:
+            entity = self._asked(partial(self._client.get_run, run_id or chosen.run_id))
+            run = Run(Store(self._client, self._uri, self._home, ""), entity)
+            run.set_tags({"ttrain.decision": word, "ttrain.decision.reason": str(decision["reason"]), "ttrain.set": version})
+            figures = {key: decision[key] for key in ("challenger", "champion", "difference", "samples")}
+            low, high = decision["interval"] or (None, None)
+            figures |= {"interval_low": low, "interval_high": high}
+            run.log_summary({f"promotion/{key}": value for key, value in figures.items() if value is not None})
+            run.log_text(json.dumps(dict(decision), indent=1, sort_keys=True), "decision.json")
+            run.log_text(table, "decision.md")
+
+    def _settled(self, name: str, version: str) -> ModelSet:
+        """What follows the alias is brought in line; the champion as it now is."""
+        sets = self._sets(name)
+        self._mend(name, sets)
+        return self._chosen(name, version, self._sets(name))
+
+    def _mend(self, name: str, sets: Sequence[ModelSet]) -> None:
+        """The history and the members' aliases follow the set's own aliases; nothing is written where all is in line."""
+        history = self._history(name, sets)
+        if history != self._written_history(name):
+            self._write_history(name, history)
+        champion, challenger = _with(CHAMPION, sets), _with(CHALLENGER, sets)
+        if challenger is not None and challenger is champion:  # promoted
+            self._asked(partial(self._client.delete_registered_model_alias, name, CHALLENGER))
+            challenger = None
+        names = {member.name for one in sets for member in one.members.values()}
+        for alias, holder in ((CHAMPION, champion), (CHALLENGER, challenger)):
+            wanted = {member.name: member.version for member in holder.members.values()} if holder else {}
+            for model in sorted(names):
+                self._follow(model, alias, wanted.get(model))
+
+    def _follow(self, model: str, alias: str, version: str | None) -> None:
+        """One member's alias; a version that somebody deleted is passed over with a warning."""
+        there = self._aliases(model).get(alias)
+        if there == version:
+            return
+        if version is None:
+            act = partial(self._client.delete_registered_model_alias, model, alias)
+        else:
+            act = partial(self._client.set_registered_model_alias, model, alias, version)
+        _, error = outcome(act)
+        if error is not None and not is_refusal(error):
+            raise self._trouble(error)
+        if error is not None:
+            log.warning("MLflow has no %s/%s, so it cannot be called %s: %s", model, version, alias, first_line(error))
+
+    def _history(self, name: str, sets: Sequence[ModelSet]) -> list[str]:
+        """The champions, oldest first, ending with the present one: entries after it were never or are no longer true."""
+        written, champion = self._written_history(name), _with(CHAMPION, sets)
+        if champion is None:
+            return written
+        while written and written[-1] != champion.version and champion.version in written:
+            written = written[:-1]
+        return written if written[-1:] == [champion.version] else [*written, champion.version]
+
+    def _written_history(self, name: str) -> list[str]:
+        text = self._model(name).tags.get(HISTORY, "")
+        return [word for word in text.split() if word.isdigit()]
+
+    def _write_history(self, name: str, versions: Sequence[str]) -> None:
+        text = " ".join(versions[-HISTORY_KEPT:])
+        self._asked(partial(self._client.set_registered_model_tag, name, HISTORY, text))
+
+    def _note(self, chosen: ModelSet, tag: str) -> None:
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        self._asked(partial(self._client.set_model_version_tag, chosen.name, chosen.version, tag, now))
+
+    def _sets(self, name: str | None) -> list[ModelSet]:
+        text = f"tags.`{KIND}` = '{SET}'" + (f" and name = '{name}'" if name else "")
+        versions = self._asked(partial(all_pages, partial(self._client.search_model_versions, text)))
+        aliases = {model: self._aliases(model) for model in {version.name for version in versions}}
+        found = [
+            set_of(version, (alias for alias, at in aliases[version.name].items() if at == str(version.version)))
+            for version in versions
+        ]
+        return sorted(found, key=lambda one: (one.created, int(one.version)), reverse=True)
+
+    def _aliases(self, name: str) -> dict[str, str]:
+        return {alias: str(version) for alias, version in self._model(name).aliases.items()}
+
+    def _model(self, name: str) -> Any:
+        return self._asked(partial(self._client.get_registered_model, name))
+
+    def _chosen(self, name: str, version: str, sets: Sequence[ModelSet]) -> ModelSet:
+        for one in sets:
+            if one.version == version:
+                return one
+        raise UsageError(f"{name} has no version {version} that is a set of models; {_listed(sets)}")
+
+    def _asked(self, action: Callable[[], Result]) -> Result:
+        try:
+            return action()
+        except Exception as error:
+            raise self._trouble(error) from None
+
+    def _trouble(self, error: Exception) -> TrackingError:
+        return TrackingError(
+            f"MLflow at {shown(self._uri)} cannot be asked for the registered models: {first_line(error)}; "
+            f"start it, or set MLFLOW_TRACKING_URI to the one that holds them"
+        )
+
+    @property
+    def _client(self) -> Any:
+        if self._opened is None:
+            self._opened = self._asked(lambda: open_client(self._uri, self._home))
+        return self._opened
+
+    def _is_unused(self) -> bool:
+        """Whether it is the home's own database, which nothing has made yet: asking would make it."""
+        return self._uri == f"sqlite:///{database_of(self._home)}" and not database_of(self._home).exists()
+
+    def _alone(self) -> Any:
+        """One process of this home at a time; MLflow itself would let two write in turns."""
+        return exclusive(lock_of(self._home))
+
+
+def lock_of(home: Path) -> Path:
+    """Held by whoever registers or promotes sets."""
+    return home / "mlflow" / "sets.lock"
+
+
+def _with(alias: str, sets: Iterable[ModelSet]) -> ModelSet | None:
+    return next((one for one in sets if alias in one.aliases), None)
+
+
+def _listed(sets: Iterable[ModelSet]) -> str:
+    names = [f"{one.version} ({', '.join([*one.aliases, one.run])})" for one in sets]
+    return f"there are {', '.join(names)}" if names else "there are none yet; a run of `ttrain pipeline run full` makes one"
