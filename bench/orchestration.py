@@ -14,6 +14,7 @@ run once before it counts. The cost of one more stage is that of six less that o
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -26,7 +27,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -105,8 +106,7 @@ class Engine:
         ran = directory / "ran"
         ran.write_text("")
         environment = {
-            **os.environ,
-            **QUIET,
+            **_environment(),
             **{name: value.format(directory=directory) for name, value in self.environment.items()},
             "BENCH_RAN": str(ran),
             "BENCH_STAGES": str(stages),
@@ -143,7 +143,7 @@ class Engine:
         expected = {"first run": STAGES, "cached rerun": self.reruns, "resume": STAGES - 3}
         for what, cost in costs.items():
             if cost.found["ran"] != expected[what]:
-                raise RuntimeError(f"{self.name}: {what} ran {cost.found['ran']} stages, not {expected[what]}: {place}")
+                raise RuntimeError(f"{self.name}: {what} ran {cost.found['ran']} stages, not {expected[what]}")
         if self.name.startswith(("ttrain", "Prefect")):
             single = place / "single"
             single.mkdir()
@@ -151,6 +151,12 @@ class Engine:
             costs["one stage"] = self.go(single, self.run, stages=1)
         shutil.rmtree(place)
         return costs
+
+
+def _environment() -> dict[str, str]:
+    """This process's variables without those that would tell an engine where to go; nobody phones home."""
+    mine = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "TTRAIN_", "METAFLOW_"))}
+    return {**mine, **QUIET}
 
 
 def _server_seconds(server: psutil.Process | None) -> float:
@@ -187,7 +193,7 @@ def prefect_server(directory: Path) -> Iterator[tuple[str, psutil.Process]]:
         port = free.getsockname()[1]
     address = f"http://127.0.0.1:{port}/api"
     command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
-    environment = {**os.environ, **QUIET, "PREFECT_HOME": str(directory / "server"), "PREFECT_API_URL": address}
+    environment = {**_environment(), "PREFECT_HOME": str(directory / "server"), "PREFECT_API_URL": address}
     with (directory / "server.log").open("ab") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
     try:
@@ -249,7 +255,7 @@ def others(binaries: Path) -> list[Engine]:
     def dvc_project(directory: Path) -> None:
         for name in ("dvc.yaml", "step.py"):
             shutil.copyfile(PEERS / name, directory / name)
-        subprocess.run([*dvc[:1], "init", "--no-scm", "-q"], cwd=directory, env={**os.environ, **QUIET}, check=True)
+        subprocess.run([*dvc[:1], "init", "--no-scm", "-q"], cwd=directory, env=_environment(), check=True)
 
     return [
         # Metaflow has no cache: what comes nearest clones all steps of the run before but the last one
@@ -265,14 +271,15 @@ def others(binaries: Path) -> list[Engine]:
 
 def main() -> int:
     """Print the tables; 1 where a goal was missed."""
-    parser = common.parser(str(__doc__))
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=common.ROUNDS)
     parser.add_argument("--venv", type=Path, help="of the peers; made where there is none; default: without them")
     parser.add_argument("--own-servers", action="store_true", help="each run of Prefect and ttrain starts its own server")
     options = parser.parse_args()
     binaries = peers_environment(options.venv) if options.venv else None
     print(f"{os.cpu_count()} cores; load before the start {os.getloadavg()[0]:.1f}; python {' '.join(sys.argv)}", flush=True)
-    with common.workplace() as place, prefect_server(place) as server:
-        package, shared = our_package(place), None if options.own_servers else server
+    with common.workplace() as place, nullcontext() if options.own_servers else prefect_server(place) as shared:
+        package = our_package(place)
         engines = [
             ours("ttrain --engine none", package, "--engine", "none"),
             ours("ttrain", package, server=shared),

@@ -60,7 +60,10 @@ def current_flow_run() -> FlowRun:
 
 
 def bury_the_dead(home: Path) -> list[str]:
-    """Mark as Crashed what Prefect believes to be running though its process is gone; returns the names of those runs."""
+    """Mark as Crashed what Prefect believes to be running though its process is gone; returns the names of those runs.
+
+    So it does with the task runs of those that the runner or the server marked, which leave these as they are.
+    """
     from prefect.client.orchestration import get_client
     from prefect.client.schemas import filters
     from prefect.client.schemas.objects import StateType
@@ -76,14 +79,15 @@ def bury_the_dead(home: Path) -> list[str]:
             ended = run.deployment_id is None and recorded.get(run.name, "running") != "running"
             if not ended and not _is_dead(run.labels, run.run_count, home):
                 continue
-            task_states = filters.TaskRunFilterState(type=filters.TaskRunFilterStateType(any_=unfinished))
-            for task_run in client.read_task_runs(
-                flow_run_filter=filters.FlowRunFilter(id=filters.FlowRunFilterId(any_=[run.id])),
-                task_run_filter=filters.TaskRunFilter(state=task_states),
-            ):
-                client.set_task_run_state(task_run.id, Crashed(message="its process is gone"), force=True)
             client.set_flow_run_state(run.id, Crashed(message="its process is gone"), force=True)
             buried.append(run.name)
+        crashed = filters.FlowRunFilterState(type=filters.FlowRunFilterStateType(any_=[StateType.CRASHED]))
+        task_states = filters.TaskRunFilterState(type=filters.TaskRunFilterStateType(any_=unfinished))
+        for task_run in client.read_task_runs(
+            flow_run_filter=filters.FlowRunFilter(tags=tagged, state=crashed),
+            task_run_filter=filters.TaskRunFilter(state=task_states),
+        ):
+            client.set_task_run_state(task_run.id, Crashed(message="its process is gone"), force=True)
     return buried
 
 

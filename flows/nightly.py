@@ -167,9 +167,8 @@ def _again(settings: Settings, store: Store, night: Night) -> tuple[Frozen, str]
         frozen, reason = Frozen(frozen.files, now, frozen.champion, frozen.heldout), f"{reason}; with the settings of now"
     there = night_inputs.watched(night_inputs.settings_of(frozen, settings), store, may_be_gone=True)
     if changed := night_inputs.changed(frozen, there):
-        frozen = night_inputs.frozen_again(frozen, there)
         reason = f"{reason}; changed or gone since it began: {nights.names(changed)}"
-    return frozen, reason
+    return night_inputs.frozen_again(frozen, there), reason
 
 
 class _Running:

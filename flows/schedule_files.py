@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
-from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError, available_timezones
 
 from ttrain.config import PYTHON_DOCS, Settings
 from ttrain.data import locations
@@ -96,6 +96,13 @@ def absolute(settings: Settings) -> Settings:
         program, *arguments = settings.notify.command
         tree["notify"]["command"] = [_absolute(program), *arguments]
     return Settings.model_validate(tree)
+
+
+def with_timezone(settings: Settings, timezone: str) -> Settings:
+    """The same settings, whose deadline is by the clock of the schedule unless another one is set."""
+    if settings.nightly.timezone is not None or timezone not in available_timezones():
+        return settings
+    return settings.model_copy(update={"nightly": settings.nightly.model_copy(update={"timezone": timezone})})
 
 
 def local_timezone() -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +50,18 @@ class House:
         own = [f"data.{name}={self.data / file}.jsonl" for name, file in data.items()]
         return load([*own, *overrides], files=files, environment={}).settings
 
-    def build(self, settings: Settings, says: Callable[[str, str], str] = lambda stage, key: key) -> dict[str, Artifact]:
-        """Publish what is missing, in the recipe's order."""
+    def build(
+        self,
+        settings: Settings,
+        says: Callable[[str, str], str] = lambda stage, key: key,
+        stages: Collection[str] = tuple(STAGES),
+    ) -> dict[str, Artifact]:
+        """Publish what is missing of these stages, in the recipe's order."""
         built: dict[str, Artifact] = {}
 
-        def stage_(stage: Stage, **inputs: Artifact | None) -> Artifact:
+        def stage_(stage: Stage, **inputs: Artifact | None) -> Artifact | None:
+            if stage.name not in stages:
+                return None
             given = {name: artifact for name, artifact in inputs.items() if artifact}
             planned = plan_stage(stage, settings, self.store, given)
             built[stage.name] = planned.artifact or self.publish(planned, says(stage.name, str(planned.key)))
@@ -63,7 +70,9 @@ class House:
         full(stage_, settings)
         return built
 
-    def publish(self, planned: Planned, text: str = "", result: dict[str, Any] | None = None, steps: Any = ()) -> Artifact:
+    def publish(
+        self, planned: Planned, text: str = "", result: dict[str, Any] | None = None, steps: Any = (), **more: Any
+    ) -> Artifact:
         assert planned.key
         output = self.store.work(planned.stage.name, planned.key) / "output"
         (output / "heldout").mkdir(parents=True)
@@ -71,11 +80,13 @@ class House:
         for step in steps:
             (output / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
             (output / "checkpoints" / f"step-{step:08d}" / "state.json").write_text(str(step))
-        manifest = {"result": result or RESULT, "ingredients": planned.ingredients}
+        manifest = {"result": result or RESULT, "ingredients": planned.ingredients, **more}
         return self.store.publish(planned.stage.name, planned.key, output, manifest)
 
-    def plan(self, *overrides: str, files: Sequence[Path] = (), force: frozenset[str] = frozenset()) -> dict[str, Planned]:
-        stages = plan(full, self.settings(*overrides, files=files), Store(self.store.root), force)
+    def plan(
+        self, *overrides: str, files: Sequence[Path] = (), force: frozenset[str] = frozenset(), **options: Any
+    ) -> dict[str, Planned]:
+        stages = plan(full, self.settings(*overrides, files=files), Store(self.store.root), force, **options)
         return {planned.stage.name: planned for planned in stages}
 
 
@@ -418,12 +429,14 @@ def test_the_plan_as_json_has_its_shape(built: House) -> None:
     assert set(printed) == {"pipeline", "stages"}
     assert printed["pipeline"] == "full"
     assert [stage["name"] for stage in printed["stages"]] == list(stages)
-    assert {frozenset(stage) for stage in printed["stages"]} == {frozenset({"name", "state", "key", "path", "why"})}
+    shape = frozenset({"name", "state", "key", "path", "why", "notes"})
+    assert {frozenset(stage) for stage in printed["stages"]} == {shape}
     shown = {stage["name"]: stage for stage in printed["stages"]}
     assert shown["pretrain"]["state"] == "cached"
     assert shown["pretrain"]["path"] == str(built.store.path("pretrain", shown["pretrain"]["key"]))
     assert shown["sft"] == {**shown["sft"], "state": "run", "path": None, "why": ["sft.seed: 1 → 7"]}
-    assert shown["lora"] == {"name": "lora", "state": "run", "key": None, "path": None, "why": ["waits for sft"]}
+    lora = {"name": "lora", "state": "run", "key": None, "path": None, "why": ["waits for sft"], "notes": []}
+    assert shown["lora"] == lora
 
 
 # --- a larger budget

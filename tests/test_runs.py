@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
+import resource
+import secrets
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from ttrain import runs
 from ttrain.runs import RunRecord, history
-from ttrain.store import read_json, write_json
+from ttrain.store import Store, read_json, write_json
 
 
 def record(home: Path, started: float = 0.0, **notes: object) -> RunRecord:
@@ -90,3 +95,82 @@ def test_the_run_that_a_cached_one_equals_is_the_newest_completed_with_these_art
         write_json(made.path, {**values, "started_unix": float(started)})
     assert runs.equal_run(tmp_path, keys) == names[2]
     assert runs.equal_run(tmp_path, {"tokenizer": "a"}) is None
+
+
+def test_a_cached_run_leads_to_the_one_it_equals_without_a_look_at_older_ones(tmp_path: Path) -> None:
+    keys: dict[str, str | None] = {"tokenizer": "a", "pretrain": "b"}
+    first = record(tmp_path, started=1.0)
+    for stage, key in keys.items():
+        first.stage(stage, key=key)
+    first.finish("completed", {})
+    planned = [
+        SimpleNamespace(stage=SimpleNamespace(name=name), key=key, artifact=SimpleNamespace(path=tmp_path))
+        for name, key in keys.items()
+    ]
+    assert runs.equal_run(tmp_path, keys) == first.run
+    runs.record_cached(tmp_path, "full", planned, {}, {"eval/x": 1.0}, first.run)
+    cached = history(tmp_path)[0]
+    assert (cached["outcome"], cached["equals"], cached["metrics"]) == ("cached", first.run, {"eval/x": 1.0})
+    first.path.rename(first.path.with_name("full-19700101-000000-0000.json"))
+    assert runs.equal_run(tmp_path, keys) == first.run, "the newest record says it"
+    (tmp_path / "runs" / f"{cached['run']}.json").unlink()
+    assert runs.equal_run(tmp_path, {**keys, "pretrain": "c"}) is None
+
+
+def test_two_runs_of_the_same_second_never_share_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does a run of an hour that the clock shows for the second time."""
+    monkeypatch.setattr(time, "time", lambda: 1e9)
+    words = iter(["0000", "0000", "0000", "0001"])
+    monkeypatch.setattr(secrets, "token_hex", lambda count: next(words))
+    one, other = record(tmp_path), record(tmp_path)
+    assert one.run != other.run
+    assert {run["run"] for run in history(tmp_path)} == {one.run, other.run}
+
+
+def test_a_run_takes_as_long_as_it_takes_whatever_happens_to_the_clock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = record(tmp_path)
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now - 86400)
+    made.finish("completed", {})
+    assert 0 <= history(tmp_path)[0]["seconds"] < 60
+
+
+@pytest.mark.parametrize(("age", "outcome"), [(0, "running"), (6, "running"), (8, "crashed")])
+def test_a_run_of_another_machine_is_believed_while_it_notes_something(tmp_path: Path, age: int, outcome: str) -> None:
+    """Its process cannot be asked for here: the same number may be anybody's."""
+    made = record(tmp_path, process={"pid": 1, "started": 1.0, "host": "another"})
+    when = made.path.stat().st_mtime - age * 86400
+    os.utime(made.path, (when, when))
+    assert history(tmp_path)[0]["outcome"] == outcome
+    assert [run["run"] for run in runs.settle(tmp_path)] == ([made.run] if outcome == "crashed" else [])
+    assert runs.in_progress(tmp_path) == ([] if outcome == "crashed" else history(tmp_path))
+
+
+def test_who_builds_a_key_is_told_by_run_and_process(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    assert runs.builder(store, "sft", "k") == "another run"
+    with store.lock("sft", "k"):
+        assert runs.builder(store, "sft", "k") == f"process {os.getpid()}"
+        made = record(tmp_path)
+        assert runs.builder(store, "sft", "k") == f"the run {made.run} (process {os.getpid()})"
+        made.finish("completed", {})
+        assert runs.builder(store, "sft", "k") == f"process {os.getpid()}"
+
+
+def test_a_full_disk_costs_the_note_and_not_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made = record(tmp_path)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limit[1]))
+    try:
+        made.stage("pretrain", outcome="running", key="k")
+        made.note(error="x")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert len([entry for entry in caplog.records if "cannot be written" in entry.message]) == 1
+    assert history(tmp_path)[0]["stages"][1] == {"name": "pretrain", "outcome": "pending"}
+    made.finish("completed", {})
+    assert history(tmp_path)[0]["stages"][1] == {"name": "pretrain", "outcome": "running", "key": "k"}, "nothing is lost"

@@ -31,12 +31,14 @@ FILES = {
 }
 MANIFEST = {"result": {"loss": 1.5}, "ingredients": {"settings": {}}}
 
-# Publishes, and kills itself right before its n-th call that reaches the disk; prints how many there were otherwise.
+# For n = 1, 2, ...: publishes the work in a copy of a home in a child that kills itself right before its n-th call that
+# reaches the disk, until there are no more; prints how many copies there are.
 KILLED_PUBLISH = f"""
-import io, os, signal, sys
+import io, os, shutil, signal, sys
 from pathlib import Path
 from ttrain.store import Store
-fatal, calls = int(sys.argv[2]), 0
+template, copies = Path(sys.argv[1]), Path(sys.argv[2])
+calls = fatal = 0
 def counted(function):
     def call(*arguments, **named):
         global calls
@@ -45,12 +47,22 @@ def counted(function):
             os.kill(os.getpid(), signal.SIGKILL)
         return function(*arguments, **named)
     return call
-for name in ("fsync", "rename", "replace", "mkdir", "unlink"):
-    setattr(os, name, counted(getattr(os, name)))
-plain, writing = io.open, counted(io.open)
-io.open = lambda file, mode="r", *rest: (plain if mode in ("r", "rb") else writing)(file, mode, *rest)
-Store(Path(sys.argv[1])).publish({STAGE!r}, {KEY!r}, Path(sys.argv[3]), {MANIFEST!r})
-print(calls)
+status = 1
+while status != 0:
+    fatal += 1
+    shutil.copytree(template, copies / str(fatal))
+    child = os.fork()
+    if child == 0:
+        for name in ("fsync", "rename", "replace", "mkdir", "unlink"):
+            setattr(os, name, counted(getattr(os, name)))
+        plain, writing = io.open, counted(io.open)
+        io.open = lambda file, mode="r", *rest: (plain if mode in ("r", "rb") else writing)(file, mode, *rest)
+        store = Store(copies / str(fatal))
+        store.publish({STAGE!r}, {KEY!r}, store.work({STAGE!r}, {KEY!r}) / "output", {MANIFEST!r})
+        os._exit(0)
+    status = os.waitpid(child, 0)[1]
+    assert status in (0, signal.SIGKILL), status
+print(fatal)
 """
 HOLD_LOCK = """
 import sys
@@ -102,39 +114,37 @@ def python(code: str, *arguments: object) -> subprocess.Popen[str]:
 def test_publishing_is_all_or_nothing_wherever_it_is_killed(tmp_path: Path, replaces: bool) -> None:
     new = {"model/weights.bin": b"rebuilt"}
     whole = {**FILES, **new}
-    for fatal in range(1, 100):
-        store = Store(tmp_path / f"home-{fatal}")
-        if replaces:
-            publish(store)
-        output = make_output(store.work(STAGE, KEY) / "output", new)
-        with python(KILLED_PUBLISH, store.root, fatal, output) as process:
-            printed, _ = process.communicate(timeout=60)
+    template = Store(tmp_path / "home")
+    if replaces:
+        publish(template)
+    make_output(template.work(STAGE, KEY) / "output", new)
+    with python(KILLED_PUBLISH, template.root, tmp_path / "copies") as process:
+        printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert int(printed) >= 12, "it was killed at each of its calls"
+    for number in range(1, int(printed) + 1):
+        store = Store(tmp_path / "copies" / str(number))
         found = store.find(STAGE, KEY)
         assert found or not store.path(STAGE, KEY).exists(), "nothing half published lies in the store"
         if found:
-            seen = contents(found.path)
-            assert json.loads(seen.pop("manifest.json"))["files"].keys() == seen.keys()
-            assert seen == whole or (replaces and seen == FILES)
-        if process.returncode == 0:
-            assert found, "a publish that ended well is found"
-            break
-        assert process.returncode == -signal.SIGKILL
+            assert published_files(found) in ([whole, FILES] if replaces else [whole])
         finished = store.finish_publishing(STAGE, KEY)
         if finished:
             assert store.find(STAGE, KEY) == finished, "what lacked only its place is not built again"
-            seen = contents(finished.path)
-            del seen["manifest.json"]
-            assert seen == whole
+            assert published_files(finished) == whole
+        output = store.work(STAGE, KEY) / "output"
         if not output.exists():
+            assert found or finished, "nothing is lost"
             make_output(output, new)
-        again = store.publish(STAGE, KEY, output, MANIFEST)
-        assert set(again.manifest["files"]) == set(whole)
-        seen = contents(store.path(STAGE, KEY))
-        del seen["manifest.json"]
-        assert seen == whole
+        assert published_files(store.publish(STAGE, KEY, output, MANIFEST)) == whole
         assert store.find(STAGE, KEY)
-    assert int(printed) >= 12
-    assert fatal == int(printed) + 1, "it was killed at each of its calls"
+
+
+def published_files(artifact: Artifact) -> dict[str, bytes]:
+    """What lies in an artifact, which is what its manifest says."""
+    seen = contents(artifact.path)
+    assert json.loads(seen.pop("manifest.json"))["files"].keys() == seen.keys()
+    return seen
 
 
 def test_a_published_artifact_is_found_with_what_was_said_about_it(store: Store) -> None:
@@ -342,7 +352,7 @@ def test_all_that_is_published_is_on_disk_before_its_name_is(store: Store, monke
         fsync(descriptor)
 
     def renamed(source: Any, target: Any) -> None:
-        order.append(("rename", os.stat(source).st_ino))
+        order.append(("rename", Path(source).stat().st_ino))
         rename(source, target)
 
     monkeypatch.setattr(os, "fsync", synced)

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ttrain import runs
-from ttrain.store import Artifact, Store, exclusive, read_json
+from ttrain import nights, runs
+from ttrain.store import HOLDER, Artifact, Store, exclusive, read_json
 from ttrain.worker import JOB
 
 DAY_SECONDS = 86400
@@ -26,6 +26,7 @@ ADAPTED = ("base", "tokenizer")  # inputs without which a registered model is of
 UNFINISHED = ("pending", "running")
 
 IN_PROGRESS, RECENT, REGISTERED, YOUNG = "a run in progress", "a recent run", "a registered model", "its age"
+NIGHT = "the next night"
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,7 @@ def _needs(
         if run["started_unix"] >= oldest or (is_new and len(different) <= keep_runs):
             needs.add(filter(None, keys.values()), RECENT, artifacts)
     needs.add(registered, REGISTERED, artifacts, only=ADAPTED)
+    needs.add(nights.needed(store.root), NIGHT, artifacts, only=ADAPTED)
     for stage, key, path in _works(store):
         reason = IN_PROGRESS if _is_locked(store, stage, key) else needs.reason(stage, key)
         if reason:
@@ -265,8 +267,8 @@ def _moved(store: Store, removal: Removal) -> Path | None:
 
 
 def _remove_locks(store: Store) -> None:
-    """Two files of no bytes for every key that ever was; where no run is in progress, nobody waits at them."""
-    for path in (store.root / "work").glob("*/*.lock"):
+    """Two empty files for every key that ever was, and who had one when it was killed. Without a run, nobody waits there."""
+    for path in [path for suffix in (".lock", HOLDER) for path in (store.root / "work").glob(f"*/*{suffix}")]:
         stage, key = path.parent.name, path.name.partition(".")[0]
         if not store.work(stage, key).exists() and not store.path(stage, key).exists():
             path.unlink(missing_ok=True)

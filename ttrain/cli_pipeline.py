@@ -224,13 +224,9 @@ def _of_earlier_run(
     from ttrain.store import home
     from ttrain.terminal import escaped
 
-    found = None
-    if run:
-        found = earlier.run_named(home(), run)
-    elif not config and not profile:
-        found = earlier.newest_with(home(), stage)
-    if found is None:
+    if (config or profile) and not run:
         return load_settings(overrides, config, profile)
+    found = earlier.run_named(home(), run) if run else earlier.newest_with(home(), stage)
     loaded = settings_of_run(found, overrides, config, profile)
     told = " ".join(f"{key}={json.dumps(value, ensure_ascii=False)}" for _, key, value in earlier.settings_of(found))
     print(escaped(f"settings of {found['run']}, apart from the defaults: {told or 'none'}"))

@@ -155,9 +155,9 @@ def _schedule(
     home = usable_home()
     settings = schedule_files.absolute(load_settings(overrides, config, profile).settings)
     settings = schedule_files.webhook_in_file(home, kind, settings)
-    schedule = Schedule(
-        kind, settings.name, cron, timezone or schedule_files.local_timezone(), settings.model_dump(mode="json"), pool
-    )
+    timezone = timezone or schedule_files.local_timezone()
+    settings = schedule_files.with_timezone(settings, timezone)
+    schedule = Schedule(kind, settings.name, cron, timezone, settings.model_dump(mode="json"), pool)
     if pool is not None:
         from flows import pools
 

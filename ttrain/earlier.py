@@ -10,6 +10,7 @@ from ttrain import runs
 from ttrain.config import Settings, flatten
 from ttrain.errors import UsageError
 from ttrain.loading import Given
+from ttrain.stages import STAGES
 
 SHOWN_RUNS = 5
 
@@ -26,9 +27,14 @@ def run_named(home: Path, name: str) -> dict[str, Any]:
     raise UsageError(f"--run {name} {rule}: {listed}; `ttrain pipeline status` lists them")
 
 
-def newest_with(home: Path, stage: str) -> dict[str, Any] | None:
-    """The newest run that has the stage, whatever became of it; None where there is none."""
-    return next((run for run in runs.newest_first(home) if any(s["name"] == stage for s in run["stages"])), None)
+def newest_with(home: Path, stage: str) -> dict[str, Any]:
+    """The newest run that has the stage, whatever became of it. Raises UsageError where there is none."""
+    if stage not in STAGES:
+        raise UsageError(f"there is no stage {stage}; the stages are {', '.join(STAGES)}")
+    for run in runs.newest_first(home):
+        if any(entry["name"] == stage for entry in run["stages"]):
+            return run
+    raise UsageError(f"no run has a stage {stage} yet whose settings could be taken; try `ttrain pipeline run full`")
 
 
 def settings_of(run: Mapping[str, Any]) -> list[Given]:

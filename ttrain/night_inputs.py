@@ -95,17 +95,20 @@ def _is_emptied(settings: Settings) -> bool:
 
 
 def changed(frozen: Frozen, now: Mapping[str, list[dict[str, Any]]]) -> list[str]:
-    """Files of a frozen list that are gone or whose bytes are others, given what is there now."""
-    there = {file["location"]: file["sha256"] for files in now.values() for file in files}
-    return [f["location"] for files in frozen.files.values() for f in files if there.get(f["location"]) != f["sha256"]]
+    """Files of a frozen list whose bytes are no longer there, under whatever name, given what is there now."""
+    there = {dataset: {file["sha256"] for file in files} for dataset, files in now.items()}
+    return [f["location"] for name, files in frozen.files.items() for f in files if f["sha256"] not in there.get(name, ())]
 
 
 def frozen_again(frozen: Frozen, now: Mapping[str, list[dict[str, Any]]]) -> Frozen:
-    """The same list with the bytes that its files have now, without those that are gone."""
-    files = {}
+    """The same list as its files are now: renamed ones under their new names, changed ones with their new bytes, without
+    those that are gone."""
+    files: dict[str, list[dict[str, Any]]] = {}
     for dataset, listed in frozen.files.items():
-        there = {file["location"]: file for file in now.get(dataset, ())}
-        files[dataset] = [there[file["location"]] for file in listed if file["location"] in there]
+        same = {file["sha256"]: file for file in reversed(now.get(dataset, ()))}
+        place = {file["location"]: file for file in now.get(dataset, ())}
+        found = [f if f in place.values() else same.get(f["sha256"]) or place.get(f["location"]) for f in listed]
+        files[dataset] = [file for file in found if file]
     return Frozen(files, frozen.settings, frozen.champion, frozen.heldout)
 
 

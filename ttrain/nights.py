@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import platform
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -21,7 +22,6 @@ from zoneinfo import ZoneInfo
 
 from ttrain.config import Nightly
 from ttrain.errors import TTrainError
-from ttrain.runs import is_alive, process_started
 from ttrain.store import read_json, write_json
 
 COMPLETED = ("promoted", "kept")  # nights whose models were compared with the champion's
@@ -112,7 +112,7 @@ class Night:
             "began": time.time(),
             "slot": slot.timestamp() if slot else None,
             "outcome": "running",
-            "process": {"pid": os.getpid(), "started": process_started(os.getpid())},
+            "process": {"pid": os.getpid(), "host": platform.node()},
         })  # fmt: skip
         self.note(outcome="running")
 
@@ -164,7 +164,7 @@ class Nights:
         if newest is None or newest.outcome != "running":
             return "another night is just beginning or ending"
         began, process = newest.last_try["began"], newest.last_try["process"]
-        return f"{newest.name} is still running, since {shown(began)} (process {process['pid']})"
+        return f"{newest.name} is still running, since {shown(began)} (process {process['pid']} on {process['host']})"
 
     def all(self) -> list[Night]:
         """All nights, newest first: by their numbers, which no change of the clock moves."""
@@ -179,9 +179,10 @@ class Nights:
         return found[0] if found else None
 
     def settle(self) -> Night | None:
-        """The newest night, with a try whose process is gone written down as crashed. Call it with the lock held."""
+        """The newest night, with a try that nobody ended written down as crashed. Call it with the lock held: whoever began
+        that try, on this machine or another, would have it."""
         newest = self.newest()
-        if newest and newest.outcome == "running" and not is_alive(newest.last_try["process"]):
+        if newest and newest.outcome == "running":
             newest.end_try("crashed", "its process was killed, or the machine went down", closed=False)
         return newest
 
@@ -250,6 +251,22 @@ class Nights:
             before = night.frozen.champion
             version = before.version if before else None
         return found
+
+
+def needed(home: Path) -> set[str]:
+    """Keys of the artifacts that nights will read: the champions of open ones, and the newest held-out documents of each
+    pipeline, which the next night's are added to."""
+    found: set[str] = set()
+    for directory in (home / "nightly").glob("*"):
+        for night in Nights(home, directory.name).all():
+            frozen = night.frozen
+            if night.is_open:
+                found |= set(frozen.champion.keys.values() if frozen.champion else ())
+                found.add((frozen.heldout or "").partition("/")[2])
+            if night.outcome in COMPLETED and night.data.get("heldout"):
+                found.add(night.data["heldout"].partition("/")[2])
+                break
+    return found - {""}
 
 
 @dataclass(frozen=True)

@@ -125,13 +125,14 @@ def decide(challenger: Scores, champion: Scores | None, settings: Promotion) -> 
     if challenger.records != champion.records or challenger.sizes != champion.sizes:
         return decided(False, _unlike(challenger, champion))
     sign = 1.0 if settings.higher_is_better else -1.0
-    difference = sign * (challenger.value - champion.value)
+    difference = sign * (challenger.value - champion.value) + 0.0  # no minus before a zero
+    told = f"{'worse' if difference < 0 else 'better'} by {abs(difference):.5f}"
     samples = len(challenger.records)
     margin = settings.margin
     if samples < settings.min_samples or not settings.resamples:
         alone = "resamples is 0" if not settings.resamples else f"{samples} held-out records are too few for an interval"
         better = difference > margin
-        reason = f"better by {difference:.5f}, {'more' if better else 'not more'} than the margin {margin:g}; {alone}"
+        reason = f"{told}, which is {'more' if better else 'not more'} than the margin {margin:g}; {alone}"
         return decided(better, reason, difference=difference)
     pairs = sign * (np.array(challenger.sums) - np.array(champion.sums))
     interval = paired_bootstrap(
@@ -139,7 +140,7 @@ def decide(challenger: Scores, champion: Scores | None, settings: Promotion) -> 
     )
     better = interval[0] > margin
     reason = (
-        f"better by {difference:.5f}; the lower end of the interval, {interval[0]:.5f}, is "
+        f"{told}; the lower end of the interval, {interval[0]:.5f}, is "
         f"{'above' if better else 'not above'} the margin {margin:g}"
     )
     return decided(better, reason, difference=difference, interval=interval, samples=samples)

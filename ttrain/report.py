@@ -22,6 +22,12 @@ KEY_METRICS: Mapping[str, tuple[str, ...]] = {
     "sft": ("validation_loss", "tokens", "tokens_per_second"),
     "lora": ("validation_loss", "tokens", "tokens_per_second"),
 }
+# What a night's table shows of the champion beside its challenger.
+CHAMPION_METRICS: Mapping[str, str] = {
+    "bits_per_byte": "bits per byte, base model",
+    "chat_loss_sft": "chats loss, sft",
+    "domain_loss_lora": "domain loss, lora",
+}
 
 
 def metrics_of(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
@@ -38,6 +44,8 @@ def metrics_of(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     for group in ("metrics", "counts"):
         for name, value in evaluation.get(group, {}).items():
             found[f"eval/{name}"] = float(value)
+    for name, value in results.get("evaluate-champion", {}).get("metrics", {}).items():
+        found[f"champion/{name}"] = float(value)
     return dict(sorted(found.items()))
 
 
@@ -66,7 +74,9 @@ def key_figures(stage: str, result: Mapping[str, Any]) -> str:
         reused = result["blocks"] - result["encoded_blocks"]
         taken = f"; {reused:,} of {result['blocks']:,} shards were there" if reused else ""
         return f"{train['rows']:,} rows, {train['tokens']:,} tokens; held out {heldout['rows']:,} rows{left_out}{taken}"
-    if stage == "evaluate":
+    if stage == "heldout":
+        return f"{result['records']:,} held-out documents of all nights, {result['new']:,} of them new"
+    if stage in ("evaluate", "evaluate-champion"):
         bits = result["metrics"].get("bits_per_byte")
         return f"{bits:.3f} bits per byte" if bits is not None else "no held-out documents"
     figures = [f"{name} {_figure(result[name])}" for name in KEY_METRICS.get(stage, ()) if result.get(name) is not None]
@@ -102,6 +112,10 @@ def evaluation_table(metrics: Mapping[str, float]) -> list[tuple[str, str, str]]
                 scored = f"{_count(value(count))} chats, {_count(value(tokens))} scored tokens"
                 rows.append((f"{label} loss, {name}", f"{loss:.3f}", scored if before is None else f"{loss - before:+.3f}"))
                 before = loss
+    for metric, label in CHAMPION_METRICS.items():
+        old, new = metrics.get(f"champion/{metric}"), value(metric)
+        if old is not None:
+            rows.append((f"{label}, champion", f"{old:.3f}", "" if new is None else f"the challenger: {new - old:+.3f}"))
     return rows
 
 

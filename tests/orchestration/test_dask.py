@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 from doubles import documents, make_tokenizer
+from harness import Cli
 
 from ttrain.config import Reading, Runtime, Shards, ShardsConfig
 from ttrain.digests import sha256_file
 from ttrain.stages import SHARDS_PRETRAIN, shards
-from ttrain.store import write_json
+from ttrain.store import Store, write_json
 from ttrain.worker import JOB, job_of
 
 ON_DASK = """
@@ -81,3 +82,14 @@ def test_two_dask_workers_make_the_blocks_and_the_stage_puts_the_same_shards_tog
     assert shards.run(*job_of(dask)) == {**result, "encoded_blocks": 0}
     assert files_of(dask) == files_of(here)
     assert len(files_of(here)) > 40
+
+
+@pytest.mark.soak
+def test_a_pipeline_that_makes_its_shards_on_dask_has_those_of_one_that_does_not(fresh: Cli, finished: Cli) -> None:
+    said = fresh("pipeline", "run", "full", "--until", "shards-sft", "runtime.sharding=dask", "runtime.workers=2")
+    outcomes = {stage["name"]: stage["outcome"] for stage in fresh.runs()[0]["stages"]}
+    assert {outcomes[name] for name in ("tokenizer", "shards-pretrain", "shards-sft")} == {"completed"}, said
+    for name in ("shards-pretrain", "shards-sft"):
+        here, there = (Store(home).latest(name) for home in (fresh.home, finished.home))
+        assert (here.key, here.content) == (there.key, there.content)
+        assert here.result["encoded_blocks"] == 0, "the stage found all of them made"

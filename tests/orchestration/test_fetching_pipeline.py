@@ -93,7 +93,7 @@ def test_another_machine_takes_all_from_the_server(tmp_path: Path, server: str) 
     fetched.pop("evaluate")
     assert fetched == read_by_evaluation(here(first.home))
     assert evaluated(second.home) == evaluated(first.home)
-    assert not (second.home / "mlflow").exists()
+    assert not (second.home / "mlflow" / "mlflow.db").exists()
     second("pipeline", "run", "full", "--engine", "none", "lora.rank=2")
     outcomes = {stage["name"]: stage["outcome"] for stage in second.runs()[0]["stages"]}
     assert [name for name, outcome in outcomes.items() if outcome != "cached"] == ["lora", "evaluate"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 from urllib.parse import urlsplit
 
@@ -61,7 +62,6 @@ class Notify(Section):
     command: tuple[str, ...] = Field((), description="program and arguments, no shell; the message is JSON on stdin")
     webhook: str | None = Field(
         None,
-        pattern=r"^https?://\S+$",
         description="URL to which the message is posted as JSON; shown and recorded without its path, which can be secret",
     )
     webhook_file: str | None = Field(
@@ -72,8 +72,14 @@ class Notify(Section):
 
     @field_validator("webhook")
     @classmethod
-    def _hidden_is_none(cls, value: str | None) -> str | None:
-        return None if value and value.endswith(HIDDEN) else value  # from a record, which does not know it
+    def _is_a_url(cls, value: str | None) -> str | None:
+        if value is None or value.endswith(HIDDEN):  # from a record, which does not know it
+            return None
+        if not re.fullmatch(r"https?://\S+", value):  # the value itself is not shown
+            raise ValueError(
+                "notify.webhook must be a URL that begins with http:// or https://; set notify.webhook=https://..."
+            )
+        return value
 
     @field_serializer("webhook", when_used="json")
     def _hide(self, value: str | None) -> str | None:

@@ -97,7 +97,7 @@ class Champions:
         if run_id or chosen.run_id:
             entity = self._asked(partial(self._client.get_run, run_id or chosen.run_id))
             run = Run(Store(self._client, self._uri, self._home, ""), entity)
-            run.set_tags({"ttrain.decision": word, "ttrain.decision.reason": str(decision["reason"]), "ttrain.set": version})
+            run.set_tags({"ttrain.decision": word, "ttrain.decision.reason": str(decision["reason"])})
             figures = {key: decision[key] for key in ("challenger", "champion", "difference", "samples")}
             low, high = decision["interval"] or (None, None)
             figures |= {"interval_low": low, "interval_high": high}

@@ -1,0 +1,513 @@
+"""Champions: one alias is the truth, the rest follows it; a kill between any two writes is mended; real MLflow."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ttrain import tracking
+from ttrain.cli import main
+from ttrain.errors import TrackingError, UsageError
+from ttrain.tracking import Member, ModelSet, Run, Store, open_store
+from ttrain.tracking import database as databases
+
+SUFFIXES = {"pretrain": "base", "sft": "sft", "lora": "lora", "tokenizer": "tokenizer"}
+WRITES = (
+    "create_registered_model", "create_model_version", "set_registered_model_alias", "delete_registered_model_alias",
+    "set_registered_model_tag", "set_model_version_tag", "update_model_version",
+)  # fmt: skip
+
+
+def register(home: Path, number: int, stages: Any = SUFFIXES, name: str = "mine", **metrics: float) -> str | None:
+    """The set of a run: a member for each stage, whose keys tell its number."""
+    store = open_store(home, "ttrain")
+    assert isinstance(store, Store)
+    run = store.start_run(f"full-{number}", run_id=None, parent_run_id=None, tags={}, params={})
+    members = []
+    for stage in stages:
+        model, key = f"{name}-{SUFFIXES[stage]}", f"{stage}-{number}"
+        run.log_text(key, f"{stage}/x.txt")
+        tags = {"ttrain.stage": stage, "ttrain.key": key, "ttrain.content": key}
+        version = store.register_model(model, run=run, artifact_path=stage, tags=tags)
+        assert version is not None
+        members.append(Member(model, version, stage, key))
+    contents = {member.stage: member.key for member in members}
+    keys = {**contents, "evaluate": f"evaluate-{number}"}
+    tags = tracking.tags_of(f"full-{number}", members, contents, keys, {"bits_per_byte": 2 - number / 10, **metrics})
+    return store.register_set(name, run=run, tags=tags)
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A home with three sets, none of them champion; made once, since its database takes 1 s to make."""
+    home = tmp_path_factory.mktemp("three")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        for name, value in tracking.ENVIRONMENT.items():
+            patch.setenv(name, value)
+        assert [register(home, number) for number in (1, 2, 3)] == ["1", "2", "3"]
+        yield home
+
+
+@pytest.fixture
+def home(tmp_path: Path, three: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    return copied(three, tmp_path / "a home")
+
+
+def copied(three: Path, home: Path) -> Path:
+    (home / "mlflow").mkdir(parents=True)
+    shutil.copy(three / "mlflow" / "mlflow.db", home / "mlflow")
+    return home
+
+
+def client_of(home: Path) -> Any:
+    return databases.open_client(tracking.tracking_uri(home.resolve()), home.resolve())
+
+
+def aliases(home: Path, alias: str = "champion") -> dict[str, str]:
+    """Where an alias stands, on all registered models, as MLflow has it and nobody mended it."""
+    models = client_of(home).search_registered_models()
+    return {model.name: str(model.aliases[alias]) for model in models if alias in model.aliases}
+
+
+def history(home: Path) -> str:
+    return str(client_of(home).get_registered_model("mine").tags.get("ttrain.champions", ""))
+
+
+def everywhere(version: str, name: str = "mine") -> dict[str, str]:
+    return {name: version, **{f"{name}-{suffix}": version for suffix in SUFFIXES.values()}}
+
+
+def champion(home: Path) -> ModelSet:
+    found = tracking.champion(home, "mine")
+    assert found is not None
+    return found
+
+
+# --- registering --------------------------------------------------------------------------------------------------------
+
+
+def test_a_set_names_its_members_their_keys_and_figures(home: Path) -> None:
+    newest, *older = tracking.list_sets(home)
+    assert [one.version for one in older] == ["2", "1"]
+    assert newest.members["lora"] == Member("mine-lora", "3", "lora", "lora-3")
+    assert set(newest.members) == set(SUFFIXES)
+    assert newest.keys == {**{stage: f"{stage}-3" for stage in SUFFIXES}, "evaluate": "evaluate-3"}
+    assert (newest.run, newest.metrics) == ("full-3", {"bits_per_byte": 1.7})
+    assert newest.run_id is not None
+    assert client_of(home).get_run(newest.run_id).info.run_name == "full-3"
+
+
+def test_the_same_models_are_one_set_that_knows_its_newest_evaluation(home: Path) -> None:
+    assert register(home, 2, accuracy=0.5) == "2"
+    again = tracking.find_set(home, "mine", "2")
+    assert again.metrics == {"bits_per_byte": 1.8, "accuracy": 0.5}
+    assert again.run == "full-2"
+    assert len(tracking.list_sets(home)) == 3
+
+
+def test_the_newest_set_is_challenger_and_its_members_follow_with_the_list(home: Path) -> None:
+    tracking.list_sets(home)
+    assert aliases(home, "challenger") == everywhere("3")
+    tracking.promote(home, "mine", "3")
+    assert aliases(home, "challenger") == {}
+    register(home, 3)
+    assert aliases(home, "challenger") == {}, "the champion challenges nobody"
+
+
+def test_a_name_that_models_of_another_pipeline_bear_is_not_taken(home: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The models of a pipeline `mine` and the sets of a pipeline `mine-sft` would share aliases."""
+    assert register(home, 9, name="mine-sft") is None
+    assert "holds models of another pipeline" in caplog.text
+    assert {one.name for one in tracking.list_sets(home)} == {"mine"}
+
+
+# --- promoting and going back --------------------------------------------------------------------------------------------
+
+
+def test_all_models_of_a_run_become_champion_together(home: Path) -> None:
+    assert tracking.champion(home, "mine") is None
+    promoted = tracking.promote(home, "mine", "2")
+    assert (promoted.version, promoted.aliases) == ("2", ("champion",))
+    assert aliases(home) == everywhere("2")
+    assert champion(home).keys["sft"] == "sft-2"
+    tracking.promote(home, "mine", "3")
+    assert aliases(home) == everywhere("3")
+
+
+def test_promoted_twice_is_promoted_once(home: Path) -> None:
+    tracking.promote(home, "mine", "1")
+    tracking.promote(home, "mine", "2")
+    tracking.promote(home, "mine", "2")
+    assert history(home) == "1 2"
+    assert tracking.rollback(home, "mine").version == "1"
+
+
+def test_rolling_back_twice_goes_further_back_also_past_a_champion_that_came_again(home: Path) -> None:
+    for version in ("1", "2", "1", "3"):
+        tracking.promote(home, "mine", version)
+    found = []
+    for expected in ("1", "2", "1"):
+        found.append(tracking.rollback(home, "mine").version)
+        assert aliases(home) == everywhere(expected)
+    assert found == ["1", "2", "1"]
+    with pytest.raises(UsageError, match="mine has no earlier champion to go back to"):
+        tracking.rollback(home, "mine")
+    assert aliases(home) == everywhere("1")
+
+
+def test_a_champion_that_was_deleted_is_passed_over_on_the_way_back(home: Path) -> None:
+    for version in ("1", "2", "3"):
+        tracking.promote(home, "mine", version)
+    client_of(home).delete_model_version("mine", "2")
+    assert tracking.rollback(home, "mine").version == "1"
+
+
+def test_a_champion_chosen_in_mlflow_itself_counts(home: Path) -> None:
+    """Somebody sets the alias on MLflow's page: the members follow, and the way back leads to the one before."""
+    tracking.promote(home, "mine", "1")
+    client_of(home).set_registered_model_alias("mine", "champion", "3")
+    assert champion(home).version == "3"
+    tracking.list_sets(home)
+    assert aliases(home) == everywhere("3")
+    assert tracking.rollback(home, "mine").version == "1"
+
+
+def test_a_set_without_an_adapter_leaves_none_champion(home: Path) -> None:
+    tracking.promote(home, "mine", "3")
+    version = register(home, 4, stages=("tokenizer", "pretrain", "sft"))
+    assert version == "4"
+    tracking.promote(home, "mine", version)
+    assert aliases(home) == {"mine": "4", "mine-base": "4", "mine-sft": "4", "mine-tokenizer": "4"}
+
+
+def test_a_member_that_was_deleted_is_a_warning(home: Path, caplog: pytest.LogCaptureFixture) -> None:
+    client_of(home).delete_model_version("mine-sft", "2")
+    tracking.promote(home, "mine", "2")
+    assert "MLflow has no mine-sft/2" in caplog.text
+    assert aliases(home) == {name: "2" for name in everywhere("2") if name != "mine-sft"}
+
+
+def test_a_set_that_is_not_there_is_refused_and_those_there_are_named(home: Path) -> None:
+    for act in (tracking.promote, tracking.find_set):
+        with pytest.raises(UsageError, match=r"mine has no version 7 that is a set.*3 \(.*full-3\), 2"):
+            act(home, "mine", "7")
+    with pytest.raises(UsageError, match="there are none yet"):
+        tracking.promote(home, "other", "1")
+    assert tracking.champion(home, "other") is None
+    assert tracking.champion(home, "mine-sft") is None
+
+
+def test_the_alias_of_a_set_leads_to_its_last_model(home: Path) -> None:
+    tracking.promote(home, "mine", "2")
+    assert tracking.last_of(tracking.find_version(home, "mine", alias="champion")) == Member(
+        "mine-lora", "2", "lora", "lora-2"
+    )
+    assert tracking.last_of(tracking.find_version(home, "mine-sft", alias="champion")) is None
+
+
+# --- killed between any two writes ---------------------------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    """Not an Exception: nothing in between may take it for a trouble of MLflow's."""
+
+
+def dying_at(home: Path, patch: pytest.MonkeyPatch, number: int) -> None:
+    """From here on, the write of this number does not happen, nor anything after it."""
+    opened, left = databases.open_client, [number]
+
+    def client(uri: str, where: Path) -> Any:
+        made = opened(uri, where)
+        for name in WRITES:
+            write = getattr(made, name)
+
+            def counted(*args: Any, write: Callable[..., Any] = write, **named: Any) -> Any:
+                if left[0] == 0:
+                    raise Killed
+                left[0] -= 1
+                return write(*args, **named)
+
+            setattr(made, name, counted)
+        return made
+
+    patch.setattr("ttrain.tracking.champions.open_client", client)
+    patch.setattr("ttrain.tracking.open_client", client)
+
+
+def state(home: Path) -> tuple[str, dict[str, str], dict[str, str]]:
+    return history(home), aliases(home), aliases(home, "challenger")
+
+
+def prepared(home: Path) -> None:
+    """Champion is 2, before it was 1; 3 challenges."""
+    tracking.promote(home, "mine", "1")
+    tracking.promote(home, "mine", "2")
+
+
+@pytest.mark.parametrize("action", ["promote", "rollback"])
+def test_a_kill_between_any_two_writes_leaves_one_champion_and_is_mended(action: str, three: Path, tmp_path: Path) -> None:
+    template = copied(three, tmp_path / "template")
+    prepared(template)
+
+    def act(home: Path) -> None:
+        if action == "promote":
+            tracking.promote(home, "mine", "3")
+        else:
+            tracking.rollback(home, "mine")
+
+    before, after = state(template), state(acted(copied(template, tmp_path / "whole"), act))
+    assert before != after
+    for number in range(50):
+        home = copied(template, tmp_path / str(number))
+        with pytest.MonkeyPatch.context() as patch:
+            dying_at(home, patch, number)
+            try:
+                act(home)
+            except Killed:
+                pass
+            else:
+                break
+        truth = aliases(home)["mine"]
+        assert champion(home).version == truth
+        tracking.list_sets(home)
+        assert state(home) == (before if truth == before[1]["mine"] else after), f"killed at write {number}"
+        if truth == before[1]["mine"]:
+            act(home)
+        assert state(home) == after, f"done again after a kill at write {number}"
+    assert number >= 6, "a promotion is the history, the alias, and what follows on the members"
+
+
+def acted(home: Path, act: Callable[[Path], None]) -> Path:
+    act(home)
+    return home
+
+
+def test_a_kill_while_a_set_is_registered_leaves_no_second_one(three: Path, tmp_path: Path) -> None:
+    for number in range(50):
+        home = copied(three, tmp_path / str(number))
+        with pytest.MonkeyPatch.context() as patch:
+            dying_at(home, patch, number)
+            try:
+                register(home, 4)
+            except Killed:
+                pass
+            else:
+                break
+        assert register(home, 4) == "4"
+        assert [one.version for one in tracking.list_sets(home)] == ["4", "3", "2", "1"]
+        assert aliases(home, "challenger") == everywhere("4")
+        versions = client_of(home).search_model_versions("")
+        assert sorted(f"{one.name}/{one.version}" for one in versions) == sorted(
+            f"{name}/{version}" for version in "1234" for name in everywhere(version)
+        ), f"killed at write {number}"
+    assert number >= 6
+
+
+def test_a_process_that_is_killed_releases_the_lock_and_its_half_is_mended(home: Path) -> None:
+    """The same with a real SIGKILL, after the history and before the alias."""
+    prepared(home)
+    program = (
+        "import os, signal, sys; from pathlib import Path; from ttrain import tracking\n"
+        "from ttrain.tracking.champions import Champions\n"
+        "Champions._write_history_whole = Champions._write_history\n"
+        "def write(self, *args):\n"
+        "    self._write_history_whole(*args)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "Champions._write_history = write\n"
+        "tracking.promote(Path(sys.argv[1]), 'mine', '3')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(home)], timeout=120)
+    assert done.returncode == -signal.SIGKILL
+    assert history(home) == "1 2 3"
+    assert champion(home).version == "2"
+    assert tracking.rollback(home, "mine").version == "1", "what never became champion is no step of the way back"
+    assert history(home) == "1"
+
+
+# --- decisions ------------------------------------------------------------------------------------------------------------
+
+DECISION = {
+    "promote": True, "metric": "bits_per_byte", "challenger": 1.7, "champion": 1.8, "difference": 0.1, "interval": [0.05, 0.15],
+    "samples": 40, "margin": 0.0, "confidence": 0.95, "reason": "better by 0.10000",
+}  # fmt: skip
+
+
+def test_a_decision_stands_on_the_set_and_on_the_run_however_often_it_is_logged(home: Path) -> None:
+    for _ in range(2):
+        tracking.log_decision(home, "mine", "3", DECISION, "| decision | promoted |")
+    found = tracking.find_set(home, "mine", "3")
+    assert found.decision == DECISION
+    client = client_of(home)
+    assert client.get_model_version("mine", "3").description == "| decision | promoted |"
+    run = client.get_run(found.run_id)
+    assert (run.data.tags["ttrain.decision"], run.data.tags["ttrain.decision.reason"]) == ("promoted", "better by 0.10000")
+    assert {name: value for name, value in run.data.metrics.items() if name.startswith("promotion/")} == {
+        "promotion/challenger": 1.7, "promotion/champion": 1.8, "promotion/difference": 0.1, "promotion/samples": 40,
+        "promotion/interval_low": 0.05, "promotion/interval_high": 0.15,
+    }  # fmt: skip
+    files = Path(run.info.artifact_uri.removeprefix("file://").replace("%20", " "))
+    assert json.loads((files / "decision.json").read_text()) == DECISION
+    assert (files / "decision.md").read_text() == "| decision | promoted |"
+
+
+def test_a_first_champions_decision_has_no_figures_to_compare_and_may_belong_to_another_run(home: Path) -> None:
+    store = open_store(home, "ttrain")
+    night = store.start_run("night", run_id=None, parent_run_id=None, tags={}, params={})
+    assert isinstance(night, Run)
+    first = {**DECISION, "champion": None, "difference": None, "interval": None, "samples": 0}
+    tracking.log_decision(home, "mine", "1", first, "| |", run_id=night.id)
+    names = {name for name in client_of(home).get_run(night.id).data.metrics if name.startswith("promotion/")}
+    assert names == {"promotion/challenger", "promotion/samples"}
+
+
+# --- no MLflow ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_home_that_never_tracked_has_no_champion_and_gets_no_database(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    assert tracking.champion(tmp_path, "mine") is None
+    assert tracking.list_sets(tmp_path) == []
+    for act in (lambda: tracking.promote(tmp_path, "mine", "1"), lambda: tracking.rollback(tmp_path, "mine")):
+        with pytest.raises(UsageError):
+            act()
+    assert not (tmp_path / "mlflow" / "mlflow.db").exists()
+
+
+def test_a_server_that_does_not_answer_is_an_error_not_the_answer_none(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A night would else take it for "no champion yet" and begin from scratch."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://user:hidden@127.0.0.1:9")
+    for act in (tracking.champion, tracking.list_sets, tracking.rollback):
+        with pytest.raises(TrackingError, match=r"MLflow at http://127\.0\.0\.1:9 cannot be asked") as raised:
+            act(home, "mine")
+        assert "hidden" not in str(raised.value)
+
+
+def test_a_server_over_http_does_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", f"sqlite:///{tmp_path}/m.db",
+               "--artifacts-destination", str(tmp_path / "kept"), "--port", str(port), "--workers", "1"]  # fmt: skip
+    log = (tmp_path / "log").open("wb")
+    server = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+    try:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{port}")
+        wait_for(port, server)
+        home = tmp_path / "home"
+        assert [register(home, number) for number in (1, 2, 2)] == ["1", "2", "2"]
+        for version in ("1", "2"):
+            tracking.promote(home, "mine", version)
+        assert aliases(home) == everywhere("2")
+        tracking.log_decision(home, "mine", "2", DECISION, "| |")
+        assert champion(home).decision == DECISION
+        assert tracking.rollback(home, "mine").version == "1"
+        assert [one.aliases for one in tracking.list_sets(home)] == [(), ("champion",)]
+        assert not (home / "mlflow" / "mlflow.db").exists()
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+        log.close()
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def wait_for(port: int, server: subprocess.Popen[bytes]) -> None:
+    import urllib.request
+
+    deadline = time.monotonic() + 120
+    while True:
+        assert server.poll() is None, "the server ended"
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2):
+                return
+        except OSError:
+            assert time.monotonic() < deadline, "the server did not answer within 120 s"
+            time.sleep(0.2)
+
+
+# --- the command line -----------------------------------------------------------------------------------------------------
+
+
+def command(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    code = 0
+    try:
+        main(["models", *words])
+    except SystemExit as end:
+        code = int(end.code or 0)
+    out = capsys.readouterr()
+    return code, out.out + out.err
+
+
+def test_the_commands_list_promote_and_roll_back(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TTRAIN_HOME", str(home))
+    code, out = command(capsys, "list")
+    assert code == 0
+    assert "no champion; to choose one: ttrain models promote 3 --name mine" in out
+    (home / "runs").mkdir()
+    stages = [{"name": stage, "key": f"{stage}-1"} for stage in SUFFIXES]
+    (home / "runs" / "again.json").write_text(json.dumps({"stages": stages}))
+    for which, version in (("2", "2"), ("full-3", "3"), ("again", "1")):
+        code, out = command(capsys, "promote", which)
+        assert (code, out.startswith(f"mine/{version} of the run full-{version} is champion: mine-tokenizer/{version}")) == (
+            0,
+            True,
+        )
+    assert "is champion already" in command(capsys, "promote", "1")[1]
+    code, out = command(capsys, "rollback", "--json")
+    assert (code, json.loads(out)["version"]) == (0, "3")
+    tracking.log_decision(home, "mine", "3", DECISION, "")
+    code, out = command(capsys, "list", "--json")
+    assert [(one["version"], one["aliases"]) for one in json.loads(out)] == [("3", ["champion"]), ("2", []), ("1", [])]
+    assert json.loads(out)[0]["decision"] == DECISION
+    code, out = command(capsys, "list")
+    assert "promoted: better by 0.10000" in " ".join(out.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("promote", "7"), "mine has no set 7; it has 3, 2, 1"),
+        (("promote", "full-9"), "no registered set has the models of a run 'full-9'"),
+        (("promote", "../x"), "no registered set has the models of a run '../x'"),
+        (("rollback",), "mine has no earlier champion"),
+        (("rollback", "--name", "other"), "no sets of models named other are registered"),
+    ],
+)
+def test_what_cannot_be_is_said_with_exit_code_2(
+    words: tuple[str, ...], said: str, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TTRAIN_HOME", str(home))
+    code, out = command(capsys, *words)
+    assert code == 2
+    assert said in out
+
+
+def test_sets_of_two_pipelines_need_a_name(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TTRAIN_HOME", str(home))
+    register(home, 1, name="other")
+    code, out = command(capsys, "promote", "1")
+    assert code == 2
+    assert "there are sets of mine, other; say which with --name" in out
+    assert command(capsys, "promote", "1", "--name", "other")[0] == 0
+    assert aliases(home) == everywhere("1", "other")

@@ -1,0 +1,219 @@
+"""Why a stage runs: for each kind of change the right words, and the right stages; for what does not matter, none."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_plan import EVERYTHING, House, append, built, copy, finished, house, running
+
+from flows.full import full
+from ttrain import digests, libraries
+from ttrain.loading import load
+from ttrain.plan import plan
+from ttrain.report import plan_json, plan_rows, shortened
+from ttrain.stages import SOURCE
+from ttrain.store import Store
+
+__all__ = ["built", "copy", "finished", "house"]  # fixtures
+TRAININGS = {"pretrain", "sft", "lora"}
+AFTER_SFT = {"sft", "lora", "evaluate"}
+
+
+@dataclass
+class Case:
+    """A change, the settings that are given with it, what runs, and why the first of them does."""
+
+    name: str
+    change: Callable[[House, Path], object] = lambda house, code: None
+    given: tuple[str, ...] = ()
+    runs: set[str] = field(default_factory=set)
+    why: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+def edit(name: str, old: str, new: str) -> Callable[[House, Path], object]:
+    def change(house: House, code: Path) -> None:
+        path = code / name
+        text = path.read_text(encoding="utf-8")
+        assert old in text, f"{name} has changed: choose another line of it"
+        path.write_text(text.replace(old, new), encoding="utf-8")
+
+    return change
+
+
+def one_byte(house: House, code: Path) -> None:
+    house.write("chats.jsonl", '{"messages": [2]}\n')
+
+
+def rename(house: House, code: Path) -> None:
+    (house.data / "chats.jsonl").rename(house.data / "domain2.jsonl")
+
+
+def other_base(house: House, code: Path) -> None:
+    """The base's artifact was rebuilt and came out with other bytes, as where a library computes differently."""
+    base = house.store.latest("pretrain")
+    shutil.rmtree(base.path)
+    house.build(house.settings(), says=lambda stage, key: "another", stages={*EVERYTHING} - AFTER_SFT)
+
+
+def same_base(house: House, code: Path) -> None:
+    shutil.rmtree(house.store.latest("pretrain").path)
+    house.build(house.settings(), stages={*EVERYTHING} - AFTER_SFT)
+
+
+CASES = [
+    Case("nothing"),
+    Case("a setting", given=("sft.optim.lr=2e-4",), runs=AFTER_SFT, why={"sft": ("sft.optim.lr: 0.001 → 0.0002",)}),
+    Case("a setting of how fast", given=("runtime.threads=1",)),
+    Case(
+        "the bytes of a file",
+        one_byte,
+        runs={"shards-sft", *AFTER_SFT},
+        why={"shards-sft": ("train file chats.jsonl changed",), "sft": ("waits for shards-sft",)},
+    ),
+    Case("the time of a file", lambda house, code: os.utime(house.data / "chats.jsonl", (1, 1))),
+    Case("the name of a file", rename, given=("data.sft={data}/domain2.jsonl",)),
+    Case(
+        "a helper two modules away",
+        edit("train/schedules.py", "WARMUP_STEPS = 10", "WARMUP_STEPS = 11"),
+        runs={*TRAININGS, "evaluate"},
+        why={"pretrain": ("module ttrain.train.schedules changed",), "sft": ("waits for pretrain",)},
+    ),
+    Case("a comment in a helper", lambda house, code: append(code / "train" / "schedules.py", "\n# a remark\n")),
+    Case("the form of a helper", edit("train/schedules.py", "MINIMIND_FLOOR = 0.1", "MINIMIND_FLOOR = (\n    0.1\n)")),
+    Case(
+        "the docstring of a helper",
+        edit("train/schedules.py", '"""Learning-rate schedules, in optimizer steps', '"""Rates, in optimizer steps'),
+    ),
+    Case("code that shapes no result", lambda house, code: append(code / "report.py", "\nUNUSED = 1\n")),
+    Case("an artifact that is read", other_base, runs=AFTER_SFT, why={"sft": ("input base: {base} → {new}",)}),
+    Case("an artifact that is read, rebuilt to the same bytes", same_base),
+    Case(
+        "a file of an artifact that is gone",
+        lambda house, code: (house.store.latest("sft").path / "heldout" / "file").unlink(),
+        runs=AFTER_SFT,
+        why={"sft": ("its artifact is damaged: heldout/file is missing",)},
+    ),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_a_change_reruns_what_it_touches_and_says_what_it_was(
+    built: House, copy: Path, case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digests, "PACKAGE_DIRECTORY", copy)
+    before = built.store.latest("pretrain").content
+    case.change(built, copy)
+    stages = built.plan(*(given.format(data=built.data) for given in case.given))
+    assert running(stages) == case.runs
+    known = {"base": before[:12], "new": built.store.latest("pretrain").content[:12]}
+    for name, why in case.why.items():
+        assert stages[name].why == tuple(line.format(**known) for line in why)
+
+
+def test_a_change_that_is_taken_back_finds_what_was_there(built: House, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digests, "PACKAGE_DIRECTORY", copy)
+    edit("train/schedules.py", "WARMUP_STEPS = 10", "WARMUP_STEPS = 11")(built, copy)
+    one_byte(built, copy)
+    assert running(built.plan("lora.rank=2")) == EVERYTHING - {"tokenizer", "shards-pretrain", "shards-lora"}
+    edit("train/schedules.py", "WARMUP_STEPS = 11", "WARMUP_STEPS = 10")(built, copy)
+    built.write("chats.jsonl", '{"messages": []}\n')
+    assert running(built.plan()) == set()
+
+
+# --- what does not count, and is told: libraries and Python
+
+
+def remade(house: House, **provenance: Any) -> None:
+    """The SFT's artifact, as if it had been made with these."""
+    artifact = house.store.latest("sft")
+    planned = house.plan()["sft"]
+    shutil.rmtree(artifact.path)
+    house.publish(planned, artifact.key, provenance=provenance)
+
+
+def notes_of(house: House) -> dict[str, list[str]]:
+    return {stage["name"]: stage["notes"] for stage in plan_json("full", house.plan().values())["stages"]}
+
+
+def test_another_version_of_a_library_reruns_nothing_and_is_told(built: House) -> None:
+    here = libraries.versions()
+    remade(built, libraries={**here, "torch": "2.12.0", "numpy": here["numpy"]}, python=platform.python_version())
+    assert running(built.plan()) == set()
+    told = f"made with torch 2.12.0, here is torch {here['torch']}"
+    assert notes_of(built) == {name: [told] if name == "sft" else [] for name in built.plan()}
+    assert [row[3] for row in plan_rows(built.plan().values()) if row[0] == "sft"] == [
+        f"same settings, inputs and code; {told}"
+    ]
+
+
+def test_the_same_versions_are_not_told(built: House) -> None:
+    remade(built, libraries=libraries.versions(), python=platform.python_version())
+    assert not any(notes_of(built).values())
+
+
+def test_another_python_is_told_with_the_libraries(built: House) -> None:
+    remade(built, libraries={"torch": "2.12.0", "of long ago": "1"}, python="3.10.1")
+    here = f"torch {libraries.versions()['torch']}, Python {platform.python_version()}"
+    assert notes_of(built)["sft"] == [f"made with torch 2.12.0, Python 3.10.1, here is {here}"]
+
+
+def test_what_will_run_anyway_is_told_nothing_of_its_libraries(built: House) -> None:
+    remade(built, libraries={"torch": "2.12.0"})
+    stages = plan_json("full", built.plan("sft.seed=2").values())["stages"]
+    assert not any(stage["notes"] for stage in stages)
+
+
+def test_python_counts_for_the_stage_that_reads_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings, own = load([], environment={}).settings, House(tmp_path)
+
+    def first() -> Any:
+        return plan(full, settings, Store(own.store.root))[0]
+
+    own.publish(first())
+    assert (first().stage, first().state) == (SOURCE, "cached")
+    here = platform.python_version()
+    monkeypatch.setattr(platform, "python_version", lambda: "3.10.1")
+    assert first().why == (f"python: {here} → 3.10.1",)
+
+
+# --- how it is shown
+
+
+def test_a_long_explanation_is_short_on_the_terminal_and_whole_in_json(built: House) -> None:
+    given = [f"sft.{name}" for name in ("seed=7", "optim.lr=0.5", "epochs=3.0", "stride=8", "dropped_fraction=0.5")]
+    stages = built.plan(*given)
+    assert len(stages["sft"].why) == 5
+    (row,) = [row for row in plan_rows(stages.values()) if row[0] == "sft"]
+    assert row[3] == f"{'; '.join(stages['sft'].why[:3])}; and 2 more, which `plan --json` has"
+    (whole,) = [stage for stage in plan_json("full", stages.values())["stages"] if stage["name"] == "sft"]
+    assert whole["why"] == list(stages["sft"].why)
+
+
+def test_three_reasons_are_not_shortened() -> None:
+    assert [shortened(["a", "b", "c"][:count]) for count in range(4)] == ["", "a", "a; b", "a; b; c"]
+    assert shortened(["a", "b", "c", "d"]) == "a; b; c; and 1 more, which `plan --json` has"
+
+
+# --- side branches
+
+
+def test_two_variants_on_one_base_share_all_before_them(built: House) -> None:
+    """A sweep: nothing before the stage that differs is built again, and each variant keeps what it made."""
+    before = {name: planned.key for name, planned in built.plan().items()}
+    variants = [f"sft.optim.lr={rate}" for rate in ("1e-4", "2e-4", "3e-4")]
+    for variant in variants:
+        stages = built.plan(variant)
+        assert running(stages) == AFTER_SFT
+        made = built.build(built.settings(variant))
+        assert {name for name in made if made[name].key != before[name]} == AFTER_SFT
+    assert len(built.store.artifacts("sft")) == 4
+    assert [len(built.store.artifacts(name)) for name in sorted(EVERYTHING - AFTER_SFT)] == [1] * 5
+    for variant in variants:
+        assert running(built.plan(variant)) == set()
