@@ -17,7 +17,7 @@ lint: $(VENV)/installed-test
 	$(BIN)/mypy ttrain tasks flows
 
 # Long proofs: two runs at once, signals, many kills at random points. CI runs them with KILLS=3.
-KILLS ?= 40
+KILLS ?= 100
 soak: $(VENV)/installed-test
 	TTRAIN_SOAK_KILLS=$(KILLS) $(BIN)/python -m pytest -m soak -n 0 -s
 

@@ -3,8 +3,8 @@
     python bench/scale.py                      all of it, up to 10,000 of each; some two minutes
     python bench/scale.py --most 100 --only runs,ranks
 
-Each line is one number of things and the milliseconds (median of --rounds) that one question then takes, warm disk, in a
-process that has its modules loaded. `status` and the imports are processes of their own. Nothing here trains.
+Each line is a number of things and the milliseconds (medians of --rounds) that one question then takes, by the clock and of
+CPU, in a process that has its modules loaded and a disk that is warm. `status` is a process of its own. Nothing here trains.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import contextlib
 import json
 import os
 import platform
+import resource
 import sqlite3
 import statistics
 import subprocess
@@ -68,17 +69,20 @@ class Bench:
     def add(self, what: str, number: int, action: Callable[[], object]) -> None:
         """One line: the median of the rounds, after one that warms up."""
         action()
-        seconds = []
+        seconds, busy = [], []
         for _ in range(self.rounds):
-            began = time.perf_counter()
+            began, worked = time.perf_counter(), _cpu_seconds()
             action()
             seconds.append(time.perf_counter() - began)
-        self.note(what, number, 1000 * statistics.median(seconds))
+            busy.append(_cpu_seconds() - worked)
+        self.note(what, number, 1000 * statistics.median(seconds), 1000 * statistics.median(busy))
 
-    def note(self, what: str, number: int, milliseconds: float) -> None:
-        """One line whose figure was measured elsewhere."""
-        self.lines.append({"what": what, "number": number, "ms": milliseconds})
-        print(f"{what:<58}{number:>8,}{milliseconds:>12.2f} ms", flush=True)
+    def note(self, what: str, number: int, milliseconds: float, cpu: float | None = None) -> None:
+        """One line."""
+        self.lines.append({"what": what, "number": number, "ms": milliseconds, "cpu_ms": cpu})
+        print(
+            f"{what:<52}{number:>8,}{milliseconds:>12.2f} ms" + ("" if cpu is None else f"{cpu:>12.2f} ms CPU"), flush=True
+        )
 
     # --- the questions --------------------------------------------------------------------------------------------------
 
@@ -193,6 +197,12 @@ class Bench:
                 ("ranks: the gradient of 1 M parameters", 10**6),
             ):
                 self.note(what, world, _collective(self.root / f"ranks{world}-{numbers}", world, numbers))
+
+
+def _cpu_seconds() -> float:
+    """Of this process and of those that it waited for."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime
 
 
 def _ask_anew(home: Path) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from prefect import flow
+from prefect.artifacts import create_markdown_artifact
 from prefect.exceptions import CancelledRun, FailedRun
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
@@ -27,6 +28,7 @@ from flows import lives
 from flows.lives import NIGHT_STATES, UNFINISHED
 from flows.orchestrate import SIDE_BY_SIDE
 from tasks.courtesy import courtesy
+from ttrain import report
 from ttrain.config import Settings
 from ttrain.errors import Interrupted, TTrainError
 from ttrain.stopping import catching_signals
@@ -81,6 +83,11 @@ def nightly(settings: Settings = DEFAULTS, changes: tuple[str, ...] = ()) -> Sta
     def run(store: Store) -> State[Any] | None:
         slot = flow_run.scheduled_start_time
         result = run_night(_changed(settings, changes), store, _console(), engine="prefect", slot=slot, in_flow=True)
+        if result.decision:
+            with courtesy():
+                figures = result.decision.items()
+                rows = [(name, "none" if value is None else str(value)) for name, value in figures]
+                create_markdown_artifact(report.markdown(rows, ("what", "value")), key="decision", description=result.reason)
         if result.outcome in NIGHT_STATES:
             return Completed(name=NIGHT_STATES[result.outcome], message=result.reason)
         if result.outcome == "unfinished":

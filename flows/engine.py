@@ -236,6 +236,8 @@ def _next_steps(execution: Execution) -> list[str]:
     lines = ["next:"]
     if model:
         lines.append(f"  the SFT model, for transformers: {_relative(model.path / 'model')}")
+    if execution.pipeline == "nightly":  # what is next for its models is decided after this
+        return [*lines, "  all champions and challengers: ttrain models list"]
     lines += [
         "  curves, models and the evaluation in MLflow, runs in Prefect: ttrain up",
         "  change one thing, rerun what it touches: ttrain pipeline run full sft.optim.lr=2e-4",

@@ -1,8 +1,8 @@
 """A night: look for new data, train a challenger on it, compare it with the champion, promote or keep.
 
-What a night is and which slot is whose stands in `ttrain/nights.py`, what it reads in `ttrain/night_inputs.py`, the decision
-in `ttrain/promotion.py`; the champion is in the tracker. None of them knows an engine: this brings them together, and is the
-same with and without Prefect.
+What a night is and which slot is whose stands in `ttrain/nights.py`, what it reads in `ttrain/night_inputs.py`, its stages
+in `flows/night_plan.py`, the decision in `ttrain/promotion.py`; the champion is in the tracker. None of them knows an
+engine: this brings them together, and is the same with and without Prefect.
 
 A process can be killed anywhere here. Before a night's record is written, nothing happened; after it, the next slot goes on
 with the same list, finds what is finished in the store, decides the same from the same figures, and promotes what is
@@ -12,7 +12,7 @@ promoted already.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
@@ -20,21 +20,17 @@ from typing import Any
 from rich.console import Console
 
 from flows.engine import run_pipeline
-from flows.full import full
+from flows.night_plan import list_of, recipe_of
 from ttrain import night_inputs, nights, notify, promotion, report, tracking
 from ttrain.config import Event, Promotion, Settings
 from ttrain.errors import Interrupted, TrackingError, UsageError
-from ttrain.execute import REGISTERED, Execution
+from ttrain.execute import Execution
 from ttrain.night_inputs import Inputs
-from ttrain.nights import Champion, Frozen, Night, Nights
-from ttrain.plan import Planned, Recipe, plan
+from ttrain.nights import Frozen, Night, Nights
+from ttrain.plan import plan
 from ttrain.stages import (
     EVALUATE,
     EVALUATE_CHAMPION,
-    EXISTING_MODEL,
-    HELDOUT,
-    SHARDS_PRETRAIN,
-    Stage,
 )
 from ttrain.store import Store
 
@@ -52,15 +48,6 @@ class NightResult:
     decision: Mapping[str, Any] | None = None
 
 
-@dataclass(frozen=True)
-class NightPlan:
-    """What a night would do now."""
-
-    reason: str
-    frozen: Frozen | None = None  # None: it would read nothing
-    stages: tuple[Planned, ...] = ()
-
-
 def run_night(
     settings: Settings,
     store: Store,
@@ -75,8 +62,7 @@ def run_night(
 
     `slot` is the time that it was scheduled for (with its time zone), None where somebody asks for a night now.
     """
-    if not settings.tracking.enabled:
-        raise UsageError("tracking.enabled is false, but a night needs the champion, which is an alias in MLflow; set it")
+    _check(settings)
     known = Nights(store.root, settings.name)
     try:
         with known.lock():
@@ -92,83 +78,17 @@ def run_night(
     return NightResult("skipped", covered)
 
 
-def plan_night(settings: Settings, store: Store) -> NightPlan:
-    """What a night that began now would do. Changes nothing."""
-    known = Nights(store.root, settings.name)
-    newest = known.newest()
-    frozen, reason = _list(settings, store, known, newest if newest and newest.is_open else None)
-    if frozen is None:
-        return NightPlan(reason)
-    inputs = night_inputs.inputs_of(frozen, settings, store)
-    return NightPlan(reason, frozen, tuple(plan(recipe_of(inputs), inputs.settings, store)))
-
-
-def recipe_of(inputs: Inputs) -> Recipe:
-    """The pipeline `full`, where the champion stands in for what it brings, and is measured beside its challenger."""
-
-    def nightly(stage: Callable[..., Any], settings: Settings) -> None:
-        def build(of: Stage, **given: Any) -> Any:
-            if of.name in inputs.given:
-                return inputs.given[of.name]
-            if inputs.keeps_base and of is SHARDS_PRETRAIN:
-                return None
-            if inputs.keeps_base and of is EXISTING_MODEL:
-                return inputs.given["pretrain"]
-            if of is not EVALUATE:
-                return stage(of, **given)
-            measured = {**given, "documents": documents(given.get("documents"))}
-            if inputs.champion:
-                models = {role: inputs.champion.get(role) for role in ("base", "sft", "lora")}
-                stage(EVALUATE_CHAMPION, **{**measured, **models})
-            return stage(EVALUATE, **measured)
-
-        def documents(new: Any) -> Any:
-            if new is None or inputs.earlier is None:
-                return new or inputs.earlier
-            return stage(HELDOUT, earlier=inputs.earlier, documents=new)
-
-        full(build, settings)
-
-    return nightly
-
-
-def _list(settings: Settings, store: Store, known: Nights, night: Night | None) -> tuple[Frozen | None, str]:
-    """What a night reads, or None, and why: the list of one that is unfinished, else what is new."""
-    if night is not None:
-        return _again(settings, store, night)
-    found = tracking.champion(store.root, settings.name)
-    champion = None
-    if found:
-        keys = {stage: key for stage, key in found.keys.items() if stage in REGISTERED}
-        champion = Champion(found.version, keys)
-    watched = night_inputs.watched(settings, store, may_be_gone=champion is not None)
-    learnt = night_inputs.learnt_by(champion, store)
-    chosen = nights.choose(
-        settings.nightly,
-        watched,
-        known.read() | learnt,
-        known.learnt(champion) | learnt,
-        has_champion=champion is not None,
-    )
-    if not chosen.new:
-        count = sum(len(files) for files in watched.values())
-        return None, f"nothing new: all {count} files have been read by a night before"
-    earlier = night_inputs.earlier_heldout(champion, known.all(), store, settings)
-    frozen = Frozen(chosen.files, settings.model_dump(mode="json"), champion, earlier)
-    base = f"the champion, version {champion.version}" if champion else "no champion yet"
-    return frozen, f"{len(chosen.new)} new: {nights.names(chosen.new)}; {base}"
-
-
-def _again(settings: Settings, store: Store, night: Night) -> tuple[Frozen, str]:
-    """The list of an unfinished night, with the bytes that its files have now; after a failure with the settings of now."""
-    frozen = night.frozen
-    reason = f"{night.name} goes on ({night.outcome}: {night.data['reason']})"
-    if night.outcome == "failed" and frozen.settings != (now := settings.model_dump(mode="json")):
-        frozen, reason = Frozen(frozen.files, now, frozen.champion, frozen.heldout), f"{reason}; with the settings of now"
-    there = night_inputs.watched(night_inputs.settings_of(frozen, settings), store, may_be_gone=True)
-    if changed := night_inputs.changed(frozen, there):
-        reason = f"{reason}; changed or gone since it began: {nights.names(changed)}"
-    return night_inputs.frozen_again(frozen, there), reason
+def _check(settings: Settings) -> None:
+    """Raises UsageError for settings that no night can have."""
+    if not settings.tracking.enabled:
+        raise UsageError(
+            "tracking.enabled is false, but a night needs to know the champion, which is an alias in MLflow; set it to true"
+        )
+    if settings.runtime.nodes > 1:
+        raise UsageError(
+            f"runtime.nodes is {settings.runtime.nodes}, but a night runs on one machine, with runtime.devices ranks; set "
+            f"runtime.nodes=1, or train with `ttrain pipeline run full` on each node and `ttrain models promote`"
+        )
 
 
 class _Running:
@@ -198,7 +118,7 @@ class _Running:
         if night:
             night.begin_try(self.slot)
         try:
-            frozen, reason = _list(self.settings, self.store, self.known, night)
+            frozen, reason = list_of(self.settings, self.store, self.known, night)
             self._say(reason)
             if frozen is None:
                 night = self.known.without_list("nothing-new", self.slot, reason)
@@ -288,6 +208,10 @@ class _Running:
         night.note(version=version, run=execution.record.run, decision=decision.to_json())
         table = report.markdown(decision.rows(), ("what", "value"))
         tracking.log_decision(home, name, version, decision.to_json(), table, run_id=execution.tracked_run)
+        if self.engine == "prefect" and not self.in_flow:  # else the flow shows it
+            from flows import orchestrate
+
+            orchestrate.show_decision(table, night.name)
         if decision.promote:
             tracking.promote(home, name, version)
         return decision

@@ -122,6 +122,14 @@ def _run_stages(execution: Execution, recipe: Recipe) -> None:
             create_markdown_artifact(table, key="evaluation", description=f"evaluation of {run}")
 
 
+def show_decision(table: str, night: str) -> None:
+    """A night's decision, a markdown table, among the artifacts of no run: that of its stages has ended."""
+    from prefect.artifacts import create_markdown_artifact
+
+    with courtesy():
+        create_markdown_artifact(table, key="decision", description=f"decision of {night}")
+
+
 def _rename(name: str) -> None:
     """Give the flow run of a deployment the name under which `ttrain pipeline status` lists it."""
     from prefect.client.orchestration import get_client

@@ -29,6 +29,10 @@ STOP_SECONDS: Final = 10.0  # idle servers stop within 2 s
 TOKEN: Final = "TTRAIN_SERVER_TOKEN"
 
 
+class PortTaken(TTrainError):
+    """Another program has the port that was free a moment ago."""
+
+
 @dataclass(frozen=True)
 class Server:
     """The file about a server that `up` started.
@@ -80,18 +84,38 @@ def spawn(module: list[str], environment: Mapping[str, str], path: Path) -> subp
 
 
 def wait(name: str, port: int, process: subprocess.Popen[bytes], path: Path) -> None:
-    """Returns when the server answers; raises TTrainError with the end of its log when it dies or stays silent."""
+    """Returns when the server answers; raises TTrainError with the end of its log when it dies or stays silent.
+
+    PortTaken where another program answers on its port, which was faster: servers that start at once may choose the same.
+    """
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     url, deadline = f"http://{HOST}:{port}{HEALTH[name]}", time.monotonic() + START_SECONDS
     while True:
+        answered = False
         with contextlib.suppress(OSError, HTTPException), direct.open(url, timeout=5.0):
-            return
+            answered = True
         code = process.poll()
+        if answered and code is None and _listens(process.pid, port):
+            return
+        if answered and code is not None:
+            raise PortTaken(f"port {port} was taken by another program before the {name} server had it; try again")
         if code is not None or time.monotonic() > deadline:
             what = f"did not answer within {START_SECONDS:.0f} s" if code is None else f"ended with exit code {code}"
             tail = "\n".join(path.read_text(errors="replace").splitlines()[-20:])
             raise TTrainError(f"the {name} server {what} on port {port}; the end of {path}:\n{tail}")
         time.sleep(0.05)
+
+
+def _listens(leader: int, port: int) -> bool:
+    """Whether a process of that session listens there."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if os.getsid(process.pid) == leader and any(
+                found.status == psutil.CONN_LISTEN and found.laddr.port == port
+                for found in process.net_connections(kind="tcp")
+            ):
+                return True
+    return False
 
 
 def stop(home: Path, name: str) -> bool:

@@ -158,8 +158,8 @@ def start(home: Path, ports: Mapping[str, int]) -> None:
                 if not processes.living(home, name):
                     processes.stop(home, name)  # what is left of one that does not answer
                     started.append(_start(home, name, port))
-            for server, process in started:
-                processes.wait(server.name, server.port, process, processes.folder_of(home) / f"{server.name}.log")
+            for number in range(len(started)):
+                _wait(home, started, number)
         except BaseException:
             for server, _ in started:
                 processes.stop(home, server.name)
@@ -167,6 +167,18 @@ def start(home: Path, ports: Mapping[str, int]) -> None:
         finally:
             for _, process in started:
                 process.returncode = 0  # it is left to itself, or gone: Popen would warn of a child that still runs
+
+
+def _wait(home: Path, started: list[tuple[processes.Server, subprocess.Popen[bytes]]], number: int) -> None:
+    """Returns when it answers: on another port, where one that was free is taken meanwhile."""
+    while True:
+        server, process = started[number]
+        try:
+            processes.wait(server.name, server.port, process, processes.folder_of(home) / f"{server.name}.log")
+            return
+        except processes.PortTaken:
+            processes.stop(home, server.name)
+            started[number] = _start(home, server.name, server.port + 1)
 
 
 def down(home: Path) -> list[str]:

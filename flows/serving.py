@@ -38,10 +38,11 @@ def serve(home: Path, say: Callable[[str], None]) -> None:
     Raises UsageError where this home is served already, or the server that PREFECT_API_URL names does not answer.
     """
     with _alone(home):
+        is_named = bool(os.environ.get("PREFECT_API_URL"))
         url, started = _server(home)
         say(f"serving the schedules of {home.resolve()}\nPrefect  {url.removesuffix('/api')}\nstop with Ctrl-C or SIGTERM")
         try:
-            signum = asyncio.run(_Serving(home, url, say).run())
+            signum = asyncio.run(_Serving(home, url, say, owns_server=not is_named).run())
         finally:
             if started and not processes.living(home, "mlflow"):  # else `up` has been here, and its server stays
                 with processes.start_lock(home):
@@ -103,44 +104,47 @@ def _server(home: Path) -> tuple[str, bool]:
 class _Serving:
     """What is served while it is served."""
 
-    def __init__(self, home: Path, url: str, say: Callable[[str], None]) -> None:
+    def __init__(self, home: Path, url: str, say: Callable[[str], None], *, owns_server: bool) -> None:
         self._home, self._url, self._say = home.resolve(), url, say
-        self._owns_server = processes.living(home, "prefect") is not None
+        self._owns_server = owns_server
         self._stop = asyncio.Event()
         self._signum = 0
         self._running: dict[Any, str] = {}  # names by id of flow runs in progress
         self._asked: set[Any] = set()  # ids of those that have been asked to stop
         self._is_away = False
+        self._error: TTrainError | None = None
         self._known: frozenset[str] = frozenset()
 
     async def run(self) -> int:
-        """Until a signal comes; returns its number when all that ran has ended."""
+        """Until a signal comes; returns its number when all runs have ended. Raises TTrainError where the server is lost."""
         import anyio
         from prefect.runner._flow_run_executor import FlowRunExecutorContext
 
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._signalled, number)
+        self._looking = anyio.CancelScope()  # so that a stop waits for no answer of a server that is away
         async with FlowRunExecutorContext() as self._context:
             self._context.process_manager.kill = self._kill_patiently
             async with anyio.create_task_group() as self._tasks:
-                while not self._stop.is_set():
-                    await self._look_safely()
-                    with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(self._stop.wait(), POLL_SECONDS)
+                self._tasks.start_soon(self._keep_server)
+                with self._looking:
+                    while not self._stop.is_set():
+                        await self._look_safely()
+                        await self._wait()
                 for flow_run_id in self._context.process_manager.flow_run_ids():
                     self._tasks.start_soon(self._kill_patiently, flow_run_id)
+        if self._error:
+            raise self._error
         return self._signum
 
     async def _look_safely(self) -> None:
-        """Look what is due; a server that is away is waited for, and started again where it is ours."""
+        """Look what is due; a server that is away is waited for."""
         import httpx
         from prefect.exceptions import PrefectHTTPStatusError
 
         try:
-            if self._is_away:
-                await asyncio.to_thread(self._bring_back)
             await self._look()
-        except (httpx.TransportError, PrefectHTTPStatusError, TTrainError) as error:
+        except (httpx.TransportError, PrefectHTTPStatusError) as error:
             if not self._is_away:
                 self._say(f"the Prefect server does not answer ({type(error).__name__}); waiting for it")
             self._is_away = True
@@ -149,10 +153,25 @@ class _Serving:
                 self._say("the Prefect server answers again")
             self._is_away = False
 
-    def _bring_back(self) -> None:
-        if self._owns_server and not processes.living(self._home, "prefect"):
-            port = int(self._url.rpartition(":")[2].partition("/")[0])
-            servers.start(self._home, {"prefect": port})
+    async def _keep_server(self) -> None:
+        """Start our own server again where it died: Prefect's clients, also those of the runs, ask for a minute and more."""
+        port = int(self._url.rpartition(":")[2].partition("/")[0])
+        while not self._stop.is_set():
+            if self._owns_server and not await asyncio.to_thread(processes.living, self._home, "prefect"):
+                self._say("the Prefect server is gone; starting it again")
+                try:
+                    await asyncio.to_thread(servers.start, self._home, {"prefect": port})
+                except TTrainError as error:
+                    self._say(f"the Prefect server does not start: {error}")
+                server = processes.living(self._home, "prefect")
+                if server and server.port != port:
+                    self._error = TTrainError(f"the Prefect server had port {port}, which another program took; serve again")
+                    self._end()
+            await self._wait()
+
+    async def _wait(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._stop.wait(), POLL_SECONDS)
 
     async def _look(self) -> None:
         client = self._context.client
@@ -257,7 +276,11 @@ class _Serving:
         elif self._running:
             self._say(f"stopping: {', '.join(self._running.values())} saves its state (again to end at once)")
         self._signum = signum
+        self._end()
+
+    def _end(self) -> None:
         self._stop.set()
+        self._looking.cancel()
 
 
 def covered(due: Sequence[Any]) -> list[tuple[Any, Any]]:

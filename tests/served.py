@@ -53,8 +53,9 @@ class Served:
 def wait_until(condition: Callable[[], Any], seconds: float, said: Callable[[], str] = lambda: "") -> Any:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        if found := condition():
-            return found
+        with contextlib.suppress(OSError):  # a server that is being started
+            if found := condition():
+                return found
         time.sleep(0.1)
     raise AssertionError(f"it did not happen in {seconds} s: {said()}")
 

@@ -35,6 +35,7 @@ class Case:
     given: tuple[str, ...] = ()
     runs: set[str] = field(default_factory=set)
     why: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    alters_code: bool = False
 
 
 def edit(name: str, old: str, new: str) -> Callable[[House, Path], object]:
@@ -81,17 +82,31 @@ CASES = [
     Case("the name of a file", rename, given=("data.sft={data}/domain2.jsonl",)),
     Case(
         "a helper two modules away",
-        edit("train/schedules.py", "WARMUP_STEPS = 10", "WARMUP_STEPS = 11"),
+        alters_code=True,
+        change=edit("train/schedules.py", "WARMUP_STEPS = 10", "WARMUP_STEPS = 11"),
         runs={*TRAININGS, "evaluate"},
         why={"pretrain": ("module ttrain.train.schedules changed",), "sft": ("waits for pretrain",)},
     ),
-    Case("a comment in a helper", lambda house, code: append(code / "train" / "schedules.py", "\n# a remark\n")),
-    Case("the form of a helper", edit("train/schedules.py", "MINIMIND_FLOOR = 0.1", "MINIMIND_FLOOR = (\n    0.1\n)")),
+    Case(
+        "a comment in a helper",
+        alters_code=True,
+        change=lambda house, code: append(code / "train" / "schedules.py", "\n# a remark\n"),
+    ),
+    Case(
+        "the form of a helper",
+        alters_code=True,
+        change=edit("train/schedules.py", "MINIMIND_FLOOR = 0.1", "MINIMIND_FLOOR = (\n    0.1\n)"),
+    ),
     Case(
         "the docstring of a helper",
-        edit("train/schedules.py", '"""Learning-rate schedules, in optimizer steps', '"""Rates, in optimizer steps'),
+        alters_code=True,
+        change=edit("train/schedules.py", '"""Learning-rate schedules, in optimizer steps', '"""Rates, in optimizer steps'),
     ),
-    Case("code that shapes no result", lambda house, code: append(code / "report.py", "\nUNUSED = 1\n")),
+    Case(
+        "code that shapes no result",
+        alters_code=True,
+        change=lambda house, code: append(code / "report.py", "\nUNUSED = 1\n"),
+    ),
     Case("an artifact that is read", other_base, runs=AFTER_SFT, why={"sft": ("input base: {base} → {new}",)}),
     Case("an artifact that is read, rebuilt to the same bytes", same_base),
     Case(
@@ -105,11 +120,13 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 def test_a_change_reruns_what_it_touches_and_says_what_it_was(
-    built: House, copy: Path, case: Case, monkeypatch: pytest.MonkeyPatch
+    built: House, case: Case, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(digests, "PACKAGE_DIRECTORY", copy)
+    code = request.getfixturevalue("copy") if case.alters_code else Path("nowhere")
+    if case.alters_code:
+        monkeypatch.setattr(digests, "PACKAGE_DIRECTORY", code)
     before = built.store.latest("pretrain").content
-    case.change(built, copy)
+    case.change(built, code)
     stages = built.plan(*(given.format(data=built.data) for given in case.given))
     assert running(stages) == case.runs
     known = {"base": before[:12], "new": built.store.latest("pretrain").content[:12]}

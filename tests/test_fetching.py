@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -13,7 +14,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import pytest
 from ttrain import tracking
 from ttrain.errors import ArtifactError
 from ttrain.fetching import InTracker
+from ttrain.references import resolve
 from ttrain.store import Artifact, Store, read_json
 
 ROOT = Path(__file__).parents[1]
@@ -86,12 +88,12 @@ def home(tmp_path: Path, pristine: Path) -> Path:
     return tmp_path / "home"
 
 
-def make(home: Path, **changed: bytes) -> Artifact:
-    store, output = Store(home), home / "work" / STAGE / KEY / "output"
-    for name, data in {**PUBLIC, **PRIVATE, **changed}.items():
+def make(home: Path, stage: str = STAGE, files: Mapping[str, bytes] | None = None, **manifest: Any) -> Artifact:
+    store, output = Store(home), home / "work" / stage / KEY / "output"
+    for name, data in (files or {**PUBLIC, **PRIVATE}).items():
         (output / name).parent.mkdir(parents=True, exist_ok=True)
         (output / name).write_bytes(data)
-    return store.publish(STAGE, KEY, output, MANIFEST)
+    return store.publish(stage, KEY, output, {**MANIFEST, **manifest})
 
 
 def track(home: Path, artifact: Artifact, status: str = "FINISHED", experiment: str = EXPERIMENT) -> tracking.Run:
@@ -146,6 +148,27 @@ def test_it_is_found_by_its_key_and_only_what_is_read_is_fetched(
         assert {name: (whole.path / name).stat().st_mtime_ns for name in PUBLIC} == stamps, "a hit costs a stat"
     (whole.path / "heldout" / "00.arrow").unlink()
     assert Store(home).find(STAGE, KEY) is None, "what was fetched can be damaged, as all that is here"
+
+
+def test_a_registered_adapter_is_fetched_with_the_model_it_goes_onto(
+    tmp_path: Path, server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", server)
+    first, second = tmp_path / "first", tmp_path / "second"
+    model = {"model/config.json": b"{}", "model/model.safetensors": b"weights", "model/tokenizer.json": b"{}"}
+    adapter = {
+        "adapter/adapter_config.json": b"{}",
+        "adapter/adapter_model.safetensors": b"adapter",
+        "adapter/base.json": json.dumps({"base_weights_sha256": hashlib.sha256(b"weights").hexdigest()}).encode(),
+    }
+    track(first, make(first, "sft", model))
+    made = make(first, "lora", adapter, inputs={"base": {"stage": "sft", "key": KEY, "content": ""}})
+    run, tags = track(first, made), {"ttrain.stage": "lora", "ttrain.key": KEY, "ttrain.content": made.content}
+    tracking.open_store(first, EXPERIMENT).register_model("mine-lora", run=run, artifact_path="lora/adapter", tags=tags)
+    reference = resolve("mine-lora/1", second)
+    assert reference.adapter == Store(second).path("lora", KEY) / "adapter"
+    assert reference.model == Store(second).path("sft", KEY) / "model"
+    assert files_in(reference.model.parent) == model and files_in(reference.adapter.parent) == adapter
 
 
 def test_a_hit_here_loads_no_tracker_and_a_miss_no_mlflow(home: Path) -> None:
@@ -212,7 +235,7 @@ def test_only_finished_runs_of_the_experiment_count(tmp_path: Path, pristine: Pa
     home = tmp_path / "home"
     shutil.copytree(pristine / "mlflow", home / "mlflow")
     run_id = held(home).parents[1].name
-    client = tracking.open_reader(home, EXPERIMENT).client
+    client = tracking.open_reader(home).client
     if what == "unfinished":
         client.update_run(run_id, status="RUNNING")
     elif what == "failed":
@@ -221,6 +244,7 @@ def test_only_finished_runs_of_the_experiment_count(tmp_path: Path, pristine: Pa
         client.delete_run(run_id)
     name = "another" if what == "elsewhere" else EXPERIMENT
     assert Store(home, InTracker(home, name)).find(STAGE, KEY) is None
+    assert (Store(home, InTracker(home)).find(STAGE, KEY) is not None) == (what == "elsewhere"), "of any experiment"
 
 
 def test_a_kill_at_any_moment_leaves_nothing_half(home: Path, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ LIGHT = (
     "ttrain.execute", "ttrain.launch", "ttrain.cli_data", "ttrain.cli_doctor", "ttrain.from_files", "ttrain.from_gate",
     "ttrain.cli_adapter", "ttrain.adapter_files", "ttrain.references",
     "ttrain.weights", "ttrain.card", "ttrain.lineage", "ttrain.export", "ttrain.gguf", "ttrain.cli_export",
-    "flows", "flows.full", "flows.engine",
+    "ttrain.night_inputs", "flows", "flows.full", "flows.engine", "flows.nightly",
 )  # fmt: skip
 HELP = """
 import contextlib, io, json, sys
@@ -125,7 +125,10 @@ def test_the_scanner_sees_imports_at_the_top_in_functions_relative_and_by_name()
         pytest.param(PACKAGES, ("prefect",), ("tasks", "flows"), id="prefect only in tasks and flows"),
         pytest.param(
             ("ttrain", "tasks"), ("flows",),
-            ("ttrain.cli", "ttrain.cli_pipeline", "ttrain.cli_schedule", "ttrain.cli_settings", "ttrain.cli_train"),
+            (
+                "ttrain.cli", "ttrain.cli_night", "ttrain.cli_pipeline", "ttrain.cli_schedule", "ttrain.cli_settings",
+                "ttrain.cli_train",
+            ),
             id="only the command line reaches up into flows",
         ),
         pytest.param(("ttrain.doctor",), ("ttrain.model", "ttrain.stages"), (), id="the doctor's checks know no stages"),

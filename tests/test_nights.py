@@ -434,6 +434,23 @@ def test_what_nights_will_read_is_named_for_those_who_clean(known: Nights, tmp_p
     assert nights.needed(tmp_path / "elsewhere") == set()
 
 
+@pytest.mark.parametrize(
+    ("given", "cure"),
+    [
+        ({"tracking": {"enabled": False}}, "set it to true"),
+        ({"runtime": {"nodes": 2, "rendezvous": "h:29500"}}, "set runtime.nodes=1"),
+    ],
+)
+def test_settings_that_no_night_can_have_are_refused(store: Store, given: dict[str, Any], cure: str) -> None:
+    from rich.console import Console
+
+    from flows.nightly import run_night
+
+    with pytest.raises(UsageError, match=cure):
+        run_night(Settings.model_validate(given), store, Console(), engine="none")
+    assert not (store.root / "nightly").exists()
+
+
 # --- the held-out documents of all nights ---
 
 

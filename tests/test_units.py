@@ -116,6 +116,12 @@ def test_a_webhook_lies_in_a_file_of_the_user_alone_and_nowhere_else(home: Path)
     assert not path.exists()
 
 
+def test_the_deadline_is_by_the_clock_of_the_schedule_unless_it_has_its_own() -> None:
+    assert schedule_files.with_timezone(Settings(), "Asia/Tokyo").nightly.timezone == "Asia/Tokyo"
+    own = load(["nightly.timezone=UTC"], environment={}).settings
+    assert schedule_files.with_timezone(own, "Asia/Tokyo").nightly.timezone == "UTC"
+
+
 def test_a_name_means_the_one_schedule_that_it_fits(home: Path) -> None:
     with pytest.raises(UsageError, match="nothing is scheduled"):
         schedules.named(home, None)

@@ -25,7 +25,7 @@ def run(loaded: Loaded, *, engine: str) -> None:
 
 def plan(loaded: Loaded, *, as_json: bool) -> None:
     """What a night would do now."""
-    from flows.nightly import plan_night
+    from flows.night_plan import plan_night
     from ttrain import report
     from ttrain.night_inputs import DATASETS
 

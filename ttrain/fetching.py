@@ -16,9 +16,10 @@ MEGABYTE = 1_000_000
 
 
 class InTracker:
-    """What MLflow holds of one experiment; a `ttrain.store.Elsewhere`, loaded at the first key that the store lacks."""
+    """What MLflow holds of one experiment (None: of all); a `ttrain.store.Elsewhere`, loaded at the first key that the
+    store lacks."""
 
-    def __init__(self, home: Path, experiment: str) -> None:
+    def __init__(self, home: Path, experiment: str | None = None) -> None:
         self._home, self._experiment = home, experiment
 
     def manifest(self, stage: str, key: str) -> Mapping[str, Any] | None:

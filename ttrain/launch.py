@@ -77,7 +77,7 @@ def build(
             remove_tree(work)
         for name, given in inputs.items():
             store.complete(given, stage.inputs[name], said=lambda line: observer.fetching(stage, line))
-        if planned.goes_on_with:
+        if planned.goes_on_with and not unfinished.saved_step(work):  # while this one waited, another may have begun
             unfinished.adopt(store, planned.goes_on_with, planned.key, planned.ingredients)
         _prepare(stage, settings, inputs, planned, work, store)
         observer.started(stage, planned, work)

@@ -98,6 +98,11 @@ class Night:
         return found
 
     @property
+    def ended(self) -> Mapping[str, Any] | None:
+        """The last try that came to an end; None where none did."""
+        return next((one for one in reversed(self.data["tries"]) if one["outcome"] != "running"), None)
+
+    @property
     def failures(self) -> int:
         """How often it failed by itself; being killed or stopped is no failure."""
         return sum(one["outcome"] == "failed" for one in self.data["tries"])

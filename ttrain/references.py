@@ -18,6 +18,7 @@ from typing import Any
 
 from ttrain import runs, store, tracking
 from ttrain.errors import ArtifactError, UsageError
+from ttrain.fetching import InTracker
 from ttrain.stages import STAGES
 from ttrain.store import MANIFEST, Artifact, Store, read_json
 from ttrain.weights import ADAPTER, INDEX_SUFFIX, MODEL, SECOND_HEAD, weights_digest
@@ -132,14 +133,29 @@ class _Resolver:
             return self._registered(text, f"{last.name}/{last.version}")
         stage, key = found.tags.get("ttrain.stage", ""), found.tags.get("ttrain.key", "")
         artifact = self.store.find(stage, key) if stage and key else None
-        if artifact:
+        if artifact and artifact.absent.isdisjoint(artifact.files_of(())):
             return self._of_artifact(text, artifact)
         if found.source is None or not found.source.is_dir():
+            if artifact := self._fetched(stage, key):
+                return self._of_artifact(text, artifact)
             raise UsageError(
                 f"the files of {model}/{found.version} are neither in the store {self.store.root} nor on a disk of this "
                 f"machine ({found.source or 'MLflow keeps them elsewhere'}); run its pipeline again, or name a directory"
             )
         return self._of_directory(text, found.source)
+
+    def _fetched(self, stage: str, key: str) -> Artifact | None:
+        """The model's files from MLflow, with the full model that an adapter goes onto; None where they are not there."""
+        store = Store(self.store.root, InTracker(self.store.root))
+        artifact = store.find(stage, key) if stage and key else None
+        if artifact is None:
+            return None
+        base = artifact.manifest["inputs"].get("base")
+        if base and any(name.startswith(f"{ADAPTER_DIRECTORY}/") for name in artifact.manifest["files"]):
+            full = store.find(base["stage"], base["key"])
+            if full:
+                store.complete(full, (MODEL_DIRECTORY,))
+        return store.complete(artifact)
 
     def _of_artifact(self, text: str, artifact: Artifact) -> Reference:
         part = _part_of(artifact.path)

@@ -191,6 +191,11 @@ def record_cached(
 def builder(store: Store, stage: str, key: str) -> str:
     """Who has the lock of a key, in words: the run, its process, and the machine where that is another."""
     held = store.holder(stage, key)
+    for _ in range(10):  # who has just taken it says so in the next moment
+        if held is not None:
+            break
+        time.sleep(0.02)
+        held = store.holder(stage, key)
     if held is None:
         return "another run"
     pid, host = held

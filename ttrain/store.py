@@ -184,9 +184,9 @@ class Store:
         return self._sorted((self.root / "store").glob("*/*"))
 
     def latest(self, stage: str) -> Artifact:
-        """The newest undamaged artifact of a stage. Raises ArtifactError where there is none."""
+        """The newest undamaged artifact of a stage that is here as a whole. Raises ArtifactError where there is none."""
         for artifact in self.artifacts(stage):
-            if not self.damage(artifact):
+            if artifact.absent.isdisjoint(artifact.files_of(())) and not self.damage(artifact):
                 return artifact
         raise ArtifactError(f"stage {stage} has no artifact in {self.root / 'store'}; run `ttrain pipeline run full` first")
 
@@ -199,8 +199,10 @@ class Store:
         path = self.root / "work" / stage / f"{key}.lock"
         with exclusive(path, waiting):
             named = path.with_suffix(HOLDER)
+            half = named.with_name(f".{named.name}.{os.getpid()}.tmp")
             with contextlib.suppress(OSError):  # a full disk
-                named.write_text(json.dumps({"pid": os.getpid(), "host": platform.node()}), encoding="utf-8")
+                half.write_text(json.dumps({"pid": os.getpid(), "host": platform.node()}), encoding="utf-8")
+                half.replace(named)
             try:
                 yield
             finally:

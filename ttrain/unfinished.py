@@ -60,8 +60,19 @@ def changes(work: Work, ingredients: Mapping[str, Any]) -> list[str]:
 
 
 def forbidden_changes(work: Work, ingredients: Mapping[str, Any]) -> list[str]:
-    """Those of the changes with which a checkpoint cannot be continued: all but code, Python and the budget."""
-    return differences(_fixed(work), _fixed(work, ingredients))
+    """Those of the changes with which a checkpoint cannot be continued: all but code, Python, a budget that reaches it."""
+    return differences(_fixed(work), _fixed(work, ingredients)) + _too_short(work, ingredients["settings"])
+
+
+def _too_short(work: Work, settings: Mapping[str, Any]) -> list[str]:
+    """A budget that ends, or may end, before the step of the work. Passes over rows that were not counted yet may not."""
+    tokens, epochs = (settings[f"{work.stage}.{name}"] for name in ("tokens", "epochs"))
+    if tokens is not None:
+        enough = tokens >= work.step * settings[f"{work.stage}.tokens_per_step"]
+    else:
+        before = work.ingredients["settings"][f"{work.stage}.epochs"]
+        enough = before is not None and epochs >= before
+    return [] if enough else [f"its budget, {tokens or epochs} {'tokens' if tokens else 'epochs'}, may end before that step"]
 
 
 def _fixed(work: Work, ingredients: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -183,6 +183,20 @@ def test_two_ups_at_once_start_one_of_each(home: Path) -> None:
     assert len(processes_of(home)) == 2
 
 
+def test_a_port_that_another_program_takes_meanwhile_is_passed_over(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two servers that start at once may find the same port free; the other one's answer is not taken for our own."""
+    port, free_port = ports()[0], processes.free_port
+    with subprocess.Popen([sys.executable, home / "servers" / "double.py", str(port)]) as faster:
+        assert within(10, lambda: answers(f"http://127.0.0.1:{port}/api/health"))
+        monkeypatch.setattr(processes, "free_port", lambda wanted: port if wanted == port else free_port(wanted))
+        try:
+            servers.start(home, {"prefect": port})
+        finally:
+            faster.kill()
+    server = processes.living(home, "prefect")
+    assert server is not None and server.port > port and server.owns(server.pid)
+
+
 def test_a_server_that_was_killed_is_started_again_and_the_other_is_kept(home: Path) -> None:
     first = servers.up(home, prefect_port=ports()[0], mlflow_port=ports()[1])
     pids = {name: json.loads((home / "servers" / f"{name}.json").read_text())["pid"] for name in ("prefect", "mlflow")}

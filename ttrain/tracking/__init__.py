@@ -95,12 +95,12 @@ def open_store(home: Path, experiment: str) -> Store | NullStore:
     return store
 
 
-def open_reader(home: Path, experiment: str) -> Store:
+def open_reader(home: Path) -> Store:
     """The tracker for questions alone: no experiment is made. Raises what MLflow does where it cannot be opened."""
     home = home.resolve()
     uri = tracking_uri(home)
     _quieten()
-    return Store(open_client(uri, home), uri, home, experiment)
+    return Store(open_client(uri, home), uri, home, "")
 
 
 def find_version(home: Path, name: str, *, version: str | None = None, alias: str | None = None) -> Version:

@@ -34,7 +34,7 @@ SELECT runs.run_uuid, runs.artifact_uri FROM runs
 JOIN experiments ON experiments.experiment_id = runs.experiment_id
 JOIN tags AS key ON key.run_uuid = runs.run_uuid AND key.key = 'ttrain.key'
 JOIN tags AS stage ON stage.run_uuid = runs.run_uuid AND stage.key = 'ttrain.stage'
-WHERE key.value = ? AND stage.value = ? AND experiments.name = ?
+WHERE key.value = ? AND stage.value = ? AND experiments.name = coalesce(?, experiments.name)
 AND runs.status = 'FINISHED' AND runs.lifecycle_stage = 'active'
 ORDER BY runs.end_time DESC LIMIT ?
 """
@@ -51,9 +51,9 @@ class Held:
 
 @final
 class Tracked:
-    """What one experiment of one MLflow holds; a `ttrain.store.Elsewhere`. Each key is asked for once."""
+    """What one experiment of one MLflow holds, or all of them; a `ttrain.store.Elsewhere`. Each key is asked for once."""
 
-    def __init__(self, home: Path, experiment: str) -> None:
+    def __init__(self, home: Path, experiment: str | None = None) -> None:
         self._home, self._experiment = home.resolve(), experiment
         self._uri = tracking.tracking_uri(self._home)
         self._found: dict[tuple[str, str], Held | None] = {}
@@ -120,11 +120,13 @@ class Tracked:
         wanted = f"tags.`ttrain.key` = '{key}' AND tags.`ttrain.stage` = '{stage}' AND attributes.status = 'FINISHED'"
 
         def ask() -> list[tuple[str, str]]:
-            experiment = store.client.get_experiment_by_name(self._experiment)
-            if experiment is None:
+            client, order = store.client, ["attributes.end_time DESC"]
+            one = self._experiment and client.get_experiment_by_name(self._experiment)
+            experiments = ([one] if one else []) if self._experiment else client.search_experiments()
+            if not experiments:
                 return []
-            order = ["attributes.end_time DESC"]
-            runs = store.client.search_runs([experiment.experiment_id], wanted, max_results=CANDIDATES, order_by=order)
+            ids = [experiment.experiment_id for experiment in experiments]
+            runs = client.search_runs(ids, wanted, max_results=CANDIDATES, order_by=order)
             return [(run.info.run_id, run.info.artifact_uri) for run in runs]
 
         found, error = store.once(ask)
@@ -135,7 +137,7 @@ class Tracked:
     def _store(self) -> Store:
         """MLflow's client, opened at the first key that is not here; a server is asked for its health before."""
         if self._opened is None:
-            self._opened = tracking.open_reader(self._home, self._experiment)
+            self._opened = tracking.open_reader(self._home)
         return self._opened
 
     def _manifest_of(self, run_id: str, stage: str, directory: Path | None) -> Any:

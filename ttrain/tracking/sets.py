@@ -136,7 +136,8 @@ def register(client: Any, name: str, run: Run, tags: Mapping[str, str]) -> str:
     else:
         made = client.create_model_version(name, run.artifact_uri, run.id, tags=dict(tags), await_creation_for=0)
         number = str(made.version)
-    if client.get_registered_model(name).aliases.get(CHAMPION) != number:
+    champion = client.get_registered_model(name).aliases.get(CHAMPION)
+    if champion is None or str(champion) != number:
         client.set_registered_model_alias(name, CHALLENGER, number)
     return number
 

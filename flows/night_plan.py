@@ -1,0 +1,106 @@
+"""What a night reads and which stages it has: found before it begins, the same for its plan and its run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from flows.full import full
+from ttrain import night_inputs, nights, tracking
+from ttrain.config import Settings
+from ttrain.execute import REGISTERED
+from ttrain.night_inputs import Inputs
+from ttrain.nights import Champion, Frozen, Night, Nights
+from ttrain.plan import Planned, Recipe, plan
+from ttrain.stages import EVALUATE, EVALUATE_CHAMPION, EXISTING_MODEL, HELDOUT, SHARDS_PRETRAIN, Stage
+from ttrain.store import Store
+
+
+@dataclass(frozen=True)
+class NightPlan:
+    """What a night would do now."""
+
+    reason: str
+    frozen: Frozen | None = None  # None: it would read nothing
+    stages: tuple[Planned, ...] = ()
+
+
+def plan_night(settings: Settings, store: Store) -> NightPlan:
+    """What a night that began now would do. Changes nothing."""
+    known = Nights(store.root, settings.name)
+    newest = known.newest()
+    frozen, reason = list_of(settings, store, known, newest if newest and newest.is_open else None)
+    if frozen is None:
+        return NightPlan(reason)
+    inputs = night_inputs.inputs_of(frozen, settings, store)
+    return NightPlan(reason, frozen, tuple(plan(recipe_of(inputs), inputs.settings, store)))
+
+
+def recipe_of(inputs: Inputs) -> Recipe:
+    """The pipeline `full`, where the champion stands in for what it brings, and is measured beside its challenger."""
+
+    def nightly(stage: Callable[..., Any], settings: Settings) -> None:
+        def build(of: Stage, **given: Any) -> Any:
+            if of.name in inputs.given:
+                return inputs.given[of.name]
+            if inputs.keeps_base and of is SHARDS_PRETRAIN:
+                return None
+            if inputs.keeps_base and of is EXISTING_MODEL:
+                return inputs.given["pretrain"]
+            if of is not EVALUATE:
+                return stage(of, **given)
+            measured = {**given, "documents": documents(given.get("documents"))}
+            if inputs.champion:
+                models = {role: inputs.champion.get(role) for role in ("base", "sft", "lora")}
+                stage(EVALUATE_CHAMPION, **{**measured, **models})
+            return stage(EVALUATE, **measured)
+
+        def documents(new: Any) -> Any:
+            if new is None or inputs.earlier is None:
+                return inputs.earlier if new is None else new
+            return stage(HELDOUT, earlier=inputs.earlier, documents=new)
+
+        full(build, settings)
+
+    return nightly
+
+
+def list_of(settings: Settings, store: Store, known: Nights, night: Night | None) -> tuple[Frozen | None, str]:
+    """What a night reads, or None, and why: the list of one that is unfinished, else what is new."""
+    if night is not None:
+        return _again(settings, store, night)
+    found = tracking.champion(store.root, settings.name)
+    champion = None
+    if found:
+        keys = {stage: key for stage, key in found.keys.items() if stage in REGISTERED}
+        champion = Champion(found.version, keys)
+    watched = night_inputs.watched(settings, store, may_be_gone=champion is not None)
+    learnt = night_inputs.learnt_by(champion, store)
+    chosen = nights.choose(
+        settings.nightly,
+        watched,
+        known.read() | learnt,
+        known.learnt(champion) | learnt,
+        has_champion=champion is not None,
+    )
+    if not chosen.new:
+        count = sum(len(files) for files in watched.values())
+        return None, f"nothing new: all {count} files have been read by a night before"
+    earlier = night_inputs.earlier_heldout(champion, known.all(), store, settings)
+    frozen = Frozen(chosen.files, settings.model_dump(mode="json"), champion, earlier)
+    base = f"the champion, version {champion.version}" if champion else "no champion yet"
+    return frozen, f"{len(chosen.new)} new: {nights.names(chosen.new)}; {base}"
+
+
+def _again(settings: Settings, store: Store, night: Night) -> tuple[Frozen, str]:
+    """The list of an unfinished night, with the bytes that its files have now; after a failure with the settings of now."""
+    frozen = night.frozen
+    ended = night.ended or {"outcome": night.outcome, "reason": "in another process"}
+    reason = f"{night.name} goes on ({ended['outcome']}: {ended['reason']})"
+    if ended["outcome"] == "failed" and frozen.settings != (now := settings.model_dump(mode="json")):
+        frozen, reason = Frozen(frozen.files, now, frozen.champion, frozen.heldout), f"{reason}; with the settings of now"
+    there = night_inputs.watched(night_inputs.settings_of(frozen, settings), store, may_be_gone=True)
+    if changed := night_inputs.changed(frozen, there):
+        reason = f"{reason}; changed or gone since it began: {nights.names(changed)}"
+    return night_inputs.frozen_again(frozen, there), reason
