@@ -19,7 +19,7 @@ lint: $(VENV)/installed-test
 # Long proofs: two runs at once, signals, many kills at random points. CI runs them with KILLS=3.
 KILLS ?= 100
 soak: $(VENV)/installed-test
-	TTRAIN_SOAK_KILLS=$(KILLS) $(BIN)/python -m pytest -m soak -n 0 -s
+	TTRAIN_SOAK_KILLS=$(KILLS) $(BIN)/python -m pytest -m soak -n 0 -s -rs
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -13,6 +13,7 @@ import io
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from prefect import flow
@@ -31,8 +32,9 @@ from tasks.courtesy import courtesy
 from ttrain import report
 from ttrain.config import Settings
 from ttrain.errors import Interrupted, TTrainError
+from ttrain.fetching import store_of
 from ttrain.stopping import catching_signals
-from ttrain.store import Store, usable_home
+from ttrain.store import usable_home
 
 DEFAULTS = Settings()
 
@@ -55,8 +57,9 @@ def full(settings: Settings = DEFAULTS, changes: tuple[str, ...] = ()) -> State[
     from flows.engine import run_pipeline
     from ttrain.plan import plan
 
-    def run(store: Store) -> State[Any] | None:
+    def run(home: Path) -> State[Any] | None:
         changed = _changed(settings, changes)
+        store = store_of(home, changed)
         stages = plan(recipe("full"), changed, store)
         run_pipeline("full", changed, store, stages, _console(), engine="prefect", in_flow=True)
         return None
@@ -80,9 +83,10 @@ def nightly(settings: Settings = DEFAULTS, changes: tuple[str, ...] = ()) -> Sta
     """
     from flows.nightly import run_night
 
-    def run(store: Store) -> State[Any] | None:
-        slot = flow_run.scheduled_start_time
-        result = run_night(_changed(settings, changes), store, _console(), engine="prefect", slot=slot, in_flow=True)
+    def run(home: Path) -> State[Any] | None:
+        changed, slot = _changed(settings, changes), flow_run.scheduled_start_time
+        store = store_of(home, changed)
+        result = run_night(changed, store, _console(), engine="prefect", slot=slot, in_flow=True)
         if result.decision:
             with courtesy():
                 figures = result.decision.items()
@@ -107,18 +111,18 @@ def _changed(settings: Settings, changes: Sequence[str]) -> Settings:
     return load(changes, environment={}, base=settings_of({"run": "deployment", "settings": settings.model_dump()})).settings
 
 
-def _told(run: Callable[[Store], State[Any] | None]) -> State[Any] | None:
+def _told(run: Callable[[Path], State[Any] | None]) -> State[Any] | None:
     """What the run returns; what it raises on purpose as the state that says so, without a traceback.
 
     A retry of either starts the flow again, which takes what is finished from the store and continues the rest.
     """
     _quiet()
     try:
-        store = Store(usable_home())
+        home = usable_home()
         with courtesy():
-            lives.claim(store.root)
+            lives.claim(home)
         with catching_signals(_stop):  # for what comes before and after the stages, which have their own ways
-            return run(store)
+            return run(home)
     except Interrupted as error:
         return Cancelled(message=str(error))
     except TTrainError as error:

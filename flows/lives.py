@@ -12,13 +12,13 @@ import platform
 import signal
 import threading
 from collections.abc import Iterator, Mapping
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from ttrain import runs
 from ttrain.execute import SIGNALLED, Execution
 from ttrain.runs import is_alive, process_started
+from ttrain.store import read_json
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import FlowRun
@@ -32,6 +32,7 @@ LABEL_TRY: Final = "ttrain.run-count"
 AUTOMATION: Final = "ttrain: flow runs without a heartbeat have crashed"
 HEARTBEAT_SECONDS: Final = 30  # the least that Prefect takes
 SILENCE_SECONDS: Final = 80  # two of them are missed by then, and two minutes are not over
+PENDING_SECONDS: Final = 600.0  # a process that is started says so after seconds
 WATCH_SECONDS: Final = 3.0
 CANCELLED: Final = "cancelled in Prefect"
 # Names of the states in which our flow runs end: Prefect's own, and those of nights (`flows/deployed.py`).
@@ -70,14 +71,12 @@ def bury_the_dead(home: Path) -> list[str]:
     from prefect.states import Crashed
 
     unfinished = [StateType.RUNNING, StateType.PENDING, StateType.CANCELLING]
-    recorded = {run["run"]: run["outcome"] for run in runs.history(home)}
     buried = []
     with contextlib.suppress(Exception), get_client(sync_client=True) as client:  # a courtesy, never a reason to fail
         states = filters.FlowRunFilterState(type=filters.FlowRunFilterStateType(any_=unfinished))
         tagged = filters.FlowRunFilterTags(all_=[TAG])
         for run in client.read_flow_runs(flow_run_filter=filters.FlowRunFilter(tags=tagged, state=states)):
-            ended = run.deployment_id is None and recorded.get(run.name, "running") != "running"
-            if not ended and not _is_dead(run.labels, run.run_count, home):
+            if not (_has_ended(run, home) or _is_dead(run.labels, run.run_count, home) or _never_began(run, home)):
                 continue
             client.set_flow_run_state(run.id, Crashed(message="its process is gone"), force=True)
             buried.append(run.name)
@@ -91,6 +90,24 @@ def bury_the_dead(home: Path) -> list[str]:
     return buried
 
 
+def _has_ended(run: FlowRun, home: Path) -> bool:
+    """Whether our own record says so of a run that no deployment started; its name is the record's."""
+    path = home / "runs" / f"{run.name}.json"
+    record = read_json(path) if run.deployment_id is None and path.parent == home / "runs" else None
+    if record is None:
+        return False
+    is_here = record["process"].get("host", platform.node()) == platform.node()
+    return bool(record["outcome"] != "running" or (is_here and not is_alive(record["process"])))
+
+
+def _never_began(run: FlowRun, home: Path) -> bool:
+    """Whether it is a run that `serve` has taken, and that died with it before its process said anything."""
+    if run.state is None or not run.state.is_pending() or home_tag(home) not in run.tags:
+        return False
+    since: datetime = run.state.timestamp
+    return (datetime.now(UTC) - since).total_seconds() > PENDING_SECONDS
+
+
 def _is_dead(labels: Mapping[str, Any], run_count: int, home: Path) -> bool:
     """Whether the process that a flow run names was one of this machine and this home, and is gone.
 
@@ -99,6 +116,11 @@ def _is_dead(labels: Mapping[str, Any], run_count: int, home: Path) -> bool:
     if any(labels.get(name) != value for name, value in _place(home).items()) or labels.get(LABEL_TRY) != run_count:
         return False
     return not is_alive({"pid": labels.get(LABEL_PID, 0), "started": labels.get(LABEL_STARTED)})
+
+
+def home_tag(home: Path) -> str:
+    """Which home a deployment belongs to, where several share a server."""
+    return f"home:{home.resolve()}"
 
 
 def _place(home: Path) -> dict[str, str]:

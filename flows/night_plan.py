@@ -70,27 +70,35 @@ def list_of(settings: Settings, store: Store, known: Nights, night: Night | None
     """What a night reads, or None, and why: the list of one that is unfinished, else what is new."""
     if night is not None:
         return _again(settings, store, night)
-    found = tracking.champion(store.root, settings.name)
-    champion = None
-    if found:
-        keys = {stage: key for stage, key in found.keys.items() if stage in REGISTERED}
-        champion = Champion(found.version, keys)
-    watched = night_inputs.watched(settings, store, may_be_gone=champion is not None)
+    watched = night_inputs.watched(settings, store, may_be_gone=True)
+    nothing = f"nothing new: all {sum(map(len, watched.values()))} files have been read by a night before"
+    read = known.read()
+    if read.issuperset(file["sha256"] for files in watched.values() for file in files) and read:
+        return None, nothing  # most nights: MLflow, 2 s of a core, is not even asked
+    champion = _champion(settings, store)
+    if champion is None:
+        watched = night_inputs.watched(settings, store, may_be_gone=False)
     learnt = night_inputs.learnt_by(champion, store)
-    chosen = nights.choose(
+    chosen = night_inputs.choose(
         settings.nightly,
         watched,
-        known.read() | learnt,
+        read | learnt,
         known.learnt(champion) | learnt,
         has_champion=champion is not None,
     )
     if not chosen.new:
-        count = sum(len(files) for files in watched.values())
-        return None, f"nothing new: all {count} files have been read by a night before"
+        return None, nothing
     earlier = night_inputs.earlier_heldout(champion, known.all(), store, settings)
     frozen = Frozen(chosen.files, settings.model_dump(mode="json"), champion, earlier)
     base = f"the champion, version {champion.version}" if champion else "no champion yet"
     return frozen, f"{len(chosen.new)} new: {nights.names(chosen.new)}; {base}"
+
+
+def _champion(settings: Settings, store: Store) -> Champion | None:
+    found = tracking.champion(store.root, settings.name)
+    if found is None:
+        return None
+    return Champion(found.version, {stage: key for stage, key in found.keys.items() if stage in REGISTERED})
 
 
 def _again(settings: Settings, store: Store, night: Night) -> tuple[Frozen, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import logging
 import os
 from collections.abc import Callable
@@ -24,6 +25,8 @@ SIDE_BY_SIDE = 4  # the widest place of a recipe, and one to spare
 
 def begin(home: Path) -> Callable[[], None]:
     """Choose the server, and start one where there is none, before Prefect is imported; returns what waits for it."""
+    if importlib.util.find_spec("prefect") is None:
+        raise UsageError("Prefect is not installed; try: pip install prefect, or run without it: --engine none")
     named = os.environ.get("PREFECT_API_URL")
     if named and not servers.answers(named):
         raise UsageError(f"PREFECT_API_URL is {named} but no Prefect server answers there; start it, or unset the variable")

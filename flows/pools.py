@@ -13,7 +13,7 @@ from typing import Any, Final
 import yaml
 
 from flows import schedule_files, schedules, servers
-from flows.lives import TAG
+from flows.lives import TAG, home_tag
 from flows.schedule_files import Schedule
 from flows.units import INHERITED
 from ttrain import __version__
@@ -36,7 +36,7 @@ def prefect_yaml(home: Path, schedule: Schedule) -> str:
     deployment = {
         "name": schedule.name,
         "entrypoint": f"flows.deployed.{schedule.kind}",
-        "tags": [TAG],
+        "tags": [TAG, home_tag(home)],
         "version": __version__,
         "schedules": [{"cron": schedule.cron, "timezone": schedule.timezone, "active": True}] if schedule.cron else [],
         "parameters": {"settings": _settings_there(home, schedule)},

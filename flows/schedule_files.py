@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -40,6 +40,17 @@ class Schedule:
 
 def folder_of(home: Path) -> Path:
     return home.resolve() / "schedules"
+
+
+@contextlib.contextmanager
+def changing(home: Path) -> Iterator[None]:
+    """Held while a schedule is changed here and on the server: two that make the same deployment give it two crons."""
+    from filelock import FileLock
+
+    folder = folder_of(home)
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / "change.lock", thread_local=False):
+        yield
 
 
 def write(home: Path, schedule: Schedule) -> Path:

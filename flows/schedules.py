@@ -16,7 +16,7 @@ from typing import Any, Final
 from zoneinfo import ZoneInfo, available_timezones
 
 from flows import lives, orchestrate, processes, schedule_files, servers
-from flows.lives import TAG
+from flows.lives import TAG, home_tag
 from flows.schedule_files import Schedule
 from ttrain.errors import UsageError
 
@@ -36,6 +36,37 @@ class Listed:
     last_outcome: str | None = None
     last_slot: datetime | None = None
     last_message: str | None = None
+
+    def to_row(self) -> tuple[str, str, str, str]:
+        """Name, cron, next slot and what became of the last one, for a table."""
+        schedule = self.schedule
+        cron = f"{schedule.cron} ({schedule.timezone})" if schedule.cron else "by hand"
+        following = "paused" if self.paused else f"{self.next_slot:%a %Y-%m-%d %H:%M %Z}" if self.next_slot else "none"
+        if self.on_server is False:
+            following = f"{following} (not on the server yet)"
+        last = "none"
+        if self.last_outcome and self.last_slot:
+            said = f": {self.last_message}" if self.last_message else ""
+            last = f"{self.last_outcome}, {self.last_slot:%Y-%m-%d %H:%M %Z}{said}"
+        return schedule.full_name, cron, following, last
+
+    def to_json(self) -> dict[str, Any]:
+        """The same for scripts."""
+        schedule, last = self.schedule, None
+        if self.last_outcome and self.last_slot:
+            last = {"outcome": self.last_outcome, "slot": self.last_slot.isoformat(), "message": self.last_message}
+        return {
+            "schedule": schedule.full_name,
+            "kind": schedule.kind,
+            "name": schedule.name,
+            "cron": schedule.cron,
+            "timezone": schedule.timezone,
+            "pool": schedule.pool,
+            "on_server": self.on_server,
+            "paused": self.paused,
+            "next": self.next_slot.isoformat() if self.next_slot else None,
+            "last": last,
+        }
 
 
 def check(cron: str, timezone: str) -> None:
@@ -84,16 +115,26 @@ def create(home: Path, schedule: Schedule) -> bool:
     with server_of(home) as client:
         if schedule.cron:
             check(schedule.cron, schedule.timezone)
-        found = _deployment(client, schedule.full_name)
-        if found and not _is_ours(found, home):
-            raise UsageError(
-                f"the deployment {schedule.full_name} on {os.environ['PREFECT_API_URL']} belongs to {_home_of(found)}; "
-                f"set another name=..., or remove that one"
-            )
-        schedule_files.write(home, schedule)
-        apply(home, schedule, paused=bool(found and found.paused))
+        with schedule_files.changing(home):
+            found = _deployment(client, schedule.full_name)
+            if found and not _is_ours(found, home):
+                raise UsageError(
+                    f"the deployment {schedule.full_name} on {os.environ['PREFECT_API_URL']} belongs to {_home_of(found)}; "
+                    f"set another name=..., or remove that one"
+                )
+            apply(home, schedule, paused=bool(found and found.paused))
+            schedule_files.write(home, schedule)
         lives.create_automation()
     return found is not None
+
+
+def make_missing(home: Path, full_name: str) -> None:
+    """Make the deployment of a kept schedule on a server that does not know it, unless that changed meanwhile."""
+    with server_of(home) as client, schedule_files.changing(home):
+        schedule = schedule_files.read_all(home).get(full_name)
+        found = _deployment(client, full_name)
+        if schedule and (not found or (_is_ours(found, home) and _home_of(found) != str(home.resolve()))):
+            apply(home, schedule)
 
 
 def apply(home: Path, schedule: Schedule, *, paused: bool = False) -> None:
@@ -136,8 +177,12 @@ def listed(home: Path) -> list[Listed]:
 def pause(home: Path, which: str | None, *, paused: bool) -> str:
     """Pause or resume a schedule; returns its full name. A paused one's slots pass unused."""
     schedule = named(home, which)
-    with server_of(home) as client:
+    with server_of(home) as client, schedule_files.changing(home):
         found = _deployment(client, schedule.full_name)
+        if schedule.pool and not found:
+            raise UsageError(
+                f"{schedule.full_name} is not on the server yet; run `prefect deploy --all` with its prefect.yaml"
+            )
         if not found or not _is_ours(found, home):
             apply(home, schedule, paused=paused)
         elif paused:
@@ -150,11 +195,11 @@ def pause(home: Path, which: str | None, *, paused: bool) -> str:
 def remove(home: Path, which: str | None) -> str:
     """Remove a schedule, its deployment and its slots to come; what ran stays in Prefect. Returns its full name."""
     schedule = named(home, which)
-    with server_of(home) as client:
+    with server_of(home) as client, schedule_files.changing(home):
         found = _deployment(client, schedule.full_name)
         if found and _is_ours(found, home):
             client.delete_deployment(found.id)
-    schedule_files.remove(home, schedule.full_name)
+        schedule_files.remove(home, schedule.full_name)
     return schedule.full_name
 
 
@@ -179,11 +224,6 @@ def server_of(home: Path) -> Iterator[Any]:
     wait()
     with get_client(sync_client=True) as client:
         yield client
-
-
-def home_tag(home: Path) -> str:
-    """Which home a deployment belongs to, where several share a server."""
-    return f"home:{home.resolve()}"
 
 
 def ours(home: Path) -> Any:
@@ -236,7 +276,7 @@ def _listed(client: Any, home: Path, schedule: Schedule) -> Listed:
     from prefect.client.schemas.sorting import FlowRunSort
 
     found = _deployment(client, schedule.full_name)
-    if not found or not (schedule.pool or _is_ours(found, home)):
+    if not found or not _is_ours(found, home):
         return Listed(schedule, False, False, _next(schedule.cron, schedule.timezone))
     crons = [one.schedule for one in found.schedules if one.active and hasattr(one.schedule, "cron")]
     slots = [slot for one in crons if (slot := _next(one.cron, one.timezone or "UTC"))]

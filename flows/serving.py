@@ -131,8 +131,10 @@ class _Serving:
                     while not self._stop.is_set():
                         await self._look_safely()
                         await self._wait()
-                for flow_run_id in self._context.process_manager.flow_run_ids():
-                    self._tasks.start_soon(self._kill_patiently, flow_run_id)
+                while self._running:  # also those whose process is just being started
+                    for flow_run_id in self._context.process_manager.flow_run_ids() - self._asked:
+                        self._tasks.start_soon(self._kill_patiently, flow_run_id)
+                    await asyncio.sleep(LOOK_SECONDS)
         if self._error:
             raise self._error
         return self._signum
@@ -144,7 +146,7 @@ class _Serving:
 
         try:
             await self._look()
-        except (httpx.TransportError, PrefectHTTPStatusError) as error:
+        except (httpx.TransportError, PrefectHTTPStatusError, TTrainError) as error:
             if not self._is_away:
                 self._say(f"the Prefect server does not answer ({type(error).__name__}); waiting for it")
             self._is_away = True
@@ -175,8 +177,9 @@ class _Serving:
 
     async def _look(self) -> None:
         client = self._context.client
-        deployments = {one.id: one for one in await client.read_deployments(deployment_filter=schedules.ours(self._home))}
-        await self._make_missing({one.name for one in deployments.values()})
+        found = await client.read_deployments(deployment_filter=schedules.ours(self._home))
+        deployments = {one.id: one for one in found if one.work_pool_name is None}  # the others have workers
+        await self._make_missing({f"{one.entrypoint.rpartition('.')[2]}/{one.name}" for one in deployments.values()})
         await self._cancel_asked()
         if not deployments:
             return
@@ -193,14 +196,14 @@ class _Serving:
 
     async def _make_missing(self, there: set[str]) -> None:
         """Make the deployments that the server has lost, or never had: its database is another one, or was removed."""
-        wanted = {one.name: one for one in schedule_files.read_all(self._home).values() if not one.pool}
+        wanted = {name: one for name, one in schedule_files.read_all(self._home).items() if not one.pool}
         if frozenset(wanted) != self._known:
             self._known = frozenset(wanted)
-            names = ", ".join(one.full_name for one in wanted.values())
-            self._say(f"scheduled: {names}" if names else "nothing is scheduled yet: ttrain pipeline schedule nightly")
-        for schedule in wanted.values():
-            if schedule.name not in there:
-                await asyncio.to_thread(schedules.apply, self._home, schedule)
+            self._say(
+                f"scheduled: {', '.join(wanted)}" if wanted else "nothing is scheduled yet: ttrain pipeline schedule nightly"
+            )
+        for name in wanted.keys() - there:
+            await asyncio.to_thread(schedules.make_missing, self._home, name)
 
     async def _cancel_asked(self) -> None:
         """Cancel what the UI wants cancelled, also where Prefect's own observer lost the server for good."""
@@ -228,7 +231,7 @@ class _Serving:
             isolate_process_group=True,  # Ctrl-C is for this process, which asks the others once
         )
         try:
-            if await self._context._state_proposer.propose_pending(run):
+            if not self._stop.is_set() and await self._context._state_proposer.propose_pending(run):
                 self._say(f"{run.name}: started, of {deployment}")
                 executor = self._context.create_executor(run, starter, resolve_flow=load_flow_from_flow_run)
                 await executor.submit()

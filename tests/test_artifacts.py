@@ -189,15 +189,18 @@ def test_the_inputs_of_what_is_kept_are_kept_although_the_run_does_not_name_them
     assert home.keys == keys(tokenizer, shards, base, sft)
 
 
-def test_a_run_in_progress_keeps_all_that_its_coming_stages_may_take(home: Home) -> None:
+def test_while_a_run_is_in_progress_no_artifact_goes_and_no_work(home: Home) -> None:
+    """Which ones its coming stages take is not known before they begin."""
     tokenizer, sft, other = home.publish("tokenizer", "t"), home.publish("sft", "s"), home.publish("lora", "l")
-    shards = home.publish("shards-sft", "h")
+    work = home.work("pretrain", "a" * 64)
+    leftover = home.work("sft", sft.key)
     home.run(tokenizer, age=90 * DAY, outcome="running", sft="pending", lora="running")
     for age in (30, 20):
         home.run(home.publish("pretrain", str(age)), age=age * DAY)
-    home.clean(keep=1)
-    assert home.keys >= keys(tokenizer, sft, other), "any artifact of a stage that is still to come may be the one it takes"
-    assert shards.key not in home.keys
+    cleaned = home.clean(keep=1)
+    assert home.keys >= keys(tokenizer, sft, other)
+    assert [removal.path for removal in cleaned.removed] == [leftover]
+    assert work.exists()
 
 
 def test_a_run_whose_process_is_gone_is_not_in_progress(home: Home) -> None:
@@ -399,7 +402,14 @@ def test_the_registered_keys_are_those_of_all_versions_and_of_what_they_stand_on
             "ttrain.input.shards": f"shards-{number}",
         }
         assert tracked.register_model("mine-lora", run=run, artifact_path="lora", tags=tags)
-    expected = {f"{stage}-{number}" for stage in ("lora", "sft") for number in range(3)}
+    members = [
+        tracking.Member("mine-pretrain", "1", "pretrain", "base-9"),
+        tracking.Member("mine-lora", "3", "lora", "lora-2"),
+    ]
+    made = {"pretrain": "base-9", "lora": "lora-2", "evaluate": "evaluate-9", "shards-lora": "shards-9"}
+    tags = tracking.tags_of("run", members, {"pretrain": "a", "lora": "b"}, made, {})
+    assert tracked.register_model("mine", run=run, artifact_path="", tags=tags), "a set, by which champions are compared"
+    expected = {f"{stage}-{number}" for stage in ("lora", "sft") for number in range(3)} | {"base-9", "evaluate-9"}
     assert tracking.registered_keys(home.store.root) == expected
 
 

@@ -6,20 +6,29 @@ import json
 import os
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from ttrain import store as artifacts
 from ttrain import tracking
 from ttrain.cli import main
+from ttrain.config import Settings
+from ttrain.display import Display
 from ttrain.errors import TrackingError, UsageError
+from ttrain.execute import Execution
+from ttrain.store import read_json, write_json
 from ttrain.tracking import Member, ModelSet, Run, Store, open_store
 from ttrain.tracking import database as databases
+from ttrain.tracking.database import database_of
 
 SUFFIXES = {"pretrain": "base", "sft": "sft", "lora": "lora", "tokenizer": "tokenizer"}
 WRITES = (
@@ -59,15 +68,35 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield home
 
 
-@pytest.fixture
-def home(tmp_path: Path, three: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    return copied(three, tmp_path / "a home")
-
-
-def copied(three: Path, home: Path) -> Path:
+@pytest.fixture(scope="module")
+def used(three: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The one home that all tests use: to open another one costs MLflow 0.3 s."""
+    home = tmp_path_factory.mktemp("used") / "a home"
     (home / "mlflow").mkdir(parents=True)
-    shutil.copy(three / "mlflow" / "mlflow.db", home / "mlflow")
     return home
+
+
+@pytest.fixture
+def home(used: Path, three: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """It with three sets, none of them champion."""
+    monkeypatch.setenv("TTRAIN_HOME", str(used))
+    for left in ("store", "runs"):
+        shutil.rmtree(used / left, ignore_errors=True)
+    return restored(used, database_of(three))
+
+
+def restored(home: Path, kept: Path) -> Path:
+    """The home with the database as it was kept; written over in place, since MLflow holds connections to it."""
+    with closing(sqlite3.connect(kept)) as old, closing(sqlite3.connect(database_of(home))) as new:
+        old.backup(new)
+    return home
+
+
+def kept(home: Path, path: Path) -> Path:
+    """A copy of the home's database."""
+    with closing(sqlite3.connect(database_of(home))) as old, closing(sqlite3.connect(path)) as new:
+        old.backup(new)
+    return path
 
 
 def client_of(home: Path) -> Any:
@@ -75,13 +104,18 @@ def client_of(home: Path) -> Any:
 
 
 def aliases(home: Path, alias: str = "champion") -> dict[str, str]:
-    """Where an alias stands, on all registered models, as MLflow has it and nobody mended it."""
-    models = client_of(home).search_registered_models()
-    return {model.name: str(model.aliases[alias]) for model in models if alias in model.aliases}
+    """Where an alias stands, on all registered models, as the database has it, where nobody mends it."""
+    with closing(sqlite3.connect(database_of(home))) as db:
+        rows = db.execute("SELECT name, version FROM registered_model_aliases WHERE alias = ?", (alias,))
+        return {str(name): str(version) for name, version in rows}
 
 
 def history(home: Path) -> str:
-    return str(client_of(home).get_registered_model("mine").tags.get("ttrain.champions", ""))
+    with closing(sqlite3.connect(database_of(home))) as db:
+        row = db.execute(
+            "SELECT value FROM registered_model_tags WHERE name = 'mine' AND key = 'ttrain.champions'"
+        ).fetchone()
+        return str(row[0]) if row else ""
 
 
 def everywhere(version: str, name: str = "mine") -> dict[str, str]:
@@ -173,6 +207,15 @@ def test_a_champion_that_was_deleted_is_passed_over_on_the_way_back(home: Path) 
     assert tracking.rollback(home, "mine").version == "1"
 
 
+def test_a_champion_that_was_deleted_is_followed_by_the_one_before(home: Path) -> None:
+    for version in ("1", "2"):
+        tracking.promote(home, "mine", version)
+    client_of(home).delete_model_version("mine", "2")
+    assert tracking.champion(home, "mine") is None
+    assert tracking.rollback(home, "mine").version == "1"
+    assert aliases(home) == everywhere("1")
+
+
 def test_a_champion_chosen_in_mlflow_itself_counts(home: Path) -> None:
     """Somebody sets the alias on MLflow's page: the members follow, and the way back leads to the one before."""
     tracking.promote(home, "mine", "1")
@@ -256,24 +299,25 @@ def prepared(home: Path) -> None:
 
 
 @pytest.mark.parametrize("action", ["promote", "rollback"])
-def test_a_kill_between_any_two_writes_leaves_one_champion_and_is_mended(action: str, three: Path, tmp_path: Path) -> None:
-    template = copied(three, tmp_path / "template")
-    prepared(template)
+def test_a_kill_between_any_two_writes_leaves_one_champion_and_is_mended(action: str, home: Path, tmp_path: Path) -> None:
+    prepared(home)
+    start, before = kept(home, tmp_path / "start.db"), state(home)
 
-    def act(home: Path) -> None:
+    def act() -> None:
         if action == "promote":
             tracking.promote(home, "mine", "3")
         else:
             tracking.rollback(home, "mine")
 
-    before, after = state(template), state(acted(copied(template, tmp_path / "whole"), act))
+    act()
+    after = state(home)
     assert before != after
     for number in range(50):
-        home = copied(template, tmp_path / str(number))
+        restored(home, start)
         with pytest.MonkeyPatch.context() as patch:
             dying_at(home, patch, number)
             try:
-                act(home)
+                act()
             except Killed:
                 pass
             else:
@@ -283,19 +327,15 @@ def test_a_kill_between_any_two_writes_leaves_one_champion_and_is_mended(action:
         tracking.list_sets(home)
         assert state(home) == (before if truth == before[1]["mine"] else after), f"killed at write {number}"
         if truth == before[1]["mine"]:
-            act(home)
+            act()
         assert state(home) == after, f"done again after a kill at write {number}"
     assert number >= 6, "a promotion is the history, the alias, and what follows on the members"
 
 
-def acted(home: Path, act: Callable[[Path], None]) -> Path:
-    act(home)
-    return home
-
-
-def test_a_kill_while_a_set_is_registered_leaves_no_second_one(three: Path, tmp_path: Path) -> None:
+def test_a_kill_while_a_set_is_registered_leaves_no_second_one(home: Path, tmp_path: Path) -> None:
+    start = kept(home, tmp_path / "start.db")
     for number in range(50):
-        home = copied(three, tmp_path / str(number))
+        restored(home, start)
         with pytest.MonkeyPatch.context() as patch:
             dying_at(home, patch, number)
             try:
@@ -338,8 +378,8 @@ def test_a_process_that_is_killed_releases_the_lock_and_its_half_is_mended(home:
 # --- decisions ------------------------------------------------------------------------------------------------------------
 
 DECISION = {
-    "promote": True, "metric": "bits_per_byte", "challenger": 1.7, "champion": 1.8, "difference": 0.1, "interval": [0.05, 0.15],
-    "samples": 40, "margin": 0.0, "confidence": 0.95, "reason": "better by 0.10000",
+    "promote": True, "metric": "bits_per_byte", "challenger": 1.7, "champion": 1.8, "difference": 0.1,
+    "interval": [0.05, 0.15], "samples": 40, "margin": 0.0, "confidence": 0.95, "reason": "better by 0.10000",
 }  # fmt: skip
 
 
@@ -405,10 +445,14 @@ def test_a_server_over_http_does_the_same(tmp_path: Path, monkeypatch: pytest.Mo
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{port}")
         wait_for(port, server)
         home = tmp_path / "home"
-        assert [register(home, number) for number in (1, 2, 2)] == ["1", "2", "2"]
+        stages = ("tokenizer", "sft")
+        assert [register(home, number, stages) for number in (1, 2, 2)] == ["1", "2", "2"]
         for version in ("1", "2"):
             tracking.promote(home, "mine", version)
-        assert aliases(home) == everywhere("2")
+        models = client_of(home).search_registered_models()
+        assert {one.name: one.aliases for one in models} == {
+            name: {"champion": "2"} for name in ("mine", "mine-tokenizer", "mine-sft")
+        }
         tracking.log_decision(home, "mine", "2", DECISION, "| |")
         assert champion(home).decision == DECISION
         assert tracking.rollback(home, "mine").version == "1"
@@ -455,10 +499,7 @@ def command(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
     return code, out.out + out.err
 
 
-def test_the_commands_list_promote_and_roll_back(
-    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("TTRAIN_HOME", str(home))
+def test_the_commands_list_promote_and_roll_back(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out = command(capsys, "list")
     assert code == 0
     assert "no champion; to choose one: ttrain models promote 3 --name mine" in out
@@ -493,21 +534,96 @@ def test_the_commands_list_promote_and_roll_back(
     ],
 )
 def test_what_cannot_be_is_said_with_exit_code_2(
-    words: tuple[str, ...], said: str, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: tuple[str, ...], said: str, home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("TTRAIN_HOME", str(home))
     code, out = command(capsys, *words)
     assert code == 2
     assert said in out
 
 
-def test_sets_of_two_pipelines_need_a_name(
-    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("TTRAIN_HOME", str(home))
+def test_sets_of_two_pipelines_need_a_name(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     register(home, 1, name="other")
     code, out = command(capsys, "promote", "1")
     assert code == 2
     assert "there are sets of mine, other; say which with --name" in out
     assert command(capsys, "promote", "1", "--name", "other")[0] == 0
     assert aliases(home) == everywhere("1", "other")
+
+
+# --- a run registers its models --------------------------------------------------------------------------------------------
+
+STAGES = ("tokenizer", "pretrain", "sft", "lora", "evaluate")
+
+
+def published(store: artifacts.Store, root: Path, number: int) -> dict[str, artifacts.Artifact]:
+    """An artifact of each stage, as a run leaves them."""
+    found = {}
+    for stage in STAGES:
+        output = root / f"{stage}-{number}"
+        for name in ("model", "adapter"):
+            (output / name).mkdir(parents=True)
+            (output / name / "config.json").write_text(f"{stage} {number}")
+        write_json(output / "samples.json", {})
+        result = {"metrics": {"bits_per_byte": 2.5}, "counts": {}} if stage == "evaluate" else {}
+        manifest = {"result": result, "inputs": {}, "ingredients": {"code": {}}}
+        found[stage] = store.publish(stage, f"{stage}-{number}", output, manifest)
+    return found
+
+
+def ran(
+    store: artifacts.Store, found: dict[str, artifacts.Artifact], outcome: str = "completed", **settings: Any
+) -> Execution:
+    """A run that took all its artifacts from the store, to its end."""
+    execution = Execution("full", Settings(**settings), store, Display(Console(quiet=True)), list(found))
+    execution.artifacts.update(found)
+    execution.finish(outcome)
+    return execution
+
+
+def test_a_run_that_ends_well_registers_its_models_as_one_set(home: Path, tmp_path: Path) -> None:
+    store = artifacts.Store(home)
+    found = published(store, tmp_path / "first", 21)
+    first = ran(store, found, name="own")
+    assert first.model_set == "1"
+    (own,) = tracking.list_sets(home, "own")
+    assert {stage: (member.name, member.version, member.key) for stage, member in own.members.items()} == {
+        "tokenizer": ("own-tokenizer", "1", "tokenizer-21"),
+        "pretrain": ("own-base", "1", "pretrain-21"),
+        "sft": ("own-sft", "1", "sft-21"),
+        "lora": ("own-lora", "1", "lora-21"),
+    }
+    assert (own.run, own.keys["evaluate"], own.metrics) == (first.record.run, "evaluate-21", {"bits_per_byte": 2.5})
+    assert (own.aliases, own.run_id) == (("challenger",), first.tracked_run)
+    assert read_json(first.record.path)["model_set"] == "own/1"
+    assert ran(store, found, name="own").model_set == "1", "the same models are the same set"
+    changed = {**found, "lora": published(store, tmp_path / "second", 22)["lora"]}
+    assert ran(store, changed, name="own").model_set == "2"
+    newest = tracking.find_set(home, "own", "2")
+    assert {stage: member.version for stage, member in newest.members.items()} == {
+        "tokenizer": "1", "pretrain": "1", "sft": "1", "lora": "2",
+    }  # fmt: skip
+    assert ran(store, found, name="other").model_set == "1", "another name registers from the store what is there"
+    kept = tracking.find_version(home, "other-sft", version="1").source
+    assert kept is not None
+    assert (kept / "config.json").read_text() == "sft 21"
+
+
+@pytest.mark.parametrize("missing", STAGES)
+def test_a_run_that_left_a_stage_out_registers_no_set(missing: str, home: Path, tmp_path: Path) -> None:
+    store = artifacts.Store(home)
+    found = {stage: artifacts.Artifact(stage, "k", tmp_path, {"result": {}}) for stage in STAGES if stage != missing}
+    assert ran(store, found, name="own").model_set is None
+
+
+@pytest.mark.parametrize("outcome", ["failed", "interrupted"])
+def test_a_run_that_did_not_end_well_registers_no_set(outcome: str, home: Path, tmp_path: Path) -> None:
+    store = artifacts.Store(home)
+    assert ran(store, published(store, tmp_path, 23), outcome, name="own").model_set is None
+    assert tracking.list_sets(home, "own") == []
+
+
+def test_an_untracked_run_registers_no_set(home: Path, tmp_path: Path) -> None:
+    store = artifacts.Store(home)
+    execution = ran(store, published(store, tmp_path, 24), name="own", tracking={"enabled": False})
+    assert execution.model_set is None
+    assert tracking.list_sets(home, "own") == []

@@ -138,6 +138,15 @@ def test_the_furthest_work_is_offered(built: House, changed: Callable[[], None])
     assert built.plan(*TOKENS, go_on=near.key)["sft"].goes_on_with == near
 
 
+def test_an_offer_of_many_changes_fits_on_the_terminal(built: House) -> None:
+    planned = built.plan(SEED)["sft"]
+    old = {**planned.ingredients, "code": dict.fromkeys(planned.ingredients["code"], "0" * 64)}
+    left(built, replace(planned, key="0" * 64, ingredients=old))
+    more, first = len(old["code"]) - 3, sorted(old["code"])[0]
+    why = built.plan(SEED)["sft"].why[0]
+    assert f"differs in: module {first} changed; " in why and f"; and {more} more; --continue 000000000000" in why
+
+
 def test_a_key_that_is_not_there_lists_those_that_are(built: House, work: unfinished.Work) -> None:
     with pytest.raises(
         UsageError, match=f"no unfinished work has a key that begins so; there is: sft {work.key[:12]} at step 20"
@@ -231,6 +240,23 @@ def test_work_that_a_run_is_at_is_left_to_it(built: House, work: unfinished.Work
         os.waitpid(holder, 0)
     assert unfinished.saved_step(work.path) == 20
     adopt(built, work)
+
+
+def test_what_another_run_saved_meanwhile_stays(built: House, work: unfinished.Work) -> None:
+    """Two runs with the same --continue: the second waits for the key's lock, and the first was stopped."""
+    planned = built.plan(SEED, go_on=work.key)["sft"]
+    left(built, planned, step=30)
+    assert planned.goes_on_with and planned.key
+    unfinished.adopt(built.store, planned.goes_on_with, planned.key, planned.ingredients)
+    assert unfinished.saved_step(built.store.work("sft", planned.key)) == 30
+
+
+def test_work_that_is_gone_is_said_to_be(built: House, work: unfinished.Work) -> None:
+    planned = built.plan(SEED, go_on=work.key)["sft"]
+    shutil.rmtree(work.path)
+    assert planned.goes_on_with and planned.key
+    with pytest.raises(UsageError, match="is gone: a run of other code took it over"):
+        unfinished.adopt(built.store, planned.goes_on_with, planned.key, planned.ingredients)
 
 
 def signal_forever() -> None:

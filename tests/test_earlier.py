@@ -37,8 +37,8 @@ def loaded(*overrides: str, files: Any = (), base: Any = ()) -> Loaded:
         ("sft.optim.lr=2e-4", "name=mine", "pretrain.epochs=3"),
         ("sft.tokens=9000",),  # which takes the default of sft.epochs away
         ("data.pretrain=[{path: a.jsonl, weight: 2}, {path: b.jsonl, weight: 1}]", "data.sft=c.jsonl,d.jsonl"),
-        ("runtime.night.start=23:00", "sft.early_stopping.patience=3"),
-        ("model.preset=30m", "model.layers=3"),
+        ("runtime.night.start='23:00'", "sft.early_stopping.patience=3", "sft.validate_every_steps=50"),
+        ("model.preset=25m", "model.layers=3"),
         ("model.kind=llama", "model.fields.attention_bias=true"),
         ("pretrain.mask_intervals=[[1, 2], ['a', 'b']]",),
     ],

@@ -122,7 +122,9 @@ def files_in(directory: Path) -> dict[str, bytes]:
     return {path.relative_to(directory).as_posix(): path.read_bytes() for path in paths}
 
 
-@pytest.mark.parametrize("by_http", [False, True], ids=["own database", "server"])
+@pytest.mark.parametrize(
+    "by_http", [pytest.param(False, id="own database"), pytest.param(True, id="server", marks=pytest.mark.soak)]
+)
 def test_it_is_found_by_its_key_and_only_what_is_read_is_fetched(
     tmp_path: Path, home: Path, by_http: bool, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,6 +152,7 @@ def test_it_is_found_by_its_key_and_only_what_is_read_is_fetched(
     assert Store(home).find(STAGE, KEY) is None, "what was fetched can be damaged, as all that is here"
 
 
+@pytest.mark.soak
 def test_a_registered_adapter_is_fetched_with_the_model_it_goes_onto(
     tmp_path: Path, server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

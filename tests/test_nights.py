@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -144,17 +145,17 @@ def watched(*digests: str, chats: str = "c") -> dict[str, list[dict[str, Any]]]:
     return {**frozen(*digests).files, "sft": [{"location": "/chats.jsonl", "sha256": chats}]}
 
 
-def pretrain_of(choice: nights.Choice) -> list[str]:
+def pretrain_of(choice: night_inputs.Choice) -> list[str]:
     return [file["sha256"] for file in choice.files["pretrain"]]
 
 
 def test_the_first_night_reads_all_there_is() -> None:
-    choice = nights.choose(Nightly(), watched("a", "b"), set(), set(), has_champion=False)
+    choice = night_inputs.choose(Nightly(), watched("a", "b"), set(), set(), has_champion=False)
     assert pretrain_of(choice) == ["a", "b"] and len(choice.new) == 3
 
 
 def test_where_all_files_have_been_read_nothing_is_new() -> None:
-    choice = nights.choose(Nightly(), watched("a"), {"a", "c"}, {"a", "c"}, has_champion=True)
+    choice = night_inputs.choose(Nightly(), watched("a"), {"a", "c"}, {"a", "c"}, has_champion=True)
     assert choice.new == ()
 
 
@@ -168,7 +169,7 @@ def test_where_all_files_have_been_read_nothing_is_new() -> None:
     ],
 )
 def test_documents_are_those_that_the_champion_has_not_learnt(settings: dict[str, Any], reads: list[str]) -> None:
-    choice = nights.choose(
+    choice = night_inputs.choose(
         Nightly(**settings), watched("learnt", "kept", "new"), {"learnt", "kept", "c"}, {"learnt", "c"}, has_champion=True
     )
     assert pretrain_of(choice) == reads
@@ -449,6 +450,22 @@ def test_settings_that_no_night_can_have_are_refused(store: Store, given: dict[s
     with pytest.raises(UsageError, match=cure):
         run_night(Settings.model_validate(given), store, Console(), engine="none")
     assert not (store.root / "nightly").exists()
+
+
+def test_a_night_without_news_asks_nobody_and_leaves_a_record(tmp_path: Path, store: Store, known: Nights) -> None:
+    from rich.console import Console
+
+    from flows.nightly import run_night
+
+    settings, known = inbox(tmp_path, a="1"), Nights(store.root, "quickstart")
+    with known.lock():
+        known.begin(list_of(settings, store), None).end_try("kept", "", closed=True)
+    out = io.StringIO()
+    result = run_night(settings, store, Console(file=out), engine="none")
+    assert (result.outcome, result.night) == ("nothing-new", "night-000002") and "all 3 files" in out.getvalue()
+    assert not (store.root / "mlflow").exists() and not (store.root / "runs").exists()
+    with known.lock():
+        assert run_night(settings, store, Console(file=out), engine="none").outcome == "skipped"
 
 
 # --- the held-out documents of all nights ---

@@ -227,6 +227,15 @@ def test_a_registered_name_is_the_stores_own_artifact_else_the_files_that_mlflow
         UsageError, match=r"no registered model 'mine-sft@nope'; registered are mine-lora/1, mine-sft/1 \(champion: 1\)"
     ):
         home.resolve("mine-sft@nope")
+    members = [
+        tracking.Member("mine-sft", "1", "sft", home.sft.key),
+        tracking.Member("mine-lora", "1", "lora", home.lora.key),
+    ]
+    contents = {"sft": home.sft.content, "lora": home.lora.content}
+    store.register_set("mine", run=run, tags=tracking.tags_of("run-1", members, contents, {}, {}))
+    tracking.promote(home.store.root, "mine", "1")
+    for text in ("mine@champion", "mine/1"):
+        assert home.resolve(text).adapter == home.lora.path / "adapter", "a set of models stands for its last one"
     with pytest.raises(UsageError, match="no registered model 'mine-sft/7'"):
         home.resolve("mine-sft/7")
     home.store.set_aside("sft", "s1")

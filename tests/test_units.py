@@ -275,7 +275,7 @@ def test_prefects_own_loader_takes_the_prefect_yaml_of_a_pool(pool: str, home: P
     said = Console(record=True, file=io.StringIO())
     [deployment], actions = _load_deploy_configs_and_actions(path, console=said)
     assert said.export_text() == "" and actions["build"] == actions["push"] == []
-    assert deployment["work_pool"]["name"] == f"ttrain-{pool}" and deployment["tags"] == ["ttrain"]
+    assert deployment["work_pool"]["name"] == f"ttrain-{pool}" and deployment["tags"] == ["ttrain", f"home:{home}"]
     assert [(one["cron"], one["timezone"]) for one in deployment["schedules"]] == [("0 2 * * *", "Europe/Berlin")]
     flow = load_flow_from_entrypoint(deployment["entrypoint"])
     given = flow.validate_parameters(deployment["parameters"])

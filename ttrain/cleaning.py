@@ -1,8 +1,8 @@
 """Which artifacts and work directories nobody needs any more, and their removal.
 
-Kept is what a run in progress may read, what recent runs read or made, what their unfinished work continues from, what
-the registered models are, and everything young. A run notes itself under the lock that is held here (`runs.RunRecord`), so
-one that starts meanwhile waits for a moment, and then finds either all of an artifact or nothing.
+Kept is what recent runs read or made, what their unfinished work continues from, what the registered models are, and
+everything young; and while a run is in progress every artifact, since which it takes is settled as it goes. A run notes
+itself under the lock that is held here (`runs.RunRecord`): one that starts meanwhile waits until what goes is out of sight.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from ttrain import nights, runs
-from ttrain.store import HOLDER, Artifact, Store, exclusive, read_json
+from ttrain.store import HOLDER, MANIFEST, Artifact, Store, exclusive, read_json
 from ttrain.worker import JOB
 
 DAY_SECONDS = 86400
 TRASH = "trash"  # under the home: moved there at once, then removed
 ADAPTED = ("base", "tokenizer")  # inputs without which a registered model is of no use
-UNFINISHED = ("pending", "running")
 
 IN_PROGRESS, RECENT, REGISTERED, YOUNG = "a run in progress", "a recent run", "a registered model", "its age"
 NIGHT = "the next night"
@@ -54,14 +53,14 @@ class Removal:
 
 @dataclass
 class Needs:
-    """Who needs what: {key: reason}, and the stages of which a run in progress may take any artifact."""
+    """Who needs what: {key: reason}, and whether a run is in progress."""
 
     keys: dict[str, str] = field(default_factory=dict)
-    stages: set[str] = field(default_factory=set)
+    in_progress: bool = False
 
-    def reason(self, stage: str, key: str) -> str | None:
+    def reason(self, key: str) -> str | None:
         """Why this is kept; None where it is not needed."""
-        return self.keys.get(key) or (IN_PROGRESS if stage in self.stages else None)
+        return self.keys.get(key) or (IN_PROGRESS if self.in_progress else None)
 
     def add(self, keys: Iterable[str], reason: str, artifacts: Mapping[str, Artifact], only: Collection[str] = ()) -> None:
         """These keys and the inputs of their artifacts, those of their inputs and so on; `only` those of these names."""
@@ -107,7 +106,7 @@ def clean(
         if dry_run:
             return cleaned
         moved = [(removal, _moved(store, removal)) for removal in cleaned.removed]
-        if not needs.stages:
+        if not needs.in_progress:
             _remove_locks(store)
     for path in filter(None, (path for _, path in moved)):
         shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
@@ -121,21 +120,19 @@ def _needs(
     store: Store, artifacts: Mapping[str, Artifact], registered: Collection[str], keep_runs: int, oldest: float
 ) -> Needs:
     needs = Needs()
-    different: list[dict[str, Any]] = []
+    different: set[frozenset[tuple[str, str | None]]] = set()
     for run in runs.history(store.root):
         keys = {stage["name"]: stage.get("key") for stage in run["stages"]}
-        if run["outcome"] == "running":
-            needs.stages |= {stage["name"] for stage in run["stages"] if stage["outcome"] in UNFINISHED}
-            needs.add(filter(None, keys.values()), IN_PROGRESS, artifacts)
-        is_new = keys not in different
-        if is_new:
-            different.append(keys)
+        needs.in_progress |= run["outcome"] == "running"
+        made = frozenset(keys.items())
+        is_new = made not in different
+        different.add(made)
         if run["started_unix"] >= oldest or (is_new and len(different) <= keep_runs):
             needs.add(filter(None, keys.values()), RECENT, artifacts)
     needs.add(registered, REGISTERED, artifacts, only=ADAPTED)
     needs.add(nights.needed(store.root), NIGHT, artifacts, only=ADAPTED)
     for stage, key, path in _works(store):
-        reason = IN_PROGRESS if _is_locked(store, stage, key) else needs.reason(stage, key)
+        reason = IN_PROGRESS if _is_locked(store, stage, key) else needs.reason(key)
         if reason:
             needs.add([key, *_read_by(store, path)], reason, artifacts)
     return needs
@@ -194,7 +191,7 @@ def _cleaned(
     found: list[tuple[str, str, str, Path, str]] = []
     kept: dict[str, int] = {}
     for artifact in artifacts.values():
-        reason = needs.reason(artifact.stage, artifact.key)
+        reason = needs.reason(artifact.key)
         reason = reason or (YOUNG if artifact.manifest["published"] >= oldest else None)
         if reason:
             kept[reason] = kept.get(reason, 0) + 1
@@ -205,14 +202,14 @@ def _cleaned(
             continue
         if key in artifacts:
             found.append(("work", stage, key, path, "its artifact is finished"))
-        elif not needs.reason(stage, key) and _changed(path) < oldest:
+        elif not needs.reason(key) and _changed(path) < oldest:
             found.append(("work", stage, key, path, "no recent run left it"))
     for path in sorted((store.root / "replaced").glob("*/*")):
         key = path.name.rpartition("-")[0]
         if key not in registered and _time_in_name(path) < oldest:
             found.append(("replaced", path.parent.name, key, path, "it was replaced long ago"))
     for path in sorted((store.root / "store").glob("*/*")):
-        if store.read(path) is None and _changed(path) < oldest:
+        if not (path / MANIFEST).exists() and _changed(path) < oldest:  # one of a newer version of ttrain stays
             found.append(("leftover", path.parent.name, path.name, path, "it has no manifest"))
     for path in _leftovers(store):
         found.append(("leftover", "", "", path, "a process was killed while it removed this"))

@@ -60,8 +60,7 @@ def refuse(**options: object) -> None:
 
 
 def _store(loaded: Loaded) -> Store:
-    from ttrain.fetching import InTracker
-    from ttrain.store import Store, home
+    from ttrain.fetching import store_of
+    from ttrain.store import home
 
-    tracking = loaded.settings.tracking
-    return Store(home(), InTracker(home(), tracking.experiment) if tracking.enabled else None)
+    return store_of(home(), loaded.settings)

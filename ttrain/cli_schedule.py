@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 from ttrain.cli_settings import AsJson, Files, Overrides, Profiles, load_settings
 from ttrain.terminal import escaped, print_json, table
-
-if TYPE_CHECKING:
-    from flows.schedules import Listed
 
 EPILOG = "Examples:  ttrain pipeline serve\n\nttrain pipeline serve --unit systemd > ~/.config/systemd/user/ttrain.service"
 
@@ -72,12 +69,12 @@ def schedule_list(as_json: AsJson = False) -> None:
 
     found, pid = schedules.listed(home()), serving.served_by(home())
     if as_json:
-        print_json([{**_json(one), "served_by": pid} for one in found])
+        print_json([{**one.to_json(), "served_by": pid} for one in found])
         return
     if not found:
         print("nothing is scheduled; try `ttrain pipeline schedule nightly`")
         return
-    table(("schedule", "cron", "next", "last"), [_row(one) for one in found])
+    table(("schedule", "cron", "next", "last"), [one.to_row() for one in found])
     if all(one.on_server is None for one in found):
         print("no Prefect server answers; what became of the last slots stands there")
     if not pid and not all(one.schedule.pool for one in found):
@@ -188,31 +185,3 @@ def _say(name: str, what: str, *, as_json: bool) -> None:
         print_json({"schedule": name, "state": what})
     else:
         print(f"{what}: {name}")
-
-
-def _row(one: Listed) -> tuple[str, str, str, str]:
-    schedule = one.schedule
-    when = f"{schedule.cron} ({schedule.timezone})" if schedule.cron else "by hand"
-    following = "paused" if one.paused else f"{one.next_slot:%a %Y-%m-%d %H:%M %Z}" if one.next_slot else "none"
-    if one.on_server is False:
-        following = f"{following} (not on the server yet)"
-    last = f"{one.last_outcome}, {one.last_slot:%Y-%m-%d %H:%M %Z}" if one.last_outcome and one.last_slot else "none"
-    return schedule.full_name, when, following, f"{last}: {one.last_message}" if one.last_message else last
-
-
-def _json(one: Listed) -> dict[str, Any]:
-    schedule = one.schedule
-    return {
-        "schedule": schedule.full_name,
-        "kind": schedule.kind,
-        "name": schedule.name,
-        "cron": schedule.cron,
-        "timezone": schedule.timezone,
-        "pool": schedule.pool,
-        "on_server": one.on_server,
-        "paused": one.paused,
-        "next": one.next_slot.isoformat() if one.next_slot else None,
-        "last": {"outcome": one.last_outcome, "slot": one.last_slot.isoformat(), "message": one.last_message}
-        if one.last_outcome and one.last_slot
-        else None,
-    }

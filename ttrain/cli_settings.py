@@ -98,11 +98,10 @@ def plan_of(
 ) -> tuple[Store, list[Planned]]:
     """The store, and what a pipeline would do in it."""
     from flows import recipe
-    from ttrain.fetching import InTracker
+    from ttrain.fetching import store_of
     from ttrain.plan import EVERYTHING, plan
-    from ttrain.store import Store, home
+    from ttrain.store import home
 
-    tracking = loaded.settings.tracking
-    store = Store(home(), InTracker(home(), tracking.experiment) if tracking.enabled else None)
+    store = store_of(home(), loaded.settings)
     chosen = selection or EVERYTHING
     return store, plan(recipe(pipeline), loaded.settings, store, force, extend=extend, selection=chosen, go_on=go_on)

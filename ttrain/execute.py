@@ -82,6 +82,10 @@ class Execution:
         if self._parent.url:
             self.pages["run"] = self._parent.url
 
+    def __reduce__(self) -> tuple[type[object], tuple[()]]:
+        """It stays in its process: Prefect sends the functions of flow and task to Dask, with all that they hold."""
+        return object, ()
+
     def run_stage(self, stage: Stage, inputs: Mapping[str, Artifact], logged: Callable[[str], None]) -> tuple[Artifact, str]:
         """Build one stage, or take it from the store; returns the artifact and what happened: cached, completed, ..."""
         watcher = _Watcher(self, stage, logged)

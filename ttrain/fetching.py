@@ -6,11 +6,14 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ttrain.digests import sha256_file
 from ttrain.errors import ArtifactError
 from ttrain.store import MANIFEST, Artifact, Elsewhere, Store, fsync, remove_tree, write_json
+
+if TYPE_CHECKING:
+    from ttrain.config import Settings
 
 MEGABYTE = 1_000_000
 
@@ -35,6 +38,12 @@ class InTracker:
         return Tracked(self._home, self._experiment)
 
 
+def store_of(home: Path, settings: Settings) -> Store:
+    """The store of a home; what it lacks is looked for in MLflow, where that is told of runs."""
+    tracking = settings.tracking
+    return Store(home, InTracker(home, tracking.experiment) if tracking.enabled else None)
+
+
 def fetch_absent(
     store: Store, artifact: Artifact, names: tuple[str, ...], said: Callable[[str], object] = lambda line: None
 ) -> Artifact:
@@ -49,7 +58,7 @@ def fetch_absent(
             f"the artifact {stage} {key[:12]} in {store.root} lacks {_lacking(artifact, names)[0]}, which stayed in MLflow, "
             f"and tracking is off; try tracking.enabled=true, or `ttrain pipeline rerun {stage}` to build it again"
         )
-    with store.lock(stage, key):
+    with store.lock(stage, key, waiting=lambda: said(f"another run is at work on {stage}; waiting to fetch its files")):
         there = store.read(store.path(stage, key))  # another stage, thread or run may have fetched some of it
         artifact = there or artifact
         missing = _lacking(artifact, names)

@@ -19,6 +19,7 @@ from ttrain.stages import Stage
 from ttrain.store import Artifact, Store, remove_tree, write_json
 from ttrain.worker import JOB, PROGRESS
 
+NODE_SECONDS, NODE_POLL_SECONDS = 600.0, 0.2  # how long, and how often, a node looks for what the first one builds
 EARLIER_OUTPUTS = 8  # artifacts of the same stage in which finished parts are looked for
 
 
@@ -64,12 +65,14 @@ def build(
     if planned.state == "cached":
         assert planned.artifact is not None, "cached means there is an artifact"
         return Outcome(planned.artifact, "cached", time.monotonic() - began)
-    if stage.uses_ranks and settings.runtime.node_rank > 0:
-        return _take_part(stage, settings, store, planned, observer, began)
+    if settings.runtime.node_rank > 0:
+        take = _take_part if stage.uses_ranks else _take_result
+        return take(stage, settings, store, planned, observer, began)
     key, work = planned.key, store.work(stage.name, planned.key)
     with store.lock(stage.name, key, waiting=lambda: observer.waiting(stage, runs.builder(store, stage.name, key))):
         found = store.find(stage.name, key) or (None if forced else store.finish_publishing(stage.name, key))
         if found and not forced:
+            remove_tree(work)  # where a run was killed between its last rename and this
             return Outcome(found, "cached", time.monotonic() - began)
         with store.lock(stage.name, f"{key}.process", waiting=lambda: observer.waiting(stage, "a process of an ended run")):
             pass  # a killed run's process may live for another 0.2 s: it must be gone before its work is touched
@@ -77,7 +80,7 @@ def build(
             remove_tree(work)
         for name, given in inputs.items():
             store.complete(given, stage.inputs[name], said=lambda line: observer.fetching(stage, line))
-        if planned.goes_on_with and not unfinished.saved_step(work):  # while this one waited, another may have begun
+        if planned.goes_on_with:
             unfinished.adopt(store, planned.goes_on_with, planned.key, planned.ingredients)
         _prepare(stage, settings, inputs, planned, work, store)
         observer.started(stage, planned, work)
@@ -171,6 +174,30 @@ def _take_part(
         raise ended or StageFailed(f"stage {stage.name}: node 0 published nothing; its own log says why")
     remove_tree(own)
     return Outcome(found, "completed", time.monotonic() - began)
+
+
+def _take_result(
+    stage: Stage, settings: Settings, store: Store, planned: Planned, observer: Observer, began: float
+) -> Outcome:
+    """What a node does that is not the first while a stage runs that does not train: node 0 builds and tracks it.
+
+    Raises StageFailed where nobody has built it for NODE_SECONDS, or Interrupted.
+    """
+    assert planned.key is not None, "the inputs exist, so the key is known"
+    observer.waiting(stage, "node 0")
+    seen = time.monotonic()
+    while (found := store.find(stage.name, planned.key)) is None:
+        if signum := observer.stop_signal():
+            raise Interrupted(f"stopped while node 0 had yet to build stage {stage.name}", signum)
+        if store.is_locked(stage.name, planned.key):
+            seen = time.monotonic()
+        if time.monotonic() - seen > NODE_SECONDS:
+            raise StageFailed(
+                f"stage {stage.name}: node 0 has not begun it for {NODE_SECONDS:.0f} s; its log says why, or it does not "
+                f"run, or it has other settings or another TTRAIN_HOME"
+            )
+        time.sleep(NODE_POLL_SECONDS)
+    return Outcome(found, "cached", time.monotonic() - began)
 
 
 def _manifest(

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ttrain.config import PYTHON_DOCS, Settings
+from ttrain.config import PYTHON_DOCS, Nightly, Settings
 from ttrain.data import locations
 from ttrain.digests import digest_of
 from ttrain.errors import ArtifactError, UsageError
@@ -92,6 +92,29 @@ def _is_emptied(settings: Settings) -> bool:
         else:
             return False
     return True
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a night would read: its files, and which of them no night has read before."""
+
+    files: Mapping[str, list[dict[str, Any]]]
+    new: tuple[str, ...] = field(default=())
+
+
+def choose(
+    settings: Nightly, watched: Mapping[str, list[dict[str, Any]]], read: set[str], learnt: set[str], *, has_champion: bool
+) -> Choice:
+    """Of all files that are there, those that a night reads. `new` is empty where there is nothing to do.
+
+    Only the documents are narrowed down: SFT and LoRA begin anew on all their files, since each night has another base.
+    """
+    new = tuple(file["location"] for files in watched.values() for file in files if file["sha256"] not in read)
+    files = {name: list(found) for name, found in watched.items()}
+    if has_champion and settings.data == "new" and settings.start_from == "champion" and "pretrain" in files:
+        known = learnt if settings.again else read
+        files["pretrain"] = [file for file in files["pretrain"] if file["sha256"] not in known]
+    return Choice(files, new)
 
 
 def changed(frozen: Frozen, now: Mapping[str, list[dict[str, Any]]]) -> list[str]:

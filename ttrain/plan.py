@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from ttrain import unfinished
-from ttrain.config import Section, Settings, Training, flatten
+from ttrain.config import Section, Settings, flatten
 from ttrain.digests import code_digests, differences, digest_of
 from ttrain.errors import UsageError
+from ttrain.extending import extension_of
 from ttrain.input_files import data_files, file_digests
 from ttrain.model import kinds
 from ttrain.selection import LEFT_OUT, Selection, graph_of
 from ttrain.stages import STAGES, Stage
 from ttrain.store import Artifact, Store
-from ttrain.train.schedules import BUDGET, decay_start, steps_of
 
 Recipe = Callable[["Callable[..., Any]", Settings], Any]
 
@@ -248,36 +248,6 @@ def explain(stage: Stage, key: str, ingredients: Mapping[str, Any], store: Store
         return continues if step else [*continues, "never run before"]
     compared = [differences(artifact.manifest["ingredients"], ingredients) for artifact in artifacts]
     return continues + min(compared, key=len)  # min keeps the first of equals, which is the newest
-
-
-def extension_of(stage: Stage, settings: Settings, ingredients: Mapping[str, Any], store: Store) -> tuple[Path | None, str]:
-    """A shorter run's checkpoint from which this one comes to the same weights as from scratch, and what to say.
-
-    It must lie where the learning rate did not yet depend on the length of the run, and all but the budget must be equal.
-    """
-    config: Training = getattr(settings, stage.name)
-    budget = {f"{stage.name}.{name}" for name in BUDGET}
-    best: tuple[int, Path] | None = None
-    for artifact in store.artifacts(stage.name):
-        old = artifact.manifest["ingredients"]
-        changed = {
-            name
-            for name in {*old["settings"], *ingredients["settings"]}
-            if old["settings"].get(name) != ingredients["settings"].get(name)
-        }
-        same = all(old[name] == ingredients[name] for name in ("inputs", "code", "arguments", "files"))
-        if not same or not changed <= budget or store.damage(artifact):
-            continue
-        new_steps = steps_of(config, artifact.result["rows"]["rows"])[0]
-        whole_steps = artifact.result["tokens"] // config.tokens_per_step  # its last one may be cut short by its budget
-        limit = min(whole_steps, *(decay_start(config.schedule, n) for n in (new_steps, artifact.result["steps"])))
-        for path in (artifact.path / "checkpoints").glob("step-*"):
-            step = int(path.name.removeprefix("step-"))
-            if step <= limit and (best is None or step > best[0]):
-                best = (step, path)
-    if best is None:
-        return None, "--extend found no shorter run with a checkpoint before its decay; it starts from scratch"
-    return best[1], f"--extend: continues at step {best[0]} of the run {best[1].parent.parent.name[:12]}"
 
 
 def is_all_cached(stages: list[Planned]) -> bool:

@@ -149,6 +149,8 @@ class Store:
         Raises ArtifactError where one cannot be had, or is not what was published.
         """
         if artifact.absent.isdisjoint(artifact.files_of(names)):
+            if not (artifact.path / MANIFEST).is_file():  # cleaned away between the plan and now
+                raise ArtifactError(f"{artifact.path} was removed a moment ago; run the same command again")
             return artifact
         from ttrain.fetching import fetch_absent
 
@@ -208,6 +210,20 @@ class Store:
             finally:
                 with contextlib.suppress(OSError):
                     named.unlink(missing_ok=True)
+
+    def is_locked(self, stage: str, key: str) -> bool:
+        """Whether somebody has the key's lock at this moment."""
+        import filelock
+
+        path = self.root / "work" / stage / f"{key}.lock"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = filelock.FileLock(path)
+        try:
+            lock.acquire(timeout=0)
+        except filelock.Timeout:
+            return True
+        lock.release()
+        return False
 
     def holder(self, stage: str, key: str) -> tuple[int, str] | None:
         """(process, host) that has the key's lock, as it says itself; None where nobody says so."""

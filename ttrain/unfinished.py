@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 INGREDIENTS, CONTINUED = "ingredients.json", "continued.json"
 SHOWN_KEY = 12  # characters of a key that a person reads
+SHOWN_CHANGES = 3  # in the one line that offers the work
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,9 @@ def offer(stage: Stage, ingredients: Mapping[str, Any], store: Store) -> list[st
     """How to go on with unfinished work that could be continued under another key, in words: one line, or none."""
     for work in works(store, stage.name):
         if not forbidden_changes(work, ingredients):
-            key, differs = work.key[:SHOWN_KEY], "; ".join(changes(work, ingredients))
+            key, lines = work.key[:SHOWN_KEY], changes(work, ingredients)
+            more = f"; and {len(lines) - SHOWN_CHANGES} more" if len(lines) > SHOWN_CHANGES else ""
+            differs = "; ".join(lines[:SHOWN_CHANGES]) + more
             return [f"unfinished work {key} at step {work.step} differs in: {differs}; --continue {key} goes on there"]
     return []
 
@@ -133,20 +136,24 @@ def _gone_on_with(store: Store, prefix: str) -> Iterator[str]:
 def adopt(store: Store, work: Work, key: str, ingredients: Mapping[str, Any]) -> None:
     """Make the work that of another key, whose lock the caller holds: a note of what differs in it, then one rename.
 
-    Killed in between, the work is still where it was, and the note is for nobody. Raises UsageError where another run is at
-    it, or has taken it.
+    What another run of that key saved while this one waited for the lock stays: it took the work over. Killed in between,
+    the work is still where it was, and the note is for nobody. Raises UsageError where a run is at it, or it is gone.
     """
+    destination = store.work(work.stage, key)
+    if saved_step(destination):
+        return
 
     def taken() -> None:
         raise UsageError(f"the unfinished work of {work} cannot be continued as another: a run is at it now")
 
     with store.lock(work.stage, work.key, waiting=taken), store.lock(work.stage, f"{work.key}.process"):
         if not saved_step(work.path):
-            raise UsageError(f"the unfinished work of {work} is gone: another run went on with it, or it was cleaned away")
+            raise UsageError(
+                f"the unfinished work of {work} is gone: a run of other code took it over, or it was cleaned away"
+            )
         entry = {"key": work.key, "to": key, "step": saved_step(work.path), "differences": changes(work, ingredients)}
         earlier = [old for old in read_json(work.path / CONTINUED) or [] if (old["key"], old["to"]) != (work.key, key)]
         write_json(work.path / CONTINUED, [*earlier, entry])
-        destination = store.work(work.stage, key)
         remove_tree(destination)
         work.path.rename(destination)
         fsync(destination.parent)

@@ -10,6 +10,7 @@ import os
 import pickle
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import time
@@ -19,11 +20,13 @@ from typing import Any
 
 import psutil
 import pytest
-from doubles import Home, curve, run_here, stage_settings
+from doubles import Home, Watcher, curve, run_here, stage_settings
 from harness import Cli, write_corpus
 
+from ttrain import launch
 from ttrain.config import PretrainConfig
-from ttrain.stages import pretrain
+from ttrain.errors import StageFailed
+from ttrain.stages import NEW_MODEL, pretrain
 
 pytestmark = pytest.mark.soak
 NODE = """
@@ -161,34 +164,79 @@ def network(kind: str) -> Iterator[tuple[list[list[str]], str]]:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
 
 
-@pytest.mark.parametrize("kind", ["loopback", "namespaces"])
-def test_a_pipeline_of_two_nodes_trains_as_one_of_one_and_publishes_once(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(("kind", "last"), [("loopback", "evaluate"), ("namespaces", "pretrain")])
+def test_a_pipeline_of_two_nodes_trains_as_one_of_one_and_node_0_tracks_it_all(tmp_path: Path, kind: str, last: str) -> None:
     write_corpus(tmp_path / "data")
     both, alone = (Cli(tmp_path / name, tmp_path / "data") for name in ("both", "alone"))
-    rows = "runtime.rows_per_device=2"  # so that two ranks share the four rows of the adapter's steps
+    # so that two ranks share the four rows of the adapter's steps
+    arguments = ["pipeline", "run", "full", "--until", last, "runtime.rows_per_device=2"]
     with network(kind) as (prefixes, rendezvous):
         nodes = []
         for node, prefix in enumerate(prefixes):
-            place = ["runtime.nodes=2", f"runtime.node_rank={node}", f"runtime.rendezvous={rendezvous}", rows]
-            command = [*prefix, *both.command("pipeline", "run", "full", *place)]
+            place = ["runtime.nodes=2", f"runtime.node_rank={node}", f"runtime.rendezvous={rendezvous}"]
             with (tmp_path / f"said{node}").open("w") as said:
                 options: dict[str, Any] = {"env": both.environment, "cwd": both.data, "stdout": said, "stderr": said}
-                nodes.append(subprocess.Popen(command, **options))
+                nodes.append(subprocess.Popen([*prefix, *both.command(*arguments, *place)], **options))
         try:
-            codes = [node.wait(timeout=400) for node in nodes]
+            codes = [node.wait(timeout=600) for node in nodes]
         finally:
             for one in nodes:
                 one.kill()
-    said = (tmp_path / "said0").read_text() + (tmp_path / "said1").read_text()
-    assert codes == [0, 0], said
-    alone("pipeline", "run", "full", "--engine", "none", rows)
-    for stage in ("pretrain", "sft", "lora"):
+    assert codes == [0, 0], (tmp_path / "said0").read_text() + (tmp_path / "said1").read_text()
+    alone(*arguments, "--engine", "none")
+    built = {path.parent.name for path in (both.home / "store").glob("*/*")}
+    assert len([*(both.home / "store").glob("*/*")]) == len(built) and {"pretrain", last} <= built, "each stage once"
+    for stage in built & {"pretrain", "sft", "lora"}:
         [ours], [theirs] = ([*(home / "store" / stage).iterdir()] for home in (both.home, alone.home))
-        first, second = (curve(path / "run" / "metrics.jsonl") for path in (ours, theirs))
         assert ours.name == theirs.name, "the same key: where it runs is none of it"
-        losses, wanted = ([line["metrics"].get("loss") for line in lines] for lines in (first, second))
+        losses, wanted = _losses(ours), _losses(theirs)
         assert losses == pytest.approx(wanted, rel=1e-4) and len(losses) >= 2
-    found = {path.parent.name for path in (both.home / "store").glob("*/*")}
-    assert len([*(both.home / "store").glob("*/*")]) == len(found) == 8, "each stage once"
-    [tracked] = [run for run in both.runs() if (run["tracking"] or {}).get("run_id")]
-    assert {stage["outcome"] for stage in tracked["stages"]} <= {"completed", "cached"}
+    first, second = sorted(both.runs(), key=lambda run: (run["tracking"] or {}).get("run_id") is None)
+    assert {stage["outcome"] for stage in first["stages"] if stage["name"] in built} == {"completed"}, (
+        "node 0 built all of it"
+    )
+    assert second["tracking"]["run_id"] is None
+    with contextlib.closing(sqlite3.connect(both.home / "mlflow" / "mlflow.db")) as db:
+        query = "SELECT value FROM tags JOIN runs USING (run_uuid) WHERE key = 'ttrain.stage' AND status = 'FINISHED'"
+        assert sorted(row[0] for row in db.execute(query)) == sorted(built)
+
+
+def _losses(artifact: Path) -> list[float]:
+    values = [line["metrics"].get("loss") for line in curve(artifact / "run" / "metrics.jsonl")]
+    return [value for value in values if value is not None]
+
+
+def test_a_node_that_is_not_the_first_waits_for_what_does_not_train(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "data")
+    home = Cli(tmp_path / "home", tmp_path / "data")
+    place = ["--engine", "none", "runtime.nodes=2", "runtime.node_rank=1", "runtime.rendezvous=127.0.0.2:1"]
+    second = home.start("pipeline", "run", "full", *place)
+    try:
+        assert second.stdout is not None
+        assert any("tokenizer: node 0 is building it" in line for line in second.stdout)
+        time.sleep(1)
+        assert second.poll() is None and not (home.home / "store" / "tokenizer").exists()
+        home("stage", "run", "tokenizer")
+        deadline = time.monotonic() + 60
+        while not list((home.home / "runs").glob("full-*")) or "cached" not in _outcomes(home):
+            assert time.monotonic() < deadline, _outcomes(home)
+            time.sleep(0.2)
+        second.send_signal(signal.SIGTERM)
+        assert second.wait(timeout=60) == 128 + signal.SIGTERM
+    finally:
+        second.kill()
+
+
+def test_a_node_that_is_not_the_first_says_when_nobody_builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "NODE_SECONDS", 0.5)
+    home = Home.make(tmp_path / "home")
+    settings = stage_settings(4, nodes=2, node_rank=1, rendezvous="127.0.0.2:1")
+    inputs = {"tokenizer": home.pretrain_inputs()["tokenizer"]}
+    with pytest.raises(StageFailed, match="new-model: node 0 has not begun it"):
+        launch.build(NEW_MODEL, settings, home.store, inputs, Watcher())
+    assert not home.store.artifacts("new-model")
+
+
+def _outcomes(home: Cli) -> list[str]:
+    [run] = [run for run in home.runs() if run["pipeline"] == "full"]
+    return [stage["outcome"] for stage in run["stages"]]

@@ -172,7 +172,7 @@ def test_two_pipelines_on_two_stores_at_once_lose_nothing(
     _prefect_has(postgres, dict(zip((record["run"] for record in records), workers, strict=True)))
     _mlflow_has(postgres, workers, records)
     for worker in workers:
-        assert not (worker.home / "mlflow").exists() and not (worker.home / "prefect" / "prefect.db").exists()
+        assert not (worker.home / "mlflow" / "mlflow.db").exists() and not (worker.home / "prefect" / "prefect.db").exists()
 
 
 def _prefect_has(postgres: Postgres, runs: dict[str, Cli]) -> None:

@@ -136,3 +136,16 @@ def test_a_home_that_was_copied_or_moved_has_what_the_old_one_had(cli: Cli, tmp_
     for there in (copy, moved):
         assert "everything is cached" in there(*TOKENIZER)
         assert there("artifacts", "path", "tokenizer", settings=False).startswith(str(there.home))
+
+
+def test_a_stage_that_lacked_only_its_place_in_the_store_when_its_run_was_killed_is_not_done_again(cli: Cli) -> None:
+    cli(*TOKENIZER)
+    (manifest,) = cli.home.glob("store/tokenizer/*/manifest.json")
+    told = manifest.read_bytes()
+    work = cli.home / "work" / "tokenizer" / manifest.parent.name
+    work.mkdir()
+    manifest.parent.rename(work / "output")  # as it is before the last step of publishing
+    cli(*TOKENIZER)
+    assert manifest.read_bytes() == told, "it says when it was made: that was the first time"
+    assert not work.exists()
+    assert [run["stages"][0]["outcome"] for run in cli.runs()] == ["cached", "completed"]

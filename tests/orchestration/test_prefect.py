@@ -80,12 +80,13 @@ def test_a_failed_stage_is_tried_again_after_longer_and_longer_and_a_mistake_is_
     assert tries(cli, "shards-sft") == ("Failed", 1, [])
 
 
+@pytest.mark.soak
 def test_a_signal_ends_the_wait_for_a_retry(copy_of: Any) -> None:
     cli = copy_of()
     overrides = ("runtime.timeout_seconds=0.05", "runtime.retries=1", "runtime.retry_delay_seconds=600")
     process = cli.start("pipeline", "run", "full", "evaluate.new_tokens=1", *overrides)
     deadline = time.monotonic() + 120
-    while not (cli.runs()[0]["stages"][-1]["outcome"] == "failed") and time.monotonic() < deadline:
+    while cli.runs()[0]["stages"][-1]["outcome"] != "failed" and time.monotonic() < deadline:
         time.sleep(0.2)
     time.sleep(1)
     process.terminate()

@@ -38,6 +38,8 @@ def test_a_cron_really_fires_and_a_stop_leaves_the_schedule_and_no_process(fresh
         assert "scheduled: full/tiny-test" in fresh("pipeline", "schedule", "full", "--cron", "0 2 1 1 *", MISSING)
         served.wait_for("scheduled: full/tiny-test")
         assert "is served already, by process" in fresh("pipeline", "serve", code=2, settings=False)
+        [deployment] = ask(fresh.home, "deployments/filter", {})
+        assert len(deployment["schedules"]) == 1, "what serves, and sees it in the home, makes no second one"
         every_five_seconds(fresh)
         [first, *_] = wait_until(lambda: flow_runs(fresh.home, "Failed"), 90, lambda: served.said)
         assert "missing.jsonl" in first["state"]["message"] and first["auto_scheduled"]

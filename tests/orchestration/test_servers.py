@@ -168,6 +168,69 @@ def test_a_run_has_its_own_server_which_hears_its_logs_and_dies_with_it(real_hom
     assert within(10, lambda: not answers(f"{url}/health")) and within(10, lambda: not processes_of(real_home))
 
 
+@contextlib.contextmanager
+def run_with_its_own_server(home: Path, environment: dict[str, str] | None = None, nice: int = 0) -> Iterator[str]:
+    """A process that starts a server where it needs one and runs a flow through it; yields the address that it used."""
+    command = [*(("nice", "-n", str(nice)) if nice else ()), sys.executable, "-c", STARTED_BY_THE_RUN, str(home)]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, start_new_session=True, env={**os.environ, **(environment or {})}
+    ) as run:
+        try:
+            assert run.stdout is not None
+            yield run.stdout.readline().decode().strip()
+        finally:
+            run.kill()
+
+
+def flow_states(home: Path) -> list[str]:
+    with contextlib.closing(sqlite3.connect(f"file:{home / 'prefect' / 'prefect.db'}?mode=ro", uri=True)) as db:
+        return [state for (state,) in db.execute("SELECT state_name FROM flow_run")]
+
+
+@pytest.mark.soak
+def test_two_first_runs_at_once_on_a_fresh_home_share_its_database(tmp_path: Path) -> None:
+    home, urls = tmp_path / "home", list[str]()
+
+    def run() -> None:
+        with run_with_its_own_server(home) as url:
+            urls.append(url)
+
+    both = [threading.Thread(target=run) for _ in range(2)]
+    for one in both:
+        one.start()
+    for one in both:
+        one.join()
+    assert len(set(urls)) == 2 and all(url.startswith("http://127.0.0.1:") for url in urls)
+    assert flow_states(home) == ["Completed", "Completed"]
+    assert "locked" not in (home / "servers" / "own.log").read_text()
+    assert within(20, lambda: not processes_of(home)), "neither server outlives the run that started it"
+
+
+@pytest.mark.soak
+def test_a_server_starts_on_a_busy_machine(tmp_path: Path) -> None:
+    """Prefect's own limit is 20 s, which a first start passes where others compute."""
+    hogs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2 * (os.cpu_count() or 1))]
+    try:
+        with run_with_its_own_server(tmp_path / "home", nice=10) as url:
+            assert url.startswith("http://127.0.0.1:")
+            assert flow_states(tmp_path / "home") == ["Completed"]
+    finally:
+        for hog in hogs:
+            hog.kill()
+            hog.wait()
+    assert within(30, lambda: not processes_of(tmp_path / "home"))
+
+
+@pytest.mark.soak
+def test_a_server_elsewhere_is_used_and_none_is_started(tmp_path: Path) -> None:
+    with run_with_its_own_server(tmp_path / "there") as url:
+        with run_with_its_own_server(tmp_path / "here", {"PREFECT_API_URL": url}) as used:
+            assert used == url
+            assert not (tmp_path / "here" / "servers" / "own.log").exists()
+        assert flow_states(tmp_path / "there") == ["Completed", "Completed"]
+    assert within(20, lambda: not processes_of(tmp_path))
+
+
 def test_two_ups_at_once_start_one_of_each(home: Path) -> None:
     found: list[servers.Servers] = []
     wanted = ports()

@@ -82,7 +82,8 @@ class Champions:
             if not earlier:
                 raise UsageError(f"{name} has no earlier champion to go back to; {_listed(seen.of(name))}")
             self._asked(partial(self._client.set_registered_model_alias, name, CHAMPION, earlier[-1]))
-            self._note(seen.chosen(name, history[-1]), "ttrain.rolled_back")
+            if history[-1] in there:
+                self._note(seen.chosen(name, history[-1]), "ttrain.rolled_back")
             return self._settled(name, earlier[-1])
 
     def log_decision(self, name: str, version: str, decision: Mapping[str, Any], table: str, run_id: str | None) -> None:
@@ -156,7 +157,7 @@ class Champions:
         models = self._asked(partial(all_pages, partial(self._client.search_registered_models, prefix)))
         aliases = {model.name: {alias: str(number) for alias, number in model.aliases.items()} for model in models}
         sets = [
-            set_of(one, (alias for alias, number in aliases[one.name].items() if number == str(one.version)))
+            set_of(one, (alias for alias, number in aliases.get(one.name, {}).items() if number == str(one.version)))
             for one in versions
         ]
         sets.sort(key=lambda one: (one.created, int(one.version)), reverse=True)

@@ -1,0 +1,290 @@
+"""Runs of a served deployment: the form of their settings, changes, cancelling, a retry, a kill."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from harness import Cli
+from served import Served, processes_of, serving, wait_until
+
+from flows import lives, processes
+from ttrain.config import Settings
+from ttrain.worker import PROCESS_NAME
+
+LONG = "pretrain.tokens=61440"
+FINAL = ("COMPLETED", "FAILED", "CANCELLED", "CRASHED")
+
+
+def call(cli: Cli, path: str, body: dict[str, Any] | None = None) -> Any:
+    """What the server of this home answers to a POST, or to a GET where there is no body."""
+    server = processes.living(cli.home, "prefect")
+    assert server is not None
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{server.port}/api/{path}", data, {"Content-Type": "application/json"}
+    )
+    for _ in range(20):  # a server whose SQLite is busy says 503, and Prefect's own client asks again too
+        try:
+            with urllib.request.urlopen(request, timeout=60) as reply:
+                return json.load(reply)
+        except urllib.error.HTTPError as error:
+            if error.code != 503:
+                raise
+        time.sleep(1)
+    raise AssertionError(f"{path} stays unavailable")
+
+
+def start(cli: Cli, *changes: str) -> str:
+    """Start a run of the deployment as the API does, with changes alone; returns its id."""
+    [deployment] = call(cli, "deployments/filter", {})
+    asked = {"state": {"type": "SCHEDULED"}, "parameters": {"changes": list(changes)}}
+    return str(call(cli, f"deployments/{deployment['id']}/create_flow_run", asked)["id"])
+
+
+def run_of(cli: Cli, id_: str) -> dict[str, Any]:
+    found: dict[str, Any] = call(cli, f"flow_runs/{id_}")
+    return found
+
+
+def ended(cli: Cli, id_: str, served: Served | None = None, *, run_count: int = 1) -> dict[str, Any]:
+    """The run once it has ended."""
+
+    def over() -> dict[str, Any] | None:
+        run = run_of(cli, id_)
+        return run if run["state"]["type"] in FINAL and run["run_count"] >= run_count else None
+
+    run: dict[str, Any] = wait_until(over, 300, lambda: served.said if served else "")
+    return run
+
+
+def set_state(cli: Cli, id_: str, type_: str, name: str) -> None:
+    """As the UI does it."""
+    answer = call(cli, f"flow_runs/{id_}/set_state", {"state": {"type": type_, "name": name}})
+    assert answer["status"] == "ACCEPT", answer
+
+
+def tasks_of(cli: Cli, id_: str, attempt: int) -> dict[str, str]:
+    """State by stage, of one try of a flow run."""
+    found = call(cli, "task_runs/filter", {"flow_runs": {"id": {"any_": [id_]}}})
+    return {task["name"]: task["state"]["name"] for task in found if task["flow_run_run_count"] == attempt}
+
+
+def checkpoints(cli: Cli) -> list[Path]:
+    return list(cli.home.glob("work/pretrain/*/output/checkpoints/step-*"))
+
+
+@pytest.fixture
+def deployed(copy_of: Callable[..., Cli]) -> Iterator[tuple[Cli, Served]]:
+    """A home in which the pipeline ran once, and its deployment, served."""
+    cli = copy_of()
+    cli("pipeline", "schedule", "full", "evaluate.new_tokens=1")
+    with serving(cli) as served:
+        served.wait_for("scheduled: full/tiny-test")
+        yield cli, served
+
+
+def test_the_form_of_the_settings_is_typed_and_refuses_what_does_not_fit() -> None:
+    from prefect.utilities.schema_tools import validate
+
+    from flows import deployed
+
+    for flow in (deployed.full, deployed.nightly):
+        schema = flow.parameters.model_dump()
+        sections = schema["definitions"]
+        assert set(schema["properties"]) == {"settings", "changes"} and not schema.get("required")
+        assert set(sections["Settings"]["properties"]) == set(Settings.model_fields)
+        optimizer = sections["Optim"]["properties"]
+        assert optimizer["lr"]["type"] == "number" and {"muon", "adamw"} < set(optimizer["kind"]["enum"])
+        described = sections["Runtime"]["properties"]["retries"]["description"]
+        assert "how often" in described
+        assert not validate({"settings": Settings().model_dump(mode="json")}, schema)
+        assert not validate({"settings": {"sft": {"epochs": 2}}, "changes": ["sft.epochs=3"]}, schema)
+        for wrong in ({"sft": {"optim": {"lr": "fast"}}}, {"sft": {"optim": {"lr": -1}}}, {"srt": {}}):
+            assert validate({"settings": wrong}, schema), wrong
+
+
+def test_changes_are_of_one_setting_and_leave_the_others() -> None:
+    from flows.deployed import _changed
+    from ttrain.errors import UsageError
+    from ttrain.loading import load
+
+    given = ["data.sft=[{path: a.jsonl, weight: 3}]", "notify.webhook=https://host/token", "pretrain.epochs=2"]
+    settings = load([*given, "runtime.night={start: '23:00'}", "sft.optim.betas=[0.8, 0.9]"], environment={}).settings
+    changed = _changed(settings, ["sft.optim.lr=2e-4"])
+    assert changed.sft.optim.lr == 2e-4 and changed.sft.optim.betas == (0.8, 0.9)
+    assert changed.model_copy(update={"sft": settings.sft}) == settings
+    assert _changed(settings, ()) is settings
+    with pytest.raises(UsageError, match=r"did you mean 'sft\.optim\.lr'"):
+        _changed(settings, ["sft.optim.lrr=1"])
+
+
+def test_what_the_run_says_goes_to_its_log_and_outlives_who_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flows import deployed
+
+    lines: list[str] = []
+    logger = SimpleNamespace(info=lambda form, line: lines.append(form % line))
+    monkeypatch.setattr(deployed, "get_run_logger", lambda: logger)
+
+    def gone(*text: str) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=gone, flush=gone))  # the runner at its other end was killed
+    console = deployed._console()
+    console.print("[green]✓[/] pretrain: 3 s")
+    console.print("> sft")
+    monkeypatch.undo()
+    assert lines == ["✓ pretrain: 3 s", "> sft"]
+
+
+def test_a_returned_state_leaves_no_traceback_in_the_log_and_a_bug_does() -> None:
+    from prefect.exceptions import CancelledRun
+
+    from flows.deployed import _is_no_state_of_ours
+
+    def record(error: Exception) -> logging.LogRecord:
+        return logging.LogRecord("prefect.flow_runs", 40, "", 0, "said", (), (type(error), error, None))
+
+    assert not _is_no_state_of_ours(record(CancelledRun("stopped")))
+    assert _is_no_state_of_ours(record(ValueError("a bug")))
+
+
+def test_a_run_names_its_end_in_a_way_that_the_server_expects() -> None:
+    """Else the server would take a run that has ended under another name for one that fell silent."""
+    from flows.lives import FINAL_STATES, NIGHT_STATES, UNFINISHED
+
+    assert {"Completed", "Failed", "Cancelled", "Crashed", UNFINISHED, *NIGHT_STATES.values()} <= set(FINAL_STATES)
+    assert set(NIGHT_STATES) == {"promoted", "kept", "nothing-new", "skipped"}
+
+
+def test_whose_process_is_gone_is_told_from_who_lives_who_is_elsewhere_and_who_begins_again(tmp_path: Path) -> None:
+    from ttrain.runs import process_started
+
+    me = {lives.LABEL_PID: os.getpid(), lives.LABEL_STARTED: process_started(os.getpid()), lives.LABEL_TRY: 1}
+    mine = {**lives._place(tmp_path), **me}
+    dead = {**mine, lives.LABEL_STARTED: 1.0}  # its number has been taken by another
+    assert not lives._is_dead(mine, 1, tmp_path)
+    assert lives._is_dead(dead, 1, tmp_path)
+    assert not lives._is_dead(dead, 2, tmp_path), "a second try has not yet said which process it is"
+    assert not lives._is_dead({**dead, lives.LABEL_HOST: "another"}, 1, tmp_path)
+    assert not lives._is_dead(dead, 1, tmp_path / "another")
+    assert not lives._is_dead({}, 1, tmp_path)
+
+
+def test_a_run_has_ended_where_its_record_says_so_or_its_process_is_gone(tmp_path: Path) -> None:
+    from ttrain.runs import process_started
+    from ttrain.store import write_json
+
+    (tmp_path / "runs").mkdir()
+
+    def ended(outcome: str, started: float | None, *, deployment: str | None = None, name: str = "full-1") -> bool:
+        record = {"outcome": outcome, "process": {"pid": os.getpid(), "started": started}}
+        write_json(tmp_path / "runs" / "full-1.json", record)
+        run: Any = SimpleNamespace(name=name, deployment_id=deployment)
+        return lives._has_ended(run, tmp_path)
+
+    alive = process_started(os.getpid())
+    assert not ended("running", alive) and ended("running", 1.0) and ended("completed", alive)
+    assert not ended("crashed", 1.0, deployment="its second try keeps the name of the first for a moment")
+    assert not ended("crashed", 1.0, name="of-another-home") and not ended("crashed", 1.0, name="../runs/full-1")
+
+
+def test_a_run_that_was_taken_and_never_began_is_told_from_one_that_is_just_beginning(tmp_path: Path) -> None:
+    from datetime import UTC, datetime, timedelta
+
+    from prefect.states import Pending, Running
+
+    def never_began(state: Any, minutes: float, tag: str) -> bool:
+        state.timestamp = datetime.now(UTC) - timedelta(minutes=minutes)
+        run: Any = SimpleNamespace(state=state, tags=["ttrain", tag])
+        return lives._never_began(run, tmp_path)
+
+    mine = lives.home_tag(tmp_path)
+    assert never_began(Pending(name="Submitting"), 11, mine) and not never_began(Pending(name="Submitting"), 1, mine)
+    assert not never_began(Running(), 11, mine) and not never_began(Pending(), 11, "home:/elsewhere")
+
+
+def test_cancelling_in_the_ui_saves_the_state_and_its_retry_continues(deployed: tuple[Cli, Served]) -> None:
+    cli, served = deployed
+    id_ = start(cli, LONG)
+    wait_until(lambda: checkpoints(cli), 200, lambda: served.said)
+    set_state(cli, id_, "CANCELLING", "Cancelling")
+    run = ended(cli, id_, served)
+    assert run["state"]["name"] == "Cancelled" and "cancelled in Prefect" in run["state"]["message"]
+    assert not [process for process in processes_of(cli.home) if process.name() == PROCESS_NAME]
+    assert tasks_of(cli, id_, 1)["pretrain"] == "Cancelled"
+    stopped = cli.runs()[0]
+    assert stopped["run"] == run["name"] and stopped["outcome"] == "interrupted"
+    saved = max(int(path.name.removeprefix("step-")) for path in checkpoints(cli))
+
+    set_state(cli, id_, "SCHEDULED", "AwaitingRetry")
+    run = ended(cli, id_, served, run_count=2)
+    assert run["state"]["name"] == "Completed", run["state"]
+    result = cli.manifest("pretrain", LONG, "evaluate.new_tokens=1")["result"]
+    assert result["resumed_from_step"] == saved > 0 and result["steps"] == 120
+    tasks = tasks_of(cli, id_, 2)
+    assert tasks["tokenizer"] == tasks["shards-pretrain"] == "Cached" and tasks["lora"] == "Completed"
+    assert "Traceback" not in served.said
+    logs = call(cli, "logs/filter", {"logs": {"flow_run_id": {"any_": [id_]}}, "sort": "TIMESTAMP_DESC", "limit": 200})
+    said = [line["message"] for line in logs]
+    assert any("step 120/120" in line for line in said) and any(line.startswith("✓ pretrain") for line in said)
+
+
+@pytest.mark.soak
+def test_the_api_changes_one_setting_and_refuses_what_is_none(deployed: tuple[Cli, Served]) -> None:
+    cli, served = deployed
+    run = ended(cli, start(cli, "lora.optim.lr=2e-3"), served)
+    assert run["state"]["name"] == "Completed" and run["name"] == cli.runs()[0]["run"]
+    states = tasks_of(cli, run["id"], 1)
+    assert {name for name, state in states.items() if state == "Completed"} == {"lora", "evaluate"}
+    artifacts = call(cli, "artifacts/filter", {"flow_runs": {"id": {"any_": [run["id"]]}}})
+    assert {artifact["key"] for artifact in artifacts} == {"plan", "evaluation"}
+    run = ended(cli, start(cli, "lora.optim.lrr=1"), served)
+    assert run["state"]["name"] == "Failed" and "did you mean 'lora.optim.lr'?" in run["state"]["message"]
+    [deployment] = call(cli, "deployments/filter", {})
+    asked = {"state": {"type": "SCHEDULED"}, "parameters": {"settings": {"lora": {"rank": "many"}}}}
+    with pytest.raises(urllib.error.HTTPError, match="409"):
+        call(cli, f"deployments/{deployment['id']}/create_flow_run", asked)
+
+
+@pytest.mark.soak
+def test_a_killed_flow_process_is_crashed_leaves_nothing_and_its_retry_continues(deployed: tuple[Cli, Served]) -> None:
+    cli, served = deployed
+    id_ = start(cli, LONG)
+    wait_until(lambda: checkpoints(cli), 200, lambda: served.said)
+    os.kill(run_of(cli, id_)["labels"][lives.LABEL_PID], signal.SIGKILL)
+    run = ended(cli, id_, served)
+    assert run["state"]["name"] == "Crashed"
+    wait_until(lambda: not [p for p in processes_of(cli.home) if p.name() == PROCESS_NAME], 20)
+    set_state(cli, id_, "SCHEDULED", "AwaitingRetry")
+    run = ended(cli, id_, served, run_count=2)
+    assert run["state"]["name"] == "Completed"
+    assert cli.manifest("pretrain", LONG, "evaluate.new_tokens=1")["result"]["resumed_from_step"] > 0
+    left = call(cli, "task_runs/filter", {"task_runs": {"state": {"type": {"any_": ["RUNNING", "PENDING"]}}}})
+    assert not left, "the second try's start ended what the first one left"
+
+
+@pytest.mark.soak
+def test_the_server_itself_finds_a_run_crashed_within_two_minutes_where_nothing_else_is_left(
+    deployed: tuple[Cli, Served],
+) -> None:
+    cli, served = deployed
+    id_ = start(cli, LONG)
+    wait_until(lambda: checkpoints(cli), 200, lambda: served.said)
+    served.process.kill()
+    os.kill(run_of(cli, id_)["labels"][lives.LABEL_PID], signal.SIGKILL)
+    run = wait_until(lambda: run if (run := run_of(cli, id_))["state"]["type"] == "CRASHED" else None, 120)
+    assert "no heartbeat" in run["state"]["message"]
+    assert not [process for process in processes_of(cli.home) if process.name() == PROCESS_NAME]
+    processes.stop(cli.home, "prefect")
