@@ -276,6 +276,7 @@ def main() -> int:
     parser.add_argument("--venv", type=Path, help="of the peers; made where there is none; default: without them")
     parser.add_argument("--own-servers", action="store_true", help="each run of Prefect and ttrain starts its own server")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the server ends, too
     binaries = peers_environment(options.venv) if options.venv else None
     print(f"{os.cpu_count()} cores; load before the start {os.getloadavg()[0]:.1f}; python {' '.join(sys.argv)}", flush=True)
     with common.workplace() as place, nullcontext() if options.own_servers else prefect_server(place) as shared:

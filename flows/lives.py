@@ -42,13 +42,19 @@ FINAL_STATES: Final = ("Completed", "Failed", "TimedOut", "Cancelled", "Crashed"
 
 
 def claim(home: Path) -> None:
-    """Note on the flow run that this is called in which process of which machine it is."""
+    """Note on the flow run that this is called in which process of which machine it is.
+
+    What an earlier try of it left running has ended, whatever ended that try: this one has begun no task yet.
+    """
     from prefect.client.orchestration import get_client
+    from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 
     run, pid = current_flow_run(), os.getpid()
     process = {LABEL_PID: pid, LABEL_STARTED: process_started(pid) or 0.0, LABEL_TRY: run.run_count}
     with get_client(sync_client=True) as client:
         client.update_flow_run_labels(run.id, {**_place(home), **process})
+        if run.run_count > 1:
+            _end_tasks(client, FlowRunFilter(id=FlowRunFilterId(any_=[run.id])))
 
 
 def current_flow_run() -> FlowRun:
@@ -81,13 +87,20 @@ def bury_the_dead(home: Path) -> list[str]:
             client.set_flow_run_state(run.id, Crashed(message="its process is gone"), force=True)
             buried.append(run.name)
         crashed = filters.FlowRunFilterState(type=filters.FlowRunFilterStateType(any_=[StateType.CRASHED]))
-        task_states = filters.TaskRunFilterState(type=filters.TaskRunFilterStateType(any_=unfinished))
-        for task_run in client.read_task_runs(
-            flow_run_filter=filters.FlowRunFilter(tags=tagged, state=crashed),
-            task_run_filter=filters.TaskRunFilter(state=task_states),
-        ):
-            client.set_task_run_state(task_run.id, Crashed(message="its process is gone"), force=True)
+        _end_tasks(client, filters.FlowRunFilter(tags=tagged, state=crashed))
     return buried
+
+
+def _end_tasks(client: Any, flow_runs: Any) -> None:
+    """Mark as Crashed the task runs of these flow runs that are said to be unfinished."""
+    from prefect.client.schemas import filters
+    from prefect.client.schemas.objects import StateType
+    from prefect.states import Crashed
+
+    unfinished = filters.TaskRunFilterStateType(any_=[StateType.RUNNING, StateType.PENDING, StateType.SCHEDULED])
+    tasks = filters.TaskRunFilter(state=filters.TaskRunFilterState(type=unfinished))
+    for task_run in client.read_task_runs(flow_run_filter=flow_runs, task_run_filter=tasks):
+        client.set_task_run_state(task_run.id, Crashed(message="its process is gone"), force=True)
 
 
 def _has_ended(run: FlowRun, home: Path) -> bool:

@@ -6,11 +6,11 @@ import contextlib
 import importlib.util
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from flows import lives, servers
+from flows import lives, processes, servers
 from flows.lives import TAG, bury_the_dead, current_flow_run, obeying_cancellation
 from tasks.courtesy import courtesy
 from ttrain import report
@@ -52,6 +52,8 @@ def run(execution: Execution, recipe: Recipe, wait_for_server: Callable[[], None
 
         runtime = execution.settings.runtime
         execution.make_parts_elsewhere = lambda stage, work: make_on_dask(stage, work, runtime, lambda: execution.signum)
+    if server := processes.living(execution.store.root, "mlflow"):
+        execution.mlflow_url = f"http://{processes.HOST}:{server.port}"
     wait_for_server()
     bury_the_dead(execution.store.root)
     if not servers.is_own():
@@ -112,12 +114,13 @@ def _run_stages(execution: Execution, recipe: Recipe) -> None:
         names = ("stage", "state", "key", "why")
         plan = [dict(zip(names, row, strict=True)) for row in report.plan_rows(execution.planned)]
         create_table_artifact(plan, key="plan", description=f"what {run} was going to do")
-        if page := execution.pages.get("run"):
+        if page := execution.page_of():
             create_link_artifact(page, key="mlflow", link_text=f"{run} in MLflow")
     with contextlib.suppress(Interrupted), obeying_cancellation(execution):
         recipe(submit, execution.settings)
         for future in futures:
             future.wait()
+        _refuse_other_ends(execution, futures)
     rows = report.evaluation_table(execution.metrics())
     if rows and not execution.signum and not execution.failures:
         with courtesy():
@@ -131,6 +134,15 @@ def show_decision(table: str, night: str) -> None:
 
     with courtesy():
         create_markdown_artifact(table, key="decision", description=f"decision of {night}")
+
+
+def _refuse_other_ends(execution: Execution, futures: Sequence[Any]) -> None:
+    """Raises TTrainError where a stage did not come to its end though none failed and nobody asked it to stop."""
+    if execution.signum or execution.failures:
+        return
+    for future in futures:
+        if not future.state.is_completed():
+            raise TTrainError(f"Prefect ended a stage as {future.state.name}: {future.state.message}")
 
 
 def _rename(name: str) -> None:

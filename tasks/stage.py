@@ -48,8 +48,8 @@ def stage_task(stage: Stage, execution: Execution) -> Task[..., Any]:
             logger.error("%s", error)
             return Failed(message=str(error), data=error)
         finally:
-            if page := execution.pages.get(stage.name):
-                with courtesy():
+            with courtesy():
+                if page := execution.page_of(stage.name):
                     create_link_artifact(page, key=f"mlflow-{stage.name}", link_text=f"{stage.name} in MLflow")
         if state == "cached":
             return Completed(name="Cached", message="same settings, inputs and code", data=artifact)

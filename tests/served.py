@@ -31,7 +31,11 @@ class Served:
             env=cli.environment, cwd=cli.data, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
         threading.Thread(target=self._read, daemon=True).start()
-        self.wait_for("stop with Ctrl-C", 120)
+        try:  # on a machine with much other work a server takes minutes to start
+            self.wait_for("stop with Ctrl-C", 400)
+        except BaseException:
+            self.process.kill()
+            raise
 
     def _read(self) -> None:
         assert self.process.stdout is not None

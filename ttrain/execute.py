@@ -61,7 +61,8 @@ class Execution:
         self.stop_reason = SIGNALLED
         self.at_once = False  # a second signal came
         self.planned: Sequence[Planned] = ()
-        self.pages: dict[str, str] = {}  # stage -> address of its tracked run, where a server shows it
+        self.mlflow_url: str | None = None  # of a server that shows the tracker's database, where it is not the tracker
+        self._tracked: dict[str, tracking.Run | tracking.NullRun] = {}  # by stage
         self.make_parts_elsewhere: Callable[[Stage, Path], None] | None = None  # before a stage that reuses parts starts
         self.loads_torch = any(STAGES[name].loads_torch for name in stages)
         self._began = time.monotonic()
@@ -79,8 +80,6 @@ class Execution:
             self.record.run, run_id=None, parent_run_id=None, tags={"ttrain.pipeline": pipeline, **extra_tags}, params=params
         )
         self.record.note(tracking={"run_id": self._parent.id, "url": self._parent.url})
-        if self._parent.url:
-            self.pages["run"] = self._parent.url
 
     def __reduce__(self) -> tuple[type[object], tuple[()]]:
         """It stays in its process: Prefect sends the functions of flow and task to Dask, with all that they hold."""
@@ -141,7 +140,7 @@ class Execution:
         if self.signum:
             self.record.note(stopped=self.stop_reason)
         if outcome == "completed":
-            self.register_set()  # before the record says so: killed here, the run counts as crashed, and the next one registers
+            self.register_set()  # before the record says so: killed here, the run has crashed, and the next one registers
         self.record.finish(outcome, metrics)
         self._parent.log_summary(metrics)
         evaluation = self.artifacts.get("evaluate")
@@ -153,6 +152,13 @@ class Execution:
         self._parent.set_tags({"ttrain.outcome": outcome})
         self._parent.finish({"completed": "FINISHED", "failed": "FAILED"}.get(outcome, "KILLED"))
         self.store.cache.save()
+
+    def page_of(self, stage: str | None = None) -> str | None:
+        """Address of the tracked run, or of that of a stage; None where no server shows it."""
+        run = self._tracked.get(stage) if stage else self._parent
+        if run is None or run.url or not (run.page and self.mlflow_url):
+            return run.url if run else None
+        return f"{self.mlflow_url}/{run.page}"
 
     def ask_to_stop(self, signum: int, why: str = SIGNALLED) -> None:
         """The running stages save their state and stop, and no other begins; the first reason is the one that is told."""
@@ -210,8 +216,7 @@ class Execution:
             stage.name, run_id=state.get("run_id"), parent_run_id=self._parent.id, tags=tags, params=params
         )
         write_json(work / "tracking.json", {"run_id": child.id})
-        if child.url:
-            self.pages[stage.name] = child.url
+        self._tracked[stage.name] = child
         return child
 
     def register(self, artifact: Artifact, run: tracking.Run | tracking.NullRun) -> str | None:

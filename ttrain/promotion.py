@@ -158,7 +158,7 @@ def paired_bootstrap(
     found = []
     for start in range(0, resamples, rows := max(1, CHUNK // count)):
         drawn = random.integers(count, size=(min(rows, resamples - start), count))
-        found.append(differences[drawn].sum(1) / sizes[drawn].sum(1))
+        found.append(differences[drawn].sum(1) / np.maximum(1, sizes[drawn].sum(1)))
     tail = (1 - confidence) / 2
     low, high = np.quantile(np.concatenate(found), (tail, 1 - tail))
     return float(low), float(high)

@@ -14,7 +14,7 @@ import random
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -101,10 +101,18 @@ def add_documents(data: Path, number: int, rng: random.Random) -> None:
     partial.rename(path)
 
 
-def test_nights_of_every_minute_stand_any_kill(tmp_path: Path) -> None:
-    rng = random.Random(6)
+@pytest.fixture
+def cli(tmp_path: Path) -> Iterator[Cli]:
+    """An empty home, and the corpus; whatever the test came to, no process of that home stays."""
     write_corpus(tmp_path / "data")
-    cli = Cli(tmp_path / "home", tmp_path / "data")
+    yield Cli(tmp_path / "home", tmp_path / "data")
+    for process in processes_of(tmp_path / "home"):
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+
+
+def test_nights_of_every_minute_stand_any_kill(cli: Cli) -> None:
+    rng = random.Random(6)
     chaos = Chaos(cli, rng)
     cli("pipeline", "schedule", "nightly", "--cron", "* * * * *", "--timezone", "UTC", *TINY)
     nights = Nights(cli.home, NAME)
@@ -115,7 +123,7 @@ def test_nights_of_every_minute_stand_any_kill(tmp_path: Path) -> None:
             next_strike = time.time() + rng.uniform(5, 90)
         if time.time() > next_documents:
             documents += 1
-            add_documents(tmp_path / "data", documents, rng)
+            add_documents(cli.data, documents, rng)
             next_documents = time.time() + rng.uniform(40, 200)
         assert_none_overlaps(cli.home)
         chaos.keep_up()

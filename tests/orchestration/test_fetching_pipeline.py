@@ -15,8 +15,12 @@ from test_fetching import server  # noqa: F401  # a fixture
 from ttrain.stages import EVALUATE
 
 READ = {
-    **{"base": "pretrain", "sft": "sft", "lora": "lora"},
-    **{"documents": "shards-pretrain", "chats": "shards-sft", "domain": "shards-lora"},
+    "base": "pretrain",
+    "sft": "sft",
+    "lora": "lora",
+    "documents": "shards-pretrain",
+    "chats": "shards-sft",
+    "domain": "shards-lora",
 }
 
 

@@ -140,6 +140,10 @@ def test_servers_of_up_are_used_by_a_run(copy_of: Any) -> None:
         assert "127.0.0.1" in said
         with sqlite3.connect(fresh.home / "prefect" / "prefect.db") as prefect:
             assert prefect.execute("select state_name from flow_run").fetchall() == [("Completed",)] * 2
+            links = dict(prefect.execute("select key, data from artifact where key like 'mlflow%'").fetchall())
+        assert set(links) == {"mlflow", "mlflow-evaluate"}
+        address = said.split("MLflow")[1].split()[0]  # where `up` said that its server is
+        assert all(f"({address}/#/experiments/" in link for link in links.values()), (address, links)
     finally:
         fresh("down", settings=False)
     wait_for(lambda: not processes_of(fresh.home), 20)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from harness import Cli
 
+from ttrain.errors import StageFailed
 from ttrain.stages import STAGES
 
 WITHOUT_PREFECT = (
@@ -115,7 +116,6 @@ def test_a_stage_s_task_has_its_attempts_and_no_cache_of_prefect_s(stage: Any, t
     from prefect.states import Failed
 
     from tasks.stage import stage_task
-    from ttrain.errors import StageFailed
     from ttrain.loading import load
 
     class Run:
@@ -130,6 +130,24 @@ def test_a_stage_s_task_has_its_attempts_and_no_cache_of_prefect_s(stage: Any, t
     assert not tries_again(task, None, Failed(data=StageFailed("bad.jsonl:3", "DataError")))
     run.signum = 15
     assert not tries_again(task, None, Failed(data=StageFailed("its process was killed")))
+
+
+def test_a_stage_that_ends_otherwise_than_by_its_own_word_fails_the_run() -> None:
+    """Such as by a mistake in the task around it: Prefect knows of it, the run's own record does not."""
+    from types import SimpleNamespace
+
+    from prefect.states import Completed, Failed
+
+    from flows.orchestrate import _refuse_other_ends
+    from ttrain.errors import TTrainError
+
+    futures = [SimpleNamespace(state=state) for state in (Completed(), Failed(message="AttributeError: x"))]
+    run: Any = SimpleNamespace(signum=0, failures={})
+    with pytest.raises(TTrainError, match="Failed: AttributeError: x"):
+        _refuse_other_ends(run, futures)
+    _refuse_other_ends(run, futures[:1])
+    run.failures = {"sft": StageFailed("told already")}
+    _refuse_other_ends(run, futures)
 
 
 @pytest.mark.soak

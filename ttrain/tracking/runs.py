@@ -34,8 +34,8 @@ class Run:
         self.store = store
         self.id: str = entity.info.run_id
         self.artifact_uri: str = entity.info.artifact_uri
-        page = f"{shown(store.uri).rstrip('/')}/#/experiments/{entity.info.experiment_id}/runs/{self.id}"
-        self.url = page if store.is_http else None
+        self.page = f"#/experiments/{entity.info.experiment_id}/runs/{self.id}"  # on whatever server shows this store
+        self.url = f"{shown(store.uri).rstrip('/')}/{self.page}" if store.is_http else None
         self._params, self._values = dict(entity.data.params), dict(entity.data.metrics)
         # MLflow's own record of each metric's last step: right even when a kill came between a send and our note of it
         self.steps: dict[str, int] = {metric.key: metric.step for metric in entity.data.to_proto().metrics}
@@ -139,6 +139,7 @@ class NullRun:
     """A run that is not tracked; `id` keeps the one that was to be continued, so that a later start still finds it."""
 
     url: str | None = None
+    page: str | None = None
 
     def __init__(self, run_id: str | None = None) -> None:
         self.id = run_id
