@@ -117,6 +117,19 @@ def test_a_cached_run_leads_to_the_one_it_equals_without_a_look_at_older_ones(tm
     assert runs.equal_run(tmp_path, {**keys, "pretrain": "c"}) is None
 
 
+@pytest.mark.parametrize(("outcome", "is_cut_short"), [("running", True), ("interrupted", True), ("completed", False)])
+def test_a_run_that_was_killed_after_its_last_stage_is_not_taken_for_a_whole_one(
+    tmp_path: Path, outcome: str, is_cut_short: bool
+) -> None:
+    made = record(tmp_path, process={"pid": os.getpid(), "started": 1.0})
+    made.stage("tokenizer", key="a")
+    made.stage("pretrain", key="b")
+    if outcome != "running":
+        made.finish(outcome, {})
+    assert runs.cut_short(tmp_path, {"tokenizer": "a", "pretrain": "b"}) == (made.run if is_cut_short else None)
+    assert runs.cut_short(tmp_path, {"tokenizer": "a", "pretrain": "c"}) is None
+
+
 def test_two_runs_of_the_same_second_never_share_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = iter(["0000", "0000", "0000", "0001"])
     monkeypatch.setattr(secrets, "token_hex", lambda count: next(words))

@@ -199,12 +199,13 @@ def _run(
     go_on: str = "",
     record: bool = False,
 ) -> None:
-    from ttrain import report
+    from ttrain import report, runs
     from ttrain.plan import is_all_cached
     from ttrain.store import usable_home
 
     store, stages = plan_of(pipeline, loaded, force=force, extend=extend, selection=selection, go_on=go_on)
-    if is_all_cached(stages) and not record:
+    keys = {planned.stage.name: planned.key for planned in stages}
+    if is_all_cached(stages) and not record and runs.cut_short(store.root, keys) is None:
         _say_cached(pipeline, loaded, store, stages)
         return
     table(("stage", "state", "key", "why"), report.plan_rows(stages))

@@ -10,9 +10,10 @@ from ttrain import runs
 from ttrain.config import Settings, flatten
 from ttrain.errors import UsageError
 from ttrain.loading import Given
-from ttrain.stages import STAGES
+from ttrain.stages import OF_NIGHTS, STAGES
 
 SHOWN_RUNS = 5
+NIGHTLY = "nightly"
 
 
 def run_named(home: Path, name: str) -> dict[str, Any]:
@@ -28,11 +29,18 @@ def run_named(home: Path, name: str) -> dict[str, Any]:
 
 
 def newest_with(home: Path, stage: str) -> dict[str, Any]:
-    """The newest run that has the stage, whatever became of it. Raises UsageError where there is none."""
-    if stage not in STAGES:
-        raise UsageError(f"there is no stage {stage}; the stages are {', '.join(STAGES)}")
+    """The newest run that has the stage, whatever became of it. Raises UsageError where there is none.
+
+    Nights are passed over: their settings start from the champion of that night, and name the few files that were new.
+    """
+    if stage not in STAGES or stage in OF_NIGHTS:
+        raise UsageError(
+            f"stage {stage} belongs to nights; try `ttrain pipeline run nightly`"
+            if stage in OF_NIGHTS
+            else f"there is no stage {stage}; the stages are {', '.join(name for name in STAGES if name not in OF_NIGHTS)}"
+        )
     for run in runs.newest_first(home):
-        if any(entry["name"] == stage for entry in run["stages"]):
+        if run["pipeline"] != NIGHTLY and any(entry["name"] == stage for entry in run["stages"]):
             return run
     raise UsageError(f"no run has a stage {stage} yet whose settings could be taken; try `ttrain pipeline run full`")
 

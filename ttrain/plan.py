@@ -16,7 +16,7 @@ from ttrain.extending import extension_of
 from ttrain.input_files import data_files, file_digests
 from ttrain.model import kinds
 from ttrain.selection import LEFT_OUT, Selection, graph_of
-from ttrain.stages import STAGES, Stage
+from ttrain.stages import OF_NIGHTS, STAGES, Stage
 from ttrain.store import Artifact, Store
 
 Recipe = Callable[["Callable[..., Any]", Settings], Any]
@@ -150,6 +150,8 @@ def no_stage(name: str, there: Iterable[str], settings: Settings) -> UsageError:
     stages = f"the stages are {', '.join(there)}"
     if name not in STAGES:
         return UsageError(f"there is no stage {name}; {stages}")
+    if name in OF_NIGHTS:
+        return UsageError(f"stage {name} belongs to nights; try `ttrain pipeline run nightly`. Here {stages}")
     starts = ", ".join(f"{stage}.start_from is {settings.starts[stage]}" for stage in settings.trainings)
     return UsageError(f"stage {name} is not needed here, since {starts}; {stages}")
 

@@ -95,6 +95,7 @@ HELDOUT = Stage(
     "heldout", "ttrain.stages.heldout", config.HeldoutConfig, {"earlier": ("heldout",), "documents": ("heldout",)}
 )
 EVALUATE_CHAMPION = replace(EVALUATE, name="evaluate-champion")
+OF_NIGHTS = frozenset({HELDOUT.name, EVALUATE_CHAMPION.name})
 
 STAGES: Mapping[str, Stage] = {
     stage.name: stage
