@@ -10,7 +10,7 @@ from test_plan import House, built, finished, house
 from typer.testing import CliRunner
 
 from ttrain import cli_pipeline
-from ttrain.cli import app
+from ttrain.cli import app, main
 from ttrain.config import Settings
 from ttrain.earlier import newest_with, run_named, settings_of
 from ttrain.errors import UsageError
@@ -124,6 +124,18 @@ def test_the_newest_run_that_has_the_stage_is_meant(tmp_path: Path) -> None:
         newest_with(tmp_path, "sftt")
 
 
+def test_a_night_lends_its_settings_only_where_it_is_named(tmp_path: Path) -> None:
+    asked = record(tmp_path, Settings())
+    night = record(tmp_path, Settings(), ["sft", "heldout", "evaluate-champion"], pipeline="nightly")
+    path = tmp_path / "runs" / f"{night}.json"
+    path.rename(path.with_name(f"nightly-29991231-000000-{night[-4:]}.json"))
+    assert newest_with(tmp_path, "sft")["run"] == asked
+    assert run_named(tmp_path, "nightly")["run"] == night
+    for stage in ("heldout", "evaluate-champion"):
+        with pytest.raises(UsageError, match=f"stage {stage} belongs to nights; try `ttrain pipeline run nightly`"):
+            newest_with(tmp_path, stage)
+
+
 # --- the command
 
 
@@ -160,6 +172,18 @@ def test_rerun_takes_overrides_on_top_and_the_run_that_is_named(built: House, as
     config = built.write("mine.yaml", "sft: {optim: {lr: 0.5}}\n")
     rerun("sft", "--run", "first", "-c", str(config))
     assert asked[1]["loaded"].settings == built.settings("sft.seed=3", "sft.optim.lr=0.5")
+
+
+def test_a_stage_of_nights_is_refused_whichever_settings_are_taken(
+    built: House, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TTRAIN_HOME", str(built.store.root))
+    record(built.store.root, built.settings(), pipeline="nightly")
+    for options in ((), ("--run", "nightly"), ("-c", str(built.write("mine.yaml", "lora: {seed: 9}\n")))):
+        with pytest.raises(SystemExit) as ended:
+            main(["pipeline", "rerun", "evaluate-champion", *options])
+        assert ended.value.code == UsageError.exit_code
+        assert "stage evaluate-champion belongs to nights; try `ttrain pipeline run nightly`" in capsys.readouterr().err
 
 
 def test_files_and_profiles_alone_say_the_settings_anew(built: House, asked: list[dict[str, Any]]) -> None:

@@ -33,12 +33,10 @@ def newest_with(home: Path, stage: str) -> dict[str, Any]:
 
     Nights are passed over: their settings start from the champion of that night, and name the few files that were new.
     """
-    if stage not in STAGES or stage in OF_NIGHTS:
-        raise UsageError(
-            f"stage {stage} belongs to nights; try `ttrain pipeline run nightly`"
-            if stage in OF_NIGHTS
-            else f"there is no stage {stage}; the stages are {', '.join(name for name in STAGES if name not in OF_NIGHTS)}"
-        )
+    if stage in OF_NIGHTS:
+        raise UsageError(f"stage {stage} belongs to nights; try `ttrain pipeline run nightly`")
+    if stage not in STAGES:
+        raise UsageError(f"there is no stage {stage}; the stages are {', '.join(STAGES)}")
     for run in runs.newest_first(home):
         if run["pipeline"] != NIGHTLY and any(entry["name"] == stage for entry in run["stages"]):
             return run

@@ -172,7 +172,7 @@ def equal_run(home: Path, keys: Mapping[str, str | None]) -> str | None:
 
 
 def cut_short(home: Path, keys: Mapping[str, str | None]) -> str | None:
-    """The newest run that made these very artifacts, where it did not come to its own end: its models may not be registered."""
+    """The newest run of these very artifacts, where it did not come to its own end: its models may not be registered."""
     for run in _as_they_are(home, [key for key in keys.values() if key][-1:]):
         if {stage["name"]: stage.get("key") for stage in run["stages"]} == keys:
             return None if run["outcome"] in ("completed", "cached", "running") else str(run["run"])
