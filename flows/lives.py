@@ -114,8 +114,11 @@ def _has_ended(run: FlowRun, home: Path) -> bool:
 
 
 def _never_began(run: FlowRun, home: Path) -> bool:
-    """Whether it is a run that `serve` has taken, and that died with it before its process said anything."""
-    if run.state is None or not run.state.is_pending() or home_tag(home) not in run.tags:
+    """Whether it is a run that `serve` has taken, and that died with it before its process said anything.
+
+    One of a work pool may wait much longer for its image, or for a node.
+    """
+    if run.work_pool_name or run.state is None or not run.state.is_pending() or home_tag(home) not in run.tags:
         return False
     since: datetime = run.state.timestamp
     return (datetime.now(UTC) - since).total_seconds() > PENDING_SECONDS
@@ -183,15 +186,16 @@ def obeying_cancellation(execution: Execution) -> Iterator[None]:
 
     run, done = current_flow_run(), threading.Event()
 
-    def is_cancelled() -> bool:
-        with contextlib.suppress(Exception), get_client(sync_client=True) as client:  # a server that is away for a while
-            state = client.read_flow_run(run.id).state
-            return state is not None and (state.is_cancelling() or state.is_cancelled())
-        return False
+    def is_cancelled(client: Any) -> bool:
+        state = client.read_flow_run(run.id).state
+        return state is not None and (state.is_cancelling() or state.is_cancelled())
 
     def watch() -> None:
         while not done.wait(WATCH_SECONDS):
-            if is_cancelled():
+            with contextlib.suppress(Exception), get_client(sync_client=True) as client:  # until the server is away
+                while not is_cancelled(client):  # to open a client takes ten times the work of asking it
+                    if done.wait(WATCH_SECONDS):
+                        return
                 execution.ask_to_stop(signal.SIGTERM, CANCELLED)
                 return
 
@@ -200,5 +204,7 @@ def obeying_cancellation(execution: Execution) -> Iterator[None]:
         yield
     finally:
         done.set()
-        if execution.signum and execution.stop_reason == SIGNALLED and is_cancelled():  # the runner's signal came first
-            execution.stop_reason = CANCELLED
+        if execution.signum and execution.stop_reason == SIGNALLED:  # the runner's signal came first, maybe
+            with contextlib.suppress(Exception), get_client(sync_client=True) as client:
+                if is_cancelled(client):
+                    execution.stop_reason = CANCELLED

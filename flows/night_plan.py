@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from flows.full import full
@@ -78,18 +78,15 @@ def list_of(settings: Settings, store: Store, known: Nights, night: Night | None
     champion = _champion(settings, store)
     if champion is None:
         watched = night_inputs.watched(settings, store, may_be_gone=False)
-    learnt = night_inputs.learnt_by(champion, store)
+    learnt, in_nights = night_inputs.learnt_by(champion, store), known.learnt(champion)
     chosen = night_inputs.choose(
-        settings.nightly,
-        watched,
-        read | learnt,
-        known.learnt(champion) | learnt,
-        has_champion=champion is not None,
+        settings.nightly, watched, read | learnt, in_nights | learnt, has_champion=champion is not None
     )
     if not chosen.new:
         return None, nothing
     earlier = night_inputs.earlier_heldout(champion, known.all(), store, settings)
-    frozen = Frozen(chosen.files, settings.model_dump(mode="json"), champion, earlier)
+    before = tuple(sorted(learnt - in_nights))  # the next champion's own artifacts will not tell of them
+    frozen = Frozen(chosen.files, settings.model_dump(mode="json"), champion, earlier, before)
     base = f"the champion, version {champion.version}" if champion else "no champion yet"
     return frozen, f"{len(chosen.new)} new: {nights.names(chosen.new)}; {base}"
 
@@ -107,7 +104,7 @@ def _again(settings: Settings, store: Store, night: Night) -> tuple[Frozen, str]
     ended = night.ended or {"outcome": night.outcome, "reason": "in another process"}
     reason = f"{night.name} goes on ({ended['outcome']}: {ended['reason']})"
     if ended["outcome"] == "failed" and frozen.settings != (now := settings.model_dump(mode="json")):
-        frozen, reason = Frozen(frozen.files, now, frozen.champion, frozen.heldout), f"{reason}; with the settings of now"
+        frozen, reason = replace(frozen, settings=now), f"{reason}; with the settings of now"
     there = night_inputs.watched(night_inputs.settings_of(frozen, settings), store, may_be_gone=True)
     if changed := night_inputs.changed(frozen, there):
         reason = f"{reason}; changed or gone since it began: {nights.names(changed)}"

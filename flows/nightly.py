@@ -33,6 +33,7 @@ from ttrain.stages import (
     EVALUATE_CHAMPION,
 )
 from ttrain.store import Store
+from ttrain.terminal import escaped
 
 NAME = "nightly"
 OF_BASE = "bits_per_byte"  # the metric of the base model, which a night without new documents does not change
@@ -73,7 +74,7 @@ def run_night(
     except nights.StillRunning as running:
         covered = str(running)
     known.skipped(slot, covered)
-    console.print(f"skipped: {covered}", highlight=False, soft_wrap=True)
+    console.print(escaped(f"skipped: {covered}"), highlight=False, soft_wrap=True, markup=False)
     _send(settings, "skipped", covered)
     return NightResult("skipped", covered)
 
@@ -194,7 +195,8 @@ class _Running:
         """Compare, write down the figures, promote or keep."""
         evaluations = [execution.artifacts.get(stage.name) for stage in (EVALUATE, EVALUATE_CHAMPION)]
         rules = _rules(self.settings, inputs, execution)
-        challenger, champion = (promotion.scores_of(e, rules.metric) if e else None for e in evaluations)
+        here = [self.store.complete(e, said=self._say) if e else None for e in evaluations]  # a cached one may be in MLflow
+        challenger, champion = (promotion.scores_of(e, rules.metric) if e else None for e in here)
         assert challenger is not None, "a run that came to its end has evaluated"
         decision = promotion.decide(challenger, champion, rules)
         home, name, version = self.store.root, self.settings.name, execution.model_set
@@ -217,7 +219,7 @@ class _Running:
         return decision
 
     def _say(self, text: str) -> None:
-        self.console.print(text, highlight=False, soft_wrap=True, markup=False)
+        self.console.print(escaped(text), highlight=False, soft_wrap=True, markup=False)  # names of files, from anywhere
 
 
 def _rules(settings: Settings, inputs: Inputs, execution: Execution) -> Promotion:

@@ -20,6 +20,8 @@ from ttrain.plan import Recipe
 from ttrain.stages import Stage
 from ttrain.store import Artifact
 
+log = logging.getLogger("ttrain")
+
 SIDE_BY_SIDE = 4  # the widest place of a recipe, and one to spare
 
 
@@ -42,9 +44,10 @@ def run(execution: Execution, recipe: Recipe, wait_for_server: Callable[[], None
 
     Raises what the first failed stage raised, or Interrupted.
     """
+    import httpx
     from prefect import flow, tags
     from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
-    from prefect.states import Cancelled, Failed, State
+    from prefect.states import Cancelled, Completed, Failed, State
     from prefect.task_runners import ThreadPoolTaskRunner
 
     if execution.settings.runtime.sharding == "dask":
@@ -66,6 +69,8 @@ def run(execution: Execution, recipe: Recipe, wait_for_server: Callable[[], None
         _raise_what_happened(execution, "a retry or the next run continues")
         return
 
+    have_ended: list[bool] = []  # true once the stages have
+
     @flow(  # type: ignore[untyped-decorator]  # mypy does not follow Prefect
         name=execution.pipeline,
         flow_run_name=execution.record.run,
@@ -78,6 +83,7 @@ def run(execution: Execution, recipe: Recipe, wait_for_server: Callable[[], None
             with courtesy():
                 lives.claim(execution.store.root)
             _run_stages(execution, recipe)
+        have_ended.append(True)
         if execution.signum:
             did = "were ended where they stood" if execution.at_once else "saved their state"
             return Cancelled(message=f"{execution.stop_reason}; the stages {did}")
@@ -88,7 +94,13 @@ def run(execution: Execution, recipe: Recipe, wait_for_server: Callable[[], None
     # The thread of the heartbeats sleeps a second at the end of each flow, for a server that ends with this process anyhow
     heartbeat = None if servers.is_own() else lives.HEARTBEAT_SECONDS
     with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: heartbeat}), tags(TAG):
-        final = pipeline(execution.settings.model_dump(mode="json"), return_state=True)
+        try:
+            final = pipeline(execution.settings.model_dump(mode="json"), return_state=True)
+        except httpx.TransportError as error:
+            if not have_ended:  # nothing began, or not all
+                raise
+            log.warning("the Prefect server is gone and was not told how the run ended: %s", error)
+            final = Completed()
     _raise_what_happened(execution)
     if not final.is_completed():
         raise TTrainError(f"Prefect ended the run as {final.name}: {final.message}")
@@ -97,15 +109,17 @@ def run(execution: Execution, recipe: Recipe, wait_for_server: Callable[[], None
 def _run_stages(execution: Execution, recipe: Recipe) -> None:
     """Submit every stage to the flow run that this is called in, and wait for them; tell Prefect what came of it."""
     from prefect.artifacts import create_link_artifact, create_markdown_artifact, create_table_artifact
+    from prefect.context import TagsContext
     from prefect.futures import PrefectFuture
 
     from tasks.stage import stage_task
 
     futures: list[PrefectFuture[Any]] = []
+    is_limited = _trainings_are_limited()
 
     def submit(stage: Stage, **inputs: PrefectFuture[Any] | Artifact | None) -> PrefectFuture[Any]:
         given = {name: future for name, future in inputs.items() if future is not None}
-        futures.append(stage_task(stage, execution).submit(given))
+        futures.append(stage_task(stage, execution, is_limited=is_limited).submit(given))
         return futures[-1]
 
     run = execution.record.run
@@ -117,7 +131,8 @@ def _run_stages(execution: Execution, recipe: Recipe) -> None:
         if page := execution.page_of():
             create_link_artifact(page, key="mlflow", link_text=f"{run} in MLflow")
     with contextlib.suppress(Interrupted), obeying_cancellation(execution):
-        recipe(submit, execution.settings)
+        with TagsContext(current_tags=set()):  # those of the flow run are not for its tasks (see `stage_task`)
+            recipe(submit, execution.settings)
         for future in futures:
             future.wait()
         _refuse_other_ends(execution, futures)
@@ -130,10 +145,13 @@ def _run_stages(execution: Execution, recipe: Recipe) -> None:
 
 def show_decision(table: str, night: str) -> None:
     """A night's decision, a markdown table, among the artifacts of no run: that of its stages has ended."""
-    from prefect.artifacts import create_markdown_artifact
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.actions import ArtifactCreate
 
-    with courtesy():
-        create_markdown_artifact(table, key="decision", description=f"decision of {night}")
+    # `create_markdown_artifact` warns whoever is in no run
+    artifact = ArtifactCreate(type="markdown", key="decision", description=f"decision of {night}", data=table)
+    with courtesy(), get_client(sync_client=True) as client:
+        client.create_artifact(artifact)
 
 
 def _refuse_other_ends(execution: Execution, futures: Sequence[Any]) -> None:
@@ -143,6 +161,20 @@ def _refuse_other_ends(execution: Execution, futures: Sequence[Any]) -> None:
     for future in futures:
         if not future.state.is_completed():
             raise TTrainError(f"Prefect ended a stage as {future.state.name}: {future.state.message}")
+
+
+def _trainings_are_limited() -> bool:
+    """Whether somebody has set a limit on the tag of the stages that train."""
+    from prefect.client.orchestration import get_client
+    from prefect.exceptions import ObjectNotFound
+
+    from tasks.stage import TRAINS
+
+    with courtesy(), get_client(sync_client=True) as client:
+        with contextlib.suppress(ObjectNotFound):
+            client.read_concurrency_limit_by_tag(TRAINS)
+            return True
+    return False
 
 
 def _rename(name: str) -> None:

@@ -15,7 +15,7 @@ import yaml
 from flows import schedule_files, schedules, servers
 from flows.lives import TAG, home_tag
 from flows.schedule_files import Schedule
-from flows.units import INHERITED
+from flows.units import addresses, secrets
 from ttrain import __version__
 from ttrain.data import locations
 from ttrain.errors import UsageError
@@ -31,7 +31,6 @@ def prefect_yaml(home: Path, schedule: Schedule) -> str:
     if schedule.cron:
         os.environ.update(servers.prefect_environment(home))
         schedules.check(schedule.cron, schedule.timezone)
-    schedule_files.write(home, schedule)
     pool = f"ttrain-{schedule.pool}"
     deployment = {
         "name": schedule.name,
@@ -43,6 +42,7 @@ def prefect_yaml(home: Path, schedule: Schedule) -> str:
         "work_pool": {"name": pool, "job_variables": _job_variables(home, schedule)},
         "pull": [],
     }
+    schedule_files.write(home, schedule)
     text = yaml.safe_dump(
         {"name": "ttrain", "build": None, "push": None, "pull": None, "deployments": [deployment]},
         sort_keys=False,
@@ -58,15 +58,16 @@ def _head(kind: str, pool: str) -> str:
         "docker": "# The image has ttrain, and its name stands below; folders of data are mounted where they are.\n",
         "kubernetes": "# The image has ttrain; the pool's base job template must mount a volume at /ttrain, and the data.\n",
     }
+    left_out = f"# Set where the worker runs, not here: {', '.join(secrets())}\n" if secrets() else ""
     return (
         f"# prefect work-pool create --type {kind} {pool}\n"
         f"# prefect deploy --all --prefect-file prefect.yaml\n"
-        f"# prefect worker start --pool {pool}\n{needs[kind]}"
+        f"# prefect worker start --pool {pool}\n{needs[kind]}{left_out}"
     )
 
 
 def _job_variables(home: Path, schedule: Schedule) -> dict[str, Any]:
-    named = {name: os.environ[name] for name in INHERITED if os.environ.get(name)}
+    named = addresses()
     if schedule.pool == "process":
         return {"env": {"TTRAIN_HOME": str(home.resolve()), **named}, "working_dir": str(home.resolve())}
     inside = {"image": f"ttrain:{__version__}", "env": {"TTRAIN_HOME": HOME_INSIDE, **named}}
@@ -93,7 +94,11 @@ def _data_folders(schedule: Schedule) -> list[str]:
             if locations.is_remote(location) or not location.startswith("/"):
                 continue
             path = Path(location)
-            while any(letter in path.name for letter in "*?[") or not path.is_dir():
+            while any(letter in part for part in path.parts for letter in "*?["):
                 path = path.parent
+            if not path.is_dir() and path.suffix:  # a file, or what shall be one where the worker runs
+                path = path.parent
+            if path == Path(path.anchor):
+                raise UsageError(f"'{location}' lies in {path}, which no container can mount; put the data into a folder")
             found[str(path)] = None
     return list(found)

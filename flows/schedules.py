@@ -6,8 +6,10 @@ environment is chosen.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
+import sqlite3
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -23,6 +25,10 @@ from ttrain.errors import UsageError
 EXAMPLE: Final = 'write "minute hour day month weekday", for example "0 2 * * *" for two at night'
 FIELDS: Final = 5
 YEARS: Final = 5  # a cron that has not fired by then never does; 29 February comes within eight, but who means that
+
+
+class RefusedError(UsageError):
+    """The server takes no such deployment."""
 
 
 @dataclass(frozen=True)
@@ -93,15 +99,14 @@ def _check_form(cron: str | None, timezone: str) -> None:
 
 def firings(cron: str, timezone: str, count: int, start: datetime | None = None) -> list[datetime]:
     """The next slots, with their time zone, as Prefect's own scheduler finds them."""
-    from prefect._vendor.croniter import CroniterBadDateError
     from prefect.server.schemas.schedules import CronSchedule
 
     start = start or datetime.now(UTC)
     schedule = CronSchedule(cron=cron, timezone=timezone)
     end = start + timedelta(days=366 * YEARS)
     try:
-        found = list(schedule._get_dates_generator(n=count, start=start, end=end))
-    except CroniterBadDateError:
+        found = asyncio.run(schedule.get_dates(count, start=start, end=end))
+    except ValueError:  # as croniter says that no date fits
         return []
     return [date.astimezone(ZoneInfo(timezone)) for date in found]
 
@@ -138,7 +143,9 @@ def make_missing(home: Path, full_name: str) -> None:
 
 
 def apply(home: Path, schedule: Schedule, *, paused: bool = False) -> None:
-    """Make or change the deployment on the server that the environment names."""
+    """Make or change the deployment on the server that the environment names. Raises RefusedError where it takes none."""
+    from prefect.deployments.runner import DeploymentApplyError
+    from prefect.exceptions import PrefectHTTPStatusError
     from prefect.schedules import Cron
 
     from flows import deployed
@@ -158,7 +165,24 @@ def apply(home: Path, schedule: Schedule, *, paused: bool = False) -> None:
     )
     if not slots:
         deployment.schedules = []  # an earlier cron goes
-    deployment.apply()
+    try:
+        deployment.apply()
+    except DeploymentApplyError as error:
+        cause = error.__cause__
+        if isinstance(cause, PrefectHTTPStatusError) and cause.response.is_client_error:
+            raise RefusedError(
+                f"the Prefect server refuses {schedule.full_name}: {_reason(cause.response)}; where its settings are of "
+                f"another version of ttrain, make it again with `ttrain pipeline schedule {schedule.kind}`, or remove it"
+            ) from None
+        raise cause or error from None  # it did not answer, or not as it should
+
+
+def _reason(response: Any) -> str:
+    """Why a server refused a request, without the request, which it repeats: some 100 kB of settings."""
+    with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError):
+        told = response.json()
+        return str(told.get("detail") or "; ".join(one["msg"] for one in told["exception_detail"]))
+    return f"HTTP {response.status_code}"
 
 
 def listed(home: Path) -> list[Listed]:
@@ -169,9 +193,22 @@ def listed(home: Path) -> list[Listed]:
     url, living = os.environ.get("PREFECT_API_URL"), processes.living(home, "prefect")
     if not living and not (url and servers.answers(url)):
         os.environ.update(servers.prefect_environment(home))
-        return [Listed(one, None, False, _next(one.cron, one.timezone)) for one in schedules.values()]
+        paused = frozenset[str]() if url else _paused(home)
+        return [Listed(one, None, name in paused, _next(one.cron, one.timezone)) for name, one in schedules.items()]
     with server_of(home) as client:
         return [_listed(client, home, schedule) for schedule in schedules.values()]
+
+
+def _paused(home: Path) -> frozenset[str]:
+    """Full names of the deployments that are paused in the home's own database, where no server runs that could be asked."""
+    database = home.resolve() / "prefect" / "prefect.db"
+    question = "SELECT flow.name || '/' || d.name FROM deployment d JOIN flow ON flow.id = d.flow_id WHERE d.paused"
+    with (
+        contextlib.suppress(sqlite3.Error),
+        contextlib.closing(sqlite3.connect(f"{database.as_uri()}?mode=ro", uri=True)) as db,
+    ):
+        return frozenset(name for (name,) in db.execute(question))
+    return frozenset()
 
 
 def pause(home: Path, which: str | None, *, paused: bool) -> str:
@@ -209,9 +246,11 @@ def named(home: Path, which: str | None) -> Schedule:
     fitting = [one for name, one in schedules.items() if which in (None, name, one.kind, one.name)]
     if len(fitting) == 1:
         return fitting[0]
-    there = ", ".join(schedules) or "nothing is scheduled; try `ttrain pipeline schedule nightly`"
+    if not schedules:
+        raise UsageError("nothing is scheduled; try `ttrain pipeline schedule nightly`")
+    there = ", ".join(schedules)
     if not fitting:
-        raise UsageError(f"no schedule is called '{which}'; there are: {there}" if which else there)
+        raise UsageError(f"no schedule is called '{which}'; there are: {there}")
     raise UsageError(f"{f'{chr(39)}{which}{chr(39)} means' if which else 'there are'} several schedules; name one: {there}")
 
 

@@ -28,6 +28,7 @@ LOOK_SECONDS: Final = 0.2  # whether a process that was asked to stop has ended
 GRACE_SECONDS: Final = 600.0  # for a checkpoint to be written, before a run that is cancelled or stopped is killed
 RUNS_AT_ONCE: Final = 4  # one that trains; a slot that comes meanwhile takes seconds to find that out
 PREFECT_PORT: Final = 4200
+LOCK_SECONDS: Final = 2.0  # who only asks who serves (`served_by`) has the lock for a moment, too
 
 log = logging.getLogger("ttrain")
 
@@ -71,7 +72,7 @@ def _alone(home: Path) -> Iterator[None]:
 
     folder = schedule_files.folder_of(home)
     folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / "serve.lock", timeout=0, thread_local=False)
+    lock = FileLock(folder / "serve.lock", timeout=LOCK_SECONDS, thread_local=False)
     try:
         lock.acquire()
     except Timeout:
@@ -114,6 +115,7 @@ class _Serving:
         self._is_away = False
         self._error: TTrainError | None = None
         self._known: frozenset[str] = frozenset()
+        self._refused: set[str] = set()  # schedules that the server takes no deployment of
 
     async def run(self) -> int:
         """Until a signal comes; returns its number when all runs have ended. Raises TTrainError where the server is lost."""
@@ -140,7 +142,7 @@ class _Serving:
         return self._signum
 
     async def _look_safely(self) -> None:
-        """Look what is due; a server that is away is waited for."""
+        """Look what is due; a server that is away is waited for, and no other trouble ends the runs in progress."""
         import httpx
         from prefect.exceptions import PrefectHTTPStatusError
 
@@ -149,6 +151,10 @@ class _Serving:
         except (httpx.TransportError, PrefectHTTPStatusError, TTrainError) as error:
             if not self._is_away:
                 self._say(f"the Prefect server does not answer ({type(error).__name__}); waiting for it")
+            self._is_away = True
+        except Exception as error:  # such as a flow run that somebody deletes meanwhile
+            if not self._is_away:
+                log.warning("looking what is due: %s; trying again", error, exc_info=True)
             self._is_away = True
         else:
             if self._is_away:
@@ -202,8 +208,14 @@ class _Serving:
             self._say(
                 f"scheduled: {', '.join(wanted)}" if wanted else "nothing is scheduled yet: ttrain pipeline schedule nightly"
             )
+        self._refused &= wanted.keys() - there
         for name in wanted.keys() - there:
-            await asyncio.to_thread(schedules.make_missing, self._home, name)
+            try:
+                await asyncio.to_thread(schedules.make_missing, self._home, name)
+            except schedules.RefusedError as error:  # the others are served
+                if name not in self._refused:
+                    self._say(str(error))
+                self._refused.add(name)
 
     async def _cancel_asked(self) -> None:
         """Cancel what the UI wants cancelled, also where Prefect's own observer lost the server for good."""

@@ -21,9 +21,14 @@ from ttrain.execute import Execution
 from ttrain.stages import Stage
 from ttrain.store import Artifact
 
+TRAINS = "trains"  # the tag by which Prefect can limit how many stages train at once
 
-def stage_task(stage: Stage, execution: Execution) -> Task[..., Any]:
+
+def stage_task(stage: Stage, execution: Execution, *, is_limited: bool = False) -> Task[..., Any]:
     """A Prefect task for one stage of one run; its retries continue where the try before was killed or failed.
+
+    Where `is_limited`, the stages that train bear a tag. Else none does: for every tag, Prefect asks its server for a slot
+    before the task begins, limit or not, and the task fails where the server is away.
 
     A mistake of settings or data fails at once. The delay before a retry is waited for here and not by Prefect, whose
     sleep no signal ends.
@@ -60,7 +65,7 @@ def stage_task(stage: Stage, execution: Execution) -> Task[..., Any]:
         name=stage.name,
         task_run_name=stage.name,
         description=f"stage {stage.name}, module {stage.module}",
-        tags={"trains"} if stage.uses_ranks else None,
+        tags={TRAINS} if is_limited and stage.uses_ranks else None,
         retries=retries,
         retry_condition_fn=lambda task, run, state: not execution.signum and not _is_mistake(state),
         persist_result=False,

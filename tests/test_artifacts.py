@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -262,6 +263,15 @@ def test_unfinished_work_of_a_kept_run_stays_with_what_it_reads_and_dead_work_go
     }
 
 
+def test_work_that_mends_a_damaged_artifact_stays(home: Home) -> None:
+    damaged = home.publish("pretrain", "p")
+    (damaged.path / "model" / "weights.bin").unlink()
+    mending = home.work("pretrain", damaged.key, age=DAY)
+    home.run(damaged)
+    home.clean()
+    assert (mending / "output" / "checkpoints" / "step-7" / "state.json").exists()
+
+
 @pytest.fixture
 def locked(home: Home) -> Iterator[str]:
     """The key of (sft, key) whose lock another process has."""
@@ -359,6 +369,41 @@ def test_locks_of_forgotten_keys_go_unless_a_run_is_in_progress(home: Home) -> N
     assert {path.stem for path in locks.glob("*.lock")} == {kept.key}
 
 
+def test_a_lock_that_somebody_has_stays(home: Home) -> None:
+    """Such as one that adopts an artifact, which is no run. Without its name the lock would keep nobody out."""
+    home.run(home.publish("sft", "kept"))
+    gone = "d" * 64
+    with home.store.lock("sft", gone):
+        pass
+    for held in (gone, "e" * 64, "f" * 64 + ".process"):
+        command = [sys.executable, "-c", HOLD_LOCK, home.store.root, "sft", held]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None and process.stdout.readline() == "held\n"
+            home.clean()
+            assert home.store.is_locked("sft", held)
+            process.communicate("\n")
+    home.clean()
+    assert not list((home.store.root / "work").glob("*/*.lock"))
+    assert not list((home.store.root / "work").glob("*/*.holder"))
+
+
+def test_who_opened_a_lock_before_it_was_removed_has_the_one_that_is_there(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two processes, each with a lock of its own, would write to one work directory."""
+    path, flock, opened = home.store.root / "work" / "sft" / "a.lock", fcntl.flock, []
+
+    def late(descriptor: int, operation: int) -> None:
+        if not opened:  # the first to open it is slow, and another removes it
+            opened.append(os.fstat(descriptor).st_ino)
+            path.unlink()
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with home.store.lock("sft", "a"):
+        assert opened and path.exists(), "else the next one would make another, and have it at once"
+
+
 def test_the_command_tells_what_it_removed_and_how_much_that_was(home: Home, capsys: pytest.CaptureFixture[str]) -> None:
     home.run(home.publish("pretrain", "kept"))
     gone = home.publish("pretrain", "gone")
@@ -372,6 +417,23 @@ def test_the_command_tells_what_it_removed_and_how_much_that_was(home: Home, cap
     assert "1 removed" in text
     assert not gone.path.exists()
     assert "--keep-runs" in printed(capsys, "artifacts", "clean", "--help")
+
+
+def test_the_command_names_the_run_that_keeps_everything_and_believes_another_machine_for_a_week(
+    home: Home, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home.publish("pretrain", "gone")
+    home.run(outcome="running", age=30 * DAY, lora="running")
+    (path,) = (home.store.root / "runs").glob("full-*.json")
+    write_json(path, {**read_json(path), "process": {"pid": 1, "started": 1.0, "host": "elsewhere"}})
+    os.utime(path, (time.time() - 6 * DAY, time.time() - 6 * DAY))
+    told = json.loads(printed(capsys, "artifacts", "clean", "--dry-run", "--json"))
+    assert (told["removed"], told["running"]) == ([], {path.stem: "elsewhere"})
+    text = " ".join(printed(capsys, "artifacts", "clean").split())
+    assert f"no artifact goes: {path.stem} on elsewhere" in text and "7 days; if it has ended, remove that file" in text
+    os.utime(path, (time.time() - 8 * DAY, time.time() - 8 * DAY))
+    told = json.loads(printed(capsys, "artifacts", "clean", "--dry-run", "--json"))
+    assert (len(told["removed"]), told["running"]) == (1, {})
 
 
 def test_nothing_is_removed_where_mlflow_cannot_be_asked(

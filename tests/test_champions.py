@@ -298,6 +298,7 @@ def prepared(home: Path) -> None:
     tracking.promote(home, "mine", "2")
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("action", ["promote", "rollback"])
 def test_a_kill_between_any_two_writes_leaves_one_champion_and_is_mended(action: str, home: Path, tmp_path: Path) -> None:
     prepared(home)
@@ -332,6 +333,22 @@ def test_a_kill_between_any_two_writes_leaves_one_champion_and_is_mended(action:
     assert number >= 6, "a promotion is the history, the alias, and what follows on the members"
 
 
+@pytest.mark.soak
+def test_a_kill_in_the_first_promotion_of_all_is_mended_by_the_next(home: Path, tmp_path: Path) -> None:
+    start = kept(home, tmp_path / "start.db")
+    tracking.promote(home, "mine", "1")
+    after = state(home)
+    for number in range(4):
+        restored(home, start)
+        with pytest.MonkeyPatch.context() as patch:
+            dying_at(home, patch, number)
+            with pytest.raises(Killed):
+                tracking.promote(home, "mine", "1")
+        tracking.promote(home, "mine", "1")
+        assert state(home) == after, f"done again after a kill at write {number}"
+
+
+@pytest.mark.soak
 def test_a_kill_while_a_set_is_registered_leaves_no_second_one(home: Path, tmp_path: Path) -> None:
     start = kept(home, tmp_path / "start.db")
     for number in range(50):
@@ -435,6 +452,7 @@ def test_a_server_that_does_not_answer_is_an_error_not_the_answer_none(home: Pat
         assert "hidden" not in str(raised.value)
 
 
+@pytest.mark.soak
 def test_a_server_over_http_does_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
     command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", f"sqlite:///{tmp_path}/m.db",

@@ -188,6 +188,23 @@ def test_two_budgets_or_none_are_refused(overrides: list[str]) -> None:
     assert "sft" in message
 
 
+def test_a_key_that_yaml_takes_for_a_boolean_is_a_name_in_files_and_on_the_command_line(tmp_path: Path) -> None:
+    written = "notify: {on: [failed], command: [tell]}"
+    path = tmp_path / "mine.yaml"
+    path.write_text(written, encoding="utf-8")
+    assert load([], files=[path], environment={}).settings.notify.on == ("failed",)
+    assert load(["notify={on: [kept]}"], environment={}).settings.notify.on == ("kept",)
+    assert load(["runtime.deterministic=on"], environment={}).settings.runtime.deterministic is True  # a value still is one
+
+
+@pytest.mark.parametrize("time", ["06:30", "22:30"])
+def test_a_time_of_day_needs_no_quotes(tmp_path: Path, time: str) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"nightly:\n  deadline: {time}\n", encoding="utf-8")
+    assert load([], files=[path], environment={}).settings.nightly.deadline == time
+    assert load([f"nightly.deadline={time}"], environment={}).settings.nightly.deadline == time
+
+
 def test_python_docs_do_not_mix_with_files() -> None:
     assert "data.pretrain mixes python-docs with files" in refused("data.pretrain=[python-docs, a.jsonl]")
     assert "data.sft_heldout" in refused("data.sft_heldout=held.jsonl")

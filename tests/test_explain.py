@@ -7,6 +7,7 @@ import platform
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ from test_plan import EVERYTHING, House, append, built, copy, finished, house, r
 from flows.full import full
 from ttrain import digests, libraries
 from ttrain.loading import load
-from ttrain.plan import plan
+from ttrain.plan import plan, plan_stage
 from ttrain.report import plan_json, plan_rows, shortened
-from ttrain.stages import SOURCE
+from ttrain.stages import PRETRAIN, SOURCE
 from ttrain.store import Store
 
 __all__ = ["built", "copy", "finished", "house"]  # fixtures
@@ -147,6 +148,23 @@ def test_a_change_that_is_taken_back_finds_what_was_there(built: House, copy: Pa
 # --- what does not count, and is told: libraries and Python
 
 
+def test_a_model_that_exists_in_place_of_a_new_one_is_one_change_both_ways(built: House) -> None:
+    """And not one for each size of the new one; what changed beside it is told as ever."""
+    given = {"tokenizer": built.store.latest("tokenizer"), "shards": built.store.latest("shards-pretrain")}
+    night = built.settings(f"pretrain.start_from={built.data}", "pretrain.optim.lr=0.5")
+    planned = plan_stage(PRETRAIN, night, built.store, {**given, "base": built.store.latest("sft")})
+    lr = built.settings().pretrain.optim.lr
+    assert planned.why == ("starts from an existing model instead of a new one", f"pretrain.optim.lr: {lr} → 0.5")
+    for artifact in built.store.artifacts("pretrain"):
+        shutil.rmtree(artifact.path)
+    built.publish(planned)
+    anew = plan_stage(PRETRAIN, built.settings("model.multi_token.weight=0.5", "pretrain.optim.lr=0.5"), built.store, given)
+    assert anew.why[0] == "starts from a new model instead of an existing one"
+    assert {line.partition(": ")[0] for line in anew.why[1:]} == {
+        "model.multi_token", "model.multi_token.weight", "model.multi_token.keep_head"
+    }  # fmt: skip
+
+
 def remade(house: House, **provenance: Any) -> None:
     """The SFT's artifact, as if it had been made with these."""
     artifact = house.store.latest("sft")
@@ -168,6 +186,13 @@ def test_another_version_of_a_library_reruns_nothing_and_is_told(built: House) -
     assert [row[3] for row in plan_rows(built.plan().values()) if row[0] == "sft"] == [
         f"same settings, inputs and code; {told}"
     ]
+
+
+def test_the_installed_versions_are_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = libraries.versions()
+    monkeypatch.setattr(metadata, "version", lambda name: pytest.fail("looked up again"))
+    found["torch"] = "changed by whoever asked"
+    assert libraries.versions()["torch"] != found["torch"]
 
 
 def test_the_same_versions_are_not_told(built: House) -> None:

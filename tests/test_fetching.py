@@ -152,6 +152,7 @@ def test_it_is_found_by_its_key_and_only_what_is_read_is_fetched(
     assert Store(home).find(STAGE, KEY) is None, "what was fetched can be damaged, as all that is here"
 
 
+@pytest.mark.long
 @pytest.mark.soak
 def test_a_registered_adapter_is_fetched_with_the_model_it_goes_onto(
     tmp_path: Path, server: str, monkeypatch: pytest.MonkeyPatch
@@ -317,6 +318,21 @@ def test_a_file_that_an_earlier_try_fetched_is_not_fetched_again(home: Path) -> 
         store.complete(found(store))
     assert files_in(store.complete(found(store)).path) == PUBLIC
     assert len(asked) == len(PUBLIC) + 1
+
+
+@pytest.mark.parametrize("manifest", [None, "another's"])
+def test_what_lies_in_its_place_and_is_not_it_is_set_aside(home: Path, manifest: str | None) -> None:
+    store = store_of(home)
+    place = store.path(STAGE, KEY)
+    place.mkdir(parents=True)
+    (place / "mine.txt").write_text("mine")
+    if manifest:  # a directory that was copied to another key's place
+        entry = {"bytes": 4, "sha256": hashlib.sha256(b"mine").hexdigest(), "mtime_ns": 1}
+        told = {**MANIFEST, "format": 1, "stage": STAGE, "key": "l" * 64, "published": 1.0, "files": {"mine.txt": entry}}
+        (place / "manifest.json").write_text(json.dumps(told))
+    assert files_in(store.complete(found(store)).path) == PUBLIC
+    (aside,) = (home / "replaced" / STAGE).iterdir()
+    assert (aside / "mine.txt").read_text() == "mine"
 
 
 def test_two_at_once_fetch_each_file_once(home: Path) -> None:

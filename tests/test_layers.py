@@ -25,7 +25,9 @@ LIGHT = (
     "ttrain.execute", "ttrain.launch", "ttrain.cli_data", "ttrain.cli_doctor", "ttrain.from_files", "ttrain.from_gate",
     "ttrain.cli_adapter", "ttrain.adapter_files", "ttrain.references",
     "ttrain.weights", "ttrain.card", "ttrain.lineage", "ttrain.export", "ttrain.gguf", "ttrain.cli_export",
-    "ttrain.night_inputs", "flows", "flows.full", "flows.engine", "flows.nightly",
+    "ttrain.night_inputs", "ttrain.nights", "ttrain.promotion", "ttrain.notify", "ttrain.selection", "ttrain.unfinished",
+    "ttrain.earlier", "ttrain.libraries", "ttrain.extending", "ttrain.artifacts", "ttrain.cleaning", "ttrain.fetching",
+    "flows", "flows.full", "flows.engine", "flows.nightly",
 )  # fmt: skip
 HELP = """
 import contextlib, io, json, sys

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from zoneinfo import ZoneInfo
 
 import pytest
 
+from flows import night_plan
 from ttrain import night_inputs, nights
 from ttrain.config import Nightly, Settings
 from ttrain.errors import ArtifactError, UsageError
@@ -46,6 +48,23 @@ def completed(known: Nights, list_: Frozen, outcome: str, version: str) -> None:
     night = known.begin(list_, None)
     night.note(version=version)
     night.end_try(outcome, "", closed=True)
+
+
+# --- what became of a night ---
+
+
+def test_a_list_that_ends_its_process_each_time_is_given_up_and_a_deadline_in_between_counts_anew(known: Nights) -> None:
+    night = known.begin(frozen("a"), None)
+    for number in range(1, 2 * nights.MOST_CRASHES - 1):
+        if number == nights.MOST_CRASHES - 1:
+            night.end_try("unfinished", "the deadline", closed=False)
+        settled = known.settle()
+        assert settled is not None and settled.is_open
+        night = settled
+        night.begin_try(None)
+    settled = known.settle()
+    assert settled is not None and not settled.is_open and settled.outcome == "failed"
+    assert "a" not in known.read(), "the next night takes the file again"
 
 
 # --- which slot is whose ---
@@ -187,6 +206,7 @@ def test_what_made_the_champion_follows_its_own_nights_and_a_rollback(known: Nig
     assert known.learnt(Champion("2", {})) == {"a", "b"}
     assert known.learnt(Champion("1", {})) == {"a"}
     assert known.learnt(None) == set()
+    assert known.learnt(Champion("3", {})) == {"a", "b", "c"}  # kept by its figures, promoted by hand
     completed(known, frozen("e", champion="4"), "promoted", "4")  # such a circle is not made, and must not hang
     assert known.learnt(Champion("4", {})) == {"e"}
 
@@ -219,6 +239,29 @@ def test_many_nights_without_news_are_one_record(known: Nights) -> None:
     assert not any(night.is_open for night in known.all()) and known.read() == {"a"}
 
 
+@pytest.mark.parametrize("outcome", ["nothing-new", "failed"])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_kill_while_a_night_without_a_list_is_noted_leaves_none_to_go_on_with(
+    known: Nights, monkeypatch: pytest.MonkeyPatch, outcome: str, first: bool
+) -> None:
+    if not first:
+        known.without_list(outcome, None, "before")
+
+    class Killed(BaseException):
+        pass
+
+    def dies(path: Path, value: object) -> None:
+        write_json(path, value)
+        raise Killed
+
+    monkeypatch.setattr(nights, "write_json", dies)
+    with pytest.raises(Killed):
+        known.without_list(outcome, None, "now")
+    monkeypatch.undo()
+    night = known.settle()
+    assert night is not None and not night.is_open and (night.outcome, night.data["reason"]) == (outcome, "now")
+
+
 def test_a_failed_night_of_files_is_not_overwritten_by_one_that_found_none(known: Nights) -> None:
     known.begin(frozen("a"), None).end_try("failed", "", closed=True)
     known.without_list("failed", None, "no such folder", "failed")
@@ -231,6 +274,13 @@ def test_being_stopped_or_killed_is_no_failure(known: Nights) -> None:
         night.end_try(outcome, "", closed=False)
         night.begin_try(None)
     assert night.failures == 2
+
+
+def test_a_killed_night_goes_on_and_is_still_to_be_told_of(known: Nights) -> None:
+    known.begin(frozen("a"), None)
+    night = known.settle()
+    assert night is not None and night.is_open and (night.outcome, night.data["untold"]) == ("crashed", "failed")
+    assert known.settle() is not None and len(known.all()[0].data["tries"]) == 1
 
 
 def test_skipped_slots_are_noted_without_the_lock(known: Nights, tmp_path: Path) -> None:
@@ -424,6 +474,33 @@ def test_what_a_champion_that_no_night_made_has_learnt_is_read_from_its_artifact
     assert night_inputs.learnt_by(None, store) == set()
 
 
+def test_what_a_first_champion_has_learnt_is_remembered_when_its_artifacts_are_gone(
+    tmp_path: Path, store: Store, champion: Champion, known: Nights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = inbox(tmp_path, old="1", new="2")
+    old = settings.model_copy(
+        update={"data": settings.data.model_copy(update={"pretrain": (str(tmp_path / "inbox/old.jsonl"),)})}
+    )
+    shutil.rmtree(store.path("shards-pretrain", "s"))
+    trained_on = {"files": {"train": [{"sha256": file["sha256"]} for file in list_of(old, store).files["pretrain"]]}}
+    artifact(store, "shards-pretrain", "s", {"heldout/index.json": "{}"}, ingredients=trained_on)
+    champions = [champion]
+    monkeypatch.setattr(night_plan, "_champion", lambda settings, store: champions[-1])
+    frozen, _ = night_plan.list_of(settings, store, known, None)
+    assert frozen is not None and nights.names(file["location"] for file in frozen.files["pretrain"]) == "new.jsonl"
+    night = known.begin(frozen, None)
+    assert known.all()[0].frozen == frozen
+    night.note(version="8")
+    night.end_try("promoted", "", closed=True)
+    shutil.rmtree(store.path("shards-pretrain", "s"))
+    champions.append(Champion("8", {}))
+    assert night_plan.list_of(settings, store, known, None)[0] is None, "nothing is new"
+    (tmp_path / "inbox" / "newer.jsonl").write_text("3")
+    after, _ = night_plan.list_of(settings, store, known, None)
+    assert after is not None and nights.names(file["location"] for file in after.files["pretrain"]) == "newer.jsonl"
+    assert after.learnt == (), "the night before has it"
+
+
 def test_what_nights_will_read_is_named_for_those_who_clean(known: Nights, tmp_path: Path) -> None:
     for number in (1, 2):
         night = known.begin(frozen(str(number)), None)
@@ -466,6 +543,17 @@ def test_a_night_without_news_asks_nobody_and_leaves_a_record(tmp_path: Path, st
     assert not (store.root / "mlflow").exists() and not (store.root / "runs").exists()
     with known.lock():
         assert run_night(settings, store, Console(file=out), engine="none").outcome == "skipped"
+
+
+def test_a_file_s_name_is_nothing_that_a_terminal_obeys(store: Store, known: Nights) -> None:
+    from rich.console import Console
+
+    from flows import nightly
+
+    out = io.StringIO()
+    running = nightly._Running(Settings(), store, Console(file=out), known, None, engine="none", in_flow=False)
+    running._say("1 new: a\x1b[2J[red].jsonl")
+    assert out.getvalue() == "1 new: a\\x1b[2J[red].jsonl\n"
 
 
 # --- the held-out documents of all nights ---

@@ -165,6 +165,14 @@ def test_a_figure_that_there_is_not_is_named_with_those_there_are(tmp_path: Path
         scores_of(evaluation(tmp_path), "accuracy")
 
 
+def test_an_evaluation_whose_records_were_not_fetched_is_not_taken_for_one_without(tmp_path: Path) -> None:
+    found = evaluation(tmp_path)
+    (tmp_path / FILE).unlink()
+    elsewhere = Artifact(found.stage, found.key, found.path, {**found.manifest, "absent": [FILE]})
+    with pytest.raises(ArtifactError, match="was not fetched yet"):
+        scores_of(elsewhere, "bits_per_byte")
+
+
 def test_records_that_do_not_give_the_figure_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match=r"the evaluation says 2\.5"):
         scores_of(evaluation(tmp_path, bits_per_byte=2.5), "bits_per_byte")

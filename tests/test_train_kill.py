@@ -37,8 +37,9 @@ from pathlib import Path
 from doubles import Watcher
 from ttrain import launch
 from ttrain.stages import PRETRAIN
-home, settings = pickle.loads(Path(sys.argv[1]).read_bytes())
-launch.build(PRETRAIN, settings, home.store, home.pretrain_inputs(), Watcher(lambda line: print(line, flush=True)))
+from ttrain.store import Store
+root, inputs, settings = pickle.loads(Path(sys.argv[1]).read_bytes())
+launch.build(PRETRAIN, settings, Store(root), inputs, Watcher(lambda line: print(line, flush=True)))
 """
 
 
@@ -94,7 +95,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
     lines: list[list[str]] = []
 
     # 1. the launching process is killed, and the worker is alone
-    (root / "job").write_bytes(pickle.dumps((home, settings)))
+    (root / "job").write_bytes(pickle.dumps((home.store.root, inputs, settings)))
     here = Path(__file__).parent
     environment = {**os.environ, "PYTHONPATH": f"{here}:{here.parent}"}
     launcher = subprocess.Popen(

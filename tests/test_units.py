@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
+import json
 import os
 import plistlib
 import shlex
@@ -10,6 +12,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -19,6 +22,7 @@ from zoneinfo import ZoneInfo
 
 import pytest
 import yaml
+from filelock import FileLock
 from rich.console import Console
 
 from flows import pools, schedule_files, schedules, serving, units
@@ -35,7 +39,7 @@ AWKWARD = "a home $HOME 50% 'of' \"it\" \\n"
 def nothing_set_by_the_user(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nor does anything that is chosen for Prefect outlive the test."""
     before = dict(os.environ)
-    for name in (*units.INHERITED, "TZ"):
+    for name in (*units.INHERITED, *units.SECRETS, "TZ"):
         monkeypatch.delenv(name, raising=False)
     yield
     for name in set(os.environ) - set(before):
@@ -212,6 +216,100 @@ def test_of_slots_that_passed_unserved_the_newest_stands_for_all() -> None:
     assert serving.covered([late[0], other]) == []
 
 
+# Who serves
+
+HOLD = """
+import os, sys, time
+from pathlib import Path
+from flows import serving
+with serving._alone(Path(sys.argv[1])):
+    print(os.getpid(), flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_who_asks_who_serves_does_not_keep_anyone_from_serving(home: Path) -> None:
+    folder = schedule_files.folder_of(home)
+    folder.mkdir(parents=True)
+    asking = FileLock(folder / "serve.lock", thread_local=False)
+    asking.acquire()  # as `served_by` has it, for much longer
+    threading.Timer(0.5, asking.release).start()
+    with serving._alone(home):
+        assert json.loads((folder / "serving.txt").read_text()) == {"pid": os.getpid()}
+    assert serving.served_by(home) is None
+
+
+def test_a_second_one_that_serves_is_told_of_the_first(home: Path) -> None:
+    first = subprocess.Popen([sys.executable, "-c", HOLD, home], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert first.stdin is not None and first.stdout is not None
+    pid = int(first.stdout.readline())
+    assert serving.served_by(home) == pid
+    with pytest.raises(UsageError, match=f"is served already, by process {pid}"), serving._alone(home):
+        pass
+    first.communicate("\n")
+    assert serving.served_by(home) is None
+
+
+def test_a_schedule_that_the_server_refuses_is_said_once_and_the_others_are_made(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("bad", "good"):
+        schedule_files.write(home, schedule(name=name))
+    made: list[str] = []
+    said: list[str] = []
+
+    def make(where: Path, full_name: str) -> None:
+        if full_name == "nightly/bad":
+            raise schedules.RefusedError(f"the Prefect server refuses {full_name}")
+        made.append(full_name)
+
+    monkeypatch.setattr(schedules, "make_missing", make)
+    serving_ = serving._Serving(home, "http://127.0.0.1:4200/api", said.append, owns_server=False)
+    for _ in range(2):
+        asyncio.run(serving_._make_missing(set()))
+    assert made == ["nightly/good"] * 2
+    assert said == ["scheduled: nightly/bad, nightly/good", "the Prefect server refuses nightly/bad"]
+
+
+def test_no_trouble_while_looking_ends_what_serves(
+    home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    serving_ = serving._Serving(home, "http://127.0.0.1:4200/api", lambda line: None, owns_server=False)
+
+    async def look() -> None:
+        raise LookupError("a flow run that somebody deleted")
+
+    monkeypatch.setattr(serving_, "_look", look)
+    for _ in range(2):
+        asyncio.run(serving_._look_safely())
+    assert [record.getMessage() for record in caplog.records] == [
+        "looking what is due: a flow run that somebody deleted; trying again"
+    ]
+
+
+def test_a_refusal_is_told_with_its_reason_and_without_the_request(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What prefect's server says of settings that another version of ttrain wrote, and of a server that is gone."""
+    import httpx
+    from prefect.deployments.runner import DeploymentApplyError, RunnerDeployment
+    from prefect.exceptions import PrefectHTTPStatusError
+
+    request = httpx.Request("POST", "http://127.0.0.1/api/deployments/")
+    told = {"exception_detail": [{"msg": "Value error, 'bogus' was unexpected", "input": {"settings": "x" * 100_000}}]}
+    answer = httpx.Response(422, request=request, json=told)
+    causes = [PrefectHTTPStatusError("422", request=request, response=answer), httpx.ConnectError("gone")]
+
+    def apply(deployment: Any) -> None:
+        cause = causes.pop(0)
+        raise DeploymentApplyError(f"Error while applying deployment: {cause}") from cause
+
+    monkeypatch.setattr(RunnerDeployment, "apply", apply)
+    with pytest.raises(schedules.RefusedError, match="refuses nightly/quickstart: Value error, 'bogus' was unexp") as error:
+        schedules.apply(home, schedule())
+    assert len(str(error.value)) < 300
+    with pytest.raises(httpx.ConnectError):
+        schedules.apply(home, schedule())
+
+
 # What keeps it up
 
 
@@ -250,6 +348,47 @@ def test_a_cron_line_means_to_a_shell_what_was_meant(home: Path, monkeypatch: py
     assert (folder / "serve.log").read_text() == f"{home} {folder} ['--unless-served']\n"
 
 
+@pytest.fixture
+def secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Two secrets in the environment; the file of the user that they belong into, which is not there yet."""
+    monkeypatch.setenv("PREFECT_API_KEY", "pnu_confidential")
+    monkeypatch.setenv("PREFECT_API_URL", "https://prefect.example/api")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://me:confidential@mlflow.example/")
+    monkeypatch.setenv("HOME", str(tmp_path / "me"))
+    path = tmp_path / "me" / units.SECRETS_FILE
+    path.parent.mkdir(parents=True)
+    yield path
+
+
+@pytest.mark.parametrize("kind", ["systemd", "launchd", "cron", "process", "docker", "kubernetes"])
+def test_no_secret_stands_in_what_keeps_it_up_but_where_it_belongs_does(kind: str, home: Path, secret: Path) -> None:
+    text = pools.prefect_yaml(home, schedule(kind)) if kind in pools.KINDS else units.unit(kind, home)
+    assert "confidential" not in text
+    assert "https://prefect.example/api" in text
+    said = "PREFECT_API_KEY, MLFLOW_TRACKING_URI"
+    assert said in text and (kind in pools.KINDS or f"~/{units.SECRETS_FILE}" in text)
+    if kind == "systemd":
+        assert "\nEnvironmentFile=-%h/.config/ttrain/environment\n" in text
+
+
+def test_what_cron_and_launchd_start_has_the_secrets_of_that_file(
+    home: Path, secret: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    says = [sys.executable, "-c", "import os; print([os.environ[name] for name in ('PREFECT_API_KEY', 'TTRAIN_HOME')])"]
+    monkeypatch.setattr(units, "command", lambda: says)
+    secret.write_text("PREFECT_API_KEY=of-the-file\n")
+    told = f"{['of-the-file', str(home)]}\n"
+    bare = {"PATH": os.environ["PATH"]}
+    comment, line, end = units.unit("cron", home).split("\n")
+    assert comment.startswith("#") and end == ""
+    words = line.removeprefix("*/5 * * * * ").replace("\\%", "%")
+    subprocess.run(["/bin/sh", "-c", words], check=True, env=bare)
+    assert (home / "schedules" / "serve.log").read_text() == told
+    agent = plistlib.loads(units.unit("launchd", home).encode())
+    env = {**bare, **agent["EnvironmentVariables"]}
+    assert subprocess.run(agent["ProgramArguments"], check=True, env=env, capture_output=True, text=True).stdout == told
+
+
 def test_the_command_of_a_unit_opens_its_help() -> None:
     done = subprocess.run([*units.command(), "--help"], capture_output=True, text=True, check=True)
     assert "--unit" in done.stdout
@@ -284,6 +423,17 @@ def test_prefects_own_loader_takes_the_prefect_yaml_of_a_pool(pool: str, home: P
     assert variables["env"]["TTRAIN_HOME"] == (str(home) if pool == "process" else "/ttrain")
     if pool == "docker":
         assert variables["volumes"] == [f"{home}:/ttrain", f"{tmp_path}/docs:{tmp_path}/docs:ro"]
+
+
+def test_folders_that_only_the_worker_has_are_mounted_and_never_the_whole_disk(home: Path) -> None:
+    made = schedule(
+        "docker", "data.pretrain=/nowhere/docs", "data.sft=/nowhere/chats/*.jsonl", "data.lora=/nowhere/d/a.jsonl"
+    )
+    volumes = yaml.safe_load(pools.prefect_yaml(home, made))["deployments"][0]["work_pool"]["job_variables"]["volumes"]
+    assert volumes[1:] == ["/nowhere/docs:/nowhere/docs:ro", "/nowhere/chats:/nowhere/chats:ro", "/nowhere/d:/nowhere/d:ro"]
+    with pytest.raises(UsageError, match="put the data into a folder"):
+        pools.prefect_yaml(home, schedule("docker", "data.pretrain=/docs.jsonl", name="other"))
+    assert "nightly/other" not in schedule_files.read_all(home)
 
 
 def test_a_pool_of_another_kind_is_refused(home: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import shutil
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -53,14 +54,14 @@ class Removal:
 
 @dataclass
 class Needs:
-    """Who needs what: {key: reason}, and whether a run is in progress."""
+    """Who needs what: {key: reason}, and which runs are in progress: {run: machine}."""
 
     keys: dict[str, str] = field(default_factory=dict)
-    in_progress: bool = False
+    running: dict[str, str] = field(default_factory=dict)
 
     def reason(self, key: str) -> str | None:
         """Why this is kept; None where it is not needed."""
-        return self.keys.get(key) or (IN_PROGRESS if self.in_progress else None)
+        return self.keys.get(key) or (IN_PROGRESS if self.running else None)
 
     def add(self, keys: Iterable[str], reason: str, artifacts: Mapping[str, Artifact], only: Collection[str] = ()) -> None:
         """These keys and the inputs of their artifacts, those of their inputs and so on; `only` those of these names."""
@@ -80,10 +81,14 @@ class Needs:
 
 @dataclass(frozen=True)
 class Cleaned:
-    """What was removed, or would be, and how many artifacts are kept for which reason."""
+    """What was removed, or would be, how many artifacts are kept for which reason, and which runs are in progress.
+
+    `running`: {run: machine}; that of another machine may have ended long since (`runs.ELSEWHERE_DAYS`).
+    """
 
     removed: list[Removal]
     kept: dict[str, int]
+    running: dict[str, str]
 
     @property
     def bytes(self) -> int:
@@ -106,7 +111,7 @@ def clean(
         if dry_run:
             return cleaned
         moved = [(removal, _moved(store, removal)) for removal in cleaned.removed]
-        if not needs.in_progress:
+        if not needs.running:
             _remove_locks(store)
     for path in filter(None, (path for _, path in moved)):
         shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
@@ -123,7 +128,8 @@ def _needs(
     different: set[frozenset[tuple[str, str | None]]] = set()
     for run in runs.history(store.root):
         keys = {stage["name"]: stage.get("key") for stage in run["stages"]}
-        needs.in_progress |= run["outcome"] == "running"
+        if run["outcome"] == "running":
+            needs.running[run["run"]] = run["process"].get("host", platform.node())
         made = frozenset(keys.items())
         is_new = made not in different
         different.add(made)
@@ -200,7 +206,7 @@ def _cleaned(
     for stage, key, path in _works(store):
         if _is_locked(store, stage, key):
             continue
-        if key in artifacts:
+        if key in artifacts and not store.damage(artifacts[key]):  # else this is how it is built again
             found.append(("work", stage, key, path, "its artifact is finished"))
         elif not needs.reason(key) and _changed(path) < oldest:
             found.append(("work", stage, key, path, "no recent run left it"))
@@ -214,7 +220,7 @@ def _cleaned(
     for path in _leftovers(store):
         found.append(("leftover", "", "", path, "a process was killed while it removed this"))
     freed = _freed([path for *_, path, _ in found])
-    return Cleaned([Removal(*one[:4], freed[one[3]], one[4]) for one in found], kept)
+    return Cleaned([Removal(*one[:4], freed[one[3]], one[4]) for one in found], kept, needs.running)
 
 
 def _leftovers(store: Store) -> Iterator[Path]:
@@ -264,8 +270,20 @@ def _moved(store: Store, removal: Removal) -> Path | None:
 
 
 def _remove_locks(store: Store) -> None:
-    """Two empty files for every key that ever was, and who had one when it was killed. Without a run, nobody waits there."""
-    for path in [path for suffix in (".lock", HOLDER) for path in (store.root / "work").glob(f"*/*{suffix}")]:
-        stage, key = path.parent.name, path.name.partition(".")[0]
-        if not store.work(stage, key).exists() and not store.path(stage, key).exists():
-            path.unlink(missing_ok=True)
+    """Two empty files for every key that ever was, and who had one when it was killed.
+
+    They go while both are held here: who opened one before that finds, once it is his, that the file has no name any more,
+    and takes another (filelock does).
+    """
+    paths = [path for suffix in (".lock", HOLDER) for path in (store.root / "work").glob(f"*/*{suffix}")]
+    for stage, key in {(path.parent.name, path.name.partition(".")[0]) for path in paths}:
+        if _is_known(store, stage, key):
+            continue
+        with contextlib.suppress(_TakenError), _locked(store, stage, key):
+            if not _is_known(store, stage, key):  # nor was it made meanwhile
+                for name in (f"{key}.lock", f"{key}.process.lock"):
+                    (store.root / "work" / stage / name).unlink(missing_ok=True)
+
+
+def _is_known(store: Store, stage: str, key: str) -> bool:
+    return store.work(stage, key).exists() or store.path(stage, key).exists()

@@ -196,19 +196,26 @@ def artifacts_clean(
     as_json: AsJson = False,
 ) -> None:
     """Remove artifacts and work that no run in progress, no recent run and no registered model needs."""
+    import platform
+
     from ttrain import cleaning, tracking
+    from ttrain.runs import ELSEWHERE_DAYS
     from ttrain.store import usable_home
 
     store = _store()
     if not store.root.is_dir():
-        print("nothing is there yet")
+        if as_json:
+            print_json({"dry_run": dry_run, "removed": [], "bytes": 0, "kept": {}, "running": {}})
+        else:
+            print("nothing is there yet")
         return
     usable_home()
     registered = tracking.registered_keys(store.root)
     cleaned = cleaning.clean(store, registered, keep_runs=keep_runs, older_than_days=older_than, dry_run=dry_run)
     if as_json:
         removed = [removal.to_json() for removal in cleaned.removed]
-        print_json({"dry_run": dry_run, "removed": removed, "bytes": cleaned.bytes, "kept": cleaned.kept})
+        told = {"dry_run": dry_run, "removed": removed, "bytes": cleaned.bytes, "kept": cleaned.kept}
+        print_json({**told, "running": cleaned.running})
         return
     if cleaned.removed:
         rows: list[tuple[Any, ...]] = [
@@ -219,6 +226,14 @@ def artifacts_clean(
     kept = ", ".join(f"{count} for {reason}" for reason, count in sorted(cleaned.kept.items()))
     verb = "would be removed, which frees" if dry_run else "removed, which frees"
     print(f"{len(cleaned.removed)} {verb} {_size(cleaned.bytes)}; kept: {kept or 'no artifact'}")
+    if cleaned.running:
+        named = ", ".join(f"{run} on {machine}" for run, machine in cleaned.running.items())
+        print(f"in progress, so that no artifact goes: {named}")
+    if {*cleaned.running.values()} - {platform.node()}:
+        print(
+            f"one of another machine counts as in progress until its file in {store.root / 'runs'} has not changed for "
+            f"{ELSEWHERE_DAYS} days; if it has ended, remove that file"
+        )
 
 
 def _store() -> Store:

@@ -38,9 +38,13 @@ def models_list(
         print_json([one.to_json() for one in found])
         return
     if not found:
-        print("no sets of models are registered yet; `ttrain pipeline run full` registers one")
+        named = f" named {name}" if name else ""
+        print(escaped(f"no sets of models{named} are registered yet; `ttrain pipeline run full` registers one"))
         return
     table(("set", "is", metric, "models", "run", "registered", "decision"), [_row(one, metric) for one in found])
+    there = sorted({figure for one in found for figure in one.metrics})
+    if there and metric not in there:
+        print(escaped(f"no evaluation has '{metric}'; --metric can be {', '.join(there)}"))
     if not any(tracking.CHAMPION in one.aliases for one in found):
         newest = found[0]
         print(escaped(f"there is no champion; to choose one: ttrain models promote {newest.version} --name {newest.name}"))
@@ -59,7 +63,7 @@ def models_promote(
     from ttrain.store import home
 
     root = home()
-    chosen = _chosen(root, tracking.list_sets(root, name), which)
+    chosen = _chosen(root, tracking.list_sets(root, name), which, name)
     already = tracking.CHAMPION in chosen.aliases
     _print(tracking.promote(root, chosen.name, chosen.version), "is champion already" if already else "is champion", as_json)
 
@@ -110,13 +114,13 @@ def _only_name(found: Sequence[ModelSet], name: str | None) -> str:
     raise UsageError(f"there are sets of {', '.join(names)}; say which with --name, for example --name {names[0]}")
 
 
-def _chosen(root: Path, found: Sequence[ModelSet], which: str) -> ModelSet:
+def _chosen(root: Path, found: Sequence[ModelSet], which: str, name: str | None) -> ModelSet:
     """The set of this version, or with the models of this run; a run whose models were all there shares the set."""
     from ttrain.errors import UsageError
     from ttrain.store import read_json
 
     if which.isdigit():
-        name = _only_name(found, None)
+        name = _only_name(found, name)
         same = [one for one in found if one.version == which]
         if not same:
             there = ", ".join(one.version for one in found)

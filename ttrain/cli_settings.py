@@ -83,8 +83,16 @@ def _runtime_environment() -> dict[str, str]:
 
 
 def names_in(options: list[str] | None) -> frozenset[str]:
-    """The names that a repeated option gives, each with commas between several."""
-    return frozenset(name.strip() for option in options or () for name in option.split(",") if name.strip())
+    """The names that a repeated option gives, each with commas between several. Raises UsageError where it gives none: an
+    empty variable of a shell does not mean all stages."""
+    from ttrain.errors import UsageError
+
+    names = frozenset(name.strip() for option in options or () for name in option.split(",") if name.strip())
+    if options and not names:
+        raise UsageError(
+            "--only and --force need the name of a stage, and got an empty one; leave the option out for all stages"
+        )
+    return names
 
 
 def plan_of(

@@ -40,6 +40,7 @@ NOT_SHAPING = frozenset(
         *("train.monitor", "train.peak", "train.guards", "train.samples", "train.tensorboard", "train.separation"),
     )
 )
+SECOND_HEAD = "model.multi_token"  # which pretraining gives to an existing model too
 ONLY_GATHERING = frozenset({PACKAGE, f"{PACKAGE}.stages"})  # whose submodules do shape it
 
 
@@ -98,7 +99,7 @@ class DigestCache:
                 return
             oldest = self._today - KEPT_DAYS
             kept = {name: entry for name, entry in self._saved().items() if entry[-1] >= oldest}
-            temporary = self._path.with_suffix(f".{os.getpid()}.tmp")
+            temporary = self._path.with_suffix(f".{os.getpid()}-{os.urandom(3).hex()}.tmp")
             try:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 temporary.write_bytes(canonical_json({**kept, **learnt}))
@@ -239,16 +240,24 @@ def _without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """What changed between two sets of ingredients, one line each: field, old value, new value."""
+    """What changed between two sets of ingredients, one line each: field, old value, new value.
+
+    A model that exists takes the place of all settings of a new one, which is one change and one line.
+    """
     lines = []
+    described, now_described = _description(old), _description(new)
+    began_anew = {*described, *now_described} if bool(described) != bool(now_described) else set()
+    if began_anew:
+        kinds = ("a new model", "an existing one") if now_described else ("an existing model", "a new one")
+        lines.append("starts from {} instead of {}".format(*kinds))
     for kind, label in (("arguments", "argument "), ("settings", "")):
         before, after = old.get(kind, {}), new.get(kind, {})
-        for name in sorted({*before, *after}):
+        for name in sorted({*before, *after} - (began_anew if kind == "settings" else set())):
             if before.get(name) != after.get(name) or (name in before) != (name in after):
                 lines.append(f"{label}{name}: {_short(before, name)} → {_short(after, name)}")
     lines += _changed_files(old.get("files", {}), new.get("files", {}))
     before, after = old.get("inputs", {}), new.get("inputs", {})
-    for name in sorted({*before, *after}):
+    for name in sorted({*before, *after} - ({"base"} if began_anew else set())):
         if before.get(name) != after.get(name):
             lines.append(f"input {name}: {_short_digest(before.get(name))} → {_short_digest(after.get(name))}")
     before, after = old.get("code", {}), new.get("code", {})
@@ -259,6 +268,15 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     if old.get("python") != new.get("python"):
         lines.append(f"python: {old.get('python')} → {new.get('python')}")
     return lines
+
+
+def _description(ingredients: Mapping[str, Any]) -> set[str]:
+    """Names of the settings that describe a new model; empty where the stage starts from one that exists."""
+    if "base" in ingredients.get("inputs", {}):
+        return set()
+    return {
+        name for name in ingredients.get("settings", {}) if name.startswith("model.") and not name.startswith(SECOND_HEAD)
+    }
 
 
 def _changed_files(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

@@ -59,7 +59,7 @@ def fetch_absent(
             f"and tracking is off; try tracking.enabled=true, or `ttrain pipeline rerun {stage}` to build it again"
         )
     with store.lock(stage, key, waiting=lambda: said(f"another run is at work on {stage}; waiting to fetch its files")):
-        there = store.read(store.path(stage, key))  # another stage, thread or run may have fetched some of it
+        there = store.at(store.path(stage, key))  # another stage, thread or run may have fetched some of it
         artifact = there or artifact
         missing = _lacking(artifact, names)
         if not missing:
@@ -81,6 +81,8 @@ def fetch_absent(
             _keep_only(part, missing)
             write_json(part / MANIFEST, manifest)
             artifact.path.parent.mkdir(parents=True, exist_ok=True)
+            if artifact.path.exists():  # what has no manifest, or another key's
+                store.set_aside(stage, key)
             part.rename(artifact.path)
             fsync(artifact.path.parent)
     return Artifact(stage, key, artifact.path, manifest)

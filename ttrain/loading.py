@@ -23,6 +23,7 @@ from ttrain.errors import UsageError
 ENVIRONMENT_PREFIX = "TTRAIN__"
 PRESET = "model.preset"
 SHOWN_KEYS = 60  # more than these are not listed in a message
+BOOLEAN = "tag:yaml.org,2002:bool"
 S = TypeVar("S", bound=Section)
 BUDGETS = {"tokens": "epochs", "epochs": "tokens"}  # of a training stage: one of the two
 
@@ -133,6 +134,10 @@ def _read_yaml(path: Path) -> Mapping[str, Any]:
         tree = yaml.load(path.read_text(encoding="utf-8"), _NoDuplicates)
     except OSError as error:
         raise UsageError(f"cannot read settings from {path}: {error.strerror}") from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        raise UsageError(f"{path} is not valid YAML: {where}{error.problem or error.context}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} is not valid YAML: {error}") from None
     if tree is None:
@@ -143,19 +148,28 @@ def _read_yaml(path: Path) -> Mapping[str, Any]:
 
 
 class _NoDuplicates(yaml.SafeLoader):
-    """A safe loader to which a key that is given twice is an error, not the last one's win."""
+    """A safe loader to which a key that is given twice is an error, not the last one's win, `on` is a key like any, and
+    22:30 a time, not the number 1350 of YAML 1.1."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value]
         for key, _ in node.value:
             if keys.count(key.value) > 1:
                 raise yaml.constructor.ConstructorError(problem=f"'{key.value}' is given twice", problem_mark=key.start_mark)
+            if key.tag == BOOLEAN:  # to YAML 1.1 `on` means true, and `notify.on` is a setting
+                key.tag = yaml.resolver.BaseResolver.DEFAULT_SCALAR_TAG
         return super().construct_mapping(node, deep)
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> Any:
+        return node.value if ":" in node.value else super().construct_yaml_int(node)
+
+
+_NoDuplicates.add_constructor("tag:yaml.org,2002:int", _NoDuplicates.construct_yaml_int)
 
 
 def _scalar(text: str, origin: str) -> Any:
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, _NoDuplicates)
     except yaml.YAMLError:
         raise UsageError(f"the value in '{origin}' is not valid YAML; quote it") from None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import platform
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -132,7 +132,7 @@ def frozen_again(frozen: Frozen, now: Mapping[str, list[dict[str, Any]]]) -> Fro
         place = {file["location"]: file for file in now.get(dataset, ())}
         found = [f if f in place.values() else same.get(f["sha256"]) or place.get(f["location"]) for f in listed]
         files[dataset] = [file for file in found if file]
-    return Frozen(files, frozen.settings, frozen.champion, frozen.heldout)
+    return replace(frozen, files=files)
 
 
 def settings_of(frozen: Frozen, current: Settings) -> Settings:

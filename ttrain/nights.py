@@ -25,6 +25,7 @@ from ttrain.errors import TTrainError
 from ttrain.store import read_json, write_json
 
 COMPLETED = ("promoted", "kept")  # nights whose models were compared with the champion's
+MOST_CRASHES = 10  # a list that ends its process each time, by memory, must not stand before all that is new for ever
 UNDECIDED = ("failed", "unfinished", "crashed")
 
 
@@ -52,6 +53,7 @@ class Frozen:
     settings: Mapping[str, Any]
     champion: Champion | None = None
     heldout: str | None = None  # key of the held-out documents of the nights before
+    learnt: tuple[str, ...] = ()  # digests of files that the champion has learnt, and no night has read
 
     def to_json(self) -> dict[str, Any]:
         """As a record holds it."""
@@ -60,6 +62,7 @@ class Frozen:
             "settings": dict(self.settings),
             "champion": self.champion.to_json() if self.champion else None,
             "heldout": self.heldout,
+            "learnt": list(self.learnt),
         }
 
 
@@ -89,7 +92,7 @@ class Night:
         """What it reads."""
         given = self.data["frozen"]
         champion = Champion(**given["champion"]) if given["champion"] else None
-        return Frozen(given["files"], given["settings"], champion, given.get("heldout"))
+        return Frozen(given["files"], given["settings"], champion, given.get("heldout"), tuple(given.get("learnt", ())))
 
     @property
     def last_try(self) -> Mapping[str, Any]:
@@ -107,19 +110,29 @@ class Night:
         """How often it failed by itself; being killed or stopped is no failure."""
         return sum(one["outcome"] == "failed" for one in self.data["tries"])
 
+    @property
+    def crashes_in_a_row(self) -> int:
+        """How often it was killed since anything else became of it; the try in progress does not count."""
+        outcomes = [one["outcome"] for one in self.data["tries"] if one["outcome"] != "running"]
+        return next((n for n, outcome in enumerate(reversed(outcomes)) if outcome != "crashed"), len(outcomes))
+
     def digests(self) -> set[str]:
         """Of the files that it reads."""
         return {file["sha256"] for files in self.data["frozen"]["files"].values() for file in files}
 
     def begin_try(self, slot: datetime | None) -> None:
         """Note that this process goes about it now."""
+        self.add_try(slot)
+        self.note(outcome="running")
+
+    def add_try(self, slot: datetime | None) -> None:
+        """The same, to be written with what follows."""
         self.data["tries"].append({
             "began": time.time(),
             "slot": slot.timestamp() if slot else None,
             "outcome": "running",
             "process": {"pid": os.getpid(), "host": platform.node()},
         })  # fmt: skip
-        self.note(outcome="running")
 
     def freeze(self, frozen: Frozen) -> None:
         """Change what it reads, where what it read is there no more."""
@@ -188,7 +201,12 @@ class Nights:
         that try, on this machine or another, would have it."""
         newest = self.newest()
         if newest and newest.outcome == "running":
-            newest.end_try("crashed", "its process was killed, or the machine went down", closed=False)
+            reason = "its process was killed, or the machine went down"
+            gives_up = newest.crashes_in_a_row + 1 >= MOST_CRASHES
+            if gives_up:
+                reason += f", {MOST_CRASHES} times in a row; its list is given up, the next night makes a new one"
+            outcome = "failed" if gives_up else "crashed"
+            newest.end_try(outcome, reason, closed=gives_up, event="failed")  # by memory, each night, and nobody would know
         return newest
 
     def covered(self, slot: datetime | None, zone: str | None, now: float) -> str | None:
@@ -229,7 +247,7 @@ class Nights:
         if newest is None or newest.outcome != outcome or newest.data["frozen"]["files"]:
             newest = self._next(Frozen({}, {}))
         newest.data |= {"state": "closed", "tries": []}
-        newest.begin_try(slot)
+        newest.add_try(slot)  # one write: killed between two, it would go on as a night without list and settings
         newest.end_try(outcome, reason, closed=True, event=event)
         return newest
 
@@ -241,18 +259,19 @@ class Nights:
             file.write(line + "\n")
 
     def read(self) -> set[str]:
-        """Digests of the files that a completed night has read."""
-        return {digest for night in self.all() if night.outcome in COMPLETED for digest in night.digests()}
+        """Digests of the files that a completed night has read, or that its champion had learnt before there were nights."""
+        completed = [night for night in self.all() if night.outcome in COMPLETED]
+        return {digest for night in completed for digest in (*night.digests(), *night.frozen.learnt)}
 
     def learnt(self, champion: Champion | None) -> set[str]:
         """Digests of the files that made the champion: those of its night, of the night whose champion that one began
-        with, and so on. A night that was not promoted, or was rolled back, is not among them."""
-        promoted = {night.data.get("version"): night for night in self.all() if night.outcome == "promoted"}
+        with, and so on. A night that was not promoted, by its figures or by hand, or was rolled back, is not among them."""
+        made = {night.data.get("version"): night for night in self.all() if night.outcome in COMPLETED}
         found: set[str] = set()
         version = champion.version if champion else None
-        while version in promoted:
-            night = promoted.pop(version)
-            found |= night.digests()
+        while version in made:
+            night = made.pop(version)
+            found |= night.digests() | set(night.frozen.learnt)
             before = night.frozen.champion
             version = before.version if before else None
         return found

@@ -74,7 +74,7 @@ def _run(command: tuple[str, ...], body: bytes, seconds: float) -> None:
         process.wait()
     if process.returncode:
         last = said[-SAID_BYTES:].decode("utf-8", "replace").strip()
-        raise _NotToldError(f"{command[0]} ended with exit code {process.returncode}: {last}")
+        raise _NotToldError(f"{command[0]} ended with exit code {process.returncode}{last and f': {last}'}")
 
 
 def _address(settings: Notify) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ttrain import unfinished
 from ttrain.config import Section, Settings, flatten
-from ttrain.digests import code_digests, differences, digest_of
+from ttrain.digests import SECOND_HEAD, code_digests, differences, digest_of
 from ttrain.errors import UsageError
 from ttrain.extending import extension_of
 from ttrain.input_files import data_files, file_digests
@@ -23,7 +23,6 @@ Recipe = Callable[["Callable[..., Any]", Settings], Any]
 
 # Settings that name files or other stages, which are in the key themselves.
 COUNTED_BY_BYTES = ("tokenizer.existing", "pretrain.start_from", "sft.start_from", "lora.start_from")
-SECOND_HEAD = "model.multi_token"  # which pretraining gives to an existing model too
 EVERYTHING = Selection()
 SAME, IN_MLFLOW = ("same settings, inputs and code",), ("in MLflow, fetched when a stage reads it",)
 

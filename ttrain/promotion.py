@@ -81,8 +81,11 @@ class Decision:
 def scores_of(evaluation: Artifact, metric: str) -> Scores:
     """The figure of that name in an evaluation, with its records where it has them.
 
-    Raises UsageError where there is no such figure, and ArtifactError where it is not what its records give.
+    Raises UsageError where there is no such figure, and ArtifactError where it is not what its records give, or where these
+    are not here.
     """
+    if scores.FILE in evaluation.absent:  # without them it would be compared as one that has no records
+        raise ArtifactError(f"{scores.FILE} of {evaluation.stage} {evaluation.key[:12]} is not here; it was not fetched yet")
     metrics: Mapping[str, float] = evaluation.result["metrics"]
     if metric not in metrics:
         raise UsageError(

@@ -86,7 +86,8 @@ def _create(home: Path, data: dict[str, Any]) -> dict[str, Any]:
     directory.mkdir(parents=True, exist_ok=True)
     began = datetime.fromtimestamp(data["started_unix"], UTC)
     while True:
-        data["run"] = f"{data['pipeline']}-{began:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+        thousandths = began.microsecond // 1000  # so that names of one second sort by time
+        data["run"] = f"{data['pipeline']}-{began:%Y%m%d-%H%M%S}-{thousandths:03x}{secrets.token_hex(1)}"
         with contextlib.suppress(FileExistsError):
             (directory / f"{data['run']}.json").touch(exist_ok=False)
             write_json(directory / f"{data['run']}.json", data)
@@ -136,8 +137,8 @@ def _entries(directory: Path) -> list[os.DirEntry[str]]:
 
 
 def _time_in_name(path: Path) -> tuple[str, ...]:
-    """("20261121", "160222") of "full-20261121-160222-1a2b"."""
-    return tuple(path.stem.rsplit("-", 3)[1:3])
+    """("20261121", "160222", "1a2b4") of "full-20261121-160222-1a2b4"."""
+    return tuple(path.stem.rsplit("-", 3)[1:])
 
 
 def _as_they_are(home: Path, words: Sequence[str]) -> Iterator[dict[str, Any]]:

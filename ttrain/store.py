@@ -136,7 +136,7 @@ class Store:
     def find(self, stage: str, key: str) -> Artifact | None:
         """The artifact, if it is there and undamaged. One that is elsewhere is found, too, with all its files absent."""
         path = self.path(stage, key)
-        artifact = self._at(path)
+        artifact = self.at(path)
         if artifact is None and self.elsewhere and (manifest := self.elsewhere.manifest(stage, key)):
             return Artifact(stage, key, path, {**manifest, "absent": sorted(manifest["files"])})
         return artifact if artifact and not self.damage(artifact) else None
@@ -187,10 +187,15 @@ class Store:
 
     def latest(self, stage: str) -> Artifact:
         """The newest undamaged artifact of a stage that is here as a whole. Raises ArtifactError where there is none."""
-        for artifact in self.artifacts(stage):
+        found = self.artifacts(stage)
+        for artifact in found:
             if artifact.absent.isdisjoint(artifact.files_of(())) and not self.damage(artifact):
                 return artifact
-        raise ArtifactError(f"stage {stage} has no artifact in {self.root / 'store'}; run `ttrain pipeline run full` first")
+        none = "no whole artifact" if found else "no artifact"
+        shown = "; `ttrain artifacts list` shows what is damaged" if found else ""
+        raise ArtifactError(
+            f"stage {stage} has {none} in {self.root / 'store'}; run `ttrain pipeline run full` first{shown}"
+        )
 
     @contextlib.contextmanager
     def lock(self, stage: str, key: str, waiting: Any = None) -> Iterator[None]:
@@ -201,7 +206,7 @@ class Store:
         path = self.root / "work" / stage / f"{key}.lock"
         with exclusive(path, waiting):
             named = path.with_suffix(HOLDER)
-            half = named.with_name(f".{named.name}.{os.getpid()}.tmp")
+            half = named.with_name(f".{named.name}.{own_suffix()}.tmp")
             with contextlib.suppress(OSError):  # a full disk
                 half.write_text(json.dumps({"pid": os.getpid(), "host": platform.node()}), encoding="utf-8")
                 half.replace(named)
@@ -291,10 +296,10 @@ class Store:
         return target
 
     def _sorted(self, paths: Iterable[Path]) -> list[Artifact]:
-        found = [artifact for path in paths if (artifact := self._at(path))]
+        found = [artifact for path in paths if (artifact := self.at(path))]
         return sorted(found, key=lambda artifact: artifact.manifest["published"], reverse=True)
 
-    def _at(self, path: Path) -> Artifact | None:
+    def at(self, path: Path) -> Artifact | None:
         """The artifact of this place in the store, not one that was copied there from another key's."""
         artifact = self.read(path)
         named = artifact and (artifact.manifest["stage"], artifact.manifest["key"])
@@ -311,9 +316,14 @@ class Store:
         return Artifact(path.parent.name, path.name, path, manifest)
 
 
+def own_suffix() -> str:
+    """What names a temporary file of this moment: containers that share a home may all be process 1."""
+    return f"{os.getpid()}-{os.urandom(3).hex()}"
+
+
 def write_json(path: Path, value: object) -> None:
     """Write JSON so that a reader sees the old file or the whole new one, also after a power cut."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{own_suffix()}.tmp")
     try:
         with temporary.open("wb") as file:
             file.write(json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False).encode("utf-8"))

@@ -29,7 +29,7 @@ from ttrain import tracking
 from ttrain.nights import COMPLETED, Night, Nights
 from ttrain.worker import PROCESS_NAME
 
-pytestmark = pytest.mark.soak
+pytestmark = [pytest.mark.soak, pytest.mark.long]
 SLOTS = int(os.environ.get("TTRAIN_SOAK_SLOTS", "2"))
 NAME = "tiny-test"
 TINY = ("pretrain.tokens=10240", "evaluate.new_tokens=0", "nightly.attempts=50")

@@ -165,6 +165,7 @@ def network(kind: str) -> Iterator[tuple[list[list[str]], str]]:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "last"), [("loopback", "sft"), ("namespaces", "pretrain")])
 def test_a_pipeline_of_two_nodes_trains_as_one_of_one_and_node_0_tracks_it_all(tmp_path: Path, kind: str, last: str) -> None:
     write_corpus(tmp_path / "data")

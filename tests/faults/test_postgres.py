@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 from harness import Cli, write_corpus
 
-pytestmark = pytest.mark.soak
+pytestmark = [pytest.mark.soak, pytest.mark.long]
 STAGES = ["tokenizer", "shards-pretrain", "shards-sft", "shards-lora", "pretrain", "sft", "lora", "evaluate"]
 MODELS = ("tokenizer", "base", "sft", "lora")
 USER = "ttrain"

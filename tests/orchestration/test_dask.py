@@ -84,6 +84,7 @@ def test_two_dask_workers_make_the_blocks_and_the_stage_puts_the_same_shards_tog
     assert len(files_of(here)) > 40
 
 
+@pytest.mark.long
 @pytest.mark.soak
 def test_a_pipeline_that_makes_its_shards_on_dask_has_those_of_one_that_does_not(fresh: Cli, finished: Cli) -> None:
     said = fresh("pipeline", "run", "full", "--until", "shards-sft", "runtime.sharding=dask", "runtime.workers=2")

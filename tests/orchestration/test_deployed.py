@@ -205,16 +205,19 @@ def test_a_run_that_was_taken_and_never_began_is_told_from_one_that_is_just_begi
 
     from prefect.states import Pending, Running
 
-    def never_began(state: Any, minutes: float, tag: str) -> bool:
+    def never_began(state: Any, minutes: float, tag: str, pool: str | None = None) -> bool:
         state.timestamp = datetime.now(UTC) - timedelta(minutes=minutes)
-        run: Any = SimpleNamespace(state=state, tags=["ttrain", tag])
+        run: Any = SimpleNamespace(state=state, tags=["ttrain", tag], work_pool_name=pool)
         return lives._never_began(run, tmp_path)
 
     mine = lives.home_tag(tmp_path)
     assert never_began(Pending(name="Submitting"), 11, mine) and not never_began(Pending(name="Submitting"), 1, mine)
+    assert not never_began(Pending(), 11, mine, "ttrain-kubernetes"), "its pod may wait for a node"
     assert not never_began(Running(), 11, mine) and not never_began(Pending(), 11, "home:/elsewhere")
 
 
+@pytest.mark.long
+@pytest.mark.soak
 def test_cancelling_in_the_ui_saves_the_state_and_its_retry_continues(deployed: tuple[Cli, Served]) -> None:
     cli, served = deployed
     id_ = start(cli, LONG)
@@ -241,6 +244,7 @@ def test_cancelling_in_the_ui_saves_the_state_and_its_retry_continues(deployed: 
     assert any("step 120/120" in line for line in said) and any(line.startswith("✓ pretrain") for line in said)
 
 
+@pytest.mark.long
 @pytest.mark.soak
 def test_the_api_changes_one_setting_and_refuses_what_is_none(deployed: tuple[Cli, Served]) -> None:
     cli, served = deployed
@@ -258,6 +262,7 @@ def test_the_api_changes_one_setting_and_refuses_what_is_none(deployed: tuple[Cl
         call(cli, f"deployments/{deployment['id']}/create_flow_run", asked)
 
 
+@pytest.mark.long
 @pytest.mark.soak
 def test_a_killed_flow_process_is_crashed_leaves_nothing_and_its_retry_continues(deployed: tuple[Cli, Served]) -> None:
     cli, served = deployed
@@ -275,6 +280,7 @@ def test_a_killed_flow_process_is_crashed_leaves_nothing_and_its_retry_continues
     assert not left, "the second try's start ended what the first one left"
 
 
+@pytest.mark.long
 @pytest.mark.soak
 def test_the_server_itself_finds_a_run_crashed_within_two_minutes_where_nothing_else_is_left(
     deployed: tuple[Cli, Served],

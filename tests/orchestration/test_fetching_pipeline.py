@@ -84,6 +84,7 @@ def test_a_damaged_copy_ends_the_stage_with_what_to_do(copy_of: Callable[..., Cl
     assert "evaluate" not in here(cli.home)
 
 
+@pytest.mark.long
 @pytest.mark.soak
 def test_another_machine_takes_all_from_the_server(tmp_path: Path, server: str) -> None:  # noqa: F811
     write_corpus(tmp_path / "data")

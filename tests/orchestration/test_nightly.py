@@ -173,6 +173,8 @@ def test_a_night_without_news_is_short_and_makes_no_run(copy: Callable[[], Cli])
     assert nights(cli)[0].outcome == "nothing-new" and len(cli.runs()) == runs
 
 
+@pytest.mark.long
+@pytest.mark.soak
 def test_a_deadline_leaves_the_night_open_and_says_so(copy: Callable[[], Cli], tmp_path: Path) -> None:
     cli = copy()
     told, program = tmp_path / "told.json", tmp_path / "tell.py"
@@ -188,6 +190,7 @@ def test_a_deadline_leaves_the_night_open_and_says_so(copy: Callable[[], Cli], t
     assert "goes on" in planned["reason"] and [Path(name).name for name in planned["files"]["pretrain"]] == ["docs-4.jsonl"]
 
 
+@pytest.mark.long
 @pytest.mark.soak
 def test_a_list_that_fails_too_often_is_given_up_and_the_next_night_takes_a_new_one(copy: Callable[[], Cli]) -> None:
     cli = copy()
@@ -237,7 +240,7 @@ POINTS = [
     *[("record", number, when) for number in range(1, RECORDS + 1) for when in ("before", "after")],
     *[(kind, 1, when) for kind in ("log_decision", "promote") for when in ("before", "after")],
 ]
-IN_SHORT = {("promote", 1, "after")}
+IN_SHORT = {("promote", 1, "after")}  # the sample
 
 
 def killed(cli: Cli, *point: Any) -> subprocess.CompletedProcess[str]:
@@ -267,7 +270,8 @@ def before_second(copy: Callable[[], Cli]) -> Cli:
 
 def points() -> Iterator[Any]:
     for point in POINTS:
-        yield pytest.param(point, id="-".join(map(str, point)), marks=() if point in IN_SHORT else pytest.mark.soak)
+        long = [] if point in IN_SHORT else [pytest.mark.long]
+        yield pytest.param(point, id="-".join(map(str, point)), marks=[pytest.mark.soak, *long])
 
 
 @pytest.mark.parametrize("point", list(points()))
@@ -284,12 +288,14 @@ def test_a_kill_between_any_two_writes_leads_to_the_same_end(before_second: Cli,
     assert not any(one.data.get("untold") for one in nights(cli))
 
 
+@pytest.mark.long
 @pytest.mark.soak
 def test_the_kills_reach_every_write_of_a_record(before_second: Cli) -> None:
     done = killed(before_second, "record", 99, "before")
     assert f"writes: {RECORDS}" in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.soak
 def test_a_champion_that_was_changed_by_hand_meanwhile_is_not_replaced(copy: Callable[[], Cli]) -> None:
     cli = copy()
@@ -300,6 +306,7 @@ def test_a_champion_that_was_changed_by_hand_meanwhile_is_not_replaced(copy: Cal
     assert nights(cli)[0].outcome == "kept"
 
 
+@pytest.mark.long
 @pytest.mark.soak
 def test_a_night_of_new_chats_alone_keeps_the_base_and_is_decided_by_the_chats(copy: Callable[[], Cli]) -> None:
     cli = copy()

@@ -109,7 +109,7 @@ def test_mlflow_holds_one_parent_with_a_child_per_stage(finished: Any) -> None:
     params = dict(rows(database, f"select key, value from params where run_uuid = '{parent}'"))
     assert params["pretrain.tokens"] == "20480" and params["sft.optim.lr"] == "0.001"
     names = {name for (name,) in rows(database, "select name from registered_models")}
-    assert names == {"tiny-test-tokenizer", "tiny-test-base", "tiny-test-sft", "tiny-test-lora"}
+    assert names == {"tiny-test", "tiny-test-tokenizer", "tiny-test-base", "tiny-test-sft", "tiny-test-lora"}
     for (source,) in rows(database, "select source from model_versions"):
         assert list(Path(source.removeprefix("file://")).glob("*.json")), f"{source} holds no model"
 

@@ -78,6 +78,7 @@ def test_work_that_older_code_began_goes_on_under_the_new(copy_of: Callable[...,
     assert "everything is cached" in cli(*part, LONGER)
 
 
+@pytest.mark.long
 @pytest.mark.soak
 def test_two_variants_at_once_build_what_they_share_once(copy_of: Callable[..., Any]) -> None:
     cli = copy_of()
@@ -95,6 +96,7 @@ def test_two_variants_at_once_build_what_they_share_once(copy_of: Callable[..., 
         assert cli.to_run("pretrain.seed=5", rate) == ["lora", "evaluate"]
 
 
+@pytest.mark.soak
 def test_a_forced_stage_is_compared_and_a_part_of_the_pipeline_is_recorded_as_one(copy_of: Callable[..., Any]) -> None:
     cli = copy_of()
     said = cli("pipeline", "run", "full", "--force", "evaluate", "--only", "evaluate", "--engine", "none")

@@ -32,6 +32,7 @@ with schedules.server_of(home):
 """
 
 
+@pytest.mark.soak
 def test_a_cron_really_fires_and_a_stop_leaves_the_schedule_and_no_process(fresh: Cli) -> None:
     """On the versions that are pinned: with other ones of what Prefect stands on, its scheduler never schedules."""
     with serving(fresh) as served:
@@ -53,6 +54,7 @@ def test_a_cron_really_fires_and_a_stop_leaves_the_schedule_and_no_process(fresh
     assert (paused, active) == (0, 1)
 
 
+@pytest.mark.long
 @pytest.mark.soak
 def test_late_slots_run_once_and_a_schedule_is_listed_paused_changed_resumed_and_removed(fresh: Cli) -> None:
     with serving(fresh):
@@ -92,6 +94,7 @@ def every_five_seconds(cli: Cli) -> None:
     subprocess.run([sys.executable, "-c", EVERY_FIVE_SECONDS, str(cli.home)], env=cli.environment, check=True)
 
 
+@pytest.mark.long
 @pytest.mark.soak
 def test_a_night_by_a_cron_is_stopped_continued_and_outlives_its_server(fresh: Cli) -> None:
     """Each minute: stopped in pretraining by a SIGTERM to what serves, continued by the next slot; the server is killed."""

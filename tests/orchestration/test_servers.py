@@ -187,6 +187,7 @@ def flow_states(home: Path) -> list[str]:
         return [state for (state,) in db.execute("SELECT state_name FROM flow_run")]
 
 
+@pytest.mark.long
 @pytest.mark.soak
 def test_two_first_runs_at_once_on_a_fresh_home_share_its_database(tmp_path: Path) -> None:
     home, urls = tmp_path / "home", list[str]()
@@ -206,6 +207,7 @@ def test_two_first_runs_at_once_on_a_fresh_home_share_its_database(tmp_path: Pat
     assert within(20, lambda: not processes_of(home)), "neither server outlives the run that started it"
 
 
+@pytest.mark.long
 @pytest.mark.soak
 def test_a_server_starts_on_a_busy_machine(tmp_path: Path) -> None:
     """Prefect's own limit is 20 s, which a first start passes where others compute."""
@@ -221,6 +223,7 @@ def test_a_server_starts_on_a_busy_machine(tmp_path: Path) -> None:
     assert within(30, lambda: not processes_of(tmp_path / "home"))
 
 
+@pytest.mark.long
 @pytest.mark.soak
 def test_a_server_elsewhere_is_used_and_none_is_started(tmp_path: Path) -> None:
     with run_with_its_own_server(tmp_path / "there") as url:

@@ -67,6 +67,7 @@ class Champions:
             chosen, before = seen.chosen(name, version), seen.history(name)
             if before[-1:] != [version]:
                 self._write_history(name, [*before, version])  # first: without the alias, it is cut back to the truth
+            if CHAMPION not in chosen.aliases:  # also where a kill left the history of the very first champion alone
                 self._asked(partial(self._client.set_registered_model_alias, name, CHAMPION, version))
                 self._note(chosen, "ttrain.promoted")
             if CHALLENGER in chosen.aliases:

@@ -23,7 +23,6 @@ def registered_keys(home: Path, uri: str) -> frozenset[str]:
     if uri == f"sqlite:///{database_of(home)}" and not database_of(home).exists():
         return frozenset()  # nothing was ever tracked; asking would make the database
 
-
     def ask() -> tuple[list[Any], list[Any]]:
         client = open_client(uri, home)
         versions = all_pages(partial(client.search_model_versions, ""))
