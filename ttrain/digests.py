@@ -99,7 +99,7 @@ class DigestCache:
                 return
             oldest = self._today - KEPT_DAYS
             kept = {name: entry for name, entry in self._saved().items() if entry[-1] >= oldest}
-            temporary = self._path.with_suffix(f".{os.getpid()}-{os.urandom(3).hex()}.tmp")
+            temporary = self._path.with_suffix(f".{os.getpid()}.tmp")
             try:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 temporary.write_bytes(canonical_json({**kept, **learnt}))

@@ -206,7 +206,7 @@ class Store:
         path = self.root / "work" / stage / f"{key}.lock"
         with exclusive(path, waiting):
             named = path.with_suffix(HOLDER)
-            half = named.with_name(f".{named.name}.{own_suffix()}.tmp")
+            half = named.with_name(f".{named.name}.{os.getpid()}.tmp")
             with contextlib.suppress(OSError):  # a full disk
                 half.write_text(json.dumps({"pid": os.getpid(), "host": platform.node()}), encoding="utf-8")
                 half.replace(named)
@@ -316,14 +316,9 @@ class Store:
         return Artifact(path.parent.name, path.name, path, manifest)
 
 
-def own_suffix() -> str:
-    """What names a temporary file of this moment: containers that share a home may all be process 1."""
-    return f"{os.getpid()}-{os.urandom(3).hex()}"
-
-
 def write_json(path: Path, value: object) -> None:
     """Write JSON so that a reader sees the old file or the whole new one, also after a power cut."""
-    temporary = path.with_name(f".{path.name}.{own_suffix()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
             file.write(json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False).encode("utf-8"))

@@ -49,6 +49,7 @@ def evaluated(home: Path) -> Any:
     return json.loads((path / "evaluation.json").read_bytes())["metrics"]
 
 
+@pytest.mark.soak
 def test_without_the_store_a_pipeline_is_cached_and_a_stage_alone_fetches_what_it_reads(copy_of: Callable[..., Cli]) -> None:
     cli = copy_of()
     files, before = here(cli.home), evaluated(cli.home)
@@ -73,6 +74,7 @@ def test_without_the_store_a_pipeline_is_cached_and_a_stage_alone_fetches_what_i
     assert here(cli.home)["shards-sft"] == {name for name in files["shards-sft"] if name.split("/")[0] != "run"}, said
 
 
+@pytest.mark.soak
 def test_a_damaged_copy_ends_the_stage_with_what_to_do(copy_of: Callable[..., Cli]) -> None:
     cli = copy_of()
     shutil.rmtree(cli.home / "store")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import shutil
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from harness import CHINESE, ENGLISH, Cli
 
@@ -67,15 +69,21 @@ def second(house: Cli) -> Cli:
     """Then new documents came, and the night that learnt them was killed in the middle, through Prefect."""
     add_documents(house, "docs-3", 3)
     process = house.start("pipeline", "run", "nightly")
-    deadline = time.monotonic() + 240
+    deadline, family = time.monotonic() + 240, list[psutil.Process]()
     try:
         while not list(house.home.glob("work/pretrain/*/output/checkpoints/step-*")):
             assert time.monotonic() < deadline and process.poll() is None, process.communicate()[0]
             time.sleep(0.02)
+        family = psutil.Process(process.pid).children(recursive=True)
+        for one in (psutil.Process(process.pid), *family):  # else it would have finished before the other was refused
+            one.suspend()
         house.while_running = night(house)  # type: ignore[attr-defined]
     finally:
         process.kill()
         process.wait()
+        for one in family:
+            with contextlib.suppress(psutil.Error):
+                one.resume()
     add_documents(house, "docs-4", 4)
     house.after_kill = nights(house)[0].data  # type: ignore[attr-defined]
     house.output = night(house)  # type: ignore[attr-defined]

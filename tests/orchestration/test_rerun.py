@@ -45,6 +45,7 @@ def test_a_stage_that_failed_on_a_bad_file_is_rerun_alone_and_what_follows(copy_
     assert cli.to_run() == []
 
 
+@pytest.mark.soak
 def test_work_that_older_code_began_goes_on_under_the_new(copy_of: Callable[..., Any], tmp_path: Path) -> None:
     """A training is killed, a module that it reads is changed, and the checkpoint is kept all the same."""
     cli = copy_of()
