@@ -181,6 +181,7 @@ def test_a_worker_whose_parent_is_gone_before_it_looks_ends_at_once(fresh: Any) 
     assert process.returncode == 1
 
 
+@pytest.mark.soak
 def test_a_stage_that_takes_too_long_is_stopped_and_named(fresh: Any) -> None:
     said = fresh("pipeline", "run", "full", "--engine", "none", "runtime.timeout_seconds=0.2", code=1)
     assert "runtime.timeout_seconds=0.2" in said and subprocess.list2cmdline([str(fresh.home)]) not in said

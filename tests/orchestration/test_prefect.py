@@ -67,6 +67,7 @@ def test_a_run_names_its_process_and_its_plan(finished: Cli) -> None:
     assert record["prefect"]["flow_run_id"].replace("-", "") == id_.replace("-", "")
 
 
+@pytest.mark.soak
 def test_a_failed_stage_is_tried_again_after_longer_and_longer_and_a_mistake_is_not(copy_of: Any) -> None:
     cli = copy_of()
     overrides = ("runtime.stages.evaluate.timeout_seconds=0.05", "runtime.stages.evaluate.retries=2")
@@ -97,6 +98,7 @@ def test_a_signal_ends_the_wait_for_a_retry(copy_of: Any) -> None:
     assert newest_run(cli)[2] == "Cancelled"
 
 
+@pytest.mark.soak
 def test_without_prefect_the_same_recipe_runs(copy_of: Any) -> None:
     cli = copy_of()
     command = cli.command("pipeline", "run", "full", "--engine", "none", "evaluate.new_tokens=1")

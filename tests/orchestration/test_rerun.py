@@ -27,6 +27,7 @@ def logs(cli: Any, stages: tuple[str, ...]) -> dict[str, tuple[int, int]]:
     return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in paths}
 
 
+@pytest.mark.soak
 def test_a_stage_that_failed_on_a_bad_file_is_rerun_alone_and_what_follows(copy_of: Callable[..., Any]) -> None:
     cli = copy_of()
     chats = cli.data / "chats.jsonl"
