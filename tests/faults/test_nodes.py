@@ -36,10 +36,11 @@ from pathlib import Path
 from doubles import Watcher
 from ttrain import launch
 from ttrain.stages import PRETRAIN
-home, settings = pickle.loads(Path(sys.argv[1]).read_bytes())
+from ttrain.store import Store
+root, inputs, settings = pickle.loads(Path(sys.argv[1]).read_bytes())
 watcher = Watcher(lambda line: print(line, flush=True))
 signal.signal(signal.SIGTERM, lambda *_: watcher.stop())
-outcome = launch.build(PRETRAIN, settings, home.store, home.pretrain_inputs(), watcher)
+outcome = launch.build(PRETRAIN, settings, Store(root), inputs, watcher)
 print("outcome", outcome.state, outcome.artifact.path, flush=True)
 """
 
@@ -61,7 +62,7 @@ class Nodes:
         self.processes = []
         for rank in (0, 1):
             self.settings = stage_settings(steps, {"optim": {"kind": "adamw"}}, node_rank=rank, **where)
-            (root / f"job{rank}").write_bytes(pickle.dumps((self.home, self.settings)))
+            (root / f"job{rank}").write_bytes(pickle.dumps((self.home.store.root, self.home.pretrain_inputs(), self.settings)))
             with (root / f"said{rank}").open("w") as said:
                 command = [sys.executable, "-c", NODE, str(root / f"job{rank}")]
                 self.processes.append(subprocess.Popen(command, env=environment, stdout=said, stderr=said))
