@@ -62,7 +62,9 @@ class Nodes:
         self.processes = []
         for rank in (0, 1):
             self.settings = stage_settings(steps, {"optim": {"kind": "adamw"}}, node_rank=rank, **where)
-            (root / f"job{rank}").write_bytes(pickle.dumps((self.home.store.root, self.home.pretrain_inputs(), self.settings)))
+            (root / f"job{rank}").write_bytes(
+                pickle.dumps((self.home.store.root, self.home.pretrain_inputs(), self.settings))
+            )
             with (root / f"said{rank}").open("w") as said:
                 command = [sys.executable, "-c", NODE, str(root / f"job{rank}")]
                 self.processes.append(subprocess.Popen(command, env=environment, stdout=said, stderr=said))
