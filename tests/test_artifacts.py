@@ -38,36 +38,16 @@ with Store(Path(sys.argv[1])).lock(sys.argv[2], sys.argv[3]):
     print("held", flush=True)
     sys.stdin.readline()
 """
-# For n = 1, 2, ...: cleans a copy of a home in a child that kills itself right before its n-th call that moves or removes
-# something, until there are no more; prints how many copies there are.
+# In a process of its own, since it forks: cleans copies of a home, each killed one call later.
 KILLED_CLEAN = """
-import os, shutil, signal, sys
+import sys
 from pathlib import Path
+from killing import killed_everywhere
 from ttrain.cleaning import clean
 from ttrain.store import Store
-template, copies = Path(sys.argv[1]), Path(sys.argv[2])
-calls = fatal = 0
-def counted(function):
-    def call(*arguments, **named):
-        global calls
-        calls += 1
-        if calls == fatal:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return function(*arguments, **named)
-    return call
-status = 1
-while status != 0:
-    fatal += 1
-    shutil.copytree(template, copies / str(fatal))
-    child = os.fork()
-    if child == 0:
-        for name in ("rename", "unlink", "rmdir", "mkdir"):
-            setattr(os, name, counted(getattr(os, name)))
-        clean(Store(copies / str(fatal)), (), keep_runs=1, older_than_days=14)
-        os._exit(0)
-    status = os.waitpid(child, 0)[1]
-    assert status in (0, signal.SIGKILL), status
-print(fatal)
+def act(home):
+    clean(Store(home), (), keep_runs=1, older_than_days=14)
+print(killed_everywhere(Path(sys.argv[1]), Path(sys.argv[2]), ("rename", "unlink", "rmdir", "mkdir"), act))
 """
 
 
@@ -321,7 +301,7 @@ def test_a_clean_that_is_killed_leaves_whole_artifacts_and_the_next_one_finishes
     home.run(kept)
     home.work("lora", "d" * 64)
     command = [sys.executable, "-P", "-c", KILLED_CLEAN, str(home.store.root), str(tmp_path / "copies")]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=60, check=True)
     assert int(done.stdout) > 15, "it was killed at each of its calls"
     for number in range(1, int(done.stdout) + 1):

@@ -14,11 +14,12 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from killing import killed_at
 
 from ttrain import tracking
 from ttrain.errors import ArtifactError
@@ -251,13 +252,16 @@ def test_only_finished_runs_of_the_experiment_count(tmp_path: Path, pristine: Pa
     assert (Store(home, InTracker(home)).find(STAGE, KEY) is not None) == (what == "elsewhere"), "of any experiment"
 
 
+DISK_CALLS = ("fsync", "rename", "replace", "unlink", "utime", "mkdir", "link")
+
+
 def test_a_kill_at_any_moment_leaves_nothing_half(home: Path, tmp_path: Path) -> None:
     calls = 0
     while True:
         calls += 1
         victim = tmp_path / f"victim{calls}"
         shutil.copytree(home, victim)
-        if not killed_at(calls, lambda: complete_in_two_steps(victim)):  # noqa: B023
+        if not killed_at(calls, DISK_CALLS, lambda: complete_in_two_steps(victim)):  # noqa: B023
             break
         before = Store(victim).find(STAGE, KEY)  # undamaged, where it is there
         here = {} if before is None else {name: PUBLIC[name] for name in PUBLIC if name not in before.absent}
@@ -272,34 +276,6 @@ def complete_in_two_steps(home: Path) -> None:
     store = store_of(home)
     store.complete(found(store), ("heldout",))
     store.complete(found(store))
-
-
-def killed_at(fatal: int, action: Callable[[], object]) -> bool:
-    """Run it in a fork that dies right before its n-th call that changes the disk; whether it came so far."""
-    child = os.fork()
-    if child:
-        _, status = os.waitpid(child, 0)
-        assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
-        return os.WIFSIGNALED(status)
-    calls = 0
-
-    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any, **named: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            if calls == fatal:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return function(*arguments, **named)
-
-        return call
-
-    try:
-        for name in ("fsync", "rename", "replace", "unlink", "utime", "mkdir", "link"):
-            setattr(os, name, counted(getattr(os, name)))
-        action()
-        os._exit(0)
-    except BaseException:
-        os._exit(1)
 
 
 def test_a_file_that_an_earlier_try_fetched_is_not_fetched_again(home: Path) -> None:

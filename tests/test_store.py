@@ -31,38 +31,17 @@ FILES = {
 }
 MANIFEST = {"result": {"loss": 1.5}, "ingredients": {"settings": {}}}
 
-# For n = 1, 2, ...: publishes the work in a copy of a home in a child that kills itself right before its n-th call that
-# reaches the disk, until there are no more; prints how many copies there are.
+# In a process of its own, since it forks: publishes the work in copies of a home, each killed one call later.
 KILLED_PUBLISH = f"""
-import io, os, shutil, signal, sys
+import sys
 from pathlib import Path
+from killing import killed_everywhere
 from ttrain.store import Store
-template, copies = Path(sys.argv[1]), Path(sys.argv[2])
-calls = fatal = 0
-def counted(function):
-    def call(*arguments, **named):
-        global calls
-        calls += 1
-        if calls == fatal:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return function(*arguments, **named)
-    return call
-status = 1
-while status != 0:
-    fatal += 1
-    shutil.copytree(template, copies / str(fatal))
-    child = os.fork()
-    if child == 0:
-        for name in ("fsync", "rename", "replace", "mkdir", "unlink"):
-            setattr(os, name, counted(getattr(os, name)))
-        plain, writing = io.open, counted(io.open)
-        io.open = lambda file, mode="r", *rest: (plain if mode in ("r", "rb") else writing)(file, mode, *rest)
-        store = Store(copies / str(fatal))
-        store.publish({STAGE!r}, {KEY!r}, store.work({STAGE!r}, {KEY!r}) / "output", {MANIFEST!r})
-        os._exit(0)
-    status = os.waitpid(child, 0)[1]
-    assert status in (0, signal.SIGKILL), status
-print(fatal)
+def publish(home):
+    store = Store(home)
+    store.publish({STAGE!r}, {KEY!r}, store.work({STAGE!r}, {KEY!r}) / "output", {MANIFEST!r})
+names = ("fsync", "rename", "replace", "mkdir", "unlink")
+print(killed_everywhere(Path(sys.argv[1]), Path(sys.argv[2]), names, publish, writing=True))
 """
 HOLD_LOCK = """
 import sys
@@ -105,7 +84,8 @@ def snapshot(directory: Path) -> dict[str, tuple[int, int, bytes]]:
 
 def python(code: str, *arguments: object) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-P", "-c", code, *map(str, arguments)], env={**os.environ, "PYTHONPATH": str(ROOT)},
+        [sys.executable, "-P", "-c", code, *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
 

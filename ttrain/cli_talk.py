@@ -170,12 +170,12 @@ def serve(
         _ending_on_sigterm(),
         serving.served(reference, port=port, device=device, dtype=dtype, options=context.args) as (address, name, process),
     ):
-        if as_json:
-            print_json({"url": address, "model": name, "pid": process.pid})
-        else:
-            print(f"{name} is served at {address}; Ctrl-C ends it\ntry:\n  {_curl(address, name)}")
-        sys.stdout.flush()
-        try:
+        try:  # who reads that it is served may send Ctrl-C at once
+            if as_json:
+                print_json({"url": address, "model": name, "pid": process.pid})
+            else:
+                print(f"{name} is served at {address}; Ctrl-C ends it\ntry:\n  {_curl(address, name)}")
+            sys.stdout.flush()
             code = process.wait()
         except KeyboardInterrupt:
             code = 0

@@ -1,0 +1,57 @@
+"""Code that is killed right before each of its calls that reach the disk, one after the other. Standard library only."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+
+def killed_at(fatal: int, names: Sequence[str], action: Callable[[], object], *, writing: bool = False) -> bool:
+    """Run `action` in a fork that dies right before its call number `fatal` of these functions of `os`, and with `writing`
+    of those that open a file to write; whether it came so far."""
+    child = os.fork()
+    if child:
+        status = os.waitpid(child, 0)[1]
+        assert status in (0, signal.SIGKILL), f"it ended by itself, with status {status}"
+        return status != 0
+    calls = 0
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **named: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == fatal:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*arguments, **named)
+
+        return call
+
+    try:
+        for name in names:
+            setattr(os, name, counted(getattr(os, name)))
+        if writing:
+            plain, counted_open = io.open, counted(io.open)
+            io.open = lambda file, mode="r", *rest: (plain if mode in ("r", "rb") else counted_open)(file, mode, *rest)
+        action()
+        os._exit(0)
+    except BaseException:
+        os._exit(1)  # the fork must not go on as its parent
+
+
+def killed_everywhere(
+    template: Path, copies: Path, names: Sequence[str], action: Callable[[Path], object], *, writing: bool = False
+) -> int:
+    """Run `action(copy)` on copies 1, 2, ... of a directory, each killed one call later; how many there are. The last one
+    came to its end."""
+    number = 0
+    while True:
+        number += 1
+        copy = copies / str(number)
+        shutil.copytree(template, copy)
+        if not killed_at(number, names, lambda: action(copy), writing=writing):  # noqa: B023
+            return number
