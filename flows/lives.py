@@ -84,8 +84,9 @@ def bury_the_dead(home: Path) -> list[str]:
         for run in client.read_flow_runs(flow_run_filter=filters.FlowRunFilter(tags=tagged, state=states)):
             if not (_has_ended(run, home) or _is_dead(run.labels, run.run_count, home) or _never_began(run, home)):
                 continue
-            client.set_flow_run_state(run.id, Crashed(message="its process is gone"), force=True)
-            buried.append(run.name)
+            with contextlib.suppress(Exception):  # one that cannot be marked keeps no other from it
+                client.set_flow_run_state(run.id, Crashed(message="its process is gone"), force=True)
+                buried.append(run.name)
         crashed = filters.FlowRunFilterState(type=filters.FlowRunFilterStateType(any_=[StateType.CRASHED]))
         _end_tasks(client, filters.FlowRunFilter(tags=tagged, state=crashed))
     return buried

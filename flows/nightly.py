@@ -63,7 +63,7 @@ def run_night(
 
     `slot` is the time that it was scheduled for (with its time zone), None where somebody asks for a night now.
     """
-    _check(settings)
+    check(settings)
     known = Nights(store.root, settings.name)
     try:
         with known.lock():
@@ -79,7 +79,7 @@ def run_night(
     return NightResult("skipped", covered)
 
 
-def _check(settings: Settings) -> None:
+def check(settings: Settings) -> None:
     """Raises UsageError for settings that no night can have."""
     if not settings.tracking.enabled:
         raise UsageError(

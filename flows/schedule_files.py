@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any, Final
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError, available_timezones
 
-from ttrain.config import PYTHON_DOCS, Settings
-from ttrain.data import locations
-from ttrain.store import read_json, write_json
+from ttrain.config import Settings
+from ttrain.store import own_suffix, read_json, write_json
 
 KINDS: Final = ("nightly", "full")
 
@@ -78,35 +77,18 @@ def remove(home: Path, full_name: str) -> None:
 
 def webhook_in_file(home: Path, kind: str, settings: Settings) -> Settings:
     """The same settings with the webhook in a file that only the user can read: a server shows parameters to all."""
-    if not settings.notify.webhook:
-        return settings
     path = folder_of(home) / f"{kind}-{settings.name}.webhook"
+    if not settings.notify.webhook:
+        if settings.notify.webhook_file != str(path):
+            path.unlink(missing_ok=True)  # of an earlier schedule of the name
+        return settings
     path.parent.mkdir(parents=True, exist_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+    aside = path.with_name(f".{path.name}.{own_suffix()}.tmp")  # a new file: whoever may read an old one reads on
+    with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
         file.write(settings.notify.webhook + "\n")
+    aside.replace(path)
     notify = settings.notify.model_copy(update={"webhook": None, "webhook_file": str(path)})
     return settings.model_copy(update={"notify": notify})
-
-
-def absolute(settings: Settings) -> Settings:
-    """The same settings for a process that runs in another directory: paths, globs and folders of this machine in full."""
-    tree = settings.model_dump(mode="json")
-    for dataset, sources in tree["data"].items():
-        tree["data"][dataset] = [
-            {**source, "path": _absolute(source["path"])} if isinstance(source, dict) else _absolute(source)
-            for source in sources
-        ]
-    tree["tokenizer"]["existing"] = _folder(tree["tokenizer"]["existing"])
-    for stage, start in settings.starts.items():
-        if start == settings.existing_model:
-            tree[stage]["start_from"] = _folder(start)
-    tree["notify"]["webhook"] = settings.notify.webhook  # JSON hides it
-    if settings.notify.webhook_file:
-        tree["notify"]["webhook_file"] = _absolute(settings.notify.webhook_file)
-    if settings.notify.command and "/" in settings.notify.command[0]:
-        program, *arguments = settings.notify.command
-        tree["notify"]["command"] = [_absolute(program), *arguments]
-    return Settings.model_validate(tree)
 
 
 def with_timezone(settings: Settings, timezone: str) -> Settings:
@@ -128,15 +110,3 @@ def local_timezone() -> str:
 
 def _path(home: Path, full_name: str) -> Path:
     return folder_of(home) / f"{full_name.replace('/', '-', 1)}.json"
-
-
-def _absolute(location: str) -> str:
-    """A path or glob in full; a URL, a name on the Hub and `python-docs` as they are."""
-    if locations.is_remote(location) or location == PYTHON_DOCS:
-        return location
-    return str(locations.local_path(location).absolute())
-
-
-def _folder(name: str | None) -> str | None:
-    """A folder that is there, in full; else it is a name on the Hub."""
-    return str(Path(name).expanduser().absolute()) if name and Path(name).expanduser().is_dir() else name

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from ttrain import earlier
 from ttrain.config import Runtime, Settings
 from ttrain.config.runtime import StageRuntime
 from ttrain.display import Display
@@ -97,3 +98,14 @@ def test_a_waiting_stage_waits_as_long_as_it_should(execution: Execution) -> Non
     began = time.monotonic()
     execution.wait(0.25)
     assert 0.25 <= time.monotonic() - began < 5
+
+
+def test_a_run_s_record_means_the_same_files_wherever_its_stage_is_rerun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = load(["data.sft=chats*.jsonl", "tracking.enabled=false"], environment={}).settings
+    made = Execution("full", settings, Store(tmp_path), Display(Console(quiet=True)), ["sft"])
+    monkeypatch.chdir("/")
+    again = load(base=earlier.settings_of(earlier.run_named(tmp_path, made.record.run)), environment={}).settings
+    assert again.data.sft == (str(tmp_path / "chats*.jsonl"),)

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from ttrain import loading
 from ttrain.cli import app
-from ttrain.config import Settings, flatten
+from ttrain.config import Night, Settings, flatten
 from ttrain.errors import UsageError
 from ttrain.loading import known_keys, load
 
@@ -343,3 +343,11 @@ def test_a_section_that_is_absent_by_default_can_be_set_by_one_of_its_names() ->
     assert found.pretrain.early_stopping is None
     with pytest.raises(UsageError, match=r"did you mean 'sft\.early_stopping\.patience'"):
         load(["sft.early_stopping.patienc=2"], environment={})
+
+
+def test_a_time_of_day_is_hour_and_minute_and_nothing_else() -> None:
+    assert load(["nightly.deadline=6:30"], environment={}).settings.nightly.deadline == "06:30"
+    assert load(["runtime.night.start=23:05"], environment={}).settings.runtime.night == Night(start="23:05")
+    for wrong in ("25:00", "6:30:10", "soon"):
+        with pytest.raises(UsageError, match=r"nightly\.deadline.*is no time of day; write hour:minute from 00:00 to 23:59"):
+            load([f"nightly.deadline={wrong}"], environment={})

@@ -186,3 +186,11 @@ def test_a_selection_reads_as_it_was_asked_for() -> None:
     assert [str(selection) for selection, _, _ in CASES[2:4]] == ["--only sft", "--only sft,shards-sft"]
     assert str(Selection(since="a", until="b")) == "--from a --until b"
     assert not Selection() and Selection(until="a")
+
+
+@pytest.mark.parametrize("option", ["--only", "--from", "--until", "--force", "--continue"])
+def test_an_empty_variable_of_a_shell_means_no_stage_not_all_of_them(option: str) -> None:
+    from ttrain.cli import app
+
+    done = CliRunner().invoke(app, ["pipeline", "plan", "full", option, ""])
+    assert isinstance(done.exception, UsageError) and "got an empty one" in str(done.exception)

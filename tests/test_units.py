@@ -27,6 +27,7 @@ from rich.console import Console
 
 from flows import pools, schedule_files, schedules, serving, units
 from flows.schedule_files import Schedule
+from ttrain.absolute import absolute
 from ttrain.config import Settings
 from ttrain.errors import UsageError
 from ttrain.loading import load
@@ -54,7 +55,7 @@ def home(tmp_path: Path) -> Path:
 
 
 def schedule(pool: str | None = None, *overrides: str, **changes: Any) -> Schedule:
-    settings = schedule_files.absolute(load(overrides, environment={}).settings)
+    settings = absolute(load(overrides, environment={}).settings)
     return Schedule(**{"kind": "nightly", "name": settings.name, "cron": "0 2 * * *", "timezone": "Europe/Berlin",
                        "settings": settings.model_dump(mode="json"), "pool": pool} | changes)  # fmt: skip
 
@@ -81,7 +82,7 @@ def test_paths_are_kept_in_full_and_what_is_elsewhere_as_it_is(tmp_path: Path, m
          "notify.webhook=https://hooks.example/secret", "notify.command=[bin/tell, me/too]"],
         environment={},
     ).settings  # fmt: skip
-    kept = schedule_files.absolute(loaded)
+    kept = absolute(loaded)
     assert kept.data.paths("pretrain") == (f"{tmp_path}/docs/*.jsonl", "https://example.org/a.jsonl", f"{tmp_path}/more")
     assert kept.data.weights("pretrain") == (1.0, 1.0, 2.0)
     assert kept.data.paths("sft") == (str(Path.home() / "chats.jsonl"),)
@@ -89,8 +90,8 @@ def test_paths_are_kept_in_full_and_what_is_elsewhere_as_it_is(tmp_path: Path, m
     assert kept.tokenizer.existing == str(tmp_path / "base")
     assert kept.notify.command == (str(tmp_path / "bin/tell"), "me/too")
     assert kept.notify.webhook == "https://hooks.example/secret"
-    assert schedule_files.absolute(kept) == kept
-    assert schedule_files.absolute(Settings()) == Settings()
+    assert absolute(kept) == kept
+    assert absolute(Settings()) == Settings()
 
 
 def test_a_model_that_is_started_from_is_kept_in_full_and_a_stage_is_none(
@@ -99,9 +100,9 @@ def test_a_model_that_is_started_from_is_kept_in_full_and_a_stage_is_none(
     monkeypatch.chdir(tmp_path)
     for name in ("mine", "pretrain"):  # a folder of a stage's name does not stand for the stage
         (tmp_path / name).mkdir()
-    kept = schedule_files.absolute(load(["sft.start_from=./mine", "lora.start_from=sft"], environment={}).settings)
+    kept = absolute(load(["sft.start_from=./mine", "lora.start_from=sft"], environment={}).settings)
     assert kept.sft.start_from == str(tmp_path / "mine") and kept.lora.start_from == "sft"
-    assert schedule_files.absolute(Settings()).sft.start_from == "pretrain"
+    assert absolute(Settings()).sft.start_from == "pretrain"
 
 
 def test_a_webhook_lies_in_a_file_of_the_user_alone_and_nowhere_else(home: Path) -> None:
@@ -116,6 +117,9 @@ def test_a_webhook_lies_in_a_file_of_the_user_alone_and_nowhere_else(home: Path)
     assert others and not any("secret" in one.read_text() or "word" in one.read_text() for one in others)
     inside = yaml.safe_load(pools.prefect_yaml(home, schedule("docker", settings=kept.settings)))["deployments"][0]
     assert inside["parameters"]["settings"]["notify"]["webhook_file"] == "/ttrain/schedules/nightly-quickstart.webhook"
+    without = schedule_files.webhook_in_file(home, "nightly", Settings())
+    assert without.notify.webhook_file is None and not path.exists(), "a schedule of the same name without one"
+    schedule_files.webhook_in_file(home, "nightly", load([f"notify.webhook={url}"], environment={}).settings)
     schedule_files.remove(home, kept.full_name)
     assert not path.exists()
 

@@ -16,10 +16,11 @@ NIGHTLY = "nightly"
 def run(loaded: Loaded, *, engine: str) -> None:
     """One night, now."""
     from flows.nightly import run_night
+    from ttrain.absolute import absolute
     from ttrain.store import usable_home
 
     usable_home()
-    result = run_night(loaded.settings, _store(loaded), console(), engine=engine)
+    result = run_night(absolute(loaded.settings), _store(loaded), console(), engine=engine)
     print(escaped(f"{result.night or 'no night'}: {result.outcome}"))
 
 
@@ -27,9 +28,10 @@ def plan(loaded: Loaded, *, as_json: bool) -> None:
     """What a night would do now."""
     from flows.night_plan import plan_night
     from ttrain import report
+    from ttrain.absolute import absolute
     from ttrain.night_inputs import DATASETS
 
-    planned = plan_night(loaded.settings, _store(loaded))
+    planned = plan_night(absolute(loaded.settings), _store(loaded))
     frozen = planned.frozen
     if as_json:
         stages = report.plan_json(NIGHTLY, planned.stages)["stages"]

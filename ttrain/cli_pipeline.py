@@ -21,6 +21,7 @@ from ttrain.cli_settings import (
     Since,
     Until,
     load_settings,
+    name_in,
     names_in,
     plan_of,
     settings_of_run,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from ttrain.selection import Selection
     from ttrain.store import Store
 
+LISTED_RUNS = 10
 PIPELINE_HELP = "the pipeline: full, or nightly (one night: new data, a challenger, the decision)"
 
 pipeline_app = typer.Typer(
@@ -59,9 +61,9 @@ def pipeline_run(
     extend: Extend = False,
     force: ForceStages = None,
     only: Only = None,
-    since: Since = "",
-    until: Until = "",
-    go_on: GoOn = "",
+    since: Since = None,
+    until: Until = None,
+    go_on: GoOn = None,
     engine: Engine = "prefect",
     record: Annotated[bool, typer.Option("--record", help="make a tracked run although all is cached")] = False,
 ) -> None:
@@ -83,8 +85,8 @@ def pipeline_run(
         record=record,
         extend=extend,
         force=names_in(force),
-        selection=Selection(names_in(only), since, until),
-        go_on=go_on,
+        selection=Selection(names_in(only), name_in(since), name_in(until)),
+        go_on=name_in(go_on),
     )
 
 
@@ -132,22 +134,22 @@ def pipeline_plan(
     extend: Extend = False,
     force: ForceStages = None,
     only: Only = None,
-    since: Since = "",
-    until: Until = "",
-    go_on: GoOn = "",
+    since: Since = None,
+    until: Until = None,
+    go_on: GoOn = None,
     as_json: AsJson = False,
 ) -> None:
     """Print for every stage whether it is cached or will run, its key, and why. Runs nothing."""
     from ttrain import report
     from ttrain.selection import Selection
 
-    selection = Selection(names_in(only), since, until)
+    selection = Selection(names_in(only), name_in(since), name_in(until))
     loaded = load_settings(overrides, config, profile)
     if pipeline == cli_night.NIGHTLY:
         cli_night.refuse(extend=extend, force=force, only=only, until=until, **{"from": since, "continue": go_on})
         cli_night.plan(loaded, as_json=as_json)
         return
-    _, stages = plan_of(pipeline, loaded, force=names_in(force), extend=extend, selection=selection, go_on=go_on)
+    _, stages = plan_of(pipeline, loaded, force=names_in(force), extend=extend, selection=selection, go_on=name_in(go_on))
     if as_json:
         print_json(report.plan_json(pipeline, stages))
         return
@@ -160,19 +162,20 @@ def pipeline_plan(
 
 @pipeline_app.command("status", epilog="Example:  ttrain pipeline status --json")
 def pipeline_status(
-    limit: Annotated[int, typer.Option(min=1, help="how many runs, newest first")] = 10, as_json: AsJson = False
+    limit: Annotated[int | None, typer.Option(min=1, help="how many runs, newest first; 10, with --json all")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """List runs and their stages: outcome, time, key figures, logs."""
     from ttrain import report, runs, store
 
     found = runs.history(store.home())
     if as_json:
-        print_json([report.run_json(run) for run in found])
+        print_json([report.run_json(run) for run in found[:limit]])
         return
     screen = console()
     if not found:
         screen.print("no runs yet; begin with `ttrain pipeline run full`")
-    for run in found[:limit]:
+    for run in found[: limit or LISTED_RUNS]:
         same = f", the same as {run['equals']}" if run.get("equals") else ""
         took = report.seconds(run["seconds"])
         screen.print(f"[bold]{run['run']}[/]  {run['outcome']}{same}  {took}  {run['started']}", highlight=False)
@@ -247,11 +250,12 @@ def _say_left_out(pipeline: str, loaded: Loaded, stages: list[Planned], selectio
 
 def _say_cached(pipeline: str, loaded: Loaded, store: Store, stages: list[Planned]) -> None:
     from ttrain import report, runs
+    from ttrain.absolute import absolute
 
     results = {planned.stage.name: planned.artifact.result for planned in stages if planned.artifact}
     metrics = report.metrics_of(results)
     equals = runs.equal_run(store.root, {planned.stage.name: planned.key for planned in stages})
-    runs.record_cached(store.root, pipeline, stages, loaded.settings.model_dump(mode="json"), metrics, equals)
+    runs.record_cached(store.root, pipeline, stages, absolute(loaded.settings).model_dump(mode="json"), metrics, equals)
     table(("what", "value", ""), report.evaluation_table(metrics))
     same = f" in the run {equals}" if equals else ""
     print(f"everything is cached: all {len(stages)} stages of {pipeline} are as they were{same}; nothing was run")

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from ttrain.cli_night import NIGHTLY
 from ttrain.cli_settings import AsJson, Files, Overrides, Profiles, load_settings
 from ttrain.terminal import escaped, print_json, table
 
@@ -146,11 +147,15 @@ def _schedule(
     as_json: bool,
 ) -> None:
     from flows import schedule_files
+    from flows.nightly import check
     from flows.schedule_files import Schedule
+    from ttrain.absolute import absolute
     from ttrain.store import usable_home
 
     home = usable_home()
-    settings = schedule_files.absolute(load_settings(overrides, config, profile).settings)
+    settings = absolute(load_settings(overrides, config, profile).settings)
+    if kind == NIGHTLY:
+        check(settings)
     settings = schedule_files.webhook_in_file(home, kind, settings)
     timezone = timezone or schedule_files.local_timezone()
     settings = schedule_files.with_timezone(settings, timezone)

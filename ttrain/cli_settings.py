@@ -35,12 +35,14 @@ Only = Annotated[
     list[str] | None,
     typer.Option("--only", metavar="STAGES", help="these stages alone (A,B, or repeated); what they read is in the store"),
 ]
-Since = Annotated[str, typer.Option("--from", metavar="STAGE", help="this stage and what depends on it", show_default=False)]
+Since = Annotated[
+    str | None, typer.Option("--from", metavar="STAGE", help="this stage and what depends on it", show_default=False)
+]
 Until = Annotated[
-    str, typer.Option("--until", metavar="STAGE", help="this stage and what it depends on", show_default=False)
+    str | None, typer.Option("--until", metavar="STAGE", help="this stage and what it depends on", show_default=False)
 ]
 GoOn = Annotated[
-    str,
+    str | None,
     typer.Option(
         "--continue",
         metavar="KEY",
@@ -93,6 +95,15 @@ def names_in(options: list[str] | None) -> frozenset[str]:
             "--only and --force need the name of a stage, and got an empty one; leave the option out for all stages"
         )
     return names
+
+
+def name_in(option: str | None) -> str:
+    """The same for an option that gives one name: "" where it is not given."""
+    from ttrain.errors import UsageError
+
+    if option is not None and not option.strip():
+        raise UsageError("--from and --until need the name of a stage, --continue a key, and got an empty one; leave it out")
+    return (option or "").strip()
 
 
 def plan_of(

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ttrain import digests, launch, report, runs, supervise, tracking
+from ttrain.absolute import absolute
 from ttrain.config import Settings, flatten
 from ttrain.display import Display
 from ttrain.errors import Interrupted, TTrainError
@@ -53,7 +54,7 @@ class Execution:
         self.pipeline, self.settings, self.store, self.display = pipeline, settings, store, display
         self.force, self.extend, self.go_on = force, extend, go_on
         self.outcome = "running"  # then completed, failed or interrupted
-        self.record = RunRecord(store.root, pipeline, stages, settings.model_dump(mode="json"))
+        self.record = RunRecord(store.root, pipeline, stages, absolute(settings).model_dump(mode="json"))
         self.artifacts: dict[str, Artifact] = {}
         self.model_set: str | None = None  # version of the registered set of models, where the run was tracked to its end
         self.failures: dict[str, BaseException] = {}  # of stages that have no result yet

@@ -11,7 +11,7 @@ from ttrain.config.evaluate import Evaluate
 from ttrain.config.gate import Expert, Gate, GateConfig
 from ttrain.config.model import Model, Moe, MultiToken
 from ttrain.config.nightly import Event, Nightly, Notify, Promotion
-from ttrain.config.runtime import CLOCK, Night, Runtime, Tracking
+from ttrain.config.runtime import Night, Runtime, Tracking
 from ttrain.config.settings import (
     EvaluateConfig,
     ExistingModelConfig,
@@ -29,7 +29,6 @@ from ttrain.config.settings import (
 from ttrain.config.training import EarlyStopping, Loop, Lora, Optim, Precision, Pretrain, Schedule, Sft, TaskConfig, Training
 
 __all__ = [
-    "CLOCK",
     "DATASETS",
     "PYTHON_DOCS",
     "Data",

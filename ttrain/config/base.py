@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
@@ -53,6 +54,16 @@ def _existing_zone(value: str) -> str:
 
 
 TimeZone = Annotated[str, AfterValidator(_existing_zone)]
+
+
+def _time_of_day(value: str) -> str:
+    try:
+        return f"{datetime.strptime(value, '%H:%M'):%H:%M}"
+    except ValueError:
+        raise ValueError(f"{value!r} is no time of day; write hour:minute from 00:00 to 23:59, such as 06:30") from None
+
+
+TimeOfDay = Annotated[str, AfterValidator(_time_of_day)]
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -8,8 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_serializer, field_validator, model_validator
 
-from ttrain.config.base import Section, TimeZone
-from ttrain.config.runtime import CLOCK
+from ttrain.config.base import Section, TimeOfDay, TimeZone
 
 Event = Literal["failed", "promoted", "kept", "skipped", "unfinished"]
 HIDDEN = "/***"  # stands for what follows a webhook's host
@@ -28,7 +27,7 @@ class Nightly(Section):
     again: bool = Field(
         True, description="documents of a night that was not promoted are read once more, beside newer ones; false: never"
     )
-    deadline: str | None = Field(None, pattern=CLOCK, description="hour:minute when a night saves its state and stops")
+    deadline: TimeOfDay | None = Field(None, description="hour:minute when a night saves its state and stops")
     deadline_hours: float | None = Field(None, gt=0, description="the same, so long after the night began")
     timezone: TimeZone | None = Field(None, description="of the deadline, such as Europe/Berlin; empty: the machine's own")
     attempts: int = Field(2, ge=1, description="nights in which the same list of files may fail before it is given up")

@@ -6,16 +6,14 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from ttrain.config.base import Section, TimeZone
-
-CLOCK = r"^([01]\d|2[0-3]):[0-5]\d$"
+from ttrain.config.base import Section, TimeOfDay, TimeZone
 
 
 class Night(Section):
     """Hours in which training takes less of the machine. The same weights come of it, up to the order of summation."""
 
-    start: str = Field("22:00", pattern=CLOCK, description="hour:minute; included")
-    end: str = Field("08:00", pattern=CLOCK, description="hour:minute; not included. The same as start: all day")
+    start: TimeOfDay = Field("22:00", description="hour:minute; included")
+    end: TimeOfDay = Field("08:00", description="hour:minute; not included. The same as start: all day")
     timezone: TimeZone | None = Field(None, description="such as Europe/Berlin; empty: the machine's own")
     rows_fraction: float = Field(0.5, gt=0, le=1, description="of runtime.rows_per_device")
     threads_fraction: float = Field(0.5, gt=0, le=1, description="of the threads of a rank")
