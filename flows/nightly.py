@@ -209,7 +209,8 @@ class _Running:
             decision = replace(decision, promote=False, reason=reason)
         night.note(version=version, run=execution.record.run, decision=decision.to_json())
         table = report.markdown(decision.rows(), ("what", "value"))
-        tracking.log_decision(home, name, version, decision.to_json(), table, run_id=execution.tracked_run)
+        if decision.promote or now is None or now.version != version:  # the champion keeps the decision that made it so
+            tracking.log_decision(home, name, version, decision.to_json(), table, run_id=execution.tracked_run)
         if self.engine == "prefect" and not self.in_flow:  # else the flow shows it
             from flows import orchestrate
 

@@ -150,6 +150,24 @@ def test_the_same_models_are_one_set_that_knows_its_newest_evaluation(home: Path
     assert len(tracking.list_sets(home)) == 3
 
 
+def test_two_homes_that_register_the_same_at_once_leave_one(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlflow import MlflowClient
+
+    create, other = MlflowClient.create_model_version, []
+
+    def overtaken(self: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+        if name not in other:
+            other.append(name)
+            create(self, name, *args, **kwargs)  # that of the other home, between our question and our answer
+        return create(self, name, *args, **kwargs)
+
+    monkeypatch.setattr(MlflowClient, "create_model_version", overtaken)
+    assert register(home, 9, name="raced") == "1"
+    assert len(other) == 5, "each member and the set"
+    (made,) = tracking.list_sets(home, "raced")
+    assert {member.version for member in made.members.values()} == {"1"} and made.aliases == ("challenger",)
+
+
 def test_the_newest_set_is_challenger_and_its_members_follow_with_the_list(home: Path) -> None:
     tracking.list_sets(home)
     assert aliases(home, "challenger") == everywhere("3")

@@ -123,7 +123,7 @@ def register(client: Any, name: str, run: Run, tags: Mapping[str, str]) -> str:
     It becomes challenger unless it is the champion. Raises ValueError where models of another pipeline bear the name.
     """
     unless_there(partial(client.create_registered_model, name))
-    versions = all_pages(partial(client.search_model_versions, f"name = '{name}'"))
+    versions = _versions(client, name)
     if any(version.tags.get(KIND) != SET for version in versions):
         raise ValueError(f"the registered model {name} holds models of another pipeline; set another `name`")
     same = [version for version in versions if version.tags.get(IDENTITY) == tags[IDENTITY]]
@@ -135,11 +135,18 @@ def register(client: Any, name: str, run: Run, tags: Mapping[str, str]) -> str:
                 client.set_model_version_tag(name, number, tag, value)
     else:
         made = client.create_model_version(name, run.artifact_uri, run.id, tags=dict(tags), await_creation_for=0)
-        number = str(made.version)
+        equals = [version for version in _versions(client, name) if version.tags.get(IDENTITY) == tags[IDENTITY]]
+        number = str(min((int(version.version) for version in equals), default=int(made.version)))
+        if number != str(made.version):  # another home registered it between the question and the answer
+            client.delete_model_version(name, str(made.version))
     champion = client.get_registered_model(name).aliases.get(CHAMPION)
     if champion is None or str(champion) != number:
         client.set_registered_model_alias(name, CHALLENGER, number)
     return number
+
+
+def _versions(client: Any, name: str) -> list[Any]:
+    return all_pages(partial(client.search_model_versions, f"name = '{name}'"))
 
 
 def all_pages(search: Callable[..., Any]) -> list[Any]:

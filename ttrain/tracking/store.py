@@ -198,13 +198,19 @@ class Store:
         if (there := self._same(name, tags)) is not None:
             return there
         made = self.client.create_model_version(name, source, run.id, tags=dict(tags), await_creation_for=0)
-        return str(made.version)
+        first = self._same(name, tags) or str(made.version)
+        if first != str(made.version):  # another home registered it between the question and the answer
+            self.client.delete_model_version(name, str(made.version))
+        return first
 
     def _same(self, name: str, tags: Mapping[str, str]) -> str | None:
-        for version in self.client.search_model_versions(f"name='{name}'"):
-            if all(tag in tags and version.tags.get(tag) == tags[tag] for tag in ("ttrain.key", "ttrain.content")):
-                return str(version.version)
-        return None
+        versions = sets.all_pages(partial(self.client.search_model_versions, f"name='{name}'"))
+        same = [
+            int(version.version)
+            for version in versions
+            if all(tag in tags and version.tags.get(tag) == tags[tag] for tag in ("ttrain.key", "ttrain.content"))
+        ]
+        return str(min(same)) if same else None
 
 
 @final
