@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any, Final
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError, available_timezones
 
 from ttrain.config import Settings
-from ttrain.store import own_suffix, read_json, write_json
+from ttrain.store import read_json, write_json
 
 KINDS: Final = ("nightly", "full")
 
@@ -83,7 +84,7 @@ def webhook_in_file(home: Path, kind: str, settings: Settings) -> Settings:
             path.unlink(missing_ok=True)  # of an earlier schedule of the name
         return settings
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{own_suffix()}.tmp")  # a new file: whoever may read an old one reads on
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")  # a new file: whoever may read an old one reads on
     with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
         file.write(settings.notify.webhook + "\n")
     aside.replace(path)

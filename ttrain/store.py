@@ -247,7 +247,7 @@ class Store:
         "published" is the time, but later than that of every artifact of the stage, also where the clock was set back.
         """
         files = {}
-        for left in output.glob(f".{MANIFEST}.*.tmp"):  # by a process that was killed while it published
+        for left in output.rglob(".*.tmp"):  # of `write_json`, by a process that was killed in the middle of it
             left.unlink()
         for path in sorted(output.rglob("*")):
             if path.is_symlink():
