@@ -48,6 +48,16 @@ def named(home: Path, what: Callable[[psutil.Process], bool]) -> list[psutil.Pro
     return found
 
 
+def described(home: Path) -> list[str]:
+    """Each process of the home, by its own command line and its parent's."""
+    found = []
+    for process in processes_of(home):
+        with contextlib.suppress(psutil.Error):
+            parent = process.parent()
+            found.append(f"{process.pid} {process.status()} {process.cmdline()} of {parent and parent.cmdline()}")
+    return found
+
+
 def flows(home: Path) -> list[psutil.Process]:
     return named(home, lambda process: "prefect.engine" in " ".join(process.cmdline()))
 
@@ -137,7 +147,7 @@ def test_nights_of_every_minute_stand_any_kill(cli: Cli) -> None:
     assert max(Counter(map(slot, ended)).values()) == 1, "a slot came twice"
     states = Counter(run["state"]["name"] for run in ended)
     assert chaos.served.stop() == 0
-    assert not processes_of(cli.home)
+    wait_until(lambda: not processes_of(cli.home), 10, lambda: "\n".join(described(cli.home)))
 
     completed = [night for night in nights.all() if night.outcome in COMPLETED]
     assert documents_of(completed).keys() == files(cli)
