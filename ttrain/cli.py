@@ -27,7 +27,7 @@ from ttrain.cli_schedule import serve as serve_schedules
 from ttrain.cli_settings import AsJson, Extend, Files, Force, Overrides, Profiles, load_settings
 from ttrain.cli_talk import chat, generate, serve
 from ttrain.cli_train import run_stage, train_app
-from ttrain.terminal import escaped, print_json
+from ttrain.terminal import escaped, print_json, show_warnings
 
 if TYPE_CHECKING:
     pass
@@ -174,6 +174,7 @@ def main(arguments: list[str] | None = None) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal that lacks a character gets a question mark, not the run's end
             stream.reconfigure(errors="replace")
+    show_warnings()
     try:
         app(arguments)
     except (TTrainError, OSError) as error:
