@@ -335,6 +335,8 @@ class _Watcher:
         interrupted = isinstance(error, Interrupted | KeyboardInterrupt)
         message = str(error) if isinstance(error, TTrainError) else f"{type(error).__name__}: {error}"
         outcome = "interrupted" if interrupted else "failed"
+        if interrupted and self._execution.signum:  # the stage's process saw no more than a signal
+            message = message.replace(SIGNALLED, self._execution.stop_reason)
         self._execution.record.stage(self._stage.name, outcome=outcome, error=message)
         self._execution.display.failed(self._stage.name, message)
         if isinstance(error, TTrainError):

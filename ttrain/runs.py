@@ -20,6 +20,7 @@ from ttrain.store import Store, exclusive, write_json
 log = logging.getLogger("ttrain")
 
 CLEANING = Path("runs", "cleaning.lock")  # under the home: held while what nobody needs is told and moved away
+NEEDED = frozenset({"run", "pipeline", "outcome", "started_unix", "process", "stages"})  # by those who read a record
 ELSEWHERE_DAYS = 7  # a run of another machine that noted nothing for so long is taken for ended
 
 
@@ -127,7 +128,8 @@ def _mentioning(home: Path, words: Sequence[str]) -> Iterator[dict[str, Any]]:
         with contextlib.suppress(OSError, ValueError):
             data = path.read_bytes()
             if all(word.encode() in data for word in words) and isinstance(run := json.loads(data), dict):
-                yield run
+                if run.keys() >= NEEDED:  # else of another version
+                    yield run
 
 
 def _entries(directory: Path) -> list[os.DirEntry[str]]:
