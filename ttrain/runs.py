@@ -127,9 +127,11 @@ def _mentioning(home: Path, words: Sequence[str]) -> Iterator[dict[str, Any]]:
     for path in sorted(paths, key=_time_in_name, reverse=True):
         with contextlib.suppress(OSError, ValueError):
             data = path.read_bytes()
-            if all(word.encode() in data for word in words) and isinstance(run := json.loads(data), dict):
-                if run.keys() >= NEEDED:  # else of another version
-                    yield run
+            if not all(word.encode() in data for word in words):
+                continue
+            run = json.loads(data)
+            if isinstance(run, dict) and run.keys() >= NEEDED:  # else of another version
+                yield run
 
 
 def _entries(directory: Path) -> list[os.DirEntry[str]]:
