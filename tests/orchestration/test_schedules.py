@@ -54,6 +54,19 @@ def test_a_cron_really_fires_and_a_stop_leaves_the_schedule_and_no_process(fresh
     assert (paused, active) == (0, 1)
 
 
+@pytest.mark.soak
+def test_the_server_of_one_that_served_and_was_killed_ends_with_the_next_one(fresh: Cli) -> None:
+    with serving(fresh) as served:
+        served.wait_for("stop with Ctrl-C")
+        served.process.kill()
+        served.process.wait()
+    assert processes.living(fresh.home, "prefect")
+    with serving(fresh) as served:
+        served.wait_for("stop with Ctrl-C")
+        assert served.stop() == 0
+    assert not processes_of(fresh.home)
+
+
 @pytest.mark.long
 @pytest.mark.soak
 def test_late_slots_run_once_and_a_schedule_is_listed_paused_changed_resumed_and_removed(fresh: Cli) -> None:
