@@ -13,6 +13,7 @@ import contextlib
 import logging
 import os
 import signal
+import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -43,9 +44,11 @@ def serve(home: Path, say: Callable[[str], None]) -> None:
     """
     with _alone(home):
         is_named = bool(os.environ.get("PREFECT_API_URL"))
-        url = _server(home)
-        say(f"serving the schedules of {home.resolve()}\nPrefect  {url.removesuffix('/api')}\nstop with Ctrl-C or SIGTERM")
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))  # until the loop below handles it
         try:
+            url = _server(home)
+            say(f"serving the schedules of {home.resolve()}")
+            say(f"Prefect  {url.removesuffix('/api')}\nstop with Ctrl-C or SIGTERM")
             signum = asyncio.run(_Serving(home, url, say, owns_server=not is_named).run())
         finally:
             _stop_server(home)
