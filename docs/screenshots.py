@@ -100,14 +100,12 @@ def take_of_mlflow(cli: Cli, runs: list[str]) -> None:
 
 
 def take_of_pages(cli: Cli, runs: list[str], folder: Path) -> None:
-    """The report of a run on a screen, in the dark and on a phone, and a comparison."""
+    """The report of a run, in the dark, and a comparison."""
     report, compared = folder / "report.html", folder / "compare.html"
     cli("report", runs[-1], "--out", str(report), settings=False)
     cli("compare", *runs, "--html", str(compared), settings=False)
     shots = (
-        (report, "report.png", 1200, 900, False),
         (report, "report-dark.png", 1200, 900, True),
-        (report, "report-phone.png", 390, 800, False),
         (compared, "compare.png", 1200, 1000, False),
     )
     for page, name, width, height, dark in shots:

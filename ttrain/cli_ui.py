@@ -88,7 +88,7 @@ def _addresses(root: Path, tracked: Sequence[str]) -> Addresses:
     from ttrain.config import Tracking
     from ttrain.errors import UsageError
 
-    told = (run["settings"].get("tracking", {}).get("experiment") for run in runs.newest_first(root))
+    told = (run.get("settings", {}).get("tracking", {}).get("experiment") for run in runs.newest_first(root))
     names = [name for name in (next(told, None), Tracking().experiment) if name]
     found = tracking.addresses(root, names, tracked)
     if found is None:

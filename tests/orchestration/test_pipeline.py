@@ -127,7 +127,9 @@ def test_mlflow_holds_one_parent_with_a_child_per_stage(finished: Any) -> None:
     assert set(params) == set(json.loads(finished("config", "show", "--json")))  # nothing that is another one each time
     names = {name for (name,) in rows(database, "select name from registered_models")}
     assert names == {"tiny-test", "tiny-test-tokenizer", "tiny-test-base", "tiny-test-sft", "tiny-test-lora"}
-    for (source,) in rows(database, "select source from model_versions"):
+    sources = dict(rows(database, "select name, source from model_versions"))
+    assert sources.pop("tiny-test") == "models:/tiny-test-lora/1"  # the set opens as the last of its models
+    for source in sources.values():
         assert list(Path(source.removeprefix("file://")).glob("*.json")), f"{source} holds no model"
 
 
