@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from prefect import flow
-from prefect.artifacts import create_markdown_artifact
 from prefect.exceptions import CancelledRun, FailedRun
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
@@ -29,12 +28,12 @@ from flows import lives
 from flows.lives import NIGHT_STATES, UNFINISHED
 from flows.orchestrate import SIDE_BY_SIDE
 from tasks.courtesy import courtesy
-from ttrain import report
 from ttrain.config import Settings
 from ttrain.errors import Interrupted, TTrainError
 from ttrain.fetching import store_of
 from ttrain.stopping import catching_signals
 from ttrain.store import usable_home
+from ttrain.terminal import show_warnings
 
 DEFAULTS = Settings()
 
@@ -87,11 +86,6 @@ def nightly(settings: Settings = DEFAULTS, changes: tuple[str, ...] = ()) -> Sta
         changed, slot = _changed(settings, changes), flow_run.scheduled_start_time
         store = store_of(home, changed)
         result = run_night(changed, store, _console(), engine="prefect", slot=slot, in_flow=True)
-        if result.decision:
-            with courtesy():
-                figures = result.decision.items()
-                rows = [(name, "none" if value is None else str(value)) for name, value in figures]
-                create_markdown_artifact(report.markdown(rows, ("what", "value")), key="decision", description=result.reason)
         if result.outcome in NIGHT_STATES:
             return Completed(name=NIGHT_STATES[result.outcome], message=result.reason)
         if result.outcome == "unfinished":
@@ -132,6 +126,7 @@ def _told(run: Callable[[Path], State[Any] | None]) -> State[Any] | None:
 
 def _quiet() -> None:
     """The terminal gets what the run itself says; the API gets all but the traceback of a state that we returned."""
+    show_warnings()
     logging.getLogger("prefect.task_runs").propagate = False
     logging.getLogger("prefect.flow_runs").addFilter(_is_no_state_of_ours)
 

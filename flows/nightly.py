@@ -211,10 +211,10 @@ class _Running:
         table = report.markdown(decision.rows(), ("what", "value"))
         if decision.promote or now is None or now.version != version:  # the champion keeps the decision that made it so
             tracking.log_decision(home, name, version, decision.to_json(), table, run_id=execution.tracked_run)
-        if self.engine == "prefect" and not self.in_flow:  # else the flow shows it
+        if self.engine == "prefect":
             from flows import orchestrate
 
-            orchestrate.show_decision(table, night.name)
+            orchestrate.show_decision(table, night.name, in_flow=self.in_flow)
         if decision.promote:
             tracking.promote(home, name, version)
         return decision

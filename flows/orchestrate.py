@@ -149,13 +149,17 @@ def _run_stages(execution: Execution, recipe: Recipe) -> None:
             create_markdown_artifact(table, key="evaluation", description=f"evaluation of {run}")
 
 
-def show_decision(table: str, night: str) -> None:
-    """A night's decision, a markdown table, among the artifacts of no run: that of its stages has ended."""
+def show_decision(table: str, night: str, *, in_flow: bool) -> None:
+    """A night's decision, a markdown table, among the artifacts of the deployment's flow run that this is called in, else
+    of no run: that of the night's stages has ended."""
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.actions import ArtifactCreate
 
+    run = current_flow_run().id if in_flow else None
     # `create_markdown_artifact` warns whoever is in no run
-    artifact = ArtifactCreate(type="markdown", key="decision", description=f"decision of {night}", data=table)
+    artifact = ArtifactCreate(
+        type="markdown", key="decision", description=f"decision of {night}", data=table, flow_run_id=run
+    )
     with courtesy(), get_client(sync_client=True) as client:
         client.create_artifact(artifact)
 

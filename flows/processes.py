@@ -134,10 +134,8 @@ def stop(home: Path, name: str) -> bool:
     return bool(found)
 
 
-def end(process: subprocess.Popen[bytes], owner: int) -> None:
-    """Ends our own server, which takes no SIGTERM; a forked child, which inherits the call, does not."""
-    if os.getpid() != owner:
-        return
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Ends our own server, which takes no SIGTERM."""
     process.send_signal(signal.SIGINT)
     try:
         process.wait(STOP_SECONDS)

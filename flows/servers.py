@@ -20,7 +20,7 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, final
 
 from flows import processes
 from flows.guarding import Guarded, hosts_of
@@ -31,6 +31,7 @@ from ttrain.store import write_json
 log = logging.getLogger("ttrain")
 OWNER: Final = "TTRAIN_SERVER_OWNER"
 PORT: Final = "TTRAIN_SERVER_PORT"
+RESTARTS: Final = 5  # of a server that dies with each start
 
 # Who phones home: Prefect's SDK (Amplitude); its server, and its UI from the browser (both obey "analytics"); MLflow.
 # Prefect takes 1 or true for DO_NOT_TRACK, MLflow only true.
@@ -40,8 +41,13 @@ SILENT: Final = {
     "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
     "MLFLOW_DISABLE_TELEMETRY": "true",
 }
-# The level of the console's handler, not of a logger: what flow and task runs say still reaches the API and so the UI.
-QUIET: Final = {"PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "ERROR", "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore"}
+# The level of the console's handler, not of a logger: what flow and task runs say, and our own warnings, still reach the
+# API and so the UI.
+QUIET: Final = {
+    "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "ERROR",
+    "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
+    "PREFECT_LOGGING_EXTRA_LOGGERS": "ttrain",
+}
 
 _own_url: str | None = None  # of the server that this process started
 
@@ -99,21 +105,58 @@ def own_server(home: Path) -> Callable[[], None]:
         return lambda: None
     # Below 32768, where outgoing connections get theirs: who asks a port there that nobody serves may reach himself
     port = processes.free_port(10_000 + secrets.randbelow(10_000))
-    owner, path = os.getpid(), processes.folder_of(home) / "own.log"
-    command = [*_uvicorn("owned_app", port), "--log-level", "error", "--timeout-graceful-shutdown", "5"]
-    ephemeral = {"PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1", "PREFECT_SERVER_UI_ENABLED": "false"}
-    process = processes.spawn(command, {**ephemeral, OWNER: str(owner), PORT: str(port)}, path)
-    atexit.register(processes.end, process, owner)  # atexit comes after Prefect has sent its last logs and events
+    own = _OwnServer(port, processes.folder_of(home) / "own.log")
+    atexit.register(own.end)  # atexit comes after Prefect has sent its last logs and events
     global _own_url
     _own_url = os.environ["PREFECT_API_URL"] = f"http://{HOST}:{port}/api"
 
     def wait() -> None:
         try:
-            processes.wait("prefect", port, process, path)
+            own.wait()
         finally:
             lock.release()
 
     return wait
+
+
+@final
+class _OwnServer:
+    """The Prefect server of this process; started at once, and again on its port and its database should it die.
+
+    The kernel kills what takes memory when that runs out. A run whose server is gone goes on, but Prefect's client asks
+    at each state for minutes before it gives up: eight stages that took 20 s had not ended after five minutes.
+    """
+
+    def __init__(self, port: int, log_file: Path) -> None:
+        self._port, self._log_file, self._owner = port, log_file, os.getpid()
+        self._lock, self._is_ending = threading.Lock(), False
+        self._process = self._spawn()
+
+    def wait(self) -> None:
+        """Returns when it answers, and keeps it from then on. Raises TTrainError."""
+        processes.wait("prefect", self._port, self._process, self._log_file)
+        threading.Thread(target=self._keep, name="own-server", daemon=True).start()
+
+    def end(self) -> None:
+        """Ends it; done in a forked child, which inherits what is registered, it does nothing."""
+        if os.getpid() == self._owner:
+            with self._lock:
+                self._is_ending = True
+            processes.end(self._process)
+
+    def _keep(self) -> None:
+        for _ in range(RESTARTS):
+            code = self._process.wait()
+            with self._lock:
+                if self._is_ending:
+                    return
+                log.warning("the Prefect server of this run ended with code %d; it is started again", code)
+                self._process = self._spawn()
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        command = [*_uvicorn("owned_app", self._port), "--log-level", "error", "--timeout-graceful-shutdown", "5"]
+        ephemeral = {"PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1", "PREFECT_SERVER_UI_ENABLED": "false"}
+        return processes.spawn(command, {**ephemeral, OWNER: str(self._owner), PORT: str(self._port)}, self._log_file)
 
 
 def owned_app() -> Any:

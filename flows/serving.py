@@ -13,7 +13,8 @@ import contextlib
 import logging
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -30,6 +31,9 @@ RUNS_AT_ONCE: Final = 4  # one that trains; a slot that comes meanwhile takes se
 PREFECT_PORT: Final = 4200
 LOCK_SECONDS: Final = 2.0  # who only asks who serves (`served_by`) has the lock for a moment, too
 
+SERVING: Final = "serving.txt"  # under the folder of schedules: who serves, and the token of the server started for that
+STARTING: Final = "starting"
+
 log = logging.getLogger("ttrain")
 
 
@@ -40,14 +44,14 @@ def serve(home: Path, say: Callable[[str], None]) -> None:
     """
     with _alone(home):
         is_named = bool(os.environ.get("PREFECT_API_URL"))
-        url, started = _server(home)
-        say(f"serving the schedules of {home.resolve()}\nPrefect  {url.removesuffix('/api')}\nstop with Ctrl-C or SIGTERM")
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))  # until the loop below handles it
         try:
+            url = _server(home)
+            say(f"serving the schedules of {home.resolve()}")
+            say(f"Prefect  {url.removesuffix('/api')}\nstop with Ctrl-C or SIGTERM")
             signum = asyncio.run(_Serving(home, url, say, owns_server=not is_named).run())
         finally:
-            if started and not processes.living(home, "mlflow"):  # else `up` has been here, and its server stays
-                with processes.start_lock(home):
-                    processes.stop(home, "prefect")
+            _stop_server(home)
     if signum == signal.SIGINT:
         raise Interrupted("stopped serving; schedules stay, `ttrain pipeline serve` goes on with them", signum)
 
@@ -61,7 +65,7 @@ def served_by(home: Path) -> int | None:
         return None
     with contextlib.suppress(Timeout), FileLock(folder / "serve.lock", timeout=0, thread_local=False):
         return None
-    pid = (read_json(folder / "serving.txt") or {}).get("pid")
+    pid = (read_json(folder / SERVING) or {}).get("pid")
     return int(pid) if pid else None
 
 
@@ -81,25 +85,42 @@ def _alone(home: Path) -> Iterator[None]:
             f"it sees what is scheduled later too"
         ) from None
     try:
-        write_json(folder / "serving.txt", {"pid": os.getpid()})
+        write_json(path := folder / SERVING, {**(read_json(path) or {}), "pid": os.getpid()})
         yield
     finally:
         lock.release()
 
 
-def _server(home: Path) -> tuple[str, bool]:
-    """The API of the server that is named or runs, else of one that is started; and whether it was."""
+def _server(home: Path) -> str:
+    """The API of the server that is named or runs, else of one that is started."""
     named = os.environ.get("PREFECT_API_URL")
     if named and not servers.answers(named):
         raise UsageError(f"PREFECT_API_URL is {named} but no Prefect server answers there; start it, or unset the variable")
-    started = not named and not processes.living(home, "prefect")
-    if started:
-        servers.start(home, {"prefect": PREFECT_PORT})
+    if not named and not processes.living(home, "prefect"):
+        _start_server(home, PREFECT_PORT)
     orchestrate.begin(home)()
     lives.bury_the_dead(home)
     with courtesy():
         lives.create_automation()
-    return os.environ["PREFECT_API_URL"], started
+    return os.environ["PREFECT_API_URL"]
+
+
+def _start_server(home: Path, port: int) -> None:
+    """Start one, and note that it is there to serve: where this process is killed, also meanwhile, the next one ends it."""
+    note = schedule_files.folder_of(home) / SERVING
+    write_json(note, {"pid": os.getpid(), "server": STARTING})
+    servers.start(home, {"prefect": port})
+    if server := processes.living(home, "prefect"):
+        write_json(note, {"pid": os.getpid(), "server": server.token})
+
+
+def _stop_server(home: Path) -> None:
+    """End the server that was started to serve, by this process or one before; that of `up` stays."""
+    noted = (read_json(schedule_files.folder_of(home) / SERVING) or {}).get("server")
+    server = processes.read(home, "prefect")
+    if server and noted in (server.token, STARTING) and not processes.living(home, "mlflow"):  # else `up` has been here
+        with processes.start_lock(home):
+            processes.stop(home, "prefect")
 
 
 class _Serving:
@@ -127,6 +148,8 @@ class _Serving:
         self._looking = anyio.CancelScope()  # so that a stop waits for no answer of a server that is away
         async with FlowRunExecutorContext() as self._context:
             self._context.process_manager.kill = self._kill_patiently
+            proposer = self._context._state_proposer
+            proposer.propose_cancelled = partial(self._propose_cancelled, proposer.propose_cancelled)
             async with anyio.create_task_group() as self._tasks:
                 self._tasks.start_soon(self._keep_server)
                 with self._looking:
@@ -168,7 +191,7 @@ class _Serving:
             if self._owns_server and not await asyncio.to_thread(processes.living, self._home, "prefect"):
                 self._say("the Prefect server is gone; starting it again")
                 try:
-                    await asyncio.to_thread(servers.start, self._home, {"prefect": port})
+                    await asyncio.to_thread(_start_server, self._home, port)
                 except TTrainError as error:
                     self._say(f"the Prefect server does not start: {error}")
                 server = processes.living(self._home, "prefect")
@@ -268,6 +291,13 @@ class _Serving:
         message = f"nothing served at this slot; the one of {newer.next_scheduled_start_time:%Y-%m-%d %H:%M %Z} covers it"
         await self._context.client.set_flow_run_state(run.id, Completed(name="Skipped", message=message), force=True)
         self._say(f"{run.name}: Skipped, {message}")
+
+    async def _propose_cancelled(
+        self, propose: Callable[..., Awaitable[bool]], run: Any, updates: dict[str, Any] | None = None
+    ) -> bool:
+        """Cancelled, unless the run itself has said so, with the reason, and somebody wants it tried again already."""
+        state = (await self._context.client.read_flow_run(run.id)).state
+        return True if state and not state.is_cancelling() else await propose(run, updates)
 
     async def _kill_patiently(self, flow_run_id: Any, grace_seconds: float = 0, *, force: bool = False) -> None:
         """SIGTERM once, however many want the run to stop: a second one ends it before its state is saved."""

@@ -77,7 +77,8 @@ def serving(cli: Cli) -> Iterator[Served]:
 def ask(home: Path, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
     """What the server of this home answers to a POST."""
     server = processes.living(home, "prefect")
-    assert server is not None
+    if server is None:
+        raise ConnectionError(f"no Prefect server of {home} answers")
     url, headers = f"http://127.0.0.1:{server.port}/api/{path}", {"Content-Type": "application/json"}
     with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=30) as reply:
         found: list[dict[str, Any]] = json.load(reply)

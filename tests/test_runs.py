@@ -72,6 +72,7 @@ def test_a_run_that_ended_keeps_its_outcome_when_its_process_is_gone(tmp_path: P
 def test_a_broken_record_does_not_hide_the_others(tmp_path: Path) -> None:
     made = record(tmp_path)
     (tmp_path / "runs" / "broken.json").write_text('{"run": ')
+    (tmp_path / "runs" / "older.json").write_text('{"run": "older", "outcome": "completed"}')
     assert [run["run"] for run in history(tmp_path)] == [made.run]
     assert read_json(made.path)["run"] == made.run
 

@@ -127,6 +127,13 @@ def published_files(artifact: Artifact) -> dict[str, bytes]:
     return seen
 
 
+def test_what_a_kill_left_of_a_file_s_writing_is_not_published(store: Store) -> None:
+    output = store.work(STAGE, KEY) / "output"
+    make_output(output, {"model/.config.json.4242.tmp": b"{", ".manifest.json.77.tmp": b"", "model/.mine.tmp": b"kept"})
+    published = store.publish(STAGE, KEY, output, MANIFEST)
+    assert published_files(published).keys() == {*FILES, "model/.mine.tmp"}
+
+
 def test_a_published_artifact_is_found_with_what_was_said_about_it(store: Store) -> None:
     published = publish(store)
     assert Store(store.root).find(STAGE, KEY) == published

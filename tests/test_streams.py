@@ -525,6 +525,15 @@ def test_cut_or_damaged_parquet_is_a_data_error(tmp_path: Path, place: float, bi
         assert path in str(error)
 
 
+def test_a_page_whose_header_one_bit_alters_is_missed(tmp_path: Path) -> None:
+    """The header is in no checksum, and a page of an unknown kind is passed over, with a thousand rows."""
+    data = bytearray(PARQUET)
+    kind = pq.ParquetFile(io.BytesIO(PARQUET)).metadata.row_group(0).column(0).data_page_offset + 1
+    data[kind] ^= 1
+    with pytest.raises(DataError, match="a group has not the rows"):
+        parquet_rows(str(written(tmp_path, bytes(data))))
+
+
 def test_parquet_that_counts_its_rows_wrongly_is_a_data_error(tmp_path: Path) -> None:
     """In the footer 3000 is written as 16 f0 2e: for the file, for the column (which nobody minds), for the group."""
     data = table_bytes(pa.table({"n": list(range(3000))}), use_dictionary=False, store_schema=False)

@@ -156,7 +156,8 @@ def _read_by(store: Store, work: Path) -> Iterator[str]:
     job = read_json(work / JOB)
     if not isinstance(job, dict):
         return
-    places = [*job["inputs"].values(), *job["reuse"], *filter(None, [job["start_from"]])]
+    inputs, reused, start_from = (job.get(name) for name in ("inputs", "reuse", "start_from"))  # or of another version
+    places = [*(inputs or {}).values(), *(reused or ()), *filter(None, [start_from])]
     for place in map(Path, places):
         with contextlib.suppress(ValueError):
             parts = place.relative_to(store.root / "store").parts

@@ -33,7 +33,7 @@ from ttrain.cli_track import track_app
 from ttrain.cli_train import run_stage, train_app
 from ttrain.cli_ui import EPILOG as UI_EPILOG
 from ttrain.cli_ui import ui
-from ttrain.terminal import escaped, print_json
+from ttrain.terminal import escaped, print_json, show_warnings
 
 if TYPE_CHECKING:
     pass
@@ -186,6 +186,7 @@ def main(arguments: list[str] | None = None) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal that lacks a character gets a question mark, not the run's end
             stream.reconfigure(errors="replace")
+    show_warnings()
     try:
         app(arguments)
     except (TTrainError, OSError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from ttrain.store import Artifact, Store
 
 MEGABYTE = 1e6
+CELL = 80  # characters of a list in a table
 KEEP_RUNS, OLDER_THAN_DAYS = 10, 14.0
 
 artifacts_app = typer.Typer(
@@ -71,10 +73,16 @@ def artifacts_show(stage: StageName, key: Key = "", as_json: AsJson = False) -> 
             *((f"input {name}", f"{one['stage']} {one['key'][:12]}") for name, one in manifest["inputs"].items()),
             *((f"{role} file", file["name"]) for role, files in made["files"].items() for file in files),
             *((f"library {name}", version) for name, version in manifest["provenance"]["libraries"].items()),
-            *((name, value) for name, value in made["settings"].items()),
-            *((f"result {name}", value) for name, value in flatten(dict(manifest["result"]))),
+            *((name, _shown(value)) for name, value in made["settings"].items()),
+            *((f"result {name}", _shown(value)) for name, value in flatten(dict(manifest["result"]))),
         ],
     )
+
+
+def _shown(value: object) -> str:
+    """A value in a cell of the table: as YAML has it, and no more than fits."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= CELL or not isinstance(value, list | dict) else f"{len(value)} entries; --json has them"
 
 
 @artifacts_app.command("path", epilog="Examples:  ls $(ttrain artifacts path sft)/model\n\nttrain artifacts path sft 3f1c")

@@ -115,7 +115,8 @@ def _only_name(found: Sequence[ModelSet], name: str | None) -> str:
 
 
 def _chosen(root: Path, found: Sequence[ModelSet], which: str, name: str | None) -> ModelSet:
-    """The set of this version, or with the models of this run; a run whose models were all there shares the set."""
+    """The set of this version, or with the models of this run, whose name may be cut short; a run whose models
+    were all there shares the set."""
     from ttrain.errors import UsageError
     from ttrain.store import read_json
 
@@ -126,6 +127,8 @@ def _chosen(root: Path, found: Sequence[ModelSet], which: str, name: str | None)
             there = ", ".join(one.version for one in found)
             raise UsageError(f"{name} has no set {which}; it has {there}; `ttrain models list` shows them")
         return same[0]
+    known = {one.run for one in found if which and (one.run.startswith(which) or one.run.endswith(which))}
+    which = known.pop() if len(known) == 1 else which
     record = read_json(root / "runs" / f"{which}.json") if which and "/" not in which else None
     keys = {stage["name"]: stage.get("key") for stage in record["stages"]} if isinstance(record, dict) else {}
     for one in found:

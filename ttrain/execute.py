@@ -62,7 +62,7 @@ class Execution:
         within: str | None = None,
         continues: str | None = None,
     ) -> None:
-        """`within`: identity of the tracked run that this one's is a part of. `continues`: that of a run which was cut short,
+        """`within`: identity of the tracked run that this one's is part of. `continues`: that of a run which was cut short,
         and whose tracked run goes on as this one's."""
         self.pipeline, self.settings, self.store, self.display = pipeline, settings, store, display
         self.force, self.extend, self.go_on = force, extend, go_on
@@ -481,6 +481,8 @@ class _Watcher:
         interrupted = isinstance(error, Interrupted | KeyboardInterrupt)
         message = str(error) if isinstance(error, TTrainError) else f"{type(error).__name__}: {error}"
         outcome = "interrupted" if interrupted else "failed"
+        if interrupted and self._execution.signum:  # the stage's process saw no more than a signal
+            message = message.replace(SIGNALLED, self._execution.stop_reason)
         self._execution.log.add(self._stage.name, f"{outcome}: {message}")
         self._execution.record.stage(self._stage.name, outcome=outcome, error=message)
         self._execution.display.failed(self._stage.name, message)

@@ -21,6 +21,7 @@ from ttrain.store import Store, exclusive, read_json, write_json
 log = logging.getLogger("ttrain")
 
 CLEANING = Path("runs", "cleaning.lock")  # under the home: held while what nobody needs is told and moved away
+NEEDED = frozenset({"run", "pipeline", "outcome", "started_unix", "process", "stages"})  # by those who read a record
 ELSEWHERE_DAYS = 7  # a run of another machine that noted nothing for so long is taken for ended
 
 
@@ -124,7 +125,10 @@ def _mentioning(home: Path, words: Sequence[str]) -> Iterator[dict[str, Any]]:
     for path in sorted(paths, key=_time_in_name, reverse=True):
         with contextlib.suppress(OSError, ValueError):
             data = path.read_bytes()
-            if all(word.encode() in data for word in words) and isinstance(run := json.loads(data), dict):
+            if not all(word.encode() in data for word in words):
+                continue
+            run = json.loads(data)
+            if isinstance(run, dict) and run.keys() >= NEEDED:  # else of another version
                 yield run
 
 

@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import platform
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,6 +24,7 @@ from ttrain.errors import ArtifactError, UsageError
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+LEFT_BY_A_KILL = re.compile(r"\..+\.\d+\.tmp")  # in the middle of `write_json`
 PRIVATE = ("run", "checkpoints")
 HOLDER = ".holder"  # beside a key's lock: which process has it
 LATER_SECONDS = 1e-3  # by which an artifact is newer than the one before it, whatever the clock says
@@ -247,8 +249,9 @@ class Store:
         "published" is the time, but later than that of every artifact of the stage, also where the clock was set back.
         """
         files = {}
-        for left in output.rglob(".*.tmp"):  # of `write_json`, by a process that was killed in the middle of it
-            left.unlink()
+        for path in output.rglob(".*.tmp"):
+            if LEFT_BY_A_KILL.fullmatch(path.name):
+                path.unlink()
         for path in sorted(output.rglob("*")):
             if path.is_symlink():
                 raise ArtifactError(f"stage {stage} left a symbolic link, {path}; an artifact holds plain files only")

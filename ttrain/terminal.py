@@ -38,6 +38,15 @@ def encodable(text: str) -> str:
     return _SURROGATES.sub("\ufffd", text)
 
 
+def show_warnings() -> None:
+    """Our warnings go to standard error whatever handlers libraries give to the root logger: Prefect's own takes errors
+    alone, and with it Python's handler of last resort is silent."""
+    import logging
+
+    if logging.lastResort is not None:
+        logging.getLogger("ttrain").addHandler(logging.lastResort)
+
+
 def console(*, stderr: bool = False) -> Console:
     """Standard output, or error; a pipe gets long lines, so that nothing is cut, and a terminal its own width."""
     from rich.console import Console

@@ -105,7 +105,7 @@ def test_an_output_that_was_altered_or_deleted_is_built_anew_and_the_user_is_tol
 
 
 @pytest.mark.parametrize(
-    "kilobytes", [4, *(pytest.param(size, marks=[pytest.mark.soak, pytest.mark.long]) for size in (24, 48, 96))]
+    "kilobytes", [4, *(pytest.param(size, marks=[pytest.mark.soak, pytest.mark.long]) for size in (24, 48, 64))]
 )
 def test_a_full_disk_ends_a_run_in_order_and_with_room_it_goes_on_and_a_cached_one_needs_none(
     cli: Cli, kilobytes: int

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("name", ["lora", "run", "tiny-test-lora/1"])
 def test_every_name_of_a_model_exports_the_same_files(finished: Any, tmp_path: Path, name: str) -> None:
     reference = finished.runs()[-1]["run"] if name == "run" else name

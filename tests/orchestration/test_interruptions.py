@@ -120,6 +120,24 @@ def test_a_signal_saves_the_state_and_tells_everyone(fresh: Any, signum: int, co
 
 
 @pytest.mark.soak
+def test_a_run_whose_server_is_killed_ends_with_another_one_that_knows_its_end(fresh: Any) -> None:
+    process = fresh.start(*PRETRAIN_ONLY)
+    wait_for(lambda: checkpoints(fresh.home))
+    servers = [
+        found for found in psutil.Process(process.pid).children(recursive=True) if "uvicorn" in " ".join(found.cmdline())
+    ]
+    for server in servers:
+        server.kill()
+    output, _ = process.communicate(timeout=300)
+    assert servers and process.returncode == 0, output
+    assert " ".join(output.split()).count("it is started again") == 1, output
+    with sqlite3.connect(fresh.home / "prefect" / "prefect.db") as db:
+        assert db.execute("SELECT state_type FROM flow_run").fetchall() == [("COMPLETED",)]
+        assert set(db.execute("SELECT state_type FROM task_run").fetchall()) == {("COMPLETED",)}
+    assert not processes_of(fresh.home)
+
+
+@pytest.mark.soak
 def test_two_runs_at_once_build_each_stage_once(fresh: Any) -> None:
     both = [fresh.start("pipeline", "run", "full", "--engine", "none", "evaluate.new_tokens=0") for _ in range(2)]
     said = [process.communicate(timeout=240)[0] for process in both]

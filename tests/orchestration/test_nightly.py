@@ -102,6 +102,7 @@ def copy(second: Cli, tmp_path: Path) -> Callable[[], Cli]:
     return copied
 
 
+@pytest.mark.soak
 def test_the_first_night_makes_the_first_champion(house: Cli) -> None:
     first = nights(house)[-1]
     assert (first.name, first.outcome, first.is_open) == ("night-000001", "promoted", False)
@@ -109,12 +110,14 @@ def test_the_first_night_makes_the_first_champion(house: Cli) -> None:
     assert "there is no champion yet" in house.first_output and "promoted" in house.first_output
 
 
+@pytest.mark.soak
 def test_a_second_night_at_the_same_time_is_skipped_and_says_who_runs(second: Any) -> None:
     assert "skipped: night-000002 is still running" in second.while_running
     lines = (second.home / "nightly" / NAME / "skipped.jsonl").read_text(encoding="utf-8").splitlines()
     assert len(lines) == 1 and "still running" in lines[0]
 
 
+@pytest.mark.soak
 def test_a_killed_night_goes_on_with_its_own_list_where_it_stood(second: Any) -> None:
     assert (second.after_kill["state"], second.after_kill["outcome"]) == ("open", "running")
     found = next(one for one in nights(second) if one.name == "night-000002")
@@ -128,6 +131,7 @@ def test_a_killed_night_goes_on_with_its_own_list_where_it_stood(second: Any) ->
     assert (champion(second), found.data["version"]) == ("2", "2")
 
 
+@pytest.mark.soak
 def test_the_challenger_continues_the_champion_s_base_with_its_tokenizer(second: Any) -> None:
     first, found = (tracking.find_set(second.home, NAME, version) for version in ("1", "2"))
     assert first.keys["tokenizer"] == found.keys["tokenizer"]
@@ -139,6 +143,7 @@ def test_the_challenger_continues_the_champion_s_base_with_its_tokenizer(second:
     assert manifest["files"]["model/model.safetensors"]["sha256"] in [f["sha256"] for f in files["weights"]]
 
 
+@pytest.mark.soak
 def test_both_are_measured_on_the_same_held_out_data_of_all_nights(second: Any) -> None:
     keys = tracking.find_set(second.home, NAME, "2").keys
 
@@ -155,6 +160,7 @@ def test_both_are_measured_on_the_same_held_out_data_of_all_nights(second: Any) 
     assert manifest["result"]["records"] > manifest["result"]["new"] > 0
 
 
+@pytest.mark.soak
 def test_the_decision_stands_in_the_record_and_in_mlflow(second: Any) -> None:
     found = next(one for one in nights(second) if one.name == "night-000002")
     decision = found.data["decision"]
@@ -163,6 +169,7 @@ def test_the_decision_stands_in_the_record_and_in_mlflow(second: Any) -> None:
     assert "champion" in second.output and "the challenger: -" in second.output
 
 
+@pytest.mark.soak
 def test_a_plan_shows_what_the_next_night_reads_and_changes_nothing(second: Any) -> None:
     before = [one.data for one in nights(second)]
     planned = json.loads(second("pipeline", "plan", "nightly", "--json"))
@@ -173,6 +180,7 @@ def test_a_plan_shows_what_the_next_night_reads_and_changes_nothing(second: Any)
     assert "leave it out" in second("pipeline", "plan", "nightly", "--only", "sft", code=2)
 
 
+@pytest.mark.soak
 def test_a_night_without_news_is_short_and_makes_no_run(copy: Callable[[], Cli]) -> None:
     cli = copy()
     (cli.data / "docs-4.jsonl").unlink()

@@ -173,6 +173,7 @@ def test_a_killed_run_holds_no_slot_of_a_limit_for_long(fresh: Cli) -> None:
         assert states == ["Crashed", "Completed"]
         assert rows(fresh, "select count(*) from task_run where state_name in ('Running', 'Pending')") == [(0,)]
         tags = rows(fresh, "select name, tags from task_run")
-        assert {task for task, found in tags if json.loads(found)} == {"pretrain", "sft", "lora"}
+        # Prefect makes up the end of the name of one that has not begun
+        assert {task.partition("-")[0] for task, found in tags if json.loads(found)} == {"pretrain", "sft", "lora"}
     finally:
         fresh("down", settings=False)

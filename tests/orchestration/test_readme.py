@@ -34,6 +34,7 @@ def test_the_readme_opens_with_the_two_commands_and_the_makefile_has_them() -> N
     assert len(COMMANDS) > 10
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "command", sorted(name for name in {*COMMANDS} - {*DATA} - SERVERS - ALONE if not name.startswith(OTHERS))
 )

@@ -54,6 +54,19 @@ def test_a_cron_really_fires_and_a_stop_leaves_the_schedule_and_no_process(fresh
     assert (paused, active) == (0, 1)
 
 
+@pytest.mark.soak
+def test_the_server_of_one_that_served_and_was_killed_ends_with_the_next_one(fresh: Cli) -> None:
+    with serving(fresh) as served:
+        served.wait_for("stop with Ctrl-C")
+        served.process.kill()
+        served.process.wait()
+    assert processes.living(fresh.home, "prefect")
+    with serving(fresh) as served:
+        served.wait_for("stop with Ctrl-C")
+        assert served.stop() == 0
+    assert not processes_of(fresh.home)
+
+
 @pytest.mark.long
 @pytest.mark.soak
 def test_late_slots_run_once_and_a_schedule_is_listed_paused_changed_resumed_and_removed(fresh: Cli) -> None:
@@ -61,6 +74,8 @@ def test_late_slots_run_once_and_a_schedule_is_listed_paused_changed_resumed_and
         fresh("pipeline", "schedule", "full", "--cron", "0 2 1 1 *", MISSING)
         fresh("pipeline", "serve", "--unless-served", settings=False)
         every_five_seconds(fresh)
+        # Prefect's scheduler makes the slots to come some seconds later
+        wait_until(lambda: any(slot(run) < time.time() + 10 for run in flow_runs(fresh.home, "Scheduled")), 60)
     stopped = time.time()
     time.sleep(11)  # slots pass: two, or three
 
@@ -112,7 +127,7 @@ def test_a_night_by_a_cron_is_stopped_continued_and_outlives_its_server(fresh: C
         server = processes.living(fresh.home, "prefect")
         assert server is not None
         psutil.Process(server.pid).kill()
-        served.wait_for("answers again", 120)
+        served.wait_for("the Prefect server is gone; starting it again", 60)
         promoted = wait_until(lambda: flow_runs(fresh.home, "Promoted"), 240, lambda: served.said)
         wait_until(lambda: flow_runs(fresh.home, "NothingNew"), 180, lambda: served.said)
         assert len(promoted) == 1

@@ -210,6 +210,8 @@ def parquet_rows(
                 for row in _values(batch):
                     number += 1
                     yield number, row
+            if number != sum(rows[: group + 1]):  # the checksum of a page leaves out its header
+                raise DataError(f"{location} is corrupt: a group has not the rows that the file says; fetch it again")
 
 
 @contextmanager
