@@ -95,7 +95,6 @@ class Bench:
             for at in range(number):
                 _record(home, at, keys)
             self.add("history: all runs", number, lambda: runs.history(home))  # noqa: B023
-            self.add("history: which crashed (each start)", number, lambda: runs.settle(home))  # noqa: B023
             self.add("history: the run that a cached one equals", number, lambda: runs.equal_run(home, keys))  # noqa: B023
             environment = {**os.environ, "TTRAIN_HOME": str(home)}
             self.add(

@@ -239,7 +239,7 @@ def _next_steps(execution: Execution) -> list[str]:
     if execution.pipeline == "nightly":  # what is next for its models is decided after this
         return [*lines, "  all champions and challengers: ttrain models list"]
     lines += [
-        "  curves, models and the evaluation in MLflow, runs in Prefect: ttrain up",
+        "  curves, models and which run is better, in MLflow: ttrain ui; with Prefect's runs: ttrain up",
         "  change one thing, rerun what it touches: ttrain pipeline run full sft.optim.lr=2e-4",
         "  your own text: ttrain pipeline run full data.pretrain=docs.jsonl data.sft=chats.jsonl data.lora=domain.jsonl",
     ]

@@ -15,7 +15,7 @@ from flows.lives import TAG, bury_the_dead, current_flow_run, obeying_cancellati
 from tasks.courtesy import courtesy
 from ttrain import report
 from ttrain.errors import Interrupted, TTrainError, UsageError
-from ttrain.execute import Execution
+from ttrain.execute import REPORT, Execution
 from ttrain.plan import Recipe
 from ttrain.stages import Stage
 from ttrain.store import Artifact
@@ -111,6 +111,7 @@ def _run_stages(execution: Execution, recipe: Recipe) -> None:
     from prefect.artifacts import create_link_artifact, create_markdown_artifact, create_table_artifact
     from prefect.context import TagsContext
     from prefect.futures import PrefectFuture
+    from prefect.utilities.urls import url_for
 
     from tasks.stage import stage_task
 
@@ -123,7 +124,8 @@ def _run_stages(execution: Execution, recipe: Recipe) -> None:
         return futures[-1]
 
     run = execution.record.run
-    execution.record.note(prefect={"flow_run_id": str(current_flow_run().id)})
+    flow_run_id = str(current_flow_run().id)
+    execution.note_prefect(flow_run_id, None if servers.is_own() else url_for("flow-run", obj_id=flow_run_id))
     with courtesy():
         names = ("stage", "state", "key", "why")
         plan = [dict(zip(names, row, strict=True)) for row in report.plan_rows(execution.planned)]
@@ -136,6 +138,10 @@ def _run_stages(execution: Execution, recipe: Recipe) -> None:
         for future in futures:
             future.wait()
         _refuse_other_ends(execution, futures)
+    with courtesy():
+        page = execution.page_of()
+        link = f"[The whole report]({page}/artifacts/{REPORT}), with curves.\n\n" if page else ""
+        create_markdown_artifact(link + execution.description(), key="report", description=f"report of {run}")
     rows = report.evaluation_table(execution.metrics())
     if rows and not execution.signum and not execution.failures:
         with courtesy():

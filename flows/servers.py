@@ -23,12 +23,14 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from flows import processes
+from flows.guarding import Guarded, hosts_of
 from flows.processes import HEALTH, HOST, STOP_SECONDS, TOKEN
 from ttrain import tracking
 from ttrain.store import write_json
 
 log = logging.getLogger("ttrain")
 OWNER: Final = "TTRAIN_SERVER_OWNER"
+PORT: Final = "TTRAIN_SERVER_PORT"
 RESTARTS: Final = 5  # of a server that dies with each start
 
 # Who phones home: Prefect's SDK (Amplitude); its server, and its UI from the browser (both obey "analytics"); MLflow.
@@ -152,10 +154,9 @@ class _OwnServer:
                 self._process = self._spawn()
 
     def _spawn(self) -> subprocess.Popen[bytes]:
-        command = ["uvicorn", "--factory", "flows.servers:owned_app", "--app-dir", str(Path(__file__).parents[1])]
-        command += ["--host", HOST, "--port", str(self._port), "--log-level", "error", "--timeout-graceful-shutdown", "5"]
+        command = [*_uvicorn("owned_app", self._port), "--log-level", "error", "--timeout-graceful-shutdown", "5"]
         ephemeral = {"PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1", "PREFECT_SERVER_UI_ENABLED": "false"}
-        return processes.spawn(command, {**ephemeral, OWNER: str(self._owner)}, self._log_file)
+        return processes.spawn(command, {**ephemeral, OWNER: str(self._owner), PORT: str(self._port)}, self._log_file)
 
 
 def owned_app() -> Any:
@@ -176,7 +177,14 @@ def owned_app() -> Any:
     threading.Thread(target=watch, daemon=True).start()
     from prefect.server.api.server import create_app
 
-    return create_app()
+    return Guarded(create_app(), hosts_of(HOST, int(os.environ[PORT])))
+
+
+def served_app() -> Any:
+    """Prefect's server application as `prefect server start` has it, in the process of the server that `up` starts."""
+    from prefect.server.api.server import create_app
+
+    return Guarded(create_app(final=True), hosts_of(HOST, int(os.environ[PORT])))
 
 
 def up(home: Path, *, prefect_port: int = 4200, mlflow_port: int = 5000) -> Servers:
@@ -260,14 +268,20 @@ def _prefect(home: Path, port: int) -> tuple[list[str], dict[str, str]]:
         "PREFECT_SERVER_UI_STATIC_DIRECTORY": str(home / "prefect" / "ui"),  # else it is built inside site-packages
         "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": f"http://{HOST}:{port},http://localhost:{port}",  # else any web page
     }
-    return ["prefect", "server", "start", "--host", HOST, "--port", str(port)], environment
+    return [*_uvicorn("served_app", port), "--log-level", "warning"], {**environment, PORT: str(port)}
+
+
+def _uvicorn(factory: str, port: int) -> list[str]:
+    """Serves what a function of this module makes."""
+    command = ["uvicorn", "--factory", f"flows.servers:{factory}", "--app-dir", str(Path(__file__).parents[1])]
+    return [*command, "--host", HOST, "--port", str(port)]
 
 
 def _mlflow(home: Path, port: int) -> tuple[list[str], dict[str, str]]:
     database, artifacts = home / "mlflow" / "mlflow.db", (home / "mlflow" / "artifacts").as_uri()
     tracking.prepare(home)  # whole or not at all, where the server would make it in place and refuse an older one
     database.parent.mkdir(parents=True, exist_ok=True)
-    hosts = (f"{HOST}:{port}", f"localhost:{port}")
+    hosts = hosts_of(HOST, port)
     origins = ",".join(f"http://{host}" for host in hosts)
     command = ["mlflow", "server", "--backend-store-uri", f"sqlite:///{database}", "--artifacts-destination", artifacts]
     command += ["--default-artifact-root", artifacts, "--host", HOST, "--port", str(port), "--workers", "1"]

@@ -38,7 +38,7 @@ from ttrain.train import precision
 from ttrain.train.callbacks import Callback, LogRecord
 from ttrain.train.checkpoint import Checkpoints, Snapshot
 from ttrain.train.language import LanguageModeling
-from ttrain.train.monitor import DEVICE, PERFORMANCE
+from ttrain.train.monitor import PERFORMANCE
 from ttrain.train.optim import Optimizers
 from ttrain.train.ranks import Ranks
 from ttrain.train.task import TrainingTask
@@ -321,7 +321,7 @@ def distance(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float
 def curve(path: Path) -> list[dict[str, Any]]:
     """The lines of a metrics file without what the clock gives."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    timed = {*PERFORMANCE, *DEVICE}
+    timed = {*PERFORMANCE}
     return [
         {"step": line["step"], "metrics": {k: v for k, v in line["metrics"].items() if k not in timed}} for line in lines
     ]

@@ -83,7 +83,8 @@ time.sleep(60)
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of the package and the module `errand`, in front of the path of every new process."""
     (tmp_path / "ttrain").mkdir()
-    for name in ("parent", "forkserver", "results", "errors", "store", "digests", "job", "progress", "worker"):
+    modules = ("parent", "forkserver", "results", "errors", "store", "digests", "job", "progress", "worker")
+    for name in (*modules, "system_metrics"):
         shutil.copy(PACKAGE / f"{name}.py", tmp_path / "ttrain")
     shutil.copytree(PACKAGE / "config", tmp_path / "ttrain" / "config", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "ttrain" / "train").mkdir()

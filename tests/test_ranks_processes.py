@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import re
 import signal
@@ -43,6 +44,14 @@ def main():
                 time.sleep(5)
         return proper(self, values)
     Ranks.sum = sum
+    if what == "write the curve slowly":
+        from ttrain.train.callbacks import MetricsFile
+        log = MetricsFile.log
+        def slowly(self, record):
+            if record.step == 6:
+                time.sleep(5)
+            log(self, record)
+        MetricsFile.log = slowly
     return worker.main()
 
 if __name__ == "__main__":
@@ -151,9 +160,13 @@ def test_a_rank_that_raises_ends_the_others_and_its_own_reason_is_told(bed: Bed,
     assert seconds < 20
 
 
-def test_a_rank_that_saves_slowly_is_waited_for(bed: Bed, sabotage: Callable[[str], None]) -> None:
-    sabotage("save slowly")
-    assert bed.run(steps=8).result["steps"] == 8
+@pytest.mark.parametrize("what", ["save slowly", "write the curve slowly"])
+def test_a_first_rank_whose_disk_is_slow_is_waited_for(bed: Bed, sabotage: Callable[[str], None], what: str) -> None:
+    sabotage(what)
+    artifact = bed.run(steps=8)
+    assert artifact.result["steps"] == 8
+    lines = (artifact.path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines if '"loss"' in line] == [*range(1, 9)], "one rank writes, once"
 
 
 def test_a_stage_that_is_told_to_stop_at_its_very_start_stops_and_is_continued(bed: Bed) -> None:

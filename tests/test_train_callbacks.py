@@ -7,7 +7,7 @@ import logging
 import math
 import random
 from collections.abc import Mapping, Sequence
-from importlib import util
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +39,10 @@ from ttrain.stages import pretrain
 from ttrain.train import checkpoint
 from ttrain.train.callbacks import Callback, LogLines, LogRecord, MetricsFile, Perplexity, StepRecord
 from ttrain.train.early_stopping import EarlyStopping, early_stopping
+from ttrain.train.language import LanguageModeling
 from ttrain.train.ranks import Ranks
 from ttrain.train.samples import Samples
 from ttrain.train.task import LossSum
-from ttrain.train.tensorboard import TensorBoard
 from ttrain.train.trainer import STOPPED, Cadence, Trainer
 
 BATCH = NumberedRows(2).batch([0, 1])
@@ -365,6 +365,44 @@ def test_perplexity_is_the_exponential_of_the_logged_validation_loss() -> None:
     assert Perplexity().validation_figures(800.0) == {"perplexity": math.inf}
 
 
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_losses_of_a_line_are_means_over_the_tokens_since_the_last_one_on_all_ranks(tmp_path: Path, world: int) -> None:
+    """And with the names of MiniMind beside them: `logits_loss` and `aux_loss` make up the loss, `lr` is one number."""
+
+    class Steps(Callback):
+        def __init__(self) -> None:
+            self.records: list[StepRecord] = []
+
+        def step_end(self, record: StepRecord) -> None:
+            self.records.append(record)
+
+    def work(ranks: Ranks) -> tuple[list[StepRecord], list[LogRecord]]:
+        steps, recorder = Steps(), Recorder()
+        config = settings_of_training(tokens=6 * 96, optim=Optim(kind="muon", lr=1e-2))
+        make_trainer(
+            config, tiny_model(), NumberedRows(52), rows_per_device=2, ranks=ranks, callbacks=[steps, recorder],
+            cadence=Cadence(log=3),
+        ).fit()  # fmt: skip
+        return [replace(record, rows=None) for record in steps.records], recorder.records  # type: ignore[arg-type]
+
+    steps, lines = work(ALONE) if world == 1 else in_ranks(world, tmp_path, work)[0]
+    assert [line.step for line in lines] == [3, 6]
+    for line in lines:
+        some = steps[line.step - 3 : line.step]
+        tokens = [record.live_tokens for record in some]
+        assert len({*tokens}) > 1, "steps with other numbers of targets"
+        mean = sum(record.loss * live for record, live in zip(some, tokens, strict=True)) / sum(tokens)
+        assert line.metrics["loss"] == pytest.approx(mean, rel=1e-12)
+        assert line.metrics["logits_loss"] == line.metrics["loss"] and line.metrics["aux_loss"] == 0.0
+        assert line.metrics["lr"] == line.metrics["lr_adamw"] != line.metrics["lr_muon"]
+
+
+def test_what_is_added_to_the_cross_entropy_is_the_aux_loss() -> None:
+    task = LanguageModeling(settings_of_training(), tiny_model())
+    assert task.derived({"loss": 3.0, "loss_ce1": 2.5, "loss_balance": 9.0}) == {"logits_loss": 2.5, "aux_loss": 0.5}
+    assert task.derived({}) == {}, "where all steps were skipped"
+
+
 def test_log_lines_say_what_a_person_follows(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "ttrain")
     lines = LogLines()
@@ -456,58 +494,8 @@ def test_a_stage_that_samples_has_the_same_curve_and_weights_as_one_that_does_no
     names = {name for line in map(json.loads, (first / "run" / "metrics.jsonl").open()) for name in line["metrics"]}
     assert {
         "loss", "grad_norm", "validation_loss", "perplexity", "tokens_per_second", "step_seconds", "data_wait_fraction",
-        "mfu", "memory_bytes", "eta_seconds", "cpu_percent", "ram_bytes",
+        "mfu", "memory_bytes", "eta_seconds", "epoch_time", "lr", "logits_loss", "aux_loss",
     } <= names  # fmt: skip
-
-
-# --- TensorBoard --------------------------------------------------------------------------------------------------------
-
-
-def events_of(directory: Path) -> dict[str, list[tuple[int, float]]]:
-    """{name: (step, value) in the order of the file}; nothing that lies there twice is hidden."""
-    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
-    from tensorboard.util.tensor_util import make_ndarray
-
-    found: dict[str, list[tuple[int, float]]] = {}
-    for path in sorted(directory.iterdir()):
-        for event in EventFileLoader(str(path)).Load():
-            for value in event.summary.value:
-                found.setdefault(value.tag, []).append((event.step, float(make_ndarray(value.tensor))))
-    return found
-
-
-def test_event_files_have_the_values_of_the_metrics_file_also_when_the_run_continues(tmp_path: Path) -> None:
-    config = settings_of_training(tokens=12 * 96, optim=Optim(lr=1e-2))
-    for stop_after in (7, None):
-        callbacks = [MetricsFile(tmp_path / "metrics.jsonl"), TensorBoard(tmp_path / "tb", tmp_path / "metrics.jsonl")]
-        make_trainer(
-            config, tiny_model(), NumberedRows(52), directory=tmp_path / "checkpoints", callbacks=callbacks,
-            validation=[BATCH], cadence=Cadence(log=2, checkpoint=5, validate=4), stop_after=stop_after,
-        ).fit()  # fmt: skip
-    wanted: dict[str, list[tuple[int, float]]] = {}
-    for line in curve(tmp_path / "metrics.jsonl"):
-        for name, value in line["metrics"].items():
-            wanted.setdefault(name, []).append((line["step"], float(np.float32(value))))
-    assert [step for step, _ in wanted["loss"]] == [2, 4, 6, 8, 10, 12]
-    assert [step for step, _ in wanted["validation_loss"]] == [4, 8, 12]
-    assert events_of(tmp_path / "tb") == wanted
-
-
-def test_a_figure_that_is_no_number_is_left_out_of_event_files(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "tokens": 0, "time": 0.0, "metrics": {"loss": null}}\n')
-    board = TensorBoard(tmp_path / "tb", tmp_path / "metrics.jsonl")
-    board.start(1, 3)
-    board.log(LogRecord(2, 3, 0, {"loss": math.nan, "lr": 0.5}))
-    board.end(2)
-    assert events_of(tmp_path / "tb") == {"lr": [(2, 0.5)]}
-
-
-def test_tensorboard_that_is_not_installed_is_a_usage_error_with_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ttrain.train.tensorboard.find_spec", lambda name: util.find_spec(f"no_{name}"))
-    with pytest.raises(UsageError, match=r"runtime\.tensorboard is true, .*pip install 'ttrain\[tb\]'"):
-        TensorBoard(tmp_path / "tb", tmp_path / "metrics.jsonl")
 
 
 # --- keys ---------------------------------------------------------------------------------------------------------------
@@ -516,5 +504,6 @@ def test_tensorboard_that_is_not_installed_is_a_usage_error_with_the_command(
 def test_what_watches_is_in_no_key_and_early_stopping_is(tmp_path: Path) -> None:
     modules = code_digests("ttrain.stages.pretrain", DigestCache(tmp_path / "digests.json"))
     assert {"ttrain.train.early_stopping", "ttrain.train.trainer"} <= set(modules)
-    watching = ("callbacks", "monitor", "peak", "guards", "samples", "tensorboard")
+    watching = ("callbacks", "monitor", "peak", "guards", "samples")
     assert not {"ttrain.stages.watching", *(f"ttrain.train.{name}" for name in watching)} & set(modules)
+    assert not [name for name in modules if name.startswith(("ttrain.trackers", "ttrain.system_metrics", "ttrain.tracking"))]

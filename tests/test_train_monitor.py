@@ -17,7 +17,7 @@ from ttrain.config import Lora
 from ttrain.model import adapters
 from ttrain.train import peak
 from ttrain.train.callbacks import StepRecord
-from ttrain.train.monitor import DEVICE, PERFORMANCE, DeviceStatistics, PerformanceMonitor, peak_memory, trimmed_mean
+from ttrain.train.monitor import PERFORMANCE, PerformanceMonitor, peak_memory, trimmed_mean
 from ttrain.train.peak import TERA, flops_per_token, listed, measured
 from ttrain.train.trainer import Cadence
 
@@ -28,7 +28,7 @@ class Run:
     def __init__(self, steps: int, **settings: float) -> None:
         self.now, self.steps, self.done = 1000.0, steps, 0
         self.monitor = PerformanceMonitor(
-            settings.get("tokens_per_step", 100), device=CPU, clock=lambda: self.now,
+            settings.get("tokens_per_step", 100), device=CPU, steps_per_epoch=8, clock=lambda: self.now,
             flops_per_token=settings.get("flops_per_token", 0.0), peak_flops=lambda: settings.get("peak", 0.0),
         )  # fmt: skip
         self.monitor.start(0, steps)
@@ -54,13 +54,14 @@ def test_rates_are_means_over_the_time_since_the_last_log() -> None:
     assert figures["step_seconds"] == pytest.approx(2.0)
     assert figures["data_wait_fraction"] == pytest.approx(0.25)
     assert figures["mfu"] == pytest.approx(3 * 100 / 8 * 5e3 / 1e6)
+    assert figures["epoch_time"] == pytest.approx(8 * 8 / 3), "eight steps an epoch, three in 8 s"
     assert {*figures} == {*PERFORMANCE}
 
 
 def test_without_a_peak_there_is_no_mfu() -> None:
     run = Run(10)
     assert "mfu" not in run.monitor.figures(run.step(1.0))
-    monitor = PerformanceMonitor(1, device=CPU)
+    monitor = PerformanceMonitor(1, device=CPU, steps_per_epoch=1)
     monitor.start(0, 1)
     assert "mfu" not in monitor.figures(run.step(1.0))
 
@@ -105,13 +106,13 @@ def test_the_trimmed_mean_leaves_out_a_twentieth_at_either_end() -> None:
 
 def test_a_trainer_logs_all_figures_and_its_step_time_is_within_the_time_it_took() -> None:
     recorder = Recorder()
-    monitor, statistics = PerformanceMonitor(96, device=CPU), DeviceStatistics(CPU)
+    monitor = PerformanceMonitor(96, device=CPU, steps_per_epoch=52 / 6)
     trainer = make_trainer(
-        settings_of_training(tokens=6 * 96), tiny_model(), NumberedRows(52), callbacks=[monitor, statistics, recorder],
+        settings_of_training(tokens=6 * 96), tiny_model(), NumberedRows(52), callbacks=[monitor, recorder],
         cadence=Cadence(log=3),
     )  # fmt: skip
     result = trainer.fit()
-    expected = {*PERFORMANCE, "cpu_percent", "ram_bytes"} - {"mfu"}
+    expected = {*PERFORMANCE} - {"mfu"}
     assert all(expected <= {*record.metrics} for record in recorder.records)
     assert 0 < 3 * sum(recorder.figures("step_seconds")) <= result.seconds
     assert sum(288 / rate for rate in recorder.figures("tokens_per_second")) <= result.seconds
@@ -128,27 +129,10 @@ def test_the_peak_memory_of_a_process_counts_what_it_has_freed() -> None:
     assert peak_memory(CPU) >= before
 
 
-# --- devices ------------------------------------------------------------------------------------------------------------
-
-
-def test_device_statistics_need_no_gpu_and_raise_nothing_without_one() -> None:
-    for device in (CPU, torch.device("cuda", 77)):
-        statistics = DeviceStatistics(device)
-        statistics.start(0, 1)
-        figures = statistics.figures(Run(1).step(1.0))
-        assert {"cpu_percent", "ram_bytes"} <= {*figures} <= {*DEVICE}
-        assert device == CPU or "gpu_memory_bytes" not in figures
-        assert 0 < figures["ram_bytes"] <= psutil.virtual_memory().total
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_device_statistics_of_a_gpu() -> None:
-    device = torch.device("cuda", 0)
-    block = torch.zeros(1 << 28, dtype=torch.uint8, device=device)
-    statistics = DeviceStatistics(device)
-    statistics.start(0, 1)
-    assert statistics.figures(Run(1).step(1.0))["gpu_memory_bytes"] >= len(block)
-    assert peak_memory(device) >= len(block)
+def test_the_peak_memory_of_a_gpu_is_that_of_tensors() -> None:
+    block = torch.zeros(1 << 28, dtype=torch.uint8, device="cuda")
+    assert peak_memory(torch.device("cuda", 0)) >= len(block)
 
 
 # --- floating point operations ------------------------------------------------------------------------------------------

@@ -18,15 +18,21 @@ from ttrain.cli_doctor import doctor
 from ttrain.cli_export import EPILOG as EXPORT_EPILOG
 from ttrain.cli_export import export
 from ttrain.cli_gate import gate_app
+from ttrain.cli_lineage import add_lineage
 from ttrain.cli_model import model_app
 from ttrain.cli_models import models_app
+from ttrain.cli_pages import add_pages
 from ttrain.cli_pipeline import pipeline_app
 from ttrain.cli_schedule import EPILOG as SERVE_EPILOG
 from ttrain.cli_schedule import schedule_app
 from ttrain.cli_schedule import serve as serve_schedules
 from ttrain.cli_settings import AsJson, Extend, Files, Force, Overrides, Profiles, load_settings
+from ttrain.cli_sweep import sweep_app
 from ttrain.cli_talk import chat, generate, serve
+from ttrain.cli_track import track_app
 from ttrain.cli_train import run_stage, train_app
+from ttrain.cli_ui import EPILOG as UI_EPILOG
+from ttrain.cli_ui import ui
 from ttrain.terminal import escaped, print_json, show_warnings
 
 if TYPE_CHECKING:
@@ -52,6 +58,7 @@ pipeline_app.add_typer(schedule_app, name="schedule")
 pipeline_app.command("serve", epilog=SERVE_EPILOG)(serve_schedules)
 app.add_typer(pipeline_app, name="pipeline")
 app.add_typer(stage_app, name="stage")
+app.add_typer(sweep_app, name="sweep")
 app.add_typer(artifacts_app, name="artifacts")
 app.add_typer(config_app, name="config")
 app.add_typer(adapter_app, name="adapter")
@@ -61,6 +68,7 @@ app.add_typer(train_app, name="train")
 app.add_typer(gate_app, name="gate")
 app.add_typer(model_app, name="model")
 app.add_typer(models_app, name="models")
+app.add_typer(track_app, name="track")
 
 
 def _version(show: bool) -> None:
@@ -139,6 +147,9 @@ app.command("doctor", epilog="Examples:  ttrain doctor\n\nttrain doctor --stage 
 
 
 app.command("export", epilog=EXPORT_EPILOG)(export)
+app.command("ui", epilog=UI_EPILOG)(ui)
+add_lineage(app)
+add_pages(app)
 
 
 @app.command("up", epilog="Example:  ttrain up")
@@ -151,7 +162,8 @@ def up(
     from ttrain import store
 
     found = servers.up(store.usable_home(), prefect_port=prefect_port, mlflow_port=mlflow_port)
-    print(f"Prefect  {found.prefect_url}\nMLflow   {found.mlflow_url}\nstop them with: ttrain down")
+    print(f"Prefect  {found.prefect_url}\nMLflow   {found.mlflow_url}")
+    print("open MLflow on the runs with: ttrain ui\nstop them with: ttrain down")
 
 
 @app.command("down", epilog="Example:  ttrain down")

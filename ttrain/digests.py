@@ -37,7 +37,8 @@ NOT_SHAPING = frozenset(
         ),
         *("progress", "cli", "parent", "job", "references", "train.callbacks", "train.watchdog", "data.pools"),
         *("results", "supervise", "forkserver", "stages.watching"),
-        *("train.monitor", "train.peak", "train.guards", "train.samples", "train.tensorboard", "train.separation"),
+        *("train.monitor", "train.peak", "train.guards", "train.samples", "train.separation"),
+        *("trackers", "system_metrics"),
     )
 )
 SECOND_HEAD = "model.multi_token"  # which pretraining gives to an existing model too

@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -15,6 +15,20 @@ from ttrain.report import seconds
 
 SECONDS_BETWEEN_LINES = 10.0
 MARKS = {"cached": "[cyan]=[/]", "completed": "[green]✓[/]", "equal": "[green]✓[/]", "different": "[yellow]≠[/]"}
+
+
+class Screen(Protocol):
+    """Where a run tells what happens to its stages."""
+
+    def say(self, text: str) -> None: ...
+
+    def started(self, name: str, why: str) -> None: ...
+
+    def progressed(self, name: str, progress: Mapping[str, Any]) -> None: ...
+
+    def ended(self, name: str, state: str, took: float, figures: str) -> None: ...
+
+    def failed(self, name: str, message: str) -> None: ...
 
 
 class Display:

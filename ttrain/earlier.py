@@ -31,14 +31,15 @@ def run_named(home: Path, name: str) -> dict[str, Any]:
 def newest_with(home: Path, stage: str) -> dict[str, Any]:
     """The newest run that has the stage, whatever became of it. Raises UsageError where there is none.
 
-    Nights are passed over: their settings start from the champion of that night, and name the few files that were new.
+    Nights are passed over: their settings start from the champion of that night, and name the few files that were new. So
+    are the trials of sweeps, the newest of which is any of them, not the best.
     """
     if stage in OF_NIGHTS:
         raise UsageError(f"stage {stage} belongs to nights; try `ttrain pipeline run nightly`")
     if stage not in STAGES:
         raise UsageError(f"there is no stage {stage}; the stages are {', '.join(STAGES)}")
     for run in runs.newest_first(home):
-        if run["pipeline"] != NIGHTLY and any(entry["name"] == stage for entry in run["stages"]):
+        if run["pipeline"] != NIGHTLY and "sweep" not in run and any(entry["name"] == stage for entry in run["stages"]):
             return run
     raise UsageError(f"no run has a stage {stage} yet whose settings could be taken; try `ttrain pipeline run full`")
 

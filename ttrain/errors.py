@@ -43,6 +43,7 @@ class StageFailed(TTrainError):
 
     def __init__(self, message: str, kind: str = "") -> None:
         super().__init__(message)
+        self.kind = kind
         self.is_mistake = kind in (UsageError.__name__, DataError.__name__)
 
 

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import logging
+import platform
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import Any
 
-from ttrain import digests, launch, report, runs, supervise, tracking
+from ttrain import digests, launch, overview, registering, report, supervise, system_metrics, tracking
 from ttrain.absolute import absolute
+from ttrain.commit import commit
 from ttrain.config import Settings, flatten
-from ttrain.display import Display
+from ttrain.display import Screen
 from ttrain.errors import Interrupted, TTrainError
+from ttrain.logs import RunLog
 from ttrain.plan import Planned, section_of
 from ttrain.runs import RunRecord
 from ttrain.stages import STAGES, Stage
 from ttrain.stopping import catching_signals, interrupted_twice
-from ttrain.store import Artifact, Store, exclusive, read_json, write_json
+from ttrain.store import Artifact, Store, read_json, write_json
+
+log = logging.getLogger("ttrain")
 
 # Which artifacts become registered models: stage, suffix of the name, directory in the artifact.
 REGISTERED = {
@@ -31,6 +38,7 @@ REGISTERED = {
 }
 
 
+REPORT = "report.html"  # the run's page among the files of the tracked run
 SIGNALLED = "stopped by a signal"
 CLOCK_SECONDS = 1.0  # how often the clock is looked at
 
@@ -43,18 +51,25 @@ class Execution:
         pipeline: str,
         settings: Settings,
         store: Store,
-        display: Display,
+        display: Screen,
         stages: list[str],
         *,
         force: frozenset[str] = frozenset(),
         extend: bool = False,
         go_on: str = "",
         extra_tags: Mapping[str, str] = MappingProxyType({}),
+        registers: bool = True,
+        within: str | None = None,
+        continues: str | None = None,
     ) -> None:
+        """`within`: identity of the tracked run that this one's is part of. `continues`: that of a run which was cut short,
+        and whose tracked run goes on as this one's."""
         self.pipeline, self.settings, self.store, self.display = pipeline, settings, store, display
         self.force, self.extend, self.go_on = force, extend, go_on
+        self.registers = registers  # whether its models go to the tracker, and become versions there
         self.outcome = "running"  # then completed, failed or interrupted
         self.record = RunRecord(store.root, pipeline, stages, absolute(settings).model_dump(mode="json"))
+        self.log = RunLog(self.record.path.with_suffix(".log"))
         self.artifacts: dict[str, Artifact] = {}
         self.model_set: str | None = None  # version of the registered set of models, where the run was tracked to its end
         self.failures: dict[str, BaseException] = {}  # of stages that have no result yet
@@ -63,6 +78,7 @@ class Execution:
         self.at_once = False  # a second signal came
         self.planned: Sequence[Planned] = ()
         self.mlflow_url: str | None = None  # of a server that shows the tracker's database, where it is not the tracker
+        self._cached: list[str] = []
         self._tracked: dict[str, tracking.Run | tracking.NullRun] = {}  # by stage
         self.make_parts_elsewhere: Callable[[Stage, Path], None] | None = None  # before a stage that reuses parts starts
         self.loads_torch = any(STAGES[name].loads_torch for name in stages)
@@ -73,14 +89,20 @@ class Execution:
             if settings.tracking.enabled and settings.runtime.node_rank == 0
             else tracking.NullStore()
         )
-        for crashed in runs.settle(store.root):  # whose tracked run nobody could end
-            if (crashed.get("tracking") or {}).get("run_id"):
-                self._tracker.end_run(crashed["tracking"]["run_id"], "KILLED")
-        params = {**dict(flatten(settings.model_dump(mode="json"))), "run": self.record.run}
+        self._tracker.on_upload(self._uploading)
+        self._changed = tracking.masked(overview.deviations(settings))
+        params = dict(flatten(settings.model_dump(mode="json")))  # nothing that is another one each time: runs are compared
+        self._tags = {"ttrain.run": self.record.run, "ttrain.host": platform.node(), "ttrain.commit": commit() or ""}
+        tags = {"ttrain.pipeline": pipeline, **tracking.source_tags(pipeline), **self._tags, **extra_tags}
         self._parent = self._tracker.start_run(
-            self.record.run, run_id=None, parent_run_id=None, tags={"ttrain.pipeline": pipeline, **extra_tags}, params=params
+            self.record.run,
+            identity=continues,
+            parent=tracking.NullRun(identity=within) if within else None,
+            tags=tags,
+            params=params,
         )
-        self.record.note(tracking={"run_id": self._parent.id, "url": self._parent.url})
+        self._parent.log_text(overview.as_yaml(self._changed), "settings.yaml")
+        self._note_tracked()
 
     def __reduce__(self) -> tuple[type[object], tuple[()]]:
         """It stays in its process: Prefect sends the functions of flow and task to Dask, with all that they hold."""
@@ -100,7 +122,7 @@ class Execution:
             raise
         self.failures.pop(stage.name, None)  # a retry made it
         watcher.ended(outcome)
-        self.artifacts[stage.name] = outcome.artifact
+        self._has(outcome.artifact)
         if forced:
             self._forced.add((stage.name, outcome.artifact.key))
         return outcome.artifact, outcome.state
@@ -108,7 +130,7 @@ class Execution:
     def take(self, planned: Planned) -> None:
         """Note a stage that is not called, since its artifact is there and the selection leaves it out."""
         assert planned.artifact is not None, "what is taken is in the store"
-        self.artifacts[planned.stage.name] = planned.artifact
+        self._has(planned.artifact)
         self.record.stage(
             planned.stage.name,
             outcome="cached",
@@ -117,6 +139,34 @@ class Execution:
             metric=report.key_figures(planned.stage.name, planned.artifact.result),
             why=list(planned.why),
         )
+        self.link_cached(planned.artifact)
+
+    def link_cached(self, artifact: Artifact) -> None:
+        """The tracked run points to the one that made what this run took from the cache."""
+        self._cached.append(artifact.stage)
+        self._parent.link_made_by(artifact.stage, artifact.key)
+
+    def _note_tracked(self) -> None:
+        """Which run the tracker has of this one; no id as long as its server is silent."""
+        about = {"run_id": self._parent.id, "url": self._parent.url, "identity": self._parent.identity}
+        self.record.note(tracking=about)
+
+    def _uploading(self, done: int, total: int) -> None:
+        """Bytes of artifacts that went to a tracker elsewhere."""
+        progress = {"done": done / 1e6, "total": total / 1e6, "unit": "MB", "figures": {}}
+        self.display.progressed("uploading", progress)
+
+    def note_prefect(self, flow_run_id: str, url: str | None) -> None:
+        """Which flow run this is; its stages' runs say so, too."""
+        self.record.note(prefect={"flow_run_id": flow_run_id})
+        tags = {"ttrain.prefect.flow_run_id": flow_run_id, **({"ttrain.prefect.url": url} if url else {})}
+        self._tags |= tags
+        self._parent.set_tags(tags)
+
+    def _has(self, artifact: Artifact) -> None:
+        """A stage's artifact is there, built or not."""
+        self.artifacts[artifact.stage] = artifact
+        self._parent.log_inputs(tracking.data_of(artifact))
 
     @property
     def tracked_run(self) -> str | None:
@@ -132,6 +182,10 @@ class Execution:
         """The run's metrics so far, under their stable names."""
         return report.metrics_of({name: artifact.result for name, artifact in self.artifacts.items()})
 
+    def description(self) -> str:
+        """What the run was and what came of it so far, in markdown."""
+        return overview.description(self.record.as_it_is(), self._changed, self.metrics())
+
     def finish(self, outcome: str, error: str | None = None) -> None:
         """Close the record and the tracked run. `outcome`: completed, failed or interrupted."""
         self.outcome = outcome
@@ -144,15 +198,51 @@ class Execution:
             self.register_set()  # before the record says so: killed here, the run has crashed, and the next one registers
         self.record.finish(outcome, metrics)
         self._parent.log_summary(metrics)
+        self._log_curves()  # after those: MLflow's compare page begins with the metric that came first
         evaluation = self.artifacts.get("evaluate")
         if evaluation:
             table = report.markdown(report.evaluation_table(metrics), ("what", "value", ""))
             self._parent.log_text(table, "evaluation.md")
+            tables = registering.tables(metrics, evaluation.result.get("samples", {}))
+            for name, text in tables.items():
+                self._parent.log_text(text, name)
+            self._parent.set_tags(registering.tag_of_tables(tables))
+            self._log_cards()
             if "samples.json" not in evaluation.absent:  # else the run that made it has it in MLflow
                 self._parent.log_file(evaluation.path / "samples.json")
-        self._parent.set_tags({"ttrain.outcome": outcome})
+        note = self.description()
+        keys = {f"ttrain.key.{name}": artifact.key for name, artifact in self.artifacts.items()}
+        tags = {"ttrain.outcome": outcome, tracking.NOTE: note, "ttrain.cached": " ".join(self._cached), **keys}
+        self._parent.set_tags(tags)
+        self._log_page()
+        if self.log.path.is_file():  # else all was cached
+            self._parent.log_file(self.log.path)
         self._parent.finish({"completed": "FINISHED", "failed": "FAILED"}.get(outcome, "KILLED"))
+        self._tracker.close()
+        tracking.refresh_views(self._tracker)
+        self._note_tracked()
         self.store.cache.save()
+
+    def _log_curves(self) -> None:
+        """The losses of all trainings on the pipeline's tracked run, also of those that were not trained now."""
+        for artifact in self.artifacts.values():
+            curve = artifact.path / "run" / "metrics.jsonl"
+            if curve.is_file():  # else it did not train, or the file is where it was made
+                rows = overview.curves(artifact.stage, curve.read_text().splitlines())
+                self._parent.keep_rows(f"{json.dumps(row)}\n".encode() for row in rows)
+
+    def _log_page(self) -> None:
+        """Keep the run's page among its files: `report.html`. It is made from this disk alone; its troubles end no run."""
+        if isinstance(self._parent, tracking.NullRun):
+            return
+        from ttrain.pages.report import report_of
+
+        try:
+            page = report_of(self.store.root, tracking.read_local(self.store.root, self.record.run))
+        except Exception:
+            log.warning("the run's page could not be made; `ttrain report %s` tries again", self.record.run, exc_info=True)
+            return
+        self._parent.log_text(page, REPORT)
 
     def page_of(self, stage: str | None = None) -> str | None:
         """Address of the tracked run, or of that of a stage; None where no server shows it."""
@@ -211,25 +301,56 @@ class Execution:
         """The tracked run of a stage; continued where the stage continues."""
         state = read_json(work / "tracking.json") or {}
         params = dict(flatten(section_of(stage, self.settings).model_dump(mode="json")))
-        tags = {"ttrain.stage": stage.name, "ttrain.key": planned.key or "", "ttrain.run": self.record.run}
+        tags = {"ttrain.stage": stage.name, "ttrain.key": planned.key or ""}
         tags |= {f"ttrain.parent.{name}": f"{a.stage} {a.content}" for name, a in planned.inputs.items()}
-        child = self._tracker.start_run(
-            stage.name, run_id=state.get("run_id"), parent_run_id=self._parent.id, tags=tags, params=params
-        )
-        write_json(work / "tracking.json", {"run_id": child.id})
+        tags |= {**self._tags, "ttrain.code": digests.digest_of(planned.ingredients["code"])}
+        name = f"{stage.name} {self.record.run.rpartition('-')[2]}"  # so that stages of two runs differ in MLflow's legends
+        before = {"run_id": state.get("run_id"), "identity": state.get("identity")}
+        child = self._tracker.start_run(name, **before, parent=self._parent, tags=tags, params=params)
+        child.link_to_parent(stage.name)
+        where = {"run_id": child.id, "identity": child.identity, "run": self.record.run}
+        where["experiment"] = self.settings.tracking.experiment
+        write_json(work / "tracking.json", where)
+        child.log_inputs(tracking.read_by(planned.inputs, trains=stage.uses_ranks))
         self._tracked[stage.name] = child
         return child
 
     def register(self, artifact: Artifact, run: tracking.Run | tracking.NullRun) -> str | None:
         """Put the artifact's files and, for a model or the tokenizer, a registered version into the tracker."""
+        if not self.registers:
+            return None
         run.log_directory(artifact.path, artifact.stage)
         if artifact.stage not in REGISTERED:
             return None
-        directory = REGISTERED[artifact.stage][1]
-        path = f"{artifact.stage}/{directory}" if directory else artifact.stage
-        return self._tracker.register_model(
-            self._registered_name(artifact), run=run, artifact_path=path, tags=_tags_of(artifact)
-        )
+        name, path, beside = self._registered_name(artifact), _path_of(artifact), self._beside(artifact, run)
+        for file, text in beside.texts.items():
+            run.log_text(text, f"{path}/{file}")
+        for file, source in beside.files.items():
+            run.log_file(source, str(PurePosixPath(path, file).parent))
+        tags = {**registering.tags_of(artifact), **beside.tags}
+        return self._tracker.register_model(name, run=run, artifact_path=path, tags=tags)
+
+    def _described(self, model: Artifact) -> dict[str, Any]:
+        """The tags of a registered model, and what its directory gets where this run has to register it from the store."""
+        if model.stage in self._tracked:  # which has registered it
+            return {"tags": registering.tags_of(model), "texts": {}, "files": {}}
+        beside = self._beside(model, self._parent)
+        files = {name: str(path) for name, path in beside.files.items()}
+        return {"tags": {**registering.tags_of(model), **beside.tags}, "texts": dict(beside.texts), "files": files}
+
+    def _beside(self, artifact: Artifact, run: tracking.Run | tracking.NullRun) -> tracking.Loadable:
+        """What goes into a registered model's directory beside its own files."""
+        name, directory = self._registered_name(artifact), REGISTERED[artifact.stage][1]
+        return registering.beside(artifact, directory, name, self.store, run, self.settings.runtime.sample_prompts)
+
+    def _log_cards(self) -> None:
+        """The cards of the models that this run made, anew: now they have an evaluation."""
+        for stage, run in self._tracked.items():
+            artifact = self.artifacts.get(stage)
+            if artifact and self.registers and stage in REGISTERED and REGISTERED[stage][1]:
+                card = registering.card_of(artifact, REGISTERED[stage][1], self._registered_name(artifact), self.store)
+                if card:
+                    run.log_text(card, f"{_path_of(artifact)}/{tracking.CARD}")
 
     def register_set(self) -> None:
         """Register the models of this run as one set, which can become champion; a run that left a stage out has none.
@@ -237,27 +358,28 @@ class Execution:
         What is registered already is taken. Another run may have made a model under another `name`, or untracked: then it
         is registered from the store.
         """
-        if not {"tokenizer", "evaluate", *self.settings.trainings} <= set(self.artifacts):
+        if not self.registers or not {"tokenizer", "evaluate", *self.settings.trainings} <= set(self.artifacts):
             return
-        models = [artifact for artifact in self.artifacts.values() if artifact.stage in REGISTERED]
-        members = []
-        with exclusive(tracking.lock_of(self.store.root)):
-            for model in models:
-                name = self._registered_name(model)
-                version = self._tracker.find_model(name, _tags_of(model))
-                if version is None and not model.absent:
-                    version = self.register(model, self._parent)
-                if version is None:
-                    return  # the tracker has said why
-                members.append(tracking.Member(name, version, model.stage, model.key))
-            tags = tracking.tags_of(
-                self.record.run,
-                members,
-                contents={model.stage: model.content for model in models},
-                keys={name: artifact.key for name, artifact in self.artifacts.items()},
-                metrics=self.artifacts["evaluate"].result["metrics"],
-            )
-            self.model_set = self._tracker.register_set(self.settings.name, run=self._parent, tags=tags)
+        models = [
+            {
+                "name": self._registered_name(model),
+                "stage": model.stage,
+                "artifact_path": _path_of(model),
+                **self._described(model),
+                "path": None if model.absent else str(model.path),
+            }
+            for model in self.artifacts.values()
+            if model.stage in REGISTERED
+        ]
+        self._tracker.finish_uploads()
+        self.model_set = self._tracker.register_models(
+            self.settings.name,
+            run=self._parent,
+            run_name=self.record.run,
+            models=models,
+            keys={name: artifact.key for name, artifact in self.artifacts.items()},
+            metrics=dict(self.artifacts["evaluate"].result["metrics"]),
+        )
         self.record.note(model_set=self.model_set and f"{self.settings.name}/{self.model_set}")
 
     def _registered_name(self, artifact: Artifact) -> str:
@@ -270,19 +392,25 @@ class _Watcher:
     def __init__(self, execution: Execution, stage: Stage, logged: Callable[[str], None]) -> None:
         self._execution, self._stage, self._logged = execution, stage, logged
         self._child: tracking.Run | tracking.NullRun | None = None
-        self._follower: tracking.MetricsFollower | None = None
+        self._followers: list[tracking.MetricsFollower] = []
+        self._log: Path | None = None
+        self._samples: set[str] = set()  # names of those that the tracker has
 
     def started(self, stage: Stage, planned: Planned, work: Path) -> None:
         if self._execution.loads_torch:
             supervise.warm_up(self._execution.settings)  # while this one runs, it may be
-        log_path = work / "output" / "run" / "log.txt"
+        log_path = self._log = work / "output" / "run" / "log.txt"
         self._execution.display.started(stage.name, report.shortened(planned.why))
+        self._execution.log.add(stage.name, f"started: {'; '.join(planned.why)}")
         self._execution.record.stage(
             stage.name, outcome="running", key=planned.key, log=str(log_path), why=list(planned.why)
         )
         self._child = self._execution.start_child(stage, planned, work)
-        metrics = work / "output" / "run" / "metrics.jsonl"
-        self._follower = tracking.MetricsFollower(metrics, self._child, work / "followed.json")
+        files = ("metrics.jsonl", *system_metrics.files(self._execution.settings.runtime.nodes))
+        later = self._execution.store.root / "store" / stage.name / (planned.key or "") / "run"
+        for name in files:
+            path, state = work / "output" / "run" / name, work / f"followed-{Path(name).stem}.json"
+            self._followers.append(tracking.MetricsFollower(path, self._child, state, later_at=[later / name]))
 
     def prepared(self, stage: Stage, work: Path) -> None:
         if self._execution.make_parts_elsewhere and stage.reuses_parts:
@@ -290,20 +418,34 @@ class _Watcher:
 
     def progressed(self, stage: Stage, progress: Mapping[str, Any]) -> None:
         self._execution.display.progressed(stage.name, progress)
+        self._keep_samples()
 
     def logged(self, stage: Stage, line: str) -> None:
+        self._execution.log.add(stage.name, line)
         self._logged(line)
 
     def waiting(self, stage: Stage, who: str) -> None:
         self._execution.display.say(f"  {stage.name}: {who} is building it; waiting for that one")
+        self._execution.log.add(stage.name, f"waiting for {who}, who is building it")
 
     def fetching(self, stage: Stage, line: str) -> None:
         self._execution.display.say(f"  {stage.name}: {line}")
-        self._logged(line)
+        self.logged(stage, line)
 
     def process_ended(self, stage: Stage) -> None:
-        if self._follower:  # before publishing, which moves the file that it follows
-            self._follower.stop()
+        for follower in self._followers:  # before publishing, which moves the file that it follows
+            follower.stop()
+        self._followers = []
+        self._keep_samples()
+
+    def _keep_samples(self) -> None:
+        """Texts that the model wrote while it trains, where the finished artifact's files will be in the tracker."""
+        if self._log is None or self._child is None:
+            return
+        for path in sorted((self._log.parent / "samples").glob("step-*.txt")):
+            if path.name not in self._samples:
+                self._samples.add(path.name)
+                self._child.log_text(path.read_text(encoding="utf-8"), f"{self._stage.name}/run/samples/{path.name}")
 
     def stop_signal(self) -> int:
         return self._execution.signum
@@ -315,6 +457,7 @@ class _Watcher:
         artifact, name = outcome.artifact, self._stage.name
         figures = report.key_figures(name, artifact.result)
         self._execution.display.ended(name, outcome.state, outcome.seconds, figures)
+        self._execution.log.add(name, f"{outcome.state} after {outcome.seconds:.1f} s: {figures}")
         self._execution.record.stage(
             name,
             outcome=outcome.state,
@@ -328,8 +471,11 @@ class _Watcher:
         if self._child:
             self._child.log_params(_group_params(artifact.result))
             self._child.log_summary({**_numbers(artifact.result), **report.stage_metrics(artifact.result)})
+            self._child.log_inputs(tracking.data_of(artifact))
             self._execution.register(artifact, self._child)
             self._child.finish("FINISHED")
+        else:
+            self._execution.link_cached(artifact)
 
     def failed(self, error: BaseException) -> None:
         interrupted = isinstance(error, Interrupted | KeyboardInterrupt)
@@ -337,23 +483,22 @@ class _Watcher:
         outcome = "interrupted" if interrupted else "failed"
         if interrupted and self._execution.signum:  # the stage's process saw no more than a signal
             message = message.replace(SIGNALLED, self._execution.stop_reason)
+        self._execution.log.add(self._stage.name, f"{outcome}: {message}")
         self._execution.record.stage(self._stage.name, outcome=outcome, error=message)
         self._execution.display.failed(self._stage.name, message)
         if isinstance(error, TTrainError):
             error.shown = True
         if self._child:
+            self._child.set_tags({"ttrain.error": message[:1000]})
+            if self._log and self._log.is_file():  # of an artifact it is among its files
+                self._child.log_file(self._log, changes=True)
             self._child.finish("KILLED" if interrupted else "FAILED")
 
 
-def _tags_of(artifact: Artifact) -> dict[str, str]:
-    """What a registered version says of the artifact that it is."""
-    return {
-        "ttrain.stage": artifact.stage,
-        "ttrain.key": artifact.key,
-        "ttrain.content": artifact.content,
-        **{f"ttrain.input.{name}": entry["key"] for name, entry in artifact.manifest["inputs"].items()},
-        "ttrain.code": digests.digest_of(artifact.manifest["ingredients"]["code"]),
-    }
+def _path_of(artifact: Artifact) -> str:
+    """Where the model is, below the tracked run that holds the artifact."""
+    directory = REGISTERED[artifact.stage][1]
+    return f"{artifact.stage}/{directory}" if directory else artifact.stage
 
 
 def _group_params(result: Mapping[str, Any]) -> dict[str, object]:

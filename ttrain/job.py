@@ -25,6 +25,7 @@ class Job:
     versions: Mapping[str, list[str]] = field(default_factory=dict)  # what identifies the bytes of each of `files`
     groups: Mapping[str, list[int]] = field(default_factory=dict)  # which weighted source each of `files` belongs to
     weights: Sequence[float] = ()  # of those sources; empty: all rows alike
+    labels: Mapping[str, str] = field(default_factory=dict)  # stage, run and experiment, for those who log elsewhere
     reuse: tuple[str, ...] = ()  # earlier outputs of the stage, parts of which may be taken as they are
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import shutil
 import time
 from collections.abc import Mapping
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from ttrain import __version__, libraries, results, runs, supervise, unfinished
+from ttrain import provenance, results, runs, supervise, unfinished
 from ttrain.config import Settings
 from ttrain.errors import Interrupted, StageFailed, TTrainError
 from ttrain.input_files import data_files, file_digests
@@ -215,11 +214,5 @@ def _manifest(
         "extends": str(planned.start_from.name) if planned.start_from else None,
         "continued": unfinished.history(work, planned.key or ""),
         "seconds": seconds,
-        "provenance": {
-            "ttrain": __version__,
-            "python": platform.python_version(),
-            "platform": platform.platform(),
-            "libraries": libraries.versions(),
-            "runtime": settings.runtime.model_dump(mode="json"),
-        },
+        "provenance": provenance.of(settings, work),
     }

@@ -56,7 +56,11 @@ def load(
 
     `base`: what the settings of an earlier run have that is not a default.
     """
-    given = layers(overrides, files, profiles, os.environ if environment is None else environment)
+    return settings_of(layers(overrides, files, profiles, os.environ if environment is None else environment), base)
+
+
+def settings_of(given: list[Given], base: Sequence[Given] = ()) -> Loaded:
+    """The settings of what is given, as `layers` tells it. Raises UsageError."""
     _refuse_sizes_of_new_models(given, base)
     settings, sources = merge(Settings, [*base, *_of_existing_model(given, base), *_with_preset(given)])
     return Loaded(settings, sources)

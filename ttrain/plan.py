@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ttrain import unfinished
+from ttrain import trackers, unfinished
 from ttrain.config import Section, Settings, flatten
 from ttrain.digests import SECOND_HEAD, code_digests, differences, digest_of
 from ttrain.errors import UsageError
@@ -101,8 +101,9 @@ def plan(
 ) -> list[Planned]:
     """Every stage of the recipe, in its order, but for those that the selection leaves out.
 
-    Raises UsageError where a stage that must be in the store is not there.
+    Raises UsageError where a stage that must be in the store is not there, or a logger is not installed.
     """
+    trackers.check(settings.runtime.loggers)  # now, not after the stages before the first training
     graph = graph_of(recipe, settings)
     asked = {f"--force {name}": name for name in sorted(force)}
     if go_on:

@@ -13,6 +13,8 @@ from ttrain.plan import Planned
 
 SHOWN_REASONS = 3
 
+TRAININGS = ("pretrain", "sft", "lora")
+
 # The metric that stands for a stage in one line of `status`.
 KEY_METRICS: Mapping[str, tuple[str, ...]] = {
     "tokenizer": ("vocab_size", "bytes_per_token"),
@@ -33,11 +35,12 @@ CHAMPION_METRICS: Mapping[str, str] = {
 def metrics_of(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     """The metrics of a pipeline run under their stable names, from the stages' results: the same whether cached or not."""
     found: dict[str, float] = {}
-    for name in ("pretrain", "sft", "lora"):
-        for metric in ("validation_loss", "loss"):
+    for name in TRAININGS:
+        for metric in ("validation_loss", "loss", "tokens", "tokens_per_second"):
             value = results.get(name, {}).get(metric)
             if value is not None:
                 found[f"{name}/{metric}"] = float(value)
+    found |= _total([results[name] for name in TRAININGS if name in results])
     if "tokenizer" in results:
         found.update(stage_metrics(results["tokenizer"]))
     evaluation = results.get("evaluate", {})
@@ -47,6 +50,22 @@ def metrics_of(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     for name, value in results.get("evaluate-champion", {}).get("metrics", {}).items():
         found[f"champion/{name}"] = float(value)
     return dict(sorted(found.items()))
+
+
+def _total(trainings: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """What the trainings took together, whichever runs they were made in; a device is a rank.
+
+    A training that was continued knows the time of its last attempt: the steps before are taken to have been as fast.
+    """
+    seconds = device_seconds = 0.0
+    for one in trainings:
+        timed = one.get("steps", 0) - one.get("resumed_from_step", 0)
+        if timed > 0 and "train_seconds" in one:
+            took = one["train_seconds"] * one["steps"] / timed
+            seconds, device_seconds = seconds + took, device_seconds + took * one.get("ranks", 1)
+    if not seconds:
+        return {}
+    return {"total/train_seconds": seconds, "total/device_hours": device_seconds / 3600}
 
 
 def stage_metrics(result: Mapping[str, Any]) -> dict[str, float]:

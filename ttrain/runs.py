@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import logging
 import os
@@ -15,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ttrain.store import Store, exclusive, write_json
+from ttrain.store import Store, exclusive, read_json, write_json
 
 log = logging.getLogger("ttrain")
 
@@ -51,6 +52,11 @@ class RunRecord:
         with self._lock:
             self._data.update(values)
             self._write()
+
+    def as_it_is(self) -> dict[str, Any]:
+        """All that is on record now."""
+        with self._lock:
+            return copy.deepcopy(self._data)
 
     def finish(self, outcome: str, metrics: Mapping[str, float]) -> None:
         """The end of the run."""
@@ -100,14 +106,6 @@ def history(home: Path) -> list[dict[str, Any]]:
     return sorted(newest_first(home), key=lambda run: float(run["started_unix"]), reverse=True)
 
 
-def settle(home: Path) -> list[dict[str, Any]]:
-    """Write down which runs have crashed; returns those that were not yet known to have."""
-    new = [run for run in _as_they_are(home, ['"running"']) if run["outcome"] == "crashed" and not run.get("settled")]
-    for run in new:
-        write_json(home / "runs" / f"{run['run']}.json", {**run, "settled": True})
-    return new
-
-
 def in_progress(home: Path) -> list[dict[str, Any]]:
     """The runs whose processes are at work, newest first."""
     return [run for run in _as_they_are(home, ['"running"']) if run["outcome"] == "running"]
@@ -145,15 +143,24 @@ def _time_in_name(path: Path) -> tuple[str, ...]:
     return tuple(path.stem.rsplit("-", 3)[1:])
 
 
+def read(home: Path, name: str) -> dict[str, Any] | None:
+    """The record of the run with this name, as `history` lists it; None where there is none."""
+    run = read_json(home / "runs" / f"{name}.json")
+    return _as_it_is(home, run) if isinstance(run, dict) else None
+
+
 def _as_they_are(home: Path, words: Sequence[str]) -> Iterator[dict[str, Any]]:
     """The records that contain the words; those whose process is gone say what that means."""
-    for run in _mentioning(home, words):
-        if run["outcome"] == "running" and not _seems_alive(home, run):
-            run["outcome"] = "crashed"
-            for stage in run["stages"]:
-                if stage["outcome"] == "running":
-                    stage["outcome"] = "crashed"
-        yield run
+    return (_as_it_is(home, run) for run in _mentioning(home, words))
+
+
+def _as_it_is(home: Path, run: dict[str, Any]) -> dict[str, Any]:
+    if run["outcome"] == "running" and not _seems_alive(home, run):
+        run["outcome"] = "crashed"
+        for stage in run["stages"]:
+            if stage["outcome"] == "running":
+                stage["outcome"] = "crashed"
+    return run
 
 
 def _seems_alive(home: Path, run: Mapping[str, Any]) -> bool:
@@ -214,9 +221,10 @@ def builder(store: Store, stage: str, key: str) -> str:
     pid, host = held
     here = host == platform.node()
     where = f"process {pid}" if here else f"process {pid} on {host}"
-    for run in _mentioning(store.root, ['"running"', f'"pid": {pid},']):
-        if run["outcome"] == "running" and run["process"]["pid"] == pid and (not here or is_alive(run["process"])):
-            return f"the run {run['run']} ({where})"
+    for words in ([key], []):  # a process may have several runs: the one that has noted the key builds it
+        for run in _mentioning(store.root, ['"running"', f'"pid": {pid},', *words]):
+            if run["outcome"] == "running" and run["process"]["pid"] == pid and (not here or is_alive(run["process"])):
+                return f"the run {run['run']} ({where})"
     return where
 
 

@@ -169,6 +169,8 @@ def environment_of(settings: Settings) -> dict[str, str]:
     environment[PARENT] = str(os.getpid())
     if settings.runtime.threads:
         environment["OMP_NUM_THREADS"] = str(settings.runtime.threads)
+    if settings.runtime.gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, settings.runtime.gpus))
     return environment
 
 

@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,11 @@ from ttrain.job import Job
 from ttrain.parent import PARENT, STOP_SIGNALS, end_with_parent
 from ttrain.progress import Progress
 from ttrain.store import read_json
+from ttrain.system_metrics import SystemMetrics, file_name
 from ttrain.train import watchdog
 
 JOB, PROGRESS = "job.json", "progress.json"
+TRACKED = "tracking.json"  # in a work directory: which run of the tracker, and of ours, is at work there
 # A system that stops all processes (systemd, a batch queue) signals this one, and the one that started it passes its own on.
 SAME_SIGNAL_SECONDS = 1.0
 PROCESS_NAME = "ttrain-worker"  # as `ps` and `top` show it; 15 characters at most
@@ -75,7 +77,7 @@ def main() -> int:
     work = Path(sys.argv[1])
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     end_with_parent(int(os.environ.get(PARENT, os.getppid())))  # it may be gone before this line is reached
-    set_up(rank)
+    set_up(rank, world)
     spec = read_json(work / JOB)
     if spec is None:
         log.error("there is no %s; do all nodes have the same TTRAIN_HOME and the same settings?", work / JOB)
@@ -83,7 +85,8 @@ def main() -> int:
     stop = StopFlag(stops_by_itself=not spec["uses_ranks"])
     with filelock.FileLock(work.with_name(f"{work.name}.process.lock")) if rank == 0 else contextlib.nullcontext():
         watchdog.start(work, rank, world, lambda why: _give_up(work, rank, why), spec["runtime"]["rank_timeout_seconds"])
-        outcome = _run(work, spec, stop, rank)
+        with _system_metrics(work, spec):
+            outcome = _run(work, spec, stop, rank)
         results.write(work, rank, outcome)
         sys.stdout.flush()
         if world > 1 and outcome["outcome"] == "failed":
@@ -92,9 +95,10 @@ def main() -> int:
     return int(outcome["outcome"] == "failed")
 
 
-def set_up(rank: int = 0) -> None:
-    """The log, and the name under which the process is listed."""
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", stream=sys.stdout, force=True)
+def set_up(rank: int = 0, world: int = 1) -> None:
+    """The log, in which several ranks name themselves, and the name under which the process is listed."""
+    who = f"rank {rank}: " if world > 1 else ""
+    logging.basicConfig(level=logging.WARNING, format=f"%(asctime)s {who}%(message)s", stream=sys.stdout, force=True)
     log.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     with contextlib.suppress(OSError):  # Linux only
         Path("/proc/self/comm").write_text(PROCESS_NAME)
@@ -119,6 +123,7 @@ def job_of(work: Path, stop: Callable[[], bool] = lambda: False, *, progress: bo
         versions=spec["versions"],
         groups=spec["groups"],
         weights=spec["weights"],
+        labels={"stage": spec["stage"], **(read_json(work / TRACKED) or {})},
         reuse=tuple(spec["reuse"]),
     )
     return stage.config.model_validate(spec["config"]), job
@@ -146,10 +151,28 @@ def _run(work: Path, spec: dict[str, Any], stop: StopFlag, rank: int) -> dict[st
         return {"outcome": "failed", "error": f"{type(error).__name__}: {error}", "kind": "unexpected"}
 
 
+@contextlib.contextmanager
+def _system_metrics(work: Path, spec: dict[str, Any]) -> Iterator[None]:
+    """Samples of the machine meanwhile: from the first process of each node."""
+    seconds = spec["runtime"]["system_metrics_seconds"]
+    if not seconds or int(os.environ.get("LOCAL_RANK", "0")):
+        yield
+        return
+    several = spec["runtime"]["nodes"] > 1
+    node = int(os.environ.get("GROUP_RANK", "0")) if several else 0  # torchrun's word
+    directory = work / spec["output"] / "run"
+    directory.mkdir(parents=True, exist_ok=True)
+    metrics = SystemMetrics(directory / file_name(node), seconds, node=node if several else None)
+    try:
+        yield
+    finally:
+        metrics.stop()
+
+
 def _give_up(work: Path, rank: int, why: str) -> None:
     """End this rank from its watching thread; the main one may wait for ever."""
     message = f"{why}; all ranks were ended, the last checkpoint is whole: run the same command again"
-    log.error("rank %d: %s", rank, message)
+    log.error("%s", message)
     sys.stdout.flush()
     results.write(work, rank, {"outcome": "failed", "error": message, "kind": RankLost.__name__})
     os._exit(1)

@@ -85,6 +85,18 @@ def test_prefect_shows_the_run_and_its_stages_with_logs_and_the_table(finished: 
     assert rows(database, "select count(*) from log where message like '%step 40/40%'")[0][0] > 0
     [(table,)] = rows(database, "select data from artifact where key = 'evaluation'")
     assert "bits per byte" in table
+    [(told,)] = rows(database, "select data from artifact where key = 'report'")
+    assert "bits per byte" in told and f"ttrain report {run}" in told
+
+
+def test_the_runs_page_lies_among_its_files_and_the_commands_make_it_again(finished: Any, tmp_path: Path) -> None:
+    run = finished.runs()[-1]
+    [page] = finished.home.glob(f"mlflow/artifacts/{run['tracking']['run_id']}/artifacts/report.html")
+    assert f"{run['run']}: report" in page.read_text(encoding="utf-8")
+    told = json.loads(finished("report", run["run"], "--out", str(tmp_path / "again.html"), "--json", settings=False))
+    assert told == {"run": run["run"], "page": str(tmp_path / "again.html"), "notes": []}
+    drawn = json.loads(finished("plot", "latest", "--out", str(tmp_path / "curves.png"), "--json", settings=False))
+    assert drawn["panels"][0]["points"]["loss"] == 8
 
 
 def test_mlflow_holds_one_parent_with_a_child_per_stage(finished: Any) -> None:
@@ -92,12 +104,14 @@ def test_mlflow_holds_one_parent_with_a_child_per_stage(finished: Any) -> None:
     runs = dict(rows(database, "select run_uuid, name from runs where lifecycle_stage = 'active'"))
     parents = dict(rows(database, "select run_uuid, value from tags where key = 'mlflow.parentRunId'"))
     [parent] = set(runs) - set(parents)
-    assert set(parents.values()) == {parent} and sorted(runs[child] for child in parents) == sorted(STAGES)
+    end = runs[parent].rpartition("-")[2]  # so that MLflow's legends tell the stages of two runs apart
+    assert set(parents.values()) == {parent}
+    assert sorted(runs[child] for child in parents) == sorted(f"{stage} {end}" for stage in STAGES)
     assert {status for (status,) in rows(database, "select status from runs")} == {"FINISHED"}
     measured = dict(rows(database, f"select key, value from latest_metrics where run_uuid = '{parent}'"))
     recorded = finished.runs()[-1]["metrics"]
     assert {name: measured[name] for name in recorded} == pytest.approx(recorded)
-    [pretrain] = [child for child in parents if runs[child] == "pretrain"]
+    [pretrain] = [child for child in parents if runs[child] == f"pretrain {end}"]
     of_data = dict(
         rows(database, f"select key, value from latest_metrics where run_uuid = '{pretrain}' and key like 'data/%'")
     )
@@ -106,11 +120,16 @@ def test_mlflow_holds_one_parent_with_a_child_per_stage(finished: Any) -> None:
     curve = f"select step from metrics where run_uuid = '{pretrain}' and key = 'grad_norm'"
     steps = [step for (step,) in rows(database, curve)]
     assert sorted(steps) == [5, 10, 15, 20, 25, 30, 35, 40]
+    by_tokens = f"select step from metrics where run_uuid = '{parent}' and key = 'losses_by_tokens/pretrain'"
+    assert sorted(step for (step,) in rows(database, by_tokens)) == [512 * step for step in sorted(steps)]
     params = dict(rows(database, f"select key, value from params where run_uuid = '{parent}'"))
     assert params["pretrain.tokens"] == "20480" and params["sft.optim.lr"] == "0.001"
+    assert set(params) == set(json.loads(finished("config", "show", "--json")))  # nothing that is another one each time
     names = {name for (name,) in rows(database, "select name from registered_models")}
     assert names == {"tiny-test", "tiny-test-tokenizer", "tiny-test-base", "tiny-test-sft", "tiny-test-lora"}
-    for (source,) in rows(database, "select source from model_versions"):
+    sources = dict(rows(database, "select name, source from model_versions"))
+    assert sources.pop("tiny-test") == "models:/tiny-test-lora/1"  # the set opens as the last of its models
+    for source in sources.values():
         assert list(Path(source.removeprefix("file://")).glob("*.json")), f"{source} holds no model"
 
 

@@ -14,12 +14,16 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"^\$ (ttrain .*?)\s*(?:#.*)?$", README, flags=re.MULTILINE)
 SERVERS = {  # run by test_interruptions, test_schedules and faults/test_nights_soak
     "ttrain up",
+    "ttrain ui",
     "ttrain down",
     "ttrain pipeline serve",
     'ttrain pipeline schedule nightly --cron "0 2 * * *" --timezone Europe/Berlin -c my.yaml',
 }
 ALONE = {"ttrain doctor", "ttrain train --task regression"}  # run by test_doctor and test_cli_train
-OTHERS = ("ttrain serve ", "ttrain gate train ", "ttrain model import ")  # run by faults/test_serve, test_gate, test_import
+OTHERS = (  # run by faults/test_serve, test_gate, test_import; test_ui, test_compare, test_sweep, test_lineage_pipeline
+    "ttrain serve ", "ttrain gate train ", "ttrain model import ",
+    "ttrain ui ", "ttrain compare ", "ttrain sweep ", "ttrain reproduce ",
+)  # fmt: skip
 DATA = [command for command in COMMANDS if command.startswith(("ttrain data ", "ttrain tokenizer "))]
 
 

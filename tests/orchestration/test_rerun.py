@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import shutil
+import sqlite3
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from ttrain import tracking
 
 ROOT = Path(__file__).parents[2]
 LONGER = "pretrain.tokens=61440"  # 120 steps
@@ -96,6 +100,15 @@ def test_two_variants_at_once_build_what_they_share_once(copy_of: Callable[..., 
     assert "lora" not in found[0]
     for rate in rates:
         assert cli.to_run("pretrain.seed=5", rate) == ["lora", "evaluate"]
+
+    views = [tracking.read_run(cli.home, run["run"]) for run in cli.runs()[:2]]
+    assert {name for name in views[0].params if views[0].params[name] != views[1].params[name]} == {"sft.optim.lr"}
+    with closing(sqlite3.connect(cli.home / "mlflow" / "mlflow.db")) as db:
+        logged = [dict(db.execute("SELECT key, value FROM params WHERE run_uuid = ?", (view.run_id,))) for view in views]
+        curve = "SELECT step, value FROM metrics WHERE run_uuid = ? AND key = 'losses_by_tokens/pretrain' ORDER BY step"
+        curves = [db.execute(curve, (view.run_id,)).fetchall() for view in views]
+    assert {name for name in logged[0] if logged[0][name] != logged[1].get(name)} == {"sft.optim.lr"}
+    assert curves[0] == curves[1] and len(curves[0]) > 3  # also of the run that found the stage cached
 
 
 @pytest.mark.soak

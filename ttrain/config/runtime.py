@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from ttrain.config.base import Section, TimeOfDay, TimeZone
+from ttrain.config.base import Section, TimeOfDay, TimeZone, as_tuple
 
 
 class Night(Section):
@@ -51,6 +51,9 @@ class Runtime(Section):
 
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     devices: int = Field(1, ge=1, description="ranks of a training stage on this machine")
+    gpus: tuple[Annotated[int, Field(ge=0)], ...] = Field(
+        (), description="which GPUs of this machine, by their numbers; empty: all that CUDA_VISIBLE_DEVICES leaves"
+    )
     nodes: int = Field(1, ge=1, description="machines that train together, through torchrun; all need the same TTRAIN_HOME")
     node_rank: int = Field(0, ge=0, description="which of them this one is; 0 publishes")
     rendezvous: str | None = Field(None, pattern=r"^\S+:\d{1,5}$", description="host:port of node 0, where nodes meet")
@@ -78,6 +81,9 @@ class Runtime(Section):
         False, description="keep only what goes into each layer, and compute it again for the gradient: a third slower"
     )
     log_every_steps: int = Field(10, ge=1)
+    system_metrics_seconds: int = Field(
+        10, ge=0, description="between samples of what the machine does: CPU, memory, disk, network, GPUs; 0: none"
+    )
     sample_every_steps: int = Field(0, ge=0, description="steps between texts that the model writes for you; 0: none")
     sample_prompts: tuple[str, ...] = Field(
         ("Return the", "Hello! Who are you?"), min_length=1, description="beginnings of documents, or what a user asks"
@@ -86,7 +92,9 @@ class Runtime(Section):
     keep_checkpoints: int = Field(2, ge=1, description="the newest so many, beside the best one")
     keep_every_steps: int = Field(0, ge=0, description="checkpoints of these steps stay for good; 0: none")
     guards: Literal["warn", "off"] = Field("warn", description="look out for spikes of the loss, overfitting, a dead loader")
-    tensorboard: bool = Field(False, description="event files beside the curves; needs the extra tb")
+    loggers: Annotated[tuple[Literal["tensorboard", "wandb", "swanlab"], ...], BeforeValidator(as_tuple)] = Field(
+        (), description="where the curves go beside MLflow; each needs its extra: tb, wandb, swanlab"
+    )
     workers: int | None = Field(None, ge=1, description="processes that make shards; empty: the cores")
     sharding: Literal["processes", "dask"] = Field("processes", description="where shards are made; dask: on its cluster")
     dask_address: str | None = Field(None, description="scheduler of the Dask cluster; empty: a local one of `workers`")

@@ -17,7 +17,7 @@ def greedy(
     ids = torch.tensor([list(prompt)], device=device)
     cache: Any = None
     said: list[int] = []
-    with torch.inference_mode():
+    with torch.no_grad():  # not inference_mode: a table that the model keeps would be unfit for the training that goes on
         for _ in range(new_tokens):
             out = model(input_ids=ids, past_key_values=cache, use_cache=True)
             cache = out.past_key_values

@@ -49,7 +49,11 @@ class Table:
 def sums_of(directory: Path, metric: str) -> tuple[list[float], list[float], list[str]] | None:
     """(sums, sizes, records) behind a figure of the evaluation in this directory, `sum(sums) / sum(sizes)`; None where it
     has none."""
-    found: Mapping[str, Any] = read_json(directory / FILE) or {}
+    return sums_in(read_json(directory / FILE) or {}, metric)
+
+
+def sums_in(found: Mapping[str, Any], metric: str) -> tuple[list[float], list[float], list[str]] | None:
+    """The same from what such a file holds."""
     entry = found.get("metrics", {}).get(metric)
     if entry is None:
         return None

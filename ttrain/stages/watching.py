@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from torch import nn
 
-from ttrain.config import Pretrain, Runtime, TaskConfig, Training
+from ttrain.config import Pretrain, Runtime, TaskConfig, Training, flatten
 from ttrain.data import chat
 from ttrain.data.encoder import Encoder
 from ttrain.data.loader import Loader
@@ -14,14 +15,14 @@ from ttrain.data.packing import Rows
 from ttrain.errors import UsageError
 from ttrain.evaluate import samples
 from ttrain.job import Job
+from ttrain.trackers.callback import Loggers
 from ttrain.train.callbacks import Callback, LogLines, MetricsFile, Perplexity, ProgressBar
 from ttrain.train.guards import guards
-from ttrain.train.monitor import DeviceStatistics, PerformanceMonitor
+from ttrain.train.monitor import PerformanceMonitor
 from ttrain.train.peak import flops_per_token, peak_flops
 from ttrain.train.precision import Precision
 from ttrain.train.ranks import Ranks
 from ttrain.train.samples import Samples
-from ttrain.train.tensorboard import TensorBoard
 
 METRICS, GUARDS = "metrics.jsonl", "guards.jsonl"  # under run/
 SAMPLE_TOKENS = 48
@@ -41,19 +42,34 @@ def watchers(
         PerformanceMonitor(
             config.tokens_per_step * filled,
             device=ranks.device,
+            steps_per_epoch=loader.order.rows / loader.order.rows_per_step,
             flops_per_token=flops_per_token,
             peak_flops=(lambda: peak_flops(precision) * ranks.world) if flops_per_token else None,
         ),
-        DeviceStatistics(ranks.device),
         MetricsFile(run / METRICS),
         ProgressBar(job.progress, config.tokens_per_step, "tokens" if isinstance(config, Training) else "rows"),
         LogLines(),
     ]
-    if job.runtime.tensorboard:
-        found.append(TensorBoard(run / "tensorboard", run / METRICS))
+    if job.runtime.loggers:
+        found.append(Loggers(job.runtime.loggers, run, description(config, job.labels)))
     if job.runtime.guards == "warn":
         found += guards(run / GUARDS, loader)
     return found
+
+
+def description(config: Training | TaskConfig, labels: Mapping[str, str]) -> dict[str, Any]:
+    """What loggers show of a training: project, group, kind and name, and its settings without what looks secret."""
+    from ttrain.tracking.safety import masked
+
+    stage, run = labels.get("stage", "training"), labels.get("run", "")
+    settings = flatten(config.model_dump(mode="json"))
+    return {
+        "project": labels.get("experiment", "ttrain"),
+        "group": run or None,
+        "kind": stage,
+        "name": f"{stage} {run.rpartition('-')[2]}".strip(),
+        "config": masked({f"{config.prefix}{name}": value for name, value in settings}),
+    }
 
 
 def language_watchers(

@@ -3,59 +3,94 @@
 It runs in the orchestrating process; training children write `metrics.jsonl` and a follower carries it over. MLflow is
 imported when a store is opened (0.9 s, its SQL store 0.5 s, a fresh schema 0.6 s more), never by importing this module.
 
-The pipeline's result does not depend on the tracker, so its troubles become one warning each, never an exception: what
-is small (parameters, tags, summaries, states) waits in `Store` for the server to come back, curves wait in their file.
+The pipeline's result does not depend on the tracker, so its troubles become one warning each, never an exception: all
+that a run has to tell stands in its outbox in the home (`outbox`), curves in their file, until the server takes it.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
 from ttrain.errors import TrackingError, UsageError
 from ttrain.tracking.calls import first_line, outcome, shown
-from ttrain.tracking.champions import Champions, lock_of
+from ttrain.tracking.champions import Champions
 from ttrain.tracking.database import database_of, mend_moved_home, open_client
 from ttrain.tracking.follower import MetricsFollower
+from ttrain.tracking.inputs import DataInput, data_of, read_by
+from ttrain.tracking.loadable import CARD, Loadable
+from ttrain.tracking.outbox import waiting_keys
+from ttrain.tracking.reading import LATEST, read_local, read_run, read_runs
 from ttrain.tracking.registered import registered_keys as _registered_keys
 from ttrain.tracking.registry import Version
 from ttrain.tracking.registry import find_version as _find_version
 from ttrain.tracking.runs import NullRun, Run
-from ttrain.tracking.sets import CHALLENGER, CHAMPION, Member, ModelSet, last_of, tags_of
+from ttrain.tracking.safety import masked, without_credentials
+from ttrain.tracking.sets import CHALLENGER, CHAMPION, Member, ModelSet, last_of, lock_of, tags_of
+from ttrain.tracking.showing import NOTE, Addresses, addresses_of, refresh_views, source_tags
 from ttrain.tracking.store import NullStore, Store
+from ttrain.tracking.syncing import Waiting
+from ttrain.tracking.syncing import sync as _sync
+from ttrain.tracking.syncing import waiting as _waiting
+from ttrain.tracking.views import InputView, Point, RunView, StageView
 
 __all__ = [
+    "CARD",
     "CHALLENGER",
     "CHAMPION",
     "ENVIRONMENT",
+    "LATEST",
+    "NOTE",
+    "Addresses",
+    "DataInput",
+    "InputView",
+    "Loadable",
     "Member",
     "MetricsFollower",
     "ModelSet",
     "NullRun",
     "NullStore",
+    "Point",
     "Run",
+    "RunView",
+    "StageView",
     "Store",
     "Version",
+    "Waiting",
+    "addresses",
     "champion",
+    "data_of",
+    "database_of",
     "find_set",
     "find_version",
+    "keys_beginning",
     "last_of",
     "list_sets",
     "lock_of",
     "log_decision",
+    "masked",
     "mend_moved_home",
     "open_reader",
     "open_store",
     "prepare",
     "promote",
+    "read_by",
+    "read_local",
+    "read_run",
+    "read_runs",
+    "refresh_views",
     "registered_keys",
     "rollback",
+    "source_tags",
+    "sync",
     "tags_of",
     "tracking_uri",
+    "waiting",
+    "without_credentials",
 ]
 log = logging.getLogger("ttrain")
 
@@ -66,7 +101,7 @@ ENVIRONMENT: Final = {
     "MLFLOW_CONFIGURE_LOGGING": "false",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # a run whose making was asked for twice is there twice
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
 }
 
@@ -92,6 +127,7 @@ def open_store(home: Path, experiment: str) -> Store | NullStore:
         log.warning("MLflow at %s cannot be opened, nothing is tracked: %s", shown(uri), error and first_line(error))
         return NullStore()
     store.tried("opening the experiment", store.experiment_id)
+    store.tell_earlier()
     return store
 
 
@@ -103,6 +139,22 @@ def open_reader(home: Path) -> Store:
     return Store(open_client(uri, home), uri, home, "")
 
 
+def addresses(home: Path, experiments: Iterable[str], run_ids: Sequence[str] = ()) -> Addresses | None:
+    """Where MLflow's pages show these runs, or else the first of these experiments that there is; its views are brought up
+    to date. None where there is none of them. Raises TrackingError where MLflow does not answer."""
+    if not _is_installed():
+        raise TrackingError("MLflow is not installed; pip install mlflow")
+    uri = tracking_uri(home.resolve())
+    if uri == f"sqlite:///{database_of(home)}" and not database_of(home).exists():
+        return None
+    store, error = outcome(lambda: open_reader(home))
+    found, error = (None, error) if store is None else store.once(lambda: addresses_of(store.client, experiments, run_ids))
+    if error is not None:
+        cure = "; unset MLFLOW_TRACKING_URI to see what is in the home itself" if "MLFLOW_TRACKING_URI" in os.environ else ""
+        raise TrackingError(f"MLflow at {shown(uri)} cannot be asked: {first_line(error)}{cure}") from error
+    return found
+
+
 def find_version(home: Path, name: str, *, version: str | None = None, alias: str | None = None) -> Version:
     """A registered model's version, by its number or its alias. Raises UsageError that lists what is registered."""
     if not _is_installed():
@@ -112,6 +164,13 @@ def find_version(home: Path, name: str, *, version: str | None = None, alias: st
     _quieten()
     home = home.resolve()
     return _find_version(home, tracking_uri(home), name, version=version, alias=alias)
+
+
+def keys_beginning(home: Path, stage: str | None, prefix: str) -> list[tuple[str, str]]:
+    """(stage, key) of the artifacts that MLflow holds whose keys begin so; [] where it does not answer."""
+    from ttrain.tracking.fetching import Tracked
+
+    return Tracked(home).keys_beginning(stage, prefix)
 
 
 def champion(home: Path, name: str) -> ModelSet | None:
@@ -158,12 +217,38 @@ def _champions(home: Path) -> Champions:
 
 
 def registered_keys(home: Path) -> frozenset[str]:
-    """Keys of the artifacts that the registered models are, and of what these need. Raises TrackingError."""
+    """Keys of the artifacts that the registered models are, of what these need, and of those that wait to be uploaded.
+
+    Raises TrackingError.
+    """
     if not _is_installed():
         raise TrackingError("which models are registered is told by MLflow, which is not installed; pip install mlflow")
     _quieten()
     home = home.resolve()
-    return _registered_keys(home, tracking_uri(home))
+    return _registered_keys(home, tracking_uri(home)) | waiting_keys(home)
+
+
+def waiting(home: Path, run: str | None = None) -> list[Waiting]:
+    """What runs have yet to tell MLflow, all or one; imports no MLflow. Raises UsageError where no run is called so."""
+    return _waiting(home, run)
+
+
+def sync(home: Path, run: str | None = None, told: Callable[[int, int], object] = lambda done, total: None) -> list[Waiting]:
+    """Tells MLflow what ended runs could not; what became of each. Raises TrackingError, and UsageError as `waiting`.
+
+    `told(bytes done, bytes in all)` is called while files are uploaded.
+    """
+    if not _is_installed():
+        raise TrackingError("what waits is told to MLflow, which is not installed; pip install mlflow")
+    _quieten()
+    home, named = home.resolve(), os.environ.get("MLFLOW_TRACKING_URI", "")
+
+    def uri_of(tracker: str) -> str:
+        if not tracker:
+            return f"sqlite:///{database_of(home)}"
+        return named if shown(named) == tracker else tracker  # an outbox holds no password
+
+    return _sync(home, uri_of, run, told)
 
 
 def prepare(home: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import re
 from collections.abc import Callable
@@ -9,6 +10,14 @@ from typing import TypeVar
 
 log = logging.getLogger("ttrain")
 Result = TypeVar("Result")
+
+KEY_CHARACTERS = 250
+# Of files whose names no file system, or not this one, can hold, or hold beside those that are there.
+NEVER = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.EINVAL, errno.EILSEQ)
+
+
+class RefusedError(Exception):
+    """What was asked makes no sense, so that asking again is of no use."""
 
 
 def outcome(action: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
@@ -22,7 +31,9 @@ def outcome(action: Callable[[], Result]) -> tuple[Result | None, Exception | No
 
 def is_refusal(error: Exception) -> bool:
     """Whether MLflow understood and said no, so that asking again is of no use."""
-    return code_of(error) in ("INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST")
+    if isinstance(error, OSError) and error.errno in NEVER:
+        return True
+    return isinstance(error, RefusedError) or code_of(error) in ("INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST")
 
 
 def unless_there(create: Callable[[], object]) -> None:
@@ -39,7 +50,9 @@ def code_of(error: Exception) -> str:
 
 
 def first_line(error: Exception) -> str:
-    return shown(str(error).partition("\n")[0])[:300] or type(error).__name__
+    """What went wrong, on one line; of a long one the beginning and the end, where the cause stands."""
+    text = shown(str(error).partition("\n")[0])
+    return (text if len(text) <= 300 else f"{text[:140]} ... {text[-150:]}") or type(error).__name__
 
 
 def shown(text: str) -> str:
@@ -48,5 +61,12 @@ def shown(text: str) -> str:
 
 
 def clean(key: str) -> str:
-    """A name that MLflow takes."""
-    return re.sub(r"[^/\w.\- :]", "_", key)[:250]
+    """A name that MLflow takes: of its characters, and no path that leads upward or says a part twice."""
+    parts = re.sub(r"[^/\w.\- :]", "_", key).split("/")
+    name = "/".join(part for part in parts if part not in ("", ".", ".."))[:KEY_CHARACTERS].rstrip("/.") or "_"
+    return f"_{name[1:]}" if name.startswith("..") else name
+
+
+def plain(value: object) -> str:
+    """A text as databases and JSON take it: without NUL, and without the halves of letters that are no UTF-8."""
+    return str(value).replace("\0", "\ufffd").encode("utf-8", "replace").decode()

@@ -20,8 +20,7 @@ from ttrain.errors import TrackingError, UsageError
 from ttrain.store import exclusive
 from ttrain.tracking.calls import first_line, is_refusal, outcome, shown
 from ttrain.tracking.database import database_of, open_client
-from ttrain.tracking.runs import Run
-from ttrain.tracking.sets import CHALLENGER, CHAMPION, DECISION, KIND, SET, ModelSet, all_pages, set_of
+from ttrain.tracking.sets import CHALLENGER, CHAMPION, DECISION, KIND, SET, ModelSet, all_pages, lock_of, set_of
 from ttrain.tracking.store import Store
 
 log = logging.getLogger("ttrain")
@@ -96,8 +95,8 @@ class Champions:
         self._asked(partial(self._client.set_model_version_tag, name, version, DECISION, text))
         self._asked(partial(self._client.update_model_version, name, version, table))
         if run_id or chosen.run_id:
-            entity = self._asked(partial(self._client.get_run, run_id or chosen.run_id))
-            run = Run(Store(self._client, self._uri, self._home, ""), entity)
+            store = Store(self._client, self._uri, self._home, "")
+            run = store.run_of(run_id or str(chosen.run_id))
             run.set_tags({"ttrain.decision": word, "ttrain.decision.reason": str(decision["reason"])})
             figures = {key: decision[key] for key in ("challenger", "champion", "difference", "samples")}
             low, high = decision["interval"] or (None, None)
@@ -105,6 +104,7 @@ class Champions:
             run.log_summary({f"promotion/{key}": value for key, value in figures.items() if value is not None})
             run.log_text(json.dumps(dict(decision), indent=1, sort_keys=True), "decision.json")
             run.log_text(table, "decision.md")
+            store.close()
 
     def _settled(self, name: str, version: str) -> ModelSet:
         """What follows the alias is brought in line; the set as it now is."""
@@ -227,11 +227,6 @@ class _Seen:
 
 def _numbers(text: str) -> list[str]:
     return [word for word in text.split() if word.isdigit()]
-
-
-def lock_of(home: Path) -> Path:
-    """Held by whoever registers or promotes sets."""
-    return home / "mlflow" / "sets.lock"
 
 
 def _listed(sets: Iterable[ModelSet]) -> str:

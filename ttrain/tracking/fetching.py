@@ -38,6 +38,13 @@ WHERE key.value = ? AND stage.value = ? AND experiments.name = coalesce(?, exper
 AND runs.status = 'FINISHED' AND runs.lifecycle_stage = 'active'
 ORDER BY runs.end_time DESC LIMIT ?
 """
+LISTED_KEYS = 100
+KEYS = """
+SELECT DISTINCT stage.value, key.value FROM runs
+JOIN tags AS key ON key.run_uuid = runs.run_uuid AND key.key = 'ttrain.key'
+JOIN tags AS stage ON stage.run_uuid = runs.run_uuid AND stage.key = 'ttrain.stage'
+WHERE key.value LIKE ? AND runs.status = 'FINISHED' AND runs.lifecycle_stage = 'active'
+"""
 
 
 @dataclass(frozen=True)
@@ -87,21 +94,66 @@ class Tracked:
                 f"{name} of {stage} {key[:12]} cannot be fetched from MLflow at {shown(self._uri)}: {first_line(error)}"
             ) from None
 
+    def recorded(self, stage: str, key: str) -> Mapping[str, Any] | None:
+        """The manifest that a finished run left, also where other files of the artifact are gone."""
+        return next((held.manifest for held in self._candidates(stage, key)), None)
+
+    def keys_beginning(self, stage: str | None, prefix: str) -> list[tuple[str, str]]:
+        """(stage, key) of the finished runs whose keys begin so, in hex; [] where MLflow does not answer."""
+        if self._is_silent:
+            return []
+        try:
+            found = self._keys_in_own_database(prefix) if self._is_own else self._keys_asked(prefix)
+        except Exception as error:
+            self._fell_silent(error)
+            return []
+        return sorted({one for one in found if stage in (None, one[0])})
+
     def _search(self, stage: str, key: str) -> Iterator[Held]:
         """Whole artifacts of that key, the newest first."""
+        for held in self._candidates(stage, key):
+            try:
+                if _is_whole(held.manifest, stage, key, lambda at: self._sizes(held.run_id, stage, held.directory, at)):  # noqa: B023
+                    yield held
+            except Exception as error:
+                self._fell_silent(error)
+                return
+
+    def _candidates(self, stage: str, key: str) -> Iterator[Held]:
+        """Runs that left a manifest of that key, the newest first."""
         if self._is_silent:
             return
         try:
-            own = self._uri == f"sqlite:///{database_of(self._home)}"
-            for run_id, artifact_uri in self._in_own_database(stage, key) if own else self._asked(stage, key):
+            for run_id, artifact_uri in self._in_own_database(stage, key) if self._is_own else self._asked(stage, key):
                 root = local_path(artifact_uri)
                 directory = root / stage if root else None
                 manifest = self._manifest_of(run_id, stage, directory)
-                if _is_whole(manifest, stage, key, lambda at: self._sizes(run_id, stage, directory, at)):  # noqa: B023
+                if manifest and (manifest.get("stage"), manifest.get("key")) == (stage, key):
                     yield Held(run_id, directory, manifest)
         except Exception as error:  # nothing settles what MLflow may raise, and all it costs is to build again
-            self._is_silent = True
-            log.warning("MLflow at %s cannot be asked for artifacts: %s", shown(self._uri), first_line(error))
+            self._fell_silent(error)
+
+    @property
+    def _is_own(self) -> bool:
+        return self._uri == f"sqlite:///{database_of(self._home)}"
+
+    def _fell_silent(self, error: Exception) -> None:
+        self._is_silent = True
+        log.warning("MLflow at %s cannot be asked for artifacts: %s", shown(self._uri), first_line(error))
+
+    def _keys_in_own_database(self, prefix: str) -> list[tuple[str, str]]:
+        database = database_of(self._home)
+        if not database.exists():
+            return []
+        with contextlib.closing(sqlite3.connect(f"{database.as_uri()}?mode=ro", uri=True, timeout=10)) as db:
+            return db.execute(KEYS, (f"{prefix}%",)).fetchall()
+
+    def _keys_asked(self, prefix: str) -> list[tuple[str, str]]:
+        client = self._store().client
+        ids = [experiment.experiment_id for experiment in client.search_experiments()]
+        wanted = f"tags.`ttrain.key` LIKE '{prefix}%' AND attributes.status = 'FINISHED'"
+        runs = client.search_runs(ids, wanted, max_results=LISTED_KEYS) if ids else []
+        return [(run.data.tags.get("ttrain.stage", ""), run.data.tags["ttrain.key"]) for run in runs]
 
     def _in_own_database(self, stage: str, key: str) -> list[tuple[str, str]]:
         """(run, place of its artifacts), read from the home's own file; a moved home's places are its own again."""

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import unquote, urlsplit
 
+from ttrain.tracking.safety import below
+
 LINK_FROM_BYTES: Final = 1 << 20  # linking a smaller file saves nothing, and a copy cannot change under MLflow
 
 
@@ -38,10 +40,12 @@ def place(source: Path, target: Path) -> None:
     _replace(with_parent(target), link_or_copy)
 
 
-def place_tree(directory: Path, target: Path) -> None:
+def place_tree(directory: Path, target: Path, root: Path) -> None:
+    """Puts a directory's files below `target`. Raises ValueError where a place would be outside `root`."""
     for path in sorted(directory.rglob("*")):
         if path.is_file():
-            place(path, target / path.relative_to(directory))
+            relative = (target / path.relative_to(directory)).relative_to(root)
+            place(path, below(root, relative.as_posix()))
 
 
 def with_parent(target: Path) -> Path:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 import threading
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, final
 
 from ttrain.tracking.calls import shown
+from ttrain.tracking.deliveries import parse_row
 from ttrain.tracking.files import write_text
-from ttrain.tracking.runs import NullRun, Row, Run
-from ttrain.tracking.store import PROBE_SECONDS
+from ttrain.tracking.runs import NullRun, Run
 
 log = logging.getLogger("ttrain")
 
@@ -28,48 +28,51 @@ class MetricsFollower:
 
     `state_file` remembers which step each metric reached, for this run. A resumed stage may cut the file back to its
     checkpoint and write the same steps again: they are passed over, and no step is logged twice or left out. A
-    half-written last line is left for the next look. Starts at once; `stop()` before the files move.
+    half-written last line is left for the next look. Starts at once; `stop()` before the files move. `later_at`: where
+    the file will be then, for who tells MLflow what this process could not.
     """
 
-    def __init__(self, path: Path, run: Run | NullRun, state_file: Path, *, seconds: float = 1.0) -> None:
+    def __init__(
+        self, path: Path, run: Run | NullRun, state_file: Path, *, later_at: Sequence[Path] = (), seconds: float = 1.0
+    ) -> None:
         self._path, self._run, self._state_file, self._seconds = path, run, state_file, seconds
         self._offset, self._tail = 0, b""
-        self._stopping, self._drained, self._deadline = threading.Event(), False, math.inf
+        self._stopping, self._drained, self._given_up = threading.Event(), False, False
         self._thread: threading.Thread | None = None
         if isinstance(run, Run):
+            self._entry = run.box.add("follow", places=[run.store.relative(place) for place in (path, *later_at)])
             self._recall(run)
             self._thread = threading.Thread(target=self._follow, args=(run,), name="metrics-follower", daemon=True)
             self._thread.start()
 
     def stop(self) -> None:
-        """Sends what is there; gives up on a dead server after 15 s, or after one probe where another follower did."""
+        """Sends what is there; what a server does not take, within 15 s, is kept to be told later."""
         if self._thread is None or not isinstance(self._run, Run):
             return
-        patience = PROBE_SECONDS + 1 if self._run.store.gave_up else PATIENCE_SECONDS
-        self._deadline = time.monotonic() + patience
         self._stopping.set()
-        self._thread.join(patience)
-        self._thread = None
-        if not self._drained:
-            self._run.store.gave_up = True
+        self._thread.join(PATIENCE_SECONDS)
+        self._thread, self._given_up = None, True
+        if self._drained or self._run.keep_rows(self._rest()):
+            self._run.box.told(self._entry)
+        else:
             last = max(self._run.steps.values(), default=None)
             uri = shown(self._run.store.uri)
             log.warning("MLflow at %s has the metrics up to step %s; the rest remains in %s", uri, last, self._path)
 
     def _follow(self, run: Run) -> None:
-        pause = self._seconds
-        while not self._drained and time.monotonic() < self._deadline:
+        while not self._drained and not self._given_up:
             stopping = self._stopping.is_set()  # asked before the look, so that the last look sees every line
             taken = self._drain(run)
             self._drained = taken and stopping
-            pause = self._seconds if taken else min(2 * pause, 30)
             if stopping and not taken:
+                if run.store.is_silent:  # it may be so for hours
+                    return
                 time.sleep(0.5)
-            self._stopping.wait(pause)
+            self._stopping.wait(self._seconds)
 
     def _drain(self, run: Run) -> bool:
-        while chunk := self._read():
-            if not run.log_metrics(row for line in chunk.splitlines() if (row := _parse(line)) is not None):
+        while not self._given_up and (chunk := self._read()):
+            if not run.log_metrics(row for line in chunk.splitlines() if (row := parse_row(line)) is not None):
                 return False
             self._offset, self._tail = self._offset + len(chunk), (self._tail + chunk)[-256:]
             with contextlib.suppress(OSError):  # MLflow's own record of the steps is enough
@@ -89,20 +92,15 @@ class MetricsFollower:
             return b""
         return chunk[: chunk.rfind(b"\n") + 1]
 
+    def _rest(self) -> Iterator[bytes]:
+        """What was not sent; all of it, where nobody can say."""
+        while chunk := self._read():
+            yield chunk
+            self._offset, self._tail = self._offset + len(chunk), (self._tail + chunk)[-256:]
+
     def _recall(self, run: Run) -> None:
         """Adds the steps of the state file to those that MLflow reported, where both speak of this run."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             state = json.loads(self._state_file.read_text(encoding="utf-8"))
-            for key, step in state["steps"].items() if state["run"] == run.id else ():
+            for key, step in state["steps"].items() if run.id and state["run"] == run.id else ():
                 run.steps[key] = max(int(step), run.steps.get(key, -1))
-
-
-def _parse(line: bytes) -> Row | None:
-    """The row of a line; None for a line that is none, which a crash of the machine can leave."""
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    kinds = {"step": int, "metrics": dict, "time": int | float | None}
-    good = isinstance(row, dict) and all(isinstance(row.get(name), kind) for name, kind in kinds.items())
-    return row if good else None

@@ -21,6 +21,7 @@ class Version:
     version: str
     source: Path | None
     tags: Mapping[str, str]
+    run_id: str | None = None
 
 
 def find_version(home: Path, uri: str, name: str, *, version: str | None = None, alias: str | None = None) -> Version:
@@ -41,7 +42,7 @@ def find_version(home: Path, uri: str, name: str, *, version: str | None = None,
         if not unknown:
             raise UsageError(f"MLflow at {shown(uri)} cannot be asked for '{asked}': {error and first_line(error)}")
         raise UsageError(f"there is no registered model '{asked}'; registered are {_listed(client) or 'none'}")
-    return Version(name, str(found.version), local_path(found.source), dict(found.tags))
+    return Version(name, str(found.version), local_path(found.source), dict(found.tags), found.run_id or None)
 
 
 def _listed(client: Any) -> str:

@@ -1,4 +1,4 @@
-"""One MLflow run: its curves, figures, parameters and files."""
+"""One MLflow run: its curves, figures, parameters and files, each first in its outbox, and from there to MLflow."""
 
 from __future__ import annotations
 
@@ -6,132 +6,213 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, final
 
-from ttrain.tracking.calls import clean, is_refusal, outcome, shown
-from ttrain.tracking.files import local_path, place, place_tree, with_parent, write_text
+from ttrain.tracking.calls import clean, code_of, plain, shown
+from ttrain.tracking.outbox import Entry, Outbox
+from ttrain.tracking.safety import artifact_path as checked
+from ttrain.tracking.safety import masked
 
 if TYPE_CHECKING:
+    from ttrain.tracking.inputs import DataInput
     from ttrain.tracking.store import Store
 
 log = logging.getLogger("ttrain")
 Row = Mapping[str, Any]
 Point = tuple[str, float, int, int]  # name, value, milliseconds since 1970, step
 
-METRICS_PER_BATCH: Final = 1000  # MLflow refuses more; it splits parameters and tags (100 each) by itself
+METRICS_PER_BATCH: Final = 1000  # MLflow refuses more
 VALUE_CHARACTERS: Final = 6000  # of a parameter, by MLflow's rule
+INLINE_CHARACTERS: Final = 20_000  # of a text; a longer one has a file of its own in the outbox
 
 
 @final
 class Run:
-    """One MLflow run; made by `Store.start_run`."""
+    """One MLflow run; made by `Store`. Until MLflow has it, `id`, `artifact_uri`, `page` and `url` are None."""
 
-    def __init__(self, store: Store, entity: Any) -> None:
-        self.store = store
-        self.id: str = entity.info.run_id
-        self.artifact_uri: str = entity.info.artifact_uri
-        self.page = f"#/experiments/{entity.info.experiment_id}/runs/{self.id}"  # on whatever server shows this store
-        self.url = f"{shown(store.uri).rstrip('/')}/{self.page}" if store.is_http else None
-        self._params, self._values = dict(entity.data.params), dict(entity.data.metrics)
-        # MLflow's own record of each metric's last step: right even when a kill came between a send and our note of it
-        self.steps: dict[str, int] = {metric.key: metric.step for metric in entity.data.to_proto().metrics}
-        self._sending = threading.Lock()
+    def __init__(self, store: Store, box: Outbox, parent: Run | None = None) -> None:
+        self.store, self.box, self.parent = store, box, parent
+        self.id: str | None = box.about.get("run_id")
+        self.artifact_uri: str | None = None
+        self.page: str | None = None  # on whatever server shows this store
+        self.is_bound = False
+        self.is_again = False  # it was begun before: MLflow may have it already
+        self.failed: set[int] = set()  # entries that are not tried again at once
+        self.is_orphan = False  # its process has ended, and this one tells what that left
+        self.steps: dict[str, int] = {}
+        self.params: dict[str, str] = {}
+        self.values: dict[str, float] = {}
+        self.turn, self.upload_turn = threading.RLock(), threading.RLock()  # who tells MLflow of this run, and sends files
+        self._flight = [tuple(point) for point in box.sent_last()]
+
+    @property
+    def identity(self) -> str:
+        """By which this run is found again, also while MLflow has none."""
+        return self.box.id
+
+    @property
+    def url(self) -> str | None:
+        """Of its page, where the tracker is a server."""
+        return f"{shown(self.store.uri).rstrip('/')}/{self.page}" if self.store.is_http and self.page else None
+
+    def bind(self, entity: Any) -> None:
+        """MLflow has it. Its own record of each metric's last step is right even where a kill came after a send."""
+        self.id, self.artifact_uri = entity.info.run_id, entity.info.artifact_uri
+        self.page = f"#/experiments/{entity.info.experiment_id}/runs/{self.id}"
+        self.params, self.values = dict(entity.data.params), dict(entity.data.metrics)
+        for metric in entity.data.to_proto().metrics:
+            self.steps[metric.key] = max(metric.step, self.steps.get(metric.key, -1))
+        self.is_bound = True
 
     def log_metrics(self, rows: Iterable[Row]) -> bool:
         """Logs rows of `metrics.jsonl`; a step that a metric has already passed is not logged again.
 
         False when MLflow did not take them all; what it took is remembered, so the same rows can be given again.
         """
-        with self._sending:
-            seen, batch = dict(self.steps), []
+        with self.turn:
+            if self._has_older_rows():  # of an earlier outage: their steps come first
+                self.store.deliver(self, again=True)
+                if self._has_older_rows():
+                    return False
+            return self.store.told("sending metrics (they wait on disk)", lambda: self.send(rows), run=self)
+
+    def send(self, rows: Iterable[Row]) -> int:
+        """Sends rows now, and before them again the batch of which nobody knows whether it arrived. Raises what MLflow does.
+
+        That batch is sent as it was: MLflow's key of a point is its step, time and value, so it is there once. Its steps
+        count as sent, also where training has made them anew meanwhile. Returns the number of points.
+        """
+        with self.turn:
+            self._send(self._flight)
+            sent, batch, seen = 0, list[Point](), dict(self.steps)
             for row in rows:
                 for key, value in _values_of(row):
                     if row["step"] > seen.get(key, -1):
                         seen[key] = row["step"]
                         batch.append((key, value, int(1000 * (row.get("time") or time.time())), row["step"]))
                     if len(batch) == METRICS_PER_BATCH:
-                        if not self._send(batch):
-                            return False
+                        sent += self._send(batch)
                         batch = []
-            return self._send(batch)
+            return sent + self._send(batch)
 
     def log_summary(self, values: Mapping[str, float]) -> None:
         """Logs figures of the whole run, at step 0; one that the run has already is left as it is."""
-        cleaned = dict(_values_of({"metrics": values}))
-        fresh = {key: value for key, value in cleaned.items() if self._values.get(key) != value}
-        self._values.update(fresh)
-        now = int(1000 * time.time())
-        batch = [(key, value, now, 0) for key, value in fresh.items()]
-        if batch:
-            self.store.later("logging a summary", lambda: self._log_batch(batch))
+        finite = {key: value for key, value in _values_of({"metrics": values}) if math.isfinite(value)}
+        if finite:
+            self._tell("summary", values=finite, time=int(1000 * time.time()))
 
     def log_params(self, params: Mapping[str, object]) -> None:
-        """Logs parameters; one that the run has with another value keeps it, since MLflow's cannot change."""
-        given = {clean(key): str(value)[:VALUE_CHARACTERS] for key, value in params.items()}
-        for key, value in given.items():
-            if self._params.get(key, value) != value:
-                log.warning("MLflow run %s keeps %s = %s, now %s", self.id, key, self._params[key], value)
-        fresh = {key: value for key, value in given.items() if key not in self._params}
-        self._params.update(fresh)
-        kind = import_module("mlflow.entities").Param
-        entities = [kind(key, value) for key, value in fresh.items()]
-        if entities:
-            self.store.later("logging parameters", lambda: self.store.client.log_batch(self.id, params=entities))
+        """Logs parameters, without secrets; one that the run has with another value keeps it: MLflow's cannot change."""
+        values = {clean(key): plain(value)[:VALUE_CHARACTERS] for key, value in masked(params).items()}
+        if values:
+            self._tell("params", values=values)
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
         """Sets tags, over old values."""
-        kind = import_module("mlflow.entities").RunTag
-        entities = [kind(clean(key), str(value)) for key, value in tags.items()]
-        self.store.later("setting tags", lambda: self.store.client.log_batch(self.id, tags=entities))
+        self._tell("tags", values=clean_tags(tags))
 
-    def log_file(self, path: Path, artifact_path: str = "") -> None:
-        """Keeps a finished file under the run's directory `artifact_path`; linked, not copied, where that can be."""
-        upload = partial(self.store.client.log_artifact, self.id, str(path), artifact_path or None)
-        self._keep(path, lambda root: place(path, root / artifact_path / path.name), upload)
+    def log_inputs(self, inputs: Iterable[DataInput]) -> None:
+        """Notes which data sets the run reads."""
+        if listed := [asdict(one) for one in inputs]:
+            self._tell("inputs", inputs=listed)
+
+    def log_file(self, path: Path, artifact_path: str = "", *, changes: bool = False) -> None:
+        """Keeps a file under the run's directory `artifact_path`; linked, not copied, where that can be.
+
+        One that `changes`, or goes, is kept as it is now.
+        """
+        if self._may_be(f"{artifact_path}/{path.name}".lstrip("/")):
+            kept = self.box.keep("file", [path.read_bytes()]) if changes else None
+            self._tell("file", path=self.store.relative(path), to=artifact_path, name=path.name, kept=kept)
 
     def log_directory(self, directory: Path, artifact_path: str = "") -> None:
         """Keeps a finished directory's files under the run's `artifact_path`, as `log_file` does."""
-        upload = partial(self.store.client.log_artifacts, self.id, str(directory), artifact_path or None)
-        self._keep(directory, lambda root: place_tree(directory, root / artifact_path), upload)
+        if self._may_be(artifact_path):
+            self._tell("directory", path=self.store.relative(directory), to=artifact_path)
 
     def log_text(self, text: str, artifact_file: str) -> None:
         """Keeps a text as the file `artifact_file` of the run."""
-        upload = partial(self.store.client.log_text, self.id, text, artifact_file)
-        self._keep(artifact_file, lambda root: write_text(with_parent(root / artifact_file), text), upload)
+        if self._may_be(artifact_file):
+            kept = self.box.keep("text", [text.encode(errors="replace")]) if len(text) > INLINE_CHARACTERS else None
+            self._tell("text", to=artifact_file, text=None if kept else text, kept=kept)
+
+    def keep_rows(self, chunks: Iterable[bytes]) -> bool:
+        """Keeps lines of a `metrics.jsonl` that are still to be sent; False where the disk takes none."""
+        kept = self.box.keep("rows.jsonl", chunks)
+        if kept:
+            self._tell("rows", kept=kept)
+        return kept is not None
+
+    def link_to_parent(self, stage: str) -> None:
+        """The parent names this run as the one of its stage."""
+        self._tell("to_parent", stage=stage)
+
+    def link_made_by(self, stage: str, key: str) -> None:
+        """Names the run that made a stage's artifact, where one is found, as the one of this stage."""
+        self._tell("made_by", stage=stage, key=key)
 
     def finish(self, status: str) -> None:
         """Ends the run as FINISHED, FAILED or KILLED; it can still be continued."""
-        end = partial(self.store.client.set_terminated, self.id, status)
-        self.store.later(f"ending the run as {status}", end, insist=True)
+        self.box.note(ended=True)
+        self._tell("end", status=status, time=int(1000 * time.time()))
 
-    def _keep(self, what: object, place: Callable[[Path], None], upload: Callable[[], object]) -> None:
-        """Puts files where the run's artifacts are: by ourselves on a local disk, else through MLflow.
+    def waiting(self) -> list[Entry]:
+        """What is to be told now: all but the curve that a follower still follows."""
+        return [entry for entry in list(self.box.entries) if entry.what != "follow" or self.is_orphan]
 
-        Local work is done outside the turn: copying 10 GB must not hold up the others' metrics.
-        """
-        root = local_path(self.artifact_uri)
-        if root is None and self.store.is_http:
-            self.store.tried(f"uploading {what}", upload)
-        elif (error := outcome(upload if root is None else partial(place, root))[1]) is not None:
-            self.store.warn(f"keeping {what}", error)
+    def _has_older_rows(self) -> bool:
+        return any(entry.what == "rows" for entry in list(self.box.entries))
 
-    def _send(self, batch: list[Point]) -> bool:
-        """One batch; one that MLflow refuses as invalid counts as taken, or nothing after it would pass."""
+    def _tell(self, what: str, **data: Any) -> Entry:
+        entry = self.box.add(what, **data)
+        self.store.deliver_soon(self, entry)
+        return entry
+
+    tell = _tell  # for the store's own things: what to register, whom to point to
+
+    def _may_be(self, path: str) -> bool:
+        try:
+            checked(path) if path else None
+        except ValueError as error:
+            self.store.warn(f"keeping {path[:80]!a}", error)
+            return False
+        return True
+
+    def _send(self, batch: list[Any]) -> int:
+        """One batch. Where MLflow refuses it, its halves are sent, until what it refuses stands alone and is dropped."""
         if not batch:
-            return True
-        _, error = self.store.tried("sending metrics (they wait in their file)", lambda: self._log_batch(batch))
-        taken = error is None or is_refusal(error)
-        if taken:
-            self.steps |= {key: step for key, _, _, step in batch}
-        return taken
+            return 0
+        if self.store.is_http:  # where a request may arrive, and its answer not
+            self._flight = batch
+            self.box.sending(batch)
+        sent = self._send_parts(batch)
+        self._flight = []
+        for key, _, _, step in batch:
+            self.steps[key] = max(step, self.steps.get(key, -1))
+        return sent
 
-    def _log_batch(self, batch: list[Point]) -> None:
+    def _send_parts(self, batch: list[Any]) -> int:
+        try:
+            self.log_batch(batch)
+        except Exception as error:
+            if code_of(error) != "INVALID_PARAMETER_VALUE":
+                raise
+            if len(batch) == 1:
+                self.store.warn(f"logging {batch[0][0]}", error)
+                return 0
+            half = len(batch) // 2
+            return self._send_parts(batch[:half]) + self._send_parts(batch[half:])
+        return len(batch)
+
+    def log_batch(self, batch: list[Any]) -> None:
+        """Points to MLflow, now."""
         kind = import_module("mlflow.entities").Metric
-        self.store.client.log_batch(self.id, metrics=[kind(*metric) for metric in batch])
+        with self.store.turn:
+            self.store.client.log_batch(self.id, metrics=[kind(*metric) for metric in batch])
 
 
 @final
@@ -140,18 +221,30 @@ class NullRun:
 
     url: str | None = None
     page: str | None = None
+    artifact_uri: str | None = None
 
-    def __init__(self, run_id: str | None = None) -> None:
-        self.id = run_id
+    def __init__(self, run_id: str | None = None, identity: str | None = None) -> None:
+        self.id, self.identity = run_id, identity
 
     def _nothing(self, *_: object, **__: object) -> None:
         """Does nothing."""
 
-    log_metrics = log_summary = log_params = set_tags = log_file = log_directory = log_text = finish = _nothing
+    log_metrics = log_summary = log_params = set_tags = log_file = log_directory = log_text = log_inputs = _nothing
+    keep_rows = link_to_parent = link_made_by = finish = _nothing
+
+
+def clean_tags(tags: Mapping[str, str]) -> dict[str, str]:
+    """Tags as MLflow takes them, without secrets."""
+    return {clean(key): plain(value) for key, value in masked(tags).items()}
 
 
 def _values_of(row: Row) -> Iterator[tuple[str, float]]:
-    """The finite figures of a row; `tokens` is one of them, so that curves can be compared by it."""
+    """The figures of a row; `tokens` is one of them, so that curves can be compared by it.
+
+    What was no finite number, which JSON lines hold as null, is NaN: the curve has a gap there, and no straight line.
+    """
     for key, value in {"tokens": row.get("tokens"), **row["metrics"]}.items():
-        if isinstance(value, int | float) and math.isfinite(value):
-            yield clean(key), float(value)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            yield clean(key), float(value) if math.isfinite(value) else math.nan
+        elif value is None and key != "tokens":
+            yield clean(key), math.nan

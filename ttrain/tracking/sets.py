@@ -7,10 +7,12 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 from ttrain.digests import digest_of
 from ttrain.tracking.calls import unless_there
+from ttrain.tracking.loadable import LOADS
 from ttrain.tracking.registry import Version
 from ttrain.tracking.runs import Run
 
@@ -134,7 +136,8 @@ def register(client: Any, name: str, run: Run, tags: Mapping[str, str]) -> str:
             if known.get(tag) != value and tag != "ttrain.run":
                 client.set_model_version_tag(name, number, tag, value)
     else:
-        made = client.create_model_version(name, run.artifact_uri, run.id, tags=dict(tags), await_creation_for=0)
+        source = _source(client, tags) or run.artifact_uri
+        made = client.create_model_version(name, source, run.id, tags=dict(tags), await_creation_for=0)
         equals = [version for version in _versions(client, name) if version.tags.get(IDENTITY) == tags[IDENTITY]]
         number = str(min((int(version.version) for version in equals), default=int(made.version)))
         if number != str(made.version):  # another home registered it between the question and the answer
@@ -143,6 +146,22 @@ def register(client: Any, name: str, run: Run, tags: Mapping[str, str]) -> str:
     if champion is None or str(champion) != number:
         client.set_registered_model_alias(name, CHALLENGER, number)
     return number
+
+
+def _source(client: Any, tags: Mapping[str, str]) -> str | None:
+    """The last of the models that MLflow can open (the adapter with its base, or else the full model): what the whole set
+    opens as. It is named, not copied; None where there is none."""
+    members = members_of(tags)
+    for stage in LAST_FIRST:
+        member = members.get(stage)
+        if member and client.get_model_version(member.name, member.version).tags.get(LOADS):
+            return f"models:/{member.name}/{member.version}"
+    return None
+
+
+def lock_of(home: Path) -> Path:
+    """Held by whoever registers or promotes sets."""
+    return home / "mlflow" / "sets.lock"
 
 
 def _versions(client: Any, name: str) -> list[Any]:

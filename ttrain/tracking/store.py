@@ -1,4 +1,4 @@
-"""One experiment of one MLflow: starts runs, registers models, and keeps what a silent server missed."""
+"""One experiment of one MLflow: starts runs, and tells MLflow what their outboxes hold, now or when it answers again."""
 
 from __future__ import annotations
 
@@ -6,153 +6,375 @@ import contextlib
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from http import HTTPStatus
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar, final
-from urllib.parse import quote
+from typing import Any, Final, TypeVar, final
 
-from ttrain.tracking import sets
-from ttrain.tracking.calls import clean, code_of, first_line, is_refusal, outcome, shown, unless_there
-from ttrain.tracking.database import artifacts_of
-from ttrain.tracking.runs import NullRun, Run
+from ttrain.tracking import binding, deliveries, outbox, records
+from ttrain.tracking.calls import RefusedError, first_line, is_refusal, outcome, shown, unless_there
+from ttrain.tracking.couriers import Courier
+from ttrain.tracking.database import artifacts_of, database_of
+from ttrain.tracking.files import local_path
+from ttrain.tracking.outbox import Entry
+from ttrain.tracking.runs import NullRun, Run, clean_tags
+from ttrain.tracking.safety import run_name
+from ttrain.tracking.uploads import Progress
+from ttrain.tracking.versions import Versions
 
 log = logging.getLogger("ttrain")
+COUNTED: Final = {"rows": "metrics", "follow": "metrics"}
 Result = TypeVar("Result")
 
-PROBE_SECONDS = 3.0  # one question to a silent server, instead of the client's two times ten seconds
-REST_SECONDS = 10.0  # between questions on behalf of what can wait: a hung server costs a stage a quarter of its time
+PROBE_SECONDS = 3.0  # one question to a silent server, instead of the client's ten seconds
+REST_SECONDS = 2.0  # before a silent server is asked again; doubled each time, up to half a minute
+TAKE_SECONDS = 20.0  # until another process has told what an earlier process left of a run that goes on here
+UPLOADS_STALL_SECONDS = 60.0  # without a byte: at the end of a run, uploads are waited for no longer
 
 
 @final
 class Store:
-    """One experiment of one MLflow, shared by threads; made by `open_store`."""
+    """One experiment of one MLflow, shared by threads; made by `open_store`, to be closed."""
 
     def __init__(self, client: Any, uri: str, home: Path, experiment: str) -> None:
-        self.client, self.uri = client, uri
+        self.client, self.uri, self.home = client, uri, home
         self.is_http = uri.startswith(("http://", "https://"))
-        self.gave_up = False
-        self._experiment, self._experiment_id = experiment, ""
+        self.versions = Versions(client)
+        self.progress = Progress()
+        self.counts: dict[str, int] = {}  # what arrived: metrics, parameters, ...; "lost": what never can
+        self._experiment, self._experiment_ids = experiment, dict[str, str]()
         # A server chooses the place itself; everything else would write below the working directory
         self._place = None if self.is_http or uri.startswith(("databricks", "uc")) else artifacts_of(home)
         self._silent = self.is_http  # until /health has answered
-        self._ask_again = 0.0
         self._warned: set[str] = set()
-        self._waiting: deque[tuple[str, Callable[[], object]]] = deque()
-        self._queue = threading.Lock()
+        self.last_error = ""
+        self._open: dict[str, Run] = {}  # by the id of their outbox
+        self._opening = threading.RLock()
+        self._may_tell_earlier = self._upload_failed = False
         # SQLite has one writer anyway; without turns, threads met "database is locked" in 6 of 1803 (mlflow #20014)
         turn: contextlib.AbstractContextManager[object] = threading.RLock()
-        self._turn = contextlib.nullcontext() if self.is_http else turn
+        self.turn = contextlib.nullcontext() if self.is_http else turn
+        rest = lambda: REST_SECONDS if self.is_http else 0.2  # noqa: E731
+        self._courier = Courier("tracking", partial(self._deliver_all, uploads=False), rest)
+        self._uploader = Courier("tracking-uploads", partial(self._deliver_all, uploads=True), rest)
 
     def start_run(
         self,
         name: str,
         *,
-        run_id: str | None,
-        parent_run_id: str | None,
+        run_id: str | None = None,
+        identity: str | None = None,
+        parent: Run | NullRun | None = None,
+        parent_run_id: str | None = None,
         tags: Mapping[str, str],
         params: Mapping[str, object],
     ) -> Run | NullRun:
-        """A new run, or the one of `run_id` continued; a NullRun that keeps `run_id` when MLflow fails."""
-        parent = {"mlflow.parentRunId": parent_run_id} if parent_run_id else {}  # the tag by which the UI nests
-        all_tags = {clean(key): str(value) for key, value in {**tags, **parent}.items()}
-        what = f"starting the run {name}"
-        entity, _ = self.tried(what, lambda: self._continued(run_id) or self._created(name, all_tags))
-        if entity is None:
-            return NullRun(run_id)
-        run = Run(self, entity)
-        if run.id == run_id:
-            run.set_tags(all_tags)
+        """A new run, or one continued: that of MLflow's `run_id`, or of the `identity` that it had here before.
+
+        A server that is silent is told later; the run's `id` is None until then.
+        """
+        given = clean_tags({**tags, **({binding.PARENT: parent_run_id} if parent_run_id else {})})
+        about: dict[str, Any] = {"name": run_name(name), "tags": given, "parent_run_id": parent_run_id}
+        about["parent"] = parent.identity if parent else None
+        run = self._open_run(identity, run_id, about, parent if isinstance(parent, Run) else None)
+        self.told(f"starting the run {name}", lambda: None, run)
+        if run.is_again:
+            run.tell("continued", values=given)
         run.log_params(params)
         return run
 
+    def run_of(self, run_id: str) -> Run:
+        """A run that is in MLflow, to say more about it, or nothing where it is gone."""
+        about = {"name": run_id, "tags": {}, "ended": True, "is_made": True}
+        run = self._open_run(None, run_id, about, None)
+        if self._silent:
+            self._probe()
+        self.told(f"opening the run {run_id}", lambda: None, run)
+        return run
+
     def register_model(self, name: str, *, run: Run | NullRun, artifact_path: str, tags: Mapping[str, str]) -> str | None:
-        """The version of the registered model whose files the run holds under `artifact_path`; None when MLflow fails.
+        """The version of the registered model whose files the run holds under `artifact_path`; None as long as it waits.
 
         A version with the same tags `ttrain.key` and `ttrain.content` is returned instead of making another.
         """
         if isinstance(run, NullRun):
             return None
-        return self.tried(f"registering {name}", lambda: self._register(name, run, artifact_path, tags))[0]
-
-    def find_model(self, name: str, tags: Mapping[str, str]) -> str | None:
-        """The version of a registered model that has these tags' `ttrain.key` and `ttrain.content`; None where none has."""
-        return self.tried(f"looking for {name}", lambda: self._same(name, tags))[0]
+        answer: str | None = run.tell("register", name=name, path=artifact_path, tags=dict(tags)).answer
+        return answer
 
     def register_set(self, name: str, *, run: Run | NullRun, tags: Mapping[str, str]) -> str | None:
-        """The version of the registered model `name` that is this set of models (`sets.register`); None when MLflow
-        fails."""
+        """The version of the registered model `name` that is this set of registered models (`sets.tags_of`); None as long
+        as it waits."""
         if isinstance(run, NullRun):
             return None
-        return self.tried(f"registering the set {name}", lambda: sets.register(self.client, name, run, tags))[0]
+        answer: str | None = run.tell("register_set", name=name, tags=dict(tags)).answer
+        return answer
 
-    def end_run(self, run_id: str, status: str) -> None:
-        """End a run whose process is gone, and its children, where they still seem to run."""
-        self.tried(f"ending the run {run_id}", lambda: self._end_family(run_id, status))
+    def register_models(
+        self, name: str, *, run: Run | NullRun, models: Sequence[Mapping[str, Any]], **data: Any
+    ) -> str | None:
+        """The same of models of which some may not be registered yet: they are, from this run.
 
-    def experiment_id(self) -> str:
-        """Id of the experiment, which is made or restored where needed; raises when MLflow does."""
-        if not self._experiment_id:
-            found = self.client.get_experiment_by_name(self._experiment)
-            if found is None:
-                unless_there(partial(self.client.create_experiment, self._experiment, self._place))
-                found = self.client.get_experiment_by_name(self._experiment)
-            if found.lifecycle_stage == "deleted":
-                self.client.restore_experiment(found.experiment_id)  # MLflow lets no other take its name
-            self._experiment_id = str(found.experiment_id)
-            # MLflow's pages open on training runs, not on its pages for agents and traces.
-            self.client.set_experiment_tag(self._experiment_id, "mlflow.experimentKind", "custom_model_development")
-        return self._experiment_id
+        Of each model: name, stage, tags, artifact_path, and `path` of its files, None where they are not here. `data`:
+        `run_name`, `keys` by stage, `metrics`.
+        """
+        if isinstance(run, NullRun):
+            return None
+        models = [{**model, "path": model["path"] and self.relative(Path(model["path"]))} for model in models]
+        entry = run.tell("register_models", name=name, models=models, **data)
+        self.finish_uploads()
+        answer: str | None = entry.answer
+        return answer
+
+    def deliver_soon(self, run: Run, entry: Entry) -> None:
+        """Tells MLflow now, where that is quick; files that go over the network go in the background."""
+        if not deliveries.KINDS[entry.what].uploads:
+            self.deliver(run)
+        elif run.is_bound and run.artifact_uri and local_path(run.artifact_uri):
+            self.deliver(run, uploads=True)
+        else:
+            self._uploader.wake()
+
+    def deliver(self, run: Run, *, uploads: bool = False, again: bool = False) -> bool:
+        """Tells MLflow what the run's outbox holds, in its order; False where something is left, which a thread retries.
+
+        What fails while the rest succeeds is passed over until it is tried `again`. Nobody waits for another thread that
+        waits for a server.
+        """
+        turn = run.upload_turn if uploads else run.turn
+        if not turn.acquire(blocking=not self.is_http):
+            return self._again(uploads)
+        try:
+            if again:
+                run.failed -= {entry.number for entry in run.waiting() if deliveries.KINDS[entry.what].uploads == uploads}
+            while entry := self._next(run, uploads):
+                if self.told(deliveries.KINDS[entry.what].words, partial(self._tell, run, entry), run):
+                    run.box.told(entry)
+                else:
+                    self._upload_failed |= uploads
+                    if self._silent:
+                        return self._again(uploads)
+                    run.failed.add(entry.number)
+            return not run.failed or self._again(uploads)
+        finally:
+            turn.release()
+
+    def told(self, what: str, action: Callable[[], object], run: Run) -> bool:
+        """Runs one call about a run, which MLflow is made to have before; False where it has to be tried again.
+
+        What MLflow refuses is dropped with a warning.
+        """
+        if self._silent:
+            return self._again(False)
+        _, error = outcome(partial(binding.bind, self, run))
+        unmade = error is not None
+        if not unmade:
+            _, error = outcome(action)
+        if error is None:
+            return True
+        refused = isinstance(error, RefusedError) or (not unmade and (is_refusal(error) or type(error) is ValueError))
+        self._silent = self.is_http and not refused and not isinstance(error, OSError)  # a full disk is not the server's
+        self.warn(what, error)
+        if refused:
+            self._count("lost", 1)
+        else:
+            self._again(False)
+        return refused
+
+    def once(self, action: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
+        """Asks one thing now; the answer, or the error as a value, without a warning. Soon back from a silent server."""
+        if self._silent and (silence := self._probe()) is not None:
+            return None, silence
+        with self.turn:
+            result, error = outcome(action)
+        self._silent = self.is_http and error is not None and not is_refusal(error)
+        return result, error
 
     def tried(self, what: str, action: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
-        """Runs one call, after those that wait; warns of its error and returns it. Soon back from a silent server."""
-        if not self._rests():
-            self._deliver()
+        """The same, with a warning."""
         result, error = self.once(action)
         if error is not None:
             self.warn(what, error)
         return result, error
 
-    def later(self, what: str, action: Callable[[], object], *, insist: bool = False) -> None:
-        """Runs a small call now, or when the server answers again; to insist is to ask one that was just silent."""
-        self._waiting.append((what, action))
-        if insist or not self._rests():
-            self._deliver()
-
     def warn(self, what: str, error: Exception) -> None:
         """Warns once about each thing, and once about a server that does not answer."""
+        self.last_error = f"{what} failed: {first_line(error)}"
         kind = "silent" if self._silent else what
         if kind not in self._warned:
             self._warned.add(kind)
             log.warning("MLflow at %s: %s failed, the pipeline goes on: %s", shown(self.uri), what, first_line(error))
 
-    def _rests(self) -> bool:
-        return self._silent and time.monotonic() < self._ask_again
+    def on_upload(self, told: Callable[[int, int], object]) -> None:
+        """Calls `told(bytes done, bytes in all)` a few times a second while files go over the network."""
+        self.progress.told = told
 
-    def _deliver(self) -> None:
-        """Runs what waits; a refused call is dropped, a failed one goes to the end, where it blocks no other."""
-        with self._queue:
-            for _ in range(len(self._waiting)):
-                what, action = self._waiting.popleft()
-                _, error = self.once(action)
-                if error is not None:
-                    self.warn(what, error)
-                    if not is_refusal(error):
-                        self._waiting.append((what, action))
-                    if self._rests():
-                        return
+    def finish_uploads(self, seconds: float = UPLOADS_STALL_SECONDS) -> None:
+        """Waits for what is being uploaded, as long as bytes go and nothing fails."""
+        self.progress.moved, self._upload_failed = time.monotonic(), False
+        while self._left(uploads=True) and time.monotonic() - self.progress.moved < seconds:
+            if self._silent or self._upload_failed:
+                return
+            self._uploader.wake()
+            time.sleep(0.02)
 
-    def once(self, action: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
-        """Runs one call now; its result, or its error as a value, without a warning. Soon back from a silent server."""
-        if self._silent and (silence := self._probe()) is not None:
-            return None, silence
-        with self._turn:
-            result, error = outcome(action)
-        self._silent = self.is_http and error is not None and not is_refusal(error)
-        return result, error
+    def tell_earlier(self) -> None:
+        """From now on, also tells what processes that were killed, or met a silent server, left to tell."""
+        self._may_tell_earlier = True
+        if outbox.found(self.home):
+            self._uploader.wake()
+
+    def close(self, run: Run | None = None) -> int:
+        """Tells what can be told in one more try, and lets go of the outboxes, or of one; how many things are left."""
+        runs = [run] if run else list(self._open.values())
+        if run is None:
+            self.finish_uploads()
+            self._courier.stop(PROBE_SECONDS + 1 if self._silent else 30.0)
+            self._uploader.stop(PROBE_SECONDS + 1)
+        for one in runs:
+            if not self._silent:
+                self.deliver(one, again=True)
+        left = [entry for one in runs for entry in one.waiting()]
+        for one in runs:
+            one.box.close()
+            self._open.pop(one.box.id, None)
+        if left and run is None:
+            log.warning(
+                "MLflow at %s has yet to be told %d things of this run; the next run does, or: ttrain track sync",
+                shown(self.uri), len(left),
+            )  # fmt: skip
+        return len(left)
+
+    def experiment_id(self, name: str | None = None) -> str:
+        """Id of the experiment, which is made or restored where needed; raises when MLflow does."""
+        name = name or self._experiment
+        if name not in self._experiment_ids:
+            found = self.client.get_experiment_by_name(name)
+            if found is None:
+                unless_there(partial(self.client.create_experiment, name, self._place))
+                found = self.client.get_experiment_by_name(name)
+            if found.lifecycle_stage == "deleted":
+                self.client.restore_experiment(found.experiment_id)  # MLflow lets no other take its name
+            # MLflow's pages open on training runs, not on its pages for agents and traces.
+            self.client.set_experiment_tag(found.experiment_id, "mlflow.experimentKind", "custom_model_development")
+            self._experiment_ids[name] = str(found.experiment_id)
+        return self._experiment_ids[name]
+
+    def parent_id(self, run: Run) -> str | None:
+        """MLflow's id of the run's parent. Raises what MLflow does."""
+        return binding.parent_id(self, run)
+
+    def remove_twins(self, run: Run) -> None:
+        """Deletes what an unanswered question has made besides this run. Raises what MLflow does."""
+        binding.remove_twins(self, run)
+
+    def relative(self, path: Path) -> str:
+        """A path as an outbox names it: below the home, which may be moved meanwhile, or absolute."""
+        path = path.absolute()
+        return str(path.relative_to(self.home)) if path.is_relative_to(self.home) else str(path)
+
+    def absolute(self, path: str) -> Path:
+        """What `relative` made a name of."""
+        return self.home / path
+
+    def tell_one(self, directory: Path, *, uploads: bool = True, elsewhere: bool = False) -> bool | None:
+        """Tells what an ended process left in one outbox; whether all of it arrived, None where a process has it.
+
+        Also of another machine's process, where that is asked for.
+        """
+        if not elsewhere and not outbox.may_be_taken(directory):
+            return None
+        changed = outbox.last_change(directory)
+        box = outbox.take(directory)
+        if box is None:
+            return None
+        try:
+            if box.about.get("tracker") != self.tracker:
+                return True
+            run = Run(self, box)
+            run.is_again = run.is_orphan = True
+            if run.id is None:
+                box.about["doubtful"] = True
+            if not box.about.get("ended"):
+                box.note(ended=True)
+                box.add("end", status="KILLED", time=int(1000 * changed))
+            done = self.deliver(run, again=True)
+            return done and (not uploads or self.deliver(run, uploads=True, again=True))
+        finally:
+            records.note_run_id(self.home, box.about)
+            box.close()
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the server did not answer when it was last asked."""
+        return self._silent
+
+    @property
+    def tracker(self) -> str:
+        """What outboxes call this MLflow: nothing for the home's own, which moves with it; no password is written down."""
+        return "" if self.uri == f"sqlite:///{database_of(self.home)}" else shown(self.uri)
+
+    def _open_run(self, identity: str | None, run_id: str | None, about: dict[str, Any], parent: Run | None) -> Run:
+        """The run with its outbox: the one that is open, the one that a process before left, or a new one."""
+        identity = identity if outbox.ID.fullmatch(identity or "") else None
+        with self._opening:
+            run = self._open.get(identity or "")
+            if run is None:
+                folder = self.home / outbox.FOLDER / (identity or "none")
+                box = outbox.take(folder, TAKE_SECONDS) if identity else None
+                for entry in list(box.entries) if box else ():
+                    if box and entry.what == "follow":  # it is followed again, by who continues it
+                        box.told(entry)
+                about = {"ended": False, **about}
+                if box is None:
+                    known: dict[str, Any] = {"id": identity} if identity and not folder.exists() else {}
+                    known |= {"run_id": run_id, "tracker": self.tracker, "experiment": self._experiment}
+                    about["doubtful"] = bool(identity) and run_id is None
+                    box = outbox.create(self.home, **known, **about)
+                else:
+                    box.note(**about, started=box.about["started"], doubtful=box.about.get("run_id") is None)
+                run = self._open[box.id] = Run(self, box)
+            else:
+                run.box.note(ended=False, parent=about.get("parent"))
+            run.is_again = bool(identity or run_id)
+            run.parent = parent
+            return run
+
+    def _deliver_all(self, *, uploads: bool) -> bool:
+        """What all open runs have to tell, then what earlier processes left; False where some of it is left."""
+        if self._silent and self._probe() is not None:
+            return False
+        runs = list(self._open.values())
+        runs = runs[::-1] if uploads else runs  # a run's models are registered from its stages' runs, which came after it
+        done = [self.deliver(run, uploads=uploads, again=True) for run in runs]
+        if uploads and self._may_tell_earlier:  # what is small first, of all of them
+            left = outbox.found(self.home)
+            done += [self.tell_one(directory, uploads=False) is not False for directory in left]
+            done += [self.tell_one(directory) is not False for directory in outbox.children_first(left)]
+        return all(done)
+
+    def _next(self, run: Run, uploads: bool) -> Entry | None:
+        waiting = (entry for entry in run.waiting() if deliveries.KINDS[entry.what].uploads == uploads)
+        return next((entry for entry in waiting if entry.number not in run.failed), None)
+
+    def _tell(self, run: Run, entry: Entry) -> None:
+        entry.answer = deliveries.KINDS[entry.what].tell(run, entry)
+        number = entry.answer if isinstance(entry.answer, int) else 1
+        self._count(COUNTED.get(entry.what, entry.what), number)
+
+    def _count(self, what: str, number: int) -> None:
+        self.counts[what] = self.counts.get(what, 0) + number
+
+    def _left(self, *, uploads: bool) -> int:
+        runs = list(self._open.values())
+        return sum(deliveries.KINDS[entry.what].uploads == uploads for run in runs for entry in run.waiting())
+
+    def _again(self, uploads: bool) -> bool:
+        """A thread tries it later; False."""
+        (self._uploader if uploads else self._courier).wake()
+        return False
 
     def _probe(self) -> Exception | None:
         """One short question to the server; None when it answers."""
@@ -162,76 +384,33 @@ class Store:
         if answer is not None and answer.status_code >= HTTPStatus.INTERNAL_SERVER_ERROR:
             error = ConnectionError(f"the server answers with HTTP {answer.status_code}")
         self._silent = error is not None
-        self._ask_again = time.monotonic() + REST_SECONDS
         return error
-
-    def _created(self, name: str, tags: Mapping[str, str]) -> Any:
-        return self.client.create_run(self.experiment_id(), run_name=name, tags=tags)
-
-    def _continued(self, run_id: str | None) -> Any:
-        """The run, set to RUNNING; None where it is gone or was deleted by the user."""
-        if run_id is None:
-            return None
-        try:
-            run = self.client.get_run(run_id)
-        except Exception as error:
-            if code_of(error) == "RESOURCE_DOES_NOT_EXIST":
-                return None
-            raise
-        if run.info.lifecycle_stage != "active":
-            return None
-        self.client.update_run(run_id, status="RUNNING")
-        return run
-
-    def _end_family(self, run_id: str, status: str) -> None:
-        children = f"tags.`mlflow.parentRunId` = '{run_id}'"
-        family = [self.client.get_run(run_id), *self.client.search_runs([self.experiment_id()], children)]
-        for run in family:
-            if run.info.status == "RUNNING":
-                self.client.set_terminated(run.info.run_id, status)
-
-    def _register(self, name: str, run: Run, artifact_path: str, tags: Mapping[str, str]) -> str:
-        # A plain directory is a fine source. "runs:/..." would be one too, but MLflow copies that into a temporary
-        # directory at each download, where an absolute location is used in place.
-        source = f"{run.artifact_uri}/{quote(artifact_path) if run.artifact_uri.startswith('file:') else artifact_path}"
-        unless_there(partial(self.client.create_registered_model, name))
-        if (there := self._same(name, tags)) is not None:
-            return there
-        made = self.client.create_model_version(name, source, run.id, tags=dict(tags), await_creation_for=0)
-        first = self._same(name, tags) or str(made.version)
-        if first != str(made.version):  # another home registered it between the question and the answer
-            self.client.delete_model_version(name, str(made.version))
-        return first
-
-    def _same(self, name: str, tags: Mapping[str, str]) -> str | None:
-        versions = sets.all_pages(partial(self.client.search_model_versions, f"name='{name}'"))
-        same = [
-            int(version.version)
-            for version in versions
-            if all(tag in tags and version.tags.get(tag) == tags[tag] for tag in ("ttrain.key", "ttrain.content"))
-        ]
-        return str(min(same)) if same else None
 
 
 @final
 class NullStore:
     """Stands in where MLflow is missing or switched off."""
 
-    def start_run(self, name: str, *, run_id: str | None, **_: object) -> NullRun:
+    def start_run(self, name: str, *, run_id: str | None = None, identity: str | None = None, **_: object) -> NullRun:
         """A run that is not tracked."""
-        return NullRun(run_id)
-
-    def end_run(self, run_id: str, status: str) -> None:
-        """Ends nothing."""
+        return NullRun(run_id, identity)
 
     def register_model(self, name: str, **_: object) -> str | None:
         """Registers nothing."""
         return None
 
-    def find_model(self, name: str, tags: Mapping[str, str]) -> str | None:
-        """Finds nothing."""
-        return None
-
     def register_set(self, name: str, **_: object) -> str | None:
         """Registers nothing."""
         return None
+
+    register_models = register_set
+
+    def finish_uploads(self) -> None:
+        """Uploads nothing."""
+
+    def on_upload(self, told: Callable[[int, int], object]) -> None:
+        """Never calls it."""
+
+    def close(self) -> int:
+        """Has nothing open."""
+        return 0

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from ttrain.errors import TTrainError
 from ttrain.progress import Progress
 
-SHOWN = ("loss", "grad_norm", "lr", "skipped_steps", "validation_loss", "perplexity")  # in the log; prefixes of names
+SHOWN = ("loss", "grad_norm", "lr_", "skipped_steps", "validation_loss", "perplexity")  # in the log; prefixes of names
 LARGEST_EXPONENT = 709.0  # exp of more than 709.78 is no float
 log = logging.getLogger("ttrain")
 

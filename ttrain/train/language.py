@@ -83,6 +83,13 @@ class LanguageModeling(TrainingTask):
     def figures(self, sums: Mapping[str, Sequence[float]]) -> Mapping[str, float]:
         return balance.figures(sums)
 
+    def derived(self, losses: Mapping[str, float]) -> Mapping[str, float]:
+        """The cross entropy of the next tokens, and what is added to it; together they are the loss."""
+        if "loss" not in losses:
+            return {}
+        entropy = losses.get("loss_ce1", losses["loss"])
+        return {"logits_loss": entropy, "aux_loss": losses["loss"] - entropy}
+
 
 @functools.cache
 def _tell_of_logits(architecture: str) -> None:

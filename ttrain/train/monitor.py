@@ -11,14 +11,12 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import psutil
 import torch
 
 from ttrain.train.callbacks import Callback, StepRecord
 
 # Names that two runs of the same training do not share.
-PERFORMANCE = ("tokens_per_second", "step_seconds", "data_wait_fraction", "memory_bytes", "mfu", "eta_seconds")
-DEVICE = ("cpu_percent", "ram_bytes", "gpu_percent", "gpu_memory_bytes", "gpu_celsius")
+PERFORMANCE = ("tokens_per_second", "step_seconds", "data_wait_fraction", "memory_bytes", "mfu", "eta_seconds", "epoch_time")
 RECENT_STEPS = 200  # whose time tells that of the steps to come
 TRIMMED = 0.05  # share of them left out at either end: a stall, a first step that compiles
 
@@ -32,6 +30,7 @@ class PerformanceMonitor(Callback):
     mfu                   share of `peak_flops`, where there is one, that the model's own FLOPs of these tokens are
     memory_bytes          the most so far, of the process, or of tensors on CUDA and MPS
     eta_seconds           until the last step
+    epoch_time            seconds that all rows take once at this pace, validations and the like counted
     """
 
     def __init__(
@@ -39,12 +38,14 @@ class PerformanceMonitor(Callback):
         tokens_per_step: float,
         *,
         device: torch.device,
+        steps_per_epoch: float,
         flops_per_token: float = 0.0,
         peak_flops: Callable[[], float] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`peak_flops`: of all ranks together; asked for when training starts."""
         self._tokens_per_step, self._device, self._clock = tokens_per_step, device, clock
+        self._steps_per_epoch = steps_per_epoch
         self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
         self._peak = 0.0
         self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
@@ -71,6 +72,7 @@ class PerformanceMonitor(Callback):
             "data_wait_fraction": self._data_seconds / max(self._seconds, 1e-9),
             "memory_bytes": float(peak_memory(self._device)),
             "eta_seconds": self._eta(record, now),
+            "epoch_time": self._steps_per_epoch * (now - self._logged) / max(1, self._steps),
         }
         if self._peak:
             found["mfu"] = rate * self._flops_per_token / self._peak
@@ -104,40 +106,3 @@ def peak_memory(device: torch.device) -> int:
         lines = Path("/proc/self/status").read_text().splitlines()  # getrusage has the peak of the parent's image too
         return 1024 * int(next(line for line in lines if line.startswith("VmHWM:")).split()[1])
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-class DeviceStatistics(Callback):
-    """Adds what the machine is doing, all its processes together: CPU and RAM, and a GPU's use, memory and temperature.
-
-    What cannot be read, for want of a GPU or of `nvidia-ml-py`, is left out.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._sources: dict[str, Callable[[], float]] = {
-            "cpu_percent": psutil.cpu_percent,  # since it was last asked for
-            "ram_bytes": lambda: psutil.virtual_memory().used,
-        }
-        if device.type == "cuda":
-            self._sources["gpu_percent"] = lambda: torch.cuda.utilization(device)
-            self._sources["gpu_memory_bytes"] = lambda: _taken(*torch.cuda.mem_get_info(device))
-            self._sources["gpu_celsius"] = lambda: torch.cuda.temperature(device)
-
-    def start(self, step: int, steps: int) -> None:
-        """The first answer is no figure: it has no time before it."""
-        self._read()
-
-    def figures(self, record: StepRecord) -> Mapping[str, float]:
-        return self._read()
-
-    def _read(self) -> dict[str, float]:
-        found = {}
-        for name, source in list(self._sources.items()):
-            try:
-                found[name] = float(source())
-            except Exception:  # NVML has errors of its own, and a statistic is worth none of them
-                del self._sources[name]
-        return found
-
-
-def _taken(free: int, total: int) -> int:
-    return total - free

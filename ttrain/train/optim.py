@@ -40,7 +40,9 @@ class Optimizers:
                     group["lr"] = peak * factor
 
     def learning_rates(self) -> dict[str, float]:
-        """Present rate by optimizer: {"muon": 0.02, "adamw": 0.004}; both kinds of Muon have the same."""
+        """Present rate by optimizer: {"muon": 0.02, "adamw": 0.004}, both kinds of Muon have the same; last, where there is
+        one, that of `optim.lr`.
+        """
         named = {type(o).__name__.lower().removeprefix("stacked"): o for o in self.optimizers}
         return {name: float(optimizer.param_groups[0]["lr"]) for name, optimizer in named.items()}
 

@@ -32,7 +32,9 @@ class Samples(Callback):
             written = self._write()
         self._directory.mkdir(parents=True, exist_ok=True)
         path = self._directory / f"step-{record.step:08d}.txt"
-        path.write_text("".join(f"=== {prompt}\n{answer}\n\n" for prompt, answer in written), encoding="utf-8")
+        temporary = path.with_suffix(".tmp")  # it is read while training goes on
+        temporary.write_text("".join(f"=== {prompt}\n{answer}\n\n" for prompt, answer in written), encoding="utf-8")
+        temporary.replace(path)
 
 
 @contextmanager

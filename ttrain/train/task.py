@@ -65,3 +65,7 @@ class TrainingTask(ABC):
     def figures(self, sums: Mapping[str, Sequence[float]]) -> Mapping[str, float]:
         """Figures for the log, from the sums since the last logging step."""
         return {}
+
+    def derived(self, losses: Mapping[str, float]) -> Mapping[str, float]:
+        """Figures for the log, from the means of the loss and its parts (`loss`, `loss_NAME`) since the last one."""
+        return {}

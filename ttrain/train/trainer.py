@@ -321,8 +321,9 @@ class Trainer:
 
     def _log_window(self, record: StepRecord) -> None:
         of_task = self.task.figures(self.counters.window.sums)
-        metrics = {**self.counters.close_window(), **of_task}
-        metrics |= {f"lr_{name}": rate for name, rate in self.optimizers.learning_rates().items()}
+        losses, rates = self.counters.close_window(), self.optimizers.learning_rates()
+        metrics = {**losses, **self.task.derived(losses), **of_task}
+        metrics |= {"lr": [*rates.values()][-1], **{f"lr_{name}": rate for name, rate in rates.items()}}
         if self.counters.skipped or self.loss_scale.enabled:
             metrics["skipped_steps"] = self.counters.skipped
         if self.night is not None:

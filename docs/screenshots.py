@@ -1,0 +1,136 @@
+"""Takes the pictures of docs/images: MLflow's pages of two runs, and ttrain's own. Needs Chromium and the test extras.
+
+`python docs/screenshots.py` makes two tiny runs in a temporary home; `--home artifacts` takes the two newest of a home.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from browser import Browser  # noqa: E402
+from harness import Cli, write_corpus  # noqa: E402
+
+SMOOTH = (
+    "pretrain.tokens=61440",
+    "sft.epochs=6",
+    "lora.epochs=3",
+    "runtime.log_every_steps=1",
+    "runtime.sample_every_steps=20",
+)
+SMOOTH += tuple(f"{stage}.validate_every_steps=5" for stage in ("pretrain", "sft", "lora"))
+IMAGES = ROOT / "docs" / "images"
+# MLflow opens its chat over the page the first time, and greets with what is not about training.
+QUIET = {
+    "mlflow.assistant.fab.autoOpenedOnFirstLoad_v1": "true",
+    "mlflow.assistant.panelOpen_v1": "false",
+    "mlflow.workflowType_v1": '"machine_learning"',
+}
+HIDE_CHAT = "document.head.append(Object.assign(document.createElement('style'), {textContent: '%s {display: none}'}))"
+CHAT = "[data-assistant-ui], [aria-label*=Assistant]"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--home", type=Path, help="a home with two runs; without it two tiny ones are made")
+    home = parser.parse_args().home
+    IMAGES.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        cli = Cli(home.resolve() if home else Path(folder) / "home", Path(folder) / "data")
+        write_corpus(cli.data)
+        if not home:
+            cli("pipeline", "run", "full", "--engine", "none", *SMOOTH)
+            cli("pipeline", "run", "full", "--engine", "none", *SMOOTH, "sft.optim.lr=3e-4")
+        runs = [run["run"] for run in cli.runs() if run["outcome"] == "completed"][:2][::-1]
+        take_of_mlflow(cli, runs)
+        take_of_pages(cli, runs, Path(folder))
+    for path in sorted(IMAGES.glob("*.png")):
+        print(f"{path.relative_to(ROOT)}  {path.stat().st_size // 1000} kB")
+
+
+def take_of_mlflow(cli: Cli, runs: list[str]) -> None:
+    """The table of the runs, their curves, MLflow's own comparison, and the page of a run."""
+    with served(cli, runs) as pages, Browser(width=1500, height=620) as browser:
+        browser.open(pages["table"].partition("#")[0])
+        for name, value in QUIET.items():
+            browser.evaluate(f"localStorage.setItem({json.dumps(name)}, {json.dumps(value)})")
+
+        def go(url: str, ready: str) -> None:
+            browser.open("about:blank")  # else MLflow changes the view, not the page
+            browser.open(url)
+            browser.wait_for(ready)
+            browser.evaluate(HIDE_CHAT % CHAT)
+            browser.settle()
+
+        go(pages["table"], "document.querySelectorAll('[role=gridcell][col-id*=\"eval/\"]').length > 1")
+        browser.screenshot(IMAGES / "mlflow-runs.png")
+        browser.resize(1500, 900)
+        go(pages["curves"], "document.querySelectorAll('.js-plotly-plot .lines').length > 3")
+        browser.screenshot(IMAGES / "mlflow-curves.png")
+        browser.resize(1500, 1350)
+        switches = "document.querySelectorAll('button[role=switch]')"
+        go(pages["url"], f"{switches}.length > 1")
+        browser.evaluate(f"{switches}.forEach(one => one.click())")
+        browser.settle()
+        browser.screenshot(IMAGES / "mlflow-compare.png")
+    with served(cli, runs[-1:]) as pages, Browser(width=1500, height=1000) as browser:
+        browser.open(pages["table"].partition("#")[0])
+        for name, value in QUIET.items():
+            browser.evaluate(f"localStorage.setItem({json.dumps(name)}, {json.dumps(value)})")
+        browser.open("about:blank")
+        browser.open(pages["url"])
+        more = "[...document.querySelectorAll('button')].find(one => one.innerText == 'Show more')"
+        browser.wait_for(f"Boolean({more})")
+        browser.evaluate(f"{more}.click()")
+        browser.evaluate(HIDE_CHAT % CHAT)
+        browser.settle()
+        browser.screenshot(IMAGES / "mlflow-run.png")
+
+
+def take_of_pages(cli: Cli, runs: list[str], folder: Path) -> None:
+    """The report of a run, in the dark, and a comparison."""
+    report, compared = folder / "report.html", folder / "compare.html"
+    cli("report", runs[-1], "--out", str(report), settings=False)
+    cli("compare", *runs, "--html", str(compared), settings=False)
+    shots = (
+        (report, "report-dark.png", 1200, 900, True),
+        (compared, "compare.png", 1200, 1000, False),
+    )
+    for page, name, width, height, dark in shots:
+        with Browser(width=width, height=height, dark=dark) as browser:
+            browser.open(page.as_uri())
+            browser.settle()
+            browser.screenshot(IMAGES / name)
+
+
+@contextmanager
+def served(cli: Cli, runs: list[str]) -> Iterator[dict[str, Any]]:
+    """The addresses that `ttrain ui` names, while it serves them."""
+    command = cli.command("ui", *runs, "--no-browser", "--json", settings=False)
+    process = subprocess.Popen(command, env={**os.environ, **cli.environment}, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        lines = []
+        while not lines or lines[-1] != "}\n":
+            lines.append(process.stdout.readline())
+            assert lines[-1], f"ttrain ui ended with {process.wait()}"
+        yield json.loads("".join(lines))
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait()
+
+
+if __name__ == "__main__":
+    main()

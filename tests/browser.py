@@ -1,0 +1,139 @@
+"""Headless Chromium over its DevTools protocol: opens a page, reads it back, keeps what its console said, takes pictures."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+import subprocess
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from websockets.sync.client import connect
+
+T = TypeVar("T")
+SECONDS = 60.0
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+
+
+def executable() -> str | None:
+    """Where a Chromium is, or none."""
+    return next((path for name in NAMES if (path := shutil.which(name))), None)
+
+
+class Browser:
+    """One page of one headless Chromium with a profile of its own, gone when the `with` block ends."""
+
+    def __init__(self, *, width: int = 1400, height: int = 900, dark: bool = False) -> None:
+        self.errors: list[str] = []  # exceptions of the page, and what it logged as an error
+        self._size, self._dark = (width, height), dark
+        self._profile = Path(tempfile.mkdtemp(prefix="ttrain-browser-"))
+        self._number = 0
+
+    def __enter__(self) -> Browser:
+        program = executable()
+        assert program is not None, "no Chromium is installed"
+        flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"]
+        flags += ["--remote-debugging-port=0", f"--user-data-dir={self._profile}", "--no-first-run", "about:blank"]
+        self._process = subprocess.Popen([program, *flags], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        port_file = self._profile / "DevToolsActivePort"
+        until(lambda: port_file.exists() and port_file.read_text().count("\n") > 0)
+        port = port_file.read_text().splitlines()[0]
+
+        def page() -> str:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/json/list", timeout=10) as answer:
+                targets = json.load(answer)
+            return next((str(one["webSocketDebuggerUrl"]) for one in targets if one["type"] == "page"), "")
+
+        self._socket = connect(until(page), max_size=None, open_timeout=SECONDS)
+        for domain in ("Page", "Runtime", "Log"):
+            self.send(f"{domain}.enable")
+        width, height = self._size
+        self.resize(width, height)
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if self._dark else "light"}
+        self.send("Emulation.setEmulatedMedia", features=[scheme])
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+        self._process.terminate()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        shutil.rmtree(self._profile, ignore_errors=True)
+
+    def resize(self, width: int, height: int) -> None:
+        """The size of the window's inside, in pixels."""
+        self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+
+    def open(self, url: str) -> None:
+        """Go to a page, and wait until it is loaded."""
+        self.send("Page.navigate", url=url)
+        self.wait_for("document.readyState === 'complete'")
+
+    def evaluate(self, expression: str) -> Any:
+        """The value of an expression of JavaScript, which may be a promise; raises AssertionError where it throws."""
+        found = self.send("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
+        assert "exceptionDetails" not in found, found["exceptionDetails"]
+        return found["result"].get("value")
+
+    def wait_for(self, expression: str) -> Any:
+        """The value of an expression as soon as it is true; also while the page is exchanged for another one."""
+
+        def ask() -> Any:
+            try:
+                return self.evaluate(expression)
+            except AssertionError:
+                return None
+
+        return until(ask, expression)
+
+    def screenshot(self, path: Path, *, whole: bool = False) -> None:
+        """The window, or the whole page, as PNG."""
+        data = self.send("Page.captureScreenshot", format="png", captureBeyondViewport=whole)["data"]
+        path.write_bytes(base64.b64decode(data))
+
+    def settle(self, seconds: float = 1.0) -> None:
+        """Wait until the window has looked the same for so long."""
+        seen = [b"", b"x"]
+        until(lambda: time.sleep(seconds) or seen.append(self._picture()) or seen[-1] == seen[-2], "a page at rest")
+
+    def _picture(self) -> bytes:
+        return base64.b64decode(self.send("Page.captureScreenshot", format="png")["data"])
+
+    def send(self, method: str, **parameters: Any) -> dict[str, Any]:
+        """One command of the protocol and its answer; events that come before it are noted."""
+        self._number += 1
+        self._socket.send(json.dumps({"id": self._number, "method": method, "params": parameters}))
+        while True:
+            message = json.loads(self._socket.recv(timeout=SECONDS))
+            self._note(message)
+            if message.get("id") == self._number:
+                assert "error" not in message, f"{method}: {message['error']}"
+                result: dict[str, Any] = message["result"]
+                return result
+
+    def _note(self, message: dict[str, Any]) -> None:
+        said = message.get("params", {})
+        if message.get("method") == "Runtime.exceptionThrown":
+            self.errors.append(json.dumps(said["exceptionDetails"]))
+        elif message.get("method") == "Runtime.consoleAPICalled" and said["type"] in ("error", "assert"):
+            self.errors.append(json.dumps(said["args"]))
+        elif message.get("method") == "Log.entryAdded" and said["entry"]["level"] == "error":
+            self.errors.append(json.dumps(said["entry"]))
+
+
+def until(ask: Callable[[], T], what: str = "an answer") -> T:
+    """Asks again and again until the answer counts as true; raises AssertionError after a minute."""
+    deadline = time.monotonic() + SECONDS
+    while True:
+        if answer := ask():
+            return answer
+        assert time.monotonic() < deadline, f"waited {SECONDS:.0f} s in vain for {what}"
+        time.sleep(0.05)

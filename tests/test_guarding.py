@@ -1,0 +1,66 @@
+"""The guard before Prefect's server: its own pages and programs pass, other sites do not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from flows.guarding import Guarded, hosts_of
+
+
+def answer(kind: str, *headers: tuple[str, str]) -> list[Mapping[str, Any]]:
+    """What a guarded application sends to a request with these headers."""
+    sent: list[Mapping[str, Any]] = []
+
+    async def inner(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "passed"})
+
+    async def receive() -> Mapping[str, Any]:
+        return {"type": f"{kind}.connect"}
+
+    async def send(message: Mapping[str, Any]) -> None:
+        sent.append(message)
+
+    scope = {"type": kind, "headers": [(name.encode(), value.encode()) for name, value in headers]}
+    asyncio.run(Guarded(inner, hosts_of("127.0.0.1", 4200))(scope, receive, send))
+    return sent
+
+
+@pytest.mark.parametrize("kind", ["http", "websocket"])
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [("host", "127.0.0.1:4200")],
+        [("Host", "LOCALHOST:4200")],
+        [("host", "127.0.0.1:4200"), ("origin", "http://127.0.0.1:4200")],
+        [("host", "localhost:4200"), ("origin", "http://127.0.0.1:4200")],
+    ],
+)
+def test_its_own_pages_and_programs_pass(kind: str, headers: list[tuple[str, str]]) -> None:
+    assert answer(kind, *headers) == [{"type": "passed"}]
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [("host", "evil.example:4200")],
+        [("host", "127.0.0.1:4200"), ("origin", "http://evil.example")],
+        [("host", "127.0.0.1:4200"), ("origin", "null")],
+        [("host", "127.0.0.1:4200"), ("origin", "https://127.0.0.1:4200")],
+        [("host", "127.0.0.1:4200"), ("origin", "http://127.0.0.1:5000")],
+        [("host", "127.0.0.1:4200"), ("host", "evil.example")],
+        [("host", "127.0.0.1.evil.example:4200")],
+        [],
+    ],
+)
+def test_other_sites_do_not(headers: list[tuple[str, str]]) -> None:
+    first, *_ = answer("http", *headers)
+    assert (first["type"], first["status"]) == ("http.response.start", 403)
+    assert answer("websocket", *headers) == [{"type": "websocket.close", "code": 1008}]
+
+
+def test_the_application_still_starts_and_stops() -> None:
+    assert answer("lifespan") == [{"type": "passed"}]

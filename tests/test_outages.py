@@ -1,0 +1,401 @@
+"""Servers that are dead, hang, fail or answer into the void: nothing is lost, nothing is doubled, nobody waits."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from outages import Proxy, mlflow_server
+from tracked_writer import assert_whole, runs_of, steps, write_through
+from typer.testing import CliRunner
+
+from ttrain import tracking
+from ttrain.cli import app
+from ttrain.tracking import MetricsFollower, Run, Store, open_store, outbox
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """One real server for all tests, which tell their runs by their homes."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in tracking.ENVIRONMENT.items():
+            patch.setenv(name, value)
+        patch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "2")
+        patch.setattr("ttrain.tracking.store.PROBE_SECONDS", 0.5)
+        patch.setattr("ttrain.tracking.store.REST_SECONDS", 0.1)
+        directory = tmp_path_factory.mktemp("server")
+        with mlflow_server(directory) as url:
+            patch.setenv("MLFLOW_TRACKING_URI", url)
+            started(opened(directory)).store.close()  # its first answers take seconds
+            yield url
+
+
+@pytest.fixture
+def proxy(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    """What stands before it, and is the tracker."""
+    found = Proxy(server)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", found.url)
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    (tmp_path / "home").mkdir()
+    return tmp_path / "home"
+
+
+def opened(home: Path) -> Store:
+    store = open_store(home, "outages")
+    assert isinstance(store, Store)
+    return store
+
+
+def started(store: Store, name: str = "stage", **options: Any) -> Run:
+    run = store.start_run(name, **{"tags": {"ttrain.run": name}, "params": {"lr": 0.02}, **options})
+    assert isinstance(run, Run)
+    return run
+
+
+def rows(first: int, last: int) -> str:
+    now = 1.7e9 + time.time() % 1e6
+    made = ({"step": s, "tokens": s, "time": now, "metrics": {"loss": 5 / s}} for s in range(first, last + 1))
+    return "".join(json.dumps(row) + "\n" for row in made)
+
+
+def eventually(true: Callable[[], bool], seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, f"waited {seconds} s in vain"
+        time.sleep(0.02)
+
+
+def whole_life(home: Path, before: Callable[[int], object]) -> tuple[Run, Run]:
+    """All that a run tells in its life; `before` each part something may happen to the server."""
+    store = opened(home)
+    before(1)
+    parent = started(store, "full", params={"lr": 0.02, "hub.token": "hf_abc"})
+    before(2)
+    child = started(store, "sft", parent=parent, tags={"ttrain.stage": "sft"})
+    child.link_to_parent("sft")
+    path = home / "metrics.jsonl"
+    follower = MetricsFollower(path, child, home / "followed.json", seconds=0.02)
+    before(3)
+    path.write_text(rows(1, 30))
+    time.sleep(0.05)
+    before(4)
+    with path.open("a") as file:
+        file.write(rows(31, 60))
+    model = home / "store" / "sft" / "k1" / "model"
+    model.mkdir(parents=True)
+    (model / "weights").write_bytes(b"w" * 100_000)
+    (model / "config.json").write_text("{}")
+    follower.stop()
+    path.unlink()
+    before(5)
+    child.log_directory(model, "model")
+    store.register_model(
+        "life-sft", run=child, artifact_path="model", tags={"ttrain.key": parent.identity, "ttrain.content": "c1"}
+    )
+    child.log_summary({"final/loss": 0.5})
+    child.finish("FINISHED")
+    before(6)
+    parent.log_text("# table", "evaluation.md")
+    parent.log_summary({"eval/bits_per_byte": 1.5})
+    parent.set_tags({"ttrain.outcome": "completed"})
+    parent.finish("FINISHED")
+    store.close()
+    return parent, child
+
+
+def assert_all_is_there(url: str, parent: Run, child: Run) -> None:
+    from mlflow import MlflowClient
+
+    client: Any = MlflowClient(url, url)
+    (above,), (below,) = runs_of(client, parent.identity), runs_of(client, child.identity)
+    assert (above.info.status, below.info.status) == ("FINISHED", "FINISHED")
+    assert steps(client, below.info.run_id) == steps(client, below.info.run_id, "tokens") == list(range(1, 61))
+    assert below.data.tags["mlflow.parentRunId"] == above.info.run_id
+    assert above.data.tags["ttrain.child.sft"] == below.info.run_id
+    assert above.data.params == {"lr": "0.02", "hub.token": "***"}
+    assert (above.data.metrics["eval/bits_per_byte"], below.data.metrics["final/loss"]) == (1.5, 0.5)
+    assert above.data.tags["ttrain.outcome"] == "completed"
+    assert [file.path for file in client.list_artifacts(above.info.run_id)] == ["evaluation.md"]
+    assert {file.path: file.file_size for file in client.list_artifacts(below.info.run_id, "model")} == {
+        "model/config.json": 2,
+        "model/weights": 100_000,
+    }
+    versions = client.search_model_versions(f"name = 'life-sft' and tags.`ttrain.key` = '{parent.identity}'")
+    assert [version.run_id for version in versions] == [below.info.run_id]
+
+
+@pytest.mark.parametrize("mode", ["dead", "hanging", "error", "no replies"])
+def test_what_an_outage_from_the_start_missed_is_delivered_by_sync(proxy: Proxy, server: str, home: Path, mode: str) -> None:
+    proxy.mode = mode
+    began = time.monotonic()
+    parent, child = whole_life(home, lambda part: None)
+    assert time.monotonic() - began < 15, "nobody waits for a server that does not answer"
+    proxy.mode = "well"
+    assert [one.things for one in tracking.sync(home)] == [{}, {}]
+    assert_all_is_there(server, parent, child)
+    assert not outbox.found(home) and tracking.sync(home) == []
+
+
+@pytest.mark.parametrize(("part", "mode"), [(2, "no replies"), (3, "error"), (4, "hanging"), (6, "dead")])
+def test_what_an_outage_in_the_middle_missed_is_delivered(
+    proxy: Proxy, server: str, home: Path, part: int, mode: str
+) -> None:
+    def outage(at: int) -> None:
+        proxy.mode = mode if at == part else "well" if at == part + 2 else proxy.mode
+
+    parent, child = whole_life(home, outage)
+    proxy.mode = "well"
+    tracking.sync(home)
+    assert_all_is_there(server, parent, child)
+
+
+def test_a_runs_models_are_registered_from_its_stages_runs_and_uploaded_once(proxy: Proxy, home: Path) -> None:
+    proxy.mode = "dead"
+    store, files = opened(home), home / "store" / "sft" / "k1"
+    files.mkdir(parents=True)
+    (files / "weights").write_bytes(b"w")
+    parent = started(store, "full")
+    child = started(store, "sft", parent=parent)
+    tags = {"ttrain.stage": "sft", "ttrain.key": parent.identity, "ttrain.content": "c"}
+    child.log_directory(files, "sft")
+    store.register_model("once-sft", run=child, artifact_path="sft", tags=tags)
+    model = {"name": "once-sft", "stage": "sft", "tags": tags, "artifact_path": "sft", "path": str(files)}
+    store.register_models(f"set-{parent.identity}", run=parent, run_name="full", models=[model], keys={}, metrics={})
+    store.close()
+    proxy.mode = "well"
+    proxy.requests.clear()
+    assert [one.things for one in tracking.sync(home)] == [{}, {}]
+    assert len([request for request in proxy.requests if request.startswith("PUT")]) == 1
+    (version,) = store.client.search_model_versions(f"name = 'once-sft' and tags.`ttrain.key` = '{parent.identity}'")
+    (chosen,) = store.client.search_model_versions(f"name = 'set-{parent.identity}'")
+    assert version.run_id == runs_of(store.client, child.identity)[0].info.run_id
+    assert chosen.tags["ttrain.member.sft"] == f"once-sft/{version.version}"
+
+
+def test_the_next_command_that_opens_the_tracker_delivers_it_too(proxy: Proxy, server: str, home: Path) -> None:
+    proxy.mode = "dead"
+    parent, child = whole_life(home, lambda part: None)
+    proxy.mode = "well"
+    store = opened(home)
+    eventually(lambda: not outbox.found(home))
+    store.close()
+    assert_all_is_there(server, parent, child)
+
+
+def test_a_run_whose_making_was_not_answered_is_there_once(proxy: Proxy, server: str, home: Path) -> None:
+    store = opened(home)
+    proxy.mode = "hanging"  # what is asked now arrives all the same, when the server wakes up, and after what comes then
+    run = started(store)
+    assert run.id is None
+    run.finish("FINISHED")
+    proxy.mode = "well"
+    eventually(lambda: not run.waiting())
+    store.close()
+    (only,) = runs_of(store.client, run.identity)
+    assert (only.info.run_id, only.info.status) == (run.id, "FINISHED")
+
+
+def test_a_batch_whose_answer_was_lost_is_not_doubled_by_the_steps_made_again(proxy: Proxy, home: Path) -> None:
+    """The stage goes back to its checkpoint while the server hangs: the same steps come with other times."""
+    store, path = opened(home), home / "metrics.jsonl"
+    run = started(store)
+    path.write_text(rows(1, 10))
+    MetricsFollower(path, run, home / "one.json").stop()
+    proxy.mode = "hanging"
+    path.write_text(rows(1, 20))
+    follower = MetricsFollower(path, run, home / "two.json", seconds=0.02)
+    eventually(lambda: store.is_silent)
+    path.write_text(rows(1, 30))  # again from step 1, say: other times
+    proxy.mode = "well"
+    follower.stop()
+    eventually(lambda: not run.waiting())
+    assert steps(store.client, str(run.id)) == list(range(1, 31))
+    store.close()
+
+
+def test_killed_writers_and_outages_lose_nothing_and_double_nothing(proxy: Proxy, server: str, home: Path) -> None:
+    """Small: tests/faults has 100,000 metrics and 20 outages."""
+    write_through(proxy, home, steps_in_all=300, modes=("no replies",))
+    assert_whole(server, home, 300)
+
+
+def _be_killed(home: str, said: Any) -> None:
+    store = open_store(Path(home), "x")
+    assert isinstance(store, Store)
+    parent = started(store, "full")
+    child = started(store, "sft", parent=parent)
+    (Path(home) / "metrics.jsonl").write_text(rows(1, 7))
+    child.turn.acquire()  # so that none of it is sent before the end
+    MetricsFollower(Path(home) / "metrics.jsonl", child, Path(home) / "followed.json")
+    said.send((parent.id, child.id, child.identity))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_run_and_its_child_end_as_killed_when_the_next_one_starts(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import mlflow.store.tracking.sqlalchemy_store  # noqa: F401  # before the fork
+
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    heard, said = multiprocessing.Pipe()
+    victim = multiprocessing.get_context("fork").Process(target=_be_killed, args=(str(home), said))
+    victim.start()
+    parent, child, identity = heard.recv()
+    victim.join()
+    store = open_store(home, "another experiment")
+    assert isinstance(store, Store)
+    eventually(lambda: not outbox.found(home))
+    assert [store.client.get_run(run).info.status for run in (parent, child)] == ["KILLED", "KILLED"]
+    assert steps(store.client, child) == list(range(1, 8)), "also what it had not sent"
+    again = started(store, "sft", run_id=child, identity=identity)
+    assert again.id == child
+    assert store.client.get_run(child).info.status == "RUNNING"
+    again.finish("FINISHED")
+    store.close()
+    assert store.client.get_run(child).info.status == "FINISHED"
+
+
+def test_runs_side_by_side_do_not_mix(proxy: Proxy, home: Path) -> None:
+    stores = [opened(home), opened(home)]
+    runs = [started(store, f"run {number}") for number, store in enumerate(stores)]
+
+    def write(run: Run, offset: int) -> None:
+        path = home / f"metrics-{offset}.jsonl"
+        follower = MetricsFollower(path, run, home / f"followed-{offset}.json", seconds=0.01)
+        for first in range(1, 101, 10):
+            with path.open("a") as file:
+                file.write(
+                    "".join(f'{{"step": {s}, "metrics": {{"loss": {offset + s}}}}}\n' for s in range(first, first + 10))
+                )
+            proxy.mode = "error" if first == 31 else "well"
+        follower.stop()
+
+    threads = [threading.Thread(target=write, args=(run, 1000 * number)) for number, run in enumerate(runs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    proxy.mode = "well"
+    for store in stores:
+        eventually(lambda: not any(run.waiting() for run in runs))
+        store.close()
+    for number, run in enumerate(runs):
+        values = [(metric.step, metric.value) for metric in stores[0].client.get_metric_history(run.id, "loss")]
+        assert sorted(values) == [(step, 1000.0 * number + step) for step in range(1, 101)]
+
+
+def _write_cold(home: str, number: int) -> None:
+    os.environ.pop("MLFLOW_TRACKING_URI", None)
+    store = open_store(Path(home), "cold")
+    run = store.start_run(f"writer-{number}", run_id=None, tags={}, params={"number": number})
+    run.log_metrics([{"step": step, "metrics": {"loss": 1.0 / step}} for step in range(1, 51)])
+    run.finish("FINISHED")
+    os._exit(store.close())
+
+
+def test_eight_writers_on_a_cold_home_all_get_through(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import mlflow.store.tracking.sqlalchemy_store
+    import mlflow.tracking  # noqa: F401  # once, before the eight fork
+
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    context = multiprocessing.get_context("fork")
+    writers = [context.Process(target=_write_cold, args=(str(home), number)) for number in range(8)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(120)
+    assert [writer.exitcode for writer in writers] == [0] * 8
+    store = tracking.open_reader(home)
+    (experiment,) = [one for one in store.client.search_experiments() if one.name == "cold"]
+    found = store.client.search_runs([experiment.experiment_id])
+    assert sorted(run.data.params["number"] for run in found) == list("01234567")
+    assert all(steps(store.client, run.info.run_id) == list(range(1, 51)) for run in found)
+
+
+def test_uploads_hold_up_no_metrics_and_an_interrupted_one_goes_on_where_it_was(proxy: Proxy, home: Path) -> None:
+    store, files = opened(home), home / "store" / "sft" / "k1"
+    files.mkdir(parents=True)
+    for number in range(5):
+        (files / f"part-{number}").write_bytes(bytes([number]) * 1000)
+    run, seen = started(store), list[tuple[int, int]]()
+    store.on_upload(lambda done, total: seen.append((done, total)))
+    proxy.mode = "no files"
+    began = time.monotonic()
+    run.log_directory(files, "sft")
+    assert run.log_metrics([{"step": 1, "metrics": {"loss": 1.0}}]) and time.monotonic() - began < 5
+    run.finish("FINISHED")
+    assert store.close() == 1, "the files wait"
+    assert tracking.waiting(home)[0].things == {"directory": 1}
+    assert "k1" in tracking.registered_keys(home), "and are not cleaned away"
+
+    real, sent = proxy._pass, list[str]()
+
+    def three_arrive(request: Any, body: bytes) -> tuple[int, bytes, str]:
+        if request.command == "PUT":
+            sent.append(request.path.rpartition("/")[2])
+            if len(sent) > 3:
+                return 500, b"{}", "application/json"
+        return real(request, body)
+
+    proxy._pass = three_arrive  # type: ignore[method-assign]
+    proxy.mode = "well"
+    (left,) = tracking.sync(home)
+    assert left.things == {"directory": 1} and "500" in left.why
+    proxy._pass = real  # type: ignore[method-assign]
+    proxy.requests.clear()
+    (done,) = tracking.sync(home, told=lambda done, total: seen.append((done, total)))
+    assert done.things == {} and done.told["directory"] == 1
+    uploaded = [request.rpartition("/")[2] for request in proxy.requests if request.startswith("PUT")]
+    assert uploaded == ["part-3", "part-4"], "what had arrived is not sent again"
+    assert seen[-1] == (2000, 2000)
+    sizes = {file.path: file.file_size for file in store.client.list_artifacts(run.id, "sft")}
+    assert sizes == {f"sft/part-{number}": 1000 for number in range(5)}
+
+
+def test_sync_says_what_it_did_and_what_waits(proxy: Proxy, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TTRAIN_HOME", str(home))
+    command = CliRunner().invoke
+    proxy.mode = "dead"
+    store = opened(home)
+    path = home / "metrics.jsonl"
+    path.write_text(rows(1, 3))
+    run = started(store, "full-1")
+    MetricsFollower(path, run, home / "followed.json").stop()
+    run.finish("FAILED")
+    store.close()
+    (waits,) = json.loads(command(app, ["track", "sync", "--dry-run", "--json"]).stdout)
+    assert waits["waiting"] == {"params": 1, "rows": 1, "end": 1} and waits["tracker"] == proxy.url
+    silent = command(app, ["track", "sync", "full", "--json"])
+    assert silent.exit_code == 1 and "refused" in json.loads(silent.stdout)[0]["why"]
+    proxy.mode = "well"
+    told = command(app, ["track", "sync", "full-1", "--json"])
+    assert told.exit_code == 0
+    assert json.loads(told.stdout)[0]["told"] == {"params": 1, "metrics": 6, "end": 1}
+    assert "nothing waits" in command(app, ["track", "sync"]).stdout
+    unknown = command(app, ["track", "sync", "other"])
+    assert unknown.exit_code and "no run is called 'other'" in str(unknown.exception)
+
+
+def test_a_run_that_a_process_has_is_left_to_it(proxy: Proxy, home: Path) -> None:
+    store = opened(home)
+    proxy.mode = "dead"
+    run = started(store)
+    assert store.tell_one(outbox.found(home)[0]) is None
+    proxy.mode = "well"
+    (left,) = tracking.sync(home)
+    assert left.things and "a process has it" in left.why
+    eventually(lambda: not run.waiting())
+    store.close()

@@ -1,0 +1,83 @@
+"""What a pipeline's tracked run shows: curves whose step is tokens, the settings that are not defaults, a description."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from ttrain import overview, report
+from ttrain.loading import load
+
+RUN = {
+    "run": "full-1",
+    "pipeline": "full",
+    "outcome": "completed",
+    "stages": [
+        {"name": "sft", "outcome": "completed", "seconds": 2.0, "metric": "validation_loss 4.1"},
+        {"name": "lora", "outcome": "failed", "error": "a <b>line\n| with bars"},
+    ],
+}
+
+
+def line(step: int, **metrics: float | None) -> str:
+    return json.dumps({"step": step, "tokens": step * 512, "time": 100.0 + step, "metrics": metrics})
+
+
+def test_the_step_of_a_curve_is_its_tokens() -> None:
+    lines = [line(5, loss=3.0, grad_norm=1.0), line(5, validation_loss=3.5), line(10, loss=None)]
+    assert list(overview.curves("sft", lines)) == [
+        {"step": 2560, "time": 105.0, "metrics": {"losses_by_tokens/sft": 3.0}},
+        {"step": 2560, "time": 105.0, "metrics": {"losses_by_tokens/sft_validation": 3.5}},
+        {"step": 5120, "time": 110.0, "metrics": {"losses_by_tokens/sft": None}},
+    ]
+
+
+def test_a_long_curve_keeps_a_thousand_losses_its_end_and_every_validation() -> None:
+    lines = [line(step, loss=1 / step) for step in range(1, 10_001)]
+    lines += [line(step, validation_loss=1 / step) for step in range(100, 10_001, 100)]
+    rows = list(overview.curves("pretrain", lines))
+    losses = [row["step"] for row in rows if "losses_by_tokens/pretrain" in row["metrics"]]
+    assert 900 < len(losses) <= overview.POINTS + 1 and (losses[0], losses[-1]) == (512, 5_120_000)
+    assert len([row for row in rows if "losses_by_tokens/pretrain_validation" in row["metrics"]]) == 100
+
+
+def test_lines_that_a_crash_tore_and_rows_without_tokens_are_passed_over() -> None:
+    lines = ['{"step": 1, "tok', "7", '{"step": 1, "metrics": {"loss": 1.0}}', line(1, loss=1.0)]
+    assert [row["step"] for row in overview.curves("lora", lines)] == [512]
+
+
+def test_the_settings_file_of_a_run_gives_the_same_settings(tmp_path: Path) -> None:
+    settings = load(["sft.optim.lr=2e-4", "model.layers=3", "sft.optim.betas=[0.9, 0.99]"], environment={}).settings
+    changed = overview.deviations(settings)
+    assert set(changed) == {"sft.optim.lr", "model.layers", "sft.optim.betas"}
+    (tmp_path / "settings.yaml").write_text(overview.as_yaml(changed), encoding="utf-8")
+    assert load(files=[tmp_path / "settings.yaml"], environment={}).settings == settings
+
+
+def test_a_description_begins_with_what_came_of_the_settings_that_count() -> None:
+    changed = {"runtime.devices": 2, "name": "mine", "sft.optim.lr": 2e-4, **{f"model.z{i}": i for i in range(5)}}
+    first, *rest = overview.description(RUN, changed, {"eval/bits_per_byte": 1.44659}).split("\n")
+    settings = "model.z0=0, model.z1=1, model.z2=2, model.z3=3, model.z4=4, sft.optim.lr=0.0002"
+    assert first == f"1.4466 bits per byte: {settings}, and 2 more settings"
+    table = [row for row in rest if row.startswith("| lora")]
+    assert table == ["| lora | failed |  | a &lt;b>line \\| with bars |"]
+    assert "ttrain report full-1" in rest[-1]
+
+
+def test_a_run_that_failed_says_so_first() -> None:
+    text = overview.description({**RUN, "outcome": "failed", "error": "disk full"}, {}, {})
+    assert text.startswith("failed: the default settings\n\n**failed**: disk full\n")
+
+
+def test_the_cost_counts_every_training_once_and_the_steps_before_a_kill() -> None:
+    half = {"steps": 40, "resumed_from_step": 20, "train_seconds": 10.0, "ranks": 2, "loss": 1.0}
+    whole = {"steps": 5, "resumed_from_step": 0, "train_seconds": 16.0, "ranks": 1}
+    found = report.metrics_of({"pretrain": half, "sft": whole, "tokenizer": {"train_seconds": 99.0}})
+    assert found["total/train_seconds"] == pytest.approx(36)
+    assert found["total/device_hours"] == pytest.approx((20 * 2 + 16) / 3600)
+    nothing_left = {"steps": 40, "resumed_from_step": 40, "train_seconds": 0.1}
+    assert not any(name.startswith("total/") for name in report.metrics_of({"sft": nothing_left}))
+    assert math.isfinite(found["pretrain/loss"])

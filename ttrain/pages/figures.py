@@ -1,0 +1,100 @@
+"""What a figure's name says: whether less of it is better, its unit, how it is written."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+
+# Figures of the data, not of a model: what a compressor makes of the held-out text, how much there is of it.
+NEITHER = re.compile(r"_(xz|zlib|order0)$|^eval/(.*_)?(bytes|tokens|documents|chats|domain)$|/tokens$|^champion/")
+HIGHER = re.compile(r"tokens_per_second|mfu|bytes_per_token|accuracy|fill$")
+LOWER = re.compile(r"loss|perplexity|bits_per_byte|seconds|hours|unk_rate|pad_fraction|data_wait")
+# The order in which figures are told: what decides first.
+FIRST = (
+    re.compile(r"^eval/bits_per_byte$"),
+    re.compile(r"^eval/bits_per_byte_(sft|lora)$"),
+    re.compile(r"^eval/.*loss"),
+    re.compile(r"validation_loss$"),
+    re.compile(r"/loss$"),
+    re.compile(r"tokens_per_second|^total/"),
+    re.compile(r"^tok/"),
+)
+
+
+def better(name: str) -> int:
+    """-1 where less of it is better, 1 where more is, 0 where neither."""
+    if NEITHER.search(name):
+        return 0
+    return 1 if HIGHER.search(name) else -1 if LOWER.search(name) else 0
+
+
+def rank(name: str) -> tuple[int, str]:
+    """A key to sort the names of figures by: what decides first, then by name."""
+    return next((place for place, pattern in enumerate(FIRST) if pattern.search(name)), len(FIRST)), name
+
+
+def best(name: str, values: Sequence[float | None]) -> int | None:
+    """Which of the values is the best one; None where nothing is better, or all that there are are equal."""
+    sign = better(name)
+    there = [(sign * value, -place) for place, value in enumerate(values) if value is not None and math.isfinite(value)]
+    if not sign or len(there) < 2 or len({value for value, _ in there}) == 1:
+        return None
+    return -max(there)[1]
+
+
+def number(value: float | None, name: str = "") -> str:
+    """A figure as a person reads it: four digits that count, large counts with separators, bytes and times in units."""
+    if value is None:
+        return "–"
+    if not math.isfinite(value):
+        return str(value)
+    if name.endswith("seconds"):
+        return duration(value)
+    if name.endswith("bytes") and abs(value) >= 10_000:
+        return _scaled(value, ("B", "kB", "MB", "GB", "TB"))
+    if float(value).is_integer() or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    if abs(value) >= 1:
+        return f"{value:.4g}" if abs(value) >= 10 else f"{value:.4f}"
+    return f"{value:.4g}"
+
+
+def _scaled(value: float, units: Sequence[str]) -> str:
+    place = min(len(units) - 1, int(math.log10(abs(value)) // 3))
+    return f"{value / 1000**place:.3g} {units[place]}"
+
+
+def short(value: float) -> str:
+    """A large count in few letters: "950", "12.8k", "1.5M"."""
+    for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:.4g}{unit}"
+    return f"{value:,.6g}"
+
+
+def duration(seconds: float | None) -> str:
+    """A time as a person reads it: "3.2 s", "4 min 10 s", "2 h 05 min"."""
+    if seconds is None:
+        return "–"
+    if seconds < 99.5:
+        return f"{seconds:.3g} s" if seconds < 9.95 else f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours:,} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
+
+
+def percent(value: float | None, base: float | None) -> float | None:
+    """By how much a value differs from another one, in percent of that; None where there is no such thing."""
+    if value is None or base is None or not base or not (math.isfinite(value) and math.isfinite(base)):
+        return None
+    return 100 * (value - base) / abs(base)
+
+
+def change(value: float | None) -> str:
+    """ "+2.4 %" of a percentage."""
+    if value is None:
+        return ""
+    if abs(value) < 0.005:
+        return "±0 %"
+    return f"{value:+.2f} %" if abs(value) < 10 else f"{value:+,.0f} %"

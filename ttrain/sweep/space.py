@@ -1,0 +1,257 @@
+"""Which settings a sweep varies, and over which values: `log(1e-4,3e-3)`, `uniform(0,0.2)`, `int(2,8)`, `choice(a,b,c)`."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import yaml
+
+from ttrain.errors import UsageError
+from ttrain.loading import Given
+
+DIGITS = 4  # of a drawn number: enough for any setting, and short enough to be typed again
+FORMS = {
+    "log": "log(low,high) or log(low,high,count)",
+    "uniform": "uniform(low,high) or uniform(low,high,count)",
+    "int": "int(low,high) or int(low,high,step)",
+    "logint": "logint(low,high)",
+    "choice": "choice(a,b,...)",
+}
+OF_OTHERS = ("loguniform", "range", "randint", "interval", "linspace")  # what other programs call theirs
+_EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")  # a number that YAML 1.1 takes for text
+_CALL = re.compile(r"\s*([A-Za-z_]+)\s*\((.*)\)\s*", re.DOTALL)
+
+
+@final
+@dataclass(frozen=True)
+class Interval:
+    """Any number from `low` to `high`, drawn evenly or, with `log`, evenly in its logarithm."""
+
+    low: float
+    high: float
+    log: bool = False
+
+    @property
+    def values(self) -> Sequence[Any] | None:
+        """All values where they can be counted, else None."""
+        return None
+
+    @property
+    def probes(self) -> tuple[Any, ...]:
+        """Values that stand for all, to see whether the setting takes them: the ends and one between."""
+        return (self.low, self.high, self.at(0.5))
+
+    def at(self, share: float) -> Any:
+        """The value at a share of the range, from 0 to 1."""
+        return self.nearest(
+            self.low * (self.high / self.low) ** share if self.log else self.low + (self.high - self.low) * share
+        )
+
+    def nearest(self, drawn: float) -> float:
+        """The number that is used for the one that was drawn: rounded to DIGITS, within the ends."""
+        return min(self.high, max(self.low, float(f"{drawn:.{DIGITS}g}")))
+
+
+@final
+@dataclass(frozen=True)
+class Whole:
+    """The whole numbers low, low + step, ... up to `high`; with `log` drawn evenly in their logarithm."""
+
+    low: int
+    high: int
+    step: int = 1
+    log: bool = False
+
+    @property
+    def values(self) -> Sequence[int]:
+        """All of them."""
+        return range(self.low, self.high + 1, self.step)
+
+    @property
+    def probes(self) -> tuple[Any, ...]:
+        """The ends."""
+        return (self.low, self.values[-1])
+
+    def at(self, share: float) -> Any:
+        """The value at a share of the range, from 0 to 1."""
+        if self.log:
+            return round(self.low * (self.high / self.low) ** share)
+        return self.values[min(int(share * len(self.values)), len(self.values) - 1)]
+
+
+@final
+@dataclass(frozen=True)
+class Listed:
+    """The values that are listed; `ordered` where they are points of an interval, so that near ones are alike."""
+
+    values: tuple[Any, ...]
+    ordered: bool = False
+
+    @property
+    def probes(self) -> tuple[Any, ...]:
+        """All of them."""
+        return self.values
+
+    def at(self, share: float) -> Any:
+        """The value at a share of the list, from 0 to 1."""
+        return self.values[min(int(share * len(self.values)), len(self.values) - 1)]
+
+
+Dimension = Interval | Whole | Listed
+
+
+@final
+@dataclass(frozen=True)
+class Space:
+    """The settings that vary, by name in the order in which they were given, each with its values and its text."""
+
+    dimensions: Mapping[str, Dimension]
+    texts: Mapping[str, str]
+
+    @property
+    def size(self) -> int | None:
+        """How many combinations there are; None where a setting takes any number of an interval."""
+        counts = [None if d.values is None else len(d.values) for d in self.dimensions.values()]
+        return None if None in counts else math.prod(count for count in counts if count is not None)
+
+    def combination(self, number: int) -> dict[str, Any]:
+        """Combination `number` of `size`; the last setting varies fastest, as in nested loops."""
+        chosen: dict[str, Any] = {}
+        for key, dimension in reversed(list(self.dimensions.items())):
+            assert dimension.values is not None, "only what can be counted has combinations"
+            number, place = divmod(number, len(dimension.values))
+            chosen[key] = dimension.values[place]
+        return {key: chosen[key] for key in self.dimensions}
+
+    def probes(self) -> Iterator[dict[str, Any]]:
+        """Settings that show whether all values are taken: each value of each setting beside the first of the others."""
+        first = {key: dimension.probes[0] for key, dimension in self.dimensions.items()}
+        yield first
+        for key, dimension in self.dimensions.items():
+            yield from ({**first, key: value} for value in dimension.probes[1:])
+
+
+def ranges(given: Sequence[Given]) -> Space:
+    """What varies of what is given. A stronger layer's plain value takes a weaker one's range away. Raises UsageError where
+    a range cannot be read, or there is none."""
+    last = {item.key: item.value for item in given}
+    found = {key: value.strip() for key, value in last.items() if isinstance(value, str) and _looks_like_one(value)}
+    if not found:
+        raise UsageError(
+            f"a sweep needs a setting that varies; write one as {', '.join(FORMS.values())}, "
+            f"for example 'pretrain.optim.lr=log(1e-4,3e-3)'"
+        )
+    return Space({key: parse(key, text) for key, text in found.items()}, found)
+
+
+def placed(given: Sequence[Given], space: Space, values: Mapping[str, Any]) -> list[Given]:
+    """All that was given, with one value for each setting that varies, in the place where its range stood."""
+    last = {item.key: place for place, item in enumerate(given)}
+    put: list[Given] = []
+    for place, item in enumerate(given):
+        if item.key not in space.dimensions:
+            put.append(item)
+        elif place == last[item.key]:
+            put.append(item._replace(value=values[item.key]))
+    return put
+
+
+def written(key: str, value: Any) -> str:
+    """`key=value` as the command line takes it."""
+    return f"{key}={shown(value)}"
+
+
+def shown(value: Any) -> str:
+    """A value as the command line takes it, and as a table shows it."""
+    if isinstance(value, str):
+        return value
+    short = f"{value:g}" if isinstance(value, float) else ""
+    return short if short and float(short) == value else json.dumps(value, ensure_ascii=False)
+
+
+def parse(key: str, text: str) -> Dimension:
+    """The values that `text` names for a setting. Raises UsageError that names setting, value, rule and cure."""
+    called = _CALL.fullmatch(text)
+    kind, inside = (called[1], called[2]) if called else ("", "")
+    if kind not in FORMS:
+        raise UsageError(f"{key} is '{text}', but a sweep takes {', '.join(FORMS.values())}")
+    try:
+        arguments = yaml.safe_load(f"[{inside}]")
+    except yaml.YAMLError:
+        raise UsageError(f"{key} is '{text}', whose values cannot be read; quote what has commas or brackets") from None
+    try:
+        if kind == "choice":
+            return _choice(arguments)
+        return _whole(kind, arguments) if kind in ("int", "logint") else _interval(kind, arguments)
+    except _Wrong as wrong:
+        raise UsageError(f"{key} is '{text}', but {wrong}; write {FORMS[kind]}") from None
+
+
+class _Wrong(Exception):
+    """What is wrong with the arguments, in words."""
+
+
+def _looks_like_one(text: str) -> bool:
+    """Whether it is a call, with a name that is one of ours or nearly: the words of a text are left alone."""
+    called = _CALL.fullmatch(text)
+    return called is not None and bool(difflib.get_close_matches(called[1].lower(), [*FORMS, *OF_OTHERS], n=1))
+
+
+def _choice(arguments: Sequence[Any]) -> Listed:
+    if len(arguments) < 2:
+        raise _Wrong("a choice needs two values or more")
+    arguments = [float(a) if isinstance(a, str) and _EXPONENT.fullmatch(a) else a for a in arguments]
+    twice = [a for a, b in itertools.pairwise(sorted(map(json.dumps, arguments))) if a == b]
+    if twice:
+        raise _Wrong(f"{twice[0]} is there twice")
+    return Listed(tuple(arguments))
+
+
+def _whole(kind: str, arguments: Sequence[Any]) -> Whole:
+    numbers = _numbers(arguments, 2, 2 if kind == "logint" else 3)
+    if any(number != int(number) for number in numbers):
+        raise _Wrong("it takes whole numbers")
+    low, high, step = (*map(int, numbers), 1)[:3]
+    if low >= high:
+        raise _Wrong("the first number must be below the second")
+    if step < 1:
+        raise _Wrong("the step must be 1 or more")
+    if kind == "logint" and low < 1:
+        raise _Wrong("a logarithm needs numbers from 1 on")
+    return Whole(low, high, step, kind == "logint")
+
+
+def _interval(kind: str, arguments: Sequence[Any]) -> Interval | Listed:
+    low, high, *rest = _numbers(arguments, 2, 3)
+    if low >= high:
+        raise _Wrong("the first number must be below the second")
+    if kind == "log" and low <= 0:
+        raise _Wrong("a logarithm needs numbers above 0")
+    interval = Interval(low, high, kind == "log")
+    if not rest:
+        return interval
+    count = int(rest[0])
+    if count != rest[0] or count < 2:
+        raise _Wrong("the count of values must be a whole number from 2 on")
+    shares = [place / (count - 1) for place in range(count)]
+    return Listed(tuple(dict.fromkeys([low, *map(interval.at, shares[1:-1]), high])), ordered=True)
+
+
+def _numbers(arguments: Sequence[Any], fewest: int, most: int) -> list[float]:
+    """The arguments as finite numbers."""
+    if not fewest <= len(arguments) <= most:
+        raise _Wrong(f"it has {len(arguments)} values")
+    try:
+        numbers = [float(argument) for argument in arguments if not isinstance(argument, bool)]
+    except (TypeError, ValueError):
+        numbers = []
+    if len(numbers) < len(arguments) or not all(map(math.isfinite, numbers)):
+        raise _Wrong("it takes numbers")
+    return numbers

@@ -1,0 +1,294 @@
+"""The trials of a sweep, in Optuna's study: a journal of JSON lines that a kill leaves whole. Imports Optuna; one process
+at a time may have a study open (`records.Sweep.lock`).
+
+Samplers: TPE (arXiv:1206.2944 by way of `optuna.samplers.TPESampler`), random, grid. Each trial draws under a seed made of
+the sweep's and its own number, so that a sweep that was killed goes on as it would have.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
+from optuna.study import StudyDirection
+from optuna.trial import FrozenTrial, TrialState
+
+from ttrain.sweep.records import Sweep
+from ttrain.sweep.space import Dimension, Interval, Space, Whole
+
+STARTUP_TRIALS = 4  # before TPE learns from them; Optuna's own 10 would leave nothing to learn in a sweep of eight
+DRAWS = 20  # of the same trial, where what is drawn was tried before
+PRUNING_TRIALS = 3  # that must be complete before another is compared with them
+PRUNING_SHARE = 0.2  # of a training, at its beginning, in which no trial is ended
+NAME = "sweep"
+COMPLETED, PRUNED, DIVERGED, FAILED, RUNNING = "completed", "pruned", "diverged", "failed", "running"
+STATES = {
+    COMPLETED: TrialState.COMPLETE,
+    PRUNED: TrialState.PRUNED,
+    DIVERGED: TrialState.PRUNED,  # so that the sampler learns from it, as from no failed one
+    FAILED: TrialState.FAIL,
+}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One choice of settings, and what came of it. `curve`: {tokens: value} of the metric while it trained."""
+
+    number: int  # from 1
+    values: Mapping[str, Any]
+    outcome: str  # one of STATES, or "running": also one that was interrupted, and will go on
+    value: float | None = None
+    seconds: float | None = None
+    run: str | None = None  # its newest pipeline run
+    error: str | None = None
+    curve: Mapping[int, float] = field(default_factory=dict)
+
+    @property
+    def last(self) -> float | None:
+        """The metric where the trial ended, also of one that was ended early."""
+        return self.value if self.value is not None or not self.curve else self.curve[max(self.curve)]
+
+    def to_json(self) -> dict[str, Any]:
+        """The form that `--json` prints."""
+        return {**asdict(self), "curve": sorted(self.curve.items())}
+
+
+class Study:
+    """The trials of one sweep. Not for several threads."""
+
+    def __init__(
+        self, path: Path | None, space: Space, *, sampler: str, seed: int, maximize: bool, writes: bool = True
+    ) -> None:
+        """`path`: of the journal; None for a study in memory alone. Who does not write needs no lock."""
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        if path is not None and writes:
+            _cut_torn_line(path)
+        self._study = _opened(path if writes or (path and path.exists()) else None, maximize=maximize, writes=writes)
+        self.space, self.sampler, self.seed, self.maximize = space, sampler, seed, maximize
+        self._shares: tuple[int, dict[str, float]] = (0, {})  # completed trials, and what was found of them
+        if writes:
+            self._drop_half_asked()
+
+    @classmethod
+    def of(cls, sweep: Sweep, *, writes: bool = False) -> Study:
+        """That of a sweep."""
+        asked = sweep["asked"]
+        options = {"sampler": asked["sampler"], "seed": asked["seed"], "maximize": sweep.measure.maximize}
+        return cls(sweep.journal, sweep.space, **options, writes=writes)
+
+    def trials(self) -> list[Trial]:
+        """All trials, by their numbers."""
+        return [_trial_of(found) for _, found in sorted(self._found().items())]
+
+    def best(self) -> Trial | None:
+        """The best of those that came to their end; None where none did."""
+        return best_of(self.trials(), maximize=self.maximize)
+
+    def ask(self) -> Trial:
+        """A new trial, of values that none had before. There must be some left (`Space.size`)."""
+        number = 1 + max((trial.number for trial in self.trials()), default=0)
+        return self._begun(number, *self._drawn(number))
+
+    def again(self, failed: Trial) -> Trial:
+        """The trial once more; it takes the failed one's place."""
+        return self._begun(failed.number, *self._given(failed.values))
+
+    def note(self, number: int, **said: Any) -> None:
+        """Keep something about a trial: run, seconds, error."""
+        trial = self._handle(number)
+        for name, value in said.items():
+            trial.set_user_attr(name, value)
+
+    def report(self, number: int, curve: Mapping[int, float]) -> None:
+        """Keep what is new of a trial's curve."""
+        known = self._frozen(number).intermediate_values
+        trial = self._handle(number)
+        for tokens, value in curve.items():
+            if tokens not in known:
+                trial.report(value, tokens)
+
+    def is_hopeless(self, number: int) -> bool:
+        """Whether the trial's best so far is worse than the median of the complete ones where it is now."""
+        done = self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+        longest = max((found.last_step or 0 for found in done), default=0)
+        pruner = optuna.pruners.MedianPruner(PRUNING_TRIALS, round(PRUNING_SHARE * longest))
+        return bool(pruner.prune(self._study, self._frozen(number)))
+
+    def tell(self, number: int, outcome: str, value: float | None = None) -> None:
+        """How a trial ended; `value` of a completed one."""
+        self.note(number, outcome=outcome)
+        self._study.tell(self._frozen(number).number, value, state=STATES[outcome])
+
+    def importances(self) -> dict[str, float]:
+        """How much of the metric's variance each setting explains; empty where there is too little to tell.
+
+        fANOVA: proceedings.mlr.press/v32/hutter14.html. It loads scikit-learn, which takes seconds.
+        """
+        done = [trial for trial in self.trials() if trial.outcome == COMPLETED]
+        if len(self.space.dimensions) < 2 or len(done) < 2 * len(self.space.dimensions):
+            return {}
+        if self._shares[0] == len(done):
+            return self._shares[1]
+        with contextlib.suppress(ValueError, RuntimeError):  # of values that are all alike
+            evaluator = optuna.importance.FanovaImportanceEvaluator(seed=self.seed)
+            shares = optuna.importance.get_param_importances(self._study, evaluator=evaluator)
+            self._shares = (len(done), {name: float(share) for name, share in shares.items()})
+        return self._shares[1]
+
+    def _begun(self, number: int, asked: optuna.trial.Trial, values: Mapping[str, Any]) -> Trial:
+        asked.set_user_attr("values", dict(values))
+        asked.set_user_attr("trial", number)  # last: without it there is no trial
+        return Trial(number, values, RUNNING)
+
+    def _drop_half_asked(self) -> None:
+        """Trials whose process was killed while it drew them."""
+        states = (TrialState.WAITING, TrialState.RUNNING)
+        while half := [t for t in self._study.get_trials(deepcopy=False, states=states) if "trial" not in t.user_attrs]:
+            asked = self._study.ask() if half[0].state == TrialState.WAITING else half[0].number
+            self._study.tell(asked, state=TrialState.FAIL)
+
+    def _found(self) -> dict[int, FrozenTrial]:
+        """Optuna's trials that are ours; of one that was tried again the last."""
+        ours = (found for found in self._study.get_trials(deepcopy=False) if "trial" in found.user_attrs)
+        return {found.user_attrs["trial"]: found for found in ours}
+
+    def _frozen(self, number: int) -> FrozenTrial:
+        return self._found()[number]
+
+    def _handle(self, number: int) -> optuna.trial.Trial:
+        return optuna.trial.Trial(self._study, self._frozen(number)._trial_id)
+
+    def _drawn(self, number: int) -> tuple[optuna.trial.Trial, Mapping[str, Any]]:
+        """Optuna's trial, and its values."""
+        tried = [trial.values for trial in self.trials()]
+        if self.sampler == "tpe" and number <= STARTUP_TRIALS and (values := self._spread(number)) not in tried:
+            return self._given(values)
+        for draw in range(DRAWS if self.sampler != "grid" else 0):
+            self._study.sampler = self._sampler(number, draw)
+            asked = self._study.ask(self._distributions())
+            values = {key: _value(dimension, asked.params[key]) for key, dimension in self.space.dimensions.items()}
+            if values not in tried:
+                return asked, values
+            self._study.tell(asked, state=TrialState.FAIL)
+        return self._given(next(v for v in map(self.space.combination, range(self.space.size or 0)) if v not in tried))
+
+    def _given(self, values: Mapping[str, Any]) -> tuple[optuna.trial.Trial, Mapping[str, Any]]:
+        """Optuna's trial of these values."""
+        self._study.enqueue_trial({key: _drawn_for(d, values[key]) for key, d in self.space.dimensions.items()})
+        return self._study.ask(self._distributions()), values
+
+    def _spread(self, number: int) -> dict[str, Any]:
+        """Values of one of the first trials, which together reach all parts of each setting's range: a Latin hypercube
+        (McKay, Beckman and Conover 1979, doi.org/10.1080/00401706.1979.10489755)."""
+        random = np.random.default_rng(self.seed)
+        chosen = {}
+        for key, dimension in self.space.dimensions.items():
+            parts, places = random.permutation(STARTUP_TRIALS), random.random(STARTUP_TRIALS)
+            chosen[key] = dimension.at(float(parts[number - 1] + places[number - 1]) / STARTUP_TRIALS)
+        return chosen
+
+    def _distributions(self) -> dict[str, BaseDistribution]:
+        return {key: _distribution(dimension) for key, dimension in self.space.dimensions.items()}
+
+    def _sampler(self, number: int, draw: int) -> optuna.samplers.BaseSampler:
+        seed = int(np.random.SeedSequence([self.seed, number, draw]).generate_state(1)[0])
+        if self.sampler == "random":
+            return optuna.samplers.RandomSampler(seed)
+        return optuna.samplers.TPESampler(n_startup_trials=STARTUP_TRIALS, seed=seed)
+
+
+def upcoming(space: Space, earlier: Sequence[Trial], count: int, *, sampler: str, seed: int, maximize: bool) -> list[Trial]:
+    """The next trials as far as they do not depend on what others will give: at most `count`."""
+    if sampler == "tpe":
+        count = min(count, STARTUP_TRIALS - len(earlier))
+    study = Study(None, space, sampler=sampler, seed=seed, maximize=maximize)
+    drawn = [study.ask() for _ in range(len(earlier) + max(0, count))]
+    return drawn[len(earlier) :]
+
+
+def best_of(trials: list[Trial], *, maximize: bool) -> Trial | None:
+    """The trial with the best metric, the earliest of equals."""
+    done = [trial for trial in trials if trial.outcome == COMPLETED and trial.value is not None]
+    return min(done, key=lambda trial: -(trial.value or 0.0) if maximize else trial.value or 0.0, default=None)
+
+
+class _SweepLock(JournalFileOpenLock):
+    """Nothing: who opens the study holds the sweep's lock. Optuna's own would stay for 30 s where its process was killed."""
+
+    def acquire(self) -> bool:
+        return True
+
+    def release(self) -> None:
+        return None
+
+
+def _opened(path: Path | None, *, maximize: bool, writes: bool) -> optuna.Study:
+    storage = JournalStorage(JournalFileBackend(str(path), lock_obj=_SweepLock(str(path)))) if path else None
+    with contextlib.suppress(KeyError):  # there is none yet
+        if storage:
+            return optuna.load_study(study_name=NAME, storage=storage)
+    direction = StudyDirection.MAXIMIZE if maximize else StudyDirection.MINIMIZE
+    return optuna.create_study(storage=storage if writes else None, study_name=NAME, direction=direction)
+
+
+def _cut_torn_line(path: Path) -> None:
+    """What a full disk or a power cut left of the last line: Optuna reads no journal with such a line in its middle."""
+    with contextlib.suppress(FileNotFoundError):
+        data = path.read_bytes()
+        if whole := data[: data.rfind(b"\n") + 1] if not data.endswith(b"\n") else b"":
+            path.write_bytes(whole)
+
+
+def _trial_of(found: FrozenTrial) -> Trial:
+    said = found.user_attrs
+    outcome = said.get("outcome", RUNNING) if found.state.is_finished() else RUNNING
+    return Trial(
+        number=said["trial"],
+        values=said["values"],
+        outcome=outcome,
+        value=found.value if outcome == COMPLETED else None,
+        seconds=said.get("seconds"),
+        run=said.get("run"),
+        error=said.get("error"),
+        curve=dict(found.intermediate_values),
+    )
+
+
+def _distribution(dimension: Dimension) -> BaseDistribution:
+    if isinstance(dimension, Interval):
+        return FloatDistribution(dimension.low, dimension.high, log=dimension.log)
+    if isinstance(dimension, Whole):
+        return IntDistribution(dimension.low, dimension.probes[-1], log=dimension.log, step=dimension.step)
+    if dimension.ordered:
+        return IntDistribution(0, len(dimension.values) - 1)
+    return CategoricalDistribution([_label(value) for value in dimension.values])
+
+
+def _value(dimension: Dimension, drawn: Any) -> Any:
+    """The setting's value for what Optuna drew."""
+    if isinstance(dimension, Interval):
+        return dimension.nearest(drawn)
+    if isinstance(dimension, Whole):
+        return drawn
+    return dimension.values[drawn if dimension.ordered else [_label(v) for v in dimension.values].index(drawn)]
+
+
+def _drawn_for(dimension: Dimension, value: Any) -> Any:
+    """What Optuna would have to draw for the value."""
+    if isinstance(dimension, Interval | Whole):
+        return value
+    return dimension.values.index(value) if dimension.ordered else _label(value)
+
+
+def _label(value: Any) -> str:
+    """A choice as text: Optuna's categories are plain values, a setting's may be lists."""
+    return json.dumps(value)

@@ -1,0 +1,105 @@
+"""A sweep as tables and JSON. Trials in, text out; pure."""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ttrain import report
+from ttrain.sweep.measure import Measure
+from ttrain.sweep.records import Sweep
+from ttrain.sweep.space import Space, shown, written
+from ttrain.sweep.study import COMPLETED, RUNNING, Trial, best_of
+
+Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
+SHORT = 100  # characters of an error in a table
+
+
+def ranked(trials: Sequence[Trial], *, maximize: bool) -> list[Trial]:
+    """The trials that came to their end, the best first; then the others in their order."""
+    done = [trial for trial in trials if trial.outcome == COMPLETED and trial.value is not None]
+    done.sort(key=lambda trial: (-(trial.value or 0.0) if maximize else trial.value or 0.0, trial.number))
+    return [*done, *(trial for trial in trials if trial not in done)]
+
+
+def trial_table(trials: Sequence[Trial], space: Space, measure: Measure) -> Table:
+    """(header, rows): the best trial first, with its settings, its metric, how it ended and its run."""
+    header = ("trial", *space.dimensions, measure.metric, "outcome", "time", "run")
+    best = best_of(list(trials), maximize=measure.maximize)
+    rows = [
+        (
+            f"{trial.number}{' *' if trial == best else ''}",
+            *(shown(trial.values[key]) for key in space.dimensions),
+            figure(trial),
+            outcome(trial),
+            report.seconds(trial.seconds),
+            trial.run or "",
+        )
+        for trial in ranked(trials, maximize=measure.maximize)
+    ]
+    return header, rows
+
+
+def figure(trial: Trial) -> str:
+    """The metric of a trial; in brackets where it was ended before its end."""
+    if trial.value is not None:
+        return f"{trial.value:.4f}"
+    return f"({trial.last:.4f})" if trial.last is not None else ""
+
+
+def outcome(trial: Trial) -> str:
+    """How it ended, and why where it failed."""
+    if trial.outcome == RUNNING:
+        return "to go on" if trial.run else "begun"
+    first = (trial.error or "").partition("\n")[0]
+    short = first if len(first) <= SHORT else f"{first[: SHORT - 3]}..."
+    return f"{trial.outcome}: {short}" if short else trial.outcome
+
+
+def counts(trials: Sequence[Trial]) -> str:
+    """How many trials ended how: "6 completed, 2 pruned"."""
+    found = Counter("unfinished" if trial.outcome == RUNNING else trial.outcome for trial in trials)
+    return ", ".join(f"{count} {word}" for word, count in found.items()) or "no trials yet"
+
+
+def verdict(trials: Sequence[Trial], measure: Measure) -> str:
+    """One sentence: which trial is best, and how far the others are from it."""
+    best = best_of(list(trials), maximize=measure.maximize)
+    if best is None or best.value is None:
+        return "no trial has come to its end"
+    settings = ", ".join(written(key, value) for key, value in best.values.items())
+    others = [trial.value for trial in trials if trial.outcome == COMPLETED and trial.value is not None]
+    worst = min(others) if measure.maximize else max(others)
+    spread = f"; the worst has {worst:.4f}" if len(others) > 1 else ""
+    return f"trial {best.number} is best: {measure.metric} {best.value:.4f} with {settings}{spread}"
+
+
+def command(sweep: Sweep, trial: Trial) -> str:
+    """What runs the pipeline as the trial did, with all that comes after it; what it has made is taken from the store."""
+    words = ["ttrain", "pipeline", "run", sweep["asked"]["pipeline"], *(sweep["words"] or [])]
+    words += [written(key, value) for key, value in trial.values.items()]
+    return " ".join(map(shlex.quote, words))
+
+
+def sweep_json(sweep: Sweep, trials: Sequence[Trial], importances: Mapping[str, float]) -> dict[str, Any]:
+    """What `show --json` prints."""
+    measure = sweep.measure
+    best = best_of(list(trials), maximize=measure.maximize)
+    return {
+        "sweep": sweep.name,
+        "outcome": sweep.outcome,
+        "started": sweep["started"],
+        "pipeline": sweep["asked"]["pipeline"],
+        "space": dict(sweep.space.texts),
+        "metric": measure.metric,
+        "direction": "maximize" if measure.maximize else "minimize",
+        "sampler": sweep["asked"]["sampler"],
+        "best": best.to_json() if best else None,
+        "command": command(sweep, best) if best else None,
+        "importances": dict(importances),
+        "trials": [trial.to_json() for trial in trials],
+        "page": str(sweep.page) if sweep.page.exists() else None,
+        "tracking": sweep["tracking"],
+    }

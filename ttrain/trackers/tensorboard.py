@@ -1,0 +1,37 @@
+"""Event files for TensorBoard under `run/tensorboard`, with the figures of the metrics file as the fp32 that it keeps."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, final
+
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+
+def open_run(task: Mapping[str, Any]) -> EventFiles:
+    """Anew: the file of a training that continues is written from its first row, so that no step is there twice."""
+    return EventFiles(Path(task["directory"]) / "tensorboard")
+
+
+@final
+class EventFiles:
+    """One event file."""
+
+    def __init__(self, directory: Path) -> None:
+        self.steps: dict[str, int] = {}
+        shutil.rmtree(directory, ignore_errors=True)
+        self._writer = EventFileWriter(str(directory))
+
+    def log(self, values: Mapping[str, float], step: int, seconds: float) -> None:
+        summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
+        self._writer.add_event(Event(wall_time=seconds, step=step, summary=summary))
+
+    def flush(self) -> None:
+        self._writer.flush()
+
+    def finish(self, *, failed: bool) -> None:
+        self._writer.close()

@@ -1,0 +1,201 @@
+"""How MLflow's own pages show the runs: saved views with the columns that matter, a description, and the addresses.
+
+MLflow's table shows no metric and no parameter until somebody chooses some of hundreds. So the experiment carries two
+views, as MLflow saves those of its users: a tag `mlflow.sharedViewState.<id>` with a name and the page's state as JSON
+(its browser code, 3.17: `selectedColumns` and so on). They stand under "Views" and have addresses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import json
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+from urllib.parse import quote
+
+from ttrain.tracking.store import NullStore, Store
+
+TABLE, CURVES = "ttrain-table", "ttrain-curves"
+VIEW: Final = "mlflow.sharedViewState."
+NOTE: Final = "mlflow.note.content"
+PIPELINES: Final = "tags.`ttrain.pipeline` != ''"  # stages' runs have no such tag: one row a pipeline run
+NEWEST_RUNS = 50  # whose settings are compared: 0.7 CPU seconds
+FEW_RUNS = 10  # at the end of each run
+MOST_SETTINGS = 8
+
+# Columns, where the runs have them. What a stage is judged by, and its validation loss for runs without that.
+JUDGED_BY: Final = {
+    "eval/bits_per_byte": "pretrain/validation_loss",
+    "eval/chat_loss_sft": "sft/validation_loss",
+    "eval/domain_loss_lora": "lora/validation_loss",
+}
+BESIDE: Final = ("pretrain/tokens", "pretrain/tokens_per_second", "total/device_hours")
+SECTIONS: Final = (
+    "losses_by_tokens",
+    "eval",
+    "total",
+    "pretrain",
+    "sft",
+    "lora",
+    "champion",
+    "tok",
+)  # of charts, in this order
+# Settings of these groups shape the models; those of others come after them.
+SHAPING: Final = ("data", "reading", "tokenizer", "model", "pretrain", "sft", "lora", "evaluate", "source")
+FIGURE_WIDTH, SETTING_WIDTH = 150, 120  # pixels; MLflow's 100 cut the names off
+WIDTHS: Final = {"attributes.`Run Name`": 230, "attributes.`Description`": 260, "attributes.`Dataset`": 160}
+
+DESCRIPTION: Final = """\
+Each row of the table is one run of a pipeline; its stages are the runs below it.
+
+- [**Which is better, and why**]({table}): figures beside the settings that differ. Less is better, of losses and bits.
+- [**Curves by tokens**]({curves}): the losses of all stages over the tokens trained on, whatever a step was.
+
+In the terminal: `ttrain compare A B` and `ttrain report RUN`. `ttrain ui` brings the columns up to date.
+"""
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """Of MLflow's pages about one experiment, to be put behind the address of a server."""
+
+    experiment: str
+    experiment_id: str
+    others: tuple[str, ...] = ()  # ids of further experiments that runs to be compared are in
+
+    @property
+    def table(self) -> str:
+        """The runs with what was measured, and the settings that differ."""
+        return f"{self._runs}?viewStateShareKey={TABLE}&workflowType=machine_learning"
+
+    @property
+    def curves(self) -> str:
+        """The curves of all runs."""
+        return f"{self._runs}?viewStateShareKey={CURVES}&workflowType=machine_learning&compareRunsMode=CHART"
+
+    def run(self, run_id: str) -> str:
+        """The page of one run, or of a stage's."""
+        return f"{self._runs}/{run_id}?workflowType=machine_learning"
+
+    def compare(self, run_ids: Sequence[str]) -> str:
+        """MLflow's page that compares runs side by side."""
+        both = (list(run_ids), [self.experiment_id, *self.others])
+        runs, experiments = (quote(compact(values), safe="") for values in both)
+        return f"#/compare-runs?runs={runs}&experiments={experiments}&workflowType=machine_learning"
+
+    @property
+    def _runs(self) -> str:
+        return f"#/experiments/{self.experiment_id}/runs"
+
+
+def source_tags(pipeline: str) -> dict[str, str]:
+    """Who started a run and how, for the columns and fields that MLflow has for it."""
+    tags = {"mlflow.source.name": f"ttrain pipeline run {pipeline}", "mlflow.source.type": "LOCAL"}
+    with contextlib.suppress(KeyError, OSError):  # a container's user may have no name
+        tags["mlflow.user"] = getpass.getuser()
+    return tags
+
+
+def refresh_views(store: Store | NullStore) -> None:
+    """Bring the views up to date at the end of a run; where MLflow does not answer, the next run or `ttrain ui` does."""
+    if isinstance(store, Store) and not store.is_silent:
+        store.once(lambda: write_views(store.client, store.experiment_id(), newest=FEW_RUNS))
+
+
+def write_views(client: Any, experiment_id: str, newest: int = NEWEST_RUNS) -> None:
+    """Bring the views of an experiment up to date with its newest runs; writes nothing where nothing changed.
+
+    A description that a user wrote stays as it is. Raises what MLflow does.
+    """
+    runs = client.search_runs([experiment_id], PIPELINES, max_results=newest, order_by=["attributes.start_time DESC"])
+    tags = client.get_experiment(experiment_id).tags
+    columns = [f"params.`{name}`" for name in differing([run.data.params for run in runs])]
+    columns += [f"metrics.`{name}`" for name in figures([run.data.metrics for run in runs])]
+    columns += ["attributes.`Description`", "attributes.`Dataset`"]
+    views = {TABLE: ("ttrain: which is better, and why", columns), CURVES: ("ttrain: curves by tokens", columns)}
+    for name, (title, shown) in views.items():
+        _save(client, experiment_id, tags.get(f"{VIEW}{name}"), name, title, state_of(shown))
+    if not tags.get(NOTE):
+        pages = Addresses("", experiment_id)
+        text = DESCRIPTION.format(table=pages.table, curves=pages.curves)
+        client.set_experiment_tag(experiment_id, NOTE, text)
+
+
+def state_of(columns: Sequence[str]) -> dict[str, Any]:
+    """The state of MLflow's page of runs: pipelines only, the newest first, these columns, charts in our order."""
+    sections = [
+        {"uuid": name, "name": name, "display": True, "isReordered": True, "deleted": False, "isGenerated": False}
+        for name in SECTIONS
+    ]
+    return {
+        "searchFilter": PIPELINES,
+        "orderByKey": "attributes.start_time",
+        "orderByAsc": False,
+        "selectedColumns": list(columns),
+        "columnOrder": ["attributes.`Run Name`", *columns],
+        "columnWidths": {**{name: _width(name) for name in columns}, **WIDTHS},
+        "compareRunSections": sections,
+        "compareRunCharts": [],
+        "isAccordionReordered": True,
+    }
+
+
+def figures(runs: Sequence[Mapping[str, float]]) -> list[str]:
+    """The metrics that say which run is better, and what it cost; as few as suffice for these runs."""
+    found = []
+    for judged, instead in JUDGED_BY.items():
+        found += [judged] if any(judged in run for run in runs) else []
+        found += [instead] if any(instead in run and judged not in run for run in runs) else []
+    return found + [name for name in BESIDE if any(name in run for run in runs)]
+
+
+def differing(runs: Sequence[Mapping[str, str]]) -> list[str]:
+    """The settings that are not the same in all runs: those that shape the models first, and no more than fit a table."""
+    names = {name for run in runs for name in run}
+    found = [name for name in names if len({run.get(name) for run in runs}) > 1]
+    return sorted(found, key=_by_weight)[:MOST_SETTINGS]
+
+
+def _width(column: str) -> int:
+    return SETTING_WIDTH if column.startswith("params.") else FIGURE_WIDTH
+
+
+def _by_weight(name: str) -> tuple[int, str]:
+    group = name.partition(".")[0]
+    return (SHAPING.index(group) if group in SHAPING else len(SHAPING)), name
+
+
+def _save(client: Any, experiment_id: str, present: str | None, name: str, title: str, state: Mapping[str, Any]) -> None:
+    """One view, unless it is there as it is. It keeps the time at which it was made, by which MLflow sorts them."""
+    now = int(1000 * time.time())
+    try:
+        known = json.loads(present or "{}")
+        if known.get("name") == title and json.loads(known["state"]) == state:
+            return
+        made = int(known["createdAt"])
+    except (ValueError, KeyError, TypeError):
+        made = now
+    view = {"name": title, "createdAt": made, "updatedAt": now, "state": compact(state)}
+    client.set_experiment_tag(experiment_id, f"{VIEW}{name}", compact(view))
+
+
+def compact(value: object) -> str:
+    """MLflow takes 5000 characters."""
+    return json.dumps(value, separators=(",", ":"))
+
+
+def addresses_of(client: Any, experiments: Iterable[str], run_ids: Sequence[str]) -> Addresses | None:
+    """The pages of these runs' experiment, else of the first experiment with one of these names that there is; None where
+    there is none. Raises what MLflow does."""
+    ids = list(dict.fromkeys(str(client.get_run(run_id).info.experiment_id) for run_id in run_ids))
+    named = (
+        (client.get_experiment(one) for one in ids) if ids else (client.get_experiment_by_name(one) for one in experiments)
+    )
+    found = next((one for one in named if one is not None and one.lifecycle_stage == "active"), None)
+    if found is None:
+        return None
+    write_views(client, found.experiment_id)
+    return Addresses(found.name, str(found.experiment_id), tuple(ids[1:]))
