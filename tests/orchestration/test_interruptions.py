@@ -86,7 +86,7 @@ def check_tracking(cli: Any) -> None:
         states = [state for (state,) in prefect.execute("select state_name from flow_run order by created")]
     assert states == ["Crashed", "Completed"]
     with sqlite3.connect(cli.home / "mlflow" / "mlflow.db") as mlflow:
-        [(run, status)] = mlflow.execute("select run_uuid, status from runs where name = 'pretrain'").fetchall()
+        [(run, status)] = mlflow.execute("select run_uuid, status from runs where name like 'pretrain %'").fetchall()
         query = f"select step from metrics where run_uuid = '{run}' and key = 'grad_norm' order by step"
         steps = [step for (step,) in mlflow.execute(query)]
         parents = mlflow.execute("select status from runs where name like 'full-%' order by start_time").fetchall()
@@ -111,7 +111,7 @@ def test_a_signal_saves_the_state_and_tells_everyone(fresh: Any, signum: int, co
     with sqlite3.connect(fresh.home / "prefect" / "prefect.db") as prefect:
         assert prefect.execute("select state_name from flow_run").fetchall() == [("Cancelled",)]
     with sqlite3.connect(fresh.home / "mlflow" / "mlflow.db") as mlflow:
-        query = "select name, status from runs where name = 'pretrain' or name like 'full-%'"
+        query = "select name, status from runs where name like 'pretrain %' or name like 'full-%'"
         found = dict(mlflow.execute(query).fetchall())
     assert set(found.values()) == {"KILLED"} and len(found) == 2
     newest = max(checkpoints(fresh.home))
