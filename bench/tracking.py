@@ -4,12 +4,14 @@
     python bench/tracking.py --only steps --rounds 5
     python bench/tracking.py --only compare --runs 100 --steps 1000
 
-Steps: one pretraining of a small model, in interleaved rounds (each with its own seed, so that it is trained) without
-tracking, with the home's own database, and with a server that is dead, hangs, and answers 500. Its own step times, as the
-training measures them, are compared by their medians: a step without over a step with is at least 0.99.
+Steps: one pretraining of a small model without tracking, with the home's own database, and with a server that is well, is
+dead, hangs, and answers 500. Each is trained once a round, with a seed that no other has, so that none comes from the cache;
+who begins changes with the round. Compared is the median of a training's own step times, in each round with that of the
+training without: the median over the rounds of "a step without / a step with" is at least 0.99.
 
 Compare: runs with three curves of one value a step, in the home's own database; their names read, all of them compared, and
-the curves of all of them read: under 2 s, in a fresh process, as a command does it.
+the curves of all of them read: under 2 s, in a fresh process, as a command does it. The peer reads the same runs and curves
+with MLflow's own client, in the same rounds.
 """
 
 from __future__ import annotations
@@ -20,9 +22,10 @@ import json
 import os
 import sqlite3
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +34,7 @@ import common
 TESTS = Path(__file__).parent.parent / "tests"
 LEAST, MOST_SECONDS = 0.99, 2.0
 WARM_STEPS = 5
-MODES = ("dead", "hanging", "error")
+MODES = ("well", "dead", "hanging", "error")
 BIGGER = (
     "model.hidden_size=256",
     "model.layers=4",
@@ -59,7 +62,7 @@ def main() -> int:
         if chosen.only != "compare":
             steps(table, place, chosen.rounds, chosen.tokens)
         if chosen.only != "steps":
-            compare(table, place, chosen.runs, chosen.steps)
+            compare(table, place, chosen.runs, chosen.steps, chosen.rounds)
     return int(table.failed)
 
 
@@ -70,39 +73,51 @@ def steps(table: common.Table, place: Path, rounds: int, tokens: int) -> None:
     write_corpus(place / "data")
     cli = Cli(place / "home", place / "data")
     cli("pipeline", "run", "full", "--until", "shards-pretrain", "--engine", "none")
-    found: dict[str, list[float]] = {}
+    found: list[dict[str, float]] = []
     with _servers(place) as addresses:
+        sides = [("off", "", False), ("own database", "", True), *((name, url, True) for name, url in addresses.items())]
         for number in range(rounds):
-            for name, (address, enabled) in {"off": ("", False), "own database": ("", True), **addresses}.items():
+            found.append({})
+            turn = number % len(sides)
+            for name, address, enabled in sides[turn:] + sides[:turn]:
                 cli.environment["MLFLOW_TRACKING_URI"] = address
-                seed = f"pretrain.seed={1000 + number * 10 + len(found)}"
-                words = [*BIGGER, f"pretrain.tokens={tokens}", seed, f"tracking.enabled={str(enabled).lower()}"]
+                seed = 1000 + sum(map(len, found))
+                words = [*BIGGER, f"pretrain.tokens={tokens}", f"pretrain.seed={seed}"]
+                words += [f"tracking.enabled={str(enabled).lower()}"]
+                command = cli.command("stage", "run", "pretrain", "--json", *words)
                 began = time.perf_counter()
-                cli("stage", "run", "pretrain", *words)
-                seconds = _step_seconds(place / "home")
-                found.setdefault(name, []).append(seconds)
-                print(
-                    f"  {name}: a step {1000 * seconds:.2f} ms, the command {time.perf_counter() - began:.1f} s", flush=True
-                )
-    off = statistics.median(found["off"])
-    for name, seconds in found.items():
-        if name != "off":
-            on = statistics.median(seconds)
+                done = subprocess.run(command, stdout=subprocess.PIPE, env=cli.environment, cwd=cli.data, check=True)
+                wall, told = time.perf_counter() - began, json.loads(done.stdout)
+                assert told["state"] == "completed", f"{name}: the training is {told['state']}, not new"
+                seconds = found[-1][name] = _step_seconds(Path(told["path"]))
+                print(f"  {name}: a step {1000 * seconds:.2f} ms, the command {wall:.1f} s", flush=True)
+    off = statistics.median(one["off"] for one in found)
+    for name, _, enabled in sides:
+        if enabled:
+            on = statistics.median(one[name] for one in found)
+            ratio = statistics.median(one["off"] / one[name] for one in found)
             what = f"step without tracking / with: {name}"
-            table.add(what, f"{1000 * on:.2f} ms", f"{1000 * off:.2f} ms", off / on, least=LEAST)
+            table.add(what, f"{1000 * on:.2f} ms", f"{1000 * off:.2f} ms", ratio, least=LEAST)
 
 
-def compare(table: common.Table, place: Path, runs: int, steps: int) -> None:
+def compare(table: common.Table, place: Path, runs: int, steps: int, rounds: int) -> None:
     """All runs read, compared, and their curves read, in a process of its own."""
     home = place / "many"
     fill(home, runs, steps)
-    cost = common.measure(__file__, "compare", home, steps, PYTHONPATH=f"{TESTS.parent}:{TESTS}", MLFLOW_TRACKING_URI="")
-    points, seconds = cost.found["points"], cost.found["seconds"]
-    table.claim(f"{runs} runs of {steps} steps: {points} points of the curves read", points == runs * steps)
-    table.add(
-        "listed, compared and their curves read", f"{seconds:.2f} s", f"{MOST_SECONDS:.2f} s", seconds / MOST_SECONDS, most=1
-    )
-    print(f"{'':<54}  the whole process {cost.wall:.2f} s, {cost.memory:.0f} MB")
+
+    def side(name: str) -> Callable[[], common.Cost]:
+        return lambda: common.measure(__file__, name, home, PYTHONPATH=f"{TESTS.parent}:{TESTS}", MLFLOW_TRACKING_URI="")
+
+    costs = common.interleave({"ours": side("compare"), "theirs": side("client")}, rounds)
+    for name, found in costs.items():
+        points = {cost.found["points"] for cost in found}
+        table.claim(f"{runs} runs of {steps} steps, {name}: {points} points read", points == {runs * steps})
+    ours, theirs = (common.median(costs[name], "seconds") for name in costs)
+    what = "listed, compared and their curves read"
+    table.add(what, f"{ours:.2f} s", f"{MOST_SECONDS:.2f} s", ours / MOST_SECONDS, most=1)
+    table.add("the same runs and curves, MLflow's client", f"{ours:.2f} s", f"{theirs:.2f} s", theirs / ours, least=1)
+    cpu, wall, memory = (common.median(costs["ours"], figure) for figure in ("cpu", "wall", "memory"))
+    print(f"{'':<54}  the whole process {wall:.2f} s, CPU {cpu:.2f} s, {memory:.0f} MB")
 
 
 def fill(home: Path, runs: int, steps: int) -> None:
@@ -126,7 +141,7 @@ def fill(home: Path, runs: int, steps: int) -> None:
                 db.execute(last, (steps, rows[-1][2], child, key))
 
 
-def _compare(home: str, steps: str) -> dict[str, Any]:
+def _compare(home: str) -> dict[str, Any]:
     """The side that is measured; imports count, as they do for a command."""
     began = time.perf_counter()
     from ttrain import runs, tracking
@@ -139,9 +154,22 @@ def _compare(home: str, steps: str) -> dict[str, Any]:
     return {"points": sum(map(len, curves)), "seconds": time.perf_counter() - began}
 
 
+def _client(home: str) -> dict[str, Any]:
+    """The peer: the same runs and curves, with their tokens, by MLflow's own client; nothing is compared."""
+    began = time.perf_counter()
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{home}/mlflow/mlflow.db")
+    experiments = [one.experiment_id for one in client.search_experiments()]
+    found = client.search_runs(experiments, max_results=50_000)
+    stages = [run.info.run_id for run in found if run.data.tags.get("ttrain.stage") == "pretrain"]
+    curves = [(client.get_metric_history(run, "loss"), client.get_metric_history(run, "tokens")) for run in stages]
+    return {"points": sum(len(losses) for losses, _ in curves), "seconds": time.perf_counter() - began}
+
+
 @contextlib.contextmanager
-def _servers(place: Path) -> Iterator[dict[str, tuple[str, bool]]]:
-    """A server through a proxy that is away, by the way in which it is."""
+def _servers(place: Path) -> Iterator[dict[str, str]]:
+    """Addresses of a server through a proxy, by the way in which it is away."""
     from outages import Proxy, mlflow_server
 
     (place / "server").mkdir()
@@ -149,18 +177,17 @@ def _servers(place: Path) -> Iterator[dict[str, tuple[str, bool]]]:
         proxies = {mode: Proxy(url) for mode in MODES}
         for mode, proxy in proxies.items():
             proxy.mode = mode
-        yield {f"a server: {mode}": (proxy.url, True) for mode, proxy in proxies.items()}
+        yield {f"a server: {mode}": proxy.url for mode, proxy in proxies.items()}
         for proxy in proxies.values():
             proxy.close()
 
 
-def _step_seconds(home: Path) -> float:
-    """Median of a step's own time, of the training that ended last."""
-    newest = max((home / "store" / "pretrain").glob("*/run/metrics.jsonl"), key=lambda path: path.stat().st_mtime_ns)
-    rows = [json.loads(line) for line in newest.read_text().splitlines()]
+def _step_seconds(artifact: Path) -> float:
+    """Median of a step's own time, without the first ones."""
+    rows = [json.loads(line) for line in (artifact / "run" / "metrics.jsonl").read_text().splitlines()]
     return statistics.median(row["metrics"]["step_seconds"] for row in rows[WARM_STEPS:] if "step_seconds" in row["metrics"])
 
 
 if __name__ == "__main__":
-    if not common.requested_side({"compare": _compare}):
+    if not common.requested_side({"compare": _compare, "client": _client}):
         sys.exit(main())

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from flows import processes
-from flows.guarding import Guarded, hosts_of
+from flows.guarding import ASSISTANT, Guarded, hosts_of
 from flows.processes import HEALTH, HOST, STOP_SECONDS, TOKEN
 from ttrain import tracking
 from ttrain.store import write_json
@@ -31,6 +31,7 @@ from ttrain.store import write_json
 log = logging.getLogger("ttrain")
 OWNER: Final = "TTRAIN_SERVER_OWNER"
 PORT: Final = "TTRAIN_SERVER_PORT"
+HOME: Final = "TTRAIN_SERVER_HOME"
 RESTARTS: Final = 5  # of a server that dies with each start
 
 # Who phones home: Prefect's SDK (Amplitude); its server, and its UI from the browser (both obey "analytics"); MLflow.
@@ -187,6 +188,11 @@ def served_app() -> Any:
     return Guarded(create_app(final=True), hosts_of(HOST, int(os.environ[PORT])))
 
 
+def tracker_app() -> Any:
+    """MLflow's server application over the home's database, in the process of the server that `up` starts."""
+    return Guarded(tracking.server_app(Path(os.environ[HOME])), hosts_of(HOST, int(os.environ[PORT])), without=[ASSISTANT])
+
+
 def up(home: Path, *, prefect_port: int = 4200, mlflow_port: int = 5000) -> Servers:
     """Starts what is not running yet, in the background, and returns when both answer.
 
@@ -278,16 +284,17 @@ def _uvicorn(factory: str, port: int) -> list[str]:
 
 
 def _mlflow(home: Path, port: int) -> tuple[list[str], dict[str, str]]:
-    database, artifacts = home / "mlflow" / "mlflow.db", (home / "mlflow" / "artifacts").as_uri()
     tracking.prepare(home)  # whole or not at all, where the server would make it in place and refuse an older one
-    database.parent.mkdir(parents=True, exist_ok=True)
+    tracking.database_of(home).parent.mkdir(parents=True, exist_ok=True)
     hosts = hosts_of(HOST, port)
-    origins = ",".join(f"http://{host}" for host in hosts)
-    command = ["mlflow", "server", "--backend-store-uri", f"sqlite:///{database}", "--artifacts-destination", artifacts]
-    command += ["--default-artifact-root", artifacts, "--host", HOST, "--port", str(port), "--workers", "1"]
-    command += ["--allowed-hosts", ",".join(hosts), "--cors-allowed-origins", origins]
-    command += ["--uvicorn-opts", "--log-level warning"]
-    return command, {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # eight processes more, for LLMs that judge
+    environment = {
+        HOME: str(home),
+        PORT: str(port),
+        "MLFLOW_SERVER_ALLOWED_HOSTS": ",".join(hosts),
+        "MLFLOW_SERVER_CORS_ALLOWED_ORIGINS": ",".join(f"http://{host}" for host in hosts),
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # eight processes more, for LLMs that judge
+    }
+    return [*_uvicorn("tracker_app", port), "--log-level", "warning"], environment
 
 
 def _unset(wanted: Mapping[str, str]) -> dict[str, str]:

@@ -34,6 +34,9 @@ make_server("127.0.0.1", int(port), app, threaded=True).serve_forever()
 """
 
 
+FOREIGN = {"no page": 404, "no entry": 401}
+
+
 def free_port() -> int:
     """A port that was free a moment ago."""
     with socket.create_server(("127.0.0.1", 0)) as found:
@@ -68,6 +71,7 @@ class Proxy:
     dead         nobody listens
     hanging      takes requests, passes them on later (when the mode changes), answers never
     error        answers 500
+    no page      answers 404 with a page, as another web server does; `no entry`: 401
     no replies   passes requests on, and drops the answers: they arrived, and the sender does not know
     no files     as well, but 500 for whatever is uploaded
     """
@@ -129,6 +133,9 @@ class Proxy:
                     return
                 if mode == "error" or (mode == "no files" and self.command == "PUT"):
                     self._answer(500, b"{}", "application/json")
+                    return
+                if mode in FOREIGN:
+                    self._answer(FOREIGN[mode], b"<html>not here</html>", "text/html")
                     return
                 status, answer, kind = proxy._pass(self, body)
                 if mode not in ("no replies", "dead"):

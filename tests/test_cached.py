@@ -13,7 +13,19 @@ from test_plan import House
 from ttrain.store import read_json
 
 ROOT = Path(__file__).parents[1]
-HEAVY = ("torch", "transformers", "tokenizers", "peft", "pyarrow", "numpy", "prefect", "mlflow", "sqlalchemy", "filelock")
+HEAVY = (
+    "torch",
+    "transformers",
+    "tokenizers",
+    "peft",
+    "pyarrow",
+    "numpy",
+    "prefect",
+    "mlflow",
+    "sqlalchemy",
+    "filelock",
+    "vl_convert",
+)
 # The command, and then what it had loaded and which files it had opened for writing.
 RUN = f"""
 import json, os, sys

@@ -105,6 +105,7 @@ def test_the_better_figure_is_named_by_its_direction_with_its_difference_in_perc
     [
         ((2.0, 1.5), "B is better by eval/bits_per_byte: 1.5000 against 2 of A (-25 %)"),
         ((1.5, 1.5), "equal by eval/bits_per_byte: 1.5000"),
+        ((1.50000001, 1.5, 1.49999999), "equal by eval/bits_per_byte: 1.5000"),
         ((2.0, 1.5, 1.5), "B and C are better by eval/bits_per_byte: 1.5000 against 2 of A (-25 %)"),
         ((2.0, math.nan), "no figure is there that decides which run is better"),
     ],

@@ -110,6 +110,12 @@ def test_an_unknown_key_names_its_nearest_neighbour_and_its_layer(tmp_path: Path
         assert f"did you mean '{neighbour}'?" in message
 
 
+def test_a_key_whose_section_was_left_out_names_all_that_end_so() -> None:
+    assert "did you mean 'pretrain.optim.lr' or 'sft.optim.lr' or 'lora.optim.lr'?" in refused("lr=1e-3")
+    assert "did you mean 'tokenizer.vocab_size'?" in refused("vocab_size=500")
+    assert "did you mean 'runtime.stages" not in refused("timeout_seconds=5"), "fifteen say nothing"
+
+
 def test_an_unknown_profile_names_those_there_are() -> None:
     assert "small" in refused(profiles=["huge"])
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from flows.guarding import Guarded, hosts_of
+from flows.guarding import ASSISTANT, Guarded, hosts_of
 
 
-def answer(kind: str, *headers: tuple[str, str]) -> list[Mapping[str, Any]]:
+def answer(kind: str, *headers: tuple[str, str], path: str = "/api/health") -> list[Mapping[str, Any]]:
     """What a guarded application sends to a request with these headers."""
     sent: list[Mapping[str, Any]] = []
 
@@ -24,8 +24,8 @@ def answer(kind: str, *headers: tuple[str, str]) -> list[Mapping[str, Any]]:
     async def send(message: Mapping[str, Any]) -> None:
         sent.append(message)
 
-    scope = {"type": kind, "headers": [(name.encode(), value.encode()) for name, value in headers]}
-    asyncio.run(Guarded(inner, hosts_of("127.0.0.1", 4200))(scope, receive, send))
+    scope = {"type": kind, "path": path, "headers": [(name.encode(), value.encode()) for name, value in headers]}
+    asyncio.run(Guarded(inner, hosts_of("127.0.0.1", 4200), without=[ASSISTANT])(scope, receive, send))
     return sent
 
 
@@ -60,6 +60,12 @@ def test_other_sites_do_not(headers: list[tuple[str, str]]) -> None:
     first, *_ = answer("http", *headers)
     assert (first["type"], first["status"]) == ("http.response.start", 403)
     assert answer("websocket", *headers) == [{"type": "websocket.close", "code": 1008}]
+
+
+@pytest.mark.parametrize("path", [f"{ASSISTANT}/config", f"{ASSISTANT}/message", f"{ASSISTANT}/sessions/1/stream"])
+def test_what_is_left_out_is_there_for_nobody(path: str) -> None:
+    first, *_ = answer("http", ("host", "127.0.0.1:4200"), path=path)
+    assert first["status"] == 403
 
 
 def test_the_application_still_starts_and_stops() -> None:

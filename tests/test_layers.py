@@ -37,7 +37,7 @@ HELP = """
 import contextlib, io, json, sys
 import typer
 from ttrain.cli import app, main
-heavy = ("torch", "prefect", "mlflow", "transformers", "pyarrow", "optuna")
+heavy = ("torch", "prefect", "mlflow", "transformers", "pyarrow", "optuna", "vl_convert")
 def walk(command, words):
     yield words
     for name, child in getattr(command, "commands", {}).items():

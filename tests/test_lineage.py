@@ -198,6 +198,8 @@ def test_a_model_that_continues_another_has_both_in_its_lineage(tmp_path: Path) 
         (f"{RUN}:lora", "has no finished stage lora; it has tokenizer, shards-pretrain, shards-sft, pretrain, sft"),
         ("mine@champion", "there is no registered model 'mine@champion'"),
         ("mine/2", "there is no registered model 'mine/2'"),
+        ("gate", "`ttrain gate train` and exports leave is no artifact of a pipeline"),
+        ("/", "/ is no directory of the store"),
     ],
 )
 def test_a_name_of_nothing_is_refused_with_what_there_is(made: Path, text: str, said: str | None) -> None:
@@ -207,6 +209,15 @@ def test_a_name_of_nothing_is_refused_with_what_there_is(made: Path, text: str, 
     with pytest.raises(UsageError) as refused:
         lineage_of(made, text)
     assert said in str(refused.value)
+
+
+def test_a_directory_of_the_store_stands_for_its_artifact(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = made / "store" / "sft" / "5f7a00".ljust(64, "0") / "model"
+    assert chain(lineage_of(made, str(place))) == WHOLE
+    monkeypatch.chdir(made.parent)
+    assert chain(lineage_of(made, str(place.relative_to(made.parent)))) == WHOLE
+    (made.parent / "mine" / "1").mkdir(parents=True)
+    assert chain(lineage_of(made, "mine/1")) == WHOLE, "a registered model is not hidden by a directory of its name"
 
 
 def test_two_artifacts_whose_keys_begin_alike_are_told_apart(tmp_path: Path) -> None:

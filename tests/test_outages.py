@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -10,16 +11,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from outages import Proxy, mlflow_server
+from outages import FOREIGN, Proxy, mlflow_server
 from tracked_writer import assert_whole, runs_of, steps, write_through
 from typer.testing import CliRunner
 
 from ttrain import tracking
 from ttrain.cli import app
-from ttrain.tracking import MetricsFollower, Run, Store, open_store, outbox
+from ttrain.tracking import MetricsFollower, Run, Store, open_store, outbox, outboxes
+from ttrain.tracking.leftovers import tell_one
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +32,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         for name, value in tracking.ENVIRONMENT.items():
             patch.setenv(name, value)
         patch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "2")
-        patch.setattr("ttrain.tracking.store.PROBE_SECONDS", 0.5)
+        patch.setattr("ttrain.tracking.asking.PROBE_SECONDS", 0.5)
         patch.setattr("ttrain.tracking.store.REST_SECONDS", 0.1)
         directory = tmp_path_factory.mktemp("server")
         with mlflow_server(directory) as url:
@@ -78,6 +81,11 @@ def eventually(true: Callable[[], bool], seconds: float = 20) -> None:
         time.sleep(0.02)
 
 
+def also(*values: object) -> Any:
+    """Values of a test that take too long for the default run."""
+    return pytest.param(*values, marks=pytest.mark.soak)
+
+
 def whole_life(home: Path, before: Callable[[int], object]) -> tuple[Run, Run]:
     """All that a run tells in its life; `before` each part something may happen to the server."""
     store = opened(home)
@@ -116,7 +124,7 @@ def whole_life(home: Path, before: Callable[[int], object]) -> tuple[Run, Run]:
     return parent, child
 
 
-def assert_all_is_there(url: str, parent: Run, child: Run) -> None:
+def assert_all_is_there(url: str, parent: Run | SimpleNamespace, child: Run | SimpleNamespace) -> None:
     from mlflow import MlflowClient
 
     client: Any = MlflowClient(url, url)
@@ -124,7 +132,7 @@ def assert_all_is_there(url: str, parent: Run, child: Run) -> None:
     assert (above.info.status, below.info.status) == ("FINISHED", "FINISHED")
     assert steps(client, below.info.run_id) == steps(client, below.info.run_id, "tokens") == list(range(1, 61))
     assert below.data.tags["mlflow.parentRunId"] == above.info.run_id
-    assert above.data.tags["ttrain.child.sft"] == below.info.run_id
+    assert json.loads(above.data.tags["ttrain.stages"])["sft"] == {"run": below.info.run_id}
     assert above.data.params == {"lr": "0.02", "hub.token": "***"}
     assert (above.data.metrics["eval/bits_per_byte"], below.data.metrics["final/loss"]) == (1.5, 0.5)
     assert above.data.tags["ttrain.outcome"] == "completed"
@@ -137,7 +145,7 @@ def assert_all_is_there(url: str, parent: Run, child: Run) -> None:
     assert [version.run_id for version in versions] == [below.info.run_id]
 
 
-@pytest.mark.parametrize("mode", ["dead", "hanging", "error", "no replies"])
+@pytest.mark.parametrize("mode", ["hanging", "no replies", also("dead"), also("error")])
 def test_what_an_outage_from_the_start_missed_is_delivered_by_sync(proxy: Proxy, server: str, home: Path, mode: str) -> None:
     proxy.mode = mode
     began = time.monotonic()
@@ -146,10 +154,28 @@ def test_what_an_outage_from_the_start_missed_is_delivered_by_sync(proxy: Proxy,
     proxy.mode = "well"
     assert [one.things for one in tracking.sync(home)] == [{}, {}]
     assert_all_is_there(server, parent, child)
-    assert not outbox.found(home) and tracking.sync(home) == []
+    assert not outboxes.found(home) and tracking.sync(home) == []
 
 
-@pytest.mark.parametrize(("part", "mode"), [(2, "no replies"), (3, "error"), (4, "hanging"), (6, "dead")])
+@pytest.mark.parametrize(("mode", "status"), FOREIGN.items())
+def test_a_server_that_is_no_mlflow_is_no_refusal(proxy: Proxy, home: Path, mode: str, status: int) -> None:
+    """What another web server says, or a door before MLflow, drops nothing; `track sync` tells what it said."""
+    proxy.mode = mode
+    store, path = opened(home), home / "metrics.jsonl"
+    path.write_text(rows(1, 20))
+    run = started(store)
+    MetricsFollower(path, run, home / "followed.json").stop()
+    run.finish("FINISHED")
+    assert store.close() == 3
+    (left,) = tracking.sync(home)
+    assert left.things == {"params": 1, "rows": 1, "end": 1} and str(status) in left.why
+    proxy.mode = "well"
+    assert [one.things for one in tracking.sync(home)] == [{}]
+    (only,) = runs_of(store.client, run.identity)
+    assert (steps(store.client, only.info.run_id), only.info.status) == (list(range(1, 21)), "FINISHED")
+
+
+@pytest.mark.parametrize(("part", "mode"), [(2, "no replies"), (4, "hanging"), also(3, "error"), also(6, "dead")])
 def test_what_an_outage_in_the_middle_missed_is_delivered(
     proxy: Proxy, server: str, home: Path, part: int, mode: str
 ) -> None:
@@ -169,7 +195,7 @@ def test_a_runs_models_are_registered_from_its_stages_runs_and_uploaded_once(pro
     (files / "weights").write_bytes(b"w")
     parent = started(store, "full")
     child = started(store, "sft", parent=parent)
-    tags = {"ttrain.stage": "sft", "ttrain.key": parent.identity, "ttrain.content": "c"}
+    tags = {"ttrain.stage": "sft", "ttrain.key": parent.identity, "ttrain.content": "c", "ttrain.loads": "transformers"}
     child.log_directory(files, "sft")
     store.register_model("once-sft", run=child, artifact_path="sft", tags=tags)
     model = {"name": "once-sft", "stage": "sft", "tags": tags, "artifact_path": "sft", "path": str(files)}
@@ -183,6 +209,9 @@ def test_a_runs_models_are_registered_from_its_stages_runs_and_uploaded_once(pro
     (chosen,) = store.client.search_model_versions(f"name = 'set-{parent.identity}'")
     assert version.run_id == runs_of(store.client, child.identity)[0].info.run_id
     assert chosen.tags["ttrain.member.sft"] == f"once-sft/{version.version}"
+    # The set opens as its model, and a server takes such a version from that model's run alone
+    assert (chosen.source, chosen.run_id) == (f"models:/once-sft/{version.version}", version.run_id)
+    assert chosen.tags["ttrain.run_id"] == runs_of(store.client, parent.identity)[0].info.run_id
 
 
 def test_the_next_command_that_opens_the_tracker_delivers_it_too(proxy: Proxy, server: str, home: Path) -> None:
@@ -190,7 +219,7 @@ def test_the_next_command_that_opens_the_tracker_delivers_it_too(proxy: Proxy, s
     parent, child = whole_life(home, lambda part: None)
     proxy.mode = "well"
     store = opened(home)
-    eventually(lambda: not outbox.found(home))
+    eventually(lambda: not outboxes.found(home))
     store.close()
     assert_all_is_there(server, parent, child)
 
@@ -217,7 +246,7 @@ def test_a_batch_whose_answer_was_lost_is_not_doubled_by_the_steps_made_again(pr
     proxy.mode = "hanging"
     path.write_text(rows(1, 20))
     follower = MetricsFollower(path, run, home / "two.json", seconds=0.02)
-    eventually(lambda: store.is_silent)
+    eventually(lambda: store.asking.is_silent)
     path.write_text(rows(1, 30))  # again from step 1, say: other times
     proxy.mode = "well"
     follower.stop()
@@ -226,10 +255,70 @@ def test_a_batch_whose_answer_was_lost_is_not_doubled_by_the_steps_made_again(pr
     store.close()
 
 
+@pytest.mark.soak
 def test_killed_writers_and_outages_lose_nothing_and_double_nothing(proxy: Proxy, server: str, home: Path) -> None:
     """Small: tests/faults has 100,000 metrics and 20 outages."""
     write_through(proxy, home, steps_in_all=300, modes=("no replies",))
     assert_whole(server, home, 300)
+
+
+def _be_killed_before_any_note(home: str) -> None:
+    def told(box: outbox.Outbox, entry: Any) -> None:
+        box.entries.remove(entry)  # in memory, so that what comes after is told; the journal says nothing
+
+    outbox.Outbox.told = told  # type: ignore[method-assign]
+    Store.close = lambda store, run=None: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,method-assign]
+    whole_life(Path(home), lambda part: None)
+
+
+def test_what_arrived_before_a_kill_that_came_before_its_note_is_there_once(server: str, home: Path) -> None:
+    victim = multiprocessing.get_context("fork").Process(target=_be_killed_before_any_note, args=(str(home),))
+    victim.start()
+    victim.join(60)
+    assert victim.exitcode == -signal.SIGKILL
+    left = [json.loads((folder / "run.json").read_text()) for folder in outboxes.found(home)]
+    assert [one.things["params"] for one in tracking.waiting(home)] == [1, 1], "all of it is to be told again"
+    assert [one.things for one in tracking.sync(home)] == [{}, {}]
+    above, below = (SimpleNamespace(identity=one["id"]) for one in sorted(left, key=lambda one: one["name"]))
+    assert_all_is_there(server, above, below)
+
+
+def test_two_pipelines_and_two_syncs_at_once_tell_everything_once(proxy: Proxy, home: Path) -> None:
+    proxy.mode = "dead"
+    stores = [opened(home), opened(home)]
+    runs = [started(store, f"full-{number}") for number, store in enumerate(stores)]
+    for number, run in enumerate(runs):
+        path = home / f"metrics-{number}.jsonl"
+        path.write_text(rows(1, 50))
+        MetricsFollower(path, run, home / f"followed-{number}.json").stop()
+        run.finish("FINISHED")
+    for store in stores:
+        assert store.close() == 3
+    proxy.mode = "well"
+    syncs = [threading.Thread(target=tracking.sync, args=(home,)) for _ in range(2)]
+    for thread in syncs:
+        thread.start()
+    for thread in syncs:
+        thread.join()
+    assert not outboxes.found(home)
+    for run in runs:
+        (only,) = runs_of(stores[0].client, run.identity)
+        assert (only.info.status, only.data.params) == ("FINISHED", {"lr": "0.02"})
+        assert steps(stores[0].client, only.info.run_id) == list(range(1, 51))
+
+
+def test_what_is_no_number_is_there_once_also_where_it_was_sent_twice(proxy: Proxy, home: Path) -> None:
+    """MLflow's key of a point, on which this rests, has a column for NaN of its own."""
+    store = opened(home)
+    run = started(store)
+    lines = [{"step": step, "time": 1.7e9 + step, "metrics": {"loss": math.inf if step % 2 else None}} for step in (1, 2, 3)]
+    proxy.mode = "no replies"
+    assert not run.log_metrics(lines)
+    proxy.mode = "well"
+    eventually(lambda: run.log_metrics(lines))
+    found = store.client.get_metric_history(run.id, "loss")
+    assert sorted(point.step for point in found) == [1, 2, 3] and all(math.isnan(point.value) for point in found)
+    store.close()
 
 
 def _be_killed(home: str, said: Any) -> None:
@@ -240,13 +329,19 @@ def _be_killed(home: str, said: Any) -> None:
     (Path(home) / "metrics.jsonl").write_text(rows(1, 7))
     child.turn.acquire()  # so that none of it is sent before the end
     MetricsFollower(Path(home) / "metrics.jsonl", child, Path(home) / "followed.json")
+    MetricsFollower(Path(home) / "never-written.jsonl", child, Path(home) / "followed-never.json")
+    (Path(home) / "removed.jsonl").write_text(rows(1, 7))
+    MetricsFollower(Path(home) / "removed.jsonl", child, Path(home) / "followed-removed.json")
+    eventually(lambda: sum("begun" in entry.parts for entry in child.box.entries) == 2)
+    (Path(home) / "removed.jsonl").unlink()
     said.send((parent.id, child.id, child.identity))
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_killed_run_and_its_child_end_as_killed_when_the_next_one_starts(
-    home: Path, monkeypatch: pytest.MonkeyPatch
+    home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Of its curves only the one is missed that had been written and is gone, not one that was never begun."""
     import mlflow.store.tracking.sqlalchemy_store  # noqa: F401  # before the fork
 
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
@@ -257,9 +352,11 @@ def test_a_killed_run_and_its_child_end_as_killed_when_the_next_one_starts(
     victim.join()
     store = open_store(home, "another experiment")
     assert isinstance(store, Store)
-    eventually(lambda: not outbox.found(home))
+    eventually(lambda: not outboxes.found(home))
     assert [store.client.get_run(run).info.status for run in (parent, child)] == ["KILLED", "KILLED"]
     assert steps(store.client, child) == list(range(1, 8)), "also what it had not sent"
+    (missed,) = [record.getMessage() for record in caplog.records if "the curve is gone" in record.getMessage()]
+    assert "removed.jsonl" in missed
     again = started(store, "sft", run_id=child, identity=identity)
     assert again.id == child
     assert store.client.get_run(child).info.status == "RUNNING"
@@ -306,6 +403,7 @@ def _write_cold(home: str, number: int) -> None:
     os._exit(store.close())
 
 
+@pytest.mark.soak
 def test_eight_writers_on_a_cold_home_all_get_through(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import mlflow.store.tracking.sqlalchemy_store
     import mlflow.tracking  # noqa: F401  # once, before the eight fork
@@ -393,7 +491,7 @@ def test_a_run_that_a_process_has_is_left_to_it(proxy: Proxy, home: Path) -> Non
     store = opened(home)
     proxy.mode = "dead"
     run = started(store)
-    assert store.tell_one(outbox.found(home)[0]) is None
+    assert tell_one(store, outboxes.found(home)[0]) is None
     proxy.mode = "well"
     (left,) = tracking.sync(home)
     assert left.things and "a process has it" in left.why

@@ -72,12 +72,25 @@ def test_a_run_that_failed_says_so_first() -> None:
     assert text.startswith("failed: the default settings\n\n**failed**: disk full\n")
 
 
+def test_figures_are_as_short_as_a_table_needs_them_and_counts_are_whole() -> None:
+    trained = {
+        "validation_loss": 1.3485397008803734,
+        "tokens": 123_456_789,
+        "loss": math.nan,
+        "tokens_per_second": 1234567.8,
+    }
+    found = report.metrics_of({"pretrain": trained})
+    assert (found["pretrain/validation_loss"], found["pretrain/tokens"]) == (1.34854, 123_456_789)
+    assert found["pretrain/tokens_per_second"] == 1234570
+    assert math.isnan(found["pretrain/loss"])
+
+
 def test_the_cost_counts_every_training_once_and_the_steps_before_a_kill() -> None:
     half = {"steps": 40, "resumed_from_step": 20, "train_seconds": 10.0, "ranks": 2, "loss": 1.0}
     whole = {"steps": 5, "resumed_from_step": 0, "train_seconds": 16.0, "ranks": 1}
     found = report.metrics_of({"pretrain": half, "sft": whole, "tokenizer": {"train_seconds": 99.0}})
     assert found["total/train_seconds"] == pytest.approx(36)
-    assert found["total/device_hours"] == pytest.approx((20 * 2 + 16) / 3600)
+    assert found["total/device_hours"] == pytest.approx((20 * 2 + 16) / 3600, rel=1e-5)
     nothing_left = {"steps": 40, "resumed_from_step": 40, "train_seconds": 0.1}
     assert not any(name.startswith("total/") for name in report.metrics_of({"sft": nothing_left}))
     assert math.isfinite(found["pretrain/loss"])

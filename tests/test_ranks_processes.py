@@ -44,6 +44,18 @@ def main():
                 time.sleep(5)
         return proper(self, values)
     Ranks.sum = sum
+    if what == "a slow disk":
+        fsync, begin = os.fsync, Ranks.__init__
+        def of_rank(self, *words, **named):
+            begin(self, *words, **named)
+            os.fsync = slowly if self.rank == 0 else refused
+        def slowly(file):
+            print("rank 0 writes", flush=True)
+            time.sleep(0.6)
+            fsync(file)
+        def refused(file):
+            raise RuntimeError("a file of another rank than the first")
+        Ranks.__init__ = of_rank
     if what == "write the curve slowly":
         from ttrain.train.callbacks import MetricsFile
         log = MetricsFile.log
@@ -165,6 +177,21 @@ def test_a_first_rank_whose_disk_is_slow_is_waited_for(bed: Bed, sabotage: Calla
     sabotage(what)
     artifact = bed.run(steps=8)
     assert artifact.result["steps"] == 8
+    lines = (artifact.path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines if '"loss"' in line] == [*range(1, 9)], "one rank writes, once"
+
+
+def test_two_ranks_leave_one_checkpoint_of_a_step_however_slow_the_disk_of_the_first_is(
+    bed: Bed, sabotage: Callable[[str], None]
+) -> None:
+    """Each file takes 0.6 s, a checkpoint longer than a rank may be silent; the second rank may write none."""
+    sabotage("a slow disk")
+    artifact = bed.run(steps=8)
+    writes = (artifact.path / "run" / "log.txt").read_text().count("rank 0 writes")
+    assert 0.6 * writes / 2 > LIMIT_SECONDS, "each of two checkpoints took longer"
+    kept = sorted(path.name for path in (artifact.path / "checkpoints").iterdir() if path.is_dir())
+    assert kept == ["step-00000004", "step-00000008"]
+    assert all((artifact.path / "checkpoints" / name / "state.json").is_file() for name in kept)
     lines = (artifact.path / "run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines if '"loss"' in line] == [*range(1, 9)], "one rank writes, once"
 

@@ -178,7 +178,8 @@ def test_a_manifest_without_settings_takes_those_of_its_run_and_is_refused_witho
     stages = [{"name": name, "key": artifact(root, name).key, "outcome": "completed"} for name in ("tokenizer",)]
     stages.append({"name": "shards-pretrain", "key": artifact(root, "shards-pretrain").key, "outcome": "completed"})
     record = {"run": "full-1", "outcome": "completed", "started_unix": 1.0, "stages": stages, "settings": settings}
-    write_json(root / "home" / "runs" / "full-1.json", {**record, "pipeline": "full", "metrics": {}})
+    record |= {"pipeline": "full", "metrics": {}, "process": {"host": "here", "pid": 1}}
+    write_json(root / "home" / "runs" / "full-1.json", record)
     assert [one.settings.tokenizer.vocab_size for one in recipes(root)] == [300, 300]
 
 

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from flows import sweep
 from ttrain import earlier, runs, supervise
+from ttrain.cli import app
 from ttrain.config import Runtime
 from ttrain.errors import UsageError
 from ttrain.loading import layers, settings_of
@@ -77,6 +79,7 @@ def test_more_is_better_where_the_metric_says_so_or_the_user() -> None:
         ([LR], {"prune": True}, "pretrain.validate_every_steps is 0"),
         ([LR, "pretrain.validate_every_steps=9"], {"prune": True, "metric": "eval/bits_per_byte"}, "known at the end only"),
         (["pretrain.optim.lr=log(1e-4,1e-3)", "pretrain.optim.lrr=1"], {}, "unknown setting 'pretrain.optim.lrr'"),
+        (["lr=log(1e-5,1e-3)"], {}, "did you mean 'pretrain.optim.lr' or 'sft.optim.lr' or 'lora.optim.lr'?"),
         (["lora.rank=uniform(4,9)"], {}, "the sweep cannot try lora.rank=6.5"),
         (["pretrain.tokens_per_step=choice(4096,1000)"], {}, "cannot try pretrain.tokens_per_step=1000"),
         (["pretrain.optim.kind=choice(muon,sgd)"], {}, "cannot try pretrain.optim.kind=sgd"),
@@ -86,6 +89,16 @@ def test_what_cannot_be_is_refused_before_anything_runs(overrides: list[str], op
     with pytest.raises(UsageError) as error:
         asked(*overrides, **options)
     assert said in str(error.value)
+
+
+def test_the_name_of_the_pipeline_may_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TTRAIN_HOME", str(tmp_path / "home"))
+    options = [LR, "-n", "3", "--dry-run", "--json"]
+    with_it, without = (CliRunner().invoke(app, ["sweep", *name, *options]) for name in (["full"], []))
+    assert without.exit_code == 0, without.output
+    assert json.loads(without.stdout) == json.loads(with_it.stdout)
+    assert len(json.loads(without.stdout)["trials"]) == 3
+    assert "No such command 'shwo'. Did you mean 'show'?" in CliRunner().invoke(app, ["sweep", "shwo"]).output
 
 
 def test_settings_that_change_the_held_out_records_are_named() -> None:
@@ -119,7 +132,7 @@ def test_the_same_command_is_the_same_sweep_until_a_question_the_data_or_the_cod
 
 
 def test_a_sweep_is_named_by_a_part_of_its_name_and_one_process_has_it(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="there is none yet"):
+    with pytest.raises(UsageError, match=r"there is no sweep in .* yet; begin one with"):
         records.named(tmp_path)
     found = asked(LR)
     first, second = (records.begin(tmp_path, found.to_json(), {}) for _ in range(2))
@@ -127,6 +140,8 @@ def test_a_sweep_is_named_by_a_part_of_its_name_and_one_process_has_it(tmp_path:
     assert records.named(tmp_path).name == second.name
     with pytest.raises(UsageError, match="means several sweeps"):
         records.named(tmp_path, "sweep-")
+    with pytest.raises(UsageError, match=f"'yesterday' is no sweep; the newest are: {second.name}, {first.name}"):
+        records.named(tmp_path, "yesterday")
     with first.lock(), pytest.raises(UsageError, match=f"{first.name} is running in process"):
         with records.named(tmp_path, first.name).lock():
             raise AssertionError("two have it")

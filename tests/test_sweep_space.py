@@ -46,7 +46,7 @@ def test_a_range_means_these_values(text: str, dimension: Any) -> None:
         ("uniform(0,a)", "it takes numbers"),
         ("uniform(0,true)", "it takes numbers"),
         ("uniform(0,.inf)", "it takes numbers"),
-        ("uniform(1)", "it has 1 values"),
+        ("uniform(1)", "it has 1 value, with"),
         ("log(1,2,3,4)", "it has 4 values"),
         ("log(1,2,1)", "whole number from 2 on"),
         ("int(1,2.5)", "it takes whole numbers"),
@@ -58,6 +58,11 @@ def test_a_range_means_these_values(text: str, dimension: Any) -> None:
         ("loguniform(1e-4,1e-3)", "a sweep takes log(low,high)"),
         ("range(1,3)", "int(low,high)"),
         ("logg(1e-4,1e-3)", "a sweep takes log(low,high)"),
+        ("log(1e-4,1e-3", "a sweep takes log(low,high)"),
+        ("log(1e-4;1e-3)", "it has 1 value, with commas between"),
+        ("log(0,1)", "a logarithm needs numbers above 0"),
+        ("int(5,2)", "the first number must be below the second"),
+        ("choice()", "a choice needs two values or more"),
     ],
 )
 def test_a_range_that_means_nothing_is_refused_with_setting_value_and_rule(text: str, said: str) -> None:

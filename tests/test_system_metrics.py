@@ -8,7 +8,6 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import psutil
 import pytest
 from doubles import Home, Watcher, stage_settings
 
-from ttrain import launch
+from ttrain import launch, worker
 from ttrain.errors import UsageError
 from ttrain.loading import load
 from ttrain.stages import PRETRAIN
@@ -94,6 +93,16 @@ def test_a_disk_that_is_gone_ends_the_samples_and_nothing_else(tmp_path: Path, c
     assert not [thread for thread in threading.enumerate() if thread.name == "system-metrics"]
 
 
+def test_a_stage_whose_output_cannot_be_made_fails_by_itself_and_not_by_its_samples(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "ttrain")
+    (tmp_path / "output").write_text("a file where its directory should be")
+    with worker._system_metrics(tmp_path, {"runtime": {"system_metrics_seconds": 600, "nodes": 1}, "output": "output"}):
+        pass
+    assert "the system metrics end here" in caplog.text
+
+
 # --- figures ------------------------------------------------------------------------------------------------------------
 
 
@@ -166,10 +175,9 @@ class Nvml:
 
 
 @pytest.fixture
-def two_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setitem(sys.modules, "pynvml", Nvml())  # type: ignore[arg-type]
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", Nvml())
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    return None
 
 
 @pytest.mark.usefixtures("two_gpus")
@@ -210,9 +218,9 @@ def test_without_a_gpu_or_its_library_there_is_silence(
         def nvmlInit(self) -> None:
             raise self.NVMLError("driver not loaded")
 
-    monkeypatch.setitem(sys.modules, "pynvml", NoDriver())  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "pynvml", NoDriver())
     assert gpus() == []
-    monkeypatch.setitem(sys.modules, "pynvml", None)  # type: ignore[arg-type]  # an import of it fails
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # an import of it fails
     assert gpus() == []
     assert caplog.records == []
 

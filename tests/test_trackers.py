@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from importlib.util import find_spec
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -146,18 +146,12 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setenv(name, value)
 
 
-def installed(name: str) -> None:
-    if find_spec(name) is None:
-        pytest.skip(f"{name} is not installed: pip install 'ttrain[{trackers.EXTRAS[name]}]'")
-
-
 # --- values -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("offline")
 @pytest.mark.parametrize("name", READERS)
 def test_a_logger_has_the_values_of_the_metrics_file_once_also_when_continued(tmp_path: Path, name: str) -> None:
-    installed(name)
     for stop_after in (7, None):
         train(tmp_path, name, stop_after=stop_after)
     points = wanted(tmp_path, (lambda value: float(np.float32(value))) if name == "tensorboard" else float)
@@ -170,7 +164,6 @@ def test_a_logger_has_the_values_of_the_metrics_file_once_also_when_continued(tm
 @pytest.mark.parametrize("name", ["wandb", "swanlab"])
 def test_what_a_kill_kept_from_the_disk_is_there_after_the_next_try(tmp_path: Path, name: str) -> None:
     """A service's process that is killed takes along what it has been told and not yet written."""
-    installed(name)
     (tmp_path / "loggers").mkdir()
     kept = {"id": "0123456789abcdef0123", "online": False, "steps": {"loss": 8, "lr": 6, "tokens": 8}}
     (tmp_path / "loggers" / f"{name}.json").write_text(json.dumps(kept))
@@ -197,7 +190,6 @@ def test_what_a_service_has_is_not_sent_again_and_what_it_lacks_is(tmp_path: Pat
 
 @pytest.mark.usefixtures("offline")
 def test_a_run_of_wandb_says_what_it_is_and_how_it_ended_and_leaves_no_link(tmp_path: Path) -> None:
-    installed("wandb")
     loggers = Loggers(["wandb"], tmp_path, ABOUT)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "tokens": 96, "time": 1.0, "metrics": {"loss": null, "lr": 0.5}}\n')
     loggers.start(0, 2)
@@ -235,7 +227,6 @@ def losses(directory: Path) -> list[tuple[int, float]]:
 def test_a_logger_that_crashes_or_hangs_costs_the_training_nothing_but_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    installed("tensorboard")
     train(tmp_path / "without")
     crashing = tmp_path / "crashing"
     crashing.mkdir()
@@ -254,8 +245,24 @@ def test_a_logger_that_crashes_or_hangs_costs_the_training_nothing_but_a_warning
     assert losses(tmp_path / "without") == losses(crashing) == losses(tmp_path / "hanging")
 
 
+def test_a_logger_that_ended_long_ago_or_cannot_begin_is_told_of_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(callback, "FOLLOWER", "no_such_module")
+    loggers = Loggers(["tensorboard"], tmp_path, ABOUT)
+    loggers.start(0, 2)
+    (process,) = loggers._processes.values()
+    process.wait(60)  # nobody reads what it is told from now on
+    loggers.end(2)
+    assert "the logger tensorboard ended with code 1" in caplog.text
+    caplog.clear()
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "no python"))
+    loggers.start(0, 2)
+    loggers.end(2)
+    assert "the logger tensorboard cannot be started" in caplog.text
+
+
 def test_when_a_training_is_killed_its_loggers_write_what_is_there_and_end(tmp_path: Path) -> None:
-    installed("tensorboard")
     (tmp_path / "metrics.jsonl").write_text(
         '{"step": 1, "tokens": 96, "time": 1.0, "metrics": {"loss": 2.5}}\n{"step": 2, "tokens": 192, "ti'
     )
@@ -266,11 +273,13 @@ def test_when_a_training_is_killed_its_loggers_write_what_is_there_and_end(tmp_p
     assert events(tmp_path) == {"tokens": [(1, 96.0)], "loss": [(1, 2.5)]}
 
 
+@pytest.mark.parametrize("found", [None, ModuleSpec("wandb", None, is_package=True)], ids=["nothing", "a directory"])
 @pytest.mark.parametrize("name", trackers.EXTRAS)
 def test_a_logger_that_is_not_installed_is_refused_with_the_command_that_installs_it(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, found: ModuleSpec | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trackers, "find_spec", lambda found: None)
+    """Also where there is a directory of its name, as services leave one where one stands."""
+    monkeypatch.setattr(trackers, "find_spec", lambda name: found)
     extra = trackers.EXTRAS[name]
     for refuse in (
         lambda: Loggers([name], tmp_path, ABOUT),

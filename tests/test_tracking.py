@@ -22,6 +22,7 @@ import pytest
 
 from ttrain import tracking
 from ttrain.tracking import (
+    DataInput,
     MetricsFollower,
     NullStore,
     Run,
@@ -33,6 +34,7 @@ from ttrain.tracking import (
 )
 from ttrain.tracking import database as databases
 from ttrain.tracking.files import LINK_FROM_BYTES
+from ttrain.tracking.links import stages_of
 
 MODEL_TAGS = {"ttrain.key": "k1", "ttrain.content": "c1"}
 
@@ -323,6 +325,25 @@ def test_four_threads_share_one_database(home: Path, caplog: pytest.LogCaptureFi
     assert not caplog.records
 
 
+def test_runs_side_by_side_that_read_the_same_data_all_note_it(home: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As the trials of a sweep: each with a client of its own."""
+    runs = [started(opened(home), f"trial {number}") for number in range(3)]
+    data = [DataInput(f"set {number}", f"{number:012d}", "training", {"documents": 1}, 5) for number in range(4)]
+    together = threading.Barrier(len(runs))
+
+    def note(run: Run) -> None:
+        together.wait()
+        run.log_inputs(data)
+
+    threads = [threading.Thread(target=note, args=(run,)) for run in runs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [len(run.store.client.get_run(run.id).inputs.dataset_inputs) for run in runs] == [4, 4, 4]
+    assert caplog.records == []
+
+
 def test_a_big_file_is_linked_and_a_small_one_copied(home: Path) -> None:
     run, checkpoint = started(opened(home)), home / "work" / "step-10"
     (checkpoint / "nested").mkdir(parents=True)
@@ -434,7 +455,7 @@ def test_a_silent_server_costs_one_warning_and_bounded_time(
     tmp_path: Path, silent_server: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", silent_server.replace("//", "//user:secret@"))
-    monkeypatch.setattr("ttrain.tracking.store.PROBE_SECONDS", 0.3)
+    monkeypatch.setattr("ttrain.tracking.asking.PROBE_SECONDS", 0.3)
     begin = time.monotonic()
     store = open_store(tmp_path, "ttrain")
     assert isinstance(store, Store)
@@ -519,3 +540,17 @@ def test_preparing_what_is_no_database_costs_a_warning(tmp_path: Path, caplog: p
     (tmp_path / "mlflow" / "mlflow.db").write_text("not a database, but longer than nothing" * 100)
     prepare(tmp_path)
     assert len(caplog.records) == 1 and "cannot be prepared" in caplog.text
+
+
+def test_the_stages_of_a_run_stand_in_one_tag_and_those_of_older_runs_in_many(home: Path) -> None:
+    store = opened(home)
+    parent = started(store, "full")
+    child = store.start_run("sft", parent=parent, tags={}, params={})
+    child.link_to_parent("sft")
+    parent.note_stages({"sft": "k2", "tokenizer": "k1"})
+    tags = store.client.get_run(parent.id).data.tags
+    assert [tag for tag in tags if tag.startswith("ttrain.") and "stage" in tag] == ["ttrain.stage", "ttrain.stages"]
+    assert stages_of(tags) == {"sft": {"run": child.id, "key": "k2"}, "tokenizer": {"key": "k1"}}
+    older = {"ttrain.key.sft": "k2", "ttrain.child.sft": "r2", "ttrain.key.shards-sft": "k3", "ttrain.key": "k9"}
+    assert stages_of(older) == {"sft": {"key": "k2", "run": "r2"}, "shards-sft": {"key": "k3"}}
+    assert stages_of({"ttrain.stages": "no JSON"}) == stages_of({"ttrain.stages": "[1]"}) == {}

@@ -63,7 +63,7 @@ def card(exported: Exported, history: History) -> str:
     chats = exported.files == "adapter" or last is None or last.stage != "pretrain"
     parts = [
         _front(exported, history),
-        f"# {exported.name}\n\n{_summary(exported, last)}",
+        f"# {exported.name}\n\n{summary(exported, last)}",
         _use(exported, chats=chats),
         _shape(exported),
         _training(history),
@@ -84,7 +84,8 @@ def _front(exported: Exported, history: History) -> str:
     return "---\n" + "\n".join(lines) + "\n---"
 
 
-def _summary(exported: Exported, last: Artifact | None) -> str:
+def summary(exported: Exported, last: Artifact | None) -> str:
+    """What it is, in a sentence or two."""
     what = {"pretrain": "A language model trained on documents", "sft": "A language model fine-tuned on chats"}
     stage = last.stage if last else ""
     if exported.files == "adapter":
@@ -232,15 +233,21 @@ def _python(sources: Mapping[str, Artifact]) -> str:
     return next((str(one.manifest["ingredients"].get("python", "")) for one in sources.values()), "")
 
 
+def evaluation_rows(history: History) -> list[tuple[str, str, str]]:
+    """(what, value, remark) of the model and of those that it was trained on top of; [] where nothing measured it."""
+    if history.evaluation is None:
+        return []
+    behind = {one.stage for one in history.artifacts}
+    later = tuple(f"_{name}" for name in ("sft", "lora") if name not in behind)  # what was trained on top of it
+    metrics = report.metrics_of({"evaluate": history.evaluation.result})
+    return report.evaluation_table({name: value for name, value in metrics.items() if not name.endswith(later)})
+
+
 def _evaluation(history: History) -> str:
     if history.evaluation is None:
         return ""
-    result = history.evaluation.result
-    stage = history.artifacts[-1].stage
-    behind = {one.stage for one in history.artifacts}
-    later = tuple(f"_{name}" for name in ("sft", "lora") if name not in behind)  # what was trained on top of it
-    metrics = report.metrics_of({"evaluate": result})
-    rows = report.evaluation_table({name: value for name, value in metrics.items() if not name.endswith(later)})
+    result, stage = history.evaluation.result, history.artifacts[-1].stage
+    rows = evaluation_rows(history)
     said = result.get("samples", {}).get("base" if stage == "pretrain" else stage, [])[:SAMPLES]
     parts = ["## Evaluation", "On held-out data, computed in fp32.", report.markdown(rows, ("what", "value", ""))]
     if said:

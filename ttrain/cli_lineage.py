@@ -33,8 +33,8 @@ Asked = Annotated[
     str,
     typer.Argument(
         metavar="VERSION",
-        help="a registered model (NAME/VERSION, NAME@ALIAS; a set or one model), a run, RUN:STAGE, a stage, or the "
-        "beginning of an artifact's key",
+        help="a registered model (NAME/VERSION, NAME@ALIAS; a set or one model), a run, RUN:STAGE, a stage, the "
+        "beginning of an artifact's key, or its directory",
     ),
 ]
 

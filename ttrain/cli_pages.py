@@ -116,12 +116,12 @@ def plot(
 ) -> None:
     """Draw curves of one or more runs as PNG: losses, perplexity and learning rate, or the metrics that you name."""
     from ttrain.errors import UsageError
-    from ttrain.pages import plots
+    from ttrain.pages import plots, specs
     from ttrain.store import home
     from ttrain.tracking import read_runs
 
-    if axis not in plots.AXES:
-        raise UsageError(f"--axis is {axis}, but must be one of {', '.join(plots.AXES)}")
+    if axis not in specs.AXES:
+        raise UsageError(f"--axis is {axis}, but must be one of {', '.join(specs.AXES)}")
     views = read_runs(home(), runs)
     rows = plots.panels_of(views, metric or (), stage or ())
     path = out or Path(f"{views[0].name}.png")

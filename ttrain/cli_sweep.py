@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from ttrain.cli_settings import AsJson, Files, Profiles
 from ttrain.terminal import console, escaped, print_json, table
@@ -15,7 +16,16 @@ if TYPE_CHECKING:
 
     from ttrain.sweep.records import Sweep
 
+
+class _WithoutPipeline(TyperGroup):
+    """`ttrain sweep KEY=RANGE` means the pipeline `full`, the only one that sweeps."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, ["full", *args] if args and "=" in args[0] else args)
+
+
 sweep_app = typer.Typer(
+    cls=_WithoutPipeline,
     no_args_is_help=True,
     help="Try a pipeline with several values of some settings, and see which are best.",
     epilog="Example:  ttrain sweep full 'pretrain.optim.lr=log(1e-4,3e-3)' --trials 8",
@@ -66,7 +76,7 @@ def sweep_full(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="show what would be tried and run; run nothing")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Run the pipeline `full` with several values of the settings that are given as ranges.
+    """Run the pipeline `full` with several values of the settings that are given as ranges; its name may be left out.
 
     What the trials share is built once. The same command goes on after a kill, and with more --trials.
     """

@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import Any
 
-from ttrain import digests, launch, overview, registering, report, supervise, system_metrics, tracking
+from ttrain import describing, digests, launch, overview, registering, report, supervise, system_metrics, tracking
 from ttrain.absolute import absolute
 from ttrain.commit import commit
 from ttrain.config import Settings, flatten
@@ -80,6 +80,7 @@ class Execution:
         self.mlflow_url: str | None = None  # of a server that shows the tracker's database, where it is not the tracker
         self._cached: list[str] = []
         self._tracked: dict[str, tracking.Run | tracking.NullRun] = {}  # by stage
+        self._opened_by_mlflow = set[str]()  # stages whose registered models MLflow can open
         self.make_parts_elsewhere: Callable[[Stage, Path], None] | None = None  # before a stage that reuses parts starts
         self.loads_torch = any(STAGES[name].loads_torch for name in stages)
         self._began = time.monotonic()
@@ -211,9 +212,8 @@ class Execution:
             if "samples.json" not in evaluation.absent:  # else the run that made it has it in MLflow
                 self._parent.log_file(evaluation.path / "samples.json")
         note = self.description()
-        keys = {f"ttrain.key.{name}": artifact.key for name, artifact in self.artifacts.items()}
-        tags = {"ttrain.outcome": outcome, tracking.NOTE: note, "ttrain.cached": " ".join(self._cached), **keys}
-        self._parent.set_tags(tags)
+        self._parent.set_tags({"ttrain.outcome": outcome, tracking.NOTE: note, "ttrain.cached": " ".join(self._cached)})
+        self._parent.note_stages({name: artifact.key for name, artifact in self.artifacts.items()})
         self._log_page()
         if self.log.path.is_file():  # else all was cached
             self._parent.log_file(self.log.path)
@@ -235,9 +235,9 @@ class Execution:
         """Keep the run's page among its files: `report.html`. It is made from this disk alone; its troubles end no run."""
         if isinstance(self._parent, tracking.NullRun):
             return
-        from ttrain.pages.report import report_of
-
         try:
+            from ttrain.pages.report import report_of  # also of a library that was changed while the run went on
+
             page = report_of(self.store.root, tracking.read_local(self.store.root, self.record.run))
         except Exception:
             log.warning("the run's page could not be made; `ttrain report %s` tries again", self.record.run, exc_info=True)
@@ -327,16 +327,24 @@ class Execution:
             run.log_text(text, f"{path}/{file}")
         for file, source in beside.files.items():
             run.log_file(source, str(PurePosixPath(path, file).parent))
-        tags = {**registering.tags_of(artifact), **beside.tags}
-        return self._tracker.register_model(name, run=run, artifact_path=path, tags=tags)
+        self._opened_by_mlflow |= {artifact.stage} if beside.is_whole else set()
+        tags, words = {**registering.tags_of(artifact), **beside.tags}, self._words(artifact, opens=beside.is_whole)
+        return self._tracker.register_model(name, run=run, artifact_path=path, tags=tags, **words)
 
     def _described(self, model: Artifact) -> dict[str, Any]:
-        """The tags of a registered model, and what its directory gets where this run has to register it from the store."""
+        """What is said of a registered model, and what its directory gets where this run registers it from the store."""
         if model.stage in self._tracked:  # which has registered it
-            return {"tags": registering.tags_of(model), "texts": {}, "files": {}}
+            words = self._words(model, opens=model.stage in self._opened_by_mlflow)
+            return {"tags": registering.tags_of(model), "texts": {}, "files": {}, **words}
         beside = self._beside(model, self._parent)
+        words = self._words(model, opens=beside.is_whole)
         files = {name: str(path) for name, path in beside.files.items()}
-        return {"tags": {**registering.tags_of(model), **beside.tags}, "texts": dict(beside.texts), "files": files}
+        return {"tags": {**registering.tags_of(model), **beside.tags}, "texts": dict(beside.texts), "files": files, **words}
+
+    def _words(self, model: Artifact, *, opens: bool) -> dict[str, str]:
+        """What MLflow's pages say of a registered model."""
+        name, directory = self._registered_name(model), REGISTERED[model.stage][1]
+        return registering.words_of(model, directory, name, self.settings.name, self.store, opens=opens)
 
     def _beside(self, artifact: Artifact, run: tracking.Run | tracking.NullRun) -> tracking.Loadable:
         """What goes into a registered model's directory beside its own files."""
@@ -372,6 +380,7 @@ class Execution:
             if model.stage in REGISTERED
         ]
         self._tracker.finish_uploads()
+        members = {self._registered_name(one): one for one in self.artifacts.values() if one.stage in REGISTERED}
         self.model_set = self._tracker.register_models(
             self.settings.name,
             run=self._parent,
@@ -379,6 +388,8 @@ class Execution:
             models=models,
             keys={name: artifact.key for name, artifact in self.artifacts.items()},
             metrics=dict(self.artifacts["evaluate"].result["metrics"]),
+            description=describing.of_set(self.settings.name, self.record.run, members, self.metrics()),
+            about=describing.of_all_sets(self.settings.name),
         )
         self.record.note(model_set=self.model_set and f"{self.settings.name}/{self.model_set}")
 

@@ -11,13 +11,17 @@ from typing import Any
 from ttrain import runs, tracking
 from ttrain.artifacts import HEX, SHOWN_KEY
 from ttrain.errors import TTrainError, UsageError
-from ttrain.stages import STAGES
+from ttrain.stages import RUNNABLE, STAGES
 from ttrain.store import Store
 from ttrain.tracking.sets import KEY, KIND, SET
 
 REGISTERED = re.compile(r"(?:models:/)?(?P<name>[^@/:]+)(?:@(?P<alias>[^@/:]+)|/(?P<version>\d+))")
 SHORTEST_KEY = 6
 RUN_ID = 32  # characters of MLflow's ids, which are hexadecimal as keys are
+OUTSIDE = (
+    "what `ttrain train --task`, `ttrain gate train` and exports leave is no artifact of a pipeline, and nothing says what "
+    "it was made of; to make it again, run the same command with another --out and compare"
+)
 MODELS_OF_A_SET = ("tokenizer", "pretrain", "sft", "lora")
 
 
@@ -41,7 +45,7 @@ def named(home: Path, text: str) -> Named:
     if text in STAGES:
         artifact = store.latest(text)
         return Named(text, "stage", f"{text}/{artifact.key}", ((text, artifact.key),))
-    if (found := _key(store, text)) is not None:
+    if (found := _key(store, text) or _place(store, text)) is not None:
         return found
     run, colon, stage = text.partition(":")
     if colon and stage in STAGES:
@@ -75,6 +79,24 @@ def _key(store: Store, text: str) -> Named | None:
         raise UsageError(f"'{text}' {rule}; `ttrain artifacts list` shows them")
     [root] = found
     return Named(text, "key", "/".join(root), (root,))
+
+
+def _place(store: Store, text: str) -> Named | None:
+    """An artifact by a directory of the store, or one below it; None where the text names no directory.
+
+    Raises UsageError for what lies elsewhere: nobody wrote down how it came about.
+    """
+    if text in RUNNABLE:  # and in no pipeline
+        raise UsageError(f"'{text}': {OUTSIDE}")
+    place, root = Path(text).expanduser().resolve(), (store.root / "store").resolve()
+    if not place.is_dir():
+        return None
+    parts = place.relative_to(root).parts if place.is_relative_to(root) else ()
+    if len(parts) >= len(("stage", "key")) and parts[0] in STAGES:
+        return Named(text, "key", "/".join(parts[:2]), ((parts[0], parts[1]),))
+    if not text.startswith(("/", ".", "~")):
+        return None  # a model or a run may be called so
+    raise UsageError(f"{text} is no directory of the store {root}: {OUTSIDE}")
 
 
 def _registered(home: Path, text: str, name: str, alias: str | None, version: str | None) -> Named:

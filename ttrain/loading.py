@@ -23,6 +23,7 @@ from ttrain.errors import UsageError
 ENVIRONMENT_PREFIX = "TTRAIN__"
 PRESET = "model.preset"
 SHOWN_KEYS = 60  # more than these are not listed in a message
+SHOWN_NEIGHBOURS = 8
 BOOLEAN = "tag:yaml.org,2002:bool"
 S = TypeVar("S", bound=Section)
 BUDGETS = {"tokens": "epochs", "epochs": "tokens"}  # of a training stage: one of the two
@@ -267,9 +268,12 @@ def _check_key(key: str, origin: str, known: Sequence[str]) -> None:
     """Unknown keys are refused before validation, with their nearest neighbour."""
     if key in known or any(name.startswith(f"{key}.") for name in known):
         return
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
+    near = [name for name in known if name.endswith(f".{key}")]  # a section was left out: lr, optim.lr
+    if not 1 <= len(near) <= SHOWN_NEIGHBOURS:
+        near = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
     all_of_them = "; `ttrain config show` lists them all" if len(known) > SHOWN_KEYS else f"; there are {', '.join(known)}"
-    raise UsageError(f"unknown setting '{key}' (from {origin})" + (f"; did you mean '{near[0]}'?" if near else all_of_them))
+    meant = " or ".join(f"'{name}'" for name in near)
+    raise UsageError(f"unknown setting '{key}' (from {origin})" + (f"; did you mean {meant}?" if near else all_of_them))
 
 
 @functools.cache

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
-from ttrain import report
+from ttrain import describing, report
 from ttrain.adapter_files import numbers_in, parameters_of
 from ttrain.card import Exported, card
 from ttrain.digests import digest_of
@@ -18,7 +18,8 @@ from ttrain.store import Artifact, Store, read_json
 from ttrain.tracking import loadable
 from ttrain.tracking.calls import first_line, outcome
 from ttrain.tracking.loadable import ADAPTER, MODEL, Loadable
-from ttrain.tracking.runs import NullRun, Run
+from ttrain.tracking.runs import Run
+from ttrain.tracking.untracked import NullRun
 from ttrain.weights import ADAPTER as ADAPTER_WEIGHTS
 
 log = logging.getLogger("ttrain")
@@ -61,12 +62,33 @@ def card_of(artifact: Artifact, directory: str, name: str, store: Store) -> str:
     return text or ""
 
 
+def words_of(artifact: Artifact, directory: str, name: str, pipeline: str, store: Store, *, opens: bool) -> dict[str, str]:
+    """What MLflow's pages say of a version and of its registered model; {} where its files cannot be read.
+
+    `opens`: whether MLflow can open it.
+    """
+
+    def words() -> dict[str, str]:
+        exported = _exported(artifact, directory, name) if directory else None
+        text = describing.of_model(exported, History.of(artifact, store), opens=opens)
+        return {"description": text, "about": describing.of_all_versions(artifact.stage, pipeline)}
+
+    found, error = (None, None) if artifact.absent else outcome(words)
+    if error is not None:
+        log.warning("%s is registered without a description: %s", name, first_line(error))
+    return found or {}
+
+
 def _card(artifact: Artifact, directory: str, name: str, store: Store) -> str:
+    return card(_exported(artifact, directory, name), History.of(artifact, store))
+
+
+def _exported(artifact: Artifact, directory: str, name: str) -> Exported:
     place = artifact.path / directory
     is_adapter = directory == ADAPTER
     parameters = numbers_in(place / ADAPTER_WEIGHTS) if is_adapter else parameters_of(place)
     config = read_json(place / "config.json") or {}
-    exported = Exported(
+    return Exported(
         name=name,
         files="adapter" if is_adapter else "model",
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
@@ -75,7 +97,6 @@ def _card(artifact: Artifact, directory: str, name: str, store: Store) -> str:
         base_digest=base_digest_of(place) if is_adapter else None,
         has_code=bool(config.get("auto_map")),
     )
-    return card(exported, History.of(artifact, store))
 
 
 def tags_of(artifact: Artifact) -> dict[str, str]:

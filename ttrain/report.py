@@ -49,7 +49,12 @@ def metrics_of(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
             found[f"eval/{name}"] = float(value)
     for name, value in results.get("evaluate-champion", {}).get("metrics", {}).items():
         found[f"champion/{name}"] = float(value)
-    return dict(sorted(found.items()))
+    return {name: rounded(value) for name, value in sorted(found.items())}
+
+
+def rounded(value: float) -> float:
+    """A figure with six digits that count, for MLflow's tables show it as it is stored; a whole number as it is."""
+    return float(value) if float(value).is_integer() else float(f"{value:.6g}")
 
 
 def _total(trainings: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -175,6 +175,19 @@ def test_two_pipelines_on_two_stores_at_once_lose_nothing(
         assert not (worker.home / "mlflow" / "mlflow.db").exists() and not (worker.home / "prefect" / "prefect.db").exists()
 
 
+def test_a_batch_that_is_sent_twice_is_there_once(postgres: Postgres) -> None:
+    """What tracking rests on where the answer to a batch was lost; SQLite's side of it stands in tests/test_outages.py."""
+    from mlflow import MlflowClient
+    from mlflow.entities import Metric
+
+    client: Any = MlflowClient(postgres.url("mlflow"))
+    run = client.create_run(client.create_experiment("twice")).info.run_id
+    batch = [Metric("loss", float("nan") if step % 2 else 1 / step, 1000 * step, step) for step in range(1, 101)]
+    for points in (batch, batch[:50] + batch[50:], batch[30:70]):
+        client.log_batch(run, metrics=points)
+    assert sorted(point.step for point in client.get_metric_history(run, "loss")) == list(range(1, 101))
+
+
 def _prefect_has(postgres: Postgres, runs: dict[str, Cli]) -> None:
     """Two completed flow runs of eight completed task runs each, and every line that said how far a training was."""
     flow_runs = postgres.ask("prefect", "SELECT id, name, state_type FROM flow_run")

@@ -19,6 +19,7 @@ DATA = {
     "tokenizer": "training", "pretrain": "training", "pretrain-heldout": "validation", "sft": "training",
     "sft-heldout": "validation", "lora": "training", "lora-heldout": "validation",
 }  # fmt: skip
+KINDS = ("tokenizer", "base", "sft", "lora")
 STAGES = ["tokenizer", "shards-pretrain", "pretrain", "shards-sft", "sft", "shards-lora", "lora"]
 # What someone does who has MLflow, transformers and PEFT, and nothing of ttrain.
 PLAIN = """
@@ -108,6 +109,16 @@ def test_the_tokenizer_is_an_artifact_with_its_figures_and_a_registered_model(fi
     assert rows(finished.home, "SELECT version FROM model_versions WHERE name = 'tiny-test-tokenizer'") == [(1,)]
 
 
+def test_every_version_and_every_registered_model_says_what_it_is(finished: Cli) -> None:
+    versions = {str(name): str(text) for name, text in rows(finished.home, "SELECT name, description FROM model_versions")}
+    models = {str(name): str(text) for name, text in rows(finished.home, "SELECT name, description FROM registered_models")}
+    assert versions.keys() == models.keys() == {"tiny-test", *(f"tiny-test-{kind}" for kind in KINDS)}
+    assert all("pipeline `tiny-test`" in text for text in models.values())
+    assert all(f"ttrain lineage {name}/1" in text for name, text in versions.items())
+    for name in ("tiny-test-base", "tiny-test-sft", "tiny-test-lora", "tiny-test"):
+        assert "- bits per byte, base model: **" in versions[name], "the evaluation came after they were registered"
+
+
 def test_every_registered_model_opens_without_ttrain_and_the_set_is_its_adapter_with_its_base(
     opened: dict[str, Any],
 ) -> None:
@@ -163,5 +174,8 @@ def test_two_ranks_and_their_micro_batches_are_restored(copy_of: Callable[..., C
     cli = copy_of()
     changes = ("runtime.devices=2", "runtime.rows_per_device=2", "runtime.deterministic=true", "pretrain.seed=9")
     cli("pipeline", "run", "full", "--only", "pretrain", "--engine", "none", *changes)
+    key = cli.manifest("pretrain", *changes)["key"]
+    query = "SELECT run_uuid FROM tags WHERE key = 'ttrain.key' AND value = ?"
+    assert len(rows(cli.home, query, key)) == 1, "two ranks are one run"
     said = cli("reproduce", "pretrain", settings=False)
     assert "the same: all 3 stages of pretrain/" in said and "not as it was" not in said

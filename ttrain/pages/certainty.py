@@ -48,7 +48,9 @@ def said(better: RunView, worse: RunView, name: str) -> str:
     rule = Promotion()
     decision = decide(both[0], both[1], rule)
     if decision.interval is None:
-        return f"{len(both[0].records)} held-out records are too few to say that this is more than chance"
+        count = len(both[0].records)
+        few = "1 held-out record is" if count == 1 else f"{count} held-out records are"
+        return f"{few} too few to say that this is more than chance"
     low, high = decision.interval
     interval = f"the {rule.confidence:.0%} interval of the difference is {low:.4f} to {high:.4f}"
     told = f"over {decision.samples:,} held-out records, {interval}"

@@ -10,6 +10,7 @@ from typing import Any, TypeGuard
 
 from ttrain.digests import digest_of
 from ttrain.pages import certainty, figures
+from ttrain.report import rounded
 from ttrain.tracking import RunView
 
 # Settings that move no weight and no figure of a model: where and how fast a run goes, and who hears of it.
@@ -181,7 +182,8 @@ def _modules(stage: str, manifests: Sequence[Mapping[str, Mapping[str, Any]]]) -
 
 
 def _figure(name: str, views: Sequence[RunView]) -> Figure:
-    values = tuple(view.metrics.get(name) for view in views)
+    given = [view.metrics.get(name) for view in views]
+    values = tuple(None if value is None else rounded(value) for value in given)  # equal but for the seventh digit is equal
     base = next((value for value in values if value is not None), None)
     shares = tuple(figures.percent(value, base) for value in values)
     return Figure(name, values, figures.better(name), figures.best(name, values), shares)

@@ -39,8 +39,8 @@ def _head(found: Comparison, views: Sequence[RunView], names: Sequence[Markup]) 
             names[place],
             tag("td", view.name, class_="short mono"),
             pill(view.status),
-            _date(view.started),
-            figures.duration(view.seconds),
+            tag("td", _date(view.started), class_="short"),
+            tag("td", figures.duration(view.seconds), class_="short"),
         )
         for place, view in enumerate(views)
     )

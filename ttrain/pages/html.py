@@ -1,7 +1,7 @@
-"""One page that needs nothing else: its style, its script, uPlot and its data inside, and no way to reach a network.
+"""One page that needs nothing else: its style, its scripts and its data inside, and no way to reach a network.
 
 Everything that comes from a run is text: escaped in HTML, JSON without "<" in the data, and the policy in the page lets no
-script run but the two that are named by their digests.
+script run but the two that are named by their digests, and none make another from text.
 """
 
 from __future__ import annotations
@@ -10,16 +10,20 @@ import base64
 import hashlib
 import html
 import json
+import math
+import re
 from collections.abc import Iterable, Sequence
 from importlib import resources
 from typing import Any
 
 from ttrain import __version__
+from ttrain.pages import library, specs
 from ttrain.pages.charts import Chart
 from ttrain.terminal import harmless
 
-COLOURS = 8  # .run0 ... of page.css
+TILES = 7  # in a row at most; .of4 ... of page.css
 LONG = 30  # characters of a cell that may be broken into lines anywhere
+MARKS = re.compile("<[^>]*>")
 
 
 class Markup(str):
@@ -57,7 +61,8 @@ def table(header: Sequence[object], rows: Iterable[Sequence[object]], numbers: S
     def cell(place: int, value: object) -> Markup:
         if isinstance(value, Markup) and value.startswith("<td"):
             return value
-        kind = "number" if place in numbers else "long" if len(str(value)) > LONG else None
+        shown = MARKS.sub("", value) if isinstance(value, Markup) else str(value)
+        kind = "number" if place in numbers else "long" if len(shown) > LONG else None
         return tag("td", value, class_=kind)
 
     head = (tag("th", name, class_="number" if place in numbers else None) for place, name in enumerate(header))
@@ -67,7 +72,7 @@ def table(header: Sequence[object], rows: Iterable[Sequence[object]], numbers: S
 
 def letter(label: str, run: int) -> Markup:
     """The short name of a run in its colour."""
-    return tag("span", label, class_=f"letter run{run % COLOURS}")
+    return tag("span", label, class_=f"letter run{run % specs.COLOURS}")
 
 
 def pill(status: str) -> Markup:
@@ -79,10 +84,10 @@ def pill(status: str) -> Markup:
 
 
 def tiles(figures: Iterable[tuple[str, object]]) -> Markup:
-    """The figures that matter most: (what, value)."""
-    return tag(
-        "div", *(tag("div", tag("b", value), tag("span", what), class_="tile") for what, value in figures), class_="tiles"
-    )
+    """The figures that matter most: (what, value); on a wide screen in rows of about as many each."""
+    shown = [tag("div", tag("b", value), tag("span", what), class_="tile") for what, value in figures]
+    rows = math.ceil(len(shown) / TILES)
+    return tag("div", *shown, class_=f"tiles of{math.ceil(len(shown) / rows)}") if shown else Markup()
 
 
 def details(summary: object, *inside: object) -> Markup:
@@ -114,10 +119,7 @@ class Page:
 
     def controls(self) -> Markup:
         """What changes all charts at once; nothing where there are no charts yet."""
-        axes = (
-            tag("label", Markup(f'<input type="radio" name="axis" value="{axis}">'), axis)
-            for axis in ("tokens", "step", "time")
-        )
+        axes = (tag("label", Markup(f'<input type="radio" name="axis" value="{axis}">'), axis) for axis in specs.AXES)
         return tag(
             "div",
             tag("fieldset", *axes),
@@ -129,10 +131,8 @@ class Page:
 
     def render(self, head: object) -> str:
         """The whole page; `head` stands above the sections."""
-        data = {"charts": [chart.to_json() for chart in self._charts], "runs": self._runs, "compares": self._compares}
-        data["axis"] = "tokens" if self._count_tokens() else "step"
-        style = f"{_asset('uplot.min.css')}\n{_asset('page.css')}"
-        scripts = [_asset("uplot.min.js"), _asset("page.js")] if self._charts else []
+        style = _asset("page.css")
+        scripts = [library.script(), _asset("page.js")] if self._charts else []
         policy = (
             f"default-src 'none'; script-src {_digests(scripts)}; style-src {_digests([style])}; img-src data:; "
             f"base-uri 'none'; form-action 'none'"
@@ -150,11 +150,25 @@ class Page:
             f"<header>{escape(head)}</header>\n{tag('nav', *headings)}\n",
             "\n".join(sections),
             tag("footer", f"ttrain {__version__}. This page is whole: it loads nothing, and can be sent as it is."),
-            f'\n<script type="application/json" id="data">{inert(data)}</script>\n' if self._charts else "\n",
+            f'\n<script type="application/json" id="data">{inert(self._data())}</script>\n' if self._charts else "\n",
             *(f"<script>{script}</script>\n" for script in scripts),
             "</body>\n</html>\n",
         ]
         return "".join(text)
+
+    def _data(self) -> dict[str, Any]:
+        """What the script draws, and as what: its specifications come from here alone, and never from a run."""
+        names = [f"--run{number}" for number in range(specs.COLOURS)]
+        return {
+            "charts": [chart.to_json() for chart in self._charts],
+            "runs": self._runs,
+            "compares": self._compares,
+            "axis": "tokens" if self._count_tokens() else "step",
+            "specs": specs.charts(),
+            "config": specs.config("--faint", "--grid", names),
+            "rows": specs.DATA,
+            "marked": specs.MARKED,
+        }
 
     def _count_tokens(self) -> bool:
         return any(point.tokens is not None for chart in self._charts for line in chart.lines for point in line.points)
@@ -172,7 +186,9 @@ def _figure(number: int, chart: Chart) -> Markup:
     caption = tag(
         "figcaption", chart.title, tag("span", chart.unit, class_="unit") if chart.unit else "", tag("span", class_="where")
     )
-    return tag("figure", caption, tag("div", class_="plot"), tag("div", class_="legend"), data_chart=number)
+    over = [tag("div", class_=name, hidden="") for name in ("brush", "rule")]
+    plot = tag("div", tag("div", class_="drawing"), *over, tag("div", class_="spots"), class_="plot")
+    return tag("figure", caption, plot, tag("div", class_="legend"), data_chart=number)
 
 
 def _digests(texts: Sequence[str]) -> str:

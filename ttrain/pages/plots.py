@@ -1,27 +1,24 @@
-"""Curves as a picture: PNG by matplotlib, which MLflow brings along."""
+"""Curves as a picture: the charts of the pages as PNG, drawn by vl-convert."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ttrain.errors import UsageError
-from ttrain.pages import charts, figures
+from ttrain.pages import charts, specs
 from ttrain.pages.charts import Chart, Line
 from ttrain.pages.compare import labels
 from ttrain.pages.comparison import TITLES
+from ttrain.terminal import escaped
 from ttrain.tracking import Point, RunView
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-AXES = ("tokens", "step", "time")
 SHOWN = ("loss", "perplexity", "learning rate")  # of one run, where no metric is asked for
-PANEL = (5.2, 3.2)  # inches
-DOTS_PER_INCH = 130
-MARKED = 40  # points up to which each is marked
+WIDTH, HEIGHT = 430, 240  # of the plot of a panel, before it is enlarged
+SCALE = 2.0  # pixels of the picture for each of these
+INK, FAINT, GRID = "#16202c", "#5d6b7c", "#edf1f5"  # as on a light page
 COLOURS = ("#2563eb", "#d9480f", "#0f8a5f", "#9333ea", "#b7791f", "#0891b2", "#db2777", "#4b5563")
 
 
@@ -60,55 +57,65 @@ def _over(views: Sequence[RunView], stage: str, metric: str) -> Chart:
     return Chart(metric, charts.unit_of(metric), tuple(lines))
 
 
-def draw(rows: Sequence[Sequence[Chart]], *, axis: str = "tokens", log: bool = False, title: str = "") -> Figure:
-    """The picture. A loss that is no number leaves a gap; an axis that a curve does not know gives way to that of steps."""
-    from matplotlib.figure import Figure
+def draw(rows: Sequence[Sequence[Chart]], *, axis: str = "tokens", log: bool = False, title: str = "") -> dict[str, Any]:
+    """The picture as a Vega-Lite specification. A loss that is no number leaves a gap; an axis that a curve does not know
+    gives way to that of steps. Texts are escaped: one with a letter that XML does not know ends the process that draws."""
+    look = specs.config(FAINT, GRID, list(COLOURS))
+    look["background"] = "white"
+    look["axis"] |= {"titleColor": FAINT, "titleFontWeight": "normal"}
+    look["title"] = {"anchor": "start", "color": INK, "fontSize": 13, "offset": 12}
+    apart = {"spacing": 28, "resolve": {"scale": {"color": "independent"}}}
+    return {
+        "vconcat": [{"hconcat": [_panel(panel, axis, log) for panel in panels], **apart} for panels in rows],
+        **apart,
+        "padding": 16,
+        "config": look,
+        **({"title": {"text": escaped(title), "fontWeight": "normal", "offset": 16}} if title else {}),
+    }
 
-    columns = max(map(len, rows))
-    with _plain():
-        figure = Figure(figsize=(PANEL[0] * columns, PANEL[1] * len(rows)), layout="constrained")
-        for row, panels in enumerate(rows):
-            for column, panel in enumerate(panels):
-                _panel(figure.add_subplot(len(rows), columns, row * columns + column + 1), panel, axis, log)
-        if title:
-            figure.suptitle(title, fontsize=11, x=0.01, ha="left")
-    return figure
 
-
-def _panel(axes: Any, panel: Chart, axis: str, log: bool) -> None:
+def _panel(panel: Chart, axis: str, log: bool) -> dict[str, Any]:
     compares = len({line.run for line in panel.lines}) > 1
     shown = axis if all(_x(point, axis, 0.0) is not None for line in panel.lines for point in line.points) else "step"
-    for number, line in enumerate(panel.lines):
-        began = line.points[0].time
-        x = [_x(point, shown, began) for point in line.points]
-        y = [point.value for point in line.points]
-        colour = COLOURS[(line.run if compares else number) % len(COLOURS)]
-        axes.plot(x, y, color=colour, linewidth=1.6, marker="." if len(x) <= MARKED else "", label=line.label)
-    axes.set_title(panel.title, fontsize=10, fontweight="bold", loc="left")
-    axes.set_xlabel({"time": "seconds"}.get(shown, shown))
-    axes.set_ylabel(panel.unit)
-    axes.grid(alpha=0.25, linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
-    if log:
-        axes.set_yscale("log")
-    if shown != "time":
-        axes.xaxis.set_major_formatter(lambda value, _: figures.short(value))
-    if len(panel.lines) > 1:
-        axes.legend(fontsize=7 if compares else 8, frameon=False)
+    spec = specs.chart(shown, log=log)
+    spec |= {"width": WIDTH, "height": HEIGHT, "title": {"text": escaped(panel.title)}}
+    spec["data"] = {"values": [row for number, line in enumerate(panel.lines) for row in _rows(line, number, shown, log)]}
+    coding = spec["encoding"]
+    coding["x"]["axis"]["title"] = shown
+    coding["y"]["axis"]["title"] = panel.unit or None
+    colours = [COLOURS[(line.run if compares else number) % len(COLOURS)] for number, line in enumerate(panel.lines)]
+    legend = {"title": None, "orient": "bottom", "columns": 1 if compares else 0, "labelLimit": 0, "symbolType": "stroke"}
+    coding["color"] = {
+        "field": "label",
+        "type": "nominal",
+        "scale": {"domain": [escaped(line.label) for line in panel.lines], "range": colours},
+        "legend": legend if len(panel.lines) > 1 else None,
+    }
+    return spec
 
 
-def save(figure: Figure, path: Path) -> None:
+def _rows(line: Line, number: int, axis: str, log: bool) -> Iterator[dict[str, Any]]:
+    """The points of a line as the specification has them."""
+    points = charts.thinned(line.points)
+    for point in points:
+        there = math.isfinite(point.value) and not (log and point.value <= 0)
+        yield {
+            "x": _x(point, axis, points[0].time),
+            "y": point.value if there else None,
+            "line": number,
+            "label": escaped(line.label),
+            "faint": False,
+            "dot": len(points) < specs.MARKED,
+        }
+
+
+def save(picture: Mapping[str, Any], path: Path) -> None:
     """Write it as PNG, whatever the name ends in."""
-    with _plain():
-        figure.savefig(path, format="png", dpi=DOTS_PER_INCH)
+    import vl_convert
 
-
-def _plain() -> AbstractContextManager[None]:
-    """Names are no mathematics, also with a "$" in them."""
-    from matplotlib import rc_context
-
-    return rc_context({"text.parse_math": False})
+    path.write_bytes(vl_convert.vegalite_to_png(dict(picture), scale=SCALE))
 
 
 def _x(point: Point, axis: str, began: float) -> float | None:
-    return point.time - began if axis == "time" else point.tokens if axis == "tokens" else float(point.step)
+    """In milliseconds where it is a time."""
+    return 1000 * (point.time - began) if axis == "time" else point.tokens if axis == "tokens" else float(point.step)

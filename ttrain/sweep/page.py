@@ -35,17 +35,17 @@ def render(sweep: Sweep, trials: Sequence[Trial], importances: Mapping[str, floa
         )
         for key, dimension in space.dimensions.items()
     ]
-    if done:
-        page.section(f"What each setting does to {measure.metric}", html.tag("div", *plots, class_="charts"))
-    if importances:
-        rows = [(name, f"{100 * share:.0f} %") for name, share in importances.items()]
-        page.section("How much of the difference each setting explains", html.table(("setting", "share"), rows, numbers=[1]))
     if len(done) > 1:
         values = [trial.value or 0.0 for trial in done]
         standing = list(accumulate(values, max if measure.maximize else min))
         dots = [Dot(trial.number, trial.value or 0.0, _told(trial, None), trial == best) for trial in done]
         line = [(float(trial.number), value) for trial, value in zip(done, standing, strict=True)]
-        page.section("As the sweep went on", html.tag("div", scatter("trial", dots, line=line, whole=True), class_="charts"))
+        plots.append(scatter("trial, and the best so far", dots, line=line, whole=True))
+    if done:
+        page.section(f"What each setting does to {measure.metric}", html.tag("div", *plots, class_="charts"))
+    if importances:
+        rows = [(name, f"{100 * share:.0f} %") for name, share in importances.items()]
+        page.section("How much of the difference each setting explains", html.table(("setting", "share"), rows, numbers=[1]))
     page.section("While the trials trained", page.charts(_curves(curves, measure.metric)))
     header, cells = summary.trial_table(trials, space, measure)
     numbers = [*range(2 + len(space.dimensions)), len(header) - 2]

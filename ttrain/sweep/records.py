@@ -126,10 +126,13 @@ def named(home: Path, name: str = LATEST) -> Sweep:
     exact = [sweep for sweep in found if sweep.name == name]
     if len(exact or found) == 1:
         return (exact or found)[0]
+    if not sweeps:
+        raise UsageError(
+            f"there is no sweep in {home} yet; begin one with `ttrain sweep full 'pretrain.optim.lr=log(1e-4,3e-3)'`"
+        )
     names = ", ".join(sweep.name for sweep in (found or sweeps)[:SHOWN_SWEEPS])
-    rule = "means several sweeps" if found else "is no sweep"
-    listing = f"{rule}: {names}" if names else "is no sweep, and there is none yet"
-    raise UsageError(f"{name} {listing}; begin one with `ttrain sweep full 'pretrain.optim.lr=log(1e-4,3e-3)'`")
+    rule = "means several sweeps" if found else "is no sweep; the newest are"
+    raise UsageError(f"'{name}' {rule}: {names}; `ttrain sweep list` has all")
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from ttrain.pages.html import Markup, tag
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 420, 240, 58, 14, 12, 34
+FAINT_LINE = {"stroke": "currentColor", "stroke_opacity": 0.15}
 TICKS = 5
 STEPS = (1, 2, 5, 10)
 MARGIN = 0.06  # of an axis, beyond its outermost values
@@ -39,7 +40,7 @@ def scatter(
     ticks = labels or {tick: f"{tick:g}" for tick in x.ticks(whole=whole)}
     parts: list[object] = []
     for tick in y.ticks():
-        parts.append(tag("line", class_="grid", x1=LEFT, x2=WIDTH - RIGHT, y1=y.at(tick), y2=y.at(tick)))
+        parts.append(tag("line", **FAINT_LINE, x1=LEFT, x2=WIDTH - RIGHT, y1=y.at(tick), y2=y.at(tick)))
         parts.append(tag("text", f"{tick:g}", class_="faint", x=LEFT - 6, y=y.at(tick) + 4, text_anchor="end"))
     for tick, label in ticks.items():
         parts.append(tag("text", label, class_="faint", x=x.at(tick), y=HEIGHT - BOTTOM + 18, text_anchor="middle"))
@@ -52,7 +53,8 @@ def scatter(
             colour, radius = ("run1", 6) if dot.best else ("run0", 4)
             told = tag("title", dot.told)
             parts.append(tag("circle", told, class_=colour, fill="currentColor", cx=x.at(dot.x), cy=y.at(dot.y), r=radius))
-    drawing = tag("svg", *parts, class_="times", viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img", aria_label=title)
+    shape = {"viewBox": f"0 0 {WIDTH} {HEIGHT}", "height": HEIGHT, "preserveAspectRatio": "xMinYMid meet"}  # never enlarged
+    drawing = tag("svg", *parts, class_="times", **shape, role="img", aria_label=title)
     return tag("figure", tag("figcaption", title), drawing)
 
 

@@ -27,6 +27,7 @@ FORMS = {
 OF_OTHERS = ("loguniform", "range", "randint", "interval", "linspace")  # what other programs call theirs
 _EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")  # a number that YAML 1.1 takes for text
 _CALL = re.compile(r"\s*([A-Za-z_]+)\s*\((.*)\)\s*", re.DOTALL)
+_UNCLOSED = re.compile(rf"\s*({'|'.join(FORMS)})\s*\([^)]*")
 
 
 @final
@@ -199,9 +200,11 @@ class _Wrong(Exception):
 
 
 def _looks_like_one(text: str) -> bool:
-    """Whether it is a call, with a name that is one of ours or nearly: the words of a text are left alone."""
-    called = _CALL.fullmatch(text)
-    return called is not None and bool(difflib.get_close_matches(called[1].lower(), [*FORMS, *OF_OTHERS], n=1))
+    """Whether it is a call, with a name that is one of ours or nearly, or the beginning of one: the words of a text are left
+    alone."""
+    if (called := _CALL.fullmatch(text)) is None:
+        return _UNCLOSED.fullmatch(text) is not None
+    return bool(difflib.get_close_matches(called[1].lower(), [*FORMS, *OF_OTHERS], n=1))
 
 
 def _choice(arguments: Sequence[Any]) -> Listed:
@@ -247,7 +250,7 @@ def _interval(kind: str, arguments: Sequence[Any]) -> Interval | Listed:
 def _numbers(arguments: Sequence[Any], fewest: int, most: int) -> list[float]:
     """The arguments as finite numbers."""
     if not fewest <= len(arguments) <= most:
-        raise _Wrong(f"it has {len(arguments)} values")
+        raise _Wrong(f"it has {len(arguments)} value{'' if len(arguments) == 1 else 's'}, with commas between")
     try:
         numbers = [float(argument) for argument in arguments if not isinstance(argument, bool)]
     except (TypeError, ValueError):

@@ -19,7 +19,8 @@ EXTRAS: Final = {"tensorboard": "tb", "wandb": "wandb", "swanlab": "swanlab"}
 def check(loggers: Iterable[str]) -> None:
     """Raises UsageError, with the command that installs it, for a logger of `runtime.loggers` that is not installed."""
     for name in loggers:
-        if find_spec(name) is None:
+        spec = find_spec(name)
+        if spec is None or spec.origin is None:  # a mere directory, such as wandb leaves
             raise UsageError(
                 f"runtime.loggers has {name}, which is not installed; run: pip install 'ttrain[{EXTRAS[name]}]', "
                 f"or leave {name} out of runtime.loggers"

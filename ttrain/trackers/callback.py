@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import subprocess
@@ -38,9 +39,12 @@ class Loggers(Callback):
     def start(self, step: int, steps: int) -> None:
         for name in self._names:
             task = {"logger": name, "directory": str(self._directory.absolute()), **self._description}
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", FOLLOWER], stdin=subprocess.PIPE, stderr=subprocess.STDOUT
-            )  # its words go to the stage's log
+            command = [sys.executable, "-P", "-m", FOLLOWER]
+            try:
+                process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.STDOUT)  # to the stage's log
+            except OSError as error:  # no memory for one more process
+                log.warning("the logger %s cannot be started, %s goes nowhere else: %s", name, self._directory, error)
+                continue
             self._processes[name] = process
             _tell(process, json.dumps(task))
 
@@ -53,9 +57,7 @@ class Loggers(Callback):
     def _end(self, word: str) -> None:
         deadline = time.monotonic() + PATIENCE_SECONDS
         for process in self._processes.values():
-            _tell(process, word)
-            if process.stdin:
-                process.stdin.close()
+            _tell(process, word, last=True)
         for name, process in self._processes.items():
             try:
                 code = process.wait(max(0.0, deadline - time.monotonic()))
@@ -67,11 +69,12 @@ class Loggers(Callback):
         self._processes = {}
 
 
-def _tell(process: subprocess.Popen[bytes], line: str) -> None:
-    """A line to its input; one that has ended already is told of at the end."""
+def _tell(process: subprocess.Popen[bytes], line: str, *, last: bool = False) -> None:
+    """A line to its input, which ends with the last; one that has ended already is told of at the end."""
     assert process.stdin is not None, "it was started with a pipe"
-    try:
+    with contextlib.suppress(OSError):
         process.stdin.write(f"{line}\n".encode())
         process.stdin.flush()
-    except OSError:
-        pass
+    if last:
+        with contextlib.suppress(OSError):  # closing writes once more what an ended process did not take
+            process.stdin.close()

@@ -12,30 +12,32 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
 from ttrain.errors import TrackingError, UsageError
-from ttrain.tracking.calls import first_line, outcome, shown
+from ttrain.tracking.calls import first_line, is_locked, outcome, shown
 from ttrain.tracking.champions import Champions
-from ttrain.tracking.database import database_of, mend_moved_home, open_client
+from ttrain.tracking.database import Later, artifacts_of, database_of, mend_moved_home, open_client
 from ttrain.tracking.follower import MetricsFollower
 from ttrain.tracking.inputs import DataInput, data_of, read_by
 from ttrain.tracking.loadable import CARD, Loadable
-from ttrain.tracking.outbox import waiting_keys
+from ttrain.tracking.outboxes import waiting_keys
 from ttrain.tracking.reading import LATEST, read_local, read_run, read_runs
 from ttrain.tracking.registered import registered_keys as _registered_keys
 from ttrain.tracking.registry import Version
 from ttrain.tracking.registry import find_version as _find_version
-from ttrain.tracking.runs import NullRun, Run
+from ttrain.tracking.runs import Run
 from ttrain.tracking.safety import masked, without_credentials
 from ttrain.tracking.sets import CHALLENGER, CHAMPION, Member, ModelSet, last_of, lock_of, tags_of
 from ttrain.tracking.showing import NOTE, Addresses, addresses_of, refresh_views, source_tags
-from ttrain.tracking.store import NullStore, Store
+from ttrain.tracking.store import Store
 from ttrain.tracking.syncing import Waiting
 from ttrain.tracking.syncing import sync as _sync
 from ttrain.tracking.syncing import waiting as _waiting
+from ttrain.tracking.untracked import NullRun, NullStore
 from ttrain.tracking.views import InputView, Point, RunView, StageView
 
 __all__ = [
@@ -85,6 +87,7 @@ __all__ = [
     "refresh_views",
     "registered_keys",
     "rollback",
+    "server_app",
     "source_tags",
     "sync",
     "tags_of",
@@ -122,11 +125,13 @@ def open_store(home: Path, experiment: str) -> Store | NullStore:
         return NullStore()
     uri = tracking_uri(home)
     _quieten()
-    store, error = outcome(lambda: Store(open_client(uri, home), uri, home, experiment))
-    if store is None or error is not None:
-        log.warning("MLflow at %s cannot be opened, nothing is tracked: %s", shown(uri), error and first_line(error))
+    client, error = outcome(lambda: open_client(uri, home))
+    if error is not None and not is_locked(error):
+        log.warning("MLflow at %s cannot be opened, nothing is tracked: %s", shown(uri), first_line(error))
         return NullStore()
-    store.tried("opening the experiment", store.experiment_id)
+    store = Store(Later(uri, home) if error else client, uri, home, experiment)
+    store.asking.is_silent |= error is not None
+    store.asking.tried("opening the experiment", store.experiment_id)
     store.tell_earlier()
     return store
 
@@ -148,7 +153,9 @@ def addresses(home: Path, experiments: Iterable[str], run_ids: Sequence[str] = (
     if uri == f"sqlite:///{database_of(home)}" and not database_of(home).exists():
         return None
     store, error = outcome(lambda: open_reader(home))
-    found, error = (None, error) if store is None else store.once(lambda: addresses_of(store.client, experiments, run_ids))
+    found = None
+    if store is not None:
+        found, error = store.asking.once(lambda: addresses_of(store.client, experiments, run_ids))
     if error is not None:
         cure = "; unset MLFLOW_TRACKING_URI to see what is in the home itself" if "MLFLOW_TRACKING_URI" in os.environ else ""
         raise TrackingError(f"MLflow at {shown(uri)} cannot be asked: {first_line(error)}{cure}") from error
@@ -260,6 +267,20 @@ def prepare(home: Path) -> None:
     _, error = outcome(lambda: open_client(f"sqlite:///{database_of(home)}", home))
     if error is not None:
         log.warning("MLflow's database %s cannot be prepared: %s", database_of(home), first_line(error))
+
+
+def server_app(home: Path) -> Any:
+    """MLflow's server application over the home's own database and files, as `mlflow server` runs it, for uvicorn.
+
+    Without that command, which imports all of MLflow once more before it starts this. Raises what MLflow does.
+    """
+    names: Any = import_module("mlflow.server.constants")
+    uri, artifacts = f"sqlite:///{database_of(home)}", artifacts_of(home)
+    os.environ[names.BACKEND_STORE_URI_ENV_VAR] = uri
+    os.environ[names.ARTIFACT_ROOT_ENV_VAR] = os.environ[names.ARTIFACTS_DESTINATION_ENV_VAR] = artifacts
+    os.environ[names.SERVE_ARTIFACTS_ENV_VAR] = "true"
+    import_module("mlflow.server.handlers").initialize_backend_stores(uri, uri, artifacts)
+    return import_module("mlflow.server.fastapi_app").app
 
 
 def _is_installed() -> bool:

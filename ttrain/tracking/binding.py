@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ttrain.store import read_json
 from ttrain.tracking import outbox
-from ttrain.tracking.calls import RefusedError, code_of
+from ttrain.tracking.calls import RefusedError, code_of, is_refusal
 from ttrain.tracking.runs import Run
 
 if TYPE_CHECKING:
@@ -82,8 +82,10 @@ def _made(store: Store, run: Run, parent: str | None) -> Any:
     began = int(1000 * float(about.get("started", time.time())))
     try:
         return store.client.create_run(store.experiment_id(run.box.about.get("experiment")), began, tags, about["name"])
-    except Exception:
-        if store.is_http:
+    except Exception as error:
+        if is_refusal(error):
+            store.forget_experiments()  # the one that was known is gone
+        elif store.is_http:
             run.box.note(doubtful=True)
         raise
 

@@ -36,6 +36,11 @@ def is_refusal(error: Exception) -> bool:
     return isinstance(error, RefusedError) or code_of(error) in ("INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST")
 
 
+def is_locked(error: Exception) -> bool:
+    """Whether another program writes to the SQLite file, and did so for longer than was waited for."""
+    return "database is locked" in str(error)
+
+
 def unless_there(create: Callable[[], object]) -> None:
     """Creates what another thread or process may be creating, too."""
     try:

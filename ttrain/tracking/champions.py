@@ -20,6 +20,7 @@ from ttrain.errors import TrackingError, UsageError
 from ttrain.store import exclusive
 from ttrain.tracking.calls import first_line, is_refusal, outcome, shown
 from ttrain.tracking.database import database_of, open_client
+from ttrain.tracking.descriptions import add_decision
 from ttrain.tracking.sets import CHALLENGER, CHAMPION, DECISION, KIND, SET, ModelSet, all_pages, lock_of, set_of
 from ttrain.tracking.store import Store
 
@@ -93,7 +94,8 @@ class Champions:
         text = json.dumps(dict(decision), sort_keys=True)
         word = "promoted" if decision["promote"] else "kept"
         self._asked(partial(self._client.set_model_version_tag, name, version, DECISION, text))
-        self._asked(partial(self._client.update_model_version, name, version, table))
+        found = self._asked(partial(self._client.get_model_version, name, version))
+        self._asked(partial(add_decision, self._client, found, table))
         if run_id or chosen.run_id:
             store = Store(self._client, self._uri, self._home, "")
             run = store.run_of(run_id or str(chosen.run_id))

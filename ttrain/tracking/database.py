@@ -8,7 +8,7 @@ import os
 import sqlite3
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, final
 
 log = logging.getLogger("ttrain")
 
@@ -24,6 +24,9 @@ LOCATIONS: Final = (
     ("trace_tags", "value"),
     ("datasets", "dataset_source"),
 )
+
+
+LOCKED_SECONDS = 10.0  # that a file which another program is writing to is waited for
 
 
 def database_of(home: Path) -> Path:
@@ -52,6 +55,20 @@ def open_client(uri: str, home: Path) -> Any:
         client = _client(uri)
         mend_moved_home(home)
     return client
+
+
+@final
+class Later:
+    """A client that could not be opened since its database is locked: it is opened when it is first used."""
+
+    def __init__(self, uri: str, home: Path) -> None:
+        self._uri, self._home = uri, home
+        self._client: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        if self._client is None:
+            self._client = open_client(self._uri, self._home)
+        return getattr(self._client, name)
 
 
 def _client(uri: str) -> Any:
@@ -94,8 +111,15 @@ def _make(database: Path, tools: Any) -> None:
 
 
 def revision_of(database: Path) -> str:
-    with contextlib.closing(sqlite3.connect(database)) as db:
+    with contextlib.closing(sqlite3.connect(database, timeout=LOCKED_SECONDS)) as db:
         return str(db.execute("SELECT version_num FROM alembic_version").fetchone()[0])
+
+
+def try_to_write(database: Path) -> None:
+    """Raises sqlite3.OperationalError where another program is writing."""
+    with contextlib.closing(sqlite3.connect(database, timeout=0.1, isolation_level=None)) as db:
+        db.execute("BEGIN IMMEDIATE")
+        db.execute("ROLLBACK")
 
 
 def mend_moved_home(home: Path) -> int:
@@ -107,7 +131,10 @@ def mend_moved_home(home: Path) -> int:
     home, changed = home.resolve(), 0
     if not database_of(home).exists():
         return 0
-    with contextlib.closing(sqlite3.connect(database_of(home), timeout=30, isolation_level=None)) as db:
+    with contextlib.closing(sqlite3.connect(database_of(home), timeout=LOCKED_SECONDS, isolation_level=None)) as db:
+        with contextlib.suppress(sqlite3.OperationalError):  # no such table: it was not ttrain that made it
+            if db.execute("SELECT path FROM ttrain_home").fetchone() == (str(home),):
+                return 0  # without the turn of a writer, for which others may have it wait
         db.execute("BEGIN IMMEDIATE")
         db.execute("CREATE TABLE IF NOT EXISTS ttrain_home (path TEXT NOT NULL)")
         recorded = db.execute("SELECT path FROM ttrain_home").fetchone()

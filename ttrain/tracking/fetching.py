@@ -181,7 +181,7 @@ class Tracked:
             runs = client.search_runs(ids, wanted, max_results=CANDIDATES, order_by=order)
             return [(run.info.run_id, run.info.artifact_uri) for run in runs]
 
-        found, error = store.once(ask)
+        found, error = store.asking.once(ask)
         if error is not None:
             raise error
         return found or []

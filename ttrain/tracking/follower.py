@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Final, final
 
 from ttrain.tracking.calls import shown
-from ttrain.tracking.deliveries import parse_row
+from ttrain.tracking.deliveries import BEGUN
 from ttrain.tracking.files import write_text
-from ttrain.tracking.runs import NullRun, Run
+from ttrain.tracking.rows import parse_row
+from ttrain.tracking.runs import Run
+from ttrain.tracking.untracked import NullRun
 
 log = logging.getLogger("ttrain")
 
@@ -65,13 +67,15 @@ class MetricsFollower:
             taken = self._drain(run)
             self._drained = taken and stopping
             if stopping and not taken:
-                if run.store.is_silent:  # it may be so for hours
+                if run.store.asking.is_silent:  # it may be so for hours
                     return
                 time.sleep(0.5)
             self._stopping.wait(self._seconds)
 
     def _drain(self, run: Run) -> bool:
         while not self._given_up and (chunk := self._read()):
+            if BEGUN not in self._entry.parts:
+                run.box.arrived(self._entry, BEGUN)
             if not run.log_metrics(row for line in chunk.splitlines() if (row := parse_row(line)) is not None):
                 return False
             self._offset, self._tail = self._offset + len(chunk), (self._tail + chunk)[-256:]

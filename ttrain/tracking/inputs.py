@@ -8,6 +8,7 @@ the tokenizer too, and is a tag of the link between run and data set.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -24,6 +25,7 @@ SOURCE_BYTES: Final = 60_000  # of MLflow's 65535
 SHARDS: Final = "shards-"
 COUNTED_AS: Final = {"rows": "documents", "bytes": "bytes"}
 HELD_OUT: Final = "heldout"
+TAKEN: Final = re.compile("unique constraint|duplicate (key|entry)", re.IGNORECASE)  # SQLite, PostgreSQL, MySQL
 
 
 @dataclass(frozen=True)
@@ -67,13 +69,23 @@ def read_by(inputs: Mapping[str, Artifact], *, trains: bool) -> list[DataInput]:
 
 
 def log(client: Any, run_id: str, inputs: Iterable[DataInput]) -> None:
-    """Tell MLflow that a run reads these; one that it lists already is not listed twice."""
+    """Tell MLflow that a run reads these; one that it lists already is not listed twice.
+
+    MLflow looks whether it has a data set, then makes it: runs side by side that read the same ones, as the trials of a
+    sweep, meet there, at most once for each data set.
+    """
     entities = import_module("mlflow.entities")
     known = client.get_run(run_id).inputs
     there = {(one.dataset.name, one.dataset.digest) for one in (known.dataset_inputs if known else ())}
     fresh = {(data.name, data.digest): data for data in inputs if (data.name, data.digest) not in there}
-    if fresh:
-        client.log_inputs(run_id, datasets=[_entity(entities, data) for data in fresh.values()])
+    datasets = [_entity(entities, data) for data in fresh.values()]
+    for left in reversed(range(len(datasets) + 1) if datasets else ()):
+        try:
+            client.log_inputs(run_id, datasets=datasets)
+            return
+        except Exception as error:
+            if not left or not TAKEN.search(str(error)):
+                raise
 
 
 def _entity(entities: Any, data: DataInput) -> Any:

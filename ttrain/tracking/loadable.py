@@ -19,7 +19,8 @@ import yaml
 
 from ttrain.store import Artifact, read_json
 from ttrain.tracking.files import local_path
-from ttrain.tracking.runs import NullRun, Run
+from ttrain.tracking.runs import Run
+from ttrain.tracking.untracked import NullRun
 
 CARD: Final = "README.md"
 LOADS: Final = "ttrain.loads"  # tag of a version: what it opens with, where MLflow can open it

@@ -15,36 +15,24 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import platform
 import re
 import secrets
 import shutil
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, final
 
 from ttrain.store import read_json
+from ttrain.tracking import journal
+from ttrain.tracking.journal import Entry
 
 log = logging.getLogger("ttrain")
 
 FOLDER: Final = "tracking"  # in the home
 ID: Final = re.compile(r"[0-9a-f]{32}")
-IDLE_DAYS: Final = 7  # an outbox of another machine, which shares this home, is left alone for so long
-
-
-@dataclass(eq=False)
-class Entry:
-    """One thing to tell; `parts` are the files of it that have arrived, `answer` what MLflow said."""
-
-    number: int
-    what: str
-    data: Mapping[str, Any]
-    parts: set[str] = field(default_factory=set)
-    answer: Any = None
 
 
 @final
@@ -57,10 +45,16 @@ class Outbox:
         self.entries: list[Entry] = list(entries)  # still to be told
         self._next = 1 + max((entry.number for entry in self.entries), default=0)
         self._lock, self._held, self._warned = threading.RLock(), contextlib.ExitStack(), False
+        self._is_kept = directory is not None
 
     @property
     def id(self) -> str:
         return str(self.about["id"])
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether all of it is on disk, and so outlives this process."""
+        return self._is_kept
 
     def note(self, **values: Any) -> None:
         """Say more about the run."""
@@ -155,17 +149,10 @@ class Outbox:
                 self._warn(error)
 
     def _append(self, row: Mapping[str, Any]) -> None:
-        """One write a line, so that a kill leaves whole lines; a newline before, where a crash of the machine did not."""
         if self.directory is None:
             return
         try:
-            number = os.open(self.directory / "journal.jsonl", os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
-            try:
-                size = os.fstat(number).st_size
-                torn = size and os.pread(number, 1, size - 1) != b"\n"
-                os.write(number, (b"\n" if torn else b"") + json.dumps(dict(row)).encode() + b"\n")
-            finally:
-                os.close(number)
+            journal.append(self.directory, row)
         except OSError as error:
             self._warn(error)
 
@@ -175,6 +162,7 @@ class Outbox:
                 (self.directory / "files" / kept).unlink(missing_ok=True)
 
     def _warn(self, error: OSError) -> None:
+        self._is_kept = False
         if not self._warned:
             log.warning("what MLflow has yet to be told cannot be kept in %s: %s", self.directory, error.strerror)
         self._warned = True
@@ -210,83 +198,7 @@ def take(directory: Path, seconds: float = 0.0) -> Outbox | None:
         box.directory = None
         box.close()
         return None
-    read = _read(directory / "journal.jsonl")
+    read = journal.read(directory)
     box.about, box.entries = about, list(read.values())
     box._next = 1 + max(read, default=0)
     return box
-
-
-def found(home: Path) -> list[Path]:
-    """The directories of all outboxes, the oldest run first."""
-    with contextlib.suppress(OSError):
-        return sorted((path for path in (home / FOLDER).iterdir() if ID.fullmatch(path.name)), key=_began)
-    return []
-
-
-def may_be_taken(directory: Path) -> bool:
-    """Whether its process may be gone: locks of other machines are not to be relied on, so those are left a week."""
-    about = read_json(directory / "run.json")
-    if not isinstance(about, dict):
-        return False
-    return about.get("host") == platform.node() or time.time() - last_change(directory) > 86400 * IDLE_DAYS
-
-
-def last_change(directory: Path) -> float:
-    """Seconds since 1970."""
-    with contextlib.suppress(OSError):
-        return max(path.stat().st_mtime for path in directory.iterdir() if path.name != "lock")
-    return time.time()
-
-
-def children_first(directories: Iterable[Path]) -> list[Path]:
-    """The same, each run after those that are parts of it: its models are registered from their runs, not once more."""
-    known = {path: read_json(path / "run.json") for path in directories}
-    about = {path: told for path, told in known.items() if isinstance(told, dict)}
-    roots = {str(told.get("id")): float(told.get("started", 0)) for told in about.values() if not told.get("parent")}
-
-    def place(path: Path) -> tuple[float, bool]:
-        told = about.get(path, {})
-        return roots.get(str(told.get("parent") or told.get("id")), float(told.get("started", 0))), not told.get("parent")
-
-    return sorted(known, key=place)
-
-
-def entries_of(directory: Path) -> list[Entry]:
-    """What is still to be told, also where a process has the outbox."""
-    return list(_read(directory / "journal.jsonl").values())
-
-
-def waiting_keys(home: Path) -> frozenset[str]:
-    """Keys of the artifacts whose files are still to be sent."""
-    paths = [entry.data.get("path") for box in found(home) for entry in entries_of(box)]
-    parts = [Path(path).parts for path in paths if path]
-    return frozenset(part[2] for part in parts if len(part) > 2 and part[0] == "store")
-
-
-def _began(directory: Path) -> float:
-    about = read_json(directory / "run.json")
-    return float(about.get("started", 0)) if isinstance(about, dict) else 0.0
-
-
-def _read(journal: Path) -> dict[int, Entry]:
-    """What is still to be told, by number, in its order; a torn line, of a crash of the machine, is passed over."""
-    entries: dict[int, Entry] = {}
-    for row in _rows(journal):
-        number = row.get("number")
-        if "told" in row:
-            entries.pop(row["told"], None)
-        elif "what" in row and isinstance(number, int):
-            data = {key: value for key, value in row.items() if key not in ("number", "what")}
-            entries[number] = Entry(number, row["what"], data)
-        elif "part" in row and number in entries:
-            entries[number].parts.add(row["part"])
-    return entries
-
-
-def _rows(journal: Path) -> Iterator[dict[str, Any]]:
-    with contextlib.suppress(OSError):
-        for line in journal.read_bytes().splitlines():
-            with contextlib.suppress(ValueError):
-                row = json.loads(line)
-                if isinstance(row, dict):
-                    yield row

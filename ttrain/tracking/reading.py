@@ -17,6 +17,7 @@ from ttrain import runs, tracking
 from ttrain.config.base import flatten
 from ttrain.errors import UsageError
 from ttrain.store import Store, read_json
+from ttrain.tracking import links
 from ttrain.tracking.calls import first_line, shown
 from ttrain.tracking.database import database_of
 from ttrain.tracking.reading_database import Database
@@ -208,7 +209,7 @@ class _Reading:
         keys = {stage.get("key") for record in records if record for stage in record["stages"]} - {None, ""}
         ids = list(self._ask("with_tags", "mlflow.parentRunId", parents) or []) if parents else []
         for parent in parents.values():
-            keys |= {value for tag, value in parent.tags.items() if tag.startswith("ttrain.key.")}
+            keys |= {about["key"] for about in links.stages_of(parent.tags).values() if "key" in about}
         ids += (self._ask("with_tags", "ttrain.key", keys) or []) if keys else []
         children = self._ask("runs", dict.fromkeys(ids)) or {}
         found: dict[tuple[str, str], list[Tracked]] = {}
@@ -298,9 +299,9 @@ def _stages_noted(parent: Tracked | None, own: Mapping[str, Tracked]) -> list[di
     for name, child in own.items():
         key, seconds = child.tags.get("ttrain.key"), _seconds(child)
         found[name] = {"name": name, "outcome": _outcome(child), "key": key, "seconds": seconds}
-    for tag, key in parent.tags.items() if parent else ():
-        if tag.startswith("ttrain.key.") and (name := tag.removeprefix("ttrain.key.")) not in found:
-            found[name] = {"name": name, "outcome": "cached", "key": key}
+    for name, about in links.stages_of(parent.tags).items() if parent else ():
+        if name not in found and "key" in about:
+            found[name] = {"name": name, "outcome": "cached", "key": about["key"]}
     return sorted(found.values(), key=lambda stage: own[stage["name"]].started if stage["name"] in own else 0.0)
 
 

@@ -81,7 +81,7 @@ class Client:
         return self._asked(lambda: all_pages(page)) if where else []
 
     def _asked(self, action: Callable[[], Any]) -> Any:
-        found, error = self._store.once(action)
+        found, error = self._store.asking.once(action)
         if error is not None:
             raise error
         return found

@@ -108,7 +108,7 @@ class Files:
                 self._tokens[run_id] = {step: value for step, _, value in tokens}
             tokens_at = self._tokens[run_id]
         latest = {step: Point(step, tokens_at.get(step), when / 1000, value) for step, when, value in found}
-        return [latest[step] for step in sorted(latest)]
+        return list(latest.values())  # `history` is in the order of the steps, and a key keeps its first place
 
     def _on_disk(self, stage: str, key: str | None) -> dict[str, list[Point]]:
         """All curves of the stage's own files; read once, for a long training has a hundred thousand lines."""

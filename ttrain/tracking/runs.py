@@ -12,8 +12,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, final
 
-from ttrain.tracking.calls import clean, code_of, plain, shown
-from ttrain.tracking.outbox import Entry, Outbox
+from ttrain.tracking.calls import RefusedError, clean, code_of, plain, shown
+from ttrain.tracking.journal import Entry
+from ttrain.tracking.outbox import Outbox
+from ttrain.tracking.rows import Row
 from ttrain.tracking.safety import artifact_path as checked
 from ttrain.tracking.safety import masked
 
@@ -22,7 +24,6 @@ if TYPE_CHECKING:
     from ttrain.tracking.store import Store
 
 log = logging.getLogger("ttrain")
-Row = Mapping[str, Any]
 Point = tuple[str, float, int, int]  # name, value, milliseconds since 1970, step
 
 METRICS_PER_BATCH: Final = 1000  # MLflow refuses more
@@ -147,6 +148,11 @@ class Run:
             self._tell("rows", kept=kept)
         return kept is not None
 
+    def note_stages(self, keys: Mapping[str, str]) -> None:
+        """Notes the keys of the artifacts that the run's stages stand for, by their names."""
+        if keys:
+            self._tell("stages", values={stage: {"key": key} for stage, key in keys.items()})
+
     def link_to_parent(self, stage: str) -> None:
         """The parent names this run as the one of its stage."""
         self._tell("to_parent", stage=stage)
@@ -178,7 +184,7 @@ class Run:
         try:
             checked(path) if path else None
         except ValueError as error:
-            self.store.warn(f"keeping {path[:80]!a}", error)
+            self.store.asking.warn(f"keeping {path[:80]!a}", error)
             return False
         return True
 
@@ -195,42 +201,30 @@ class Run:
             self.steps[key] = max(step, self.steps.get(key, -1))
         return sent
 
-    def _send_parts(self, batch: list[Any]) -> int:
+    def _send_parts(self, batch: list[Any], *, whole: bool = True) -> int:
         try:
             self.log_batch(batch)
         except Exception as error:
             if code_of(error) != "INVALID_PARAMETER_VALUE":
                 raise
+            if whole and self.call("get_run", self.id).info.lifecycle_stage != "active":
+                raise RefusedError("the run was deleted in MLflow; restored there, it takes what comes after") from None
             if len(batch) == 1:
-                self.store.warn(f"logging {batch[0][0]}", error)
+                self.store.asking.warn(f"logging {batch[0][0]}", error)
                 return 0
             half = len(batch) // 2
-            return self._send_parts(batch[:half]) + self._send_parts(batch[half:])
+            return self._send_parts(batch[:half], whole=False) + self._send_parts(batch[half:], whole=False)
         return len(batch)
+
+    def call(self, method: str, *arguments: Any, **named: Any) -> Any:
+        """Asks MLflow's client, in turn. Raises what MLflow does."""
+        with self.store.turn:
+            return getattr(self.store.client, method)(*arguments, **named)
 
     def log_batch(self, batch: list[Any]) -> None:
         """Points to MLflow, now."""
         kind = import_module("mlflow.entities").Metric
-        with self.store.turn:
-            self.store.client.log_batch(self.id, metrics=[kind(*metric) for metric in batch])
-
-
-@final
-class NullRun:
-    """A run that is not tracked; `id` keeps the one that was to be continued, so that a later start still finds it."""
-
-    url: str | None = None
-    page: str | None = None
-    artifact_uri: str | None = None
-
-    def __init__(self, run_id: str | None = None, identity: str | None = None) -> None:
-        self.id, self.identity = run_id, identity
-
-    def _nothing(self, *_: object, **__: object) -> None:
-        """Does nothing."""
-
-    log_metrics = log_summary = log_params = set_tags = log_file = log_directory = log_text = log_inputs = _nothing
-    keep_rows = link_to_parent = link_made_by = finish = _nothing
+        self.call("log_batch", self.id, metrics=[kind(*metric) for metric in batch])
 
 
 def clean_tags(tags: Mapping[str, str]) -> dict[str, str]:

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from ttrain.digests import digest_of
 from ttrain.tracking.calls import unless_there
+from ttrain.tracking.descriptions import describe, marked
 from ttrain.tracking.loadable import LOADS
 from ttrain.tracking.registry import Version
 from ttrain.tracking.runs import Run
@@ -21,6 +22,7 @@ CHALLENGER: Final = "challenger"
 KIND: Final = "ttrain.kind"
 SET: Final = "set"
 IDENTITY: Final = "ttrain.set"
+RUN_ID = "ttrain.run_id"  # MLflow's, of the pipeline's run; the version itself names the run of its last model
 MEMBER, KEY = "ttrain.member.", "ttrain.key."  # followed by the stage's name
 METRICS: Final = "ttrain.metrics"
 DECISION: Final = "ttrain.decision"
@@ -79,7 +81,7 @@ def set_of(version: Any, aliases: Iterable[str]) -> ModelSet:
         members=members_of(tags),
         keys=keys,
         run=tags.get("ttrain.run", ""),
-        run_id=version.run_id or None,
+        run_id=version.tags.get(RUN_ID) or version.run_id or None,
         created=version.creation_timestamp / 1000,
         metrics=_object(tags.get(METRICS)) or {},
         decision=_object(tags.get(DECISION)),
@@ -119,43 +121,48 @@ def tags_of(
     }
 
 
-def register(client: Any, name: str, run: Run, tags: Mapping[str, str]) -> str:
+def register(client: Any, name: str, run: Run, tags: Mapping[str, str], description: str = "", about: str = "") -> str:
     """The version that is this set; one of the same models is taken, and told of its newest evaluation.
 
-    It becomes challenger unless it is the champion. Raises ValueError where models of another pipeline bear the name.
+    `about` is told of the registered model, once. The set becomes challenger unless it is the champion. Raises ValueError
+    where models of another pipeline bear the name.
     """
-    unless_there(partial(client.create_registered_model, name))
+    unless_there(partial(client.create_registered_model, name, description=marked(about) if about else None))
     versions = _versions(client, name)
     if any(version.tags.get(KIND) != SET for version in versions):
         raise ValueError(f"the registered model {name} holds models of another pipeline; set another `name`")
     same = [version for version in versions if version.tags.get(IDENTITY) == tags[IDENTITY]]
     if same:
         number = str(min(int(version.version) for version in same))
-        known = next(version.tags for version in same if str(version.version) == number)
+        known = next(version for version in same if str(version.version) == number)
         for tag, value in tags.items():
-            if known.get(tag) != value and tag != "ttrain.run":
+            if known.tags.get(tag) != value and tag != "ttrain.run":
                 client.set_model_version_tag(name, number, tag, value)
     else:
-        source = _source(client, tags) or run.artifact_uri
-        made = client.create_model_version(name, source, run.id, tags=dict(tags), await_creation_for=0)
+        source, made_by = _source(client, tags) or (run.artifact_uri, run.id)
+        noted = {**tags, RUN_ID: str(run.id)}
+        made = client.create_model_version(name, source, made_by, tags=noted, await_creation_for=0)
         equals = [version for version in _versions(client, name) if version.tags.get(IDENTITY) == tags[IDENTITY]]
-        number = str(min((int(version.version) for version in equals), default=int(made.version)))
+        known = min(equals, key=lambda version: int(version.version), default=made)
+        number = str(known.version)
         if number != str(made.version):  # another home registered it between the question and the answer
             client.delete_model_version(name, str(made.version))
+    describe(client, known, description)
     champion = client.get_registered_model(name).aliases.get(CHAMPION)
     if champion is None or str(champion) != number:
         client.set_registered_model_alias(name, CHALLENGER, number)
     return number
 
 
-def _source(client: Any, tags: Mapping[str, str]) -> str | None:
+def _source(client: Any, tags: Mapping[str, str]) -> tuple[str, str | None] | None:
     """The last of the models that MLflow can open (the adapter with its base, or else the full model): what the whole set
-    opens as. It is named, not copied; None where there is none."""
+    opens as. It is named, not copied, with the run that made it: a server takes no other one. None where there is none."""
     members = members_of(tags)
     for stage in LAST_FIRST:
         member = members.get(stage)
-        if member and client.get_model_version(member.name, member.version).tags.get(LOADS):
-            return f"models:/{member.name}/{member.version}"
+        version = client.get_model_version(member.name, member.version) if member else None
+        if member and version and version.tags.get(LOADS):
+            return f"models:/{member.name}/{member.version}", version.run_id or None
     return None
 
 

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import quote
 
-from ttrain.tracking.store import NullStore, Store
+from ttrain.tracking.store import Store
+from ttrain.tracking.untracked import NullStore
 
 TABLE, CURVES = "ttrain-table", "ttrain-curves"
 VIEW: Final = "mlflow.sharedViewState."
@@ -49,9 +50,9 @@ FIGURE_WIDTH, SETTING_WIDTH = 150, 120  # pixels; MLflow's 100 cut the names off
 WIDTHS: Final = {"attributes.`Run Name`": 230, "attributes.`Description`": 260, "attributes.`Dataset`": 160}
 
 DESCRIPTION: Final = """\
-Each row of the table is one run of a pipeline; its stages are the runs below it.
+Each row is one run of a pipeline. Of bits per byte and losses less is better; the settings beside them say why.
 
-- [**Which is better, and why**]({table}): figures beside the settings that differ. Less is better, of losses and bits.
+- [**Which is better, and why**]({table}): the settings that differ, then the figures. Stages are the runs below a row.
 - [**Curves by tokens**]({curves}): the losses of all stages over the tokens trained on, whatever a step was.
 
 In the terminal: `ttrain compare A B` and `ttrain report RUN`. `ttrain ui` brings the columns up to date.
@@ -101,8 +102,8 @@ def source_tags(pipeline: str) -> dict[str, str]:
 
 def refresh_views(store: Store | NullStore) -> None:
     """Bring the views up to date at the end of a run; where MLflow does not answer, the next run or `ttrain ui` does."""
-    if isinstance(store, Store) and not store.is_silent:
-        store.once(lambda: write_views(store.client, store.experiment_id(), newest=FEW_RUNS))
+    if isinstance(store, Store) and not store.asking.is_silent:
+        store.asking.once(lambda: write_views(store.client, store.experiment_id(), newest=FEW_RUNS))
 
 
 def write_views(client: Any, experiment_id: str, newest: int = NEWEST_RUNS) -> None:

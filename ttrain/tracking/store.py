@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from http import HTTPStatus
-from importlib import import_module
 from pathlib import Path
-from typing import Any, Final, TypeVar, final
+from typing import Any, Final, final
 
-from ttrain.tracking import binding, deliveries, outbox, records
-from ttrain.tracking.calls import RefusedError, first_line, is_refusal, outcome, shown, unless_there
+from ttrain.tracking import asking, binding, outbox, outboxes
+from ttrain.tracking.asking import Asking
+from ttrain.tracking.calls import RefusedError, is_refusal, outcome, shown, unless_there
 from ttrain.tracking.couriers import Courier
 from ttrain.tracking.database import artifacts_of, database_of
 from ttrain.tracking.files import local_path
-from ttrain.tracking.outbox import Entry
-from ttrain.tracking.runs import NullRun, Run, clean_tags
+from ttrain.tracking.journal import Entry
+from ttrain.tracking.kinds import KINDS
+from ttrain.tracking.leftovers import tell_one
+from ttrain.tracking.runs import Run, clean_tags
 from ttrain.tracking.safety import run_name
+from ttrain.tracking.untracked import NullRun
 from ttrain.tracking.uploads import Progress
 from ttrain.tracking.versions import Versions
 
 log = logging.getLogger("ttrain")
 COUNTED: Final = {"rows": "metrics", "follow": "metrics"}
-Result = TypeVar("Result")
 
-PROBE_SECONDS = 3.0  # one question to a silent server, instead of the client's ten seconds
 REST_SECONDS = 2.0  # before a silent server is asked again; doubled each time, up to half a minute
 TAKE_SECONDS = 20.0  # until another process has told what an earlier process left of a run that goes on here
 UPLOADS_STALL_SECONDS = 60.0  # without a byte: at the end of a run, uploads are waited for no longer
@@ -40,22 +39,18 @@ class Store:
 
     def __init__(self, client: Any, uri: str, home: Path, experiment: str) -> None:
         self.client, self.uri, self.home = client, uri, home
-        self.is_http = uri.startswith(("http://", "https://"))
+        self.asking = Asking(uri)
+        self.is_http = self.asking.is_http
         self.versions = Versions(client)
         self.progress = Progress()
         self.counts: dict[str, int] = {}  # what arrived: metrics, parameters, ...; "lost": what never can
         self._experiment, self._experiment_ids = experiment, dict[str, str]()
         # A server chooses the place itself; everything else would write below the working directory
         self._place = None if self.is_http or uri.startswith(("databricks", "uc")) else artifacts_of(home)
-        self._silent = self.is_http  # until /health has answered
-        self._warned: set[str] = set()
-        self.last_error = ""
         self._open: dict[str, Run] = {}  # by the id of their outbox
         self._opening = threading.RLock()
         self._may_tell_earlier = self._upload_failed = False
-        # SQLite has one writer anyway; without turns, threads met "database is locked" in 6 of 1803 (mlflow #20014)
-        turn: contextlib.AbstractContextManager[object] = threading.RLock()
-        self.turn = contextlib.nullcontext() if self.is_http else turn
+        self.turn = self.asking.turn
         rest = lambda: REST_SECONDS if self.is_http else 0.2  # noqa: E731
         self._courier = Courier("tracking", partial(self._deliver_all, uploads=False), rest)
         self._uploader = Courier("tracking-uploads", partial(self._deliver_all, uploads=True), rest)
@@ -89,19 +84,22 @@ class Store:
         """A run that is in MLflow, to say more about it, or nothing where it is gone."""
         about = {"name": run_id, "tags": {}, "ended": True, "is_made": True}
         run = self._open_run(None, run_id, about, None)
-        if self._silent:
-            self._probe()
+        if self.asking.is_silent:
+            self.asking.probe()
         self.told(f"opening the run {run_id}", lambda: None, run)
         return run
 
-    def register_model(self, name: str, *, run: Run | NullRun, artifact_path: str, tags: Mapping[str, str]) -> str | None:
+    def register_model(
+        self, name: str, *, run: Run | NullRun, artifact_path: str, tags: Mapping[str, str], **words: str
+    ) -> str | None:
         """The version of the registered model whose files the run holds under `artifact_path`; None as long as it waits.
 
-        A version with the same tags `ttrain.key` and `ttrain.content` is returned instead of making another.
+        A version with the same tags `ttrain.key` and `ttrain.content` is returned instead of making another. `words`:
+        `description` of the version, `about` of the registered model.
         """
         if isinstance(run, NullRun):
             return None
-        answer: str | None = run.tell("register", name=name, path=artifact_path, tags=dict(tags)).answer
+        answer: str | None = run.tell("register", name=name, path=artifact_path, tags=dict(tags), **words).answer
         return answer
 
     def register_set(self, name: str, *, run: Run | NullRun, tags: Mapping[str, str]) -> str | None:
@@ -117,8 +115,8 @@ class Store:
     ) -> str | None:
         """The same of models of which some may not be registered yet: they are, from this run.
 
-        Of each model: name, stage, tags, artifact_path, and `path` of its files, None where they are not here. `data`:
-        `run_name`, `keys` by stage, `metrics`.
+        Of each model: name, stage, tags, artifact_path, `path` of its files, None where they are not here, `description`
+        and `about` as `register_model` takes them. `data`: `run_name`, `keys` by stage, `metrics`, and the same two.
         """
         if isinstance(run, NullRun):
             return None
@@ -130,7 +128,7 @@ class Store:
 
     def deliver_soon(self, run: Run, entry: Entry) -> None:
         """Tells MLflow now, where that is quick; files that go over the network go in the background."""
-        if not deliveries.KINDS[entry.what].uploads:
+        if not KINDS[entry.what].uploads:
             self.deliver(run)
         elif run.is_bound and run.artifact_uri and local_path(run.artifact_uri):
             self.deliver(run, uploads=True)
@@ -148,13 +146,13 @@ class Store:
             return self._again(uploads)
         try:
             if again:
-                run.failed -= {entry.number for entry in run.waiting() if deliveries.KINDS[entry.what].uploads == uploads}
+                run.failed -= {entry.number for entry in run.waiting() if KINDS[entry.what].uploads == uploads}
             while entry := self._next(run, uploads):
-                if self.told(deliveries.KINDS[entry.what].words, partial(self._tell, run, entry), run):
+                if self.told(KINDS[entry.what].words, partial(self._tell, run, entry), run):
                     run.box.told(entry)
                 else:
                     self._upload_failed |= uploads
-                    if self._silent:
+                    if self.asking.is_silent:
                         return self._again(uploads)
                     run.failed.add(entry.number)
             return not run.failed or self._again(uploads)
@@ -166,7 +164,7 @@ class Store:
 
         What MLflow refuses is dropped with a warning.
         """
-        if self._silent:
+        if self.asking.is_silent:
             return self._again(False)
         _, error = outcome(partial(binding.bind, self, run))
         unmade = error is not None
@@ -175,37 +173,12 @@ class Store:
         if error is None:
             return True
         refused = isinstance(error, RefusedError) or (not unmade and (is_refusal(error) or type(error) is ValueError))
-        self._silent = self.is_http and not refused and not isinstance(error, OSError)  # a full disk is not the server's
-        self.warn(what, error)
+        self.asking.failed(what, error, is_silent=not refused and not isinstance(error, OSError))  # a disk is no server
         if refused:
             self._count("lost", 1)
         else:
             self._again(False)
         return refused
-
-    def once(self, action: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
-        """Asks one thing now; the answer, or the error as a value, without a warning. Soon back from a silent server."""
-        if self._silent and (silence := self._probe()) is not None:
-            return None, silence
-        with self.turn:
-            result, error = outcome(action)
-        self._silent = self.is_http and error is not None and not is_refusal(error)
-        return result, error
-
-    def tried(self, what: str, action: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
-        """The same, with a warning."""
-        result, error = self.once(action)
-        if error is not None:
-            self.warn(what, error)
-        return result, error
-
-    def warn(self, what: str, error: Exception) -> None:
-        """Warns once about each thing, and once about a server that does not answer."""
-        self.last_error = f"{what} failed: {first_line(error)}"
-        kind = "silent" if self._silent else what
-        if kind not in self._warned:
-            self._warned.add(kind)
-            log.warning("MLflow at %s: %s failed, the pipeline goes on: %s", shown(self.uri), what, first_line(error))
 
     def on_upload(self, told: Callable[[int, int], object]) -> None:
         """Calls `told(bytes done, bytes in all)` a few times a second while files go over the network."""
@@ -215,7 +188,7 @@ class Store:
         """Waits for what is being uploaded, as long as bytes go and nothing fails."""
         self.progress.moved, self._upload_failed = time.monotonic(), False
         while self._left(uploads=True) and time.monotonic() - self.progress.moved < seconds:
-            if self._silent or self._upload_failed:
+            if self.asking.is_silent or self._upload_failed:
                 return
             self._uploader.wake()
             time.sleep(0.02)
@@ -223,7 +196,7 @@ class Store:
     def tell_earlier(self) -> None:
         """From now on, also tells what processes that were killed, or met a silent server, left to tell."""
         self._may_tell_earlier = True
-        if outbox.found(self.home):
+        if outboxes.found(self.home):
             self._uploader.wake()
 
     def close(self, run: Run | None = None) -> int:
@@ -231,16 +204,23 @@ class Store:
         runs = [run] if run else list(self._open.values())
         if run is None:
             self.finish_uploads()
-            self._courier.stop(PROBE_SECONDS + 1 if self._silent else 30.0)
-            self._uploader.stop(PROBE_SECONDS + 1)
+            self._courier.stop(asking.PROBE_SECONDS + 1 if self.asking.is_silent else 30.0)
+            self._uploader.stop(asking.PROBE_SECONDS + 1)
         for one in runs:
-            if not self._silent:
+            if not self.asking.is_silent:
                 self.deliver(one, again=True)
         left = [entry for one in runs for entry in one.waiting()]
+        lost = sum(len(one.waiting()) for one in runs if not one.box.is_kept)
         for one in runs:
             one.box.close()
             self._open.pop(one.box.id, None)
-        if left and run is None:
+        if lost:
+            log.warning(
+                "MLflow at %s was not told %d things of this run, and the disk took no note of them: they are lost there; "
+                "what ttrain shows of the run stands in the home",
+                shown(self.uri), lost,
+            )  # fmt: skip
+        elif left and run is None:
             log.warning(
                 "MLflow at %s has yet to be told %d things of this run; the next run does, or: ttrain track sync",
                 shown(self.uri), len(left),
@@ -262,6 +242,10 @@ class Store:
             self._experiment_ids[name] = str(found.experiment_id)
         return self._experiment_ids[name]
 
+    def forget_experiments(self) -> None:
+        """Asks for them anew: the one that a run was to be made in is gone, or the whole database was replaced."""
+        self._experiment_ids.clear()
+
     def parent_id(self, run: Run) -> str | None:
         """MLflow's id of the run's parent. Raises what MLflow does."""
         return binding.parent_id(self, run)
@@ -278,38 +262,6 @@ class Store:
     def absolute(self, path: str) -> Path:
         """What `relative` made a name of."""
         return self.home / path
-
-    def tell_one(self, directory: Path, *, uploads: bool = True, elsewhere: bool = False) -> bool | None:
-        """Tells what an ended process left in one outbox; whether all of it arrived, None where a process has it.
-
-        Also of another machine's process, where that is asked for.
-        """
-        if not elsewhere and not outbox.may_be_taken(directory):
-            return None
-        changed = outbox.last_change(directory)
-        box = outbox.take(directory)
-        if box is None:
-            return None
-        try:
-            if box.about.get("tracker") != self.tracker:
-                return True
-            run = Run(self, box)
-            run.is_again = run.is_orphan = True
-            if run.id is None:
-                box.about["doubtful"] = True
-            if not box.about.get("ended"):
-                box.note(ended=True)
-                box.add("end", status="KILLED", time=int(1000 * changed))
-            done = self.deliver(run, again=True)
-            return done and (not uploads or self.deliver(run, uploads=True, again=True))
-        finally:
-            records.note_run_id(self.home, box.about)
-            box.close()
-
-    @property
-    def is_silent(self) -> bool:
-        """Whether the server did not answer when it was last asked."""
-        return self._silent
 
     @property
     def tracker(self) -> str:
@@ -344,23 +296,23 @@ class Store:
 
     def _deliver_all(self, *, uploads: bool) -> bool:
         """What all open runs have to tell, then what earlier processes left; False where some of it is left."""
-        if self._silent and self._probe() is not None:
+        if self.asking.is_silent and self.asking.probe() is not None:
             return False
         runs = list(self._open.values())
         runs = runs[::-1] if uploads else runs  # a run's models are registered from its stages' runs, which came after it
         done = [self.deliver(run, uploads=uploads, again=True) for run in runs]
         if uploads and self._may_tell_earlier:  # what is small first, of all of them
-            left = outbox.found(self.home)
-            done += [self.tell_one(directory, uploads=False) is not False for directory in left]
-            done += [self.tell_one(directory) is not False for directory in outbox.children_first(left)]
+            left = outboxes.found(self.home)
+            done += [tell_one(self, directory, uploads=False) is not False for directory in left]
+            done += [tell_one(self, directory) is not False for directory in outboxes.children_first(left)]
         return all(done)
 
     def _next(self, run: Run, uploads: bool) -> Entry | None:
-        waiting = (entry for entry in run.waiting() if deliveries.KINDS[entry.what].uploads == uploads)
+        waiting = (entry for entry in run.waiting() if KINDS[entry.what].uploads == uploads)
         return next((entry for entry in waiting if entry.number not in run.failed), None)
 
     def _tell(self, run: Run, entry: Entry) -> None:
-        entry.answer = deliveries.KINDS[entry.what].tell(run, entry)
+        entry.answer = KINDS[entry.what].tell(run, entry)
         number = entry.answer if isinstance(entry.answer, int) else 1
         self._count(COUNTED.get(entry.what, entry.what), number)
 
@@ -369,48 +321,9 @@ class Store:
 
     def _left(self, *, uploads: bool) -> int:
         runs = list(self._open.values())
-        return sum(deliveries.KINDS[entry.what].uploads == uploads for run in runs for entry in run.waiting())
+        return sum(KINDS[entry.what].uploads == uploads for run in runs for entry in run.waiting())
 
     def _again(self, uploads: bool) -> bool:
         """A thread tries it later; False."""
         (self._uploader if uploads else self._courier).wake()
         return False
-
-    def _probe(self) -> Exception | None:
-        """One short question to the server; None when it answers."""
-        request, host = import_module("mlflow.utils.rest_utils"), import_module("mlflow.utils.credentials")
-        ask = partial(request.http_request, timeout=PROBE_SECONDS, max_retries=0, raise_on_status=False)
-        answer, error = outcome(lambda: ask(host.get_default_host_creds(self.uri), "/health", "GET"))
-        if answer is not None and answer.status_code >= HTTPStatus.INTERNAL_SERVER_ERROR:
-            error = ConnectionError(f"the server answers with HTTP {answer.status_code}")
-        self._silent = error is not None
-        return error
-
-
-@final
-class NullStore:
-    """Stands in where MLflow is missing or switched off."""
-
-    def start_run(self, name: str, *, run_id: str | None = None, identity: str | None = None, **_: object) -> NullRun:
-        """A run that is not tracked."""
-        return NullRun(run_id, identity)
-
-    def register_model(self, name: str, **_: object) -> str | None:
-        """Registers nothing."""
-        return None
-
-    def register_set(self, name: str, **_: object) -> str | None:
-        """Registers nothing."""
-        return None
-
-    register_models = register_set
-
-    def finish_uploads(self) -> None:
-        """Uploads nothing."""
-
-    def on_upload(self, told: Callable[[int, int], object]) -> None:
-        """Never calls it."""
-
-    def close(self) -> int:
-        """Has nothing open."""
-        return 0

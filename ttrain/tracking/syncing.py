@@ -11,9 +11,10 @@ from typing import Any, Final
 
 from ttrain.errors import UsageError
 from ttrain.store import read_json
-from ttrain.tracking import outbox, records
+from ttrain.tracking import outboxes, records
 from ttrain.tracking.calls import first_line, outcome, shown
 from ttrain.tracking.database import open_client
+from ttrain.tracking.leftovers import tell_one
 from ttrain.tracking.store import Store
 
 log = logging.getLogger("ttrain")
@@ -41,7 +42,7 @@ class Waiting:
 
 def waiting(home: Path, run: str | None = None) -> list[Waiting]:
     """All that waits in this home, the oldest run first. Raises UsageError where nothing is known of `run`."""
-    listed = [one for one in map(_look, outbox.found(home.resolve())) if one is not None]
+    listed = [one for one in map(_look, outboxes.found(home.resolve())) if one is not None]
     if run is None:
         return listed
     chosen = [one for one in listed if run in (one.run, one.name)]
@@ -74,7 +75,7 @@ def sync(
             continue
         store = Store(client, uri, home, "")
         store.on_upload(told)
-        _, silence = store.once(lambda: None)
+        _, silence = store.asking.once(lambda: None)
         done += _all_told(store, of_it, silence, elsewhere=run is not None)
         store.close()
     return done
@@ -85,7 +86,7 @@ def _all_told(store: Store, found: list[Waiting], silence: Exception | None, *, 
     done = {}
     for one in found:
         done[one.directory] = _told(store, one, silence, elsewhere=elsewhere, uploads=False)
-    for directory in outbox.children_first(done):
+    for directory in outboxes.children_first(done):
         before = done[directory]
         if before.things and not before.why:
             now = _told(store, before, None, elsewhere=elsewhere, uploads=True)
@@ -97,10 +98,10 @@ def _told(store: Store, one: Waiting, silence: Exception | None, *, elsewhere: b
     before, result = dict(store.counts), None
     for _ in range(TRIES):
         if silence is None:
-            result = store.tell_one(one.directory, elsewhere=elsewhere, uploads=uploads)
+            result = tell_one(store, one.directory, elsewhere=elsewhere, uploads=uploads)
         if result is not False or silence is not None:
             break
-        _, silence = store.once(lambda: None)
+        _, silence = store.asking.once(lambda: None)
     arrived = {name: number - before.get(name, 0) for name, number in store.counts.items()}
     arrived = {name: number for name, number in arrived.items() if number}
     if result:
@@ -109,7 +110,8 @@ def _told(store: Store, one: Waiting, silence: Exception | None, *, elsewhere: b
         host = (read_json(one.directory / "run.json") or {}).get("host")
         where = "" if host == platform.node() else f" on {host}; name the run to tell it all the same"
         return _left(one, arrived, f"a process has it, which tells it itself{where}")
-    return _left(one, arrived, f"MLflow at {shown(store.uri)}: {(silence and first_line(silence)) or store.last_error}")
+    why = first_line(silence) if silence else store.asking.last_error
+    return _left(one, arrived, f"MLflow at {shown(store.uri)}: {why}")
 
 
 def _left(one: Waiting, told: Mapping[str, int], why: str) -> Waiting:
@@ -121,7 +123,7 @@ def _look(directory: Path) -> Waiting | None:
     about = read_json(directory / "run.json")
     if not isinstance(about, dict):
         return None
-    things = _counted(entry.what for entry in outbox.entries_of(directory))
+    things = _counted(entry.what for entry in outboxes.entries_of(directory))
     if not about.get("ended"):
         things["end"] = 1
     run = str(about.get("tags", {}).get("ttrain.run") or about.get("name"))

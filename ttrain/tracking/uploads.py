@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final, final
 
-from ttrain.tracking.outbox import Entry
+from ttrain.tracking.journal import Entry
 from ttrain.tracking.safety import artifact_path
 
 if TYPE_CHECKING:
