@@ -55,6 +55,7 @@ def test_the_settings_file_of_a_run_gives_the_same_settings(tmp_path: Path) -> N
     assert set(changed) == {"sft.optim.lr", "model.layers", "sft.optim.betas"}
     (tmp_path / "settings.yaml").write_text(overview.as_yaml(changed), encoding="utf-8")
     assert load(files=[tmp_path / "settings.yaml"], environment={}).settings == settings
+    assert overview.as_yaml({"task.api_key": "***", "task.size": 3}) == "task:\n  size: 3\n", "no setting becomes its mask"
 
 
 def test_a_description_begins_with_what_came_of_the_settings_that_count() -> None:
@@ -74,14 +75,14 @@ def test_a_run_that_failed_says_so_first() -> None:
 
 def test_figures_are_as_short_as_a_table_needs_them_and_counts_are_whole() -> None:
     trained = {
-        "validation_loss": 1.3485397008803734,
+        "validation_loss": 1.3485317008803734,
         "tokens": 123_456_789,
         "loss": math.nan,
         "tokens_per_second": 1234567.8,
     }
     found = report.metrics_of({"pretrain": trained})
-    assert (found["pretrain/validation_loss"], found["pretrain/tokens"]) == (1.34854, 123_456_789)
-    assert found["pretrain/tokens_per_second"] == 1234570
+    assert (found["pretrain/validation_loss"], found["pretrain/tokens"]) == (1.348532, 123_456_789)
+    assert found["pretrain/tokens_per_second"] == 1234568
     assert math.isnan(found["pretrain/loss"])
 
 

@@ -164,6 +164,7 @@ def test_trials_share_the_gpus_or_the_cores(tmp_path: Path) -> None:
         {"runtime.gpus": [0, 1]}, {"runtime.gpus": [2, 3]}, {"runtime.gpus": [0, 1]},
     ]  # fmt: skip
     assert devices.gpus(pairs, devices=tmp_path, chosen="2,3") == [2, 3]
+    assert devices.gpus(pairs, devices=tmp_path, chosen="GPU-8f6a") == [], "the numbers of the machine may be others'"
     assert devices.gpus(Runtime(device="cpu"), devices=tmp_path) == []
     assert devices.side_by_side(Runtime(), []) == 1
     assert devices.share(Runtime(), [], 0, 1) == {}

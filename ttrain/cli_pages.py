@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ttrain.cli_settings import AsJson
-from ttrain.terminal import print_json, table
+from ttrain.terminal import escaped, print_json, table
 
 if TYPE_CHECKING:
     from ttrain.pages.compare import Comparison, Difference, Sample
@@ -73,7 +73,7 @@ def compare(
         return
     _print_comparison(found, views)
     if html:
-        print(f"\nwritten to {html}")
+        print(f"\nwritten to {escaped(str(html))}")
 
 
 def report(
@@ -92,11 +92,11 @@ def report(
     path = out or Path(f"{view.name}.html")
     _write(path, report_of(home(), view))
     for note in view.notes:
-        typer.echo(note, err=True)
+        typer.echo(escaped(note), err=True)
     if as_json:
         print_json({"run": view.name, "page": str(path), "notes": list(view.notes)})
     else:
-        print(path)
+        print(escaped(str(path)))
 
 
 def plot(
@@ -135,7 +135,7 @@ def plot(
         ]
         print_json({"runs": [view.name for view in views], "picture": str(path), "panels": drawn})
     else:
-        print(path)
+        print(escaped(str(path)))
 
 
 def _write(path: Path, text: str) -> None:
@@ -169,9 +169,9 @@ def _print_comparison(found: Comparison, views: Sequence[RunView]) -> None:
         for name, view in zip(names, views, strict=True)
     ]
     table(("", "run", "outcome", "began", "took"), rows)
-    print(f"\n{found.verdict}")
+    print(f"\n{escaped(found.verdict)}")
     for remark in (*found.remarks, *found.notes):
-        print(f"note: {remark}")
+        print(f"note: {escaped(remark)}")
     if len(views) > SIDE_BY_SIDE:
         _print_many(found, names)
         return

@@ -102,8 +102,8 @@ def _refuse_another_database(root: Path, uri: str) -> None:
 
     if uri != f"sqlite:///{tracking.database_of(root)}":
         raise UsageError(
-            f"MLFLOW_TRACKING_URI is {uri}, which is no server; `ttrain ui` opens servers and the home's own database. "
-            f"Start one with `mlflow server --backend-store-uri {uri}` and name its http address, or unset it"
+            f"MLFLOW_TRACKING_URI is {tracking.without_credentials(uri)}, which is no server; `ttrain ui` opens servers and "
+            f"the home's own database. Start `mlflow server --backend-store-uri` on it and name its address, or unset it"
         )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from ttrain import report
 from ttrain.config import Settings, flatten
+from ttrain.tracking.safety import HIDDEN
 
 CURVES = {"loss": "losses_by_tokens/{stage}", "validation_loss": "losses_by_tokens/{stage}_validation"}
 POINTS = 1000  # of a curve on the pipeline's run; the stage's own run has them all
@@ -49,11 +50,13 @@ def deviations(settings: Settings) -> dict[str, Any]:
 
 
 def as_yaml(values: Mapping[str, Any]) -> str:
-    """Settings by their dotted names as a file for `-c`."""
+    """Settings by their dotted names as a file for `-c`, without those that are masked."""
     import yaml
 
     tree: dict[str, Any] = {}
     for name, value in values.items():
+        if value == HIDDEN:
+            continue
         *groups, last = name.split(".")
         group = tree
         for part in groups:
@@ -69,7 +72,7 @@ def description(run: Mapping[str, Any], changed: Mapping[str, Any], metrics: Map
     """
     bits = metrics.get("eval/bits_per_byte")
     came = f"{bits:.4f} bits per byte" if bits is not None else str(run["outcome"])
-    words = [f"{name}={_value(value)}" for name, value in sorted(changed.items(), key=_by_weight)]
+    words = [_cell(f"{name}={_value(value)}") for name, value in sorted(changed.items(), key=_by_weight)]
     more = [f"and {len(words) - SHOWN_SETTINGS} more settings"] if len(words) > SHOWN_SETTINGS else []
     lines = [f"{came}: {', '.join([*words[:SHOWN_SETTINGS], *more]) or 'the default settings'}", ""]
     if run.get("error"):

@@ -53,8 +53,8 @@ def metrics_of(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
 
 
 def rounded(value: float) -> float:
-    """A figure with six digits that count, for MLflow's tables show it as it is stored; a whole number as it is."""
-    return float(value) if float(value).is_integer() else float(f"{value:.6g}")
+    """A figure with the seven digits that fp32 has, for MLflow's tables show it as it is stored; a whole number as it is."""
+    return float(value) if float(value).is_integer() else float(f"{value:.7g}")
 
 
 def _total(trainings: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -20,8 +20,8 @@ from ttrain.stages import STAGES, Stage
 from ttrain.store import Store, read_json
 
 ONE_MACHINE: Mapping[str, Any] = {"nodes": 1, "node_rank": 0, "rendezvous": None}
-# What only watches, waits or stops a training.
-UNNEEDED = ("timeout_seconds", "stages", "loggers", "tensorboard", "sample_every_steps")
+# What only watches, waits, stops a training, or names the GPUs of that machine.
+UNNEEDED = ("timeout_seconds", "stages", "loggers", "tensorboard", "sample_every_steps", "gpus")
 IN_NO_KEY = ("runtime", "tracking", "nightly", "promotion", "notify")  # sections: they shape no result
 SHOWN = 12
 

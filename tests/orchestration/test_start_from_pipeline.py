@@ -86,7 +86,9 @@ def _tags(cli: Cli, manifests: dict[str, Any]) -> None:
     """The tracked run of each stage names what it was made from, by content."""
     with sqlite3.connect(f"file:{cli.home / 'mlflow' / 'mlflow.db'}?mode=ro", uri=True) as connection:
         query = "select runs.name, key, value from tags join runs using (run_uuid) where key like 'ttrain.parent.%'"
-        found = {(stage, key.removeprefix("ttrain.parent.")): value for stage, key, value in connection.execute(query)}
+        found = {
+            (name.split()[0], key.removeprefix("ttrain.parent.")): value for name, key, value in connection.execute(query)
+        }
     assert found["sft", "base"].startswith("base-model ") and found["lora", "base"].startswith("sft ")
     for stage in ("sft", "lora"):
         assert found[stage, "base"].split()[1] == manifests[stage]["inputs"]["base"]["content"]

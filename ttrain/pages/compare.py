@@ -183,7 +183,7 @@ def _modules(stage: str, manifests: Sequence[Mapping[str, Mapping[str, Any]]]) -
 
 def _figure(name: str, views: Sequence[RunView]) -> Figure:
     given = [view.metrics.get(name) for view in views]
-    values = tuple(None if value is None else rounded(value) for value in given)  # equal but for the seventh digit is equal
+    values = tuple(None if value is None else rounded(value) for value in given)  # equal but for the eighth digit is equal
     base = next((value for value in values if value is not None), None)
     shares = tuple(figures.percent(value, base) for value in values)
     return Figure(name, values, figures.better(name), figures.best(name, values), shares)

@@ -79,11 +79,8 @@ def _stages(view: RunView) -> Markup:
     for name, stage in view.stages.items():
         made = f"by {stage.made_by}" if stage.cached and stage.made_by and stage.made_by != view.name else ""
         why = tables.shortened(stage.noted.get("why") or [])
-        told = (
-            stage.noted.get("metric") or tables.key_figures(name, view.manifest(name)["result"])
-            if view.manifest(name)
-            else ""
-        )
+        manifest = view.manifest(name)
+        told = stage.noted.get("metric") or (tables.key_figures(name, manifest["result"]) if manifest else "")
         rows.append(
             (
                 tag("td", name, class_="short"),

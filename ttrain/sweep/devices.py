@@ -14,12 +14,15 @@ from ttrain.system_metrics import visible
 def gpus(runtime: Runtime, *, devices: Path = Path("/dev"), chosen: str | None = None) -> list[int]:
     """Numbers of the NVIDIA GPUs that trials may use; none where they compute on something else.
 
-    `chosen`: as CUDA_VISIBLE_DEVICES. The driver makes one file for each GPU, so that no library has to be loaded.
+    `chosen`: as CUDA_VISIBLE_DEVICES; with UUIDs there, trials take turns unless `runtime.gpus` names numbers. The driver
+    makes one file for each GPU, so that no library has to be loaded.
     """
     if runtime.device not in ("auto", "cuda"):
         return []
     if runtime.gpus:
         return list(runtime.gpus)
+    if chosen and not all(word.strip().lstrip("-").isdigit() for word in chosen.split(",") if word.strip()):
+        return []  # a batch system names them by UUID: which numbers those are is not known, and others may belong to others
     return visible(len(list(devices.glob("nvidia[0-9]*"))), chosen)
 
 

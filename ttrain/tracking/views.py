@@ -101,6 +101,7 @@ class RunView:
     notes: tuple[str, ...] = ()  # what could not be read, and what was read instead
     noted: Mapping[str, Any] = field(default_factory=dict, repr=False)  # the rest of what is on record of it
     reader: Reader | None = field(default=None, repr=False, compare=False)
+    fetched: dict[str, Mapping[str, Any]] = field(default_factory=dict, repr=False, compare=False)  # manifests, by stage
 
     def curve(self, stage: str, metric: str) -> list[Point]:
         """A metric of a stage over its steps, each step once; empty where it was not measured."""
@@ -116,11 +117,14 @@ class RunView:
 
     def manifest(self, stage: str) -> Mapping[str, Any]:
         """The manifest of a stage's artifact, from the store, else from MLflow; empty where neither has it."""
-        found: object = self.stages[stage].manifest if stage in self.stages else None
-        if not found:
+        if stage in self.stages and self.stages[stage].manifest:
+            return self.stages[stage].manifest
+        if stage not in self.fetched:  # a page asks a dozen times
+            found: object = None
             with contextlib.suppress(ValueError):
                 found = json.loads(self.text(stage, "manifest.json") or "{}")
-        return found if isinstance(found, dict) else {}
+            self.fetched[stage] = found if isinstance(found, dict) else {}
+        return self.fetched[stage]
 
     def files(self, stage: str, under: str = "") -> Sequence[str]:
         """Paths of the files of a stage below a directory, for `text`."""
