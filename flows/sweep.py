@@ -10,7 +10,7 @@ from typing import Any
 
 from flows import recipe
 from ttrain.absolute import absolute
-from ttrain.config import Settings
+from ttrain.config import SHAPE_NO_RESULT, Settings
 from ttrain.digests import code_digests, digest_of
 from ttrain.errors import UsageError
 from ttrain.input_files import file_digests
@@ -27,7 +27,6 @@ from ttrain.sweep.space import Space
 SAMPLERS = ("tpe", "random", "grid")
 MOST_TRIALS_OF_A_GRID = 1000
 TRIALS = 8
-NOT_ASKED = frozenset({"runtime", "tracking", "notify", "nightly", "promotion"})  # of the settings: they shape no result
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ class Asked:
         tree = absolute(self.settings(self.first)).model_dump(mode="json")
         return {
             "pipeline": self.pipeline,
-            "settings": {name: value for name, value in tree.items() if name not in NOT_ASKED},
+            "settings": {name: value for name, value in tree.items() if name not in SHAPE_NO_RESULT},
             "space": dict(self.space.texts),
             "measure": dataclasses.asdict(self.measure),
             "sampler": self.sampler,

@@ -57,11 +57,12 @@ def ui(
 
 
 def _named(root: Path, text: str) -> tuple[RunView, str | None]:
-    """(run, stage) of RUN or RUN:STAGE. Raises UsageError."""
+    """(run, stage) of RUN, of RUN:STAGE, or of a registered model. Raises UsageError."""
     from ttrain import tracking
     from ttrain.errors import UsageError
+    from ttrain.tracking.reading import REGISTERED
 
-    name, _, stage = text.partition(":")
+    name, _, stage = (text, "", "") if REGISTERED.fullmatch(text) else text.partition(":")
     view = tracking.read_run(root, name)
     if stage and stage not in view.stages:
         raise UsageError(f"the run {view.name} has no stage '{stage}'; it has {', '.join(view.stages)}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,9 +12,9 @@ from ttrain.artifacts import HEX, SHOWN_KEY
 from ttrain.errors import TTrainError, UsageError
 from ttrain.stages import RUNNABLE, STAGES
 from ttrain.store import Store
+from ttrain.tracking.reading import REGISTERED
 from ttrain.tracking.sets import KEY, KIND, SET
 
-REGISTERED = re.compile(r"(?:models:/)?(?P<name>[^@/:]+)(?:@(?P<alias>[^@/:]+)|/(?P<version>\d+))")
 SHORTEST_KEY = 6
 RUN_ID = 32  # characters of MLflow's ids, which are hexadecimal as keys are
 OUTSIDE = (

@@ -7,14 +7,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ttrain import report
-from ttrain.config import Settings, flatten
+from ttrain.config import SHAPE_NO_RESULT, Settings, flatten
 from ttrain.tracking.safety import HIDDEN
 
 CURVES = {"loss": "losses_by_tokens/{stage}", "validation_loss": "losses_by_tokens/{stage}_validation"}
 POINTS = 1000  # of a curve on the pipeline's run; the stage's own run has them all
 SHOWN_SETTINGS = 6
 SHAPING = ("tokenizer", "model", "pretrain", "sft", "lora", "evaluate")
-ASIDE = ("runtime", "tracking", "notify", "name")
 CELLS = ("stage", "outcome", "time", "figures")
 
 
@@ -91,7 +90,7 @@ def _by_weight(setting: tuple[str, Any]) -> tuple[int, str]:
     """What shapes the models first, in the order of the pipeline; what only says how fast and where last."""
     name = setting[0]
     group = name.partition(".")[0]
-    return (SHAPING.index(group) if group in SHAPING else len(SHAPING) + (group in ASIDE)), name
+    return (SHAPING.index(group) if group in SHAPING else len(SHAPING) + (group in (*SHAPE_NO_RESULT, "name"))), name
 
 
 def _value(value: Any) -> str:

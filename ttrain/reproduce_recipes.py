@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ttrain import libraries, provenance, runs
-from ttrain.config import Runtime, Settings, flatten
+from ttrain.config import SHAPE_NO_RESULT, Runtime, Settings, flatten
 from ttrain.digests import differences
 from ttrain.errors import ArtifactError, TTrainError
 from ttrain.input_files import HELDOUT, TRAIN, file_digests
@@ -22,7 +22,6 @@ from ttrain.store import Store, read_json
 ONE_MACHINE: Mapping[str, Any] = {"nodes": 1, "node_rank": 0, "rendezvous": None}
 # What only watches, waits, stops a training, or names the GPUs of that machine.
 UNNEEDED = ("timeout_seconds", "stages", "loggers", "tensorboard", "sample_every_steps", "gpus")
-IN_NO_KEY = ("runtime", "tracking", "nightly", "promotion", "notify")  # sections: they shape no result
 SHOWN = 12
 
 
@@ -66,7 +65,7 @@ def _recipe(link: Link, home: Path) -> Recipe:
             f"{home / 'runs'} says where its data were"
         )
     runtime, remarks = _runtime(link)
-    own = {name: value for name, value in tree.items() if name not in IN_NO_KEY}
+    own = {name: value for name, value in tree.items() if name not in SHAPE_NO_RESULT}
     told = {**dict(flatten(own)), **_pinned(own.get("data", {}), link)}
     given = [Given(f"the manifest of {link.stage}", key, value) for key, value in told.items()]
     settings, _ = merge(Settings, given)

@@ -13,6 +13,7 @@ from ttrain.config.model import Model, Moe, MultiToken
 from ttrain.config.nightly import Event, Nightly, Notify, Promotion
 from ttrain.config.runtime import Night, Runtime, Tracking
 from ttrain.config.settings import (
+    SHAPE_NO_RESULT,
     EvaluateConfig,
     ExistingModelConfig,
     HeldoutConfig,
@@ -31,6 +32,7 @@ from ttrain.config.training import EarlyStopping, Loop, Lora, Optim, Precision, 
 __all__ = [
     "DATASETS",
     "PYTHON_DOCS",
+    "SHAPE_NO_RESULT",
     "Data",
     "EarlyStopping",
     "Evaluate",

@@ -30,6 +30,10 @@ def existing_model_of(starts: Mapping[str, str]) -> str | None:
     return None if root in (NONE, *TRAININGS) else root
 
 
+# Sections that shape no result, and so are part of no key.
+SHAPE_NO_RESULT = ("runtime", "tracking", "nightly", "promotion", "notify")
+
+
 class Settings(Section):
     """The whole tree."""
 

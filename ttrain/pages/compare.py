@@ -8,13 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeGuard
 
+from ttrain.config import SHAPE_NO_RESULT
 from ttrain.digests import digest_of
 from ttrain.pages import certainty, figures
 from ttrain.report import rounded
 from ttrain.tracking import RunView
 
 # Settings that move no weight and no figure of a model: where and how fast a run goes, and who hears of it.
-ASIDE = re.compile(r"^(runtime|tracking|notify|nightly|promotion)\.|^(name|run)$")
+ASIDE = frozenset({*SHAPE_NO_RESULT, "name", "run"})
 CURVES = re.compile(r"^(losses_by_tokens|system)/")  # of the pipeline's run: their last values are no figures of the result
 MISSING = "–"
 SHOWN_DIGEST = 12
@@ -87,8 +88,8 @@ def compare(views: Sequence[RunView]) -> Comparison:
         verdict=_verdict(views, found),
         remarks=tuple(_incomparable(views, manifests)),
         notes=tuple(dict.fromkeys(note for view in views for note in view.notes)),
-        settings=tuple(one for one in settings if not ASIDE.search(one.name)),
-        settings_aside=tuple(one for one in settings if ASIDE.search(one.name)),
+        settings=tuple(one for one in settings if one.name.partition(".")[0] not in ASIDE),
+        settings_aside=tuple(one for one in settings if one.name.partition(".")[0] in ASIDE),
         data=tuple(data),
         code=tuple(code),
         metrics=tuple(figure for figure in found if figure.name not in same),
