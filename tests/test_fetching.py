@@ -255,6 +255,7 @@ def test_only_finished_runs_of_the_experiment_count(tmp_path: Path, pristine: Pa
 DISK_CALLS = ("fsync", "rename", "replace", "unlink", "utime", "mkdir", "link")
 
 
+@pytest.mark.soak
 def test_a_kill_at_any_moment_leaves_nothing_half(home: Path, tmp_path: Path) -> None:
     calls = 0
     while True:

@@ -181,6 +181,7 @@ def test_a_first_rank_whose_disk_is_slow_is_waited_for(bed: Bed, sabotage: Calla
     assert [json.loads(line)["step"] for line in lines if '"loss"' in line] == [*range(1, 9)], "one rank writes, once"
 
 
+@pytest.mark.soak
 def test_two_ranks_leave_one_checkpoint_of_a_step_however_slow_the_disk_of_the_first_is(
     bed: Bed, sabotage: Callable[[str], None]
 ) -> None:

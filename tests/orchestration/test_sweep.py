@@ -62,6 +62,7 @@ def tracked(cli: Cli) -> list[dict[str, Any]]:
     return [{**run, **{key: value for owner, key, value in tags if owner == run["id"]}} for run in found]
 
 
+@pytest.mark.soak
 def test_a_sweep_that_is_killed_goes_on_inside_its_trial_and_its_best_is_what_the_pipeline_makes(fresh: Cli) -> None:
     """Trial 2 is killed in its middle; then the same command, which repeats nothing that was finished."""
     command = ("sweep", "full", "pretrain.optim.lr=log(1e-6,1e-2,3)", ADAMW, LONGER, "--sampler", "grid")
