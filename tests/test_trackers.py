@@ -112,16 +112,18 @@ def wandb_points(directory: Path) -> Points:
     return found
 
 
-def swanlab_points(directory: Path) -> Points:
+def swanlab_records(directory: Path) -> list[Any]:
     from swanlab.proto.swanlab.record.v1.record_pb2 import Record
 
+    paths = sorted((directory / "swanlab").glob("run-*/run-*.swanlab"))
+    return [Record.FromString(data) for path in paths for data in records(path)]
+
+
+def swanlab_points(directory: Path) -> Points:
     found: Points = {}
-    for path in sorted((directory / "swanlab").glob("run-*/run-*.swanlab")):
-        for data in records(path):
-            record = Record.FromString(data)
-            if record.HasField("scalar"):
-                point = (record.scalar.step, record.scalar.value.number)
-                found.setdefault(record.scalar.key, []).append(point)
+    for record in swanlab_records(directory):
+        if record.HasField("scalar"):
+            found.setdefault(record.scalar.key, []).append((record.scalar.step, record.scalar.value.number))
     return found
 
 
@@ -201,6 +203,29 @@ def test_a_run_of_wandb_says_what_it_is_and_how_it_ended_and_leaves_no_link(tmp_
     assert [record.exit.exit_code for record in wandb_records(tmp_path) if record.HasField("exit")] == [1]
     assert wandb_points(tmp_path) == {"tokens": [(1, 96.0)], "lr": [(1, 0.5)]}, "what is no number is left out"
     assert not [path for path in tmp_path.rglob("*") if path.is_symlink()]
+
+
+@pytest.mark.usefixtures("offline")
+def test_an_experiment_of_swanlab_says_what_it_is_and_how_it_ended_without_a_key_and_without_the_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not online for lack of a key; it is told before it would ask the network."""
+    for name in ("SWANLAB_MODE", "SWANLAB_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SWANLAB_PROJECT_NAME", "ours")
+    loggers = Loggers(["swanlab"], tmp_path, ABOUT)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "tokens": 96, "time": 1.0, "metrics": {"loss": 2.5}}\n')
+    loggers.start(0, 2)
+    loggers.failed(ZeroDivisionError())
+    (start,) = [record.start for record in swanlab_records(tmp_path) if record.HasField("start")]
+    assert (start.project, start.group, start.job_type, start.name) == ("ours", "full-1", "pretrain", "pretrain 1")
+    (finish,) = [record.finish for record in swanlab_records(tmp_path) if record.HasField("finish")]
+    assert "RUN_STATE_CRASHED" in str(finish)
+    assert swanlab_points(tmp_path) == {"tokens": [(1, 96.0)], "loss": [(1, 2.5)]}
+    (run,) = (tmp_path / "swanlab").glob("run-*")
+    assert "pretrain.optim.lr" in (run / "files/config.yaml").read_text()
+    assert json.loads((run / "files/swanlab-metadata.json").read_text())["git"] is None
+    assert not (run / "files/requirements.txt").exists()
 
 
 def test_what_looks_secret_is_not_among_the_settings_that_loggers_show() -> None:

@@ -14,19 +14,18 @@ from ttrain.trackers.following import Kept
 class ServiceRun(ABC):
     """The run that a training had before, or a new one, with its files in `service` of the training's directory.
 
-    It is offline where the service cannot be reached or has no key. The variables of the service (WANDB_MODE,
-    SWANLAB_PROJECT and the like) count as always.
+    It is offline where the service cannot be reached or has no key. `project_variable`: the environment's word for the
+    project, which counts more than the task's.
     """
 
-    def __init__(self, service: str, task: Mapping[str, Any]) -> None:
+    def __init__(self, service: str, task: Mapping[str, Any], project_variable: str) -> None:
         directory = Path(task["directory"])
-        variables = service.upper()
         self._directory = directory / service
         self._directory.mkdir(parents=True, exist_ok=True)
         self._kept = Kept(directory / "loggers" / f"{service}.json")
         self.steps = self._kept.steps
         self._words = {
-            "project": os.environ.get(f"{variables}_PROJECT", task["project"]),
+            "project": os.environ.get(project_variable, task["project"]),
             "group": task["group"],
             "job_type": task["kind"],
             "name": task["name"],
@@ -35,7 +34,7 @@ class ServiceRun(ABC):
             "resume": "allow",
         }
         try:
-            self._run = self._open(os.environ.get(f"{variables}_MODE"))
+            self._run = self._open(os.environ.get(f"{service.upper()}_MODE"))
         except Exception as error:  # SwanLab has no error of its own for a missing key
             print(f"{service}: {error}; the run is kept offline, in run/{service} of what the stage leaves", flush=True)
             self._run = self._open("offline")

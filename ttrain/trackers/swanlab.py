@@ -15,7 +15,7 @@ import swanlab
 from ttrain.trackers.service import ServiceRun
 
 # Not asked for on a terminal; without the commit, which the run's manifest has, the remote's address, which may hold a
-# password, and the list of packages, for which it runs pip: a second of a processor, fifteen on a busy machine.
+# password, and the list of packages, for which it runs pip: 12 to 15 s (its limit) at each start on a busy machine.
 SETTINGS = swanlab.Settings(interactive=False, probe=swanlab.Settings.Probe(git=False, requirements=False))
 
 
@@ -29,7 +29,7 @@ class Run(ServiceRun):
     """One experiment, in a directory of the training."""
 
     def __init__(self, task: Mapping[str, Any]) -> None:
-        super().__init__("swanlab", task)
+        super().__init__("swanlab", task, "SWANLAB_PROJECT_NAME")
         self._kept.continued(Path(self._run.dir), online=self._run.mode == "online")
 
     def _open(self, mode: str | None) -> Any:

@@ -26,7 +26,7 @@ class Run(ServiceRun):
     """One run, in a directory of the training."""
 
     def __init__(self, task: Mapping[str, Any]) -> None:
-        super().__init__("wandb", task)
+        super().__init__("wandb", task, "WANDB_PROJECT")
         online = not self._run.offline
         last = self._run.starting_step - 1 if online and self._run.resumed else -1 if online else None
         self._kept.continued(Path(self._run.sync_dir), online=online, last=last)
