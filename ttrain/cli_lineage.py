@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from ttrain.reproduce import Reproduction
 
 LINEAGE_EPILOG = (
-    "Examples:  ttrain lineage quickstart@champion\n\nttrain lineage quickstart-sft/3 --json\n\n"
+    "Examples:  ttrain lineage quickstart@challenger\n\nttrain lineage quickstart-sft/3 --json\n\n"
     "ttrain lineage full-20261121-160222-1a2b:sft\n\nttrain lineage sft\n\nttrain lineage 3f1c0a9b"
 )
 REPRODUCE_EPILOG = (
-    "Examples:  ttrain reproduce quickstart@champion\n\nttrain reproduce quickstart-sft/3 --home again\n\n"
+    "Examples:  ttrain reproduce quickstart@challenger\n\nttrain reproduce quickstart-sft/3 --home again\n\n"
     "ttrain reproduce full-20261121-160222-1a2b:pretrain --json"
 )
 SHORT = 12  # letters of a digest that are shown

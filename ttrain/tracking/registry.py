@@ -11,6 +11,7 @@ from ttrain.errors import UsageError
 from ttrain.tracking.calls import code_of, first_line, outcome, shown
 from ttrain.tracking.database import database_of, open_client
 from ttrain.tracking.files import local_path
+from ttrain.tracking.sets import CHAMPION
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,12 @@ def find_version(home: Path, uri: str, name: str, *, version: str | None = None,
         unknown = error is not None and code_of(error) in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")
         if not unknown:
             raise UsageError(f"MLflow at {shown(uri)} cannot be asked for '{asked}': {error and first_line(error)}")
-        raise UsageError(f"there is no registered model '{asked}'; registered are {_listed(client) or 'none'}")
+        raise UsageError(f"there is no registered model '{asked}'; registered are {_listed(client) or 'none'}{_cure(alias)}")
     return Version(name, str(found.version), local_path(found.source), dict(found.tags), found.run_id or None)
+
+
+def _cure(alias: str | None) -> str:
+    return "; no set of models is champion before `ttrain models promote`, or a night, makes it so" if alias == CHAMPION else ""
 
 
 def _listed(client: Any) -> str:
