@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from ttrain.errors import UsageError
 from ttrain.tracking.calls import code_of, first_line, outcome, shown
 from ttrain.tracking.database import database_of, open_client
 from ttrain.tracking.files import local_path
-from ttrain.tracking.sets import CHAMPION
+
+CHAMPION: Final = "champion"  # alias of the set of models that is in use
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,9 @@ def find_version(home: Path, uri: str, name: str, *, version: str | None = None,
 
 
 def _cure(alias: str | None) -> str:
-    return "; no set of models is champion before `ttrain models promote`, or a night, makes it so" if alias == CHAMPION else ""
+    return (
+        "; no set of models is champion before `ttrain models promote`, or a night, makes it so" if alias == CHAMPION else ""
+    )
 
 
 def _listed(client: Any) -> str:

@@ -14,10 +14,9 @@ from ttrain.digests import digest_of
 from ttrain.tracking.calls import unless_there
 from ttrain.tracking.descriptions import describe, marked
 from ttrain.tracking.loadable import LOADS
-from ttrain.tracking.registry import Version
+from ttrain.tracking.registry import CHAMPION, Version
 from ttrain.tracking.runs import Run
 
-CHAMPION: Final = "champion"
 CHALLENGER: Final = "challenger"
 KIND: Final = "ttrain.kind"
 SET: Final = "set"
