@@ -27,11 +27,11 @@ from ttrain.tracking.loadable import CARD, Loadable
 from ttrain.tracking.outboxes import waiting_keys
 from ttrain.tracking.reading import LATEST, read_local, read_run, read_runs
 from ttrain.tracking.registered import registered_keys as _registered_keys
-from ttrain.tracking.registry import Version
+from ttrain.tracking.registry import CHAMPION, Version
 from ttrain.tracking.registry import find_version as _find_version
 from ttrain.tracking.runs import Run
 from ttrain.tracking.safety import masked, without_credentials
-from ttrain.tracking.sets import CHALLENGER, CHAMPION, Member, ModelSet, last_of, lock_of, tags_of
+from ttrain.tracking.sets import CHALLENGER, Member, ModelSet, last_of, lock_of, tags_of
 from ttrain.tracking.showing import NOTE, Addresses, addresses_of, refresh_views, source_tags
 from ttrain.tracking.store import Store
 from ttrain.tracking.syncing import Waiting

@@ -21,7 +21,8 @@ from ttrain.store import exclusive
 from ttrain.tracking.calls import first_line, is_refusal, outcome, shown
 from ttrain.tracking.database import database_of, open_client
 from ttrain.tracking.descriptions import add_decision
-from ttrain.tracking.sets import CHALLENGER, CHAMPION, DECISION, KIND, SET, ModelSet, all_pages, lock_of, set_of
+from ttrain.tracking.registry import CHAMPION
+from ttrain.tracking.sets import CHALLENGER, DECISION, KIND, SET, ModelSet, all_pages, lock_of, set_of
 from ttrain.tracking.store import Store
 
 log = logging.getLogger("ttrain")

@@ -10,7 +10,8 @@ from typing import Any, Final
 from ttrain.errors import TrackingError
 from ttrain.tracking.calls import first_line, outcome, shown
 from ttrain.tracking.database import database_of, open_client
-from ttrain.tracking.sets import CHAMPION, KEY, MEMBER, all_pages
+from ttrain.tracking.registry import CHAMPION
+from ttrain.tracking.sets import KEY, MEMBER, all_pages
 
 INPUTS: Final = ("base", "tokenizer")  # what a model is of no use without; what it was trained on is another matter
 WITH_A_SET: Final = ("evaluate",)  # figures that are compared with those of the next set
