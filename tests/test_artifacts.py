@@ -449,7 +449,7 @@ def test_the_registered_keys_are_those_of_all_versions_and_of_what_they_stand_on
         tracking.Member("mine-lora", "3", "lora", "lora-2"),
     ]
     made = {"pretrain": "base-9", "lora": "lora-2", "evaluate": "evaluate-9", "shards-lora": "shards-9"}
-    tags = tracking.tags_of("run", members, {"pretrain": "a", "lora": "b"}, made, {})
+    tags = tracking.sets.tags_of("run", members, {"pretrain": "a", "lora": "b"}, made, {})
     assert tracked.register_model("mine", run=run, artifact_path="", tags=tags), "a set, by which champions are compared"
     expected = {f"{stage}-{number}" for stage in ("lora", "sft") for number in range(3)} | {"base-9", "evaluate-9"}
     assert tracking.registered_keys(home.store.root) == expected

@@ -42,18 +42,17 @@ def register(home: Path, number: int, stages: Any = SUFFIXES, name: str = "mine"
     store = open_store(home, "ttrain")
     assert isinstance(store, Store)
     run = store.start_run(f"full-{number}", run_id=None, parent_run_id=None, tags={}, params={})
-    members = []
+    models = []
     for stage in stages:
         model, key = f"{name}-{SUFFIXES[stage]}", f"{stage}-{number}"
         run.log_text(key, f"{stage}/x.txt")
         tags = {"ttrain.stage": stage, "ttrain.key": key, "ttrain.content": key}
         version = store.register_model(model, run=run, artifact_path=stage, tags=tags)
         assert version is not None
-        members.append(Member(model, version, stage, key))
-    contents = {member.stage: member.key for member in members}
-    keys = {**contents, "evaluate": f"evaluate-{number}"}
-    tags = tracking.tags_of(f"full-{number}", members, contents, keys, {"bits_per_byte": 2 - number / 10, **metrics})
-    return store.register_set(name, run=run, tags=tags)
+        models.append({"name": model, "stage": stage, "tags": tags, "artifact_path": stage, "path": None})
+    keys = {**{stage: f"{stage}-{number}" for stage in stages}, "evaluate": f"evaluate-{number}"}
+    figures = {"bits_per_byte": 2 - number / 10, **metrics}
+    return store.register_models(name, run=run, run_name=f"full-{number}", models=models, keys=keys, metrics=figures)
 
 
 @pytest.fixture(scope="module")

@@ -111,7 +111,7 @@ def tracked(tmp_path_factory: pytest.TempPathFactory) -> Path:
             members.append(Member(name, version, stage, artifact.key))
         run.finish("FINISHED")
     contents = {stage: one.content for stage, one in artifacts.items()}
-    told = tracking.tags_of(RUN, members, contents, {stage: one.key for stage, one in artifacts.items()}, {})
+    told = tracking.sets.tags_of(RUN, members, contents, {stage: one.key for stage, one in artifacts.items()}, {})
     parent.finish("FINISHED")
     tracking.sets.register(opened.client, "mine", parent, told)
     opened.client.set_registered_model_alias("mine", "champion", "1")

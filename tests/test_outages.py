@@ -267,7 +267,7 @@ def _be_killed_before_any_note(home: str) -> None:
         box.entries.remove(entry)  # in memory, so that what comes after is told; the journal says nothing
 
     outbox.Outbox.told = told  # type: ignore[method-assign]
-    Store.close = lambda store, run=None: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,method-assign]
+    Store.close = lambda store: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,method-assign]
     whole_life(Path(home), lambda part: None)
 
 

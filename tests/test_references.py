@@ -214,11 +214,14 @@ def test_a_registered_name_is_the_stores_own_artifact_else_the_files_that_mlflow
     assert not (home.store.root / "mlflow").exists(), "a question makes no database"
     store = tracking.open_store(home.store.root, "ttrain")
     assert isinstance(store, tracking.Store)
+    models = []
     for artifact, name, directory in ((home.sft, "mine-sft", "model"), (home.lora, "mine-lora", "adapter")):
         run = store.start_run(artifact.stage, run_id=None, parent_run_id=None, tags={}, params={})
         run.log_directory(artifact.path, artifact.stage)
         tags = {"ttrain.stage": artifact.stage, "ttrain.key": artifact.key, "ttrain.content": artifact.content}
-        store.register_model(name, run=run, artifact_path=f"{artifact.stage}/{directory}", tags=tags)
+        path = f"{artifact.stage}/{directory}"
+        store.register_model(name, run=run, artifact_path=path, tags=tags)
+        models.append({"name": name, "stage": artifact.stage, "tags": tags, "artifact_path": path, "path": None})
     store.client.set_registered_model_alias("mine-sft", "champion", "1")
     for text in ("mine-sft/1", "models:/mine-sft/1", "mine-sft@champion", "models:/mine-sft@champion"):
         assert home.resolve(text).model == home.sft.path / "model", text
@@ -227,12 +230,7 @@ def test_a_registered_name_is_the_stores_own_artifact_else_the_files_that_mlflow
         UsageError, match=r"no registered model 'mine-sft@nope'; registered are mine-lora/1, mine-sft/1 \(champion: 1\)"
     ):
         home.resolve("mine-sft@nope")
-    members = [
-        tracking.Member("mine-sft", "1", "sft", home.sft.key),
-        tracking.Member("mine-lora", "1", "lora", home.lora.key),
-    ]
-    contents = {"sft": home.sft.content, "lora": home.lora.content}
-    store.register_set("mine", run=run, tags=tracking.tags_of("run-1", members, contents, {}, {}))
+    store.register_models("mine", run=run, run_name="run-1", models=models, keys={}, metrics={})
     tracking.promote(home.store.root, "mine", "1")
     for text in ("mine@champion", "mine/1"):
         assert home.resolve(text).adapter == home.lora.path / "adapter", "a set of models stands for its last one"

@@ -22,7 +22,6 @@ import pytest
 
 from ttrain import tracking
 from ttrain.tracking import (
-    DataInput,
     MetricsFollower,
     NullStore,
     Run,
@@ -34,6 +33,7 @@ from ttrain.tracking import (
 )
 from ttrain.tracking import database as databases
 from ttrain.tracking.files import LINK_FROM_BYTES
+from ttrain.tracking.inputs import DataInput
 from ttrain.tracking.links import stages_of
 
 MODEL_TAGS = {"ttrain.key": "k1", "ttrain.content": "c1"}

@@ -10,9 +10,9 @@ import pytest
 
 from ttrain import tracking
 from ttrain.config import Settings, flatten
-from ttrain.tracking import Run, Store, masked, open_store, without_credentials
+from ttrain.tracking import Run, Store, masked, open_store
 from ttrain.tracking.calls import clean
-from ttrain.tracking.safety import HIDDEN, artifact_path, below, is_secret, run_name
+from ttrain.tracking.safety import HIDDEN, artifact_path, below, is_secret, run_name, without_credentials
 
 HOSTILE, WRITTEN = 10_000, 1_000
 PIECES = [
@@ -129,7 +129,8 @@ def test_runs_of_any_name_and_identity_are_made(store: Store) -> None:
     "key",
     ["hub.token", "hf_token", "wandb.api_key", "apiKey", "db.password", "PASSWORD", "s3.secret", "aws_secret_access_key",
      "notify.webhook", "notify.webhook_url", "a.private-key", "auth", "proxy.authorization", "x.credentials", "x.access_key",
-     "tokens.token", "user.pwd"],
+     "tokens.token", "user.pwd", "task.secrets.wandb", "credentials.user", "task.hubSecrets.first[0]", "api_tokens",
+     "hub.refresh_tokens"],
 )  # fmt: skip
 def test_a_secret_is_known_by_its_name(key: str) -> None:
     assert is_secret(key)
@@ -140,7 +141,8 @@ def test_a_secret_is_known_by_its_name(key: str) -> None:
 @pytest.mark.parametrize(
     "key",
     ["pretrain.tokens", "tokens_per_step", "tokenizer.vocab_size", "tokenizer.eos_token", "pad_token", "multi_token",
-     "model.keys", "key", "notify.webhook_file", "secret_file", "sft.author", "attention", "special_tokens"],
+     "model.keys", "key", "notify.webhook_file", "secret_file", "sft.author", "attention", "special_tokens",
+     "secrets.file", "credentials.path", "pretrain.validation_tokens"],
 )  # fmt: skip
 def test_what_only_sounds_like_a_secret_is_shown(key: str) -> None:
     assert masked({key: "shown"}) == {key: "shown"}
@@ -150,6 +152,8 @@ def test_what_only_sounds_like_a_secret_is_shown(key: str) -> None:
     ("text", "shown"),
     [
         ("s3://user:pass@host/x.jsonl", "s3://host/x.jsonl"),
+        ("postgresql://user:p@ss@host/db", "postgresql://host/db"),
+        ("https://host/x?to=a@b and //u:p@host#c@d", "https://host/x?to=a@b and //host#c@d"),
         ("https://h/x?X-Amz-Signature=abc&part=1", "https://h/x?X-Amz-Signature=***&part=1"),
         ("https://h/x?sig=abc#top", "https://h/x?sig=***#top"),
         ("https://h/x?api_key=abc;page=2", "https://h/x?api_key=***;page=2"),

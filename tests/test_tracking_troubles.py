@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import multiprocessing
+import os
 import shutil
+import signal
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from killing import killed_everywhere
 
 from ttrain import tracking
-from ttrain.tracking import Run, Store, open_store, outboxes
+from ttrain.execute import Execution, _Watcher
+from ttrain.tracking import Run, Store, open_store, outbox, outboxes
+from ttrain.tracking.leftovers import tell_one
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -107,6 +115,165 @@ def test_sync_says_that_the_database_is_locked(home: Path) -> None:
         assert left.things == {"params": 1, "end": 1} and "database is locked" in left.why
     (done,) = tracking.sync(home)
     assert done.things == {} and not outboxes.found(home)
+
+
+IDENTITY = "1f" * 16
+
+
+def unmade(home: Path, name: str, *, age: float = 0.0) -> Path:
+    """What a kill leaves between the making of an outbox and the first write in it."""
+    directory = home / "tracking" / (name * 16)
+    directory.mkdir(parents=True)
+    (directory / "lock").touch()
+    os.utime(directory, (time.time() - age, time.time() - age))
+    return directory
+
+
+def test_a_run_whose_outbox_was_never_whole_keeps_its_identity(home: Path) -> None:
+    left = unmade(home, "1f")
+    store = opened(home)
+    run = store.start_run("stage", identity=IDENTITY, tags={}, params={})
+    assert isinstance(run, Run) and run.identity == IDENTITY
+    assert (left / "run.json").is_file(), "and what waits is on disk"
+    assert store.client.get_run(run.id).data.tags["ttrain.id"] == IDENTITY
+    run.finish("FINISHED")
+    assert store.close() == 0 and not left.exists()
+
+
+def test_an_outbox_whose_making_is_killed_at_any_call_is_taken_over(tmp_path: Path) -> None:
+    import filelock  # noqa: F401  # before the forks
+
+    (tmp_path / "home").mkdir()
+
+    def make(home: Path) -> outbox.Outbox:
+        return outbox.create(home, id=IDENTITY, name="stage")
+
+    calls = killed_everywhere(tmp_path / "home", tmp_path / "copies", ("mkdir", "open", "replace"), make, writing=True)
+    assert calls > 5
+    for copy in (tmp_path / "copies" / str(number) for number in range(1, calls + 1)):
+        directory = copy / "tracking" / IDENTITY
+        box = outbox.take(directory) or make(copy)
+        assert (box.id, box.is_kept, box.about["name"]) == (IDENTITY, True, "stage")
+        box.add("end", status="FINISHED", time=0)
+        box.close()
+        assert [entry.what for entry in outboxes.entries_of(directory)] == ["end"]
+
+
+def test_an_identity_that_another_process_has_made_whole_is_not_taken(tmp_path: Path) -> None:
+    held = outbox.create(tmp_path, id=IDENTITY, name="stage")
+    held.add("end", status="FINISHED", time=0)
+    held.close()
+    other = outbox.create(tmp_path, id=IDENTITY, name="another")
+    assert other.id != IDENTITY and other.is_kept
+    assert len(outboxes.found(tmp_path)) == 2
+
+
+@pytest.mark.parametrize("by", ["the next run", "sync"])
+def test_outboxes_that_were_never_whole_are_removed_unless_one_is_being_made(home: Path, by: str) -> None:
+    import filelock
+
+    gone, young, held = unmade(home, "1f", age=100), unmade(home, "2f"), unmade(home, "3f", age=100)
+    with filelock.FileLock(held / "lock"):
+        opened(home) if by == "the next run" else tracking.sync(home)
+        eventually(lambda: not gone.exists())
+    assert set(outboxes.found(home)) == {young, held}
+
+
+def test_what_a_killed_run_left_for_another_mlflow_is_kept_for_that(
+    home: Path, tmp_path: Path, pristine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = f"sqlite:///{shutil.copy(pristine, tmp_path / 'elsewhere.db')}"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", elsewhere)
+    heard, said = multiprocessing.Pipe()
+
+    def be_killed() -> None:
+        run = started(opened(home))
+        said.send(run.id)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    victim = multiprocessing.get_context("fork").Process(target=be_killed)
+    victim.start()
+    run_id = heard.recv()
+    victim.join()
+    monkeypatch.delenv("MLFLOW_TRACKING_URI")
+    store = opened(home)
+    (left,) = outboxes.found(home)
+    assert tell_one(store, left) is None
+    assert store.close() == 0
+    assert [(one.tracker, one.things) for one in tracking.waiting(home)] == [(elsewhere, {"end": 1})]
+    (done,) = tracking.sync(home)
+    assert (done.things, outboxes.found(home)) == ({}, [])
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", elsewhere)
+    assert tracking.open_reader(home).client.get_run(run_id).info.status == "KILLED"
+
+
+def test_a_run_that_goes_on_in_another_mlflow_is_that_ones(
+    home: Path, tmp_path: Path, pristine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with locked(home):
+        before = opened(home)
+        identity = started(before).identity
+        before.close()
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{shutil.copy(pristine, tmp_path / 'elsewhere.db')}")
+    outbox_of = home / "tracking" / identity / "run.json"
+    about = json.loads(outbox_of.read_text())
+    outbox_of.write_text(json.dumps({**about, "run_id": "0" * 32}))  # of the other one
+    store = opened(home)
+    run = store.start_run("stage", identity=identity, tags={}, params={})
+    about = json.loads(outbox_of.read_text())
+    assert (about["id"], about["tracker"], about["run_id"]) == (identity, store.tracker, run.id)
+    assert store.client.get_run(run.id).data.tags["ttrain.id"] == identity
+    run.finish("FINISHED")
+    assert store.close() == 0
+
+
+def test_a_text_of_half_a_letter_is_kept_and_waits_for_nobody(home: Path) -> None:
+    store = opened(home)
+    run = started(store)
+    run.log_text("caf\udce9 \ud83d", "settings.yaml")
+    assert not run.waiting()
+    kept = home / "mlflow" / "artifacts" / str(run.id) / "artifacts" / "settings.yaml"
+    assert kept.read_text(encoding="utf-8") == "caf? ?"
+    assert store.close() == 0
+
+
+def test_a_file_that_went_costs_a_warning(home: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = opened(home)
+    run = started(store)
+    run.log_file(home / "gone.txt", changes=True)
+    assert "gone.txt failed" in caplog.text and not run.waiting()
+    store.close()
+
+
+def test_samples_and_curves_that_cannot_be_read_end_no_pipeline(home: Path, tmp_path: Path) -> None:
+    store = opened(home)
+    run = started(store)
+    watcher: Any = _Watcher(
+        SimpleNamespace(display=SimpleNamespace(progressed=lambda *_: None)),  # type: ignore[arg-type]
+        SimpleNamespace(name="pretrain"),  # type: ignore[arg-type]
+        lambda line: None,
+    )
+    watcher._log, watcher._child = tmp_path / "run" / "log.txt", run
+    samples = tmp_path / "run" / "samples"
+    watcher.progressed(watcher._stage, {})  # there are none yet
+    samples.mkdir(parents=True)
+    (samples / "step-00000001.txt").symlink_to(tmp_path / "gone")
+    (samples / "step-00000002.txt").write_bytes(b"caf\xe9")
+    watcher.progressed(watcher._stage, {})
+    kept = home / "mlflow" / "artifacts" / str(run.id) / "artifacts" / "pretrain" / "run" / "samples"
+    assert [path.name for path in kept.iterdir()] == ["step-00000002.txt"]
+    before = samples.stat()
+    (samples / "step-00000003.txt").write_text("seen at the next change")
+    os.utime(samples, ns=(before.st_atime_ns, before.st_mtime_ns))
+    watcher.progressed(watcher._stage, {})
+    assert len(list(kept.iterdir())) == 1, "what did not change is not looked at again"
+    watcher.process_ended(watcher._stage)
+    assert len(list(kept.iterdir())) == 2
+
+    (tmp_path / "artifact" / "run" / "metrics.jsonl").mkdir(parents=True)
+    artifact = SimpleNamespace(path=tmp_path / "artifact", stage="pretrain")
+    Execution._log_curves(SimpleNamespace(artifacts={"pretrain": artifact}, _parent=run))  # type: ignore[arg-type]
+    assert store.close() == 0
 
 
 @pytest.mark.soak

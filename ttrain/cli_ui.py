@@ -100,10 +100,11 @@ def _addresses(root: Path, tracked: Sequence[str]) -> Addresses:
 def _refuse_another_database(root: Path, uri: str) -> None:
     from ttrain import tracking
     from ttrain.errors import UsageError
+    from ttrain.tracking.calls import shown
 
     if uri != f"sqlite:///{tracking.database_of(root)}":
         raise UsageError(
-            f"MLFLOW_TRACKING_URI is {tracking.without_credentials(uri)}, which is no server; `ttrain ui` opens servers and "
+            f"MLFLOW_TRACKING_URI is {shown(uri)}, which is no server; `ttrain ui` opens servers and "
             f"the home's own database. Start `mlflow server --backend-store-uri` on it and name its address, or unset it"
         )
 

@@ -227,8 +227,9 @@ class Execution:
         """The losses of all trainings on the pipeline's tracked run, also of those that were not trained now."""
         for artifact in self.artifacts.values():
             curve = artifact.path / "run" / "metrics.jsonl"
-            if curve.is_file():  # else it did not train, or the file is where it was made
-                rows = overview.curves(artifact.stage, curve.read_text().splitlines())
+            with contextlib.suppress(OSError):  # it did not train, or the file is where it was made, or cannot be read
+                text = curve.read_text(encoding="utf-8", errors="replace")
+                rows = overview.curves(artifact.stage, text.splitlines())
                 self._parent.keep_rows(f"{json.dumps(row)}\n".encode() for row in rows)
 
     def _log_page(self) -> None:
@@ -405,7 +406,8 @@ class _Watcher:
         self._child: tracking.Run | tracking.NullRun | None = None
         self._followers: list[tracking.MetricsFollower] = []
         self._log: Path | None = None
-        self._samples: set[str] = set()  # names of those that the tracker has
+        self._samples = set[str]()  # names of those that the tracker has
+        self._samples_changed = 0  # when there was another one, by its directory
 
     def started(self, stage: Stage, planned: Planned, work: Path) -> None:
         if self._execution.loads_torch:
@@ -417,6 +419,8 @@ class _Watcher:
             stage.name, outcome="running", key=planned.key, log=str(log_path), why=list(planned.why)
         )
         self._child = self._execution.start_child(stage, planned, work)
+        if isinstance(self._child, tracking.Run) and self._child.is_again:
+            self._samples = {path.name for path in self._sampled()[:-1]}  # the last may not have been told
         files = ("metrics.jsonl", *system_metrics.files(self._execution.settings.runtime.nodes))
         later = self._execution.store.root / "store" / stage.name / (planned.key or "") / "run"
         for name in files:
@@ -429,7 +433,10 @@ class _Watcher:
 
     def progressed(self, stage: Stage, progress: Mapping[str, Any]) -> None:
         self._execution.display.progressed(stage.name, progress)
-        self._keep_samples()
+        with contextlib.suppress(OSError):  # else there are none yet
+            if self._log and (changed := (self._log.parent / "samples").stat().st_mtime_ns) != self._samples_changed:
+                self._samples_changed = changed  # a look at all of them takes 30 ms where there are 10,000
+                self._keep_samples()
 
     def logged(self, stage: Stage, line: str) -> None:
         self._execution.log.add(stage.name, line)
@@ -451,12 +458,20 @@ class _Watcher:
 
     def _keep_samples(self) -> None:
         """Texts that the model wrote while it trains, where the finished artifact's files will be in the tracker."""
-        if self._log is None or self._child is None:
+        if self._child is None:
             return
-        for path in sorted((self._log.parent / "samples").glob("step-*.txt")):
+        for path in self._sampled():
             if path.name not in self._samples:
-                self._samples.add(path.name)
-                self._child.log_text(path.read_text(encoding="utf-8"), f"{self._stage.name}/run/samples/{path.name}")
+                with contextlib.suppress(OSError):  # it went meanwhile; the artifact's files are kept at the end
+                    text = path.read_text(encoding="utf-8", errors="replace")
+                    self._samples.add(path.name)
+                    self._child.log_text(text, f"{self._stage.name}/run/samples/{path.name}")
+
+    def _sampled(self) -> list[Path]:
+        """The texts that there are, by their steps."""
+        with contextlib.suppress(OSError):
+            return sorted((self._log.parent / "samples").glob("step-*.txt")) if self._log else []
+        return []
 
     def stop_signal(self) -> int:
         return self._execution.signum

@@ -72,7 +72,7 @@ def test_a_set_on_a_server_opens_as_its_full_model_since_no_base_is_uploaded_aga
         members.append(Member(name, str(version.version), stage, artifact.key))
         run.finish("FINISHED")
     contents = {stage: artifact.content for stage, artifact in made.items()}
-    tags = tracking.tags_of("full-1", members, contents, {stage: one.key for stage, one in made.items()}, {})
+    tags = tracking.sets.tags_of("full-1", members, contents, {stage: one.key for stage, one in made.items()}, {})
     assert isinstance(parent, tracking.Run)
     assert tracking.sets.register(opened.client, "mine", parent, tags) == "1"
     assert opened.client.get_model_version("mine", "1").source == "models:/mine-sft/1"

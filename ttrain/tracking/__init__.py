@@ -22,34 +22,30 @@ from ttrain.tracking.calls import first_line, is_locked, outcome, shown
 from ttrain.tracking.champions import Champions
 from ttrain.tracking.database import Later, artifacts_of, database_of, mend_moved_home, open_client
 from ttrain.tracking.follower import MetricsFollower
-from ttrain.tracking.inputs import DataInput, data_of, read_by
+from ttrain.tracking.inputs import data_of, read_by
 from ttrain.tracking.loadable import CARD, Loadable
 from ttrain.tracking.outboxes import waiting_keys
-from ttrain.tracking.reading import LATEST, read_local, read_run, read_runs
+from ttrain.tracking.reading import read_local, read_run, read_runs
 from ttrain.tracking.registered import registered_keys as _registered_keys
 from ttrain.tracking.registry import CHAMPION, Version
 from ttrain.tracking.registry import find_version as _find_version
 from ttrain.tracking.runs import Run
-from ttrain.tracking.safety import masked, without_credentials
-from ttrain.tracking.sets import CHALLENGER, Member, ModelSet, last_of, lock_of, tags_of
+from ttrain.tracking.safety import masked
+from ttrain.tracking.sets import Member, ModelSet, last_of
 from ttrain.tracking.showing import NOTE, Addresses, addresses_of, refresh_views, source_tags
 from ttrain.tracking.store import Store
 from ttrain.tracking.syncing import Waiting
 from ttrain.tracking.syncing import sync as _sync
 from ttrain.tracking.syncing import waiting as _waiting
 from ttrain.tracking.untracked import NullRun, NullStore
-from ttrain.tracking.views import InputView, Point, RunView, StageView
+from ttrain.tracking.views import Point, RunView
 
 __all__ = [
     "CARD",
-    "CHALLENGER",
     "CHAMPION",
     "ENVIRONMENT",
-    "LATEST",
     "NOTE",
     "Addresses",
-    "DataInput",
-    "InputView",
     "Loadable",
     "Member",
     "MetricsFollower",
@@ -59,10 +55,7 @@ __all__ = [
     "Point",
     "Run",
     "RunView",
-    "StageView",
     "Store",
-    "Version",
-    "Waiting",
     "addresses",
     "champion",
     "data_of",
@@ -72,7 +65,6 @@ __all__ = [
     "keys_beginning",
     "last_of",
     "list_sets",
-    "lock_of",
     "log_decision",
     "masked",
     "mend_moved_home",
@@ -90,10 +82,8 @@ __all__ = [
     "server_app",
     "source_tags",
     "sync",
-    "tags_of",
     "tracking_uri",
     "waiting",
-    "without_credentials",
 ]
 log = logging.getLogger("ttrain")
 

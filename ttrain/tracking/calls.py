@@ -33,7 +33,9 @@ def is_refusal(error: Exception) -> bool:
     """Whether MLflow understood and said no, so that asking again is of no use."""
     if isinstance(error, OSError) and error.errno in NEVER:
         return True
-    return isinstance(error, RefusedError) or code_of(error) in ("INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST")
+    if isinstance(error, RefusedError | UnicodeEncodeError):
+        return True
+    return code_of(error) in ("INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST")
 
 
 def is_locked(error: Exception) -> bool:
@@ -61,8 +63,8 @@ def first_line(error: Exception) -> str:
 
 
 def shown(text: str) -> str:
-    """Without the user name and password that a URI can carry."""
-    return re.sub(r"//[^/@\s]*@", "//", text)
+    """Without the user name and password that a URI can carry, up to its last "@": a password may hold one, too."""
+    return re.sub(r"//[^/?#\s]*@", "//", text)
 
 
 def clean(key: str) -> str:

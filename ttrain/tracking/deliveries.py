@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from ttrain.tracking import inputs, uploads
-from ttrain.tracking.calls import RefusedError
+from ttrain.tracking.calls import RefusedError, plain
 from ttrain.tracking.files import local_path, place, place_tree, with_parent, write_text
 from ttrain.tracking.journal import Entry
 from ttrain.tracking.rows import read_rows
@@ -104,7 +104,7 @@ def log_inputs(run: Run, entry: Entry) -> int:
 def text(run: Run, entry: Entry) -> None:
     """A text as a file of the run."""
     kept = entry.data.get("kept")
-    content = run.box.kept(kept).read_text(encoding="utf-8") if kept else entry.data["text"]
+    content = run.box.kept(kept).read_text(encoding="utf-8") if kept else plain(entry.data["text"])
     if root := _root(run):
         write_text(with_parent(below(root, entry.data["to"])), content)
     else:

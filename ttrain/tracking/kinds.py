@@ -37,6 +37,5 @@ KINDS: Final[Mapping[str, Kind]] = {
     "file": Kind(deliveries.file, "keeping a file", uploads=True),
     "directory": Kind(deliveries.directory, "keeping files", uploads=True),
     "register": Kind(registrations.register, "registering a model", uploads=True),
-    "register_set": Kind(registrations.register_set, "registering a set of models", uploads=True),
     "register_models": Kind(registrations.register_models, "registering a set of models", uploads=True),
 }

@@ -33,6 +33,7 @@ log = logging.getLogger("ttrain")
 
 FOLDER: Final = "tracking"  # in the home
 ID: Final = re.compile(r"[0-9a-f]{32}")
+TURN_SECONDS: Final = 5.0  # until another process lets go of a directory that it removes, which takes milliseconds
 
 
 @final
@@ -121,9 +122,14 @@ class Outbox:
                 with contextlib.suppress(OSError):
                     self.directory.replace(gone)  # under the lock: who has opened the lock's file finds no run in it
                     shutil.rmtree(gone)
-                    self.directory.parent.rmdir()
             self.directory = None
             self._held.close()
+
+    def _recall(self) -> None:
+        """What the process before this one left to tell."""
+        assert self.directory is not None, "an outbox on disk"
+        read = journal.read(self.directory)
+        self.entries, self._next = list(read.values()), 1 + max(read, default=0)
 
     def _lock_or_none(self, seconds: float) -> bool:
         import filelock
@@ -169,21 +175,43 @@ class Outbox:
 
 
 def create(home: Path | None, **about: Any) -> Outbox:
-    """A new outbox; in memory where the home takes none."""
+    """A new outbox; in memory where the home takes none. `id`: that of one that is gone, or was never whole.
+
+    A directory of that id that has no `run.json` is taken over: a process was killed while it made it. Where another
+    process has made it whole meanwhile, the new outbox has an id of its own.
+    """
     about = {"started": time.time(), **about, "id": about.get("id") or secrets.token_hex(16), "host": platform.node()}
     if home is None:
         return Outbox(None, about)
     directory = home / FOLDER / str(about["id"])
-    try:
-        directory.mkdir(parents=True, mode=0o700)
-    except OSError as error:
-        log.warning("what MLflow has yet to be told cannot be kept in %s: %s", directory, error.strerror)
+    for _ in range(2):  # once more where another was removing it
+        try:
+            directory.mkdir(parents=True, mode=0o700, exist_ok=True)
+        except OSError as error:
+            log.warning("what MLflow has yet to be told cannot be kept in %s: %s", directory, error.strerror)
+            return Outbox(None, about)
+        box = Outbox(directory, about)
+        if box._lock_or_none(TURN_SECONDS):
+            break
+    else:
         return Outbox(None, about)
-    box = Outbox(directory, about)
-    if not box._lock_or_none(0):
-        return Outbox(None, about)
+    if (directory / "run.json").exists():
+        box.directory = None
+        box.close()
+        return create(home, **{**about, "id": None})
+    box._recall()
     box.note()
     return box
+
+
+def remove_unmade(directory: Path) -> None:
+    """Removes a directory without `run.json`, where nobody holds it: a process was killed while it made it."""
+    box = Outbox(directory, {})
+    if box._lock_or_none(0.0):
+        box._recall()
+        if (directory / "run.json").exists():
+            box.directory = None
+        box.close()
 
 
 def take(directory: Path, seconds: float = 0.0) -> Outbox | None:
@@ -198,7 +226,6 @@ def take(directory: Path, seconds: float = 0.0) -> Outbox | None:
         box.directory = None
         box.close()
         return None
-    read = journal.read(directory)
-    box.about, box.entries = about, list(read.values())
-    box._next = 1 + max(read, default=0)
+    box.about = about
+    box._recall()
     return box

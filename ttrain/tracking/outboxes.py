@@ -35,7 +35,8 @@ def may_be_taken(directory: Path) -> bool:
 def last_change(directory: Path) -> float:
     """Seconds since 1970."""
     with contextlib.suppress(OSError):
-        return max(path.stat().st_mtime for path in directory.iterdir() if path.name != "lock")
+        changes = (path.stat().st_mtime for path in directory.iterdir() if path.name != "lock")
+        return max(changes, default=time.time())
     return time.time()
 
 

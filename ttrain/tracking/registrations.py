@@ -20,12 +20,6 @@ def register(run: Run, entry: Entry) -> str:
         return _registered(run, {**entry.data, "artifact_path": entry.data["path"]})
 
 
-def register_set(run: Run, entry: Entry) -> str:
-    """Registered models as one set, which can become champion."""
-    with run.store.turn:
-        return _registered_set(run, entry.data["name"], entry.data["tags"])
-
-
 def register_models(run: Run, entry: Entry) -> str:
     """The models of a run as one set, which can become champion; a model that is not registered yet is, from this run."""
     data, members = entry.data, []
@@ -63,7 +57,7 @@ def _registered(run: Run, model: Mapping[str, Any]) -> str:
     return run.store.versions.register(model["name"], run, model["artifact_path"], model["tags"], *words)
 
 
-def _registered_set(run: Run, name: str, tags: Mapping[str, str], description: str = "", about: str = "") -> str:
+def _registered_set(run: Run, name: str, tags: Mapping[str, str], description: str, about: str) -> str:
     try:
         return sets.register(run.store.client, name, run, tags, description, about)
     except ValueError as error:

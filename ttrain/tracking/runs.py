@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, final
 
-from ttrain.tracking.calls import RefusedError, clean, code_of, plain, shown
+from ttrain.tracking.calls import RefusedError, clean, code_of, outcome, plain, shown
 from ttrain.tracking.journal import Entry
 from ttrain.tracking.outbox import Outbox
 from ttrain.tracking.rows import Row
@@ -127,7 +127,11 @@ class Run:
         One that `changes`, or goes, is kept as it is now.
         """
         if self._may_be(f"{artifact_path}/{path.name}".lstrip("/")):
-            kept = self.box.keep("file", [path.read_bytes()]) if changes else None
+            content, error = outcome(path.read_bytes) if changes else (None, None)
+            if error is not None:
+                self.store.asking.warn(f"keeping {path}", error)
+                return
+            kept = None if content is None else self.box.keep("file", [content])
             self._tell("file", path=self.store.relative(path), to=artifact_path, name=path.name, kept=kept)
 
     def log_directory(self, directory: Path, artifact_path: str = "") -> None:

@@ -23,12 +23,14 @@ SECRET_WORDS: Final = frozenset(
 )  # fmt: skip
 SECRET_ENDS: Final = (("access", "key"), ("account", "key"), ("api", "key"), ("private", "key"), ("secret", "key"),
                       ("ssh", "key"), ("signing", "key"), ("encryption", "key"), ("webhook", "url"))  # fmt: skip
+SECRET_GROUPS: Final = frozenset(["credentials", "passwords", "secrets"])  # all that stands below these
+SECRET_TOKENS: Final = frozenset(["access", "api", "auth", "hub", "refresh"])  # `api_tokens`; other tokens are counted
 # "token" is the word for a secret, and for a piece of text: those that a tokenizer calls so are no secrets.
 PIECES: Final = frozenset(
     ["bos", "cls", "end", "eos", "first", "last", "mask", "multi", "new", "next", "pad", "sep", "special", "start", "stop",
      "unk"]
 )  # fmt: skip
-# What the services' own secrets look like, under whatever name: Hugging Face, GitHub, OpenAI, AWS, Slack, W&B, GitLab
+# What the services' own secrets look like, under whatever name: Hugging Face, GitHub, OpenAI, AWS, Slack, GitLab
 LOOKS_SECRET: Final = re.compile(
     r"\b(hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|sk-[A-Za-z0-9_-]{20,}|AKIA[0-9A-Z]{16}"
     r"|xox[abprs]-[A-Za-z0-9-]{10,}|glpat-[\w-]{20,})|-----BEGIN [A-Z ]*PRIVATE KEY-----"
@@ -55,14 +57,23 @@ def _without_secrets(key: str, value: Any) -> Any:
 
 def is_secret(key: str) -> bool:
     """Whether a setting of this name holds a secret."""
-    last = re.split(r"[./\[\]]", key.rstrip("]0123456789["))[-1]
-    spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", last)  # apiKey
-    words = tuple(word for word in re.split(r"[^a-z0-9]+", spaced.lower()) if word)
+    *above, last = re.split(r"[./\[\]]", key.rstrip("]0123456789["))
+    words = _words(last)
     if not words or words[-1] in ("file", "path"):  # the name of a place where the secret is
         return False
+    if any(SECRET_GROUPS & set(_words(name)) for name in above):
+        return True
     if words[-1] == "token":
         return not PIECES & set(words)
+    if words[-1] == "tokens" and SECRET_TOKENS & set(words):
+        return True
     return bool(SECRET_WORDS & set(words)) or words[-2:] in SECRET_ENDS
+
+
+def _words(name: str) -> tuple[str, ...]:
+    """The words of one part of a name, in small letters: api, key of `apiKey` and of `api_key`."""
+    spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)
+    return tuple(word for word in re.split(r"[^a-z0-9]+", spaced.lower()) if word)
 
 
 def without_credentials(text: str) -> str:

@@ -18,7 +18,7 @@ from ttrain.tracking.database import artifacts_of, database_of
 from ttrain.tracking.files import local_path
 from ttrain.tracking.journal import Entry
 from ttrain.tracking.kinds import KINDS
-from ttrain.tracking.leftovers import tell_one
+from ttrain.tracking.leftovers import remove_unmade, tell_one
 from ttrain.tracking.runs import Run, clean_tags
 from ttrain.tracking.safety import run_name
 from ttrain.tracking.untracked import NullRun
@@ -102,18 +102,11 @@ class Store:
         answer: str | None = run.tell("register", name=name, path=artifact_path, tags=dict(tags), **words).answer
         return answer
 
-    def register_set(self, name: str, *, run: Run | NullRun, tags: Mapping[str, str]) -> str | None:
-        """The version of the registered model `name` that is this set of registered models (`sets.tags_of`); None as long
-        as it waits."""
-        if isinstance(run, NullRun):
-            return None
-        answer: str | None = run.tell("register_set", name=name, tags=dict(tags)).answer
-        return answer
-
     def register_models(
         self, name: str, *, run: Run | NullRun, models: Sequence[Mapping[str, Any]], **data: Any
     ) -> str | None:
-        """The same of models of which some may not be registered yet: they are, from this run.
+        """The version of the registered model `name` that is this set of models (`sets.tags_of`); None as long as it waits.
+        Those that are not registered yet are, from this run.
 
         Of each model: name, stage, tags, artifact_path, `path` of its files, None where they are not here, `description`
         and `about` as `register_model` takes them. `data`: `run_name`, `keys` by stage, `metrics`, and the same two.
@@ -199,13 +192,12 @@ class Store:
         if outboxes.found(self.home):
             self._uploader.wake()
 
-    def close(self, run: Run | None = None) -> int:
-        """Tells what can be told in one more try, and lets go of the outboxes, or of one; how many things are left."""
-        runs = [run] if run else list(self._open.values())
-        if run is None:
-            self.finish_uploads()
-            self._courier.stop(asking.PROBE_SECONDS + 1 if self.asking.is_silent else 30.0)
-            self._uploader.stop(asking.PROBE_SECONDS + 1)
+    def close(self) -> int:
+        """Tells what can be told in one more try, and lets go of the outboxes; how many things are left."""
+        runs = list(self._open.values())
+        self.finish_uploads()
+        self._courier.stop(asking.PROBE_SECONDS + 1 if self.asking.is_silent else 30.0)
+        self._uploader.stop(asking.PROBE_SECONDS + 1)
         for one in runs:
             if not self.asking.is_silent:
                 self.deliver(one, again=True)
@@ -220,7 +212,7 @@ class Store:
                 "what ttrain shows of the run stands in the home",
                 shown(self.uri), lost,
             )  # fmt: skip
-        elif left and run is None:
+        elif left:
             log.warning(
                 "MLflow at %s has yet to be told %d things of this run; the next run does, or: ttrain track sync",
                 shown(self.uri), len(left),
@@ -276,17 +268,19 @@ class Store:
             if run is None:
                 folder = self.home / outbox.FOLDER / (identity or "none")
                 box = outbox.take(folder, TAKE_SECONDS) if identity else None
-                for entry in list(box.entries) if box else ():
-                    if box and entry.what == "follow":  # it is followed again, by who continues it
-                        box.told(entry)
                 about = {"ended": False, **about}
-                if box is None:
-                    known: dict[str, Any] = {"id": identity} if identity and not folder.exists() else {}
-                    known |= {"run_id": run_id, "tracker": self.tracker, "experiment": self._experiment}
+                here = {"tracker": self.tracker, "experiment": self._experiment}
+                if box is None:  # or another process has it, and the run is another one
+                    known: dict[str, Any] = {"id": identity} if identity and not (folder / "run.json").exists() else {}
                     about["doubtful"] = bool(identity) and run_id is None
-                    box = outbox.create(self.home, **known, **about)
+                    box = outbox.create(self.home, **known, run_id=run_id, **here, **about)
                 else:
+                    if box.about.get("tracker") != self.tracker:  # which has no such run
+                        box.about |= {"run_id": None, **here}
                     box.note(**about, started=box.about["started"], doubtful=box.about.get("run_id") is None)
+                for entry in list(box.entries):
+                    if entry.what == "follow":  # it is followed again, by who continues it
+                        box.told(entry)
                 run = self._open[box.id] = Run(self, box)
             else:
                 run.box.note(ended=False, parent=about.get("parent"))
@@ -302,6 +296,7 @@ class Store:
         runs = runs[::-1] if uploads else runs  # a run's models are registered from its stages' runs, which came after it
         done = [self.deliver(run, uploads=uploads, again=True) for run in runs]
         if uploads and self._may_tell_earlier:  # what is small first, of all of them
+            remove_unmade(self.home)
             left = outboxes.found(self.home)
             done += [tell_one(self, directory, uploads=False) is not False for directory in left]
             done += [tell_one(self, directory) is not False for directory in outboxes.children_first(left)]

@@ -14,7 +14,7 @@ from ttrain.store import read_json
 from ttrain.tracking import outboxes, records
 from ttrain.tracking.calls import first_line, outcome, shown
 from ttrain.tracking.database import open_client
-from ttrain.tracking.leftovers import tell_one
+from ttrain.tracking.leftovers import remove_unmade, tell_one
 from ttrain.tracking.store import Store
 
 log = logging.getLogger("ttrain")
@@ -64,6 +64,7 @@ def sync(
     `told(bytes done, bytes in all)` is called while files are uploaded.
     """
     home = home.resolve()
+    remove_unmade(home)
     found = waiting(home, run)
     done: list[Waiting] = []
     for tracker in dict.fromkeys(one.tracker for one in found):

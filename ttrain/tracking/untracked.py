@@ -36,11 +36,7 @@ class NullStore:
         """Registers nothing."""
         return None
 
-    def register_set(self, name: str, **_: object) -> str | None:
-        """Registers nothing."""
-        return None
-
-    register_models = register_set
+    register_models = register_model
 
     def finish_uploads(self) -> None:
         """Uploads nothing."""
