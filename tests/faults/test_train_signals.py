@@ -89,9 +89,10 @@ class Home:
         return there
 
     def tracked(self) -> list[tuple[str, str]]:
-        """Name and status of all runs in MLflow, the newest last."""
+        """Name and status of all runs in MLflow, the newest last; the runs of stages by their stage."""
         with sqlite3.connect(self.cli.home / "mlflow" / "mlflow.db") as mlflow:
-            return mlflow.execute("select name, status from runs order by start_time").fetchall()
+            found = mlflow.execute("select name, status from runs order by start_time").fetchall()
+        return [(name.split()[0], status) for name, status in found]
 
     def left(self) -> dict[str, Any]:
         """What the finished stage has left."""
