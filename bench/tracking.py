@@ -111,7 +111,7 @@ def compare(table: common.Table, place: Path, runs: int, steps: int, rounds: int
     costs = common.interleave({"ours": side("compare"), "theirs": side("client")}, rounds)
     for name, found in costs.items():
         points = {cost.found["points"] for cost in found}
-        table.claim(f"{runs} runs of {steps} steps, {name}: {points} points read", points == {runs * steps})
+        table.claim(f"{runs} runs of {steps} steps, {name}: {max(points)} points read", points == {runs * steps})
     ours, theirs = (common.median(costs[name], "seconds") for name in costs)
     what = "listed, compared and their curves read"
     table.add(what, f"{ours:.2f} s", f"{MOST_SECONDS:.2f} s", ours / MOST_SECONDS, most=1)
