@@ -65,7 +65,7 @@ def main():
         print("stopped" if stop() else "never told", flush=True)
         time.sleep(60 if sys.argv[2:] else 0)
         return 0
-    print("up", flush=True)
+    os.write(1, b"up\\n")  # two of them may share a pipe, and print writes the end of the line by itself
     time.sleep(60)
 """
 LAUNCHER = """
