@@ -44,16 +44,36 @@ def serve(home: Path, say: Callable[[str], None]) -> None:
     """
     with _alone(home):
         is_named = bool(os.environ.get("PREFECT_API_URL"))
-        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))  # until the loop below handles it
         try:
-            url = _server(home)
-            say(f"serving the schedules of {home.resolve()}")
-            say(f"Prefect  {url.removesuffix('/api')}\nstop with Ctrl-C or SIGTERM")
-            signum = asyncio.run(_Serving(home, url, say, owns_server=not is_named).run())
+            with _ending_at_once() as came:
+                url = _server(home)
+                came.append(asyncio.run(_Serving(home, url, say, owns_server=not is_named).run()))
         finally:
             _stop_server(home)
-    if signum == signal.SIGINT:
-        raise Interrupted("stopped serving; schedules stay, `ttrain pipeline serve` goes on with them", signum)
+
+
+@contextlib.contextmanager
+def _ending_at_once() -> Iterator[list[int]]:
+    """The signals that came; until the loop handles them, one ends the block. Raises Interrupted after SIGINT.
+
+    Whatever the block raises after one is taken for its end: pydantic makes a PydanticSerializationError of a SystemExit
+    that comes while it calls Python.
+    """
+    came: list[int] = []
+
+    def end(number: int, frame: object) -> None:
+        came.append(number)
+        sys.exit(0)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, end)
+    try:
+        yield came
+    except BaseException:
+        if not came:
+            raise
+    if signal.SIGINT in came:
+        raise Interrupted("stopped serving; schedules stay, `ttrain pipeline serve` goes on with them", signal.SIGINT)
 
 
 def served_by(home: Path) -> int | None:
@@ -146,6 +166,8 @@ class _Serving:
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._signalled, number)
         self._looking = anyio.CancelScope()  # so that a stop waits for no answer of a server that is away
+        self._say(f"serving the schedules of {self._home}")  # only now: who reads that it serves may stop it at once
+        self._say(f"Prefect  {self._url.removesuffix('/api')}\nstop with Ctrl-C or SIGTERM")
         async with FlowRunExecutorContext() as self._context:
             self._context.process_manager.kill = self._kill_patiently
             proposer = self._context._state_proposer
@@ -315,7 +337,7 @@ class _Serving:
             handle.hard_kill()
 
     def _signalled(self, signum: int) -> None:
-        if self._signum:
+        if self._signum and self._running:
             for flow_run_id in self._context.process_manager.flow_run_ids():
                 self._tasks.start_soon(partial(self._kill_patiently, flow_run_id, force=True))
         elif self._running:
