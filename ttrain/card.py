@@ -238,9 +238,11 @@ def _evaluation(history: History) -> str:
     result = history.evaluation.result
     stage = history.artifacts[-1].stage
     behind = {one.stage for one in history.artifacts}
-    later = tuple(f"_{name}" for name in ("sft", "lora") if name not in behind)  # what was trained on top of it
+    above = [name for name in ("sft", "lora") if name not in behind]  # what was trained on top of it
+    later = tuple(f"{mark}{name}" for name in above for mark in "_/")
     metrics = report.metrics_of({"evaluate": result})
-    rows = report.evaluation_table({name: value for name, value in metrics.items() if not name.endswith(later)})
+    shown = {name: value for name, value in metrics.items() if not name.endswith(later)}
+    rows = report.evaluation_table(shown, report.intervals_of({"evaluate": result}))
     said = result.get("samples", {}).get("base" if stage == "pretrain" else stage, [])[:SAMPLES]
     parts = ["## Evaluation", "On held-out data, computed in fp32.", report.markdown(rows, ("what", "value", ""))]
     if said:

@@ -9,6 +9,7 @@ from typing import Any
 from ttrain.config import Settings
 from ttrain.data import existing, existing_model, locations
 from ttrain.errors import UsageError
+from ttrain.evaluate import suites
 from ttrain.stages import Stage
 from ttrain.store import Store
 
@@ -33,6 +34,8 @@ def data_files(stage: Stage, settings: Settings) -> dict[str, list[InputFile]]:
     if stage.reads_model:
         found = _model_files(settings)
         return {role: [InputFile(str(path)) for path in paths] for role, paths in found.items()}
+    if stage.reads_suites:
+        return _suite_files(settings)
     if stage.dataset is None:
         return {}
     data, is_tokenizer = settings.data, stage.dataset == "tokenizer"
@@ -46,6 +49,23 @@ def data_files(stage: Stage, settings: Settings) -> dict[str, list[InputFile]]:
     if not is_tokenizer and getattr(data, f"{dataset}_heldout"):  # the tokenizer learns from the training part alone
         roles[HELDOUT] = _expanded(data.paths(f"{dataset}_heldout"), f"data.{dataset}_heldout", ())
     return roles
+
+
+def check_suite(settings: Settings) -> None:
+    """Raise UsageError for a `runtime.eval_suite` that cannot be used: now, not after the stages before a training."""
+    if settings.runtime.eval_every_steps and settings.runtime.eval_suite:
+        suites.files_of(suites.load(settings.runtime.eval_suite))
+
+
+def _suite_files(settings: Settings) -> dict[str, list[InputFile]]:
+    """The suites of each model and what they read, as "suites-sft". Raises UsageError for a suite that cannot be used."""
+    found: dict[str, list[InputFile]] = {}
+    for model in type(settings.evaluate.suites).model_fields:
+        loaded = [suites.load(name) for name in settings.evaluate.suites.of(model)]
+        suites.distinct(loaded)
+        if loaded:
+            found[f"suites-{model}"] = [InputFile(str(file)) for one in loaded for file in suites.files_of(one)]
+    return found
 
 
 def _start_setting(settings: Settings) -> str:
@@ -114,6 +134,8 @@ def file_digests(stage: Stage, settings: Settings, store: Store) -> dict[str, li
                 for file in files
             ]
         except OSError as error:
-            setting = _start_setting(settings) if stage.reads_model else f"data.{stage.dataset}"
+            setting = f"data.{stage.dataset}"
+            if stage.reads_model or stage.reads_suites:
+                setting = _start_setting(settings) if stage.reads_model else "evaluate.suites"
             raise UsageError(f"cannot read {error.filename}, which {setting} names: {error.strerror}") from None
     return found

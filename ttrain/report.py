@@ -6,6 +6,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from ttrain import libraries
@@ -24,6 +25,8 @@ KEY_METRICS: Mapping[str, tuple[str, ...]] = {
     "sft": ("validation_loss", "tokens", "tokens_per_second"),
     "lora": ("validation_loss", "tokens", "tokens_per_second"),
 }
+BASELINES = (("_xz", "xz -9e"), ("_zlib", "zlib -9"), ("_order0", "order-0 bytes"), ("_order3", "order-3 bytes"))
+PARTS_OF_A_FIGURE = 2  # after a suite's task: figure and model
 # What a night's table shows of the champion beside its challenger.
 CHAMPION_METRICS: Mapping[str, str] = {
     "bits_per_byte": "bits per byte, base model",
@@ -50,6 +53,15 @@ def metrics_of(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     for name, value in results.get("evaluate-champion", {}).get("metrics", {}).items():
         found[f"champion/{name}"] = float(value)
     return dict(sorted(found.items()))
+
+
+def intervals_of(results: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[float, float]]:
+    """The intervals of evaluated figures, under the names that `metrics_of` gives to the figures."""
+    return {
+        f"{prefix}/{name}": (found[0], found[1])
+        for stage, prefix in (("evaluate", "eval"), ("evaluate-champion", "champion"))
+        for name, found in results.get(stage, {}).get("intervals", {}).items()
+    }
 
 
 def _total(trainings: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -104,22 +116,31 @@ def key_figures(stage: str, result: Mapping[str, Any]) -> str:
     return ", ".join(figures)
 
 
-def evaluation_table(metrics: Mapping[str, float]) -> list[tuple[str, str, str]]:
-    """(what, value, remark) of each evaluated figure, from the run's metrics."""
+def evaluation_table(
+    metrics: Mapping[str, float], intervals: Mapping[str, tuple[float, float]] = MappingProxyType({})
+) -> list[tuple[str, str, str]]:
+    """(what, value, remark) of each evaluated figure, from the run's metrics; the value with its interval, where one is
+    known."""
 
     def value(name: str) -> float | None:
         return metrics.get(f"eval/{name}")
 
+    def shown(name: str, figure: float) -> str:
+        low, high = intervals.get(name, (None, None))
+        return f"{figure:.3f}" if low is None or high is None else f"{figure:.3f} ({low:.3f} to {high:.3f})"
+
     rows: list[tuple[str, str, str]] = []
     model, xz = value("bits_per_byte"), value("bits_per_byte_xz")
     documents = f"{_count(value('documents'))} documents, {_count(value('document_bytes'))} bytes"
-    for name, label in (("", "base model"), ("_xz", "xz -9e"), ("_zlib", "zlib -9"), ("_order0", "order-0 bytes")):
+    for name, label in (("", "base model"), *BASELINES):
         bits = value(f"bits_per_byte{name}")
         if bits is not None:
             remark = documents if not name else ""
             if not name and xz is not None and model is not None:
                 remark += f"; {'beats' if model < xz else 'does not beat'} xz"
-            rows.append((f"bits per byte, {label}", f"{bits:.3f}", remark))
+            rows.append((f"bits per byte, {label}", shown(f"eval/bits_per_byte{name}", bits), remark))
+            groups = [metric for metric in metrics if metric.startswith(f"eval/bits_per_byte{name}/")]
+            rows += [(f"bits per byte, {label}, {_group(metric)}", shown(metric, metrics[metric]), "") for metric in groups]
     for metric, label, count, tokens in (
         ("chat_loss", "chats", "chats", "chat_tokens"),
         ("domain_loss", "domain", "domain", "domain_tokens"),
@@ -129,13 +150,29 @@ def evaluation_table(metrics: Mapping[str, float]) -> list[tuple[str, str, str]]
             loss = value(f"{metric}_{name}")
             if loss is not None:
                 scored = f"{_count(value(count))} chats, {_count(value(tokens))} scored tokens"
-                rows.append((f"{label} loss, {name}", f"{loss:.3f}", scored if before is None else f"{loss - before:+.3f}"))
+                told = shown(f"eval/{metric}_{name}", loss)
+                rows.append((f"{label} loss, {name}", told, scored if before is None else f"{loss - before:+.3f}"))
                 before = loss
     for metric, label in CHAMPION_METRICS.items():
         old, new = metrics.get(f"champion/{metric}"), value(metric)
         if old is not None:
-            rows.append((f"{label}, champion", f"{old:.3f}", "" if new is None else f"the challenger: {new - old:+.3f}"))
+            told = shown(f"champion/{metric}", old)
+            rows.append((f"{label}, champion", told, "" if new is None else f"the challenger: {new - old:+.3f}"))
+    for metric in metrics:
+        task, *rest = metric.removeprefix("eval/").split("/")
+        if metric.startswith("eval/") and len(rest) == PARTS_OF_A_FIGURE:  # more: of a group of the items
+            remark = f"{_count(value(f'{task}/items'))} items" + _left_out(value(f"{task}/left_out"))
+            rows.append((f"{task} {rest[0].replace('_', ' ')}, {rest[1]}", shown(metric, metrics[metric]), remark))
     return rows
+
+
+def _group(metric: str) -> str:
+    """ "lang=zh" of the metric eval/bits_per_byte/lang:zh."""
+    return metric.rpartition("/")[2].replace(":", "=", 1)
+
+
+def _left_out(rows: float | None) -> str:
+    return f"; {_count(rows)} rows left out" if rows else ""
 
 
 def markdown(rows: Iterable[Sequence[str]], header: Sequence[str]) -> str:

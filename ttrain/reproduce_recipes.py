@@ -21,7 +21,7 @@ from ttrain.store import Store, read_json
 
 ONE_MACHINE: Mapping[str, Any] = {"nodes": 1, "node_rank": 0, "rendezvous": None}
 # What only watches, waits or stops a training.
-UNNEEDED = ("timeout_seconds", "stages", "loggers", "tensorboard", "sample_every_steps")
+UNNEEDED = ("timeout_seconds", "stages", "loggers", "tensorboard", "sample_every_steps", "eval_every_steps")
 IN_NO_KEY = ("runtime", "tracking", "nightly", "promotion", "notify")  # sections: they shape no result
 SHOWN = 12
 

@@ -21,7 +21,7 @@ from ttrain.tracking.calls import first_line, outcome, shown
 from ttrain.tracking.champions import Champions
 from ttrain.tracking.database import database_of, mend_moved_home, open_client
 from ttrain.tracking.follower import MetricsFollower
-from ttrain.tracking.inputs import DataInput, data_of, read_by
+from ttrain.tracking.inputs import DataInput, data_of, of_tasks, read_by
 from ttrain.tracking.loadable import CARD, Loadable
 from ttrain.tracking.outbox import waiting_keys
 from ttrain.tracking.reading import LATEST, read_local, read_run, read_runs
@@ -74,6 +74,7 @@ __all__ = [
     "log_decision",
     "masked",
     "mend_moved_home",
+    "of_tasks",
     "open_reader",
     "open_store",
     "prepare",
