@@ -23,7 +23,7 @@ from typing import Any
 import common
 
 LEAST = 2.0
-ITEMS, WORDS, CHOICES, SHOTS = 48, 60, 4, 4
+ITEMS, WORDS, CHOICES, SHOTS = 32, 60, 4, 4
 NATS_A_TOKEN = {"fp32": 1e-4, "bf16": 0.1, "fp16": 0.02}
 Texts = list[tuple[str, str]]
 

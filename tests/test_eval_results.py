@@ -12,6 +12,7 @@ import pytest
 from ttrain.evaluate.confidence import Rule
 from ttrain.evaluate.outcome import LN2, Figure, Outcome
 from ttrain.evaluate.results import OTHER_COUNTS, OTHER_ITEMS, Results
+from ttrain.report import evaluation_table
 
 ITEMS = tuple(f"item{number}" for number in range(100))
 
@@ -111,3 +112,16 @@ def test_numbers_are_short(value: float) -> None:
     from ttrain.evaluate.results import number
 
     assert len(number(value)) <= 10
+
+
+def test_the_runs_table_shows_the_main_figure_of_each_model_and_what_the_items_say_of_two() -> None:
+    """Also from a manifest, which sorts names."""
+    results = Results([choices("base", 50, left_out={"one choice": 3}), choices("sft", 70), choices("lora", 50)], Rule())
+    told = json.loads(json.dumps({"suites": results.to_json()}, sort_keys=True))
+    rows = evaluation_table({"eval/bits_per_byte": 1.5}, {"evaluate": {**told, "intervals": {"bits_per_byte": [1.25, 2]}}})
+    assert rows[0][:2] == ("bits per byte, base model", "1.500 (1.250 to 2.000)")
+    assert [(what, value.split()[0], remark) for what, value, remark in rows[1:]] == [
+        ("poems accuracy, base", "0.500", "100 items; 3 rows left out"),
+        ("poems accuracy, sft", "0.700", "+0.200: sft is better"),
+        ("poems accuracy, lora", "0.500", "+0.000: no difference that this set can show (needs about 0.0600)"),
+    ]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from doubles import LINES
 from talking import speaker, write_model
 
@@ -125,6 +126,15 @@ def test_our_multiple_choice_is_the_harness_s(place: Path, subject: Subject) -> 
         assert figure.sums == tuple(sample[metric] for sample in samples)
     for row, sample in zip(ours.rows, samples, strict=True):
         assert row["nats"] == pytest.approx([-one[0] for one in sample["filtered_resps"]], abs=1e-4)
+
+
+def test_a_model_in_bf16_is_the_one_that_transformers_opens(place: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    ids_BT = torch.arange(120)[None]  # far enough for rounded frequencies of rotary positions to show
+    theirs = AutoModelForCausalLM.from_pretrained(place / "model", dtype=torch.bfloat16)
+    with torch.no_grad():
+        assert torch.equal(speaker(place / "model", dtype="bf16").model(ids_BT).logits, theirs(ids_BT).logits)
 
 
 def test_a_limit_draws_items_by_the_seed(place: Path) -> None:

@@ -76,14 +76,19 @@ def test_windows_follow_the_table(length: int, stride: int, expected: list[tuple
 
 
 @settings(deadline=None)
-@given(st.lists(st.integers(1, 50)), st.integers(1, 200))
-def test_batches_hold_every_window_once_within_the_limit(lengths: list[int], batch_tokens: int) -> None:
+@given(st.lists(st.integers(1, 50)), st.integers(1, 200), st.integers(1, 100))
+def test_batches_hold_every_window_once_within_the_limit(lengths: list[int], most: int, enough: int) -> None:
     lengths.sort(reverse=True)
-    batches = perplexity._batches(lengths, batch_tokens)
+    batches = perplexity._batches(lengths, most, enough)
     assert [length for batch in batches for length in lengths[batch]] == lengths
     for batch in batches:
-        rows = batch.stop - batch.start
-        assert rows == 1 or rows * lengths[batch.start] <= batch_tokens
+        rows, widest = batch.stop - batch.start, lengths[batch.start]
+        assert rows == 1 or rows * widest <= most
+        for row in range(1, rows):
+            assert row * widest < enough or lengths[batch.start + row] >= 0.9 * widest
+        if batch.stop < len(lengths):
+            full, unlike = (rows + 1) * widest > most, lengths[batch.stop] < 0.9 * widest
+            assert full or (rows * widest >= enough and unlike), "it ends for a reason"
 
 
 # --- scores -------------------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ def absolute(settings: Settings) -> Settings:
             tree[stage]["start_from"] = _folder(start)
     for model, named in tree["evaluate"]["suites"].items():
         tree["evaluate"]["suites"][model] = [_file(name) for name in named]
+    tree["shards"]["decontaminate"] = [_file(name) for name in settings.shards.decontaminate]
     if settings.runtime.eval_suite:
         tree["runtime"]["eval_suite"] = _file(settings.runtime.eval_suite)
     tree["notify"]["webhook"] = settings.notify.webhook  # JSON hides it

@@ -6,7 +6,7 @@ The block at the top is what the Hugging Face Hub reads: https://huggingface.co/
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -242,13 +242,21 @@ def _evaluation(history: History) -> str:
     later = tuple(f"{mark}{name}" for name in above for mark in "_/")
     metrics = report.metrics_of({"evaluate": result})
     shown = {name: value for name, value in metrics.items() if not name.endswith(later)}
-    rows = report.evaluation_table(shown, report.intervals_of({"evaluate": result}))
+    rows = report.evaluation_table(shown, {"evaluate": _without(result, above)})
     said = result.get("samples", {}).get("base" if stage == "pretrain" else stage, [])[:SAMPLES]
     parts = ["## Evaluation", "On held-out data, computed in fp32.", report.markdown(rows, ("what", "value", ""))]
     if said:
         quoted = [(_cell(sample["prompt"]), _cell(sample["answer"])) for sample in said]
         parts += ["What it says when it always takes the likeliest token:", report.markdown(quoted, ("prompt", "answer"))]
     return "\n\n".join(parts)
+
+
+def _without(result: Mapping[str, Any], models: Sequence[str]) -> dict[str, Any]:
+    """The evaluation as if these models had not been asked its suites."""
+    told = result.get("suites")
+    if told is None:
+        return dict(result)
+    return {**result, "suites": {**told, "models": [name for name in told["models"] if name not in models]}}
 
 
 def _lineage(history: History) -> str:

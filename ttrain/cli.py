@@ -13,6 +13,7 @@ import typer
 
 from ttrain.cli_adapter import adapter_app
 from ttrain.cli_artifacts import artifacts_app
+from ttrain.cli_contamination import add_contamination
 from ttrain.cli_data import data_app, tokenizer_app
 from ttrain.cli_doctor import doctor
 from ttrain.cli_eval import EPILOG as EVAL_EPILOG
@@ -152,6 +153,7 @@ app.command("eval", epilog=EVAL_EPILOG)(evaluate)
 app.command("export", epilog=EXPORT_EPILOG)(export)
 app.command("ui", epilog=UI_EPILOG)(ui)
 add_lineage(app)
+add_contamination(data_app)
 add_pages(app)
 
 

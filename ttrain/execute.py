@@ -185,7 +185,7 @@ class Execution:
     def evaluation_table(self) -> list[tuple[str, str, str]]:
         """What was evaluated, for a table; [] before that."""
         results = {name: artifact.result for name, artifact in self.artifacts.items()}
-        return report.evaluation_table(report.metrics_of(results), report.intervals_of(results))
+        return report.evaluation_table(report.metrics_of(results), results)
 
     def description(self) -> str:
         """What the run was and what came of it so far, in markdown."""

@@ -24,7 +24,7 @@ Recipe = Callable[["Callable[..., Any]", Settings], Any]
 # Settings that name files or other stages, which are in the key themselves.
 COUNTED_BY_BYTES = (
     *("tokenizer.existing", "pretrain.start_from", "sft.start_from", "lora.start_from"),
-    *("evaluate.suites.base", "evaluate.suites.sft", "evaluate.suites.lora"),
+    *("evaluate.suites.base", "evaluate.suites.sft", "evaluate.suites.lora", "shards.decontaminate"),
 )
 EVERYTHING = Selection()
 SAME, IN_MLFLOW = ("same settings, inputs and code",), ("in MLflow, fetched when a stage reads it",)
@@ -104,7 +104,8 @@ def plan(
 ) -> list[Planned]:
     """Every stage of the recipe, in its order, but for those that the selection leaves out.
 
-    Raises UsageError where a stage that must be in the store is not there, a logger is not installed, or a suite cannot be used.
+    Raises UsageError where a stage that must be in the store is not there, a logger is not installed, or
+    `runtime.eval_suite` cannot be used.
     """
     trackers.check(settings.runtime.loggers)  # now, not after the stages before the first training
     check_suite(settings)

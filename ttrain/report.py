@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -26,7 +26,7 @@ KEY_METRICS: Mapping[str, tuple[str, ...]] = {
     "lora": ("validation_loss", "tokens", "tokens_per_second"),
 }
 BASELINES = (("_xz", "xz -9e"), ("_zlib", "zlib -9"), ("_order0", "order-0 bytes"), ("_order3", "order-3 bytes"))
-PARTS_OF_A_FIGURE = 2  # after a suite's task: figure and model
+NO_SUITES: Mapping[str, Any] = {"models": (), "tasks": (), "comparisons": ()}
 # What a night's table shows of the champion beside its challenger.
 CHAMPION_METRICS: Mapping[str, str] = {
     "bits_per_byte": "bits per byte, base model",
@@ -55,7 +55,7 @@ def metrics_of(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     return dict(sorted(found.items()))
 
 
-def intervals_of(results: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[float, float]]:
+def _intervals(results: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[float, float]]:
     """The intervals of evaluated figures, under the names that `metrics_of` gives to the figures."""
     return {
         f"{prefix}/{name}": (found[0], found[1])
@@ -117,10 +117,11 @@ def key_figures(stage: str, result: Mapping[str, Any]) -> str:
 
 
 def evaluation_table(
-    metrics: Mapping[str, float], intervals: Mapping[str, tuple[float, float]] = MappingProxyType({})
+    metrics: Mapping[str, float], results: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
 ) -> list[tuple[str, str, str]]:
-    """(what, value, remark) of each evaluated figure, from the run's metrics; the value with its interval, where one is
-    known."""
+    """(what, value, remark) of each evaluated figure, from the run's metrics; with the results of its stages, the intervals
+    of the figures and the tasks of its suites, too."""
+    intervals = _intervals(results)
 
     def value(name: str) -> float | None:
         return metrics.get(f"eval/{name}")
@@ -158,21 +159,29 @@ def evaluation_table(
         if old is not None:
             told = shown(f"champion/{metric}", old)
             rows.append((f"{label}, champion", told, "" if new is None else f"the challenger: {new - old:+.3f}"))
-    for metric in metrics:
-        task, *rest = metric.removeprefix("eval/").split("/")
-        if metric.startswith("eval/") and len(rest) == PARTS_OF_A_FIGURE:  # more: of a group of the items
-            remark = f"{_count(value(f'{task}/items'))} items" + _left_out(value(f"{task}/left_out"))
-            rows.append((f"{task} {rest[0].replace('_', ' ')}, {rest[1]}", shown(metric, metrics[metric]), remark))
-    return rows
+    return [*rows, *_suites(results.get("evaluate", {}).get("suites", NO_SUITES))]
+
+
+def _suites(told: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """The figure that stands for each task, of each model; and what the task says of it beside the first model."""
+    verdicts = {(one["task"], one["second"]): one for one in told["comparisons"]}
+    for task in told["tasks"]:
+        for model in (name for name in told["models"] if name in task["models"]):
+            name, figure = task["figure"], task["models"][model]["figures"][task["figure"]]
+            value = "no number" if figure["value"] is None else f"{figure['value']:.3f}"
+            if figure["interval"]:
+                value += f" ({figure['interval'][0]:.3f} to {figure['interval'][1]:.3f})"
+            left_out = sum(task["left_out"].values())
+            remark = f"{task['items']:,} items" + (f"; {left_out:,} rows left out" if left_out else "")
+            if versus := verdicts.get((task["task"], model)):
+                difference = versus.get("difference")
+                remark = ("" if difference is None else f"{0 - difference:+.3f}: ") + versus["verdict"]
+            yield f"{task['task']} {name.replace('_', ' ')}, {model}", value, remark
 
 
 def _group(metric: str) -> str:
     """ "lang=zh" of the metric eval/bits_per_byte/lang:zh."""
     return metric.rpartition("/")[2].replace(":", "=", 1)
-
-
-def _left_out(rows: float | None) -> str:
-    return f"; {_count(rows)} rows left out" if rows else ""
 
 
 def markdown(rows: Iterable[Sequence[str]], header: Sequence[str]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -45,6 +45,9 @@ class Evaluate(Section):
     chats: tuple[str, ...] = ("What does `textwrap.dedent` do?", "Hello! Who are you?")
     seed: int = Field(1, ge=0, lt=2**32)
     suites: Suites = Suites()
+    overlapping: Literal["report", "leave_out"] = Field(
+        "report", description="suites' items that shards.decontaminate found in training documents: figures apart, or none"
+    )
     confidence: float = Field(0.95, gt=0.5, lt=1, description="of the intervals")
     resamples: int = Field(2000, ge=0, description="of the bootstrap; 0: no intervals but those of accuracies")
 

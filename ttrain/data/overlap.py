@@ -20,6 +20,7 @@ SEED_BYTES = 24  # eight Chinese characters, or four to five English words
 WORD_BYTES = 8
 SLICE_BYTES = 1 << 16  # hashed at a time, so that what is in between stays in the cache
 FILTER_PER_SEED = 64  # places of the filter: one position in 64 passes it by chance
+COARSE_BITS = 20  # of a filter before it that stays in the cache: 3.5 ns a byte where the large one alone took 9
 MOST_ALIKE = 256  # places of equal seeds that are kept
 FEWEST_LETTERS = 5  # different bytes of a seed: "hahaha" and "000000" stand everywhere
 # Odd numbers without a pattern: of the golden ratio, and of splitmix64 (https://doi.org/10.1145/2660193.2660195).
@@ -59,10 +60,11 @@ class Texts:
         hashes, at = hashes[order], at[order]
         rank = np.arange(len(hashes)) - np.searchsorted(hashes, hashes)
         self._hashes, self._at = hashes[rank < MOST_ALIKE], at[rank < MOST_ALIKE]
-        bits = max(16, int(np.ceil(np.log2(max(1, len(self._hashes)) * FILTER_PER_SEED))))
+        bits = max(COARSE_BITS, int(np.ceil(np.log2(max(1, len(self._hashes)) * FILTER_PER_SEED))))
         self._shift = np.uint64(64 - bits)
         self._filter = np.zeros(1 << bits, np.bool_)
-        self._filter[(self._hashes >> self._shift).astype(np.int64)] = True
+        self._filter[(self._hashes >> self._shift).view(np.int64)] = True
+        self._coarse = self._filter.reshape(1 << COARSE_BITS, -1).any(axis=1)
 
     @property
     def searchable(self) -> npt.NDArray[np.bool_]:
@@ -92,7 +94,8 @@ class Texts:
         here, hashes = [np.zeros(0, np.int64)], [np.zeros(0, np.uint64)]
         for start in range(0, len(data) - SEED_BYTES + 1 if len(self._hashes) else 0, SLICE_BYTES):
             found = seeds(data[start : start + SLICE_BYTES + SEED_BYTES - 1])
-            passed = np.flatnonzero(self._filter[(found >> self._shift).astype(np.int64)])
+            passed = np.flatnonzero(self._coarse.take((found >> np.uint64(64 - COARSE_BITS)).view(np.int64)))
+            passed = passed[self._filter.take((found[passed] >> self._shift).view(np.int64))]
             here.append(passed + start)
             hashes.append(found[passed])
         place, wanted = np.concatenate(here), np.concatenate(hashes)

@@ -16,7 +16,7 @@ from ttrain.data.shards import Column, Ids
 
 # What stands between records, and for special tokens: surrogates, which no text has in UTF-8.
 RECORD, SPECIAL = "\ud800", "\ud801"
-RECORD_BYTES = RECORD.encode("utf-8", "surrogatepass")
+RECORD_BYTES, SPECIAL_BYTES = (mark.encode("utf-8", "surrogatepass") for mark in (RECORD, SPECIAL))
 CODE_POINTS = 0x110000
 LETTERS = (*range(0x40000), *range(0xE0000, 0xE0200))  # Unicode has no letters elsewhere
 CHUNK_TOKENS = 500_000
@@ -63,12 +63,12 @@ class TokenBytes:
         added = {token["id"]: token["content"] for token in tokenizer["added_tokens"]}
         special = encoder.special_ids()
         found = [b""] * (len(encoder) + 1)
-        for piece, number in open_tokenizer(path).get_vocab(with_added_tokens=True).items():
+        for piece, number in open_tokenizer(path).get_vocab(with_added_tokens=False).items():
             found[number] = _bytes_of(piece, is_bytes=is_bytes)
         for number, content in added.items():
             found[number] = content.encode("utf-8")
         for number in special:
-            found[number] = SPECIAL.encode("utf-8", "surrogatepass")
+            found[number] = SPECIAL_BYTES
         self.record = len(encoder)
         found[self.record] = RECORD_BYTES
         self._array = pa.array(found, pa.binary())
@@ -78,6 +78,11 @@ class TokenBytes:
         buffer = pa.py_buffer(np.ascontiguousarray(ids))
         taken = self._array.take(pa.Array.from_buffers(pa.from_numpy_dtype(ids.dtype), len(ids), [None, buffer]))
         return taken.buffers()[2].to_pybytes() if len(ids) else b""
+
+    def text(self, ids: Ids) -> str:
+        """A few ids as people read them, on one line, without special tokens."""
+        found = self.join(ids.astype(np.int32)).replace(SPECIAL_BYTES, b" ").decode("utf-8", "replace")
+        return " ".join(found.split())
 
 
 @lru_cache(maxsize=2)
@@ -109,7 +114,8 @@ def _table() -> npt.NDArray[np.uint32]:
             continue
         letter = chr(point)
         for form in ("NFKD", "NFKC"):  # accents come off, but a Hangul syllable stays whole
-            parts = [part for part in unicodedata.normalize(form, letter).casefold() if unicodedata.category(part)[0] in "LN"]
+            folded = unicodedata.normalize(form, letter).casefold()
+            parts = [part for part in folded if unicodedata.category(part)[0] in "LN"]
             if len(parts) == 1:
                 break
         if parts:
@@ -122,7 +128,7 @@ def _table() -> npt.NDArray[np.uint32]:
 def _bytes_of(piece: str, *, is_bytes: bool) -> bytes:
     """A token of the vocabulary as the bytes that it stands for."""
     if is_bytes:
-        return bytes(_letters()[letter] for letter in piece) if all(letter in _letters() for letter in piece) else piece.encode()
+        return bytes(_letters()[letter] for letter in piece)
     if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
         return bytes([int(piece[3:5], 16)])
     return piece.removeprefix("##").replace("\u2581", " ").encode("utf-8", "replace")

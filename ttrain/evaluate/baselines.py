@@ -1,7 +1,7 @@
 """What a byte costs without a language model: the numbers that a model has to beat.
 
-All of them meet the text for the first time, as a language model meets held-out text: the compressors and the byte models
-learn from the bytes before each byte and from nothing else. (Frequencies of the same text would be paid by nobody.)
+None of them has seen the text before: compressors and byte models learn from the bytes before each byte and from nothing
+else. (A model of fixed frequencies that were counted in the same text would have been told what it is to predict.)
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def adaptive_bits(data: bytes, order: int) -> Floats:
 
     Before byte b it has met the context c n(c) times, n(c, b) times with b after it and d(c) different bytes after it, and
     expects b with (n(c, b) + d(c) p(b | c shortened by a byte)) / (n(c) + d(c)); the shortest context falls back on 1/256.
-    A context that is new costs nothing. That is Witten and Bell's estimate of what was never seen (their method C,
+    A context that is new is passed over. That is Witten and Bell's estimate of what was never seen (their method C,
     https://doi.org/10.1109/18.87000), mixed over all lengths of context instead of coded as an escape. The sum is the length
     of an arithmetic code, which needs no table to be sent (prequential, https://doi.org/10.2307/2981683).
     """
@@ -56,7 +56,8 @@ def adaptive_bits(data: bytes, order: int) -> Floats:
         met = _earlier(order_of_contexts)
         kinds = _earlier(order_of_contexts, counted=with_byte == 0)
         chance[now] = np.where(met > 0, (with_byte + kinds * chance[now]) / np.maximum(1, met + kinds), chance[now])
-    return -np.log2(chance)
+    bits: Floats = -np.log2(chance)
+    return bits
 
 
 def _sorted(keys: npt.NDArray[np.uint32]) -> tuple[Ints, Ints]:

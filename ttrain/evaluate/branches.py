@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +45,19 @@ class Way(NamedTuple):
 
     def __str__(self) -> str:
         return f"in rows of up to {self.longest} tokens with{'' if self.prefixes else 'out'} a prefix computed once"
+
+
+@dataclass
+class Tried:
+    """What a model was seen to do: ways that gave equal scores, with the longest row and context so far, and those that did
+    not."""
+
+    passed: dict[Way, tuple[int, int]] = field(default_factory=dict)
+    failed: set[Way] = field(default_factory=set)
+
+
+# By subject, so that the tasks of a suite, and an evaluation every n steps of a training, try it once.
+_TRIED: WeakKeyDictionary[Subject, Tried] = WeakKeyDictionary()
 
 
 class Prefix(NamedTuple):
@@ -105,13 +120,22 @@ class Scorer:
             return alone
         most, limit = self._subject.batch_tokens, self._subject.max_length or self._subject.batch_tokens
         ways = (Way(size, begun) for begun in ([True, False] if prefixes else [False]) for size in (most, min(most, limit)))
-        for way in dict.fromkeys(ways):
+        tried = _TRIED.setdefault(self._subject, Tried())
+        for way in dict.fromkeys(way for way in ways if way not in tried.failed):
             cut = [one for row in rows for one in self._split(row, way.longest)]
-            longest = [max(cut, key=lambda row: (len(row.branches) > 1, row.tokens))]
-            longest += [max(cut, key=lambda row: len(row.context))] if way.prefixes else []
-            reasons = [self._failure(way, row) for row in dict.fromkeys(longest)]
-            if not any(reasons):
+            longest = [
+                max(cut, key=lambda row: (len(row.branches) > 1, row.tokens)),
+                max(cut, key=lambda row: len(row.context)),
+            ]
+            size = longest[0].tokens, len(longest[1].context)
+            before = tried.passed.get(way, (0, 0))
+            if size[0] <= before[0] and size[1] <= before[1]:
                 return way
+            reasons = [self._failure(way, row) for row in dict.fromkeys(longest if way.prefixes else longest[:1])]
+            if not any(reasons):
+                tried.passed[way] = max(size[0], before[0]), max(size[1], before[1])
+                return way
+            tried.failed.add(way)
             log.info("%s cannot be scored %s: %s", self._subject.name, way, next(filter(None, reasons)))
         return alone
 
@@ -139,9 +163,12 @@ class Scorer:
 
         cache = DynamicCache(config=self._causal.config)
         self._states(torch.tensor([ids], device=self._subject.device), past_key_values=cache, use_cache=True)
-        states = [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in cache.layers]
-        if any(keys is None or values is None or keys.shape[-2] != len(ids) for keys, values in states):
-            raise NotImplementedError("its layers do not keep all keys and values")
+        states: list[tuple[Tensor, Tensor]] = []
+        for layer in cache.layers:
+            keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+            if keys is None or values is None or keys.shape[-2] != len(ids):
+                raise NotImplementedError("its layers do not keep all keys and values")
+            states.append((keys, values))
         return Prefix(len(ids), states)
 
     def _batch(self, rows: Sequence[Row], prefix: Prefix | None, *, masked: bool = False) -> list[tuple[int, float, bool]]:
@@ -174,7 +201,8 @@ class Scorer:
         device = states_U.device
         chunk = CHUNK_TOKENS.get(device.type, CHUNK_TOKENS_ELSEWHERE)
         costs, best = [], []
-        for start, some_UD in zip(range(0, len(states_U), chunk), states_U.split(chunk), strict=True):
+        for start in range(0, len(states_U), chunk):
+            some_UD = states_U[start : start + chunk]
             logits_UV = some_UD if self._parts is None else self._parts[1](some_UD)
             logits_UV = logits_UV.to(torch.promote_types(logits_UV.dtype, torch.float32))
             first, end = np.searchsorted(laid.predictors_N, [start, start + len(some_UD)])

@@ -90,7 +90,7 @@ def run(items: Items[Asked], subject: Subject, progress: Progress) -> Outcome:
     longest = None if subject.max_length is None else subject.max_length - room
     prompts = [_prompt(spec, asked, subject, longest) for asked in items.items]
     said = answers(subject, [ids for ids, _ in prompts], room, () if spec.chat else spec.stop, progress)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for (problem, _), (answer, ended), (_, cut) in zip(items.items, said, prompts, strict=True):
         found, right = judged(answer, problem.final, spec.match)
         rows.append({

@@ -18,9 +18,11 @@ from ttrain.data.packing import IGNORE
 from ttrain.evaluate.token_losses import TokenLosses
 from ttrain.train.ranks import Ranks
 
-# Padded tokens of a forward pass, where nobody says how many.
-BATCH_TOKENS = {"cpu": 4096}
-BATCH_TOKENS_ELSEWHERE = 32_768
+# Padded tokens of a forward pass: the most, where nobody says how many, and how many are enough for full speed. On a CPU 512
+# tokens take as long each as 2048 (S, rows of 512: 829 and 807 us).
+BATCH_TOKENS, ENOUGH_TOKENS = {"cpu": 4096}, {"cpu": 512}
+BATCH_TOKENS_ELSEWHERE, ENOUGH_TOKENS_ELSEWHERE = 32_768, 8192
+LEAST_FILL = 0.9  # of a row that is added to a batch which is large enough already
 Tokens = tuple[Sequence[int], Sequence[bool]]  # ids, and whether each counts
 
 
@@ -86,7 +88,9 @@ def score_each(
         if live[window.first : window.end].any()
     ]
     found.sort(key=lambda item: -item[1].inputs)
-    batches = _batches([window.inputs for _, window in found], batch_tokens or _batch_tokens(device))
+    most = batch_tokens or BATCH_TOKENS.get(device.type, BATCH_TOKENS_ELSEWHERE)
+    enough = ENOUGH_TOKENS.get(device.type, ENOUGH_TOKENS_ELSEWHERE)
+    batches = _batches([window.inputs for _, window in found], most, enough)
     mine = batches if ranks is None else batches[ranks.rank :: ranks.world]
     nats, losses = np.zeros(len(found)), TokenLosses(model)
     was_training = model.training
@@ -96,8 +100,8 @@ def score_each(
             inputs_BT, labels_BT = _padded([(*held[number], window) for number, window in found[batch]])
             with autocast():
                 each_N = losses(inputs_BT.to(device), labels_BT)
-            counts_B = (labels_BT != IGNORE).sum(1).tolist()
-            nats[batch] = [part.sum().item() for part in each_N.double().cpu().split(counts_B)]
+            firsts_B = (labels_BT != IGNORE).sum(1).cumsum(0)[:-1].numpy()
+            nats[batch] = [part.sum() for part in np.split(each_N.double().cpu().numpy(), firsts_B)]
             progress(done, len(mine))
     finally:
         model.train(was_training)
@@ -110,15 +114,19 @@ def score_each(
     return [Score(*pair) for pair in zip(totals, counts, strict=True)]
 
 
-def _batch_tokens(device: torch.device) -> int:
-    return BATCH_TOKENS.get(device.type, BATCH_TOKENS_ELSEWHERE)
+def _batches(lengths: Sequence[int], most: int, enough: int) -> list[slice]:
+    """Consecutive parts of a list that falls; one at least in each, and at most `most` tokens when padded to its first.
 
-
-def _batches(lengths: Sequence[int], batch_tokens: int) -> list[slice]:
-    """Consecutive parts of a list that falls, each of at most `batch_tokens` when padded to its first; at least one each."""
+    A part that has `enough` tokens ends before a length that would be padded by more than a tenth: of 6,000 tokens in texts
+    of log-normal lengths the padding is then 4 % instead of 29 %.
+    """
     found, start = [], 0
     while start < len(lengths):
-        end = min(len(lengths), start + max(1, batch_tokens // lengths[start]))
+        widest, end = lengths[start], start + 1
+        while end < len(lengths) and (end + 1 - start) * widest <= most:
+            if (end - start) * widest >= enough and lengths[end] < LEAST_FILL * widest:
+                break
+            end += 1
         found.append(slice(start, end))
         start = end
     return found

@@ -99,7 +99,8 @@ class Results:
         for task, by_model in self._tasks.items():
             one = next(iter(by_model.values()))
             tasks.append({
-                "task": task, "kind": one.kind, "items": len(one.items), "digest": digest_of(list(one.items)),
+                "task": task, "kind": one.kind, "figure": one.primary.name,
+                "items": len(one.items), "digest": digest_of(list(one.items)),
                 "left_out": dict(one.left_out), "baselines": dict(one.baselines),
                 "models": {model: self._figures(outcome) for model, outcome in by_model.items()},
             })  # fmt: skip
@@ -146,7 +147,7 @@ class Results:
 
     def comparison_table(self) -> tuple[list[str], list[tuple[str, ...]]]:
         """(header, rows): a row for each task and each model beside the first."""
-        rows = []
+        rows: list[tuple[str, ...]] = []
         for one in self.comparisons():
             found = one.compared
             interval = "" if found is None or found.interval is None else span(found.interval, "+")

@@ -147,8 +147,15 @@ def lay_out(rows: Sequence[Row], prefix: int) -> Laid:
             at += more
     order_N = np.argsort(places, kind="stable")
     places_U, predictors_N = np.unique(np.asarray(places)[order_N], return_inverse=True)
-    tensors = [torch.from_numpy(array) for array in (ids_BT, positions_BT, branches_BT, places_U)]
-    return Laid(*tensors, predictors_N, np.asarray(targets)[order_N], np.asarray(numbers)[order_N])  # type: ignore[call-arg]
+    return Laid(
+        input_ids_BT=torch.from_numpy(ids_BT),
+        positions_BT=torch.from_numpy(positions_BT),
+        branches_BT=torch.from_numpy(branches_BT),
+        places_U=torch.from_numpy(places_U),
+        predictors_N=predictors_N,
+        targets_N=np.asarray(targets)[order_N],
+        numbers_N=np.asarray(numbers)[order_N],
+    )
 
 
 def _common(first: Ids, second: Ids) -> int:

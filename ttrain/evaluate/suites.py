@@ -71,9 +71,10 @@ def within(loaded: Loaded, parts: Collection[str]) -> Loaded:
     leaves none."""
     tasks = {name: task for name, task in loaded.suite.tasks.items() if _part(task) in (None, *parts)}
     if not tasks:
+        named = sorted({str(_part(task)) for task in loaded.suite.tasks.values()})
         raise UsageError(
-            f"{loaded.name} asks about held-out {', '.join(sorted({str(_part(task)) for task in loaded.suite.tasks.values()}))} "
-            f"alone, but here is {' and '.join(parts) or 'nothing'}; add a task with a file"
+            f"{loaded.name} asks about held-out {' and '.join(named)} alone, but here is {' and '.join(parts) or 'nothing'}; "
+            "add a task with a file"
         )
     return replace(loaded, suite=Suite(tasks=tasks))
 

@@ -99,6 +99,6 @@ def _costs(states: Tensor, live_N: Tensor, labels_N: Tensor, head: nn.Module | N
         slice_tokens = max(1, SLICE_ENTRIES // logits_CV.shape[-1]) if on_cpu else len(rows_C)
         found += [
             F.cross_entropy(logits.to(wide), labels, reduction="none")
-            for logits, labels in zip(logits_CV.split(slice_tokens), labels_C.split(slice_tokens), strict=True)
+            for logits, labels in zip(torch.split(logits_CV, slice_tokens), torch.split(labels_C, slice_tokens), strict=True)
         ]
     return torch.cat(found) if found else torch.zeros(0, device=states.device)

@@ -7,7 +7,9 @@ import re
 from collections.abc import Sequence
 
 # Figures of the data, not of a model: what a compressor makes of the held-out text, how much there is of it.
-NEITHER = re.compile(r"_(xz|zlib|order\d)$|/(items|left_out)$|^eval/(.*_)?(bytes|tokens|documents|chats|domain)$|/tokens$|^champion/")
+NEITHER = re.compile(
+    r"[_/](xz|zlib|order\d)$|/(items|left_out)$|^eval/(.*_)?(bytes|tokens|documents|chats|domain)$|/tokens$|^champion/"
+)
 HIGHER = re.compile(r"tokens_per_second|mfu|bytes_per_token|accuracy|fill$")
 LOWER = re.compile(r"loss|perplexity|bits_per_byte|seconds|hours|unk_rate|pad_fraction|data_wait")
 # The order in which figures are told: what decides first.

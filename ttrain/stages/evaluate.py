@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from ttrain.config import Evaluate, EvaluateConfig, Runtime
-from ttrain.data import chat
+from ttrain.data import chat, contamination
 from ttrain.data.encoder import Encoder
 from ttrain.data.sources import LABELS
-from ttrain.evaluate import baselines, confidence, perplexity, running, samples, scores, suites
+from ttrain.evaluate import baselines, confidence, contaminated, perplexity, running, samples, scores, suites
 from ttrain.evaluate import items as items_of
 from ttrain.evaluate.items import Items
 from ttrain.evaluate.outcome import LN2, Figure, Outcome, metric_of
@@ -116,12 +116,15 @@ def run(config: EvaluateConfig, job: Job) -> dict[str, Any]:
 def _asked(settings: Evaluate, job: Job) -> dict[str, list[Items[Any]]]:
     """The items of each model's suites; what several models are asked is read once."""
     heldout = {part: heldout_records(job.inputs[part]) for part in PART_NAMES if part in job.inputs}
+    known = {digest for part in heldout for digest in contamination.known(job.inputs[part])}
+    leave_out = settings.overlapping == "leave_out"
     read: dict[str, list[Items[Any]]] = {}
     found: dict[str, list[Items[Any]]] = {}
     for name in _models(job):
         for suite in settings.suites.of(name):
             if suite not in read:
-                read[suite] = running.read([suites.load(suite)], heldout)
+                items = running.read([suites.load(suite)], heldout)
+                read[suite] = [contaminated.marked(one, known, leave_out=leave_out) for one in items]
         found[name] = [items for suite in settings.suites.of(name) for items in read[suite]]
     return found
 

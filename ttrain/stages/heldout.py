@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from ttrain.config import HeldoutConfig
-from ttrain.data import shards
+from ttrain.data import contamination, shards
 from ttrain.job import Job
 from ttrain.stages.shards import heldout_records
 
@@ -27,6 +27,8 @@ def run(config: HeldoutConfig, job: Job) -> dict[str, Any]:
     directory = job.output / "heldout"
     directory.mkdir(parents=True, exist_ok=True)
     shards.write_files([(directory / RECORDS, b"".join(line + b"\n" for line in lines))])
+    inputs = [contamination.known(job.inputs[name]) for name in ("earlier", "documents")]
+    contamination.write_known(job.output, {**inputs[0], **inputs[1]})  # a model of many nights has learnt from all of them
     none = dict.fromkeys(shards.COUNTED, 0)  # no tokens of any tokenizer
     entry = {**none, "file": "", "records": RECORDS, "sha256": "", "group": 0}
     shards.write_index(directory, kind="documents", vocab_size=0, tokenizer="", shards=[entry])

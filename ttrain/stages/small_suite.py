@@ -27,6 +27,7 @@ from ttrain.train.ranks import Ranks
 log = logging.getLogger("ttrain")
 MOST_BYTES = 100_000  # of text, beside the limit of items: a document has any length
 NAME = "model"  # of the one model in the results
+RULE = confidence.Rule()
 
 
 def measure_of(
@@ -43,12 +44,11 @@ def measure_of(
             f"model that could be asked; set runtime.eval_every_steps=0, or runtime.parallel=ddp"
         )
     items = asked(config, job) if ranks.first else []
-    rule = confidence.Rule()
 
     def measure(step: int) -> Mapping[str, float]:
         with spoken_to(model, encoder) as speaker:
             outcomes = running.ask(items, subject_of(speaker), lambda task, done, total: None)
-        results = Results(outcomes, rule)
+        results = Results(outcomes, RULE)
         log.info("evaluation at step %d: %s", step, "  ".join(map(results.line, outcomes)))
         directory = job.run_directory / "evaluations"
         directory.mkdir(exist_ok=True)

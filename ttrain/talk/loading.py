@@ -85,7 +85,22 @@ def load(reference: Reference, *, device: str = "auto", dtype: str = "fp32") -> 
         if not model.active_peft_config.is_prompt_learning:
             model = adapters.merge(model)  # as fast as the base
     head = head.to(place, DTYPES[dtype]).eval() if head is not None else None
-    return speaker_of(reference.text, model.to(place, DTYPES[dtype]), reference.tokenizer, second_head=head)
+    return speaker_of(reference.text, _placed(model, place, DTYPES[dtype]), reference.tokenizer, second_head=head)
+
+
+def _placed(model: Any, place: torch.device, dtype: torch.dtype) -> Any:
+    """The model on the device, its weights as `dtype`; but tables that it computes, such as the frequencies of rotary
+    positions, as they are: in bf16 these would be off by a radian some hundred positions on."""
+    tables = [
+        (module, name, buffer)
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name in module._non_persistent_buffers_set
+    ]
+    model = model.to(place, dtype)
+    for module, name, buffer in tables:
+        setattr(module, name, buffer.to(place))
+    return model
 
 
 def speaker_of(name: str, model: Any, tokenizer: Path, *, second_head: nn.Linear | None = None) -> Speaker:
