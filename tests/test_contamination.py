@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from doubles import make_tokenizer, write_shards
+from doubles import Home, make_tokenizer, run_here, stage_settings, write_shards
 
 from ttrain.cli import main
-from ttrain.config import Reading, Settings
+from ttrain.config import Evaluate, EvaluateConfig, PretrainConfig, Reading, Settings
 from ttrain.config.suite import Suite
 from ttrain.data import contamination, overlap, plain_text, sharding
 from ttrain.data.assembly import DataFile
@@ -26,9 +26,8 @@ from ttrain.errors import DataError, UsageError
 from ttrain.evaluate import contaminated, kinds
 from ttrain.evaluate.items import Items, Places
 from ttrain.input_files import data_files, evaluation_files
-from ttrain.stages import SHARDS_PRETRAIN, TOKENIZER
+from ttrain.stages import SHARDS_PRETRAIN, TOKENIZER, evaluate, pretrain
 from ttrain.stages.shards import heldout_records, recipe_of
-from ttrain.store import write_json
 
 POEM = "床前明月光，疑是地上霜。舉頭望明月，低頭思故鄉。"
 QUESTION, ANSWER = "Which river does the old wooden bridge of the village cross?", "The upper Rhine"
@@ -202,6 +201,9 @@ def test_documents_that_hold_an_item_are_told_and_left_out_on_request(
     task = {"items": 4, "too_short": 1, "touched": 2, "overlapping": 2, "share": 0.5, "left_out": 1}
     assert told["tasks"] == {"items.jsonl": task}
     assert (told["documents"], told["removed"]) == (2, remove)
+    held = {item["digest"]: item["share"] for item in told["items"]}
+    assert contamination.known(tmp_path / "out") == ({} if remove else held) and held
+    assert str(tmp_path) not in json.dumps(told)  # what evaluations read must not depend on where files lie
     assert {item["where"].rpartition(":")[2]: item["documents"] for item in told["items"]} == {"1": 1, "2": 1}
     assert all(place["file"] == documents.name for item in told["items"] for place in item["places"])
     rows = built.parts["train"]["rows"] + built.parts["heldout"]["rows"]
@@ -215,6 +217,7 @@ def test_documents_that_hold_an_item_are_told_and_left_out_on_request(
     again = build(tmp_path / "out", encoder, documents, None)  # the whole shards stay aside, so they come back
     assert again.parts["train"]["shards"] == plain.parts["train"]["shards"]
     assert not (tmp_path / "out" / contamination.REPORT).exists()
+    assert contamination.known(tmp_path / "out") == {}
 
 
 def test_nothing_is_found_where_it_was_left_out(
@@ -301,6 +304,31 @@ def test_items_that_training_documents_hold_are_told_apart_or_left_out(tmp_path:
     assert contaminated.marked(items, {"other"}, leave_out=True) is items
 
 
+def test_the_evaluation_tells_items_apart_that_its_shards_hold(tmp_path: Path) -> None:
+    home, settings = Home.make(tmp_path / "home"), stage_settings(steps=1)
+    inputs = {"tokenizer": home.tokenizer.path, "shards": home.documents.path}
+    base = PretrainConfig(model=settings.model, pretrain=settings.pretrain)
+    run_here(pretrain, base, tmp_path / "base", inputs, settings.runtime)
+    jsonl(tmp_path / "items.jsonl", [{"text": POEM}, {"text": QUESTION}, {"text": ANSWER}])
+    suite = tmp_path / "suite.yaml"
+    suite.write_text("tasks:\n  texts: {kind: text, file: items.jsonl}\n")
+    contamination.write_known(home.documents.path, {contamination.item_of("", "", QUESTION).digest: 1.0})
+    found = {}
+    for overlapping in ("report", "leave_out"):
+        told = {"suites": str(suite), "overlapping": overlapping, "new_tokens": 0, "resamples": 100}
+        config = EvaluateConfig(evaluate=settings.evaluate.model_copy(update=Evaluate(**told).model_dump(include=set(told))))
+        config = EvaluateConfig.model_validate(config.model_dump())
+        (tmp_path / overlapping).mkdir()
+        given = {"base": tmp_path / "base", "documents": home.documents.path}
+        found[overlapping] = run_here(evaluate, config, tmp_path / overlapping, given, settings.runtime)
+    apart, without = found["report"], found["leave_out"]
+    assert apart["counts"]["texts/items"], without["counts"]["texts/items"] == (3, 2)
+    assert without["counts"]["texts/left_out"] == 1
+    clean = apart["metrics"]["texts/bits_per_byte/base/overlap:no"]
+    assert clean == pytest.approx(without["metrics"]["texts/bits_per_byte/base"], rel=1e-6)
+    assert clean != pytest.approx(apart["metrics"]["texts/bits_per_byte/base"], rel=1e-6)
+
+
 def test_a_task_of_which_nothing_is_left_is_refused(tmp_path: Path) -> None:
     items = items_of("task", "text", [{"text": POEM}], tmp_path)
     known = {contamination.item_of("", "", POEM).digest}
@@ -309,12 +337,12 @@ def test_a_task_of_which_nothing_is_left_is_refused(tmp_path: Path) -> None:
 
 
 def test_items_that_any_night_has_learnt_from_stay_known(tmp_path: Path) -> None:
-    lines = {name: {"digest": name, "task": "t"} for name in ("a", "b")}
+    lines = {"a": 1.0, "b": 0.5}
     for name in ("a", "b", "c", "night"):
         (tmp_path / name / "heldout").mkdir(parents=True)
-    for name, line in lines.items():
-        write_json(tmp_path / name / contamination.REPORT, {"removed": False, "items": [line]})
-    write_json(tmp_path / "c" / contamination.REPORT, {"removed": True, "items": [{"digest": "c"}]})
+    for name, share in lines.items():
+        contamination.write_known(tmp_path / name, {name: share})
+    contamination.write_known(tmp_path / "c", {})
     merged = {**contamination.known(tmp_path / "a"), **contamination.known(tmp_path / "b")}
     contamination.write_known(tmp_path / "night", merged)
     assert contamination.known(tmp_path / "night") == lines

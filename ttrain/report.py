@@ -92,6 +92,14 @@ def stage_metrics(result: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in found.items()}
 
 
+def _overlaps(found: Mapping[str, Any] | None) -> str:
+    """How many items of evaluations training documents hold, where they were searched and stay as they are."""
+    if not found or found["removed"]:
+        return ""
+    items, held = (sum(task[name] for task in found["tasks"].values()) for name in ("items", "overlapping"))
+    return f"; {held:,} of {items:,} evaluation items are in {found['documents']:,} training rows"
+
+
 def key_figures(stage: str, result: Mapping[str, Any]) -> str:
     """One line about a stage's result."""
     if stage == "source":
@@ -104,7 +112,10 @@ def key_figures(stage: str, result: Mapping[str, Any]) -> str:
         left_out = "".join(f"; left out {count:,}: {rule}" for rule, count in lost.items() if count)
         reused = result["blocks"] - result["encoded_blocks"]
         taken = f"; {reused:,} of {result['blocks']:,} shards were there" if reused else ""
-        return f"{train['rows']:,} rows, {train['tokens']:,} tokens; held out {heldout['rows']:,} rows{left_out}{taken}"
+        held = _overlaps(result.get("contamination"))
+        return (
+            f"{train['rows']:,} rows, {train['tokens']:,} tokens; held out {heldout['rows']:,} rows{left_out}{taken}{held}"
+        )
     if stage == "heldout":
         return f"{result['records']:,} held-out documents of all nights, {result['new']:,} of them new"
     if stage in ("evaluate", "evaluate-champion"):

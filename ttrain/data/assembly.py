@@ -26,6 +26,7 @@ from ttrain.data.blocks import BEYOND_LIMIT, BLOCKS, PARTS, Recipe
 from ttrain.data.contamination import Against, Scanned
 from ttrain.data.jsonl import FIRST_REJECTED, Tally
 from ttrain.errors import ArtifactError, DataError
+from ttrain.store import write_json
 
 REJECTED = Path("run", "rejected.jsonl")
 OWN_NAME = re.compile(
@@ -148,9 +149,7 @@ def assemble(
         for part in PARTS
     }
     _remove_others(output, entries, made)
-    (output / contamination.REPORT).unlink(missing_ok=True)
-    if overlapping:
-        shards.write_files([(output / contamination.REPORT, orjson.dumps(overlapping, option=orjson.OPT_INDENT_2))])
+    _tell_overlaps(output, overlapping)
     return Built(
         parts,
         tallies,
@@ -280,6 +279,19 @@ def _set_overlaps_aside(
             block.wanted[found] = False
             figures[block.role, block.file].leave_out(contamination.OVERLAPS, len(found))
     return contamination.report(against, told)
+
+
+def _tell_overlaps(output: Path, overlapping: Mapping[str, Any] | None) -> None:
+    """Leave the report for people, and for evaluations what the training part still holds."""
+    (output / contamination.REPORT).unlink(missing_ok=True)
+    held = (
+        {}
+        if overlapping is None or overlapping["removed"]
+        else {item["digest"]: item["share"] for item in overlapping["items"]}
+    )
+    contamination.write_known(output, held)
+    if overlapping:
+        write_json(output / contamination.REPORT, overlapping)
 
 
 def _write_lowest(output: Path, location: str, content_hash: bytes, recipe: Recipe) -> dict[str, Any]:

@@ -29,7 +29,8 @@ MAX_LINE_BYTES = 32 << 20
 DIGEST_BYTES = 16
 BEGINNING_TOKENS, EXCERPT_LETTERS = 40, 80
 MOST_PLACES = 3  # of an item that are told
-REPORT = Path("heldout", "contamination.json")  # of a set of shards
+REPORT = Path("run", "contamination.json")  # of a set of shards: with names of files, so that no stage may read it
+KNOWN = Path("heldout", "contamination.json")  # what evaluations read: digests of the items that training documents hold
 OVERLAPS = "overlaps with evaluation items"
 NO_TEXT = "no text that an item of an evaluation has"
 WANTED = "'question' with 'choices' or 'answer', 'context' with 'target', 'text', or a chat"
@@ -117,7 +118,7 @@ def read_items(path: str, task: str) -> tuple[list[Item], jsonl.Tally]:
             tally.reject(name, line, NO_TEXT)
         else:
             tally.kept += 1
-            found.append(item_of(task, f"{name}:{line}", text))
+            found.append(item_of(task, f"{locations.name(name)}:{line}", text))
     if not found:
         raise DataError(f"{path} has no item of an evaluation: no row has {WANTED}")
     return found, tally
@@ -190,16 +191,17 @@ def _prepared(texts: tuple[bytes, ...], ngram_bytes: int) -> Texts:
     return Texts(texts, ngram_bytes)
 
 
-def known(directory: Path) -> dict[str, dict[str, Any]]:
-    """{digest: what the report says} of the items that the training shards in this directory hold; those removed do not."""
-    found = read_json(directory / REPORT) or {"removed": True}
-    return {} if found["removed"] else {item["digest"]: item for item in found["items"]}
+def known(directory: Path) -> dict[str, float]:
+    """{digest: share} of the items that the training shards in this directory hold, as far as they were looked for."""
+    found: dict[str, float] = read_json(directory / KNOWN) or {}
+    return found
 
 
-def write_known(directory: Path, items: Mapping[str, Mapping[str, Any]]) -> None:
-    """The same for a directory that stands for several sets of shards, where there is any such item."""
+def write_known(directory: Path, items: Mapping[str, float]) -> None:
+    """Leave the same, where there is any."""
+    (directory / KNOWN).unlink(missing_ok=True)
     if items:
-        write_json(directory / REPORT, {"removed": False, "items": list(items.values())})
+        write_json(directory / KNOWN, dict(sorted(items.items())))
 
 
 def report(against: Against, found: Iterable[tuple[Mapping[str, Any], Scanned]]) -> dict[str, Any]:
