@@ -53,9 +53,17 @@ class Texts:
             for start, length, needed in zip(self._starts.tolist(), lengths.tolist(), self.needed.tolist(), strict=False)
         ]
         at = np.concatenate([np.zeros(0, np.int64), *places]).astype(np.int64)
-        windows = np.sort(self._data[at[:, None] + np.arange(SEED_BYTES)], axis=1)
-        at = at[(np.diff(windows, axis=1) != 0).sum(axis=1) + 1 >= FEWEST_LETTERS]
-        hashes = seeds(self._data)[at] if len(at) else np.zeros(0, np.uint64)
+        hashes = [np.zeros(0, np.uint64)]
+        kept = [np.zeros(0, np.int64)]
+        for some in np.array_split(at, 1 + len(at) // SLICE_BYTES):
+            windows = self._data[some[:, None] + np.arange(SEED_BYTES)]
+            several = (np.diff(np.sort(windows, axis=1), axis=1) != 0).sum(axis=1) + 1 >= FEWEST_LETTERS
+            kept.append(some[several])
+            hashes.append(seeds(windows[several].reshape(-1))[::SEED_BYTES])
+        self._sort(np.concatenate(hashes), np.concatenate(kept))
+
+    def _sort(self, hashes: Hashes, at: Places) -> None:
+        """Keep the seeds by their numbers, and two filters that most places of other texts do not pass."""
         order = np.argsort(hashes, kind="stable")
         hashes, at = hashes[order], at[order]
         rank = np.arange(len(hashes)) - np.searchsorted(hashes, hashes)

@@ -95,7 +95,8 @@ def token_bytes_of(directory: str) -> TokenBytes:
 def _reduced(text: bytes) -> bytes:
     """UTF-32 to plain UTF-8."""
     points = _table()[np.frombuffer(text, "<u4")]
-    return points[points != 0].tobytes().decode("utf-32-le", "surrogatepass").encode("utf-8", "surrogatepass")
+    kept: bytes = points[points != 0].tobytes()
+    return kept.decode("utf-32-le", "surrogatepass").encode("utf-8", "surrogatepass")
 
 
 def _decoded(data: bytes) -> str:

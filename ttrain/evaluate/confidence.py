@@ -66,13 +66,17 @@ def interval(figure: Figure, rule: Rule) -> tuple[float, float] | None:
 
     Shares of items that are right: Wilson 1927, https://doi.org/10.1080/01621459.1927.10502953. The bootstrap has no width
     where all are right or all wrong, and covers a share of 2 % on 20 items in 34 of 100 cases instead of 95; Wilson's in 94.
+    Of items with several parts each, as chats with answers, so many count as are worth independent ones (Wilson's form with
+    the effective sample size of https://pmc.ncbi.nlm.nih.gov/articles/PMC6690503): of 2 % of answers in 20 to 60 chats
+    it covers 94 to 98 of 100 cases, the bootstrap 37 to 96.
     Everything else: bootstrap (Efron 1979, https://doi.org/10.1214/aos/1176344552).
     """
     sums, sizes = _counting(figure)
     if len(sums) < FEWEST_ITEMS or not math.isfinite(figure.value):
         return None
-    if _is_share(sums, sizes):
-        low, high = _wilson(float(sums.sum()), len(sums), rule.confidence)
+    if _are_counts(sums, sizes):
+        share = float(sums.sum() / sizes.sum())
+        low, high = _wilson(share, _independent(sums, sizes), rule.confidence)
         low, high = figure.factor * low, figure.factor * high
     else:
         if not rule.resamples:
@@ -124,7 +128,7 @@ def smallest(first: Figure, second: Figure | None = None) -> float | None:
     else:
         error = _standard_error(spread - _influence(second, _counting(second)[0], sizes))
     found = (NORMAL.inv_cdf(1 - ALPHA / 2) + NORMAL.inv_cdf(POWER)) * error
-    if _is_share(sums, sizes):
+    if _are_counts(sums, sizes):
         return max(found, abs(first.factor) * min(1.0, FEWEST_DISAGREEMENTS / count))
     return found
 
@@ -228,9 +232,18 @@ def _standard_error(spread: Floats) -> float:
     return math.sqrt(float((spread**2).sum()) / (count - 1) / count)
 
 
-def _wilson(right: float, count: int, confidence: float) -> tuple[float, float]:
+def _independent(sums: Floats, sizes: Floats) -> float:
+    """How many independent parts tell as much as those of these items: all of them where the parts of an item have nothing
+    in common, one an item where they are all alike, or where all items are."""
+    items, parts = len(sums), float(sizes.sum())
+    share = float(sums.sum()) / parts
+    error = _standard_error((sums - share * sizes) * (items / parts))
+    return min(parts, max(items, share * (1 - share) / error**2)) if error else items
+
+
+def _wilson(share: float, count: float, confidence: float) -> tuple[float, float]:
     z = NORMAL.inv_cdf((1 + confidence) / 2)
-    share, weight = right / count, z * z / count
+    weight = z * z / count
     middle = (share + weight / 2) / (1 + weight)
     reach = z / (1 + weight) * math.sqrt(share * (1 - share) / count + weight / (4 * count))
     return max(0.0, middle - reach), min(1.0, middle + reach)
@@ -240,6 +253,12 @@ def _counting(figure: Figure) -> tuple[Floats, Floats]:
     """(sums, sizes) of the items that count."""
     sums, sizes = np.array(figure.sums, np.float64), np.array(figure.sizes, np.float64)
     return sums[sizes > 0], sizes[sizes > 0]
+
+
+def _are_counts(sums: Floats, sizes: Floats) -> bool:
+    """Whether each item says how many of its parts are so: of its answers those that end."""
+    whole = (sums == np.round(sums)) & (sizes == np.round(sizes))
+    return bool((whole & (sums >= 0) & (sums <= sizes)).all())
 
 
 def _is_share(sums: Floats, sizes: Floats) -> bool:

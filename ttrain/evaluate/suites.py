@@ -73,8 +73,8 @@ def within(loaded: Loaded, parts: Collection[str]) -> Loaded:
     if not tasks:
         named = sorted({str(_part(task)) for task in loaded.suite.tasks.values()})
         raise UsageError(
-            f"{loaded.name} asks about held-out {' and '.join(named)} alone, but here is {' and '.join(parts) or 'nothing'}; "
-            "add a task with a file"
+            f"{loaded.name} asks about held-out {' and '.join(named)} alone, but here is "
+            f"{' and '.join(parts) or 'nothing'}; add a task with a file"
         )
     return replace(loaded, suite=Suite(tasks=tasks))
 

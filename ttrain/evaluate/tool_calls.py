@@ -3,7 +3,7 @@
 The form is the one of `ttrain.data.tools`, which every chat template gets as text: the functions in the system turn, one
 JSON object a line between <tools> and </tools>; a call as {"name": ..., "arguments": {...}} between <tool_call> and
 </tool_call>. What is counted follows the Berkeley Function Calling Leaderboard
-(https://openreview.net/forum?id=2GmDdhBdDk): names and arguments of calls, and whether one is made where none is needed.
+(https://gorilla.cs.berkeley.edu/leaderboard.html): names and arguments of calls, and calls that nobody needs.
 """
 
 from __future__ import annotations
