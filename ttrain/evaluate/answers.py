@@ -48,12 +48,10 @@ class Turn:
         found: dict[str, Any] = {"turn": self.number, "answer": self.text, "reference": self.reference, "ended": self.ended}
         found |= {"markers": list(self.markers)} if self.markers else {}
         found |= {"cut": self.cut} if self.cut else {}
-        if self.calls is not None and (self.calls.called or has_calls(self.reference)):
-            found |= {
-                "calls_valid": self.calls.valid,
-                "calls_right": self.calls.right,
-                "calls_wrong": list(self.calls.wrong),
-            }
+        calls = self.calls
+        if calls is not None and (calls.called or has_calls(self.reference)):
+            found |= {"calls_valid": calls.valid, "calls_right": calls.right, "calls_wrong": list(calls.wrong)}
+            found |= {"calls_unchecked": calls.unchecked} if calls.unchecked else {}
         return found
 
 
