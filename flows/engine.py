@@ -206,8 +206,7 @@ def _missing(name: str, planned: dict[str, Planned]) -> list[str]:
 
 def _closing_words(execution: Execution, outcome: str, console: Console) -> None:
     """The table of the evaluation, where things are, and what to do next."""
-    metrics = execution.metrics()
-    rows = report.evaluation_table(metrics) if outcome == "completed" else []
+    rows = execution.evaluation_table() if outcome == "completed" else []
     if rows:
         table = Table(box=None, header_style="dim", pad_edge=False)
         for name in ("evaluation", "value", ""):

@@ -142,7 +142,7 @@ def _run_stages(execution: Execution, recipe: Recipe) -> None:
         page = execution.page_of()
         link = f"[The whole report]({page}/artifacts/{REPORT}), with curves.\n\n" if page else ""
         create_markdown_artifact(link + execution.description(), key="report", description=f"report of {run}")
-    rows = report.evaluation_table(execution.metrics())
+    rows = execution.evaluation_table()
     if rows and not execution.signum and not execution.failures:
         with courtesy():
             table = report.markdown(rows, ("what", "value", ""))

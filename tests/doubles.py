@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -28,6 +29,7 @@ from ttrain.data.loader import Loader
 from ttrain.data.packing import Batch, Rows
 from ttrain.data.samplers import ShuffledOrder
 from ttrain.data.shards import Column, write_index, write_shard
+from ttrain.evaluate import perplexity
 from ttrain.job import Job
 from ttrain.model import factory
 from ttrain.plan import Planned
@@ -134,6 +136,24 @@ def tiny_model(*, seed: int = 1, vocab: int = VOCAB, **settings: Any) -> Any:
     sizes = {"hidden_size": 16, "layers": 2, "heads": 2, "max_length": 128, **settings}
     ids = {"bos_token_id": 2, "eos_token_id": 3, "pad_token_id": 0}
     return factory.build(Model(**sizes), vocab_size=vocab, ids=ids, stop_ids=[3, 8], seed=seed)
+
+
+def sequence(seed: int, length: int) -> perplexity.Tokens:
+    """Random ids, of which about 7 in 10 count; the first is context only."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(9, VOCAB, (length,), generator=generator).tolist()
+    return ids, [False, *(torch.rand(length - 1, generator=generator) < 0.7).tolist()]
+
+
+def score_of(
+    model: nn.Module, sequences: Sequence[perplexity.Tokens], length: int, stride: int, **more: Any
+) -> perplexity.Score:
+    """What all sequences together cost the model."""
+    found = perplexity.score_each(
+        model, sequences, length=length, stride=stride, autocast=contextlib.nullcontext, device=CPU,
+        progress=lambda done, total: None, **more,
+    )  # fmt: skip
+    return perplexity.Score(sum(one.nats for one in found), sum(one.tokens for one in found))
 
 
 def settings_of_training(**changes: Any) -> Training:

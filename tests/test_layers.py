@@ -30,7 +30,7 @@ LIGHT = (
     "ttrain.earlier", "ttrain.libraries", "ttrain.extending", "ttrain.artifacts", "ttrain.cleaning", "ttrain.fetching",
     "ttrain.cli_sweep", "ttrain.sweep.measure", "ttrain.sweep.records", "ttrain.sweep.page",
     "ttrain.pages.report", "ttrain.pages.comparison", "ttrain.pages.plots", "ttrain.cli_pages",
-    "ttrain.overview", "ttrain.cli_ui",
+    "ttrain.overview", "ttrain.cli_ui", "ttrain.cli_eval", "ttrain.evaluate.suites", "ttrain.evaluate.confidence",
     "flows", "flows.full", "flows.engine", "flows.nightly", "flows.sweep", "flows.trial", "flows.trials",
 )  # fmt: skip
 HELP = """
@@ -205,7 +205,7 @@ def test_the_three_profiles_are_there() -> None:
     assert {"tiny", "small", "medium"} <= set(profile_names())
 
 
-@pytest.mark.parametrize("path", sorted(configs_directory().rglob("*.yaml")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted((configs_directory() / "profiles").glob("*.yaml")), ids=lambda path: path.name)
 def test_config_files_hold_deviations_from_the_defaults_only(path: Path) -> None:
     named = dict(flatten(yaml.safe_load(path.read_text(encoding="utf-8")) or {}))
     default = dict(flatten(Settings().model_dump(mode="json")))

@@ -566,15 +566,16 @@ def test_the_held_out_set_has_every_record_once_in_an_order_that_mixes_old_and_n
     from ttrain.stages import heldout
     from ttrain.stages.shards import heldout_records
 
-    def given(name: str, texts: list[str]) -> Path:
+    def given(name: str, texts: list[str], **labels: str) -> Path:
         part = tmp_path / name / "heldout"
         part.mkdir(parents=True)
-        (part / "r.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+        lines = (json.dumps({"text": text, **labels}) + "\n" for text in texts)
+        (part / "r.jsonl").write_text("".join(lines), encoding="utf-8")
         write_json(part / "index.json", {"format": 2, "shards": [{"records": "r.jsonl", "rows": len(texts), "tokens": 9}]})
         return tmp_path / name
 
     old, new = [f"old {n}" for n in range(40)], [f"new {n}" for n in range(40)]
-    inputs = {"earlier": given("a", old), "documents": given("b", [*new, "old 3"])}
+    inputs = {"earlier": given("a", old), "documents": given("b", [*new, "old 3"], lang="en")}
     figures = run_here(heldout, HeldoutConfig(), tmp_path / "output", inputs, Runtime())
     texts = [record["text"] for record in heldout_records(tmp_path / "output")]
     assert sorted(texts) == sorted([*old, *new]) and figures == {"records": 80, "new": 40}

@@ -12,8 +12,10 @@ import pytest
 
 from ttrain.config import Promotion
 from ttrain.errors import ArtifactError, UsageError
+from ttrain.evaluate import confidence
+from ttrain.evaluate.outcome import Figure
 from ttrain.evaluate.scores import FILE, Table
-from ttrain.promotion import Scores, decide, paired_bootstrap, scores_of
+from ttrain.promotion import Scores, decide, scores_of
 from ttrain.store import Artifact
 
 RECORDS = 60
@@ -92,36 +94,6 @@ def test_the_figures_of_a_decision_are_those_that_it_was_made_from() -> None:
     assert json.dumps(decide(figure(math.nan), champion, Promotion()).to_json(), allow_nan=False)
 
 
-def test_a_whole_batch_of_draws_is_what_single_draws_give(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In pieces, as for many records, the draws are the same as in one; by a naive loop over them, too."""
-    random = np.random.default_rng(3)
-    differences, sizes = random.standard_normal(30), random.integers(1, 9, 30).astype(float)
-    whole = paired_bootstrap(differences, sizes, resamples=200, confidence=0.9, seed=5)
-    monkeypatch.setattr("ttrain.promotion.CHUNK", 90)  # three draws of thirty at a time
-    assert paired_bootstrap(differences, sizes, resamples=200, confidence=0.9, seed=5) == whole
-    draw, ratios = np.random.default_rng(5), []
-    for _ in range(200):
-        chosen = [int(number) for number in draw.integers(30, size=30)]
-        ratios.append(sum(differences[k] for k in chosen) / sum(sizes[k] for k in chosen))
-    assert whole == pytest.approx((np.quantile(ratios, 0.05), np.quantile(ratios, 0.95)))
-
-
-def test_the_interval_covers_the_truth_about_as_often_as_it_says() -> None:
-    """400 evaluations of two models whose true difference is known: documents of unlike length, 80 of them.
-
-    The standard error of a share of 95 % over 400 is 1.1 %; percentile intervals are somewhat too short on 80 records.
-    """
-    random, truth, covered, early = np.random.default_rng(11), 0.03, 0, 0
-    for seed in range(400):
-        sizes = np.exp(random.normal(6, 0.7, 80)).round()
-        differences = sizes * (truth + 0.1 * random.standard_normal(80))
-        low, high = paired_bootstrap(differences, sizes, resamples=400, confidence=0.95, seed=seed)
-        covered += low <= truth <= high
-        early += low > truth
-    assert 0.90 <= covered / 400 <= 0.98
-    assert early / 400 <= 0.055, "so often a challenger that is no better than the margin would be promoted"
-
-
 def test_pairing_sees_what_two_separate_intervals_would_not() -> None:
     """Records differ by 0.5 bits, the two models on each by 0.01: unpaired, that difference would drown."""
     random, base = np.random.default_rng(4), scores()
@@ -134,8 +106,29 @@ def test_pairing_sees_what_two_separate_intervals_would_not() -> None:
         Promotion(),
     )
     assert paired.promote
-    low, high = paired_bootstrap(new, sizes, resamples=400, confidence=0.95, seed=1)
-    assert high - low > 10 * (paired.difference or 0)
+    alone = confidence.interval(Figure("bits_per_byte", tuple(new), base.sizes, False, "bits"), confidence.Rule())
+    assert alone is not None
+    assert alone[1] - alone[0] > 10 * (paired.difference or 0)
+
+
+def test_a_decision_says_which_difference_its_records_would_show() -> None:
+    """What was found beyond it is promoted, what lies below half of it mostly is not: the decision names the border."""
+    champion = scores(spread=0.05, seed=2)
+    near, far = (decide(scores(by, spread=0.05), champion, Promotion()) for by in (0.001, 0.1))
+    assert near.smallest_difference is not None and far.smallest_difference is not None
+    assert not near.promote and f"show differences from about {near.smallest_difference:.5f} on" in near.reason
+    assert far.promote and (far.difference or 0) > far.smallest_difference
+    assert dict(far.rows())["smallest visible"] == f"{far.smallest_difference:.5f}"
+    assert far.to_json()["smallest_difference"] == far.smallest_difference
+
+
+def test_what_the_evaluation_knows_of_the_direction_wins_over_the_setting() -> None:
+    better, worse = (
+        Scores("poems/accuracy/base", sum(sums) / 100, sums, (1.0,) * 100, tuple(map(str, range(100))), True)
+        for sums in ((1.0,) * 70 + (0.0,) * 30, (1.0,) * 40 + (0.0,) * 60)
+    )
+    assert decide(better, worse, Promotion(metric="poems/accuracy/base")).promote
+    assert not decide(worse, better, Promotion(metric="poems/accuracy/base")).promote
 
 
 # --- scores of an evaluation ------------------------------------------------------------------------------------------

@@ -47,11 +47,16 @@ def files(tracked: Any) -> dict[str, Path]:
 
 
 def test_a_stage_has_the_machine_its_texts_and_the_run_one_log(home: Home) -> None:
-    parent, child, log = run(home, stage_settings(6, sample_every_steps=3, system_metrics_seconds=1))
+    settings = stage_settings(6, sample_every_steps=3, eval_every_steps=3, eval_limit=2, system_metrics_seconds=1)
+    parent, child, log = run(home, settings)
     assert {"loss", "system/cpu_utilization_percentage", "system/system_memory_usage_megabytes"} <= {*child.data.metrics}
     texts = sorted(name for name in files(child) if "/samples/" in name)
     assert texts == [f"pretrain/run/samples/step-{step:08d}.txt" for step in (3, 6)]
     assert all(files(child)[name].read_text(encoding="utf-8").startswith("=== Return the\n") for name in texts)
+    client = mlflow.MlflowClient(f"sqlite:///{home.store.root}/mlflow/mlflow.db")
+    curve = client.get_metric_history(child.info.run_id, "eval/documents/bits_per_byte")
+    assert [point.step for point in curve] == [3, 6] and curve[0].value > curve[1].value
+    assert "eval/time_share" in child.data.metrics and "pretrain/run/evaluations/step-00000006.json" in files(child)
     told = files(parent)[log.name].read_text()
     assert told == log.read_text()
     assert " pretrain: started: never run before\n" in told and " pretrain: step 6/6 " in told

@@ -213,6 +213,21 @@ def test_held_out_rows_are_the_same_in_whatever_files_and_order_they_come(
     assert_adds_up(built, 400)
 
 
+def test_held_out_rows_keep_what_is_said_of_them_and_are_no_others_for_it(
+    tmp_path: Path, recipe: Recipe, tokenizer: Path
+) -> None:
+    rows = [{**row, "source": f"s{n % 2}", "lang": "en", "url": "u", "more": {}} for n, row in enumerate(rows_of(200))]
+    rows[0] |= {"source": "x" * 65, "lang": 3}
+    reading = Reading(heldout_fraction=0.1)
+    build(tmp_path / "1", [write_lines(tmp_path / "a.jsonl", rows)], recipe, reading)
+    build(tmp_path / "2", [write_lines(tmp_path / "b.jsonl", rows_of(200))], recipe, reading)
+    said = {row["text"]: {key: row[key] for key in ("text", "source", "lang")} for row in rows[1:]}
+    said[rows[0]["text"]] = {"text": rows[0]["text"]}
+    found = heldout_records(tmp_path / "1")
+    assert found == [said[record["text"]] for record in found]
+    assert [record["text"] for record in heldout_records(tmp_path / "2")] == [record["text"] for record in found]
+
+
 def test_where_nothing_is_held_out_one_row_and_its_copies_are(tmp_path: Path, recipe: Recipe, tokenizer: Path) -> None:
     rows, reading = rows_of(12), Reading(heldout_fraction=0.001, deduplicate=False)
     built = build(tmp_path / "out", [write_lines(tmp_path / "a.jsonl", [*rows, *rows])], recipe, reading, block_bytes=600)

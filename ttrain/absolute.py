@@ -20,6 +20,11 @@ def absolute(settings: Settings) -> Settings:
     for stage, start in settings.starts.items():
         if start == settings.existing_model:
             tree[stage]["start_from"] = _folder(start)
+    for model, named in tree["evaluate"]["suites"].items():
+        tree["evaluate"]["suites"][model] = [_file(name) for name in named]
+    tree["shards"]["decontaminate"] = [_file(name) for name in settings.shards.decontaminate]
+    if settings.runtime.eval_suite:
+        tree["runtime"]["eval_suite"] = _file(settings.runtime.eval_suite)
     tree["notify"]["webhook"] = settings.notify.webhook  # JSON hides it
     if settings.notify.webhook_file:
         tree["notify"]["webhook_file"] = _absolute(settings.notify.webhook_file)
@@ -39,3 +44,8 @@ def _absolute(location: str) -> str:
 def _folder(name: str | None) -> str | None:
     """A folder that is there, in full; else it is a name on the Hub."""
     return str(Path(name).expanduser().absolute()) if name and Path(name).expanduser().is_dir() else name
+
+
+def _file(name: str) -> str:
+    """A file that is there, in full; else it is the name of a suite that ships with ttrain."""
+    return str(Path(name).expanduser().absolute()) if Path(name).expanduser().is_file() else name

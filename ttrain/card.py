@@ -6,7 +6,7 @@ The block at the top is what the Hugging Face Hub reads: https://huggingface.co/
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -238,9 +238,11 @@ def evaluation_rows(history: History) -> list[tuple[str, str, str]]:
     if history.evaluation is None:
         return []
     behind = {one.stage for one in history.artifacts}
-    later = tuple(f"_{name}" for name in ("sft", "lora") if name not in behind)  # what was trained on top of it
+    above = [name for name in ("sft", "lora") if name not in behind]  # what was trained on top of it
+    later = tuple(f"{mark}{name}" for name in above for mark in "_/")
     metrics = report.metrics_of({"evaluate": history.evaluation.result})
-    return report.evaluation_table({name: value for name, value in metrics.items() if not name.endswith(later)})
+    shown = {name: value for name, value in metrics.items() if not name.endswith(later)}
+    return report.evaluation_table(shown, {"evaluate": _without(history.evaluation.result, above)})
 
 
 def _evaluation(history: History) -> str:
@@ -254,6 +256,14 @@ def _evaluation(history: History) -> str:
         quoted = [(_cell(sample["prompt"]), _cell(sample["answer"])) for sample in said]
         parts += ["What it says when it always takes the likeliest token:", report.markdown(quoted, ("prompt", "answer"))]
     return "\n\n".join(parts)
+
+
+def _without(result: Mapping[str, Any], models: Sequence[str]) -> dict[str, Any]:
+    """The evaluation as if these models had not been asked its suites."""
+    told = result.get("suites")
+    if told is None:
+        return dict(result)
+    return {**result, "suites": {**told, "models": [name for name in told["models"] if name not in models]}}
 
 
 def _lineage(history: History) -> str:

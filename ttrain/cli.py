@@ -13,8 +13,11 @@ import typer
 
 from ttrain.cli_adapter import adapter_app
 from ttrain.cli_artifacts import artifacts_app
+from ttrain.cli_contamination import add_contamination
 from ttrain.cli_data import data_app, tokenizer_app
 from ttrain.cli_doctor import doctor
+from ttrain.cli_eval import EPILOG as EVAL_EPILOG
+from ttrain.cli_eval import evaluate
 from ttrain.cli_export import EPILOG as EXPORT_EPILOG
 from ttrain.cli_export import export
 from ttrain.cli_gate import gate_app
@@ -146,9 +149,11 @@ app.command(
 app.command("doctor", epilog="Examples:  ttrain doctor\n\nttrain doctor --stage sft sft.optim.lr=2e-4 --json")(doctor)
 
 
+app.command("eval", epilog=EVAL_EPILOG)(evaluate)
 app.command("export", epilog=EXPORT_EPILOG)(export)
 app.command("ui", epilog=UI_EPILOG)(ui)
 add_lineage(app)
+add_contamination(data_app)
 add_pages(app)
 
 

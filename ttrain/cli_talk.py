@@ -59,7 +59,7 @@ def chat(
         raise UsageError("--gate picks the model by itself; give neither MODEL nor --versus with it")
     references = [] if gate else [_reference(model, base), *([_reference(versus, None)] if versus else [])]
 
-    _before_torch()
+    before_torch()
     from ttrain.talk import choosing, screen
     from ttrain.talk.chat import Chat
     from ttrain.talk.loading import need_second_head
@@ -114,7 +114,7 @@ def generate(
         raise UsageError(f"{out} exists; name another file with --out, or replace it with --force")
     reference = _reference(model, base)
 
-    _before_torch()
+    before_torch()
     from ttrain.talk import answering
     from ttrain.talk.prompts import read
 
@@ -165,7 +165,7 @@ def serve(
 
     serving.check()
     reference = _reference(model, base)
-    _before_torch()  # the server gets the variable too
+    before_torch()  # the server gets the variable too
     with (
         _ending_on_sigterm(),
         serving.served(reference, port=port, device=device, dtype=dtype, options=context.args) as (address, name, process),
@@ -220,7 +220,7 @@ def _load(reference: Reference, device: str, dtype: str) -> Any:
     return speaker
 
 
-def _before_torch() -> None:
+def before_torch() -> None:
     """What has to be settled before torch is loaded; and no bars and advice of transformers between the lines of a chat."""
     if "OMP_WAIT_POLICY" not in os.environ:
         # Turns of an idle OpenMP thread before it sleeps: a token has dozens of short parallel parts. The quickstart's model

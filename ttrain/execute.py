@@ -183,9 +183,14 @@ class Execution:
         """The run's metrics so far, under their stable names."""
         return report.metrics_of({name: artifact.result for name, artifact in self.artifacts.items()})
 
+    def evaluation_table(self) -> list[tuple[str, str, str]]:
+        """What was evaluated, for a table; [] before that."""
+        results = {name: artifact.result for name, artifact in self.artifacts.items()}
+        return report.evaluation_table(report.metrics_of(results), results)
+
     def description(self) -> str:
         """What the run was and what came of it so far, in markdown."""
-        return overview.description(self.record.as_it_is(), self._changed, self.metrics())
+        return overview.description(self.record.as_it_is(), self._changed, self.metrics(), self.evaluation_table())
 
     def finish(self, outcome: str, error: str | None = None) -> None:
         """Close the record and the tracked run. `outcome`: completed, failed or interrupted."""
@@ -202,9 +207,9 @@ class Execution:
         self._log_curves()  # after those: MLflow's compare page begins with the metric that came first
         evaluation = self.artifacts.get("evaluate")
         if evaluation:
-            table = report.markdown(report.evaluation_table(metrics), ("what", "value", ""))
-            self._parent.log_text(table, "evaluation.md")
-            tables = registering.tables(metrics, evaluation.result.get("samples", {}))
+            rows = self.evaluation_table()
+            self._parent.log_text(report.markdown(rows, ("what", "value", "")), "evaluation.md")
+            tables = registering.tables(rows, evaluation.result.get("samples", {}))
             for name, text in tables.items():
                 self._parent.log_text(text, name)
             self._parent.set_tags(registering.tag_of_tables(tables))

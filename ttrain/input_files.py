@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from ttrain.config import Settings
+from ttrain.config.suite import HELDOUT_PARTS, HarnessTask
 from ttrain.data import existing, existing_model, locations
 from ttrain.errors import UsageError
+from ttrain.evaluate import suites
 from ttrain.stages import Stage
 from ttrain.store import Store
 
 # How two stores name the same part of a stage's own data files.
-TRAIN, HELDOUT, EXISTING = "train", "heldout", "existing"
+TRAIN, HELDOUT, EXISTING, AGAINST = "train", "heldout", "existing", "against"
 
 
 @dataclass(frozen=True)
@@ -26,19 +28,24 @@ class InputFile:
 
 
 def data_files(stage: Stage, settings: Settings) -> dict[str, list[InputFile]]:
-    """The user's own files that the stage reads, by role: "train", "heldout", and for the tokenizer "existing".
+    """The user's own files that the stage reads, by role: "train", "heldout", for the tokenizer "existing", and for shards
+    "against", files of evaluations.
 
     The roles of an existing model's files are those of `existing_model.files`.
     """
     if stage.reads_model:
         found = _model_files(settings)
         return {role: [InputFile(str(path)) for path in paths] for role, paths in found.items()}
+    if stage.reads_suites:
+        return _suite_files(settings)
     if stage.dataset is None:
         return {}
     data, is_tokenizer = settings.data, stage.dataset == "tokenizer"
     roles: dict[str, list[InputFile]] = {}
     if is_tokenizer and settings.tokenizer.existing:
         roles[EXISTING] = [InputFile(str(path)) for path in _tokenizer_files(settings)]
+    if not is_tokenizer and settings.shards.decontaminate:
+        roles[AGAINST] = [InputFile(location) for location in evaluation_files(settings.shards.decontaminate)]
     if not settings.reads(stage.dataset) or data.uses_python_docs(stage.dataset):
         return roles
     dataset = "pretrain" if is_tokenizer and not data.tokenizer else stage.dataset
@@ -46,6 +53,45 @@ def data_files(stage: Stage, settings: Settings) -> dict[str, list[InputFile]]:
     if not is_tokenizer and getattr(data, f"{dataset}_heldout"):  # the tokenizer learns from the training part alone
         roles[HELDOUT] = _expanded(data.paths(f"{dataset}_heldout"), f"data.{dataset}_heldout", ())
     return roles
+
+
+def evaluation_files(named: tuple[str, ...], setting: str = "shards.decontaminate") -> list[str]:
+    """The files that hold the items of suites, and those that are named themselves.
+
+    Raises UsageError where one is missing, and for tasks of the harness, whose data are not in files of ours.
+    """
+    found: list[str] = []
+    for name in named:
+        if not name.endswith(suites.ENDINGS) and name not in suites.names():
+            found += locations.expand((name,), setting)
+            continue
+        loaded = suites.load(name)
+        suites.files_of(loaded)  # all of them are there
+        if harness := [task for task, spec in loaded.suite.tasks.items() if isinstance(spec, HarnessTask)]:
+            raise UsageError(
+                f"{setting} names the suite {name}, but the data of its task {harness[0]} are those of "
+                f"lm-evaluation-harness; name a file with its items, as JSON Lines"
+            )
+        files = [spec.file for spec in loaded.suite.tasks.values() if not isinstance(spec, HarnessTask)]
+        found += [str(loaded.base / Path(file).expanduser()) for file in files if file not in HELDOUT_PARTS]
+    return list(dict.fromkeys(found))
+
+
+def check_suite(settings: Settings) -> None:
+    """Raise UsageError for a `runtime.eval_suite` that cannot be used: now, not after the stages before a training."""
+    if settings.runtime.eval_every_steps and settings.runtime.eval_suite:
+        suites.files_of(suites.load(settings.runtime.eval_suite))
+
+
+def _suite_files(settings: Settings) -> dict[str, list[InputFile]]:
+    """The suites of each model and what they read, as "suites-sft". Raises UsageError for a suite that cannot be used."""
+    found: dict[str, list[InputFile]] = {}
+    for model in type(settings.evaluate.suites).model_fields:
+        loaded = [suites.load(name) for name in settings.evaluate.suites.of(model)]
+        suites.distinct(loaded)
+        if loaded:
+            found[f"suites-{model}"] = [InputFile(str(file)) for one in loaded for file in suites.files_of(one)]
+    return found
 
 
 def _start_setting(settings: Settings) -> str:
@@ -114,6 +160,8 @@ def file_digests(stage: Stage, settings: Settings, store: Store) -> dict[str, li
                 for file in files
             ]
         except OSError as error:
-            setting = _start_setting(settings) if stage.reads_model else f"data.{stage.dataset}"
+            setting = f"data.{stage.dataset}"
+            if stage.reads_model or stage.reads_suites:
+                setting = _start_setting(settings) if stage.reads_model else "evaluate.suites"
             raise UsageError(f"cannot read {error.filename}, which {setting} names: {error.strerror}") from None
     return found

@@ -120,9 +120,9 @@ def _layers(
         path = configs_directory() / "profiles" / f"{name}.yaml"
         if name not in profile_names():
             raise UsageError(f"--profile {name} does not exist; there are: {', '.join(profile_names())}")
-        yield f"profile {name}", _read_yaml(path)
+        yield f"profile {name}", read_yaml(path)
     for path in files:
-        yield str(path), _read_yaml(path)
+        yield str(path), read_yaml(path)
     for variable in sorted(environment):
         if variable.startswith(ENVIRONMENT_PREFIX):
             key = variable.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".")
@@ -134,7 +134,8 @@ def _layers(
         yield "command line", _nested(key.strip(), _scalar(value, item))
 
 
-def _read_yaml(path: Path) -> Mapping[str, Any]:
+def read_yaml(path: Path) -> Mapping[str, Any]:
+    """The mapping in a YAML file; {} for an empty one. Raises UsageError where it cannot be read or is something else."""
     try:
         tree = yaml.load(path.read_text(encoding="utf-8"), _NoDuplicates)
     except OSError as error:

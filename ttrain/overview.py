@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ttrain import report
@@ -64,10 +64,15 @@ def as_yaml(values: Mapping[str, Any]) -> str:
     return str(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
 
 
-def description(run: Mapping[str, Any], changed: Mapping[str, Any], metrics: Mapping[str, float]) -> str:
+def description(
+    run: Mapping[str, Any],
+    changed: Mapping[str, Any],
+    metrics: Mapping[str, float],
+    measured: Sequence[tuple[str, str, str]] = (),
+) -> str:
     """What a run was and what came of it, in markdown; the first line says most, for tables show no more.
 
-    `run` is its record, `changed` the settings that are not the defaults.
+    `run` is its record, `changed` the settings that are not the defaults, `measured` the table of its evaluation.
     """
     bits = metrics.get("eval/bits_per_byte")
     came = f"{bits:.4f} bits per byte" if bits is not None else str(run["outcome"])
@@ -76,7 +81,7 @@ def description(run: Mapping[str, Any], changed: Mapping[str, Any], metrics: Map
     lines = [f"{came}: {', '.join([*words[:SHOWN_SETTINGS], *more]) or 'the default settings'}", ""]
     if run.get("error"):
         lines += [f"**{run['outcome']}**: {_cell(run['error'])}", ""]
-    if measured := report.evaluation_table(metrics):
+    if measured:
         lines += [report.markdown(measured, ("evaluation", "", "")), ""]
     lines += [report.markdown((tuple(map(_cell, report.status_row(stage)[:4])) for stage in run["stages"]), CELLS), ""]
     lines += [

@@ -13,7 +13,7 @@ from ttrain.config import Section, Settings, flatten
 from ttrain.digests import SECOND_HEAD, code_digests, differences, digest_of
 from ttrain.errors import UsageError
 from ttrain.extending import extension_of
-from ttrain.input_files import data_files, file_digests
+from ttrain.input_files import check_suite, data_files, file_digests
 from ttrain.model import kinds
 from ttrain.selection import LEFT_OUT, Selection, graph_of
 from ttrain.stages import OF_NIGHTS, STAGES, Stage
@@ -22,7 +22,10 @@ from ttrain.store import Artifact, Store
 Recipe = Callable[["Callable[..., Any]", Settings], Any]
 
 # Settings that name files or other stages, which are in the key themselves.
-COUNTED_BY_BYTES = ("tokenizer.existing", "pretrain.start_from", "sft.start_from", "lora.start_from")
+COUNTED_BY_BYTES = (
+    *("tokenizer.existing", "pretrain.start_from", "sft.start_from", "lora.start_from"),
+    *("evaluate.suites.base", "evaluate.suites.sft", "evaluate.suites.lora", "shards.decontaminate"),
+)
 EVERYTHING = Selection()
 SAME, IN_MLFLOW = ("same settings, inputs and code",), ("in MLflow, fetched when a stage reads it",)
 
@@ -101,9 +104,11 @@ def plan(
 ) -> list[Planned]:
     """Every stage of the recipe, in its order, but for those that the selection leaves out.
 
-    Raises UsageError where a stage that must be in the store is not there, or a logger is not installed.
+    Raises UsageError where a stage that must be in the store is not there, a logger is not installed, or
+    `runtime.eval_suite` cannot be used.
     """
     trackers.check(settings.runtime.loggers)  # now, not after the stages before the first training
+    check_suite(settings)
     graph = graph_of(recipe, settings)
     asked = {f"--force {name}": name for name in sorted(force)}
     if go_on:

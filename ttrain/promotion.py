@@ -1,27 +1,17 @@
-"""Challenger against champion on the same held-out records: figures, a paired bootstrap interval, a decision. Pure.
-
-Both models were scored on the same records, so each record gives a pair, and records are what is resampled: tokens of one
-document are not independent, documents are taken to be.
-"""
+"""Challenger against champion on the same held-out records: figures, the interval of their difference, a decision. Pure."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import Any
 
 from ttrain.config import Promotion
 from ttrain.errors import ArtifactError, UsageError
-from ttrain.evaluate import scores
+from ttrain.evaluate import confidence, scores
+from ttrain.evaluate.outcome import Figure
 from ttrain.store import Artifact
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-CHUNK = 1 << 20  # drawn record numbers that are in memory at once
 
 
 @dataclass(frozen=True)
@@ -36,11 +26,14 @@ class Scores:
     sums: tuple[float, ...] = ()
     sizes: tuple[float, ...] = ()
     records: tuple[str, ...] = ()  # digests of what was scored
+    higher_is_better: bool | None = None  # None: the evaluation does not say
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What was decided and from what. `difference` is by how much the challenger is better, in the metric's unit."""
+    """What was decided and from what. `difference` is by how much the challenger is better, in the metric's unit;
+    `smallest_difference` is the one that records like these would show in four cases of five.
+    """
 
     promote: bool
     metric: str
@@ -48,6 +41,7 @@ class Decision:
     champion: float | None
     difference: float | None
     interval: tuple[float, float] | None
+    smallest_difference: float | None
     samples: int  # pairs of records; 0 where the figures alone decided
     margin: float
     confidence: float
@@ -72,6 +66,7 @@ class Decision:
             ("champion", "none" if self.champion is None else f"{self.champion:.5f}"),
             ("better by", "" if self.difference is None else f"{self.difference:+.5f}"),
             (f"{self.confidence:.0%} interval", interval),
+            ("smallest visible", "" if self.smallest_difference is None else f"{self.smallest_difference:.5f}"),
             ("held-out records", f"{self.samples:,}"),
             ("margin", f"{self.margin:g}"),
             ("reason", self.reason),
@@ -101,7 +96,7 @@ def scores_of(evaluation: Artifact, metric: str) -> Scores:
     again = sum(sums) / max(1.0, sum(sizes))
     if math.isfinite(value) and not math.isclose(again, value, rel_tol=1e-9):
         raise ArtifactError(f"{evaluation.path / scores.FILE} gives {metric} {again}, but the evaluation says {value}")
-    return Scores(metric, value, tuple(sums), tuple(sizes), tuple(records))
+    return Scores(metric, value, tuple(sums), tuple(sizes), tuple(records), scores.direction_of(evaluation.path, metric))
 
 
 def decide(challenger: Scores, champion: Scores | None, settings: Promotion) -> Decision:
@@ -112,7 +107,7 @@ def decide(challenger: Scores, champion: Scores | None, settings: Promotion) -> 
     """
 
     def decided(promote: bool, reason: str, **figures: Any) -> Decision:
-        known = {"difference": None, "interval": None, "samples": 0, **figures}
+        known = {"difference": None, "interval": None, "smallest_difference": None, "samples": 0, **figures}
         old = None if champion is None else champion.value
         return Decision(
             promote=promote, metric=settings.metric, challenger=challenger.value, champion=old, reason=reason,
@@ -127,44 +122,40 @@ def decide(challenger: Scores, champion: Scores | None, settings: Promotion) -> 
         return decided(True, f"the champion's {settings.metric} is {champion.value}, which is no number")
     if challenger.records != champion.records or challenger.sizes != champion.sizes:
         return decided(False, _unlike(challenger, champion))
-    sign = 1.0 if settings.higher_is_better else -1.0
+    known = challenger.higher_is_better
+    sign = 1.0 if (settings.higher_is_better if known is None else known) else -1.0
     difference = sign * (challenger.value - champion.value) + 0.0  # no minus before a zero
     told = f"{'worse' if difference < 0 else 'better'} by {abs(difference):.5f}"
     samples = len(challenger.records)
     margin = settings.margin
-    if samples < settings.min_samples or not settings.resamples:
-        alone = "resamples is 0" if not settings.resamples else f"{samples} held-out records are too few for an interval"
+
+    def alone(why: str) -> Decision:
         better = difference > margin
-        reason = f"{told}, which is {'more' if better else 'not more'} than the margin {margin:g}; {alone}"
+        reason = f"{told}, which is {'more' if better else 'not more'} than the margin {margin:g}; {why}"
         return decided(better, reason, difference=difference)
-    pairs = sign * (np.array(challenger.sums) - np.array(champion.sums))
-    interval = paired_bootstrap(
-        pairs, np.array(challenger.sizes), resamples=settings.resamples, confidence=settings.confidence, seed=settings.seed
-    )
-    better = interval[0] > margin
+
+    if not settings.resamples:
+        return alone("resamples is 0")
+    if samples < settings.min_samples:
+        return alone(f"{samples} held-out records are too few for an interval")
+    rule = confidence.Rule(settings.confidence, settings.resamples, settings.seed)
+    compared = confidence.compare(_figure(challenger), _figure(champion), rule)
+    if compared.interval is None:
+        return alone(f"{samples} held-out records are too few for an interval")
+    low, high = sorted(sign * end + 0.0 for end in compared.interval)
+    better = low > margin
     reason = (
-        f"{told}; the lower end of the interval, {interval[0]:.5f}, is "
-        f"{'above' if better else 'not above'} the margin {margin:g}"
+        f"{told}; the lower end of the interval, {low:.5f}, is {'above' if better else 'not above'} the margin {margin:g}"
     )
-    return decided(better, reason, difference=difference, interval=interval, samples=samples)
+    if not better and compared.smallest is not None:
+        reason += f"; records like these show differences from about {compared.smallest:.5f} on"
+    return decided(
+        better, reason, difference=difference, interval=(low, high), smallest_difference=compared.smallest, samples=samples
+    )
 
 
-def paired_bootstrap(
-    differences: NDArray[np.float64], sizes: NDArray[np.float64], *, resamples: int, confidence: float, seed: int
-) -> tuple[float, float]:
-    """Interval of `sum(differences) / sum(sizes)` over records drawn anew with replacement, each with both its numbers.
-
-    Paired bootstrap: Koehn 2004, https://aclanthology.org/W04-3250; percentiles: Efron 1979,
-    https://doi.org/10.1214/aos/1176344552.
-    """
-    random, count = np.random.default_rng(seed), len(differences)
-    found = []
-    for start in range(0, resamples, rows := max(1, CHUNK // count)):
-        drawn = random.integers(count, size=(min(rows, resamples - start), count))
-        found.append(differences[drawn].sum(1) / np.maximum(1, sizes[drawn].sum(1)))
-    tail = (1 - confidence) / 2
-    low, high = np.quantile(np.concatenate(found), (tail, 1 - tail))
-    return float(low), float(high)
+def _figure(found: Scores) -> Figure:
+    return Figure(found.metric, found.sums, found.sizes, higher_is_better=True, unit="")  # the sign is the caller's
 
 
 def _unlike(challenger: Scores, champion: Scores) -> str:

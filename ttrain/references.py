@@ -5,6 +5,8 @@ sft                              a stage: its newest artifact
 name@champion, name/3            a registered model, by alias or version; also as models:/name@champion. The name of a
                                  pipeline stands for the set of a run's models: its last one, the adapter, is taken
 some/directory, ./sft            a Hugging Face directory, an adapter's directory, a checkpoint, an artifact
+owner/name, owner/name@revision  a model on the Hugging Face Hub, for the commands that take one: fetched where its cache
+                                 lacks it
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ttrain import runs, store, tracking
+from ttrain.data import existing, existing_model
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.fetching import InTracker
 from ttrain.stages import STAGES
@@ -60,13 +63,14 @@ class Reference:
         return weights_digest(self.model)
 
 
-def resolve(text: str, home: Path | None = None, *, base: str | None = None) -> Reference:
+def resolve(text: str, home: Path | None = None, *, base: str | None = None, from_hub: bool = False) -> Reference:
     """The model that `text` names. `base` names the full model of an adapter that does not say where its own lies.
+    `from_hub`: a name on the Hub is one, too.
 
     Raises UsageError for what there is not, naming what there is, and ArtifactError for what is damaged.
     """
     root = store.home() if home is None else home
-    return _Resolver(Store(root), base).find(text)
+    return _Resolver(Store(root), base, from_hub=from_hub).find(text)
 
 
 def newest(home: Path | None = None) -> Reference:
@@ -83,8 +87,8 @@ def newest(home: Path | None = None) -> Reference:
 class _Resolver:
     """Looks in one home; `base` is the user's word for an adapter's full model."""
 
-    def __init__(self, home: Store, base: str | None) -> None:
-        self.store, self.base = home, base
+    def __init__(self, home: Store, base: str | None, *, from_hub: bool = False) -> None:
+        self.store, self.base, self._from_hub = home, base, from_hub
 
     def find(self, text: str) -> Reference:
         is_path = text.startswith((".", "~")) or Path(text).is_absolute()
@@ -102,6 +106,9 @@ class _Resolver:
             return self._of_directory(text, directory)
         if not is_path and re.fullmatch(r"[^@/:]+(@[^@/:]+|/\d+)", text):
             return self._registered(text, text)
+        if not is_path and self._from_hub and existing.ON_HUB.fullmatch(text):
+            found = existing_model.files(text, "MODEL")
+            return self._of_directory(text, found["config"][0].parent)
         raise UsageError(f"there is no model '{text}': it is no run, stage, registered name or directory; {self._listed()}")
 
     def _record(self, run: str) -> dict[str, Any] | None:

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
-from ttrain import describing, report
+from ttrain import describing
 from ttrain.adapter_files import numbers_in, parameters_of
 from ttrain.card import Exported, card
 from ttrain.digests import digest_of
@@ -114,9 +114,12 @@ def tags_of(artifact: Artifact) -> dict[str, str]:
     }
 
 
-def tables(metrics: Mapping[str, float], samples: Mapping[str, Iterable[Mapping[str, Any]]]) -> dict[str, str]:
-    """The evaluation as files that MLflow's pages show as tables, and `mlflow.load_table` reads."""
-    figures = [list(row) for row in report.evaluation_table(metrics)]
+def tables(evaluated: Iterable[Sequence[str]], samples: Mapping[str, Iterable[Mapping[str, Any]]]) -> dict[str, str]:
+    """The evaluation as files that MLflow's pages show as tables, and `mlflow.load_table` reads.
+
+    `evaluated`: rows of `report.evaluation_table`.
+    """
+    figures = [list(row) for row in evaluated]
     said: dict[str, dict[str, str]] = {}  # what each model answers, by prompt
     for model, listed in samples.items():
         for one in listed:

@@ -21,7 +21,7 @@ from ttrain.store import Store, read_json
 
 ONE_MACHINE: Mapping[str, Any] = {"nodes": 1, "node_rank": 0, "rendezvous": None}
 # What only watches, waits, stops a training, or names the GPUs of that machine.
-UNNEEDED = ("timeout_seconds", "stages", "loggers", "tensorboard", "sample_every_steps", "gpus")
+UNNEEDED = ("timeout_seconds", "stages", "loggers", "tensorboard", "sample_every_steps", "eval_every_steps", "gpus")
 SHOWN = 12
 
 

@@ -186,7 +186,7 @@ def _start(group: Group, stage: Stage, settings: Settings, work: Path, log: IO[b
     module, arguments, places = WORKER, [str(work)], [environment]
     if stage.uses_ranks and runtime.nodes > 1:
         module, arguments = AGENT, [*_torchrun(runtime), str(work)]
-    elif stage.uses_ranks and runtime.devices > 1:
+    elif (stage.uses_ranks or stage.spreads) and runtime.devices > 1:
         # a file instead of a port: it cannot be taken by another; they then talk over the loopback device
         places = list(_places(environment, runtime.devices, work / f"rendezvous-{os.getpid()}-{time.time_ns()}"))
     for place in places:

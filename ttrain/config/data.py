@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from ttrain.config.base import Paths, Section, Weighted
+from ttrain.config.base import Paths, Section, Weighted, as_tuple
 
 PYTHON_DOCS = "python-docs"
 DATASETS = ("pretrain", "pretrain_heldout", "sft", "sft_heldout", "lora", "lora_heldout", "tokenizer")
@@ -108,3 +108,9 @@ class Shards(Section):
     """Arrow files of token ids."""
 
     block_bytes: int = Field(16 << 20, ge=1024, description="text of one shard, which one worker makes at a time")
+    decontaminate: Annotated[tuple[str, ...], BeforeValidator(as_tuple)] = Field(
+        (), description="suites, or files with items of evaluations, that training documents are checked against"
+    )
+    overlapping: Literal["remove", "report"] = Field("remove", description="what becomes of documents that hold an item")
+    overlap_bytes: int = Field(32, ge=24, description="letters in UTF-8 from which on a part in common counts")
+    overlap_share: float = Field(0.5, gt=0, le=1, description="share of an item in such parts that makes a document hold it")

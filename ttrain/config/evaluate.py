@@ -2,9 +2,35 @@
 
 from __future__ import annotations
 
-from pydantic import Field, model_validator
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from ttrain.config.base import Section
+from pydantic import BeforeValidator, Field, model_validator
+
+from ttrain.config.base import Section, as_tuple
+
+Names = Annotated[tuple[str, ...], BeforeValidator(as_tuple)]
+
+
+class Suites(Section):
+    """Suites of tasks for each model of a pipeline, by the names of those that ship with ttrain or as YAML files.
+
+    They count by the bytes of their files. What is no mapping is meant for all models: `evaluate.suites=mine.yaml`.
+    """
+
+    base: Names = ()
+    sft: Names = ()
+    lora: Names = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _for_all(cls, given: Any) -> Any:
+        return given if isinstance(given, Mapping | Suites) else dict.fromkeys(cls.model_fields, given)
+
+    def of(self, model: str) -> tuple[str, ...]:
+        """Those of a model: base, sft or lora."""
+        named: tuple[str, ...] = getattr(self, model)
+        return named
 
 
 class Evaluate(Section):
@@ -18,6 +44,12 @@ class Evaluate(Section):
     documents: tuple[str, ...] = ("Return the", "The first argument")
     chats: tuple[str, ...] = ("What does `textwrap.dedent` do?", "Hello! Who are you?")
     seed: int = Field(1, ge=0, lt=2**32)
+    suites: Suites = Suites()
+    overlapping: Literal["report", "leave_out"] = Field(
+        "report", description="suites' items that shards.decontaminate found in training documents: figures apart, or none"
+    )
+    confidence: float = Field(0.95, gt=0.5, lt=1, description="of the intervals")
+    resamples: int = Field(2000, ge=0, description="of the bootstrap; 0: no intervals but those of accuracies")
 
     @model_validator(mode="after")
     def _stride_fits(self) -> Evaluate:

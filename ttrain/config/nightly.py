@@ -45,7 +45,7 @@ class Promotion(Section):
     """When a challenger becomes champion."""
 
     metric: str = Field("bits_per_byte", min_length=1, description="of the evaluation, on the same held-out data")
-    higher_is_better: bool = False
+    higher_is_better: bool = Field(False, description="where the evaluation does not know; of a suite's figures it does")
     margin: float = Field(0.0, ge=0, description="the challenger must be better by more than this")
     confidence: float = Field(
         0.95, gt=0.5, lt=1, description="of the paired bootstrap interval, whose lower end must exceed the margin"

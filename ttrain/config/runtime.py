@@ -50,7 +50,7 @@ class Runtime(Section):
     """How fast and where it runs. Nothing here changes a key."""
 
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    devices: int = Field(1, ge=1, description="ranks of a training stage on this machine")
+    devices: int = Field(1, ge=1, description="ranks of a training stage, and of the evaluation, on this machine")
     gpus: tuple[Annotated[int, Field(ge=0)], ...] = Field(
         (), description="which GPUs of this machine, by their numbers; empty: all that CUDA_VISIBLE_DEVICES leaves"
     )
@@ -88,6 +88,13 @@ class Runtime(Section):
     sample_prompts: tuple[str, ...] = Field(
         ("Return the", "Hello! Who are you?"), min_length=1, description="beginnings of documents, or what a user asks"
     )
+    eval_every_steps: int = Field(
+        0, ge=0, description="steps between evaluations on a small suite, the last step among them; 0: none"
+    )
+    eval_suite: str | None = Field(
+        None, min_length=1, description="the suite: a name or a YAML file; empty: what the stage itself holds out"
+    )
+    eval_limit: int = Field(32, ge=1, description="items of each of its tasks, which bounds the time")
     checkpoint_every_steps: int = Field(100, ge=1)
     keep_checkpoints: int = Field(2, ge=1, description="the newest so many, beside the best one")
     keep_every_steps: int = Field(0, ge=0, description="checkpoints of these steps stay for good; 0: none")

@@ -21,10 +21,12 @@ import numpy.typing as npt
 import orjson
 
 from ttrain.config import Reading
-from ttrain.data import blocks, shards, sources
+from ttrain.data import blocks, contamination, shards, sources
 from ttrain.data.blocks import BEYOND_LIMIT, BLOCKS, PARTS, Recipe
+from ttrain.data.contamination import Against, Scanned
 from ttrain.data.jsonl import FIRST_REJECTED, Tally
 from ttrain.errors import ArtifactError, DataError
+from ttrain.store import write_json
 
 REJECTED = Path("run", "rejected.jsonl")
 OWN_NAME = re.compile(
@@ -79,6 +81,7 @@ class Built:
     encoded_blocks: int
     duplicates: int
     encoder: str
+    contamination: dict[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The figures of the manifest."""
@@ -91,6 +94,7 @@ class Built:
             "blocks": self.blocks,
             "encoded_blocks": self.encoded_blocks,
             "encoder": self.encoder,
+            **({"contamination": self.contamination} if self.contamination else {}),
         }
 
 
@@ -101,13 +105,18 @@ def assemble(
     recipe: Recipe,
     reading: Reading,
     weights: Sequence[float],
+    overlaps: tuple[Against, Sequence[Scanned]] | None = None,
 ) -> Built:
-    """Choose the rows, lay out both parts, write their indexes, the quarantine and the figures."""
+    """Choose the rows, lay out both parts, write their indexes, the quarantine and the figures.
+
+    `overlaps` has what the training part of each block has in common with items of evaluations.
+    """
     tallies = {role: Tally() for role in files}
     figures = {(role, n): Tally() for role in files for n in range(len(files[role]))}
     _quarantine(output, files, made, figures)
     duplicates = _choose(made, figures, reading)
     lowest = _set_lowest_aside(made, figures) if recipe.heldout_fraction > 0 and "heldout" not in files else None
+    overlapping = _set_overlaps_aside(files, made, figures, overlaps) if overlaps else None
     for (role, _), tally in figures.items():
         tallies[role].add(tally)
     for part in PARTS:  # an output that is being changed is no set of shards
@@ -140,6 +149,7 @@ def assemble(
         for part in PARTS
     }
     _remove_others(output, entries, made)
+    _tell_overlaps(output, overlapping)
     return Built(
         parts,
         tallies,
@@ -151,6 +161,7 @@ def assemble(
         encoded_blocks=sum(block.encoded for block in made),
         duplicates=duplicates,
         encoder=", ".join(sorted({block.about["encoder"] for block in made})),
+        contamination={name: value for name, value in overlapping.items() if name != "items"} if overlapping else None,
     )
 
 
@@ -245,6 +256,42 @@ def _set_lowest_aside(made: list[Made], figures: Mapping[tuple[str, int], Tally]
         figures[block.role, block.file].leave_out(HELD_OUT, max(0, int(same.sum()) - (not copies)))
         copies += int(same.sum())
     return where, first.to_bytes(8, "big") + second.to_bytes(8, "big")
+
+
+def _set_overlaps_aside(
+    files: Mapping[str, Sequence[DataFile]],
+    made: list[Made],
+    figures: Mapping[tuple[str, int], Tally],
+    overlaps: tuple[Against, Sequence[Scanned]],
+) -> dict[str, Any]:
+    """Count the training documents that hold an item of an evaluation, and leave them out where that is asked for.
+
+    Returns the report. Documents that are not wanted anyway do not count.
+    """
+    against, scans = overlaps
+    told = []
+    for block, scanned in zip(made, scans, strict=True):
+        rows = np.flatnonzero(~block.is_heldout)  # of the block, by number of the record in its training part
+        places = [place for place in scanned.places if block.wanted[rows[place.record]]]
+        told.append(({"file": files[block.role][block.file].name}, scanned._replace(places=places)))
+        if against.remove:
+            found = rows[sorted({place.record for place in places})]
+            block.wanted[found] = False
+            figures[block.role, block.file].leave_out(contamination.OVERLAPS, len(found))
+    return contamination.report(against, told)
+
+
+def _tell_overlaps(output: Path, overlapping: Mapping[str, Any] | None) -> None:
+    """Leave the report for people, and for evaluations what the training part still holds."""
+    (output / contamination.REPORT).unlink(missing_ok=True)
+    held = (
+        {}
+        if overlapping is None or overlapping["removed"]
+        else {item["digest"]: item["share"] for item in overlapping["items"]}
+    )
+    contamination.write_known(output, held)
+    if overlapping:
+        write_json(output / contamination.REPORT, overlapping)
 
 
 def _write_lowest(output: Path, location: str, content_hash: bytes, recipe: Recipe) -> dict[str, Any]:

@@ -12,9 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ttrain.config import Reading
-from ttrain.data import blocks, locations
+from ttrain.data import blocks, contamination, locations
 from ttrain.data.assembly import Built, DataFile, Made, assemble
 from ttrain.data.blocks import BLOCKS, Block, Recipe
+from ttrain.data.contamination import Against, Scanned
 from ttrain.data.encoder import EncoderDiffers
 from ttrain.store import read_json, write_json
 
@@ -36,15 +37,18 @@ def build(
     block_bytes: int,
     pool: Pool,
     weights: Sequence[float] = (),
+    against: Against | None = None,
     progress: Callable[[int, int], None] = lambda rows, made: None,
 ) -> Built:
     """Make `train/` and `heldout/` under `output` from the files of the roles "train" and, where it is named, "heldout".
 
+    `against` names the items of evaluations that training documents are checked against.
     Whole blocks that are there already are taken as they are, so a run that was killed goes on. Raises DataError for a file
     that cannot be read.
     """
     made = make_all(output, files, recipe, reading, block_bytes=block_bytes, pool=pool, progress=progress)
-    return assemble(output, files, made, recipe, reading, weights)
+    overlaps = (against, scan(made, recipe, against, pool)) if against else None
+    return assemble(output, files, made, recipe, reading, weights, overlaps)
 
 
 def make_all(
@@ -93,6 +97,18 @@ def _make_all(
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, names)
     return found
+
+
+def scan(made: Sequence[Made], recipe: Recipe, against: Against, pool: Pool) -> list[Scanned]:
+    """What the training part of each block has in common with the items; nothing, where it has no training part."""
+    paths = [
+        blocks.find(block.directory, "train", block.about["train"]["file"]) if block.about["train"] else None
+        for block in made
+    ]
+    tasks = ((str(path), recipe.tokenizer, against.texts, against.rule) for path in paths if path)
+    with contextlib.closing(pool.map(contamination.scan, tasks)) as results:
+        found = iter(list(results))
+    return [next(found) if path else Scanned({}, []) for path in paths]
 
 
 class _Enough:

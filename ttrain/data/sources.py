@@ -22,37 +22,43 @@ SHAREGPT_ROLES = {
     "system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
     "function_call": "assistant", "observation": "tool", "tool": "tool",
 }  # fmt: skip
+# Keys by whose values an evaluation can be divided. They go along with held-out records, and identify none.
+LABELS, LABEL_CHARACTERS = ("source", "lang"), 64
 CHAT_FIELDS = "'messages' or 'conversations' with role and content, or 'instruction' with 'output'"
 # A character that shows: neither white space nor one of no width (soft hyphen, joiners, direction marks, BOM).
 VISIBLE = re.compile(r"[^\s\u00ad\u180e\u200b-\u200f\u202a-\u202e\u2060-\u2064\ufeff]")
+Labels = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
 class Document:
-    """A text to learn from."""
+    """A text to learn from, and what its row says of it."""
 
     text: str
+    labels: Labels = ()
 
     def content(self) -> bytes:
         """What identifies the record, wherever it stands."""
         return self.text.encode("utf-8")
 
     def to_json(self) -> dict[str, Any]:
-        return {"text": self.text}
+        return {"text": self.text, **dict(self.labels)}
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Turns of system, user, assistant and tool in any order, with at least one answer."""
+    """Turns of system, user, assistant and tool in any order, with at least one answer; and what their row says of them."""
 
     messages: tuple[Message, ...]
+    labels: Labels = ()
 
     def content(self) -> bytes:
         """What identifies the record, wherever it stands."""
         return orjson.dumps([[message.role, message.content] for message in self.messages])
 
     def to_json(self) -> dict[str, Any]:
-        return {"messages": [{"role": message.role, "content": message.content} for message in self.messages]}
+        messages = [{"role": message.role, "content": message.content} for message in self.messages]
+        return {"messages": messages, **dict(self.labels)}
 
 
 Record = Document | Conversation
@@ -133,9 +139,16 @@ def document_parser(text_field: str) -> Parser:
         if not isinstance(text, str):
             return Rejected(f"'{key}' is {kind_of(text)}, not text")
         text = text.removeprefix("\ufeff")
-        return Skipped("empty text") if is_blank(text) else Document(text)
+        return Skipped("empty text") if is_blank(text) else Document(text, labels_of(value))
 
     return parse
+
+
+def labels_of(row: dict[str, Any]) -> Labels:
+    """The LABELS that a row has as a short text; a long one tells rows apart and groups none."""
+    return tuple(
+        (key, value) for key in LABELS if isinstance(value := row.get(key), str) and 0 < len(value) <= LABEL_CHARACTERS
+    )
 
 
 def parse_conversation(value: dict[str, Any]) -> Record | Skipped | Rejected:
@@ -151,7 +164,7 @@ def parse_conversation(value: dict[str, Any]) -> Record | Skipped | Rejected:
         return Rejected("the functions or the arguments of a call are nested too deeply")
     if not any(message.role == "assistant" and not is_blank(message.content) for message in messages):
         return Skipped("no answer")
-    return Conversation(tuple(messages))
+    return Conversation(tuple(messages), labels_of(value))
 
 
 def messages_of(value: dict[str, Any]) -> list[Message]:

@@ -1,25 +1,85 @@
-"""What a byte costs without a language model: the numbers that a model has to beat."""
+"""What a byte costs without a language model: the numbers that a model has to beat.
+
+None of them has seen the text before: compressors and byte models learn from the bytes before each byte and from nothing
+else. (A model of fixed frequencies that were counted in the same text would have been told what it is to predict.)
+"""
 
 from __future__ import annotations
 
 import lzma
-import math
 import zlib
-from collections import Counter
+
+import numpy as np
+import numpy.typing as npt
+
+BASELINES = ("zlib", "xz", "order0", "order3")
+MOST_BYTES = 4 << 20  # xz -9e reads about 1 MB a second
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 
 
 def bits_per_byte(data: bytes) -> dict[str, float]:
-    """Bits per byte of zlib -9, of xz -9e and of an order-0 byte model, each over all bytes as one stream."""
+    """Bits per byte of zlib -9, of xz -9e and of byte models of order 0 and 3, each over the text as one stream.
+
+    Of a text of more than MOST_BYTES, its beginning; nothing of an empty one.
+    """
     if not data:
         return {}
+    data = data[:MOST_BYTES]
     return {
         "zlib": 8 * len(zlib.compress(data, 9)) / len(data),
         "xz": 8 * len(lzma.compress(data, preset=9 | lzma.PRESET_EXTREME)) / len(data),
-        "order0": order0(data),
+        "order0": float(adaptive_bits(data, 0).mean()),
+        "order3": float(adaptive_bits(data, 3).mean()),
     }
 
 
-def order0(data: bytes) -> float:
-    """Entropy of the bytes under their own frequencies, in bits."""
-    counts = Counter(data)
-    return sum(n / len(data) * math.log2(len(data) / n) for n in counts.values())
+def adaptive_bits(data: bytes, order: int) -> Floats:
+    """What each byte costs, in bits, an adaptive model that sees up to `order` <= 3 bytes before it; of shape [bytes].
+
+    Before byte b it has met the context c n(c) times, n(c, b) times with b after it and d(c) different bytes after it, and
+    expects b with (n(c, b) + d(c) p(b | c shortened by a byte)) / (n(c) + d(c)); the shortest context falls back on 1/256.
+    A context that is new is passed over. That is Witten and Bell's estimate of what was never seen (their method C,
+    https://doi.org/10.1109/18.87000), mixed over all lengths of context instead of coded as an escape. The sum is the length
+    of an arithmetic code, which needs no table to be sent (prequential, https://doi.org/10.2307/2981683).
+    """
+    if not 0 <= order <= 3:
+        raise AssertionError(f"order {order}; a context and the byte after it have to fit into 32 bits")
+    byte = np.frombuffer(data, np.uint8).astype(np.uint32)
+    context, chance = np.zeros(len(byte), np.uint32), np.full(len(byte), 1 / 256)
+    for length in range(min(order, len(byte) - 1) + 1):
+        if length:
+            context[length:] |= byte[:-length] << np.uint32(8 * (length - 1))
+        now = slice(length, None)  # the first bytes have no context of this length
+        with_byte = _earlier(_sorted(context[now] << np.uint32(8) | byte[now]))
+        order_of_contexts = _sorted(context[now])
+        met = _earlier(order_of_contexts)
+        kinds = _earlier(order_of_contexts, counted=with_byte == 0)
+        chance[now] = np.where(met > 0, (with_byte + kinds * chance[now]) / np.maximum(1, met + kinds), chance[now])
+    bits: Floats = -np.log2(chance)
+    return bits
+
+
+def _sorted(keys: npt.NDArray[np.uint32]) -> tuple[Ints, Ints]:
+    """(numbers that sort the keys and keep equal ones in their order, where each group of equal ones begins).
+
+    By halves of 16 bits, which numpy sorts by radix: 1 M keys in 0.03 s instead of 0.2.
+    """
+    low = np.argsort(keys.astype(np.uint16), kind="stable")
+    found = low[np.argsort((keys >> np.uint32(16)).astype(np.uint16)[low], kind="stable")]
+    ordered = keys[found]
+    return found, np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]])
+
+
+def _earlier(groups: tuple[Ints, Ints], counted: npt.NDArray[np.bool_] | None = None) -> Ints:
+    """For each position, how many positions before it are in its group; those `counted` alone where that is given."""
+    found, firsts = groups
+    sizes = np.diff(np.r_[firsts, len(found)])
+    if counted is None:
+        before = np.arange(len(found))
+    else:
+        ones = counted[found].astype(np.int64)
+        before = np.cumsum(ones) - ones
+    result = np.empty(len(found), np.int64)
+    result[found] = before - np.repeat(before[firsts], sizes)
+    return result

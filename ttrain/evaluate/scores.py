@@ -3,7 +3,8 @@
 {"parts": {"documents": {"records": [digest], "bytes": [n], "tokens": [n], "nats": {"base": [x]}}},
  "metrics": {"bits_per_byte": {"part": "documents", "model": "base", "per": "bytes", "factor": 1.44}}}
 
-A figure is `factor * sum(nats) / sum(per)`. The lists of a part have an entry for each record, in one order.
+A figure is `factor * sum(nats) / sum(per)`. The lists of a part have an entry for each record, in one order. A suite's tasks
+are parts, too: "nats" are then the sums of whatever the figure is of, and "per" names sizes of its own.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ttrain.digests import digest_of
+from ttrain.evaluate.outcome import Figure, Outcome
 from ttrain.store import read_json, write_json
 
 FILE = "scores.json"  # of an evaluation
@@ -41,6 +43,28 @@ class Table:
         self._metrics[metric] = {"part": part, "model": model, "per": per, "factor": factor}
         return factor * sum(nats for nats, _ in scored) / max(1, int(sum(entry[per])))
 
+    def outcome(self, outcome: Outcome) -> None:
+        """What a model made of a task. Of figures that are shown as quotients: perplexity is told by its loss."""
+        part = f"suite/{outcome.task}"
+        entry = self._parts.setdefault(part, {"records": list(outcome.items), "bytes": [], "tokens": [], "nats": {}})
+        for figure in outcome.figures:
+            name = f"{figure.name}/{outcome.subject}"
+            if figure.shown is None:
+                entry["nats"][name], entry[f"sizes/{name}"] = list(figure.sums), list(figure.sizes)
+                self._metrics[f"{outcome.task}/{name}"] = {
+                    "part": part, "model": name, "per": f"sizes/{name}", "factor": figure.factor,
+                    "higher_is_better": figure.higher_is_better,
+                }  # fmt: skip
+
+    def figures(self) -> dict[str, Figure]:
+        """Every figure by its metric's name."""
+        found = {}
+        for metric in self._metrics:
+            sums, sizes, _ = sums_in({"parts": self._parts, "metrics": self._metrics}, metric) or ([], [], [])
+            higher = self._metrics[metric].get("higher_is_better", False)
+            found[metric] = Figure(metric, tuple(sums), tuple(sizes), higher, unit="")
+        return found
+
     def write(self, directory: Path) -> None:
         """Leave the file."""
         write_json(directory / FILE, {"parts": self._parts, "metrics": self._metrics})
@@ -50,6 +74,13 @@ def sums_of(directory: Path, metric: str) -> tuple[list[float], list[float], lis
     """(sums, sizes, records) behind a figure of the evaluation in this directory, `sum(sums) / sum(sizes)`; None where it
     has none."""
     return sums_in(read_json(directory / FILE) or {}, metric)
+
+
+def direction_of(directory: Path, metric: str) -> bool | None:
+    """Whether more of the figure is better, by the evaluation in this directory; None where it does not say."""
+    entry = (read_json(directory / FILE) or {}).get("metrics", {}).get(metric, {})
+    higher: bool | None = entry.get("higher_is_better")
+    return higher
 
 
 def sums_in(found: Mapping[str, Any], metric: str) -> tuple[list[float], list[float], list[str]] | None:

@@ -7,9 +7,15 @@ import re
 from collections.abc import Sequence
 
 # Figures of the data, not of a model: what a compressor makes of the held-out text, how much there is of it.
-NEITHER = re.compile(r"_(xz|zlib|order0)$|^eval/(.*_)?(bytes|tokens|documents|chats|domain)$|/tokens$|^champion/")
-HIGHER = re.compile(r"tokens_per_second|mfu|bytes_per_token|accuracy|fill$")
-LOWER = re.compile(r"loss|perplexity|bits_per_byte|seconds|hours|unk_rate|pad_fraction|data_wait")
+NEITHER = re.compile(
+    r"[_/](xz|zlib|order\d)$|/(items|left_out)$|^eval/(.*_)?(bytes|tokens|documents|chats|domain)$|/tokens$|^champion/"
+)
+HIGHER = re.compile(
+    r"tokens_per_second|mfu|bytes_per_token|accuracy|fill$|/(ended|clean|distinct_\d|calls|valid_calls|right_\w+)(/|$)"
+)
+LOWER = re.compile(
+    r"loss|perplexity|bits_per_byte|seconds|hours|unk_rate|pad_fraction|data_wait|time_share|/(repeated|loops|empty|needless_calls)(/|$)"
+)
 # The order in which figures are told: what decides first.
 FIRST = (
     re.compile(r"^eval/bits_per_byte$"),

@@ -130,7 +130,8 @@ def _curves(page: Page, view: RunView) -> Iterator[Markup]:
 
 
 def _evaluation(view: RunView) -> Markup:
-    rows = tables.evaluation_table(view.metrics)
+    results = {stage: view.manifest(stage).get("result", {}) for stage in ("evaluate", "evaluate-champion")}
+    rows = tables.evaluation_table(view.metrics, results)
     return table(("what", "value", ""), rows, numbers=(1,)) if rows else Markup()
 
 

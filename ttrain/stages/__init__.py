@@ -14,7 +14,9 @@ class Stage:
 
     `inputs` names the artifacts that it reads and which of their files (none named: all that others may read).
     `dataset` names the entry of `data` whose files it reads itself. `uses_ranks` marks the stages that train,
-    `uses_model` one that loads what they made, `reads_model` one whose files are those of the existing model.
+    `uses_model` one that loads what they made, `reads_model` one whose files are those of the existing model,
+    `reads_suites` one whose files are the suites of the evaluation, and what these read. `spreads` marks one that does not
+    train and has a process on each of `runtime.devices` all the same.
     """
 
     name: str
@@ -26,6 +28,8 @@ class Stage:
     uses_ranks: bool = False
     uses_model: bool = False
     reads_model: bool = False
+    reads_suites: bool = False
+    spreads: bool = False
     uses_python: bool = False  # the running Python's own files are its input
     reuses_parts: bool = False  # what unfinished work and earlier artifacts hold is taken where it fits
 
@@ -89,6 +93,8 @@ EVALUATE = Stage(
         "domain": ("heldout",),
     },
     uses_model=True,
+    reads_suites=True,
+    spreads=True,
 )
 # Of a night alone: what its models are measured on, and the champion measured on the same.
 HELDOUT = Stage(

@@ -1,46 +1,63 @@
-"""Stage `evaluate`: bits per byte on held-out documents, losses on held-out chats and domain, samples; one table."""
+"""Stage `evaluate`: bits per byte on held-out documents, losses on held-out chats and domain, samples, suites; one table."""
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import orjson
 import torch
 from torch import nn
 
-from ttrain.config import Evaluate, EvaluateConfig
-from ttrain.data import chat
+from ttrain.config import Evaluate, EvaluateConfig, Runtime
+from ttrain.data import chat, contamination
 from ttrain.data.encoder import Encoder
-from ttrain.evaluate import baselines, perplexity, samples, scores
+from ttrain.data.sources import LABELS
+from ttrain.evaluate import baselines, confidence, contaminated, perplexity, running, samples, scores, suites
+from ttrain.evaluate import items as items_of
+from ttrain.evaluate.items import Items
+from ttrain.evaluate.outcome import LN2, Figure, Outcome, metric_of
+from ttrain.evaluate.results import Results
 from ttrain.job import Job
 from ttrain.model import adapters, factory
 from ttrain.stages.shards import heldout_records
 from ttrain.store import write_json
+from ttrain.subjects import subject_of
+from ttrain.talk.loading import speaker_of
 from ttrain.train import precision
+from ttrain.train.ranks import Ranks
 from ttrain.weights import weights_digest
 
 Sequences = list[tuple[list[int], list[bool]]]
 MODELS = ("base", "sft", "lora")
+PART_NAMES = ("documents", "chats", "domain")
+PARTS = len(PART_NAMES) + 1  # of a model's evaluation; the last one is its suites
 LOSSES = {"chats": "chat_loss", "domain": "domain_loss"}
-LN2 = 0.6931471805599453
 
 
 def run(config: EvaluateConfig, job: Job) -> dict[str, Any]:
     """Score what there is of base, SFT and LoRA model on the same held-out rows, under the same names whatever is missing.
 
-    Leaves `evaluation.json`, `samples.json` and `scores.json`, which has the sums of each record.
+    Leaves `evaluation.json`, `samples.json` and `scores.json`, which has the sums of each record; where there are suites,
+    `items.jsonl` with what was asked and what was said. Where there are several ranks they share the held-out rows, with the
+    same scores; the first does the rest.
     """
-    torch.set_num_threads(job.runtime.threads or os.cpu_count() or 1)
-    settings = config.evaluate
-    device = precision.resolve_device(job.runtime.device)
+    settings, ranks = config.evaluate, _join(job.runtime)
+    device = ranks.device
     encoder = Encoder(job.inputs["base"] / "model")
-    texts = _texts(job.inputs["documents"], settings.max_bytes) if "documents" in job.inputs else []
+    documents = _documents(job.inputs["documents"], settings.max_bytes) if "documents" in job.inputs else []
+    texts = [record["text"] for record in documents]
     talks = {part: _talks(job.inputs[part], settings.max_chats) for part in ("chats", "domain") if part in job.inputs}
     data = {"documents": [_document(encoder, ids) for ids in encoder.encode(texts)]}
     for part in ("chats", "domain"):
         data[part] = [chat.encode_chat(encoder, messages) for messages in talks.get(part, ())]
+    shared = _shared_scores(data, settings, job, ranks) if ranks.world > 1 else {}
+    if not ranks.first:
+        return {}
     sizes = [len(text.encode("utf-8")) for text in texts]
     table = scores.Table()
     table.part("documents", texts, sizes)
@@ -50,15 +67,30 @@ def run(config: EvaluateConfig, job: Job) -> dict[str, Any]:
         f"bits_per_byte_{name}": value for name, value in baselines.bits_per_byte("".join(texts).encode("utf-8")).items()
     }
     spoken: dict[str, Any] = {}
+    asked, outcomes = _asked(settings, job), list[Outcome]()
     for number, name in enumerate(_models(job)):
         model = _load(name, job, device)
-        for part, scored in _scores(model, data, settings, job, number, device).items():
+        of_rows = shared.get(name) or _scores(model, data, settings, job, number, ranks)
+        for part, scored in of_rows.items():
             if part == "documents":
                 metric, per, factor = "bits_per_byte" if name == "base" else f"bits_per_byte_{name}", "bytes", 1 / LN2
             else:
                 metric, per, factor = f"{LOSSES[part]}_{name}", "tokens", 1.0
             metrics[metric] = table.figure(metric, part, name, scored, per=per, factor=factor)
         spoken[name] = _samples(model, encoder, settings, device)
+        if asked[name]:
+            subject = subject_of(speaker_of(name, model, job.inputs["base"] / "model"))
+            outcomes += running.ask(asked[name], subject, partial(_told, _progress(job, number * PARTS + len(data))))
+    for outcome in outcomes:
+        table.outcome(outcome)
+    rule = confidence.Rule(settings.confidence, settings.resamples, settings.seed)
+    figures = table.figures()
+    for name, figure in _by_label(figures, documents).items():
+        metrics[name] = figure.value
+        figures[name] = figure
+    intervals = {name: confidence.interval(figure, rule) for name, figure in figures.items()}
+    results = Results(outcomes, rule)
+    metrics |= {name: value for name, value in results.metrics().items() if math.isfinite(value)}
     counts = {
         "documents": len(texts),
         "document_bytes": sum(sizes),
@@ -67,22 +99,64 @@ def run(config: EvaluateConfig, job: Job) -> dict[str, Any]:
         "chat_tokens": sum(sum(live) for _, live in data["chats"]),
         "domain": len(data["domain"]),
         "domain_tokens": sum(sum(live) for _, live in data["domain"]),
+        **results.counts(),
     }
-    write_json(job.output / "evaluation.json", {"metrics": metrics, "counts": counts})
+    told: dict[str, Any] = {"metrics": metrics, "counts": counts}
+    told["intervals"] = {name: list(found) for name, found in intervals.items() if found}
+    if outcomes:
+        told["suites"] = results.to_json()
+        lines = (orjson.dumps(row) + b"\n" for row in results.rows())
+        (job.output / "items.jsonl").write_bytes(b"".join(lines))
+    write_json(job.output / "evaluation.json", told)
     write_json(job.output / "samples.json", spoken)
     table.write(job.output)
-    return {"metrics": metrics, "counts": counts, "samples": spoken}
+    return {**told, "samples": spoken}
 
 
-def _texts(directory: Path, max_bytes: int) -> list[str]:
-    texts: list[str] = []
+def _asked(settings: Evaluate, job: Job) -> dict[str, list[Items[Any]]]:
+    """The items of each model's suites; what several models are asked is read once."""
+    heldout = {part: heldout_records(job.inputs[part]) for part in PART_NAMES if part in job.inputs}
+    known = {digest for part in heldout for digest in contamination.known(job.inputs[part])}
+    leave_out = settings.overlapping == "leave_out"
+    read: dict[str, list[Items[Any]]] = {}
+    found: dict[str, list[Items[Any]]] = {}
+    for name in _models(job):
+        for suite in settings.suites.of(name):
+            if suite not in read:
+                items = running.read([suites.load(suite)], heldout)
+                read[suite] = [contaminated.marked(one, known, leave_out=leave_out) for one in items]
+        found[name] = [items for suite in settings.suites.of(name) for items in read[suite]]
+    return found
+
+
+def _told(progress: Callable[[float, int], None], task: str, done: float, total: int) -> None:
+    progress(done, total)
+
+
+def _progress(job: Job, place: int) -> Callable[[float, int], None]:
+    """Of one of the parts of all models."""
+    return lambda done, total: job.progress.update(place + done / max(1, total), len(_models(job)) * PARTS, "parts")
+
+
+def _documents(directory: Path, max_bytes: int) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
     size = 0
     for record in heldout_records(directory):
         size += len(record["text"].encode("utf-8"))
-        if texts and size > max_bytes:
+        if found and size > max_bytes:
             break
-        texts.append(record["text"])
-    return texts
+        found.append(record)
+    return found
+
+
+def _by_label(figures: Mapping[str, Figure], documents: Sequence[Mapping[str, Any]]) -> dict[str, Figure]:
+    """Bits per byte of each model by what the documents' rows say of them, where that divides them into a few groups."""
+    return {
+        metric_of(metric, group): figures[metric].restricted(numbers)
+        for metric in figures
+        if metric.startswith("bits_per_byte")
+        for group, numbers in items_of.groups(documents, LABELS).items()
+    }
 
 
 def _document(encoder: Encoder, ids: Sequence[int]) -> tuple[list[int], list[bool]]:
@@ -108,26 +182,44 @@ def _load(name: str, job: Job, device: torch.device) -> nn.Module:
     return model.to(device)
 
 
+def _join(runtime: Runtime) -> Ranks:
+    """The other ranks on this machine, which share its cores."""
+    here, local = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
+    torch.set_num_threads(runtime.threads or max(1, (os.cpu_count() or 1) // here))
+    return Ranks.join(precision.resolve_device(runtime.device, local))
+
+
+def _shared_scores(
+    data: dict[str, Sequences], settings: Evaluate, job: Job, ranks: Ranks
+) -> dict[str, dict[str, list[perplexity.Score]]]:
+    """The scores of every model by all ranks together, after which each may end when it likes: samples and suites can take
+    longer than a collective waits."""
+    found = {
+        name: _scores(_load(name, job, ranks.device), data, settings, job, number, ranks)
+        for number, name in enumerate(_models(job))
+    }
+    if ranks.watch:
+        ranks.watch.close()
+    torch.set_num_threads(job.runtime.threads or os.cpu_count() or 1)
+    return found
+
+
 def _scores(
-    model: nn.Module, data: dict[str, Sequences], settings: Evaluate, job: Job, number: int, device: torch.device
+    model: nn.Module, data: dict[str, Sequences], settings: Evaluate, job: Job, number: int, ranks: Ranks
 ) -> dict[str, list[perplexity.Score]]:
     """Score of each record by part; a part without a token to score is left out. In fp32: no figure depends on the batch."""
     found: dict[str, list[perplexity.Score]] = {}
     for at, (part, sequences) in enumerate(data.items()):
-        place = number * len(data) + at
-
-        def progress(done: int, total: int, place: int = place) -> None:
-            job.progress.update(place + done / total, len(_models(job)) * len(data), "parts")
-
         if any(any(live[1:]) for _, live in sequences):
             found[part] = perplexity.score_each(
                 model,
                 sequences,
                 length=settings.row_length,
                 stride=settings.stride,
-                autocast=precision.resolve("fp32", device).autocast,
-                device=device,
-                progress=progress,
+                autocast=precision.resolve("fp32", ranks.device).autocast,
+                device=ranks.device,
+                progress=_progress(job, number * PARTS + at),
+                ranks=ranks,
             )
     return found
 

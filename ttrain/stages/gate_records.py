@@ -18,7 +18,7 @@ from ttrain.data.jsonl import Tally
 from ttrain.data.sources import Conversation, Document, Record
 from ttrain.digests import digest_of
 from ttrain.errors import DataError, Interrupted, UsageError
-from ttrain.evaluate import perplexity
+from ttrain.evaluate import perplexity, text
 from ttrain.evaluate.routing import Flags, Floats, Ints
 from ttrain.gate import files
 from ttrain.job import Job
@@ -179,14 +179,9 @@ def _sequences(speaker: Speaker, records: Sequence[Record]) -> list[perplexity.T
 
 
 def _begins(speaker: Speaker) -> list[int]:
-    """What stands before a document, so that its first token is scored too: what its tokenizer puts there, else its end.
-
-    A begin that ttrain added to a tokenizer which has none is unknown to the model. Raises UsageError where all are.
-    """
-    rows = speaker.causal.get_input_embeddings().weight.shape[0]
-    for ids in (speaker.begin_ids, (speaker.encoder.eos_id,)):
-        if ids and max(ids) < rows:
-            return list(ids)
+    """What stands before a document, so that its first token is scored too. Raises UsageError where the model knows none."""
+    if found := text.beginning(speaker.causal, speaker.begin_ids, speaker.encoder.eos_id):
+        return found
     raise UsageError(
         f"--data holds documents, but the expert {speaker.name} knows no token that begins or ends one; bring chats alone"
     )

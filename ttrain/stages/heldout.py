@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import orjson
 
 from ttrain.config import HeldoutConfig
-from ttrain.data import shards
+from ttrain.data import contamination, shards
 from ttrain.job import Job
 from ttrain.stages.shards import heldout_records
 
@@ -16,20 +17,27 @@ RECORDS = "records.jsonl"
 
 
 def run(config: HeldoutConfig, job: Job) -> dict[str, Any]:
-    """Write each held-out record of both inputs once, ordered by its digest; returns the counts.
+    """Write each held-out text of both inputs once, ordered by its digest; returns the counts.
 
     A night reads new documents alone, but a model must not forget the old ones. In this order the beginning, which is what
     an evaluation of limited length scores, is an even sample of old and new. Text only: each model has its own tokenizer.
     """
-    found = {
-        name: {orjson.dumps(record, option=orjson.OPT_SORT_KEYS) for record in heldout_records(job.inputs[name])}
-        for name in ("earlier", "documents")
-    }
-    lines = sorted(found["earlier"] | found["documents"], key=lambda line: hashlib.sha256(line).digest())
+    earlier, new = (_by_digest(heldout_records(job.inputs[name])) for name in ("earlier", "documents"))
+    lines = [line for _, line in sorted({**earlier, **new}.items())]
     directory = job.output / "heldout"
     directory.mkdir(parents=True, exist_ok=True)
     shards.write_files([(directory / RECORDS, b"".join(line + b"\n" for line in lines))])
+    inputs = [contamination.known(job.inputs[name]) for name in ("earlier", "documents")]
+    contamination.write_known(job.output, {**inputs[0], **inputs[1]})  # a model of many nights has learnt from all of them
     none = dict.fromkeys(shards.COUNTED, 0)  # no tokens of any tokenizer
     entry = {**none, "file": "", "records": RECORDS, "sha256": "", "group": 0}
     shards.write_index(directory, kind="documents", vocab_size=0, tokenizer="", shards=[entry])
-    return {"records": len(lines), "new": len(found["documents"] - found["earlier"])}
+    return {"records": len(lines), "new": len(new.keys() - earlier.keys())}
+
+
+def _by_digest(records: Iterable[Mapping[str, Any]]) -> dict[bytes, bytes]:
+    """Lines by the digest of their text: what else a record has, such as its source, makes no other record of it."""
+    return {
+        hashlib.sha256(orjson.dumps({"text": record["text"]})).digest(): orjson.dumps(record, option=orjson.OPT_SORT_KEYS)
+        for record in records
+    }

@@ -10,15 +10,18 @@ from typing import Any
 import orjson
 
 from ttrain.config import Reading, ShardsConfig
-from ttrain.data import locations, sharding, shards, sources
+from ttrain.data import contamination, locations, sharding, shards, sources
 from ttrain.data.assembly import Built, DataFile
 from ttrain.data.blocks import Recipe
+from ttrain.data.contamination import Against
 from ttrain.data.encoder import Encoder
 from ttrain.data.pools import Processes
 from ttrain.data.sharding import Pool
 from ttrain.digests import DigestCache, code_digests, digest_of
 from ttrain.errors import DataError
 from ttrain.job import Job
+
+AGAINST = "against"  # the role of files with items of evaluations
 
 
 def run(config: ShardsConfig, job: Job) -> dict[str, Any]:
@@ -46,18 +49,26 @@ def build(config: ShardsConfig, job: Job, pool: Pool) -> Built:
         block_bytes=config.shards.block_bytes,
         pool=pool,
         weights=job.weights,
+        against=_against(config, job),
         progress=lambda rows, made: job.progress.update(rows, 0, "records", blocks=made),
     )
 
 
+def _against(config: ShardsConfig, job: Job) -> Against | None:
+    """The items of the evaluations that `shards.decontaminate` names; a task is called as its file is."""
+    files, settings = job.files.get(AGAINST, ()), config.shards
+    rule = contamination.Rule(settings.overlap_bytes, settings.overlap_share)
+    return contamination.against(files, rule, remove=settings.overlapping == "remove") if files else None
+
+
 def _recipe(config: ShardsConfig, job: Job) -> Recipe:
     kind, tokenizer = job.arguments["kind"], job.inputs["tokenizer"]
-    return recipe_of(config.reading, tokenizer, kind, own_data=bool(job.files), reuse=job.reuse)
+    return recipe_of(config.reading, tokenizer, kind, own_data=bool(job.files.keys() - {AGAINST}), reuse=job.reuse)
 
 
 def files_of(job: Job) -> dict[str, list[DataFile]]:
     """The files by role; the quickstart's source brings both parts."""
-    if not job.files:
+    if not job.files.keys() - {AGAINST}:
         source, dataset = job.inputs["source"], job.arguments["dataset"]
         names = {"train": f"{dataset}.jsonl", "heldout": f"{dataset}_heldout.jsonl"}
         return {role: [DataFile(str(source / name), name)] for role, name in names.items()}
@@ -67,6 +78,7 @@ def files_of(job: Job) -> dict[str, list[DataFile]]:
             for n, location in enumerate(found)
         ]
         for role, found in job.files.items()
+        if role != AGAINST
     }
 
 
@@ -101,7 +113,8 @@ def check(built: Built, reading: Reading, name: str, kind: str) -> None:
         if role == "train" or tally.rows:
             tally.check(name if role == "train" else f"{name}_heldout", reading.rejected_fraction, wanted)
     if not built.parts["train"]["rows"]:
-        raise DataError(f"{name}: all {built.tallies['train'].kept} rows went to the held-out part; bring more rows")
+        where = "went to the held-out part" + (" or hold items of an evaluation" if built.contamination else "")
+        raise DataError(f"{name}: all {built.tallies['train'].kept} rows {where}; bring more rows")
 
 
 def heldout_records(directory: Path) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from ttrain.evaluate import samples
 from ttrain.job import Job
 from ttrain.trackers.callback import Loggers
 from ttrain.train.callbacks import Callback, LogLines, MetricsFile, Perplexity, ProgressBar
+from ttrain.train.evaluations import Evaluations
 from ttrain.train.guards import guards
 from ttrain.train.monitor import PerformanceMonitor
 from ttrain.train.peak import flops_per_token, peak_flops
@@ -85,7 +86,23 @@ def language_watchers(
     if every:
         write = sampler(model, encoder, job.runtime, ranks, documents=isinstance(config, Pretrain))
         found.append(Samples(job.run_directory / "samples", model, write, every=every))
+    if job.runtime.eval_every_steps:
+        found.append(_evaluations(config, job, model, encoder, ranks, found))
     return found
+
+
+def _evaluations(
+    config: Training, job: Job, model: nn.Module, encoder: Encoder, ranks: Ranks, others: Sequence[Callback]
+) -> Evaluations:
+    from ttrain.stages import small_suite  # loads what no other training needs
+
+    return Evaluations(
+        model,
+        small_suite.measure_of(config, job, model, encoder, ranks),
+        [callback for callback in others if isinstance(callback, MetricsFile | Loggers)],
+        every=job.runtime.eval_every_steps,
+        tokens_per_step=config.tokens_per_step,
+    )
 
 
 def sampler(

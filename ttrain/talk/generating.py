@@ -80,7 +80,7 @@ def generate(
         ids_BT[row, longest - len(prompt) :] = torch.as_tensor(np.asarray(prompt, dtype=np.int64))
         mask_BT[row, longest - len(prompt) :] = 1
     cache = kept.take(prompts[0]) if kept else None
-    with torch.inference_mode():
+    with torch.no_grad():  # not inference_mode: a table that the model keeps would be unfit for the training that goes on
         found_BT = speaker.model.generate(
             input_ids=ids_BT.to(speaker.device),
             attention_mask=mask_BT.to(speaker.device),

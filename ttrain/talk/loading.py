@@ -80,30 +80,64 @@ def load(reference: Reference, *, device: str = "auto", dtype: str = "fp32") -> 
     place = precision.resolve_device(device)
     model: Any = factory.load(reference.model)
     head = _second_head(model, reference.model)
-    own = model.generation_config.eos_token_id
-    config = model.config.get_text_config()
-    max_length = getattr(config, "max_position_embeddings", None)
     if reference.adapter is not None:
         model = adapters.load(model, reference.adapter, reference.base_digest)
         if not model.active_peft_config.is_prompt_learning:
             model = adapters.merge(model)  # as fast as the base
-        elif max_length is not None:
-            max_length -= model.active_peft_config.num_virtual_tokens
-    encoder, begins, can_chat = _encoder(reference.tokenizer)
+    head = head.to(place, DTYPES[dtype]).eval() if head is not None else None
+    return speaker_of(reference.text, _placed(model, place, DTYPES[dtype]), reference.tokenizer, second_head=head)
+
+
+def _placed(model: Any, place: torch.device, dtype: torch.dtype) -> Any:
+    """The model on the device, its weights as `dtype`; but tables that it computes, such as the frequencies of rotary
+    positions, as they are: in bf16 these would be off by a radian some hundred positions on."""
+    tables = [
+        (module, name, buffer)
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name in module._non_persistent_buffers_set
+    ]
+    model = model.to(place, dtype)
+    for module, name, buffer in tables:
+        setattr(module, name, buffer.to(place))
+    return model
+
+
+def speaker_of(name: str, model: Any, tokenizer: Path, *, second_head: nn.Linear | None = None) -> Speaker:
+    """A model that is loaded, with the tokenizer of that directory; from now on it is not training."""
+    encoder, begins, can_chat = _encoder(tokenizer)
+    return speaking(name, model, encoder, begins, can_chat=can_chat, second_head=second_head)
+
+
+def speaking(
+    name: str, model: Any, encoder: Encoder, begins: tuple[int, ...], *, can_chat: bool, second_head: nn.Linear | None = None
+) -> Speaker:
+    """The same with a tokenizer that is open. The model gets generation settings of its own, and is in eval mode."""
+    causal = model.get_base_model() if hasattr(model, "get_base_model") else model
+    config, own = causal.config.get_text_config(), causal.generation_config.eos_token_id
     stops = {encoder.eos_id, encoder.end_id, *(own if isinstance(own, list) else [own] if own is not None else [])}
     speaker = Speaker(
-        name=reference.text,
-        model=model.to(place, DTYPES[dtype]).eval(),
+        name=name,
+        model=model.eval(),
         encoder=encoder,
         begin_ids=begins,
         stop_ids=tuple(sorted(stops)),
-        max_length=max_length,
-        second_head=head.to(place, DTYPES[dtype]).eval() if head is not None else None,
+        max_length=_max_length(model, config),
+        second_head=second_head,
         can_chat=can_chat,
     )
-    for part in {id(part): part for part in (speaker.model, speaker.causal)}.values():
+    for part in {id(part): part for part in (model, causal)}.values():
         part.generation_config = _plain(config, encoder, speaker.stop_ids)
     return speaker
+
+
+def _max_length(model: Any, config: Any) -> int | None:
+    """Positions that are left for tokens: a prefix takes some."""
+    length: int | None = getattr(config, "max_position_embeddings", None)
+    prefix = getattr(model, "active_peft_config", None)
+    if length is not None and prefix is not None and prefix.is_prompt_learning:
+        length -= prefix.num_virtual_tokens
+    return length
 
 
 def _plain(config: Any, encoder: Encoder, stops: tuple[int, ...]) -> Any:

@@ -22,7 +22,7 @@ from ttrain.tracking.calls import first_line, is_locked, outcome, shown
 from ttrain.tracking.champions import Champions
 from ttrain.tracking.database import Later, artifacts_of, database_of, mend_moved_home, open_client
 from ttrain.tracking.follower import MetricsFollower
-from ttrain.tracking.inputs import data_of, read_by
+from ttrain.tracking.inputs import data_of, of_tasks, read_by
 from ttrain.tracking.loadable import CARD, Loadable
 from ttrain.tracking.outboxes import waiting_keys
 from ttrain.tracking.reading import read_local, read_run, read_runs
@@ -68,6 +68,7 @@ __all__ = [
     "log_decision",
     "masked",
     "mend_moved_home",
+    "of_tasks",
     "open_reader",
     "open_store",
     "prepare",

@@ -104,6 +104,7 @@ class Champions:
             figures = {key: decision[key] for key in ("challenger", "champion", "difference", "samples")}
             low, high = decision["interval"] or (None, None)
             figures |= {"interval_low": low, "interval_high": high}
+            figures["smallest_difference"] = decision.get("smallest_difference")
             run.log_summary({f"promotion/{key}": value for key, value in figures.items() if value is not None})
             run.log_text(json.dumps(dict(decision), indent=1, sort_keys=True), "decision.json")
             run.log_text(table, "decision.md")

@@ -17,7 +17,7 @@ from typing import Any, Final
 from ttrain.digests import digest_of
 from ttrain.store import Artifact
 
-TRAINING, VALIDATION = "training", "validation"
+TRAINING, VALIDATION, EVALUATION = "training", "validation", "evaluation"
 CONTEXT: Final = "mlflow.data.context"  # the tag that MLflow's pages show beside a data set
 TOKENS: Final = "tokens"
 DIGEST_CHARACTERS: Final = 12  # MLflow takes 36; its pages show it in the table of runs
@@ -54,10 +54,20 @@ class DataInput:
 
 
 def data_of(artifact: Artifact) -> list[DataInput]:
-    """The data sets behind a set of shards (its training part, and what is held out) or a tokenizer; else none."""
+    """The data sets behind a set of shards (its training part, and what is held out), a tokenizer, or the suites of an
+    evaluation; else none."""
+    if "suites" in artifact.result:
+        return of_tasks(artifact.result["suites"]["tasks"])
     if artifact.stage.startswith(SHARDS):
         return list(_of_shards(artifact))
     return [_of_tokenizer(artifact)] if artifact.stage == "tokenizer" and artifact.result.get("files") else []
+
+
+def of_tasks(tasks: Iterable[Mapping[str, Any]]) -> list[DataInput]:
+    """The items of an evaluation's tasks, as its results tell them."""
+    return [
+        DataInput(one["task"], one["digest"][:DIGEST_CHARACTERS], EVALUATION, {"items": one["items"]}, None) for one in tasks
+    ]
 
 
 def read_by(inputs: Mapping[str, Artifact], *, trains: bool) -> list[DataInput]:

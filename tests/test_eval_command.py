@@ -1,0 +1,217 @@
+"""`ttrain eval`: any model, two side by side, bad rows left out and said; and the suites of the pipeline's own stage."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from doubles import Home, run_here, stage_settings
+from talking import write_model
+
+from ttrain.cli import main
+from ttrain.config import Evaluate, EvaluateConfig, Promotion
+from ttrain.errors import UsageError
+from ttrain.evaluate import baselines
+from ttrain.evaluating import heldout_of
+from ttrain.promotion import decide, scores_of
+from ttrain.references import resolve
+from ttrain.stages import evaluate
+from ttrain.store import Artifact, Store, write_json
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+WORDS = ("list", "file", "name", "code", "time", "line", "path", "test")
+CHOICES: list[dict[str, Any]] = [
+    {"question": f"Return the {word} of", "choices": ["a list", "a file", "a name"], "answer": number % 3, "lang": "en"}
+    for number, word in enumerate(WORDS)
+]
+BAD = [{"question": "of", "choices": ["a"], "answer": 0}, {"question": "of", "choices": ["a", "b"], "answer": 2}]
+
+
+def write_lines(path: Path, rows: Sequence[object]) -> Path:
+    path.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A home with a pretrained model and its shards, and a model in a directory of its own."""
+    root = tmp_path_factory.mktemp("eval")
+    home = Home.make(root / "home")
+    write_model(root / "made" / "model", max_length=64)
+    inputs = {"shards": {"stage": home.documents.stage, "key": home.documents.key, "content": home.documents.content}}
+    manifest = {"result": {}, "ingredients": {}, "inputs": inputs, "provenance": {"run": "full-1"}}
+    home.store.publish("pretrain", "3" * 64, root / "made", manifest)
+    write_model(root / "other", seed=2, max_length=64)
+    write_lines(root / "words.jsonl", [*CHOICES, *BAD])
+    return root
+
+
+@pytest.fixture
+def here(root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TTRAIN_HOME", str(root / "home"))
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.chdir(root)
+    return root
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
+    """What the command prints; it must end with the code."""
+    with pytest.raises(SystemExit) as ended:
+        main(["eval", *words])
+    told = capsys.readouterr()
+    assert (ended.value.code or 0) == code, told
+    return told.err if code else told.out
+
+
+def test_two_models_stand_side_by_side_on_the_same_items(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = json.loads(said(capsys, "pretrain", "./other", "--choices", "words.jsonl", "--json", "--items", "items.jsonl"))
+    (task,) = told["tasks"]
+    assert (task["task"], task["items"], told["models"]) == ("words", len(CHOICES), ["pretrain", "./other"])
+    assert sum(task["left_out"].values()) == len(BAD)
+    first, second = (task["models"][name]["figures"]["accuracy"] for name in told["models"])
+    for figure in (first, second):
+        assert figure["interval"][0] <= figure["value"] <= figure["interval"][1]
+    (compared,) = told["comparisons"]
+    assert compared["difference"] == pytest.approx(first["value"] - second["value"])
+    rows = [json.loads(line) for line in (here / "items.jsonl").read_bytes().splitlines()]
+    assert [row["model"] for row in rows] == ["pretrain"] * len(CHOICES) + ["./other"] * len(CHOICES)
+    assert len({row["item"] for row in rows}) == len(CHOICES)
+
+
+def test_the_table_says_what_was_left_out_and_what_the_items_can_show(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = said(capsys, "pretrain", "pretrain", "--choices", "words.jsonl")
+    assert "words: 2 rows left out" in text
+    assert "pretrain (1) - pretrain (2)" in text and "no difference that this set can show (needs about 0.7500)" in text
+
+
+def test_without_a_task_the_held_out_data_of_the_models_run_is_scored(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = json.loads(said(capsys, "./other", "pretrain", "--json"))
+    (task,) = told["tasks"]
+    store = Store(here / "home")
+    heldout = heldout_of([resolve("pretrain", here / "home")], store)
+    assert set(heldout) == {"documents"}
+    assert (task["task"], task["items"]) == ("documents", len(heldout["documents"]))
+    assert set(task["baselines"]) == set(baselines.BASELINES)
+
+
+def test_a_model_without_held_out_data_asks_what_to_ask(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, "./other", code=2)
+    assert "no held-out data of ./other is here" in text and "--choices" in text and "english" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "cure"),
+    [
+        (("nothing",), "there is no model 'nothing'"),
+        (("pretrain", "--choices", "none.jsonl"), "none.jsonl"),
+        (("pretrain", "--suite", "heldot"), "did you mean 'heldout'"),
+        (("pretrain", "--suite", "heldout"), "the held-out chats of the model's own run, but there are none"),
+        (("pretrain", "--choices", "words.jsonl", "--track"), "'pretrain' is of no tracked run"),
+    ],
+)
+def test_what_cannot_be_asked_is_told_before_a_model_is_loaded(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], cure: str
+) -> None:
+    monkeypatch.setattr("ttrain.talk.loading.load", lambda *_, **__: pytest.fail("a model was loaded"))
+    assert cure in said(capsys, *words, code=2)
+
+
+def test_a_name_on_the_hub_is_taken_from_its_cache(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def from_hub(text: str, *_: object) -> Path:
+        asked.append(text)
+        return here / "other"
+
+    monkeypatch.setattr("ttrain.data.existing.from_hub", from_hub)
+    assert resolve("owner/name@v1", here / "home", from_hub=True).model == here / "other"
+    assert asked == ["owner/name@v1"]
+    with pytest.raises(UsageError, match="there is no model 'owner/name'"):
+        resolve("owner/name", here / "home")
+
+
+def test_results_are_kept_below_the_run_that_made_the_model(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from ttrain import tracking
+
+    tracker = tracking.open_store(here / "home", "ttrain")
+    run = tracker.start_run("full-1", tags={"ttrain.run": "full-1"}, params={})
+    run.finish("FINISHED")
+    tracker.close()
+    record = {
+        "run": "full-1",
+        "stages": [],
+        "tracking": {"run_id": run.id},
+        "settings": {"tracking": {"experiment": "ttrain"}},
+    }
+    (here / "home" / "runs").mkdir(exist_ok=True)
+    write_json(here / "home" / "runs" / "full-1.json", record)
+    try:
+        assert "in MLflow: eval pretrain" in said(capsys, "pretrain", "--choices", "words.jsonl", "--track")
+    finally:
+        (here / "home" / "runs" / "full-1.json").unlink()
+    client = tracking.open_reader(here / "home").client
+    experiment = client.get_experiment_by_name("ttrain").experiment_id
+    (found,) = client.search_runs([experiment], f"tags.mlflow.parentRunId = '{run.id}'")
+    assert 0 <= found.data.metrics["eval/words/accuracy/pretrain"] <= 1
+    (data,) = found.inputs.dataset_inputs
+    assert (data.dataset.name, json.loads(data.dataset.profile)) == ("words", {"items": len(CHOICES)})
+    names = {file.path for file in client.list_artifacts(found.info.run_id)}
+    assert {"evaluation_table.json", "evaluation.json", "items.jsonl"} <= names
+
+
+# --- the stage -----------------------------------------------------------------------------------------------------------
+
+
+def evaluated(root: Path, output: Path, **changes: Any) -> dict[str, Any]:
+    """What the stage says of the pretrained model."""
+    settings = stage_settings()
+    config = EvaluateConfig(evaluate=Evaluate.model_validate({**settings.evaluate.model_dump(), "new_tokens": 2, **changes}))
+    store = Store(root / "home")
+    output.mkdir(exist_ok=True)
+    inputs = {"base": store.latest("pretrain").path, "documents": store.latest("shards-pretrain").path}
+    found: dict[str, Any] = run_here(evaluate, config, output, inputs, settings.runtime)
+    return found
+
+
+def test_suites_add_figures_to_the_stage_and_change_none(here: Path, tmp_path: Path) -> None:
+    (here / "mine.yaml").write_text(
+        "tasks:\n  words: {kind: choices, file: words.jsonl, by: [lang]}\n  prose: {kind: text}\n"
+    )
+    plain = evaluated(here, tmp_path / "plain")
+    found = evaluated(here, tmp_path / "found", suites="mine.yaml")
+    assert {name: found["metrics"][name] for name in plain["metrics"]} == plain["metrics"]
+    assert "suites" not in plain and not (tmp_path / "plain" / "items.jsonl").exists()
+    accuracy = found["metrics"]["words/accuracy/base"]
+    assert found["counts"]["words/items"] == len(CHOICES) and found["counts"]["words/left_out"] == len(BAD)
+    low, high = found["intervals"]["words/accuracy/base"]
+    assert low <= accuracy <= high
+    low, high = plain["intervals"]["bits_per_byte"]
+    assert low < plain["metrics"]["bits_per_byte"] < high
+    lines = (tmp_path / "found" / "items.jsonl").read_bytes().splitlines()
+    assert len(lines) == len(CHOICES) + found["counts"]["documents"]
+    assert json.loads((tmp_path / "found" / "evaluation.json").read_bytes())["suites"] == found["suites"]
+
+
+def test_a_model_is_asked_its_own_suites_only(here: Path, tmp_path: Path) -> None:
+    (here / "mine.yaml").write_text("tasks:\n  words: {kind: choices, file: words.jsonl}\n")
+    found = evaluated(here, tmp_path, suites={"sft": "mine.yaml"})
+    assert not any(name.startswith("words") for name in found["metrics"])
+
+
+def test_a_suites_figure_can_decide_about_the_champion(here: Path, tmp_path: Path) -> None:
+    (here / "mine.yaml").write_text("tasks:\n  words: {kind: choices, file: words.jsonl}\n")
+    found = evaluated(here, tmp_path, suites="mine.yaml")
+    one = scores_of(Artifact("evaluate", "key", tmp_path, {"result": found}), "words/accuracy/base")
+    assert (one.higher_is_better, len(one.records), set(one.sums) <= {0.0, 1.0}) == (True, len(CHOICES), True)
+    decision = decide(one, one, Promotion(metric="words/accuracy/base", min_samples=5))
+    assert (decision.promote, decision.difference, decision.samples) == (False, 0.0, len(CHOICES))
+    assert decision.interval is not None and decision.smallest_difference is not None

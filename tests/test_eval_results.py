@@ -1,0 +1,127 @@
+"""Results: the table and the JSON say the same, and no difference is claimed that the items do not show."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ttrain.evaluate.confidence import Rule
+from ttrain.evaluate.outcome import LN2, Figure, Outcome
+from ttrain.evaluate.results import OTHER_COUNTS, OTHER_ITEMS, Results
+from ttrain.report import evaluation_table
+
+ITEMS = tuple(f"item{number}" for number in range(100))
+
+
+def choices(model: str, right: int, task: str = "poems", **changes: Any) -> Outcome:
+    """The first `right` of a hundred questions were answered right."""
+    figure = Figure("accuracy", (1.0,) * right + (0.0,) * (100 - right), (1.0,) * 100, higher_is_better=True, unit="")
+    rows = [{"question": str(number)} for number in range(100)]
+    return Outcome(task, "choices", model, **{"items": ITEMS, "figures": (figure,), "rows": rows, **changes})
+
+
+def text(model: str, nats: float, tokens: float = 30.0) -> Outcome:
+    """Documents of 100 bytes; those of odd numbers cost a tenth more."""
+    sums = tuple(nats * (1.1 if number % 2 else 1.0) for number in range(100))
+    figures = (
+        Figure("bits_per_byte", sums, (100.0,) * 100, False, "bits per byte", factor=1 / LN2),
+        Figure("perplexity", sums, (tokens,) * 100, False, "per token", shown="exp"),
+    )
+    groups = {"lang=en": tuple(range(0, 100, 2)), "lang=zh/tw": tuple(range(1, 100, 2))}
+    return Outcome("prose", "text", model, ITEMS, figures, rows=[{}] * 100, groups=groups, left_out={"no text": 2})
+
+
+def test_a_difference_is_claimed_only_where_the_items_show_it() -> None:
+    near, far = (Results([choices("a", 50), choices("b", right)], Rule()).comparisons()[0] for right in (52, 70))
+    assert near.verdict(Rule()) == "no difference that this set can show (needs about 0.0600)"
+    assert far.verdict(Rule()) == "b is better"
+    assert near.compared is not None and far.compared is not None
+    assert (near.compared.p, round(far.compared.difference, 9)) == (0.5, -0.2)
+
+
+def test_many_comparisons_need_more_than_one() -> None:
+    """6 of 6 disagreements for one model: p 0.03 alone, 0.3 among ten such comparisons."""
+    one = Results([choices("a", 50), choices("b", 56)], Rule())
+    assert one.comparisons()[0].verdict(Rule()) == "b is better"
+    tasks = [choices(model, right, f"task{number}") for number in range(10) for model, right in (("a", 50), ("b", 56))]
+    found = Results(tasks, Rule()).comparisons()
+    assert [versus.p_of_all for versus in found] == pytest.approx([0.3125] * 10)
+    assert all(versus.verdict(Rule()).startswith("no difference") for versus in found)
+
+
+def test_what_cannot_be_compared_says_why() -> None:
+    other = choices("b", 60, items=tuple(f"other{number}" for number in range(100)))
+    assert Results([choices("a", 50), other], Rule()).comparisons()[0].why == OTHER_ITEMS
+    perplexity_first = [
+        Outcome("prose", "text", name, ITEMS, text(name, 70.0, tokens).figures[1:], rows=[{}] * 100)
+        for name, tokens in (("a", 30.0), ("b", 20.0))
+    ]
+    assert Results(perplexity_first, Rule()).comparisons()[0].why == OTHER_COUNTS
+    by_bytes = Results([text("a", 70.0, 30.0), text("b", 60.0, 20.0)], Rule()).comparisons()[0]
+    assert by_bytes.verdict(Rule()) == "b is better"
+
+
+def test_the_table_has_a_column_for_each_model_and_groups_below_the_figure() -> None:
+    header, rows = Results([text("a", 70.0), text("b", 60.0)], Rule()).table()
+    assert header == ["task", "figure", "a", "b", "items"]
+    assert [row[1] for row in rows] == ["bits_per_byte", "  lang=en", "  lang=zh/tw", "perplexity"]
+    value = 70.0 * 1.05 / 100 / LN2
+    assert rows[0][2].startswith(f"{value:.4f} (") and rows[0][4] == "100"
+    assert rows[1][2].startswith(f"{70 / 100 / LN2:.4f} (") and rows[1][4] == "50"
+    alone, _ = Results([text("a", 70.0)], Rule()).table()
+    assert alone == ["task", "figure", "a", "items", "shows from"]
+
+
+def test_the_metrics_name_task_figure_model_and_group_as_mlflow_takes_them() -> None:
+    found = Results([text("sft", 70.0), choices("sft", 40)], Rule())
+    assert set(found.metrics()) == {
+        "prose/bits_per_byte/sft", "prose/perplexity/sft", "poems/accuracy/sft",
+        "prose/bits_per_byte/sft/lang:en", "prose/bits_per_byte/sft/lang:zh_tw",
+    }  # fmt: skip
+    assert found.metrics()["poems/accuracy/sft"] == 0.4
+    assert found.counts() == {"prose/items": 100, "prose/left_out": 2, "poems/items": 100, "poems/left_out": 0}
+    assert found.left_out() == ["prose: 2 rows left out: no text (2)"]
+
+
+def test_the_json_holds_what_the_table_shows_and_is_json() -> None:
+    endless = text("b", math.inf)
+    told = json.loads(json.dumps(Results([text("a", 70.0), endless], Rule()).to_json(), allow_nan=False))
+    (task,) = told["tasks"]
+    figure = task["models"]["a"]["figures"]["bits_per_byte"]
+    assert figure["value"] == pytest.approx(70.0 * 1.05 / 100 / LN2)
+    assert figure["interval"][0] < figure["value"] < figure["interval"][1]
+    assert figure["smallest"] > 0 and figure["items"] == 100 and not figure["higher_is_better"]
+    assert task["models"]["b"]["figures"]["bits_per_byte"] == {**figure, "value": None, "interval": None, "smallest": None}
+    assert set(task["models"]["a"]["groups"]) == {"lang=en", "lang=zh/tw"}
+    assert (task["left_out"], told["models"]) == ({"no text": 2}, ["a", "b"])
+    assert told["comparisons"][0]["interval"] is None
+
+
+def test_every_item_of_every_model_is_a_row() -> None:
+    rows = list(Results([choices("a", 50), choices("b", 60)], Rule()).rows())
+    assert len(rows) == 200
+    assert rows[100] == {"task": "poems", "model": "b", "item": "item0", "question": "0"}
+
+
+@pytest.mark.parametrize("value", [0.5, 9.99994, 12345.678, 6.05e9, math.nan, np.inf])
+def test_numbers_are_short(value: float) -> None:
+    from ttrain.evaluate.results import number
+
+    assert len(number(value)) <= 10
+
+
+def test_the_runs_table_shows_the_main_figure_of_each_model_and_what_the_items_say_of_two() -> None:
+    """Also from a manifest, which sorts names."""
+    results = Results([choices("base", 50, left_out={"one choice": 3}), choices("sft", 70), choices("lora", 50)], Rule())
+    told = json.loads(json.dumps({"suites": results.to_json()}, sort_keys=True))
+    rows = evaluation_table({"eval/bits_per_byte": 1.5}, {"evaluate": {**told, "intervals": {"bits_per_byte": [1.25, 2]}}})
+    assert rows[0][:2] == ("bits per byte, base model", "1.500 (1.250 to 2.000)")
+    assert [(what, value.split()[0], remark) for what, value, remark in rows[1:]] == [
+        ("poems accuracy, base", "0.500", "100 items; 3 rows left out"),
+        ("poems accuracy, sft", "0.700", "+0.200: sft is better"),
+        ("poems accuracy, lora", "0.500", "+0.000: no difference that this set can show (needs about 0.0600)"),
+    ]

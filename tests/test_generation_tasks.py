@@ -1,0 +1,182 @@
+"""Answers in a model's own words: which number they give, what ends them, and that no batch changes them."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+from asking import subject_of
+from doubles import make_tokenizer, tiny_model
+
+from ttrain.config.suite import GenerationTask
+from ttrain.data.chat import Message, prompt_ids
+from ttrain.data.encoder import Encoder
+from ttrain.errors import UsageError
+from ttrain.evaluate import generation
+from ttrain.evaluate.items import BadRow, Places
+from ttrain.evaluate.numbers import answer_in, numbers
+from ttrain.evaluate.outcome import Outcome
+from ttrain.evaluate.subject import Subject
+
+RESULTS: dict[str, str | None] = {
+    "He has 5 - 2 = 3 left.\n#### 3": "3", "#### 1,234.50 dollars, 7 in all": "2469/2", "#### none, so 8": "8",
+    "first #### 1 then #### 2": "2", r"so \boxed{\frac{3}{4}} of 12": "3/4", "12 apples and 5 pears": "5",
+    "-3": "-3", "5-3": "3", "x = -3.": "-3", "$-5": "-5", "-$5": "-5", "−7 °C": "-7", "$1,000": "1000", "£ 20": "20",
+    "1,23": "23", "2,000,000.00": "2000000", "10.": "10", ".5": "1/2", "1e3": "1000", "3e": "3", "50%": "50", "3/4": "3/4",
+    "2 1/2 cups": "5/2", "2½": "5/2", "½": "1/2", "3/0": "0", "１，２３４．５": "2469/2", "－２": "-2",
+    "答案是12，一般": "12", "三百二十": "320", "一百零五个": "105", "十二": "12",
+    "一万二千": "12000", "一亿三千万": "130000000", "二〇二四": "2024",
+    "负二点五": "-5/2", "三分之二": "2/3", "百分之五十": "50", "壹佰": "100", "3万": "30000", "1.5亿": "150000000",
+    "no number": None, "": None, "####": None,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Encoder:
+    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="module")
+def subject(encoder: Encoder) -> Subject:
+    return subject_of(tiny_model(vocab=len(encoder), init_std=0.4, tie_embeddings=False), encoder)
+
+
+def quiet(done: int, total: int) -> None:
+    pass
+
+
+def asked(tmp_path: Path, rows: Sequence[Any], subject: Subject, **settings: Any) -> Outcome:
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    spec = GenerationTask(file="a.jsonl", **{"new_tokens": 20, **settings})
+    return generation.run(generation.read("sums", spec, Places(tmp_path)), subject, quiet)
+
+
+def saying(subject: Subject, *texts: str) -> Subject:
+    """Answers the prompts, from the longest to the shortest, with these texts, a piece at a time."""
+    told: dict[tuple[int, ...], list[int]] = {}
+    left = list(texts)
+
+    def generate(prompts: Sequence[Sequence[int]], count: int) -> list[tuple[list[int], bool]]:
+        found = []
+        for prompt in map(tuple, prompts):
+            ids = told[prompt] if prompt in told else subject.encoder.encode([left.pop(0)])[0]
+            told[*prompt, *ids[:count]] = ids[count:]
+            found.append((ids[:count], len(ids) <= count))
+        return found
+
+    return subject_of(subject.model, subject.encoder, generate=generate, max_length=None)
+
+
+@pytest.mark.parametrize(("text", "result"), RESULTS.items())
+def test_the_result_of_a_text(text: str, result: str | None) -> None:
+    assert answer_in(text) == (None if result is None else Fraction(result))
+
+
+def test_a_digit_for_ever_is_no_result_and_takes_no_time() -> None:
+    began = time.process_time()
+    for text in ("9" * 30_000, "1," * 20_000, r"\boxed{" * 3000, "十" * 30_000, "1/" * 20_000, "- $" * 20_000, "1e999999"):
+        answer_in(text)
+    assert time.process_time() - began < 5
+    assert numbers("9" * 5000) == []
+    assert answer_in("9" * 5000 + " so 4") == 4
+
+
+@pytest.mark.parametrize(
+    ("answer", "final", "right"),
+    [
+        ("Paris", "paris.", True), ("  The   Louvre!\nand more", "the louvre", True), ("it is\n#### Paris", "Paris", True),
+        ("\n\nParis\nor Rome", "Paris", True), ("Paris or Rome", "Paris", False), ("", "Paris", False),
+        ("「北京」。", "北京", False), ("北京。", "北京", True), ("ＡＢ", "ab", True),
+        ("one\ntwo", "one\ntwo", True), ("one", "one\ntwo", False),
+    ],
+)  # fmt: skip
+def test_exact_answers(answer: str, final: str, right: bool) -> None:
+    assert generation.judged(answer, final, "exact")[1] == right
+
+
+def test_gsm8k_rows(tmp_path: Path, subject: Subject) -> None:
+    rows = [
+        {"question": "longest question?", "answer": "1 + 1 = 2\n#### 2", "final": "2"},
+        {"question": "long question?", "answer": "some 9s\n#### 1,000"},
+        {"question": "question?", "answer": 0.5},
+        {"question": "why?", "answer": "because"}, {"question": "why?"}, {"question": "why?", "answer": [1]},
+        {"question": " ", "answer": 1},
+    ]  # fmt: skip
+    outcome = asked(tmp_path, rows, saying(subject, "It is 2.0", "10 times 100 is 1000", "one"), match="numeric")
+    assert [row["right"] for row in outcome.rows] == [True, True, False]
+    assert [row["found"] for row in outcome.rows] == ["2", "1000", None]
+    assert outcome.primary.value == pytest.approx(2 / 3)
+    assert outcome.left_out == {
+        "no number in the answer": 1, "no answer": 1, "answer is neither text nor a number": 1, "question is empty": 1,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("answer", ["...", " ", None, True, float("inf")])
+def test_rows_without_an_answer(answer: Any) -> None:
+    with pytest.raises(BadRow):
+        generation.parse({"question": "q", "answer": answer}, "exact")
+
+
+def test_a_text_ends_an_answer_and_what_follows_costs_little(tmp_path: Path, subject: Subject) -> None:
+    rows = [{"question": "first one?", "answer": "1"}, {"question": "other?", "answer": "2"}]
+    counted: list[int] = []
+    one = saying(subject, "1\n\n" + "Question: and 7 " * 40, "2 " * 300)
+
+    def generate(prompts: Sequence[Sequence[int]], count: int) -> Any:
+        counted.append(len(prompts) * count)
+        return one.generate(prompts, count)
+
+    watched = subject_of(subject.model, subject.encoder, generate=generate, max_length=None, batch_tokens=10**6)
+    outcome = asked(tmp_path, rows, watched, match="numeric", new_tokens=200)
+    assert outcome.rows[0]["answer"].strip() == "1"
+    assert [row["right"] for row in outcome.rows] == [True, True]
+    assert [row["ended"] for row in outcome.rows] == [True, False]
+    assert sum(counted) == generation.PIECE + 200
+
+
+def test_no_batch_and_no_piece_changes_an_answer(tmp_path: Path, subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"question": "why " * count, "answer": "x"} for count in (1, 9, 4, 2)]
+    wanted = [row["answer"] for row in asked(tmp_path, rows, subject, stop=()).rows]
+    monkeypatch.setattr(generation, "PIECE", 3)
+    small = subject_of(subject.model, subject.encoder, batch_tokens=1)
+    assert [row["answer"] for row in asked(tmp_path, rows, small, stop=("never",)).rows] == wanted
+    assert len(set(wanted)) > 1
+
+
+def test_prompts_that_are_too_long_lose_their_oldest_examples_first(tmp_path: Path, subject: Subject) -> None:
+    rows = [{"question": f"{number} {'word ' * 5}?", "answer": str(number)} for number in range(6)]
+    given: list[list[int]] = []
+
+    def generate(prompts: Sequence[Sequence[int]], count: int) -> Any:
+        given.extend(map(list, prompts))
+        assert count == 20
+        return [([], True)] * len(prompts)
+
+    watched = subject_of(subject.model, subject.encoder, generate=generate)
+    outcome = asked(tmp_path, rows, watched, shots=5)
+    assert all(len(ids) <= 128 - 20 and ids[0] == subject.begin_ids[0] for ids in given)
+    texts = [subject.encoder.decode(ids) for ids in given]
+    assert all(text.startswith("Question: ") and text.endswith("Answer:") for text in texts)
+    assert outcome.figures[-1].name == "cut"
+
+
+def test_a_chat_is_asked_through_the_template(tmp_path: Path, subject: Subject) -> None:
+    rows = [{"question": "first?", "answer": "1"}, {"question": "second?", "answer": "2"}]
+    given: list[list[int]] = []
+
+    def generate(prompts: Sequence[Sequence[int]], count: int) -> Any:
+        given.extend(map(list, prompts))
+        return [(subject.encoder.encode(["2"])[0], True)] * len(prompts)
+
+    watched = subject_of(subject.model, subject.encoder, generate=generate)
+    outcome = asked(tmp_path, rows, watched, shots=1, chat=True)
+    turns = (Message("user", "second?"), Message("assistant", "2"), Message("user", "first?"))
+    assert prompt_ids(subject.encoder, turns) in given
+    assert [row["right"] for row in outcome.rows] == [False, True]
+    with pytest.raises(UsageError, match=r"tasks.sums.chat is true, but the tokenizer of 'tiny' has no chat template"):
+        asked(tmp_path, rows, subject_of(subject.model, subject.encoder, can_chat=False), chat=True)

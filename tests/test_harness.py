@@ -1,0 +1,193 @@
+"""lm-evaluation-harness judges our models as it judges them through its own Hugging Face backend, item by item."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from doubles import LINES
+from talking import speaker, write_model
+
+from ttrain.config.suite import ChoicesTask, HarnessTask
+from ttrain.errors import DataError, UsageError
+from ttrain.evaluate import choices, harness
+from ttrain.evaluate.items import Items, Places
+from ttrain.evaluate.outcome import Outcome
+from ttrain.evaluate.subject import Subject
+from ttrain.subjects import subject_of
+
+lm_eval = pytest.importorskip("lm_eval")
+ITEMS, SHOTS = 12, 2
+ROWS = [
+    {"question": f"{number}. {LINES[number % 6]}",
+     "choices": [LINES[(number + k) % 6][: 5 + k] for k in range(2 + number % 3)],
+     "answer": number % 2, "text": f"{number} {LINES[number % 6] * 4}"}
+    for number in range(ITEMS)
+]  # fmt: skip
+COMMON = {
+    "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": "items.jsonl"}}, "test_split": "test",
+    "num_fewshot": 0, "doc_to_text": "{{question}}",
+}  # fmt: skip
+TASKS: dict[str, dict[str, Any]] = {
+    "choices": {
+        "output_type": "multiple_choice", "doc_to_choice": "{{choices}}", "doc_to_target": "{{answer}}",
+        "num_fewshot": SHOTS, "fewshot_split": "test", "fewshot_config": {"sampler": "first_n"},
+        "metric_list": [{"metric": name} for name in ("acc", "acc_norm", "acc_bytes", "mcc")],
+    },
+    "words": {
+        "output_type": "loglikelihood", "doc_to_target": " {{choices[0]}}",
+        "metric_list": [{"metric": "perplexity"}, {"metric": "acc"}],
+    },
+    "texts": {
+        "output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}",
+        "metric_list": [{"metric": name} for name in ("word_perplexity", "bits_per_byte")],
+    },
+    "answers": {
+        "output_type": "generate_until", "doc_to_target": "{{choices[0]}}",
+        "generation_kwargs": {"until": [" ", "e"], "max_gen_toks": 12, "do_sample": False},
+        "metric_list": [{"metric": "exact_match"}],
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, items, and task files beside them."""
+    directory = tmp_path_factory.mktemp("harness")
+    write_model(directory / "model")
+    (directory / "items.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    for name, task in TASKS.items():
+        (directory / f"{name}.yaml").write_text(json.dumps({"task": name, **COMMON, **task}))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def subject(place: Path) -> Subject:
+    return subject_of(speaker(place / "model"))
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is asked of the Hub, and the files of `datasets` go away with the test."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    harness._index.cache_clear()
+    monkeypatch.chdir(tmp_path)  # a task file finds its data beside itself, wherever the command is run
+
+
+def read(place: Path, name: str, **settings: Any) -> Items[harness.Document]:
+    return harness.read("theirs", HarnessTask(task=f"{name}.yaml", **settings), Places(place))
+
+
+def asked(place: Path, name: str, subject: Subject, **settings: Any) -> Outcome:
+    return harness.run(read(place, name, **settings), subject, lambda done, total: None)
+
+
+def theirs(place: Path, name: str) -> dict[str, Any]:
+    """What `lm_eval` makes of the same task and model by itself."""
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(place / "model")
+    backend = HFLM(model, tokenizer=AutoTokenizer.from_pretrained(place / "model"), batch_size=4, device="cpu")
+    task = json.loads((place / f"{name}.yaml").read_text())
+    task["dataset_kwargs"] = {"data_files": {"test": str(place / "items.jsonl")}}
+    found: dict[str, Any] = lm_eval.simple_evaluate(
+        backend, tasks=[task], bootstrap_iters=0, task_manager=TaskManager(include_defaults=False)
+    )
+    return {"figures": found["results"][name], "samples": sorted(found["samples"][name], key=lambda one: one["doc_id"])}
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_every_item_is_judged_as_by_its_own_backend(place: Path, subject: Subject, name: str) -> None:
+    outcome, found = asked(place, name, subject), theirs(place, name)
+    assert len(outcome.items) == len(set(outcome.items)) == ITEMS
+    for figure in outcome.figures:
+        assert figure.value == pytest.approx(found["figures"][f"{figure.name},none"], rel=1e-4)
+        if figure.shown is None and figure.factor == 1:
+            assert figure.sums == tuple(sample[figure.name] for sample in found["samples"])
+    assert [figure.name for figure in outcome.figures] == [
+        metric["metric"] for metric in TASKS[name]["metric_list"] if metric["metric"] != "mcc"
+    ]  # Matthews' correlation is no mean over items
+
+
+def test_our_multiple_choice_is_the_harness_s(place: Path, subject: Subject) -> None:
+    spec = ChoicesTask(file="items.jsonl", delimiter=" ", shots=SHOTS)
+    ours = choices.run(choices.read("ours", spec, Places(place)), subject, lambda done, total: None)
+    samples = theirs(place, "choices")["samples"]
+    for name, metric in (("accuracy", "acc"), ("accuracy_characters", "acc_norm"), ("accuracy_bytes", "acc_bytes")):
+        (figure,) = (figure for figure in ours.figures if figure.name == name)
+        assert figure.sums == tuple(sample[metric] for sample in samples)
+    for row, sample in zip(ours.rows, samples, strict=True):
+        assert row["nats"] == pytest.approx([-one[0] for one in sample["filtered_resps"]], abs=1e-4)
+
+
+def test_a_model_in_bf16_is_the_one_that_transformers_opens(place: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    ids_BT = torch.arange(120)[None]  # far enough for rounded frequencies of rotary positions to show
+    theirs = AutoModelForCausalLM.from_pretrained(place / "model", dtype=torch.bfloat16)
+    with torch.no_grad():
+        assert torch.equal(speaker(place / "model", dtype="bf16").model(ids_BT).logits, theirs(ids_BT).logits)
+
+
+def test_a_limit_draws_items_by_the_seed(place: Path) -> None:
+    every = read(place, "words").digests
+    some = read(place, "words", limit=4)
+    assert len(some.digests) == 4
+    assert [digest for digest in every if digest in some.digests] == list(some.digests)
+    assert read(place, "words", limit=4, seed=2).digests != some.digests
+    assert read(place, "choices", shots=1).digests != read(place, "choices").digests
+
+
+def test_two_models_are_asked_the_same_items(place: Path, subject: Subject, tmp_path: Path) -> None:
+    items = read(place, "words")
+    first = harness.run(items, subject, lambda done, total: None)
+    other = subject_of(speaker(write_model(tmp_path / "other", seed=2)))
+    second = harness.run(items, other, lambda done, total: None)
+    again = harness.run(items, subject, lambda done, total: None)
+    assert first.figures == again.figures != second.figures
+    assert not math.isnan(second.primary.value)
+
+
+def test_what_the_harness_does_not_have_is_refused(place: Path) -> None:
+    with pytest.raises(UsageError, match=r"tasks.theirs.task is .*absent.yaml, which is no file"):
+        read(place, "absent")
+    (place / "broken.yaml").write_text(json.dumps({"task": "broken", **COMMON, **TASKS["words"], "dataset_kwargs": {
+        "data_files": {"test": "absent.jsonl"}}}))  # fmt: skip
+    with pytest.raises(DataError, match=r"tasks.theirs.task is broken.yaml, whose data or task file cannot be read"):
+        read(place, "broken")
+
+
+def test_tasks_are_known_by_name(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lm_eval.tasks.manager.__file__", str(place / "manager.py"))  # its 14,000 files take 8 s to read
+    monkeypatch.chdir(place)
+    found = harness.read("theirs", HarnessTask(task="words"), Places(place / "elsewhere"))
+    assert found.digests == read(place, "words").digests
+    with pytest.raises(UsageError, match=r"'wordz', which lm-evaluation-harness does not know; did you mean words\?"):
+        harness.read("theirs", HarnessTask(task="wordz"), Places(place))
+
+
+def test_a_group_counts_every_item_and_shows_each_task(
+    place: Path, subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lm_eval.tasks.manager.__file__", str(place / "manager.py"))
+    (place / "both.yaml").write_text("group: both\ntask:\n- words\n- answers\n")
+    monkeypatch.chdir(place)
+    outcome = asked(place, "both", subject)
+    assert outcome.groups == {"task=words": tuple(range(ITEMS)), "task=answers": tuple(range(ITEMS, 2 * ITEMS))}
+    accuracy, exact = (next(one for one in outcome.figures if one.name == name) for name in ("acc", "exact_match"))
+    assert (sum(accuracy.sizes), sum(exact.sizes)) == (ITEMS, ITEMS)
+    (place / "both.yaml").unlink()
+
+
+def test_without_the_harness_the_command_that_installs_it_is_told(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "lm_eval.tasks", None)
+    with pytest.raises(UsageError, match=r"pip install 'ttrain\[harness\]'"):
+        read(place, "words")

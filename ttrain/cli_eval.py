@@ -1,0 +1,140 @@
+"""`ttrain eval`: its arguments, and what it prints."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from ttrain.cli_settings import AsJson
+from ttrain.cli_talk import Base, Device, Dtype, before_torch
+
+if TYPE_CHECKING:
+    from ttrain.evaluate.results import Results
+    from ttrain.evaluate.suites import Loaded
+
+EPILOG = (
+    "Examples:  ttrain eval sft\n\nttrain eval pretrain sft --choices poems.jsonl --last-word passages.jsonl\n\n"
+    "ttrain eval sft mine-sft@champion --suite mine.yaml --json\n\n"
+    "ttrain eval owner/name ./model --suite english --limit 200"
+)
+MODELS_HELP = (
+    "runs, stages such as sft, registered NAME@ALIAS, directories, or owner/name on the Hub; the first is what "
+    "the others are compared with"
+)
+KINDS = ("text", "chats", "choices", "last_word", "generation")
+ModelNames = Annotated[list[str], typer.Argument(help=MODELS_HELP, metavar="MODEL...")]
+Suites = Annotated[
+    list[str] | None, typer.Option("--suite", "-s", metavar="SUITE", help="tasks: a name, or a YAML file; repeatable")
+]
+
+
+def _file(name: str, shape: str) -> Any:
+    return typer.Option(name, metavar="FILE", help=f"JSON Lines, {shape}; repeatable")
+
+
+def evaluate(
+    models: ModelNames,
+    suite: Suites = None,
+    text: Annotated[list[Path] | None, _file("--text", "{text}: bits per byte")] = None,
+    chats: Annotated[list[Path] | None, _file("--chats", "{messages}: loss on the answers, and what they look like")] = None,
+    choices: Annotated[list[Path] | None, _file("--choices", "{question, choices, answer}: multiple choice")] = None,
+    last_word: Annotated[list[Path] | None, _file("--last-word", "{context, target}")] = None,
+    generation: Annotated[list[Path] | None, _file("--generation", "{question, answer}: answers in its own words")] = None,
+    match: Annotated[
+        Literal["exact", "numeric"] | None, typer.Option(help="how answers of --generation are compared", show_default=False)
+    ] = None,
+    shots: Annotated[int | None, typer.Option(min=0, max=64, help="worked examples before each item")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="items of each task, drawn by its seed")] = None,
+    items: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="write every item and answer there, as JSON Lines")
+    ] = None,
+    track: Annotated[bool, typer.Option("--track", help="keep the results in MLflow, below the run of the model")] = False,
+    base: Base = None,
+    device: Device = "auto",
+    dtype: Dtype = "fp32",
+    batch_tokens: Annotated[
+        int | None, typer.Option(min=1, help="padded tokens of a forward pass: bounds the memory", show_default=False)
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure models, with intervals; compare them on the same items, with what these items can tell.
+
+    Without a task, on what their own runs held out.
+    """
+    from ttrain import evaluating, references, store
+    from ttrain.evaluate.confidence import Rule
+    from ttrain.terminal import print_json
+
+    files = dict(zip(KINDS, (text, chats, choices, last_word, generation), strict=True))
+    asked = [_changed(loaded, shots=shots, limit=limit, match=match) for loaded in _asked(suite or (), files)]
+    found = [references.resolve(model, base=base, from_hub=True) for model in models]
+    home = store.Store(store.home())
+    heldout = evaluating.heldout_of(found, home)
+    asked = asked or [_changed(evaluating.default_suite(heldout, found), limit=limit)]
+    if track:
+        evaluating.check_tracked(found, home)
+    before_torch()
+    results = _with_bar(found, asked, heldout, evaluating.How(device, dtype, batch_tokens), Rule())
+    if items is not None:
+        evaluating.write_items(items, results)
+    kept = evaluating.track(found, results, home) if track else []
+    if as_json:
+        print_json(results.to_json())
+        return
+    _show(results)
+    if items is not None:
+        print(f"every item is in {items}")
+    if kept:
+        print(f"in MLflow: {', '.join(kept)}; `ttrain ui` opens it")
+
+
+def _asked(names: Sequence[str], files: dict[str, list[Path] | None]) -> list[Loaded]:
+    """The suites that are named, and one of the files that are."""
+    from ttrain.evaluate import suites
+
+    tasks: dict[str, dict[str, Any]] = {}
+    for kind, paths in files.items():
+        for path in paths or ():
+            tasks[_task_name(path, tasks)] = {"kind": kind, "file": str(path.absolute())}
+    return [*map(suites.load, names), *([suites.of_tasks(tasks, "the command line")] if tasks else [])]
+
+
+def _task_name(path: Path, taken: dict[str, Any]) -> str:
+    """The file's name without its endings, as a task may be called; a second file of the same name gets a number."""
+    stem = re.sub(r"[^A-Za-z0-9_.-]+", "-", path.name.partition(".")[0]).lstrip("-_.") or "task"
+    return next(name for name in (stem, *(f"{stem}-{number}" for number in range(2, 10**6))) if name not in taken)
+
+
+def _changed(loaded: Loaded, **settings: Any) -> Loaded:
+    from ttrain.evaluate import suites
+
+    return suites.changed(loaded, **{name: value for name, value in settings.items() if value is not None})
+
+
+def _with_bar(references: Any, asked: Any, heldout: Any, how: Any, rule: Any) -> Results:
+    from ttrain import evaluating
+    from ttrain.terminal import bar
+
+    names = evaluating.names_of(references)
+    with bar("evaluating", "% of all tasks", 100) as progress:
+
+        def told(model: str, task: str, done: float, total: int) -> None:
+            progress(int(100 * (names.index(model) + done / total) / len(names)))
+
+        return evaluating.evaluate(references, asked, heldout, how=how, rule=rule, told=told)
+
+
+def _show(results: Results) -> None:
+    from ttrain.terminal import escaped, table
+
+    table(*results.table())
+    header, rows = results.comparison_table()
+    if rows:
+        print()
+        table(header, rows)
+    for line in results.left_out():
+        print(escaped(line))

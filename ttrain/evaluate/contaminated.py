@@ -1,0 +1,68 @@
+"""Items that stand in the training documents, as the shards' own search found: figures apart, or left out."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ttrain.data import contamination
+from ttrain.data.chat import Message
+from ttrain.data.contamination import digest_of_text
+from ttrain.data.plain_text import plain
+from ttrain.errors import DataError
+from ttrain.evaluate import choices, generation
+from ttrain.evaluate.items import Items, LeftOut
+
+REASON = "stands in the training documents"
+GROUPS = ("overlap=yes", "overlap=no")
+
+
+def marked(items: Items[Any], known: Collection[str], *, leave_out: bool) -> Items[Any]:
+    """The items, of which those with a plain text in `known` (digests) are a group of their own, or left out.
+
+    Raises DataError where none would be left.
+    """
+    found = {number for number, item in enumerate(items.items) if _digest(item) in known}
+    if not found:
+        return items
+    rest = [number for number in range(len(items.items)) if number not in found]
+    if not leave_out:
+        groups = {**items.groups, GROUPS[0]: tuple(sorted(found)), GROUPS[1]: tuple(rest)}
+        return replace(items, groups={name: numbers for name, numbers in groups.items() if numbers})
+    if not rest:
+        raise DataError(
+            f"all {len(found)} items of {items.task} stand in the training documents, so that none is left; set "
+            "evaluate.overlapping=report, or have shards.decontaminate remove the documents"
+        )
+    place = {number: new for new, number in enumerate(rest)}
+    return replace(
+        items,
+        items=tuple(items.items[number] for number in rest),
+        digests=tuple(items.digests[number] for number in rest),
+        left_out=(*items.left_out, *(LeftOut(items.digests[number], REASON) for number in sorted(found))),
+        groups=_renumbered(items.groups, place),
+    )
+
+
+def _renumbered(groups: Mapping[str, tuple[int, ...]], place: Mapping[int, int]) -> dict[str, tuple[int, ...]]:
+    found = {name: tuple(place[number] for number in numbers if number in place) for name, numbers in groups.items()}
+    return {name: numbers for name, numbers in found.items() if numbers}
+
+
+def _digest(item: object) -> str | None:
+    """Of the text that `contamination.text_of` makes of the item's row; None for kinds whose items have none."""
+    match item:
+        case str():
+            text = item
+        case choices.Asked(choice=choice):
+            text = contamination.text_of({"question": choice.question, "answer": choice.choices[choice.answer]}) or ""
+        case (str() as context, str() as target):  # worked examples before it make it another text
+            text = context + target
+        case (generation.Problem() as problem, _):
+            text = contamination.text_of({"question": problem.question, "answer": problem.answer}) or ""
+        case (Message(), *_):
+            text = "\n".join(message.content for message in item)  # type: ignore[attr-defined]
+        case _:
+            return None
+    return digest_of_text(plain(text))

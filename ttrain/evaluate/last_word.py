@@ -1,0 +1,76 @@
+"""The last word of a passage: whether the model would say it, and what it costs (LAMBADA, arXiv:1606.06031)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ttrain.config.suite import LastWordTask
+from ttrain.evaluate import wording
+from ttrain.evaluate.choices import cut_figure
+from ttrain.evaluate.items import Items, Places, digests, groups, read_rows, sampled
+from ttrain.evaluate.outcome import Figure, Outcome
+from ttrain.evaluate.requests import log_likelihoods
+from ttrain.evaluate.subject import Progress, Subject
+
+WANTED = '{"context": text, "target": text}'
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A row, with the space before its target, where the script has spaces and neither side brings one."""
+
+    context: str
+    target: str
+    labels: dict[str, Any] = field(default_factory=dict, compare=False)
+
+
+Asked = tuple[str, str]  # context and continuation
+
+
+def parse(record: dict[str, Any], by: Sequence[str] = ()) -> Passage:
+    """The item of a row. Raises BadRow where there is no text to continue, or nothing to continue it with."""
+    context, target = wording.text(record, "context"), wording.text(record, "target")
+    between = "" if target[0].isspace() else wording.space(context)
+    return Passage(context, between + target, wording.labels(record, by))
+
+
+def read(task: str, spec: LastWordTask, places: Places) -> Items[Asked]:
+    """The passages of the file. Raises UsageError, or DataError where it has none."""
+    setting = f"tasks.{task}"
+
+    def parsed(record: dict[str, Any]) -> Passage:
+        return parse(record, spec.by)
+
+    rows, left_out = read_rows(places.file(spec.file), parsed, f"{setting}.file")
+    wording.check_some(rows, left_out, f"{setting}.file", WANTED)
+    items = sampled(rows, spec.limit, spec.seed)
+    shots, more = wording.examples(spec, rows, items, places, parsed, setting)
+    asked = tuple(
+        ("".join(one.context + one.target + spec.shots_separator for one in before) + item.context, item.target)
+        for item, before in zip(items, shots, strict=True)
+    )
+    return Items(task, spec, asked, digests(asked), (*left_out, *more), groups([item.labels for item in items], spec.by))
+
+
+def run(items: Items[Asked], subject: Subject, progress: Progress) -> Outcome:
+    """`accuracy`: all tokens of the target are the most likely ones; `perplexity`: exp of the nats of a target."""
+    found = log_likelihoods(subject, items.items, progress)
+    ones = (1.0,) * len(found)
+    figures = [
+        Figure("accuracy", tuple(float(one.greedy) for one in found), ones, higher_is_better=True, unit="share"),
+        Figure("perplexity", tuple(one.nats for one in found), ones, higher_is_better=False, unit="", shown="exp"),
+        *cut_figure([one.cut for one in found]),
+    ]
+    rows = [
+        {
+            "context": context, "target": target, "right": one.greedy, "nats": one.nats if math.isfinite(one.nats) else None,
+            **({"cut": one.cut} if one.cut else {}),
+        }
+        for (context, target), one in zip(items.items, found, strict=True)
+    ]  # fmt: skip
+    return Outcome(
+        items.task, items.spec.kind, subject.name, items.digests, tuple(figures), rows, items.reasons, items.groups
+    )

@@ -1,0 +1,174 @@
+"""Suites as files: found by name or path, read, checked; and the files that they read. Loads no torch."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from ttrain.config.suite import HELDOUT, HELDOUT_PARTS, KINDS, ChatsTask, HarnessTask, Suite, Task, TextTask
+from ttrain.errors import UsageError
+from ttrain.loading import configs_directory, read_yaml
+
+ENDINGS = (".yaml", ".yml")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A suite, the name or path that it was asked for by, and the file that it stands in; paths in it are relative to
+    `base`."""
+
+    name: str
+    suite: Suite
+    file: Path | None
+    base: Path
+
+
+def names() -> list[str]:
+    """The suites that ship with ttrain."""
+    return sorted(path.stem for path in _shipped().glob("*.yaml"))
+
+
+def load(name: str) -> Loaded:
+    """The suite of that name, or in that file. Raises UsageError where there is none, or where what it says is wrong."""
+    file = find(name)
+    tree = read_yaml(file)
+    return Loaded(name, checked(tree, str(file)), file, file.parent)
+
+
+def find(name: str) -> Path:
+    """The file of a suite. Raises UsageError where there is none."""
+    path = Path(name).expanduser()
+    if path.suffix in ENDINGS or os.sep in name:
+        if not path.is_file():
+            raise UsageError(f"there is no suite {name}: no such file; write one, or take one of {', '.join(names())}")
+        return path.absolute()
+    shipped = _shipped() / f"{name}.yaml"
+    if not shipped.is_file():
+        near = difflib.get_close_matches(name, names(), n=1)
+        said = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(names())}; a file of your own ends in .yaml"
+        raise UsageError(f"there is no suite '{name}'; {said}")
+    return shipped
+
+
+def of_tasks(tasks: Mapping[str, Mapping[str, Any]], origin: str) -> Loaded:
+    """A suite of tasks that the user named one by one; paths are relative to where one stands."""
+    return Loaded(origin, checked({"tasks": tasks}, origin), None, Path.cwd())
+
+
+def of_heldout(parts: Collection[str]) -> Loaded:
+    """The suite `heldout` on what is there of documents, chats and domain; `parts` names one at least."""
+    return within(load(HELDOUT), parts)
+
+
+def within(loaded: Loaded, parts: Collection[str]) -> Loaded:
+    """The same suite without the tasks that name a held-out part which is not among these. Raises UsageError where that
+    leaves none."""
+    tasks = {name: task for name, task in loaded.suite.tasks.items() if _part(task) in (None, *parts)}
+    if not tasks:
+        named = sorted({str(_part(task)) for task in loaded.suite.tasks.values()})
+        raise UsageError(
+            f"{loaded.name} asks about held-out {' and '.join(named)} alone, but here is "
+            f"{' and '.join(parts) or 'nothing'}; add a task with a file"
+        )
+    return replace(loaded, suite=Suite(tasks=tasks))
+
+
+def at_most(loaded: Loaded, items: int, text_bytes: int) -> Loaded:
+    """The same suite with at most so many items of each task, and at most so many bytes of each text."""
+    tree = loaded.suite.model_dump()
+    for task in tree["tasks"].values():
+        for name, most in (("limit", items), ("max_bytes", text_bytes)):
+            if name in task:
+                task[name] = most if task[name] is None else min(task[name], most)
+    return replace(loaded, suite=checked(tree, loaded.name))
+
+
+def changed(loaded: Loaded, **settings: Any) -> Loaded:
+    """The same suite with these settings in each task that has them."""
+    tree = loaded.suite.model_dump()
+    for task in tree["tasks"].values():
+        task.update({name: value for name, value in settings.items() if name in task})
+    return Loaded(loaded.name, checked(tree, loaded.name), loaded.file, loaded.base)
+
+
+def checked(tree: Mapping[str, Any], origin: str) -> Suite:
+    """The suite that a tree describes. Raises UsageError that names task, setting, value and rule."""
+    try:
+        return Suite.model_validate(tree)
+    except ValidationError as error:
+        raise UsageError(f"{origin}: {'; '.join(_explained(item, tree) for item in error.errors())}") from None
+
+
+def files_of(loaded: Loaded) -> list[Path]:
+    """What shapes its result: its own file, and all that its tasks read. Raises UsageError where one is missing."""
+    found = [] if loaded.file is None else [loaded.file]
+    for name, task in loaded.suite.tasks.items():
+        for setting, file in _named(task):
+            path = loaded.base / Path(file).expanduser()
+            if not path.is_file():
+                raise UsageError(f"{loaded.name}: {name}.{setting} is {file}, but there is no file {path}")
+            found.append(path)
+    return list(dict.fromkeys(found))
+
+
+def distinct(suites: Sequence[Loaded]) -> None:
+    """Raise UsageError where two suites have a task of one name: their figures would have one name, too."""
+    seen: dict[str, str] = {}
+    for loaded in suites:
+        for task in loaded.suite.tasks:
+            if task in seen:
+                raise UsageError(f"both {seen[task]} and {loaded.name} have a task '{task}'; rename one of them")
+            seen[task] = loaded.name
+
+
+def _shipped() -> Path:
+    return configs_directory() / "suites"
+
+
+def _part(task: Task) -> str | None:
+    """Which held-out part a task names instead of a file."""
+    return HELDOUT_PARTS.get(task.file) if isinstance(task, TextTask | ChatsTask) else None
+
+
+def _named(task: Task) -> Iterable[tuple[str, str]]:
+    """(setting, file) of the files that a task reads."""
+    if isinstance(task, HarnessTask):
+        return [("task", task.task)] if task.task.endswith(ENDINGS) else []
+    found = [(name, getattr(task, name, None)) for name in ("file", "shots_file")]
+    held_out = HELDOUT_PARTS if isinstance(task, TextTask | ChatsTask) else ()
+    return [(name, file) for name, file in found if file is not None and file not in held_out]
+
+
+def _explained(item: Mapping[str, Any], tree: Mapping[str, Any]) -> str:
+    """One wrong setting in a line. pydantic's place of a task's setting is tasks, name, kind, setting."""
+    place = [str(part) for part in item["loc"]]
+    name = ".".join([place[1], *place[3:]] if len(place) > 2 and place[0] == "tasks" else place[1:] or place)
+    message = str(item["msg"]).removeprefix("Value error, ")
+    match item["type"]:
+        case "extra_forbidden" if len(place) > 2:
+            known = list(KINDS[place[2]].model_fields)
+            near = difflib.get_close_matches(place[-1], known, n=1, cutoff=0.5)
+            return f"{name} is no setting of kind {place[2]}; " + (
+                f"did you mean '{near[0]}'?" if near else f"it has {', '.join(known)}"
+            )
+        case "extra_forbidden":
+            return f"{name} is no part of a suite; write tasks: and below it a name for each task"
+        case "missing":
+            return f"{name} is missing" + ("; write tasks: and below it a name for each task" if name == "tasks" else "")
+        case "union_tag_not_found":
+            return f"{name} does not say its kind; there are {', '.join(KINDS)}"
+        case "union_tag_invalid":
+            return f"{name} is of kind {_kind(tree, place)!r}, which there is not; there are {', '.join(KINDS)}"
+        case "value_error":
+            return f"{name}: {message}"
+    return f"{name} is {item['input']!r} but: {message[0].lower()}{message[1:]}"
+
+
+def _kind(tree: Mapping[str, Any], place: Sequence[str]) -> object:
+    return tree["tasks"][place[1]].get("kind")

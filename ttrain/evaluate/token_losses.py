@@ -1,0 +1,104 @@
+"""What each next token costs a model: for the positions that count alone, without ever holding all logits.
+
+Letters in names: B rows, T positions, N positions that count, C of a chunk, D width of the hidden states, V entries of the
+vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ttrain.data.packing import IGNORE
+from ttrain.train.losses import CHUNK_TOKENS, CHUNK_TOKENS_ELSEWHERE, SLICE_ENTRIES
+
+PROBED_TOKENS = 8
+MARK = 100.0  # far outside of what a cap, a scale or a shift between the head and the logits would leave as it is
+
+
+@final
+class TokenLosses:
+    """Negative log-likelihoods under one model, which is in eval mode.
+
+    Where the logits are the output head applied to what the decoder gives and nothing else, the head is applied here, chunk
+    by chunk and only to the positions that count. The first batch shows whether that is so; elsewhere (a soft cap, a prefix
+    that stands before the row, a model of the user's own without `get_decoder`) the model makes all its logits.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model: Any = model
+        self._parts: tuple[Callable[..., Any], nn.Module] | None = None
+        self._probed = False
+
+    def __call__(self, input_ids_BT: Tensor, labels_BT: Tensor, **inputs: Any) -> Tensor:
+        """Nats of each label that is not IGNORE, of shape [N] in fp32, in the order of `labels_BT[labels_BT != IGNORE]`.
+
+        `labels_BT` lies on the CPU, so that nothing waits for a GPU to know where they are; `labels_BT[t]` follows
+        `input_ids_BT[t]`. `inputs` go to the model as they are. No gradient is recorded, and no mode that would leave tables
+        which a model keeps unfit for training.
+        """
+        live_N = (labels_BT.flatten() != IGNORE).nonzero()[:, 0]
+        device = input_ids_BT.device
+        labels_N = labels_BT.flatten()[live_N].to(device)
+        with torch.no_grad():
+            if not self._probed:
+                self._parts, self._probed = plain_parts(self._model, input_ids_BT[:1, :PROBED_TOKENS]), True
+            if self._parts is None:
+                logits_BTV = self._model(input_ids=input_ids_BT, use_cache=False, **inputs).logits
+                return _costs(logits_BTV.flatten(0, 1), live_N.to(device), labels_N, None)
+            decoder, head = self._parts
+            hidden_BTD = decoder(input_ids=input_ids_BT, use_cache=False, **inputs).last_hidden_state
+            return _costs(hidden_BTD.flatten(0, 1), live_N.to(device), labels_N, head)
+
+
+def plain_parts(model: Any, input_ids_BT: Tensor) -> tuple[Callable[..., Any], nn.Module] | None:
+    """(decoder, output head) of a model whose logits are head(decoder(input_ids)) and nothing else; None of any other.
+
+    The head's output is marked, and must arrive as it is; its input must be what the decoder gives.
+    """
+    causal = model.get_base_model() if hasattr(model, "get_base_model") else model  # of PEFT
+    try:
+        decoder, head = causal.get_decoder(), causal.get_output_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None
+    if not isinstance(decoder, nn.Module) or not isinstance(head, nn.Module) or decoder is causal:
+        return None
+    seen: list[tuple[Tensor, Tensor]] = []
+
+    def mark(module: nn.Module, given: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        marks_V = torch.linspace(-MARK, MARK, output.shape[-1], device=output.device, dtype=output.dtype)
+        seen.append((given[0], output + marks_V))
+        return seen[-1][1]
+
+    watched = head.register_forward_hook(mark)
+    try:
+        logits = model(input_ids=input_ids_BT, use_cache=False).logits
+    finally:
+        watched.remove()
+    hidden = getattr(decoder(input_ids=input_ids_BT, use_cache=False), "last_hidden_state", None)
+    if len(seen) != 1 or hidden is None:
+        return None
+    given, marked = seen[0]
+    return (decoder, head) if torch.equal(given, hidden) and torch.equal(marked.float(), logits.float()) else None
+
+
+def _costs(states: Tensor, live_N: Tensor, labels_N: Tensor, head: nn.Module | None) -> Tensor:
+    """Nats of the labels, from hidden states and the head, or from logits; log-sum-exp in fp32, or wider where they are."""
+    on_cpu = states.device.type == "cpu"
+    chunk = CHUNK_TOKENS.get(states.device.type, CHUNK_TOKENS_ELSEWHERE)
+    found: list[Tensor] = []
+    for start in range(0, len(live_N), chunk):
+        rows_C, labels_C = live_N[start : start + chunk], labels_N[start : start + chunk]
+        chosen = states.index_select(0, rows_C)
+        logits_CV = chosen if head is None else head(chosen)
+        wide = torch.promote_types(logits_CV.dtype, torch.float32)
+        slice_tokens = max(1, SLICE_ENTRIES // logits_CV.shape[-1]) if on_cpu else len(rows_C)
+        found += [
+            F.cross_entropy(logits.to(wide), labels, reduction="none")
+            for logits, labels in zip(torch.split(logits_CV, slice_tokens), torch.split(labels_C, slice_tokens), strict=True)
+        ]
+    return torch.cat(found) if found else torch.zeros(0, device=states.device)

@@ -1,0 +1,166 @@
+"""`ttrain eval`: models by reference, what their runs held out, the tasks, what came of them. Loads torch when it asks."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from ttrain.errors import UsageError
+from ttrain.evaluate import suites
+from ttrain.evaluate.confidence import Rule
+from ttrain.evaluate.results import Results
+from ttrain.references import Reference
+from ttrain.store import Artifact, Store
+
+if TYPE_CHECKING:
+    from ttrain.evaluate.outcome import Outcome
+
+PARTS = {"shards-pretrain": "documents", "shards-sft": "chats", "shards-lora": "domain"}
+Records = Mapping[str, Sequence[Mapping[str, Any]]]
+Told = Callable[[str, str, float, int], None]  # (model, task, how much is done, of how many tasks)
+
+
+@dataclass(frozen=True)
+class How:
+    """How to ask: the device, the numbers, and how many padded tokens at once (None: as many as suit the device)."""
+
+    device: str = "auto"
+    dtype: str = "fp32"
+    batch_tokens: int | None = None
+
+
+def evaluate(
+    references: Sequence[Reference],
+    asked: Sequence[suites.Loaded],
+    heldout: Records,
+    *,
+    how: How,
+    rule: Rule,
+    told: Told = lambda model, task, done, total: None,
+) -> Results:
+    """Ask every model every task; the first is the one that the others are compared with.
+
+    Raises UsageError and DataError for what cannot be asked, before a model is loaded.
+    """
+    suites.distinct(asked)
+    from ttrain.evaluate import running
+    from ttrain.subjects import subject_of
+    from ttrain.talk import loading
+
+    items = running.read(asked, heldout)
+    outcomes: list[Outcome] = []
+    for name, reference in zip(names_of(references), references, strict=True):
+        speaker = replace(loading.load(reference, device=how.device, dtype=how.dtype), name=name)
+        subject = subject_of(speaker, batch_tokens=how.batch_tokens)
+        outcomes += running.ask(items, subject, partial(told, name))
+        del speaker, subject
+        gc.collect()  # the next one needs the room
+    return Results(outcomes, rule)
+
+
+def default_suite(heldout: Records, references: Sequence[Reference]) -> suites.Loaded:
+    """What to ask where nothing is said: all that the models' runs held out. Raises UsageError where that is nothing."""
+    if not heldout:
+        names = ", ".join(reference.text for reference in references)
+        raise UsageError(
+            f"no held-out data of {names} is here, so say what to ask: --text, --choices, --last-word, --generation or "
+            f"--chats with a file, or --suite with {', '.join(suites.names())} or a file of your own"
+        )
+    return suites.of_heldout(heldout)
+
+
+def heldout_of(references: Sequence[Reference], store: Store) -> dict[str, list[dict[str, Any]]]:
+    """Records of the held-out documents, chats and domain of the first model whose run has some, and that are here."""
+    from ttrain.stages.shards import heldout_records
+
+    for reference in references:
+        found = {}
+        for part, artifact in _held_out(reference.artifact, store).items():
+            if records := heldout_records(artifact.path):
+                found[part] = records
+        if found:
+            return found
+    return {}
+
+
+def names_of(references: Sequence[Reference]) -> list[str]:
+    """What the models are called in tables: as the user wrote them, and told apart where that is the same twice."""
+    texts = [reference.text for reference in references]
+    return [text if texts.count(text) == 1 else f"{text} ({number})" for number, text in enumerate(texts, 1)]
+
+
+def check_tracked(references: Sequence[Reference], store: Store) -> None:
+    """Raise UsageError where one of the models is of no tracked run."""
+    for reference in references:
+        _tracked(reference, store)
+
+
+def track(references: Sequence[Reference], results: Results, store: Store) -> list[str]:
+    """Keep each model's results as a run below the one that made it, in MLflow; their names.
+
+    Raises UsageError where one is of no tracked run.
+    """
+    from ttrain import tracking
+
+    parents = [_tracked(reference, store) for reference in references]
+    made = []
+    for reference, name, (run_id, experiment) in zip(references, names_of(references), parents, strict=True):
+        tracker = tracking.open_store(store.root, experiment)
+        artifact = reference.artifact
+        tags = {"ttrain.stage": "eval", "ttrain.evaluated": f"{artifact.stage} {artifact.key}" if artifact else ""}
+        own = Results([one for one in results.outcomes if one.subject == name], results.rule)
+        run = tracker.start_run(f"eval {name}", parent_run_id=run_id, tags=tags, params={"model": reference.text})
+        run.log_summary({f"eval/{key}": value for key, value in own.metrics().items()})
+        run.log_inputs(tracking.of_tasks(own.to_json()["tasks"]))
+        header, rows = own.table()
+        run.log_text(orjson.dumps({"columns": header, "data": rows}).decode(), "evaluation_table.json")
+        run.log_text(orjson.dumps(own.to_json(), option=orjson.OPT_INDENT_2).decode(), "evaluation.json")
+        run.log_text("".join(orjson.dumps(row).decode() + "\n" for row in own.rows()), "items.jsonl")
+        run.finish("FINISHED")
+        tracker.close()
+        made.append(f"eval {name}")
+    return made
+
+
+def write_items(path: Path, results: Results) -> int:
+    """Every item of every model as a line of JSON; how many there are."""
+    lines = [orjson.dumps(row) + b"\n" for row in results.rows()]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"".join(lines))
+    return len(lines)
+
+
+def _held_out(artifact: Artifact | None, store: Store) -> dict[str, Artifact]:
+    """The shards behind a model, by part: its own, and those of what it was trained on top of."""
+    found: dict[str, Artifact] = {}
+    waiting = [artifact] if artifact else []
+    while waiting:
+        for used in waiting.pop().manifest["inputs"].values():
+            one = store.find(used["stage"], used["key"])
+            if one is None:
+                continue
+            waiting.append(one)
+            part = PARTS.get(one.stage)
+            if part and not any(name.startswith("heldout/") for name in one.absent):
+                found.setdefault(part, one)
+    return found
+
+
+def _tracked(reference: Reference, store: Store) -> tuple[str, str]:
+    """(id of the tracked run that made the model, its experiment). Raises UsageError where there is none."""
+    from ttrain.store import read_json
+
+    name = reference.artifact.manifest.get("provenance", {}).get("run") if reference.artifact else None
+    record = (read_json(store.root / "runs" / f"{name}.json") if name else None) or {}
+    run_id = (record.get("tracking") or {}).get("run_id")
+    if not run_id:
+        raise UsageError(
+            f"--track keeps results with the run that made the model, but '{reference.text}' is of no tracked run"
+        )
+    return str(run_id), str(record["settings"]["tracking"]["experiment"])
