@@ -33,3 +33,14 @@ def threads_of_the_process() -> Iterator[None]:
     yield
     if torch:
         torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def no_telemetry() -> Iterator[None]:
+    """Before anything imports MLflow: it would write an installation id into the user's ~/.config."""
+    from ttrain import tracking
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in tracking.ENVIRONMENT.items():
+            patch.setenv(name, value)
+        yield

@@ -36,16 +36,8 @@ from ttrain.tracking.files import LINK_FROM_BYTES
 from ttrain.tracking.inputs import DataInput
 from ttrain.tracking.links import stages_of
 
+pytestmark = pytest.mark.usefixtures("no_telemetry")
 MODEL_TAGS = {"ttrain.key": "k1", "ttrain.content": "c1"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_telemetry() -> Iterator[None]:
-    """Before anything imports MLflow: it would write an installation id into the user's ~/.config."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in tracking.ENVIRONMENT.items():
-            patch.setenv(name, value)
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -23,13 +23,7 @@ from ttrain.execute import Execution, _Watcher
 from ttrain.tracking import Run, Store, open_store, outbox, outboxes
 from ttrain.tracking.leftovers import tell_one
 
-
-@pytest.fixture(scope="module", autouse=True)
-def no_telemetry() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in tracking.ENVIRONMENT.items():
-            patch.setenv(name, value)
-        yield
+pytestmark = pytest.mark.usefixtures("no_telemetry")
 
 
 @pytest.fixture(scope="module")
