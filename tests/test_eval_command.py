@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from ttrain.errors import UsageError
 from ttrain.evaluate import baselines
 from ttrain.evaluating import heldout_of
 from ttrain.promotion import decide, scores_of
-from ttrain.references import resolve
+from ttrain.references import Reference, resolve
 from ttrain.stages import evaluate
 from ttrain.store import Artifact, Store, write_json
 
@@ -46,6 +47,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     inputs = {"shards": {"stage": home.documents.stage, "key": home.documents.key, "content": home.documents.content}}
     manifest = {"result": {}, "ingredients": {}, "inputs": inputs, "provenance": {"run": "full-1"}}
     home.store.publish("pretrain", "3" * 64, root / "made", manifest)
+    write_model(root / "tuned" / "model", seed=3, max_length=64)
+    inputs = {"base": {"stage": "pretrain", "key": "3" * 64}, "shards": {"stage": home.chats.stage, "key": home.chats.key}}
+    home.store.publish("sft", "4" * 64, root / "tuned", {**manifest, "inputs": inputs})
     write_model(root / "other", seed=2, max_length=64)
     write_lines(root / "words.jsonl", [*CHOICES, *BAD])
     return root
@@ -103,6 +107,22 @@ def test_without_a_task_the_held_out_data_of_the_models_run_is_scored(
     assert set(task["baselines"]) == set(baselines.BASELINES)
 
 
+def test_a_full_disk_loses_no_result(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["eval", "pretrain", "--choices", "words.jsonl", "--items", "/dev/full"])
+    told = capsys.readouterr()
+    assert ended.value.code == 2 and "--items is /dev/full, which cannot be written: No space left on device" in told.err
+    assert "accuracy" in told.out
+
+
+def test_each_held_out_part_is_of_the_first_model_that_has_it(here: Path) -> None:
+    """A base model has no chats, its fine-tuned one has: asked about both, chats are asked, too."""
+    store = Store(here / "home")
+    base, fine = (store.latest(stage) for stage in ("pretrain", "sft"))
+    found = heldout_of([Reference("a", base.path, None, base), Reference("b", fine.path, None, fine)], store)
+    assert list(found) == ["documents", "chats"]
+
+
 def test_a_model_without_held_out_data_asks_what_to_ask(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = said(capsys, "./other", code=2)
     assert "no held-out data of ./other is here" in text and "--choices" in text and "english" in text
@@ -116,6 +136,9 @@ def test_a_model_without_held_out_data_asks_what_to_ask(here: Path, capsys: pyte
         (("pretrain", "--suite", "heldot"), "did you mean 'heldout'"),
         (("pretrain", "--suite", "heldout"), "the held-out chats of the model's own run, but there are none"),
         (("pretrain", "--choices", "words.jsonl", "--track"), "'pretrain' is of no tracked run"),
+        (("pretrain", "--choices", "words.jsonl", "--items", "."), "--items is ., which cannot be written: Is a directory"),
+        (("pretrain", "--choices", "words.jsonl", "--match", "exact"), "--match is exact, but no task has that setting"),
+        (("pretrain", "--shots", "2"), "--shots is 2, but no task has that setting; what is asked is of kind text"),
     ],
 )
 def test_what_cannot_be_asked_is_told_before_a_model_is_loaded(
@@ -166,6 +189,8 @@ def test_results_are_kept_below_the_run_that_made_the_model(here: Path, capsys: 
     assert (data.dataset.name, json.loads(data.dataset.profile)) == ("words", {"items": len(CHOICES)})
     names = {file.path for file in client.list_artifacts(found.info.run_id)}
     assert {"evaluation_table.json", "evaluation.json", "items.jsonl"} <= names
+    tables = [table["path"] for table in json.loads(found.data.tags["mlflow.loggedArtifacts"])]
+    assert tables == ["evaluation_table.json"], "MLflow's pages show those that are named here as tables"
 
 
 # --- the stage -----------------------------------------------------------------------------------------------------------
@@ -215,3 +240,25 @@ def test_a_suites_figure_can_decide_about_the_champion(here: Path, tmp_path: Pat
     decision = decide(one, one, Promotion(metric="words/accuracy/base", min_samples=5))
     assert (decision.promote, decision.difference, decision.samples) == (False, 0.0, len(CHOICES))
     assert decision.interval is not None and decision.smallest_difference is not None
+
+
+def test_a_perplexity_and_a_group_decide_by_their_own_items_and_direction(here: Path, tmp_path: Path) -> None:
+    """A figure without items would be decided by itself alone, and an accuracy the wrong way round."""
+    rows = [{**row, "lang": ("en", "zh")[number % 2]} for number, row in enumerate(CHOICES)]
+    write_lines(here / "groups.jsonl", rows)
+    (here / "groups.yaml").write_text(
+        "tasks:\n  words: {kind: choices, file: groups.jsonl, by: [lang]}\n  prose: {kind: text}\n"
+    )
+    found = evaluated(here, tmp_path, suites="groups.yaml")
+    evaluation = Artifact("evaluate", "key", tmp_path, {"result": found})
+    of_group, whole = (scores_of(evaluation, f"words/accuracy/base{group}") for group in ("/lang:zh", ""))
+    assert of_group.records == whole.records[1::2] and of_group.higher_is_better is True
+    low, high = found["intervals"]["words/accuracy/base"]
+    assert low <= whole.value <= high
+    perplexity = scores_of(evaluation, "prose/perplexity/base")
+    assert (perplexity.shown, len(perplexity.records)) == ("exp", found["counts"]["prose/items"])
+    rules = Promotion(metric="prose/perplexity/base", min_samples=2)
+    worse = replace(perplexity, sums=tuple(1.1 * nats for nats in perplexity.sums), value=perplexity.value**1.1)
+    decision = decide(perplexity, worse, rules)
+    assert decision.promote and decision.interval is not None
+    assert decision.interval[0] < worse.value - perplexity.value < decision.interval[1]

@@ -139,6 +139,14 @@ def test_a_suite_that_cannot_be_used_is_told_with_the_plan(tmp_path: Path, writt
             data_files(stage, settings(f"evaluate.suites.sft={written}"))
 
 
+def test_a_held_out_part_of_a_training_that_is_left_out_is_told_with_the_plan() -> None:
+    with pytest.raises(
+        UsageError, match=r"heldout: chats\.file is chats, the held-out chats .* but there are none; name a file"
+    ):
+        data_files(EVALUATE, settings("evaluate.suites=heldout", "lora.start_from=pretrain"))
+    assert set(data_files(EVALUATE, settings("evaluate.suites=heldout"))) == {"suites-base", "suites-sft", "suites-lora"}
+
+
 def test_what_runs_elsewhere_has_the_suites_in_full(monkeypatch: pytest.MonkeyPatch, written: Path) -> None:
     monkeypatch.chdir(written.parent)
     found = absolute(settings("evaluate.suites.sft=mine.yaml,english")).evaluate.suites

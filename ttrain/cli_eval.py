@@ -75,21 +75,25 @@ def evaluate(
     home = store.Store(store.home())
     heldout = evaluating.heldout_of(found, home)
     asked = asked or [_changed(evaluating.default_suite(heldout, found), limit=limit)]
+    _check_used(asked, shots=shots, match=match)
     if track:
         evaluating.check_tracked(found, home)
+    if items is not None:
+        evaluating.check_writable(items)
     before_torch()
     results = _with_bar(found, asked, heldout, evaluating.How(device, dtype, batch_tokens), Rule())
-    if items is not None:
-        evaluating.write_items(items, results)
-    kept = evaluating.track(found, results, home) if track else []
     if as_json:
         print_json(results.to_json())
-        return
-    _show(results)
+    else:
+        _show(results)
+    told = []  # after the results: these are there, whatever becomes of the rest
     if items is not None:
-        print(f"every item is in {items}")
-    if kept:
-        print(f"in MLflow: {', '.join(kept)}; `ttrain ui` opens it")
+        evaluating.write_items(items, results)
+        told.append(f"every item is in {items}")
+    if track:
+        told.append(f"in MLflow: {', '.join(evaluating.track(found, results, home))}; `ttrain ui` opens it")
+    for line in () if as_json else told:
+        print(line)
 
 
 def _asked(names: Sequence[str], files: dict[str, list[Path] | None]) -> list[Loaded]:
@@ -113,6 +117,18 @@ def _changed(loaded: Loaded, **settings: Any) -> Loaded:
     from ttrain.evaluate import suites
 
     return suites.changed(loaded, **{name: value for name, value in settings.items() if value is not None})
+
+
+def _check_used(asked: Sequence[Loaded], **settings: Any) -> None:
+    """Raise UsageError for an option that no task has: it would change nothing."""
+    from ttrain.errors import UsageError
+
+    for name, value in settings.items():
+        if value is not None and not any(hasattr(task, name) for one in asked for task in one.suite.tasks.values()):
+            kinds = sorted({task.kind for one in asked for task in one.suite.tasks.values()})
+            raise UsageError(
+                f"--{name} is {value}, but no task has that setting; what is asked is of kind {', '.join(kinds)}"
+            )
 
 
 def _with_bar(references: Any, asked: Any, heldout: Any, how: Any, rule: Any) -> Results:

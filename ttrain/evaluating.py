@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from ttrain.store import Artifact, Store
 if TYPE_CHECKING:
     from ttrain.evaluate.outcome import Outcome
 
+COMPARISON_TABLE = "comparison_table.json"
 PARTS = {"shards-pretrain": "documents", "shards-sft": "chats", "shards-lora": "domain"}
 Records = Mapping[str, Sequence[Mapping[str, Any]]]
 Told = Callable[[str, str, float, int], None]  # (model, task, how much is done, of how many tasks)
@@ -76,17 +78,16 @@ def default_suite(heldout: Records, references: Sequence[Reference]) -> suites.L
 
 
 def heldout_of(references: Sequence[Reference], store: Store) -> dict[str, list[dict[str, Any]]]:
-    """Records of the held-out documents, chats and domain of the first model whose run has some, and that are here."""
+    """Records of the held-out documents, chats and domain, each of the first model behind which there are some that are
+    here: a base model has no chats, but the one that was trained on top of it has."""
     from ttrain.stages.shards import heldout_records
 
+    found: dict[str, list[dict[str, Any]]] = {}
     for reference in references:
-        found = {}
         for part, artifact in _held_out(reference.artifact, store).items():
-            if records := heldout_records(artifact.path):
+            if part not in found and (records := heldout_records(artifact.path)):
                 found[part] = records
-        if found:
-            return found
-    return {}
+    return found
 
 
 def names_of(references: Sequence[Reference]) -> list[str]:
@@ -107,6 +108,7 @@ def track(references: Sequence[Reference], results: Results, store: Store) -> li
     Raises UsageError where one is of no tracked run.
     """
     from ttrain import tracking
+    from ttrain.registering import EVALUATION_TABLE, tag_of_tables
 
     parents = [_tracked(reference, store) for reference in references]
     made = []
@@ -118,8 +120,12 @@ def track(references: Sequence[Reference], results: Results, store: Store) -> li
         run = tracker.start_run(f"eval {name}", parent_run_id=run_id, tags=tags, params={"model": reference.text})
         run.log_summary({f"eval/{key}": value for key, value in own.metrics().items()})
         run.log_inputs(tracking.of_tasks(own.to_json()["tasks"]))
-        header, rows = own.table()
-        run.log_text(orjson.dumps({"columns": header, "data": rows}).decode(), "evaluation_table.json")
+        tables = {EVALUATION_TABLE: own.table()}
+        if len(references) > 1:
+            tables |= {COMPARISON_TABLE: results.comparison_table()}
+        for file, (header, rows) in tables.items():
+            run.log_text(orjson.dumps({"columns": header, "data": rows}).decode(), file)
+        run.set_tags(tag_of_tables(tables))
         run.log_text(orjson.dumps(own.to_json(), option=orjson.OPT_INDENT_2).decode(), "evaluation.json")
         run.log_text("".join(orjson.dumps(row).decode() + "\n" for row in own.rows()), "items.jsonl")
         run.finish("FINISHED")
@@ -128,12 +134,26 @@ def track(references: Sequence[Reference], results: Results, store: Store) -> li
     return made
 
 
-def write_items(path: Path, results: Results) -> int:
-    """Every item of every model as a line of JSON; how many there are."""
-    lines = [orjson.dumps(row) + b"\n" for row in results.rows()]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(b"".join(lines))
-    return len(lines)
+def check_writable(path: Path) -> None:
+    """Raise UsageError where the items could not be written: before the work, not after it."""
+    with _told_of(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab"):
+            pass
+
+
+def write_items(path: Path, results: Results) -> None:
+    """Every item of every model as a line of JSON. Raises UsageError where they cannot be written."""
+    with _told_of(path), path.open("wb") as file:
+        file.writelines(orjson.dumps(row) + b"\n" for row in results.rows())
+
+
+@contextlib.contextmanager
+def _told_of(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"--items is {path}, which cannot be written: {error.strerror}; name another file") from None
 
 
 def _held_out(artifact: Artifact | None, store: Store) -> dict[str, Artifact]:

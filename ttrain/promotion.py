@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from ttrain.config import Promotion
 from ttrain.errors import ArtifactError, UsageError
@@ -18,7 +18,8 @@ from ttrain.store import Artifact
 class Scores:
     """One model's figure, and the sums that it is the quotient of, a record each.
 
-    The figure is `sum(sums) / sum(sizes)`: bits over bytes, or nats over tokens. Without records it stands for itself.
+    The figure is `sum(sums) / sum(sizes)`: bits over bytes, or nats over tokens; where `shown` is "exp", a perplexity, the
+    exponential of that. Without records it stands for itself.
     """
 
     metric: str
@@ -27,6 +28,7 @@ class Scores:
     sizes: tuple[float, ...] = ()
     records: tuple[str, ...] = ()  # digests of what was scored
     higher_is_better: bool | None = None  # None: the evaluation does not say
+    shown: Literal["exp"] | None = None
 
 
 @dataclass(frozen=True)
@@ -93,10 +95,12 @@ def scores_of(evaluation: Artifact, metric: str) -> Scores:
     sums, sizes, records = found
     if not len(sums) == len(sizes) == len(records):
         raise ArtifactError(f"{evaluation.path / scores.FILE} does not have a sum, a size and a digest for each record")
-    again = sum(sums) / max(1.0, sum(sizes))
+    shown, direction = scores.shown_of(evaluation.path, metric), scores.direction_of(evaluation.path, metric)
+    scored = Scores(metric, value, tuple(sums), tuple(sizes), tuple(records), direction, shown)
+    again = _figure(scored).value
     if math.isfinite(value) and not math.isclose(again, value, rel_tol=1e-9):
         raise ArtifactError(f"{evaluation.path / scores.FILE} gives {metric} {again}, but the evaluation says {value}")
-    return Scores(metric, value, tuple(sums), tuple(sizes), tuple(records), scores.direction_of(evaluation.path, metric))
+    return scored
 
 
 def decide(challenger: Scores, champion: Scores | None, settings: Promotion) -> Decision:
@@ -155,7 +159,7 @@ def decide(challenger: Scores, champion: Scores | None, settings: Promotion) -> 
 
 
 def _figure(found: Scores) -> Figure:
-    return Figure(found.metric, found.sums, found.sizes, higher_is_better=True, unit="")  # the sign is the caller's
+    return Figure(found.metric, found.sums, found.sizes, True, unit="", shown=found.shown)  # the sign is the caller's
 
 
 def _unlike(challenger: Scores, champion: Scores) -> str:

@@ -175,7 +175,28 @@ def evaluation_table(
         if old is not None:
             told = shown(f"champion/{metric}", old)
             rows.append((f"{label}, champion", told, "" if new is None else f"the challenger: {new - old:+.3f}"))
-    return [*rows, *_suites(results.get("evaluate", {}).get("suites", NO_SUITES))]
+    told, old = (results.get(stage, {}).get("suites", NO_SUITES) for stage in ("evaluate", "evaluate-champion"))
+    return [*rows, *_suites(told), *_suites_of_champion(told, old)]
+
+
+def _suites_of_champion(told: Mapping[str, Any], old: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """The same of the champion, with what its challenger's figure has more."""
+    challengers = {task["task"]: task for task in told["tasks"]}
+    for task in old["tasks"]:
+        name, beside = task["figure"], challengers.get(task["task"])
+        for model in (name for name in old["models"] if name in task["models"]):
+            figure, remark = task["models"][model]["figures"][name], ""
+            if beside is not None and beside["digest"] != task["digest"]:
+                remark = "not the same items"
+            elif beside is not None and model in beside["models"]:
+                new = beside["models"][model]["figures"][name]["value"]
+                remark = "" if None in (new, figure["value"]) else f"the challenger: {new - figure['value']:+.3f}"
+            yield f"{task['task']} {name.replace('_', ' ')}, {model}, champion", _with_interval(figure), remark
+
+
+def _with_interval(figure: Mapping[str, Any]) -> str:
+    value = "no number" if figure["value"] is None else f"{figure['value']:.3f}"
+    return value + (f" ({figure['interval'][0]:.3f} to {figure['interval'][1]:.3f})" if figure["interval"] else "")
 
 
 def _suites(told: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
@@ -184,15 +205,12 @@ def _suites(told: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     for task in told["tasks"]:
         for model in (name for name in told["models"] if name in task["models"]):
             name, figure = task["figure"], task["models"][model]["figures"][task["figure"]]
-            value = "no number" if figure["value"] is None else f"{figure['value']:.3f}"
-            if figure["interval"]:
-                value += f" ({figure['interval'][0]:.3f} to {figure['interval'][1]:.3f})"
             left_out = sum(task["left_out"].values())
             remark = f"{task['items']:,} items" + (f"; {left_out:,} rows left out" if left_out else "")
             if versus := verdicts.get((task["task"], model)):
                 difference = versus.get("difference")
                 remark = ("" if difference is None else f"{0 - difference:+.3f}: ") + versus["verdict"]
-            yield f"{task['task']} {name.replace('_', ' ')}, {model}", value, remark
+            yield f"{task['task']} {name.replace('_', ' ')}, {model}", _with_interval(figure), remark
 
 
 def _group(metric: str) -> str:

@@ -83,7 +83,7 @@ class ChoicesTask(Shots):
     )
     template: str = Field("{question}", description="what stands before a choice")
     delimiter: str | None = Field(
-        None, description="between question and choice; empty: a space, but none after white space or in scripts without"
+        None, description="between question and choice; empty: a space, where neither brings one and the script has them"
     )  # fmt: skip
 
     @field_validator("template")

@@ -128,13 +128,14 @@ def cut_figure(cuts: Sequence[int]) -> list[Figure]:
 
 
 def _asked(spec: ChoicesTask, item: Choice, examples: Sequence[Choice]) -> Asked:
-    def before(one: Choice) -> tuple[str, str]:
-        context = spec.template.replace("{question}", one.question)
-        return context, wording.space(context) if spec.delimiter is None else spec.delimiter
+    def before(one: Choice) -> str:
+        return spec.template.replace("{question}", one.question)
 
-    shots = "".join("".join((*before(one), one.choices[one.answer], spec.shots_separator)) for one in examples)
-    context, delimiter = before(item)
-    return Asked(item, shots + context, tuple(delimiter + choice for choice in item.choices))
+    def after(one: Choice, choice: str) -> str:
+        return (wording.between(before(one), choice) if spec.delimiter is None else spec.delimiter) + choice
+
+    shots = "".join(before(one) + after(one, one.choices[one.answer]) + spec.shots_separator for one in examples)
+    return Asked(item, shots + before(item), tuple(after(item, choice) for choice in item.choices))
 
 
 def _answer(value: object, choices: Sequence[str]) -> int:

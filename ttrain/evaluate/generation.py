@@ -24,7 +24,7 @@ from ttrain.evaluate.subject import Progress, Subject
 WANTED = '{"question": text, "answer": text or number, "final" (optional): the result alone}'
 log = logging.getLogger("ttrain")
 PIECE = 64  # tokens after which it is looked for a text that ends the answer
-EDGES = string.punctuation + string.whitespace + "，。、；：？！“”‘’（）《》【】…—"
+EDGES = string.punctuation + string.whitespace + "，。、；：？！“”‘’（）《》【】「」『』…—"
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ def _as_text(spec: GenerationTask) -> Callable[[Problem, Sequence[Problem], Subj
 
     def shown(one: Problem) -> str:
         before = asked(one)
-        return before + wording.space(before) + one.answer + spec.shots_separator
+        return before + wording.between(before, one.answer) + one.answer + spec.shots_separator
 
     def render(problem: Problem, examples: Sequence[Problem], subject: Subject) -> list[int]:
         text = "".join(map(shown, examples)) + asked(problem)

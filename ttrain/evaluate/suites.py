@@ -117,6 +117,16 @@ def files_of(loaded: Loaded) -> list[Path]:
     return list(dict.fromkeys(found))
 
 
+def check_parts(loaded: Loaded, parts: Collection[str]) -> None:
+    """Raise UsageError for a task that names a held-out part which is not among these."""
+    for name, task in loaded.suite.tasks.items():
+        if (part := _part(task)) not in (None, *parts):
+            raise UsageError(
+                f"{loaded.name}: {name}.file is {getattr(task, 'file', part)}, the held-out {part} of the model's own run, "
+                f"but there are none; name a file"
+            )
+
+
 def distinct(suites: Sequence[Loaded]) -> None:
     """Raise UsageError where two suites have a task of one name: their figures would have one name, too."""
     seen: dict[str, str] = {}

@@ -16,9 +16,11 @@ T = TypeVar("T")
 UNSPACED = re.compile(r"[\u0e00-\u0eff\u1780-\u17ff\u3000-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uff00-\uffef\U00020000-\U0003ffff]")  # fmt: skip # noqa: E501
 
 
-def space(before: str) -> str:
-    """What stands after a text and before what continues it: a space, where there is none yet and the script has them."""
-    return "" if not before or before[-1].isspace() or UNSPACED.match(before[-1]) else " "
+def between(before: str, after: str) -> str:
+    """What stands between a text and what continues it: a space, where neither brings one and the script has them."""
+    if not before or before[-1].isspace() or after[:1].isspace() or UNSPACED.match(before[-1]):
+        return ""
+    return " "
 
 
 def examples(
