@@ -81,6 +81,7 @@ def run_night(
 
 def check(settings: Settings) -> None:
     """Raises UsageError for settings that no night can have."""
+    promotion.check_metric(settings)
     if not settings.tracking.enabled:
         raise UsageError(
             "tracking.enabled is false, but a night needs to know the champion, which is an alias in MLflow; set it to true"

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from ttrain.config import Promotion
+from ttrain.config import Promotion, Settings
 from ttrain.errors import ArtifactError, UsageError
-from ttrain.evaluate import confidence, scores
+from ttrain.evaluate import confidence, scores, suites
 from ttrain.evaluate.outcome import Figure
 from ttrain.store import Artifact
 
@@ -73,6 +73,24 @@ class Decision:
             ("margin", f"{self.margin:g}"),
             ("reason", self.reason),
         ]
+
+
+def check_metric(settings: Settings) -> None:
+    """Raise UsageError where no evaluation under these settings has `promotion.metric`: told before anything is trained."""
+    models = [name for name in type(settings.evaluate.suites).model_fields if name != "sft" or "sft" in settings.trainings]
+    tasks = {
+        name: [task for one in settings.evaluate.suites.of(name) for task in suites.load(one).suite.tasks] for name in models
+    }
+    losses = [f"{loss}_{name}" for loss in ("chat_loss", "domain_loss") for name in models]
+    plain = ["bits_per_byte", *(f"bits_per_byte_{name}" for name in models if name != "base"), *losses]
+    first, *rest = settings.promotion.metric.split("/")
+    if first in plain or (len(rest) > 1 and first in tasks.get(rest[1], ())):
+        return
+    of_suites = [f"{task}/FIGURE/{name}" for name, listed in tasks.items() for task in listed]
+    raise UsageError(
+        f"promotion.metric is {settings.promotion.metric}, which no evaluation of these settings has; it has "
+        f"{', '.join(plain + of_suites)}" + ("" if of_suites else ", and what `evaluate.suites` adds as TASK/FIGURE/MODEL")
+    )
 
 
 def scores_of(evaluation: Artifact, metric: str) -> Scores:
