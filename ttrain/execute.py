@@ -18,6 +18,7 @@ from ttrain import (
     champion_baseline,
     describing,
     digests,
+    evaluation_table,
     launch,
     overview,
     registering,
@@ -198,7 +199,7 @@ class Execution:
     def evaluation_table(self) -> list[tuple[str, str, str]]:
         """What was evaluated, for a table; [] before that."""
         results = self._results()
-        return report.evaluation_table(report.metrics_of(results), results)
+        return evaluation_table.rows(report.metrics_of(results), results)
 
     def _results(self) -> dict[str, Mapping[str, Any]]:
         """What the stages found, by stage; and the champion as a baseline, where no stage scores it."""
