@@ -21,7 +21,7 @@ from ttrain.data.encoder import Encoder
 from ttrain.errors import DataError
 from ttrain.evaluate import choices, last_word, sharing
 from ttrain.evaluate.branches import Scorer
-from ttrain.evaluate.items import Places
+from ttrain.evaluate.items import BadRow, Places
 from ttrain.evaluate.requests import Likelihood, beginning, encode_pairs, fit, log_likelihoods
 from ttrain.evaluate.sharing import Row
 from ttrain.evaluate.subject import Subject
@@ -238,7 +238,7 @@ BAD = {
     "an empty choice": question(0, choices=["yes", " "]),
     "two choices are the same": question(0, choices=["yes", "yes "]),
     "no answer": question(0, answer=None),
-    "answer is neither a number, a letter nor a choice": question(0, answer=True),
+    "answer is neither a whole number, a letter nor a choice": question(0, answer=True),
     "answer is out of range": question(0, answer=3),
     "answer is no choice": question(0, answer="Z"),
     "answer is the letter of one choice and the text of another": question(0, choices=["B", "A"], answer="A"),
@@ -259,14 +259,20 @@ def test_bad_rows_are_told_with_their_place_and_never_count(tmp_path: Path, subj
     assert all(figure.sizes == (1.0, 1.0) for figure in outcome.figures)
 
 
-@pytest.mark.parametrize("answer", [1, "no", " no ", "B", "b"])
+@pytest.mark.parametrize("answer", [1.5, float("inf"), [1]])
+def test_what_is_no_whole_number_is_no_index(answer: Any) -> None:
+    with pytest.raises(BadRow, match="answer is neither a whole number, a letter nor a choice"):
+        choices.parse(question(0, answer=answer))
+
+
+@pytest.mark.parametrize("answer", [1, 1.0, "no", " no ", "B", "b"])
 def test_an_answer_is_a_number_a_letter_or_a_text(answer: Any) -> None:
     assert choices.parse(question(0, answer=answer)).answer == 1
 
 
 def test_a_file_without_an_item_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", [BAD["no answer"]])
-    with pytest.raises(DataError, match=r"tasks.quiz.file has no row .*a.jsonl:1: no answer"):
+    with pytest.raises(DataError, match=r"tasks.quiz.file a.jsonl has no row .*a.jsonl:1: no answer"):
         choices.read("quiz", ChoicesTask(file="a.jsonl"), Places(tmp_path))
 
 
@@ -338,7 +344,7 @@ def test_examples_of_another_file_and_its_bad_rows(tmp_path: Path) -> None:
         "Q: Question 0?\nA: yes\nQ: Question 2?\nA:",
     ]
     assert items.reasons == {"as an example: no answer": 1}
-    with pytest.raises(DataError, match=r"tasks.quiz.shots is 2, but b.jsonl has 1 rows that are no item itself"):
+    with pytest.raises(DataError, match=r"tasks.quiz.shots is 2, but b.jsonl has 1 row that is no item itself"):
         choices.read("quiz", spec.model_copy(update={"shots": 2}), Places(tmp_path))
 
 

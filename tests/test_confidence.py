@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from ttrain.evaluate import confidence
+from ttrain.evaluate import confidence, p_values
 from ttrain.evaluate.confidence import Rule
 from ttrain.evaluate.outcome import LN2, Figure
 
@@ -173,7 +173,7 @@ def test_models_that_agree_on_every_item_have_an_interval_with_a_width() -> None
 @pytest.mark.parametrize(("wins", "losses"), [(0, 0), (5, 0), (6, 0), (3, 9), (40, 60), (400, 460), (5000, 5300)])
 def test_the_sign_test_is_the_exact_one(wins: int, losses: int) -> None:
     expected = stats.binomtest(wins, wins + losses).pvalue if wins + losses else 1.0
-    assert confidence.sign_test(wins, losses) == pytest.approx(expected, rel=1e-9)
+    assert p_values.sign_test(wins, losses) == pytest.approx(expected, rel=1e-9)
 
 
 def test_randomisation_counts_the_arrangements_that_differ_as_much() -> None:
@@ -257,10 +257,10 @@ def test_figures_of_two_tokenizers_are_not_comparable_by_token() -> None:
 
 def test_holms_values_are_those_of_the_book() -> None:
     """Four comparisons: the smallest times four, the next times three, never below the one before."""
-    assert confidence.holm([0.01, 0.04, math.nan, 0.03, 0.005]) == pytest.approx(
+    assert p_values.holm([0.01, 0.04, math.nan, 0.03, 0.005]) == pytest.approx(
         [0.03, 0.06, math.nan, 0.06, 0.02], nan_ok=True
     )
-    assert confidence.holm([0.5, 0.6]) == [1.0, 1.0]
+    assert p_values.holm([0.5, 0.6]) == [1.0, 1.0]
 
 
 def test_two_thousand_resamples_of_ten_thousand_items_take_less_than_a_second() -> None:

@@ -350,6 +350,7 @@ def items_of(task: str, kind: str, rows: Sequence[Any], directory: Path, **more:
     ("kind", "row"),
     [
         ("choices", {"question": QUESTION, "choices": ["Danube", ANSWER], "answer": 1}),
+        ("choices", {"question": QUESTION, "choices": ["Danube", ANSWER], "answer": 1.0}),
         ("last_word", {"context": "The old wooden bridge of the village crosses the", "target": " Rhine"}),
         ("generation", {"question": QUESTION, "answer": ANSWER}),
         ("text", {"text": POEM}),

@@ -44,6 +44,8 @@ def _right(choices: Sequence[object], answer: object) -> object:
     """The right one of the choices: its number, its letter or its text."""
     if isinstance(answer, str) and len(answer.strip()) == 1 and answer.strip().isalpha() and answer not in choices:
         answer = ord(answer.strip().upper()) - ord("A")
+    if isinstance(answer, float) and answer.is_integer():
+        answer = int(answer)
     if isinstance(answer, int) and 0 <= answer < len(choices):
         return choices[answer]
     return answer if isinstance(answer, str) else ""

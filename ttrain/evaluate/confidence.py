@@ -1,4 +1,4 @@
-"""How sure a figure is, and whether two models differ: intervals, paired tests, the smallest difference that can be seen.
+"""How sure a figure is, and whether two models differ: intervals, comparisons, the smallest difference that can be seen.
 
 Items (documents, chats, questions) are what is resampled: tokens of one document are not independent, items are taken to be.
 Two models are compared on the same items, so that what makes an item hard for both falls out. Letters: N items, R
@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ttrain.evaluate import p_values
 from ttrain.evaluate.outcome import Figure
+from ttrain.evaluate.p_values import CHUNK
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Floats = NDArray[np.float64]
 
-CHUNK = 1 << 18  # drawn item numbers that are in memory at once
 FEWEST_ITEMS = 5  # below, an interval would say more about its method than about the model
 POWER = 0.8
 NORMAL = NormalDist()
@@ -103,9 +104,9 @@ def compare(first: Figure, second: Figure, rule: Rule, *, among: int = 1) -> Com
     if not (np.isfinite(ours).all() and np.isfinite(theirs).all()) or not count:
         return Comparison(difference, better, None, math.nan, None, count)
     if _is_share(ours, sizes) and _is_share(theirs, sizes):
-        p = sign_test(int((ours > theirs).sum()), int((theirs > ours).sum()))
+        p = p_values.sign_test(int((ours > theirs).sum()), int((theirs > ours).sum()))
     else:
-        p = _randomised(ours - theirs, rule)
+        p = p_values.randomised(ours - theirs, rule.resamples, rule.seed)
     if count < FEWEST_ITEMS:
         return Comparison(difference, better, None, p, None, count)
     needed = smallest(first, second, level=(1 - rule.confidence) / among)
@@ -131,30 +132,6 @@ def smallest(first: Figure, second: Figure | None = None, *, level: float = 0.05
     found = (NORMAL.inv_cdf(1 - level / 2) + NORMAL.inv_cdf(POWER)) * error
     if _are_counts(sums, sizes):  # the sign test needs so many items, all for one model: 2 / 2^6 is 0.03, 2 / 2^5 is 0.06
         return max(found, abs(first.factor) * min(1.0, math.ceil(math.log2(2 / level)) / count))
-    return found
-
-
-def sign_test(wins: int, losses: int) -> float:
-    """Two-sided p of that many items being right for one model alone and for the other alone: the exact form of McNemar's
-    test, which holds its level for two classifiers on one test set (Dietterich 1998,
-    https://doi.org/10.1162/089976698300017197). Items on which both agree tell nothing.
-    """
-    count, fewer = wins + losses, min(wins, losses)
-    logs = [
-        math.lgamma(count + 1) - math.lgamma(k + 1) - math.lgamma(count - k + 1) - count * math.log(2)
-        for k in range(fewer + 1)
-    ]
-    return min(1.0, 2 * math.fsum(map(math.exp, logs)))
-
-
-def holm(p_values: Sequence[float]) -> list[float]:
-    """The p-values for being right about all of them at once (Holm 1979, https://www.jstor.org/stable/4615733): of twenty
-    comparisons of equal models, one is below 0.05 by chance. Those that are no number stay so and do not count."""
-    known = sorted((p, number) for number, p in enumerate(p_values) if not math.isnan(p))
-    found, highest = [math.nan] * len(p_values), 0.0
-    for rank, (p, number) in enumerate(known):
-        highest = max(highest, min(1.0, (len(known) - rank) * p))
-        found[number] = highest
     return found
 
 
@@ -205,20 +182,6 @@ def _student(share: float, freedom: float) -> float:
         + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
         + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * freedom**3)
     )
-
-
-def _randomised(differences_N: Floats, rule: Rule) -> float:
-    """Two-sided p of the summed difference where each item's two scores change places by chance (approximate
-    randomisation: Noreen 1989; Yeh 2000, https://aclanthology.org/C00-2137). Never below 1 / (resamples + 1)."""
-    if not rule.resamples:
-        return math.nan
-    random, count = np.random.default_rng(rule.seed), len(differences_N)
-    seen, reached = abs(float(differences_N.sum())), 0
-    for start in range(0, rule.resamples, rows := max(1, CHUNK // count)):
-        rows = min(rows, rule.resamples - start)
-        signs_RN = 1.0 - 2.0 * random.integers(2, size=(rows, count), dtype=np.int8)
-        reached += int((np.abs(signs_RN @ differences_N) >= seen * (1 - 1e-12)).sum())
-    return (1 + reached) / (1 + rule.resamples)
 
 
 def _influence(figure: Figure, sums: Floats, sizes: Floats) -> Floats:

@@ -53,7 +53,7 @@ def read(task: str, spec: HarnessTask, places: Places) -> Items[Document]:
 
     Raises UsageError where the harness is missing or knows no such task, DataError where the data cannot be had.
     """
-    setting = f"tasks.{task}.task"
+    setting = places.setting(task, "task")
     documents: list[Document] = []
     for name, one in _loaded(spec, places, setting).items():
         documents += _documents(name, one, spec, setting)

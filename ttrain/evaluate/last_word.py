@@ -43,15 +43,15 @@ def parse(record: dict[str, Any], by: Sequence[str] = ()) -> Passage:
 
 def read(task: str, spec: LastWordTask, places: Places) -> Items[Asked]:
     """The passages of the file. Raises UsageError, or DataError where it has none."""
-    setting = f"tasks.{task}"
+    setting = places.setting(task, "file")
 
     def parsed(record: dict[str, Any]) -> Passage:
         return parse(record, spec.by)
 
-    rows, left_out = read_rows(places.file(spec.file), parsed, f"{setting}.file")
-    wording.check_some(rows, left_out, f"{setting}.file", WANTED)
+    rows, left_out = read_rows(places.file(spec.file), parsed, setting)
+    wording.check_some(rows, left_out, f"{setting} {spec.file}", WANTED)
     items = sampled(rows, spec.limit, spec.seed)
-    shots, more = wording.examples(spec, rows, items, places, parsed, setting)
+    shots, more = wording.examples(task, spec, rows, items, places, parsed)
     asked = tuple(
         Asked("".join(one.context + one.target + spec.shots_separator for one in before) + item.context, item.target, item)
         for item, before in zip(items, shots, strict=True)

@@ -8,8 +8,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ttrain.digests import digest_of
-from ttrain.evaluate import confidence
-from ttrain.evaluate.confidence import Comparison, Rule
+from ttrain.evaluate import confidence, notes, p_values
+from ttrain.evaluate.confidence import FEWEST_ITEMS, Comparison, Rule
+from ttrain.evaluate.items import Items
 from ttrain.evaluate.outcome import Figure, Outcome, metric_of
 
 COMPARED = tuple(field.name for field in fields(Comparison))
@@ -36,6 +37,8 @@ class Versus:
             return self.why
         if self.compared.better and self.p_of_all <= 1 - rule.confidence:
             return f"{self.first if self.compared.better == 'first' else self.second} is better"
+        if self.compared.items < FEWEST_ITEMS:
+            return f"too few items to tell: {self.compared.items}, and no difference shows below {FEWEST_ITEMS}"
         if math.isnan(self.p_of_all):
             return "not tested, for there are no resamples"
         smallest = self.compared.smallest
@@ -50,10 +53,13 @@ class Versus:
 
 
 class Results:
-    """What one or more models made of the same tasks. The first model is the one that the others are compared with."""
+    """What one or more models made of the same tasks. The first model is the one that the others are compared with.
 
-    def __init__(self, outcomes: Sequence[Outcome], rule: Rule) -> None:
-        self.outcomes, self.rule = tuple(outcomes), rule
+    `read` is what was asked, for what is to be said of it: where the rows stand that were left out.
+    """
+
+    def __init__(self, outcomes: Sequence[Outcome], rule: Rule, read: Sequence[Items[Any]] = ()) -> None:
+        self.outcomes, self.rule, self.read = tuple(outcomes), rule, tuple(read)
         self.models = list(dict.fromkeys(one.subject for one in outcomes))
         self._tasks: dict[str, dict[str, Outcome]] = {}
         for one in outcomes:
@@ -89,7 +95,7 @@ class Results:
                 why = _incomparable(first, other)
                 compared = None if why else confidence.compare(first.primary, other.primary, self.rule, among=among)
                 found.append(Versus(task, first.primary.name, first.subject, other.subject, compared, math.nan, why))
-        corrected = confidence.holm([math.nan if one.compared is None else one.compared.p for one in found])
+        corrected = p_values.holm([math.nan if one.compared is None else one.compared.p for one in found])
         return [
             Versus(one.task, one.figure, one.first, one.second, one.compared, p, one.why)
             for one, p in zip(found, corrected, strict=True)
@@ -98,12 +104,14 @@ class Results:
     def to_json(self) -> dict[str, Any]:
         """Everything but the items."""
         tasks = []
+        places = {one.task: notes.left_out_json(one) for one in self.read}
         for task, by_model in self._tasks.items():
             one = next(iter(by_model.values()))
             tasks.append({
                 "task": task, "kind": one.kind, "figure": one.primary.name,
                 "items": len(one.items), "digest": digest_of(list(one.items)),
                 "left_out": dict(one.left_out), "baselines": dict(one.baselines),
+                **({"left_out_rows": places[task]} if places.get(task) else {}),
                 "models": {model: self._figures(outcome) for model, outcome in by_model.items()},
             })  # fmt: skip
         compared = [one.to_json(self.rule) for one in self.comparisons()]
@@ -157,15 +165,9 @@ class Results:
             rows.append((one.task, one.figure, f"{one.first} - {one.second}", *told, one.verdict(self.rule)))
         return ["task", "figure", "models", "difference", f"{self.rule.confidence:.0%} interval", "p", "verdict"], rows
 
-    def left_out(self) -> list[str]:
-        """A line for each task of which rows were left out."""
-        found = []
-        for task, by_model in self._tasks.items():
-            one = next(iter(by_model.values()))
-            if one.left_out:
-                reasons = ", ".join(f"{reason} ({count:,})" for reason, count in one.left_out.items())
-                found.append(f"{task}: {sum(one.left_out.values()):,} rows left out: {reasons}")
-        return found
+    def notes(self) -> list[str]:
+        """A line for whatever a user should know of the items beside the figures."""
+        return notes.lines(self.read)
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Every item of every model: what was asked, what was said."""

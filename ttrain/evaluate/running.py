@@ -23,7 +23,7 @@ def read(suites: Sequence[Loaded], heldout: Mapping[str, Records]) -> list[Items
     for loaded in suites:
         check_parts(loaded, heldout)
     return [
-        kinds.read(name, spec, Places(loaded.base, heldout))
+        kinds.read(name, spec, Places(loaded.base, heldout, loaded.named))
         for loaded in suites
         for name, spec in loaded.suite.tasks.items()
     ]

@@ -29,7 +29,7 @@ def read(task: str, spec: TextTask, places: Places) -> Items[str]:
     `limit` and `max_bytes` both apply, in that order; the first document is taken whatever its length. Raises UsageError
     where there is no such file, DataError where no document is left.
     """
-    parser = sources.document_parser(spec.text_field)
+    parser, setting = sources.document_parser(spec.text_field), places.setting(task, "file")
 
     def parse(row: dict[str, Any]) -> Record:
         found = parser(row)
@@ -44,12 +44,12 @@ def read(task: str, spec: TextTask, places: Places) -> Items[str]:
         found: list[Record] = [(row["text"], row) for row in places.heldout["documents"]]
         left_out: list[reading.LeftOut] = []
     else:
-        found, left_out = reading.read_rows(places.file(spec.file), parse, f"tasks.{task}.file")
+        found, left_out = reading.read_rows(places.file(spec.file), parse, setting)
     found = _first_bytes(reading.sampled(found, spec.limit, spec.seed), spec.max_bytes)
     if not found:
         wanted = sources.document_fields(spec.text_field, prefix=f"tasks.{task}.")
         bad = f"; the first of {len(left_out)} bad rows is {left_out[0].where}: {left_out[0].reason}" if left_out else ""
-        raise DataError(f"tasks.{task}.file {spec.file} has no document; a row needs {wanted}{bad}")
+        raise DataError(f"{setting} {spec.file} has no document; a row needs {wanted}{bad}")
     texts = tuple(text for text, _ in found)
     groups = reading.groups([row for _, row in found], spec.by)
     return Items(task, spec, texts, reading.digests(texts), tuple(left_out), groups)

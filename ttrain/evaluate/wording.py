@@ -24,7 +24,7 @@ def between(before: str, after: str) -> str:
 
 
 def examples(
-    spec: Shots, rows: Sequence[T], items: Sequence[T], places: Places, parse: Callable[[dict[str, Any]], T], setting: str
+    task: str, spec: Shots, rows: Sequence[T], items: Sequence[T], places: Places, parse: Callable[[dict[str, Any]], T]
 ) -> tuple[list[tuple[T, ...]], list[LeftOut]]:
     """(the worked examples of each item, rows of their file that are none): the first ones of the file, or of `rows`.
 
@@ -35,13 +35,14 @@ def examples(
         return [()] * len(items), []
     found, left_out = rows, list[LeftOut]()
     if spec.shots_file is not None:
-        found, left_out = read_rows(places.file(spec.shots_file), parse, f"{setting}.shots_file")
+        found, left_out = read_rows(places.file(spec.shots_file), parse, places.setting(task, "shots_file"))
     taken = [tuple(islice((row for row in found if row != item), spec.shots)) for item in items]
     fewest = min(map(len, taken), default=0)
     if fewest < spec.shots:
-        place = spec.shots_file or "the task's own file"
+        place = spec.shots_file or f"the own file of {task}"
+        has = f"{fewest} row that is" if fewest == 1 else f"{fewest} rows that are"
         raise DataError(
-            f"{setting}.shots is {spec.shots}, but {place} has {fewest} rows that are no item itself; ask for fewer"
+            f"{places.setting(task, 'shots')} is {spec.shots}, but {place} has {has} no item itself; ask for fewer"
         )
     return taken, [LeftOut(row.where, f"as an example: {row.reason}") for row in left_out]
 
@@ -65,4 +66,6 @@ def check_some(items: Sequence[object], left_out: Sequence[LeftOut], setting: st
     """Raises DataError where a file has no item."""
     if not items:
         reasons = "; ".join(f"{row.where}: {row.reason}" for row in left_out[:3]) or "it is empty"
-        raise DataError(f"{setting} has no row that can be used ({reasons}); ttrain looked for {wanted}")
+        raise DataError(
+            f"{setting} has no row that can be used ({reasons}); ttrain looked for one JSON object per line, {wanted}"
+        )
