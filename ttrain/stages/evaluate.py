@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -17,7 +18,7 @@ from ttrain.config import Evaluate, EvaluateConfig, Runtime
 from ttrain.data import chat, contamination
 from ttrain.data.encoder import Encoder
 from ttrain.data.sources import LABELS
-from ttrain.evaluate import baselines, confidence, contaminated, perplexity, running, samples, scores, suites
+from ttrain.evaluate import baselines, confidence, contaminated, notes, perplexity, running, samples, scores, suites
 from ttrain.evaluate import items as items_of
 from ttrain.evaluate.items import Items
 from ttrain.evaluate.outcome import LN2, Outcome
@@ -37,6 +38,7 @@ MODELS = ("base", "sft", "lora")
 PART_NAMES = ("documents", "chats", "domain")
 PARTS = len(PART_NAMES) + 1  # of a model's evaluation; the last one is its suites
 LOSSES = {"chats": "chat_loss", "domain": "domain_loss"}
+log = logging.getLogger("ttrain")
 
 
 def run(config: EvaluateConfig, job: Job) -> dict[str, Any]:
@@ -124,6 +126,8 @@ def _asked(settings: Evaluate, job: Job) -> dict[str, list[Items[Any]]]:
                 items = running.read([suites.load(suite)], heldout)
                 read[suite] = [contaminated.marked(one, known, leave_out=leave_out) for one in items]
         found[name] = [items for suite in settings.suites.of(name) for items in read[suite]]
+    for line in notes.lines([one for items in read.values() for one in items]):
+        log.warning("%s", line)  # not among the results: they name places of this machine
     return found
 
 
