@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from ttrain.evaluate.notes import counted
+
 BASELINES = (("_xz", "xz -9e"), ("_zlib", "zlib -9"), ("_order0", "order-0 bytes"), ("_order3", "order-3 bytes"))
 NO_SUITES: Mapping[str, Any] = {"models": (), "tasks": (), "comparisons": ()}
 # What a night's table shows of the champion beside its challenger.
@@ -85,7 +87,7 @@ def _suites(told: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         for model in (name for name in told["models"] if name in task["models"]):
             name, figure = task["figure"], task["models"][model]["figures"][task["figure"]]
             left_out = sum(task["left_out"].values())
-            remark = f"{task['items']:,} items" + (f"; {left_out:,} rows left out" if left_out else "")
+            remark = f"{task['items']:,} items" + (f"; {counted(left_out, 'row')} left out" if left_out else "")
             if versus := verdicts.get((task["task"], model)):
                 difference = versus.get("difference")
                 remark = ("" if difference is None else f"{0 - difference:+.3f}: ") + versus["verdict"]
