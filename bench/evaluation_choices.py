@@ -92,7 +92,7 @@ def _compared(options: argparse.Namespace, subject: Any, file: Path, shots: int)
     spec = ChoicesTask(file=str(file.resolve()), shots=shots, limit=options.limit)
     items = choices.read("items", spec, Places(Path("/")))
     texts = choices.texts(items.items)
-    lengths = [len(one) + len(other) for one, other in encode_pairs(subject.encoder, subject.begin_ids, texts)]
+    lengths = [len(one) + len(other) for one, other in encode_pairs(subject, texts)]
     longest = min(max(lengths), subject.max_length or max(lengths))
     theirs = _theirs(subject, texts, max(1, options.batch_tokens // longest))
     sides: dict[str, Callable[[], list[float]]] = {

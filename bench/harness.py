@@ -81,23 +81,18 @@ def _one(file: Path, options: argparse.Namespace, subject: Any, theirs: Any, dir
     from ttrain.evaluate.requests import log_likelihoods
 
     part = directory / file.name
-    part.write_text("".join(f"{line}\n" for line in file.read_text().splitlines()[: options.limit]))
+    part.write_text("".join(f"{line}\n" for line in file.read_text().split("\n")[: options.limit]))
     places = Places(directory)
     if _kind(file) == "choices":
-        delimiter = " " if file.read_text().isascii() else ""
-        items: Any = choices.read("items", ChoicesTask(file=part.name, delimiter=delimiter), places)
+        items: Any = choices.read("items", ChoicesTask(file=part.name), places)
         texts = choices.texts(items.items)
-        told = {"question": "{{question}}", "delimiter": delimiter}
-        rows = [
-            {"question": one.choice.question, "choices": list(one.choice.choices), "answer": one.choice.answer}
-            for one in items.items
-        ]
+        rows = [_row(one) for one in items.items]
     else:
         items = last_word.read("items", LastWordTask(file=part.name), places)
-        texts, told = list(items.items), {"question": "{{context}}", "delimiter": ""}
-        rows = [{"context": context, "target": target} for context, target in items.items]
+        texts = last_word.texts(items.items)
+        rows = [{"context": context, "target": target, "delimiter": ""} for context, target in texts]
     ours = iter(log_likelihoods(subject, texts, lambda done, total: None, alone=options.alone))
-    samples = harness_samples(theirs, rows, told, directory / f"{file.stem}.items.jsonl")
+    samples = harness_samples(theirs, rows, directory / f"{file.stem}.items.jsonl")
     right, otherwise, apart, margins = [0.0, 0.0], 0, 0.0, []
     for row, sample in zip(rows, samples, strict=True):
         scored = [next(ours) for _ in row.get("choices", [0])]
@@ -118,8 +113,28 @@ def _one(file: Path, options: argparse.Namespace, subject: Any, theirs: Any, dir
     return otherwise > 0 or apart > NATS_A_TOKEN[options.dtype]
 
 
-def harness_samples(model: Any, rows: Sequence[dict[str, Any]], told: dict[str, str], path: Path) -> list[dict[str, Any]]:
-    """What the harness makes of the rows with that model: its samples, in the order of the rows."""
+def _row(asked: Any) -> dict[str, Any]:
+    """A question for the harness, whose choices follow after what stands before ours."""
+    choice = asked.choice
+    (delimiter,) = {ours.removesuffix(one) for ours, one in zip(asked.continuations, choice.choices, strict=True)}
+    return {"question": asked.context, "choices": list(choice.choices), "answer": choice.answer, "delimiter": delimiter}
+
+
+def harness_samples(model: Any, rows: Sequence[dict[str, Any]], path: Path) -> list[dict[str, Any]]:
+    """What the harness makes of the rows with that model: its samples, in the order of the rows.
+
+    A task of the harness has one delimiter for all of its rows, ours none after scripts without spaces: a task for each.
+    """
+    found: list[dict[str, Any]] = [{}] * len(rows)
+    for delimiter in sorted({row["delimiter"] for row in rows}):
+        numbers = [number for number, row in enumerate(rows) if row["delimiter"] == delimiter]
+        some = _samples(model, [rows[number] for number in numbers], delimiter, path)
+        for number, sample in zip(numbers, some, strict=True):
+            found[number] = sample
+    return found
+
+
+def _samples(model: Any, rows: Sequence[dict[str, Any]], delimiter: str, path: Path) -> list[dict[str, Any]]:
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
@@ -127,8 +142,9 @@ def harness_samples(model: Any, rows: Sequence[dict[str, Any]], told: dict[str, 
     several = "choices" in rows[0]
     task = {
         "task": "items", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(path)}}, "test_split": "test",
-        "output_type": "multiple_choice" if several else "loglikelihood", "doc_to_text": told["question"],
-        "doc_to_target": "{{answer}}" if several else "{{target}}", "target_delimiter": told["delimiter"],
+        "output_type": "multiple_choice" if several else "loglikelihood",
+        "doc_to_text": "{{question}}" if several else "{{context}}",
+        "doc_to_target": "{{answer}}" if several else "{{target}}", "target_delimiter": delimiter,
         **({"doc_to_choice": "{{choices}}"} if several else {}),
         "metric_list": [{"metric": name} for name in (METRICS.values() if several else ("acc", "perplexity"))],
     }  # fmt: skip
@@ -148,7 +164,7 @@ def random_gpt2(files: Sequence[Path], directory: Path) -> Path:
     from ttrain.data import tokenizer
     from ttrain.data.encoder import Encoder
 
-    tokenizer.save(tokenizer.train([line for file in files for line in file.read_text().splitlines()], 2000), directory)
+    tokenizer.save(tokenizer.train([line for file in files for line in file.read_text().split("\n")], 2000), directory)
     encoder = Encoder(directory)
     torch.manual_seed(1)
     config = GPT2Config(

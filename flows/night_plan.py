@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from flows.full import full
-from ttrain import night_inputs, nights, tracking
+from ttrain import night_inputs, nights, promotion, tracking
 from ttrain.config import Settings
+from ttrain.errors import UsageError
 from ttrain.execute import REGISTERED
 from ttrain.night_inputs import Inputs
 from ttrain.nights import Champion, Frozen, Night, Nights
@@ -28,6 +29,7 @@ class NightPlan:
 
 def plan_night(settings: Settings, store: Store) -> NightPlan:
     """What a night that began now would do. Changes nothing."""
+    check(settings)
     known = Nights(store.root, settings.name)
     newest = known.newest()
     frozen, reason = list_of(settings, store, known, newest if newest and newest.is_open else None)
@@ -64,6 +66,20 @@ def recipe_of(inputs: Inputs) -> Recipe:
         full(build, settings)
 
     return nightly
+
+
+def check(settings: Settings) -> None:
+    """Raises UsageError for settings that no night can have."""
+    promotion.check_metric(settings)
+    if not settings.tracking.enabled:
+        raise UsageError(
+            "tracking.enabled is false, but a night needs to know the champion, which is an alias in MLflow; set it to true"
+        )
+    if settings.runtime.nodes > 1:
+        raise UsageError(
+            f"runtime.nodes is {settings.runtime.nodes}, but a night runs on one machine, with runtime.devices ranks; set "
+            f"runtime.nodes=1, or train with `ttrain pipeline run full` on each node and `ttrain models promote`"
+        )
 
 
 def list_of(settings: Settings, store: Store, known: Nights, night: Night | None) -> tuple[Frozen | None, str]:

@@ -20,10 +20,10 @@ from typing import Any
 from rich.console import Console
 
 from flows.engine import run_pipeline
-from flows.night_plan import list_of, recipe_of
+from flows.night_plan import check, list_of, recipe_of
 from ttrain import night_inputs, nights, notify, promotion, report, tracking
 from ttrain.config import Event, Promotion, Settings
-from ttrain.errors import Interrupted, TrackingError, UsageError
+from ttrain.errors import Interrupted, TrackingError
 from ttrain.execute import Execution
 from ttrain.night_inputs import Inputs
 from ttrain.nights import Frozen, Night, Nights
@@ -77,19 +77,6 @@ def run_night(
     console.print(escaped(f"skipped: {covered}"), highlight=False, soft_wrap=True, markup=False)
     _send(settings, "skipped", covered)
     return NightResult("skipped", covered)
-
-
-def check(settings: Settings) -> None:
-    """Raises UsageError for settings that no night can have."""
-    if not settings.tracking.enabled:
-        raise UsageError(
-            "tracking.enabled is false, but a night needs to know the champion, which is an alias in MLflow; set it to true"
-        )
-    if settings.runtime.nodes > 1:
-        raise UsageError(
-            f"runtime.nodes is {settings.runtime.nodes}, but a night runs on one machine, with runtime.devices ranks; set "
-            f"runtime.nodes=1, or train with `ttrain pipeline run full` on each node and `ttrain models promote`"
-        )
 
 
 class _Running:

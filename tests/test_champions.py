@@ -18,12 +18,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from ttrain import champion_baseline, tracking
 from ttrain import store as artifacts
-from ttrain import tracking
 from ttrain.cli import main
 from ttrain.config import Settings
 from ttrain.display import Display
 from ttrain.errors import TrackingError, UsageError
+from ttrain.evaluate.scores import Table
 from ttrain.execute import Execution
 from ttrain.store import read_json, write_json
 from ttrain.tracking import Member, ModelSet, Run, Store, open_store
@@ -662,3 +663,36 @@ def test_an_untracked_run_registers_no_set(home: Path, tmp_path: Path) -> None:
     execution = ran(store, published(store, tmp_path, 24), name="own", tracking={"enabled": False})
     assert execution.model_set is None
     assert tracking.list_sets(home, "own") == []
+
+
+def evaluated(store: artifacts.Store, number: int, documents: list[str], nats: float) -> artifacts.Artifact:
+    """The evaluation of the set of this number, on these documents and on chats that are the same for all."""
+    output = store.work("evaluate", f"evaluate-{number}") / "output"
+    output.mkdir(parents=True)
+    scores = Table()
+    scores.part("documents", documents, [len(text) for text in documents])
+    scores.part("chats", ["a chat"])
+    figures = {
+        "bits_per_byte": scores.figure("bits_per_byte", "documents", "base", [(nats, 2)] * len(documents), per="bytes"),
+        "chat_loss_sft": scores.figure("chat_loss_sft", "chats", "sft", [(nats, 4)], per="tokens"),
+    }
+    scores.write(output)
+    result = {"metrics": figures, "intervals": {name: [value, value] for name, value in figures.items()}}
+    return store.publish("evaluate", f"evaluate-{number}", output, {"result": result, "inputs": {}, "ingredients": {}})
+
+
+def test_a_run_has_the_champion_as_a_baseline_where_it_scored_the_same_records(home: Path, monkeypatch: Any) -> None:
+    store = artifacts.Store(home)
+    evaluated(store, 1, ["one", "two"], 4.0)
+    same, other = evaluated(store, 2, ["one", "two"], 2.0), evaluated(store, 3, ["one", "three"], 2.0)
+    assert champion_baseline.of(same, "mine", store) == {}, "nothing is champion"
+    tracking.promote(home, "mine", "1")
+    found = champion_baseline.of(same, "mine", store)["evaluate-champion"]
+    assert found["metrics"] == {"bits_per_byte": 8 / 6, "chat_loss_sft": 1.0}
+    assert set(found["intervals"]) == {*found["metrics"]}
+    assert set(champion_baseline.of(other, "mine", store)["evaluate-champion"]["metrics"]) == {"chat_loss_sft"}
+    assert champion_baseline.of(same, "another", store) == {}
+    tracking.promote(home, "mine", "2")
+    assert champion_baseline.of(same, "mine", store) == {}, "it is itself the champion"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    assert champion_baseline.of(other, "mine", store) == {}, "nobody waits for a server for the sake of a baseline"

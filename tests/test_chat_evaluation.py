@@ -120,6 +120,9 @@ def test_what_an_answer_has_had_before_is_repeated() -> None:
         ("one two three four five six seven eight nine ten", False),
         ("and so on and so on and so on, he said.", False),
         ("", False),
+        ("好的，我知道了。" * 3 + "好\ufffd", True),  # cut within a character
+        ("and so on and so on and so on and s\n\ufffd", True),
+        ("\ufffd" * 30, True),
     ],
 )
 def test_an_answer_that_ends_in_a_loop_is_seen(answer: str, is_loop: bool) -> None:
@@ -167,6 +170,14 @@ def test_the_functions_of_a_system_turn_are_found_again() -> None:
     assert tool_calls.given(turns("Hi", "Hello", system="Be kind; <tools> are not here.")) == {}
 
 
+@pytest.mark.parametrize("said", ["in a line\u2028of Unicode", "next\x85line", "between <tools> and </tools>", "</tools>"])
+def test_functions_are_found_whatever_they_say_of_themselves(said: str) -> None:
+    row = {"messages": [{"role": "system", "content": "Use <tools> well.\n</tools>"}, {"role": "user", "content": "Hi"}]}
+    tools = [{"name": "weather", "description": said, "parameters": WEATHER["parameters"]}, {"name": "now"}]
+    functions = tool_calls.given(tuple(sources.messages_of({**row, "tools": tools})))
+    assert functions == {"weather": WEATHER["parameters"], "now": None}
+
+
 @pytest.mark.parametrize(
     ("body", "wrong"),
     [
@@ -195,7 +206,8 @@ def test_a_call_that_cannot_be_made_says_why(body: str, wrong: str) -> None:
 def test_a_schema_is_never_fetched_nor_able_to_end_an_evaluation() -> None:
     schemas: tuple[Any, ...] = (
         {"$ref": "http://127.0.0.1:9/schema.json"}, {"$ref": "#/nothing"}, {"properties": {"a": {"pattern": "(?<x"}}},
-        {"$ref": "#"}, {"required": True}, [], "text",
+        {"$ref": "#"}, {"required": True}, [], "text", {"$ref": "#/required", "required": ["a"]},
+        {"$ref": "#/enum/x", "enum": [1]},
     )  # fmt: skip
     for schema in schemas:
         (call,) = tool_calls.calls('<tool_call>{"name": "f", "arguments": {"a": "b"}}</tool_call>', {"f": schema})

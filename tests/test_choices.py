@@ -21,8 +21,8 @@ from ttrain.data.encoder import Encoder
 from ttrain.errors import DataError
 from ttrain.evaluate import choices, last_word, sharing
 from ttrain.evaluate.branches import Scorer
-from ttrain.evaluate.items import Places
-from ttrain.evaluate.requests import Likelihood, encode_pairs, fit, log_likelihoods
+from ttrain.evaluate.items import BadRow, Places
+from ttrain.evaluate.requests import Likelihood, beginning, encode_pairs, fit, log_likelihoods
 from ttrain.evaluate.sharing import Row
 from ttrain.evaluate.subject import Subject
 
@@ -81,7 +81,7 @@ class Watched(nn.Module):
 )
 def test_what_is_shared_scores_as_rows_of_their_own(encoder: Encoder, kind: str) -> None:
     subject = subject_of(model_of(encoder, kind=kind), encoder, max_length=128)
-    pairs = encode_pairs(encoder, subject.begin_ids, TEXTS)
+    pairs = encode_pairs(subject, TEXTS)
     wanted = [naive(subject, *pair) for pair in pairs]
     for alone in (True, False):
         found = log_likelihoods(subject, TEXTS, quiet, alone=alone)
@@ -105,7 +105,7 @@ def test_a_window_that_hides_the_beginning_of_a_context_hides_it_in_branches_too
     model = model_of(encoder, kind="mistral", fields={"sliding_window": 8})
     subject = subject_of(model, encoder)
     assert subject.model.config.sliding_window == 8
-    pairs = encode_pairs(encoder, subject.begin_ids, TEXTS)
+    pairs = encode_pairs(subject, TEXTS)
     found = log_likelihoods(subject, TEXTS, quiet)
     assert [one.nats for one in found] == pytest.approx([naive(subject, *pair)[0] for pair in pairs], abs=1e-4)
 
@@ -130,20 +130,37 @@ def test_a_model_whose_mask_does_nothing_is_found_out(encoder: Encoder) -> None:
     model = model_of(encoder)
     model.__class__ = Deaf
     subject = subject_of(model, encoder)
-    pairs = encode_pairs(encoder, subject.begin_ids, TEXTS)
+    pairs = encode_pairs(subject, TEXTS)
     found = log_likelihoods(subject, TEXTS, quiet)
     assert [one.nats for one in found] == pytest.approx([naive(subject, *pair)[0] for pair in pairs], abs=1e-4)
 
 
-def test_tokens_at_the_border_are_those_of_the_whole_text(encoder: Encoder) -> None:
-    begin = (encoder.bos_id,)
-    ((context, continuation),) = encode_pairs(encoder, begin, [("Return the ", "number")])
+def test_tokens_at_the_border_are_those_of_the_whole_text(subject: Subject) -> None:
+    encoder, begin = subject.encoder, subject.begin_ids
+    ((context, continuation),) = encode_pairs(subject, [("Return the ", "number")])
     assert context == (*begin, *encoder.encode(["Return the"])[0])
     assert (*context, *continuation) == (*begin, *encoder.encode(["Return the number"])[0])
+
+
+def test_a_text_without_a_context_stands_after_what_the_model_knows(encoder: Encoder) -> None:
+    # A tokenizer without bos gets one from ttrain, for which the model has no row.
+    model = model_of(encoder)
+    begins = {(): (encoder.eos_id,), (encoder.bos_id,): (encoder.bos_id,), (len(encoder),): (encoder.eos_id,)}
+    for given_ids, expected in begins.items():
+        subject = subject_of(model, encoder, begin_ids=given_ids)
+        assert beginning(subject) == expected
     for empty in ("", "  "):
-        ((context, continuation),) = encode_pairs(encoder, (), [(empty, "number")])
-        assert context == (encoder.bos_id,)
+        ((context, continuation),) = encode_pairs(subject_of(model, encoder, begin_ids=()), [(empty, "number")])
+        assert context == (encoder.eos_id,)
         assert continuation == tuple(encoder.encode([empty + "number"])[0])
+
+
+def test_a_continuation_that_melts_into_its_context_costs_what_it_does_by_itself(subject: Subject) -> None:
+    (whole,), (one, other) = subject.encoder.encode(["th"]), subject.encoder.encode(["t", "h"])
+    assert len(whole) == 1
+    assert encode_pairs(subject, [("t", "h")]) == [((*subject.begin_ids, *one), tuple(other))]
+    with pytest.raises(DataError, match="the continuation '' has no token in the tokenizer of tiny"):
+        log_likelihoods(subject, [("a", "")], quiet)
 
 
 @given(context=st.integers(1, 40), continuation=st.integers(1, 40), max_length=st.integers(1, 20))
@@ -221,7 +238,7 @@ BAD = {
     "an empty choice": question(0, choices=["yes", " "]),
     "two choices are the same": question(0, choices=["yes", "yes "]),
     "no answer": question(0, answer=None),
-    "answer is neither a number, a letter nor a choice": question(0, answer=True),
+    "answer is neither a whole number, a letter nor a choice": question(0, answer=True),
     "answer is out of range": question(0, answer=3),
     "answer is no choice": question(0, answer="Z"),
     "answer is the letter of one choice and the text of another": question(0, choices=["B", "A"], answer="A"),
@@ -242,14 +259,20 @@ def test_bad_rows_are_told_with_their_place_and_never_count(tmp_path: Path, subj
     assert all(figure.sizes == (1.0, 1.0) for figure in outcome.figures)
 
 
-@pytest.mark.parametrize("answer", [1, "no", " no ", "B", "b"])
+@pytest.mark.parametrize("answer", [1.5, float("inf"), [1]])
+def test_what_is_no_whole_number_is_no_index(answer: Any) -> None:
+    with pytest.raises(BadRow, match="answer is neither a whole number, a letter nor a choice"):
+        choices.parse(question(0, answer=answer))
+
+
+@pytest.mark.parametrize("answer", [1, 1.0, "no", " no ", "B", "b"])
 def test_an_answer_is_a_number_a_letter_or_a_text(answer: Any) -> None:
     assert choices.parse(question(0, answer=answer)).answer == 1
 
 
 def test_a_file_without_an_item_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", [BAD["no answer"]])
-    with pytest.raises(DataError, match=r"tasks.quiz.file has no row .*a.jsonl:1: no answer"):
+    with pytest.raises(DataError, match=r"tasks.quiz.file a.jsonl has no row .*a.jsonl:1: no answer"):
         choices.read("quiz", ChoicesTask(file="a.jsonl"), Places(tmp_path))
 
 
@@ -261,7 +284,7 @@ def test_figures_are_those_of_a_naive_loop(tmp_path: Path, subject: Subject) -> 
     right, by_byte, losses = [], [], []
     for row in rows:
         texts = [(row["question"], f" {choice}") for choice in row["choices"]]
-        scores = [-naive(subject, *pair)[0] for pair in encode_pairs(subject.encoder, subject.begin_ids, texts)]
+        scores = [-naive(subject, *pair)[0] for pair in encode_pairs(subject, texts)]
         right.append(float(scores.index(max(scores)) == row["answer"]))
         shares = [score / len(choice) for score, choice in zip(scores, row["choices"], strict=True)]
         by_byte.append(float(shares.index(max(shares)) == row["answer"]))
@@ -321,7 +344,7 @@ def test_examples_of_another_file_and_its_bad_rows(tmp_path: Path) -> None:
         "Q: Question 0?\nA: yes\nQ: Question 2?\nA:",
     ]
     assert items.reasons == {"as an example: no answer": 1}
-    with pytest.raises(DataError, match=r"tasks.quiz.shots is 2, but b.jsonl has 1 rows that are no item itself"):
+    with pytest.raises(DataError, match=r"tasks.quiz.shots is 2, but b.jsonl has 1 row that is no item itself"):
         choices.read("quiz", spec.model_copy(update={"shots": 2}), Places(tmp_path))
 
 
@@ -341,12 +364,22 @@ def test_what_is_asked_is_what_digests_tell_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "continuation"), [("What", " yes"), ("What\n", "yes"), ("什么？", "yes"), ("뭐", " yes"), ("ที่", "yes")]
-)
-def test_a_space_stands_where_the_script_has_one(tmp_path: Path, text: str, continuation: str) -> None:
-    write(tmp_path / "a.jsonl", [question(0, question=text)])
-    (one,) = choices.read("quiz", ChoicesTask(file="a.jsonl"), Places(tmp_path)).items
+    ("text", "choice", "continuation"),
+    [
+        ("What", "yes", " yes"), ("What\n", "yes", "yes"), ("什么？", "yes", "yes"),
+        ("뭐", "yes", " yes"), ("ที่", "yes", "yes"),
+        ("What", " yes", " yes"), ("What", "\nyes", "\nyes"), ("什么？", " yes", " yes"),
+    ],
+)  # fmt: skip
+def test_one_space_stands_where_the_script_has_one(tmp_path: Path, text: str, choice: str, continuation: str) -> None:
+    rows = [question(0, question=text, choices=[choice, "no"]), question(1, choices=[choice, "no"], answer=0)]
+    write(tmp_path / "a.jsonl", rows)
+    one, _ = choices.read("quiz", ChoicesTask(file="a.jsonl"), Places(tmp_path)).items
     assert one.continuations[0] == continuation
+    one, _ = choices.read("quiz", ChoicesTask(file="a.jsonl", shots=1, template="{question} ="), Places(tmp_path)).items
+    assert one.context == f"Question 1? ={choice if choice[0].isspace() else f' {choice}'}\n\n{text} ="
+    one, _ = choices.read("quiz", ChoicesTask(file="a.jsonl", delimiter=" "), Places(tmp_path)).items
+    assert one.continuations[0] == f" {choice}", "a delimiter that is set is taken as it is"
 
 
 # --- last words ---------------------------------------------------------------------------------------------------------
@@ -361,7 +394,7 @@ def test_last_words_are_those_that_the_model_would_say(tmp_path: Path, subject: 
     items = last_word.read("words", LastWordTask(file="a.jsonl"), Places(tmp_path))
     assert items.reasons == {"context is empty": 1, "target is no string": 1}
     outcome = last_word.run(items, subject, quiet)
-    pairs = encode_pairs(subject.encoder, subject.begin_ids, items.items)
+    pairs = encode_pairs(subject, last_word.texts(items.items))
     wanted = [naive(subject, *pair) for pair in pairs]
     assert outcome.primary.sums == tuple(float(greedy) for _, greedy in wanted)
     perplexity = math.exp(sum(nats for nats, _ in wanted) / len(wanted))

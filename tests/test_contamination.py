@@ -84,9 +84,8 @@ def test_ids_of_shards_become_the_plain_text_of_their_records(tmp_path: Path, en
         data, begins = plain_text.records(column, token_bytes, first, last)
         assert len(begins) == last - first
         found += [bytes(part.tobytes()) for part in np.split(data, begins[1:])]
-    marks = (plain_text.RECORD_BYTES, plain_text.SPECIAL_BYTES)
     for text, part in zip(AWKWARD, found, strict=True):
-        assert part == marks[0] + marks[1] + plain_text.plain(text) + marks[1]
+        assert part == plain_text.RECORD_BYTES + plain_text.plain(text)
 
 
 def test_ids_that_are_no_text_do_not_harm_the_records_beside_them(tmp_path: Path, encoder: Encoder) -> None:
@@ -232,6 +231,62 @@ def test_documents_that_hold_an_item_are_told_and_left_out_on_request(
     assert contamination.known(tmp_path / "out") == {}
 
 
+def test_chats_are_found_whole_and_not_by_the_system_turn_that_others_have_too(tmp_path: Path, encoder: Encoder) -> None:
+    """Of turns that are all shorter than a part, and after a system turn that is longer than all of them."""
+    system = {"role": "system", "content": "You are an assistant who answers questions about rivers in a friendly way."}
+
+    def chat(*words: str) -> dict[str, Any]:
+        turns = [{"role": ("user", "assistant")[number % 2], "content": word} for number, word in enumerate(words)]
+        return {"messages": [system, *turns]}
+
+    short = ("Which river is it?", "The Rhine", "And the city?", "Cologne, I say")
+    chats = [chat("Say it in Latin!", f"Non possum dicere {number}") for number in range(5)]
+    documents = jsonl(tmp_path / "chats.jsonl", [*chats, chat(*short), chat("Who?", *short)])
+    items = jsonl(tmp_path / "items.jsonl", [chat(*short), chat("Where does this one stand?", "It stands nowhere.")])
+    against = contamination.against([str(items)], Rule(), remove=True)
+    reading = Reading(heldout_fraction=0.0)
+    recipe = recipe_of(reading, encoder.directory, "chats")
+    files = {"train": [DataFile(str(documents), "chats")]}
+    built = sharding.build(tmp_path / "out", files, recipe, reading, block_bytes=1 << 20, pool=Here(), against=against)
+    told = json.loads((tmp_path / "out" / contamination.REPORT).read_bytes())
+    assert [(item["where"], item["share"]) for item in told["items"]] == [("items.jsonl:1", 1.0)]
+    assert [place["record"] for place in told["items"][0]["places"]] == [5, 6]
+    assert built.parts["train"]["rows"] == 5
+
+
+def test_what_templates_write_between_turns_is_passed_over(tmp_path: Path, encoder: Encoder) -> None:
+    role, end = encoder.special("<|user|>"), encoder.special("<|end|>")
+    first, second = encoder.encode(["user\nWhich river?", "assistant\nThe assistant\nsays: none"])
+    index = write_shards(
+        tmp_path, [([role, *first, end, role, *second, end], ())], kind="documents", vocab_size=len(encoder)
+    )
+    column = read_shard(tmp_path / index["shards"][0]["file"])
+    data, _ = plain_text.records(column, plain_text.TokenBytes(encoder), 0, 1)
+    assert data.tobytes() == plain_text.RECORD_BYTES + b"whichrivertheassistantsaysnone"
+
+
+def test_what_many_texts_begin_with_finds_none_of_them_alone() -> None:
+    rng = random.Random(4)
+    instruction = b"translatethefollowingsentenceintothelanguageofourtimeplease"
+    ends = [bytes(rng.choice(b"abcdefgh") for _ in range(40)) for _ in range(300)]
+    texts = Texts([instruction + end for end in ends], 32)
+    assert texts.searchable.all()
+    alone = (instruction + b"z" * 9) * 50
+    found = texts.find(np.frombuffer(alone + instruction + ends[7], np.uint8), np.array([0, len(alone)]))
+    assert {one.record for one in found} == {1}
+    assert max(found, key=lambda one: one.bytes) == Found(1, 7, len(instruction) + 40, len(instruction) + 40)
+    alike = Texts([instruction + bytes([65 + number]) for number in range(50)] * 2, 32)
+    assert alike.searchable.all(), "the last letter tells them apart"
+
+
+def test_an_item_that_stands_often_in_an_evaluation_is_found_each_time(tmp_path: Path, encoder: Encoder) -> None:
+    documents = jsonl(tmp_path / "documents.jsonl", [{"text": POEM}, {"text": "Nothing of the kind stands here."}])
+    items = jsonl(tmp_path / "items.jsonl", [{"text": POEM}] * 300)
+    build(tmp_path / "out", encoder, documents, contamination.against([str(items)], Rule(), remove=False))
+    told = json.loads((tmp_path / "out" / contamination.REPORT).read_bytes())
+    assert told["tasks"]["items.jsonl"]["overlapping"] == len(told["items"]) == 300
+
+
 def test_nothing_is_found_where_it_was_left_out(
     tmp_path: Path, encoder: Encoder, corpus: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -285,9 +340,9 @@ def test_files_of_evaluations_are_inputs_of_shards_and_count_by_their_bytes(tmp_
         evaluation_files((str(suite),))
 
 
-def items_of(task: str, kind: str, rows: Sequence[Any], directory: Path) -> Items[Any]:
+def items_of(task: str, kind: str, rows: Sequence[Any], directory: Path, **more: Any) -> Items[Any]:
     file = jsonl(directory / f"{task}.jsonl", rows)
-    spec = Suite.model_validate({"tasks": {task: {"kind": kind, "file": file.name, "by": ["lang"]}}}).tasks[task]
+    spec = Suite.model_validate({"tasks": {task: {"kind": kind, "file": file.name, "by": ["lang"], **more}}}).tasks[task]
     return kinds.read(task, spec, Places(directory))
 
 
@@ -295,6 +350,7 @@ def items_of(task: str, kind: str, rows: Sequence[Any], directory: Path) -> Item
     ("kind", "row"),
     [
         ("choices", {"question": QUESTION, "choices": ["Danube", ANSWER], "answer": 1}),
+        ("choices", {"question": QUESTION, "choices": ["Danube", ANSWER], "answer": 1.0}),
         ("last_word", {"context": "The old wooden bridge of the village crosses the", "target": " Rhine"}),
         ("generation", {"question": QUESTION, "answer": ANSWER}),
         ("text", {"text": POEM}),
@@ -314,6 +370,17 @@ def test_items_that_training_documents_hold_are_told_apart_or_left_out(tmp_path:
     assert without.reasons == {contaminated.REASON: 1}
     assert without.groups == ({"lang=en": (0,), "lang=zh": (1,)} if items.groups else {})
     assert contaminated.marked(items, {"other"}, leave_out=True) is items
+    if kind in ("choices", "last_word", "generation"):  # worked examples are no part of what is looked for
+        shown = items_of("task", kind, rows, tmp_path, shots=1)
+        assert contaminated.marked(shown, {found[0].digest}, leave_out=False).groups["overlap=yes"] == (1,)
+
+
+@pytest.mark.parametrize("row", [{"answer": 1234}, {"final": "1234"}, {"answer": " ", "final": 1234}, {"answer": "1234"}])
+def test_an_answer_is_looked_for_in_whatever_form_a_task_reads_it(tmp_path: Path, row: Any) -> None:
+    items = items_of("sums", "generation", [{"question": QUESTION, **row}], tmp_path)
+    (found,), _ = contamination.read_items(str(tmp_path / "sums.jsonl"), "sums")
+    assert found.text == plain_text.plain(QUESTION) + b"1234"
+    assert contaminated.marked(items, {found.digest}, leave_out=False).groups == {"overlap=yes": (0,)}
 
 
 def test_the_evaluation_tells_items_apart_that_its_shards_hold(tmp_path: Path) -> None:

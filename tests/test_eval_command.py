@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,9 @@ from ttrain.cli import main
 from ttrain.config import Evaluate, EvaluateConfig, Promotion
 from ttrain.errors import UsageError
 from ttrain.evaluate import baselines
-from ttrain.evaluating import heldout_of
+from ttrain.evaluating import default_suite, heldout_of, told_of
 from ttrain.promotion import decide, scores_of
-from ttrain.references import resolve
+from ttrain.references import Reference, resolve
 from ttrain.stages import evaluate
 from ttrain.store import Artifact, Store, write_json
 
@@ -46,6 +48,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     inputs = {"shards": {"stage": home.documents.stage, "key": home.documents.key, "content": home.documents.content}}
     manifest = {"result": {}, "ingredients": {}, "inputs": inputs, "provenance": {"run": "full-1"}}
     home.store.publish("pretrain", "3" * 64, root / "made", manifest)
+    write_model(root / "tuned" / "model", seed=3, max_length=64)
+    inputs = {"base": {"stage": "pretrain", "key": "3" * 64}, "shards": {"stage": home.chats.stage, "key": home.chats.key}}
+    home.store.publish("sft", "4" * 64, root / "tuned", {**manifest, "inputs": inputs})
     write_model(root / "other", seed=2, max_length=64)
     write_lines(root / "words.jsonl", [*CHOICES, *BAD])
     return root
@@ -87,7 +92,8 @@ def test_the_table_says_what_was_left_out_and_what_the_items_can_show(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = said(capsys, "pretrain", "pretrain", "--choices", "words.jsonl")
-    assert "words: 2 rows left out" in text
+    places = "fewer than two choices (1: words.jsonl:9), answer is out of range (1: words.jsonl:10)"
+    assert f"words: 2 rows left out: {places}" in text
     assert "pretrain (1) - pretrain (2)" in text and "no difference that this set can show (needs about 0.7500)" in text
 
 
@@ -103,6 +109,22 @@ def test_without_a_task_the_held_out_data_of_the_models_run_is_scored(
     assert set(task["baselines"]) == set(baselines.BASELINES)
 
 
+def test_a_full_disk_loses_no_result(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["eval", "pretrain", "--choices", "words.jsonl", "--items", "/dev/full"])
+    told = capsys.readouterr()
+    assert ended.value.code == 2 and "--items is /dev/full, which cannot be written: No space left on device" in told.err
+    assert "accuracy" in told.out
+
+
+def test_each_held_out_part_is_of_the_first_model_that_has_it(here: Path) -> None:
+    """A base model has no chats, its fine-tuned one has: asked about both, chats are asked, too."""
+    store = Store(here / "home")
+    base, fine = (store.latest(stage) for stage in ("pretrain", "sft"))
+    found = heldout_of([Reference("a", base.path, None, base), Reference("b", fine.path, None, fine)], store)
+    assert list(found) == ["documents", "chats"]
+
+
 def test_a_model_without_held_out_data_asks_what_to_ask(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = said(capsys, "./other", code=2)
     assert "no held-out data of ./other is here" in text and "--choices" in text and "english" in text
@@ -112,10 +134,15 @@ def test_a_model_without_held_out_data_asks_what_to_ask(here: Path, capsys: pyte
     ("words", "cure"),
     [
         (("nothing",), "there is no model 'nothing'"),
-        (("pretrain", "--choices", "none.jsonl"), "none.jsonl"),
+        (("pretrain", "--choices", "none.jsonl"), "--choices is none.jsonl, which is no file; name a JSON Lines file"),
+        (("pretrain", "--last-word", "other"), "is other, which is a directory; name each file in it with --last-word"),
+        (("pretrain", "--choices", "words.jsonl", "--choices", "./words.jsonl"), "--choices names words.jsonl twice, whose"),
         (("pretrain", "--suite", "heldot"), "did you mean 'heldout'"),
         (("pretrain", "--suite", "heldout"), "the held-out chats of the model's own run, but there are none"),
         (("pretrain", "--choices", "words.jsonl", "--track"), "'pretrain' is of no tracked run"),
+        (("pretrain", "--choices", "words.jsonl", "--items", "."), "--items is ., which cannot be written: Is a directory"),
+        (("pretrain", "--choices", "words.jsonl", "--match", "exact"), "--match is exact, but no task has that setting"),
+        (("pretrain", "--shots", "2"), "--shots is 2, but no task has that setting; what is asked is of kind text"),
     ],
 )
 def test_what_cannot_be_asked_is_told_before_a_model_is_loaded(
@@ -123,6 +150,84 @@ def test_what_cannot_be_asked_is_told_before_a_model_is_loaded(
 ) -> None:
     monkeypatch.setattr("ttrain.talk.loading.load", lambda *_, **__: pytest.fail("a model was loaded"))
     assert cure in said(capsys, *words, code=2)
+
+
+@pytest.mark.parametrize(
+    ("words", "cure"),
+    [
+        (("--text", "words.jsonl"), "--text {here}/words.jsonl has no document; a row needs"),
+        (
+            ("--last-word", "words.jsonl"),
+            "--last-word {here}/words.jsonl has no row that can be used ({here}/words.jsonl:1: ",
+        ),
+        (("--choices", "words.jsonl", "--shots", "8"), "--shots is 8, but the own file of words has 7 rows that are"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_told_by_the_option_that_named_it(
+    here: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], cure: str
+) -> None:
+    text = said(capsys, "pretrain", *words, code=1)
+    assert cure.format(here=here) in text and "tasks." not in text.partition("; a row needs")[0]
+
+
+@pytest.mark.parametrize("place", ["words.jsonl", "link.jsonl", "shots.jsonl", "mine.yaml", "./../{name}/words.jsonl"])
+def test_items_never_overwrite_what_is_read(root: Path, here: Path, capsys: pytest.CaptureFixture[str], place: str) -> None:
+    (here / "link.jsonl").unlink(missing_ok=True)
+    (here / "link.jsonl").symlink_to("words.jsonl")
+    write_lines(here / "shots.jsonl", CHOICES)
+    suite = "tasks:\n  words: {kind: choices, file: words.jsonl, shots: 1, shots_file: shots.jsonl}\n"
+    (here / "mine.yaml").write_text(suite)
+    before = {name: (here / name).read_bytes() for name in ("words.jsonl", "shots.jsonl", "mine.yaml")}
+    text = said(capsys, "pretrain", "--suite", "mine.yaml", "--items", place.format(name=here.name), code=2)
+    assert "which would be overwritten; name another file" in text
+    assert before == {name: (here / name).read_bytes() for name in before}
+
+
+def test_items_never_overwrite_a_file_of_the_command_line(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, "pretrain", "--choices", "words.jsonl", "--items", "words.jsonl", code=2)
+    assert f"--items is words.jsonl, but --choices is {here}/words.jsonl, which would be overwritten" in text
+
+
+def test_every_row_that_is_left_out_is_in_the_json(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = json.loads(said(capsys, "pretrain", "--choices", "words.jsonl", "--json"))
+    (task,) = told["tasks"]
+    assert [(row["file"], row["line"]) for row in task["left_out_rows"]] == [
+        (str(here / "words.jsonl"), line) for line in (9, 10)
+    ]
+    assert len(told["notes"]) == 1 and told["notes"][0].startswith("words: 2 rows left out")
+
+
+def test_chats_are_not_asked_of_a_model_without_a_template_where_nobody_named_them(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = here / "plain"
+    shutil.copytree(here / "other", plain, dirs_exist_ok=True)
+    (plain / "chat_template.jinja").unlink(missing_ok=True)
+    config = json.loads((plain / "tokenizer_config.json").read_bytes())
+    config.pop("chat_template", None)
+    (plain / "tokenizer_config.json").write_text(json.dumps(config))
+    text = said(capsys, "sft", "./plain")
+    assert "documents  bits_per_byte" in text
+    assert "not asked: chats, for the tokenizer of ./plain has no chat template" in text
+    assert "not asked" not in said(capsys, "sft", "./other", "--limit", "1")
+    with pytest.raises(
+        UsageError, match=r"are chats, but the tokenizer of \./plain has no chat template, so say what to ask"
+    ):
+        default_suite({"chats": []}, [Reference("./plain", plain)])
+
+
+def test_a_name_that_does_not_say_which_model_it_is_is_explained(here: Path) -> None:
+    tuned = Store(here / "home").latest("sft")
+    for text, lines in (
+        ("quickstart@challenger", 1),
+        ("mine-sft@champion", 0),
+        ("sft", 0),
+        ("full-1:sft", 0),
+        ("full-1", 1),
+    ):
+        told = told_of([Reference(text, tuned.path / "model", None, tuned)])
+        assert told == [f"{text} is the model of its stage sft (444444444444)"] * lines
+    assert told_of([Reference("base-model", tuned.path, None, replace(tuned, stage="base-model"))]) == []
 
 
 def test_a_name_on_the_hub_is_taken_from_its_cache(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,6 +271,8 @@ def test_results_are_kept_below_the_run_that_made_the_model(here: Path, capsys: 
     assert (data.dataset.name, json.loads(data.dataset.profile)) == ("words", {"items": len(CHOICES)})
     names = {file.path for file in client.list_artifacts(found.info.run_id)}
     assert {"evaluation_table.json", "evaluation.json", "items.jsonl"} <= names
+    tables = [table["path"] for table in json.loads(found.data.tags["mlflow.loggedArtifacts"])]
+    assert tables == ["evaluation_table.json"], "MLflow's pages show those that are named here as tables"
 
 
 # --- the stage -----------------------------------------------------------------------------------------------------------
@@ -215,3 +322,25 @@ def test_a_suites_figure_can_decide_about_the_champion(here: Path, tmp_path: Pat
     decision = decide(one, one, Promotion(metric="words/accuracy/base", min_samples=5))
     assert (decision.promote, decision.difference, decision.samples) == (False, 0.0, len(CHOICES))
     assert decision.interval is not None and decision.smallest_difference is not None
+
+
+def test_a_perplexity_and_a_group_decide_by_their_own_items_and_direction(here: Path, tmp_path: Path) -> None:
+    """A figure without items would be decided by itself alone, and an accuracy the wrong way round."""
+    rows = [{**row, "lang": ("en", "zh")[number % 2]} for number, row in enumerate(CHOICES)]
+    write_lines(here / "groups.jsonl", rows)
+    (here / "groups.yaml").write_text(
+        "tasks:\n  words: {kind: choices, file: groups.jsonl, by: [lang]}\n  prose: {kind: text}\n"
+    )
+    found = evaluated(here, tmp_path, suites="groups.yaml")
+    evaluation = Artifact("evaluate", "key", tmp_path, {"result": found})
+    of_group, whole = (scores_of(evaluation, f"words/accuracy/base{group}") for group in ("/lang:zh", ""))
+    assert of_group.records == whole.records[1::2] and of_group.higher_is_better is True
+    low, high = found["intervals"]["words/accuracy/base"]
+    assert low <= whole.value <= high
+    perplexity = scores_of(evaluation, "prose/perplexity/base")
+    assert (perplexity.shown, len(perplexity.records)) == ("exp", found["counts"]["prose/items"])
+    rules = Promotion(metric="prose/perplexity/base", min_samples=2)
+    worse = replace(perplexity, sums=tuple(1.1 * nats for nats in perplexity.sums), value=perplexity.value**1.1)
+    decision = decide(perplexity, worse, rules)
+    assert decision.promote and decision.interval is not None
+    assert decision.interval[0] < worse.value - perplexity.value < decision.interval[1]

@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ttrain import evaluation_table
+from ttrain.config.suite import ChoicesTask, TextTask
 from ttrain.evaluate.confidence import Rule
+from ttrain.evaluate.items import Items, LeftOut, groups
 from ttrain.evaluate.outcome import LN2, Figure, Outcome
 from ttrain.evaluate.results import OTHER_COUNTS, OTHER_ITEMS, Results
-from ttrain.report import evaluation_table
 
 ITEMS = tuple(f"item{number}" for number in range(100))
 
@@ -44,13 +46,13 @@ def test_a_difference_is_claimed_only_where_the_items_show_it() -> None:
 
 
 def test_many_comparisons_need_more_than_one() -> None:
-    """6 of 6 disagreements for one model: p 0.03 alone, 0.3 among ten such comparisons."""
+    """6 of 6 disagreements for one model: p 0.03 alone, 0.3 among ten such comparisons, of which each needs 9 of 9."""
     one = Results([choices("a", 50), choices("b", 56)], Rule())
     assert one.comparisons()[0].verdict(Rule()) == "b is better"
     tasks = [choices(model, right, f"task{number}") for number in range(10) for model, right in (("a", 50), ("b", 56))]
     found = Results(tasks, Rule()).comparisons()
     assert [versus.p_of_all for versus in found] == pytest.approx([0.3125] * 10)
-    assert all(versus.verdict(Rule()).startswith("no difference") for versus in found)
+    assert {versus.verdict(Rule()) for versus in found} == {"no difference that this set can show (needs about 0.0900)"}
 
 
 def test_what_cannot_be_compared_says_why() -> None:
@@ -61,8 +63,73 @@ def test_what_cannot_be_compared_says_why() -> None:
         for name, tokens in (("a", 30.0), ("b", 20.0))
     ]
     assert Results(perplexity_first, Rule()).comparisons()[0].why == OTHER_COUNTS
+    broken = Results([text("a", 70.0), text("b", math.nan)], Rule()).comparisons()[0]
+    assert broken.verdict(Rule()) == "what b says is no number" and json.dumps(broken.to_json(Rule()), allow_nan=False)
+    untested = Results([text("a", 70.0), text("b", 60.0)], Rule(resamples=0)).comparisons()[0]
+    assert untested.verdict(Rule(resamples=0)) == "not tested, for there are no resamples"
+    same = Results([text("a", 70.3), text("b", 70.3)], Rule()).comparisons()[0]
+    assert same.verdict(Rule()) == "no difference that this set can show"
     by_bytes = Results([text("a", 70.0, 30.0), text("b", 60.0, 20.0)], Rule()).comparisons()[0]
     assert by_bytes.verdict(Rule()) == "b is better"
+
+
+def test_below_five_items_the_verdict_is_that_they_are_too_few() -> None:
+    """Two models that differ on every item of four, and would on five."""
+    for count, said in (
+        (4, "too few items to tell: 4, and no difference shows below 5"),
+        (5, "no difference that this set can"),
+    ):
+        some = [
+            Outcome(
+                "poems", "choices", name, ITEMS[:count],
+                (Figure("accuracy", (right,) * count, (1.0,) * count, True, "share"),), rows=[{}] * count,
+            )
+            for name, right in (("a", 0.0), ("b", 1.0))
+        ]  # fmt: skip
+        (versus,) = Results(some, Rule()).comparisons()
+        assert versus.verdict(Rule()).startswith(said) and versus.to_json(Rule())["verdict"].startswith(said)
+
+
+def test_rows_that_are_left_out_are_said_with_their_places() -> None:
+    left_out = [LeftOut(f"/data/a.jsonl:{line}", "no text") for line in (3, 7)]
+    left_out += [
+        LeftOut(f"/data/{file}:{line}", "empty") for file, line in (("a.jsonl", 9), ("b.jsonl", 9), ("b.jsonl", 10))
+    ]
+    left_out += [LeftOut(f"/data/b.jsonl:{line}", "empty") for line in range(11, 1211)]
+    read = Items("poems", TextTask(), ("x",), ("d",), tuple(left_out))
+    results = Results([choices("a", 50)], Rule(), [read])
+    assert results.notes() == [
+        "poems: 1,205 rows left out: no text (2: a.jsonl:3, 7), empty (1,203: a.jsonl:9, b.jsonl:9, 10 and 1,200 more)"
+    ]
+    (task,) = results.to_json()["tasks"]
+    assert len(task["left_out_rows"]) == 1205
+    assert task["left_out_rows"][1] == {"file": "/data/a.jsonl", "line": 7, "reason": "no text"}
+    one = Results([choices("a", 50)], Rule(), [Items("poems", TextTask(), ("x",), ("d",), tuple(left_out[:1]))])
+    assert one.notes() == ["poems: 1 row left out: no text (1: a.jsonl:3)"]
+
+
+def test_copies_of_an_item_are_said() -> None:
+    for names, said in (
+        ("abcde", []),
+        ("abcda", ["poems: 1 of 5 items is a copy of another, so that intervals are narrower than they should be"]),
+        ("aabaa", ["poems: 3 of 5 items are copies of others, so that intervals are narrower than they should be"]),
+    ):
+        assert Results([], Rule(), [Items("poems", TextTask(), tuple(names), tuple(names))]).notes() == said
+
+
+def test_a_key_that_groups_nothing_is_said_where_the_user_wrote_it() -> None:
+    rows = [{"lang": "ab"[number % 2], "id": number, "same": 1} for number in range(30)]
+    by = ("lang", "langg", "id", "same")
+    found = groups(rows, by)
+    assert set(found) == {"lang=a", "lang=b"}
+    read = Items("poems", ChoicesTask(file="x", by=by), tuple(rows), tuple(map(str, range(30))), groups=found)
+    assert Results([], Rule(), [read]).notes() == [
+        "poems: by names 'langg', which groups nothing: no item has it as a text or a whole number",
+        "poems: by names 'id', which groups nothing: it has 30 values, more than 20",
+        "poems: by names 'same', which groups nothing: it is the same for every item",
+    ]
+    own = Items("prose", TextTask(), ("x",), ("d",), groups=groups([{}], ("source", "lang")))
+    assert Results([], Rule(), [own]).notes() == [], "nobody named them"
 
 
 def test_the_table_has_a_column_for_each_model_and_groups_below_the_figure() -> None:
@@ -84,7 +151,6 @@ def test_the_metrics_name_task_figure_model_and_group_as_mlflow_takes_them() -> 
     }  # fmt: skip
     assert found.metrics()["poems/accuracy/sft"] == 0.4
     assert found.counts() == {"prose/items": 100, "prose/left_out": 2, "poems/items": 100, "poems/left_out": 0}
-    assert found.left_out() == ["prose: 2 rows left out: no text (2)"]
 
 
 def test_the_json_holds_what_the_table_shows_and_is_json() -> None:
@@ -118,10 +184,27 @@ def test_the_runs_table_shows_the_main_figure_of_each_model_and_what_the_items_s
     """Also from a manifest, which sorts names."""
     results = Results([choices("base", 50, left_out={"one choice": 3}), choices("sft", 70), choices("lora", 50)], Rule())
     told = json.loads(json.dumps({"suites": results.to_json()}, sort_keys=True))
-    rows = evaluation_table({"eval/bits_per_byte": 1.5}, {"evaluate": {**told, "intervals": {"bits_per_byte": [1.25, 2]}}})
+    rows = evaluation_table.rows(
+        {"eval/bits_per_byte": 1.5}, {"evaluate": {**told, "intervals": {"bits_per_byte": [1.25, 2]}}}
+    )
     assert rows[0][:2] == ("bits per byte, base model", "1.500 (1.250 to 2.000)")
     assert [(what, value.split()[0], remark) for what, value, remark in rows[1:]] == [
         ("poems accuracy, base", "0.500", "100 items; 3 rows left out"),
         ("poems accuracy, sft", "0.700", "+0.200: sft is better"),
-        ("poems accuracy, lora", "0.500", "+0.000: no difference that this set can show (needs about 0.0600)"),
+        ("poems accuracy, lora", "0.500", "+0.000: no difference that this set can show (needs about 0.0700)"),
     ]
+
+
+def test_the_champion_stands_below_its_challenger_in_the_suites_too() -> None:
+    new = Results([choices("base", 70), choices("sft", 60)], Rule()).to_json()
+    old = Results([choices("base", 50), choices("sft", 80)], Rule()).to_json()
+    results = {"evaluate": {"suites": new}, "evaluate-champion": {"suites": old}}
+    rows = [(what, value.split()[0], remark) for what, value, remark in evaluation_table.rows({}, results)]
+    assert rows[2:] == [
+        ("poems accuracy, base, champion", "0.500", "the challenger: +0.200"),
+        ("poems accuracy, sft, champion", "0.800", "the challenger: -0.200"),
+    ]
+    other = Results([choices("base", 50, items=ITEMS[::-1])], Rule()).to_json()
+    rows = evaluation_table.rows({}, {"evaluate": {"suites": new}, "evaluate-champion": {"suites": other}})
+    assert rows[2][0::2] == ("poems accuracy, base, champion", "not the same items")
+    assert len(evaluation_table.rows({}, {"evaluate": {"suites": new}})) == 2

@@ -356,7 +356,7 @@ def test_a_document_begins_with_its_end_to_a_model_whose_tokenizer_has_no_begin(
         [len(ids) - 1]
     ]
     make(tmp_path, CHATML, eos_token=None)
-    with pytest.raises(UsageError, match="knows no token that begins or ends one"):
+    with pytest.raises(UsageError, match="knows no token that begins or ends a text"):
         gate_records.score([files.expert_of(resolve(str(tmp_path)))], [Document("a")], ROWS, _job(tmp_path), CPU)
 
 

@@ -17,12 +17,12 @@ import torch
 import yaml
 from doubles import CPU, make_tokenizer
 
+from ttrain import evaluation_table
 from ttrain.config import Lora, Model
 from ttrain.data.encoder import Encoder
 from ttrain.evaluate.samples import greedy
 from ttrain.model import adapters, exporting, factory
 from ttrain.registering import beside, tables, tags_of
-from ttrain.report import evaluation_table
 from ttrain.stages import models
 from ttrain.store import Artifact, Store
 from ttrain.tracking.loadable import ADAPTER, BASE, MODEL, Loadable, describe
@@ -212,7 +212,9 @@ def test_the_evaluation_is_a_table_and_the_answers_of_the_models_stand_side_by_s
         "lora": [{"prompt": "b", "answer": "5"}],
         "sft": [{"prompt": "b", "answer": "<script>"}, {"prompt": "c", "answer": "4"}],
     }
-    found = {name: json.loads(text) for name, text in tables(evaluation_table({"eval/bits_per_byte": 1.5}), samples).items()}
+    found = {
+        name: json.loads(text) for name, text in tables(evaluation_table.rows({"eval/bits_per_byte": 1.5}), samples).items()
+    }
     assert found["evaluation_table.json"]["data"][0][:2] == ["bits per byte, base model", "1.500"]
     answers = found["samples_table.json"]
     assert answers["columns"] == ["prompt", "base", "sft", "lora"]

@@ -193,12 +193,6 @@ def test_a_key_that_tells_most_rows_apart_makes_no_groups(tmp_path: Path) -> Non
     }
 
 
-@pytest.mark.parametrize(("begins", "expected"), [((5,), [5]), ((), [3]), ((99,), [3]), ((5, 99), [3])])
-def test_a_text_begins_with_what_the_model_knows(begins: tuple[int, ...], expected: list[int]) -> None:
-    assert text.beginning(tiny_model(), begins, 3) == expected
-    assert text.beginning(tiny_model(), (99,), 98) == []
-
-
 def test_a_model_that_knows_no_begin_is_refused(tmp_path: Path, encoder: Encoder) -> None:
     subject = subject_of(tiny_model(vocab=2), encoder)
     with pytest.raises(UsageError, match="the model tiny knows no token that begins or ends a text"):

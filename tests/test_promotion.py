@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ttrain.config import Promotion
+from ttrain.config import Promotion, Settings
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.evaluate import confidence
 from ttrain.evaluate.outcome import Figure
 from ttrain.evaluate.scores import FILE, Table
-from ttrain.promotion import Scores, decide, scores_of
+from ttrain.promotion import Scores, check_metric, decide, scores_of
 from ttrain.store import Artifact
 
 RECORDS = 60
@@ -174,3 +174,24 @@ def test_records_that_do_not_give_the_figure_are_refused(tmp_path: Path) -> None
     (tmp_path / FILE).write_text(json.dumps(found))
     with pytest.raises(ArtifactError, match="a digest for each record"):
         scores_of(Artifact("evaluate", "key", tmp_path, {"result": {"metrics": {"bits_per_byte": 2.0}}}), "bits_per_byte")
+
+
+def test_a_metric_that_no_evaluation_can_have_is_refused_before_anything_is_trained(tmp_path: Path) -> None:
+    suite = tmp_path / "exams.yaml"
+    suite.write_text("tasks:\n  poems: {kind: choices, file: poems.jsonl}\n")
+    suites = {"evaluate": {"suites": {"sft": [str(suite)]}}}
+
+    def check(metric: str) -> None:
+        check_metric(Settings.model_validate({"promotion": {"metric": metric}, **suites}))
+
+    for metric in (
+        "bits_per_byte",
+        "bits_per_byte/lang:zh",
+        "domain_loss_lora",
+        "poems/accuracy/sft",
+        "poems/accuracy/sft/lang:zh",
+    ):
+        check(metric)
+    for metric in ("bits_per_bite", "poems/accuracy", "poems/accuracy/lora", "poem/accuracy/sft", "bits_per_byte_xz"):
+        with pytest.raises(UsageError, match=f"promotion.metric is {metric}, .* poems/FIGURE/sft"):
+            check(metric)

@@ -41,26 +41,42 @@ def settings(*overrides: str) -> Settings:
 @pytest.mark.parametrize(
     ("tree", "said"),
     [
-        ({}, "tasks is missing; write tasks: and below it a name for each task"),
-        ({"task": {}}, "task is no part of a suite"),
-        ({"tasks": {}}, "at least 1 item"),
+        ({}, "tasks is missing; write below tasks: a name for each task, such as poems: {kind"),
+        ({"task": {}}, "task is no part of a suite; put it below tasks:"),
+        ({"tasks": {}}, "tasks is empty; write below tasks: a name for each task"),
+        ({"tasks": None}, "tasks is empty, not a mapping; write below tasks: a name"),
+        ({"tasks": [{"kind": "text"}]}, "tasks is a list, not a mapping; write below tasks: a name"),
         ({"tasks": {"a b": {"kind": "text"}}}, "a task is called 'a b'; take letters"),
         ({"tasks": {"a/b": {"kind": "text"}}}, "a task is called 'a/b'; take letters"),
         ({"tasks": {"a": {"file": "x"}}}, "a does not say its kind; there are text, chats, choices"),
         ({"tasks": {"a": {"kind": "chooses"}}}, "a is of kind 'chooses', which there is not; there are text, chats"),
         ({"tasks": {"a": {"kind": "choices"}}}, "a.file is missing"),
         ({"tasks": {"a": {"kind": "choices", "file": "x", "shot": 1}}}, "no setting of kind choices; did you mean 'shots'?"),
-        ({"tasks": {"a": {"kind": "choices", "file": "x", "shots": -1}}}, "a.shots is -1 but: input should be greater"),
+        ({"tasks": {"a": {"kind": "choices", "file": "x", "shots": -1}}}, "a.shots is -1 but must be 0 or more"),
         ({"tasks": {"a": {"kind": "choices", "file": "x", "shots_file": "y"}}}, "shots_file is y, but shots is 0"),
-        ({"tasks": {"a": {"kind": "text", "limit": 0}}}, "a.limit is 0 but: input should be greater"),
+        ({"tasks": {"a": {"kind": "text", "limit": 0}}}, "a.limit is 0 but must be 1 or more"),
         ({"tasks": {"a": {"kind": "text", "stride": 300}}}, "a: stride is 300 but must not exceed row_length 256"),
-        ({"tasks": {"a": 3}}, "a is 3 but: input should be"),
+        ({"tasks": {"a": 3}}, "a is 3, not a mapping; write settings, such as {kind: text"),
+        ({"tasks": {"a": {"kind": "choices", "file": "x", "shots": 65}}}, "a.shots is 65 but must be 64 or less"),
+        ({"tasks": {"a": {"kind": "choices", "file": "x", "shots": "two"}}}, "a.shots is 'two' but must be a whole number"),
+        ({"tasks": {"a": {"kind": "choices", "file": "x", "shots": 1.5}}}, "a.shots is 1.5 but must be a whole number"),
+        ({"tasks": {"a": {"kind": "choices", "file": "x", "normalise": "chars"}}}, "'chars' but must be 'none', 'char"),
+        ({"tasks": {"a": {"kind": "choices", "file": 3}}}, "a.file is 3 but must be a text"),
+        ({"tasks": {"a": {"kind": "generation", "file": "x", "chat": "maybe"}}}, "is 'maybe' but must be true or false"),
+        ({"tasks": {"a": {"kind": "text", "by": 3}}}, "a.by is 3 but must be a list, such as [lang]"),
+        ({"tasks": {"a": {"kind": "text", "text_field": ""}}}, "a.text_field is '' but must not be empty"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_named_with_its_task_and_a_cure(tree: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError) as caught:
         suites.checked(tree, "mine.yaml")
     assert str(caught.value).startswith("mine.yaml: ") and said in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["text", "choices"])
+def test_a_key_alone_groups_as_a_list_of_one_does(kind: str) -> None:
+    task = suites.checked({"tasks": {"a": {"kind": kind, "file": "x", "by": "lang"}}}, "mine.yaml").tasks["a"]
+    assert task.by == ("lang",)
 
 
 def test_a_suite_that_there_is_not_is_refused_with_those_there_are(tmp_path: Path) -> None:
@@ -137,6 +153,14 @@ def test_a_suite_that_cannot_be_used_is_told_with_the_plan(tmp_path: Path, writt
     for stage in (EVALUATE, EVALUATE_CHAMPION):
         with pytest.raises(UsageError, match=r"sums\.file is sums\.jsonl"):
             data_files(stage, settings(f"evaluate.suites.sft={written}"))
+
+
+def test_a_held_out_part_of_a_training_that_is_left_out_is_told_with_the_plan() -> None:
+    with pytest.raises(
+        UsageError, match=r"heldout: chats\.file is chats, the held-out chats .* but there are none; name a file"
+    ):
+        data_files(EVALUATE, settings("evaluate.suites=heldout", "lora.start_from=pretrain"))
+    assert set(data_files(EVALUATE, settings("evaluate.suites=heldout"))) == {"suites-base", "suites-sft", "suites-lora"}
 
 
 def test_what_runs_elsewhere_has_the_suites_in_full(monkeypatch: pytest.MonkeyPatch, written: Path) -> None:

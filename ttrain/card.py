@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ttrain import report
+from ttrain import evaluation_table, report
 from ttrain.config import Settings, flatten
 from ttrain.lineage import BASE_MODEL, History
 from ttrain.store import Artifact
@@ -242,7 +242,7 @@ def evaluation_rows(history: History) -> list[tuple[str, str, str]]:
     later = tuple(f"{mark}{name}" for name in above for mark in "_/")
     metrics = report.metrics_of({"evaluate": history.evaluation.result})
     shown = {name: value for name, value in metrics.items() if not name.endswith(later)}
-    return report.evaluation_table(shown, {"evaluate": _without(history.evaluation.result, above)})
+    return evaluation_table.rows(shown, {"evaluate": _without(history.evaluation.result, above)})
 
 
 def _evaluation(history: History) -> str:

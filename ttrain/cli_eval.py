@@ -45,7 +45,8 @@ def evaluate(
     last_word: Annotated[list[Path] | None, _file("--last-word", "{context, target}")] = None,
     generation: Annotated[list[Path] | None, _file("--generation", "{question, answer}: answers in its own words")] = None,
     match: Annotated[
-        Literal["exact", "numeric"] | None, typer.Option(help="how answers of --generation are compared", show_default=False)
+        Literal["auto", "exact", "numeric"] | None,
+        typer.Option(help="how answers of --generation are compared; auto: as numbers where all are", show_default=False),
     ] = None,
     shots: Annotated[int | None, typer.Option(min=0, max=64, help="worked examples before each item")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="items of each task, drawn by its seed")] = None,
@@ -74,33 +75,57 @@ def evaluate(
     found = [references.resolve(model, base=base, from_hub=True) for model in models]
     home = store.Store(store.home())
     heldout = evaluating.heldout_of(found, home)
-    asked = asked or [_changed(evaluating.default_suite(heldout, found), limit=limit)]
+    notes = evaluating.told_of(found)
+    if not asked:
+        default, left_out = evaluating.default_suite(heldout, found)
+        asked, notes = [_changed(default, limit=limit)], [*notes, *left_out]
+    _check_used(asked, shots=shots, match=match)
     if track:
         evaluating.check_tracked(found, home)
+    if items is not None:
+        evaluating.check_writable(items, asked)
     before_torch()
     results = _with_bar(found, asked, heldout, evaluating.How(device, dtype, batch_tokens), Rule())
+    notes += results.notes()
+    if as_json:
+        print_json({**results.to_json(), "notes": notes})
+    else:
+        _show(results, notes)
+    told = []  # after the results: these are there, whatever becomes of the rest
     if items is not None:
         evaluating.write_items(items, results)
-    kept = evaluating.track(found, results, home) if track else []
-    if as_json:
-        print_json(results.to_json())
-        return
-    _show(results)
-    if items is not None:
-        print(f"every item is in {items}")
-    if kept:
-        print(f"in MLflow: {', '.join(kept)}; `ttrain ui` opens it")
+        told.append(f"every item is in {items}")
+    if track:
+        told.append(f"in MLflow: {', '.join(evaluating.track(found, results, home))}; `ttrain ui` opens it")
+    for line in () if as_json else told:
+        print(line)
 
 
 def _asked(names: Sequence[str], files: dict[str, list[Path] | None]) -> list[Loaded]:
-    """The suites that are named, and one of the files that are."""
+    """The suites that are named, and one of the files that are. Raises UsageError for a file that is none, or that is named
+    twice."""
+    from ttrain.errors import UsageError
     from ttrain.evaluate import suites
 
     tasks: dict[str, dict[str, Any]] = {}
+    named: dict[str, str] = {}
     for kind, paths in files.items():
+        option, seen = f"--{kind.replace('_', '-')}", set[Path]()
         for path in paths or ():
-            tasks[_task_name(path, tasks)] = {"kind": kind, "file": str(path.absolute())}
-    return [*map(suites.load, names), *([suites.of_tasks(tasks, "the command line")] if tasks else [])]
+            file = path.expanduser()
+            if not file.is_file():
+                what = (
+                    f"a directory; name each file in it with {option}"
+                    if file.is_dir()
+                    else "no file; name a JSON Lines file"
+                )
+                raise UsageError(f"{option} is {path}, which is {what}")
+            if file.resolve() in seen:
+                raise UsageError(f"{option} names {path} twice, whose items would count twice; leave one out")
+            seen.add(file.resolve())
+            task = _task_name(path, tasks)
+            tasks[task], named[task] = {"kind": kind, "file": str(file.absolute())}, option
+    return [*map(suites.load, names), *([suites.of_tasks(tasks, "the command line", named)] if tasks else [])]
 
 
 def _task_name(path: Path, taken: dict[str, Any]) -> str:
@@ -113,6 +138,18 @@ def _changed(loaded: Loaded, **settings: Any) -> Loaded:
     from ttrain.evaluate import suites
 
     return suites.changed(loaded, **{name: value for name, value in settings.items() if value is not None})
+
+
+def _check_used(asked: Sequence[Loaded], **settings: Any) -> None:
+    """Raise UsageError for an option that no task has: it would change nothing."""
+    from ttrain.errors import UsageError
+
+    for name, value in settings.items():
+        if value is not None and not any(hasattr(task, name) for one in asked for task in one.suite.tasks.values()):
+            kinds = sorted({task.kind for one in asked for task in one.suite.tasks.values()})
+            raise UsageError(
+                f"--{name} is {value}, but no task has that setting; what is asked is of kind {', '.join(kinds)}"
+            )
 
 
 def _with_bar(references: Any, asked: Any, heldout: Any, how: Any, rule: Any) -> Results:
@@ -128,7 +165,7 @@ def _with_bar(references: Any, asked: Any, heldout: Any, how: Any, rule: Any) ->
         return evaluating.evaluate(references, asked, heldout, how=how, rule=rule, told=told)
 
 
-def _show(results: Results) -> None:
+def _show(results: Results, notes: Sequence[str]) -> None:
     from ttrain.terminal import escaped, table
 
     table(*results.table())
@@ -136,5 +173,5 @@ def _show(results: Results) -> None:
     if rows:
         print()
         table(header, rows)
-    for line in results.left_out():
+    for line in notes:
         print(escaped(line))

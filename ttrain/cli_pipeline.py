@@ -249,14 +249,17 @@ def _say_left_out(pipeline: str, loaded: Loaded, stages: list[Planned], selectio
 
 
 def _say_cached(pipeline: str, loaded: Loaded, store: Store, stages: list[Planned]) -> None:
-    from ttrain import report, runs
+    from ttrain import champion_baseline, evaluation_table, report, runs
     from ttrain.absolute import absolute
 
-    results = {planned.stage.name: planned.artifact.result for planned in stages if planned.artifact}
+    found = {planned.stage.name: planned.artifact for planned in stages if planned.artifact}
+    results = {name: artifact.result for name, artifact in found.items()}
+    if "evaluate" in found and champion_baseline.STAGE not in found:
+        results |= champion_baseline.of(found["evaluate"], loaded.settings.name, store)
     metrics = report.metrics_of(results)
     equals = runs.equal_run(store.root, {planned.stage.name: planned.key for planned in stages})
     runs.record_cached(store.root, pipeline, stages, absolute(loaded.settings).model_dump(mode="json"), metrics, equals)
-    table(("what", "value", ""), report.evaluation_table(metrics, results))
+    table(("what", "value", ""), evaluation_table.rows(metrics, results))
     same = f" in the run {equals}" if equals else ""
     print(f"everything is cached: all {len(stages)} stages of {pipeline} are as they were{same}; nothing was run")
     fetchable = [planned.stage.name for planned in stages if planned.artifact and not planned.artifact.path.exists()]

@@ -147,7 +147,7 @@ def _schedule(
     as_json: bool,
 ) -> None:
     from flows import schedule_files
-    from flows.nightly import check
+    from flows.night_plan import check
     from flows.schedule_files import Schedule
     from ttrain.absolute import absolute
     from ttrain.store import usable_home

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
-from ttrain import report
+from ttrain import evaluation_table
 from ttrain.card import Exported, evaluation_rows, summary
 from ttrain.lineage import History
 from ttrain.lineage_links import seed_of
@@ -52,7 +52,7 @@ def of_set(name: str, run: str, models: Mapping[str, Artifact], metrics: Mapping
     parts = [
         f"The models of the run `{run}` of the pipeline `{name}`. As a whole it opens as the last one that MLflow can open.",
         _list(members),
-        *_measured(report.evaluation_table(metrics)),
+        *_measured(evaluation_table.rows(metrics)),
     ]
     return "\n\n".join([*parts, _through_mlflow(chats=chats), _more(card=False)])
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from ttrain.data import existing
 from ttrain.errors import UsageError
 from ttrain.evaluate import suites
 from ttrain.evaluate.confidence import Rule
@@ -21,6 +24,7 @@ from ttrain.store import Artifact, Store
 if TYPE_CHECKING:
     from ttrain.evaluate.outcome import Outcome
 
+COMPARISON_TABLE = "comparison_table.json"
 PARTS = {"shards-pretrain": "documents", "shards-sft": "chats", "shards-lora": "domain"}
 Records = Mapping[str, Sequence[Mapping[str, Any]]]
 Told = Callable[[str, str, float, int], None]  # (model, task, how much is done, of how many tasks)
@@ -61,32 +65,54 @@ def evaluate(
         outcomes += running.ask(items, subject, partial(told, name))
         del speaker, subject
         gc.collect()  # the next one needs the room
-    return Results(outcomes, rule)
+    return Results(outcomes, rule, items)
 
 
-def default_suite(heldout: Records, references: Sequence[Reference]) -> suites.Loaded:
-    """What to ask where nothing is said: all that the models' runs held out. Raises UsageError where that is nothing."""
+def default_suite(heldout: Records, references: Sequence[Reference]) -> tuple[suites.Loaded, list[str]]:
+    """(what to ask where nothing is said: all that the models' runs held out, and that each of them can be asked; a line
+    for what is left out). Raises UsageError where that is nothing."""
+    names = ", ".join(reference.text for reference in references)
+    wanted = (
+        "so say what to ask: --text, --choices, --last-word, --generation or --chats with a file, or --suite with "
+        f"{', '.join(suites.names())} or a file of your own"
+    )
     if not heldout:
-        names = ", ".join(reference.text for reference in references)
-        raise UsageError(
-            f"no held-out data of {names} is here, so say what to ask: --text, --choices, --last-word, --generation or "
-            f"--chats with a file, or --suite with {', '.join(suites.names())} or a file of your own"
-        )
-    return suites.of_heldout(heldout)
+        raise UsageError(f"no held-out data of {names} is here, {wanted}")
+    loaded = suites.of_heldout(heldout)
+    mute = [reference.text for reference in references if not existing.brings_template(reference.tokenizer)]
+    rest = suites.without_chats(loaded)
+    if not mute or rest == loaded.suite:
+        return loaded, []
+    why = f"the tokenizer of {' and '.join(mute)} has no chat template"
+    if rest is None:
+        raise UsageError(f"all held-out data of {names} that is here are chats, but {why}, {wanted}")
+    left_out = ", ".join(name for name in loaded.suite.tasks if name not in rest.tasks)
+    return replace(loaded, suite=rest), [f"not asked: {left_out}, for {why}"]
+
+
+def told_of(references: Sequence[Reference]) -> list[str]:
+    """A line for each model whose name does not say which one it is: of a run, or of a set that is registered as one."""
+    found = []
+    for one in references:
+        if one.artifact is None or Path(one.text).expanduser().is_dir():
+            continue
+        stage = one.artifact.stage
+        if not re.search(rf"(?<![A-Za-z0-9]){re.escape(stage)}(?![A-Za-z0-9])", one.text):
+            found.append(f"{one.text} is the model of its stage {stage} ({one.artifact.key[:12]})")
+    return found
 
 
 def heldout_of(references: Sequence[Reference], store: Store) -> dict[str, list[dict[str, Any]]]:
-    """Records of the held-out documents, chats and domain of the first model whose run has some, and that are here."""
+    """Records of the held-out documents, chats and domain, each of the first model behind which there are some that are
+    here: a base model has no chats, but the one that was trained on top of it has."""
     from ttrain.stages.shards import heldout_records
 
+    found: dict[str, list[dict[str, Any]]] = {}
     for reference in references:
-        found = {}
         for part, artifact in _held_out(reference.artifact, store).items():
-            if records := heldout_records(artifact.path):
+            if part not in found and (records := heldout_records(artifact.path)):
                 found[part] = records
-        if found:
-            return found
-    return {}
+    return found
 
 
 def names_of(references: Sequence[Reference]) -> list[str]:
@@ -107,6 +133,7 @@ def track(references: Sequence[Reference], results: Results, store: Store) -> li
     Raises UsageError where one is of no tracked run.
     """
     from ttrain import tracking
+    from ttrain.registering import EVALUATION_TABLE, tag_of_tables
 
     parents = [_tracked(reference, store) for reference in references]
     made = []
@@ -114,12 +141,16 @@ def track(references: Sequence[Reference], results: Results, store: Store) -> li
         tracker = tracking.open_store(store.root, experiment)
         artifact = reference.artifact
         tags = {"ttrain.stage": "eval", "ttrain.evaluated": f"{artifact.stage} {artifact.key}" if artifact else ""}
-        own = Results([one for one in results.outcomes if one.subject == name], results.rule)
+        own = Results([one for one in results.outcomes if one.subject == name], results.rule, results.read)
         run = tracker.start_run(f"eval {name}", parent_run_id=run_id, tags=tags, params={"model": reference.text})
         run.log_summary({f"eval/{key}": value for key, value in own.metrics().items()})
         run.log_inputs(tracking.of_tasks(own.to_json()["tasks"]))
-        header, rows = own.table()
-        run.log_text(orjson.dumps({"columns": header, "data": rows}).decode(), "evaluation_table.json")
+        tables = {EVALUATION_TABLE: own.table()}
+        if len(references) > 1:
+            tables |= {COMPARISON_TABLE: results.comparison_table()}
+        for file, (header, rows) in tables.items():
+            run.log_text(orjson.dumps({"columns": header, "data": rows}).decode(), file)
+        run.set_tags(tag_of_tables(tables))
         run.log_text(orjson.dumps(own.to_json(), option=orjson.OPT_INDENT_2).decode(), "evaluation.json")
         run.log_text("".join(orjson.dumps(row).decode() + "\n" for row in own.rows()), "items.jsonl")
         run.finish("FINISHED")
@@ -128,12 +159,40 @@ def track(references: Sequence[Reference], results: Results, store: Store) -> li
     return made
 
 
-def write_items(path: Path, results: Results) -> int:
-    """Every item of every model as a line of JSON; how many there are."""
-    lines = [orjson.dumps(row) + b"\n" for row in results.rows()]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(b"".join(lines))
-    return len(lines)
+def check_writable(path: Path, asked: Sequence[suites.Loaded]) -> None:
+    """Raise UsageError where the items could not be written, or would overwrite what is read: before the work, not after
+    it."""
+    for loaded in asked:
+        read = [] if loaded.file is None else [(f"the suite is {loaded.name}", loaded.file)]
+        for what, file in (*read, *suites.read_by(loaded)):
+            if _same(path, file):
+                raise UsageError(f"--items is {path}, but {what}, which would be overwritten; name another file")
+    with _told_of(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab"):
+            pass
+
+
+def write_items(path: Path, results: Results) -> None:
+    """Every item of every model as a line of JSON. Raises UsageError where they cannot be written."""
+    with _told_of(path), path.open("wb") as file:
+        file.writelines(orjson.dumps(row) + b"\n" for row in results.rows())
+
+
+def _same(first: Path, second: Path) -> bool:
+    """Whether both are one file, by whatever links; also where there is none yet."""
+    try:
+        return first.samefile(second)
+    except OSError:
+        return first.resolve() == second.resolve()
+
+
+@contextlib.contextmanager
+def _told_of(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"--items is {path}, which cannot be written: {error.strerror}; name another file") from None
 
 
 def _held_out(artifact: Artifact | None, store: Store) -> dict[str, Artifact]:

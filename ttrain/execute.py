@@ -14,7 +14,19 @@ from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import Any
 
-from ttrain import describing, digests, launch, overview, registering, report, supervise, system_metrics, tracking
+from ttrain import (
+    champion_baseline,
+    describing,
+    digests,
+    evaluation_table,
+    launch,
+    overview,
+    registering,
+    report,
+    supervise,
+    system_metrics,
+    tracking,
+)
 from ttrain.absolute import absolute
 from ttrain.commit import commit
 from ttrain.config import Settings, flatten
@@ -77,6 +89,7 @@ class Execution:
         self.stop_reason = SIGNALLED
         self.at_once = False  # a second signal came
         self.planned: Sequence[Planned] = ()
+        self._champion: dict[str, dict[str, Any]] | None = None  # as a baseline; looked for once there is an evaluation
         self.mlflow_url: str | None = None  # of a server that shows the tracker's database, where it is not the tracker
         self._cached: list[str] = []
         self._tracked: dict[str, tracking.Run | tracking.NullRun] = {}  # by stage
@@ -181,12 +194,22 @@ class Execution:
 
     def metrics(self) -> dict[str, float]:
         """The run's metrics so far, under their stable names."""
-        return report.metrics_of({name: artifact.result for name, artifact in self.artifacts.items()})
+        return report.metrics_of(self._results())
 
     def evaluation_table(self) -> list[tuple[str, str, str]]:
         """What was evaluated, for a table; [] before that."""
-        results = {name: artifact.result for name, artifact in self.artifacts.items()}
-        return report.evaluation_table(report.metrics_of(results), results)
+        results = self._results()
+        return evaluation_table.rows(report.metrics_of(results), results)
+
+    def _results(self) -> dict[str, Mapping[str, Any]]:
+        """What the stages found, by stage; and the champion as a baseline, where no stage scores it."""
+        found = {name: artifact.result for name, artifact in self.artifacts.items()}
+        evaluation, planned = self.artifacts.get("evaluate"), {one.stage.name for one in self.planned}
+        if evaluation is None or champion_baseline.STAGE in planned:
+            return found
+        if self._champion is None:
+            self._champion = champion_baseline.of(evaluation, self.settings.name, self.store)
+        return {**found, **self._champion}
 
     def description(self) -> str:
         """What the run was and what came of it so far, in markdown."""

@@ -15,6 +15,7 @@ from ttrain.stages import Stage
 from ttrain.store import Store
 
 # How two stores name the same part of a stage's own data files.
+HELD_OUT_OF = {"chats": "sft", "domain": "lora"}
 TRAIN, HELDOUT, EXISTING, AGAINST = "train", "heldout", "existing", "against"
 
 
@@ -84,11 +85,15 @@ def check_suite(settings: Settings) -> None:
 
 
 def _suite_files(settings: Settings) -> dict[str, list[InputFile]]:
-    """The suites of each model and what they read, as "suites-sft". Raises UsageError for a suite that cannot be used."""
+    """The suites of each model and what they read, as "suites-sft". Raises UsageError for a suite that cannot be used: now,
+    not after the models were trained."""
     found: dict[str, list[InputFile]] = {}
+    parts = [part for part, dataset in HELD_OUT_OF.items() if settings.reads(dataset)]
     for model in type(settings.evaluate.suites).model_fields:
         loaded = [suites.load(name) for name in settings.evaluate.suites.of(model)]
         suites.distinct(loaded)
+        for one in loaded:
+            suites.check_parts(one, ["documents", *parts])  # documents can be those of earlier nights
         if loaded:
             found[f"suites-{model}"] = [InputFile(str(file)) for one in loaded for file in suites.files_of(one)]
     return found

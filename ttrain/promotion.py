@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
-from ttrain.config import Promotion
+from ttrain.config import Promotion, Settings
 from ttrain.errors import ArtifactError, UsageError
-from ttrain.evaluate import confidence, scores
+from ttrain.evaluate import confidence, scores, suites
 from ttrain.evaluate.outcome import Figure
 from ttrain.store import Artifact
 
@@ -18,7 +18,8 @@ from ttrain.store import Artifact
 class Scores:
     """One model's figure, and the sums that it is the quotient of, a record each.
 
-    The figure is `sum(sums) / sum(sizes)`: bits over bytes, or nats over tokens. Without records it stands for itself.
+    The figure is `sum(sums) / sum(sizes)`: bits over bytes, or nats over tokens; where `shown` is "exp", a perplexity, the
+    exponential of that. Without records it stands for itself.
     """
 
     metric: str
@@ -27,6 +28,7 @@ class Scores:
     sizes: tuple[float, ...] = ()
     records: tuple[str, ...] = ()  # digests of what was scored
     higher_is_better: bool | None = None  # None: the evaluation does not say
+    shown: Literal["exp"] | None = None
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,24 @@ class Decision:
         ]
 
 
+def check_metric(settings: Settings) -> None:
+    """Raise UsageError where no evaluation under these settings has `promotion.metric`: told before anything is trained."""
+    models = [name for name in type(settings.evaluate.suites).model_fields if name != "sft" or "sft" in settings.trainings]
+    tasks = {
+        name: [task for one in settings.evaluate.suites.of(name) for task in suites.load(one).suite.tasks] for name in models
+    }
+    losses = [f"{loss}_{name}" for loss in ("chat_loss", "domain_loss") for name in models]
+    plain = ["bits_per_byte", *(f"bits_per_byte_{name}" for name in models if name != "base"), *losses]
+    first, *rest = settings.promotion.metric.split("/")
+    if first in plain or (len(rest) > 1 and first in tasks.get(rest[1], ())):
+        return
+    of_suites = [f"{task}/FIGURE/{name}" for name, listed in tasks.items() for task in listed]
+    raise UsageError(
+        f"promotion.metric is {settings.promotion.metric}, which no evaluation of these settings has; it has "
+        f"{', '.join(plain + of_suites)}" + ("" if of_suites else ", and what `evaluate.suites` adds as TASK/FIGURE/MODEL")
+    )
+
+
 def scores_of(evaluation: Artifact, metric: str) -> Scores:
     """The figure of that name in an evaluation, with its records where it has them.
 
@@ -93,10 +113,12 @@ def scores_of(evaluation: Artifact, metric: str) -> Scores:
     sums, sizes, records = found
     if not len(sums) == len(sizes) == len(records):
         raise ArtifactError(f"{evaluation.path / scores.FILE} does not have a sum, a size and a digest for each record")
-    again = sum(sums) / max(1.0, sum(sizes))
+    shown, direction = scores.shown_of(evaluation.path, metric), scores.direction_of(evaluation.path, metric)
+    scored = Scores(metric, value, tuple(sums), tuple(sizes), tuple(records), direction, shown)
+    again = _figure(scored).value
     if math.isfinite(value) and not math.isclose(again, value, rel_tol=1e-9):
         raise ArtifactError(f"{evaluation.path / scores.FILE} gives {metric} {again}, but the evaluation says {value}")
-    return Scores(metric, value, tuple(sums), tuple(sizes), tuple(records), scores.direction_of(evaluation.path, metric))
+    return scored
 
 
 def decide(challenger: Scores, champion: Scores | None, settings: Promotion) -> Decision:
@@ -155,7 +177,7 @@ def decide(challenger: Scores, champion: Scores | None, settings: Promotion) -> 
 
 
 def _figure(found: Scores) -> Figure:
-    return Figure(found.metric, found.sums, found.sizes, higher_is_better=True, unit="")  # the sign is the caller's
+    return Figure(found.metric, found.sums, found.sizes, True, unit="", shown=found.shown)  # the sign is the caller's
 
 
 def _unlike(challenger: Scores, champion: Scores) -> str:

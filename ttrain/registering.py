@@ -117,7 +117,7 @@ def tags_of(artifact: Artifact) -> dict[str, str]:
 def tables(evaluated: Iterable[Sequence[str]], samples: Mapping[str, Iterable[Mapping[str, Any]]]) -> dict[str, str]:
     """The evaluation as files that MLflow's pages show as tables, and `mlflow.load_table` reads.
 
-    `evaluated`: rows of `report.evaluation_table`.
+    `evaluated`: rows of `evaluation_table.rows`.
     """
     figures = [list(row) for row in evaluated]
     said: dict[str, dict[str, str]] = {}  # what each model answers, by prompt

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from ttrain import libraries
@@ -24,14 +23,6 @@ KEY_METRICS: Mapping[str, tuple[str, ...]] = {
     "pretrain": ("validation_loss", "tokens", "tokens_per_second"),
     "sft": ("validation_loss", "tokens", "tokens_per_second"),
     "lora": ("validation_loss", "tokens", "tokens_per_second"),
-}
-BASELINES = (("_xz", "xz -9e"), ("_zlib", "zlib -9"), ("_order0", "order-0 bytes"), ("_order3", "order-3 bytes"))
-NO_SUITES: Mapping[str, Any] = {"models": (), "tasks": (), "comparisons": ()}
-# What a night's table shows of the champion beside its challenger.
-CHAMPION_METRICS: Mapping[str, str] = {
-    "bits_per_byte": "bits per byte, base model",
-    "chat_loss_sft": "chats loss, sft",
-    "domain_loss_lora": "domain loss, lora",
 }
 
 
@@ -58,15 +49,6 @@ def metrics_of(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
 def rounded(value: float) -> float:
     """A figure with the seven digits that fp32 has, for MLflow's tables show it as it is stored; a whole number as it is."""
     return float(value) if float(value).is_integer() else float(f"{value:.7g}")
-
-
-def _intervals(results: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[float, float]]:
-    """The intervals of evaluated figures, under the names that `metrics_of` gives to the figures."""
-    return {
-        f"{prefix}/{name}": (found[0], found[1])
-        for stage, prefix in (("evaluate", "eval"), ("evaluate-champion", "champion"))
-        for name, found in results.get(stage, {}).get("intervals", {}).items()
-    }
 
 
 def _total(trainings: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -132,74 +114,6 @@ def key_figures(stage: str, result: Mapping[str, Any]) -> str:
     return ", ".join(figures)
 
 
-def evaluation_table(
-    metrics: Mapping[str, float], results: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
-) -> list[tuple[str, str, str]]:
-    """(what, value, remark) of each evaluated figure, from the run's metrics; with the results of its stages, the intervals
-    of the figures and the tasks of its suites, too."""
-    intervals = _intervals(results)
-
-    def value(name: str) -> float | None:
-        return metrics.get(f"eval/{name}")
-
-    def shown(name: str, figure: float) -> str:
-        low, high = intervals.get(name, (None, None))
-        return f"{figure:.3f}" if low is None or high is None else f"{figure:.3f} ({low:.3f} to {high:.3f})"
-
-    rows: list[tuple[str, str, str]] = []
-    model, xz = value("bits_per_byte"), value("bits_per_byte_xz")
-    documents = f"{_count(value('documents'))} documents, {_count(value('document_bytes'))} bytes"
-    for name, label in (("", "base model"), *BASELINES):
-        bits = value(f"bits_per_byte{name}")
-        if bits is not None:
-            remark = documents if not name else ""
-            if not name and xz is not None and model is not None:
-                remark += f"; {'beats' if model < xz else 'does not beat'} xz"
-            rows.append((f"bits per byte, {label}", shown(f"eval/bits_per_byte{name}", bits), remark))
-            groups = [metric for metric in metrics if metric.startswith(f"eval/bits_per_byte{name}/")]
-            rows += [(f"bits per byte, {label}, {_group(metric)}", shown(metric, metrics[metric]), "") for metric in groups]
-    for metric, label, count, tokens in (
-        ("chat_loss", "chats", "chats", "chat_tokens"),
-        ("domain_loss", "domain", "domain", "domain_tokens"),
-    ):
-        before: float | None = None
-        for name in ("base", "sft", "lora"):
-            loss = value(f"{metric}_{name}")
-            if loss is not None:
-                scored = f"{_count(value(count))} chats, {_count(value(tokens))} scored tokens"
-                told = shown(f"eval/{metric}_{name}", loss)
-                rows.append((f"{label} loss, {name}", told, scored if before is None else f"{loss - before:+.3f}"))
-                before = loss
-    for metric, label in CHAMPION_METRICS.items():
-        old, new = metrics.get(f"champion/{metric}"), value(metric)
-        if old is not None:
-            told = shown(f"champion/{metric}", old)
-            rows.append((f"{label}, champion", told, "" if new is None else f"the challenger: {new - old:+.3f}"))
-    return [*rows, *_suites(results.get("evaluate", {}).get("suites", NO_SUITES))]
-
-
-def _suites(told: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """The figure that stands for each task, of each model; and what the task says of it beside the first model."""
-    verdicts = {(one["task"], one["second"]): one for one in told["comparisons"]}
-    for task in told["tasks"]:
-        for model in (name for name in told["models"] if name in task["models"]):
-            name, figure = task["figure"], task["models"][model]["figures"][task["figure"]]
-            value = "no number" if figure["value"] is None else f"{figure['value']:.3f}"
-            if figure["interval"]:
-                value += f" ({figure['interval'][0]:.3f} to {figure['interval'][1]:.3f})"
-            left_out = sum(task["left_out"].values())
-            remark = f"{task['items']:,} items" + (f"; {left_out:,} rows left out" if left_out else "")
-            if versus := verdicts.get((task["task"], model)):
-                difference = versus.get("difference")
-                remark = ("" if difference is None else f"{0 - difference:+.3f}: ") + versus["verdict"]
-            yield f"{task['task']} {name.replace('_', ' ')}, {model}", value, remark
-
-
-def _group(metric: str) -> str:
-    """ "lang=zh" of the metric eval/bits_per_byte/lang:zh."""
-    return metric.rpartition("/")[2].replace(":", "=", 1)
-
-
 def markdown(rows: Iterable[Sequence[str]], header: Sequence[str]) -> str:
     """A markdown table."""
     lines = ["| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
@@ -247,10 +161,6 @@ def _figure(value: Any) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3f}"
-
-
-def _count(value: float | None) -> str:
-    return f"{int(value or 0):,}"
 
 
 def status_row(stage: Mapping[str, Any]) -> tuple[str, str, str, str, str]:

@@ -25,6 +25,8 @@ OTHERS = (  # run by faults/test_serve, test_gate, test_import; test_ui, test_co
     "ttrain ui ", "ttrain compare ", "ttrain sweep ", "ttrain reproduce ",
 )  # fmt: skip
 DATA = [command for command in COMMANDS if command.startswith(("ttrain data ", "ttrain tokenizer "))]
+EXAM = '{"question": "Which colour has the sky?", "choices": ["blue", "loud"], "answer": 0}\n' * 2
+SUITE = "tasks:\n  exam: {kind: choices, file: exam.jsonl}\n"
 
 
 def test_the_readme_opens_with_the_two_commands_and_the_makefile_has_them() -> None:
@@ -43,6 +45,8 @@ def test_a_readme_command_works(command: str, finished: Any, tmp_path: Path) -> 
     for name, source in (("docs", "docs-1"), ("chats", "chats"), ("domain", "domain")):
         (tmp_path / f"{name}.jsonl").write_bytes((finished.data / f"{source}.jsonl").read_bytes())
     (tmp_path / "my.yaml").write_text("name: mine\n", encoding="utf-8")
+    (tmp_path / "exam.jsonl").write_text(EXAM, encoding="utf-8")
+    (tmp_path / "suite.yaml").write_text(SUITE, encoding="utf-8")
     (tmp_path / "questions.txt").write_text("Hello?\nWho are you?\n", encoding="utf-8")
     alone = words[0] == "train" or "run" in words[:2]
     cli = type(finished)(tmp_path / "home" if alone else finished.home, tmp_path)
@@ -61,6 +65,7 @@ def test_a_readme_command_works(command: str, finished: Any, tmp_path: Path) -> 
 def test_the_data_commands_of_the_readme_work_one_after_the_other(finished: Any, tmp_path: Path) -> None:
     for name, source in (("docs", "docs-1"), ("chats", "chats")):
         (tmp_path / f"{name}.jsonl").write_bytes((finished.data / f"{source}.jsonl").read_bytes())
+    (tmp_path / "exam.jsonl").write_text(EXAM, encoding="utf-8")
     cli = type(finished)(tmp_path / "home", tmp_path)
     assert len(DATA) >= 7
     for command in DATA:

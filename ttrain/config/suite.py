@@ -27,6 +27,11 @@ class TaskBase(Section):
     seed: int = Field(1, ge=0, lt=2**32, description="of the items that `limit` draws")
     by: tuple[str, ...] = Field((), description="keys of the rows, such as source: figures of each of their values too")
 
+    @field_validator("by", mode="before")
+    @classmethod
+    def _one_key_is_a_list(cls, value: object) -> object:
+        return (value,) if isinstance(value, str) else value
+
 
 class Shots(TaskBase):
     """A task whose items may stand after worked examples."""
@@ -83,7 +88,7 @@ class ChoicesTask(Shots):
     )
     template: str = Field("{question}", description="what stands before a choice")
     delimiter: str | None = Field(
-        None, description="between question and choice; empty: a space, but none after white space or in scripts without"
+        None, description="between question and choice; empty: a space, where neither brings one and the script has them"
     )  # fmt: skip
 
     @field_validator("template")
@@ -106,7 +111,9 @@ class GenerationTask(Shots):
 
     kind: Literal["generation"] = "generation"
     file: str
-    match: Literal["exact", "numeric"] = "exact"
+    match: Literal["auto", "exact", "numeric"] = Field(
+        "auto", description="what is compared; auto: numbers, where every right answer of the file is one, else the text"
+    )
     new_tokens: int = Field(256, ge=1, le=32768)
     chat: bool = Field(False, description="ask through the chat template")
     template: str = Field("Question: {question}\nAnswer:", description="what is asked where chat is false")

@@ -19,7 +19,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ttrain.data import jsonl, locations, plain_text, shards, sources
+from ttrain.data import item_text, jsonl, locations, plain_text, shards
 from ttrain.data.overlap import Texts
 from ttrain.errors import DataError
 from ttrain.store import read_json, write_json
@@ -32,8 +32,6 @@ MOST_PLACES = 3  # of an item that are told
 REPORT = Path("run", "contamination.json")  # of a set of shards: with names of files, so that no stage may read it
 KNOWN = Path("heldout", "contamination.json")  # what evaluations read: digests of the items that training documents hold
 OVERLAPS = "overlaps with evaluation items"
-NO_TEXT = "no text that an item of an evaluation has"
-WANTED = "'question' with 'choices' or 'answer', 'context' with 'target', 'text', or a chat"
 
 
 @dataclass(frozen=True)
@@ -73,15 +71,16 @@ class Against:
 
     @property
     def texts(self) -> tuple[bytes, ...]:
-        """Plain text of each item."""
-        return tuple(item.text for item in self.items)
+        """Plain text of the items, each once: what shards are searched for."""
+        return tuple(dict.fromkeys(item.text for item in self.items))
 
 
 class Place(NamedTuple):
-    """A record of a shard that holds an item: the share of it, its longest part in bytes, how the record begins."""
+    """A record of a shard that holds an item, by the number of its text: the share of it, its longest part in bytes, how the
+    record begins."""
 
     record: int
-    item: int
+    text: int
     share: float
     longest: int
     beginning: str
@@ -108,19 +107,19 @@ def read_items(path: str, task: str) -> tuple[list[Item], jsonl.Tally]:
     """(the items of a file of an evaluation, by any of the shapes that its tasks have; the tally of the other rows).
 
     The text of an item is all that a leak would have of it: the question with the right answer, the passage with its last
-    word, the whole document or chat. Raises DataError where the file has no item.
+    word, the whole document, the turns of a chat but the system's. Raises DataError where the file has no item.
     """
     tally = jsonl.Tally()
     found = []
     for name, line, record in jsonl.records([path], tally, MAX_LINE_BYTES):
-        text = text_of(record)
+        text = item_text.of_row(record)
         if text is None:
-            tally.reject(name, line, NO_TEXT)
+            tally.reject(name, line, item_text.NONE)
         else:
             tally.kept += 1
             found.append(item_of(task, f"{locations.name(name)}:{line}", text))
     if not found:
-        raise DataError(f"{path} has no item of an evaluation: no row has {WANTED}")
+        raise DataError(f"{path} has no item of an evaluation: no row has {item_text.WANTED}")
     return found, tally
 
 
@@ -134,34 +133,6 @@ def against(files: Sequence[str], rule: Rule, *, remove: bool) -> Against:
         items += found
         left_out[task] += sum(tally.rejected.values())
     return Against(tuple(items), rule, remove, left_out)
-
-
-def text_of(record: Mapping[str, Any]) -> str | None:
-    """What a row of an evaluation says; None where it is none."""
-    question, answer, context = (record.get(name) for name in ("question", "answer", "context"))
-    if isinstance(question, str):
-        choices = record.get("choices")
-        if isinstance(choices, list):
-            return f"{question}\n{_right(choices, answer)}"
-        return f"{question}\n{answer}" if isinstance(answer, str) else question
-    if isinstance(context, str):
-        return f"{context}{record.get('target') or ''}"
-    for parse in (sources.parse_conversation, sources.document_parser(sources.TEXT)):
-        found = parse(dict(record))
-        if isinstance(found, sources.Conversation):
-            return "\n".join(message.content for message in found.messages)
-        if isinstance(found, sources.Document):
-            return found.text
-    return None
-
-
-def _right(choices: Sequence[object], answer: object) -> object:
-    """The right one of the choices: its number, its letter or its text."""
-    if isinstance(answer, str) and len(answer.strip()) == 1 and answer.strip().isalpha() and answer not in choices:
-        answer = ord(answer.strip().upper()) - ord("A")
-    if isinstance(answer, int) and 0 <= answer < len(choices):
-        return choices[answer]
-    return answer if isinstance(answer, str) else ""
 
 
 def scan(path: str, tokenizer: str, texts: tuple[bytes, ...], rule: Rule) -> Scanned:
@@ -221,28 +192,30 @@ def report(against: Against, found: Iterable[tuple[Mapping[str, Any], Scanned]])
         touched.update(scanned.touched)
         documents += len({place.record for place in scanned.places})
         for place in scanned.places:
-            counts[place.item] += 1
+            counts[place.text] += 1
             told = {"record": place.record, "share": round(place.share, 4), "longest_bytes": place.longest}
-            best.setdefault(place.item, []).append({**where, **told, "begins": place.beginning})
+            best.setdefault(place.text, []).append({**where, **told, "begins": place.beginning})
     searchable = _prepared(against.texts, rule.ngram_bytes).searchable
+    number_of = {text: number for number, text in enumerate(against.texts)}
     tasks: dict[str, dict[str, Any]] = {}
-    for number, item in enumerate(items):
+    lines = []
+    for item in items:
+        number = number_of[item.text]
         task = tasks.setdefault(item.task, dict.fromkeys(("items", "too_short", "touched", "overlapping"), 0))
         task["items"] += 1
         task["too_short"] += int(not searchable[number])
         task["touched"] += int(number in touched)
         task["overlapping"] += int(number in best)
-    for name, task in tasks.items():
-        task["share"] = task["overlapping"] / task["items"]
-        task["left_out"] = against.left_out.get(name, 0)
-    lines = []
-    for number, places in best.items():
-        item = items[number]
-        places = sorted(places, key=lambda place: -place["share"])
+        if number not in best:
+            continue
+        places = sorted(best[number], key=lambda place: -place["share"])
         lines.append({
             "task": item.task, "where": item.where, "digest": item.digest, "text": item.excerpt,
             "share": places[0]["share"], "documents": counts[number], "places": places[:MOST_PLACES],
         })  # fmt: skip
+    for name, task in tasks.items():
+        task["share"] = task["overlapping"] / task["items"]
+        task["left_out"] = against.left_out.get(name, 0)
     lines.sort(key=lambda line: (-line["share"], line["where"]))
     return {
         "ngram_bytes": rule.ngram_bytes, "share": rule.share, "removed": against.remove, "documents": documents,

@@ -208,6 +208,16 @@ def _own_template(paths: dict[str, Path], config: dict[str, Any]) -> str:
     return found
 
 
+def brings_template(directory: Path) -> bool:
+    """Whether the tokenizer in the directory has a chat template of its own."""
+    if (directory / "chat_template.jinja").is_file():
+        return True
+    try:
+        return bool(json.loads((directory / "tokenizer_config.json").read_bytes()).get("chat_template"))
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
 def _found_template(paths: dict[str, Path], config: dict[str, Any]) -> str | None:
     """The text of its chat template, wherever it keeps it; None where it has none."""
     if "chat_template.jinja" in paths:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import unicodedata
 from functools import lru_cache
 from pathlib import Path
@@ -17,6 +18,8 @@ from ttrain.data.shards import Column, Ids
 # What stands between records, and for special tokens: surrogates, which no text has in UTF-8.
 RECORD, SPECIAL = "\ud800", "\ud801"
 RECORD_BYTES, SPECIAL_BYTES = (mark.encode("utf-8", "surrogatepass") for mark in (RECORD, SPECIAL))
+# What most templates write between two turns: special tokens, and ChatML's the name of a role after one.
+BETWEEN_TURNS = re.compile(SPECIAL_BYTES + rb"(?:(?:system|user|assistant|tool)\n)?")
 CODE_POINTS = 0x110000
 LETTERS = (*range(0x40000), *range(0xE0000, 0xE0200))  # Unicode has no letters elsewhere
 CHUNK_TOKENS = 500_000
@@ -34,10 +37,14 @@ def plain(text: str) -> bytes:
 
 
 def records(column: Column, token_bytes: TokenBytes, first: int, last: int) -> tuple[Bytes, npt.NDArray[np.int64]]:
-    """(plain text of the records `first` to `last` one after the other, where each begins in it)."""
+    """(plain text of the records `first` to `last` one after the other, where each begins in it).
+
+    The turns of a chat follow each other as those of an item do, so that one of many short turns is found whole too.
+    """
     start, end = column.offsets[first], column.offsets[last]
     ids = np.insert(column.tokens[start:end].astype(np.int32), column.offsets[first:last] - start, token_bytes.record)
-    found = np.frombuffer(_reduced(_decoded(token_bytes.join(ids)).encode("utf-32-le", "surrogatepass")), np.uint8)
+    text = _decoded(BETWEEN_TURNS.sub(b"", token_bytes.join(ids)))
+    found = np.frombuffer(_reduced(text.encode("utf-32-le", "surrogatepass")), np.uint8)
     begins = np.flatnonzero(found[:-1] == RECORD_BYTES[0])  # the byte begins letters of Hangul, too
     begins = begins[found[begins + 1] == RECORD_BYTES[1]]
     return found, begins[found[begins + 2] == RECORD_BYTES[2]]
@@ -122,8 +129,7 @@ def _table() -> npt.NDArray[np.uint32]:
                 break
         if parts:
             found[point] = ord(parts[0])  # of a ligature that has no letter of its own, the first
-    for mark in (RECORD, SPECIAL):
-        found[ord(mark)] = ord(mark)
+    found[ord(RECORD)] = ord(RECORD)
     return found
 
 

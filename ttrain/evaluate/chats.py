@@ -23,15 +23,16 @@ Tokens = tuple[list[int], list[bool]]
 def read(task: str, spec: ChatsTask, places: Places) -> Items[chat.Messages]:
     """The chats of a file, or those that the model's run held out. Raises UsageError where there is no such file, DataError
     where it holds no chat."""
+    setting = places.setting(task, "file")
     if part := HELDOUT_PARTS.get(spec.file):
         rows, left_out = [dict(record) for record in places.heldout[part]], list[LeftOut]()
         found = [(_messages(row), row) for row in rows]
     else:
-        found, left_out = reading.read_rows(places.file(spec.file), lambda row: (_messages(row), row), f"tasks.{task}.file")
+        found, left_out = reading.read_rows(places.file(spec.file), lambda row: (_messages(row), row), setting)
     found = reading.sampled(found, spec.limit, spec.seed)
     if not found:
         bad = f"; the first of {len(left_out)} bad rows is {left_out[0].where}: {left_out[0].reason}" if left_out else ""
-        raise DataError(f"tasks.{task}.file {spec.file} has no chat; a row needs {sources.CHAT_FIELDS}{bad}")
+        raise DataError(f"{setting} {spec.file} has no chat; a row needs {sources.CHAT_FIELDS}{bad}")
     chats = tuple(messages for messages, _ in found)
     names = reading.digests([[(message.role, message.content) for message in messages] for messages in chats])
     return Items(task, spec, chats, names, tuple(left_out), reading.groups([row for _, row in found], spec.by))

@@ -59,15 +59,15 @@ def parse(record: dict[str, Any], by: Sequence[str] = ()) -> Choice:
 
 def read(task: str, spec: ChoicesTask, places: Places) -> Items[Asked]:
     """The questions of the file. Raises UsageError, or DataError where it has none."""
-    setting = f"tasks.{task}"
+    setting = places.setting(task, "file")
 
     def parsed(record: dict[str, Any]) -> Choice:
         return parse(record, spec.by)
 
-    rows, left_out = read_rows(places.file(spec.file), parsed, f"{setting}.file")
-    wording.check_some(rows, left_out, f"{setting}.file", WANTED)
+    rows, left_out = read_rows(places.file(spec.file), parsed, setting)
+    wording.check_some(rows, left_out, f"{setting} {spec.file}", WANTED)
     items = sampled(rows, spec.limit, spec.seed)
-    shots, more = wording.examples(spec, rows, items, places, parsed, setting)
+    shots, more = wording.examples(task, spec, rows, items, places, parsed)
     asked = tuple(_asked(spec, item, examples) for item, examples in zip(items, shots, strict=True))
     names = digests([[one.context, one.continuations, one.choice.answer] for one in asked])
     return Items(task, spec, asked, names, (*left_out, *more), groups([item.labels for item in items], spec.by))
@@ -128,19 +128,22 @@ def cut_figure(cuts: Sequence[int]) -> list[Figure]:
 
 
 def _asked(spec: ChoicesTask, item: Choice, examples: Sequence[Choice]) -> Asked:
-    def before(one: Choice) -> tuple[str, str]:
-        context = spec.template.replace("{question}", one.question)
-        return context, wording.space(context) if spec.delimiter is None else spec.delimiter
+    def before(one: Choice) -> str:
+        return spec.template.replace("{question}", one.question)
 
-    shots = "".join("".join((*before(one), one.choices[one.answer], spec.shots_separator)) for one in examples)
-    context, delimiter = before(item)
-    return Asked(item, shots + context, tuple(delimiter + choice for choice in item.choices))
+    def after(one: Choice, choice: str) -> str:
+        return (wording.between(before(one), choice) if spec.delimiter is None else spec.delimiter) + choice
+
+    shots = "".join(before(one) + after(one, one.choices[one.answer]) + spec.shots_separator for one in examples)
+    return Asked(item, shots + before(item), tuple(after(item, choice) for choice in item.choices))
 
 
 def _answer(value: object, choices: Sequence[str]) -> int:
-    """The number of the right choice: a number from 0, a choice's own text, or the letter of its place."""
+    """The number of the right choice: a number from 0 (1.0 is 1), a choice's own text, or the letter of its place."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
     if isinstance(value, bool) or not isinstance(value, int | str):
-        raise BadRow("no answer" if value is None else "answer is neither a number, a letter nor a choice")
+        raise BadRow("no answer" if value is None else "answer is neither a whole number, a letter nor a choice")
     if isinstance(value, int):
         if not 0 <= value < len(choices):
             raise BadRow("answer is out of range")

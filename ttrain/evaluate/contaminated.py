@@ -6,12 +6,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ttrain.data import contamination
+from ttrain.data import item_text
 from ttrain.data.chat import Message
 from ttrain.data.contamination import digest_of_text
 from ttrain.data.plain_text import plain
 from ttrain.errors import DataError
-from ttrain.evaluate import choices, generation
+from ttrain.evaluate import choices, generation, last_word
 from ttrain.evaluate.items import Items, LeftOut
 
 REASON = "stands in the training documents"
@@ -51,18 +51,18 @@ def _renumbered(groups: Mapping[str, tuple[int, ...]], place: Mapping[int, int])
 
 
 def _digest(item: object) -> str | None:
-    """Of the text that `contamination.text_of` makes of the item's row; None for kinds whose items have none."""
+    """Of the text that `item_text.of_row` makes of the item's row; None for kinds whose items have none."""
     match item:
         case str():
             text = item
         case choices.Asked(choice=choice):
-            text = contamination.text_of({"question": choice.question, "answer": choice.choices[choice.answer]}) or ""
-        case (str() as context, str() as target):  # worked examples before it make it another text
-            text = context + target
+            text = item_text.of_row({"question": choice.question, "answer": choice.choices[choice.answer]}) or ""
+        case last_word.Asked(passage=passage):
+            text = passage.context + passage.target
         case (generation.Problem() as problem, _):
-            text = contamination.text_of({"question": problem.question, "answer": problem.answer}) or ""
+            text = item_text.of_row({"question": problem.question, "answer": problem.answer}) or ""
         case (Message(), *_):
-            text = "\n".join(message.content for message in item)  # type: ignore[attr-defined]
+            text = item_text.of_chat(item)  # type: ignore[arg-type]
         case _:
             return None
     return digest_of_text(plain(text))

@@ -17,14 +17,14 @@ from ttrain.errors import UsageError
 from ttrain.evaluate import wording
 from ttrain.evaluate.choices import cut_figure
 from ttrain.evaluate.items import BadRow, Items, Places, digests, groups, read_rows, sampled
-from ttrain.evaluate.numbers import MARK, answer_in
+from ttrain.evaluate.numbers import MARK, answer_in, is_number
 from ttrain.evaluate.outcome import Figure, Outcome
 from ttrain.evaluate.subject import Progress, Subject
 
 WANTED = '{"question": text, "answer": text or number, "final" (optional): the result alone}'
 log = logging.getLogger("ttrain")
 PIECE = 64  # tokens after which it is looked for a text that ends the answer
-EDGES = string.punctuation + string.whitespace + "，。、；：？！“”‘’（）《》【】…—"
+EDGES = string.punctuation + string.whitespace + "，。、；：？！“”‘’（）《》【】「」『』…—"
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,8 @@ Asked = tuple[Problem, tuple[Problem, ...]]  # with its worked examples
 
 
 def parse(record: dict[str, Any], match: str, by: Sequence[str] = ()) -> Problem:
-    """The item of a row. Raises BadRow where there is no right answer, or none of the kind that is compared."""
+    """The item of a row. Raises BadRow where there is no right answer, or none of the kind that `match` compares; auto takes
+    what exact does, and every number is among that."""
     question = wording.text(record, "question")
     given = {key: _told(record, key) for key in ("answer", "final")}
     answer = given["answer"] or given["final"]
@@ -50,22 +51,25 @@ def parse(record: dict[str, Any], match: str, by: Sequence[str] = ()) -> Problem
     final = given["final"] or (answer.rsplit(MARK, 1)[1].strip() if MARK in answer else answer)
     if match == "numeric" and answer_in(final) is None:
         raise BadRow("no number in the answer")
-    if match == "exact" and not normalised(final):
+    if match != "numeric" and not normalised(final):
         raise BadRow("nothing but punctuation in the answer")
     return Problem(question, answer, final, wording.labels(record, by))
 
 
 def read(task: str, spec: GenerationTask, places: Places) -> Items[Asked]:
-    """The questions of the file. Raises UsageError, or DataError where it has none."""
-    setting = f"tasks.{task}"
+    """The questions of the file; their `spec.match` says what is compared, where the task's was auto. Raises UsageError, or
+    DataError where the file has none."""
+    setting = places.setting(task, "file")
 
     def parsed(record: dict[str, Any]) -> Problem:
         return parse(record, spec.match, spec.by)
 
-    rows, left_out = read_rows(places.file(spec.file), parsed, f"{setting}.file")
-    wording.check_some(rows, left_out, f"{setting}.file", WANTED)
+    rows, left_out = read_rows(places.file(spec.file), parsed, setting)
+    wording.check_some(rows, left_out, f"{setting} {spec.file}", WANTED)
+    if spec.match == "auto":  # worked examples of another file are parsed by what is found here
+        spec = spec.model_copy(update={"match": "numeric" if all(is_number(row.final) for row in rows) else "exact"})
     items = sampled(rows, spec.limit, spec.seed)
-    shots, more = wording.examples(spec, rows, items, places, parsed, setting)
+    shots, more = wording.examples(task, spec, rows, items, places, parsed)
     asked = tuple(zip(items, shots, strict=True))
     told = [[one.question, one.final, [[shot.question, shot.answer] for shot in before]] for one, before in asked]
     how = spec.model_dump(mode="json", include={"match", "new_tokens", "chat", "template", "stop", "shots_separator"})
@@ -74,7 +78,8 @@ def read(task: str, spec: GenerationTask, places: Places) -> Items[Asked]:
 
 
 def run(items: Items[Asked], subject: Subject, progress: Progress) -> Outcome:
-    """`accuracy`: answers that are right; `ended`: those that the model, or a text of `stop`, ended before `new_tokens`."""
+    """`accuracy_exact` or `accuracy_numeric`, by `match`: answers that are right; `ended`: those that the model, or a text
+    of `stop`, ended before `new_tokens`."""
     spec = items.spec
     assert isinstance(spec, GenerationTask)
     if spec.chat and not subject.can_chat:
@@ -94,13 +99,13 @@ def run(items: Items[Asked], subject: Subject, progress: Progress) -> Outcome:
     for (problem, _), (answer, ended), (_, cut) in zip(items.items, said, prompts, strict=True):
         found, right = judged(answer, problem.final, spec.match)
         rows.append({
-            "question": problem.question, "reference": problem.final, "answer": answer, "found": found, "right": right,
-            "ended": ended, **({"cut": cut} if cut else {}),
+            "question": problem.question, "reference": problem.final, "answer": answer, "found": found, "match": spec.match,
+            "right": right, "ended": ended, **({"cut": cut} if cut else {}),
         })  # fmt: skip
     ones = (1.0,) * len(rows)
     figures = [
         Figure(name, tuple(float(row[key]) for row in rows), ones, higher_is_better=True, unit="share")
-        for name, key in (("accuracy", "right"), ("ended", "ended"))
+        for name, key in ((f"accuracy_{spec.match}", "right"), ("ended", "ended"))
     ]
     figures += cut_figure([row.get("cut", 0) for row in rows])
     return Outcome(items.task, spec.kind, subject.name, items.digests, tuple(figures), rows, items.reasons, items.groups)
@@ -196,7 +201,7 @@ def _as_text(spec: GenerationTask) -> Callable[[Problem, Sequence[Problem], Subj
 
     def shown(one: Problem) -> str:
         before = asked(one)
-        return before + wording.space(before) + one.answer + spec.shots_separator
+        return before + wording.between(before, one.answer) + one.answer + spec.shots_separator
 
     def render(problem: Problem, examples: Sequence[Problem], subject: Subject) -> list[int]:
         text = "".join(map(shown, examples)) + asked(problem)

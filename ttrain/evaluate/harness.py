@@ -53,7 +53,7 @@ def read(task: str, spec: HarnessTask, places: Places) -> Items[Document]:
 
     Raises UsageError where the harness is missing or knows no such task, DataError where the data cannot be had.
     """
-    setting = f"tasks.{task}.task"
+    setting = places.setting(task, "task")
     documents: list[Document] = []
     for name, one in _loaded(spec, places, setting).items():
         documents += _documents(name, one, spec, setting)
@@ -173,7 +173,11 @@ def _loaded(spec: HarnessTask, places: Places, setting: str) -> dict[str, Task]:
             found: dict[str, Task] = manager.load(wanted)["tasks"]
     except Exception as error:  # of `datasets`, of the network, of the file: many kinds without a common parent
         reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise DataError(f"{setting} is {spec.task}, whose data or task file cannot be read: {reason}") from error
+        raise DataError(
+            f"{setting} is {spec.task}, whose data or task file cannot be read: {reason}. Data of the Hub have to be "
+            "in the cache of `datasets`, or in a directory of their name, such as allenai/ai2_arc, where the command runs; "
+            "a task file of your own names local data in dataset_kwargs.data_files"
+        ) from error
     return found
 
 

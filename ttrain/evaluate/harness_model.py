@@ -12,7 +12,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from ttrain.errors import UsageError
 from ttrain.evaluate.branches import Scorer
 from ttrain.evaluate.generation import answers
-from ttrain.evaluate.requests import log_likelihoods
+from ttrain.evaluate.requests import beginning, log_likelihoods
 from ttrain.evaluate.subject import Progress, Subject
 
 DEFAULT_LENGTH, DEFAULT_TOKENS = 2048, 256  # as the harness's own model has them
@@ -33,7 +33,7 @@ class HarnessModel(LM):  # type: ignore[misc]  # the harness is not typed here
     def loglikelihood_rolling(self, requests: Sequence[Instance], **others: Any) -> list[float]:
         """The log-likelihood of each whole text, in the harness's windows: they share one token, the last one is full."""
         encoded = self._subject.encoder.encode([request.args[0] for request in requests])
-        start = (self._subject.begin_ids or (self._subject.encoder.bos_id,))[-1]
+        start = beginning(self._subject)[-1]
         pairs, owners = [], []
         for number, ids in enumerate(encoded):
             windows = get_rolling_token_windows(

@@ -34,14 +34,32 @@ class LeftOut(NamedTuple):
 @dataclass(frozen=True)
 class Places:
     """Where the files of a suite lie: paths in it are relative to `base`; `heldout` has the records of a run's held-out
-    parts ("documents", "chats", "domain"), which tasks name instead of a file."""
+    parts ("documents", "chats", "domain"), which tasks name instead of a file; `named` is how the command line named the
+    file of a task, such as "--choices"."""
 
     base: Path
     heldout: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
+    named: Mapping[str, str] = field(default_factory=dict)
 
     def file(self, name: str) -> Path:
         """The file of that name."""
         return self.base / Path(name).expanduser()
+
+    def setting(self, task: str, name: str) -> str:
+        """What an error calls a setting of a task: as the user wrote it."""
+        if task not in self.named:
+            return f"tasks.{task}.{name}"
+        return self.named[task] if name == "file" else f"--{name.replace('_', '-')}"
+
+
+class Groups(dict[str, tuple[int, ...]]):
+    """ "lang=zh" -> numbers of the rows that belong to it. `unused`: the keys that group nothing, and why."""
+
+    unused: dict[str, str]
+
+    def __init__(self, found: Mapping[str, tuple[int, ...]], unused: Mapping[str, str]) -> None:
+        super().__init__(found)
+        self.unused = dict(unused)
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +94,8 @@ def read_rows(path: Path, parse: Callable[[dict[str, Any]], T], setting: str) ->
     naming `setting`, and DataError where it is truncated, corrupt or in another encoding.
     """
     if not path.is_file():
-        raise UsageError(f"{setting} is {path}, which is no file; a suite's paths are relative to the suite's own file")
+        what = "a directory; name a file in it" if path.is_dir() else "no file"
+        raise UsageError(f"{setting} is {path}, which is {what}; a suite's paths are relative to the suite's own file")
     left_out: list[LeftOut] = []
     tally = jsonl.Tally(quarantine=lambda row: left_out.append(LeftOut(f"{row['file']}:{row['line']}", row["reason"])))
     found: list[T] = []
@@ -100,7 +119,7 @@ def sampled(items: Sequence[T], limit: int | None, seed: int) -> list[T]:
     return [items[number] for number in sorted(random.Random(seed).sample(range(len(items)), limit))]
 
 
-def groups(rows: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> dict[str, tuple[int, ...]]:
+def groups(rows: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> Groups:
     """{"lang=zh": numbers of the rows with that value}, for each key; rows without it are in no group of the key.
 
     A key with more than MOST_GROUPS values, such as the address that each row came from, groups nothing, and one with the
@@ -113,7 +132,14 @@ def groups(rows: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> dict[str, 
             if isinstance(value, str | int) and not isinstance(value, bool):
                 found[key].setdefault(f"{key}={value}", []).append(number)
     kept: dict[str, tuple[int, ...]] = {}
-    for of_key in found.values():
-        if len(of_key) <= MOST_GROUPS and [len(numbers) for numbers in of_key.values()] != [len(rows)]:
+    unused: dict[str, str] = {}
+    for key, of_key in found.items():
+        if not of_key:
+            unused[key] = "no item has it as a text or a whole number"
+        elif len(of_key) > MOST_GROUPS:
+            unused[key] = f"it has {len(of_key):,} values, more than {MOST_GROUPS}"
+        elif [len(numbers) for numbers in of_key.values()] == [len(rows)]:
+            unused[key] = "it is the same for every item"
+        else:
             kept |= {name: tuple(numbers) for name, numbers in of_key.items()}
-    return dict(sorted(kept.items()))
+    return Groups(dict(sorted(kept.items())), unused)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from ttrain.config.suite import LastWordTask
 from ttrain.evaluate import wording
@@ -27,37 +27,42 @@ class Passage:
     labels: dict[str, Any] = field(default_factory=dict, compare=False)
 
 
-Asked = tuple[str, str]  # context and continuation
+class Asked(NamedTuple):
+    """What a model is given, worked examples first, and what it continues it with; and the passage alone."""
+
+    context: str
+    continuation: str
+    passage: Passage
 
 
 def parse(record: dict[str, Any], by: Sequence[str] = ()) -> Passage:
     """The item of a row. Raises BadRow where there is no text to continue, or nothing to continue it with."""
     context, target = wording.text(record, "context"), wording.text(record, "target")
-    between = "" if target[0].isspace() else wording.space(context)
-    return Passage(context, between + target, wording.labels(record, by))
+    return Passage(context, wording.between(context, target) + target, wording.labels(record, by))
 
 
 def read(task: str, spec: LastWordTask, places: Places) -> Items[Asked]:
     """The passages of the file. Raises UsageError, or DataError where it has none."""
-    setting = f"tasks.{task}"
+    setting = places.setting(task, "file")
 
     def parsed(record: dict[str, Any]) -> Passage:
         return parse(record, spec.by)
 
-    rows, left_out = read_rows(places.file(spec.file), parsed, f"{setting}.file")
-    wording.check_some(rows, left_out, f"{setting}.file", WANTED)
+    rows, left_out = read_rows(places.file(spec.file), parsed, setting)
+    wording.check_some(rows, left_out, f"{setting} {spec.file}", WANTED)
     items = sampled(rows, spec.limit, spec.seed)
-    shots, more = wording.examples(spec, rows, items, places, parsed, setting)
+    shots, more = wording.examples(task, spec, rows, items, places, parsed)
     asked = tuple(
-        ("".join(one.context + one.target + spec.shots_separator for one in before) + item.context, item.target)
+        Asked("".join(one.context + one.target + spec.shots_separator for one in before) + item.context, item.target, item)
         for item, before in zip(items, shots, strict=True)
     )
-    return Items(task, spec, asked, digests(asked), (*left_out, *more), groups([item.labels for item in items], spec.by))
+    names = digests([one[:2] for one in asked])
+    return Items(task, spec, asked, names, (*left_out, *more), groups([item.labels for item in items], spec.by))
 
 
 def run(items: Items[Asked], subject: Subject, progress: Progress) -> Outcome:
     """`accuracy`: all tokens of the target are the most likely ones; `perplexity`: exp of the nats of a target."""
-    found = log_likelihoods(subject, items.items, progress)
+    found = log_likelihoods(subject, texts(items.items), progress)
     ones = (1.0,) * len(found)
     figures = [
         Figure("accuracy", tuple(float(one.greedy) for one in found), ones, higher_is_better=True, unit="share"),
@@ -69,8 +74,13 @@ def run(items: Items[Asked], subject: Subject, progress: Progress) -> Outcome:
             "context": context, "target": target, "right": one.greedy, "nats": one.nats if math.isfinite(one.nats) else None,
             **({"cut": one.cut} if one.cut else {}),
         }
-        for (context, target), one in zip(items.items, found, strict=True)
+        for (context, target, _), one in zip(items.items, found, strict=True)
     ]  # fmt: skip
     return Outcome(
         items.task, items.spec.kind, subject.name, items.digests, tuple(figures), rows, items.reasons, items.groups
     )
+
+
+def texts(items: Sequence[Asked]) -> list[tuple[str, str]]:
+    """(context, continuation) of every item."""
+    return [(one.context, one.continuation) for one in items]

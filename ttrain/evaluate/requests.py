@@ -7,9 +7,9 @@ Tokens are made and contexts are cut as lm-evaluation-harness does it (`Template
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from ttrain.data.encoder import Encoder
+from ttrain.errors import DataError, UsageError
 from ttrain.evaluate.branches import Scorer
 from ttrain.evaluate.sharing import Ids
 from ttrain.evaluate.subject import Progress, Subject
@@ -30,9 +30,9 @@ def log_likelihoods(
 ) -> list[Likelihood]:
     """Of each (context, continuation). `alone`: each pair in a row of its own, as a reference for what is shared.
 
-    Raises ValueError for a continuation that is empty.
+    Raises DataError for a continuation that has no token.
     """
-    pairs = encode_pairs(subject.encoder, subject.begin_ids, texts)
+    pairs = encode_pairs(subject, texts)
     pieces: list[tuple[Ids, Ids]] = []
     owners: list[int] = []
     cuts: list[int] = []
@@ -52,12 +52,14 @@ def log_likelihoods(
     ]
 
 
-def encode_pairs(encoder: Encoder, begin_ids: Sequence[int], texts: Sequence[tuple[str, str]]) -> list[tuple[Ids, Ids]]:
+def encode_pairs(subject: Subject, texts: Sequence[tuple[str, str]]) -> list[tuple[Ids, Ids]]:
     """Tokens of each (context, continuation): those of the whole text, of which the context has as many as it has alone.
 
     White space at the end of a context goes to the continuation, where words begin with their space. A context without any
-    token begins with bos; a continuation that melts into its context is encoded by itself.
+    token is what texts begin with; a continuation that melts into its context is encoded by itself. (The harness takes that
+    one for certain, so that any choice that melts away is the right one: "0" after "45 - 30".)
     """
+    encoder, begin_ids = subject.encoder, subject.begin_ids
     texts = [_spaces_moved(*pair) for pair in texts]
     contexts = list(dict.fromkeys(context for context, _ in texts))  # a question once for all its choices
     alone = {one: (*begin_ids, *ids) for one, ids in zip(contexts, encoder.encode(contexts), strict=True)}
@@ -67,9 +69,28 @@ def encode_pairs(encoder: Encoder, begin_ids: Sequence[int], texts: Sequence[tup
         before = alone[context]
         after = ids[len(before) - len(begin_ids) :] or encoder.encode([continuation])[0]
         if not after:
-            raise ValueError(f"the continuation {continuation!r} has no token")
-        found.append((before or (encoder.bos_id,), tuple(after)))
+            raise DataError(
+                f"the continuation {continuation!r} has no token in the tokenizer of {subject.name}, so that its likelihood "
+                "says nothing; leave its item out"
+            )
+        found.append((before or beginning(subject), tuple(after)))
     return found
+
+
+def beginning(subject: Subject) -> Ids:
+    """What stands before a text, so that its first token is scored too: what its tokenizer puts there, else its end.
+
+    A begin that ttrain added to a tokenizer which has none is unknown to the model. Raises UsageError where both are.
+    """
+    model: Any = subject.model
+    rows = model.get_input_embeddings().weight.shape[0]
+    for ids in (subject.begin_ids, (subject.encoder.eos_id,)):
+        if ids and max(ids) < rows:
+            return ids
+    raise UsageError(
+        f"the model {subject.name} knows no token that begins or ends a text, so that the first token of a text cannot be "
+        "scored; give its tokenizer a bos_token or an eos_token"
+    )
 
 
 def fit(context: Ids, continuation: Ids, max_length: int | None) -> tuple[list[tuple[Ids, Ids]], int]:

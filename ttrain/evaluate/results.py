@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from ttrain.digests import digest_of
-from ttrain.evaluate import confidence
-from ttrain.evaluate.confidence import Comparison, Rule
+from ttrain.evaluate import confidence, notes, p_values
+from ttrain.evaluate.confidence import FEWEST_ITEMS, Comparison, Rule
+from ttrain.evaluate.items import Items
 from ttrain.evaluate.outcome import Figure, Outcome, metric_of
 
+COMPARED = tuple(field.name for field in fields(Comparison))
 OTHER_ITEMS = "not the same items"
 OTHER_COUNTS = "the two count the items differently, as two tokenizers do: compare a figure by bytes"
 
@@ -35,22 +37,29 @@ class Versus:
             return self.why
         if self.compared.better and self.p_of_all <= 1 - rule.confidence:
             return f"{self.first if self.compared.better == 'first' else self.second} is better"
+        if self.compared.items < FEWEST_ITEMS:
+            return f"too few items to tell: {self.compared.items}, and no difference shows below {FEWEST_ITEMS}"
+        if math.isnan(self.p_of_all):
+            return "not tested, for there are no resamples"
         smallest = self.compared.smallest
-        needs = "" if smallest is None else f" (needs about {number(smallest)})"
+        needs = f" (needs about {number(smallest)})" if smallest else ""  # none between two that are equal on every item
         return f"no difference that this set can show{needs}"
 
     def to_json(self, rule: Rule) -> dict[str, Any]:
         """All of it."""
-        told = {} if self.compared is None else self.compared.to_json()
+        told = dict.fromkeys(COMPARED) if self.compared is None else self.compared.to_json()
         names = {"task": self.task, "figure": self.figure, "first": self.first, "second": self.second}
         return _finite({**names, **told, "p_of_all": self.p_of_all, "verdict": self.verdict(rule)})
 
 
 class Results:
-    """What one or more models made of the same tasks. The first model is the one that the others are compared with."""
+    """What one or more models made of the same tasks. The first model is the one that the others are compared with.
 
-    def __init__(self, outcomes: Sequence[Outcome], rule: Rule) -> None:
-        self.outcomes, self.rule = tuple(outcomes), rule
+    `read` is what was asked, for what is to be said of it: where the rows stand that were left out.
+    """
+
+    def __init__(self, outcomes: Sequence[Outcome], rule: Rule, read: Sequence[Items[Any]] = ()) -> None:
+        self.outcomes, self.rule, self.read = tuple(outcomes), rule, tuple(read)
         self.models = list(dict.fromkeys(one.subject for one in outcomes))
         self._tasks: dict[str, dict[str, Outcome]] = {}
         for one in outcomes:
@@ -79,15 +88,14 @@ class Results:
     def comparisons(self) -> list[Versus]:
         """Of each task, every other model against the first on the primary figure."""
         found: list[Versus] = []
+        among = max(1, sum(len(by_model) - 1 for by_model in self._tasks.values()))
         for task, by_model in self._tasks.items():
             first, *others = by_model.values()
             for other in others:
-                why = OTHER_ITEMS if first.items != other.items else ""
-                if not why and not confidence.comparable(first.primary, other.primary):
-                    why = OTHER_COUNTS
-                compared = None if why else confidence.compare(first.primary, other.primary, self.rule)
+                why = _incomparable(first, other)
+                compared = None if why else confidence.compare(first.primary, other.primary, self.rule, among=among)
                 found.append(Versus(task, first.primary.name, first.subject, other.subject, compared, math.nan, why))
-        corrected = confidence.holm([math.nan if one.compared is None else one.compared.p for one in found])
+        corrected = p_values.holm([math.nan if one.compared is None else one.compared.p for one in found])
         return [
             Versus(one.task, one.figure, one.first, one.second, one.compared, p, one.why)
             for one, p in zip(found, corrected, strict=True)
@@ -96,12 +104,14 @@ class Results:
     def to_json(self) -> dict[str, Any]:
         """Everything but the items."""
         tasks = []
+        places = {one.task: notes.left_out_json(one) for one in self.read}
         for task, by_model in self._tasks.items():
             one = next(iter(by_model.values()))
             tasks.append({
                 "task": task, "kind": one.kind, "figure": one.primary.name,
                 "items": len(one.items), "digest": digest_of(list(one.items)),
                 "left_out": dict(one.left_out), "baselines": dict(one.baselines),
+                **({"left_out_rows": places[task]} if places.get(task) else {}),
                 "models": {model: self._figures(outcome) for model, outcome in by_model.items()},
             })  # fmt: skip
         compared = [one.to_json(self.rule) for one in self.comparisons()]
@@ -151,19 +161,13 @@ class Results:
         for one in self.comparisons():
             found = one.compared
             interval = "" if found is None or found.interval is None else span(found.interval, "+")
-            told = ("", "", "") if found is None else (f"{found.difference:+.4f}", interval, _p(one.p_of_all))
+            told = ("", "", "") if found is None else (_shown(found.difference, "+"), interval, _p(one.p_of_all))
             rows.append((one.task, one.figure, f"{one.first} - {one.second}", *told, one.verdict(self.rule)))
         return ["task", "figure", "models", "difference", f"{self.rule.confidence:.0%} interval", "p", "verdict"], rows
 
-    def left_out(self) -> list[str]:
-        """A line for each task of which rows were left out."""
-        found = []
-        for task, by_model in self._tasks.items():
-            one = next(iter(by_model.values()))
-            if one.left_out:
-                reasons = ", ".join(f"{reason} ({count:,})" for reason, count in one.left_out.items())
-                found.append(f"{task}: {sum(one.left_out.values()):,} rows left out: {reasons}")
-        return found
+    def notes(self) -> list[str]:
+        """A line for whatever a user should know of the items beside the figures."""
+        return notes.lines(self.read)
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Every item of every model: what was asked, what was said."""
@@ -178,6 +182,16 @@ class Results:
     def _cell(self, figure: Figure) -> str:
         interval = confidence.interval(figure, self.rule)
         return number(figure.value) + ("" if interval is None else f" ({span(interval)})")
+
+
+def _incomparable(first: Outcome, other: Outcome) -> str:
+    """Why the two say nothing about each other; "" where they do."""
+    if first.items != other.items:
+        return OTHER_ITEMS
+    if not confidence.comparable(first.primary, other.primary):
+        return OTHER_COUNTS
+    broken = [one.subject for one in (first, other) if not math.isfinite(one.primary.value)]
+    return f"what {' and '.join(broken)} says is no number" if broken else ""
 
 
 def number(value: float) -> str:
@@ -217,5 +231,10 @@ def _groups(outcome: Outcome) -> Iterator[tuple[str, Figure]]:
 
 def _finite(told: Mapping[str, Any]) -> dict[str, Any]:
     """As JSON takes it: what is no number becomes null, and what is a tuple a list."""
-    found = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in told.items()}
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
+    return {
+        name: [_known(end) for end in value] if isinstance(value, tuple) else _known(value) for name, value in told.items()
+    }
+
+
+def _known(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ttrain.config.suite import HELDOUT_PARTS, ChatsTask, TextTask
-from ttrain.errors import UsageError
 from ttrain.evaluate import kinds
 from ttrain.evaluate.items import Items, Places
 from ttrain.evaluate.outcome import Outcome
 from ttrain.evaluate.subject import Subject
-from ttrain.evaluate.suites import Loaded
+from ttrain.evaluate.suites import Loaded, check_parts
 
 Records = Sequence[Mapping[str, Any]]
 Told = Callable[[str, float, int], None]  # (task, how much of all the tasks is done, of how many tasks)
@@ -23,14 +21,9 @@ def read(suites: Sequence[Loaded], heldout: Mapping[str, Records]) -> list[Items
     Raises UsageError for a task whose held-out part is missing, or whose file is.
     """
     for loaded in suites:
-        for name, spec in loaded.suite.tasks.items():
-            if isinstance(spec, TextTask | ChatsTask) and (part := HELDOUT_PARTS.get(spec.file)) not in (None, *heldout):
-                raise UsageError(
-                    f"{loaded.name}: {name}.file is {spec.file}, the held-out {part} of the model's own run, but there are "
-                    f"none; name a file"
-                )
+        check_parts(loaded, heldout)
     return [
-        kinds.read(name, spec, Places(loaded.base, heldout))
+        kinds.read(name, spec, Places(loaded.base, heldout, loaded.named))
         for loaded in suites
         for name, spec in loaded.suite.tasks.items()
     ]

@@ -4,17 +4,18 @@
  "metrics": {"bits_per_byte": {"part": "documents", "model": "base", "per": "bytes", "factor": 1.44}}}
 
 A figure is `factor * sum(nats) / sum(per)`. The lists of a part have an entry for each record, in one order. A suite's tasks
-are parts, too: "nats" are then the sums of whatever the figure is of, and "per" names sizes of its own.
+are parts, too: "nats" are then the sums of whatever the figure is of, and "per" names sizes of its own. A metric of some of
+the records has their numbers as "rows"; "shown" is "exp" where the figure is the exponential of the quotient.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ttrain.digests import digest_of
-from ttrain.evaluate.outcome import Figure, Outcome
+from ttrain.evaluate.outcome import Figure, Outcome, metric_of
 from ttrain.store import read_json, write_json
 
 FILE = "scores.json"  # of an evaluation
@@ -43,27 +44,37 @@ class Table:
         self._metrics[metric] = {"part": part, "model": model, "per": per, "factor": factor}
         return factor * sum(nats for nats, _ in scored) / max(1, int(sum(entry[per])))
 
+    def groups(self, metric: str, groups: Mapping[str, Sequence[int]]) -> dict[str, float]:
+        """The figure over the records of each group ("lang=zh" to numbers of records) by the name of its metric."""
+        found = {}
+        for group, numbers in groups.items():
+            name = metric_of(metric, group)
+            self._metrics[name] = {**self._metrics[metric], "rows": list(numbers)}
+            found[name] = self._figure(name).value
+        return found
+
     def outcome(self, outcome: Outcome) -> None:
-        """What a model made of a task. Of figures that are shown as quotients: perplexity is told by its loss."""
+        """What a model made of a task: every figure, and the one that stands for it over each group of items."""
         part = f"suite/{outcome.task}"
         entry = self._parts.setdefault(part, {"records": list(outcome.items), "bytes": [], "tokens": [], "nats": {}})
         for figure in outcome.figures:
             name = f"{figure.name}/{outcome.subject}"
-            if figure.shown is None:
-                entry["nats"][name], entry[f"sizes/{name}"] = list(figure.sums), list(figure.sizes)
-                self._metrics[f"{outcome.task}/{name}"] = {
-                    "part": part, "model": name, "per": f"sizes/{name}", "factor": figure.factor,
-                    "higher_is_better": figure.higher_is_better,
-                }  # fmt: skip
+            entry["nats"][name], entry[f"sizes/{name}"] = list(figure.sums), list(figure.sizes)
+            self._metrics[f"{outcome.task}/{name}"] = {
+                "part": part, "model": name, "per": f"sizes/{name}", "factor": figure.factor,
+                "higher_is_better": figure.higher_is_better, "shown": figure.shown,
+            }  # fmt: skip
+        self.groups(f"{outcome.task}/{outcome.primary.name}/{outcome.subject}", outcome.groups)
 
     def figures(self) -> dict[str, Figure]:
         """Every figure by its metric's name."""
-        found = {}
-        for metric in self._metrics:
-            sums, sizes, _ = sums_in({"parts": self._parts, "metrics": self._metrics}, metric) or ([], [], [])
-            higher = self._metrics[metric].get("higher_is_better", False)
-            found[metric] = Figure(metric, tuple(sums), tuple(sizes), higher, unit="")
-        return found
+        return {metric: self._figure(metric) for metric in self._metrics}
+
+    def _figure(self, metric: str) -> Figure:
+        sums, sizes, _ = sums_in({"parts": self._parts, "metrics": self._metrics}, metric) or ([], [], [])
+        told = self._metrics[metric]
+        higher = told.get("higher_is_better", False)
+        return Figure(metric, tuple(sums), tuple(sizes), higher, unit="", shown=told.get("shown"))
 
     def write(self, directory: Path) -> None:
         """Leave the file."""
@@ -71,8 +82,8 @@ class Table:
 
 
 def sums_of(directory: Path, metric: str) -> tuple[list[float], list[float], list[str]] | None:
-    """(sums, sizes, records) behind a figure of the evaluation in this directory, `sum(sums) / sum(sizes)`; None where it
-    has none."""
+    """(sums, sizes, records) behind a figure of the evaluation in this directory: `sum(sums) / sum(sizes)`, or of that what
+    `shown_of` says; None where it has none."""
     return sums_in(read_json(directory / FILE) or {}, metric)
 
 
@@ -83,6 +94,12 @@ def direction_of(directory: Path, metric: str) -> bool | None:
     return higher
 
 
+def shown_of(directory: Path, metric: str) -> Literal["exp"] | None:
+    """What the figure is of its quotient: "exp" for a perplexity."""
+    entry = (read_json(directory / FILE) or {}).get("metrics", {}).get(metric, {})
+    return "exp" if entry.get("shown") == "exp" else None
+
+
 def sums_in(found: Mapping[str, Any], metric: str) -> tuple[list[float], list[float], list[str]] | None:
     """The same from what such a file holds."""
     entry = found.get("metrics", {}).get(metric)
@@ -90,4 +107,7 @@ def sums_in(found: Mapping[str, Any], metric: str) -> tuple[list[float], list[fl
         return None
     part = found["parts"][entry["part"]]
     sums = [entry["factor"] * nats for nats in part["nats"][entry["model"]]]
-    return sums, [float(size) for size in part[entry["per"]]], list(part["records"])
+    sizes, records = [float(size) for size in part[entry["per"]]], list(part["records"])
+    if (rows := entry.get("rows")) is not None:
+        return [sums[row] for row in rows], [sizes[row] for row in rows], [records[row] for row in rows]
+    return sums, sizes, records

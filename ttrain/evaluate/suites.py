@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import ValidationError
 
-from ttrain.config.suite import HELDOUT, HELDOUT_PARTS, KINDS, ChatsTask, HarnessTask, Suite, Task, TextTask
+from ttrain.config.suite import HELDOUT, HELDOUT_PARTS, ChatsTask, HarnessTask, Suite, Task, TextTask
 from ttrain.errors import UsageError
+from ttrain.evaluate import wrong_settings
 from ttrain.loading import configs_directory, read_yaml
 
 ENDINGS = (".yaml", ".yml")
@@ -21,12 +23,13 @@ ENDINGS = (".yaml", ".yml")
 @dataclass(frozen=True)
 class Loaded:
     """A suite, the name or path that it was asked for by, and the file that it stands in; paths in it are relative to
-    `base`."""
+    `base`. `named`: the options of the command line that brought tasks, such as "--choices"."""
 
     name: str
     suite: Suite
     file: Path | None
     base: Path
+    named: Mapping[str, str] = field(default_factory=dict)
 
 
 def names() -> list[str]:
@@ -56,9 +59,9 @@ def find(name: str) -> Path:
     return shipped
 
 
-def of_tasks(tasks: Mapping[str, Mapping[str, Any]], origin: str) -> Loaded:
-    """A suite of tasks that the user named one by one; paths are relative to where one stands."""
-    return Loaded(origin, checked({"tasks": tasks}, origin), None, Path.cwd())
+def of_tasks(tasks: Mapping[str, Mapping[str, Any]], origin: str, named: Mapping[str, str] = MappingProxyType({})) -> Loaded:
+    """A suite of tasks that the user named one by one, with these options; paths are relative to where one stands."""
+    return Loaded(origin, checked({"tasks": tasks}, origin), None, Path.cwd(), named)
 
 
 def of_heldout(parts: Collection[str]) -> Loaded:
@@ -94,7 +97,7 @@ def changed(loaded: Loaded, **settings: Any) -> Loaded:
     tree = loaded.suite.model_dump()
     for task in tree["tasks"].values():
         task.update({name: value for name, value in settings.items() if name in task})
-    return Loaded(loaded.name, checked(tree, loaded.name), loaded.file, loaded.base)
+    return replace(loaded, suite=checked(tree, loaded.name))
 
 
 def checked(tree: Mapping[str, Any], origin: str) -> Suite:
@@ -102,19 +105,41 @@ def checked(tree: Mapping[str, Any], origin: str) -> Suite:
     try:
         return Suite.model_validate(tree)
     except ValidationError as error:
-        raise UsageError(f"{origin}: {'; '.join(_explained(item, tree) for item in error.errors())}") from None
+        raise UsageError(f"{origin}: {'; '.join(wrong_settings.explained(item, tree) for item in error.errors())}") from None
 
 
 def files_of(loaded: Loaded) -> list[Path]:
     """What shapes its result: its own file, and all that its tasks read. Raises UsageError where one is missing."""
     found = [] if loaded.file is None else [loaded.file]
+    for setting, path in read_by(loaded):
+        if not path.is_file():
+            raise UsageError(f"{loaded.name}: {setting}, but there is no file {path}")
+        found.append(path)
+    return list(dict.fromkeys(found))
+
+
+def read_by(loaded: Loaded) -> Iterator[tuple[str, Path]]:
+    """("poems.file is poems.jsonl", its path) of each file that a task reads, whether it is there or not."""
     for name, task in loaded.suite.tasks.items():
         for setting, file in _named(task):
-            path = loaded.base / Path(file).expanduser()
-            if not path.is_file():
-                raise UsageError(f"{loaded.name}: {name}.{setting} is {file}, but there is no file {path}")
-            found.append(path)
-    return list(dict.fromkeys(found))
+            called = loaded.named.get(name) if setting == "file" else None
+            yield f"{called or f'{name}.{setting}'} is {file}", loaded.base / Path(file).expanduser()
+
+
+def without_chats(loaded: Loaded) -> Suite | None:
+    """The suite without its tasks of kind chats; None where that leaves none."""
+    tasks = {name: task for name, task in loaded.suite.tasks.items() if not isinstance(task, ChatsTask)}
+    return Suite(tasks=tasks) if tasks else None
+
+
+def check_parts(loaded: Loaded, parts: Collection[str]) -> None:
+    """Raise UsageError for a task that names a held-out part which is not among these."""
+    for name, task in loaded.suite.tasks.items():
+        if (part := _part(task)) not in (None, *parts):
+            raise UsageError(
+                f"{loaded.name}: {name}.file is {getattr(task, 'file', part)}, the held-out {part} of the model's own run, "
+                f"but there are none; name a file"
+            )
 
 
 def distinct(suites: Sequence[Loaded]) -> None:
@@ -143,32 +168,3 @@ def _named(task: Task) -> Iterable[tuple[str, str]]:
     found = [(name, getattr(task, name, None)) for name in ("file", "shots_file")]
     held_out = HELDOUT_PARTS if isinstance(task, TextTask | ChatsTask) else ()
     return [(name, file) for name, file in found if file is not None and file not in held_out]
-
-
-def _explained(item: Mapping[str, Any], tree: Mapping[str, Any]) -> str:
-    """One wrong setting in a line. pydantic's place of a task's setting is tasks, name, kind, setting."""
-    place = [str(part) for part in item["loc"]]
-    name = ".".join([place[1], *place[3:]] if len(place) > 2 and place[0] == "tasks" else place[1:] or place)
-    message = str(item["msg"]).removeprefix("Value error, ")
-    match item["type"]:
-        case "extra_forbidden" if len(place) > 2:
-            known = list(KINDS[place[2]].model_fields)
-            near = difflib.get_close_matches(place[-1], known, n=1, cutoff=0.5)
-            return f"{name} is no setting of kind {place[2]}; " + (
-                f"did you mean '{near[0]}'?" if near else f"it has {', '.join(known)}"
-            )
-        case "extra_forbidden":
-            return f"{name} is no part of a suite; write tasks: and below it a name for each task"
-        case "missing":
-            return f"{name} is missing" + ("; write tasks: and below it a name for each task" if name == "tasks" else "")
-        case "union_tag_not_found":
-            return f"{name} does not say its kind; there are {', '.join(KINDS)}"
-        case "union_tag_invalid":
-            return f"{name} is of kind {_kind(tree, place)!r}, which there is not; there are {', '.join(KINDS)}"
-        case "value_error":
-            return f"{name}: {message}"
-    return f"{name} is {item['input']!r} but: {message[0].lower()}{message[1:]}"
-
-
-def _kind(tree: Mapping[str, Any], place: Sequence[str]) -> object:
-    return tree["tasks"][place[1]].get("kind")

@@ -8,15 +8,14 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import nn
-
 from ttrain.config.suite import HELDOUT, TextTask
 from ttrain.data import sources
-from ttrain.errors import DataError, UsageError
+from ttrain.errors import DataError
 from ttrain.evaluate import baselines, perplexity
 from ttrain.evaluate import items as reading
 from ttrain.evaluate.items import BadRow, Items, Places
 from ttrain.evaluate.outcome import LN2, Figure, Outcome
+from ttrain.evaluate.requests import beginning
 from ttrain.evaluate.subject import Progress, Subject
 
 EXCERPT_CHARACTERS = 200
@@ -30,7 +29,7 @@ def read(task: str, spec: TextTask, places: Places) -> Items[str]:
     `limit` and `max_bytes` both apply, in that order; the first document is taken whatever its length. Raises UsageError
     where there is no such file, DataError where no document is left.
     """
-    parser = sources.document_parser(spec.text_field)
+    parser, setting = sources.document_parser(spec.text_field), places.setting(task, "file")
 
     def parse(row: dict[str, Any]) -> Record:
         found = parser(row)
@@ -45,12 +44,12 @@ def read(task: str, spec: TextTask, places: Places) -> Items[str]:
         found: list[Record] = [(row["text"], row) for row in places.heldout["documents"]]
         left_out: list[reading.LeftOut] = []
     else:
-        found, left_out = reading.read_rows(places.file(spec.file), parse, f"tasks.{task}.file")
+        found, left_out = reading.read_rows(places.file(spec.file), parse, setting)
     found = _first_bytes(reading.sampled(found, spec.limit, spec.seed), spec.max_bytes)
     if not found:
         wanted = sources.document_fields(spec.text_field, prefix=f"tasks.{task}.")
         bad = f"; the first of {len(left_out)} bad rows is {left_out[0].where}: {left_out[0].reason}" if left_out else ""
-        raise DataError(f"tasks.{task}.file {spec.file} has no document; a row needs {wanted}{bad}")
+        raise DataError(f"{setting} {spec.file} has no document; a row needs {wanted}{bad}")
     texts = tuple(text for text, _ in found)
     groups = reading.groups([row for _, row in found], spec.by)
     return Items(task, spec, texts, reading.digests(texts), tuple(left_out), groups)
@@ -66,12 +65,7 @@ def run(items: Items[str], subject: Subject, progress: Progress) -> Outcome:
     spec = items.spec
     assert isinstance(spec, TextTask), "the module of another kind of task has its own"
     ids = subject.encoder.encode(items.items)
-    before = beginning(subject.model, subject.begin_ids, subject.encoder.eos_id)
-    if not before:
-        raise UsageError(
-            f"the model {subject.name} knows no token that begins or ends a text, so that the first token of a text cannot "
-            "be scored; give its tokenizer a bos_token or an eos_token"
-        )
+    before = beginning(subject)
     length = min(spec.row_length, subject.max_length or spec.row_length)
     scores = perplexity.score_each(
         subject.model,
@@ -114,16 +108,6 @@ def figures(scores: Sequence[perplexity.Score], sizes: Sequence[int]) -> tuple[F
         Figure("loss", nats, tokens, False, "nats per token"),
         Figure("perplexity", nats, tokens, False, "per token", shown="exp"),
     )
-
-
-def beginning(model: nn.Module, begin_ids: Sequence[int], eos_id: int) -> list[int]:
-    """What stands before a text, so that its first token is scored too: what its tokenizer puts there, else its end.
-
-    A begin that ttrain added to a tokenizer which has none is unknown to the model. Nothing where both are.
-    """
-    embedding: Any = getattr(model, "get_input_embeddings")()  # noqa: B009  # a method of transformers' models
-    rows = embedding.weight.shape[0]
-    return next((list(ids) for ids in (begin_ids, (eos_id,)) if ids and max(ids) < rows), [])
 
 
 @functools.lru_cache(maxsize=8)

@@ -16,13 +16,15 @@ T = TypeVar("T")
 UNSPACED = re.compile(r"[\u0e00-\u0eff\u1780-\u17ff\u3000-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uff00-\uffef\U00020000-\U0003ffff]")  # fmt: skip # noqa: E501
 
 
-def space(before: str) -> str:
-    """What stands after a text and before what continues it: a space, where there is none yet and the script has them."""
-    return "" if not before or before[-1].isspace() or UNSPACED.match(before[-1]) else " "
+def between(before: str, after: str) -> str:
+    """What stands between a text and what continues it: a space, where neither brings one and the script has them."""
+    if not before or before[-1].isspace() or after[:1].isspace() or UNSPACED.match(before[-1]):
+        return ""
+    return " "
 
 
 def examples(
-    spec: Shots, rows: Sequence[T], items: Sequence[T], places: Places, parse: Callable[[dict[str, Any]], T], setting: str
+    task: str, spec: Shots, rows: Sequence[T], items: Sequence[T], places: Places, parse: Callable[[dict[str, Any]], T]
 ) -> tuple[list[tuple[T, ...]], list[LeftOut]]:
     """(the worked examples of each item, rows of their file that are none): the first ones of the file, or of `rows`.
 
@@ -33,13 +35,14 @@ def examples(
         return [()] * len(items), []
     found, left_out = rows, list[LeftOut]()
     if spec.shots_file is not None:
-        found, left_out = read_rows(places.file(spec.shots_file), parse, f"{setting}.shots_file")
+        found, left_out = read_rows(places.file(spec.shots_file), parse, places.setting(task, "shots_file"))
     taken = [tuple(islice((row for row in found if row != item), spec.shots)) for item in items]
     fewest = min(map(len, taken), default=0)
     if fewest < spec.shots:
-        place = spec.shots_file or "the task's own file"
+        place = spec.shots_file or f"the own file of {task}"
+        has = f"{fewest} row that is" if fewest == 1 else f"{fewest} rows that are"
         raise DataError(
-            f"{setting}.shots is {spec.shots}, but {place} has {fewest} rows that are no item itself; ask for fewer"
+            f"{places.setting(task, 'shots')} is {spec.shots}, but {place} has {has} no item itself; ask for fewer"
         )
     return taken, [LeftOut(row.where, f"as an example: {row.reason}") for row in left_out]
 
@@ -63,4 +66,6 @@ def check_some(items: Sequence[object], left_out: Sequence[LeftOut], setting: st
     """Raises DataError where a file has no item."""
     if not items:
         reasons = "; ".join(f"{row.where}: {row.reason}" for row in left_out[:3]) or "it is empty"
-        raise DataError(f"{setting} has no row that can be used ({reasons}); ttrain looked for {wanted}")
+        raise DataError(
+            f"{setting} has no row that can be used ({reasons}); ttrain looked for one JSON object per line, {wanted}"
+        )

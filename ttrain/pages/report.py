@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
+from ttrain import evaluation_table, runs
 from ttrain import report as tables
-from ttrain import runs
 from ttrain.pages import charts, figures
 from ttrain.pages.compare import samples_of
 from ttrain.pages.comparison import TITLES
@@ -131,7 +131,7 @@ def _curves(page: Page, view: RunView) -> Iterator[Markup]:
 
 def _evaluation(view: RunView) -> Markup:
     results = {stage: view.manifest(stage).get("result", {}) for stage in ("evaluate", "evaluate-champion")}
-    rows = tables.evaluation_table(view.metrics, results)
+    rows = evaluation_table.rows(view.metrics, results)
     return table(("what", "value", ""), rows, numbers=(1,)) if rows else Markup()
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,10 @@ from ttrain.config import Evaluate, EvaluateConfig, Runtime
 from ttrain.data import chat, contamination
 from ttrain.data.encoder import Encoder
 from ttrain.data.sources import LABELS
-from ttrain.evaluate import baselines, confidence, contaminated, perplexity, running, samples, scores, suites
+from ttrain.evaluate import baselines, confidence, contaminated, notes, perplexity, running, samples, scores, suites
 from ttrain.evaluate import items as items_of
 from ttrain.evaluate.items import Items
-from ttrain.evaluate.outcome import LN2, Figure, Outcome, metric_of
+from ttrain.evaluate.outcome import LN2, Outcome
 from ttrain.evaluate.results import Results
 from ttrain.job import Job
 from ttrain.model import adapters, factory
@@ -37,6 +38,7 @@ MODELS = ("base", "sft", "lora")
 PART_NAMES = ("documents", "chats", "domain")
 PARTS = len(PART_NAMES) + 1  # of a model's evaluation; the last one is its suites
 LOSSES = {"chats": "chat_loss", "domain": "domain_loss"}
+log = logging.getLogger("ttrain")
 
 
 def run(config: EvaluateConfig, job: Job) -> dict[str, Any]:
@@ -67,7 +69,7 @@ def run(config: EvaluateConfig, job: Job) -> dict[str, Any]:
         f"bits_per_byte_{name}": value for name, value in baselines.bits_per_byte("".join(texts).encode("utf-8")).items()
     }
     spoken: dict[str, Any] = {}
-    asked, outcomes = _asked(settings, job), list[Outcome]()
+    asked, outcomes, labels = _asked(settings, job), list[Outcome](), items_of.groups(documents, LABELS)
     for number, name in enumerate(_models(job)):
         model = _load(name, job, device)
         of_rows = shared.get(name) or _scores(model, data, settings, job, number, ranks)
@@ -77,6 +79,8 @@ def run(config: EvaluateConfig, job: Job) -> dict[str, Any]:
             else:
                 metric, per, factor = f"{LOSSES[part]}_{name}", "tokens", 1.0
             metrics[metric] = table.figure(metric, part, name, scored, per=per, factor=factor)
+            if part == "documents":
+                metrics |= table.groups(metric, labels)
         spoken[name] = _samples(model, encoder, settings, device)
         if asked[name]:
             subject = subject_of(speaker_of(name, model, job.inputs["base"] / "model"))
@@ -84,11 +88,7 @@ def run(config: EvaluateConfig, job: Job) -> dict[str, Any]:
     for outcome in outcomes:
         table.outcome(outcome)
     rule = confidence.Rule(settings.confidence, settings.resamples, settings.seed)
-    figures = table.figures()
-    for name, figure in _by_label(figures, documents).items():
-        metrics[name] = figure.value
-        figures[name] = figure
-    intervals = {name: confidence.interval(figure, rule) for name, figure in figures.items()}
+    intervals = {name: confidence.interval(figure, rule) for name, figure in table.figures().items()}
     results = Results(outcomes, rule)
     metrics |= {name: value for name, value in results.metrics().items() if math.isfinite(value)}
     counts = {
@@ -126,6 +126,8 @@ def _asked(settings: Evaluate, job: Job) -> dict[str, list[Items[Any]]]:
                 items = running.read([suites.load(suite)], heldout)
                 read[suite] = [contaminated.marked(one, known, leave_out=leave_out) for one in items]
         found[name] = [items for suite in settings.suites.of(name) for items in read[suite]]
+    for line in notes.lines([one for items in read.values() for one in items]):
+        log.warning("%s", line)  # not among the results: they name places of this machine
     return found
 
 
@@ -147,16 +149,6 @@ def _documents(directory: Path, max_bytes: int) -> list[dict[str, Any]]:
             break
         found.append(record)
     return found
-
-
-def _by_label(figures: Mapping[str, Figure], documents: Sequence[Mapping[str, Any]]) -> dict[str, Figure]:
-    """Bits per byte of each model by what the documents' rows say of them, where that divides them into a few groups."""
-    return {
-        metric_of(metric, group): figures[metric].restricted(numbers)
-        for metric in figures
-        if metric.startswith("bits_per_byte")
-        for group, numbers in items_of.groups(documents, LABELS).items()
-    }
 
 
 def _document(encoder: Encoder, ids: Sequence[int]) -> tuple[list[int], list[bool]]:

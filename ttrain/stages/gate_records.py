@@ -18,11 +18,13 @@ from ttrain.data.jsonl import Tally
 from ttrain.data.sources import Conversation, Document, Record
 from ttrain.digests import digest_of
 from ttrain.errors import DataError, Interrupted, UsageError
-from ttrain.evaluate import perplexity, text
+from ttrain.evaluate import perplexity
+from ttrain.evaluate.requests import beginning
 from ttrain.evaluate.routing import Flags, Floats, Ints
 from ttrain.gate import files
 from ttrain.job import Job
 from ttrain.store import read_json, write_json
+from ttrain.subjects import subject_of
 from ttrain.talk import loading
 from ttrain.talk.loading import Speaker
 from ttrain.train import precision
@@ -164,7 +166,7 @@ def _sequences(speaker: Speaker, records: Sequence[Record]) -> list[perplexity.T
     encoder = speaker.encoder
     texts = [record.text for record in records if isinstance(record, Document)]
     talks = [record.messages for record in records if isinstance(record, Conversation)]
-    begins = _begins(speaker) if texts else []
+    begins = beginning(subject_of(speaker)) if texts else ()
     documents = iter(encoder.encode(texts))
     chats = iter(chat.encode_chats(encoder, talks) if talks else ())  # not every tokenizer has a template
     found: list[perplexity.Tokens] = []
@@ -176,12 +178,3 @@ def _sequences(speaker: Speaker, records: Sequence[Record]) -> list[perplexity.T
             chat_ids, live = next(chats)
             found.append((chat_ids.tolist(), live.tolist()))
     return found
-
-
-def _begins(speaker: Speaker) -> list[int]:
-    """What stands before a document, so that its first token is scored too. Raises UsageError where the model knows none."""
-    if found := text.beginning(speaker.causal, speaker.begin_ids, speaker.encoder.eos_id):
-        return found
-    raise UsageError(
-        f"--data holds documents, but the expert {speaker.name} knows no token that begins or ends one; bring chats alone"
-    )

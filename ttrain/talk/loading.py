@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,21 +162,12 @@ def _encoder(directory: Path) -> tuple[Encoder, tuple[int, ...], bool]:
             return encoder, (encoder.bos_id,), True
         except ArtifactError:
             pass  # without some of the names that ttrain needs
-    can_chat = _brings_template(directory)
+    can_chat = existing.brings_template(directory)
     begins = open_tokenizer(directory / existing.JSON).encode("", add_special_tokens=True).ids
     with tempfile.TemporaryDirectory(prefix="ttrain-") as temporary:
         files = [directory / name for name in existing.FILES if (directory / name).is_file()]
         existing.take(files, Path(temporary), "own" if can_chat else "ttrain")
         return Encoder(Path(temporary)), tuple(begins), can_chat
-
-
-def _brings_template(directory: Path) -> bool:
-    if (directory / "chat_template.jinja").is_file():
-        return True
-    try:
-        return bool(json.loads((directory / "tokenizer_config.json").read_bytes()).get("chat_template"))
-    except (OSError, ValueError, AttributeError):
-        return False
 
 
 def _second_head(model: PreTrainedModel, directory: Path) -> nn.Linear | None:

@@ -93,6 +93,13 @@ class Database:
         with self._open() as db:
             return [row[0] for row in db.execute(ask, (run_id,))]
 
+    def tags_under(self, name: str, alias: str) -> dict[str, str]:
+        """Tags of the version of a registered model that bears the alias; {} where none does."""
+        ask = """SELECT tags.key, tags.value FROM model_version_tags AS tags JOIN registered_model_aliases AS aliases
+        ON aliases.name = tags.name AND aliases.version = tags.version WHERE aliases.name = ? AND aliases.alias = ?"""
+        with self._open() as db:
+            return dict(db.execute(ask, (name, alias)).fetchall())
+
     @contextlib.contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:
         """The one connection: a new one reads MLflow's schema of 60 tables first, 1 ms for each of hundreds of curves."""

@@ -73,12 +73,11 @@ class ModelSet:
 def set_of(version: Any, aliases: Iterable[str]) -> ModelSet:
     """The set that MLflow's entity of a version describes."""
     tags: dict[str, str] = dict(version.tags)
-    keys = {tag.removeprefix(KEY): value for tag, value in tags.items() if tag.startswith(KEY)}
     return ModelSet(
         name=version.name,
         version=str(version.version),
         members=members_of(tags),
-        keys=keys,
+        keys=keys_of(tags),
         run=tags.get("ttrain.run", ""),
         run_id=version.tags.get(RUN_ID) or version.run_id or None,
         created=version.creation_timestamp / 1000,
@@ -87,6 +86,11 @@ def set_of(version: Any, aliases: Iterable[str]) -> ModelSet:
         aliases=tuple(sorted(aliases)),
         tags=tags,
     )
+
+
+def keys_of(tags: Mapping[str, str]) -> dict[str, str]:
+    """Keys of the artifacts of the run that made a set, by stage, from the tags of the set."""
+    return {tag.removeprefix(KEY): value for tag, value in tags.items() if tag.startswith(KEY)}
 
 
 def members_of(tags: Mapping[str, str]) -> dict[str, Member]:

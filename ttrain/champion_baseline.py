@@ -1,0 +1,39 @@
+"""The champion as a baseline of a run that is no night: what it scored on the same held-out records."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ttrain import tracking
+from ttrain.evaluate.scores import FILE, sums_in
+from ttrain.store import Artifact, Store, read_json
+
+STAGE = "evaluate-champion"  # the stage of a night whose results these stand for
+
+
+def of(evaluation: Artifact, name: str, store: Store) -> dict[str, dict[str, Any]]:
+    """{STAGE: what the champion of this name scored when it was made}, of the same records and in suites, without computing.
+
+    A night scores its champion on its own held-out data instead. {} where the champion is what was evaluated, is in an
+    MLflow that has to be asked over the network, or where its evaluation is in no store here.
+    """
+    key = tracking.champion_keys_here(store.root, name).get("evaluate")
+    champion = store.read(store.path("evaluate", key)) if key and key != evaluation.key else None
+    return {} if champion is None else {STAGE: _of_same_records(evaluation, champion)}
+
+
+def _of_same_records(own: Artifact, champion: Artifact) -> dict[str, Any]:
+    """What of the champion's evaluation can stand beside the other: figures of records that are the same in both."""
+    mine, other = (read_json(one.path / FILE) or {} for one in (own, champion))
+
+    def is_same(metric: str) -> bool:
+        first, second = sums_in(mine, metric), sums_in(other, metric)
+        return first is not None and second is not None and first[2] == second[2]
+
+    result = champion.result
+    same = [metric for metric in result.get("metrics", {}) if is_same(metric)]
+    return {
+        **{group: {name: result.get(group, {}).get(name) for name in same if name in result.get(group, {})}
+           for group in ("metrics", "intervals")},
+        **({"suites": result["suites"]} if "suites" in result else {}),
+    }  # fmt: skip
