@@ -1,6 +1,6 @@
 """Our scores against those of lm-evaluation-harness, item by item: the same items and model, its own Hugging Face backend.
 
-    python bench/harness.py --items /work/shared/data/eval --model RUN
+    python bench/harness.py --items eval/ --model RUN
     python bench/harness.py --items poems.jsonl --model random-gpt2 --dtype bf16
 
 Files or directories of `{"question", "choices", "answer"}` or `{"context", "target"}`. `random-gpt2` is a small GPT-2 of
