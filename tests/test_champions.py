@@ -692,6 +692,12 @@ def test_a_run_has_the_champion_as_a_baseline_where_it_scored_the_same_records(h
     assert set(found["intervals"]) == {*found["metrics"]}
     assert set(champion_baseline.of(other, "mine", store)["evaluate-champion"]["metrics"]) == {"chat_loss_sft"}
     assert champion_baseline.of(same, "another", store) == {}
+    scores = read_json(other.path / "scores.json") or {}
+    scores["parts"]["chats"]["tokens"] = [5]
+    (other.path / "scores.json").unlink()  # a link into the store's own
+    write_json(other.path / "scores.json", scores)
+    found = champion_baseline.of(other, "mine", store)["evaluate-champion"]
+    assert found["metrics"] == {}, "a loss per token of another tokenizer tells nothing"
     tracking.promote(home, "mine", "2")
     assert champion_baseline.of(same, "mine", store) == {}, "it is itself the champion"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")

@@ -24,7 +24,7 @@ from ttrain.data.pools import Here
 from ttrain.data.shards import ShardSet, read_shard
 from ttrain.errors import DataError, UsageError
 from ttrain.evaluate import contaminated, kinds
-from ttrain.evaluate.items import Items, Places
+from ttrain.evaluate.items import IN_TRAINING, Items, Places
 from ttrain.input_files import data_files, evaluation_files
 from ttrain.stages import SHARDS_PRETRAIN, TOKENIZER, evaluate, pretrain
 from ttrain.stages.shards import heldout_records, recipe_of
@@ -279,6 +279,17 @@ def test_what_many_texts_begin_with_finds_none_of_them_alone() -> None:
     assert alike.searchable.all(), "the last letter tells them apart"
 
 
+def test_items_of_one_pattern_are_found_although_none_of_their_seeds_is_rare() -> None:
+    names, numbers = [f"Namenname{one}" for one in "abcdefghijklmnopqrst"], range(100, 120)
+    pattern = "howmanyappleshas{}whenmarygiveshimanotherbasketwith{}applesinsideitintheafternoon"
+    texts = [pattern.format(name, number).encode() for name in names for number in numbers]
+    searched = Texts(texts, 32)
+    assert searched.searchable.all()
+    for number, text in enumerate(texts):
+        found = searched.find(np.frombuffer(text, np.uint8), np.array([0]))
+        assert number in {one.text for one in found if one.bytes == len(text)}
+
+
 def test_an_item_that_stands_often_in_an_evaluation_is_found_each_time(tmp_path: Path, encoder: Encoder) -> None:
     documents = jsonl(tmp_path / "documents.jsonl", [{"text": POEM}, {"text": "Nothing of the kind stands here."}])
     items = jsonl(tmp_path / "items.jsonl", [{"text": POEM}] * 300)
@@ -367,7 +378,7 @@ def test_items_that_training_documents_hold_are_told_apart_or_left_out(tmp_path:
     assert apart.digests == items.digests
     without = contaminated.marked(items, {found[0].digest}, leave_out=True)
     assert without.digests == (items.digests[0], items.digests[2])
-    assert without.reasons == {contaminated.REASON: 1}
+    assert without.reasons == {IN_TRAINING: 1}
     assert without.groups == ({"lang=en": (0,), "lang=zh": (1,)} if items.groups else {})
     assert contaminated.marked(items, {"other"}, leave_out=True) is items
     if kind in ("choices", "last_word", "generation"):  # worked examples are no part of what is looked for

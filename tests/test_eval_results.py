@@ -208,3 +208,8 @@ def test_the_champion_stands_below_its_challenger_in_the_suites_too() -> None:
     rows = evaluation_table.rows({}, {"evaluate": {"suites": new}, "evaluate-champion": {"suites": other}})
     assert rows[2][0::2] == ("poems accuracy, base, champion", "not the same items")
     assert len(evaluation_table.rows({}, {"evaluate": {"suites": new}})) == 2
+    old = json.loads(json.dumps(other).replace("accuracy", "accuracy_exact"))
+    remarks = [
+        row[2] for row in evaluation_table.rows({}, {"evaluate": {"suites": other}, "evaluate-champion": {"suites": old}})
+    ]
+    assert remarks.count("the challenger's is accuracy") == 1, "an earlier one may have called its figure otherwise"

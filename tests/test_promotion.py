@@ -178,7 +178,7 @@ def test_records_that_do_not_give_the_figure_are_refused(tmp_path: Path) -> None
 
 def test_a_metric_that_no_evaluation_can_have_is_refused_before_anything_is_trained(tmp_path: Path) -> None:
     suite = tmp_path / "exams.yaml"
-    suite.write_text("tasks:\n  poems: {kind: choices, file: poems.jsonl}\n")
+    suite.write_text("tasks:\n  poems: {kind: choices, file: poems.jsonl}\n  talks: {kind: chats}\n")
     suites = {"evaluate": {"suites": {"sft": [str(suite)]}}}
 
     def check(metric: str) -> None:
@@ -192,6 +192,13 @@ def test_a_metric_that_no_evaluation_can_have_is_refused_before_anything_is_trai
         "poems/accuracy/sft/lang:zh",
     ):
         check(metric)
-    for metric in ("bits_per_bite", "poems/accuracy", "poems/accuracy/lora", "poem/accuracy/sft", "bits_per_byte_xz"):
-        with pytest.raises(UsageError, match=f"promotion.metric is {metric}, .* poems/FIGURE/sft"):
+    check("talks/distinct_2/sft")
+    for metric in (
+        "bits_per_bite", "poems/accuracy", "poems/accuracy/lora", "poem/accuracy/sft", "poems/acuracy/sft",
+        "bits_per_byte_xz", "bits_per_byte/x", "chat_loss_sft/x", "talks/loss/lora",
+    ):  # fmt: skip
+        with pytest.raises(UsageError, match=rf"promotion.metric is {metric}, .* poems/accuracy/sft, .* talks/FIGURE/sft"):
             check(metric)
+    alone = {"lora": {"start_from": "pretrain"}, "promotion": {"metric": "chat_loss_base"}}
+    with pytest.raises(UsageError, match=r"promotion.metric is chat_loss_base, .* TASK/FIGURE/MODEL"):
+        check_metric(Settings.model_validate(alone))

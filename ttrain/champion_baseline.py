@@ -23,17 +23,29 @@ def of(evaluation: Artifact, name: str, store: Store) -> dict[str, dict[str, Any
 
 
 def _of_same_records(own: Artifact, champion: Artifact) -> dict[str, Any]:
-    """What of the champion's evaluation can stand beside the other: figures of records that are the same in both."""
+    """What of the champion's evaluation can stand beside the other: figures of the same records, counted alike: a loss per
+    token of another tokenizer tells nothing."""
     mine, other = (read_json(one.path / FILE) or {} for one in (own, champion))
 
     def is_same(metric: str) -> bool:
         first, second = sums_in(mine, metric), sums_in(other, metric)
-        return first is not None and second is not None and first[2] == second[2]
+        return first is not None and second is not None and first[1:] == second[1:]
+
+    def is_of_other_tokens(metric: str) -> bool:
+        first, second = sums_in(mine, metric), sums_in(other, metric)
+        return first is not None and second is not None and first[2] == second[2] and first[1] != second[1]
 
     result = champion.result
     same = [metric for metric in result.get("metrics", {}) if is_same(metric)]
-    return {
-        **{group: {name: result.get(group, {}).get(name) for name in same if name in result.get(group, {})}
-           for group in ("metrics", "intervals")},
-        **({"suites": result["suites"]} if "suites" in result else {}),
-    }  # fmt: skip
+    found: dict[str, Any] = {
+        group: {name: result[group][name] for name in same if name in result.get(group, {})}
+        for group in ("metrics", "intervals")
+    }
+    if suites := result.get("suites"):
+        tasks = [
+            task
+            for task in suites["tasks"]
+            if not any(is_of_other_tokens(f"{task['task']}/{task['figure']}/{model}") for model in task["models"])
+        ]
+        found["suites"] = {**suites, "tasks": tasks}
+    return found

@@ -75,8 +75,11 @@ def _suites_of_champion(told: Mapping[str, Any], old: Mapping[str, Any]) -> Iter
             if beside is not None and beside["digest"] != task["digest"]:
                 remark = "not the same items"
             elif beside is not None and model in beside["models"]:
-                new = beside["models"][model]["figures"][name]["value"]
-                remark = "" if None in (new, figure["value"]) else f"the challenger: {new - figure['value']:+.3f}"
+                new = beside["models"][model]["figures"].get(name)
+                if new is None:
+                    remark = f"the challenger's is {beside['figure'].replace('_', ' ')}"
+                elif None not in (new["value"], figure["value"]):
+                    remark = f"the challenger: {new['value'] - figure['value']:+.3f}"
             yield f"{task['task']} {name.replace('_', ' ')}, {model}, champion", _with_interval(figure), remark
 
 

@@ -14,8 +14,8 @@ from ttrain.evaluate import suites
 from ttrain.stages import Stage
 from ttrain.store import Store
 
-# How two stores name the same part of a stage's own data files.
 HELD_OUT_OF = {"chats": "sft", "domain": "lora"}
+# How two stores name the same part of a stage's own data files.
 TRAIN, HELDOUT, EXISTING, AGAINST = "train", "heldout", "existing", "against"
 
 
@@ -86,7 +86,7 @@ def check_suite(settings: Settings) -> None:
 
 def _suite_files(settings: Settings) -> dict[str, list[InputFile]]:
     """The suites of each model and what they read, as "suites-sft". Raises UsageError for a suite that cannot be used: now,
-    not after the models were trained."""
+    not after the models were trained. Only whether there are held-out documents is seen later: a night has earlier ones."""
     found: dict[str, list[InputFile]] = {}
     parts = [part for part, dataset in HELD_OUT_OF.items() if settings.reads(dataset)]
     for model in type(settings.evaluate.suites).model_fields:

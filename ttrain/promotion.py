@@ -13,6 +13,14 @@ from ttrain.evaluate import confidence, scores, suites
 from ttrain.evaluate.outcome import Figure
 from ttrain.store import Artifact
 
+ANY = "FIGURE"  # a figure of a task whose kind has too many to tell, or the harness's own
+FIGURES: Mapping[str, tuple[str, ...]] = {  # of suites' tasks, by kind
+    "text": ("bits_per_byte", "loss", "perplexity"),
+    "choices": ("accuracy", "accuracy_characters", "accuracy_bytes", "accuracy_tokens", "choice_loss"),
+    "last_word": ("accuracy", "perplexity"),
+    "generation": ("accuracy_exact", "accuracy_numeric", "ended"),
+}
+
 
 @dataclass(frozen=True)
 class Scores:
@@ -78,18 +86,25 @@ class Decision:
 def check_metric(settings: Settings) -> None:
     """Raise UsageError where no evaluation under these settings has `promotion.metric`: told before anything is trained."""
     models = [name for name in type(settings.evaluate.suites).model_fields if name != "sft" or "sft" in settings.trainings]
-    tasks = {
-        name: [task for one in settings.evaluate.suites.of(name) for task in suites.load(one).suite.tasks] for name in models
-    }
-    losses = [f"{loss}_{name}" for loss in ("chat_loss", "domain_loss") for name in models]
-    plain = ["bits_per_byte", *(f"bits_per_byte_{name}" for name in models if name != "base"), *losses]
-    first, *rest = settings.promotion.metric.split("/")
-    if first in plain or (len(rest) > 1 and first in tasks.get(rest[1], ())):
+    bits = ["bits_per_byte", *(f"bits_per_byte_{name}" for name in models if name != "base")]
+    parts = [loss for loss, of in (("chat_loss", "sft"), ("domain_loss", "lora")) if settings.reads(of)]
+    losses = [f"{loss}_{name}" for loss in parts for name in models]
+    of_suites = [
+        f"{task}/{figure}/{name}"
+        for name in models
+        for one in settings.evaluate.suites.of(name)
+        for task, spec in suites.load(one).suite.tasks.items()
+        for figure in FIGURES.get(spec.kind, (ANY,))
+    ]
+    metric = settings.promotion.metric
+    figure = metric.rpartition("/")[0] if ":" in metric.rpartition("/")[2] else metric  # without a group such as lang:zh
+    task, _, rest = figure.partition("/")
+    if metric in losses or figure in (*bits, *of_suites) or f"{task}/{ANY}/{rest.rpartition('/')[2]}" in of_suites:
         return
-    of_suites = [f"{task}/FIGURE/{name}" for name, listed in tasks.items() for task in listed]
     raise UsageError(
-        f"promotion.metric is {settings.promotion.metric}, which no evaluation of these settings has; it has "
-        f"{', '.join(plain + of_suites)}" + ("" if of_suites else ", and what `evaluate.suites` adds as TASK/FIGURE/MODEL")
+        f"promotion.metric is {metric}, which no evaluation of these settings has; it has "
+        + ", ".join(bits + losses + of_suites)
+        + ("" if of_suites else ", and what `evaluate.suites` adds as TASK/FIGURE/MODEL")
     )
 
 

@@ -25,6 +25,7 @@ COARSE_BITS = 20  # of a filter before it that stays in the cache: 3.5 ns a byte
 # instruction would cost as many comparisons. Where a text stands in a record whole, the seeds beside it find it too. With 64
 # places 652 chats of the quickstart seemed to hold three others of one instruction; up to 16 questions may share a passage.
 MOST_ALIKE = 16
+MOST_PLACES = 256  # of the rarest seed of a text that has only such ones, as many questions of one pattern: it is kept
 FEWEST_LETTERS = 5  # different bytes of a seed: "hahaha" and "000000" stand everywhere
 # Odd numbers without a pattern: of the golden ratio, and of splitmix64 (https://doi.org/10.1145/2660193.2660195).
 FACTORS = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
@@ -70,7 +71,11 @@ class Texts:
         order = np.argsort(hashes, kind="stable")
         hashes, at = hashes[order], at[order]
         alike = np.searchsorted(hashes, hashes, "right") - np.searchsorted(hashes, hashes)
-        self._hashes, self._at = hashes[alike <= MOST_ALIKE], at[alike <= MOST_ALIKE]
+        of = self._text_at(at)
+        rarest = np.full(len(self.lengths), len(at) + 1)
+        np.minimum.at(rarest, of, alike)
+        kept = (alike <= MOST_ALIKE) | ((alike == rarest[of]) & (alike <= MOST_PLACES))
+        self._hashes, self._at = hashes[kept], at[kept]
         bits = max(COARSE_BITS, int(np.ceil(np.log2(max(1, len(self._hashes)) * FILTER_PER_SEED))))
         self._shift = np.uint64(64 - bits)
         self._filter = np.zeros(1 << bits, np.bool_)

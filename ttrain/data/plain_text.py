@@ -18,8 +18,8 @@ from ttrain.data.shards import Column, Ids
 # What stands between records, and for special tokens: surrogates, which no text has in UTF-8.
 RECORD, SPECIAL = "\ud800", "\ud801"
 RECORD_BYTES, SPECIAL_BYTES = (mark.encode("utf-8", "surrogatepass") for mark in (RECORD, SPECIAL))
-# What most templates write between two turns: special tokens, and ChatML's the name of a role after one.
-BETWEEN_TURNS = re.compile(SPECIAL_BYTES + rb"(?:(?:system|user|assistant|tool)\n)?")
+# What most templates write between two turns: special tokens, and the name of a role after one or between two.
+BETWEEN_TURNS = re.compile(SPECIAL_BYTES + rb"(?:(?:system|user|assistant|tool|model)(?:\n|(?=" + SPECIAL_BYTES + rb")))?")
 CODE_POINTS = 0x110000
 LETTERS = (*range(0x40000), *range(0xE0000, 0xE0200))  # Unicode has no letters elsewhere
 CHUNK_TOKENS = 500_000

@@ -12,9 +12,8 @@ from ttrain.data.contamination import digest_of_text
 from ttrain.data.plain_text import plain
 from ttrain.errors import DataError
 from ttrain.evaluate import choices, generation, last_word
-from ttrain.evaluate.items import Items, LeftOut
+from ttrain.evaluate.items import IN_TRAINING, Groups, Items, LeftOut
 
-REASON = "stands in the training documents"
 GROUPS = ("overlap=yes", "overlap=no")
 
 
@@ -29,7 +28,7 @@ def marked(items: Items[Any], known: Collection[str], *, leave_out: bool) -> Ite
     rest = [number for number in range(len(items.items)) if number not in found]
     if not leave_out:
         groups = {**items.groups, GROUPS[0]: tuple(sorted(found)), GROUPS[1]: tuple(rest)}
-        return replace(items, groups={name: numbers for name, numbers in groups.items() if numbers})
+        return replace(items, groups=_groups_like(items.groups, groups))
     if not rest:
         raise DataError(
             f"all {len(found)} items of {items.task} stand in the training documents, so that none is left; set "
@@ -40,14 +39,19 @@ def marked(items: Items[Any], known: Collection[str], *, leave_out: bool) -> Ite
         items,
         items=tuple(items.items[number] for number in rest),
         digests=tuple(items.digests[number] for number in rest),
-        left_out=(*items.left_out, *(LeftOut(items.digests[number], REASON) for number in sorted(found))),
+        left_out=(*items.left_out, *(LeftOut(items.digests[number], IN_TRAINING) for number in sorted(found))),
         groups=_renumbered(items.groups, place),
     )
 
 
 def _renumbered(groups: Mapping[str, tuple[int, ...]], place: Mapping[int, int]) -> dict[str, tuple[int, ...]]:
     found = {name: tuple(place[number] for number in numbers if number in place) for name, numbers in groups.items()}
-    return {name: numbers for name, numbers in found.items() if numbers}
+    return _groups_like(groups, found)
+
+
+def _groups_like(old: Mapping[str, tuple[int, ...]], new: Mapping[str, tuple[int, ...]]) -> Groups:
+    """Those that have items, with what the old ones say of keys that group nothing."""
+    return Groups({name: numbers for name, numbers in new.items() if numbers}, getattr(old, "unused", {}))
 
 
 def _digest(item: object) -> str | None:

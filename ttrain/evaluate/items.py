@@ -24,8 +24,11 @@ class BadRow(ValueError):
     """A row that is no item of its task; the message is the reason."""
 
 
+IN_TRAINING = "stands in the training documents"
+
+
 class LeftOut(NamedTuple):
-    """A row that is not used: `where` is file:line."""
+    """A row that is not used: `where` is file:line; of one that is left out as IN_TRAINING, the digest of its text."""
 
     where: str
     reason: str

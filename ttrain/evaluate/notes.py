@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ttrain.evaluate.items import Groups, Items, LeftOut
+from ttrain.evaluate.items import IN_TRAINING, Groups, Items, LeftOut
 
 SHOWN_PLACES = 3  # of each reason
 
@@ -28,7 +28,8 @@ def _left_out(rows: Sequence[LeftOut]) -> Iterator[str]:
     by_reason: dict[str, list[LeftOut]] = {}
     for row in rows:
         by_reason.setdefault(row.reason, []).append(row)
-    told = ", ".join(f"{reason} ({len(some):,}: {_places(some)})" for reason, some in by_reason.items())
+    where = {reason: "" if reason == IN_TRAINING else f": {_places(some)}" for reason, some in by_reason.items()}
+    told = ", ".join(f"{reason} ({len(some):,}{where[reason]})" for reason, some in by_reason.items())
     yield f"{counted(len(rows), 'row')} left out: {told}"
 
 

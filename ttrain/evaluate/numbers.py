@@ -48,7 +48,7 @@ NUMBER = re.compile(
 FRACTION = re.compile(r"\\[dt]?frac(?:\s*{([^{}]{,99})}\s*{([^{}]{,99})}|\s?(\d)\s?(\d))")
 THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|,?\\[,!])(?=\d{3})")  # as LaTeX writes them: 1{,}000 and 1\,000
 SCIENTIFIC = re.compile(r"(?<=\d)\s?(?:×|\*|x|\\times|\\cdot)\s?10\^{?([+-]?\d{1,3})}?")
-UNIT_POWER = re.compile(r"(?<=[A-Za-z])\^{?\d+}?|(?<=\dm)[23]\b|(?<=[ckmd ]m)[23]\b")
+UNIT_POWER = re.compile(r"(?<=[A-Za-z])\^{?[+-]?\d+}?|(?<=\dm)[23](?![0-9A-Za-z])|(?<=[ckmd ]m)[23](?![0-9A-Za-z])")
 THIN = re.compile(r"(?<=\d)[\u00a0\u2009\u202f](?=\d{3}(?!\d))")
 SPACED = re.compile(  # no part of a telephone number, of GPT-3 175B or of 12 200-kilobyte videos
     r"(?<![\dA-Za-z.,])(?<!\d )(?<![A-Za-z]-)(?:\d{1,2}(?: \d{3})+|\d{3}(?: 000)+)(?![\d/]|-\d+-|-[A-Za-z]| [\d/])"
@@ -61,7 +61,7 @@ BELOW_ZERO = re.compile(rf"零下\s?(?=[\d{HAN}])")
 POWER = re.compile(r"(?<![\d.,])(\d{1,9})\^{?(\d{1,2})}?(?!\d)")
 BOXED = re.compile(r"\\boxed\s*{((?:[^{}]|{[^{}]*})*)}")
 SIMPLE = str.maketrans("−﹣⁄∕", "--//")
-RAISED = "⁰¹²³⁴⁵⁶⁷⁸⁹"
+RAISED = "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"
 TRADITIONAL = str.maketrans("萬億點負壹贰叁肆伍陆柒捌玖拾佰仟〇两兩貳參陸", "万亿点负一二三四五六七八九十百千零二二二三六")
 DIGITS = {digit: value for value, digit in enumerate("零一二三四五六七八九")}
 UNITS = {
@@ -176,7 +176,8 @@ def _part(match: re.Match[str], unit: int) -> int | None:
     if not (match["number"] + (match["unit"] or "") == match[0].rstrip() and match["number"].isdecimal()):
         return None
     count = int(match["number"]) * own
-    if own == 1 and len(match["number"]) == 1 and unit in map(UNITS.__getitem__, SPOKEN):
+    spoken = not COUNTED.match(match.string, match.end())
+    if own == 1 and spoken and len(match["number"]) == 1 and unit in map(UNITS.__getitem__, SPOKEN):
         return count * unit // 10
     return count if count < unit and (own > 1 or count * 10 >= unit) else None
 

@@ -7,8 +7,9 @@ Tokens are made and contexts are cut as lm-evaluation-harness does it (`Template
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from ttrain.data.templates import BOS
 from ttrain.errors import DataError, UsageError
 from ttrain.evaluate.branches import Scorer
 from ttrain.evaluate.sharing import Ids
@@ -78,13 +79,15 @@ def encode_pairs(subject: Subject, texts: Sequence[tuple[str, str]]) -> list[tup
 
 
 def beginning(subject: Subject) -> Ids:
-    """What stands before a text, so that its first token is scored too: what its tokenizer puts there, else its end.
+    """What stands before a text, so that its first token is scored too: what its tokenizer puts there, else its bos, as the
+    harness has it, else its eos.
 
-    A begin that ttrain added to a tokenizer which has none is unknown to the model. Raises UsageError where both are.
+    A bos that ttrain added to a tokenizer which has none is unknown to the model. Raises UsageError where all are.
     """
-    model: Any = subject.model
-    rows = model.get_input_embeddings().weight.shape[0]
-    for ids in (subject.begin_ids, (subject.encoder.eos_id,)):
+    model, encoder = subject.model, subject.encoder
+    rows = getattr(model, "get_input_embeddings")().weight.shape[0]  # noqa: B009  # a method of transformers' models
+    own = () if encoder.tokens["bos_token"] == BOS else (encoder.bos_id,)
+    for ids in (subject.begin_ids, own, (encoder.eos_id,)):
         if ids and max(ids) < rows:
             return ids
     raise UsageError(
