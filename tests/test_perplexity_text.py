@@ -126,7 +126,7 @@ def test_what_a_tokenizer_does_not_give_back_is_told(
         """A tokenizer that writes all in small letters."""
 
         bos_id, eos_id, end_id = encoder.bos_id, encoder.eos_id, encoder.end_id
-        decode = staticmethod(encoder.decode)
+        decode, tokens = staticmethod(encoder.decode), encoder.tokens
 
         def encode(self, texts: Sequence[str]) -> list[list[int]]:
             return encoder.encode([text.lower() for text in texts])
