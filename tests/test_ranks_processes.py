@@ -172,7 +172,7 @@ def test_a_rank_that_raises_ends_the_others_and_its_own_reason_is_told(bed: Bed,
     assert seconds < 20
 
 
-@pytest.mark.parametrize("what", ["save slowly", "write the curve slowly"])
+@pytest.mark.parametrize("what", ["save slowly", pytest.param("write the curve slowly", marks=pytest.mark.soak)])
 def test_a_first_rank_whose_disk_is_slow_is_waited_for(bed: Bed, sabotage: Callable[[str], None], what: str) -> None:
     sabotage(what)
     artifact = bed.run(steps=8)

@@ -56,7 +56,9 @@ def base(home: Home, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output
 
 
-@pytest.mark.parametrize("what", ["sft", *ADAPTERS])
+@pytest.mark.parametrize(
+    "what", ["sft", "lora", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ADAPTERS if kind != "lora")]
+)
 def test_chat_stages_sample_without_moving_a_bit(home: Home, base: Path, tmp_path: Path, what: str) -> None:
     """That of documents is among the tests of callbacks."""
     inputs = {"base": base, "shards": home.chats.path}

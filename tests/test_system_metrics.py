@@ -238,6 +238,7 @@ def build(home: Home, seed: int, watcher: Watcher, **runtime: Any) -> Artifact:
     return launch.build(PRETRAIN, settings, home.store, home.pretrain_inputs(), watcher).artifact
 
 
+@pytest.mark.soak
 def test_of_two_ranks_on_a_machine_one_samples_and_the_log_tells_them_apart(home: Home) -> None:
     watcher = Watcher()
     run = build(home, 1, watcher, devices=2, system_metrics_seconds=1).path / "run"

@@ -32,6 +32,7 @@ def fit(directory: Path, how: How, **options: Any) -> tuple[Trainer, list[float]
     return trainer, recorder.figures("loss")
 
 
+@pytest.mark.soak
 def test_where_compiling_fails_training_goes_on_eagerly_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

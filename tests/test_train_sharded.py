@@ -48,7 +48,7 @@ def fit(ranks: Ranks, how: How, directory: Path, *, stop_after: int | None = Non
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["adamw", "muon"])
+@pytest.mark.parametrize("kind", ["adamw", pytest.param("muon", marks=pytest.mark.soak)])
 def test_sharded_ranks_train_as_one_whole_model_does(tmp_path: Path, kind: str) -> None:
     alone = fit(ALONE, How(), tmp_path / "alone", kind=kind)
     first, second = in_ranks(2, tmp_path, lambda ranks: fit(ranks, FSDP, tmp_path / "sharded", kind=kind))

@@ -199,6 +199,7 @@ def test_a_failed_stage_keeps_the_earlier_ones_and_the_cure_continues(copy_of: C
     assert built == ["shards-sft", "sft", "lora", "evaluate"]
 
 
+@pytest.mark.soak
 def test_rerun_builds_a_stage_and_what_follows_again_and_compares(copy_of: CliFactory) -> None:
     cli = copy_of()  # elsewhere: where a home lies must not shape what is in it
     said = cli("pipeline", "rerun", "sft", "--engine", "none")
