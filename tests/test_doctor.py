@@ -697,6 +697,7 @@ TINY = (
 )
 
 
+@pytest.mark.soak
 def test_the_command_examines_a_training_from_end_to_end_and_leaves_the_home_alone(
     surroundings: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

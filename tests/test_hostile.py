@@ -665,6 +665,7 @@ def test_a_line_of_four_gibibytes_costs_no_more(tmp_path: Path, recipes: dict[st
     check_zeros(tmp_path, recipes["documents"], 4096)
 
 
+@pytest.mark.soak
 def test_a_document_of_20_mb_costs_what_is_said_of_it(tmp_path: Path, recipes: dict[str, Recipe]) -> None:
     """Of words 24 bytes a byte, of letters without a boundary, which the encoder merges as one word, at most 64."""
     (tmp_path / "words").write_bytes(b'{"text": "' + b"words of a line " * (20_000_000 // 16) + b'"}\n' + LAST)

@@ -185,6 +185,7 @@ def test_no_addresses_and_no_paths(rows: Rows) -> None:
         assert not any(place + "/" in text for place in places)
 
 
+@pytest.mark.soak
 def test_same_python_gives_the_same_bytes(tmp_path: Path) -> None:
     (tmp_path / "cwd").mkdir()
     (tmp_path / "cwd" / "math.py").write_text("raise SystemExit('a file of the working directory was imported')")

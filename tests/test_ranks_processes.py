@@ -158,6 +158,7 @@ def test_a_stopped_rank_ends_the_others_and_is_named(bed: Bed, rank: int) -> Non
     assert LIMIT_SECONDS < seconds < LIMIT_SECONDS + 15
 
 
+@pytest.mark.soak
 def test_a_rank_that_hangs_ends_the_others_and_is_named(bed: Bed, sabotage: Callable[[str], None]) -> None:
     sabotage("hang")
     message, seconds = bed.fail()

@@ -385,6 +385,7 @@ def assert_spread(found: dict[str, int]) -> None:
     assert found["skipped"], found
 
 
+@pytest.mark.soak
 def test_a_sample_of_mutated_lines_is_kept_exactly_skipped_or_rejected() -> None:
     assert_spread(fuzz_elsewhere(7, 4000))
 

@@ -94,9 +94,8 @@ def check_tracking(cli: Any) -> None:
     assert parents == [("KILLED",), ("FINISHED",)]
 
 
-@pytest.mark.parametrize(
-    ("signum", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.soak)]
-)
+@pytest.mark.soak
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_saves_the_state_and_tells_everyone(fresh: Any, signum: int, code: int) -> None:
     process = fresh.start(*PRETRAIN_ONLY)
     wait_for(lambda: len(checkpoints(fresh.home)) > 0)

@@ -209,6 +209,7 @@ def test_rerun_builds_a_stage_and_what_follows_again_and_compares(copy_of: CliFa
     assert cli.to_run() == []
 
 
+@pytest.mark.soak
 def test_one_stage_runs_alone_on_the_inputs_of_the_plan(copy_of: CliFactory) -> None:
     cli = copy_of()
     said = cli("train", "sft", "sft.optim.lr=2e-4")

@@ -154,6 +154,7 @@ def test_the_real_servers_start_show_a_run_and_leave_nothing(real_home: Path, ca
     assert servers.down(real_home) == [] and servers.running(real_home) is None
 
 
+@pytest.mark.soak
 def test_a_run_has_its_own_server_which_hears_its_logs_and_dies_with_it(real_home: Path) -> None:
     servers.down(real_home)
     command = [sys.executable, "-c", STARTED_BY_THE_RUN, str(real_home)]
