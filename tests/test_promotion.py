@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 
 from ttrain.config import Promotion, Settings
+from ttrain.config.suite import GenerationTask
 from ttrain.errors import ArtifactError, UsageError
-from ttrain.evaluate import confidence
+from ttrain.evaluate import choices, confidence
 from ttrain.evaluate.outcome import Figure
 from ttrain.evaluate.scores import FILE, Table
-from ttrain.promotion import Scores, check_metric, decide, scores_of
+from ttrain.promotion import FIGURES, Scores, check_metric, decide, scores_of
 from ttrain.store import Artifact
 
 RECORDS = 60
@@ -202,3 +203,9 @@ def test_a_metric_that_no_evaluation_can_have_is_refused_before_anything_is_trai
     alone = {"lora": {"start_from": "pretrain"}, "promotion": {"metric": "chat_loss_base"}}
     with pytest.raises(UsageError, match=r"promotion.metric is chat_loss_base, .* TASK/FIGURE/MODEL"):
         check_metric(Settings.model_validate(alone))
+
+
+def test_the_figures_that_a_night_may_follow_are_those_of_the_tasks() -> None:
+    assert set(FIGURES["choices"]) == {*choices.FIGURES.values(), "choice_loss"}
+    ways = set(get_args(GenerationTask.model_fields["match"].annotation)) - {"auto"}
+    assert set(FIGURES["generation"]) == {*(f"accuracy_{way}" for way in ways), "ended"}

@@ -27,16 +27,15 @@ def _of_same_records(own: Artifact, champion: Artifact) -> dict[str, Any]:
     token of another tokenizer tells nothing."""
     mine, other = (read_json(one.path / FILE) or {} for one in (own, champion))
 
-    def is_same(metric: str) -> bool:
+    def counts(metric: str) -> tuple[bool, bool]:
+        """Whether both scored the same records, and counted them alike."""
         first, second = sums_in(mine, metric), sums_in(other, metric)
-        return first is not None and second is not None and first[1:] == second[1:]
-
-    def is_of_other_tokens(metric: str) -> bool:
-        first, second = sums_in(mine, metric), sums_in(other, metric)
-        return first is not None and second is not None and first[2] == second[2] and first[1] != second[1]
+        if first is None or second is None:
+            return False, False
+        return first[2] == second[2], first[1] == second[1]
 
     result = champion.result
-    same = [metric for metric in result.get("metrics", {}) if is_same(metric)]
+    same = [metric for metric in result.get("metrics", {}) if all(counts(metric))]
     found: dict[str, Any] = {
         group: {name: result[group][name] for name in same if name in result.get(group, {})}
         for group in ("metrics", "intervals")
@@ -45,7 +44,7 @@ def _of_same_records(own: Artifact, champion: Artifact) -> dict[str, Any]:
         tasks = [
             task
             for task in suites["tasks"]
-            if not any(is_of_other_tokens(f"{task['task']}/{task['figure']}/{model}") for model in task["models"])
+            if not any(counts(f"{task['task']}/{task['figure']}/{model}") == (True, False) for model in task["models"])
         ]
         found["suites"] = {**suites, "tasks": tasks}
     return found
