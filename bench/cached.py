@@ -22,9 +22,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from ttrain.digests import DigestCache
+from ttrain.core.hashing import DigestCache
 
-TTRAIN = [sys.executable, "-P", "-c", "from ttrain.cli import main; main()"]
+TTRAIN = [sys.executable, "-P", "-c", "from ttrain.cli.main import main; main()"]
 TINY = [
     *("tokenizer.vocab_size=400", "model.hidden_size=32", "model.layers=2", "model.heads=2", "model.max_length=128"),
     *(f"{stage}.{name}" for stage in ("pretrain", "sft", "lora") for name in ("row_length=64", "tokens_per_step=512")),

@@ -64,7 +64,7 @@ def shard(path: str, tokenizer: str, output: str) -> None:
     from ttrain.config import Reading
     from ttrain.data import sharding
     from ttrain.data.assembly import DataFile
-    from ttrain.data.pools import Here
+    from ttrain.data.worker_pools import Here
     from ttrain.stages.shards import recipe_of
 
     reading = Reading(heldout_fraction=0.0, deduplicate=False)

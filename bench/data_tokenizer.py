@@ -15,6 +15,8 @@ from typing import Any
 
 import common
 
+from ttrain.data import jinja_templates
+
 TRAINING_MEGABYTES = 50  # what the stage takes at most, unless it is told otherwise
 LEAST = 0.95  # no slower, but for what the clock leaves open
 
@@ -45,14 +47,12 @@ def side_ours(path: str) -> dict[str, Any]:
 def side_theirs(path: str) -> dict[str, Any]:
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-    from ttrain.data import templates
-
     def train(texts: list[str]) -> Any:
-        opened = Tokenizer(models.BPE(unk_token=templates.UNK))
+        opened = Tokenizer(models.BPE(unk_token=jinja_templates.UNK))
         opened.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
         trainer = trainers.BpeTrainer(
             vocab_size=common.VOCAB_SIZE,
-            special_tokens=list(templates.SPECIAL_TOKENS["ttrain"]),
+            special_tokens=list(jinja_templates.SPECIAL_TOKENS["ttrain"]),
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         )

@@ -87,7 +87,7 @@ def _compared(options: argparse.Namespace, subject: Any, file: Path, shots: int)
     from ttrain.config.suite import ChoicesTask
     from ttrain.evaluate import choices
     from ttrain.evaluate.items import Places
-    from ttrain.evaluate.requests import encode_pairs, log_likelihoods
+    from ttrain.evaluate.log_likelihood import encode_pairs, log_likelihoods
 
     spec = ChoicesTask(file=str(file.resolve()), shots=shots, limit=options.limit)
     items = choices.read("items", spec, Places(Path("/")))
@@ -135,12 +135,12 @@ def _timed(side: Callable[[], Any]) -> Callable[[], common.Cost]:
 
 
 def _subject(options: argparse.Namespace, files: Sequence[Path], directory: Path) -> Any:
-    from ttrain import references
-    from ttrain.subjects import subject_of
-    from ttrain.talk import loading
+    from ttrain.inference import loading
+    from ttrain.inference.evaluated_model import subject_of
+    from ttrain.pipeline import names
 
     if options.model:
-        speaker = loading.load(references.resolve(options.model), device=options.device, dtype=options.dtype)
+        speaker = loading.load(names.resolve(options.model), device=options.device, dtype=options.dtype)
         return subject_of(speaker, batch_tokens=options.batch_tokens)
     from ttrain.config import Model
     from ttrain.data import tokenizer

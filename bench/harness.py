@@ -50,13 +50,13 @@ def _compare(options: argparse.Namespace, files: Sequence[Path], directory: Path
     from lm_eval.models.huggingface import HFLM
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from ttrain import references
-    from ttrain.subjects import subject_of
-    from ttrain.talk import loading
+    from ttrain.inference import loading
+    from ttrain.inference.evaluated_model import subject_of
+    from ttrain.pipeline import names
 
     os.environ["HF_DATASETS_CACHE"] = str(directory / "cache")
     name = str(random_gpt2(files, directory / "model")) if options.model == "random-gpt2" else options.model
-    reference = references.resolve(name)
+    reference = names.resolve(name)
     subject = subject_of(loading.load(reference, device="cpu", dtype=options.dtype))
     theirs = HFLM(
         pretrained=AutoModelForCausalLM.from_pretrained(
@@ -78,7 +78,7 @@ def _one(file: Path, options: argparse.Namespace, subject: Any, theirs: Any, dir
     from ttrain.config.suite import ChoicesTask, LastWordTask
     from ttrain.evaluate import choices, last_word
     from ttrain.evaluate.items import Places
-    from ttrain.evaluate.requests import log_likelihoods
+    from ttrain.evaluate.log_likelihood import log_likelihoods
 
     part = directory / file.name
     part.write_text("".join(f"{line}\n" for line in file.read_text().split("\n")[: options.limit]))

@@ -55,7 +55,7 @@ def main() -> int:
 
 def side_steps(tokens: str, steps: str) -> dict[str, float]:
     """Median seconds of a step of each side, and the sizes of both models."""
-    from ttrain.train.peak import visited_shares
+    from ttrain.train.flops import visited_shares
 
     models = {side: model_of(side) for side in SIDES}
     made = {side: step_of(side, model, int(tokens)) for side, model in models.items()}
@@ -91,7 +91,7 @@ def step_of(side: str, model: Any, tokens: int) -> Callable[[], None]:
     import torch
 
     from ttrain.config import Pretrain
-    from ttrain.train.language import LanguageModeling
+    from ttrain.train.language_modeling import LanguageModeling
 
     task = LanguageModeling(Pretrain(), model)
     if side in IMPLEMENTATIONS:

@@ -225,7 +225,7 @@ def peers_environment(venv: Path) -> Path:
 
 def ours(name: str, package: Path, *options: str, server: tuple[str, psutil.Process] | None = None) -> Engine:
     """ttrain."""
-    command = [sys.executable, "-P", "-c", "from ttrain.cli import main; main()", "pipeline", "run", "six", *options]
+    command = [sys.executable, "-P", "-c", "from ttrain.cli.main import main; main()", "pipeline", "run", "six", *options]
     environment = {"PYTHONPATH": str(package), "TTRAIN_HOME": "{directory}/home"}
     if server:
         environment["PREFECT_API_URL"] = server[0]

@@ -26,17 +26,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ttrain import runs, tracking
+from ttrain import tracking
 from ttrain.config import Settings, SourceConfig
-from ttrain.digests import DigestCache
-from ttrain.fetching import InTracker
-from ttrain.plan import Planner
+from ttrain.core.hashing import DigestCache
+from ttrain.pipeline.plan import Planner
+from ttrain.pipeline.stores import InTracker
 from ttrain.stages import SHARDS_PRETRAIN, Stage
-from ttrain.store import Store
+from ttrain.store import runs
+from ttrain.store.artifacts import Store
 
 NUMBERS = (10, 100, 1000, 10_000)
 MOST_STAGES = 100  # a recipe is written by hand
-STATUS = [sys.executable, "-P", "-c", "from ttrain.cli import main; main()", "pipeline", "status"]
+STATUS = [sys.executable, "-P", "-c", "from ttrain.cli.main import main; main()", "pipeline", "status"]
 RANK = """
 import os, sys, time
 import torch, torch.distributed as dist
@@ -144,7 +145,7 @@ class Bench:
 
     def inputs(self) -> None:
         """The user's own files: listed, and a stat each, once their digests are known."""
-        from ttrain.input_files import file_digests
+        from ttrain.pipeline.input_files import file_digests
 
         for number in self.numbers():
             store, data = Store(self.root / f"inputs{number}"), self.root / f"data{number}"

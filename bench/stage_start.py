@@ -22,11 +22,12 @@ from typing import Any
 
 import common
 
-from ttrain import launch, supervise
 from ttrain.config import Settings
-from ttrain.plan import Planned
+from ttrain.pipeline import launch, processes
+from ttrain.pipeline.planned import Planned
 from ttrain.stages import PRETRAIN, SHARDS_PRETRAIN, TOKENIZER, Stage
-from ttrain.store import Artifact, Store
+from ttrain.store.artifacts import Store
+from ttrain.store.layout import Artifact
 
 ROUNDS = 5
 LIMIT_SECONDS = 2.0
@@ -101,7 +102,7 @@ class Pipeline:
 def imports() -> float:
     """Seconds of a bare process that imports torch and the Llama class."""
     began = time.perf_counter()
-    subprocess.run([sys.executable, "-c", IMPORTS], env=supervise.environment_of(Settings()), check=True)
+    subprocess.run([sys.executable, "-c", IMPORTS], env=processes.environment_of(Settings()), check=True)
     return time.perf_counter() - began
 
 

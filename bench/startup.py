@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 
-TTRAIN = [sys.executable, "-P", "-c", "from ttrain.cli import main; main()"]
+TTRAIN = [sys.executable, "-P", "-c", "from ttrain.cli.main import main; main()"]
 COMMANDS = {
     "python -c pass": ([sys.executable, "-c", "pass"], None),
     "ttrain --help": ([*TTRAIN, "--help"], 0.3),

@@ -30,14 +30,15 @@ def main() -> int:
     found.add_argument("--rounds", type=int, default=ROUNDS)
     options = found.parse_args()
 
-    from ttrain import references
-    from ttrain.data.chat import Message, prompt_ids
-    from ttrain.talk.generating import generate
-    from ttrain.talk.kept import Kept
-    from ttrain.talk.loading import load
-    from ttrain.talk.sampling import Sampling
+    from ttrain.data.chat import prompt_ids
+    from ttrain.data.chat_templates import Message
+    from ttrain.inference.generate import generate
+    from ttrain.inference.kv_cache import Kept
+    from ttrain.inference.loading import load
+    from ttrain.inference.sampling import Sampling
+    from ttrain.pipeline import names
 
-    one = load(references.resolve(options.model) if options.model else references.newest())
+    one = load(names.resolve(options.model or "sft"))
     print(one.describe())
     questions = [(Message("user", QUESTION.format(number=number)),) for number in range(PROMPTS)]
     prompts = [prompt_ids(one.encoder, question) for question in questions]

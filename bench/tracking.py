@@ -144,8 +144,9 @@ def fill(home: Path, runs: int, steps: int) -> None:
 def _compare(home: str) -> dict[str, Any]:
     """The side that is measured; imports count, as they do for a command."""
     began = time.perf_counter()
-    from ttrain import runs, tracking
-    from ttrain.pages import compare as pages
+    from ttrain import tracking
+    from ttrain.reports import compare as pages
+    from ttrain.store import runs
 
     names = [str(run["run"]) for run in runs.history(Path(home))]
     views = tracking.read_runs(Path(home), names)

@@ -28,7 +28,7 @@ MATERIAL_MEGABYTES = 4
 ROUNDS = 5
 CORES = os.cpu_count() or 1
 PEERS = str(Path(__file__).with_name("train_peers.py"))
-TTRAIN = [sys.executable, "-P", "-c", "from ttrain.cli import main; main()"]
+TTRAIN = [sys.executable, "-P", "-c", "from ttrain.cli.main import main; main()"]
 # What would hand one side's surroundings to the others; the sides that are to have them are given them.
 NOT_INHERITED = ("GLIBC_TUNABLES", "GOMP_SPINCOUNT", "OMP_NUM_THREADS", "TTRAIN_HOME", "TORCH_COMPILE_DISABLE")
 POLL_SECONDS = 0.25
@@ -124,7 +124,7 @@ def side(script: str, name: str, *arguments: object, python: str = sys.executabl
 def allocator() -> dict[str, str]:
     """What the launcher of a stage sets before its process starts, for a bare loop in the same surroundings."""
     from ttrain.config import Settings
-    from ttrain.supervise import environment_of
+    from ttrain.pipeline.processes import environment_of
 
     found = environment_of(Settings())
     return {name: found[name] for name in ("GLIBC_TUNABLES", "GOMP_SPINCOUNT") if name in found}
@@ -249,8 +249,8 @@ def _family(root: int) -> set[int]:
 def _export(section: str, settings: str, shards: str, tokenizer: str, output: str) -> dict[str, Any]:
     import numpy as np
 
+    from ttrain.config.loading import load
     from ttrain.data.encoder import Encoder
-    from ttrain.loading import load
     from ttrain.stages.rows import open_rows, order_of, validation_batches
 
     config = getattr(load(json.loads(settings)).settings, section)

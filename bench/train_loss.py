@@ -65,7 +65,7 @@ def side_step(side: str, tokens: str, vocabulary: str) -> dict[str, Any]:
 
     from ttrain.config import Model, Pretrain
     from ttrain.model import factory
-    from ttrain.train import attention, language
+    from ttrain.train import attention, language_modeling
     from ttrain.train.precision import resolve
 
     device = torch.device("cpu")
@@ -74,8 +74,8 @@ def side_step(side: str, tokens: str, vocabulary: str) -> dict[str, Any]:
     model = factory.build(config, vocab_size=int(vocabulary), ids=ids, stop_ids=[2], seed=1)
     if side in ("plain", "chunked"):
         attention.arguments = lambda model, segments: {}
-        language.fuse = lambda model: None
-    task = language.LanguageModeling(
+        language_modeling.fuse = lambda model: None
+    task = language_modeling.LanguageModeling(
         Pretrain(), model, chunk_tokens=0 if side == "plain" else None, gradient_checkpointing=side == "checkpointed"
     )
     module = task.build_model().train()

@@ -30,8 +30,9 @@ SMOOTH = (
     "runtime.log_every_steps=1",
     "runtime.sample_every_steps=20",
 )
-SMOOTH += tuple(f"{stage}.validate_every_steps=5" for stage in ("pretrain", "sft", "lora"))
-CHANGED = ("model.layers=3", "sft.optim.lr=3e-4")  # of the second run: other models from the base on
+# Of the second run: other models from the base on.
+CHANGED = ("model.layers=3", "sft.optim.lr=3e-4")
+LABELS = ("--note", "One layer more, and a third of the rate for SFT.")
 IMAGES = ROOT / "docs" / "images"
 # MLflow opens its chat over the page the first time, and greets with what is not about training.
 QUIET = {
@@ -52,8 +53,8 @@ def main() -> None:
         cli = Cli(home.resolve() if home else Path(folder) / "home", Path(folder) / "data")
         write_corpus(cli.data)
         if not home:
-            for changed in ((), CHANGED):  # without the time limit of tests
-                command = cli.command("pipeline", "run", "full", "--engine", "none", *SMOOTH, *changed)
+            for labels, changed in (((), ()), (LABELS, CHANGED)):  # without the time limit of tests
+                command = cli.command("pipeline", "run", "full", "--engine", "none", *labels, *SMOOTH, *changed)
                 subprocess.run(command, env=cli.environment, cwd=cli.data, check=True)
         runs = [run["run"] for run in cli.runs() if run["outcome"] == "completed"][:2][::-1]
         take_of_mlflow(cli, runs)
@@ -64,7 +65,7 @@ def main() -> None:
 
 def take_of_mlflow(cli: Cli, runs: list[str]) -> None:
     """The table of the runs, their curves, MLflow's own comparison, and the page of a run."""
-    with served(cli, runs) as pages, Browser(width=1500, height=620) as browser:
+    with served(cli, runs) as pages, Browser(width=1600, height=620) as browser:
         browser.open(pages["table"].partition("#")[0])
         for name, value in QUIET.items():
             browser.evaluate(f"localStorage.setItem({json.dumps(name)}, {json.dumps(value)})")

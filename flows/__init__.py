@@ -6,7 +6,7 @@ import difflib
 
 from flows.full import full
 from ttrain.errors import UsageError
-from ttrain.plan import Recipe
+from ttrain.pipeline.planned import Recipe
 
 RECIPES: dict[str, Recipe] = {"full": full}
 NAMES = (*RECIPES, "nightly")  # whose recipe depends on what a night finds (`flows/nightly.py`)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import FrameType, MappingProxyType
+from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console
@@ -14,16 +13,20 @@ from rich.table import Table
 from rich.text import Text
 
 from flows import recipe
-from ttrain import report
 from ttrain.config import Settings
-from ttrain.display import Display
+from ttrain.core.signals import catching_signals, handling_signals
 from ttrain.errors import Interrupted, UsageError
-from ttrain.execute import Execution
-from ttrain.plan import Planned, Recipe, no_stage
-from ttrain.selection import planned_part
+from ttrain.pipeline.execution import Execution
+from ttrain.pipeline.labels import NONE as NO_LABELS
+from ttrain.pipeline.labels import Labels
+from ttrain.pipeline.plan import no_stage
+from ttrain.pipeline.planned import Planned, Recipe
+from ttrain.pipeline.progress_display import Display
+from ttrain.pipeline.selection import planned_part
+from ttrain.reports import summary
 from ttrain.stages import Stage
-from ttrain.stopping import catching_signals
-from ttrain.store import Artifact, Store
+from ttrain.store.artifacts import Store
+from ttrain.store.layout import Artifact
 
 
 def run_pipeline(
@@ -40,15 +43,16 @@ def run_pipeline(
     own_recipe: Recipe | None = None,
     began: Callable[[Execution], object] = lambda execution: None,
     extra_tags: Mapping[str, str] = MappingProxyType({}),
+    labels: Labels = NO_LABELS,
     in_flow: bool = False,
     stop_at: float | None = None,
 ) -> Execution:
     """Run what the plan `stages` says, then print the evaluation and what to do next; returns what became of it.
 
     `own_recipe`: instead of that of the pipeline's name; the plan must be of it. `began` is called with the run before its
-    first stage. `extra_tags` go to its tracked run. `in_flow`: the stages join the Prefect flow run that this is called in.
-    At `stop_at`, in seconds since the epoch, the stages are asked to save and stop. Raises what the first failed stage
-    raised, or Interrupted.
+    first stage. `extra_tags` go to its tracked run, and so do the user's `labels`. `in_flow`: the stages join the Prefect
+    flow run that this is called in. At `stop_at`, in seconds since the epoch, the stages are asked to save and stop.
+    Raises what the first failed stage raised, or Interrupted.
     """
     if settings.runtime.sharding == "dask" and engine != "prefect":
         raise UsageError(
@@ -62,15 +66,15 @@ def run_pipeline(
         if engine == "prefect":
             from flows import orchestrate
 
-            wait_for_server = (lambda: None) if in_flow else orchestrate.begin(store.root)
-        execution = _begin(
-            pipeline, settings, store, display, names, force=force, extend=extend, go_on=go_on, extra_tags=extra_tags
-        )
+            wait_for_server = (lambda: None) if in_flow else orchestrate.begin(store.root, settings.servers.auth)
+        options: dict[str, Any] = {"force": force, "extend": extend, "go_on": go_on}
+        execution = _begin(pipeline, settings, store, display, names, extra_tags=extra_tags, labels=labels, **options)
         execution.planned = stages
         try:
             for planned in stages:
                 if planned.taken:
                     execution.take(planned)
+            execution.check_taken()
             began(execution)
             execution.raise_if_signalled()
             with execution.stopping_at(stop_at):
@@ -94,15 +98,12 @@ def run_pipeline(
 
 @contextlib.contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """SIGINT and SIGTERM end at once what is done in between, where no execution has taken them over."""
-    previous = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    """SIGINT, SIGTERM and SIGHUP end at once what is done in between, where no execution has taken them over."""
     try:
-        yield
+        with handling_signals(_interrupt):
+            yield
     except _EarlySignal as early:
         raise Interrupted(str(early), early.args[0]) from None
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def _begin(
@@ -139,7 +140,7 @@ class _EarlySignal(KeyboardInterrupt):
         return "interrupted while no stage was running"
 
 
-def _interrupt(signum: int, frame: FrameType | None) -> None:
+def _interrupt(signum: int) -> None:
     raise _EarlySignal(signum)
 
 
@@ -216,7 +217,7 @@ def _closing_words(execution: Execution, outcome: str, console: Console) -> None
         console.print()
         console.print(table)
         console.print()
-    took = report.seconds(execution.seconds)
+    took = summary.seconds(execution.seconds)
     if outcome == "completed":
         for line in _next_steps(execution):
             console.print(line, highlight=False, soft_wrap=True)

@@ -7,15 +7,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from flows.full import full
-from ttrain import night_inputs, nights, promotion, tracking
+from ttrain import tracking
 from ttrain.config import Settings
 from ttrain.errors import UsageError
-from ttrain.execute import REGISTERED
-from ttrain.night_inputs import Inputs
-from ttrain.nights import Champion, Frozen, Night, Nights
-from ttrain.plan import Planned, Recipe, plan
+from ttrain.evaluate import promotion
+from ttrain.nightly import inputs as night_inputs
+from ttrain.nightly import records
+from ttrain.nightly.inputs import Inputs
+from ttrain.nightly.records import Champion, Frozen, Night, Nights
+from ttrain.pipeline.execution import REGISTERED
+from ttrain.pipeline.plan import plan
+from ttrain.pipeline.planned import Planned, Recipe
 from ttrain.stages import EVALUATE, EVALUATE_CHAMPION, EXISTING_MODEL, HELDOUT, SHARDS_PRETRAIN, Stage
-from ttrain.store import Store
+from ttrain.store.artifacts import Store
 
 
 @dataclass(frozen=True)
@@ -104,7 +108,7 @@ def list_of(settings: Settings, store: Store, known: Nights, night: Night | None
     before = tuple(sorted(learnt - in_nights))  # the next champion's own artifacts will not tell of them
     frozen = Frozen(chosen.files, settings.model_dump(mode="json"), champion, earlier, before)
     base = f"the champion, version {champion.version}" if champion else "no champion yet"
-    return frozen, f"{len(chosen.new)} new: {nights.names(chosen.new)}; {base}"
+    return frozen, f"{len(chosen.new)} new: {records.names(chosen.new)}; {base}"
 
 
 def _champion(settings: Settings, store: Store) -> Champion | None:
@@ -119,9 +123,11 @@ def _again(settings: Settings, store: Store, night: Night) -> tuple[Frozen, str]
     frozen = night.frozen
     ended = night.ended or {"outcome": night.outcome, "reason": "in another process"}
     reason = f"{night.name} goes on ({ended['outcome']}: {ended['reason']})"
-    if ended["outcome"] == "failed" and frozen.settings != (now := settings.model_dump(mode="json")):
+    if ended["outcome"] in (records.FAILED, records.REFUSED) and frozen.settings != (
+        now := settings.model_dump(mode="json")
+    ):
         frozen, reason = replace(frozen, settings=now), f"{reason}; with the settings of now"
     there = night_inputs.watched(night_inputs.settings_of(frozen, settings), store, may_be_gone=True)
     if changed := night_inputs.changed(frozen, there):
-        reason = f"{reason}; changed or gone since it began: {nights.names(changed)}"
+        reason = f"{reason}; changed or gone since it began: {records.names(changed)}"
     return night_inputs.frozen_again(frozen, there), reason

@@ -1,7 +1,8 @@
 """A night: look for new data, train a challenger on it, compare it with the champion, promote or keep.
 
-What a night is and which slot is whose stands in `ttrain/nights.py`, what it reads in `ttrain/night_inputs.py`, its stages
-in `flows/night_plan.py`, the decision in `ttrain/promotion.py`; the champion is in the tracker. None of them knows an
+What a night is and which slot is whose stands in `ttrain/nightly/records.py`, what it reads in
+`ttrain/nightly/inputs.py`, its stages in `flows/night_plan.py`, the decision in `ttrain/evaluate/promotion.py`; the
+champion is in the tracker. None of them knows an
 engine: this brings them together, and is the same with and without Prefect.
 
 A process can be killed anywhere here. Before a night's record is written, nothing happened; after it, the next slot goes on
@@ -21,19 +22,25 @@ from rich.console import Console
 
 from flows.engine import run_pipeline
 from flows.night_plan import check, list_of, recipe_of
-from ttrain import night_inputs, nights, notify, promotion, report, tracking
+from ttrain import tracking
 from ttrain.config import Event, Promotion, Settings
-from ttrain.errors import Interrupted, TrackingError
-from ttrain.execute import Execution
-from ttrain.night_inputs import Inputs
-from ttrain.nights import Frozen, Night, Nights
-from ttrain.plan import plan
+from ttrain.core.terminal import escaped
+from ttrain.errors import Interrupted, TooFewRows, TrackingError, TTrainError
+from ttrain.evaluate import promotion
+from ttrain.nightly import inputs as night_inputs
+from ttrain.nightly import notify, records
+from ttrain.nightly.inputs import Inputs
+from ttrain.nightly.records import Frozen, Night, Nights
+from ttrain.pipeline.execution import Execution
+from ttrain.pipeline.labels import NONE as NO_LABELS
+from ttrain.pipeline.labels import Labels
+from ttrain.pipeline.plan import plan
+from ttrain.reports import summary
 from ttrain.stages import (
     EVALUATE,
     EVALUATE_CHAMPION,
 )
-from ttrain.store import Store
-from ttrain.terminal import escaped
+from ttrain.store.artifacts import Store
 
 NAME = "nightly"
 OF_BASE = "bits_per_byte"  # the metric of the base model, which a night without new documents does not change
@@ -57,6 +64,7 @@ def run_night(
     engine: str = "prefect",
     slot: datetime | None = None,
     in_flow: bool = False,
+    labels: Labels = NO_LABELS,
 ) -> NightResult:
     """Run one night, or say why there is none. Raises what made it fail, and Interrupted where it was asked to stop:
     its list stays, and the next night goes on with it.
@@ -70,8 +78,8 @@ def run_night(
             known.settle()
             covered = known.covered(slot, settings.nightly.timezone, time.time())
             if covered is None:
-                return _Running(settings, store, console, known, slot, engine=engine, in_flow=in_flow).night()
-    except nights.StillRunning as running:
+                return _Running(settings, store, console, known, slot, engine=engine, in_flow=in_flow, labels=labels).night()
+    except records.StillRunning as running:
         covered = str(running)
     known.skipped(slot, covered)
     console.print(escaped(f"skipped: {covered}"), highlight=False, soft_wrap=True, markup=False)
@@ -92,10 +100,11 @@ class _Running:
         *,
         engine: str,
         in_flow: bool,
+        labels: Labels,
     ) -> None:
         self.settings, self.store, self.console, self.known, self.slot = settings, store, console, known, slot
-        self.engine, self.in_flow = engine, in_flow
-        self.stop_at = nights.stop_at(settings.nightly, time.time())
+        self.engine, self.in_flow, self.labels = engine, in_flow, labels
+        self.stop_at = records.stop_at(settings.nightly, time.time())
 
     def night(self) -> NightResult:
         """From looking for data to telling what became of it."""
@@ -143,13 +152,26 @@ class _Running:
         return NightResult("unfinished", f"the deadline was reached; the next night goes on with {night.name}", night.name)
 
     def _failed(self, night: Night | None, error: Exception) -> None:
-        """Note it. A list that failed too often is given up, so that nothing stands in the way of what comes after it."""
+        """Note it. A list that failed too often is given up, so that nothing stands in the way of what comes after it.
+
+        A wrong setting is no failure of the list, however often nobody corrects it. A list with too few rows has trained
+        nothing: it is given up at once, since the next one may have more files.
+        """
+        refused = isinstance(error, TTrainError) and error.is_usage_error
+        outcome = records.REFUSED if refused else records.FAILED
         if night is None:
-            night = self.known.without_list("failed", self.slot, str(error), "failed")
+            night = self.known.without_list(outcome, self.slot, str(error), "failed")
+        elif refused:
+            gives_up = isinstance(error, TooFewRows)
+            night.end_try(outcome, str(error), closed=gives_up, event="failed")
+            fix = "correct the settings, and the next night goes on"
+            if gives_up:
+                fix = "the next night takes these files and all new ones; bring more data, or correct the settings"
+            self._say(f"{night.name} was refused, which is no failed try; {fix}")
         else:
             failures, attempts = night.failures + 1, self.settings.nightly.attempts
             gives_up = failures >= attempts
-            night.end_try("failed", str(error), closed=gives_up, event="failed")
+            night.end_try(outcome, str(error), closed=gives_up, event="failed")
             cure = "its list is given up, the next night makes a new one" if gives_up else "the next night tries it again"
             self._say(f"{night.name} failed ({failures} of {attempts} times); {cure}")
         _tell(self.settings, night)
@@ -173,6 +195,7 @@ class _Running:
             own_recipe=recipe,
             began=began,
             extra_tags={"ttrain.night": night.name},
+            labels=self.labels,
             in_flow=self.in_flow,
             stop_at=self.stop_at,
         )
@@ -195,7 +218,7 @@ class _Running:
             reason = f"version {now.version} became champion during the night, so nothing is promoted; {decision.reason}"
             decision = replace(decision, promote=False, reason=reason)
         night.note(version=version, run=execution.record.run, decision=decision.to_json())
-        table = report.markdown(decision.rows(), ("what", "value"))
+        table = summary.markdown(decision.rows(), ("what", "value"))
         if decision.promote or now is None or now.version != version:  # the champion keeps the decision that made it so
             tracking.log_decision(home, name, version, decision.to_json(), table, run_id=execution.tracked_run)
         if self.engine == "prefect":

@@ -10,33 +10,33 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from flows import lives, processes, servers
-from flows.lives import TAG, bury_the_dead, current_flow_run, obeying_cancellation
-from tasks.courtesy import courtesy
-from ttrain import report
+from flows import flow_runs, server_processes, servers, temporary_server
+from flows.flow_runs import TAG, bury_the_dead, current_flow_run, obeying_cancellation
+from tasks.best_effort import courtesy
+from ttrain.config import Auth
 from ttrain.errors import Interrupted, TTrainError, UsageError
-from ttrain.execute import REPORT, Execution
-from ttrain.plan import Recipe
+from ttrain.pipeline import plan_table
+from ttrain.pipeline.execution import REPORT, Execution
+from ttrain.pipeline.planned import Recipe
+from ttrain.reports import summary
 from ttrain.stages import Stage
-from ttrain.store import Artifact
+from ttrain.store.layout import Artifact
 
 log = logging.getLogger("ttrain")
 
 SIDE_BY_SIDE = 4  # the widest place of a recipe, and one to spare
 
 
-def begin(home: Path) -> Callable[[], None]:
+def begin(home: Path, auth: Auth = "token") -> Callable[[], None]:
     """Choose the server, and start one where there is none, before Prefect is imported; returns what waits for it."""
     if importlib.util.find_spec("prefect") is None:
         raise UsageError("Prefect is not installed; try: pip install prefect, or run without it: --engine none")
-    named = os.environ.get("PREFECT_API_URL")
-    if named and not servers.answers(named):
-        raise UsageError(f"PREFECT_API_URL is {named} but no Prefect server answers there; start it, or unset the variable")
+    servers.check_named(home)
     os.environ.update(servers.prefect_environment(home))
     # The API gets these logs, the terminal does not: the user sees ttrain's own progress.
     for name in ("prefect.flow_runs", "prefect.task_runs"):
         logging.getLogger(name).propagate = False
-    return servers.own_server(home)
+    return temporary_server.own_server(home, auth)
 
 
 def run(execution: Execution, recipe: Recipe, wait_for_server: Callable[[], None], *, in_flow: bool = False) -> None:
@@ -51,17 +51,17 @@ def run(execution: Execution, recipe: Recipe, wait_for_server: Callable[[], None
     from prefect.task_runners import ThreadPoolTaskRunner
 
     if execution.settings.runtime.sharding == "dask":
-        from tasks.blocks import make_on_dask
+        from tasks.dask_blocks import make_on_dask
 
         runtime = execution.settings.runtime
         execution.make_parts_elsewhere = lambda stage, work: make_on_dask(stage, work, runtime, lambda: execution.signum)
-    if server := processes.living(execution.store.root, "mlflow"):
-        execution.mlflow_url = f"http://{processes.HOST}:{server.port}"
+    if server := server_processes.living(execution.store.root, "mlflow"):
+        execution.mlflow_url = f"http://{server_processes.HOST}:{server.port}"
     wait_for_server()
     bury_the_dead(execution.store.root)
-    if not servers.is_own():
+    if not temporary_server.is_own():
         with courtesy():
-            lives.create_automation()
+            flow_runs.create_automation()
     if in_flow:
         with execution.catching_signals():
             _rename(execution.record.run)
@@ -81,7 +81,7 @@ def run(execution: Execution, recipe: Recipe, wait_for_server: Callable[[], None
     def pipeline(settings: dict[str, Any]) -> State[Any] | None:
         with execution.catching_signals():  # inside: Prefect sets a handler of its own around the flow
             with courtesy():
-                lives.claim(execution.store.root)
+                flow_runs.claim(execution.store.root)
             _run_stages(execution, recipe)
         have_ended.append(True)
         if execution.signum:
@@ -92,7 +92,7 @@ def run(execution: Execution, recipe: Recipe, wait_for_server: Callable[[], None
         return None
 
     # The thread of the heartbeats sleeps a second at the end of each flow, for a server that ends with this process anyhow
-    heartbeat = None if servers.is_own() else lives.HEARTBEAT_SECONDS
+    heartbeat = None if temporary_server.is_own() else flow_runs.HEARTBEAT_SECONDS
     with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: heartbeat}), tags(TAG):
         try:
             final = pipeline(execution.settings.model_dump(mode="json"), return_state=True)
@@ -116,19 +116,23 @@ def _run_stages(execution: Execution, recipe: Recipe) -> None:
     from tasks.stage import stage_task
 
     futures: list[PrefectFuture[Any]] = []
+    shards: list[PrefectFuture[Any]] = []
     is_limited = _trainings_are_limited()
 
     def submit(stage: Stage, **inputs: PrefectFuture[Any] | Artifact | None) -> PrefectFuture[Any]:
         given = {name: future for name, future in inputs.items() if future is not None}
-        futures.append(stage_task(stage, execution, is_limited=is_limited).submit(given))
+        before = shards if stage.uses_ranks else ()  # all of them: one with too few rows ends the run before it trains
+        futures.append(stage_task(stage, execution, is_limited=is_limited).submit(given, wait_for=before))
+        if stage.reuses_parts:
+            shards.append(futures[-1])
         return futures[-1]
 
     run = execution.record.run
     flow_run_id = str(current_flow_run().id)
-    execution.note_prefect(flow_run_id, None if servers.is_own() else url_for("flow-run", obj_id=flow_run_id))
+    execution.note_prefect(flow_run_id, None if temporary_server.is_own() else url_for("flow-run", obj_id=flow_run_id))
     with courtesy():
         names = ("stage", "state", "key", "why")
-        plan = [dict(zip(names, row, strict=True)) for row in report.plan_rows(execution.planned)]
+        plan = [dict(zip(names, row, strict=True)) for row in plan_table.plan_rows(execution.planned)]
         create_table_artifact(plan, key="plan", description=f"what {run} was going to do")
         if page := execution.page_of():
             create_link_artifact(page, key="mlflow", link_text=f"{run} in MLflow")
@@ -145,7 +149,7 @@ def _run_stages(execution: Execution, recipe: Recipe) -> None:
     rows = execution.evaluation_table()
     if rows and not execution.signum and not execution.failures:
         with courtesy():
-            table = report.markdown(rows, ("what", "value", ""))
+            table = summary.markdown(rows, ("what", "value", ""))
             create_markdown_artifact(table, key="evaluation", description=f"evaluation of {run}")
 
 

@@ -7,16 +7,18 @@ what is scheduled where no server answers. Imports no Prefect.
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
-import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError, available_timezones
 
-from ttrain.config import Settings
-from ttrain.store import read_json, write_json
+from ttrain.config import NAMES_CODE, Settings
+from ttrain.config.loading import load
+from ttrain.core import redact
+from ttrain.core.files import PRIVATE_FILE, private_directory, read_json, write_bytes, write_json
 
 KINDS: Final = ("nightly", "full")
 
@@ -48,16 +50,16 @@ def changing(home: Path) -> Iterator[None]:
     from filelock import FileLock
 
     folder = folder_of(home)
-    folder.mkdir(parents=True, exist_ok=True)
+    private_directory(folder)
     with FileLock(folder / "change.lock", thread_local=False):
         yield
 
 
 def write(home: Path, schedule: Schedule) -> Path:
-    """Keep a schedule."""
+    """Keep a schedule in a file for its owner alone: it has the secrets of the sources, and what names code."""
     path = _path(home, schedule.full_name)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, asdict(schedule))
+    private_directory(path.parent)
+    write_json(path, asdict(schedule), PRIVATE_FILE)
     return path
 
 
@@ -71,23 +73,49 @@ def read_all(home: Path) -> dict[str, Schedule]:
     return found
 
 
+def parameters(schedule: Schedule) -> dict[str, Any]:
+    """What a server is told of a schedule's settings, and shows to all: no secrets, and nothing that names code."""
+    tree: dict[str, Any] = copy.deepcopy(redact.masked(schedule.settings))
+    for key in NAMES_CODE:
+        *sections, name = key.split(".")
+        section = tree
+        for part in sections:
+            section = section.get(part) or {}
+        section.pop(name, None)
+    return tree
+
+
+def with_secrets(settings: Settings, schedule: Schedule | None) -> Settings:
+    """The settings of a flow run with the secrets of its sources: from its schedule, else the environment."""
+    tree = settings.model_dump()
+    if not redact.has_hidden(tree):
+        return settings
+    if schedule:
+        tree = redact.restored(tree, schedule.settings)
+    if redact.has_hidden(tree):
+        tree = redact.restored(tree, load().settings.model_dump())
+    return Settings.model_validate(tree)
+
+
 def remove(home: Path, full_name: str) -> None:
     for path in (_path(home, full_name), _path(home, full_name).with_suffix(".webhook")):
         path.unlink(missing_ok=True)
 
 
+def webhook_file(home: Path, kind: str, name: str) -> Path:
+    """Where a schedule's webhook is kept."""
+    return folder_of(home) / f"{kind}-{name}.webhook"
+
+
 def webhook_in_file(home: Path, kind: str, settings: Settings) -> Settings:
     """The same settings with the webhook in a file that only the user can read: a server shows parameters to all."""
-    path = folder_of(home) / f"{kind}-{settings.name}.webhook"
+    path = webhook_file(home, kind, settings.name)
     if not settings.notify.webhook:
         if settings.notify.webhook_file != str(path):
             path.unlink(missing_ok=True)  # of an earlier schedule of the name
         return settings
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")  # a new file: whoever may read an old one reads on
-    with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-        file.write(settings.notify.webhook + "\n")
-    aside.replace(path)
+    private_directory(path.parent)
+    write_bytes(path, f"{settings.notify.webhook}\n".encode(), PRIVATE_FILE)
     notify = settings.notify.model_copy(update={"webhook": None, "webhook_file": str(path)})
     return settings.model_copy(update={"notify": notify})
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, Final
 from zoneinfo import ZoneInfo, available_timezones
 
-from flows import lives, orchestrate, processes, schedule_files, servers
-from flows.lives import TAG, home_tag
+from flows import flow_runs, orchestrate, schedule_files, server_processes, servers
+from flows.flow_runs import TAG, home_tag
 from flows.schedule_files import Schedule
 from ttrain.errors import UsageError
 
@@ -129,7 +129,7 @@ def create(home: Path, schedule: Schedule) -> bool:
                 )
             apply(home, schedule, paused=bool(found and found.paused))
             schedule_files.write(home, schedule)
-        lives.create_automation()
+        flow_runs.create_automation()
     return found is not None
 
 
@@ -148,16 +148,16 @@ def apply(home: Path, schedule: Schedule, *, paused: bool = False) -> None:
     from prefect.exceptions import PrefectHTTPStatusError
     from prefect.schedules import Cron
 
-    from flows import deployed
+    from flows import deployments
     from ttrain import __version__
 
-    flow = getattr(deployed, schedule.kind)
+    flow = getattr(deployments, schedule.kind)
     slots = Cron(schedule.cron, timezone=schedule.timezone, slug="cron") if schedule.cron else None
     deployment = flow.to_deployment(
         name=schedule.name,
         schedule=slots,
         paused=paused,
-        parameters={"settings": schedule.settings},
+        parameters={"settings": schedule_files.parameters(schedule)},
         description=f"{flow.description}\n\nIts home is `{home.resolve()}`.",
         tags=[TAG, home_tag(home)],
         version=__version__,
@@ -190,7 +190,7 @@ def listed(home: Path) -> list[Listed]:
     schedules = schedule_files.read_all(home)
     if not schedules:
         return []
-    url, living = os.environ.get("PREFECT_API_URL"), processes.living(home, "prefect")
+    url, living = os.environ.get("PREFECT_API_URL"), server_processes.living(home, "prefect")
     if not living and not (url and servers.answers(url)):
         os.environ.update(servers.prefect_environment(home))
         paused = frozenset[str]() if url else _paused(home)
@@ -290,7 +290,7 @@ def _deployment(client: Any, full_name: str) -> Any:
 def _is_ours(deployment: Any, home: Path) -> bool:
     """A home that was moved, with the database of its server in it, takes its deployments along."""
     theirs = _home_of(deployment)
-    has_moved = theirs is not None and not Path(theirs).exists() and processes.living(home, "prefect") is not None
+    has_moved = theirs is not None and not Path(theirs).exists() and server_processes.living(home, "prefect") is not None
     return theirs == str(home.resolve()) or has_moved
 
 

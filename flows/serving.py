@@ -19,10 +19,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from flows import lives, orchestrate, processes, schedule_files, schedules, servers
-from tasks.courtesy import courtesy
+from flows import flow_runs, orchestrate, schedule_files, schedules, server_processes, servers
+from tasks.best_effort import courtesy
+from ttrain.config import Auth
+from ttrain.core.files import PRIVATE_FILE, private_directory, read_object, write_json
+from ttrain.core.parent_process import heeded_signals, ignore_hangup
 from ttrain.errors import Interrupted, TTrainError, UsageError
-from ttrain.store import read_json, write_json
+from ttrain.store import server_records
 
 POLL_SECONDS: Final = 5.0
 LOOK_SECONDS: Final = 0.2  # whether a process that was asked to stop has ended
@@ -33,12 +36,13 @@ LOCK_SECONDS: Final = 2.0  # who only asks who serves (`served_by`) has the lock
 
 SERVING: Final = "serving.txt"  # under the folder of schedules: who serves, and the token of the server started for that
 STARTING: Final = "starting"
+ENTRY_POINTS: Final = {f"flows.deployments.{kind}": kind for kind in schedule_files.KINDS}
 
 log = logging.getLogger("ttrain")
 
 
-def serve(home: Path, say: Callable[[str], None]) -> None:
-    """Run what is due until SIGTERM or SIGINT; running ones then save their state. Raises Interrupted after SIGINT.
+def serve(home: Path, say: Callable[[str], None], auth: Auth = "token") -> None:
+    """Run what is due until SIGTERM, SIGHUP or SIGINT; running ones then save their state. Raises Interrupted after SIGINT.
 
     Raises UsageError where this home is served already, or the server that PREFECT_API_URL names does not answer.
     """
@@ -46,8 +50,8 @@ def serve(home: Path, say: Callable[[str], None]) -> None:
         is_named = bool(os.environ.get("PREFECT_API_URL"))
         try:
             with _ending_at_once() as came:
-                url = _server(home)
-                came.append(asyncio.run(_Serving(home, url, say, owns_server=not is_named).run()))
+                url = _server(home, auth)
+                came.append(asyncio.run(_Serving(home, url, say, auth, owns_server=not is_named).run()))
         finally:
             _stop_server(home)
 
@@ -63,9 +67,10 @@ def _ending_at_once() -> Iterator[list[int]]:
 
     def end(number: int, frame: object) -> None:
         came.append(number)
+        ignore_hangup()
         sys.exit(0)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in heeded_signals():
         signal.signal(number, end)
     try:
         yield came
@@ -85,7 +90,7 @@ def served_by(home: Path) -> int | None:
         return None
     with contextlib.suppress(Timeout), FileLock(folder / "serve.lock", timeout=0, thread_local=False):
         return None
-    pid = (read_json(folder / SERVING) or {}).get("pid")
+    pid = read_object(folder / SERVING).get("pid")
     return int(pid) if pid else None
 
 
@@ -94,8 +99,7 @@ def _alone(home: Path) -> Iterator[None]:
     """One process serves a home; the system releases the lock when it dies."""
     from filelock import FileLock, Timeout
 
-    folder = schedule_files.folder_of(home)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = private_directory(schedule_files.folder_of(home))
     lock = FileLock(folder / "serve.lock", timeout=LOCK_SECONDS, thread_local=False)
     try:
         lock.acquire()
@@ -105,49 +109,49 @@ def _alone(home: Path) -> Iterator[None]:
             f"it sees what is scheduled later too"
         ) from None
     try:
-        write_json(path := folder / SERVING, {**(read_json(path) or {}), "pid": os.getpid()})
+        write_json(path := folder / SERVING, {**read_object(path), "pid": os.getpid()}, PRIVATE_FILE)
         yield
     finally:
         lock.release()
 
 
-def _server(home: Path) -> str:
+def _server(home: Path, auth: Auth) -> str:
     """The API of the server that is named or runs, else of one that is started."""
-    named = os.environ.get("PREFECT_API_URL")
-    if named and not servers.answers(named):
-        raise UsageError(f"PREFECT_API_URL is {named} but no Prefect server answers there; start it, or unset the variable")
-    if not named and not processes.living(home, "prefect"):
-        _start_server(home, PREFECT_PORT)
+    servers.check_named(home)
+    if not os.environ.get("PREFECT_API_URL") and not server_processes.living(home, "prefect"):
+        _start_server(home, PREFECT_PORT, auth)
     orchestrate.begin(home)()
-    lives.bury_the_dead(home)
+    flow_runs.bury_the_dead(home)
     with courtesy():
-        lives.create_automation()
+        flow_runs.create_automation()
     return os.environ["PREFECT_API_URL"]
 
 
-def _start_server(home: Path, port: int) -> None:
+def _start_server(home: Path, port: int, auth: Auth) -> None:
     """Start one, and note that it is there to serve: where this process is killed, also meanwhile, the next one ends it."""
     note = schedule_files.folder_of(home) / SERVING
-    write_json(note, {"pid": os.getpid(), "server": STARTING})
-    servers.start(home, {"prefect": port})
-    if server := processes.living(home, "prefect"):
-        write_json(note, {"pid": os.getpid(), "server": server.token})
+    write_json(note, {"pid": os.getpid(), "server": STARTING}, PRIVATE_FILE)
+    servers.start(home, {"prefect": port}, auth)
+    if server := server_processes.living(home, "prefect"):
+        write_json(note, {"pid": os.getpid(), "server": server.token}, PRIVATE_FILE)
 
 
 def _stop_server(home: Path) -> None:
     """End the server that was started to serve, by this process or one before; that of `up` stays."""
-    noted = (read_json(schedule_files.folder_of(home) / SERVING) or {}).get("server")
-    server = processes.read(home, "prefect")
-    if server and noted in (server.token, STARTING) and not processes.living(home, "mlflow"):  # else `up` has been here
-        with processes.start_lock(home):
-            processes.stop(home, "prefect")
+    noted = read_object(schedule_files.folder_of(home) / SERVING).get("server")
+    server = server_processes.read(home, "prefect")
+    if (
+        server and noted in (server.token, STARTING) and not server_processes.living(home, "mlflow")
+    ):  # else `up` has been here
+        with server_processes.start_lock(home):
+            server_processes.stop(home, "prefect")
 
 
 class _Serving:
     """What is served while it is served."""
 
-    def __init__(self, home: Path, url: str, say: Callable[[str], None], *, owns_server: bool) -> None:
-        self._home, self._url, self._say = home.resolve(), url, say
+    def __init__(self, home: Path, url: str, say: Callable[[str], None], auth: Auth = "token", *, owns_server: bool) -> None:
+        self._home, self._url, self._say, self._auth = home.resolve(), url, say, auth
         self._owns_server = owns_server
         self._stop = asyncio.Event()
         self._signum = 0
@@ -163,11 +167,11 @@ class _Serving:
         import anyio
         from prefect.runner._flow_run_executor import FlowRunExecutorContext
 
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in heeded_signals():
             asyncio.get_running_loop().add_signal_handler(number, self._signalled, number)
         self._looking = anyio.CancelScope()  # so that a stop waits for no answer of a server that is away
         self._say(f"serving the schedules of {self._home}")  # only now: who reads that it serves may stop it at once
-        self._say(f"Prefect  {self._url.removesuffix('/api')}\nstop with Ctrl-C or SIGTERM")
+        self._say(f"Prefect  {self._url.removesuffix('/api')}{self._hint()}\nstop with Ctrl-C or SIGTERM")
         async with FlowRunExecutorContext() as self._context:
             self._context.process_manager.kill = self._kill_patiently
             proposer = self._context._state_proposer
@@ -185,6 +189,12 @@ class _Serving:
         if self._error:
             raise self._error
         return self._signum
+
+    def _hint(self) -> str:
+        """How a browser is let in; not the token, for what is said here goes to the log of a service."""
+        if server_records.token_for(self._home, "prefect", self._url) is None:
+            return ""
+        return f"/?token=...  (the text of {server_records.token_file(self._home)}; a browser keeps it)"
 
     async def _look_safely(self) -> None:
         """Look what is due; a server that is away is waited for, and no other trouble ends the runs in progress."""
@@ -210,13 +220,13 @@ class _Serving:
         """Start our own server again where it died: Prefect's clients, also those of the runs, ask for a minute and more."""
         port = int(self._url.rpartition(":")[2].partition("/")[0])
         while not self._stop.is_set():
-            if self._owns_server and not await asyncio.to_thread(processes.living, self._home, "prefect"):
+            if self._owns_server and not await asyncio.to_thread(server_processes.living, self._home, "prefect"):
                 self._say("the Prefect server is gone; starting it again")
                 try:
-                    await asyncio.to_thread(_start_server, self._home, port)
+                    await asyncio.to_thread(_start_server, self._home, port, self._auth)
                 except TTrainError as error:
                     self._say(f"the Prefect server does not start: {error}")
-                server = processes.living(self._home, "prefect")
+                server = server_processes.living(self._home, "prefect")
                 if server and server.port != port:
                     self._error = TTrainError(f"the Prefect server had port {port}, which another program took; serve again")
                     self._end()
@@ -229,8 +239,9 @@ class _Serving:
     async def _look(self) -> None:
         client = self._context.client
         found = await client.read_deployments(deployment_filter=schedules.ours(self._home))
-        deployments = {one.id: one for one in found if one.work_pool_name is None}  # the others have workers
-        await self._make_missing({f"{one.entrypoint.rpartition('.')[2]}/{one.name}" for one in deployments.values()})
+        # Those of pools have workers. What an API says of an entry point is not run: it may name any code
+        deployments = {one.id: one for one in found if one.work_pool_name is None and one.entrypoint in ENTRY_POINTS}
+        await self._make_missing({f"{ENTRY_POINTS[one.entrypoint]}/{one.name}" for one in deployments.values()})
         await self._cancel_asked()
         if not deployments:
             return
@@ -243,7 +254,8 @@ class _Serving:
             due.remove(run)
         for run in due[: max(0, RUNS_AT_ONCE - len(self._running))]:
             self._running[run.id] = run.name
-            self._tasks.start_soon(self._run, run, deployments[run.deployment_id].name)
+            deployment = deployments[run.deployment_id]
+            self._tasks.start_soon(self._run, run, deployment.name, deployment.entrypoint)
 
     async def _make_missing(self, there: set[str]) -> None:
         """Make the deployments that the server has lost, or never had: its database is another one, or was removed."""
@@ -274,23 +286,23 @@ class _Serving:
             if run.state and run.state.is_cancelling():
                 self._tasks.start_soon(self._context._cancellation_manager.cancel, run)
 
-    async def _run(self, run: Any, deployment: str) -> None:
+    async def _run(self, run: Any, deployment: str, entry_point: str) -> None:
         """One flow run, from its process's start to its end; what goes wrong with it ends nothing else."""
-        from prefect.flows import load_flow_from_flow_run
         from prefect.runner._starter_engine import EngineCommandStarter
 
         starter = EngineCommandStarter(
             cwd=schedule_files.folder_of(self._home),  # Python looks for modules where it is, and Prefect for settings
             env={"TTRAIN_HOME": str(self._home)},
             deployment_name=deployment,
-            heartbeat_seconds=lives.HEARTBEAT_SECONDS,
+            entrypoint=entry_point,
+            heartbeat_seconds=flow_runs.HEARTBEAT_SECONDS,
             control_channel=self._context.control_channel,
             isolate_process_group=True,  # Ctrl-C is for this process, which asks the others once
         )
         try:
             if not self._stop.is_set() and await self._context._state_proposer.propose_pending(run):
                 self._say(f"{run.name}: started, of {deployment}")
-                executor = self._context.create_executor(run, starter, resolve_flow=load_flow_from_flow_run)
+                executor = self._context.create_executor(run, starter, resolve_flow=_flow_of(entry_point))
                 await executor.submit()
                 await self._say_how_it_ended(run)
         except Exception as error:
@@ -337,6 +349,8 @@ class _Serving:
             handle.hard_kill()
 
     def _signalled(self, signum: int) -> None:
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGHUP)
+        ignore_hangup()
         if self._signum and self._running:
             for flow_run_id in self._context.process_manager.flow_run_ids():
                 self._tasks.start_soon(partial(self._kill_patiently, flow_run_id, force=True))
@@ -348,6 +362,16 @@ class _Serving:
     def _end(self) -> None:
         self._stop.set()
         self._looking.cancel()
+
+
+def _flow_of(entry_point: str) -> Callable[[Any], Awaitable[Any]]:
+    """For Prefect, which asks which flow a run is of."""
+    from flows import deployments as deployed
+
+    async def flow_of(run: Any) -> Any:
+        return getattr(deployed, ENTRY_POINTS[entry_point])
+
+    return flow_of
 
 
 def covered(due: Sequence[Any]) -> list[tuple[Any, Any]]:

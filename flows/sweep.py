@@ -9,17 +9,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from flows import recipe
-from ttrain.absolute import absolute
 from ttrain.config import SHAPE_NO_RESULT, Settings
-from ttrain.digests import code_digests, digest_of
+from ttrain.config.loading import Given, settings_of
+from ttrain.core.hashing import code_digests, digest_of
 from ttrain.errors import UsageError
-from ttrain.input_files import file_digests
-from ttrain.loading import Given, settings_of
-from ttrain.pages import figures
-from ttrain.plan import Planned, Recipe, plan
-from ttrain.selection import Selection, graph_of
+from ttrain.pipeline.absolute_paths import absolute
+from ttrain.pipeline.input_files import file_digests
+from ttrain.pipeline.plan import plan
+from ttrain.pipeline.planned import Planned, Recipe
+from ttrain.pipeline.selection import Selection, graph_of
+from ttrain.reports import figures
 from ttrain.stages import STAGES, Stage
-from ttrain.store import Store
+from ttrain.store.artifacts import Store
 from ttrain.sweep import devices, measure, records, space
 from ttrain.sweep.measure import Measure
 from ttrain.sweep.space import Space

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -12,11 +11,12 @@ from typing import Any
 
 from flows.engine import run_plain
 from flows.sweep import Asked
-from ttrain.display import Display
+from ttrain.core.files import parse_json, read_json
 from ttrain.errors import Interrupted, StageFailed, UsageError
-from ttrain.execute import Execution
-from ttrain.selection import planned_part
-from ttrain.store import Store, read_json
+from ttrain.pipeline.execution import Execution
+from ttrain.pipeline.progress_display import Display
+from ttrain.pipeline.selection import planned_part
+from ttrain.store.artifacts import Store
 from ttrain.sweep import study as studies
 from ttrain.sweep.study import Trial
 
@@ -162,5 +162,5 @@ def _points(path: Path, name: str | None) -> Iterator[tuple[int, float]]:
     """(tokens, value) of a metric in a stage's curve; what is no number is left out."""
     for line in path.read_bytes().split(b"\n") if name else ():
         with contextlib.suppress(ValueError, KeyError, TypeError):
-            row = json.loads(line)
+            row = parse_json(line)
             yield int(row["tokens"]), float(row["metrics"][name])

@@ -18,18 +18,20 @@ from rich.console import Console
 
 from flows.sweep import Asked, continued
 from flows.trial import PRUNED, RunningTrial
-from ttrain import report, runs, tracking
-from ttrain.display import Display
+from ttrain import tracking
+from ttrain.core.signals import catching_signals
+from ttrain.core.terminal import escaped
 from ttrain.errors import Interrupted, TTrainError
-from ttrain.stopping import catching_signals
-from ttrain.store import Store
+from ttrain.pipeline.progress_display import Display
+from ttrain.reports import summary as report
+from ttrain.store import runs
+from ttrain.store.artifacts import Store
 from ttrain.sweep import measure as measures
-from ttrain.sweep import page, records, summary
+from ttrain.sweep import records, report_page, summary
 from ttrain.sweep import study as studies
 from ttrain.sweep.records import Sweep, process_here
 from ttrain.sweep.space import shown
 from ttrain.sweep.study import Study, Trial
-from ttrain.terminal import escaped
 
 POLL_SECONDS, CURVE_SECONDS = 0.1, 0.5
 FAILURES = 3  # of trials, one after the other, that end the sweep
@@ -217,15 +219,25 @@ class Trials:
         header, rows = summary.trial_table(trials, self.asked.space, self.asked.measure)
         table = report.markdown(rows, header)
         self._parent.log_text(json.dumps([trial.to_json() for trial in trials], indent=1), "trials.json")
-        self._parent.log_text(page.render(self.sweep, trials, self.study.importances()), self.sweep.page.name)
+        self._parent.log_text(report_page.render(self.sweep, trials, self.study.importances()), self.sweep.page.name)
         self._parent.set_tags({tracking.NOTE: f"{summary.verdict(trials, self.asked.measure)}\n\n{table}"})
         if best and best.value is not None:
-            self._parent.log_summary({self.asked.measure.metric: best.value, "sweep/best_trial": best.number})
+            self._log_best(best, done=_done(trials))
             self._parent.set_tags({"ttrain.best": best.run or ""})
         self._parent.set_tags({"ttrain.outcome": outcome})
         self._parent.finish({"completed": "FINISHED", "failed": "FAILED"}.get(outcome, "KILLED"))
         self._tracker.close()
         self.sweep.note(tracking=self._tracked())
+
+    def _log_best(self, best: Trial, *, done: int) -> None:
+        """Give the sweep's tracked run the figures of its best trial, so that it stands in MLflow's table beside other runs.
+
+        The step is the number of trials that ended: of a sweep that goes on, the newest figures count.
+        """
+        record = (runs.read(self.store.root, best.run) if best.run else None) or {}
+        figures = {self.asked.measure.metric: best.value, **record.get("metrics", {}), "sweep/best_trial": best.number}
+        row = {"step": done, "time": time.time(), "metrics": figures}
+        self._parent.keep_rows([f"{json.dumps(row)}\n".encode()])
 
     def _tracked(self) -> dict[str, str | None]:
         """The sweep's tracked run; no id as long as the tracker's server is silent."""

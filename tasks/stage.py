@@ -15,11 +15,11 @@ from prefect.logging import get_run_logger
 from prefect.runtime import task_run
 from prefect.states import Cancelled, Completed, Failed, State
 
-from tasks.courtesy import courtesy
+from tasks.best_effort import courtesy
 from ttrain.errors import Interrupted, TTrainError
-from ttrain.execute import Execution
+from ttrain.pipeline.execution import Execution
 from ttrain.stages import Stage
-from ttrain.store import Artifact
+from ttrain.store.layout import Artifact
 
 TRAINS = "trains"  # the tag by which Prefect can limit how many stages train at once
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ttrain.data.encoder import Encoder
-from ttrain.evaluate.subject import Subject
+from ttrain.evaluate.evaluated_model import Subject
 
 
 def subject_of(model: nn.Module, encoder: Encoder, **changes: Any) -> Subject:

@@ -30,6 +30,7 @@ class Browser:
 
     def __init__(self, *, width: int = 1400, height: int = 900, dark: bool = False) -> None:
         self.errors: list[str] = []  # exceptions of the page, and what it logged as an error
+        self.requests: list[str] = []  # addresses that the page sent a request to
         self._size, self._dark = (width, height), dark
         self._profile = Path(tempfile.mkdtemp(prefix="ttrain-browser-"))
         self._number = 0
@@ -50,7 +51,7 @@ class Browser:
             return next((str(one["webSocketDebuggerUrl"]) for one in targets if one["type"] == "page"), "")
 
         self._socket = connect(until(page), max_size=None, open_timeout=SECONDS)
-        for domain in ("Page", "Runtime", "Log"):
+        for domain in ("Page", "Runtime", "Log", "Network"):
             self.send(f"{domain}.enable")
         width, height = self._size
         self.resize(width, height)
@@ -121,7 +122,9 @@ class Browser:
 
     def _note(self, message: dict[str, Any]) -> None:
         said = message.get("params", {})
-        if message.get("method") == "Runtime.exceptionThrown":
+        if message.get("method") == "Network.requestWillBeSent":
+            self.requests.append(said["request"]["url"])
+        elif message.get("method") == "Runtime.exceptionThrown":
             self.errors.append(json.dumps(said["exceptionDetails"]))
         elif message.get("method") == "Runtime.consoleAPICalled" and said["type"] in ("error", "assert"):
             self.errors.append(json.dumps(said["args"]))

@@ -9,7 +9,6 @@ import os
 import pickle
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,29 +19,33 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from waiting import hanging
 
 from ttrain.config import Model, Optim, Runtime, Schedule, Section, Settings, Training
+from ttrain.core.files import write_json
+from ttrain.core.progress import Progress
 from ttrain.data import tokenizer
-from ttrain.data.chat import Message, encode_chat
+from ttrain.data.chat import encode_chat
+from ttrain.data.chat_templates import Message
 from ttrain.data.encoder import Encoder
 from ttrain.data.loader import Loader
 from ttrain.data.packing import Batch, Rows
 from ttrain.data.samplers import ShuffledOrder
 from ttrain.data.shards import Column, write_index, write_shard
 from ttrain.evaluate import perplexity
-from ttrain.job import Job
 from ttrain.model import factory
-from ttrain.plan import Planned
-from ttrain.progress import Progress
+from ttrain.pipeline.planned import Planned
 from ttrain.stages import Stage
-from ttrain.store import Artifact, Store, write_json
+from ttrain.stages.job import Job
+from ttrain.store.artifacts import Store
+from ttrain.store.layout import Artifact
 from ttrain.train import precision
 from ttrain.train.callbacks import Callback, LogRecord
 from ttrain.train.checkpoint import Checkpoints, Snapshot
-from ttrain.train.language import LanguageModeling
+from ttrain.train.distributed import Ranks
+from ttrain.train.language_modeling import LanguageModeling
 from ttrain.train.monitor import PERFORMANCE
 from ttrain.train.optim import Optimizers
-from ttrain.train.ranks import Ranks
 from ttrain.train.task import TrainingTask
 from ttrain.train.trainer import Cadence, How, Trainer
 
@@ -347,10 +350,16 @@ def curve(path: Path) -> list[dict[str, Any]]:
     ]
 
 
+def logged_steps(lines: list[dict[str, Any]], figure: str) -> list[int]:
+    """The steps of those lines of a curve that hold the figure."""
+    return [line["step"] for line in lines if figure in line["metrics"]]
+
+
 def in_ranks(world: int, directory: Path, work: Callable[[Ranks], Any], *, seconds: float = 60) -> list[Any]:
     """What `work` returns on each of `world` ranks, which are forks of this process and talk through gloo.
 
-    A fork costs nothing where torch is loaded already; one thread each, since OpenMP's threads do not survive it.
+    They hang where none of them has computed for `seconds`. A fork costs nothing where torch is loaded already; one thread
+    each, since OpenMP's threads do not survive it.
     """
     directory.mkdir(parents=True, exist_ok=True)
     store = directory / f"store-{world}-{len(list(directory.iterdir()))}"
@@ -374,12 +383,11 @@ def in_ranks(world: int, directory: Path, work: Callable[[Ranks], Any], *, secon
     processes = [fork.Process(target=begin, args=(rank,)) for rank in range(world)]
     for process in processes:
         process.start()
-    deadline = time.monotonic() + seconds
-    for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()))
-    late = [process for process in processes if process.is_alive()]
+    late = hanging(processes, seconds)
     for process in late:
         process.kill()
+    for process in processes:
+        process.join()
     assert not late, f"{len(late)} of {world} ranks hang"
     assert [process.exitcode for process in processes] == [0] * world
     return [pickle.loads(store.with_suffix(f".{rank}").read_bytes()) for rank in range(world)]
@@ -447,6 +455,17 @@ def run_here(module: Any, config: Section, output: Path, inputs: Mapping[str, Pa
         return module.run(config, Job(inputs, {}, {}, output, runtime, Progress(None), lambda: False, **job))
     finally:
         torch.set_num_threads(threads)
+
+
+def flip_bit(path: Path) -> None:
+    """As a disk may do: one bit is another, and no time tells."""
+    times = path.stat()
+    with path.open("r+b") as file:
+        file.seek(times.st_size // 2)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 16]))
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
 @dataclass

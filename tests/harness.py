@@ -67,7 +67,7 @@ class Cli:
         words = [word for word in arguments if "=" not in word]
         overrides = [word for word in arguments if "=" in word]
         own = self.settings if settings else []
-        return [sys.executable, "-P", "-c", "from ttrain.cli import main; main()", *words, *own, *overrides]
+        return [sys.executable, "-P", "-c", "from ttrain.cli.main import main; main()", *words, *own, *overrides]
 
     def __call__(self, *arguments: str, code: int = 0, settings: bool = True) -> str:
         """Run to the end; the exit code must be `code`. Returns standard output and error together."""

@@ -12,9 +12,10 @@ from typing import Any
 
 from ttrain import tracking
 from ttrain.config import Settings
-from ttrain.digests import digest_of
-from ttrain.runs import process_started
-from ttrain.store import FORMAT, write_json
+from ttrain.core.files import write_json
+from ttrain.core.hashing import digest_of
+from ttrain.store.layout import FORMAT
+from ttrain.store.runs import process_started
 
 BEGAN = 1_795_000_000.0  # seconds since 1970, of the first run
 TOKENS_PER_STEP = 512

@@ -18,7 +18,8 @@ from typing import Any
 import psutil
 from harness import Cli
 
-from flows import processes
+from flows import server_processes
+from ttrain.store import server_records
 
 
 class Served:
@@ -74,12 +75,17 @@ def serving(cli: Cli) -> Iterator[Served]:
             served.stop()
 
 
+def access(home: Path) -> dict[str, str]:
+    """The header that a server of this home asks for."""
+    return {"Authorization": f"Bearer {server_records.read_token(home)}"}
+
+
 def ask(home: Path, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
     """What the server of this home answers to a POST."""
-    server = processes.living(home, "prefect")
+    server = server_processes.living(home, "prefect")
     if server is None:
         raise ConnectionError(f"no Prefect server of {home} answers")
-    url, headers = f"http://127.0.0.1:{server.port}/api/{path}", {"Content-Type": "application/json"}
+    url, headers = f"http://127.0.0.1:{server.port}/api/{path}", {"Content-Type": "application/json", **access(home)}
     with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=30) as reply:
         found: list[dict[str, Any]] = json.load(reply)
     return found

@@ -11,10 +11,11 @@ from doubles import make_tokenizer, tiny_model
 from safetensors.torch import save_file
 from torch import nn
 
+from ttrain.inference.loading import Speaker, load
 from ttrain.model import factory
-from ttrain.references import Reference, resolve
-from ttrain.talk.loading import Speaker, load
-from ttrain.weights import MODEL
+from ttrain.pipeline.names import resolve
+from ttrain.store.model_reference import Reference
+from ttrain.store.weights import MODEL
 
 NEVER = 10**6  # an id that no model here says
 

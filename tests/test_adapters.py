@@ -30,18 +30,18 @@ from doubles import (
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ttrain.cli import main
+from ttrain.cli.main import main
 from ttrain.config import Lora, LoraConfig, Optim, Schedule
 from ttrain.data.encoder import Encoder
 from ttrain.errors import ArtifactError, UsageError
-from ttrain.model import adapters, factory, quantizing, targets
+from ttrain.model import adapter_targets, adapters, factory, quantize
 from ttrain.stages import lora
 from ttrain.stages.models import TOKENIZER_FILES
+from ttrain.store.weights import weights_digest
 from ttrain.train.checkpoint import copy_tensors
-from ttrain.train.language import LanguageModeling
-from ttrain.train.ranks import Ranks
+from ttrain.train.distributed import Ranks
+from ttrain.train.language_modeling import LanguageModeling
 from ttrain.train.trainer import How
-from ttrain.weights import weights_digest
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
@@ -95,9 +95,9 @@ def train(model: Any, config: Lora, **options: Any) -> tuple[float, float]:
     rows = NumberedRows(6)
     trainer = make_trainer(config, model, rows, validation=[rows.batch(range(6))], **options)
     trainer.weights = HeldAdapter(model)
-    before = trainer.validate()
+    before = trainer.validate(trainer.validation)
     trainer.fit()
-    return before, trainer.validate()
+    return before, trainer.validate(trainer.validation)
 
 
 def disturb(model: Any, seed: int = 1, by: float = 0.3) -> Any:
@@ -158,7 +158,7 @@ def test_a_preset_takes_these_layers_and_never_the_output_head(
     shape: str, preset: str, layers: set[str], parameters: set[str]
 ) -> None:
     model = tiny_model(**SHAPES[shape], tie_embeddings=False)
-    found = targets.find(model, [preset])
+    found = adapter_targets.find(model, [preset])
     assert (without_layer(found.layers), without_layer(found.parameters)) == (layers, parameters)
     adapted = adapters.attach(model, settings(targets=(preset,)))
     touched = {
@@ -170,7 +170,7 @@ def test_a_preset_takes_these_layers_and_never_the_output_head(
 
 
 def test_a_target_may_be_the_last_parts_of_a_name() -> None:
-    found = targets.find(tiny_model(kind="gpt2"), ["mlp.c_proj", "0.attn.c_attn"])
+    found = adapter_targets.find(tiny_model(kind="gpt2"), ["mlp.c_proj", "0.attn.c_attn"])
     assert found.layers == {"transformer.h.0.mlp.c_proj", "transformer.h.1.mlp.c_proj", "transformer.h.0.attn.c_attn"}
     assert (found.layer_suffixes, found.transposed) == (("0.attn.c_attn", "mlp.c_proj"), True)
 
@@ -236,7 +236,7 @@ def test_a_fresh_low_rank_adapter_changes_no_bit_of_the_logits(shape: str, kind:
 
 def test_the_trained_parameters_of_experts_are_rank_times_in_plus_out_of_each_expert() -> None:
     base = tiny_model(**SHAPES["experts"])
-    stacks = [dict(base.named_parameters())[name] for name in targets.expert_stacks(base)]
+    stacks = [dict(base.named_parameters())[name] for name in adapter_targets.expert_stacks(base)]
     names = ("gate_up_proj", "down_proj")
     model = adapters.attach(base, settings(targets=names))
     expected = sum(2 * stack.shape[0] * (stack.shape[1] + stack.shape[2]) for stack in stacks)
@@ -529,7 +529,7 @@ def test_int8_and_dora_are_refused_together() -> None:
 @pytest.mark.skipif(find_spec("bitsandbytes") is not None, reason="bitsandbytes is there")
 def test_without_bitsandbytes_the_command_that_installs_it_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"lora\.quantize is nf4, .* pip install bitsandbytes"):
-        quantizing.load(save_base(tiny_model(), tmp_path / "base"), settings(quantize="nf4"))
+        quantize.load(save_base(tiny_model(), tmp_path / "base"), settings(quantize="nf4"))
 
 
 @pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
@@ -540,7 +540,7 @@ def test_an_adapter_on_a_quantized_base_gets_the_gradient_of_what_that_base_stan
 
     config = settings(kind=kind, quantize="nf4")
     path = save_base(tiny_model(hidden_size=64), tmp_path / "base")
-    held, plain = quantizing.load(path, config), factory.load(path)
+    held, plain = quantize.load(path, config), factory.load(path)
     with torch.no_grad():
         for name, module in held.named_modules():
             if isinstance(module, bitsandbytes.nn.Linear4bit):

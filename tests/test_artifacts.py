@@ -18,14 +18,20 @@ from typing import Any
 import pytest
 
 from flows.full import full
-from ttrain import artifacts, cleaning, runs, tracking
-from ttrain.cli import main
-from ttrain.digests import digest_of
+from ttrain import tracking
+from ttrain.cli.main import main
+from ttrain.config.loading import load
+from ttrain.core.files import exclusive, read_json, write_json
+from ttrain.core.hashing import digest_of
 from ttrain.errors import ArtifactError, TrackingError, UsageError
-from ttrain.loading import load
-from ttrain.plan import Planned, key_of, plan
-from ttrain.store import Artifact, Store, exclusive, read_json, write_json
-from ttrain.worker import JOB
+from ttrain.nightly import records
+from ttrain.pipeline import adopt, garbage_collection
+from ttrain.pipeline.plan import key_of, plan
+from ttrain.pipeline.planned import Planned
+from ttrain.pipeline.stage_worker import JOB
+from ttrain.store import runs
+from ttrain.store.artifacts import Store
+from ttrain.store.layout import Artifact, write_manifest
 
 ROOT = Path(__file__).parents[1]
 DAY = 86400
@@ -33,7 +39,7 @@ LONG_AGO = 100 * DAY
 HOLD_LOCK = """
 import sys
 from pathlib import Path
-from ttrain.store import Store
+from ttrain.store.artifacts import Store
 with Store(Path(sys.argv[1])).lock(sys.argv[2], sys.argv[3]):
     print("held", flush=True)
     sys.stdin.readline()
@@ -43,10 +49,11 @@ KILLED_CLEAN = """
 import sys
 from pathlib import Path
 from killing import killed_everywhere
-from ttrain.cleaning import clean
-from ttrain.store import Store
+from ttrain.pipeline.garbage_collection import clean
+from ttrain.nightly.records import needed
+from ttrain.store.artifacts import Store
 def act(home):
-    clean(Store(home), (), keep_runs=1, older_than_days=14)
+    clean(Store(home), (), keep_runs=1, older_than_days=14, needed_by_nights=needed)
 print(killed_everywhere(Path(sys.argv[1]), Path(sys.argv[2]), ("rename", "unlink", "rmdir", "mkdir"), act))
 """
 
@@ -73,7 +80,7 @@ class Home:
         }
         made = self.store.publish(stage, key, output, manifest)
         shutil.rmtree(self.store.work(stage, key))
-        write_json(made.path / "manifest.json", {**made.manifest, "published": time.time() - age})
+        write_manifest(made.path, {**made.manifest, "published": time.time() - age})
         found = self.store.find(stage, key)
         assert found is not None
         return found
@@ -105,8 +112,12 @@ class Home:
             os.utime(path, (time.time() - age, time.time() - age))
         return work
 
-    def clean(self, registered: Any = (), keep: int = 1, days: float = 14, *, dry_run: bool = False) -> cleaning.Cleaned:
-        return cleaning.clean(self.store, registered, keep_runs=keep, older_than_days=days, dry_run=dry_run)
+    def clean(
+        self, registered: Any = (), keep: int = 1, days: float = 14, *, dry_run: bool = False
+    ) -> garbage_collection.Cleaned:
+        return garbage_collection.clean(
+            self.store, registered, keep_runs=keep, older_than_days=days, needed_by_nights=records.needed, dry_run=dry_run
+        )
 
     @property
     def keys(self) -> set[str]:
@@ -449,7 +460,7 @@ def test_the_registered_keys_are_those_of_all_versions_and_of_what_they_stand_on
         tracking.Member("mine-lora", "3", "lora", "lora-2"),
     ]
     made = {"pretrain": "base-9", "lora": "lora-2", "evaluate": "evaluate-9", "shards-lora": "shards-9"}
-    tags = tracking.sets.tags_of("run", members, {"pretrain": "a", "lora": "b"}, made, {})
+    tags = tracking.model_sets.tags_of("run", members, {"pretrain": "a", "lora": "b"}, made, {})
     assert tracked.register_model("mine", run=run, artifact_path="", tags=tags), "a set, by which champions are compared"
     expected = {f"{stage}-{number}" for stage in ("lora", "sft") for number in range(3)} | {"base-9", "evaluate-9"}
     assert tracking.registered_keys(home.store.root) == expected
@@ -488,9 +499,8 @@ def test_verify_notices_what_a_hit_cannot(home: Home, capsys: pytest.CaptureFixt
         (lambda path: (path / "model/weights.bin").unlink(), "cannot be read"),
         (lambda path: (path / "model/weights.bin").write_bytes(b"x"), "has 1 bytes"),
         (
-            lambda path: write_json(
-                path / "manifest.json",
-                {**read_json(path / "manifest.json"), "ingredients": {"files": {}, "settings": {"name": "other"}}},
+            lambda path: write_manifest(
+                path, {**read_json(path / "manifest.json"), "ingredients": {"files": {}, "settings": {"name": "other"}}}
             ),
             "made of other things",
         ),
@@ -499,11 +509,78 @@ def test_verify_notices_what_a_hit_cannot(home: Home, capsys: pytest.CaptureFixt
 )
 def test_verify_names_each_kind_of_damage(home: Home, harm: Callable[[Path], None], said: str) -> None:
     artifact = home.publish("sft", "x")
-    assert artifacts.verify(artifact) == []
+    assert adopt.verify(artifact) == []
     harm(artifact.path)
     (again,) = home.store.everything()
-    (problem,) = artifacts.verify(again)
+    (problem,) = adopt.verify(again)
     assert said in problem
+
+
+def alter(manifest: Path, **values: Any) -> None:
+    """As a manifest of an earlier version may have been: it has no digest of itself."""
+    told = {**read_json(manifest), **values}
+    del told["manifest_sha256"]
+    manifest.write_text(json.dumps(told))  # half a pair is an escape in it
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (lambda manifest: manifest.unlink(), "manifest.json is missing"),
+        (lambda manifest: os.truncate(manifest, 40), "manifest.json cannot be read: "),
+        (lambda manifest: manifest.write_text("[" * 100_000), "manifest.json cannot be read: it is nested too deeply"),
+        (lambda manifest: manifest.write_text("[]"), "manifest.json is not one that this version of ttrain writes"),
+        (lambda manifest: write_json(manifest, {"format": 1}), "manifest.json lacks what every artifact has"),
+        (lambda manifest: alter(manifest, note="\ud800"), "manifest.json cannot be read: it holds half a surrogate pair"),
+        (lambda manifest: alter(manifest, provenance=3), "manifest.json lacks what every artifact has"),
+        (lambda manifest: alter(manifest, provenance={"settings": 3}), "manifest.json lacks what every artifact has"),
+        (lambda manifest: alter(manifest, ingredients={"inputs": []}), "manifest.json lacks what every artifact has"),
+        (lambda manifest: alter(manifest, inputs={"base": 3}), "manifest.json lacks what every artifact has"),
+        (lambda manifest: alter(manifest, inputs={"base": {"key": "k"}}), "manifest.json lacks what every artifact has"),
+        (lambda manifest: alter(manifest, absent=3), "manifest.json lacks what every artifact has"),
+        (
+            lambda manifest: write_json(manifest, {**read_json(manifest), "result": {"loss": 1.4}}),
+            "manifest.json was altered after it was written",
+        ),
+    ],
+    ids=[
+        *("missing", "truncated", "nested", "another value", "empty", "surrogate", "provenance", "settings", "ingredients"),
+        *("inputs", "input without a stage", "absent", "another figure"),
+    ],
+)
+def test_an_artifact_whose_manifest_is_damaged_is_named_by_list_and_verify(
+    home: Home, capsys: pytest.CaptureFixture[str], harm: Callable[[Path], None], said: str
+) -> None:
+    whole, harmed = home.publish("sft", "whole"), home.publish("sft", "harmed")
+    harm(harmed.path / "manifest.json")
+    assert home.store.find("sft", harmed.key) is None
+    rows = json.loads(printed(capsys, "artifacts", "list", "--json"))
+    assert {(row["key"], row["state"].startswith(f"damaged: {said}")) for row in rows} == {
+        (whole.key, False), (harmed.key, True)
+    }  # fmt: skip
+    told = json.loads(printed(capsys, "artifacts", "verify", "--json", code=1))
+    (entry,) = told["damaged"]
+    assert (told["artifacts"], entry["key"]) == (2, harmed.key) and entry["problems"][0].startswith(said)
+    assert ": 1 damaged; moved to replaced" in printed(capsys, "artifacts", "verify", "--set-aside", code=1)
+    assert not harmed.path.exists() and "1 artifacts" in printed(capsys, "artifacts", "verify")
+
+
+def test_verify_names_what_was_made_from_damaged_bytes_and_sets_it_aside_too(
+    home: Home, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = home.publish("pretrain", "base")
+    sft = home.publish("sft", "sft", base=base)
+    home.publish("lora", "lora", base=sft)
+    flip(base.path / "model" / "weights.bin")
+    told = json.loads(printed(capsys, "artifacts", "verify", "--json", code=1))
+    assert [entry["stage"] for entry in told["damaged"]] == ["pretrain"]
+    assert {entry["stage"]: entry["problems"] for entry in told["suspects"]} == {
+        "sft": [f"made from pretrain {base.key[:12]} without a look at its digests"],
+        "lora": [f"made from sft {sft.key[:12]}, which may be wrong"],
+    }
+    text = printed(capsys, "artifacts", "verify", "--set-aside", code=1)
+    assert "1 damaged, 2 that may be wrong with them; moved to replaced" in text
+    assert home.store.everything() == []
 
 
 # --- adopt --------------------------------------------------------------------------------------------------------------
@@ -568,18 +645,18 @@ def test_what_differs_in_code_alone_is_kept_under_the_new_key_and_says_so(
     assert after.artifact.content == old.content
     assert (after.artifact.path / "tokenizer.json").samefile(old.path / "tokenizer.json")
     assert pipeline.store.find("tokenizer", old.key) == old
-    assert artifacts.verify(after.artifact) == []
+    assert adopt.verify(after.artifact) == []
     assert after.artifact.key == pipeline.store.latest("tokenizer").key
     with pytest.raises(UsageError, match="nothing to adopt"):
-        artifacts.adopt(pipeline.store, after, after.artifact.key)
+        adopt.adopt(pipeline.store, after, after.artifact.key)
 
 
 def test_what_was_adopted_before_tells_all_of_its_past(pipeline: Pipeline) -> None:
     planned = pipeline.plan()["tokenizer"]
     first = pipeline.publish(planned, code=older(planned))
     between = {**planned.ingredients, "code": {**older(planned), "ttrain.data.jsonl": digest_of("older")}}
-    second = artifacts.adopt(pipeline.store, Planned(planned.stage, "run", (), key_of(between), None, between), first.key)
-    third = artifacts.adopt(pipeline.store, planned, second.key)
+    second = adopt.adopt(pipeline.store, Planned(planned.stage, "run", (), key_of(between), None, between), first.key)
+    third = adopt.adopt(pipeline.store, planned, second.key)
     assert [entry["key"] for entry in third.manifest["adopted"]] == [first.key, second.key]
 
 
@@ -599,7 +676,7 @@ def test_what_differs_in_more_than_code_is_refused_with_the_difference(
     planned = pipeline.plan()["tokenizer"]
     old = pipeline.publish(planned, code=older(planned), **changed)
     with pytest.raises(UsageError, match="more than code differs") as error:
-        artifacts.adopt(pipeline.store, planned, old.key)
+        adopt.adopt(pipeline.store, planned, old.key)
     assert said in str(error.value)
     assert "module" not in str(error.value)
     assert pipeline.plan()["tokenizer"].state == "run"
@@ -610,12 +687,12 @@ def test_a_damaged_artifact_is_not_adopted(pipeline: Pipeline) -> None:
     old = pipeline.publish(planned, code=older(planned))
     flip(old.path / "tokenizer.json")
     with pytest.raises(ArtifactError, match=r"tokenizer\.json was altered"):
-        artifacts.adopt(pipeline.store, planned, old.key)
+        adopt.adopt(pipeline.store, planned, old.key)
 
 
 def test_a_stage_whose_inputs_are_to_be_built_first_cannot_adopt_yet(pipeline: Pipeline) -> None:
     with pytest.raises(UsageError, match="waits for pretrain, shards-sft"):
-        artifacts.adopt(pipeline.store, pipeline.plan()["sft"], "abc")
+        adopt.adopt(pipeline.store, pipeline.plan()["sft"], "abc")
 
 
 # --- list, show, path -----------------------------------------------------------------------------------------------------
@@ -652,6 +729,6 @@ def test_an_artifact_is_found_by_the_beginning_of_its_key(home: Home, capsys: py
     twice = next(letter for letter in "0123456789abcdef" if sum(one.key[0] == letter for one in made) > 1)
     for prefix, said in (("xyz", "no artifact"), (twice, "several")):
         with pytest.raises(UsageError, match=said):
-            artifacts.find(home.store, "sft", prefix)
+            adopt.find(home.store, "sft", prefix)
     with pytest.raises(UsageError, match="there is no stage 'stf'"):
-        artifacts.find(home.store, "stf")
+        adopt.find(home.store, "stf")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from test_plan import House
 
-from ttrain.store import read_json
+from ttrain.core.files import read_json
 
 ROOT = Path(__file__).parents[1]
 HEAVY = (
@@ -34,7 +34,7 @@ def watch(event, arguments):
     if event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR):
         written.append(str(arguments[0]))
 sys.addaudithook(watch)
-from ttrain.cli import main
+from ttrain.cli.main import main
 try:
     main()
 except SystemExit as ended:

@@ -18,15 +18,16 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from ttrain import champion_baseline, tracking
-from ttrain import store as artifacts
-from ttrain.cli import main
+from ttrain import tracking
+from ttrain.cli.main import main
 from ttrain.config import Settings
-from ttrain.display import Display
+from ttrain.core.files import read_json, write_json
 from ttrain.errors import TrackingError, UsageError
 from ttrain.evaluate.scores import Table
-from ttrain.execute import Execution
-from ttrain.store import read_json, write_json
+from ttrain.pipeline import champion_baseline
+from ttrain.pipeline.execution import Execution
+from ttrain.pipeline.progress_display import Display
+from ttrain.store import artifacts, layout
 from ttrain.tracking import Member, ModelSet, Run, Store, open_store
 from ttrain.tracking import database as databases
 from ttrain.tracking.database import database_of
@@ -223,6 +224,14 @@ def test_a_champion_that_was_deleted_is_passed_over_on_the_way_back(home: Path) 
         tracking.promote(home, "mine", version)
     client_of(home).delete_model_version("mine", "2")
     assert tracking.rollback(home, "mine").version == "1"
+
+
+def test_the_present_champion_is_not_an_earlier_one_where_the_version_between_was_deleted(home: Path) -> None:
+    for version in ("3", "1", "2", "1"):
+        tracking.promote(home, "mine", version)
+    client_of(home).delete_model_version("mine", "2")
+    assert tracking.rollback(home, "mine").version == "3"
+    assert aliases(home) == everywhere("3")
 
 
 def test_a_champion_that_was_deleted_is_followed_by_the_one_before(home: Path) -> None:
@@ -591,7 +600,7 @@ def test_sets_of_two_pipelines_need_a_name(home: Path, capsys: pytest.CaptureFix
 STAGES = ("tokenizer", "pretrain", "sft", "lora", "evaluate")
 
 
-def published(store: artifacts.Store, root: Path, number: int) -> dict[str, artifacts.Artifact]:
+def published(store: artifacts.Store, root: Path, number: int) -> dict[str, layout.Artifact]:
     """An artifact of each stage, as a run leaves them."""
     found = {}
     for stage in STAGES:
@@ -606,9 +615,7 @@ def published(store: artifacts.Store, root: Path, number: int) -> dict[str, arti
     return found
 
 
-def ran(
-    store: artifacts.Store, found: dict[str, artifacts.Artifact], outcome: str = "completed", **settings: Any
-) -> Execution:
+def ran(store: artifacts.Store, found: dict[str, layout.Artifact], outcome: str = "completed", **settings: Any) -> Execution:
     """A run that took all its artifacts from the store, to its end."""
     execution = Execution("full", Settings(**settings), store, Display(Console(quiet=True)), list(found))
     execution.artifacts.update(found)
@@ -647,7 +654,7 @@ def test_a_run_that_ends_well_registers_its_models_as_one_set(home: Path, tmp_pa
 @pytest.mark.parametrize("missing", STAGES)
 def test_a_run_that_left_a_stage_out_registers_no_set(missing: str, home: Path, tmp_path: Path) -> None:
     store = artifacts.Store(home)
-    found = {stage: artifacts.Artifact(stage, "k", tmp_path, {"result": {}}) for stage in STAGES if stage != missing}
+    found = {stage: layout.Artifact(stage, "k", tmp_path, {"result": {}}) for stage in STAGES if stage != missing}
     assert ran(store, found, name="own").model_set is None
 
 
@@ -665,7 +672,7 @@ def test_an_untracked_run_registers_no_set(home: Path, tmp_path: Path) -> None:
     assert tracking.list_sets(home, "own") == []
 
 
-def evaluated(store: artifacts.Store, number: int, documents: list[str], nats: float) -> artifacts.Artifact:
+def evaluated(store: artifacts.Store, number: int, documents: list[str], nats: float) -> layout.Artifact:
     """The evaluation of the set of this number, on these documents and on chats that are the same for all."""
     output = store.work("evaluate", f"evaluate-{number}") / "output"
     output.mkdir(parents=True)

@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 
-from ttrain.data import templates, tokenizer
-from ttrain.data.chat import Message, encode_chat, encode_chats, prompt_ids
+from ttrain.data import jinja_templates, tokenizer
+from ttrain.data.chat import encode_chat, encode_chats, prompt_ids
+from ttrain.data.chat_templates import Message
 from ttrain.data.encoder import Encoder
+from ttrain.data.jinja_templates import ROLES
 from ttrain.data.sources import Conversation, parse_conversation
-from ttrain.data.templates import ROLES
 from ttrain.errors import DataError
 
-SPECIAL_TOKENS = templates.SPECIAL_TOKENS["ttrain"]
+SPECIAL_TOKENS = jinja_templates.SPECIAL_TOKENS["ttrain"]
 NAMES = {"system": "System：", "user": "User：", "assistant": "Assistant：", "tool": "Tool："}
 
 PIECES = (
@@ -137,6 +138,18 @@ def test_a_blank_answer_is_nothing_to_learn(encoder: Encoder, tinyseek: Encoder)
             _, live = encode_chat(opened, (Message("assistant", blank), Message("user", "x"), Message("assistant", "the")))
             _, alone = encode_chat(opened, (Message("user", "x"), Message("assistant", "the")))
             assert sum(live) == sum(alone) > 0
+
+
+def test_an_answer_that_is_not_learnt_changes_the_mask_and_no_token(encoder: Encoder, tinyseek: Encoder) -> None:
+    turns = (Message("user", "the fox"), Message("assistant", "jumps"), Message("user", "and"), Message("assistant", "over"))
+    context = (turns[0], Message("assistant", "jumps", in_loss=False), *turns[2:])
+    for used in (encoder, tinyseek):
+        ids, live = encode_chat(used, turns)
+        same_ids, fewer = encode_chat(used, context)
+        assert same_ids == ids
+        first = encode_chat(used, turns[:2])[1]
+        assert fewer == [False] * len(first) + live[len(first) :]
+        assert sum(fewer) == sum(live) - sum(first) > 0
 
 
 def test_a_prompt_is_where_the_answer_begins_in_training(encoder: Encoder, tinyseek: Encoder) -> None:

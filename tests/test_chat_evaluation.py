@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,14 +18,17 @@ from doubles import make_tokenizer, tiny_model
 from torch.nn import functional as F
 
 from ttrain.config.suite import ChatsTask
+from ttrain.core.sandbox import Sandbox
 from ttrain.data import sources, tokenizer
-from ttrain.data.chat import Message, Messages, encode_chat, prompt_ids
+from ttrain.data.chat import encode_chat, prompt_ids
+from ttrain.data.chat_templates import Message, Messages
 from ttrain.data.encoder import Encoder
 from ttrain.errors import DataError
 from ttrain.evaluate import answers, chats, fluency, markers, tool_calls
+from ttrain.evaluate import json_schemas as schemas
+from ttrain.evaluate.evaluated_model import Subject
 from ttrain.evaluate.items import Places
-from ttrain.evaluate.outcome import Outcome
-from ttrain.evaluate.subject import Subject
+from ttrain.evaluate.task_result import Outcome
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 # Names in plain text, a special token at the end of each turn, and no system turn.
@@ -200,7 +204,7 @@ def test_functions_are_found_whatever_they_say_of_themselves(said: str) -> None:
 def test_a_call_that_cannot_be_made_says_why(body: str, wrong: str) -> None:
     (call,) = tool_calls.calls(f"Let me see.\n<tool_call>\n{body}\n</tool_call>", tool_calls.given(offering("Hi", "Hello")))
     assert call.wrong.startswith(wrong) and bool(call.wrong) == bool(wrong)
-    assert call.unchecked == ("odd" in body)
+    assert bool(call.unchecked) == ("odd" in body)
 
 
 def test_a_schema_is_never_fetched_nor_able_to_end_an_evaluation() -> None:
@@ -212,6 +216,40 @@ def test_a_schema_is_never_fetched_nor_able_to_end_an_evaluation() -> None:
     for schema in schemas:
         (call,) = tool_calls.calls('<tool_call>{"name": "f", "arguments": {"a": "b"}}</tool_call>', {"f": schema})
         assert call.unchecked and not call.wrong, schema
+
+
+DOUBLING = {"$defs": {f"d{n}": {"allOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(40)} | {"d40": {}}}
+COSTLY: dict[str, Any] = {
+    "a pattern that tries all ways": {"properties": {"a": {"pattern": "^(a+)+$"}}},
+    "references that double": {**DOUBLING, "$ref": "#/$defs/d0"},
+    "names that a pattern matches": {"patternProperties": {"^(a+)+$": {}}, "propertyNames": {"pattern": "^(b|b)*$"}},
+}
+
+
+@pytest.mark.parametrize("schema", COSTLY.values(), ids=COSTLY)
+def test_a_schema_that_asks_for_hours_is_named_and_the_next_call_is_judged(
+    schema: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = Sandbox(
+        schemas.answer, seconds=0.3, seconds_per_result=0.1, memory_bytes=256 << 20, preloaded=("jsonschema", "referencing")
+    )
+    monkeypatch.setattr(schemas, "_SANDBOX", small)
+    body = json.dumps({"name": "f", "arguments": {"a": "a" * 40 + "!", "b" * 40 + "!": 1, "a" * 40 + "!": 2}})
+    begun = time.process_time()
+    judged = tool_calls.judge(*[f"<tool_call>{body}</tool_call>"] * 2, {"f": schema})
+    assert len(judged.unchecked) == 1 and "asks for too much: it needs more than 0." in judged.unchecked[0]
+    assert judged.valid and judged.right, "what cannot be compared is judged by name and arguments alone"
+    again = tool_calls.judge(*[f"<tool_call>{body}</tool_call>"] * 2, {"f": schema})
+    assert again == judged, "it is not asked twice"
+    (call,) = tool_calls.calls(CALL.replace("2", "0"), tool_calls.given(offering("Hi", "Hello")))
+    assert call.wrong == "weather: days: 0 is less than the minimum of 1" and not call.unchecked
+    assert time.process_time() - begun < 1
+
+
+def test_marks_that_never_end_take_no_time() -> None:
+    begun = time.process_time()
+    assert tool_calls.given(turns("Hi", "Hello", system="<tools>\n" * 100_000)) == {}
+    assert time.process_time() - begun < 2, "300 s where each mark was looked up to the end of the text"
 
 
 @pytest.mark.parametrize(
@@ -362,7 +400,8 @@ def test_rows_that_are_no_chats_are_left_out_with_their_reason(encoder: Encoder,
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + "{broken\n")
     items = chats.read("talk", ChatsTask(file="chats.jsonl"), Places(tmp_path))
     assert len(items.items) == 1 and [one.where.rpartition(":")[2] for one in items.left_out] == ["2", "3", "4", "5"]
-    assert "'messages' has no turns" in items.reasons and "no answer" in items.reasons
+    assert any(reason.startswith("'messages' has no turns; write") for reason in items.reasons)
+    assert "no answer" in items.reasons
     outcome = chats.run(items, subject_of(model, encoder), lambda done, total: None)
     assert sum(outcome.left_out.values()) == 4 and len(outcome.items) == 1
     (tmp_path / "chats.jsonl").write_text("{}\n")
@@ -378,3 +417,34 @@ def test_progress_goes_from_nothing_to_all_once(encoder: Encoder, model: Any, tm
     seen: list[float] = []
     chats.run(items, replace(subject_of(model, encoder), batch_tokens=8), lambda done, total: seen.append(done / total))
     assert seen == sorted(seen) and seen[-1] == 1 and 0.5 in seen
+
+
+def test_many_costly_schemas_have_one_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = Sandbox(
+        schemas.answer, seconds=0.1, seconds_per_result=0.05, memory_bytes=256 << 20, preloaded=("jsonschema", "referencing")
+    )
+    monkeypatch.setattr(schemas, "_SANDBOX", small)
+    budget = schemas.Budget(seconds=0.4)
+    body = f"<tool_call>{json.dumps({'name': 'f', 'arguments': {'a': 'a' * 40 + '!'}})}</tool_call>"
+    reasons = []
+    for number in range(60):
+        schema = {"title": f"costly {number}", "properties": {"a": {"pattern": "^(a+)+$"}}}
+        reasons += tool_calls.judge(body, body, {"f": schema}, budget).unchecked
+    assert len(reasons) == 60 and "asks for too much" in reasons[0]
+    assert reasons[-1] == "the schemas of this evaluation have used up their 0.4 s of CPU time"
+    assert budget.refused > 40 and small.used_seconds < 1
+
+
+def test_cheap_schemas_use_nothing_of_the_budget() -> None:
+    budget = schemas.Budget()
+    for days in range(20):
+        tool_calls.judge(CALL.replace("2", str(days)), CALL, tool_calls.given(offering("Hi", "Hello")), budget)
+    assert budget.used_seconds < 0.5 and not budget.refused
+
+
+def test_a_schema_that_is_nested_too_deeply_is_counted_as_unusable() -> None:
+    schema: dict[str, Any] = {}
+    for _ in range(400):
+        schema = {"not": schema}
+    (call,) = tool_calls.calls('<tool_call>{"name": "f", "arguments": {}}</tool_call>', {"f": schema})
+    assert "cannot be used" in call.unchecked and not call.wrong

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from ttrain.config.suite import ChoicesTask, LastWordTask
 from ttrain.data.encoder import Encoder
 from ttrain.errors import DataError
-from ttrain.evaluate import choices, last_word, sharing
-from ttrain.evaluate.branches import Scorer
+from ttrain.evaluate import choices, last_word, shared_prefixes
+from ttrain.evaluate.evaluated_model import Subject
 from ttrain.evaluate.items import BadRow, Places
-from ttrain.evaluate.requests import Likelihood, beginning, encode_pairs, fit, log_likelihoods
-from ttrain.evaluate.sharing import Row
-from ttrain.evaluate.subject import Subject
+from ttrain.evaluate.log_likelihood import Likelihood, beginning, encode_pairs, fit, log_likelihoods
+from ttrain.evaluate.shared_prefixes import Row
+from ttrain.evaluate.tree_attention import Scorer
 
 PASSAGE = "A list is a sequence of items; a tuple is one that cannot change. " * 2
 TEXTS = [
@@ -188,10 +188,10 @@ def test_what_is_too_long_is_cut_on_the_left_and_every_token_is_scored_once(
 def test_every_pair_is_in_one_batch_after_its_own_context(drawn: list[tuple[list[int], int]], least: int, most: int) -> None:
     pairs = [(tuple(context), (7,) * length) for context, length in drawn]
     seen: list[int] = []
-    for start, some in sharing.clusters(sharing.by_context(pairs), least):
-        rows = [one for row in some for one in sharing.split(row, width=1, most=most)]
+    for start, some in shared_prefixes.clusters(shared_prefixes.by_context(pairs), least):
+        rows = [one for row in some for one in shared_prefixes.split(row, width=1, most=most)]
         assert all(row.context[: len(start)] == start and len(row.context) > len(start) for row in rows)
-        for batch in sharing.batches(rows, prefix=len(start), most=most):
+        for batch in shared_prefixes.batches(rows, prefix=len(start), most=most):
             assert len(batch) == 1 or len(batch) * (max(row.tokens for row in batch) - len(start)) <= most
             for row in batch:
                 assert len(row.branches) == 1 or row.tokens <= most
@@ -201,7 +201,7 @@ def test_every_pair_is_in_one_batch_after_its_own_context(drawn: list[tuple[list
 
 
 def test_branches_see_their_context_and_themselves() -> None:
-    laid = sharing.lay_out([Row((1, 2, 3), ((0, (4, 5, 6)), (1, (7, 8))))], prefix=1)
+    laid = shared_prefixes.lay_out([Row((1, 2, 3), ((0, (4, 5, 6)), (1, (7, 8))))], prefix=1)
     assert laid.input_ids_BT.tolist() == [[2, 3, 4, 5, 7]]
     assert laid.positions_BT.tolist() == [[1, 2, 3, 4, 3]]
     assert laid.mask(1)[0, 0].int().tolist() == [

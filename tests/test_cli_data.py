@@ -20,17 +20,18 @@ import pyarrow.parquet as pq
 import pytest
 from rich.cells import cell_len
 
-from ttrain import from_files
-from ttrain.cli import main
+from ttrain.cli import data_work
+from ttrain.cli.main import main
 from ttrain.config import Reading
-from ttrain.data import inspecting, tokenizer, validating
-from ttrain.data.chat import Message, encode_chat
+from ttrain.core.terminal import escaped
+from ttrain.data import inspect, tokenizer, validate
+from ttrain.data.chat import encode_chat
+from ttrain.data.chat_templates import Message
 from ttrain.data.encoder import Encoder
-from ttrain.data.pools import Here
 from ttrain.data.shards import ShardSet
 from ttrain.data.statistics import lengths_json, script_of
-from ttrain.store import Store
-from ttrain.terminal import escaped
+from ttrain.data.worker_pools import Here
+from ttrain.store.artifacts import Store
 
 WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "東京", "is", "far", "Grüße", "from", "🙂", "def", "return")
 ESCAPES = "\x1b[31mred\x1b[0m \x07bell \x9b1m c1 \u202eright"
@@ -121,7 +122,7 @@ AWKWARD: dict[str, tuple[bytes, int, int, int, int]] = {
     "lone surrogates": (b'{"text": "\\ud800"}\n{"text": "\\ud83d\\ude42"}\n', 2, 1, 0, 1),
     "other types": (b'{"text": 3}\n{"text": null}\n{"text": ["a"]}\n{}\n' + GOOD, 5, 1, 0, 4),
     "line separators within": ('{"text": "a\u2028b\u0085c\u2029"}\n'.encode(), 1, 1, 0, 0),
-    "nothing but bad": (b"x\ny\nz", 3, 0, 0, 3),
+    "nothing but bad": (b"{x\n{y\n{z", 3, 0, 0, 3),
     "deep": (b'{"text": ' + b"[" * 3000 + b"\n" + GOOD, 2, 1, 0, 1),
     "chats": (TALK + b"\n" + TALK + b'\n{"messages": []}\n{"messages": [{"role": "user", "content": "a"}]}\n'
               b'{"messages": [{"role": "robot", "content": "a"}]}\n{"text": "a"}\n', 6, 1, 2, 3),
@@ -188,7 +189,7 @@ def test_rows_before_the_place_where_a_file_is_cut_are_counted(
     whole = documents(tmp_path / "a.jsonl", 2000).read_bytes()
     (tmp_path / "cut.gz").write_bytes(gzip.compress(whole)[:-9])
     documents(tmp_path / "b.jsonl", 3, 7)
-    monkeypatch.setattr(validating, "BLOCK_BYTES", 2000)
+    monkeypatch.setattr(validate, "BLOCK_BYTES", 2000)
     cut, other = run("data", "validate", "cut.gz", "b.jsonl", "--json").json
     assert 100 < cut["rows"] == cut["kept"] < 2000 and "truncated" in cut["error"]
     assert other["kept"] == 3 and "error" not in other
@@ -237,8 +238,8 @@ def test_blocks_and_packing_change_neither_counts_nor_line_numbers(
         rows.append(rng.choice([{"text": one}, {"text": one}, b"", b"{broken", {"text": ""}, {"text": "again"}, [one]]))
     plain = write(tmp_path / "a.jsonl", rows)
     (tmp_path / "b.bin").write_bytes(gzip.compress(plain.read_bytes()))
-    monkeypatch.setattr(validating, "BLOCK_BYTES", 2000)
-    monkeypatch.setattr("ttrain.cli_data.SMALL_UNENCODED_BYTES", 10**9 if processes == 1 else 0)
+    monkeypatch.setattr(validate, "BLOCK_BYTES", 2000)
+    monkeypatch.setattr("ttrain.cli.data.SMALL_UNENCODED_BYTES", 10**9 if processes == 1 else 0)
     bad = [(number, row) for number, row in enumerate(rows, start=1) if row == b"{broken" or isinstance(row, list)]
     values = []
     for name in ("a.jsonl", "b.bin"):
@@ -386,7 +387,7 @@ def test_a_second_writer_waits_for_the_first(run: Run, tmp_path: Path, tok: Path
         lock.release()
 
     options: dict[str, Any] = {"kind": "documents", "block_bytes": 4096, "pool": Here(), "waiting": waiting}
-    made = from_files.shard(["a.jsonl"], tok, Path("out"), Reading(heldout_fraction=0), **options)
+    made = data_work.shard(["a.jsonl"], tok, Path("out"), Reading(heldout_fraction=0), **options)
     assert (waited, made["documents"]) == ([True], 5)
 
 
@@ -490,7 +491,7 @@ def test_the_tokenizer_is_found_by_its_digest_and_another_is_refused(
 
 def test_pieces_join_to_the_text_whatever_token_they_begin_with(tok: Path) -> None:
     encoder = Encoder(tok)
-    pieces = inspecting.Pieces(encoder)
+    pieces = inspect.Pieces(encoder)
     rng = random.Random(1)
     for line in texts(20):
         assert "".join(pieces(encoder.encode([line])[0])) == line
@@ -509,7 +510,7 @@ def test_statistics_of_shards_are_those_of_their_records(
 ) -> None:
     value = run("data", "stats", "out", "--row-length", "64", "--json").json
     part, found = value["parts"]["train"], ShardSet(tmp_path / "out" / "train")
-    rows = inspecting.rows_of(found, Encoder(tok), 64)
+    rows = inspect.rows_of(found, Encoder(tok), 64)
     assert (part["documents"], part["tokens"], part["kind"]) == (12, found.tokens, "chats")
     assert part["rows"] == json.loads(json.dumps(rows.counts()))
     assert part["lengths"]["max"] == found.lengths.max() and part["lengths"]["records"] == 12
@@ -619,8 +620,8 @@ def test_a_tokenizer_is_shown_with_a_text_or_a_chat(
 
 COMMANDS = """
 import sys
-from ttrain import from_files
-from ttrain.cli import main
+from ttrain.cli import data_work
+from ttrain.cli.main import main
 from ttrain.config import Reading
 for words in {commands}:
     try:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import os
+import pty
+import select
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,12 +23,13 @@ import torch
 from harness import write_corpus
 from safetensors.torch import load_file
 
-from ttrain import from_task
-from ttrain.cli import main
+from ttrain.cli import train_task
+from ttrain.cli.main import main
 from ttrain.config import Settings
+from ttrain.pipeline.stage_worker import job_of
 from ttrain.stages import Stage, user_task
-from ttrain.worker import job_of
 
+COMMAND = [sys.executable, "-P", "-c", "from ttrain.cli.main import main; main()"]
 SLOW = """
 import time
 from ttrain.train.regression import Regression
@@ -50,13 +57,18 @@ Run = Callable[..., Result]
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """The command line in this process, in a directory and a home of the test."""
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory and a home of the test."""
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setenv("TTRAIN_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("TTRAIN__RUNTIME__THREADS", "1")
     monkeypatch.setenv("TTRAIN__TRACKING__ENABLED", "false")
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], elsewhere: None) -> Run:
+    """The command line in this process."""
 
     def call(*arguments: str | Path) -> Result:
         code: Any = 0
@@ -98,8 +110,7 @@ def test_a_task_is_stopped_saved_continued_and_finished(
     run: Run, plugged: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ["train", "examples=640", "--task", "slow", "--out", "out", "runtime.log_every_steps=1"]
-    command = [sys.executable, "-P", "-c", "from ttrain.cli import main; main()", *words]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen([*COMMAND, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     curve, deadline = Path("out", "run", "metrics.jsonl"), time.monotonic() + 60
     while time.monotonic() < deadline and not (curve.exists() and len(curve.read_text().splitlines()) > 5):
         time.sleep(0.05)
@@ -121,10 +132,27 @@ def test_a_task_is_stopped_saved_continued_and_finished(
     assert refused.code == 2
     assert "hidden: 64 → 8" in refused.out and "optim.lr: 0.01 → 0.001" in refused.out and "--allow" in refused.out
 
-    monkeypatch.setattr(from_task.supervise, "run", in_this_process)
+    monkeypatch.setattr(train_task.processes, "run", in_this_process)
     again = run(*words)
     assert again.code == 0 and "it was finished already, at step 100; nothing was trained" in again.out
     assert "-c" not in words and run(*words, "-c", Path("out", "settings.yaml")).code == 0
+
+
+@pytest.mark.usefixtures("plugged", "elsewhere")
+def test_a_task_whose_terminal_is_closed_is_saved() -> None:
+    screen, terminal = pty.openpty()
+    process = subprocess.Popen(
+        [*COMMAND, "train", "examples=640", "--task", "slow", "--out", "out", "runtime.log_every_steps=1"],
+        stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )  # fmt: skip
+    os.close(terminal)
+    with contextlib.suppress(OSError):
+        while not (*Path("out", "checkpoints").glob("*"), *Path("out", "run").glob("metrics.jsonl")):
+            assert select.select([screen], [], [], 60)[0] and os.read(screen, 1 << 16)
+    os.close(screen)  # the kernel sends SIGHUP, and what is printed from now on fails
+    assert process.wait(60) == 129
+    assert list(Path("out", "checkpoints").glob("step-*")) and not Path("out", "model.safetensors").exists()
 
 
 def _yaml(directory: Path, text: str) -> Path:
@@ -183,6 +211,18 @@ def test_a_stage_alone_names_the_commands_that_make_its_inputs_in_their_order(ru
     assert -1 not in places and sorted(places) == places
     assert "`ttrain stage run shards-sft`" in done.err and "`ttrain pipeline run full`" in done.err
     assert "lora" not in done.err, "it does not need the adapter's data"
+
+
+def test_a_stage_goes_on_without_the_reader_of_its_output_and_under_nohup_without_a_terminal(
+    elsewhere: None, corpus: list[str]
+) -> None:
+    command = ["nohup", *COMMAND, "stage", "run", "tokenizer", *corpus]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert process.stdout is not None and process.stdout.readline()
+    process.stdout.close()
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(60) == 0
+    assert list(Path(os.environ["TTRAIN_HOME"]).glob("store/tokenizer/*/manifest.json"))
 
 
 def test_a_stage_alone_prints_json_that_says_what_it_left(run: Run, corpus: list[str]) -> None:

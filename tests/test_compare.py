@@ -11,10 +11,10 @@ import pytest
 from recorded import Made, falling, make_run
 from typer.testing import CliRunner
 
-from ttrain.cli import app
+from ttrain.cli.main import app
 from ttrain.errors import UsageError
-from ttrain.pages import figures
-from ttrain.pages.compare import Comparison, compare, labels
+from ttrain.reports import figures
+from ttrain.reports.compare import Comparison, compare, labels
 from ttrain.tracking import read_runs
 
 A, B, C = "full-20261121-100000-0001a", "full-20261121-110000-0002b", "full-20261121-120000-0003c"

@@ -6,19 +6,24 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+import time
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from hypothesis import given
+from hypothesis import settings as given_settings
+from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 from typer.testing import CliRunner
 
-from ttrain import loading
-from ttrain.cli import app
-from ttrain.config import Night, Settings, flatten
+from ttrain.cli.main import app
+from ttrain.config import Night, Settings, flatten, loading
+from ttrain.config.loading import known_keys, load
 from ttrain.errors import UsageError
-from ttrain.loading import known_keys, load
 
 ROOT = Path(__file__).parents[1]
 KEY, VARIABLE = "sft.optim.lr", "TTRAIN__SFT__OPTIM__LR"
@@ -151,7 +156,15 @@ def test_a_wrong_value_says_setting_value_origin_and_rule(tmp_path: Path) -> Non
     ("overrides", "parts"),
     [
         (["pretrain.tokens_per_step=1000"], ["pretrain", "tokens_per_step is 1000", "row_length 256", "try 1024"]),
-        (["model.hidden_size=100", "model.heads=3"], ["model.hidden_size is 100", "model.heads 3", "try 102"]),
+        (
+            ["model.hidden_size=100", "model.heads=3"],
+            ["model.hidden_size is 100", "model.heads 3", "try model.hidden_size=102"],
+        ),
+        (["model.heads=3"], ["model.hidden_size is 128", "model.heads 3", "try model.hidden_size=132"]),
+        (
+            ["model.heads=3", "model.hidden_size=129"],
+            ["model.hidden_size is 129", "heads of 43", "multiple of 6", "try model.hidden_size=132"],
+        ),
         (["model.heads=4", "model.kv_heads=3"], ["model.kv_heads is 3", "model.heads 4"]),
         (["evaluate.stride=300"], ["evaluate.stride is 300", "evaluate.row_length 256"]),
         (["model.max_length=128"], ["row_length is 256", "model.max_length is 128", "model.max_length=256"]),
@@ -237,6 +250,124 @@ def test_a_broken_file_is_named(tmp_path: Path, text: str, part: str) -> None:
     assert str(path) in message
 
 
+def nested(bomb: str) -> str:
+    """30 lines, each of which stands for ten of the line before it."""
+    lines = (f"a{n}: &a{n} {bomb.replace('*', ', '.join([f'*a{n - 1}'] * 10))}" for n in range(1, 30))
+    return "\n".join(["a0: &a0 {k: 1}", *lines])
+
+
+TRAPS: dict[str, tuple[str | bytes, str]] = {
+    "a day that is none": ("name: 2026-02-30", "line 1, column 7: '2026-02-30' looks like a date but is none; put text"),
+    "an integer without text": ("seed: !!int ''", "looks like an integer but is none"),
+    "a truth that is none": ("seed: !!bool perhaps", "'perhaps' looks like a value of its type but is none"),
+    "a path that is too long": (f"data: {{pretrain: {'x' * 5000}}}\nsft: {{epochs: x}}", "sft.epochs is 'x'"),
+    "a zone that is none": ("name: 2001-12-14t21:59:43.10-99:00", "looks like a date but is none"),
+    "5,000 digits": (f"seed: 1{'9' * 5000}", "line 1, column 7: '1999"),
+    "5,000 digits of 16": (f"seed: 0x{'f' * 5000}", "has more than 64 bits"),
+    "no digits": ("sft:\n  epochs: 0b_", "line 2, column 11: '0b_' looks like an integer but is none"),
+    "a list in itself": ("sft: &a [*a]", "line 1, column 10: the alias *a stands within itself"),
+    "a mapping in itself": ("sft: &a {b: *a}", "the alias *a stands within itself"),
+    "3,000 lists": (f"sft: {'[' * 3000}", "line 1, column 55: it is nested more than 50 deep"),
+    "3,000 mappings": (f"sft: {'{a: ' * 3000}", "nested more than 50 deep"),
+    "3,000 names": (f"{'.'.join('a' * 3000)[:900]}: 1", "unknown setting 'a.a.a"),
+    "3,000 names of an open setting": (
+        f"model: {{fields: {{{'.'.join('a' * 400)}: 1}}}}",
+        "unknown setting 'model.fields.a.a",
+    ),
+    "aliases": (nested("[*]"), "line 5, column 40: it says more than 25,000 values or 1,048,576 characters, aliases"),
+    "merges": (nested("{<<: [*]}"), "it says more than 25,000 values"),
+    "a long text by aliases": (f"a: &a '{'x' * 300_000}'\nb: [*a, *a, *a, *a]", "line 2, column 13: it says more than"),
+    "20,000 unknown settings": ("\n".join(f"key{n}: 1" for n in range(20_000)), "it says more than 25,000 values"),
+    "10,000 unknown settings": ("\n".join(f"key{n}: 1" for n in range(10_000)), "unknown setting 'key0'"),
+    "20,000 times one setting": (f"sft: {{{', '.join(['lr: 1'] * 20_000)}}}", "it says more than 25,000 values"),
+    "10,000 times one setting": (f"sft: {{{', '.join(['lr: 1'] * 10_000)}}}", "'lr' is given twice"),
+    "a long value": (f"sft: {{epochs: {'x' * 900_000}}}", "sft.epochs is 'xxxx"),
+    "2 MB": ("a: " + "x" * 2_000_000, "it is longer than 1 MiB"),
+    "a tag of Python's": ("sft: !!python/object/apply:os.system [id]", "is not a plain type; leave it out"),
+    "bytes": ("name: !!binary aGk=", "is not a plain type; leave it out"),
+    "a set": ("name: !!set {a}", "is not a plain type; leave it out"),
+    "a long anchor": (f"sft: *{'x' * 100_000}", "line 1, column 6: found undefined alias"),
+    "a bell": ("sft:\n  a: \x07", "line 2: a character that YAML does not allow"),
+    "no UTF-8": (b"sft:\n  a: \xff", "line 2: it is not UTF-8"),
+    "a list as a key": ("sft: {? [a, b] : 1}", "line 1, column 9: found unhashable key"),
+    "two documents": ("--- 1\n--- 2", "another document"),
+    "a line break in a key": ('"a\\nb": 1', "unknown setting 'a b'"),
+}
+
+
+@pytest.mark.parametrize(("text", "message"), TRAPS.values(), ids=TRAPS)
+def test_a_file_that_is_a_trap_is_answered_soon_and_in_one_line(text: str | bytes, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    begun = time.process_time()
+    said = refused(files=[path])
+    assert time.process_time() - begun < 3  # 0.4 s at most on a quiet core; one that is shared counts up to three times that
+    assert message in said and str(path) in said
+    assert "\n" not in said and len(said) < 700
+
+
+@pytest.mark.parametrize("text", [text for text, _ in TRAPS.values() if isinstance(text, str) and len(text) < 130_000])
+def test_the_same_in_a_variable_and_on_the_command_line(text: str) -> None:
+    begun = time.process_time()
+    for call in (
+        lambda: load([f"sft.epochs={text}"], environment={}), lambda: load([text], environment={}),
+        lambda: load([f"{text}=1"], environment={}), lambda: load(environment={"TTRAIN__SFT__EPOCHS": text}),
+    ):  # fmt: skip
+        with pytest.raises(UsageError) as caught:
+            call()
+        assert "\n" not in str(caught.value) and len(str(caught.value)) < 700
+    assert time.process_time() - begun < 2
+
+
+@pytest.mark.parametrize("kind", ["/dev/zero", "pipe", "folder"])
+def test_what_is_no_regular_file_is_not_read(kind: str, tmp_path: Path) -> None:
+    path = {"/dev/zero": Path("/dev/zero"), "folder": tmp_path}.get(kind, tmp_path / "pipe")
+    if kind == "pipe":
+        os.mkfifo(path)
+    ended = subprocess.run(
+        [sys.executable, "-c", "from ttrain.cli.main import main; main()", "config", "show", "-c", str(path)],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (ended.returncode, ended.stderr) == (
+        2, f"error: cannot read settings from {path}: it is not a regular file; write the settings into one\n"
+    )  # fmt: skip
+
+
+def test_10_000_settings_of_an_architecture_are_read_soon(tmp_path: Path) -> None:
+    fields = {f"field{number}": number for number in range(10_000)}
+    path = settings_file(tmp_path, json.dumps({"model": {"fields": fields}}))
+    begun = time.process_time()
+    assert load(files=[path], environment={}).settings.model.fields == fields
+    assert time.process_time() - begun < 4  # 0.6 s on a quiet core
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.dates() | st.text(max_size=20),
+    lambda values: st.lists(values, max_size=4) | st.dictionaries(st.text(max_size=8) | st.integers(), values, max_size=4),
+    max_leaves=8,
+)
+WORDS = (
+    "sft:", "model:", "  fields:", "  epochs:", "  optim: {lr:", "&a", "*a", "<<:", "- ", "[", "]", "{", "}", ",", "!!int",
+    "!!str", "!!float", "!!null", "|", ">", "'", '"', "\n", "  ", "?", ":", "=", "~", "0x", "1_0", "0b1", "1e400", ".nan",
+    "2026-13-01", "12:61", "---", "...", "%YAML 1.1", "\t", "#", "é",
+)  # fmt: skip
+LINES = st.lists(st.sampled_from(WORDS) | st.text(max_size=4), max_size=25)
+TREES = st.dictionaries(st.sampled_from(known_keys()), VALUES, max_size=3).map(yaml.dump)
+
+
+@given_settings(max_examples=80, deadline=None)
+@given(st.one_of(LINES.map(" ".join), LINES.map("".join), TREES))
+def test_whatever_a_file_says_is_read_or_refused_in_lines(text: str) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "settings.yaml"
+        path.write_text(text, encoding="utf-8", errors="replace")
+        for call in (lambda: load(files=[path], environment={}), lambda: load([f"sft.epochs={text}"], environment={})):
+            try:
+                call()
+            except UsageError as error:
+                assert all(len(line) < 700 for line in str(error).split("\n"))
+
+
 def test_a_missing_file_and_a_stray_word_are_a_users_mistake(tmp_path: Path) -> None:
     assert "nowhere.yaml" in refused(files=[tmp_path / "nowhere.yaml"])
     assert "'sft' is not a setting; write key=value" in refused("sft")
@@ -289,7 +420,7 @@ def test_every_known_key_can_be_set_by_its_own_name() -> None:
 
 
 def _cli(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    code = "import sys; from ttrain.cli import main; main(sys.argv[1:])"
+    code = "import sys; from ttrain.cli.main import main; main(sys.argv[1:])"
     clean = {name: value for name, value in os.environ.items() if not name.startswith("TTRAIN")}
     return subprocess.run(
         [sys.executable, "-P", "-c", code, *words], cwd=cwd, env={**clean, "PYTHONPATH": str(ROOT), **environment},

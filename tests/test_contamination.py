@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from doubles import Home, make_tokenizer, run_here, stage_settings, write_shards
 
-from ttrain.cli import main
+from ttrain.cli.main import main
 from ttrain.config import Evaluate, EvaluateConfig, PretrainConfig, Reading, Settings
 from ttrain.config.suite import Suite
 from ttrain.data import contamination, overlap, plain_text, sharding
@@ -20,12 +20,13 @@ from ttrain.data.assembly import DataFile
 from ttrain.data.contamination import Rule
 from ttrain.data.encoder import Encoder
 from ttrain.data.overlap import Found, Texts
-from ttrain.data.pools import Here
 from ttrain.data.shards import ShardSet, read_shard
+from ttrain.data.worker_pools import Here
 from ttrain.errors import DataError, UsageError
-from ttrain.evaluate import contaminated, kinds
+from ttrain.evaluate import contamination as contaminated
+from ttrain.evaluate import task_types
 from ttrain.evaluate.items import IN_TRAINING, Items, Places
-from ttrain.input_files import data_files, evaluation_files
+from ttrain.pipeline.input_files import data_files, evaluation_files
 from ttrain.stages import SHARDS_PRETRAIN, TOKENIZER, evaluate, pretrain
 from ttrain.stages.shards import heldout_records, recipe_of
 
@@ -231,6 +232,25 @@ def test_documents_that_hold_an_item_are_told_and_left_out_on_request(
     assert contamination.known(tmp_path / "out") == {}
 
 
+@pytest.mark.parametrize(
+    ("rule", "touched", "overlapping"),
+    [(Rule(), 1, 0), (Rule(share=0.4), 1, 1), (Rule(share=0.41), 1, 0), (Rule(ngram_bytes=50, share=0.4), 0, 0)],
+    ids=str,
+)
+def test_the_rule_says_from_which_length_and_share_on_a_document_holds_an_item(
+    tmp_path: Path, encoder: Encoder, rule: Rule, touched: int, overlapping: int
+) -> None:
+    """A document has the first 40 of the 100 letters of an item."""
+    item = "".join(random.Random(0).choices("abcdefghijklmnopqrstuvwxyz", k=100))
+    documents, items = tmp_path / "documents.jsonl", tmp_path / "items.jsonl"
+    rows = [f"0123 {item[:40]} 4567", *(f"Another document, number {n}." for n in range(5))]
+    documents.write_text("".join(json.dumps({"text": text}) + "\n" for text in rows))
+    items.write_text(json.dumps({"text": item}) + "\n")
+    built = build(tmp_path / "out", encoder, documents, contamination.against([str(items)], rule, remove=False))
+    task = built.contamination["tasks"]["items.jsonl"]
+    assert (task["items"], task["touched"], task["overlapping"]) == (1, touched, overlapping)
+
+
 def test_chats_are_found_whole_and_not_by_the_system_turn_that_others_have_too(tmp_path: Path, encoder: Encoder) -> None:
     """Of turns that are all shorter than a part, and after a system turn that is longer than all of them."""
     system = {"role": "system", "content": "You are an assistant who answers questions about rivers in a friendly way."}
@@ -354,7 +374,7 @@ def test_files_of_evaluations_are_inputs_of_shards_and_count_by_their_bytes(tmp_
 def items_of(task: str, kind: str, rows: Sequence[Any], directory: Path, **more: Any) -> Items[Any]:
     file = jsonl(directory / f"{task}.jsonl", rows)
     spec = Suite.model_validate({"tasks": {task: {"kind": kind, "file": file.name, "by": ["lang"], **more}}}).tasks[task]
-    return kinds.read(task, spec, Places(directory))
+    return task_types.read(task, spec, Places(directory))
 
 
 @pytest.mark.parametrize(

@@ -13,28 +13,30 @@ from typing import Any
 import pytest
 from test_plan import ROOT, House, append, copy, finished, house
 
-from ttrain import digests, unfinished
-from ttrain.digests import code_digests
+from ttrain.core import hashing
+from ttrain.core.files import write_json
+from ttrain.core.hashing import code_digests
 from ttrain.errors import UsageError
-from ttrain.plan import Planned
-from ttrain.selection import Selection
+from ttrain.pipeline import resume
+from ttrain.pipeline.planned import Planned
+from ttrain.pipeline.selection import Selection
 from ttrain.stages import STAGES
-from ttrain.store import Store, write_json
+from ttrain.store.artifacts import Store
 
 __all__ = ["copy", "finished", "house"]  # fixtures
 SEED = "sft.seed=5"  # so that there is something to do
 TOKENS = ("sft.epochs=null", "sft.tokens=409600", "sft.tokens_per_step=4096")  # 100 steps
 
 
-def left(house: House, planned: Planned, step: int = 20) -> unfinished.Work:
+def left(house: House, planned: Planned, step: int = 20) -> resume.Work:
     """What a run leaves that was killed after a checkpoint of this stage."""
     assert planned.key
     work = house.store.work(planned.stage.name, planned.key)
     checkpoint = work / "output" / "checkpoints" / f"step-{step:08d}"
     checkpoint.mkdir(parents=True)
     write_json(checkpoint / "state.json", {"step": step})
-    write_json(work / unfinished.INGREDIENTS, planned.ingredients)
-    return unfinished.Work(planned.stage.name, planned.key, work, step, planned.ingredients)
+    write_json(work / resume.INGREDIENTS, planned.ingredients)
+    return resume.Work(planned.stage.name, planned.key, work, step, planned.ingredients)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +50,7 @@ def changed_code(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> tu
     shutil.copytree(finished, home)
     store = Store(home)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(digests, "PACKAGE_DIRECTORY", package)
+        patched.setattr(hashing, "PACKAGE_DIRECTORY", package)
         for stage in STAGES.values():
             code_digests(stage.module, store.cache)
     store.cache.save()
@@ -66,18 +68,18 @@ def built(house: House, changed_code: tuple[Path, Path]) -> House:
 @pytest.fixture
 def changed(changed_code: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Changes the code, when it is called."""
-    return lambda: monkeypatch.setattr(digests, "PACKAGE_DIRECTORY", changed_code[0])
+    return lambda: monkeypatch.setattr(hashing, "PACKAGE_DIRECTORY", changed_code[0])
 
 
 @pytest.fixture
-def work(built: House, changed: Callable[[], None]) -> unfinished.Work:
+def work(built: House, changed: Callable[[], None]) -> resume.Work:
     """The SFT's work under the code before a change."""
     found = left(built, built.plan(SEED)["sft"])
     changed()
     return found
 
 
-def test_the_plan_offers_the_work_and_says_in_what_it_differs(built: House, work: unfinished.Work) -> None:
+def test_the_plan_offers_the_work_and_says_in_what_it_differs(built: House, work: resume.Work) -> None:
     planned = built.plan(SEED)["sft"]
     key = work.key[:12]
     offer = f"unfinished work {key} at step 20 differs in: module ttrain.stages.sft changed; --continue {key} goes on there"
@@ -85,13 +87,13 @@ def test_the_plan_offers_the_work_and_says_in_what_it_differs(built: House, work
     assert planned.why == (offer, "sft.seed: 1 → 5", "module ttrain.stages.sft changed")
 
 
-def test_continue_plans_the_work_with_its_changes(built: House, work: unfinished.Work) -> None:
+def test_continue_plans_the_work_with_its_changes(built: House, work: resume.Work) -> None:
     planned = built.plan(SEED, go_on=work.key[:8])["sft"]
     assert planned.goes_on_with == work
     assert planned.why == (f"continues the unfinished work {work.key[:12]} at step 20", "module ttrain.stages.sft changed")
 
 
-def test_work_of_the_same_key_needs_no_option_and_offers_no_other(built: House, work: unfinished.Work) -> None:
+def test_work_of_the_same_key_needs_no_option_and_offers_no_other(built: House, work: resume.Work) -> None:
     left(built, built.plan(SEED)["sft"], step=3)
     planned = built.plan(SEED, go_on=work.key)["sft"]
     assert planned.why[0] == "continues its unfinished work at step 3" and planned.goes_on_with is None
@@ -100,21 +102,30 @@ def test_work_of_the_same_key_needs_no_option_and_offers_no_other(built: House, 
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (["sft.optim.lr=0.5"], "sft.optim.lr: 0.001 → 0.5"),
+        (["sft.optim.weight_decay=0.5"], "sft.optim.weight_decay: 0.0 → 0.5"),
+        (["sft.schedule.warmup_steps=3"], "sft.schedule.warmup_steps: null → 3"),
         (["sft.seed=6"], "sft.seed: 5 → 6"),
         (["sft.epochs=0.5"], "0.5 epochs, may end before that step"),
         (["sft.epochs=null", "sft.tokens=4096"], "4096 tokens, may end before that step"),
     ],
 )
 def test_other_settings_are_refused_with_the_difference_and_are_not_offered(
-    built: House, work: unfinished.Work, given: list[str], words: str
+    built: House, work: resume.Work, given: list[str], words: str
 ) -> None:
     assert not built.plan(SEED, *given)["sft"].why[0].startswith("unfinished")
     with pytest.raises(UsageError, match=rf"--continue {work.key} .*other settings or data: .*{words}.*put them back"):
         built.plan(SEED, *given, go_on=work.key)
 
 
-def test_a_base_with_other_bytes_is_refused(built: House, work: unfinished.Work) -> None:
+def test_another_rate_goes_on_where_the_user_names_the_work_and_is_not_offered(built: House, work: resume.Work) -> None:
+    given = (SEED, "sft.optim.lr=0.0005")
+    assert not built.plan(*given)["sft"].why[0].startswith("unfinished")
+    planned = built.plan(*given, go_on=work.key)["sft"]
+    assert planned.goes_on_with is not None and planned.goes_on_with.key == work.key
+    assert "sft.optim.lr: 0.001 → 0.0005" in resume.changes(work, planned.ingredients)
+
+
+def test_a_base_with_other_bytes_is_refused(built: House, work: resume.Work) -> None:
     shutil.rmtree(built.store.latest("pretrain").path)
     others = {"tokenizer", "shards-pretrain", "shards-sft", "shards-lora", "pretrain"}
     built.build(built.settings(SEED), says=lambda stage, key: "other", stages=others)
@@ -123,7 +134,7 @@ def test_a_base_with_other_bytes_is_refused(built: House, work: unfinished.Work)
 
 
 @pytest.mark.parametrize("given", [["sft.epochs=2"], ["sft.epochs=null", "sft.tokens=409600"]])
-def test_a_budget_that_reaches_the_step_may_differ(built: House, work: unfinished.Work, given: list[str]) -> None:
+def test_a_budget_that_reaches_the_step_may_differ(built: House, work: resume.Work, given: list[str]) -> None:
     planned = built.plan(SEED, *given, go_on=work.key)["sft"]
     assert planned.goes_on_with == work
     assert any("sft.epochs: 1.0 → " in line for line in planned.why)
@@ -147,7 +158,7 @@ def test_an_offer_of_many_changes_fits_on_the_terminal(built: House) -> None:
     assert f"differs in: module {first} changed; " in why and f"; and {more} more; --continue 000000000000" in why
 
 
-def test_a_key_that_is_not_there_lists_those_that_are(built: House, work: unfinished.Work) -> None:
+def test_a_key_that_is_not_there_lists_those_that_are(built: House, work: resume.Work) -> None:
     with pytest.raises(
         UsageError, match=f"no unfinished work has a key that begins so; there is: sft {work.key[:12]} at step 20"
     ):
@@ -157,7 +168,7 @@ def test_a_key_that_is_not_there_lists_those_that_are(built: House, work: unfini
         built.plan(SEED, go_on="zzz")
 
 
-def test_the_beginning_of_several_keys_is_refused(built: House, work: unfinished.Work) -> None:
+def test_the_beginning_of_several_keys_is_refused(built: House, work: resume.Work) -> None:
     other = work.path.with_name(f"{work.key[:20]}{'0' * 44}")
     shutil.copytree(work.path, other)
     with pytest.raises(UsageError, match=r"is the beginning of several keys: sft .* sft "):
@@ -165,12 +176,12 @@ def test_the_beginning_of_several_keys_is_refused(built: House, work: unfinished
     assert built.plan(SEED, go_on=work.key)["sft"].goes_on_with == work
 
 
-def test_work_of_a_stage_that_is_left_out_is_refused(built: House, work: unfinished.Work) -> None:
+def test_work_of_a_stage_that_is_left_out_is_refused(built: House, work: resume.Work) -> None:
     with pytest.raises(UsageError, match=f"--continue {work.key} means stage sft, which --until pretrain leaves out"):
         built.plan(SEED, go_on=work.key, selection=Selection(until="pretrain"))
 
 
-def test_work_without_a_checkpoint_is_nothing_to_continue(built: House, work: unfinished.Work) -> None:
+def test_work_without_a_checkpoint_is_nothing_to_continue(built: House, work: resume.Work) -> None:
     shutil.rmtree(work.path / "output" / "checkpoints")
     assert built.plan(SEED)["sft"].why[0] == "sft.seed: 1 → 5"
     with pytest.raises(UsageError, match="there is none at all"):
@@ -180,50 +191,50 @@ def test_work_without_a_checkpoint_is_nothing_to_continue(built: House, work: un
 # --- taking it over
 
 
-def adopt(house: House, work: unfinished.Work, *given: str) -> Planned:
+def adopt(house: House, work: resume.Work, *given: str) -> Planned:
     planned = house.plan(SEED, *given, go_on=work.key)["sft"]
     assert planned.goes_on_with and planned.key
-    unfinished.adopt(house.store, planned.goes_on_with, planned.key, planned.ingredients)
+    resume.adopt(house.store, planned.goes_on_with, planned.key, planned.ingredients)
     return planned
 
 
-def test_adopted_work_is_that_of_the_new_key_and_knows_from_where_it_came(built: House, work: unfinished.Work) -> None:
+def test_adopted_work_is_that_of_the_new_key_and_knows_from_where_it_came(built: House, work: resume.Work) -> None:
     planned = adopt(built, work)
     moved = built.store.work("sft", str(planned.key))
-    assert unfinished.saved_step(moved) == 20 and not work.path.exists()
+    assert resume.saved_step(moved) == 20 and not work.path.exists()
     came_from = {"key": work.key, "step": 20, "differences": ["module ttrain.stages.sft changed"]}
-    assert unfinished.history(moved, str(planned.key)) == [came_from]
+    assert resume.history(moved, str(planned.key)) == [came_from]
     again = built.plan(SEED, go_on=work.key)["sft"]
     assert again.why[0] == "continues its unfinished work at step 20", "the same command again, after it was killed"
 
 
-def test_the_command_still_holds_when_the_stage_is_finished(built: House, work: unfinished.Work) -> None:
+def test_the_command_still_holds_when_the_stage_is_finished(built: House, work: resume.Work) -> None:
     planned = adopt(built, work)
     moved = built.store.work("sft", str(planned.key))
-    continued = unfinished.history(moved, str(planned.key))
+    continued = resume.history(moved, str(planned.key))
     shutil.rmtree(moved)
     built.publish(planned, "x", continued=continued)
     assert built.plan(SEED, go_on=work.key)["sft"].state == "cached"
 
 
 def test_work_that_is_adopted_twice_tells_both_changes_in_their_order(
-    built: House, work: unfinished.Work, copy: Path, monkeypatch: pytest.MonkeyPatch
+    built: House, work: resume.Work, copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = adopt(built, work)
     moved = built.store.work("sft", str(first.key))
-    write_json(moved / unfinished.INGREDIENTS, first.ingredients)  # as the stage's start does
+    write_json(moved / resume.INGREDIENTS, first.ingredients)  # as the stage's start does
     append(copy / "stages" / "sft.py", "\nSOMETHING = 2\n")
-    monkeypatch.setattr(digests, "PACKAGE_DIRECTORY", copy)
+    monkeypatch.setattr(hashing, "PACKAGE_DIRECTORY", copy)
     second = adopt(built, replace(work, key=str(first.key)))
-    told = unfinished.history(built.store.work("sft", str(second.key)), str(second.key))
+    told = resume.history(built.store.work("sft", str(second.key)), str(second.key))
     assert [(entry["key"], entry["differences"]) for entry in told] == [
         (work.key, ["module ttrain.stages.sft changed"]),
         (first.key, ["module ttrain.stages.sft changed"]),
     ]
-    assert unfinished.history(built.store.work("sft", str(second.key)), "another") == []
+    assert resume.history(built.store.work("sft", str(second.key)), "another") == []
 
 
-def test_work_that_a_run_is_at_is_left_to_it(built: House, work: unfinished.Work) -> None:
+def test_work_that_a_run_is_at_is_left_to_it(built: House, work: resume.Work) -> None:
     other = Store(built.store.root)
     read, write = os.pipe()
     holder = os.fork()
@@ -238,25 +249,25 @@ def test_work_that_a_run_is_at_is_left_to_it(built: House, work: unfinished.Work
     finally:
         os.kill(holder, 9)
         os.waitpid(holder, 0)
-    assert unfinished.saved_step(work.path) == 20
+    assert resume.saved_step(work.path) == 20
     adopt(built, work)
 
 
-def test_what_another_run_saved_meanwhile_stays(built: House, work: unfinished.Work) -> None:
+def test_what_another_run_saved_meanwhile_stays(built: House, work: resume.Work) -> None:
     """Two runs with the same --continue: the second waits for the key's lock, and the first was stopped."""
     planned = built.plan(SEED, go_on=work.key)["sft"]
     left(built, planned, step=30)
     assert planned.goes_on_with and planned.key
-    unfinished.adopt(built.store, planned.goes_on_with, planned.key, planned.ingredients)
-    assert unfinished.saved_step(built.store.work("sft", planned.key)) == 30
+    resume.adopt(built.store, planned.goes_on_with, planned.key, planned.ingredients)
+    assert resume.saved_step(built.store.work("sft", planned.key)) == 30
 
 
-def test_work_that_is_gone_is_said_to_be(built: House, work: unfinished.Work) -> None:
+def test_work_that_is_gone_is_said_to_be(built: House, work: resume.Work) -> None:
     planned = built.plan(SEED, go_on=work.key)["sft"]
     shutil.rmtree(work.path)
     assert planned.goes_on_with and planned.key
     with pytest.raises(UsageError, match="is gone: a run of other code took it over"):
-        unfinished.adopt(built.store, planned.goes_on_with, planned.key, planned.ingredients)
+        resume.adopt(built.store, planned.goes_on_with, planned.key, planned.ingredients)
 
 
 def signal_forever() -> None:
@@ -272,7 +283,7 @@ class Killed(BaseException):
 
 @pytest.mark.parametrize("survived", range(7))
 def test_a_kill_between_any_two_writes_loses_neither_the_work_nor_its_story(
-    built: House, work: unfinished.Work, survived: int, monkeypatch: pytest.MonkeyPatch
+    built: House, work: resume.Work, survived: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every rename of a file or directory and every fsync counts; after so many of them, the process is gone."""
     planned = built.plan(SEED, go_on=work.key)["sft"]
@@ -300,22 +311,22 @@ def test_a_kill_between_any_two_writes_loses_neither_the_work_nor_its_story(
             assert calls == survived + 1
         else:
             assert survived >= 5, "a write that this test does not see"
-    kept = [unfinished.saved_step(built.store.work("sft", key)) for key in (work.key, str(planned.key))]
+    kept = [resume.saved_step(built.store.work("sft", key)) for key in (work.key, str(planned.key))]
     assert sorted(kept) == [0, 20], "in one place, and whole"
     if kept[0]:
         adopt(built, work)
     moved = built.store.work("sft", str(planned.key))
-    assert [entry["key"] for entry in unfinished.history(moved, str(planned.key))] == [work.key]
+    assert [entry["key"] for entry in resume.history(moved, str(planned.key))] == [work.key]
     assert not (moved / "output" / "of a try that saved nothing").exists()
-    json.loads((moved / unfinished.CONTINUED).read_bytes())
+    json.loads((moved / resume.CONTINUED).read_bytes())
 
 
 def test_work_that_goes_on_under_its_own_code_does_not_tell_of_a_take_over_that_was_killed(
-    built: House, work: unfinished.Work
+    built: House, work: resume.Work
 ) -> None:
     entry = {"key": work.key, "to": "f" * 64, "step": 20, "differences": ["x"]}
-    write_json(work.path / unfinished.CONTINUED, [entry])
-    assert unfinished.history(work.path, work.key) == []
+    write_json(work.path / resume.CONTINUED, [entry])
+    assert resume.history(work.path, work.key) == []
 
 
 def test_stages_that_do_not_train_are_not_offered_anything(built: House) -> None:

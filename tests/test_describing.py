@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from ttrain import describing
-from ttrain.card import Exported
-from ttrain.lineage import History
-from ttrain.store import Artifact
-from ttrain.tracking.descriptions import CHARACTERS, DECISION, HERE, add_decision, describe, is_ours, marked
+from ttrain.pipeline import model_description
+from ttrain.pipeline.lineage import History
+from ttrain.pipeline.model_card import Exported
+from ttrain.store.layout import Artifact
+from ttrain.tracking.model_description import CHARACTERS, DECISION, HERE, add_decision, describe, is_ours, marked
 
 TRAINED = {"steps": 40, "tokens": 40960, "train_seconds": 2.0, "precision": "bf16", "device": "cpu", "ranks": 2}
 SHARDS = {"train": {"rows": 1150, "tokens": 77478, "bytes": 9}, "heldout": {"rows": 12, "tokens": 6, "bytes": 7}}
@@ -45,7 +45,7 @@ def sft(files: int = 5) -> tuple[Exported, History]:
 
 
 def test_a_version_says_what_it_is_from_what_data_how_good_and_how_it_opens() -> None:
-    text = describing.of_model(*sft(), opens=True)
+    text = model_description.of_model(*sft(), opens=True)
     assert text.startswith("A language model fine-tuned on chats, with 158,016 parameters.")
     names = ", ".join(rf"`docs\|{number}\.jsonl`" for number in range(3))
     [digest] = re.findall(rf"- data, pretrain: 1,150 records, 77,478 tokens, {names}, 2 more, digest `(.*)`", text)
@@ -60,9 +60,9 @@ def test_a_version_says_what_it_is_from_what_data_how_good_and_how_it_opens() ->
 
 def test_what_mlflow_cannot_open_says_what_opens_it() -> None:
     _, history = sft()
-    adapter = describing.of_model(Exported("mine-lora", "adapter", "float32", 9, {}), history, opens=False)
+    adapter = model_description.of_model(Exported("mine-lora", "adapter", "float32", 9, {}), history, opens=False)
     assert "PeftModel.from_pretrained(base, place)" in adapter and "load_model" not in adapter
-    tokenizer = describing.of_model(None, History(history.artifacts[:1], None, {}), opens=False)
+    tokenizer = model_description.of_model(None, History(history.artifacts[:1], None, {}), opens=False)
     assert tokenizer.startswith("A tokenizer of 800 tokens") and "AutoTokenizer.from_pretrained(place)" in tokenizer
     assert "- data, tokenizer: 5 records" in tokenizer
 
@@ -70,7 +70,7 @@ def test_what_mlflow_cannot_open_says_what_opens_it() -> None:
 def test_a_set_names_its_models_and_their_scores() -> None:
     _, history = sft()
     models = {"mine-base": history.artifacts[2], "mine-sft": history.artifacts[3]}
-    text = describing.of_set("mine", "full-1", models, {"eval/bits_per_byte": 1.25})
+    text = model_description.of_set("mine", "full-1", models, {"eval/bits_per_byte": 1.25})
     assert "- `mine-sft`: sft, key `a1a1a1a1a1a1`" in text and "**1.250**" in text and f"ttrain lineage {HERE}" in text
 
 

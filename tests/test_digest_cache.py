@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from ttrain import digests
-from ttrain.digests import KEPT_DAYS, DigestCache, sha256_file, stamp
+from ttrain.core import hashing
+from ttrain.core.hashing import KEPT_DAYS, DigestCache, sha256_file, stamp
 
 ROOT = Path(__file__).parents[1]
 DAY = 86400
@@ -23,7 +23,7 @@ LONG_AGO = 10**18  # nanoseconds since 1970, in 2001
 LEARN = """
 import sys
 from pathlib import Path
-from ttrain.digests import DigestCache
+from ttrain.core.hashing import DigestCache
 cache = DigestCache(Path(sys.argv[1]))
 for path in map(Path, sys.argv[2:]):
     cache.file(path)
@@ -89,7 +89,7 @@ def test_a_file_that_changed_a_moment_ago_is_not_remembered(
     cache = DigestCache(tmp_path / "cache.json")
     cache.file(path)
     cache.save()
-    remembered = abs(jump) > digests.RACY_SECONDS
+    remembered = abs(jump) > hashing.RACY_SECONDS
     assert (tmp_path / "cache.json").exists() == remembered
     assert (stamp(path) is not None) == remembered
 

@@ -23,10 +23,10 @@ from ttrain.doctor.check import Check
 from ttrain.doctor.parts import HeldRows, Learner, trainer_of
 from ttrain.model import adapters, factory, multi_token
 from ttrain.train.checkpoint import WEIGHTS, Checkpoints
-from ttrain.train.checkpoint_files import found
-from ttrain.train.language import LanguageModeling
+from ttrain.train.checkpoint_format import found
+from ttrain.train.distributed import Ranks
+from ttrain.train.language_modeling import LanguageModeling
 from ttrain.train.precision import Precision
-from ttrain.train.ranks import Ranks
 from ttrain.train.task import TrainingTask
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -9,13 +9,15 @@ import pytest
 from test_plan import House, built, finished, house
 from typer.testing import CliRunner
 
-from ttrain import cli_pipeline
-from ttrain.cli import app, main
+from ttrain.cli import pipeline as cli_pipeline
+from ttrain.cli.main import app, main
+from ttrain.cli.options import settings_of_run
 from ttrain.config import Settings
-from ttrain.earlier import newest_with, run_named, settings_of
+from ttrain.config.loading import Given, Loaded, load
+from ttrain.data import locations
 from ttrain.errors import UsageError
-from ttrain.loading import Given, Loaded, load
-from ttrain.runs import RunRecord
+from ttrain.pipeline.earlier_settings import newest_with, run_named, settings_of
+from ttrain.store.runs import RunRecord
 
 __all__ = ["built", "finished", "house"]  # fixtures
 
@@ -202,3 +204,22 @@ def test_the_environment_speaks_of_a_rerun_s_runtime_alone(
     rerun("sft")
     settings = asked[0]["loaded"].settings
     assert (settings.sft.seed, settings.runtime.threads) == (3, 1)
+
+
+# --- secrets of sources, which no record holds ---
+
+
+def test_a_hidden_source_is_refused_by_name_unless_the_environment_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, shown = "https://user:hunter2@host/chats.jsonl?sig=1", "https://***@host/chats.jsonl?***"
+    tree = Settings.model_validate({"data": {"sft": [whole], "lora": ["mine.jsonl"]}}).model_dump(mode="json")
+    record = {"run": "full-1", "settings": tree}
+    hidden = settings_of_run(record, None, None, None).settings.data
+    assert hidden.sft == (shown,) and hidden.lora == ("mine.jsonl",)
+    with pytest.raises(UsageError, match=r"data\.sft=URL, or TTRAIN__DATA__SFT in the environment"):
+        locations.expand(hidden.sft, "data.sft")
+    monkeypatch.setenv("TTRAIN__DATA__SFT", whole)
+    monkeypatch.setenv("TTRAIN__DATA__LORA", "other.jsonl")
+    data = settings_of_run(record, None, None, None).settings.data
+    assert data.sft == (whole,) and data.lora == ("mine.jsonl",), "it fills in what is hidden, and changes nothing else"
+    monkeypatch.setenv("TTRAIN__DATA__SFT", whole.replace("host", "elsewhere"))
+    assert settings_of_run(record, None, None, None).settings.data.sft == (shown,), "another file is not that one"

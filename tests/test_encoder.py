@@ -16,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from ttrain.data import templates, tokenizer
+from ttrain.data import jinja_templates, tokenizer
 from ttrain.data.encoder import PROBES, Encoder, EncoderDiffers
 from ttrain.errors import ArtifactError
 
@@ -26,7 +26,7 @@ TEXTS = [
     "a b  c   d\t\n" * 5,
 ]
 REAL = fastokens.Tokenizer
-SPECIALS = templates.SPECIAL_TOKENS["ttrain"]
+SPECIALS = jinja_templates.SPECIAL_TOKENS["ttrain"]
 
 
 @pytest.fixture(scope="module")

@@ -14,15 +14,20 @@ import pytest
 from doubles import Home, run_here, stage_settings
 from talking import write_model
 
-from ttrain.cli import main
+from ttrain.cli.evaluation_run import default_suite, heldout_of
+from ttrain.cli.main import main
 from ttrain.config import Evaluate, EvaluateConfig, Promotion
+from ttrain.core.files import write_json
 from ttrain.errors import UsageError
 from ttrain.evaluate import baselines
-from ttrain.evaluating import default_suite, heldout_of, told_of
-from ttrain.promotion import decide, scores_of
-from ttrain.references import Reference, resolve
+from ttrain.evaluate.promotion import decide, scores_of
+from ttrain.pipeline.names import resolve
 from ttrain.stages import evaluate
-from ttrain.store import Artifact, Store, write_json
+from ttrain.store.artifacts import Store
+from ttrain.store.layout import Artifact
+from ttrain.store.model_reference import Reference
+from ttrain.store.runs import RunRecord
+from ttrain.store.weights import weights_digest
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -148,7 +153,7 @@ def test_a_model_without_held_out_data_asks_what_to_ask(here: Path, capsys: pyte
 def test_what_cannot_be_asked_is_told_before_a_model_is_loaded(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], cure: str
 ) -> None:
-    monkeypatch.setattr("ttrain.talk.loading.load", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("ttrain.inference.loading.load", lambda *_, **__: pytest.fail("a model was loaded"))
     assert cure in said(capsys, *words, code=2)
 
 
@@ -216,18 +221,38 @@ def test_chats_are_not_asked_of_a_model_without_a_template_where_nobody_named_th
         default_suite({"chats": []}, [Reference("./plain", plain)])
 
 
-def test_a_name_that_does_not_say_which_model_it_is_is_explained(here: Path) -> None:
-    tuned = Store(here / "home").latest("sft")
-    for text, lines in (
-        ("quickstart@challenger", 1),
-        ("mine-sft@champion", 0),
-        ("sft", 0),
-        ("full-1:sft", 0),
-        ("full-1", 1),
-    ):
-        told = told_of([Reference(text, tuned.path / "model", None, tuned)])
-        assert told == [f"{text} is the model of its stage sft (444444444444)"] * lines
-    assert told_of([Reference("base-model", tuned.path, None, replace(tuned, stage="base-model"))]) == []
+def test_a_nights_newer_model_is_not_compared_with_the_users_adapter(
+    here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(here / "home", tmp_path / "home")
+    monkeypatch.setenv("TTRAIN_HOME", str(tmp_path / "home"))
+    store = Store(tmp_path / "home")
+    base, tuned = store.latest("pretrain"), store.latest("sft")
+    mine = RunRecord(store.root, "full", ["pretrain", "sft"], {"name": "mine"})
+    for made in (base, tuned):
+        mine.stage(made.stage, outcome="completed", key=made.key)
+    mine.finish("completed", {})
+    write_model(tmp_path / "made" / "model", seed=7, max_length=64)
+    newer = store.publish("pretrain", "7" * 64, tmp_path / "made", {**base.manifest, "inputs": {}})
+    write_model(tmp_path / "made" / "model", seed=8, max_length=64)
+    inputs = {"base": {"stage": "pretrain", "key": newer.key, "content": newer.content}}
+    newest = store.publish("sft", "8" * 64, tmp_path / "made", {**tuned.manifest, "inputs": inputs})
+    night = RunRecord(store.root, "nightly", ["pretrain", "sft"], {"name": "mine"})
+    for made in (newer, newest):
+        night.stage(made.stage, outcome="completed", key=made.key)  # and it goes on
+
+    words = ("pretrain", "sft", "--choices", "words.jsonl")
+    text = said(capsys, *words)
+    assert f"pretrain = mine, {mine.run}:pretrain, {'3' * 12} (there is a newer pretrain, {'7' * 12}: " in text
+    assert f"sft = mine, {mine.run}:sft, {'4' * 12} (there is a newer sft, " in text and "lineage" not in text
+    told = json.loads(said(capsys, *words, "--json"))["identities"]
+    assert {name: (one["run"], one["key"]) for name, one in told.items()} == {
+        "pretrain": (f"{mine.run}:pretrain", base.key), "sft": (f"{mine.run}:sft", tuned.key)
+    }  # fmt: skip
+    assert told["sft"]["digest"] == weights_digest(tuned.path / "model")
+    told = json.loads(said(capsys, *words, "--json", "--run", night.run))["identities"]
+    assert [one["key"] for one in told.values()] == [newer.key, newest.key]
+    assert "not of one lineage: pretrain, " in said(capsys, "pretrain", f"{night.run}:sft", "--choices", "words.jsonl")
 
 
 def test_a_name_on_the_hub_is_taken_from_its_cache(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +262,7 @@ def test_a_name_on_the_hub_is_taken_from_its_cache(here: Path, monkeypatch: pyte
         asked.append(text)
         return here / "other"
 
-    monkeypatch.setattr("ttrain.data.existing.from_hub", from_hub)
+    monkeypatch.setattr("ttrain.data.existing_tokenizer.from_hub", from_hub)
     assert resolve("owner/name@v1", here / "home", from_hub=True).model == here / "other"
     assert asked == ["owner/name@v1"]
     with pytest.raises(UsageError, match="there is no model 'owner/name'"):

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ttrain import evaluation_table
 from ttrain.config.suite import ChoicesTask, TextTask
-from ttrain.evaluate.confidence import Rule
 from ttrain.evaluate.items import Items, LeftOut, groups
-from ttrain.evaluate.outcome import LN2, Figure, Outcome
 from ttrain.evaluate.results import OTHER_COUNTS, OTHER_ITEMS, Results
+from ttrain.evaluate.statistics import Rule
+from ttrain.evaluate.task_result import LN2, Figure, Outcome
+from ttrain.reports import evaluation_table
 
 ITEMS = tuple(f"item{number}" for number in range(100))
 

@@ -16,11 +16,11 @@ from torch import nn
 
 from ttrain.config import EvaluateConfig, LoraConfig, PretrainConfig, SftConfig
 from ttrain.data.encoder import Encoder
-from ttrain.evaluate import baselines, samples
+from ttrain.evaluate import baselines, greedy_samples
 from ttrain.evaluate.scores import sums_of
 from ttrain.model import factory
 from ttrain.stages import evaluate, lora, pretrain, sft
-from ttrain.train.ranks import Ranks
+from ttrain.train.distributed import Ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -34,9 +34,9 @@ def test_greedy_says_what_transformers_generates(kind: str) -> None:
     stopped = 0
     for seed in range(12):
         prompt = sequence(seed, 6)[0]
-        free = samples.greedy(model, prompt, new_tokens=20, stop_ids=(), device=CPU)
+        free = greedy_samples.greedy(model, prompt, new_tokens=20, stop_ids=(), device=CPU)
         stops = [free[9]] if seed % 2 else [1]  # a token that will be said, or one that perhaps is not
-        said = samples.greedy(model, prompt, new_tokens=20, stop_ids=stops, device=CPU)
+        said = greedy_samples.greedy(model, prompt, new_tokens=20, stop_ids=stops, device=CPU)
         theirs = model.generate(
             torch.tensor([prompt]), attention_mask=torch.ones(1, 6, dtype=torch.long), max_new_tokens=20, do_sample=False,
             eos_token_id=stops, pad_token_id=0,
@@ -62,7 +62,7 @@ class Counts(nn.Module):
     [((), 3, [6, 7, 8]), ((8, 9), 9, [6, 7]), ((6,), 9, []), ((3,), 2, [6, 7]), ((), 0, [])],
 )
 def test_greedy_ends_at_a_stop_id_without_saying_it(stops: Sequence[int], new_tokens: int, said: list[int]) -> None:
-    assert samples.greedy(Counts(), [4, 5], new_tokens=new_tokens, stop_ids=stops, device=CPU) == said
+    assert greedy_samples.greedy(Counts(), [4, 5], new_tokens=new_tokens, stop_ids=stops, device=CPU) == said
 
 
 # --- the stage ----------------------------------------------------------------------------------------------------------

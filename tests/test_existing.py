@@ -19,8 +19,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from ttrain import config
 from ttrain.config import Reading
-from ttrain.data import existing, templates, tokenizer
-from ttrain.data.chat import Message, encode_chat
+from ttrain.data import existing_tokenizer, jinja_templates, tokenizer
+from ttrain.data.chat import encode_chat
+from ttrain.data.chat_templates import Message
 from ttrain.data.encoder import Encoder
 from ttrain.errors import UsageError
 from ttrain.stages.tokenizer import train_directory
@@ -30,7 +31,7 @@ TEXTS = ["the quick brown fox", "über 日本 🙂 <|im_end|><|end|><|pad|>", " 
 
 
 def take(directory: Path, output: Path, template: str) -> Encoder:
-    existing.take(existing.files(str(directory)), output, template)
+    existing_tokenizer.take(existing_tokenizer.files(str(directory)), output, template)
     return Encoder(output)
 
 
@@ -43,7 +44,7 @@ def original(directory: Path) -> Tokenizer:
 @pytest.mark.parametrize(
     ("template", "added"),
     [
-        ("ttrain", ["<|pad|>", "<|bos|>", *templates.ROLE_TOKENS, "<|end|>"]),
+        ("ttrain", ["<|pad|>", "<|bos|>", *jinja_templates.ROLE_TOKENS, "<|end|>"]),
         ("tinyseek", ["<|pad|>", "<|bos|>"]),
         ("own", ["<|pad|>", "<|bos|>"]),
     ],
@@ -180,7 +181,7 @@ def test_what_is_no_tokenizer_is_refused_with_the_cure(tmp_path: Path) -> None:
         (str(tmp_path / "empty"), r"has no tokenizer\.json; AutoTokenizer"),
     ):
         with pytest.raises(UsageError, match=rf"tokenizer\.existing is '{name}'.*{reason}"):
-            existing.files(name)
+            existing_tokenizer.files(name)
     for name, data in (("tokenizer.json", "{"), ("tokenizer_config.json", "[1"), ("tokenizer_config.json", "\xff")):
         source = make(tmp_path / "source", None)
         (source / name).write_bytes(data.encode("latin-1"))
@@ -200,7 +201,7 @@ def test_the_stage_takes_it_and_measures_it(tmp_path: Path) -> None:
     assert "documents" not in result, "it learnt from none"
     moved = tmp_path / "moved"
     source.rename(moved)
-    again = train_directory([str(rows)], tmp_path / "again", settings, Reading(), found=existing.files(str(moved)))
+    again = train_directory([str(rows)], tmp_path / "again", settings, Reading(), found=existing_tokenizer.files(str(moved)))
     assert again == result
 
 
@@ -208,7 +209,7 @@ def test_the_stage_takes_it_and_measures_it(tmp_path: Path) -> None:
 
 HUB = """
 import json, sys
-from ttrain.data import existing
+from ttrain.data import existing_tokenizer as existing
 from ttrain.errors import UsageError
 try:
     print(json.dumps([str(path) for path in existing.files(sys.argv[1])]))

@@ -15,12 +15,13 @@ import pytest
 from test_plan import EVERYTHING, House, append, built, copy, finished, house, running
 
 from flows.full import full
-from ttrain import digests, libraries
-from ttrain.loading import load
-from ttrain.plan import plan, plan_stage
-from ttrain.report import plan_json, plan_rows, shortened
+from ttrain.config.loading import load
+from ttrain.core import hashing, libraries
+from ttrain.pipeline.plan import plan, plan_stage
+from ttrain.pipeline.plan_table import plan_json, plan_rows
+from ttrain.reports.summary import shortened
 from ttrain.stages import PRETRAIN, SOURCE
-from ttrain.store import Store
+from ttrain.store.artifacts import Store
 
 __all__ = ["built", "copy", "finished", "house"]  # fixtures
 TRAININGS = {"pretrain", "sft", "lora"}
@@ -106,7 +107,7 @@ CASES = [
     Case(
         "code that shapes no result",
         alters_code=True,
-        change=lambda house, code: append(code / "report.py", "\nUNUSED = 1\n"),
+        change=lambda house, code: append(code / "reports" / "summary.py", "\nUNUSED = 1\n"),
     ),
     Case("an artifact that is read", other_base, runs=AFTER_SFT, why={"sft": ("input base: {base} → {new}",)}),
     Case("an artifact that is read, rebuilt to the same bytes", same_base),
@@ -125,7 +126,7 @@ def test_a_change_reruns_what_it_touches_and_says_what_it_was(
 ) -> None:
     code = request.getfixturevalue("copy") if case.alters_code else Path("nowhere")
     if case.alters_code:
-        monkeypatch.setattr(digests, "PACKAGE_DIRECTORY", code)
+        monkeypatch.setattr(hashing, "PACKAGE_DIRECTORY", code)
     before = built.store.latest("pretrain").content
     case.change(built, code)
     stages = built.plan(*(given.format(data=built.data) for given in case.given))
@@ -136,7 +137,7 @@ def test_a_change_reruns_what_it_touches_and_says_what_it_was(
 
 
 def test_a_change_that_is_taken_back_finds_what_was_there(built: House, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(digests, "PACKAGE_DIRECTORY", copy)
+    monkeypatch.setattr(hashing, "PACKAGE_DIRECTORY", copy)
     edit("train/schedules.py", "WARMUP_STEPS = 10", "WARMUP_STEPS = 11")(built, copy)
     one_byte(built, copy)
     assert running(built.plan("lora.rank=2")) == EVERYTHING - {"tokenizer", "shards-pretrain", "shards-lora"}

@@ -18,21 +18,24 @@ from doubles import CPU, Home, make_tokenizer, run_here, stage_settings
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from ttrain import gguf
-from ttrain.card import Exported, card
 from ttrain.config import Model, Settings
 from ttrain.data.encoder import Encoder
 from ttrain.errors import ArtifactError, TTrainError, UsageError
-from ttrain.evaluate.samples import greedy
-from ttrain.export import Request, export, size_of
-from ttrain.lineage import History
-from ttrain.model import adapters, exporting, factory
-from ttrain.plan import plan_stage, section_of
-from ttrain.references import Reference, resolve
-from ttrain.runs import RunRecord
+from ttrain.evaluate.greedy_samples import greedy
+from ttrain.export import gguf
+from ttrain.export.export import Request, export, size_of
+from ttrain.model import adapters, factory
+from ttrain.model import export as exporting
+from ttrain.pipeline.lineage import History
+from ttrain.pipeline.model_card import Exported, card
+from ttrain.pipeline.names import resolve
+from ttrain.pipeline.plan import plan_stage, section_of
 from ttrain.stages import LORA, PRETRAIN, SFT, Stage, lora, models, pretrain, sft
-from ttrain.store import Artifact, Store
-from ttrain.weights import ADAPTER, MODEL, SECOND_HEAD, weight_files, weights_digest
+from ttrain.store.artifacts import Store
+from ttrain.store.layout import Artifact
+from ttrain.store.model_reference import Reference
+from ttrain.store.runs import RunRecord
+from ttrain.store.weights import ADAPTER, MODEL, SECOND_HEAD, weight_files, weights_digest
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NEW_TOKENS = 12
@@ -229,7 +232,8 @@ def test_a_merged_export_computes_what_base_and_adapter_compute(tmp_path: Path) 
         plain = base(input_ids=ids).logits
         adapted = adapters.load(base, reference.adapter, reference.base_digest).eval()(input_ids=ids).logits
         merged = factory.load(tmp_path / "out").eval()(input_ids=ids).logits
-    assert (merged - adapted).abs().max() < 1e-5 < (plain - adapted).abs().max()
+    scale = adapted.abs().max()  # fp32 rounds relative to it: 1.4e-5 at 4.7 on a CPU with AMX
+    assert (merged - adapted).abs().max() / scale < 1e-5 < (plain - adapted).abs().max() / scale
 
 
 def test_an_adapter_alone_is_its_weights_its_settings_and_the_digest_of_its_base(tmp_path: Path) -> None:

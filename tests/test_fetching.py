@@ -20,12 +20,18 @@ from typing import Any
 
 import pytest
 from killing import killed_at
+from waiting import stopwatch
 
 from ttrain import tracking
+from ttrain.core.files import read_json
 from ttrain.errors import ArtifactError
-from ttrain.fetching import InTracker
-from ttrain.references import resolve
-from ttrain.store import Artifact, Store, read_json
+from ttrain.pipeline.damage import Removal, set_aside
+from ttrain.pipeline.names import resolve
+from ttrain.pipeline.plan import explain
+from ttrain.pipeline.stores import InTracker
+from ttrain.stages import STAGES
+from ttrain.store.artifacts import Store
+from ttrain.store.layout import Artifact
 
 ROOT = Path(__file__).parents[1]
 STAGE, KEY, EXPERIMENT = "shards-sft", "k" * 64, "ttrain"
@@ -170,6 +176,7 @@ def test_a_registered_adapter_is_fetched_with_the_model_it_goes_onto(
     made = make(first, "lora", adapter, inputs={"base": {"stage": "sft", "key": KEY, "content": ""}})
     run, tags = track(first, made), {"ttrain.stage": "lora", "ttrain.key": KEY, "ttrain.content": made.content}
     tracking.open_store(first, EXPERIMENT).register_model("mine-lora", run=run, artifact_path="lora/adapter", tags=tags)
+    run.store.finish_uploads()  # its files go over the network, in the background
     reference = resolve("mine-lora/1", second)
     assert reference.adapter == Store(second).path("lora", KEY) / "adapter"
     assert reference.model == Store(second).path("sft", KEY) / "model"
@@ -181,8 +188,8 @@ def test_a_hit_here_loads_no_tracker_and_a_miss_no_mlflow(home: Path) -> None:
     script = f"""
 import sys
 from pathlib import Path
-from ttrain.fetching import InTracker
-from ttrain.store import Store
+from ttrain.pipeline.stores import InTracker
+from ttrain.store.artifacts import Store
 store = Store(Path({str(home)!r}), InTracker(Path({str(home)!r}), {EXPERIMENT!r}))
 assert store.find({STAGE!r}, {KEY!r}) and "ttrain.tracking" not in sys.modules
 assert store.find({STAGE!r}, "another") is None and "ttrain.tracking" in sys.modules
@@ -300,16 +307,34 @@ def test_a_file_that_an_earlier_try_fetched_is_not_fetched_again(home: Path) -> 
 @pytest.mark.parametrize("manifest", [None, "another's"])
 def test_what_lies_in_its_place_and_is_not_it_is_set_aside(home: Path, manifest: str | None) -> None:
     store = store_of(home)
-    place = store.path(STAGE, KEY)
+    artifact, place = found(store), store.path(STAGE, KEY)  # it came there after the plan
     place.mkdir(parents=True)
     (place / "mine.txt").write_text("mine")
     if manifest:  # a directory that was copied to another key's place
         entry = {"bytes": 4, "sha256": hashlib.sha256(b"mine").hexdigest(), "mtime_ns": 1}
         told = {**MANIFEST, "format": 1, "stage": STAGE, "key": "l" * 64, "published": 1.0, "files": {"mine.txt": entry}}
         (place / "manifest.json").write_text(json.dumps(told))
-    assert files_in(store.complete(found(store)).path) == PUBLIC
+    assert store.find(STAGE, KEY) is None, "a plan that is made now calls it damaged"
+    assert files_in(store.complete(artifact).path) == PUBLIC
     (aside,) = (home / "replaced" / STAGE).iterdir()
     assert (aside / "mine.txt").read_text() == "mine"
+
+
+def test_an_artifact_whose_manifest_is_damaged_is_named_although_mlflow_has_it_whole(home: Path) -> None:
+    """MLflow's copy would stand in the plan as cached, while no command that reads the store alone could find it."""
+    store, place = store_of(home), Store(home).path(STAGE, KEY)
+    store.complete(found(store))
+    os.truncate(place / "manifest.json", 40)
+    assert store.find(STAGE, KEY) is None
+    damaged, hint = explain(STAGES[STAGE], KEY, {}, store)
+    assert damaged.startswith("its artifact is damaged: manifest.json cannot be read")
+    assert hint == "MLflow has it whole: after `ttrain artifacts verify --set-aside` it is fetched from there instead"
+    with pytest.raises(
+        ArtifactError, match=rf"{STAGE} kkk+ is damaged: manifest\.json cannot.*; `ttrain artifacts verify --set"
+    ):
+        store.latest(STAGE)
+    set_aside(store, [Removal(path, problem) for path, problem in store.unreadable().items()])
+    assert found(store).absent and len([*(home / "replaced" / STAGE).iterdir()]) == 1
 
 
 def test_two_at_once_fetch_each_file_once(home: Path) -> None:
@@ -349,10 +374,10 @@ def test_a_server_that_does_not_answer_is_a_miss_soon_and_said_once(
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://user:secret@127.0.0.1:{silent.getsockname()[1]}")
-        store, began = store_of(tmp_path / "home"), time.monotonic()
+        store, waited = store_of(tmp_path / "home"), stopwatch()
         with caplog.at_level(logging.WARNING, "ttrain"):
             assert [store.find(STAGE, key) for key in ("1", "2", "3")] == [None] * 3
-    assert time.monotonic() - began < 15
+    assert waited() < 15
     [record] = caplog.records
     assert "cannot be asked for artifacts" in record.getMessage() and "secret" not in record.getMessage()
 

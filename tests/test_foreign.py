@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import resource
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from ttrain.data import existing
-from ttrain.data.chat import Message, encode_chat, encode_chats, prompt_ids
+from ttrain.core.sandbox import Sandbox
+from ttrain.data import existing_tokenizer, template_rendering
+from ttrain.data.chat import encode_chat, encode_chats, prompt_ids
+from ttrain.data.chat_templates import Message
 from ttrain.data.encoder import Encoder
 from ttrain.errors import DataError, UsageError
 
@@ -56,7 +61,9 @@ def make(directory: Path, template: str | None, **config: Any) -> Path:
 
 
 def take(directory: Path, template: str) -> Encoder:
-    existing.take(existing.files(str(make(directory / "existing", template))), directory / "taken", "own")
+    existing_tokenizer.take(
+        existing_tokenizer.files(str(make(directory / "existing", template))), directory / "taken", "own"
+    )
     return Encoder(directory / "taken")
 
 
@@ -101,6 +108,63 @@ def test_ids_and_mask_are_those_of_transformers_where_nothing_is_forged(tmp_path
     assert prompt_ids(encoder, TALK[:2]) == prompt["input_ids"]
 
 
+PLAIN = "{% for message in messages %}{{ message['content'] + '<|im_end|>' }}{% endfor %}"
+GREEDY = {
+    "loops in loops": "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}{% endfor %}"
+    "{% endfor %}{% endfor %}",
+    "a text that doubles": "{% set n = namespace(x='x') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+    "a text times a number": "{{ 'a' * 10**10 }}",
+    "a list times a number": "{{ ([1] * 10**10) | length }}",
+    "a width": "{{ '%1000000000d' % 1 }}{{ '%2000000000d' % 1 }}",
+    "a number": "{{ 10 ** (10 ** 9) }}",
+    "a macro that calls itself twice": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}"
+    "{{ f(60) }}",
+    "a long output": "{{ 'a' * 10**7 }}",
+}
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[Sandbox]:
+    """A small budget, so that what exceeds it does so soon."""
+    with contextlib.closing(
+        Sandbox(
+            template_rendering.answer,
+            seconds=0.3,
+            seconds_per_result=0.05,
+            memory_bytes=256 << 20,
+            preloaded=("transformers.utils.chat_template_utils",),
+        )
+    ) as sandbox:
+        yield sandbox
+
+
+@pytest.mark.parametrize("greedy", GREEDY.values(), ids=GREEDY)
+def test_a_template_that_asks_for_all_time_or_memory_is_refused(
+    greedy: str, small: Sandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(template_rendering, "_SANDBOX", small)
+    begun = resource.getrusage(resource.RUSAGE_SELF)
+    with pytest.raises(DataError, match=r"template cannot be used: it (asks for too much|does not render)"):
+        take(tmp_path, greedy + PLAIN)
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    assert used.ru_utime - begun.ru_utime < 2, "the child was ended, and this process waited"
+    assert used.ru_maxrss - begun.ru_maxrss < 200_000, "KiB"
+
+
+def test_a_template_that_a_content_makes_endless_is_refused_once_and_for_all(
+    small: Sandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(template_rendering, "_SANDBOX", small)
+    trigger = "{% if '!' in messages[0]['content'] %}" + GREEDY["loops in loops"] + "{% endif %}"
+    encoder = take(tmp_path, trigger + PLAIN)
+    fine, endless = ((Message("user", text), Message("assistant", "Hello")) for text in ("Hi", "Hi!"))
+    ids, _ = encode_chat(encoder, fine)
+    assert shown(encoder, ids) == "Hi<|im_end|>Hello<|im_end|>"
+    for conversations in ([fine, endless, fine], [fine]):
+        with pytest.raises(DataError, match=r"asks for too much: it needs more than 0\.\d+ s of CPU time; set tokenizer"):
+            encode_chats(encoder, conversations)
+
+
 @pytest.mark.parametrize("forged", FORGED)
 @pytest.mark.parametrize("role", ["system", "user", "assistant"])
 def test_forged_markers_add_no_special_token_and_do_not_move_the_mask(encoder: Encoder, forged: str, role: str) -> None:
@@ -127,6 +191,15 @@ def test_empty_turns_and_blank_answers_have_their_place_and_no_mask(encoder: Enc
         *encoder.encode(["fox"])[0],
         encoder.end_id,
     ]
+
+
+def test_an_answer_that_is_not_learnt_has_no_mask(encoder: Encoder) -> None:
+    context = tuple(Message(turn.role, turn.content, in_loss=turn.content != "jumps") for turn in TALK)
+    ids, live = encode_chat(encoder, TALK)
+    assert encode_chat(encoder, context)[0] == ids
+    fewer = encode_chat(encoder, context)[1]
+    assert shown(encoder, [number for number, alive in zip(ids, fewer, strict=True) if alive]) == "over\n<|im_end|>"
+    assert sum(fewer) < sum(live)
 
 
 def test_a_template_may_leave_out_empty_turns(tmp_path: Path) -> None:
@@ -232,6 +305,6 @@ def test_a_template_without_a_place_for_a_role_is_refused_by_its_roles(tmp_path:
 
 
 def test_without_a_template_own_is_refused(tmp_path: Path) -> None:
-    found = existing.files(str(make(tmp_path / "existing", None)))
+    found = existing_tokenizer.files(str(make(tmp_path / "existing", None)))
     with pytest.raises(UsageError, match=r"has no chat template; set tokenizer\.template=ttrain"):
-        existing.take(found, tmp_path / "taken", "own")
+        existing_tokenizer.take(found, tmp_path / "taken", "own")

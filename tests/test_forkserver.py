@@ -20,13 +20,13 @@ import psutil
 import pytest
 from doubles import Watcher, stage_settings
 
-from ttrain import forkserver, supervise
-from ttrain.forkserver import ForkedProcess, ForkServer, ForkServerError
-from ttrain.parent import PARENT
+from ttrain.core.parent_process import PARENT
+from ttrain.pipeline import fork_server, processes
+from ttrain.pipeline.fork_server import ForkedProcess, ForkServer, ForkServerError
+from ttrain.pipeline.stage_worker import SAME_SIGNAL_SECONDS
 from ttrain.stages import PRETRAIN
-from ttrain.worker import SAME_SIGNAL_SECONDS
 
-PACKAGE = Path(forkserver.__file__).parent
+PACKAGE = Path(fork_server.__file__).parents[1]
 ERRAND = """
 import json, os, random, signal, sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
@@ -59,7 +59,7 @@ def main():
         return 0
     if what == "listen":
         time.sleep(0.3)  # as imports do
-        from ttrain.worker import StopFlag
+        from ttrain.pipeline.stage_worker import StopFlag
         stop = StopFlag(stops_by_itself=False)
         stop.listen()
         print("stopped" if stop() else "never told", flush=True)
@@ -70,7 +70,7 @@ def main():
 """
 LAUNCHER = """
 import os, sys, time
-from ttrain.forkserver import ForkServer
+from ttrain.pipeline.fork_server import ForkServer
 server = ForkServer(dict(os.environ), sys.argv[1:])
 print(server.pid, flush=True)
 for _ in range(2):
@@ -82,14 +82,7 @@ time.sleep(60)
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of the package and the module `errand`, in front of the path of every new process."""
-    (tmp_path / "ttrain").mkdir()
-    modules = ("parent", "forkserver", "results", "errors", "store", "digests", "job", "progress", "worker")
-    for name in (*modules, "system_metrics"):
-        shutil.copy(PACKAGE / f"{name}.py", tmp_path / "ttrain")
-    shutil.copytree(PACKAGE / "config", tmp_path / "ttrain" / "config", ignore=shutil.ignore_patterns("__pycache__"))
-    (tmp_path / "ttrain" / "train").mkdir()
-    for name in ("__init__", "watchdog"):
-        shutil.copy(PACKAGE / "train" / f"{name}.py", tmp_path / "ttrain" / "train")
+    shutil.copytree(PACKAGE, tmp_path / "ttrain", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "ttrain" / "__init__.py").write_text("VALUE = 1\n")
     (tmp_path / "errand.py").write_text(ERRAND)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -160,7 +153,7 @@ def test_a_forked_process_is_as_one_that_was_started(server: ForkServer, tmp_pat
     assert {name: found["environment"].get(name) for name in expected} == expected
     assert {*found["environment"]} - {*expected} == set(), "what keeps the server at one thread is its own"
     assert found["handler"] and found["input"] == "" and found["threads"] == 1
-    assert found["blocked"] == [signal.SIGINT, signal.SIGTERM], "until it has handlers"
+    assert found["blocked"] == [signal.SIGHUP, signal.SIGINT, signal.SIGTERM], "until it has handlers"
     assert [name for name in found["descriptors"] if "socket" in name or "pidfd" in name] == []
 
 
@@ -253,9 +246,9 @@ def test_it_refuses_to_fork_from_threads_and_says_what_did_not_load(place: Path)
 
 def test_the_libraries_of_training_start_no_thread() -> None:
     """Else no stage would be forked: all of them must load here."""
-    environment = supervise.environment_of(stage_settings())
+    environment = processes.environment_of(stage_settings())
     with tempfile.TemporaryFile() as output:
-        process = supervise._server(environment).start("platform", [], environment, output.fileno())
+        process = processes._server(environment).start("platform", [], environment, output.fileno())
         assert process is not None
         process.kill()
         process.wait()
@@ -286,19 +279,19 @@ def test_a_signal_before_it_listens_is_not_lost_and_the_second_ends_it(server: F
 def test_a_fresh_process_keeps_an_early_signal_too(place: Path) -> None:
     with tempfile.TemporaryFile() as output:
         (place / "runpy_errand.py").write_text("import sys, errand; sys.argv[1:] = ['listen']; sys.exit(errand.main())")
-        process = supervise._spawn("runpy_errand", [], {**os.environ}, output)
+        process = processes._spawn("runpy_errand", [], {**os.environ}, output)
         process.send_signal(signal.SIGTERM)
         assert process.wait() == 0
         said(output, "stopped")
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
 
 
-def started(work: Path, observer: Watcher, **runtime: Any) -> tuple[supervise.Group, str]:
+def started(work: Path, observer: Watcher, **runtime: Any) -> tuple[processes.Group, str]:
     """The processes of a stage without a job, which end at once, and what is in their log."""
-    group = supervise.Group()
+    group = processes.Group()
     with (work / "log.txt").open("w+b") as log:
         try:
-            supervise._start(group, PRETRAIN, stage_settings(**runtime), work, log, observer)
+            processes._start(group, PRETRAIN, stage_settings(**runtime), work, log, observer)
             for process in group.processes:
                 process.wait()
         finally:
@@ -319,10 +312,10 @@ def test_where_there_is_no_server_a_fresh_process_is_started_and_the_log_says_wh
 
 def test_a_server_that_was_killed_between_two_stages_is_replaced(tmp_path: Path, cheap_server: Callable[..., None]) -> None:
     cheap_server("json", "numpy")
-    environment = supervise.environment_of(stage_settings())
-    first = supervise._server(environment)
+    environment = processes.environment_of(stage_settings())
+    first = processes._server(environment)
     assert isinstance(started(tmp_path, Watcher())[0].processes[0], ForkedProcess)
-    assert supervise._server(environment) is first, "one for all stages"
+    assert processes._server(environment) is first, "one for all stages"
     psutil.Process(first.pid).kill()
     assert gone(first.pid)
     group, log = started(tmp_path, Watcher())
@@ -336,8 +329,8 @@ def cheap_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None
     servers: list[Any] = []
 
     def use(*preloaded: str) -> None:
-        monkeypatch.setattr(supervise, "_servers", servers)
-        monkeypatch.setattr(supervise, "ForkServer", lambda environment: ForkServer(environment, preloaded))
+        monkeypatch.setattr(processes, "_servers", servers)
+        monkeypatch.setattr(processes, "ForkServer", lambda environment: ForkServer(environment, preloaded))
 
     yield use
     for _, server in servers:

@@ -17,24 +17,25 @@ from doubles import CPU, make_tokenizer, tiny_model
 from safetensors.torch import load_file, save_file
 from test_foreign import CHATML, make
 
-from ttrain import cli_gate, from_gate, from_task
-from ttrain.cli import main
+from ttrain.cli import gate as cli_gate
+from ttrain.cli import gate_training, train_task
+from ttrain.cli.main import main
 from ttrain.config import Expert, Gate, Lora, Runtime, Settings
-from ttrain.data import chat
+from ttrain.core.hashing import sha256_file
+from ttrain.core.progress import Progress
+from ttrain.data import chat_templates
 from ttrain.data.encoder import Encoder, open_tokenizer
 from ttrain.data.sources import Conversation, Document
-from ttrain.digests import sha256_file
 from ttrain.errors import ArtifactError, DataError, Interrupted, UsageError
 from ttrain.evaluate import routing
-from ttrain.gate import files, router
-from ttrain.job import Job
+from ttrain.inference import gate_files, gate_router
 from ttrain.model import adapters, factory
-from ttrain.progress import Progress
-from ttrain.references import resolve
+from ttrain.pipeline.names import resolve
+from ttrain.pipeline.stage_worker import job_of
 from ttrain.stages import Stage, gate, gate_records
-from ttrain.store import Store
-from ttrain.weights import weights_digest
-from ttrain.worker import job_of
+from ttrain.stages.job import Job
+from ttrain.store.artifacts import Store
+from ttrain.store.weights import weights_digest
 
 ALPHABETS = ("0123456789", "abcdefghijklm", "NOPQRSTUVWXYZ")
 SHARES = (0.5, 0.3, 0.2)
@@ -56,7 +57,7 @@ class Planted:
 
     @property
     def experts(self) -> list[Expert]:
-        return [files.expert_of(resolve(name)) for name in self.names]
+        return [gate_files.expert_of(resolve(name)) for name in self.names]
 
     def log_probabilities(self, alphabet: int) -> torch.Tensor:
         """What the expert of an alphabet gives each token, whatever stands before it."""
@@ -101,7 +102,7 @@ def _write_model(directory: Path, along_0: torch.Tensor, along_1: torch.Tensor) 
         model.lm_head.weight[:, 1] = along_1 / 4
     for name, content in factory.files(model).items():
         (directory / name).write_bytes(content)
-    save_file({name: tensor.contiguous() for name, tensor in factory.state(model).items()}, directory / files.WEIGHTS)
+    save_file({name: tensor.contiguous() for name, tensor in factory.state(model).items()}, directory / gate_files.WEIGHTS)
 
 
 def _write_adapter(directory: Path, base: Path) -> None:
@@ -130,7 +131,7 @@ def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
         finally:
             torch.use_deterministic_algorithms(False)
 
-    monkeypatch.setattr(from_task.supervise, "run", in_this_process)
+    monkeypatch.setattr(train_task.processes, "run", in_this_process)
     monkeypatch.setenv("TTRAIN_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("TTRAIN__RUNTIME__THREADS", "1")
     monkeypatch.chdir(tmp_path)
@@ -170,7 +171,7 @@ def test_a_gate_routes_to_the_planted_experts_and_touches_none_of_them(run: Run,
     trained = {name.rpartition(".")[0] for name in load_file(tmp_path / "gate" / "model.safetensors")}
     assert trained == {"embedding", "layers.0", "layers.1", "layers.3"}  # the router, and nothing of an expert
 
-    opened = router.OpenedGate(tmp_path / "gate")
+    opened = gate_router.OpenedGate(tmp_path / "gate")
     assert [expert.reference for expert in opened.experts] == planted.names
     for text, expert in (("7 31. 95", 0), ("VWX ZZ.", 1), ("abba. cede.", 2)):
         number, probabilities = opened.route(text)
@@ -216,21 +217,21 @@ def test_a_mistake_of_the_command_is_told_before_anything_starts(
 def test_a_gate_knows_when_an_expert_or_its_router_was_changed(planted: Planted, tmp_path: Path) -> None:
     first, *others = planted.experts
     copied = first.model_copy(update={"model": str(tmp_path / "expert")})
-    assert [files.change(expert) for expert in (first, *others)] == [None] * 3
-    assert "holds no weights any more" in str(files.change(copied))
+    assert [gate_files.change(expert) for expert in (first, *others)] == [None] * 3
+    assert "holds no weights any more" in str(gate_files.change(copied))
     (tmp_path / "expert").mkdir()
     (tmp_path / "expert" / "model.safetensors").write_bytes(b"other")
-    assert f"no longer {first.weights_sha256[:12]}" in str(files.change(copied))
+    assert f"no longer {first.weights_sha256[:12]}" in str(gate_files.change(copied))
     with pytest.raises(ArtifactError, match="is not the one that the gate knows"):
-        files.check([first, copied])
+        gate_files.check([first, copied])
 
     with pytest.raises(UsageError, match="holds no gate"):
-        files.read(tmp_path)
-    files.write(tmp_path, files.GateFile((first, *others), Gate(), {}, "0" * 64))
-    assert files.read(tmp_path).experts == (first, *others)
-    save_file({}, tmp_path / files.WEIGHTS)
+        gate_files.read(tmp_path)
+    gate_files.write(tmp_path, gate_files.GateFile((first, *others), Gate(), {}, "0" * 64))
+    assert gate_files.read(tmp_path).experts == (first, *others)
+    save_file({}, tmp_path / gate_files.WEIGHTS)
     with pytest.raises(ArtifactError, match="is not the one"):
-        router.OpenedGate(tmp_path)
+        gate_router.OpenedGate(tmp_path)
 
 
 # --- records and losses -----------------------------------------------------------------------------------------------
@@ -242,8 +243,8 @@ def _job(output: Path, stop: Callable[[], bool] = lambda: False) -> Job:
 
 def test_losses_are_those_of_the_planted_models(planted: Planted, tmp_path: Path) -> None:
     chats = Conversation((
-        chat.Message("user", "cab?"), chat.Message("assistant", "10 20"), chat.Message("user", "more"),
-        chat.Message("assistant", "ABBA"),
+        chat_templates.Message("user", "cab?"), chat_templates.Message("assistant", "10 20"),
+        chat_templates.Message("user", "more"), chat_templates.Message("assistant", "ABBA"),
     ))  # fmt: skip
     records = [Document("12 abc"), Document("XYZ" * 60), chats]
     settings = Gate(row_length=32, stride=8)
@@ -322,19 +323,19 @@ def test_without_data_the_experts_own_held_out_records_are_taken(
             (tmp_path / f"of-{name}" / "model" / file.name).write_bytes(file.read_bytes())
         store.publish("sft", name * 64, tmp_path / f"of-{name}", {**manifest, "inputs": inputs})
     found = [resolve(str(store.path("sft", name * 64))) for name in ("a", "b", "a")]
-    assert from_gate.heldout_files(found) == [
+    assert gate_training.heldout_files(found) == [
         str(store.path(f"shards-{name}", "0" * 64) / "heldout" / "1.jsonl") for name in ("a", "b")
     ]
     with pytest.raises(UsageError, match="name files with --data"):
-        from_gate.heldout_files([resolve(planted.names[0])])
+        gate_training.heldout_files([resolve(planted.names[0])])
 
 
 def test_chats_are_not_scored_by_a_model_whose_tokenizer_has_no_template(planted: Planted, tmp_path: Path) -> None:
     for file in Path(planted.names[1]).iterdir():
         if file.name != "chat_template.jinja":
             (tmp_path / file.name).write_bytes(file.read_bytes())
-    bare = files.expert_of(resolve(str(tmp_path)))
-    talk = Conversation((chat.Message("user", "1"), chat.Message("assistant", "2")))
+    bare = gate_files.expert_of(resolve(str(tmp_path)))
+    talk = Conversation((chat_templates.Message("user", "1"), chat_templates.Message("assistant", "2")))
     gate_records.score([bare], [Document("1")], ROWS, _job(tmp_path / "out"), CPU)
     with pytest.raises(UsageError, match="has no chat template"):
         gate_records.score([bare], [Document("1"), talk], ROWS, _job(tmp_path / "out"), CPU)
@@ -346,8 +347,10 @@ def test_a_document_begins_with_its_end_to_a_model_whose_tokenizer_has_no_begin(
     model = tiny_model(vocab=known.get_vocab_size()).eval()
     for name, content in factory.files(model).items():
         (tmp_path / name).write_bytes(content)
-    save_file({name: tensor.contiguous() for name, tensor in factory.state(model).items()}, tmp_path / files.WEIGHTS)
-    found = gate_records.score([files.expert_of(resolve(str(tmp_path)))], [Document("the fox")], ROWS, _job(tmp_path), CPU)
+    save_file({name: tensor.contiguous() for name, tensor in factory.state(model).items()}, tmp_path / gate_files.WEIGHTS)
+    found = gate_records.score(
+        [gate_files.expert_of(resolve(str(tmp_path)))], [Document("the fox")], ROWS, _job(tmp_path), CPU
+    )
     ids = [known.token_to_id("<|im_end|>"), *known.encode("the fox").ids]
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([ids])).logits[0]
@@ -357,7 +360,7 @@ def test_a_document_begins_with_its_end_to_a_model_whose_tokenizer_has_no_begin(
     ]
     make(tmp_path, CHATML, eos_token=None)
     with pytest.raises(UsageError, match="knows no token that begins or ends a text"):
-        gate_records.score([files.expert_of(resolve(str(tmp_path)))], [Document("a")], ROWS, _job(tmp_path), CPU)
+        gate_records.score([gate_files.expert_of(resolve(str(tmp_path)))], [Document("a")], ROWS, _job(tmp_path), CPU)
 
 
 def test_held_out_texts_are_not_learnt_from() -> None:
@@ -365,7 +368,7 @@ def test_held_out_texts_are_not_learnt_from() -> None:
     task = gate.Routing(Gate(), 3, ["a", "b", "c", "d"], np.array([2, 0, 1, 1]), flags)
     for part, texts in ((task.rows(), "ac"), (task.heldout_rows(), "bd")):
         assert [ids.tolist() for ids, _ in map(part.__getitem__, range(len(part)))] == [
-            router.run_ids(text, Gate()).tolist() for text in texts
+            gate_router.run_ids(text, Gate()).tolist() for text in texts
         ]
     assert [best for _, best in map(task.rows().__getitem__, range(2))] == [2, 1]
 
@@ -375,17 +378,17 @@ def test_held_out_texts_are_not_learnt_from() -> None:
 
 def test_runs_of_characters_have_the_same_ids_everywhere_and_padding_counts_nothing() -> None:
     settings = Gate(buckets=1000, ngram_characters=2, characters=16)
-    assert router.run_ids("ab", settings).tolist() == [216, 442, 573, 684, 784, 815]
-    assert router.run_ids("x" * 16 + "y", settings).tolist() == router.run_ids("x" * 16, settings).tolist()
-    assert len(router.run_ids("aaaa", settings)) == 2 + 3  # " " and "a"; " a", "aa" and "a "
-    assert len(router.run_ids("", settings)) == 2 and len(router.run_ids("\udcff🙂字", settings)) == 4 + 4
+    assert gate_router.run_ids("ab", settings).tolist() == [216, 442, 573, 684, 784, 815]
+    assert gate_router.run_ids("x" * 16 + "y", settings).tolist() == gate_router.run_ids("x" * 16, settings).tolist()
+    assert len(gate_router.run_ids("aaaa", settings)) == 2 + 3  # " " and "a"; " a", "aa" and "a "
+    assert len(gate_router.run_ids("", settings)) == 2 and len(gate_router.run_ids("\udcff🙂字", settings)) == 4 + 4
     torch.manual_seed(0)
-    model = router.Router(settings, 3)
+    model = gate_router.Router(settings, 3)
     texts = ["a", "some longer text", "字"]
     together = model.probabilities(texts)
     alone = torch.cat([model.probabilities([text]) for text in texts])
     torch.testing.assert_close(together, alone)
-    ids_BL = router.padded([router.run_ids("a", settings)])
+    ids_BL = gate_router.padded([gate_router.run_ids("a", settings)])
     mean = model.embedding(ids_BL[0]).mean(0)
     torch.testing.assert_close(model(ids_BL)[0], model.layers(mean))
 

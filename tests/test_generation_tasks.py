@@ -14,14 +14,15 @@ from asking import subject_of
 from doubles import make_tokenizer, tiny_model
 
 from ttrain.config.suite import GenerationTask
-from ttrain.data.chat import Message, prompt_ids
+from ttrain.data.chat import prompt_ids
+from ttrain.data.chat_templates import Message
 from ttrain.data.encoder import Encoder
 from ttrain.errors import UsageError
 from ttrain.evaluate import generation
+from ttrain.evaluate.answer_numbers import answer_in, is_number, numbers
+from ttrain.evaluate.evaluated_model import Subject
 from ttrain.evaluate.items import BadRow, Places
-from ttrain.evaluate.numbers import answer_in, is_number, numbers
-from ttrain.evaluate.outcome import Outcome
-from ttrain.evaluate.subject import Subject
+from ttrain.evaluate.task_result import Outcome
 
 RESULTS: dict[str, str | None] = {
     "He has 5 - 2 = 3 left.\n#### 3": "3", "#### 1,234.50 dollars, 7 in all": "2469/2", "#### none, so 8": "8",

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from flows.guarding import ASSISTANT, Guarded, hosts_of
+from flows.host_check import ASSISTANT, Guarded, hosts_of
+
+SENT = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/html")]}
 
 
 def answer(kind: str, *headers: tuple[str, str], path: str = "/api/health") -> list[Mapping[str, Any]]:
@@ -16,7 +18,7 @@ def answer(kind: str, *headers: tuple[str, str], path: str = "/api/health") -> l
     sent: list[Mapping[str, Any]] = []
 
     async def inner(scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "passed"})
+        await send(SENT if path == "/page" else {"type": "passed"})
 
     async def receive() -> Mapping[str, Any]:
         return {"type": f"{kind}.connect"}
@@ -66,6 +68,16 @@ def test_other_sites_do_not(headers: list[tuple[str, str]]) -> None:
 def test_what_is_left_out_is_there_for_nobody(path: str) -> None:
     first, *_ = answer("http", ("host", "127.0.0.1:4200"), path=path)
     assert first["status"] == 403
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1:4200", "evil.example"])
+def test_every_answer_keeps_its_page_to_its_own_server(host: str) -> None:
+    first, *_ = answer("http", ("host", host), path="/page")
+    [policy] = [value.decode() for name, value in first["headers"] if name == b"content-security-policy"]
+    rules = dict(rule.split(" ", 1) for rule in policy.split("; "))
+    assert rules["connect-src"] == "'self' data: blob: ws://127.0.0.1:4200 ws://localhost:4200"
+    assert "http" not in policy and "*" not in policy and rules["frame-ancestors"] == "'self'"
+    assert (b"content-type", b"text/html") in first["headers"] or first["status"] == 403
 
 
 def test_the_application_still_starts_and_stops() -> None:

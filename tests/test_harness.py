@@ -9,16 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from doubles import LINES
 from talking import speaker, write_model
 
 from ttrain.config.suite import ChoicesTask, HarnessTask
 from ttrain.errors import DataError, UsageError
-from ttrain.evaluate import choices, harness
+from ttrain.evaluate import choices, lm_eval_code, lm_eval_tasks, run, suites
+from ttrain.evaluate.evaluated_model import Subject
 from ttrain.evaluate.items import Items, Places
-from ttrain.evaluate.outcome import Outcome
-from ttrain.evaluate.subject import Subject
-from ttrain.subjects import subject_of
+from ttrain.evaluate.task_result import Outcome
+from ttrain.inference.evaluated_model import subject_of
 
 lm_eval = pytest.importorskip("lm_eval")
 ITEMS, SHOTS = 12, 2
@@ -76,16 +77,16 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    harness._index.cache_clear()
+    lm_eval_tasks._index.cache_clear()
     monkeypatch.chdir(tmp_path)  # a task file finds its data beside itself, wherever the command is run
 
 
-def read(place: Path, name: str, **settings: Any) -> Items[harness.Document]:
-    return harness.read("theirs", HarnessTask(task=f"{name}.yaml", **settings), Places(place))
+def read(place: Path, name: str, **settings: Any) -> Items[lm_eval_tasks.Document]:
+    return lm_eval_tasks.read("theirs", HarnessTask(task=f"{name}.yaml", **settings), Places(place))
 
 
 def asked(place: Path, name: str, subject: Subject, **settings: Any) -> Outcome:
-    return harness.run(read(place, name, **settings), subject, lambda done, total: None)
+    return lm_eval_tasks.run(read(place, name, **settings), subject, lambda done, total: None)
 
 
 def theirs(place: Path, name: str) -> dict[str, Any]:
@@ -148,10 +149,10 @@ def test_a_limit_draws_items_by_the_seed(place: Path) -> None:
 
 def test_two_models_are_asked_the_same_items(place: Path, subject: Subject, tmp_path: Path) -> None:
     items = read(place, "words")
-    first = harness.run(items, subject, lambda done, total: None)
+    first = lm_eval_tasks.run(items, subject, lambda done, total: None)
     other = subject_of(speaker(write_model(tmp_path / "other", seed=2)))
-    second = harness.run(items, other, lambda done, total: None)
-    again = harness.run(items, subject, lambda done, total: None)
+    second = lm_eval_tasks.run(items, other, lambda done, total: None)
+    again = lm_eval_tasks.run(items, subject, lambda done, total: None)
     assert first.figures == again.figures != second.figures
     assert not math.isnan(second.primary.value)
 
@@ -165,13 +166,76 @@ def test_what_the_harness_does_not_have_is_refused(place: Path) -> None:
         read(place, "broken")
 
 
+RUNS = "!function evil.run"
+BODY = json.dumps({**COMMON, **TASKS["words"]})[1:-1]
+
+
+@pytest.mark.parametrize(
+    ("files", "where"),
+    [
+        ({"task.yaml": f"task: mine\nprocess_docs: {RUNS}\n"}, "task.yaml, line 2"),
+        ({"task.yaml": f"{{task: mine, {BODY}, process_docs: {RUNS}}}"}, "task.yaml, line 1"),
+        ({"task.yaml": "task: mine\nprocess_docs: !<!function> evil.run\n"}, "task.yaml, line 2"),
+        ({"task.yaml": f"task: mine\nunused: [&a {{b: {RUNS}}}]\nprocess_docs: *a\n"}, "task.yaml, line 2"),
+        ({"task.yaml": "task: mine\ninclude: sub/base.yaml\n", "sub/base.yaml": "include: [more.yaml]\n",
+          "sub/more.yaml": f"\n\nclass: {RUNS}\n"}, "sub/more.yaml, line 3"),
+        ({"task.yaml": "x: &x {include: base}\ntask: mine\n<<: *x\n", "base": f"a: {RUNS}\n"}, "base, line 1"),
+        ({"task.yaml": "include: task.yaml\ntask: mine\nmetric_list: [{metric: acc, aggregation: !function evil.run}]\n"},
+         "task.yaml, line 3"),
+        ({"task.yaml": "group: all\ntask:\n- other.yaml\n", "other.yaml": f"task: mine\ndoc_to_text: {RUNS}\n"},
+         "other.yaml, line 2"),
+        ({"task.yaml": f"group: all\ntask:\n- task: words\n  doc_to_text: {RUNS}\n"}, "task.yaml, line 4"),
+        ({"task.yaml": "task: mine\nmetric_list: [{metric: ./evil.py}]\n"}, "task.yaml is none of the harness's own"),
+        ({"task.yaml": "task: mine\nmetric_list: [{metric: acc, hf_evaluate: true}]\n"}, "task.yaml is none of"),
+    ],
+    ids=range(11),
+)  # fmt: skip
+def test_a_task_file_that_runs_python_is_refused_with_its_line_and_runs_none(
+    tmp_path: Path, files: dict[str, str], where: str
+) -> None:
+    (tmp_path / "sub").mkdir()
+    for code in (tmp_path / "evil.py", tmp_path / "sub" / "evil.py"):
+        code.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\ndef run(*given): return given[0]\n")
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(UsageError, match=r"theirs\.task is .*task\.yaml, which runs Python: .*allow_code: true") as refusal:
+        read(tmp_path, "task")
+    assert where in str(refusal.value)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_suite_that_allows_code_runs_the_python_of_its_task_files(place: Path, tmp_path: Path) -> None:
+    task = {"task": "mine", **COMMON, **TASKS["words"]}
+    (tmp_path / "items.jsonl").write_bytes((place / "items.jsonl").read_bytes())
+    (tmp_path / "mine.yaml").write_text(f"{yaml.safe_dump(task)}process_docs: !function mine.first\n")
+    (tmp_path / "mine.py").write_text("def first(documents): return documents.select(range(1))\n")
+    suite = tmp_path / "suite.yaml"
+    suite.write_text("allow_code: true\ntasks: {theirs: {kind: harness, task: mine.yaml}}\n")
+    loaded = suites.within(suites.load(str(suite)), ["documents"])
+    [items] = run.read([loaded], {"documents": []})
+    assert len(items.items) == 1
+    suite.write_text("tasks: {theirs: {kind: harness, task: mine.yaml}}\n")
+    with pytest.raises(UsageError, match=r"line .*; allow_code: true in the suite runs it"):
+        run.read([suites.load(str(suite))], {})
+
+
+def test_what_includes_itself_or_is_no_yaml_is_an_error_and_no_loop(tmp_path: Path) -> None:
+    (tmp_path / "task.yaml").write_text("include: task.yaml\ntask: mine\n")
+    with pytest.raises(DataError, match="Include cycle"):
+        read(tmp_path, "task")
+    for text in ("a: [", "[" * 2000, "a: !unknown b"):
+        (tmp_path / "task.yaml").write_text(text)
+        with pytest.raises(DataError, match=r"theirs\.task: cannot read .*task\.yaml"):
+            read(tmp_path, "task")
+
+
 def test_tasks_are_known_by_name(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lm_eval.tasks.manager.__file__", str(place / "manager.py"))  # its 14,000 files take 8 s to read
     monkeypatch.chdir(place)
-    found = harness.read("theirs", HarnessTask(task="words"), Places(place / "elsewhere"))
+    found = lm_eval_tasks.read("theirs", HarnessTask(task="words"), Places(place / "elsewhere"))
     assert found.digests == read(place, "words").digests
     with pytest.raises(UsageError, match=r"'wordz', which lm-evaluation-harness does not know; did you mean words\?"):
-        harness.read("theirs", HarnessTask(task="wordz"), Places(place))
+        lm_eval_tasks.read("theirs", HarnessTask(task="wordz"), Places(place))
 
 
 def test_a_group_counts_every_item_and_shows_each_task(
@@ -191,3 +255,23 @@ def test_without_the_harness_the_command_that_installs_it_is_told(place: Path, m
     monkeypatch.setitem(__import__("sys").modules, "lm_eval.tasks", None)
     with pytest.raises(UsageError, match=r"pip install 'ttrain\[harness\]'"):
         read(place, "words")
+
+
+def test_a_template_of_a_task_file_reaches_no_module(tmp_path: Path) -> None:
+    from lm_eval import utils
+
+    lm_eval_code.sandbox_templates()
+    touched = tmp_path / "touched"
+    with pytest.raises(Exception, match=r"unsafe|undefined|access"):
+        utils.apply_template(f"{{{{ cycler.__init__.__globals__.os.system('touch {touched}') }}}}", {})
+    assert not touched.exists()
+    assert utils.apply_template("{{ question | regex_replace('b', 'c') }} {{ choices | join(', ') }}", {
+        "question": "abc", "choices": ["x", "y"]
+    }) == "acc x, y"  # fmt: skip
+
+
+def test_merges_that_stand_for_billions_are_refused(tmp_path: Path) -> None:
+    lines = ["a0: &a0 {x: 1}", *(f"a{n}: &a{n}\n  <<: [*a{n - 1}, *a{n - 1}]" for n in range(1, 26))]
+    (tmp_path / "bomb.yaml").write_text("\n".join(lines))
+    with pytest.raises(DataError, match="it says more than 25,000 values"):
+        lm_eval_code.check(tmp_path / "bomb.yaml", "tasks.theirs.task")

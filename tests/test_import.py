@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.model import factory
-from ttrain.model.importing import import_model
+from ttrain.model.convert import import_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -478,7 +478,7 @@ def test_tinyseeks_words_become_a_tokenizer_with_the_same_ids(tmp_path: Path) ->
 def test_the_command_converts_and_brings_a_tokenizer_along(tmp_path: Path) -> None:
     from doubles import make_tokenizer
 
-    from ttrain.cli import app
+    from ttrain.cli.main import app
 
     make_tokenizer(tmp_path / "words")
     path = save(tmp_path / "theirs", minimind(normed=True), "full_sft.pth")

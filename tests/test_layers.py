@@ -1,42 +1,70 @@
-"""The house rules as tests: who may import whom, what stays unloaded, and configuration files that say only what differs."""
+"""Rules as tests: which package may import which, what stays unloaded, what a configuration file may repeat."""
 
 from __future__ import annotations
 
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 from ttrain.config import Settings, flatten
-from ttrain.loading import configs_directory, load, profile_names
+from ttrain.config.loading import configs_directory, load, profile_names
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("flows", "tasks", "ttrain")
+TOP = ("ttrain", "flows", "tasks")
+# A module imports lower layers or its own package; packages of one layer do not know each other.
+LAYERS = (
+    ("core",),  # with `errors`
+    ("config",),
+    ("store",),
+    ("data", "model", "tracking"),
+    ("train",),
+    ("evaluate", "loggers"),
+    ("inference",),
+    ("stages",),
+    ("reports",),
+    ("pipeline",),
+    ("nightly", "doctor", "export"),
+    ("sweep",),
+    ("tasks",),
+    ("flows",),
+    ("cli",),
+)
+RANK = {package: number for number, layer in enumerate(LAYERS) for package in layer}
+# Packages that plan, store and report, so that `--help`, a plan and a cached run load neither torch, Prefect nor MLflow.
 LIGHT = (
-    "ttrain.config", "ttrain.store", "ttrain.plan", "ttrain.report", "ttrain.cli", "ttrain.errors", "ttrain.runs",
-    "ttrain.execute", "ttrain.launch", "ttrain.cli_data", "ttrain.cli_doctor", "ttrain.from_files", "ttrain.from_gate",
-    "ttrain.cli_adapter", "ttrain.adapter_files", "ttrain.references",
-    "ttrain.weights", "ttrain.card", "ttrain.lineage", "ttrain.export", "ttrain.gguf", "ttrain.cli_export",
-    "ttrain.reproduce", "ttrain.registering", "ttrain.cli_lineage", "ttrain.provenance",
-    "ttrain.night_inputs", "ttrain.nights", "ttrain.promotion", "ttrain.notify", "ttrain.selection", "ttrain.unfinished",
-    "ttrain.earlier", "ttrain.libraries", "ttrain.extending", "ttrain.artifacts", "ttrain.cleaning", "ttrain.fetching",
-    "ttrain.cli_sweep", "ttrain.sweep.measure", "ttrain.sweep.records", "ttrain.sweep.page",
-    "ttrain.pages.report", "ttrain.pages.comparison", "ttrain.pages.plots", "ttrain.cli_pages",
-    "ttrain.overview", "ttrain.cli_ui", "ttrain.cli_eval", "ttrain.evaluate.suites", "ttrain.evaluate.confidence",
-    "flows", "flows.full", "flows.engine", "flows.nightly", "flows.sweep", "flows.trial", "flows.trials",
+    "core", "config", "store", "data", "tracking", "loggers", "pipeline", "nightly", "export", "reports", "sweep", "cli",
+    "flows",
 )  # fmt: skip
+HEAVY = ("torch", "prefect", "mlflow")
+# What a light package has for those who have decided to load a model, or a server, already
+LOADS = {
+    "ttrain.cli.chat_commands": "torch",
+    "ttrain.cli.chat_screen": "torch",
+    "ttrain.cli.model_costs": "torch",
+    "ttrain.export.chat_rendering": "torch",
+    "ttrain.export.prompt_tokens": "torch",
+    "ttrain.export.serve_process": "torch",
+    "flows.deployments": "prefect",
+    "flows.endpoint": "torch",
+}
 HELP = """
 import contextlib, io, json, sys
 import typer
-from ttrain.cli import app, main
+from ttrain.cli.main import app, main
 heavy = ("torch", "prefect", "mlflow", "transformers", "pyarrow", "optuna", "vl_convert")
 def walk(command, words):
     yield words
@@ -89,30 +117,43 @@ def _scan(tree: ast.AST, importer: str, path: str, *, is_package: bool, in_funct
         yield from _scan(node, importer, path, is_package=is_package, in_function=inside)
 
 
-def _imports() -> list[Import]:
-    found: list[Import] = []
-    for package in PACKAGES:
-        for path in sorted((ROOT / package).rglob("*.py")):
-            relative = path.relative_to(ROOT)
-            is_package = path.stem == "__init__"
-            parts = relative.parent.parts if is_package else relative.with_suffix("").parts
-            tree = ast.parse(path.read_text(encoding="utf-8"))
-            found += _scan(tree, ".".join(parts), relative.as_posix(), is_package=is_package)
-    return found
+def _modules() -> dict[str, Path]:
+    paths = [path for top in TOP for path in sorted((ROOT / top).rglob("*.py"))]
+    places = [path.relative_to(ROOT).with_suffix("") for path in paths]
+    names = [".".join(place.parent.parts if place.name == "__init__" else place.parts) for place in places]
+    return dict(zip(names, paths, strict=True))
 
 
-IMPORTS = _imports()
+MODULES = _modules()
+IMPORTS = [
+    found
+    for name, path in MODULES.items()
+    for found in _scan(
+        ast.parse(path.read_text(encoding="utf-8")),
+        name,
+        path.relative_to(ROOT).as_posix(),
+        is_package=path.stem == "__init__",
+    )
+]
+
+
+def _package(module: str) -> str:
+    """The package of a module of ours, as the layers name it; "" for `ttrain` itself."""
+    first, *others = module.split(".")
+    if module == "ttrain.errors":
+        return "core"
+    return first if first != "ttrain" else others[0] if others and others[0] != "__main__" else ""
+
+
+def _module(name: str) -> str | None:
+    """The module of ours that an imported name is, or is part of."""
+    while name and name not in MODULES:
+        name = name.rpartition(".")[0]
+    return name or None
 
 
 def _below(name: str, *packages: str) -> bool:
     return any(name == package or name.startswith(f"{package}.") for package in packages)
-
-
-def _offenders(importers: tuple[str, ...], forbidden: tuple[str, ...], but: tuple[str, ...] = ()) -> list[str]:
-    return [
-        found.where for found in IMPORTS
-        if _below(found.importer, *importers) and _below(found.name, *forbidden) and not _below(found.importer, *but)
-    ]  # fmt: skip
 
 
 def test_the_scanner_sees_imports_at_the_top_in_functions_relative_and_by_name() -> None:
@@ -122,48 +163,70 @@ def test_the_scanner_sees_imports_at_the_top_in_functions_relative_and_by_name()
         ("a.b", False), ("c.d", True), ("e.f", True), ("p.q.g", False), ("p.h.i", False),
     ]  # fmt: skip
     names = {found.name.split(".")[0] for found in IMPORTS}
-    assert {"torch", "prefect", "mlflow", "ttrain", "tasks", "flows"} <= names
+    assert {"torch", "prefect", "mlflow", *TOP} <= names
+
+
+def test_every_package_has_a_layer_and_no_module_lies_loose() -> None:
+    assert {_package(module) for module in MODULES} - {""} == set(RANK)
+    assert {path.name for path in (ROOT / "ttrain").glob("*.py")} == {"__init__.py", "__main__.py", "errors.py"}
+
+
+def test_imports_point_down() -> None:
+    offenders = []
+    for found in IMPORTS:
+        module = _module(found.name)
+        if module is None or not (above := _package(found.importer)) or not (below := _package(module)):
+            continue
+        if above != below and RANK[below] >= RANK[above]:
+            offenders.append(found.where)
+    assert offenders == []
+
+
+def test_no_files_import_each_other() -> None:
+    graph: dict[str, set[str]] = {module: set() for module in MODULES}
+    for found in IMPORTS:
+        module = _module(found.name)
+        if module and module != found.importer:
+            graph[found.importer].add(module)
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
 
 
 @pytest.mark.parametrize(
     ("importers", "forbidden", "but"),
     [
-        pytest.param(PACKAGES, ("prefect",), ("tasks", "flows"), id="prefect only in tasks and flows"),
+        pytest.param(("ttrain",), ("prefect",), (), id="prefect only in tasks and flows"),
+        pytest.param(TOP, ("mlflow",), ("ttrain.tracking",), id="mlflow only in tracking"),
+        pytest.param(("ttrain.train", "ttrain.evaluate"), ("ttrain.model", "ttrain.tracking"), (), id="no model in train"),
+        pytest.param(("ttrain.stages",), ("ttrain.tracking",), (), id="stages do not track"),
         pytest.param(
-            ("ttrain", "tasks"), ("flows",),
-            (
-                "ttrain.cli", "ttrain.cli_night", "ttrain.cli_pipeline", "ttrain.cli_schedule", "ttrain.cli_settings",
-                "ttrain.cli_sweep", "ttrain.cli_train", "ttrain.cli_ui",
-            ),
-            id="only the command line reaches up into flows",
-        ),
-        pytest.param(("ttrain.doctor",), ("ttrain.model", "ttrain.stages"), (), id="the doctor's checks know no stages"),
-        pytest.param(("ttrain",), ("tasks",), (), id="the library knows no tasks"),
-        pytest.param(PACKAGES, ("ttrain.cli",), (), id="nothing imports the command line"),
-        pytest.param(("ttrain.data",), ("ttrain.model",), (), id="data does not know models"),
-        pytest.param(("ttrain.model",), ("ttrain.data",), (), id="models do not know data"),
-        pytest.param(("ttrain.train",), ("ttrain.model",), (), id="training imports no model"),
-        pytest.param(("ttrain.evaluate",), ("ttrain.model",), (), id="evaluation imports no model"),
-        pytest.param(
-            ("ttrain",), ("ttrain.stages.training", "ttrain.stages.pretrain", "ttrain.stages.sft", "ttrain.stages.lora"),
-            ("ttrain.stages",), id="stages are imported by stages only",
+            TOP, ("ttrain.stages.training", "ttrain.stages.pretrain", "ttrain.stages.sft", "ttrain.stages.lora"),
+            ("ttrain.stages", "ttrain.doctor"), id="only stages and the doctor import a stage",
         ),
     ],
 )  # fmt: skip
-def test_imports_point_down(importers: tuple[str, ...], forbidden: tuple[str, ...], but: tuple[str, ...]) -> None:
-    assert _offenders(importers, forbidden, but) == []
-
-
-def test_mlflow_stands_behind_one_door() -> None:
+def test_what_else_no_package_imports(importers: tuple[str, ...], forbidden: tuple[str, ...], but: tuple[str, ...]) -> None:
     offenders = [
         found.where for found in IMPORTS
-        if _below(found.name, "mlflow") and not found.importer.startswith("ttrain.tracking")
+        if _below(found.importer, *importers) and _below(found.name, *forbidden) and not _below(found.importer, *but)
     ]  # fmt: skip
     assert offenders == []
 
 
+# What is no file: a pipe of our own processes, a library's answer, what this process has just written.
+PARSES_ITSELF = ("files", "fork_server", "existing_tokenizer", "python_reading", "learning", "layout", "artifacts")
+
+
+def test_files_are_parsed_by_the_one_reader_that_takes_any_nesting() -> None:
+    pattern = re.compile(r"(?<!or)json\.loads?\(")
+    paths = [path for package in TOP for path in (ROOT / package).rglob("*.py") if path.stem not in PARSES_ITSELF]
+    assert [path for path in paths if pattern.search(path.read_text(encoding="utf-8"))] == []
+
+
 def test_the_command_line_imports_flows_inside_functions_only() -> None:
-    reached = [found for found in IMPORTS if _below(found.importer, "ttrain") and _below(found.name, "flows")]
+    reached = [found for found in IMPORTS if _package(found.importer) == "cli" and _below(found.name, "flows")]
     assert reached
     assert [found.where for found in reached if not found.in_function] == []
 
@@ -182,11 +245,21 @@ def _python(code: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("module", LIGHT)
-def test_what_plans_and_reports_loads_nothing_heavy(module: str) -> None:
-    heavy = ["torch"] if module.startswith("flows") else ["torch", "prefect", "mlflow"]
-    code = f"import json, sys, {module}; print(json.dumps([name for name in {heavy} if name in sys.modules]))"
-    assert _python(code) == []
+def test_what_plans_stores_and_reports_loads_nothing_heavy() -> None:
+    """All modules of the light packages in one process; the first that brings a heavy library along is named."""
+    light = [module for module in MODULES if _package(module) in LIGHT and module not in LOADS]
+    code = f"""
+import importlib, json, sys
+heavy, found = {HEAVY!r}, {{}}
+for module in {light!r}:
+    importlib.import_module(module)
+    for name in heavy:
+        if name in sys.modules:
+            found.setdefault(name, module)
+print(json.dumps(found))
+"""
+    assert len(light) > 150
+    assert _python(code) == {}
 
 
 def test_every_help_page_opens_without_anything_heavy() -> None:
@@ -211,3 +284,24 @@ def test_config_files_hold_deviations_from_the_defaults_only(path: Path) -> None
     default = dict(flatten(Settings().model_dump(mode="json")))
     loaded = dict(flatten(load(files=[path], environment={}).settings.model_dump(mode="json")))
     assert [key for key in named if loaded[key] == default.get(key, key)] == []
+
+
+CHANGES_AT_MINOR = {  # whose interfaces change, or whose files are migrated, at a minor version
+    "fastokens", "lm_eval", "mlflow", "peft", "prefect", "prefect-dask", "pydantic", "safetensors", "swanlab", "tokenizers",
+    "torch", "transformers", "typer", "wandb",
+}  # fmt: skip
+
+
+def test_dependencies_are_bounded_to_what_was_run() -> None:
+    """An installation without the constraints takes no version that nobody has run with ttrain."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
+    extras = [text for name, texts in project["optional-dependencies"].items() if name != "test" for text in texts]
+    for requirement in map(Requirement, [*project["dependencies"], *extras]):
+        pinned = Version(pins.get(requirement.name) or pins[{"sqlalchemy": "SQLAlchemy"}[requirement.name]])
+        minor, major = f"{pinned.major}.{pinned.minor + 1}.0", f"{pinned.major + 1}.0.0"
+        assert pinned in requirement.specifier, f"{requirement} leaves out {pinned}, which is run"
+        assert major not in requirement.specifier, f"{requirement} has no upper bound"
+        if requirement.name in CHANGES_AT_MINOR:
+            assert minor not in requirement.specifier, f"{requirement} takes {minor}, but {pinned} is run"

@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 
 from ttrain import tracking
-from ttrain.cli import main
+from ttrain.cli.main import main
 from ttrain.config import Settings
+from ttrain.core.files import write_json
 from ttrain.errors import UsageError
-from ttrain.lineage import Lineage, lineage_of
-from ttrain.lineage_links import STORE, TAGS, TRACKER
-from ttrain.store import Artifact, Store, write_json
-from ttrain.tracking import Member, inputs
+from ttrain.pipeline.lineage import Lineage, lineage_of
+from ttrain.pipeline.lineage_links import STORE, TAGS, TRACKER
+from ttrain.store.artifacts import Store
+from ttrain.store.layout import Artifact
+from ttrain.tracking import Member, datasets
 
 RUN = "full-20261121-160222-1a2b4"
 SHA = "5" * 64
@@ -111,9 +113,9 @@ def tracked(tmp_path_factory: pytest.TempPathFactory) -> Path:
             members.append(Member(name, version, stage, artifact.key))
         run.finish("FINISHED")
     contents = {stage: one.content for stage, one in artifacts.items()}
-    told = tracking.sets.tags_of(RUN, members, contents, {stage: one.key for stage, one in artifacts.items()}, {})
+    told = tracking.model_sets.tags_of(RUN, members, contents, {stage: one.key for stage, one in artifacts.items()}, {})
     parent.finish("FINISHED")
-    tracking.sets.register(opened.client, "mine", parent, told)
+    tracking.model_sets.register(opened.client, "mine", parent, told)
     opened.client.set_registered_model_alias("mine", "champion", "1")
     opened.close()
     return home
@@ -266,10 +268,10 @@ def main_ok(words: list[str]) -> None:
 def test_the_digest_of_a_data_set_is_that_of_its_files_and_how_they_are_read(tmp_path: Path) -> None:
     first = make(tmp_path / "first")["shards-pretrain"]
     other_tokenizer = make(tmp_path / "second", tokenizer="ffff")["shards-pretrain"]
-    train, held_out = inputs.data_of(first)
+    train, held_out = datasets.data_of(first)
     assert (train.name, train.context, dict(train.counts)) == ("pretrain", "training", {"documents": 80, "bytes": 2700})
     assert (held_out.name, held_out.context, held_out.tokens) == ("pretrain-heldout", "validation", 100)
-    assert [one.digest for one in inputs.data_of(other_tokenizer)] == [train.digest, held_out.digest]
+    assert [one.digest for one in datasets.data_of(other_tokenizer)] == [train.digest, held_out.digest]
     assert train.digest != held_out.digest
     for name, ingredients in {
         "bytes": {"files": {"train": [{"name": "docs.jsonl", "sha256": "6" * 64}]}},
@@ -277,27 +279,27 @@ def test_the_digest_of_a_data_set_is_that_of_its_files_and_how_they_are_read(tmp
         "weight": {"files": {"train": [{**FILES[0], "weight": 2.0, "group": 0}]}},
     }.items():
         changed = publish(tmp_path / name, "shards-pretrain", "1", ingredients=ingredients, result=SHARDS)
-        assert inputs.data_of(changed)[0].digest != train.digest, name
+        assert datasets.data_of(changed)[0].digest != train.digest, name
     renamed = {
         "files": {"train": [{"name": "x.jsonl", "sha256": SHA}]},
         "settings": first.manifest["ingredients"]["settings"],
     }
     same = publish(tmp_path / "renamed", "shards-pretrain", "1", ingredients=renamed, result=SHARDS)
-    assert inputs.data_of(same)[0].digest == train.digest
+    assert datasets.data_of(same)[0].digest == train.digest
 
 
 def test_a_stage_that_trains_reads_the_training_part_and_the_evaluation_what_is_held_out(tmp_path: Path) -> None:
     made = make(tmp_path)
     given = {"shards": made["shards-sft"], "base": made["pretrain"]}
-    assert [one.name for one in inputs.read_by(given, trains=True)] == ["sft"]
-    assert [one.name for one in inputs.read_by(given, trains=False)] == ["sft-heldout"]
+    assert [one.name for one in datasets.read_by(given, trains=True)] == ["sft"]
+    assert [one.name for one in datasets.read_by(given, trains=False)] == ["sft-heldout"]
 
 
 def test_mlflow_lists_each_data_set_of_a_run_once_with_digest_counts_and_places(tracked: Path) -> None:
     opened = tracking.open_store(tracked, "ttrain")
     assert isinstance(opened, tracking.Store)
     run = opened.start_run("reads", tags={}, params={})
-    data = inputs.data_of(Store(tracked).latest("shards-pretrain"))
+    data = datasets.data_of(Store(tracked).latest("shards-pretrain"))
     for _ in range(2):
         run.log_inputs(data)
     assert run.id is not None
@@ -316,7 +318,7 @@ def test_mlflow_lists_each_data_set_of_a_run_once_with_digest_counts_and_places(
 
 def test_a_list_of_files_that_mlflow_would_refuse_is_cut_and_counted() -> None:
     files = tuple({"name": f"{n}.jsonl", "sha256": SHA, "location": f"/天/{n}.jsonl"} for n in range(2000))
-    source = inputs.DataInput("pretrain", "1", "training", {}, None, files).source()
+    source = datasets.DataInput("pretrain", "1", "training", {}, None, files).source()
     told = json.loads(source)
     assert told["files"] == 2000 and 300 < len(told["listed"]) < 2000
     assert 50_000 < len(source.encode()) < 65_535

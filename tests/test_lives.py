@@ -12,8 +12,8 @@ import pytest
 from prefect.client import orchestration
 from prefect.states import Cancelling, Running
 
-from flows import lives
-from ttrain.execute import SIGNALLED
+from flows import flow_runs
+from ttrain.pipeline.execution import SIGNALLED
 
 
 class Server:
@@ -59,14 +59,14 @@ class Asked:
 def server(monkeypatch: pytest.MonkeyPatch) -> Server:
     made = Server()
     monkeypatch.setattr(orchestration, "get_client", made.client)
-    monkeypatch.setattr(lives, "current_flow_run", lambda: SimpleNamespace(id="run"))
-    monkeypatch.setattr(lives, "WATCH_SECONDS", 0.01)
+    monkeypatch.setattr(flow_runs, "current_flow_run", lambda: SimpleNamespace(id="run"))
+    monkeypatch.setattr(flow_runs, "WATCH_SECONDS", 0.01)
     return made
 
 
 def test_one_client_looks_all_the_time_and_another_after_the_server_was_away(server: Server) -> None:
     execution: Any = Asked()
-    with lives.obeying_cancellation(execution):
+    with flow_runs.obeying_cancellation(execution):
         server.wait_for_looks(20)
         assert server.clients == 1
         server.state = None
@@ -78,16 +78,16 @@ def test_one_client_looks_all_the_time_and_another_after_the_server_was_away(ser
         assert server.clients == clients
         server.state = Cancelling()
         assert execution.asked.wait(20)
-    assert execution.stop_reason == lives.CANCELLED
+    assert execution.stop_reason == flow_runs.CANCELLED
 
 
 def test_a_signal_that_came_before_the_look_is_told_as_the_cancellation_that_it_was(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lives, "WATCH_SECONDS", 100.0)
-    for state, reason in ((Cancelling(), lives.CANCELLED), (Running(), SIGNALLED), (None, SIGNALLED)):
+    monkeypatch.setattr(flow_runs, "WATCH_SECONDS", 100.0)
+    for state, reason in ((Cancelling(), flow_runs.CANCELLED), (Running(), SIGNALLED), (None, SIGNALLED)):
         execution: Any = Asked()
         server.state = state
-        with lives.obeying_cancellation(execution):
+        with flow_runs.obeying_cancellation(execution):
             execution.signum = 15
         assert execution.stop_reason == reason

@@ -17,16 +17,17 @@ import torch
 import yaml
 from doubles import CPU, make_tokenizer
 
-from ttrain import evaluation_table
 from ttrain.config import Lora, Model
 from ttrain.data.encoder import Encoder
-from ttrain.evaluate.samples import greedy
-from ttrain.model import adapters, exporting, factory
-from ttrain.registering import beside, tables, tags_of
+from ttrain.evaluate.greedy_samples import greedy
+from ttrain.model import adapters, export, factory
+from ttrain.pipeline.registration import beside, tables, tags_of
+from ttrain.reports import evaluation_table
 from ttrain.stages import models
-from ttrain.store import Artifact, Store
-from ttrain.tracking.loadable import ADAPTER, BASE, MODEL, Loadable, describe
-from ttrain.weights import weights_digest
+from ttrain.store.artifacts import Store
+from ttrain.store.layout import Artifact
+from ttrain.store.weights import weights_digest
+from ttrain.tracking.loading_snippets import ADAPTER, BASE, MODEL, Loadable, describe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NEW_TOKENS, PROMPT = 10, "The man"
@@ -131,7 +132,7 @@ def test_mlflow_opens_every_kind_of_model_and_adapter_which_says_what_it_says_he
     base = fresh(tmp_path / "base")
     for name in DTYPES:
         (tmp_path / name).mkdir()
-        exporting.write(exporting.load(base, None), tmp_path / name / MODEL, dtype=name, shard_bytes=10**9)
+        export.write(export.load(base, None), tmp_path / name / MODEL, dtype=name, shard_bytes=10**9)
         for file in base.glob("*token*"):
             shutil.copyfile(file, tmp_path / name / MODEL / file.name)
         shutil.copyfile(base / "chat_template.jinja", tmp_path / name / MODEL / "chat_template.jinja")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from huggingface_hub import constants
 from web import FakeHub, Site, served, served_hub
 
+from ttrain.core.hashing import digest_of
 from ttrain.data import hub, locations, remote, streams
 from ttrain.errors import DataError, UsageError
 
@@ -55,6 +57,20 @@ def test_a_folder_is_its_data_files_of_any_depth_in_sorted_order_without_hidden_
     assert expand(f"file://{folder}") == expand(str(folder))
 
 
+def test_what_looks_like_data_and_is_left_out_of_a_folder_is_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("a.txt", "b.jsonl", "c.csv", "deep/d.csv", "notes.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(ROW)
+    for _ in range(2):
+        assert expand(str(tmp_path)) == [str(tmp_path / "b.jsonl")]
+    assert caplog.messages == [f"left out of {tmp_path}: 1 .txt, 2 .csv; name {tmp_path}/*.txt too"]
+    (tmp_path / "b.jsonl").unlink()
+    assert expand(str(tmp_path)) == [str(tmp_path / "a.txt")]
+    assert caplog.messages[1:] == [f"left out of {tmp_path}: 2 .csv; name {tmp_path}/*.csv too"]
+
+
 def test_a_file_is_itself_whatever_its_name_and_a_glob_what_it_matches(folder: Path) -> None:
     for name in ("notes.txt", "[1] 文件?.jsonl", ".hidden.jsonl"):
         assert expand(str(folder / name)) == [str(folder / name)]
@@ -85,12 +101,24 @@ def test_linked_files_and_folders_count_once_and_a_circle_ends(folder: Path) -> 
     assert expand(str(data)) == [str(data / name) for name in ("again/c.jsonl.zst", "again/er/d.ndjson", "x.jsonl")]
 
 
-@pytest.mark.parametrize("pattern", ["nowhere.jsonl", "nowhere/*.jsonl", "*.nothing", "m.jsonl", "", "a\0b"])
+@pytest.mark.parametrize("pattern", ["nowhere.jsonl", "nowhere/*.jsonl", "*.nothing", "", "a\0b"])
 def test_what_is_not_there_is_said_with_setting_value_and_cure(folder: Path, pattern: str) -> None:
     named = f"{folder}/{pattern}" if pattern else f"{folder}/.hidden/nothing"
     with pytest.raises(UsageError) as raised:
         expand(str(folder / "b.jsonl"), named)
-    assert f"data.pretrain is '{named}' but no such file is there; name a" in str(raised.value)
+    assert f"data.pretrain is '{named}' but there is no such file; name a" in str(raised.value)
+
+
+def test_a_folder_without_data_and_a_file_that_is_looked_for_in_the_wrong_one_are_told(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "none").mkdir()
+    (folder / "none" / "table.csv").touch()
+    with pytest.raises(UsageError, match="but no file in that folder ends in"):
+        expand(str(folder / "none"))
+    monkeypatch.chdir(folder / "deep")
+    with pytest.raises(UsageError, match=rf"is 'b.jsonl' but there is no such file in {re.escape(str(folder / 'deep'))}; "):
+        expand("b.jsonl")
 
 
 @pytest.mark.parametrize("pattern", ["pipe.jsonl", "", "p*.jsonl", "dangling.jsonl"])
@@ -127,7 +155,7 @@ def test_a_name_is_the_last_part_of_the_path(location: str, name: str) -> None:
 
 def test_local_files_are_named_without_loading_what_only_urls_need(folder: Path) -> None:
     code = f"""
-import sys, ttrain.plan
+import sys, ttrain.pipeline.plan
 from ttrain.data import locations
 assert locations.expand([{str(folder)!r}], "x") and locations.version({str(folder / "b.jsonl")!r}) is None
 print([name for name in ("fsspec", "huggingface_hub", "aiohttp", "pyarrow", "torch") if name in sys.modules])
@@ -220,7 +248,7 @@ def test_a_folder_that_cannot_be_listed_is_an_error_and_not_less_data(site: Site
 
 @pytest.mark.parametrize("pattern", ["data/nowhere.jsonl", "nowhere/", "nowhere/*.jsonl", "data/*.nothing"])
 def test_a_url_that_is_not_there_is_said_as_of_a_path(site: Site, pattern: str) -> None:
-    with pytest.raises(UsageError, match=rf"data\.pretrain is '{site.url}/.*' but no such file is there; name a"):
+    with pytest.raises(UsageError, match=rf"data\.pretrain is '{site.url}/.*' but there is no such file; name a"):
         expand(f"{site.url}/{pattern}")
 
 
@@ -294,6 +322,60 @@ def test_what_file_systems_tell_is_understood(one: dict[str, Any], other: dict[s
     assert remote.version_in(one, "x") != remote.version_in(one, "y")
     assert remote.version_in({"size": 1, "name": "x", "type": "file"}, "x") is None
     assert remote.version_in({"mtime": 1.0, "size": None}, "x") is None
+
+
+S3_OLD = (
+    "X-Amz-Algorithm=AWS4&X-Amz-Credential=A%2Fx&X-Amz-Date=1&X-Amz-Expires=9&X-Amz-SignedHeaders=host&X-Amz-Signature=a"
+)
+S3_NEW = f"{S3_OLD.replace('Date=1', 'Date=2').replace('Signature=a', 'Signature=b')}&X-Amz-Security-Token=t"
+SAS_OLD, SAS_NEW = "sv=2022&sr=b&sp=r&se=1&sig=a", "sv=2023&sr=b&sp=r&st=1&se=2&spr=https&sig=b"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (f"https://b.s3.amazonaws.com/x.jsonl?{S3_OLD}", f"https://b.s3.amazonaws.com/x.jsonl?{S3_NEW}"),
+        (f"https://host/x?{S3_OLD}&versionId=7", f"https://host/x?versionId=7&{S3_NEW}"),
+        ("https://host/x?AWSAccessKeyId=A&Signature=a&Expires=1", "https://host/x?AWSAccessKeyId=B&Signature=b&Expires=2"),
+        ("https://host/x?Expires=1&Signature=a&Key-Pair-Id=K", "https://host/x?Policy=p&Signature=b&Key-Pair-Id=K"),
+        ("https://host/x?X-Goog-Date=1&X-Goog-Signature=a", "https://host/x?X-Goog-Date=2&X-Goog-Signature=b"),
+        ("https://host/x?GoogleAccessId=i&Expires=1&Signature=a", "https://host/x?GoogleAccessId=i&Expires=2&Signature=b"),
+        (f"https://a.blob.core.windows.net/c/x?{SAS_OLD}", f"https://a.blob.core.windows.net/c/x?{SAS_NEW}"),
+        ("https://me:old@host/x", "https://me:new@host/x"),
+        ("sftp://me:old@host/x", "sftp://me:new@host/x"),
+        (f"zip://a.jsonl::https://host/x.zip?{SAS_OLD}", f"zip://a.jsonl::https://host/x.zip?{SAS_NEW}"),
+    ],
+)
+def test_a_renewed_signature_or_password_is_the_same_version(old: str, new: str) -> None:
+    details = {"ETag": "a", "size": 1}
+    assert remote.version_in(details, old) == remote.version_in(details, new)
+    assert remote.version_in(details, old) != remote.version_in(details, new.replace("/x", "/y"))
+
+
+@pytest.mark.parametrize(
+    ("location", "other"),
+    [
+        ("https://host/x?file=1", "https://host/x?file=2"),
+        ("https://host/x?sig=a&se=1", "https://host/x?sig=b&se=2"),
+        ("https://host/x?Expires=1&Signature=a", "https://host/x?Expires=1&Signature=b"),
+        ("https://host/x?X-Amz-Date=1", "https://host/x?X-Amz-Date=2"),
+        (f"https://host/x?{SAS_OLD}&snapshot=1", f"https://host/x?{SAS_OLD}&snapshot=2"),
+        ("sftp://me@host/x", "sftp://you@host/x"),
+        ("abfs://one@account.dfs.core.windows.net/x", "abfs://two@account.dfs.core.windows.net/x"),
+        (f"s3://bucket/x?{S3_OLD}", f"s3://bucket/x?{S3_NEW}"),
+        ("https://host/x#a", "https://host/x#b"),
+    ],
+)
+def test_whatever_else_a_location_says_tells_versions_apart(location: str, other: str) -> None:
+    details = {"ETag": "a", "size": 1}
+    assert remote.version_in(details, location) != remote.version_in(details, other)
+
+
+@pytest.mark.parametrize(
+    "location", ["https://host/x?file=1&sp=2", "s3://b/x?versionId=7", "sftp://me@host/x", "https://host/x?"]
+)
+def test_the_version_of_a_location_without_a_signature_is_that_of_earlier_releases(location: str) -> None:
+    assert remote.version_in({"ETag": "a", "size": 1}, location) == digest_of([location, "etag", "a", 1])
 
 
 # --- the Hub
@@ -374,7 +456,7 @@ def test_one_process_sees_one_commit_and_asks_once(online: FakeHub) -> None:
         ("hf://owner/other", "no data set owner/other.*hf auth login"),
         ("hf://owner/gated", "gated.*accept its conditions"),
         ("hf://owner/some-set@v9", "no branch, tag or commit 'v9'"),
-        ("hf://owner/some-set/nowhere", "no such file is there: owner/some-set holds .*README.md"),
+        ("hf://owner/some-set/nowhere", "there is no such file: owner/some-set holds .*README.md"),
         ("hf://owner", "not the name of a data set.*hf://owner/name"),
         ("hf://", "not the name of a data set"),
         ("hf://owner/.some--set", "allows no such name"),
@@ -472,3 +554,9 @@ print(json.dumps([found, b"".join(streams.chunks(found[0])).decode()]))
             done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=True)
             outputs.append(json.loads(done.stdout))
     assert outputs == [[[f"hf://owner/name@{NEW}/rows.jsonl"], ROW.decode()]] * 2
+
+
+@pytest.mark.parametrize("location", ["dask://127.0.0.1:1::file:///x.jsonl", "DASK://127.0.0.1:1/x.jsonl"])
+def test_a_protocol_whose_servers_run_code_is_refused(location: str) -> None:
+    with pytest.raises(UsageError, match="dask:// is refused, since its servers may run code here"):
+        locations.expand([location], "data.pretrain")

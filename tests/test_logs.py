@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ttrain.logs import RunLog
+from ttrain.store.run_log import RunLog
 
 LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (\S+): (.*)")
 

@@ -15,9 +15,9 @@ from doubles import VOCAB, Home, copies, make_tokenizer, run_here, same, stage_s
 from safetensors.torch import load_file, save_file
 
 from ttrain.config import Lora, LoraConfig, PretrainConfig, SftConfig
+from ttrain.core.hashing import sha256_file
 from ttrain.data.document_rows import DocumentRows
 from ttrain.data.shards import ShardSet
-from ttrain.digests import sha256_file
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.model import adapters, factory
 from ttrain.stages import lora, pretrain, sft

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from ttrain.config import Model, PretrainConfig, Settings
-from ttrain.config.presets import names, sizes_of
-from ttrain.digests import digest_of
+from ttrain.config.loading import load
+from ttrain.config.model_presets import names, sizes_of
+from ttrain.core.hashing import digest_of
 from ttrain.errors import UsageError
-from ttrain.loading import load
 
 SMALL, LARGE = sizes_of("1m"), sizes_of("124m")
 

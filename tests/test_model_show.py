@@ -11,15 +11,15 @@ from doubles import VOCAB, tiny_model
 from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
-from ttrain.cli import app, main
+from ttrain.cli.main import app, main
+from ttrain.cli.model_costs import cost, of_presets
 from ttrain.config import Model, MultiToken, Optim
-from ttrain.config.presets import names
-from ttrain.from_model import cost, of_presets
+from ttrain.config.model_presets import names
 from ttrain.model import multi_token
 from ttrain.train import optim
-from ttrain.train.language import NextTokenLoss
+from ttrain.train.flops import flops_per_token, visited_shares
+from ttrain.train.language_modeling import NextTokenLoss
 from ttrain.train.losses import token_loss_sum
-from ttrain.train.peak import flops_per_token, visited_shares
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SIZES: dict[str, Any] = {"hidden_size": 32, "layers": 3, "heads": 4, "max_length": 64}

@@ -39,11 +39,12 @@ from ttrain.data.packing import Batch
 from ttrain.errors import UsageError
 from ttrain.model import adapters
 from ttrain.stages import pretrain, sft
-from ttrain.train import balance, experts
-from ttrain.train.balance import Choice, Routers
-from ttrain.train.language import LanguageModeling
+from ttrain.train import moe as experts
+from ttrain.train import moe_balance
+from ttrain.train.distributed import Ranks
+from ttrain.train.language_modeling import LanguageModeling
+from ttrain.train.moe_balance import Choice, Routers
 from ttrain.train.muon import StackedMuon
-from ttrain.train.ranks import Ranks
 from ttrain.train.trainer import Cadence, How
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # as each of two ranks has, which are compared to the bit
@@ -359,7 +360,7 @@ def test_the_gradient_of_the_balance_is_that_of_finite_differences(kind: str) ->
     inside, live = torch.from_numpy(batch.segments_BT >= 0), torch.from_numpy((batch.labels_BT != -100).sum(1))
 
     def value(at: Tensor) -> Tensor:
-        found = balance.row_losses(routers, [Choice(0, at, at.topk(2).indices)], inside, live, z_loss=True)
+        found = moe_balance.row_losses(routers, [Choice(0, at, at.topk(2).indices)], inside, live, z_loss=True)
         return found[0] + 0.1 * found[1]
 
     (gradient,) = torch.autograd.grad(value(logits), logits)
@@ -376,9 +377,9 @@ def test_the_gradient_of_the_balance_is_that_of_finite_differences(kind: str) ->
 def test_autocast_changes_no_bit_of_the_balance(kind: str) -> None:
     routers, logits = Routers(tiny_moe(kind)), torch.randn(2 * 300, 4, generator=torch.Generator().manual_seed(2))
     given = ([Choice(0, logits, logits.topk(2).indices)], torch.ones(2, 300, dtype=torch.bool), torch.tensor([280, 297]))
-    plain = balance.row_losses(routers, *given, z_loss=True)
+    plain = moe_balance.row_losses(routers, *given, z_loss=True)
     with torch.autocast("cpu", torch.bfloat16):
-        found = balance.row_losses(routers, *given, z_loss=True)
+        found = moe_balance.row_losses(routers, *given, z_loss=True)
     assert all(torch.equal(first, second) for first, second in zip(plain, found, strict=True))
 
 

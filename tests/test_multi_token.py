@@ -36,12 +36,12 @@ from ttrain.data.packing import IGNORE, Batch
 from ttrain.errors import ArtifactError
 from ttrain.model import adapters, multi_token
 from ttrain.stages import pretrain, sft
+from ttrain.store.weights import SECOND_HEAD
 from ttrain.train import optim
-from ttrain.train.language import LanguageModeling
+from ttrain.train.distributed import Ranks
+from ttrain.train.language_modeling import LanguageModeling
 from ttrain.train.losses import labels_after_next
-from ttrain.train.ranks import Ranks
 from ttrain.train.trainer import Cadence
-from ttrain.weights import SECOND_HEAD
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # as each of two ranks has, which are compared to the bit
 

@@ -18,11 +18,14 @@ from zoneinfo import ZoneInfo
 import pytest
 
 from flows import night_plan
-from ttrain import night_inputs, nights
 from ttrain.config import Nightly, Settings
-from ttrain.errors import ArtifactError, UsageError
-from ttrain.nights import Champion, Frozen, Nights, StillRunning
-from ttrain.store import Artifact, Store, write_json
+from ttrain.core.files import write_json
+from ttrain.errors import ArtifactError, TooFewRows, UsageError
+from ttrain.nightly import inputs as night_inputs
+from ttrain.nightly import records
+from ttrain.nightly.records import Champion, Frozen, Nights, StillRunning
+from ttrain.store.artifacts import Store
+from ttrain.store.layout import Artifact
 
 BERLIN = "Europe/Berlin"
 NONE = Frozen({}, {})
@@ -55,8 +58,8 @@ def completed(known: Nights, list_: Frozen, outcome: str, version: str) -> None:
 
 def test_a_list_that_ends_its_process_each_time_is_given_up_and_a_deadline_in_between_counts_anew(known: Nights) -> None:
     night = known.begin(frozen("a"), None)
-    for number in range(1, 2 * nights.MOST_CRASHES - 1):
-        if number == nights.MOST_CRASHES - 1:
+    for number in range(1, 2 * records.MOST_CRASHES - 1):
+        if number == records.MOST_CRASHES - 1:
             night.end_try("unfinished", "the deadline", closed=False)
         settled = known.settle()
         assert settled is not None and settled.is_open
@@ -91,7 +94,9 @@ def test_a_slot_that_lies_before_a_night_s_beginning_is_covered_by_it_whatever_c
         assert said and known.newest().name in said  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize(("outcome", "runs"), [("failed", True), ("unfinished", True), ("kept", False), ("promoted", False)])
+@pytest.mark.parametrize(
+    ("outcome", "runs"), [("failed", True), ("refused", True), ("unfinished", True), ("kept", False), ("promoted", False)]
+)
 def test_a_retry_of_a_slot_runs_where_it_came_to_nothing(known: Nights, outcome: str, runs: bool) -> None:
     slot = datetime.now(UTC) - timedelta(seconds=5)
     known.begin(NONE, slot).end_try(outcome, "", closed=True)
@@ -140,14 +145,14 @@ def test_an_hour_that_comes_twice_has_one_night(known: Nights, monkeypatch: pyte
     ],
 )
 def test_a_deadline_is_the_next_such_hour_of_its_time_zone(began: str, deadline: str, ends: str) -> None:
-    found = nights.stop_at(Nightly(deadline=deadline, timezone=BERLIN), at(began, BERLIN).timestamp())
+    found = records.stop_at(Nightly(deadline=deadline, timezone=BERLIN), at(began, BERLIN).timestamp())
     assert found == at(ends, BERLIN).timestamp()
 
 
 def test_a_deadline_in_hours_is_counted_in_time_that_passes() -> None:
     began = at("2026-10-24T23:00", BERLIN).timestamp()
-    assert nights.stop_at(Nightly(deadline_hours=5), began) == began + 5 * 3600
-    assert nights.stop_at(Nightly(), began) is None
+    assert records.stop_at(Nightly(deadline_hours=5), began) == began + 5 * 3600
+    assert records.stop_at(Nightly(), began) is None
 
 
 def test_two_deadlines_and_unknown_time_zones_are_refused() -> None:
@@ -250,11 +255,11 @@ def test_a_kill_while_a_night_without_a_list_is_noted_leaves_none_to_go_on_with(
     class Killed(BaseException):
         pass
 
-    def dies(path: Path, value: object) -> None:
-        write_json(path, value)
+    def dies(path: Path, value: object, mode: int) -> None:
+        write_json(path, value, mode)
         raise Killed
 
-    monkeypatch.setattr(nights, "write_json", dies)
+    monkeypatch.setattr(records, "write_json", dies)
     with pytest.raises(Killed):
         known.without_list(outcome, None, "now")
     monkeypatch.undo()
@@ -295,7 +300,7 @@ def test_skipped_slots_are_noted_without_the_lock(known: Nights, tmp_path: Path)
 HOLDER = """
 import subprocess, sys, time
 from pathlib import Path
-from ttrain.nights import Frozen, Nights
+from ttrain.nightly.records import Frozen, Nights
 known = Nights(Path(sys.argv[1]), "mine")
 with known.lock():
     known.begin(Frozen({}, {}), None)
@@ -427,11 +432,11 @@ def test_a_list_that_goes_on_leaves_out_what_came_meanwhile_and_follows_renames(
 
 def test_an_emptied_folder_is_a_mistake_only_before_there_is_a_champion(tmp_path: Path, store: Store) -> None:
     settings = inbox(tmp_path)
-    with pytest.raises(UsageError, match="no such file is there"):
+    with pytest.raises(UsageError, match="no file in that folder ends in"):
         night_inputs.watched(settings, store, may_be_gone=False)
     assert night_inputs.watched(settings, store, may_be_gone=True)["pretrain"] == []
     gone = settings.model_copy(update={"data": settings.data.model_copy(update={"pretrain": (str(tmp_path / "typo"),)})})
-    with pytest.raises(UsageError, match="no such file is there"):
+    with pytest.raises(UsageError, match="there is no such file"):
         night_inputs.watched(gone, store, may_be_gone=True)
 
 
@@ -487,7 +492,7 @@ def test_what_a_first_champion_has_learnt_is_remembered_when_its_artifacts_are_g
     champions = [champion]
     monkeypatch.setattr(night_plan, "_champion", lambda settings, store: champions[-1])
     frozen, _ = night_plan.list_of(settings, store, known, None)
-    assert frozen is not None and nights.names(file["location"] for file in frozen.files["pretrain"]) == "new.jsonl"
+    assert frozen is not None and records.names(file["location"] for file in frozen.files["pretrain"]) == "new.jsonl"
     night = known.begin(frozen, None)
     assert known.all()[0].frozen == frozen
     night.note(version="8")
@@ -497,7 +502,7 @@ def test_what_a_first_champion_has_learnt_is_remembered_when_its_artifacts_are_g
     assert night_plan.list_of(settings, store, known, None)[0] is None, "nothing is new"
     (tmp_path / "inbox" / "newer.jsonl").write_text("3")
     after, _ = night_plan.list_of(settings, store, known, None)
-    assert after is not None and nights.names(file["location"] for file in after.files["pretrain"]) == "newer.jsonl"
+    assert after is not None and records.names(file["location"] for file in after.files["pretrain"]) == "newer.jsonl"
     assert after.learnt == (), "the night before has it"
 
 
@@ -506,10 +511,10 @@ def test_what_nights_will_read_is_named_for_those_who_clean(known: Nights, tmp_p
         night = known.begin(frozen(str(number)), None)
         night.note(heldout=f"heldout/h{number}")
         night.end_try("promoted", "", closed=True)
-    assert nights.needed(tmp_path) == {"h2"}
+    assert records.needed(tmp_path) == {"h2"}
     known.begin(Frozen({}, {}, Champion("2", {"sft": "q", "pretrain": "p"}), "heldout/h2"), None)
-    assert nights.needed(tmp_path) == {"h2", "q", "p"}
-    assert nights.needed(tmp_path / "elsewhere") == set()
+    assert records.needed(tmp_path) == {"h2", "q", "p"}
+    assert records.needed(tmp_path / "elsewhere") == set()
 
 
 @pytest.mark.parametrize(
@@ -545,13 +550,77 @@ def test_a_night_without_news_asks_nobody_and_leaves_a_record(tmp_path: Path, st
         assert run_night(settings, store, Console(file=out), engine="none").outcome == "skipped"
 
 
-def test_a_file_s_name_is_nothing_that_a_terminal_obeys(store: Store, known: Nights) -> None:
+def test_a_wrong_setting_is_no_failed_try_and_a_retry_of_its_slot_runs(tmp_path: Path, store: Store) -> None:
+    from rich.console import Console
+
+    from flows.nightly import run_night
+
+    settings, out = inbox(tmp_path, a="1"), io.StringIO()
+    wrong = settings.model_copy(update={"model": settings.model.model_copy(update={"kind": "lama"})})
+    due = datetime.fromtimestamp(time.time() - 1, UTC)
+    for slot in (due, due, None):
+        with pytest.raises(UsageError, match=r"model\.kind is 'lama'.*did you mean llama"):
+            run_night(wrong, store, Console(file=out), engine="none", slot=slot)
+    [night] = Nights(store.root, "quickstart").all()
+    assert (night.outcome, night.is_open, night.failures, len(night.data["tries"])) == ("refused", True, 0, 3)
+    assert "night-000001 was refused, which is no failed try; correct the settings" in " ".join(out.getvalue().split())
+    frozen, reason = night_plan.list_of(settings, store, Nights(store.root, "quickstart"), night)
+    assert frozen is not None
+    assert frozen.settings["model"]["kind"] == "llama" and "with the settings of now" in reason
+
+
+def test_too_few_rows_are_no_failed_try_and_give_the_list_up(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from rich.console import Console
 
     from flows import nightly
 
+    def refuse(*_: object) -> None:
+        raise TooFewRows("pretrain.tokens_per_step is 64000, but the training data gives 5 rows")
+
+    settings, out = inbox(tmp_path, a="1"), io.StringIO()
+    monkeypatch.setattr(nightly._Running, "_train", refuse)  # the stages before it take half a minute
+    due = datetime.fromtimestamp(time.time() - 1, UTC)
+    for slot in (due, due, None):
+        with pytest.raises(TooFewRows):
+            nightly.run_night(settings, store, Console(file=out), engine="none", slot=slot)
+    for night in Nights(store.root, "quickstart").all():
+        assert (night.outcome, night.is_open, night.failures, len(night.data["tries"])) == ("refused", False, 0, 1)
+    assert "was refused, which is no failed try; the next night takes these files" in " ".join(out.getvalue().split())
+
+
+@pytest.mark.soak
+def test_a_night_with_too_few_rows_trains_nothing_and_the_next_one_reads_what_came_meanwhile(tmp_path: Path) -> None:
+    from harness import Cli, write_corpus
+    from rich.console import Console
+
+    from flows.nightly import run_night
+    from ttrain.config.loading import load
+
+    cli = Cli(tmp_path / "home", tmp_path / "data")
+    write_corpus(cli.data)
+    comes_later = (cli.data / "docs-2.jsonl").rename(tmp_path / "later.jsonl")
+    large = load([*cli.settings[2:], "pretrain.tokens_per_step=64000"], files=[cli.data / "tiny.yaml"]).settings
+    store, out = Store(cli.home), io.StringIO()
+    for names in ("docs-1.jsonl", "docs-1.jsonl, docs-2.jsonl"):
+        with pytest.raises(TooFewRows, match=r"pretrain\.tokens_per_step is 64000, 1000 rows of 64 tokens, but"):
+            run_night(large, store, Console(file=out), engine="none")
+        night = Nights(cli.home, "tiny-test").all()[0]
+        assert (night.outcome, night.is_open, night.failures) == ("refused", False, 0)
+        assert records.names(file["location"] for file in night.frozen.files["pretrain"]) == names
+        comes_later = comes_later.rename(cli.data / "docs-2.jsonl")
+    assert not (cli.home / "work" / "pretrain").exists(), "nothing began to train"
+
+
+def test_a_file_s_name_is_nothing_that_a_terminal_obeys(store: Store, known: Nights) -> None:
+    from rich.console import Console
+
+    from flows import nightly
+    from ttrain.pipeline.labels import NONE
+
     out = io.StringIO()
-    running = nightly._Running(Settings(), store, Console(file=out), known, None, engine="none", in_flow=False)
+    running = nightly._Running(Settings(), store, Console(file=out), known, None, engine="none", in_flow=False, labels=NONE)
     running._say("1 new: a\x1b[2J[red].jsonl")
     assert out.getvalue() == "1 new: a\\x1b[2J[red].jsonl\n"
 
@@ -584,3 +653,21 @@ def test_the_held_out_set_has_every_record_once_in_an_order_that_mixes_old_and_n
     assert again == figures
     name = "heldout/records.jsonl"
     assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "output" / name).read_bytes()
+
+
+# --- secrets of sources ---
+
+
+def test_the_record_of_a_night_holds_no_secret_and_the_settings_of_now_fill_them_in(known: Nights) -> None:
+    whole, shown = "https://user:hunter2@host/chats.jsonl?sig=1", "https://***@host/chats.jsonl?***"
+    then = Settings.model_validate({"data": {"sft": [whole]}})
+    entry = {"location": whole, "sha256": "a"}
+    night = known.begin(Frozen({"sft": [entry]}, then.model_dump(mode="json")), None)
+    assert "hunter2" not in night.path.read_text() and night.frozen.files["sft"][0]["location"] == shown
+    assert night_inputs.settings_of(night.frozen, then).data.sft == (whole,)
+    rotated = whole.replace("hunter2", "rotated")
+    now = Settings.model_validate({"data": {"sft": ["more.jsonl", rotated]}})
+    assert night_inputs.settings_of(night.frozen, now).data.sft == (rotated,), "the secret of now, for the list of then"
+    again = night_inputs.frozen_again(night.frozen, {"sft": [{"location": rotated, "sha256": "a"}]})
+    assert again.files["sft"] == [{"location": rotated, "sha256": "a"}], "what is read has its URL in full"
+    assert records.names([whole]) == "chats.jsonl", "as the terminal shows it"

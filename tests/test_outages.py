@@ -18,11 +18,12 @@ import pytest
 from outages import FOREIGN, Proxy, mlflow_server
 from tracked_writer import assert_whole, runs_of, steps, write_through
 from typer.testing import CliRunner
+from waiting import stopwatch
 
 from ttrain import tracking
-from ttrain.cli import app
+from ttrain.cli.main import app
 from ttrain.tracking import MetricsFollower, Run, Store, open_store, outbox, outboxes
-from ttrain.tracking.leftovers import tell_one
+from ttrain.tracking.orphaned_outbox import tell_one
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +33,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         for name, value in tracking.ENVIRONMENT.items():
             patch.setenv(name, value)
         patch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "2")
-        patch.setattr("ttrain.tracking.asking.PROBE_SECONDS", 0.5)
+        patch.setattr("ttrain.tracking.client.PROBE_SECONDS", 0.5)
         patch.setattr("ttrain.tracking.store.REST_SECONDS", 0.1)
         directory = tmp_path_factory.mktemp("server")
         with mlflow_server(directory) as url:
@@ -148,9 +149,9 @@ def assert_all_is_there(url: str, parent: Run | SimpleNamespace, child: Run | Si
 @pytest.mark.parametrize("mode", ["hanging", "no replies", also("dead"), also("error")])
 def test_what_an_outage_from_the_start_missed_is_delivered_by_sync(proxy: Proxy, server: str, home: Path, mode: str) -> None:
     proxy.mode = mode
-    began = time.monotonic()
+    waited = stopwatch()
     parent, child = whole_life(home, lambda part: None)
-    assert time.monotonic() - began < 15, "nobody waits for a server that does not answer"
+    assert waited() < 15, "nobody waits for a server that does not answer"
     proxy.mode = "well"
     assert [one.things for one in tracking.sync(home)] == [{}, {}]
     assert_all_is_there(server, parent, child)
@@ -431,9 +432,9 @@ def test_uploads_hold_up_no_metrics_and_an_interrupted_one_goes_on_where_it_was(
     run, seen = started(store), list[tuple[int, int]]()
     store.on_upload(lambda done, total: seen.append((done, total)))
     proxy.mode = "no files"
-    began = time.monotonic()
+    waited = stopwatch()
     run.log_directory(files, "sft")
-    assert run.log_metrics([{"step": 1, "metrics": {"loss": 1.0}}]) and time.monotonic() - began < 5
+    assert run.log_metrics([{"step": 1, "metrics": {"loss": 1.0}}]) and waited() < 5
     run.finish("FINISHED")
     assert store.close() == 1, "the files wait"
     assert tracking.waiting(home)[0].things == {"directory": 1}

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from ttrain import overview, report
-from ttrain.loading import load
+from ttrain.config.loading import load
+from ttrain.pipeline import run_summary
+from ttrain.reports import summary
 
 RUN = {
     "run": "full-1",
@@ -28,39 +29,54 @@ def line(step: int, **metrics: float | None) -> str:
 
 def test_the_step_of_a_curve_is_its_tokens() -> None:
     lines = [line(5, loss=3.0, grad_norm=1.0), line(5, validation_loss=3.5), line(10, loss=None)]
-    assert list(overview.curves("sft", lines)) == [
-        {"step": 2560, "time": 105.0, "metrics": {"losses_by_tokens/sft": 3.0}},
-        {"step": 2560, "time": 105.0, "metrics": {"losses_by_tokens/sft_validation": 3.5}},
-        {"step": 5120, "time": 110.0, "metrics": {"losses_by_tokens/sft": None}},
+    assert list(run_summary.curves("sft", lines)) == [
+        {"step": 2560, "time": 105.0, "metrics": {"Curves/sft loss": 3.0}},
+        {"step": 2560, "time": 105.0, "metrics": {"Curves/sft validation": 3.5}},
+        {"step": 5120, "time": 110.0, "metrics": {"Curves/sft loss": None}},
     ]
+
+
+def test_the_names_of_curves_fit_the_titles_of_mlflows_charts_and_stand_first() -> None:
+    names = [name.format(stage=stage) for name in run_summary.CURVES.values() for stage in run_summary.summary.TRAININGS]
+    assert max(map(len, names)) <= 27 and max(names) < min(["champion/x", "eval/x", "lora/x"])
+
+
+def test_beside_quick_validations_the_one_at_the_end_is_no_curve() -> None:
+    quick = [line(step, validation_loss_quick=1 / step) for step in (5, 10)]
+    names = [name for row in run_summary.curves("sft", [*quick, line(10, validation_loss=1.0)]) for name in row["metrics"]]
+    assert names == ["Curves/sft quick val"] * 2
+    both = [*quick, line(5, validation_loss=1.0), line(10, validation_loss=1.0)]
+    assert len(list(run_summary.curves("sft", both))) == 4
 
 
 def test_a_long_curve_keeps_a_thousand_losses_its_end_and_every_validation() -> None:
     lines = [line(step, loss=1 / step) for step in range(1, 10_001)]
     lines += [line(step, validation_loss=1 / step) for step in range(100, 10_001, 100)]
-    rows = list(overview.curves("pretrain", lines))
-    losses = [row["step"] for row in rows if "losses_by_tokens/pretrain" in row["metrics"]]
-    assert 900 < len(losses) <= overview.POINTS + 1 and (losses[0], losses[-1]) == (512, 5_120_000)
-    assert len([row for row in rows if "losses_by_tokens/pretrain_validation" in row["metrics"]]) == 100
+    rows = list(run_summary.curves("pretrain", lines))
+    losses = [row["step"] for row in rows if "Curves/pretrain loss" in row["metrics"]]
+    assert 900 < len(losses) <= run_summary.POINTS + 1 and (losses[0], losses[-1]) == (512, 5_120_000)
+    assert len([row for row in rows if "Curves/pretrain validation" in row["metrics"]]) == 100
 
 
 def test_lines_that_a_crash_tore_and_rows_without_tokens_are_passed_over() -> None:
     lines = ['{"step": 1, "tok', "7", '{"step": 1, "metrics": {"loss": 1.0}}', line(1, loss=1.0)]
-    assert [row["step"] for row in overview.curves("lora", lines)] == [512]
+    assert [row["step"] for row in run_summary.curves("lora", lines)] == [512]
 
 
 def test_the_settings_file_of_a_run_gives_the_same_settings(tmp_path: Path) -> None:
     settings = load(["sft.optim.lr=2e-4", "model.layers=3", "sft.optim.betas=[0.9, 0.99]"], environment={}).settings
-    changed = overview.deviations(settings)
+    changed = run_summary.deviations(settings)
     assert set(changed) == {"sft.optim.lr", "model.layers", "sft.optim.betas"}
-    (tmp_path / "settings.yaml").write_text(overview.as_yaml(changed), encoding="utf-8")
+    (tmp_path / "settings.yaml").write_text(run_summary.as_yaml(changed), encoding="utf-8")
     assert load(files=[tmp_path / "settings.yaml"], environment={}).settings == settings
-    assert overview.as_yaml({"task.api_key": "***", "task.size": 3}) == "task:\n  size: 3\n", "no setting becomes its mask"
+    assert run_summary.as_yaml({"task.api_key": "***", "task.size": 3}) == "task:\n  size: 3\n", (
+        "no setting becomes its mask"
+    )
 
 
 def test_a_description_begins_with_what_came_of_the_settings_that_count() -> None:
     changed = {"runtime.devices": 2, "name": "mine", "sft.optim.lr": 2e-4, **{f"model.z{i}": i for i in range(5)}}
-    first, *rest = overview.description(RUN, changed, {"eval/bits_per_byte": 1.44659}).split("\n")
+    first, *rest = run_summary.description(RUN, changed, {"eval/bits_per_byte": 1.44659}).split("\n")
     settings = "model.z0=0, model.z1=1, model.z2=2, model.z3=3, model.z4=4, sft.optim.lr=0.0002"
     assert first == f"1.4466 bits per byte: {settings}, and 2 more settings"
     table = [row for row in rest if row.startswith("| lora")]
@@ -69,7 +85,7 @@ def test_a_description_begins_with_what_came_of_the_settings_that_count() -> Non
 
 
 def test_a_run_that_failed_says_so_first() -> None:
-    text = overview.description({**RUN, "outcome": "failed", "error": "disk full"}, {}, {})
+    text = run_summary.description({**RUN, "outcome": "failed", "error": "disk full"}, {}, {})
     assert text.startswith("failed: the default settings\n\n**failed**: disk full\n")
 
 
@@ -80,7 +96,7 @@ def test_figures_are_as_short_as_a_table_needs_them_and_counts_are_whole() -> No
         "loss": math.nan,
         "tokens_per_second": 1234567.8,
     }
-    found = report.metrics_of({"pretrain": trained})
+    found = summary.metrics_of({"pretrain": trained})
     assert (found["pretrain/validation_loss"], found["pretrain/tokens"]) == (1.348532, 123_456_789)
     assert found["pretrain/tokens_per_second"] == 1234568
     assert math.isnan(found["pretrain/loss"])
@@ -89,9 +105,9 @@ def test_figures_are_as_short_as_a_table_needs_them_and_counts_are_whole() -> No
 def test_the_cost_counts_every_training_once_and_the_steps_before_a_kill() -> None:
     half = {"steps": 40, "resumed_from_step": 20, "train_seconds": 10.0, "ranks": 2, "loss": 1.0}
     whole = {"steps": 5, "resumed_from_step": 0, "train_seconds": 16.0, "ranks": 1}
-    found = report.metrics_of({"pretrain": half, "sft": whole, "tokenizer": {"train_seconds": 99.0}})
+    found = summary.metrics_of({"pretrain": half, "sft": whole, "tokenizer": {"train_seconds": 99.0}})
     assert found["total/train_seconds"] == pytest.approx(36)
     assert found["total/device_hours"] == pytest.approx((20 * 2 + 16) / 3600, rel=1e-5)
     nothing_left = {"steps": 40, "resumed_from_step": 40, "train_seconds": 0.1}
-    assert not any(name.startswith("total/") for name in report.metrics_of({"sft": nothing_left}))
+    assert not any(name.startswith("total/") for name in summary.metrics_of({"sft": nothing_left}))
     assert math.isfinite(found["pretrain/loss"])

@@ -19,13 +19,13 @@ from browser import Browser, executable
 from PIL import Image
 from recorded import BEGAN, NONE_SUCH, TOKENS_PER_STEP, Made, falling, make_run
 
-from ttrain import runs
 from ttrain.errors import TTrainError, UsageError
-from ttrain.pages import charts, library, plots
-from ttrain.pages.comparison import page_of
-from ttrain.pages.html import inert
-from ttrain.pages.report import report_of
-from ttrain.pages.troubles import troubles
+from ttrain.reports import charts, plots, vega
+from ttrain.reports.compare_page import page_of
+from ttrain.reports.html import inert
+from ttrain.reports.problems import troubles
+from ttrain.reports.report import report_of
+from ttrain.store import runs
 from ttrain.tracking import Point, RunView, read_run, read_runs
 
 A, B = "full-20261121-100000-0001a", "full-20261121-110000-0002b"
@@ -258,8 +258,8 @@ def test_the_report_shows_stages_data_samples_and_what_went_wrong(browser: Brows
 def test_a_page_is_whole_and_small(home: Path) -> None:
     for name in ("both.html", "report.html"):
         page = (home / name).read_text(encoding="utf-8")
-        assert len(library.script()) < 1_000_000
-        assert len(page) < 150_000 + len(library.script())
+        assert len(vega.script()) < 1_000_000
+        assert len(page) < 150_000 + len(vega.script())
         assert not re.search(r"""(src|href)=["']?(https?:)?//""", page)
         (policy,) = re.findall('Content-Security-Policy" content="([^"]*)"', page)
         assert policy.startswith("default-src 'none'; script-src 'sha256-") and "unsafe" not in policy
@@ -278,27 +278,27 @@ def test_the_library_is_made_once_a_version_and_where_it_cannot_be_kept_each_tim
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(library, "BUNDLE", "print('first')")
-    first = library.script()
-    assert first == f"{library.LICENCES}\nfirst"
-    monkeypatch.setattr(library, "BUNDLE", "print('second')")
-    assert library.script() == first
-    (kept,) = library.cache_directory().iterdir()
-    assert kept.name == f"charts-{metadata.version(library.PACKAGE)}.js"
+    monkeypatch.setattr(vega, "BUNDLE", "print('first')")
+    first = vega.script()
+    assert first == f"{vega.LICENCES}\nfirst"
+    monkeypatch.setattr(vega, "BUNDLE", "print('second')")
+    assert vega.script() == first
+    (kept,) = vega.cache_directory().iterdir()
+    assert kept.name == f"charts-{metadata.version(vega.PACKAGE)}.js"
     monkeypatch.setenv("XDG_CACHE_HOME", str(kept))  # a file, in which nothing can be kept
-    assert library.script().endswith("second")
-    monkeypatch.setattr(library, "BUNDLE", "print('</SCRIPT>')")
+    assert vega.script().endswith("second")
+    monkeypatch.setattr(vega, "BUNDLE", "print('</SCRIPT>')")
     with pytest.raises(TTrainError, match="cannot stand in a page"):
-        library.script()
-    monkeypatch.setattr(library, "BUNDLE", "raise SystemExit('no engine')")
+        vega.script()
+    monkeypatch.setattr(vega, "BUNDLE", "raise SystemExit('no engine')")
     with pytest.raises(
         TTrainError, match="does not work here: no engine; `pip install --force-reinstall vl-convert-python`"
     ):
-        library.script()
+        vega.script()
 
 
 def test_pictures_have_the_colours_of_pages() -> None:
-    style = resources.files("ttrain.pages").joinpath("page.css").read_text(encoding="utf-8")
+    style = resources.files("ttrain.reports").joinpath("page.css").read_text(encoding="utf-8")
     assert tuple(re.findall(r"--run\d: (#\w+)", style)[: len(plots.COLOURS)]) == plots.COLOURS
 
 

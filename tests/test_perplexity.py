@@ -22,7 +22,7 @@ from ttrain.evaluate import perplexity
 from ttrain.evaluate.perplexity import Window, windows
 from ttrain.evaluate.token_losses import TokenLosses, plain_parts
 from ttrain.model import adapters
-from ttrain.train.ranks import Ranks
+from ttrain.train.distributed import Ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -22,7 +22,7 @@ from ttrain.data.encoder import Encoder
 from ttrain.errors import DataError, UsageError
 from ttrain.evaluate import baselines, scores, text
 from ttrain.evaluate.items import Places
-from ttrain.evaluate.outcome import LN2, Outcome
+from ttrain.evaluate.task_result import LN2, Outcome
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ROWS = [{"text": one, "source": f"s{number % 3}"} for number, one in enumerate(documents(12, seed=5))]

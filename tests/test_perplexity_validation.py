@@ -16,7 +16,8 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from ttrain.config import PretrainConfig, Settings, SftConfig
-from ttrain.data.chat import Message, encode_chat
+from ttrain.data.chat import encode_chat
+from ttrain.data.chat_templates import Message
 from ttrain.data.encoder import Encoder
 from ttrain.stages import pretrain, sft
 from ttrain.stages.rows import open_rows, validation_batches
@@ -100,6 +101,6 @@ def test_the_validation_loss_is_the_same_at_any_batch_size(trained: Any, stage: 
     for rows_per_batch in (1, 3, 64):
         batches = validation_batches(rows, config.validation_rows, rows_per_batch)
         assert len(batches) == -(-len(rows) // rows_per_batch)
-        found = make_trainer(training, model, rows, validation=batches).validate()
+        found = make_trainer(training, model, rows, validation=batches).validate(batches)
         assert found == pytest.approx(trained.results[stage]["validation_loss"], rel=1e-6), rows_per_batch
     assert model.device == CPU

@@ -12,15 +12,18 @@ from typing import Any
 import pytest
 
 from flows.full import full
-from ttrain import digests
 from ttrain.config import Settings
-from ttrain.digests import canonical_json
+from ttrain.config.loading import load
+from ttrain.core import hashing
+from ttrain.core.hashing import canonical_json
 from ttrain.errors import UsageError
-from ttrain.loading import load
-from ttrain.plan import Planned, is_all_cached, plan, plan_stage
-from ttrain.report import plan_json
+from ttrain.model import shapes
+from ttrain.pipeline.plan import is_all_cached, plan, plan_stage
+from ttrain.pipeline.plan_table import plan_json
+from ttrain.pipeline.planned import Planned
 from ttrain.stages import EVALUATE_CHAMPION, EXISTING_MODEL, HELDOUT, NEW_MODEL, PRETRAIN, SFT, STAGES, Stage
-from ttrain.store import Artifact, Store
+from ttrain.store.artifacts import Store
+from ttrain.store.layout import Artifact
 
 ROOT = Path(__file__).parents[1]
 SHARDS = {"shards-pretrain", "shards-sft", "shards-lora"}
@@ -283,7 +286,7 @@ def append(path: Path, code: str) -> None:
 
 
 def test_a_stages_own_module_changes_its_key_alone(built: House, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(digests, "PACKAGE_DIRECTORY", copy)
+    monkeypatch.setattr(hashing, "PACKAGE_DIRECTORY", copy)
     assert running(built.plan()) == set()
     append(copy / "stages" / "sft.py", "\nSOMETHING = 1\n")
     stages = built.plan()
@@ -416,6 +419,37 @@ def test_the_quickstart_begins_with_its_source_and_own_files_do_without(house: H
     assert "source" not in house.plan()
 
 
+@pytest.mark.soak  # loads torch in a process of its own
+def test_a_model_that_cannot_exist_is_refused_before_anything_is_built(house: House) -> None:
+    settings = house.settings("model.kind=phi3", "model.heads=3", "model.hidden_size=129")
+    for _ in range(2):
+        with pytest.raises(UsageError, match=r"model\.kind is phi3, which cannot compute in these sizes"):
+            plan(full, settings, house.store)
+
+
+def test_a_model_whose_rules_are_the_settings_is_not_built_to_see_whether_it_can_exist(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shapes, "BUILDER", "no.such.module")
+    plan(full, house.settings("model.hidden_size=132", "model.heads=3", "model.preset=1m"), house.store)
+    assert not (house.store.root / "cache" / "shapes").exists()
+
+
+def test_a_model_is_built_once_to_see_whether_it_can_exist(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = house.data / "calls"
+    answer = "'not with three' if '\"heads\": 3' in sys.stdin.read() else ''"
+    (house.data / "builder.py").write_text(
+        f"import json, sys\nopen({str(calls)!r}, 'a').write('x')\nprint(json.dumps({answer}))"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(house.data))
+    monkeypatch.setattr(shapes, "BUILDER", "builder")
+    for _ in range(2):
+        plan(full, house.settings("model.kind=gpt2"), house.store)
+        with pytest.raises(UsageError, match="not with three"):
+            plan(full, house.settings("model.kind=gpt2", "model.heads=3", "model.hidden_size=129"), house.store)
+    assert calls.read_text() == "xx"
+
+
 def test_planning_writes_nothing_but_the_cache_of_digests(built: House) -> None:
     before = sorted(built.store.root.rglob("*"))
     built.plan("sft.seed=7")
@@ -509,7 +543,7 @@ def test_extending_does_not_continue_code_or_inputs_that_changed(
     built: House, copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained(built, 100)
-    monkeypatch.setattr(digests, "PACKAGE_DIRECTORY", copy)
+    monkeypatch.setattr(hashing, "PACKAGE_DIRECTORY", copy)
     assert pretrain_planned(built, *tokens(200), extend=True).start_from
     append(copy / "train" / "optim.py", "\nSOMETHING = 1\n")
     assert pretrain_planned(built, *tokens(200), extend=True).start_from is None

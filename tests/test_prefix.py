@@ -16,12 +16,12 @@ from torch import Tensor
 from ttrain.config import Settings
 from ttrain.data.packing import IGNORE, Batch
 from ttrain.errors import UsageError
-from ttrain.evaluate.samples import greedy
+from ttrain.evaluate.greedy_samples import greedy
 from ttrain.model import adapters, factory
 from ttrain.model.prefix import PrefixModel, weight
-from ttrain.train.language import LanguageModeling
+from ttrain.store.weights import weights_digest
+from ttrain.train.language_modeling import LanguageModeling
 from ttrain.train.losses import token_loss_sum
-from ttrain.weights import weights_digest
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 T = 30
@@ -150,7 +150,7 @@ def test_an_architecture_that_cannot_take_a_prefix_is_refused(kind: str, fields:
 
 
 def test_positions_that_do_not_suffice_are_refused_with_the_length_that_would() -> None:
-    with pytest.raises(UsageError, match=r"together 132 positions, but the base model has 128; set lora\.row_length=124"):
+    with pytest.raises(UsageError, match=r"together 132 positions, but the base model has 128; set lora\.row_length=64"):
         adapters.attach(tiny_model(), settings(kind="prefix", row_length=128, tokens_per_step=128))
 
 

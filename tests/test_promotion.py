@@ -13,11 +13,11 @@ import pytest
 from ttrain.config import Promotion, Settings
 from ttrain.config.suite import GenerationTask
 from ttrain.errors import ArtifactError, UsageError
-from ttrain.evaluate import choices, confidence
-from ttrain.evaluate.outcome import Figure
+from ttrain.evaluate import choices, statistics
+from ttrain.evaluate.promotion import FIGURES, Scores, check_metric, decide, scores_of
 from ttrain.evaluate.scores import FILE, Table
-from ttrain.promotion import FIGURES, Scores, check_metric, decide, scores_of
-from ttrain.store import Artifact
+from ttrain.evaluate.task_result import Figure
+from ttrain.store.layout import Artifact
 
 RECORDS = 60
 
@@ -107,7 +107,7 @@ def test_pairing_sees_what_two_separate_intervals_would_not() -> None:
         Promotion(),
     )
     assert paired.promote
-    alone = confidence.interval(Figure("bits_per_byte", tuple(new), base.sizes, False, "bits"), confidence.Rule())
+    alone = statistics.interval(Figure("bits_per_byte", tuple(new), base.sizes, False, "bits"), statistics.Rule())
     assert alone is not None
     assert alone[1] - alone[0] > 10 * (paired.difference or 0)
 

@@ -16,18 +16,18 @@ import psutil
 import pytest
 from doubles import Home, Watcher, stage_settings
 
-from ttrain import launch, supervise
 from ttrain.errors import Interrupted, StageFailed
+from ttrain.pipeline import launch, processes
+from ttrain.pipeline.stage_worker import PROCESS_NAME
 from ttrain.stages import PRETRAIN
-from ttrain.store import Artifact
-from ttrain.worker import PROCESS_NAME
+from ttrain.store.layout import Artifact
 
 LIMIT_SECONDS = 2.0
 # A worker whose rank 1 does something else when it comes to its sixth sum.
 SABOTAGE = """
 import os, sys, time
-from ttrain import worker
-from ttrain.train.ranks import Ranks
+from ttrain.pipeline import stage_worker as worker
+from ttrain.train.distributed import Ranks
 
 def main():
     what, sums, proper = os.environ["SABOTAGE"], [], Ranks.sum
@@ -115,7 +115,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Home:
 @pytest.fixture
 def bed(home: Home, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bed]:
     """Afterwards no rank is left, and no address that one listened at."""
-    monkeypatch.setattr(supervise, "OTHERS_SECONDS", 1.0)
+    monkeypatch.setattr(processes, "OTHERS_SECONDS", 1.0)
     yield Bed(home)
     assert workers() == []
     ours = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
@@ -135,10 +135,10 @@ def sabotage(saboteur: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
     """Have rank 1 do what is said."""
 
     def choose(what: str) -> None:
-        path = [str(saboteur), str(Path(launch.__file__).parents[1])]
+        path = [str(saboteur), str(Path(launch.__file__).parents[2])]
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
         monkeypatch.setenv("SABOTAGE", what)
-        monkeypatch.setattr(supervise, "WORKER", "saboteur")
+        monkeypatch.setattr(processes, "WORKER", "saboteur")
 
     return choose
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,10 @@ from doubles import Home, stage_settings
 from rich.console import Console
 
 from ttrain.config import Settings
-from ttrain.display import Display
-from ttrain.errors import StageFailed
-from ttrain.execute import Execution
+from ttrain.errors import StageFailed, UsageError
+from ttrain.pipeline.execution import Execution
+from ttrain.pipeline.labels import labels_of
+from ttrain.pipeline.progress_display import Display
 from ttrain.stages import PRETRAIN
 
 mlflow = pytest.importorskip("mlflow")
@@ -24,9 +27,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Home:
     return Home.make(tmp_path_factory.mktemp("recorded") / "home")
 
 
-def run(home: Home, settings: Settings) -> tuple[Any, Any, Path]:
+def run(home: Home, settings: Settings, **options: Any) -> tuple[Any, Any, Path]:
     """The tracked runs of a pipeline with one stage, and of that stage; and the log of the former in the home."""
-    execution = Execution("full", settings, home.store, Display(Console(file=io.StringIO())), ["pretrain"])
+    execution = Execution("full", settings, home.store, Display(Console(file=io.StringIO())), ["pretrain"], **options)
     outcome = "failed"
     try:
         execution.run_stage(PRETRAIN, home.pretrain_inputs(), lambda line: None)
@@ -72,3 +75,54 @@ def test_a_stage_that_failed_leaves_its_texts_and_logs_too(home: Home) -> None:
     assert "step 1/40" in files(child)["log.txt"].read_text()
     told = files(parent)[log.name].read_text().splitlines()
     assert " pretrain: failed: " in told[-1] and "loss" in told[-1]
+
+
+def test_the_figures_of_a_result_are_parameters_and_no_charts_of_one_point(home: Home) -> None:
+    _, child, _ = run(home, stage_settings(5, system_metrics_seconds=0))
+    assert (child.data.params["result.steps"], child.data.params["result.compiled"]) == ("5", "False")
+    assert float(child.data.params["result.validation_loss"]) == pytest.approx(child.data.metrics["validation_loss"])
+    assert not [name for name in child.data.metrics if "/" in name]
+
+
+def test_a_stage_that_trained_in_night_mode_and_its_run_have_the_tag(home: Home) -> None:
+    always = {"start": "00:00", "end": "00:00"}
+    for night, tag in ((None, None), (always, "1")):
+        parent, child, _ = run(home, stage_settings(4 if night else 3, night=night))
+        assert (parent.data.tags.get("night"), child.data.tags.get("night")) == (tag, tag)
+
+
+def test_a_note_and_tags_stand_in_mlflow_in_the_record_and_on_the_page_and_in_no_key(home: Home) -> None:
+    labels = labels_of("why: <b>\nsk-abcdefghijklmnopqrstu", ["purpose=a smaller rate", "hub.token=x1"])
+    parent, _, log = run(home, stage_settings(2), labels=labels)
+    assert parent.data.tags["purpose"] == "a smaller rate" and parent.data.tags["hub.token"] == "***"
+    assert parent.data.tags["mlflow.note.content"].startswith("why: &lt;b>  \n***\n\ncompleted: ")
+    record = json.loads(log.with_suffix(".json").read_text())
+    assert record["note"] == "why: <b>\n***" and record["tags"] == {"purpose": "a smaller rate", "hub.token": "***"}
+    again = Execution("full", stage_settings(2), home.store, Display(Console(file=io.StringIO())), ["pretrain"])
+    assert again.run_stage(PRETRAIN, home.pretrain_inputs(), lambda line: None)[1] == "cached"
+    again.finish("completed")
+    page = files(parent)["report.html"].read_text()
+    assert "why: &lt;b&gt;" in page and "purpose=a smaller rate" in page and "x1" not in json.dumps(record["tags"])
+
+
+@pytest.mark.parametrize(
+    ("note", "tag", "message"),
+    [
+        ("a\x1b[2J", [], "--note has control characters"),
+        ("x" * 2001, [], "--note has 2001 characters, but at most 2000"),
+        (None, ["purpose"], "must be KEY=VALUE"),
+        (None, ["purpose="], "must be KEY=VALUE"),
+        (None, ["mlflow.runName=x"], "neither begins with mlflow."),
+        (None, ["TTrain.key=x"], "neither begins with mlflow. or ttrain."),
+        (None, ["night=0"], "which ttrain sets"),
+        (None, ["1a=x"], "a key is a letter"),
+        (None, [f"{'k' * 65}=x"], "at most 63 letters"),
+        (None, ["a=" + "v" * 251], "at most 250"),
+        (None, ["a=b\nc"], "one line"),
+        (None, ["a=1", "a=2"], "given twice, as '1' and as '2'"),
+        (None, [f"k{number}=x" for number in range(21)], "takes 20 tags"),
+    ],
+)  # fmt: skip
+def test_labels_that_cannot_be_are_refused_before_anything_runs(note: str | None, tag: list[str], message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)):
+        labels_of(note, tag)

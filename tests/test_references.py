@@ -8,18 +8,25 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 
-from ttrain import references, tracking
+from ttrain import tracking
 from ttrain.errors import ArtifactError, UsageError
-from ttrain.references import Reference, newest, resolve
-from ttrain.runs import RunRecord
-from ttrain.store import Artifact, Store
-from ttrain.weights import ADAPTER, MODEL, SECOND_HEAD, weight_files, weights_digest
+from ttrain.pipeline import identities
+from ttrain.pipeline import names as references
+from ttrain.pipeline.lineage import lineage_of
+from ttrain.pipeline.names import resolve
+from ttrain.store.artifacts import Store
+from ttrain.store.layout import Artifact
+from ttrain.store.model_reference import Reference
+from ttrain.store.runs import RunRecord
+from ttrain.store.weights import ADAPTER, MODEL, SECOND_HEAD, weight_files, weights_digest
 
 
 def write_model(directory: Path, weights: bytes, *, shards: int = 1) -> Path:
@@ -58,17 +65,31 @@ class Home:
         self.newer = self.publish("sft", "s2", lambda output: write_model(output / "model", b"second"))
         self.run = self.record(self.tokenizer, self.sft, self.lora)
 
-    def publish(self, stage: str, key: str, write: Callable[[Path], object]) -> Artifact:
+    def publish(
+        self, stage: str, key: str, write: Callable[[Path], object], inputs: Mapping[str, Artifact] = MappingProxyType({})
+    ) -> Artifact:
         output = self.store.work(stage, key)
         output.mkdir(parents=True)
         write(output)
-        return self.store.publish(stage, key, output, {"result": {}, "ingredients": {"code": {}}, "inputs": {}})
+        used = {name: {"stage": one.stage, "key": one.key, "content": one.content} for name, one in inputs.items()}
+        return self.store.publish(stage, key, output, {"result": {}, "ingredients": {"code": {}}, "inputs": used})
 
-    def record(self, *artifacts: Artifact) -> str:
-        made = RunRecord(self.store.root, "full", [*(artifact.stage for artifact in artifacts), "evaluate"], {})
+    def record(
+        self,
+        *artifacts: Artifact,
+        pipeline: str = "full",
+        outcome: str = "failed",
+        settings: Mapping[str, Any] = MappingProxyType({}),
+        **notes: str,
+    ) -> str:
+        stages = [*(artifact.stage for artifact in artifacts), "evaluate"]
+        made = RunRecord(self.store.root, pipeline, stages, dict(settings))
         for artifact in artifacts:
             made.stage(artifact.stage, outcome="completed", key=artifact.key, path=str(artifact.path))
-        made.finish("failed", {})
+        made.note(**notes)
+        if outcome != "running":
+            made.finish(outcome, {})
+        time.sleep(0.002)  # names of runs sort by their milliseconds
         return made.run
 
     def resolve(self, text: str, **options: Any) -> Reference:
@@ -82,12 +103,139 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Home:
     return Home(tmp_path)
 
 
-def test_a_stage_is_its_newest_artifact_that_is_undamaged(home: Home) -> None:
+def test_a_stage_that_no_run_has_is_its_newest_artifact_that_is_undamaged(home: Home) -> None:
+    (home.store.root / "runs" / f"{home.run}.json").unlink()
     found = home.resolve("sft")
     assert (found.model, found.adapter, found.artifact and found.artifact.key) == (home.newer.path / "model", None, "s2")
     assert found.directory == found.tokenizer == found.model
     (home.newer.path / "model" / MODEL).unlink()
     assert home.resolve("sft").model == home.sft.path / "model"
+
+
+def test_the_stages_of_a_command_are_those_of_the_newest_finished_run_that_has_them(home: Home) -> None:
+    """A night in progress has newer models; so has a run that failed, a trial, a stage that ran alone."""
+
+    def keys(*texts: str, **options: Any) -> list[str | None]:
+        found = references.resolve_all(texts, home.store.root, **options)
+        return [one.artifact.key if one.artifact else None for one in found]
+
+    assert keys("sft", "lora") == ["s1", "l"], "a run that failed is better than models of several"
+    mine = home.record(home.tokenizer, home.sft, home.lora, outcome="completed", settings={"name": "mine"})
+    base_only = home.record(home.tokenizer, home.newer, outcome="cached", settings={"name": "other"})
+    assert keys("sft") == ["s2"] and keys("sft", "lora") == ["s1", "l"], "each of one run"
+    other_lora = home.publish("lora", "l2", lambda output: write_adapter(output / "adapter", home.newer.path / "model"))
+    for pipeline, outcome, notes in (
+        ("nightly", "running", {}), ("nightly", "completed", {}), ("full", "failed", {}), ("full", "running", {}),
+        ("full", "completed", {"sweep": "sweep-1"}),
+    ):  # fmt: skip
+        run = home.record(home.tokenizer, home.newer, other_lora, pipeline=pipeline, outcome=outcome, **notes)
+        assert keys("sft", "lora") == ["s1", "l"], (pipeline, outcome, notes)
+        assert keys("sft", "lora", run=run) == ["s2", "l2"], "unless it is named"
+    assert keys("sft", f"{run}:lora", "./home/store/sft/s2") == ["s2", "l2", "s2"], "what says more is what it says"
+    assert keys("lora", run=mine[-5:]) == ["l"]
+    with pytest.raises(UsageError, match=f"the run {base_only} has no stage 'lora'"):
+        keys("sft", "lora", run=base_only)
+    with pytest.raises(UsageError, match="--run nothing is no run"):
+        keys("sft", run="nothing")
+    with pytest.raises(UsageError, match=r"--run is .*, but \./home/store/sft/s2 names no stage"):
+        keys("./home/store/sft/s2", run=mine)
+
+
+def test_stages_that_stand_in_different_runs_only_are_not_mixed(home: Home) -> None:
+    (home.store.root / "runs" / f"{home.run}.json").unlink()  # it has all of them
+    first = home.record(home.tokenizer, home.sft, outcome="completed")
+    home.record(home.tokenizer, home.newer, home.lora, pipeline="nightly", outcome="running")
+    second = home.record(home.tokenizer, home.lora, outcome="completed")
+    expected = rf"no run has all of lora, sft; there are {second}:lora, {first}:sft; name each as RUN:STAGE"
+    with pytest.raises(UsageError, match=expected):
+        references.resolve_all(["sft", "lora"], home.store.root)
+
+
+def test_a_name_in_the_environment_says_whose_runs_count(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    home.record(home.tokenizer, home.sft, outcome="completed", settings={"name": "mine"})
+    run = home.record(home.tokenizer, home.newer, outcome="completed", settings={"name": "other"})
+    assert home.resolve("sft").artifact == home.store.find("sft", "s2")
+    assert resolve(None, home.store.root).text == f"{run}:sft"
+    monkeypatch.setenv("TTRAIN__NAME", "mine")
+    assert home.resolve("sft").artifact == home.store.find("sft", "s1") == resolve(None, home.store.root).artifact
+
+
+def test_another_variable_that_is_no_setting_ends_no_command_on_models(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TTRAIN__SFT__NOTHING", "1")
+    monkeypatch.setenv("TTRAIN__MODEL__HEADS", "many")
+    assert home.resolve("sft").artifact == home.store.find("sft", "s1")
+    monkeypatch.setenv("TTRAIN__NAME", "no/name")
+    with pytest.raises(UsageError, match=r"name is 'no/name' .*TTRAIN__NAME"):
+        home.resolve("sft")
+
+
+def test_where_only_nights_and_trials_ran_the_newest_finished_one_counts_nights_first(home: Home) -> None:
+    (home.store.root / "runs" / f"{home.run}.json").unlink()
+    assert references.run_of(["sft"], home.store.root) is None
+    with pytest.raises(UsageError, match=r"no finished run has a model that is whole in .*; stages with a model: lora, sft"):
+        resolve(None, home.store.root)
+    trial = home.record(home.tokenizer, home.newer, outcome="completed", sweep="sweep-1")
+    assert [home.resolve("sft").artifact, resolve(None, home.store.root).text] == [home.newer, f"{trial}:sft"]
+    night = home.record(home.tokenizer, home.sft, pipeline="nightly", outcome="completed")
+    home.record(home.tokenizer, home.newer, pipeline="nightly", outcome="failed")
+    home.record(home.tokenizer, home.newer, outcome="completed", sweep="sweep-2")
+    assert [home.resolve("sft").artifact, resolve(None, home.store.root).text] == [home.sft, f"{night}:sft"]
+    mine = home.record(home.tokenizer, home.newer, outcome="failed")
+    assert [home.resolve("sft").artifact, resolve(None, home.store.root).text] == [home.newer, f"{mine}:sft"]
+
+
+def test_a_damaged_manifest_is_named_with_what_sets_it_aside(home: Home) -> None:
+    for artifact in (home.sft, home.newer, home.lora):
+        os.truncate(artifact.path / "manifest.json", 40)
+    said = r"is damaged: manifest\.json cannot be read: .*`ttrain artifacts verify --set-aside`"
+    for text in ("sft", f"{home.run}:sft", None, home.run):
+        with pytest.raises((UsageError, ArtifactError), match=said):
+            resolve(text, home.store.root)
+    with pytest.raises(ArtifactError, match=said):
+        lineage_of(home.store.root, "sft")
+
+
+def test_a_line_says_which_model_each_name_led_to(home: Home) -> None:
+    mine = home.record(home.tokenizer, home.sft, home.lora, outcome="completed", settings={"name": "mine"})
+    elsewhere = write_model(Path("elsewhere").absolute(), b"x")
+    found = references.resolve_all(["sft", "lora", "./elsewhere", f"{mine}:sft"], home.store.root)
+    assert identities.lines_of(found, home.store) == [
+        f"sft = mine, {mine}:sft, s1 (there is a newer sft, s2: {home.newer.path})",
+        f"lora = mine, {mine}:lora, l",
+        f"./elsewhere = {elsewhere}",
+        f"{mine}:sft = mine, {mine}:sft, s1",
+    ]
+    assert identities.to_json(found[0]) == {
+        "model": "sft", "name": "mine", "run": f"{mine}:sft", "key": "s1", "digest": weights_digest(home.sft.path / "model")
+    }  # fmt: skip
+    assert identities.to_json(found[2]) | {"digest": ""} == {
+        "model": "./elsewhere", "name": None, "run": None, "key": None, "digest": ""
+    }  # fmt: skip
+    for path in (home.store.root / "runs").glob("*.json"):
+        path.unlink()
+    [line] = identities.lines_of([home.resolve("sft")], home.store)
+    assert line == "sft = of no run, s2 (the newest sft here)"
+
+
+def test_models_that_were_made_from_different_ones_are_said_to_be(home: Home) -> None:
+    def made_from(stage: str, key: str, write: Callable[[Path], object], *sources: Artifact) -> Artifact:
+        return home.publish(stage, key, write, inputs={source.stage: source for source in sources})
+
+    bases = [made_from("pretrain", f"p{n}", lambda out, n=n: write_model(out / "model", b"%d" % n)) for n in (1, 2)]
+    tuned = [
+        made_from("sft", f"t{n}", lambda out, n=n: write_model(out / "model", b"t%d" % n), home.tokenizer, base)
+        for n, base in enumerate(bases)
+    ]
+    adapter = made_from("lora", "a", lambda out: write_adapter(out / "adapter", tuned[0].path / "model"), tuned[0])
+
+    def said(*models: Artifact) -> list[str]:
+        found = [home.resolve(str(model.path)) for model in models]
+        return identities.lines_of(found, home.store)[len(models) :]
+
+    assert said(bases[0], tuned[0], adapter) == [] == said(*bases)
+    [line] = said(tuned[1], adapter)
+    assert line.startswith("not of one lineage: ") and line.endswith("were not made from the same pretrain, sft")
+    assert said(*tuned)[0].endswith("were not made from the same pretrain")
 
 
 def test_a_run_is_its_last_model_or_the_stage_that_is_named(home: Home) -> None:
@@ -98,13 +246,13 @@ def test_a_run_is_its_last_model_or_the_stage_that_is_named(home: Home) -> None:
 
 
 def test_the_newest_run_with_a_model_is_the_default(home: Home) -> None:
-    assert newest(home.store.root).adapter == home.lora.path / "adapter"
+    assert resolve(None, home.store.root).adapter == home.lora.path / "adapter"
     home.record(home.tokenizer)  # fails after the tokenizer
-    assert newest(home.store.root).adapter == home.lora.path / "adapter"
+    assert resolve(None, home.store.root).adapter == home.lora.path / "adapter"
     run = home.record(home.tokenizer, home.newer)
-    assert newest(home.store.root).text == f"{run}:sft"
+    assert resolve(None, home.store.root).text == f"{run}:sft"
     with pytest.raises(UsageError, match=r"there is no model in .*empty yet; begin with"):
-        newest(home.store.root / "empty")
+        resolve(None, home.store.root / "empty")
 
 
 def test_a_directory_is_a_model_an_adapter_an_artifact_or_a_checkpoint(home: Home) -> None:
@@ -122,7 +270,7 @@ def test_a_directory_is_a_model_an_adapter_an_artifact_or_a_checkpoint(home: Hom
 
 def test_a_word_is_a_stage_before_it_is_a_directory(home: Home) -> None:
     here = write_model(Path("sft").absolute(), b"x")
-    assert home.resolve("sft").model == home.newer.path / "model"
+    assert home.resolve("sft").model == home.sft.path / "model"
     assert home.resolve("./sft").model == here
 
 
@@ -146,7 +294,7 @@ def test_the_base_of_an_adapter_from_elsewhere_is_named_or_lies_beside(home: Hom
     with pytest.raises(UsageError, match=f"its base with the weights {weights_digest(base)[:12]} is not in .*--base"):
         home.resolve("adapter")
     assert home.resolve("adapter", base="base").model == base
-    assert home.resolve("adapter", base="sft").model == home.newer.path / "model"
+    assert home.resolve("adapter", base="sft").model == home.sft.path / "model"
     with pytest.raises(UsageError, match="must be a full model, but 'lora' is an adapter itself"):
         home.resolve("adapter", base="lora")
     beside = shutil.copytree(base, adapter / "base")
@@ -244,13 +392,13 @@ def test_a_registered_name_is_the_stores_own_artifact_else_the_files_that_mlflow
 
 def test_looking_up_loads_neither_torch_nor_mlflow(home: Home) -> None:
     code = (
-        "import sys; from ttrain.references import resolve; print(resolve('sft').model);"
+        "import sys; from ttrain.pipeline.names import resolve; print(resolve('sft').model);"
         "assert not {'torch', 'mlflow', 'transformers'} & set(sys.modules)"
     )
     environment = {
         **os.environ,
         "TTRAIN_HOME": str(home.store.root),
-        "PYTHONPATH": str(Path(references.__file__).parents[1]),
+        "PYTHONPATH": str(Path(references.__file__).parents[2]),
     }
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert done.stdout == f"{home.newer.path / 'model'}\n", done.stderr
+    assert done.stdout == f"{home.sft.path / 'model'}\n", done.stderr

@@ -12,16 +12,18 @@ from typing import Any
 import pytest
 from doubles import Watcher
 
-from ttrain import launch
-from ttrain.cli import main
+from ttrain.cli.main import main
 from ttrain.config import Settings
+from ttrain.config.loading import load
+from ttrain.core.files import read_json, write_json
 from ttrain.errors import ArtifactError, Interrupted, UsageError
-from ttrain.lineage import lineage_of
-from ttrain.loading import load
-from ttrain.reproduce import MARK, home_for, reproduce
-from ttrain.reproduce_recipes import Recipe, recipes_of
+from ttrain.pipeline import launch
+from ttrain.pipeline.lineage import lineage_of
+from ttrain.pipeline.reproduce import MARK, home_for, reproduce
+from ttrain.pipeline.reproduce_recipes import Recipe, recipes_of
 from ttrain.stages import SHARDS_PRETRAIN, TOKENIZER
-from ttrain.store import MANIFEST, Artifact, Store, read_json, write_json
+from ttrain.store.artifacts import Store
+from ttrain.store.layout import MANIFEST, Artifact, write_manifest
 
 
 @dataclass
@@ -72,7 +74,7 @@ def root(made: Path, tmp_path: Path) -> Path:
     """A copy of all of it, whose manifests name the copied files."""
     shutil.copytree(made, tmp_path / "root")
     for path in tmp_path.glob(f"root/home/store/*/*/{MANIFEST}"):
-        path.write_text(path.read_text().replace(str(made), str(tmp_path / "root")))
+        write_manifest(path.parent, json.loads(path.read_text().replace(str(made), str(tmp_path / "root"))))
     return tmp_path / "root"
 
 
@@ -82,10 +84,10 @@ def artifact(root: Path, stage: str = "tokenizer") -> Artifact:
 
 def alter(root: Path, stage: str, change: Any) -> None:
     """Have the manifest of a stage say something else."""
-    path = artifact(root, stage).path / MANIFEST
-    manifest = read_json(path)
+    directory = artifact(root, stage).path
+    manifest = read_json(directory / MANIFEST)
     change(manifest)
-    write_json(path, manifest)
+    write_manifest(directory, manifest)
 
 
 def recipes(root: Path, text: str = "shards-pretrain") -> list[Recipe]:
@@ -135,9 +137,9 @@ def test_threads_ranks_kernels_and_micro_batches_are_those_of_the_training(root:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda data: (data / "a.jsonl").unlink(), "a.jsonl' but no such file is there"),
-        (lambda data: shutil.rmtree(data), "no such file is there"),
-        (lambda data: (data / "a.jsonl").rename(data / "c.jsonl"), "a.jsonl' but no such file is there"),
+        (lambda data: (data / "a.jsonl").unlink(), "a.jsonl' but there is no such file"),
+        (lambda data: shutil.rmtree(data), "there is no such file"),
+        (lambda data: (data / "a.jsonl").rename(data / "c.jsonl"), "a.jsonl' but there is no such file"),
         (lambda data: (data / "b.jsonl").write_text('{"text": "other"}\n'), "train file b.jsonl changed"),
     ],
 )

@@ -14,9 +14,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from ttrain import runs
-from ttrain.runs import RunRecord, history
-from ttrain.store import Store, read_json, write_json
+from flows import schedule_files, serving
+from ttrain.core.files import PRIVATE_FILE, private_directory, read_json, write_json
+from ttrain.nightly.records import Frozen, Nights
+from ttrain.store import runs
+from ttrain.store.artifacts import Store
+from ttrain.store.run_log import RunLog
+from ttrain.store.runs import RunRecord, history
 
 
 def record(home: Path, started: float = 0.0, **notes: object) -> RunRecord:
@@ -185,3 +189,53 @@ def test_a_full_disk_costs_the_note_and_not_the_run(tmp_path: Path, caplog: pyte
     assert history(tmp_path)[0]["stages"][1] == {"name": "pretrain", "outcome": "pending"}
     made.finish("completed", {})
     assert history(tmp_path)[0]["stages"][1] == {"name": "pretrain", "outcome": "running", "key": "k"}, "nothing is lost"
+
+
+def test_records_and_logs_are_for_their_owner_alone_and_what_was_open_is_closed(tmp_path: Path) -> None:
+    runs_directory, night = tmp_path / "runs", tmp_path / "nightly" / "mine"
+    for path in (runs_directory / "old.json", runs_directory / "old.log", night / "night-000001.json"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("{}")
+        path.chmod(0o644)
+    for directory in (runs_directory, night, night.parent):
+        directory.chmod(0o755)
+    made = record(tmp_path)
+    RunLog(made.path.with_suffix(".log")).add("sft", "a line")
+    nights = Nights(tmp_path, "mine")
+    with nights.lock():
+        nights.begin(Frozen({}, {}), None)
+    nights.skipped(None, "a reason")
+    paths = [path for root in (runs_directory, night.parent) for path in (root, *root.rglob("*"))]
+    assert len(paths) == 12
+    assert {path: oct(path.stat().st_mode & 0o777) for path in paths if path.stat().st_mode & 0o077} == {}
+
+
+def test_who_serves_is_for_the_owner_alone_also_in_an_older_home(tmp_path: Path) -> None:
+    folder = schedule_files.folder_of(tmp_path)
+    folder.mkdir()
+    (folder / serving.SERVING).write_text("{}")
+    folder.chmod(0o755)
+    (folder / serving.SERVING).chmod(0o644)
+    with serving._alone(tmp_path):
+        assert [path.stat().st_mode & 0o777 for path in (folder, folder / serving.SERVING)] == [0o700, 0o600]
+
+
+def test_names_below_a_closed_directory_keep_their_modes_where_they_are_shared(tmp_path: Path) -> None:
+    weights = tmp_path / "mlflow" / "weights"
+    weights.parent.mkdir()
+    weights.write_bytes(b"w")
+    weights.parent.chmod(0o755)
+    weights.chmod(0o644)
+    private_directory(weights.parent, closes_files=False)
+    assert [path.stat().st_mode & 0o777 for path in (weights.parent, weights)] == [0o700, 0o644]
+
+
+def test_a_private_file_is_private_before_it_has_a_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    modes = []
+    monkeypatch.setattr(os, "fsync", lambda number: modes.append(os.fstat(number).st_mode & 0o777))
+    left = tmp_path / f".x.json.{os.getpid()}.tmp"
+    left.write_text("of a process of the same number that was killed")
+    left.chmod(0o644)
+    write_json(tmp_path / "x.json", {}, PRIVATE_FILE)
+    write_json(tmp_path / "x.json", {}, PRIVATE_FILE)
+    assert modes[::2] == [0o600, 0o600] and (tmp_path / "x.json").stat().st_mode & 0o777 == 0o600

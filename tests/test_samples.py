@@ -28,10 +28,10 @@ from doubles import (
 )
 
 from ttrain.config import LoraConfig, PretrainConfig, SftConfig
-from ttrain.evaluate import samples
+from ttrain.evaluate import greedy_samples
 from ttrain.stages import lora, pretrain, sft
-from ttrain.train.ranks import Ranks
-from ttrain.train.samples import Samples
+from ttrain.train.distributed import Ranks
+from ttrain.train.periodic_samples import Samples
 from ttrain.train.trainer import Cadence, How
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -84,7 +84,7 @@ def test_chat_stages_sample_without_moving_a_bit(home: Home, base: Path, tmp_pat
 
 def write(model: Any) -> list[tuple[str, str]]:
     """Greedy, as stages do it."""
-    tokens = samples.greedy(model, [5, 6, 7], new_tokens=6, stop_ids=[], device=CPU)
+    tokens = greedy_samples.greedy(model, [5, 6, 7], new_tokens=6, stop_ids=[], device=CPU)
     return [("5 6 7", " ".join(map(str, tokens)))]
 
 

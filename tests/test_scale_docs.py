@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from ttrain.config import Settings
-from ttrain.loading import load
+from ttrain.config.loading import load
 
 PAGE = (Path(__file__).parents[1] / "docs" / "scale.md").read_text(encoding="utf-8")
 
@@ -71,7 +71,7 @@ def test_the_job_s_pods_find_each_other_and_have_a_place_each() -> None:
 
 
 def test_every_setting_on_the_page_exists() -> None:
-    named = set(re.findall(r"\b((?:runtime|tracking)\.[a-z_.]+)\b", PAGE))
+    named = set(re.findall(r"\b((?:runtime|tracking)\.[a-z_.]+)\b(?!#)", PAGE))
     known = {f"runtime.{name}" for name in Settings().runtime.model_dump()} | {
         f"tracking.{name}" for name in Settings().tracking.model_dump()
     }

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import shlex
 import shutil
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from doubles import Home, stage_settings
+from rich.console import Console
 from test_plan import House, built, finished, house, running
 from typer.testing import CliRunner
 
-from flows.engine import run_plain
+from flows.engine import run_pipeline, run_plain
 from flows.full import full
-from ttrain.cli_settings import names_in
-from ttrain.errors import UsageError
-from ttrain.plan import Planned, Planner, plan
-from ttrain.selection import Selection, graph_of, planned_part
-from ttrain.stages import EVALUATE, SFT, Stage
-from ttrain.store import Artifact
+from ttrain.cli.options import names_in
+from ttrain.config import Tracking
+from ttrain.errors import TooFewRows, UsageError
+from ttrain.pipeline.plan import Planner, plan
+from ttrain.pipeline.planned import Planned
+from ttrain.pipeline.selection import Selection, graph_of, planned_part
+from ttrain.stages import EVALUATE, PRETRAIN, SFT, SHARDS_PRETRAIN, TOKENIZER, Stage
+from ttrain.store import runs
+from ttrain.store.layout import Artifact
 
 __all__ = ["built", "finished", "house"]  # fixtures
 SHARDS = {"shards-pretrain", "shards-sft", "shards-lora"}
@@ -161,11 +168,34 @@ def test_a_recipe_without_prefect_takes_artifacts_and_what_it_made(built: House)
     assert seen == [{"base": given["pretrain"]}, {"base": given["pretrain"], "sft": given["sft"]}]
 
 
+def test_a_training_whose_shards_are_taken_and_too_few_is_refused_before_it_begins(tmp_path: Path) -> None:
+    home = Home.make(tmp_path)
+    settings = stage_settings(pretrain={"tokens_per_step": 256_000, "tokens": 512_000})
+    settings = settings.model_copy(update={"tracking": Tracking(enabled=False)})
+    tokenizer = Planned(TOKENIZER, "cached", (), home.tokenizer.key, home.tokenizer, taken=True)
+    inputs = {"tokenizer": home.tokenizer}
+    counts = {"rows": 60, "tokens": 900}
+    result = {"train": counts, "heldout": counts, "rows": {}, "blocks": 1, "encoded_blocks": 1}
+    documents = replace(home.documents, manifest={**home.documents.manifest, "result": result})
+    shards = Planned(SHARDS_PRETRAIN, "cached", (), documents.key, documents, inputs=inputs, taken=True)
+
+    def recipe(stage: Any, settings: object) -> None:
+        made = stage(TOKENIZER)
+        stage(PRETRAIN, tokenizer=made, shards=stage(SHARDS_PRETRAIN, tokenizer=made))
+
+    stages = [tokenizer, shards, Planned(PRETRAIN, "run", ())]
+    with pytest.raises(TooFewRows, match=r"pretrain\.tokens_per_step is 256000, 8000 rows of 32 tokens"):
+        run_pipeline("full", settings, home.store, stages, Console(quiet=True), engine="none", own_recipe=recipe)
+    assert not list(home.store.root.glob("work/pretrain/*")), "no process was started for it"
+    [record] = runs.history(home.store.root)
+    assert {stage["name"]: stage["outcome"] for stage in record["stages"]}["pretrain"] == "failed"
+
+
 # --- the commands
 
 
 def test_plan_shows_the_part_and_what_it_leaves_out(built: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ttrain.cli import app
+    from ttrain.cli.main import app
 
     monkeypatch.setenv("TTRAIN_HOME", str(built.store.root))
     files = {"pretrain": "documents", "sft": "chats", "lora": "domain"}
@@ -190,7 +220,7 @@ def test_a_selection_reads_as_it_was_asked_for() -> None:
 
 @pytest.mark.parametrize("option", ["--only", "--from", "--until", "--force", "--continue"])
 def test_an_empty_variable_of_a_shell_means_no_stage_not_all_of_them(option: str) -> None:
-    from ttrain.cli import app
+    from ttrain.cli.main import app
 
     done = CliRunner().invoke(app, ["pipeline", "plan", "full", option, ""])
     assert isinstance(done.exception, UsageError) and "got an empty one" in str(done.exception)

@@ -28,13 +28,14 @@ import pytest
 from doubles import LINES, documents, make_tokenizer
 
 from ttrain.config import Reading
+from ttrain.core.hashing import sha256_file
 from ttrain.data import blocks, sharding
 from ttrain.data.assembly import Built, DataFile
 from ttrain.data.blocks import Recipe
 from ttrain.data.encoder import Encoder, EncoderDiffers
-from ttrain.data.pools import Here, Processes
+from ttrain.data.jsonl import TOO_LONG
 from ttrain.data.shards import ShardSet
-from ttrain.digests import sha256_file
+from ttrain.data.worker_pools import Here, Processes
 from ttrain.errors import ArtifactError, StageFailed
 from ttrain.stages.shards import heldout_records, recipe_of
 
@@ -239,15 +240,21 @@ def test_where_nothing_is_held_out_one_row_and_its_copies_are(tmp_path: Path, re
     assert built.tallies["train"].skipped == Counter({"stands in the held-out part": 1})
 
 
-def test_what_a_named_held_out_file_holds_is_never_learnt(tmp_path: Path, recipe: Recipe, tokenizer: Path) -> None:
-    rows = rows_of(100)
+@pytest.mark.parametrize("deduplicate", [True, False])
+def test_what_a_named_held_out_file_holds_is_never_learnt(
+    tmp_path: Path, recipe: Recipe, tokenizer: Path, deduplicate: bool
+) -> None:
+    rows, others = rows_of(100), rows_of(20, seed=3)
     train = write_lines(tmp_path / "a.jsonl", rows)
-    heldout = write_lines(tmp_path / "b.jsonl", [rows[7], *rows_of(20, seed=3), rows[50]])
-    built = build(tmp_path / "out", [train], recipe, Reading(heldout_fraction=0.3), heldout=[heldout])
-    assert len(texts_in(tmp_path / "out", tokenizer, "heldout")) == 22
+    heldout = write_lines(tmp_path / "b.jsonl", [rows[7], *others, rows[50], rows[7]])
+    reading = Reading(heldout_fraction=0.3, deduplicate=deduplicate)
+    built = build(tmp_path / "out", [train], recipe, reading, heldout=[heldout])
+    expected = [row["text"] for row in (rows[7], *others, rows[50], *([] if deduplicate else [rows[7]]))]
+    assert texts_in(tmp_path / "out", tokenizer, "heldout") == expected
+    assert [record["text"] for record in heldout_records(tmp_path / "out")] == expected
     assert texts_in(tmp_path / "out", tokenizer) == [row["text"] for n, row in enumerate(rows) if n not in (7, 50)]
     assert built.tallies["train"].skipped == Counter({"stands in the held-out part": 2})
-    assert_adds_up(built, 122)
+    assert_adds_up(built, 123)
 
 
 def test_a_reservoir_takes_exactly_as_many_distinct_rows_from_all_over_the_input(
@@ -383,13 +390,15 @@ def test_files_of_others_in_the_output_are_left_alone(tmp_path: Path, recipe: Re
 
 def test_blocks_end_with_lines_and_hold_every_byte_once_whatever_the_size(tmp_path: Path) -> None:
     chance = random.Random(3)
+    recipe = Recipe("documents", "text", 0.0, 10**6, tokenizer="", tokenizer_digest="", template="", code="")
     for size in (1024, 1500, 5000, 10**6):
         lines = [bytes(chance.choices(b"abc \r\\", k=chance.choice([0, 1, 30, 3000]))) for _ in range(60)]
+        lines[0] = b'{"text": "no plain text"}'
         data = b"\n".join(lines) + (b"\n" if size % 2 else b"")
         plain, packed = tmp_path / "plain", tmp_path / "packed"
         plain.write_bytes(data)
         packed.write_bytes(gzip.compress(data))
-        cuts = [list(blocks.cut(str(path), 0, size, 10**6)) for path in (plain, packed)]
+        cuts = [list(blocks.cut(str(path), 0, size, recipe)) for path in (plain, packed)]
         pieces = [[blocks.read(block, 10**6) for block in cut] for cut in cuts]
         assert pieces[0] == pieces[1]
         assert b"".join(pieces[0]) == data
@@ -415,7 +424,7 @@ def test_a_line_beyond_the_limit_is_one_rejected_row_and_its_neighbours_stay(
             out = tmp_path / f"{name}{size}"
             built = build(out, [source], small, block_bytes=size)
             assert texts_in(out, tokenizer) == list(LINES[:2])
-            assert built.tallies["train"].rejected == Counter({"line longer than reading.max_line_bytes=2048": 1})
+            assert built.tallies["train"].rejected == Counter({TOO_LONG.format(2048): 1})
             assert json.loads((out / "run" / "rejected.jsonl").read_text())["line"] == 2
             assert_adds_up(built, 3)
 

@@ -13,8 +13,8 @@ import pyarrow as pa
 import pytest
 from doubles import write_shards
 
+from ttrain.core.hashing import sha256_file
 from ttrain.data.shards import Column, ShardSet
-from ttrain.digests import sha256_file
 from ttrain.errors import ArtifactError
 
 Record = tuple[list[int], list[bool]]
@@ -152,7 +152,7 @@ def test_opening_reads_the_index_and_not_the_shards(tmp_path: Path) -> None:
     found = ShardSet(tmp_path)
     assert (len(found), found.tokens) == (60, index["tokens"])
     found.row(0)
-    with pytest.raises(ArtifactError, match="damaged"):
+    with pytest.raises(ArtifactError, match="is missing"):
         found.row(59)
 
 
@@ -160,7 +160,7 @@ def test_a_shard_that_was_cut_or_exchanged_is_refused_by_name(tmp_path: Path) ->
     first, second = write(tmp_path, some_records(20), tokens_per_shard=150)["shards"][:2]
     whole = (tmp_path / second["file"]).read_bytes()
     (tmp_path / first["file"]).write_bytes(whole)
-    with pytest.raises(ArtifactError, match=rf"{first['file']} is not the one"):
+    with pytest.raises(ArtifactError, match=rf"{first['file']} is damaged: its sha256 is"):
         ShardSet(tmp_path).row(0)
     (tmp_path / second["file"]).write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ArtifactError, match=rf"{second['file']} is damaged"):

@@ -11,7 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ttrain.data.chat import Message
+from ttrain.data.chat_shapes import is_chat, messages_of
+from ttrain.data.chat_templates import Message, is_live
+from ttrain.data.jinja_templates import ROLES
 from ttrain.data.jsonl import Tally
 from ttrain.data.sources import (
     Conversation,
@@ -27,7 +29,6 @@ from ttrain.data.sources import (
     read,
     split,
 )
-from ttrain.data.templates import ROLES
 
 HELLO = Conversation((Message("user", "Hi"), Message("assistant", "Hello")))
 
@@ -49,12 +50,19 @@ HELLO = Conversation((Message("user", "Hi"), Message("assistant", "Hello")))
         {"instruction": "Hi", "input": " \n", "output": "Hello"},
         {"instruction": "Hi", "input": None, "output": "Hello", "system": None, "tools": []},
         {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}], "conversations": 1,
-         "instruction": "x"},
+         "instruction": "x", "prompt": "y"},
+        {"instruction": "Hi", "output": "Hello", "history": None, "prompt": "y", "completion": "z"},
+        {"instruction": "Hi", "output": "Hello", "history": []},
+        {"prompt": "Hi", "completion": "Hello"},
+        {"prompt": [{"role": "user", "content": "Hi"}], "completion": [{"role": "assistant", "content": "Hello"}]},
+        {"prompt": [{"from": "human", "value": "Hi"}], "completion": "Hello", "tools": None},
+        {"prompt": "Hi", "completion": [{"role": "assistant", "content": "Hello", "weight": 1}]},
         {"messages": None, "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}],
          "instruction": "x", "output": "y", "tools": None, "system": ""},
     ],
     ids=["messages", "conversations", "sharegpt", "sharegpt with plain names", "mixed", "parts", "alpaca", "empty input",
-         "blank input", "null input", "messages come first", "null is as good as absent"],
+         "blank input", "null input", "messages come first", "instruction comes first", "no history",
+         "prompt", "prompt of turns", "turns and a text", "a text and turns", "null is as good as absent"],
 )  # fmt: skip
 def test_every_known_shape_gives_the_same_chat(row: dict[str, Any]) -> None:
     assert parse_conversation(row) == HELLO
@@ -63,6 +71,61 @@ def test_every_known_shape_gives_the_same_chat(row: dict[str, Any]) -> None:
 def test_an_alpaca_input_follows_its_instruction() -> None:
     parsed = parse_conversation({"instruction": "Add", "input": "1 2", "output": "3", "system": "S"})
     assert parsed == Conversation((Message("system", "S"), Message("user", "Add\n\n1 2"), Message("assistant", "3")))
+
+
+def test_an_alpaca_history_is_the_turns_before_its_instruction() -> None:
+    row = {
+        "instruction": "3?",
+        "input": "x",
+        "output": "c",
+        "history": [["1?", "a"], ["2?", ""]],
+        "system": "S",
+        "tools": [],
+    }
+    turns = [("system", "S"), ("user", "1?"), ("assistant", "a"), ("user", "2?"), ("assistant", ""), ("user", "3?\n\nx"),
+             ("assistant", "c")]  # fmt: skip
+    assert parse_conversation(row) == Conversation(tuple(Message(*turn) for turn in turns))
+
+
+def test_of_a_prompt_and_its_completion_the_completion_alone_is_learnt() -> None:
+    """As TRL trains them by default (`completion_only_loss`), also where the prompt holds answers."""
+    before = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "a"}, {"role": "user", "content": "2?"}]
+    row = {"prompt": before, "completion": [{"role": "assistant", "content": "b"}], "system": "S", "tools": [ADD]}
+    parsed = parse_conversation(row)
+    assert isinstance(parsed, Conversation)
+    assert [(turn.role, turn.in_loss) for turn in parsed.messages] == [
+        ("system", True), ("user", True), ("assistant", False), ("user", True), ("assistant", True),
+    ]  # fmt: skip
+    assert parsed.messages[0].content.startswith("S\n\nYou may call these functions")
+    assert [turn.content for turn in parsed.messages if is_live(turn)] == ["b"]
+    learnt_whole = parse_conversation({"messages": [*before, *row["completion"]], "system": "S", "tools": [ADD]})
+    assert isinstance(learnt_whole, Conversation)
+    assert content_hash(learnt_whole) != content_hash(parsed), "another loss mask is another row"
+    assert parse_conversation({"prompt": before, "completion": [{"role": "user", "content": "b"}]}) == Skipped("no answer")
+    called = {"role": "assistant", "tool_calls": [{"id": "1", "name": "f", "arguments": {}}]}
+    result = {"role": "tool", "content": "2", "tool_call_id": "1"}
+    parsed = parse_conversation(
+        {"prompt": [*before, called], "completion": [result, {"role": "assistant", "content": "2."}]}
+    )
+    assert isinstance(parsed, Conversation), "a result answers a call that stands in the prompt"
+
+
+def test_a_weight_of_0_makes_an_answer_context() -> None:
+    for turn in ({"role": "assistant", "content": "a"}, {"from": "gpt", "value": "a"},
+                 {"from": "function_call", "value": '{"name": "f", "arguments": {}}'}):  # fmt: skip
+        for weight, in_loss in ((0, False), (0.0, False), (False, False), (1, True), (None, True)):
+            parsed = parse_conversation(chat({**turn, "weight": weight}))
+            assert isinstance(parsed, Conversation)
+            assert [message.in_loss for message in parsed.messages] == [True, in_loss, True]
+    assert parse_conversation(chat({"role": "user", "content": "a", "weight": 7})) != parse_conversation(chat())
+    only = {"messages": [{"role": "assistant", "content": "a", "weight": 0}]}
+    assert parse_conversation(only) == Skipped("no answer")
+
+
+def test_a_prompt_alone_makes_no_chat_of_a_document() -> None:
+    assert not is_chat({"text": "a", "prompt": "b"})
+    assert is_chat({"prompt": "a", "completion": "b"})
+    assert is_chat({"history": [], "instruction": "b"})
 
 
 def test_roles_may_come_in_any_order() -> None:
@@ -75,14 +138,22 @@ def test_roles_may_come_in_any_order() -> None:
 @pytest.mark.parametrize("role", ["bot", "User", "ASSISTANT", " user", "user ", "human", "gpt", "", None, 3, ["user"], {}])
 def test_an_unknown_role_is_rejected_by_name_and_never_taken_for_another(role: Any) -> None:
     parsed = parse_conversation({"messages": [{"role": role, "content": "x"}, {"role": "assistant", "content": "y"}]})
-    assert parsed == Rejected(f"unknown role {str(role)!r}")
+    assert parsed == Rejected(f"unknown role {str(role)!r}; write one of system, user, assistant, tool")
     if role not in ("human", "gpt"):
-        assert parse_conversation({"conversations": [{"from": role, "value": "x"}]}) == parsed
+        parsed = parse_conversation({"conversations": [{"from": role, "value": "x"}]})
+        assert isinstance(parsed, Rejected)
+        assert parsed.reason.startswith(f"unknown role {str(role)!r}; write one of system, human, user, gpt")
 
 
 def chat(*turns: dict[str, Any], **more: Any) -> dict[str, Any]:
     """A row of these turns, with a question before and an answer after them."""
     return {"messages": [{"role": "user", "content": "Hi"}, *turns, {"role": "assistant", "content": "Hello"}], **more}
+
+
+@pytest.mark.parametrize("history", [None, "", " ", []])
+def test_an_empty_history_is_none(history: object) -> None:
+    row = {"instruction": "x", "output": "y", "history": history}
+    assert messages_of(row) == [Message("user", "x"), Message("assistant", "y")]
 
 
 @pytest.mark.parametrize(
@@ -95,18 +166,25 @@ def chat(*turns: dict[str, Any], **more: Any) -> dict[str, Any]:
         ({"conversations": "Hi"}, "'conversations' is text, not a list of turns"),
         ({"messages": {"role": "user"}}, "'messages' is an object, not a list of turns"),
         ({"messages": ["Hi"]}, "a turn is text, not an object"),
-        ({"messages": [{"content": "x"}]}, "a turn without a role"),
-        (chat({"role": "user"}), "the content of a turn of role 'user' is missing, not text"),
-        (chat({"role": "user", "value": "x"}), "the content of a turn of role 'user' is missing, not text"),
-        (chat({"from": "human", "content": "x"}), "the content of a turn of role 'user' is missing, not text"),
-        (chat({"role": "system", "content": None}), "the content of a turn of role 'system' is null, not text"),
-        (chat({"role": "assistant", "content": None}), "the content of a turn of role 'assistant' is null, not text"),
+        ({"messages": [{"content": "x"}]}, "a turn without a role; write 'role' as one of system, user, assistant, tool"),
+        (chat({"role": "user"}), "the 'content' of a turn of role 'user' is missing, not text"),
+        (chat({"role": "user", "value": "x"}), "the 'content' of a turn of role 'user' is missing, not text"),
+        (chat({"from": "human", "content": "x"}), "the 'value' of a turn of role 'user' is missing, not text"),
+        (chat({"role": "system", "content": None}), "the 'content' of a turn of role 'system' is null, not text"),
+        (chat({"role": "assistant", "content": None}), "the 'content' of a turn of role 'assistant' is null, not text"),
         (chat({"role": "user", "content": 1}), "is a number, not text"),
         (chat({"role": "user", "content": True}), "is a boolean, not text"),
         (chat({"role": "user", "content": {"text": "x"}}), "is an object, not text"),
-        (chat({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}), "a content part is 'image_url'"),
-        (chat({"role": "user", "content": [{"type": "text", "text": 1}]}), "a content part is 'text', not a text"),
-        (chat({"role": "user", "content": ["x"]}), "a content part is text, not a text"),
+        (chat({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}),
+         "the 'type' of a content part is 'image_url'; only text is read: write"),
+        (chat({"role": "user", "content": [{"type": "text", "text": 1}]}),
+         "the 'text' of a content part is a number; write {\"type\": \"text\""),
+        (chat({"role": "user", "content": ["x"]}), 'a content part is a bare text; write {"type": "text", "text": "..."}'),
+        (chat({"role": "user", "content": [1]}), "a content part is a number; write"),
+        (chat({"role": "user", "content": [{"text": "x"}]}), "the 'type' of a content part is missing; only text"),
+        (chat({"role": "user", "content": [{"type": "text"}]}), "the 'text' of a content part is missing; write"),
+        (chat({"role": "assistant", "content": "a", "weight": 0.5}), "the 'weight' of a turn is 0.5; write 1"),
+        (chat({"role": "assistant", "content": "a", "weight": "0"}), "the 'weight' of a turn is 0; write 1"),
         (chat(system=1), "'system' is a number, not text"),
         (chat({"role": "system", "content": "a"}, system="b"), "both the key 'system' and a system turn"),
         ({"instruction": "x"}, "no key 'output'"),
@@ -114,6 +192,22 @@ def chat(*turns: dict[str, Any], **more: Any) -> dict[str, Any]:
         ({"instruction": "x", "output": " "}, "'output' is empty"),
         ({"instruction": "", "output": "x"}, "'instruction' is empty"),
         ({"instruction": ["x"], "input": "y", "output": "x"}, "'instruction' is a list, not text"),
+        ({"instruction": "x", "output": "y", "history": "z"}, "'history' is text; write a list of pairs"),
+        ({"instruction": "x", "output": "y", "history": {"a": "b"}}, "'history' is an object; write a list of pairs"),
+        ({"instruction": "x", "output": "y", "history": ["a", "b"]}, "'history' holds text; write a list of pairs"),
+        ({"instruction": "x", "output": "y", "history": [{"role": "user"}]}, "'history' holds an object; write a list"),
+        ({"instruction": "x", "output": "y", "history": [["a"]]}, "'history' holds a list of 1; write a list of pairs"),
+        ({"instruction": "x", "output": "y", "history": [["a", "b"], []]}, "'history' holds a list of 0; write"),
+        ({"instruction": "x", "output": "y", "history": [["a", None]]}, "'history' holds a pair with null; write"),
+        ({"prompt": "x"}, "no key 'completion' beside 'prompt'"),
+        ({"completion": "x"}, "no key 'prompt' beside 'completion'"),
+        ({"prompt": "x", "completion": None}, "'completion' is null, not text or a list of turns"),
+        ({"prompt": 1, "completion": "x"}, "'prompt' is a number, not text or a list of turns"),
+        ({"prompt": " ", "completion": "x"}, "'prompt' is empty; write a text"),
+        ({"prompt": "x", "completion": ""}, "'completion' is empty; write a text"),
+        ({"prompt": [], "completion": "x"}, "'prompt' has no turns"),
+        ({"prompt": ["x"], "completion": "x"}, "a turn is text, not an object such as"),
+        ({"prompt": "x", "chosen": "y", "rejected": "z"}, "no key 'completion' beside 'prompt'"),
         ({"instruction": "x", "input": 1, "output": "x"}, "'input' is a number, not text"),
     ],
 )  # fmt: skip
@@ -262,8 +356,8 @@ RESULT = {"role": "tool", "content": "2"}
         (chat(tools=[{"type": "function"}]), "a tool has no name"),
         (chat(tools=["f"]), "a tool is text, not an object"),
         (chat({"role": "system", "content": "s", "tools": "{broken"}), "'tools': not valid JSON"),
-        (chat({"role": "user", "content": "s", "tools": [ADD]}), "'tools' stands on a turn that is not the system's"),
-        (chat({"role": "system", "content": "s", "tools": [ADD]}, tools=[ADD]), "or twice"),
+        (chat({"role": "user", "content": "s", "tools": [ADD]}), "'tools' on a turn of role 'user'; write it beside"),
+        (chat({"role": "system", "content": "s", "tools": [ADD]}, tools=[ADD]), "'tools' both beside the turns and on"),
     ],
 )
 def test_broken_calls_are_rejected_with_their_reason(row: dict[str, Any], reason: str) -> None:
@@ -284,7 +378,8 @@ def test_arguments_nested_without_end_are_rejected() -> None:
 
 KEYS = (
     "messages", "conversations", "role", "content", "from", "value", "tools", "tool_calls", "function", "name", "arguments",
-    "tool_call_id", "id", "type", "text", "instruction", "input", "output", "system",
+    "tool_call_id", "id", "type", "text", "instruction", "input", "output", "system", "history",
+    "prompt", "completion", "weight",
 )  # fmt: skip
 WORDS = ("user", "assistant", "tool", "system", "human", "gpt", "function_call", "observation", "text", "f", "{}", "[]", "")
 JSON = st.recursive(
@@ -311,7 +406,7 @@ def test_no_row_is_beyond_the_parsers(row: dict[str, Any]) -> None:
     turns=st.lists(
         st.fixed_dictionaries({"role": st.sampled_from(ROLES), "content": st.sampled_from(["", " ", "x", None])}, optional={
             "tool_calls": st.sampled_from([None, [], [{"name": "f", "arguments": {}}], [{"name": "f", "arguments": 1}]]),
-            "tools": st.sampled_from([None, "[]", [{"name": "f"}]]),
+            "tools": st.sampled_from([None, "[]", [{"name": "f"}]]), "weight": st.sampled_from([None, 0, 1.0, True, 2]),
         }), max_size=5,
     )
 )  # fmt: skip
@@ -349,7 +444,7 @@ def test_what_is_kept_is_read_back_equal(turns: list[dict[str, Any]]) -> None:
         ({"text": True}, Rejected("'text' is a boolean, not text")),
         ({"text": ["a"]}, Rejected("'text' is a list, not text")),
         ({"content": {"t": "x"}}, Rejected("'content' is an object, not text")),
-        ({"paragraphs": ["a", 1]}, Rejected("'paragraphs' is a list, not text")),
+        ({"paragraphs": ["a", 1]}, Rejected("'paragraphs' holds a number; write a text, or a list of texts")),
         ({"Text": "a"}, Rejected("no key 'text' or 'content' or 'body' or 'paragraphs'")),
     ],
 )
@@ -382,7 +477,9 @@ def test_every_row_is_kept_skipped_or_rejected(tmp_path: Path) -> None:
 def test_a_record_written_as_json_is_read_back_equal() -> None:
     document = Document("a\u2028b")
     assert document_parser("text")(document.to_json()) == document
-    for talk in (HELLO, TALK):
+    context = Conversation((Message("assistant", "a", in_loss=False), *HELLO.messages))
+    assert tuple(map(Message.from_json, context.to_json()["messages"])) == context.messages
+    for talk in (HELLO, TALK, context):
         assert parse_conversation(json.loads(json.dumps(talk.to_json()))) == talk
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +13,16 @@ from doubles import make_tokenizer, write_shards
 from pydantic import ValidationError
 
 from ttrain.config import Sft, Training
+from ttrain.core.files import read_json, write_json
+from ttrain.core.hashing import digest_of
 from ttrain.data.chat_rows import ChatRows
 from ttrain.data.document_rows import DocumentRows, SeparateDocumentRows
 from ttrain.data.encoder import Encoder
 from ttrain.data.packing import IGNORE, MixedRows, Rows
 from ttrain.data.samplers import LengthGroupedOrder, ShuffledOrder, WeightedOrder
-from ttrain.digests import digest_of
 from ttrain.errors import ArtifactError, DataError, UsageError
+from ttrain.stages import enough_rows
 from ttrain.stages.rows import open_rows, order_of, validation_batches
-from ttrain.store import read_json, write_json
 
 DOCUMENTS: list[Any] = [([*range(20, 40)], []), ([*range(40, 45)], []), ([*range(50, 66)], [])]
 
@@ -153,6 +156,34 @@ def test_less_data_than_one_step_is_refused_with_both_numbers_and_a_cure_that_wo
     with pytest.raises(DataError, match=message):
         order_of(config, rows)
     assert order_of(settings(tokens_per_step=40), rows).steps == 1
+
+
+@pytest.mark.parametrize("kind", ["documents", "chats"])
+@pytest.mark.parametrize("tokens_per_step", [8, 16, 32, 40, 48, 64, 80, 160, 1600])
+@pytest.mark.parametrize("more", [{}, {"packing": "none"}, {"mask_intervals": [[1, 4]]}], ids=str)
+def test_too_few_rows_are_known_from_the_shards_as_the_stage_finds_them(
+    tmp_path: Path, encoder: Encoder, kind: str, tokens_per_step: int, more: dict[str, Any]
+) -> None:
+    write = documents if kind == "documents" else partial(chats, answered=6)
+    shards = write(tmp_path / "train", encoder)
+    make_tokenizer(tmp_path)
+    config = settings(tokens_per_step=tokens_per_step, **more)
+
+    def message(check: Callable[[], object]) -> str:
+        try:
+            check()
+        except DataError as error:
+            return str(error)
+        return ""
+
+    own = message(lambda: order_of(config, open_rows(shards, encoder, config)))
+    assert message(lambda: enough_rows.check(config, tmp_path, tmp_path)) == own
+
+
+def test_shards_of_many_steps_are_not_packed_to_count_their_rows(tmp_path: Path, encoder: Encoder) -> None:
+    for file in documents(tmp_path / "train", encoder).glob("*.arrow"):
+        file.unlink()
+    enough_rows.check(settings(tokens_per_step=8), tmp_path, tmp_path / "no tokenizer")
 
 
 @pytest.mark.parametrize("limit", [1, 2, 5, 100])

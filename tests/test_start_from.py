@@ -23,12 +23,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flows.full import full
 from ttrain.config import EvaluateConfig, LoraConfig, Moe, MultiToken, PretrainConfig, Settings, SftConfig
-from ttrain.data import existing, existing_model
+from ttrain.config.loading import load
+from ttrain.data import existing_model, existing_tokenizer
 from ttrain.data.encoder import Encoder
 from ttrain.errors import ArtifactError, UsageError
-from ttrain.loading import load
 from ttrain.model import factory, multi_token
-from ttrain.plan import plan
+from ttrain.pipeline.plan import plan
 from ttrain.stages import evaluate, lora, models, pretrain, sft
 from ttrain.stages.existing_model import take
 
@@ -256,7 +256,7 @@ def test_rows_that_are_longer_than_the_model_takes_are_refused_before_anything_r
     short = ["sft.row_length=128", "lora.row_length=128", "evaluate.row_length=128"]
     sizes = house.write("sizes.yaml", "model: {max_length: 16}")
     assert "sft" in house.plan(f"sft.start_from={here}", *short, files=[sizes]), "model.max_length is of new models"
-    with pytest.raises(UsageError, match=r"lora.row_length is 128, after lora.virtual_tokens 8, .*set lora.row_length=120"):
+    with pytest.raises(UsageError, match=r"lora.row_length is 128, after lora.virtual_tokens 8, .*set lora.row_length=64"):
         house.plan(f"sft.start_from={here}", *short, "lora.kind=prefix")
 
 
@@ -327,7 +327,7 @@ def save(model: Any, directory: Path, template: str | None = None, **options: An
 
 def taken(directory: Path, output: Path, template: str = "auto") -> tuple[Encoder, dict[str, Any]]:
     """The tokenizer and the figures, as the two stages make them."""
-    existing.take(existing.files(str(directory)), output / "tokenizer", template)
+    existing_tokenizer.take(existing_tokenizer.files(str(directory)), output / "tokenizer", template)
     figures = take(existing_model.files(str(directory), "sft.start_from"), output / "tokenizer", output / "model")
     return Encoder(output / "tokenizer"), figures
 
@@ -581,7 +581,7 @@ def with_files(directory: Path, base: Path, texts: Sequence[Any] = ()) -> Settin
 
 
 def test_the_doctor_examines_the_model_that_is_started_from(tmp_path: Path) -> None:
-    from ttrain.stages.doctor_inputs import gather
+    from ttrain.doctor.inputs import gather
 
     source = save(llama(size_of(tmp_path / "x"), layers=1), tmp_path / "source")
     settings = with_files(tmp_path, source)

@@ -18,8 +18,15 @@ from typing import Any
 
 import pytest
 
+from ttrain.core.files import read_json, remove_tree, write_json
+from ttrain.core.hashing import DigestCache
 from ttrain.errors import ArtifactError
-from ttrain.store import Artifact, Store, home, read_json, remove_tree, write_json
+from ttrain.pipeline.names import base_digest_of
+from ttrain.store import runs
+from ttrain.store.artifacts import Store
+from ttrain.store.layout import Artifact, home
+from ttrain.store.weights import weight_files
+from ttrain.tracking import journal
 
 ROOT = Path(__file__).parents[1]
 STAGE, KEY = "pretrain", "k" * 64
@@ -36,7 +43,7 @@ KILLED_PUBLISH = f"""
 import sys
 from pathlib import Path
 from killing import killed_everywhere
-from ttrain.store import Store
+from ttrain.store.artifacts import Store
 def publish(home):
     store = Store(home)
     store.publish({STAGE!r}, {KEY!r}, store.work({STAGE!r}, {KEY!r}) / "output", {MANIFEST!r})
@@ -46,7 +53,7 @@ print(killed_everywhere(Path(sys.argv[1]), Path(sys.argv[2]), names, publish, wr
 HOLD_LOCK = """
 import sys
 from pathlib import Path
-from ttrain.store import Store
+from ttrain.store.artifacts import Store
 with Store(Path(sys.argv[1])).lock("pretrain", "key"):
     print("held", flush=True)
     sys.stdin.readline()
@@ -149,10 +156,47 @@ def test_without_a_manifest_it_does_not_exist(store: Store) -> None:
     assert store.artifacts(STAGE) == []
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"format": 2}', '"x"'])
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"format": 2}', '{"format": 1}', '"x"', "[" * 100_000])
 def test_a_manifest_that_is_broken_or_of_another_format_is_not_trusted(store: Store, text: str) -> None:
     (publish(store).path / "manifest.json").write_text(text)
     assert store.find(STAGE, KEY) is None
+
+
+def test_a_changed_figure_in_a_manifest_is_damage_and_one_of_an_earlier_version_is_read(store: Store) -> None:
+    path = publish(store).path / "manifest.json"
+    told = json.loads(path.read_bytes())
+    write_json(path, {**told, "result": {"loss": 1.4}})
+    assert store.find(STAGE, KEY) is None
+    (artifact,) = store.artifacts(STAGE)
+    assert store.damage(artifact) == "manifest.json was altered after it was written"
+    write_json(path, {name: value for name, value in told.items() if name != "manifest_sha256"})
+    assert store.find(STAGE, KEY), "it has no digest of its own"
+
+
+def test_the_digest_of_a_manifest_is_that_of_what_a_reader_gets(store: Store) -> None:
+    """Keys that are numbers, tuples, and figures that are no numbers are written as JSON has them."""
+    result = {2: "two", 10: ("ten", 1e22), "loss": float("nan"), "half": "caf\u00e9"}
+    store.publish(STAGE, KEY, make_output(store.work(STAGE, KEY) / "output"), {**MANIFEST, "result": result})
+    assert store.find(STAGE, KEY)
+
+
+def test_json_that_is_nested_without_end_is_a_file_that_cannot_be_read(store: Store) -> None:
+    """Not a traceback: a run's record, what is remembered of files, an adapter's base, an outbox, an index of weights."""
+    nested = "[" * 100_000
+    for name in (
+        "runs/full-1.json",
+        "cache/digests.json",
+        "a/base.json",
+        "a/journal.jsonl",
+        "a/model.safetensors.index.json",
+    ):
+        (store.root / name).parent.mkdir(parents=True, exist_ok=True)
+        (store.root / name).write_text(nested)
+    assert read_json(store.root / "runs/full-1.json") is None and list(runs.history(store.root)) == []
+    assert DigestCache(store.root / "cache/digests.json").file(store.root / "a/base.json")
+    assert base_digest_of(store.root / "a") is None and journal.read(store.root / "a") == {}
+    with pytest.raises(ArtifactError, match="is no index of shards: ValueError: it is nested too deeply"):
+        weight_files(store.root / "a")
 
 
 def alter(path: Path) -> None:

@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet as pq
 from web import Site, served
 
-from ttrain.data import archives, remote, streams
+from ttrain.data import decompress, remote, streams
 from ttrain.data.streams import CHUNK_BYTES
 from ttrain.errors import DataError
 
@@ -207,7 +207,7 @@ class Failing(io.BytesIO):
 @pytest.mark.parametrize("pack", PACKS.values(), ids=list(PACKS))
 def test_a_disk_that_fails_is_not_taken_for_a_damaged_archive(pack: Pack) -> None:
     data = pack(os.urandom(600_000))
-    pieces = archives.unpacked(Failing(data), data[:512])
+    pieces = decompress.unpacked(Failing(data), data[:512])
     assert pieces is not None
     with pytest.raises(OSError, match="the disk is broken"):
         list(pieces)

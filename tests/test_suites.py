@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from ttrain import plan
-from ttrain.absolute import absolute
 from ttrain.config import Settings
+from ttrain.config.loading import load
 from ttrain.errors import UsageError
-from ttrain.evaluate import running, suites
-from ttrain.input_files import data_files
-from ttrain.loading import load
+from ttrain.evaluate import run, suites
+from ttrain.pipeline import plan
+from ttrain.pipeline.absolute_paths import absolute
+from ttrain.pipeline.input_files import data_files
 from ttrain.stages import EVALUATE, EVALUATE_CHAMPION
-from ttrain.store import Store
+from ttrain.store.artifacts import Store
 
 ROW = '{"question": "1 + 1 =", "choices": ["2", "3"], "answer": 0}\n'
 SUITE = "tasks:\n  sums: {kind: choices, file: sums.jsonl, shots: 1, shots_file: shots/shots.jsonl}\n  prose: {kind: text}\n"
@@ -119,7 +119,7 @@ def test_a_held_out_part_that_the_run_does_not_have_is_refused(written: Path) ->
     with pytest.raises(
         UsageError, match=r"prose\.file is heldout, the held-out documents of the model's own run, but there"
     ):
-        running.read([suites.changed(suites.load(str(written)), shots=1)], {"chats": []})
+        run.read([suites.changed(suites.load(str(written)), shots=1)], {"chats": []})
 
 
 # --- suites of a pipeline ----------------------------------------------------------------------------------------------

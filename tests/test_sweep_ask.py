@@ -10,12 +10,13 @@ import pytest
 from typer.testing import CliRunner
 
 from flows import sweep
-from ttrain import earlier, runs, supervise
-from ttrain.cli import app
+from ttrain.cli.main import app
 from ttrain.config import Runtime
+from ttrain.config.loading import layers, settings_of
 from ttrain.errors import UsageError
-from ttrain.loading import layers, settings_of
-from ttrain.store import Store
+from ttrain.pipeline import earlier_settings, processes
+from ttrain.store import runs
+from ttrain.store.artifacts import Store
 from ttrain.sweep import devices, measure, records
 
 LR = "pretrain.optim.lr=log(1e-4,3e-3)"
@@ -180,14 +181,14 @@ def test_the_place_of_a_trial_is_no_part_of_what_it_computes() -> None:
 
 def test_a_stage_sees_the_gpus_of_its_trial_and_no_others() -> None:
     chosen = settings_of(layers(["runtime.gpus=[2,3]"])).settings
-    assert supervise.environment_of(chosen)["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert processes.environment_of(chosen)["CUDA_VISIBLE_DEVICES"] == "2,3"
 
 
 def test_a_rerun_takes_the_settings_of_no_trial(tmp_path: Path) -> None:
     settings = settings_of([]).settings.model_dump(mode="json")
     whole = runs.RunRecord(tmp_path, "full", ["pretrain"], settings)
     runs.RunRecord(tmp_path, "full", ["pretrain"], settings).note(sweep={"name": "sweep-1", "trial": 1})
-    assert earlier.newest_with(tmp_path, "pretrain")["run"] == whole.run
+    assert earlier_settings.newest_with(tmp_path, "pretrain")["run"] == whole.run
 
 
 def test_who_waits_for_a_stage_is_told_which_run_of_a_process_with_several_builds_it(tmp_path: Path) -> None:

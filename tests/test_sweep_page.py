@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from browser import Browser, executable
 
-from ttrain.sweep import page, records, summary
+from ttrain.sweep import records, report_page, summary
 from ttrain.sweep.measure import Measure
 from ttrain.sweep.scatter import Dot, scatter
 from ttrain.sweep.study import COMPLETED, DIVERGED, PRUNED, Study
@@ -74,7 +74,7 @@ def test_the_command_of_a_trial_is_one_that_a_shell_takes_as_it_was_meant(tmp_pa
 
 def test_a_page_without_a_finished_trial_says_so(tmp_path: Path) -> None:
     sweep, _ = sweep_of(tmp_path)
-    assert "no trial has come to its end" in page.render(sweep, [], {})
+    assert "no trial has come to its end" in report_page.render(sweep, [], {})
 
 
 @pytest.mark.parametrize("log", [False, True])
@@ -98,7 +98,7 @@ def test_one_dot_and_values_that_are_all_alike_are_drawn_too() -> None:
 @pytest.mark.parametrize(("width", "dark"), [(1200, False), (390, True)])
 def test_a_browser_shows_the_numbers_of_the_page_and_no_error(tmp_path: Path, width: int, dark: bool) -> None:
     sweep, study = sweep_of(tmp_path)
-    sweep.page.write_text(page.render(sweep, study.trials(), {LR: 0.75, KIND: 0.25}), encoding="utf-8")
+    sweep.page.write_text(report_page.render(sweep, study.trials(), {LR: 0.75, KIND: 0.25}), encoding="utf-8")
     with Browser(width=width, dark=dark) as browser:
         browser.open(sweep.page.as_uri())
         assert browser.evaluate("document.title") == sweep.name

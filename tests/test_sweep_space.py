@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from ttrain.config.loading import layers, settings_of
 from ttrain.errors import UsageError
-from ttrain.loading import layers, settings_of
 from ttrain.sweep.space import Interval, Listed, Space, Whole, parse, placed, ranges, shown, written
 
 LR = "pretrain.optim.lr"
@@ -48,7 +48,10 @@ def test_a_range_means_these_values(text: str, dimension: Any) -> None:
         ("uniform(0,.inf)", "it takes numbers"),
         ("uniform(1)", "it has 1 value, with"),
         ("log(1,2,3,4)", "it has 4 values"),
-        ("log(1,2,1)", "whole number from 2 on"),
+        ("log(1,2,1)", "whole number from 2 to 10,000"),
+        ("log(1,2,1000000000)", "whole number from 2 to 10,000"),
+        ("int(0,9223372036854775807)", "a whole number is at most 9,007,199,254,740,992"),
+        ("choice(&a [*a],1)", "values cannot be read"),
         ("int(1,2.5)", "it takes whole numbers"),
         ("int(1,9,0)", "the step must be 1 or more"),
         ("logint(0,8)", "numbers from 1 on"),

@@ -16,12 +16,12 @@ import psutil
 import pytest
 from doubles import Home, Watcher, stage_settings
 
-from ttrain import launch, worker
+from ttrain.config.loading import load
 from ttrain.errors import UsageError
-from ttrain.loading import load
+from ttrain.pipeline import launch, stage_worker
+from ttrain.pipeline.system_metrics import SystemMetrics, file_name, files, gpus, last_step, machine, read, visible
 from ttrain.stages import PRETRAIN
-from ttrain.store import Artifact
-from ttrain.system_metrics import SystemMetrics, file_name, files, gpus, last_step, machine, read, visible
+from ttrain.store.layout import Artifact
 
 MACHINE = {
     "cpu_utilization_percentage", "system_memory_usage_megabytes", "system_memory_usage_percentage", "disk_usage_percentage",
@@ -98,7 +98,9 @@ def test_a_stage_whose_output_cannot_be_made_fails_by_itself_and_not_by_its_samp
 ) -> None:
     caplog.set_level(logging.WARNING, "ttrain")
     (tmp_path / "output").write_text("a file where its directory should be")
-    with worker._system_metrics(tmp_path, {"runtime": {"system_metrics_seconds": 600, "nodes": 1}, "output": "output"}):
+    with stage_worker._system_metrics(
+        tmp_path, {"runtime": {"system_metrics_seconds": 600, "nodes": 1}, "output": "output"}
+    ):
         pass
     assert "the system metrics end here" in caplog.text
 

@@ -16,23 +16,28 @@ from typing import Any
 
 import pytest
 import torch
+from doubles import flip_bit
 from safetensors.torch import save_file
 from talking import reference, speaker, write_model
 from torch import nn
 
-from ttrain.cli import main
-from ttrain.config import Gate
-from ttrain.data.chat import Message, prompt_ids
+from ttrain.cli import chat_commands
+from ttrain.cli.main import main
+from ttrain.config import Gate, Lora
+from ttrain.core.hashing import sha256_file
+from ttrain.data.chat import prompt_ids
+from ttrain.data.chat_templates import Message
 from ttrain.data.sources import Conversation, parse_conversation
-from ttrain.digests import sha256_file
-from ttrain.errors import ArtifactError, DataError, UsageError
-from ttrain.gate import files
-from ttrain.gate.router import OpenedGate, Router, padded, run_ids
-from ttrain.talk import answering, choosing, commands, generating, prompts
-from ttrain.talk.chat import Chat
-from ttrain.talk.loading import Speaker
-from ttrain.talk.sampling import Sampling
-from ttrain.weights import SECOND_HEAD
+from ttrain.errors import ArtifactError, DamagedFile, DataError, UsageError
+from ttrain.inference import batch, gate_files, generate, model_choice, prompts
+from ttrain.inference.chat import Chat
+from ttrain.inference.gate_router import OpenedGate, Router, padded, run_ids
+from ttrain.inference.loading import Speaker, load, load_adapters
+from ttrain.inference.sampling import Sampling
+from ttrain.model import adapters, factory
+from ttrain.pipeline.names import resolve
+from ttrain.store.artifacts import Store
+from ttrain.store.weights import SECOND_HEAD, weights_digest
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 QUESTIONS = ("Who?", "123 456", "def f(x): return x", "東京", "zzzzz")
@@ -55,18 +60,18 @@ def one(directory: Path) -> Speaker:
 def given(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """Fills with the ids of each prompt that a model is given."""
     found: list[list[int]] = []
-    real = generating.generate
+    real = generate.generate
 
     def noting(speaker: Speaker, prompts: Sequence[Sequence[int]], *more: Any, **options: Any) -> Any:
         found.extend(list(prompt) for prompt in prompts)
         return real(speaker, prompts, *more, **options)
 
-    monkeypatch.setattr(generating, "generate", noting)
+    monkeypatch.setattr(generate, "generate", noting)
     return found
 
 
 def chat_with(one: Speaker, **options: Any) -> Chat:
-    return Chat(choosing.always(one), options.pop("sampling", SHORT), **options)
+    return Chat(model_choice.always(one), options.pop("sampling", SHORT), **options)
 
 
 # --- a conversation -----------------------------------------------------------------------------------------------------
@@ -132,10 +137,10 @@ def test_an_answer_that_is_cut_ends_with_a_whole_character(one: Speaker, tmp_pat
     (tmp_path / "p.txt").write_text("Who?\n" * 20)
     found, torn = prompts.read(tmp_path / "p.txt", raw=False), 0
     wild = Sampling(max_tokens=3, temperature=10)
-    chat, tally = chat_with(one, sampling=wild), answering.Tally()
-    (rows,) = answering.answers(one, found, wild, batch_size=20, tally=tally)
+    chat, tally = chat_with(one, sampling=wild), batch.Tally()
+    (rows,) = batch.answers(one, found, wild, batch_size=20, tally=tally)
     for number, row in enumerate(rows):
-        (said,) = generating.generate(one, [prompt_ids(one.encoder, found[0].messages)], wild, numbers=[number])
+        (said,) = generate.generate(one, [prompt_ids(one.encoder, found[0].messages)], wild, numbers=[number])
         torn += not said.ended and one.encoder.decode(said.ids).endswith("\ufffd")
         chat._turns.clear()
         assert chat.ask("Who?").text == row["answer"]
@@ -146,58 +151,58 @@ def test_an_answer_that_is_cut_ends_with_a_whole_character(one: Speaker, tmp_pat
 def test_the_same_question_may_have_another_answer_and_again_after_a_reset_the_first(one: Speaker) -> None:
     chat = chat_with(one, sampling=Sampling(max_tokens=12, temperature=1.0))
     first = chat.ask("Who?").text
-    with pytest.raises(commands.Ask) as again:
-        commands.run("/again", [chat])
+    with pytest.raises(chat_commands.Ask) as again:
+        chat_commands.run("/again", [chat])
     assert again.value.question == "Who?"
     assert chat.messages == []
     assert chat.ask("Who?").text != first
-    commands.run("/reset", [chat])
+    chat_commands.run("/reset", [chat])
     assert chat.ask("Who?").text == first
 
 
 def test_commands_change_settings_system_prompt_and_history(one: Speaker, tmp_path: Path) -> None:
     chat = chat_with(one)
-    assert "temperature=0.5" in commands.run("/set temperature=0.5", [chat])
+    assert "temperature=0.5" in chat_commands.run("/set temperature=0.5", [chat])
     assert chat.sampling == Sampling(max_tokens=6, temperature=0.5)
     with pytest.raises(UsageError, match="top_p"):
-        commands.run("/set top_p=2", [chat])
-    assert commands.run(f"/save {tmp_path / 'none'}", [chat]) == "there is nothing to save yet"
-    commands.run("/system Be brief.", [chat])
+        chat_commands.run("/set top_p=2", [chat])
+    assert chat_commands.run(f"/save {tmp_path / 'none'}", [chat]) == "there is nothing to save yet"
+    chat_commands.run("/system Be brief.", [chat])
     chat.ask("Who?")
     for _ in range(2):
-        commands.run(f"/save {tmp_path / 'chat.jsonl'}", [chat])
+        chat_commands.run(f"/save {tmp_path / 'chat.jsonl'}", [chat])
     lines = (tmp_path / "chat.jsonl").read_text().splitlines()
     assert len(lines) == 2
     assert json.loads(lines[1])["messages"] == [vars(message) for message in chat.messages]
     if chat.messages[-1].content.strip():
         assert parse_conversation(json.loads(lines[0])) == Conversation(tuple(chat.messages))
-    with pytest.raises(commands.Exit):
-        commands.run("/exit", [chat])
+    with pytest.raises(chat_commands.Exit):
+        chat_commands.run("/exit", [chat])
     with pytest.raises(UsageError, match="no command /rest"):
-        commands.run("/rest", [chat])
+        chat_commands.run("/rest", [chat])
 
 
 def test_a_path_is_a_question_and_a_word_of_the_help_a_command() -> None:
-    assert all(commands.is_known(line.split()[0]) for line in commands.HELP)
-    assert not commands.is_known("/usr/bin is what?")
-    assert not commands.is_known(" /reset")
-    assert commands.looks_like_one("/rest now")
-    assert not commands.looks_like_one("/usr/bin")
+    assert all(chat_commands.is_known(line.split()[0]) for line in chat_commands.HELP)
+    assert not chat_commands.is_known("/usr/bin is what?")
+    assert not chat_commands.is_known(" /reset")
+    assert chat_commands.looks_like_one("/rest now")
+    assert not chat_commands.looks_like_one("/usr/bin")
 
 
 def test_a_gate_picks_who_answers_and_an_expert_that_changed_is_refused(directory: Path, tmp_path: Path) -> None:
     other = write_model(tmp_path / "other", seed=2)
-    experts = tuple(files.expert_of(reference(place)) for place in (directory, other))
+    experts = tuple(gate_files.expert_of(reference(place)) for place in (directory, other))
     settings = Gate(buckets=64, embedding_size=8, hidden=8)
     torch.manual_seed(0)
     router = Router(settings, len(experts))
     with torch.no_grad():  # so that neither expert gets all of them
         router.layers[-1].bias -= router(padded([run_ids(text, settings) for text in QUESTIONS])).mean(0)
     (tmp_path / "gate").mkdir()
-    save_file(router.state_dict(), tmp_path / "gate" / files.WEIGHTS)
-    digest = sha256_file(tmp_path / "gate" / files.WEIGHTS)
-    files.write(tmp_path / "gate", files.GateFile(experts, settings, {}, digest))
-    chat = Chat(choosing.ByGate(tmp_path / "gate", device="cpu", dtype="fp32"), SHORT)
+    save_file(router.state_dict(), tmp_path / "gate" / gate_files.WEIGHTS)
+    digest = sha256_file(tmp_path / "gate" / gate_files.WEIGHTS)
+    gate_files.write(tmp_path / "gate", gate_files.GateFile(experts, settings, {}, digest))
+    chat = Chat(model_choice.ByGate(tmp_path / "gate", device="cpu", dtype="fp32"), SHORT)
     picked = set()
     for question in QUESTIONS:
         number, probabilities = OpenedGate(tmp_path / "gate").route(question)
@@ -209,7 +214,7 @@ def test_a_gate_picks_who_answers_and_an_expert_that_changed_is_refused(director
         picked.add(number)
     assert picked == {0, 1}
     write_model(other, seed=3)
-    changed = Chat(choosing.ByGate(tmp_path / "gate", device="cpu", dtype="fp32"), SHORT)
+    changed = Chat(model_choice.ByGate(tmp_path / "gate", device="cpu", dtype="fp32"), SHORT)
     with pytest.raises(ArtifactError, match="not the one that the gate knows"):
         for question in QUESTIONS:
             changed.ask(question)
@@ -274,6 +279,60 @@ def test_two_models_answer_side_by_side_and_speculation_tells_its_share(
     assert 0 <= told["speculative"]["acceptance"] <= 1
 
 
+def write_adapter(directory: Path, base: Path, seed: int) -> Path:
+    """An adapter that moves the answers of the base."""
+    model = adapters.attach(factory.load(base), Lora(rank=2, seed=seed))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for tensor in adapters.state(model).values():
+            tensor.add_(0.5 * torch.randn(tensor.shape, generator=generator))
+    directory.mkdir(parents=True)
+    for name, content in adapters.files(model, base="a-base", base_digest=weights_digest(base)).items():
+        (directory / name).write_bytes(content)
+    save_file({name: tensor.clone() for name, tensor in adapters.state(model).items()}, directory / adapters.WEIGHTS)
+    return directory
+
+
+@pytest.mark.usefixtures("exits")
+def test_a_chat_switches_between_adapters_on_one_base_and_each_answers_as_when_it_is_alone(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    law, medicine = (str(write_adapter(tmp_path / name, directory, seed)) for name, seed in (("law", 1), ("v.2", 2)))
+    found = [resolve(name, tmp_path / "home", base=str(directory)) for name in (law, medicine)]
+    alone = [chat_with(load(reference, device="cpu"), sampling=SHORT.changed("temperature", "0")).ask("Who?").text
+             for reference in found]  # fmt: skip
+    assert alone[0] != alone[1]
+    loads = list[Path]()
+    real = factory.load
+    monkeypatch.setattr(factory, "load", lambda path: loads.append(path) or real(path))
+    lines = f"Who?\n/adapter {medicine}\n/reset\nWho?\n/adapter {law}\n/reset\nWho?\n/adapter\n/adapter nobody\n".encode()
+    with pytest.raises(SystemExit, match="2"):
+        ask_in_pipe(monkeypatch, lines, law, "--adapter", medicine, "--base", str(directory), "--json")
+    out, err = capsys.readouterr()
+    replies = [json.loads(line) for line in out.splitlines()]
+    assert [reply["answer"] for reply in replies] == [alone[0], alone[1], alone[0]]
+    assert [reply["model"] for reply in replies] == [law, medicine, law] and loads == [directory]
+    assert f"there is no adapter 'nobody'; there are {law}, {medicine}" in err and f"* {law}\n  {medicine}" in err
+    with pytest.raises(UsageError, match="no adapters to switch between; name them: ttrain chat A --adapter B"):
+        chat_commands.run(f"/adapter {law}", [chat_with(load(found[0], device="cpu"))])
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_an_adapter_of_which_a_bit_flipped_answers_nobody(directory: Path, tmp_path: Path, number: int) -> None:
+    store = Store(tmp_path / "home")
+    for key in ("1" * 64, "2" * 64):
+        write_adapter(store.work("lora", key) / "output" / "adapter", directory, seed=int(key[0]))
+        manifest: dict[str, Any] = {"result": {}, "ingredients": {}, "inputs": {}}
+        store.publish("lora", key, store.work("lora", key) / "output", manifest)
+    found = [
+        resolve(str(store.path("lora", key) / "adapter"), store.root, base=str(directory)) for key in ("1" * 64, "2" * 64)
+    ]
+    assert len(load_adapters(found, device="cpu")) == 2
+    flip_bit(found[number].directory / adapters.WEIGHTS)
+    with pytest.raises(DamagedFile, match="is damaged: its sha256 is"):
+        load_adapters(found, device="cpu")
+
+
 @pytest.mark.usefixtures("exits")
 @pytest.mark.parametrize(
     ("arguments", "told"),
@@ -281,6 +340,7 @@ def test_two_models_answer_side_by_side_and_speculation_tells_its_share(
         (["nothing"], "there is no model 'nothing'"),
         (["DIRECTORY", "--temperature", "-1"], "temperature is -1"),
         (["DIRECTORY", "--gate", "gate"], "give neither MODEL nor --versus"),
+        (["DIRECTORY", "--adapter", "DIRECTORY"], "is a full model, no adapter"),
         (["OTHER", "--speculative"], "--speculative needs a second head"),
     ],
 )
@@ -304,7 +364,13 @@ def test_in_a_terminal_it_streams_survives_a_slip_takes_a_paste_and_any_bytes_an
     if not process:
         # As in a container without a locale, where readline takes bytes for keys and Python passes wrong ones on: both are
         # settled when a process begins.
-        start = [sys.executable, "-c", "from ttrain.cli import main; import sys; main(sys.argv[1:])", "chat", str(directory)]
+        start = [
+            sys.executable,
+            "-c",
+            "from ttrain.cli.main import main; import sys; main(sys.argv[1:])",
+            "chat",
+            str(directory),
+        ]
         os.execve(sys.executable, [*start, "--device", "cpu", "--temperature", "0"], {**os.environ, "LC_ALL": "C"})
     try:
         screen = _until(terminal, "> ")
@@ -352,12 +418,12 @@ def write_prompts(path: Path, count: int = 40) -> Path:
 def test_answers_stand_in_the_order_of_their_prompts_and_are_those_of_one_alone(one: Speaker, tmp_path: Path) -> None:
     rows = prompts.read(write_prompts(tmp_path / "p.jsonl", 24), raw=False)
     warm = Sampling(max_tokens=8, temperature=1.0)
-    tally = answering.Tally()
-    found = [row for window in answering.answers(one, rows, warm, batch_size=5, tally=tally) for row in window]
+    tally = batch.Tally()
+    found = [row for window in batch.answers(one, rows, warm, batch_size=5, tally=tally) for row in window]
     assert [row["id"] for row in found] == list(range(24))
     assert tally.answers == 24
     assert tally.stops.total() == 24
-    alone = [row for window in answering.answers(one, rows, warm, batch_size=1, tally=answering.Tally()) for row in window]
+    alone = [row for window in batch.answers(one, rows, warm, batch_size=1, tally=batch.Tally()) for row in window]
     assert found == alone
     chat = chat_with(one, sampling=warm)
     assert chat.ask("why ").text == found[0]["answer"]
@@ -369,10 +435,10 @@ def test_a_long_prompt_neither_cuts_the_others_nor_ends_the_run(one: Speaker, tm
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     settings = Sampling(max_tokens=40)
     rows = prompts.read(path, raw=False)
-    ((first, second, third, fourth),) = answering.answers(one, rows, settings, batch_size=4, tally=answering.Tally())
+    ((first, second, third, fourth),) = batch.answers(one, rows, settings, batch_size=4, tally=batch.Tally())
     assert second["tokens"] <= 128 - 111
     assert (fourth["answer"], fourth["stop"]) == (None, "too long")
-    alone = next(answering.answers(one, rows[:1], settings, batch_size=1, tally=answering.Tally()))
+    alone = next(batch.answers(one, rows[:1], settings, batch_size=1, tally=batch.Tally()))
     assert [first] == alone
     assert first["tokens"] > 128 - 111
     assert third["stop"] != "too long"
@@ -384,28 +450,28 @@ def test_an_answering_that_was_cut_goes_on_where_it_was(one: Speaker, tmp_path: 
     made: list[int] = []
 
     def make(start: int, stop_after: int = 99) -> Iterator[list[dict[str, Any]]]:
-        windows = answering.answers(one, rows[start:], SHORT, batch_size=1, tally=answering.Tally())
+        windows = batch.answers(one, rows[start:], SHORT, batch_size=1, tally=batch.Tally())
         for number, window in enumerate(windows):
             if number == stop_after:
                 raise KeyboardInterrupt
             made.append(len(window))
             yield window
 
-    assert answering.write(whole, {"model": 1}, make) == 0
+    assert batch.write(whole, {"model": 1}, make) == 0
     with pytest.raises(KeyboardInterrupt):
-        answering.write(cut, {"model": 1}, lambda start: make(start, 2))
+        batch.write(cut, {"model": 1}, lambda start: make(start, 2))
     assert not cut.exists()
     partial = cut.with_name("cut.jsonl.partial")
     with partial.open("ab") as file:
         file.write(b'{"half": ')
     made.clear()
-    assert answering.write(cut, {"model": 1}, make) == 32
+    assert batch.write(cut, {"model": 1}, make) == 32
     assert sum(made) == 8
     assert cut.read_bytes() == whole.read_bytes()
     assert not partial.exists()
     with pytest.raises(KeyboardInterrupt):
-        answering.write(cut, {"model": 1}, lambda start: make(start, 1))
-    assert answering.write(cut, {"model": 2}, make) == 0  # another model begins anew
+        batch.write(cut, {"model": 1}, lambda start: make(start, 1))
+    assert batch.write(cut, {"model": 2}, make) == 0  # another model begins anew
 
 
 def test_every_shape_of_a_prompt_is_read(one: Speaker, tmp_path: Path) -> None:
@@ -417,15 +483,17 @@ def test_every_shape_of_a_prompt_is_read(one: Speaker, tmp_path: Path) -> None:
         {"messages": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]},
         {"conversations": [{"from": "system", "value": "S"}, {"from": "human", "value": "Q"}]},
         {"instruction": "Q", "input": "I", "output": ""},
+        {"prompt": [{"role": "user", "content": "Q"}]},
+        {"prompt": [{"role": "user", "content": "Q"}], "completion": "C"},
     ]
     path.write_text("\n".join(map(json.dumps, rows)))
     read = prompts.read(path, raw=False, system="Be brief.")
     brief, question = Message("system", "Be brief."), Message("user", "Q")
     assert [prompt.messages for prompt in read] == [
         (brief, question), (), (brief, question), (brief, question), (Message("system", "S"), question),
-        (brief, Message("user", "Q\n\nI")),
+        (brief, Message("user", "Q\n\nI")), (brief, question), (brief, question),
     ]  # fmt: skip
-    assert [prompt.reference for prompt in read] == [None, None, None, "A", None, None]
+    assert [prompt.reference for prompt in read] == [None, None, None, "A", None, None, None, "C"]
     assert read[1].text == "Once"
     plain = tmp_path / "p.txt"
     plain.write_text('Who?\n\n{"prompt": 1}\r\n')
@@ -473,9 +541,9 @@ def test_the_command_writes_answers_and_a_summary(
     with pytest.raises(SystemExit, match="2"):
         main(arguments)
     assert "--force" in capsys.readouterr().err
-    known = answering.identity(reference(directory))
+    known = batch.identity(reference(directory))
     assert known[0] == reference(directory).base_digest
     shutil.copytree(directory, tmp_path / "other")
     with (tmp_path / "other" / "chat_template.jinja").open("a") as template:
         template.write(" ")
-    assert answering.identity(reference(tmp_path / "other")) != known
+    assert batch.identity(reference(tmp_path / "other")) != known

@@ -15,13 +15,13 @@ from torch import nn
 
 from ttrain.config import Lora, Moe
 from ttrain.errors import ArtifactError, DataError, UsageError
+from ttrain.inference.generate import Text, generate
+from ttrain.inference.kv_cache import Kept
+from ttrain.inference.loading import load
+from ttrain.inference.sampling import Sampling, sampling
 from ttrain.model import adapters, factory
-from ttrain.references import Reference
-from ttrain.talk.generating import Text, generate
-from ttrain.talk.kept import Kept
-from ttrain.talk.loading import load
-from ttrain.talk.sampling import Sampling, sampling
-from ttrain.weights import ADAPTER, SECOND_HEAD, weights_digest
+from ttrain.store.model_reference import Reference
+from ttrain.store.weights import ADAPTER, SECOND_HEAD, weights_digest
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SHAPES: dict[str, dict[str, Any]] = {
@@ -105,7 +105,7 @@ def test_a_sampled_answer_depends_on_seed_and_number_and_not_on_the_batch(direct
     ],
 )
 def test_samples_have_the_shares_of_the_settings(settings: dict[str, float], shares: list[float]) -> None:
-    from ttrain.talk.generating import _processors
+    from ttrain.inference.generate import _processors
 
     draws = 4000
     scores = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log().repeat(draws, 1)
@@ -116,7 +116,7 @@ def test_samples_have_the_shares_of_the_settings(settings: dict[str, float], sha
 
 
 def test_the_repetition_penalty_counts_the_answer_and_not_the_prompt() -> None:
-    from ttrain.talk.generating import _processors
+    from ttrain.inference.generate import _processors
 
     processors = _processors(Sampling(repetition_penalty=2.0), [0], 2)
     scores = processors(torch.tensor([[0, 1, 3]]), torch.tensor([[1.0, 1.0, 1.0, 1.0]]))

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from ttrain import config as config_module
 from ttrain.config import Reading
-from ttrain.data import templates, tokenizer
+from ttrain.data import jinja_templates, tokenizer
 from ttrain.data.encoder import Encoder
 from ttrain.data.sampling import Sample, sample
 from ttrain.data.sources import Document, position
@@ -26,7 +26,7 @@ from ttrain.errors import DataError
 from ttrain.stages.tokenizer import train_directory
 
 ROOT = Path(__file__).parents[1]
-SPECIAL_TOKENS = templates.SPECIAL_TOKENS["ttrain"]
+SPECIAL_TOKENS = jinja_templates.SPECIAL_TOKENS["ttrain"]
 SMALL = config_module.Tokenizer(vocab_size=700, max_bytes=30_000)
 WORDS = ("the", "quick", "brown", "fox", "jumps", "über", "日本", "don't", "42", "x_1", "<|end|>", "<|assistant|>", "🙂")
 TRAIN = """
@@ -158,10 +158,10 @@ def test_transformers_opens_it_with_all_its_attributes(directory: Path, encoder:
     assert [opened.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS] == list(range(9))
     assert set(opened.all_special_tokens) == set(SPECIAL_TOKENS)
     assert len(opened) == len(encoder)
-    assert opened.model_max_length == tokenizer.MODEL_MAX_LENGTH
+    assert opened.model_max_length == 32768
     assert opened.padding_side == "right"
     assert opened.clean_up_tokenization_spaces is False
-    assert opened.chat_template == templates.JINJA["ttrain"]
+    assert opened.chat_template == jinja_templates.JINJA["ttrain"]
     for text in (*(text for text in corpus(40) if "<|" not in text), " a b ,  c . don't über 日本🙂\n"):
         assert opened(text, add_special_tokens=False)["input_ids"] == encoder.encode([text])[0]
         assert opened(text)["input_ids"] == [encoder.bos_id, *encoder.encode([text])[0]]
@@ -195,11 +195,11 @@ def test_every_long_word_is_found_wherever_it_stands(letters: str, start: int) -
 def test_where_no_word_is_that_long_the_merges_are_those_of_the_library() -> None:
     texts = ["山高月小，水落石出。" * 60, "a-b_c d, 1234 e" * 80, *corpus()]
     own = json.loads(tokenizer.train(texts, 400).to_str())["model"]
-    plain = Tokenizer(models.BPE(unk_token=templates.UNK))
+    plain = Tokenizer(models.BPE(unk_token=jinja_templates.UNK))
     plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     trainer = trainers.BpeTrainer(
         vocab_size=400,
-        special_tokens=list(templates.SPECIAL_TOKENS["ttrain"]),
+        special_tokens=list(jinja_templates.SPECIAL_TOKENS["ttrain"]),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )

@@ -17,16 +17,16 @@ import pytest
 from doubles import NumberedRows, make_trainer, settings_of_training, tiny_model
 
 from flows.full import full
-from ttrain import trackers
+from ttrain import loggers as trackers
 from ttrain.config import Optim, Settings, TaskConfig
+from ttrain.config.loading import load
 from ttrain.errors import UsageError
-from ttrain.loading import load
-from ttrain.plan import plan
-from ttrain.stages.watching import description
-from ttrain.store import Store
-from ttrain.trackers import callback
-from ttrain.trackers.callback import Loggers
-from ttrain.trackers.following import Kept
+from ttrain.loggers import callback
+from ttrain.loggers.callback import Loggers
+from ttrain.loggers.process import Kept
+from ttrain.pipeline.plan import plan
+from ttrain.stages.callbacks import description
+from ttrain.store.artifacts import Store
 from ttrain.train.callbacks import MetricsFile
 from ttrain.train.trainer import Cadence
 

@@ -17,33 +17,23 @@ from typing import Any
 
 import pytest
 from killing import killed_everywhere
+from waiting import stopwatch
 
 from ttrain import tracking
-from ttrain.execute import Execution, _Watcher
-from ttrain.tracking import Run, Store, open_store, outbox, outboxes
-from ttrain.tracking.leftovers import tell_one
+from ttrain.config import Settings
+from ttrain.pipeline.execution import Execution, _Watcher
+from ttrain.store import artifacts as artifact_store
+from ttrain.tracking import Run, Store, links, open_store, outbox, outboxes
+from ttrain.tracking.orphaned_outbox import tell_one
 
 pytestmark = pytest.mark.usefixtures("no_telemetry")
 
 
-@pytest.fixture(scope="module")
-def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A migrated database: migrating takes 1 s, copying and mending 10 ms."""
-    home = tmp_path_factory.mktemp("pristine")
-    tracking.prepare(home)
-    return tracking.database_of(home)
-
-
 @pytest.fixture
-def home(tmp_path: Path, pristine: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A home with a database of MLflow."""
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+def home(tracked_home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home with a database of MLflow, whose lock is soon given up."""
     monkeypatch.setattr("ttrain.tracking.database.LOCKED_SECONDS", 0.2)
-    home = tmp_path / "home"
-    database(home).parent.mkdir(parents=True)
-    shutil.copy(pristine, database(home))
-    tracking.mend_moved_home(home)
-    return home
+    return tracked_home
 
 
 def opened(home: Path) -> Store:
@@ -85,11 +75,11 @@ def locked(home: Path) -> Iterator[None]:
 def test_a_database_that_another_program_locks_holds_nobody_up_and_gets_everything(home: Path) -> None:
     with locked(home):
         store = opened(home)
-        began = time.monotonic()
+        waited = stopwatch()
         run = started(store)
         assert not run.log_metrics([row(1), row(2)])
         run.log_summary({"eval/bits_per_byte": 1.5})
-        assert time.monotonic() - began < 2, "what cannot be told waits on disk"
+        assert waited() < 2, "what cannot be told waits on disk"
         assert [one.things for one in tracking.waiting(home)] == [{"params": 1, "summary": 1, "end": 1}]
     eventually(lambda: not run.waiting())
     assert run.log_metrics([row(1), row(2)])
@@ -174,9 +164,9 @@ def test_outboxes_that_were_never_whole_are_removed_unless_one_is_being_made(hom
 
 
 def test_what_a_killed_run_left_for_another_mlflow_is_kept_for_that(
-    home: Path, tmp_path: Path, pristine: Path, monkeypatch: pytest.MonkeyPatch
+    home: Path, tmp_path: Path, migrated_database: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    elsewhere = f"sqlite:///{shutil.copy(pristine, tmp_path / 'elsewhere.db')}"
+    elsewhere = f"sqlite:///{shutil.copy(migrated_database, tmp_path / 'elsewhere.db')}"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", elsewhere)
     heard, said = multiprocessing.Pipe()
 
@@ -201,14 +191,67 @@ def test_what_a_killed_run_left_for_another_mlflow_is_kept_for_that(
     assert tracking.open_reader(home).client.get_run(run_id).info.status == "KILLED"
 
 
+STAGE = {"ttrain.stage": "sft", "ttrain.key": "k" * 64, "ttrain.run": "full-1"}
+
+
+def publish(home: Path, run: str = "full-1") -> None:
+    """The artifact of that stage, made by a pipeline's run."""
+    artifacts = artifact_store.Store(home)
+    output = artifacts.work("sft", "k" * 64) / "output"
+    output.mkdir(parents=True)
+    (output / "model.bin").write_bytes(b"weights")
+    manifest = {"result": {"loss": 1.5}, "ingredients": {}, "inputs": {}, "provenance": {"run": run}}
+    artifacts.publish("sft", "k" * 64, output, manifest)
+
+
+@pytest.mark.parametrize(("made_by", "status"), [("full-1", "FINISHED"), ("full-2", "KILLED"), ("", "KILLED")])
+def test_a_stage_that_was_killed_after_it_had_published_is_finished_in_mlflow_too(
+    home: Path, made_by: str, status: str
+) -> None:
+    heard, said = multiprocessing.Pipe()
+
+    def be_killed() -> None:
+        run = opened(home).start_run("sft", tags=STAGE, params={}, keeps_files=True)
+        if made_by:
+            publish(home, made_by)
+        said.send(run.id)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    victim = multiprocessing.get_context("fork").Process(target=be_killed)
+    victim.start()
+    run_id = heard.recv()
+    victim.join()
+    (done,) = tracking.sync(home)
+    assert (done.things, outboxes.found(home)) == ({}, [])
+    run = tracking.open_reader(home).client.get_run(run_id)
+    assert run.info.status == status
+    files = home / "mlflow" / "artifacts" / run_id / "artifacts" / "sft"
+    if status == "FINISHED":
+        assert run.data.params["result.loss"] == "1.5" and (files / "model.bin").is_file()
+    else:
+        assert not run.data.metrics and not files.exists()
+
+
+def test_a_run_that_was_noted_as_killed_is_finished_by_the_next_one_that_takes_its_artifact(home: Path) -> None:
+    store = opened(home)
+    killed = store.start_run("sft", tags=STAGE, params={})
+    killed.finish("KILLED")
+    publish(home)
+    run = started(store, "full-2")
+    run.link_made_by("sft", "k" * 64)
+    assert store.client.get_run(killed.id).info.status == "FINISHED"
+    assert links.stages_of(store.client.get_run(run.id).data.tags)["sft"]["run"] == killed.id
+    store.close()
+
+
 def test_a_run_that_goes_on_in_another_mlflow_is_that_ones(
-    home: Path, tmp_path: Path, pristine: Path, monkeypatch: pytest.MonkeyPatch
+    home: Path, tmp_path: Path, migrated_database: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with locked(home):
         before = opened(home)
         identity = started(before).identity
         before.close()
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{shutil.copy(pristine, tmp_path / 'elsewhere.db')}")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{shutil.copy(migrated_database, tmp_path / 'elsewhere.db')}")
     outbox_of = home / "tracking" / identity / "run.json"
     about = json.loads(outbox_of.read_text())
     outbox_of.write_text(json.dumps({**about, "run_id": "0" * 32}))  # of the other one
@@ -243,7 +286,7 @@ def test_samples_and_curves_that_cannot_be_read_end_no_pipeline(home: Path, tmp_
     store = opened(home)
     run = started(store)
     watcher: Any = _Watcher(
-        SimpleNamespace(display=SimpleNamespace(progressed=lambda *_: None)),  # type: ignore[arg-type]
+        SimpleNamespace(display=SimpleNamespace(progressed=lambda *_: None), settings=Settings()),  # type: ignore[arg-type]
         SimpleNamespace(name="pretrain"),  # type: ignore[arg-type]
         lambda line: None,
     )
@@ -276,10 +319,10 @@ def test_a_lock_in_the_middle_costs_one_wait_of_mlflows(home: Path) -> None:
     store = opened(home)
     run = started(store)
     with locked(home):
-        began = time.monotonic()
+        waited = stopwatch()
         for step in range(1, 20):
             run.log_summary({f"eval/{step}": 1.0})
-        assert time.monotonic() - began < 45
+        assert waited() < 45
     eventually(lambda: not run.waiting(), 60)
     assert len(store.client.get_run(run.id).data.metrics) == 19
     store.close()

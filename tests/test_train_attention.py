@@ -14,16 +14,16 @@ from torch.nn import functional as F
 from ttrain.model import factory
 from ttrain.train import attention
 from ttrain.train.attention import first_keys, segment_mask
-from ttrain.train.language import NextTokenLoss
+from ttrain.train.language_modeling import NextTokenLoss
 from ttrain.train.losses import token_loss_sum
-
-pytestmark = pytest.mark.skipif(torch.cpu._is_amx_tile_supported(), reason="attention stays torch's on this CPU")
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Of 8 queries, so that rows of 29 positions have four of them, the last one not full."""
+    """Of 8 queries, so that rows of 29 positions have four of them, the last one not full. On a CPU with AMX, where training
+    leaves attention to torch, they are computed all the same."""
     monkeypatch.setattr(attention, "BLOCK", 8)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -169,3 +169,10 @@ def test_generation_and_saving_do_not_notice() -> None:
     assert torch.equal(*texts)
     with torch.no_grad():
         assert torch.equal(trained(ids).logits, untouched(ids).logits)
+
+
+def test_a_cpu_with_amx_keeps_torchs_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model()
+    assert "first_keys" in attention.arguments(model, SEGMENTS)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    assert attention.arguments(model, SEGMENTS) == {}

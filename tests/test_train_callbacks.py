@@ -31,17 +31,18 @@ from doubles import (
     tiny_model,
 )
 
-from ttrain.config import Optim, PretrainConfig, Schedule
+from ttrain.config import Optim, PretrainConfig, Runtime, Schedule
+from ttrain.core.hashing import DigestCache, code_digests
 from ttrain.data.packing import Batch
-from ttrain.digests import DigestCache, code_digests
 from ttrain.errors import TTrainError, UsageError
 from ttrain.stages import pretrain
+from ttrain.stages.callbacks import is_without_effect
 from ttrain.train import checkpoint
 from ttrain.train.callbacks import Callback, LogLines, LogRecord, MetricsFile, Perplexity, StepRecord
+from ttrain.train.distributed import Ranks
 from ttrain.train.early_stopping import EarlyStopping, early_stopping
-from ttrain.train.language import LanguageModeling
-from ttrain.train.ranks import Ranks
-from ttrain.train.samples import Samples
+from ttrain.train.language_modeling import LanguageModeling
+from ttrain.train.periodic_samples import Samples
 from ttrain.train.task import LossSum
 from ttrain.train.trainer import STOPPED, Cadence, Trainer
 
@@ -505,5 +506,59 @@ def test_what_watches_is_in_no_key_and_early_stopping_is(tmp_path: Path) -> None
     modules = code_digests("ttrain.stages.pretrain", DigestCache(tmp_path / "digests.json"))
     assert {"ttrain.train.early_stopping", "ttrain.train.trainer"} <= set(modules)
     watching = ("callbacks", "monitor", "peak", "guards", "samples")
-    assert not {"ttrain.stages.watching", *(f"ttrain.train.{name}" for name in watching)} & set(modules)
-    assert not [name for name in modules if name.startswith(("ttrain.trackers", "ttrain.system_metrics", "ttrain.tracking"))]
+    assert not {"ttrain.stages.callbacks", *(f"ttrain.train.{name}" for name in watching)} & set(modules)
+    assert not [
+        name for name in modules if name.startswith(("ttrain.loggers", "ttrain.pipeline.system_metrics", "ttrain.tracking"))
+    ]
+
+
+def test_quick_validations_are_a_curve_on_the_same_rows_and_move_nothing(tmp_path: Path) -> None:
+    home = Home.make(tmp_path)
+    inputs = {name: artifact.path for name, artifact in home.pretrain_inputs().items()}
+    by_default, results = Runtime().quick_validations, []
+    assert by_default == 8
+    for name, times in (("without", 0), ("with", by_default)):
+        settings = stage_settings(12, quick_validations=times)
+        config = PretrainConfig(model=settings.model, pretrain=settings.pretrain)
+        results.append(run_here(pretrain, config, tmp_path / name, inputs, settings.runtime))
+    first, second = (tmp_path / name for name in ("without", "with"))
+    assert (first / "model" / "model.safetensors").read_bytes() == (second / "model" / "model.safetensors").read_bytes()
+    assert results[0]["validation_loss"] == results[1]["validation_loss"]
+    rows = [json.loads(line) for line in (second / "run" / "metrics.jsonl").open()]
+    quick = {
+        row["step"]: row["metrics"]["validation_loss_quick"] for row in rows if "validation_loss_quick" in row["metrics"]
+    }
+    assert list(quick) == [0, 2, 3, 5, 6, 8, 9, 11, 12]
+    assert quick[12] < quick[2] and quick[12] != results[1]["validation_loss"]
+    assert [row["step"] for row in rows if "validation_loss" in row["metrics"]] == [12], "the last alone decides"
+    others = [row for row in curve(second / "run" / "metrics.jsonl") if "validation_loss_quick" not in row["metrics"]]
+    assert others == curve(first / "run" / "metrics.jsonl")
+
+
+def test_a_rate_that_does_not_move_the_validation_loss_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    home = Home.make(tmp_path)
+    inputs = {name: artifact.path for name, artifact in home.pretrain_inputs().items()}
+    for rate, warned in ((1e-9, {"no_effect": 1}), (1e-2, {})):
+        settings = stage_settings(12, {"optim": {"kind": "adamw", "lr": rate}})
+        config = PretrainConfig(model=settings.model, pretrain=settings.pretrain)
+        figures = run_here(pretrain, config, tmp_path / str(rate), inputs, settings.runtime)
+        assert figures["guard_warnings"] == warned
+    assert "pretrain.optim.lr is 1e-09: try a larger one" in caplog.text and "lr is 0.01" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("losses", "expected"),
+    [
+        ([5.0, 2.1, 2.0, 2.02, 2.01, 2.05], False),  # learnt at once
+        ([5.0, 4.9, 4.8, 4.7], False),
+        ([5.0, 5.02, 4.99, 5.01, 4.995], True),  # to and fro
+        ([5.0, 4.9999, 4.9998, 4.9997], True),
+        ([5.0, 5.0], False),  # too few to tell
+    ],
+)
+def test_a_stage_is_without_effect_where_its_curve_ends_as_it_began(
+    tmp_path: Path, losses: list[float], expected: bool
+) -> None:
+    rows = ({"step": step, "metrics": {"validation_loss_quick": loss}} for step, loss in enumerate(losses))
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert is_without_effect(tmp_path / "metrics.jsonl") == expected

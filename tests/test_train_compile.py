@@ -20,8 +20,8 @@ COMPILED = How(compile=True)
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
 
 
-def fit(directory: Path, how: How, **options: Any) -> tuple[Trainer, list[float]]:
-    recorder = Recorder()
+def fit(directory: Path, how: How, recorder: Recorder | None = None, **options: Any) -> tuple[Trainer, list[float]]:
+    recorder = recorder or Recorder()
     trainer = make_trainer(
         settings_of_training(tokens=6 * 96), tiny_model(), NumberedRows(52), rows_per_device=6, directory=directory, how=how,
         callbacks=[recorder], **options,
@@ -43,7 +43,9 @@ def test_where_compiling_fails_training_goes_on_eagerly_and_says_so(
     monkeypatch.setattr(torch, "compile", lambda module, **options: real(module, backend=broken, **options))
     eager, losses = fit(tmp_path / "eager", How())
     caplog.set_level("WARNING", "ttrain")
-    fallen, same_losses = fit(tmp_path / "fallen", COMPILED)
+    recorder = Recorder()
+    fallen, same_losses = fit(tmp_path / "fallen", COMPILED, recorder)
+    assert {*recorder.figures("compiled")} == {0.0}, "a curve, since trackers take numbers alone"
     assert (eager.compiled, fallen.compiled) == (False, False)
     assert "torch.compile failed" in caplog.text and "training goes on without it" in caplog.text
     assert losses == same_losses

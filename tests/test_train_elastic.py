@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from ttrain.config import Optim
 from ttrain.errors import UsageError
 from ttrain.train.callbacks import Callback, StepRecord
+from ttrain.train.distributed import Ranks
 from ttrain.train.optim import Optimizers
-from ttrain.train.ranks import Ranks
 from ttrain.train.trainer import Cadence, How
 
 TREE, FAST = How(reduction="tree"), How()

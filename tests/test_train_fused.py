@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ttrain.config import Lora
 from ttrain.model import adapters
-from ttrain.train.fused import GATED, NORMS, fuse
+from ttrain.train.fused_layers import GATED, NORMS, fuse
 
 BF16 = torch.bfloat16
 

@@ -17,17 +17,18 @@ from typing import Any
 
 import psutil
 import pytest
-from doubles import Home, Watcher, curve, run_here, stage_settings
+from doubles import Home, Watcher, curve, logged_steps, run_here, stage_settings
 
-from ttrain import launch
 from ttrain.config import PretrainConfig, Settings
-from ttrain.digests import sha256_file
+from ttrain.core.hashing import sha256_file
 from ttrain.errors import Interrupted, StageFailed
-from ttrain.plan import plan_stage
+from ttrain.pipeline import launch
+from ttrain.pipeline.plan import plan_stage
+from ttrain.pipeline.stage_worker import PROCESS_NAME
 from ttrain.stages import PRETRAIN, pretrain
-from ttrain.store import Artifact
-from ttrain.train import checkpoint_files
-from ttrain.worker import PROCESS_NAME
+from ttrain.store.layout import Artifact
+from ttrain.train import checkpoint_format
+from ttrain.train.trainer import QUICK
 
 STEPS = 400
 WEIGHTS = Path("model") / "model.safetensors"
@@ -35,9 +36,9 @@ LAUNCHER = """
 import pickle, sys
 from pathlib import Path
 from doubles import Watcher
-from ttrain import launch
+from ttrain.pipeline import launch
 from ttrain.stages import PRETRAIN
-from ttrain.store import Store
+from ttrain.store.artifacts import Store
 root, inputs, settings = pickle.loads(Path(sys.argv[1]).read_bytes())
 launch.build(PRETRAIN, settings, Store(root), inputs, Watcher(lambda line: print(line, flush=True)))
 """
@@ -65,7 +66,7 @@ def worker_of(pid: int) -> psutil.Process:
 
 def whole_steps(work: Path) -> list[int]:
     """Steps of the checkpoints, each of which verifies; one may lack its name only."""
-    return [checkpoint_files.read(path).step for path in checkpoint_files.found(work / "output" / "checkpoints")]
+    return [checkpoint_format.read(path).step for path in checkpoint_format.found(work / "output" / "checkpoints")]
 
 
 @dataclass
@@ -164,7 +165,9 @@ def test_its_optimizer_ends_in_the_same_state(story: Story) -> None:
 
 def test_its_curve_has_every_step_once_with_the_same_figures(story: Story) -> None:
     ours = curve(story.artifact.path / "run" / "metrics.jsonl")
-    assert [line["step"] for line in ours] == [*range(1, STEPS + 1), STEPS]
+    assert logged_steps(ours, "loss") == [*range(1, STEPS + 1)] and logged_steps(ours, "validation_loss") == [STEPS]
+    quick = logged_steps(ours, QUICK)
+    assert quick == sorted({*quick}) and quick[0] == 0, "one each, and one before the first step"
     assert ours == curve(story.alone / "run" / "metrics.jsonl")
 
 

@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ttrain.config import Lora
 from ttrain.data.packing import IGNORE
 from ttrain.model import adapters
-from ttrain.train import attention, language, losses
+from ttrain.train import attention, language_modeling, losses
 from ttrain.train.attention import segment_mask
-from ttrain.train.language import PLAIN_HEADS, LanguageModeling, NextTokenLoss
+from ttrain.train.language_modeling import PLAIN_HEADS, LanguageModeling, NextTokenLoss
 from ttrain.train.losses import linear_token_loss_sum, token_loss_sum
 
 N, D, V = 24, 8, 50
@@ -286,7 +286,7 @@ def test_all_plain_heads_are_tested() -> None:
 def test_a_head_that_does_more_takes_the_plain_way_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     model = tiny_foreign("granite", logits_scaling=4.0)
     batch = NumberedRows(3).batch(range(3))
-    language._tell_of_logits.cache_clear()
+    language_modeling._tell_of_logits.cache_clear()
     with caplog.at_level(logging.WARNING, "ttrain"):
         for _ in range(2):
             task = LanguageModeling(settings_of_training(), model, chunk_tokens=7)

@@ -15,10 +15,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ttrain.config import Lora
 from ttrain.model import adapters
-from ttrain.train import peak
+from ttrain.train import flops
 from ttrain.train.callbacks import StepRecord
+from ttrain.train.flops import TERA, flops_per_token, listed, measured
 from ttrain.train.monitor import PERFORMANCE, PerformanceMonitor, peak_memory, trimmed_mean
-from ttrain.train.peak import TERA, flops_per_token, listed, measured
 from ttrain.train.trainer import Cadence
 
 
@@ -199,7 +199,7 @@ def test_a_chip_is_found_by_its_name_and_a_board_that_differs_is_not_taken_for_i
 
 
 def test_the_table_orders_precisions_as_chips_do() -> None:
-    for chip, tflops in peak.TFLOPS.items():
+    for chip, tflops in flops.TFLOPS.items():
         assert tflops["fp16"] >= tflops.get("tf32", 0) >= (tflops["fp32"] if "tf32" in tflops else 0), chip
 
 

@@ -22,8 +22,8 @@ from doubles import (
 )
 
 from ttrain.config import Night
-from ttrain.train.night import NightShift, within
-from ttrain.train.ranks import Ranks
+from ttrain.train.distributed import Ranks
+from ttrain.train.night_throttle import NightShift, within
 from ttrain.train.trainer import Cadence, Trainer
 
 

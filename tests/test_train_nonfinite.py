@@ -23,8 +23,8 @@ from doubles import (
 from ttrain.data.packing import Batch
 from ttrain.model import factory
 from ttrain.train import checkpoint
-from ttrain.train.nonfinite import SKIPS_IN_A_ROW, NonFinite
-from ttrain.train.ranks import Ranks
+from ttrain.train.distributed import Ranks
+from ttrain.train.non_finite import SKIPS_IN_A_ROW, NonFinite
 from ttrain.train.trainer import Cadence, Trainer
 
 ALWAYS = Cadence(log=1, checkpoint=100)

@@ -14,7 +14,7 @@ from torch import nn
 
 from ttrain.config import Optim
 from ttrain.errors import ArtifactError, UsageError
-from ttrain.execute import _group_params
+from ttrain.tracking.published import group_params
 from ttrain.train import optim
 from ttrain.train.optim import Optimizers
 
@@ -127,11 +127,11 @@ def test_the_groups_tell_what_is_in_them() -> None:
 
 
 def test_the_groups_become_parameters_of_the_tracked_run() -> None:
-    found = _group_params({"optimizer_groups": optim.build(Small(), Optim(weight_decay=0.3)).groups(), "steps": 3})
+    found = group_params({"optimizer_groups": optim.build(Small(), Optim(weight_decay=0.3)).groups(), "steps": 3})
     assert found["optim.groups.0.weight_decay"] == 0.3
     assert found["optim.groups.0.names"] == ["linear.weight"]
     assert {name.split(".")[2] for name in found} == {"0", "1"}
-    assert _group_params({"steps": 3}) == {}, "a stage that does not train"
+    assert group_params({"steps": 3}) == {}, "a stage that does not train"
 
 
 def numbers(tensor: torch.Tensor) -> Any:

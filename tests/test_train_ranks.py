@@ -23,6 +23,7 @@ from doubles import (
     Watcher,
     curve,
     distance,
+    logged_steps,
     make_trainer,
     run_here,
     settings_of_training,
@@ -31,14 +32,14 @@ from doubles import (
 )
 from safetensors.torch import load_file, save_file
 
-from ttrain import launch
 from ttrain.config import Optim, PretrainConfig, Training
 from ttrain.errors import Interrupted
 from ttrain.model import factory
-from ttrain.plan import plan_stage
+from ttrain.pipeline import launch
+from ttrain.pipeline.plan import plan_stage
 from ttrain.stages import PRETRAIN, pretrain
 from ttrain.train.checkpoint import copy_tensors
-from ttrain.train.ranks import Ranks
+from ttrain.train.distributed import Ranks
 from ttrain.train.trainer import Cadence
 
 UNEVEN = [60, 5, 30, 2, 1, 64, 8, 3, 17, 40, 2, 9, 11]
@@ -149,10 +150,12 @@ def test_two_ranks_equal_one(two: Any, tmp_path: Path, name: str) -> None:
     torch.set_num_threads(threads)
     kept = slice(first["resumed"], None)  # what a continued run logs begins at its checkpoint
     assert len(first["losses"]) == 20 - first["resumed"]
-    # Muon orthogonalizes in bf16, which makes of another order of summation, 1e-7, more than that in later steps.
+    # Muon orthogonalizes in bf16, which makes of another order of summation, 1e-7, more than that in later steps: of the
+    # norms up to 1.04e-3 on a CPU with AMX. The first step's come before it.
     assert first["losses"] == pytest.approx(alone["losses"][kept], rel=2e-4 if name == "muon" else 1e-5)
     assert first["losses"][:2] == pytest.approx(alone["losses"][kept][:2], rel=1e-6)
-    assert first["norms"] == pytest.approx(alone["norms"][kept], rel=1e-3 if name == "muon" else 1e-4)
+    assert first["norms"] == pytest.approx(alone["norms"][kept], rel=5e-3 if name == "muon" else 1e-4)
+    assert first["norms"][:1] == pytest.approx(alone["norms"][kept][:1], rel=1e-5)
     assert first["validation"] == pytest.approx(alone["validation"], rel=2e-4 if name == "muon" else 1e-5)
     assert first["live"] == alone["live"]
     weights = (load_file(path / "weights.safetensors") for path in (tmp_path, root / name))
@@ -208,7 +211,8 @@ def test_a_stage_with_two_devices_equals_the_stage_with_one(tmp_path: Path) -> N
     )  # fmt: skip
     assert (artifact.result["ranks"], alone["ranks"]) == (2, 1)
     ours, theirs = curve(artifact.path / "run" / "metrics.jsonl"), curve(tmp_path / "alone" / "run" / "metrics.jsonl")
-    assert [line["step"] for line in ours] == [line["step"] for line in theirs] == [*range(1, 11), 10]
+    assert logged_steps(ours, "loss") == [*range(1, 11)] and logged_steps(ours, "validation_loss") == [10]
+    assert [line["step"] for line in ours] == [line["step"] for line in theirs]
     for first, second in zip(ours, theirs, strict=True):
         tolerance = {"grad_norm": 1e-4}
         for figure, value in second["metrics"].items():
@@ -218,7 +222,8 @@ def test_a_stage_with_two_devices_equals_the_stage_with_one(tmp_path: Path) -> N
     for place in places:
         checkpoints = sorted(path.name for path in (place / "checkpoints").glob("step-*"))
         assert checkpoints == ["step-00000008", "step-00000010"], "one set, of the ranks together"
-    assert sum("step 10/10" in line for line in watcher.lines) == 2, "one line of the loss and one of the validation"
+    last = [line for line in watcher.lines if "step 10/10" in line]
+    assert len(last) == 3, "one line of the loss, one of the last quick validation and one of the validation"
     assert artifact.result["target_tokens"] == alone["target_tokens"]
 
 
@@ -241,6 +246,7 @@ def test_a_stage_with_two_devices_that_is_told_to_stop_saves_once_and_is_continu
     alone = run_here(pretrain, config, tmp_path / "alone", paths, settings.runtime)
     assert continued["resumed_from_step"] == newest
     curves = [curve(place / "run" / "metrics.jsonl") for place in (output, tmp_path / "alone")]
-    assert [line["step"] for line in curves[0]] == [line["step"] for line in curves[1]] == [*range(1, 121), 120]
+    assert logged_steps(curves[0], "loss") == [*range(1, 121)] and logged_steps(curves[0], "validation_loss") == [120]
+    assert [line["step"] for line in curves[0]] == [line["step"] for line in curves[1]]
     assert continued["loss"] == pytest.approx(alone["loss"], rel=1e-3)
     assert continued["target_tokens"] == alone["target_tokens"]

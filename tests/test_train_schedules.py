@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ttrain.config import Schedule, Training
-from ttrain.train.schedules import decay_start, schedule, steps_of, warmup_steps
+from ttrain.train.schedules import decay_start, quick_rows, schedule, spread_steps, steps_of, warmup_steps
 
 KINDS = ("linear", "cosine", "constant", "minimind", "exponential", "wsd")
 COSINE = [0.1 + 0.45 * (1 + math.cos(math.pi * n / 8)) for n in range(8)]
@@ -149,3 +149,11 @@ def test_a_budget_is_whole_steps_of_tokens_or_whole_rows_of_epochs(
     budget: dict[str, float], rows: int, expected: tuple[int, int]
 ) -> None:
     assert steps_of(Training(tokens_per_step=256, row_length=32, **budget), rows) == expected  # type: ignore[arg-type]
+
+
+def test_quick_validations_are_spread_over_the_run_and_take_two_percent_of_it_at_most() -> None:
+    assert sorted(spread_steps(40, 8)) == [5, 10, 15, 20, 25, 30, 35, 40]
+    assert sorted(spread_steps(5, 8)) == [1, 2, 3, 4, 5] and spread_steps(40, 0) == frozenset()
+    assert [quick_rows(rows, 8) for rows in (100, 1017, 3904, 10**6)] == [4, 4, 16, 64]
+    for rows in (1017, 3904, 10**6):
+        assert 8 * quick_rows(rows, 8) / 3 <= 0.02 * rows

@@ -10,9 +10,9 @@ from doubles import copies, same, settings_of_training, tiny_model
 from torch import nn
 
 from ttrain.errors import UsageError
-from ttrain.train.language import NextTokenLoss
+from ttrain.train.language_modeling import NextTokenLoss
+from ttrain.train.leakage_check import check
 from ttrain.train.losses import token_loss_sum
-from ttrain.train.separation import check
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -22,7 +22,7 @@ from doubles import (
 
 from ttrain.config import Optim
 from ttrain.errors import UsageError
-from ttrain.train.ranks import Ranks
+from ttrain.train.distributed import Ranks
 from ttrain.train.trainer import Cadence, How
 
 FSDP = How(parallel="fsdp")

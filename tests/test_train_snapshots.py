@@ -51,7 +51,7 @@ def test_memory_is_used_again_once_it_is_released_and_not_before() -> None:
     fourth = buffers.take(4, snapshot(4).weights, snapshot(4).optimizer, {})
     assert places(fourth) == places(second)
     assert float(third.weights["w"][0, 0]) == 3
-    assert buffers.waited_seconds < 0.1
+    assert buffers.waited_seconds < 5, "a take that had to wait would never end"
 
 
 def test_where_all_memory_is_in_use_the_wait_is_counted() -> None:

@@ -16,18 +16,18 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from ttrain.cli.train_task import TaskRuntime
 from ttrain.config import TaskConfig, UserTaskConfig
+from ttrain.config.loading import layers, merge, settable_keys
+from ttrain.core.progress import Progress
 from ttrain.errors import ArtifactError, DataError, Interrupted, TTrainError, UsageError
-from ttrain.from_task import TaskRuntime
-from ttrain.job import Job
-from ttrain.loading import layers, merge, settable_keys
-from ttrain.progress import Progress
 from ttrain.stages import user_task
+from ttrain.stages.job import Job
 from ttrain.stages.user_task import Adapted, Batches, task_class
-from ttrain.train import optim, registry, schedules
+from ttrain.train import optim, schedules, task_registry
+from ttrain.train.custom_task import UserTask
 from ttrain.train.regression import Regression
 from ttrain.train.task import LossSum, TrainingTask
-from ttrain.train.user_task import UserTask
 
 DOCS = Path(__file__).parents[1] / "docs" / "tasks.md"
 METHODS = ("build_model", "build_optimizer", "build_scheduler", "build_criterion", "train_step", "validation_step")
@@ -299,7 +299,7 @@ class Overlapping(Line):
         ("regresion", (), UsageError, r"no task 'regresion' \(did you mean 'regression'\?\); the tasks are .*regression"),
         ("nowhere:Task", (), UsageError, "no module nowhere"),
         ("test_train_task:Lines", (), UsageError, "has no Lines"),
-        ("test_train_task:CPU", (), UsageError, "no subclass of ttrain.train.user_task.UserTask"),
+        ("test_train_task:CPU", (), UsageError, "no subclass of ttrain.train.custom_task.UserTask"),
         ("test_train_task:Unfinished", (), UsageError, "lacks build_criterion, .*validation_step"),
         ("test_train_task:Overlapping", (), UsageError, "have no 'runtime'"),
         ("test_train_task:Line", ("slop=3",), UsageError, r"unknown setting 'slop' .* did you mean 'slope'\?"),
@@ -338,17 +338,17 @@ def test_an_error_within_the_users_module_rises_as_it_is(tmp_path: Path, monkeyp
 
 
 def test_an_installed_package_brings_its_task_by_an_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "regression" in registry.known() and task_class("regression") is Regression
+    assert "regression" in task_registry.known() and task_class("regression") is Regression
     info = tmp_path / "plugged-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: plugged\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[ttrain.tasks]\nmy-line = plugged_tasks:MyLine\n")
     (tmp_path / "plugged_tasks.py").write_text("from test_train_task import Line\n\nclass MyLine(Line): pass\n")
     monkeypatch.syspath_prepend(tmp_path)
-    assert {"regression", "my-line"} <= set(registry.known())
+    assert {"regression", "my-line"} <= set(task_registry.known())
     assert task_class("my-line").__name__ == "MyLine"
     with pytest.raises(UsageError, match=r"my-line.*regression"):
-        registry.find("other")
+        task_registry.find("other")
 
 
 def test_settings_without_a_default_must_be_given() -> None:

@@ -34,7 +34,7 @@ from ttrain.errors import TTrainError
 from ttrain.model import factory
 from ttrain.train import checkpoint
 from ttrain.train.callbacks import Callback, LogRecord, MetricsFile
-from ttrain.train.language import LanguageModeling
+from ttrain.train.language_modeling import LanguageModeling
 from ttrain.train.losses import token_loss_sum
 from ttrain.train.trainer import Cadence, Trainer
 
@@ -82,6 +82,20 @@ def test_accumulation_keeps_the_gradient_where_micro_batches_have_60_5_30_and_2_
     mean.backward()  # type: ignore[no-untyped-call]
     of_means = {name: p.grad for name, p in module.named_parameters()}
     assert distance({name: whole[name] for name in of_means}, of_means) > 0.1, "the mean of the means is another gradient"
+
+
+@pytest.mark.parametrize("rows_per_device", [4, 1])
+def test_the_gradient_is_that_of_the_loss_over_the_live_targets(rows_per_device: int) -> None:
+    """Not over the tokens of a step, of which 159 of 256 are masked here."""
+    live = [60, 5, 30, 2]
+    gradients = gradients_of_one_step(4, rows_per_device, live, T=64)
+    task = LanguageModeling(settings_of_training(), tiny_model())
+    module = task.build_model()
+    loss = task.train_step(module, NumberedRows(4, 64, live).batch(range(4)), CPU)
+    assert loss.count == sum(live)
+    (loss.total / sum(live)).backward()  # type: ignore[no-untyped-call]
+    expected = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    assert distance({name: gradients[name] for name in expected}, expected) < 1e-6
 
 
 def test_the_loss_of_a_step_is_its_sum_over_its_targets() -> None:
@@ -402,7 +416,7 @@ def test_the_validation_loss_does_not_depend_on_the_batch() -> None:
     found = []
     for size in (1, 5, 12):
         batches = [rows.batch(range(start, min(12, start + size))) for start in range(0, 12, size)]
-        found.append(make_trainer(settings_of_training(), model, rows, validation=batches).validate())
+        found.append(make_trainer(settings_of_training(), model, rows, validation=batches).validate(batches))
     assert found == pytest.approx([found[0]] * 3, rel=1e-6)
     logits = model(torch.from_numpy(rows.batch([0]).input_ids_BT)).logits
     assert math.isfinite(found[0]) and logits.shape[-1] == VOCAB
@@ -521,3 +535,33 @@ def test_bf16_stays_within_1_percent_of_fp32_and_its_master_weights_are_fp32() -
     assert losses["fp32"] != losses["bf16"], "bf16 computes in another precision"
     assert losses["bf16"] == pytest.approx(losses["fp32"], rel=0.01)
     assert losses["fp32"] < math.log(VOCAB) - 0.2, "something was learnt"
+
+
+def losses_of_one_row(dropout: float) -> list[float]:
+    """The losses of six steps over the same row, at a learning rate that moves no weight that fp32 can tell."""
+    config = settings_of_training(tokens=6 * 16, tokens_per_step=16, optim=Optim(lr=1e-12, clip=1e9))
+    recorder = Recorder()
+    trainer = make_trainer(
+        config, tiny_model(dropout=dropout), NumberedRows(1), callbacks=[recorder], cadence=Cadence(log=1, checkpoint=0)
+    )
+    trainer.fit()
+    return recorder.figures("loss")
+
+
+def test_dropout_differs_from_step_to_step() -> None:
+    assert len({round(loss, 5) for loss in losses_of_one_row(0.0)}) == 1, "without dropout every step is the same"
+    assert len({round(loss, 5) for loss in losses_of_one_row(0.5)}) == 6
+
+
+def test_validation_runs_in_the_precision_of_training() -> None:
+    validation = [NumberedRows(6).batch(range(6))]
+    losses = {}
+    for precision in ("fp32", "bf16"):
+        model = tiny_model()
+        config = settings_of_training(precision=precision)
+        losses[precision] = make_trainer(config, model, NumberedRows(12), validation=validation).validate(validation)
+        task = LanguageModeling(config, model)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            loss = task.validation_step(task.build_model().eval(), validation[0], CPU)
+        assert losses[precision] == pytest.approx(float(loss.total) / loss.count, rel=1e-7)
+    assert losses["bf16"] != losses["fp32"]

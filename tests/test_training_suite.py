@@ -32,28 +32,28 @@ from doubles import (
 )
 
 from flows.full import full
-from ttrain import plan
-from ttrain.absolute import absolute
 from ttrain.config import LoraConfig, MultiToken, PretrainConfig, SftConfig
+from ttrain.config.loading import load
 from ttrain.config.suite import ChatsTask, Suite, TextTask
+from ttrain.core.hashing import DigestCache, code_digests
+from ttrain.core.progress import Progress
 from ttrain.data.encoder import Encoder
-from ttrain.digests import DigestCache, code_digests
 from ttrain.errors import TTrainError, UsageError
-from ttrain.evaluate import running
+from ttrain.evaluate import run
 from ttrain.evaluate.items import Items
 from ttrain.evaluate.results import Results
 from ttrain.evaluate.suites import Loaded
-from ttrain.job import Job
-from ttrain.loading import load
+from ttrain.inference.evaluated_model import subject_of
+from ttrain.inference.loading import Speaker, speaker_of
 from ttrain.model import factory, multi_token
-from ttrain.progress import Progress
-from ttrain.stages import lora, pretrain, sft, small_suite
-from ttrain.store import Store
-from ttrain.subjects import subject_of
-from ttrain.talk.loading import Speaker, speaker_of
+from ttrain.pipeline import plan
+from ttrain.pipeline.absolute_paths import absolute
+from ttrain.stages import lora, periodic_evaluation, pretrain, sft
+from ttrain.stages.job import Job
+from ttrain.store.artifacts import Store
 from ttrain.train.callbacks import Callback, LogRecord, MetricsFile, StepRecord
-from ttrain.train.evaluations import TIMED, Evaluations
-from ttrain.train.ranks import Ranks
+from ttrain.train.distributed import Ranks
+from ttrain.train.periodic_evaluation import TIMED, Evaluations
 from ttrain.train.trainer import Cadence, How
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -121,14 +121,16 @@ def test_pretraining_with_a_suite_has_the_same_files_and_the_models_own_figures(
     told = json.loads((second / "run" / "evaluations" / "step-00000007.json").read_text())
     assert {task["task"]: task["items"] for task in told["tasks"]} == {"sums": 7, "documents": 7}
     # The last weights are those of the finished model, loaded by itself.
-    items = small_suite.asked(settings.pretrain, job_of(home.documents.path, settings.runtime))
+    items = periodic_evaluation.asked(settings.pretrain, job_of(home.documents.path, settings.runtime))
     own = asked(items, speaker_of("model", factory.load(second / "model"), second / "model"))
     logged = {name.removeprefix("eval/"): value for name, value in evaluated[-1].items() if name not in ("step", "tokens")}
     assert logged == pytest.approx(own, rel=1e-5) and {"sums/accuracy", "documents/bits_per_byte"} <= {*logged}
 
 
 def asked(items: Sequence[Items[Any]], speaker: Speaker) -> dict[str, float]:
-    return small_suite.figures_of(Results(running.ask(items, subject_of(speaker), lambda *told: None), small_suite.RULE))
+    return periodic_evaluation.figures_of(
+        Results(run.ask(items, subject_of(speaker), lambda *told: None), periodic_evaluation.RULE)
+    )
 
 
 def job_of(shards: Path, runtime: Any) -> Job:
@@ -158,10 +160,10 @@ def measure_of(model: Any, encoder: Encoder) -> Callable[[int], Mapping[str, flo
     """Of documents and of answers in chats, as a stage does it."""
     parts = {"documents": [{"text": text} for text in documents(3)], "chats": [_row(one) for one in chats(3)]}
     tasks = {"text": TextTask(row_length=32, stride=16, max_bytes=300), "talk": ChatsTask(new_tokens=8, row_length=32)}
-    items = running.read([Loaded("tiny", Suite(tasks=tasks), None, Path())], parts)
+    items = run.read([Loaded("tiny", Suite(tasks=tasks), None, Path())], parts)
 
     def measure(step: int) -> Mapping[str, float]:
-        with small_suite.spoken_to(model, encoder) as speaker:
+        with periodic_evaluation.spoken_to(model, encoder) as speaker:
             return asked(items, speaker)
 
     return measure
@@ -231,7 +233,7 @@ def test_a_table_that_a_model_makes_while_it_is_asked_can_be_trained_with(encode
         return hidden * table[0]
 
     model.model.norm.register_forward_hook(scale)
-    with small_suite.spoken_to(model, encoder) as speaker:
+    with periodic_evaluation.spoken_to(model, encoder) as speaker:
         subject_of(speaker).generate([[5, 6, 7], [8]], 3)
     model.train()
     model(input_ids=torch.tensor([[5, 6, 7]]), labels=torch.tensor([[5, 6, 7]])).loss.backward()
@@ -258,7 +260,7 @@ def test_a_compiled_training_is_not_moved(encoder: Encoder) -> None:
 def test_a_model_has_its_own_generation_settings_again(encoder: Encoder) -> None:
     model = tiny_model(vocab=len(encoder))
     model.generation_config.temperature, own = 0.3, model.generation_config
-    with pytest.raises(ZeroDivisionError), small_suite.spoken_to(model, encoder) as speaker:
+    with pytest.raises(ZeroDivisionError), periodic_evaluation.spoken_to(model, encoder) as speaker:
         assert speaker.model.generation_config is not own and not speaker.model.generation_config.do_sample
         _ = 1 / 0
     assert model.generation_config is own
@@ -317,19 +319,19 @@ def test_what_cannot_be_asked_is_refused_before_the_first_stage(tmp_path: Path) 
 def test_a_suite_is_asked_without_what_other_stages_hold_out(home: Home, tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("tasks:\n  a: {kind: text, limit: 2, max_bytes: 50}\n  b: {kind: chats, limit: 9}\n")
     settings = stage_settings(eval_every_steps=1, eval_limit=4, eval_suite=str(tmp_path / "mine.yaml"))
-    (text,) = small_suite.asked(settings.pretrain, job_of(home.documents.path, settings.runtime))
+    (text,) = periodic_evaluation.asked(settings.pretrain, job_of(home.documents.path, settings.runtime))
     assert (text.task, len(text.items) <= 2, text.spec.max_bytes) == ("a", True, 50)  # type: ignore[union-attr]
-    (talk,) = small_suite.asked(settings.sft, job_of(home.chats.path, settings.runtime))
+    (talk,) = periodic_evaluation.asked(settings.sft, job_of(home.chats.path, settings.runtime))
     assert (talk.task, len(talk.items)) == ("b", 4)
     with pytest.raises(UsageError, match=r"asks about held-out chats and documents alone, but here is domain; add a task"):
-        small_suite.asked(settings.lora, job_of(home.chats.path, settings.runtime))
+        periodic_evaluation.asked(settings.lora, job_of(home.chats.path, settings.runtime))
 
 
 def test_shards_of_a_model_cannot_be_asked(encoder: Encoder, home: Home) -> None:
     settings = stage_settings(eval_every_steps=1, parallel="fsdp")
     job = job_of(home.documents.path, settings.runtime)
     with pytest.raises(UsageError, match=r"runtime\.eval_every_steps is 1, but with runtime\.parallel=fsdp no rank holds"):
-        small_suite.measure_of(settings.pretrain, job, tiny_model(), encoder, Ranks(0, 2, CPU))
+        periodic_evaluation.measure_of(settings.pretrain, job, tiny_model(), encoder, Ranks(0, 2, CPU))
 
 
 def test_one_that_raises_is_named(encoder: Encoder) -> None:
@@ -347,7 +349,7 @@ def test_a_suite_is_in_no_key_of_a_training_and_its_path_is_recorded_in_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     modules = code_digests("ttrain.stages.pretrain", DigestCache(tmp_path / "digests.json"))
-    assert not {"ttrain.train.evaluations", "ttrain.stages.small_suite", "ttrain.evaluate.running"} & {*modules}
+    assert not {"ttrain.train.periodic_evaluation", "ttrain.stages.periodic_evaluation", "ttrain.evaluate.run"} & {*modules}
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.yaml").write_text(SUITE)
     settings = load(["runtime.eval_suite=mine.yaml"], environment={}).settings

@@ -6,26 +6,29 @@ import json
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
-import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import urldefrag, urlsplit
 
 import pytest
 from browser import Browser, executable
+from waiting import stopwatch
 
-from ttrain import cli_ui, tracking
-from ttrain.cli import main
-from ttrain.runs import RunRecord, record_cached
-from ttrain.tracking import Run, Store, open_store, showing
+from ttrain import tracking
+from ttrain.cli import ui
+from ttrain.cli.main import main
+from ttrain.store.runs import RunRecord, record_cached
+from ttrain.tracking import Run, Store, mlflow_views, open_store
 
 SETTINGS = {"model.layers": 2, "sft.optim.lr": 1e-3, "runtime.devices": 1}
 FIGURES = {"eval/bits_per_byte": 1.5, "eval/chat_loss_sft": 4.1, "sft/validation_loss": 4.2, "total/device_hours": 0.5}
-CURVE = [{"step": tokens, "metrics": {"losses_by_tokens/sft": 9 - tokens / 1000}} for tokens in (512, 1024, 1536)]
+CURVE = [{"step": tokens, "metrics": {"Curves/sft loss": 9 - tokens / 1000}} for tokens in (512, 1024, 1536)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -87,7 +90,7 @@ def served(two: tuple[Path, dict[str, str]]) -> Iterator[dict[str, Any]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-P", "-c", "from ttrain.cli import main; main()", "ui", *runs, "--no-browser", "--json"]
+    command = [sys.executable, "-P", "-c", "from ttrain.cli.main import main; main()", "ui", *runs, "--no-browser", "--json"]
     process = subprocess.Popen(
         [*command, "--port", str(port)], env={**os.environ, "TTRAIN_HOME": str(home)}, stdout=subprocess.PIPE, text=True
     )
@@ -104,16 +107,17 @@ def served(two: tuple[Path, dict[str, str]]) -> Iterator[dict[str, Any]]:
         probe.connect((urlsplit(said["url"]).hostname, urlsplit(said["url"]).port))
 
 
-def test_the_table_has_the_settings_that_differ_then_the_figures(two: tuple[Path, dict[str, str]]) -> None:
+def test_the_table_has_the_figures_that_differ_then_the_settings(two: tuple[Path, dict[str, str]]) -> None:
     home, runs = two
     pages = tracking.addresses(home, ["ttrain"])
     assert pages is not None and pages.experiment == "ttrain"
-    saved = view(home, showing.TABLE)
+    saved = view(home, mlflow_views.TABLE)
     state = json.loads(saved["state"])
-    figures = [f"metrics.`{name}`" for name in ("eval/bits_per_byte", "eval/chat_loss_sft", "total/device_hours")]
-    assert state["selectedColumns"][:-2] == ["params.`sft.optim.lr`", *figures]
+    assert state["selectedColumns"][:-2] == ["metrics.`eval/chat_loss_sft`", "params.`sft.optim.lr`"], "no constant column"
     assert state["columnOrder"][1:] == state["selectedColumns"]
-    assert pages.table.endswith("&workflowType=machine_learning") and f"viewStateShareKey={showing.TABLE}" in pages.table
+    assert (
+        pages.table.endswith("&workflowType=machine_learning") and f"viewStateShareKey={mlflow_views.TABLE}" in pages.table
+    )
     client, found = experiment(home)
     listed = client.search_runs([found.experiment_id], state["searchFilter"], order_by=[f"{state['orderByKey']} DESC"])
     assert [run.info.run_name for run in listed] == list(runs)[::-1]  # pipelines alone, the newest first
@@ -122,11 +126,11 @@ def test_the_table_has_the_settings_that_differ_then_the_figures(two: tuple[Path
 def test_what_did_not_change_is_not_written_and_what_a_user_wrote_stays(two: tuple[Path, dict[str, str]]) -> None:
     home, _ = two
     tracking.addresses(home, ["ttrain"])
-    before = view(home, showing.TABLE)
+    before = view(home, mlflow_views.TABLE)
     client, found = experiment(home)
     client.set_experiment_tag(found.experiment_id, tracking.NOTE, "mine")
     tracking.addresses(home, ["ttrain"])
-    assert view(home, showing.TABLE) == before
+    assert view(home, mlflow_views.TABLE) == before
     assert experiment(home)[1].tags[tracking.NOTE] == "mine"
 
 
@@ -135,59 +139,107 @@ def test_the_end_of_a_run_brings_the_views_up_to_date_and_a_silent_server_is_lef
 ) -> None:
     home, _ = two
     client, found = experiment(home)
-    client.set_experiment_tag(found.experiment_id, f"mlflow.sharedViewState.{showing.TABLE}", "")
+    client.set_experiment_tag(found.experiment_id, f"mlflow.sharedViewState.{mlflow_views.TABLE}", "")
     store = open_store(home, "ttrain")
     tracking.refresh_views(store)
-    assert "params.`sft.optim.lr`" in json.loads(view(home, showing.TABLE)["state"])["selectedColumns"]
+    assert "params.`sft.optim.lr`" in json.loads(view(home, mlflow_views.TABLE)["state"])["selectedColumns"]
     tracking.refresh_views(tracking.NullStore())
     with socket.socket() as deaf:  # takes connections, and never answers
         deaf.bind(("127.0.0.1", 0))
         deaf.listen()
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{deaf.getsockname()[1]}")
         silent = open_store(home, "ttrain")
-        began = time.monotonic()
+        waited = stopwatch()
         tracking.refresh_views(silent)
-        assert time.monotonic() - began < 1
+        assert waited() < 1
 
 
 def test_a_damaged_view_is_written_anew(two: tuple[Path, dict[str, str]]) -> None:
     home, _ = two
     client, found = experiment(home)
-    client.set_experiment_tag(found.experiment_id, f"mlflow.sharedViewState.{showing.CURVES}", '{"name": 7')
+    client.set_experiment_tag(found.experiment_id, f"mlflow.sharedViewState.{mlflow_views.CURVES}", '{"name": 7')
     tracking.addresses(home, ["ttrain"])
-    assert json.loads(view(home, showing.CURVES)["state"])["selectedColumns"]
+    assert json.loads(view(home, mlflow_views.CURVES)["state"])["selectedColumns"]
 
 
 def test_runs_without_an_evaluation_are_judged_by_their_validation() -> None:
     only_trained = {"pretrain/validation_loss": 3.0, "pretrain/tokens": 5.0}
     evaluated = {**only_trained, "eval/bits_per_byte": 1.0}
-    assert showing.figures([evaluated]) == ["eval/bits_per_byte", "pretrain/tokens"]
-    both = ["eval/bits_per_byte", "pretrain/validation_loss", "pretrain/tokens"]
-    assert showing.figures([evaluated, only_trained]) == both
-    assert showing.figures([]) == []
+    assert mlflow_views.figures([evaluated]) == (["eval/bits_per_byte"], [])
+    assert mlflow_views.figures([only_trained]) == (["pretrain/validation_loss"], [])
+    assert mlflow_views.figures([evaluated, {**only_trained, "pretrain/validation_loss": 2.0}]) == (
+        ["eval/bits_per_byte"], ["pretrain/validation_loss"],
+    )  # fmt: skip
+    assert mlflow_views.figures([]) == ([], [])
+
+
+def test_what_is_the_same_in_all_runs_that_have_it_is_no_column() -> None:
+    same = {"eval/bits_per_byte": 1.0, "pretrain/tokens": 5.0}
+    runs = [{**same, "eval/chat_loss_sft": 2.0}, {**same, "eval/chat_loss_sft": 3.0}, {}]
+    assert mlflow_views.figures(runs) == (["eval/chat_loss_sft"], [])
+    assert mlflow_views.varying(mlflow_views.BESIDE, runs) == []
 
 
 def test_settings_that_shape_the_models_come_before_those_that_do_not() -> None:
     first = {"runtime.devices": "1", "lora.rank": "4", "model.layers": "2", "same": "x"}
-    second = {"runtime.devices": "2", "lora.rank": "8", "model.layers": "3", "same": "x", "data.sft": "a"}
-    assert showing.differing([first, second]) == ["data.sft", "model.layers", "lora.rank", "runtime.devices"]
+    second = {"runtime.devices": "2", "lora.rank": "8", "model.layers": "3", "same": "x", "tokenizer.seed": "1"}
+    assert mlflow_views.differing([first, second]) == ["model.layers", "lora.rank", "runtime.devices"]
     many = [{f"sft.{number}": str(run) for number in range(30)} for run in range(2)]
-    assert len(showing.differing(many)) == showing.MOST_SETTINGS
+    assert len(mlflow_views.differing(many)) == mlflow_views.MOST_SETTINGS == 4
+
+
+def test_paths_lists_and_data_are_no_columns() -> None:
+    lists = {"data.sft": "['a.jsonl']", "lora.targets": "['q_proj']", "evaluate.suites.sft": "('mine.yaml',)"}
+    texts = {"sft.start_from": "runs/mine", "notify.webhook_file": "C:\\hook", "evaluate.prompt": "what is it " * 9}
+    first = {**lists, **texts, "data.weights": "1", "sft.optim.lr": "0.001"}
+    second = {**dict.fromkeys([*lists, *texts], "[]"), "data.weights": "2", "sft.optim.lr": "0.002"}
+    assert mlflow_views.differing([first, second]) == ["sft.optim.lr"]
+
+
+def test_of_settings_that_tell_the_same_runs_apart_one_gives_way_to_others() -> None:
+    base = {"model.heads": "2", "model.hidden_size": "32", "model.layers": "2", "pretrain.seed": "1", "sft.seed": "1"}
+    others = (
+        {"model.heads": "3", "model.hidden_size": "48"},
+        {"model.layers": "3"},
+        {"pretrain.seed": "2"},
+        {"sft.seed": "2"},
+    )
+    runs = [base, *({**base, **other} for other in others)]
+    assert mlflow_views.differing(runs) == ["model.heads", "model.layers", "pretrain.seed", "sft.seed"]
+    assert mlflow_views.differing(runs[:2]) == ["model.heads", "model.hidden_size"]
 
 
 def test_the_largest_view_fits_into_a_tag() -> None:
-    longest = [f"params.`{'x' * 60}{number}`" for number in range(showing.MOST_SETTINGS)]
-    longest += [f"metrics.`{name}`" for name in (*showing.JUDGED_BY, *showing.JUDGED_BY.values(), *showing.BESIDE)]
-    state = showing.compact(showing.state_of(longest))
-    assert len(showing.compact({"name": "x" * 60, "createdAt": 1, "updatedAt": 1, "state": state})) < 5000
+    longest = [f"params.`{'x' * 60}{number}`" for number in range(mlflow_views.MOST_SETTINGS)]
+    longest += [
+        f"metrics.`{name}`" for name in (*mlflow_views.JUDGED_BY, *mlflow_views.JUDGED_BY.values(), *mlflow_views.BESIDE)
+    ]
+    state = mlflow_views.compact(mlflow_views.state_of(longest))
+    assert len(mlflow_views.compact({"name": "x" * 60, "createdAt": 1, "updatedAt": 1, "state": state})) < 5000
 
 
 def test_ui_names_the_pages_of_its_runs(served: dict[str, Any], two: tuple[Path, dict[str, str]]) -> None:
     _, runs = two
     assert served["until_stopped"] and served["experiment"] == "ttrain"
-    assert all(run_id in served["url"] for run_id in runs.values()) and "/#/compare-runs?" in served["url"]
-    with urllib.request.urlopen(served["table"], timeout=30) as answer:  # all before the # is one page
+    assert all(run_id in served["url"] for run_id in runs.values()) and "#/compare-runs?" in served["url"]
+    page, _, token = urldefrag(served["table"]).url.partition("?token=")  # all before the # is one page
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        urllib.request.urlopen(page, timeout=30)
+    shown = urllib.request.Request(page, headers={"Authorization": f"Bearer {token}"})
+    with urllib.request.urlopen(shown, timeout=30) as answer:
         assert b"<title>MLflow</title>" in answer.read()
+
+
+def test_a_browser_gets_the_token_in_a_file_that_no_other_account_can_read_not_as_an_argument(
+    served: dict[str, Any], two: tuple[Path, dict[str, str]]
+) -> None:
+    home, _ = two
+    there = ui._page_that_leads_to(home, served["url"])
+    token = (home / "servers" / "token").read_text().strip()
+    path = home / "servers" / "open.html"
+    assert there == path.as_uri() and token not in there and token in path.read_text()
+    assert [stat.S_IMODE(file.stat().st_mode) for file in (path, path.parent)] == [0o600, 0o700]
+    assert ui._page_that_leads_to(home, "http://elsewhere:5000/#/") == "http://elsewhere:5000/#/"
 
 
 def test_ui_takes_the_server_that_runs(
@@ -238,9 +290,8 @@ def test_mlflows_own_pages_show_which_run_is_better_and_why(
     header = "[...document.querySelectorAll('[role=columnheader][col-id*=\"`\"]')].map(one => one.getAttribute('col-id'))"
     with Browser() as browser:
         browser.open(served["table"])
-        browser.wait_for("document.querySelectorAll('[col-id=\"metrics.`eval/bits_per_byte`\"]').length > 1")
-        figures = [f"metrics.`{name}`" for name in ("eval/bits_per_byte", "eval/chat_loss_sft", "total/device_hours")]
-        assert browser.evaluate(header)[1:5] == ["params.`sft.optim.lr`", *figures]
+        browser.wait_for("document.querySelectorAll('[col-id=\"metrics.`eval/chat_loss_sft`\"]').length > 1")
+        assert browser.evaluate(header)[1:3] == ["metrics.`eval/chat_loss_sft`", "params.`sft.optim.lr`"]
         cells = (
             "[...document.querySelectorAll('[role=gridcell][col-id=\"params.`sft.optim.lr`\"]')].map(one => one.innerText)"
         )
@@ -249,8 +300,8 @@ def test_mlflows_own_pages_show_which_run_is_better_and_why(
         browser.open("about:blank")
         browser.open(served["curves"])
         text = browser.wait_for("document.body.innerText.includes('Step') && document.body.innerText")
-        assert text.index("losses_by_tokens\n(1)") < text.index("eval\n(2)")
-        assert all(f"{name} (losses_by_tokens/sft)" in text for name in runs)
+        assert text.index("Curves\n(1)") < text.index("eval\n(2)")
+        assert all(f"{name} (Curves/sft loss)" in text for name in runs)
 
         browser.open("about:blank")
         browser.open(served["url"])
@@ -305,4 +356,4 @@ def test_no_browser_is_asked_that_would_take_the_terminal(monkeypatch: pytest.Mo
     for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("webbrowser.open", lambda url: pytest.fail("it was asked"))
-    assert not cli_ui._open("http://127.0.0.1:1")
+    assert not ui._open("http://127.0.0.1:1")

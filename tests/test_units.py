@@ -25,12 +25,12 @@ import yaml
 from filelock import FileLock
 from rich.console import Console
 
-from flows import pools, schedule_files, schedules, serving, units
+from flows import schedule_files, schedules, service_units, serving, work_pools
 from flows.schedule_files import Schedule
-from ttrain.absolute import absolute
 from ttrain.config import Settings
+from ttrain.config.loading import load
 from ttrain.errors import UsageError
-from ttrain.loading import load
+from ttrain.pipeline.absolute_paths import absolute
 
 # A directory whose name holds what shells, systemd and cron each take for something else
 AWKWARD = "a home $HOME 50% 'of' \"it\" \\n"
@@ -40,7 +40,7 @@ AWKWARD = "a home $HOME 50% 'of' \"it\" \\n"
 def nothing_set_by_the_user(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nor does anything that is chosen for Prefect outlive the test."""
     before = dict(os.environ)
-    for name in (*units.INHERITED, *units.SECRETS, "TZ"):
+    for name in (*service_units.INHERITED, *service_units.SECRETS, "TZ"):
         monkeypatch.delenv(name, raising=False)
     yield
     for name in set(os.environ) - set(before):
@@ -115,8 +115,8 @@ def test_a_webhook_lies_in_a_file_of_the_user_alone_and_nowhere_else(home: Path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     others = [one for one in path.parent.iterdir() if one != path]
     assert others and not any("secret" in one.read_text() or "word" in one.read_text() for one in others)
-    inside = yaml.safe_load(pools.prefect_yaml(home, schedule("docker", settings=kept.settings)))["deployments"][0]
-    assert inside["parameters"]["settings"]["notify"]["webhook_file"] == "/ttrain/schedules/nightly-quickstart.webhook"
+    inside = yaml.safe_load(work_pools.prefect_yaml(home, schedule("docker", settings=kept.settings)))["deployments"][0]
+    assert "notify" not in inside["parameters"]["settings"], "it is taken from the schedule's file, wherever that lies"
     without = schedule_files.webhook_in_file(home, "nightly", Settings())
     assert without.notify.webhook_file is None and not path.exists(), "a schedule of the same name without one"
     schedule_files.webhook_in_file(home, "nightly", load([f"notify.webhook={url}"], environment={}).settings)
@@ -318,7 +318,7 @@ def test_a_refusal_is_told_with_its_reason_and_without_the_request(home: Path, m
 
 
 def test_a_systemd_unit_starts_the_command_in_any_home(home: Path, tmp_path: Path) -> None:
-    text = units.unit("systemd", home)
+    text = service_units.unit("systemd", home)
     path = tmp_path / "ttrain.service"
     path.write_text(text)
     if shutil.which("systemd-analyze"):
@@ -336,15 +336,15 @@ def test_a_systemd_unit_starts_the_command_in_any_home(home: Path, tmp_path: Pat
 
 def test_a_launchd_agent_holds_command_and_home(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:4200/api")
-    agent = plistlib.loads(units.unit("launchd", home).encode())
-    assert agent["ProgramArguments"] == units.command() and agent["KeepAlive"] == {"SuccessfulExit": False}
+    agent = plistlib.loads(service_units.unit("launchd", home).encode())
+    assert agent["ProgramArguments"] == service_units.command() and agent["KeepAlive"] == {"SuccessfulExit": False}
     assert agent["EnvironmentVariables"] == {"TTRAIN_HOME": str(home), "PREFECT_API_URL": "http://127.0.0.1:4200/api"}
 
 
 def test_a_cron_line_means_to_a_shell_what_was_meant(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     says = [sys.executable, "-c", "import os, sys; print(os.environ['TTRAIN_HOME'], os.getcwd(), sys.argv[1:])"]
-    monkeypatch.setattr(units, "command", lambda: says)
-    line = units.unit("cron", home)
+    monkeypatch.setattr(service_units, "command", lambda: says)
+    line = service_units.unit("cron", home)
     assert line.count("\n") == 1 and line.startswith("*/5 * * * * ")
     words = line.removeprefix("*/5 * * * * ").replace("\\%", "%")  # as cron does before it asks the shell
     subprocess.run(["/bin/sh", "-c", words], check=True, env={"PATH": os.environ["PATH"]})
@@ -359,18 +359,18 @@ def secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("PREFECT_API_URL", "https://prefect.example/api")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://me:confidential@mlflow.example/")
     monkeypatch.setenv("HOME", str(tmp_path / "me"))
-    path = tmp_path / "me" / units.SECRETS_FILE
+    path = tmp_path / "me" / service_units.SECRETS_FILE
     path.parent.mkdir(parents=True)
     yield path
 
 
 @pytest.mark.parametrize("kind", ["systemd", "launchd", "cron", "process", "docker", "kubernetes"])
 def test_no_secret_stands_in_what_keeps_it_up_but_where_it_belongs_does(kind: str, home: Path, secret: Path) -> None:
-    text = pools.prefect_yaml(home, schedule(kind)) if kind in pools.KINDS else units.unit(kind, home)
+    text = work_pools.prefect_yaml(home, schedule(kind)) if kind in work_pools.KINDS else service_units.unit(kind, home)
     assert "confidential" not in text
     assert "https://prefect.example/api" in text
     said = "PREFECT_API_KEY, MLFLOW_TRACKING_URI"
-    assert said in text and (kind in pools.KINDS or f"~/{units.SECRETS_FILE}" in text)
+    assert said in text and (kind in work_pools.KINDS or f"~/{service_units.SECRETS_FILE}" in text)
     if kind == "systemd":
         assert "\nEnvironmentFile=-%h/.config/ttrain/environment\n" in text
 
@@ -379,39 +379,39 @@ def test_what_cron_and_launchd_start_has_the_secrets_of_that_file(
     home: Path, secret: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     says = [sys.executable, "-c", "import os; print([os.environ[name] for name in ('PREFECT_API_KEY', 'TTRAIN_HOME')])"]
-    monkeypatch.setattr(units, "command", lambda: says)
+    monkeypatch.setattr(service_units, "command", lambda: says)
     secret.write_text("PREFECT_API_KEY=of-the-file\n")
     told = f"{['of-the-file', str(home)]}\n"
     bare = {"PATH": os.environ["PATH"]}
-    comment, line, end = units.unit("cron", home).split("\n")
+    comment, line, end = service_units.unit("cron", home).split("\n")
     assert comment.startswith("#") and end == ""
     words = line.removeprefix("*/5 * * * * ").replace("\\%", "%")
     subprocess.run(["/bin/sh", "-c", words], check=True, env=bare)
     assert (home / "schedules" / "serve.log").read_text() == told
-    agent = plistlib.loads(units.unit("launchd", home).encode())
+    agent = plistlib.loads(service_units.unit("launchd", home).encode())
     env = {**bare, **agent["EnvironmentVariables"]}
     assert subprocess.run(agent["ProgramArguments"], check=True, env=env, capture_output=True, text=True).stdout == told
 
 
 def test_the_command_of_a_unit_opens_its_help() -> None:
-    done = subprocess.run([*units.command(), "--help"], capture_output=True, text=True, check=True)
+    done = subprocess.run([*service_units.command(), "--help"], capture_output=True, text=True, check=True)
     assert "--unit" in done.stdout
-    assert shlex.split(shlex.join(units.command()))[-2:] == ["pipeline", "serve"]
+    assert shlex.split(shlex.join(service_units.command()))[-2:] == ["pipeline", "serve"]
 
 
 def test_a_unit_of_another_kind_and_a_path_of_two_lines_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"--unit is 'upstart' but must be one of systemd, launchd, cron"):
-        units.unit("upstart", tmp_path)
+        service_units.unit("upstart", tmp_path)
     with pytest.raises(UsageError, match="no unit can hold"):
-        units.unit("systemd", tmp_path / "two\nlines")
+        service_units.unit("systemd", tmp_path / "two\nlines")
 
 
-@pytest.mark.parametrize("pool", pools.KINDS)
+@pytest.mark.parametrize("pool", work_pools.KINDS)
 def test_prefects_own_loader_takes_the_prefect_yaml_of_a_pool(pool: str, home: Path, tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
     made = schedule(pool, f"data.pretrain={tmp_path}/docs/*.jsonl")
     path = tmp_path / "prefect.yaml"
-    path.write_text(pools.prefect_yaml(home, made))
+    path.write_text(work_pools.prefect_yaml(home, made))
     from prefect.cli.deploy._config import _load_deploy_configs_and_actions
     from prefect.flows import load_flow_from_entrypoint
 
@@ -433,14 +433,14 @@ def test_folders_that_only_the_worker_has_are_mounted_and_never_the_whole_disk(h
     made = schedule(
         "docker", "data.pretrain=/nowhere/docs", "data.sft=/nowhere/chats/*.jsonl", "data.lora=/nowhere/d/a.jsonl"
     )
-    volumes = yaml.safe_load(pools.prefect_yaml(home, made))["deployments"][0]["work_pool"]["job_variables"]["volumes"]
+    volumes = yaml.safe_load(work_pools.prefect_yaml(home, made))["deployments"][0]["work_pool"]["job_variables"]["volumes"]
     assert volumes[1:] == ["/nowhere/docs:/nowhere/docs:ro", "/nowhere/chats:/nowhere/chats:ro", "/nowhere/d:/nowhere/d:ro"]
     with pytest.raises(UsageError, match="put the data into a folder"):
-        pools.prefect_yaml(home, schedule("docker", "data.pretrain=/docs.jsonl", name="other"))
+        work_pools.prefect_yaml(home, schedule("docker", "data.pretrain=/docs.jsonl", name="other"))
     assert "nightly/other" not in schedule_files.read_all(home)
 
 
 def test_a_pool_of_another_kind_is_refused(home: Path) -> None:
     with pytest.raises(UsageError, match=r"--prefect-yaml is 'ecs' but must be one of process, docker, kubernetes"):
-        pools.prefect_yaml(home, schedule("ecs"))
+        work_pools.prefect_yaml(home, schedule("ecs"))
     assert schedule_files.read_all(home) == {}

@@ -3,18 +3,25 @@
     TTrainError                 a message for the user, without a traceback; exit code 1
     ├── UsageError              the user's mistake before anything ran: settings, arguments; exit code 2
     ├── DataError               bad input data; carries `file:line` where there is one
+    │   └── TooFewRows          a training has fewer rows than one of its steps takes
     ├── StageFailed             a stage's process ended without a result, or with an error
     ├── ArtifactError           the store holds something that cannot be trusted
     ├── TrackingError           MLflow cannot be asked for what only it knows
     ├── RankLost                another rank of the same training ended or does not answer
-    └── Interrupted             SIGINT or SIGTERM, after the state was saved; exit code 130 or 143
+    └── Interrupted             SIGINT, SIGTERM or SIGHUP, after the state was saved; exit code 130, 143 or 129
 
 A user's mistake raises one of these and says setting, value, rule and cure; a programmer's mistake asserts.
 """
 
 from __future__ import annotations
 
+import errno
 import signal
+from pathlib import Path
+
+from ttrain.core import redact
+
+DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 class TTrainError(Exception):
@@ -22,14 +29,26 @@ class TTrainError(Exception):
 
     exit_code = 1
     is_mistake = False  # of settings or data, which no second try mends
+    is_usage_error = False  # of the command or of settings, also where these do not fit the data: no failed try of a night
     shown = False  # whether the user has read the message already
+
+    def __init__(self, message: str = "") -> None:
+        """Errors are logged, recorded, tracked and sent: their URLs hold no secrets."""
+        super().__init__(redact.text(message))
+
+
+def exit_code_of(error: TTrainError | OSError) -> int:
+    """The exit code of a command that ended with an error: 2 for what cannot be opened as asked, not for a full disk."""
+    if isinstance(error, OSError):
+        return 1 if error.errno in DISK_FULL else UsageError.exit_code
+    return error.exit_code
 
 
 class UsageError(TTrainError):
     """The command or a setting is wrong; nothing was started."""
 
     exit_code = 2
-    is_mistake = True
+    is_mistake = is_usage_error = True
 
 
 class DataError(TTrainError):
@@ -38,17 +57,38 @@ class DataError(TTrainError):
     is_mistake = True
 
 
-class StageFailed(TTrainError):
-    """A stage did not end with a result; the message names its log. `kind`: the name of what its process raised."""
+class TooFewRows(DataError):
+    """A training has fewer rows than one step takes: the settings ask for a larger step than the data can fill."""
 
-    def __init__(self, message: str, kind: str = "") -> None:
+    is_usage_error = True
+
+
+class StageFailed(TTrainError):
+    """A stage did not end with a result; the message names its log. `kind`: the name of what its process raised.
+
+    `damaged`: the file that the process found damaged.
+    """
+
+    def __init__(self, message: str, kind: str = "", damaged: Path | None = None) -> None:
         super().__init__(message)
-        self.kind = kind
-        self.is_mistake = kind in (UsageError.__name__, DataError.__name__)
+        self.kind, self.damaged = kind, damaged
+        self.is_usage_error = kind in (UsageError.__name__, TooFewRows.__name__)
+        self.is_mistake = self.is_usage_error or kind in (DataError.__name__, DamagedFile.__name__)
 
 
 class ArtifactError(TTrainError):
     """An artifact or checkpoint is damaged, or does not fit what is asked of it."""
+
+
+class DamagedFile(ArtifactError):
+    """The bytes of a file are not those that were published; the message has both digests, or tells the bytes."""
+
+    fix = "`ttrain artifacts verify --set-aside` moves what is damaged out of the store, so that the next run builds it anew"
+    is_mistake = True  # a second try reads the same bytes
+
+    def __init__(self, finding: str, path: Path, fix: str = fix) -> None:
+        super().__init__(f"{finding}; {fix}")
+        self.path = path
 
 
 class TrackingError(TTrainError):
@@ -65,4 +105,4 @@ class Interrupted(TTrainError):
     def __init__(self, message: str, signum: int = signal.SIGINT) -> None:
         super().__init__(message)
         self.signum = int(signum)
-        self.exit_code = 128 + self.signum  # 130 for SIGINT, 143 for SIGTERM
+        self.exit_code = 128 + self.signum  # 130 for SIGINT, 143 for SIGTERM, 129 for SIGHUP

@@ -21,7 +21,7 @@ import pytest
 from checkpointing import checkpoints, is_snapshot, names, snapshot, steps, write
 
 from ttrain.errors import ArtifactError
-from ttrain.train import checkpoint_writing
+from ttrain.train import checkpoint_writer
 
 TESTS = Path(__file__).parents[1]
 SYSTEM_CALLS = ("mkdir", "open", "write", "fsync", "rename", "replace")
@@ -144,7 +144,7 @@ def test_a_name_that_a_power_cut_may_take_away_is_not_called_whole(
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     shutil.copytree(saved, tmp_path / "checkpoints")
-    monkeypatch.setattr(checkpoint_writing, "fsync", fail)
+    monkeypatch.setattr(checkpoint_writer, "fsync", fail)
     said = save_next(tmp_path / "checkpoints")
     assert said is not None
     assert f"{tmp_path / 'checkpoints'}: {os.strerror(errno.EIO)}; the checkpoint of step 8 is whole" in said

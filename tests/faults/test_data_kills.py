@@ -14,12 +14,12 @@ import psutil
 import pytest
 from doubles import documents, make_tokenizer
 
+from ttrain.core.hashing import sha256_file
 from ttrain.data.shards import ShardSet
-from ttrain.digests import sha256_file
 from ttrain.errors import ArtifactError
 
 pytestmark = pytest.mark.soak
-TTRAIN = [sys.executable, "-P", "-c", "from ttrain.cli import main; main()"]
+TTRAIN = [sys.executable, "-P", "-c", "from ttrain.cli.main import main; main()"]
 
 
 def shard(root: Path, out: str, *files: str) -> subprocess.Popen[bytes]:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from doubles import Home, Watcher, run_here, stage_settings
 
-from ttrain import launch
 from ttrain.config import EvaluateConfig, PretrainConfig
+from ttrain.pipeline import launch
 from ttrain.stages import EVALUATE, evaluate, pretrain
 
 pytestmark = [pytest.mark.soak, pytest.mark.usefixtures("one_thread")]

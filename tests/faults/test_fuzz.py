@@ -31,13 +31,14 @@ from ttrain.config import Reading
 from ttrain.data import blocks, sharding
 from ttrain.data.assembly import Built, DataFile
 from ttrain.data.blocks import Recipe
-from ttrain.data.chat import Message, prompt_ids
+from ttrain.data.chat import prompt_ids
+from ttrain.data.chat_templates import Message
 from ttrain.data.encoder import Encoder
+from ttrain.data.jinja_templates import ROLES, SPECIAL_TOKENS
 from ttrain.data.jsonl import Tally
-from ttrain.data.pools import Here
 from ttrain.data.shards import ShardSet
 from ttrain.data.sources import Conversation, Document, Record, document_parser, parse_conversation
-from ttrain.data.templates import ROLES, SPECIAL_TOKENS
+from ttrain.data.worker_pools import Here
 from ttrain.errors import TTrainError
 from ttrain.stages.shards import recipe_of
 

@@ -23,11 +23,11 @@ import pytest
 from harness import Cli, write_corpus
 from served import Served, flow_runs, processes_of, slot, wait_until
 
-from flows import processes
-from flows.lives import FINAL_STATES
+from flows import server_processes
+from flows.flow_runs import FINAL_STATES
 from ttrain import tracking
-from ttrain.nights import COMPLETED, Night, Nights
-from ttrain.worker import PROCESS_NAME
+from ttrain.nightly.records import COMPLETED, Night, Nights
+from ttrain.pipeline.stage_worker import PROCESS_NAME
 
 pytestmark = [pytest.mark.soak, pytest.mark.long]
 SLOTS = int(os.environ.get("TTRAIN_SOAK_SLOTS", "2"))
@@ -99,7 +99,7 @@ class Chaos:
             self.served = Served(self.cli)
 
     def _server(self) -> list[psutil.Process]:
-        server = processes.living(self.home, "prefect")
+        server = server_processes.living(self.home, "prefect")
         return [psutil.Process(server.pid)] if server else []
 
 

@@ -23,20 +23,20 @@ import pytest
 from doubles import Home, Watcher, curve, run_here, stage_settings
 from harness import Cli, write_corpus
 
-from ttrain import launch
 from ttrain.config import PretrainConfig
 from ttrain.errors import StageFailed
+from ttrain.pipeline import launch
 from ttrain.stages import NEW_MODEL, pretrain
-from ttrain.store import Store
+from ttrain.store.artifacts import Store
 
 pytestmark = pytest.mark.soak
 NODE = """
 import pickle, signal, sys
 from pathlib import Path
 from doubles import Watcher
-from ttrain import launch
+from ttrain.pipeline import launch
 from ttrain.stages import PRETRAIN
-from ttrain.store import Store
+from ttrain.store.artifacts import Store
 root, inputs, settings = pickle.loads(Path(sys.argv[1]).read_bytes())
 watcher = Watcher(lambda line: print(line, flush=True))
 signal.signal(signal.SIGTERM, lambda *_: watcher.stop())

@@ -14,8 +14,9 @@ from test_fetching import quiet, server
 from test_loadable import adapted, fresh
 
 from ttrain import tracking
-from ttrain.registering import beside, tags_of
-from ttrain.store import Artifact, Store
+from ttrain.pipeline.registration import beside, tags_of
+from ttrain.store.artifacts import Store
+from ttrain.store.layout import Artifact
 from ttrain.tracking import Member
 
 __all__ = ["quiet", "server"]  # fixtures
@@ -72,9 +73,9 @@ def test_a_set_on_a_server_opens_as_its_full_model_since_no_base_is_uploaded_aga
         members.append(Member(name, str(version.version), stage, artifact.key))
         run.finish("FINISHED")
     contents = {stage: artifact.content for stage, artifact in made.items()}
-    tags = tracking.sets.tags_of("full-1", members, contents, {stage: one.key for stage, one in made.items()}, {})
+    tags = tracking.model_sets.tags_of("full-1", members, contents, {stage: one.key for stage, one in made.items()}, {})
     assert isinstance(parent, tracking.Run)
-    assert tracking.sets.register(opened.client, "mine", parent, tags) == "1"
+    assert tracking.model_sets.register(opened.client, "mine", parent, tags) == "1"
     assert opened.client.get_model_version("mine", "1").source == "models:/mine-sft/1"
     opened.close()
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}

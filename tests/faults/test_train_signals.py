@@ -26,11 +26,11 @@ import pytest
 from doubles import curve
 from harness import Cli, write_corpus
 
-from ttrain import runs
-from ttrain.digests import sha256_file
-from ttrain.store import Store
+from ttrain.core.hashing import sha256_file
+from ttrain.store import runs
+from ttrain.store.artifacts import Store
 from ttrain.train import checkpoint
-from ttrain.train.checkpoint_files import found
+from ttrain.train.checkpoint_format import found
 
 pytestmark = pytest.mark.soak
 # Steps of about 0.05 s, a validation of several of them; `tree` makes the bits those of one rank.

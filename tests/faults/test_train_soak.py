@@ -45,16 +45,16 @@ from doubles import (
 from torch import nn
 
 from ttrain.config import PretrainConfig
-from ttrain.digests import sha256_file
+from ttrain.core.hashing import sha256_file
 from ttrain.errors import ArtifactError, RankLost
 from ttrain.stages import pretrain
 from ttrain.train import checkpoint
 from ttrain.train.callbacks import Callback, MetricsFile, StepRecord
 from ttrain.train.checkpoint import Checkpoints
-from ttrain.train.checkpoint_files import found
+from ttrain.train.checkpoint_format import found
+from ttrain.train.distributed import Ranks
 from ttrain.train.early_stopping import EarlyStopping
 from ttrain.train.optim import Optimizers
-from ttrain.train.ranks import Ranks
 from ttrain.train.trainer import Cadence, How
 
 pytestmark = [pytest.mark.soak, pytest.mark.usefixtures("one_thread")]

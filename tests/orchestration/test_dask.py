@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import ssl
 import subprocess
 import sys
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 from doubles import documents, make_tokenizer
 from harness import Cli
 
 from ttrain.config import Reading, Runtime, Shards, ShardsConfig
-from ttrain.digests import sha256_file
+from ttrain.core.files import write_json
+from ttrain.core.hashing import sha256_file
+from ttrain.pipeline.stage_worker import JOB, job_of
 from ttrain.stages import SHARDS_PRETRAIN, shards
-from ttrain.store import Store, write_json
-from ttrain.worker import JOB, job_of
+from ttrain.store.artifacts import Store
 
 ONLY = "tokenizer,shards-pretrain,shards-sft"
 ON_DASK = """
@@ -28,7 +32,7 @@ if __name__ == "__main__":
     wait = orchestrate.begin(Path(sys.argv[1]))
     from ttrain.config import Runtime
     from ttrain.stages import SHARDS_PRETRAIN
-    from tasks.blocks import make_on_dask
+    from tasks.dask_blocks import make_on_dask
 
     wait()
     make_on_dask(SHARDS_PRETRAIN, Path(sys.argv[2]), Runtime(workers=2, sharding="dask"))
@@ -63,6 +67,23 @@ def files_of(work: Path) -> dict[str, str]:
         for part in ("train", "heldout")
         for path in sorted((output / part).iterdir())
     }
+
+
+def test_nobody_without_the_keys_of_the_cluster_reaches_its_scheduler() -> None:
+    """It runs the code of whoever connects, and all accounts of a machine reach 127.0.0.1."""
+    from distributed import LocalCluster
+
+    from tasks.dask_blocks import _runner
+
+    runner, _ = _runner(Runtime(workers=2))
+    with LocalCluster(**{**runner.cluster_kwargs, "n_workers": 0}) as cluster:
+        address = urlsplit(cluster.scheduler_address)
+        assert (address.scheme, address.hostname) == ("tls", "127.0.0.1")
+        stranger = ssl.create_default_context()
+        stranger.check_hostname, stranger.verify_mode = False, ssl.CERT_NONE
+        with socket.create_connection((address.hostname, address.port or 0), timeout=10) as connection:
+            with pytest.raises(ssl.SSLError, match="certificate required"):
+                stranger.wrap_socket(connection).recv(1)
 
 
 @pytest.mark.soak

@@ -5,23 +5,25 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import signal
-import sys
+import stat
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal, get_origin
 
 import pytest
 from harness import Cli
-from served import Served, processes_of, serving, wait_until
+from served import Served, access, processes_of, serving, wait_until
 
-from flows import lives, processes
-from ttrain.config import Settings
-from ttrain.worker import PROCESS_NAME
+from flows import flow_runs, server_processes
+from flows.schedule_files import Schedule
+from ttrain.config import DATASETS, NAMES_CODE, Settings
+from ttrain.pipeline.stage_worker import PROCESS_NAME
 
 LONG = "pretrain.tokens=61440"
 FINAL = ("COMPLETED", "FAILED", "CANCELLED", "CRASHED")
@@ -29,12 +31,11 @@ FINAL = ("COMPLETED", "FAILED", "CANCELLED", "CRASHED")
 
 def call(cli: Cli, path: str, body: dict[str, Any] | None = None) -> Any:
     """What the server of this home answers to a POST, or to a GET where there is no body."""
-    server = processes.living(cli.home, "prefect")
+    server = server_processes.living(cli.home, "prefect")
     assert server is not None
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{server.port}/api/{path}", data, {"Content-Type": "application/json"}
-    )
+    headers = {"Content-Type": "application/json", **access(cli.home)}
+    request = urllib.request.Request(f"http://127.0.0.1:{server.port}/api/{path}", data, headers)
     for _ in range(20):  # a server whose SQLite is busy says 503, and Prefect's own client asks again too
         try:
             with urllib.request.urlopen(request, timeout=60) as reply:
@@ -98,7 +99,7 @@ def deployed(copy_of: Callable[..., Cli]) -> Iterator[tuple[Cli, Served]]:
 def test_the_form_of_the_settings_is_typed_and_refuses_what_does_not_fit() -> None:
     from prefect.utilities.schema_tools import validate
 
-    from flows import deployed
+    from flows import deployments as deployed
 
     for flow in (deployed.full, deployed.nightly):
         schema = flow.parameters.model_dump()
@@ -116,9 +117,9 @@ def test_the_form_of_the_settings_is_typed_and_refuses_what_does_not_fit() -> No
 
 
 def test_changes_are_of_one_setting_and_leave_the_others() -> None:
-    from flows.deployed import _changed
+    from flows.deployments import _changed
+    from ttrain.config.loading import load
     from ttrain.errors import UsageError
-    from ttrain.loading import load
 
     given = ["data.sft=[{path: a.jsonl, weight: 3}]", "notify.webhook=https://host/token", "pretrain.epochs=2"]
     settings = load([*given, "runtime.night={start: '23:00'}", "sft.optim.betas=[0.8, 0.9]"], environment={}).settings
@@ -130,28 +131,76 @@ def test_changes_are_of_one_setting_and_leave_the_others() -> None:
         _changed(settings, ["sft.optim.lrr=1"])
 
 
-def test_what_the_run_says_goes_to_its_log_and_outlives_who_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from flows import deployed
+CODE = [
+    "notify.command=[touch, /tmp/theirs]", "notify.webhook=https://theirs.example/hook", "notify.webhook_file=/theirs",
+    "notify.on=[kept]", "runtime.loggers=wandb", "runtime.dask_address=tcp://theirs:8786", "runtime.rendezvous=theirs:1",
+    "runtime.eval_suite=/theirs.yaml", "evaluate.suites=/theirs.yaml", "evaluate.suites.lora=/theirs.yaml",
+    "shards.decontaminate=/theirs.yaml", "servers.auth=off",
+]  # fmt: skip
 
-    lines: list[str] = []
-    logger = SimpleNamespace(info=lambda form, line: lines.append(form % line))
-    monkeypatch.setattr(deployed, "get_run_logger", lambda: logger)
 
-    def gone(*text: str) -> None:
-        raise BrokenPipeError
+@pytest.mark.parametrize("change", CODE)
+def test_no_parameter_of_a_flow_run_names_code(change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither as a change nor among the settings, whether the deployment has a value of its own or none."""
+    from prefect.runtime import deployment
 
-    monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=gone, flush=gone))  # the runner at its other end was killed
-    console = deployed._console()
-    console.print("[green]✓[/] pretrain: 3 s")
-    console.print("> sft")
-    monkeypatch.undo()
-    assert lines == ["✓ pretrain: 3 s", "> sft"]
+    from flows import schedule_files
+    from flows.deployments import _changed
+    from flows.flow_run_settings import settings_to_run
+    from ttrain.config.loading import load
+    from ttrain.errors import UsageError
+
+    mine = ["sft.epochs=2", "notify.command=[bin/tell, me]", "evaluate.suites.sft=mine.yaml", "runtime.loggers=tensorboard"]
+    own = load(mine, environment={}).settings
+    assert settings_to_run(tmp_path, "nightly", _changed(own, [change])) == _changed(own, [change]), "called by a program"
+    monkeypatch.setenv("PREFECT__FLOW_RUN_ID", "as a runner sets it")
+    monkeypatch.setitem(vars(deployment), "name", "quickstart")  # which it would ask a server for
+    key = change.partition("=")[0]
+    expected = rf"^{re.escape(key)}[a-z.]* is .*parameters of this flow run.*nightly-quickstart\.json; leave it out"
+    for kept in (False, True):
+        if kept:
+            tree = own.model_dump(mode="json")
+            path = schedule_files.write(tmp_path, Schedule("nightly", "quickstart", None, "UTC", tree))
+            assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        base = own if kept else Settings()
+        for settings in (_changed(base, [change]), load([change], environment={}).settings):
+            with pytest.raises(UsageError, match=expected) as refused:
+                settings_to_run(tmp_path, "nightly", settings)
+            assert "/hook" not in str(refused.value)
+    for settings in (own, _changed(own, ["sft.epochs=3"]), Settings()):  # the UI's form repeats all, the API may leave out
+        ran = settings_to_run(tmp_path, "nightly", settings)
+        assert (ran.sft, ran.notify, ran.evaluate) == (settings.sft, own.notify, own.evaluate)
+        assert ran.runtime.loggers == ("tensorboard",)
+
+
+def test_every_setting_that_holds_a_text_names_code_or_is_known_to_be_harmless() -> None:
+    """A new one is to be judged: can it name code, a command, a file with code, or a machine that sends code?"""
+    from typing import get_args
+
+    from ttrain.config.loading import _fields
+
+    def holds_text(kind: Any) -> bool:
+        return kind in (str, Any) or (any(map(holds_text, get_args(kind))) and get_origin(kind) is not Literal)
+
+    harmless = {
+        "name", "tracking.experiment",  # names
+        *(f"data.{name}" for name in DATASETS), "reading.text_field",  # data
+        "tokenizer.existing", *(f"{name}.start_from" for name in ("pretrain", "sft", "lora")),  # JSON and safetensors alone
+        "model.preset", "model.kind", "model.fields",  # of transformers; `fields` takes the architecture's own alone
+        "pretrain.mask_intervals", "sft.mask_intervals", "lora.mask_intervals", "lora.targets",
+        "evaluate.documents", "evaluate.chats", "runtime.sample_prompts", "promotion.metric",  # texts
+        "nightly.deadline", "nightly.timezone", "runtime.night.start", "runtime.night.end", "runtime.night.timezone",
+    }  # fmt: skip
+    texts = {key for key, kind in _fields(Settings) if holds_text(kind)}
+    naming = {key for key in texts if any(key == name or key.startswith(f"{name}.") for name in NAMES_CODE)}
+    assert texts - naming == harmless
+    assert {name.split(".")[0] for name in NAMES_CODE} <= set(Settings.model_fields)
 
 
 def test_a_returned_state_leaves_no_traceback_in_the_log_and_a_bug_does() -> None:
     from prefect.exceptions import CancelledRun
 
-    from flows.deployed import _is_no_state_of_ours
+    from flows.deployments import _is_no_state_of_ours
 
     def record(error: Exception) -> logging.LogRecord:
         return logging.LogRecord("prefect.flow_runs", 40, "", 0, "said", (), (type(error), error, None))
@@ -162,29 +211,29 @@ def test_a_returned_state_leaves_no_traceback_in_the_log_and_a_bug_does() -> Non
 
 def test_a_run_names_its_end_in_a_way_that_the_server_expects() -> None:
     """Else the server would take a run that has ended under another name for one that fell silent."""
-    from flows.lives import FINAL_STATES, NIGHT_STATES, UNFINISHED
+    from flows.flow_runs import FINAL_STATES, NIGHT_STATES, UNFINISHED
 
     assert {"Completed", "Failed", "Cancelled", "Crashed", UNFINISHED, *NIGHT_STATES.values()} <= set(FINAL_STATES)
     assert set(NIGHT_STATES) == {"promoted", "kept", "nothing-new", "skipped"}
 
 
 def test_whose_process_is_gone_is_told_from_who_lives_who_is_elsewhere_and_who_begins_again(tmp_path: Path) -> None:
-    from ttrain.runs import process_started
+    from ttrain.store.runs import process_started
 
-    me = {lives.LABEL_PID: os.getpid(), lives.LABEL_STARTED: process_started(os.getpid()), lives.LABEL_TRY: 1}
-    mine = {**lives._place(tmp_path), **me}
-    dead = {**mine, lives.LABEL_STARTED: 1.0}  # its number has been taken by another
-    assert not lives._is_dead(mine, 1, tmp_path)
-    assert lives._is_dead(dead, 1, tmp_path)
-    assert not lives._is_dead(dead, 2, tmp_path), "a second try has not yet said which process it is"
-    assert not lives._is_dead({**dead, lives.LABEL_HOST: "another"}, 1, tmp_path)
-    assert not lives._is_dead(dead, 1, tmp_path / "another")
-    assert not lives._is_dead({}, 1, tmp_path)
+    me = {flow_runs.LABEL_PID: os.getpid(), flow_runs.LABEL_STARTED: process_started(os.getpid()), flow_runs.LABEL_TRY: 1}
+    mine = {**flow_runs._place(tmp_path), **me}
+    dead = {**mine, flow_runs.LABEL_STARTED: 1.0}  # its number has been taken by another
+    assert not flow_runs._is_dead(mine, 1, tmp_path)
+    assert flow_runs._is_dead(dead, 1, tmp_path)
+    assert not flow_runs._is_dead(dead, 2, tmp_path), "a second try has not yet said which process it is"
+    assert not flow_runs._is_dead({**dead, flow_runs.LABEL_HOST: "another"}, 1, tmp_path)
+    assert not flow_runs._is_dead(dead, 1, tmp_path / "another")
+    assert not flow_runs._is_dead({}, 1, tmp_path)
 
 
 def test_a_run_has_ended_where_its_record_says_so_or_its_process_is_gone(tmp_path: Path) -> None:
-    from ttrain.runs import process_started
-    from ttrain.store import write_json
+    from ttrain.core.files import write_json
+    from ttrain.store.runs import process_started
 
     (tmp_path / "runs").mkdir()
 
@@ -192,7 +241,7 @@ def test_a_run_has_ended_where_its_record_says_so_or_its_process_is_gone(tmp_pat
         record = {"outcome": outcome, "process": {"pid": os.getpid(), "started": started}}
         write_json(tmp_path / "runs" / "full-1.json", record)
         run: Any = SimpleNamespace(name=name, deployment_id=deployment)
-        return lives._has_ended(run, tmp_path)
+        return flow_runs._has_ended(run, tmp_path)
 
     alive = process_started(os.getpid())
     assert not ended("running", alive) and ended("running", 1.0) and ended("completed", alive)
@@ -208,9 +257,9 @@ def test_a_run_that_was_taken_and_never_began_is_told_from_one_that_is_just_begi
     def never_began(state: Any, minutes: float, tag: str, pool: str | None = None) -> bool:
         state.timestamp = datetime.now(UTC) - timedelta(minutes=minutes)
         run: Any = SimpleNamespace(state=state, tags=["ttrain", tag], work_pool_name=pool)
-        return lives._never_began(run, tmp_path)
+        return flow_runs._never_began(run, tmp_path)
 
-    mine = lives.home_tag(tmp_path)
+    mine = flow_runs.home_tag(tmp_path)
     assert never_began(Pending(name="Submitting"), 11, mine) and not never_began(Pending(name="Submitting"), 1, mine)
     assert not never_began(Pending(), 11, mine, "ttrain-kubernetes"), "its pod may wait for a node"
     assert not never_began(Running(), 11, mine) and not never_began(Pending(), 11, "home:/elsewhere")
@@ -256,6 +305,9 @@ def test_the_api_changes_one_setting_and_refuses_what_is_none(deployed: tuple[Cl
     assert {artifact["key"] for artifact in artifacts} == {"plan", "report", "evaluation"}
     run = ended(cli, start(cli, "lora.optim.lrr=1"), served)
     assert run["state"]["name"] == "Failed" and "did you mean 'lora.optim.lr'?" in run["state"]["message"]
+    run = ended(cli, start(cli, f"notify.command=[touch, {cli.home / 'theirs'}]", "notify.on=[failed]"), served)
+    assert run["state"]["name"] == "Failed" and "notify.command is ['touch'" in run["state"]["message"]
+    assert not (cli.home / "theirs").exists()
     [deployment] = call(cli, "deployments/filter", {})
     asked = {"state": {"type": "SCHEDULED"}, "parameters": {"settings": {"lora": {"rank": "many"}}}}
     with pytest.raises(urllib.error.HTTPError, match="409"):
@@ -268,7 +320,7 @@ def test_a_killed_flow_process_is_crashed_leaves_nothing_and_its_retry_continues
     cli, served = deployed
     id_ = start(cli, LONG)
     wait_until(lambda: checkpoints(cli), 200, lambda: served.said)
-    os.kill(run_of(cli, id_)["labels"][lives.LABEL_PID], signal.SIGKILL)
+    os.kill(run_of(cli, id_)["labels"][flow_runs.LABEL_PID], signal.SIGKILL)
     run = ended(cli, id_, served)
     assert run["state"]["name"] == "Crashed"
     wait_until(lambda: not [p for p in processes_of(cli.home) if p.name() == PROCESS_NAME], 20)
@@ -289,8 +341,8 @@ def test_the_server_itself_finds_a_run_crashed_within_two_minutes_where_nothing_
     id_ = start(cli, LONG)
     wait_until(lambda: checkpoints(cli), 200, lambda: served.said)
     served.process.kill()
-    os.kill(run_of(cli, id_)["labels"][lives.LABEL_PID], signal.SIGKILL)
+    os.kill(run_of(cli, id_)["labels"][flow_runs.LABEL_PID], signal.SIGKILL)
     run = wait_until(lambda: run if (run := run_of(cli, id_))["state"]["type"] == "CRASHED" else None, 120)
     assert "no heartbeat" in run["state"]["message"]
     assert not [process for process in processes_of(cli.home) if process.name() == PROCESS_NAME]
-    processes.stop(cli.home, "prefect")
+    server_processes.stop(cli.home, "prefect")

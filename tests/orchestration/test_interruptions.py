@@ -15,12 +15,12 @@ from typing import Any
 import psutil
 import pytest
 
-from ttrain.worker import PROCESS_NAME
+from ttrain.pipeline.stage_worker import PROCESS_NAME
 
 PRETRAIN_ONLY = ("pipeline", "run", "full", "pretrain.tokens=61440", "evaluate.new_tokens=0")
 
 
-def wait_for(condition: Any, seconds: float = 120) -> Any:
+def wait_for(condition: Any, seconds: float = 600) -> Any:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         found = condition()
@@ -95,7 +95,7 @@ def check_tracking(cli: Any) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_signal_saves_the_state_and_tells_everyone(fresh: Any, signum: int, code: int) -> None:
     process = fresh.start(*PRETRAIN_ONLY)
     wait_for(lambda: len(checkpoints(fresh.home)) > 0)
@@ -137,6 +137,38 @@ def test_a_run_whose_server_is_killed_ends_with_another_one_that_knows_its_end(f
 
 
 @pytest.mark.soak
+def test_a_run_whose_reader_is_gone_goes_on_to_its_end(fresh: Any) -> None:
+    process = fresh.start(*PRETRAIN_ONLY)
+    assert process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(timeout=300) == 0
+    run = fresh.runs()[0]
+    assert run["outcome"] == "completed" and {stage["outcome"] for stage in run["stages"]} == {"completed"}
+    with sqlite3.connect(fresh.home / "prefect" / "prefect.db") as prefect:
+        assert prefect.execute("select state_name from flow_run").fetchall() == [("Completed",)]
+
+
+@pytest.mark.soak
+def test_a_run_with_damaged_databases_goes_on_and_a_repair_brings_mlflow_up_to_date(copy_of: Any) -> None:
+    cli = copy_of()
+    before = cli("models", "list", "--json", settings=False)
+    for name, place in (("prefect", 65_536), ("mlflow", 0)):
+        with (cli.home / name / f"{name}.db").open("r+b") as file:
+            file.seek(place)
+            file.write(random.randbytes(65_536))
+    said = " ".join(cli("pipeline", "run", "full", "lora.rank=2").split())
+    assert "it is kept as prefect-damaged-" in said and "`ttrain track repair`" in said
+    with sqlite3.connect(cli.home / "prefect" / "prefect.db") as prefect:
+        assert prefect.execute("select state_name from flow_run").fetchall() == [("Completed",)]
+    assert "told again: 2 runs" in cli("track", "repair", settings=False)
+    newest, old = json.loads(cli("models", "list", "--json", settings=False))
+    [known] = json.loads(before)
+    assert (old["keys"], old["metrics"], old["run"]) == (known["keys"], known["metrics"], known["run"])
+    assert newest["run"] == cli.runs()[0]["run"]
+    assert "has every run" in cli("track", "repair", settings=False)
+
+
+@pytest.mark.soak
 def test_two_runs_at_once_build_each_stage_once(fresh: Any) -> None:
     both = [fresh.start("pipeline", "run", "full", "--engine", "none", "evaluate.new_tokens=0") for _ in range(2)]
     said = [process.communicate(timeout=240)[0] for process in both]
@@ -159,7 +191,7 @@ def test_servers_of_up_are_used_by_a_run(copy_of: Any) -> None:
             assert prefect.execute("select state_name from flow_run").fetchall() == [("Completed",)] * 2
             links = dict(prefect.execute("select key, data from artifact where key like 'mlflow%'").fetchall())
         assert set(links) == {"mlflow", "mlflow-evaluate"}
-        address = said.split("MLflow")[1].split()[0]  # where `up` said that its server is
+        address = said.split("MLflow")[1].split()[0].partition("/?token=")[0]  # where `up` said that its server is
         assert all(f"({address}/#/experiments/" in link for link in links.values()), (address, links)
     finally:
         fresh("down", settings=False)
@@ -193,7 +225,8 @@ def test_a_process_that_does_not_listen_is_ended_when_its_time_is_up(fresh: Any)
 
 def test_a_worker_whose_parent_is_gone_before_it_looks_ends_at_once(fresh: Any) -> None:
     process = subprocess.run(
-        [sys.executable, "-P", "-m", "ttrain.worker", "nowhere"], env={**fresh.environment, "TTRAIN_PARENT": "1"}
+        [sys.executable, "-P", "-m", "ttrain.pipeline.stage_worker", "nowhere"],
+        env={**fresh.environment, "TTRAIN_PARENT": "1"},
     )
     assert process.returncode == 1
 

@@ -19,7 +19,7 @@ import pytest
 from harness import CHINESE, ENGLISH, Cli
 
 from ttrain import tracking
-from ttrain.nights import Night, Nights
+from ttrain.nightly.records import Night, Nights
 
 NAME = "tiny-test"
 NONE = ("--engine", "none")
@@ -227,7 +227,7 @@ import os, signal, sys
 from pathlib import Path
 from flows import nightly
 from ttrain import tracking
-from ttrain.cli import main
+from ttrain.cli.main import main
 kind, number, when = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 seen = 0
 def around(action, wanted):
@@ -261,7 +261,7 @@ IN_SHORT = {("promote", 1, "after")}  # the sample
 
 def killed(cli: Cli, *point: Any) -> subprocess.CompletedProcess[str]:
     command = cli.command("pipeline", "run", "nightly", *NONE)
-    arguments = command[command.index("from ttrain.cli import main; main()") + 1 :]
+    arguments = command[command.index("from ttrain.cli.main import main; main()") + 1 :]
     return subprocess.run(
         [sys.executable, "-P", "-c", KILLED, *map(str, point), *arguments],
         env=cli.environment,

@@ -30,6 +30,20 @@ def snapshot(directory: Path) -> dict[str, tuple[int, int]]:
     return {str(p): (p.stat().st_size, p.stat().st_mtime_ns) for p in sorted(directory.rglob("*")) if p.is_file()}
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("engine", ["none", "prefect"])
+def test_a_training_with_fewer_rows_than_a_step_ends_the_run_before_anything_trains(fresh: Any, engine: str) -> None:
+    domain = fresh.data / "domain.jsonl"
+    domain.write_text("".join(domain.read_text(encoding="utf-8").splitlines(keepends=True)[:13]), encoding="utf-8")
+    refused = ("pipeline", "run", "full", "--engine", engine, "lora.tokens_per_step=6400")
+    for _ in range(2):  # the second time the shards are cached
+        assert "lora.tokens_per_step is 6400, 100 rows of 64 tokens" in fresh(*refused, code=1)
+        outcomes = {stage["name"]: stage["outcome"] for stage in fresh.runs()[-1]["stages"]}
+        assert outcomes["lora"] == "failed" and outcomes["shards-lora"] in ("completed", "cached")
+        assert {outcomes[name] for name in ("pretrain", "sft")}.isdisjoint({"completed", "running", "failed"})
+        assert not list(fresh.home.glob("work/pretrain/*"))
+
+
 def test_raw_files_become_an_evaluated_model(finished: Any) -> None:
     run = finished.runs()[-1]
     assert [stage["name"] for stage in run["stages"]] == STAGES
@@ -112,15 +126,16 @@ def test_mlflow_holds_one_parent_with_a_child_per_stage(finished: Any) -> None:
     recorded = finished.runs()[-1]["metrics"]
     assert {name: measured[name] for name in recorded} == pytest.approx(recorded)
     [pretrain] = [child for child in parents if runs[child] == f"pretrain {end}"]
-    of_data = dict(
-        rows(database, f"select key, value from latest_metrics where run_uuid = '{pretrain}' and key like 'data/%'")
-    )
-    assert (of_data["data/target_multiplicity"], of_data["data/dropped_tokens"]) == (1, 0)
+    results = dict(rows(database, f"select key, value from params where run_uuid = '{pretrain}' and key like 'result.%'"))
+    assert (float(results["result.rows.target_multiplicity"]), results["result.rows.dropped_tokens"]) == (1, "0")
+    assert results["result.compiled"] == "False" and float(results["result.loss"]) > 0
+    sections = {name.rpartition("/")[0] for (name,) in rows(database, "select distinct key from latest_metrics")}
+    assert sections == {"", "Curves", "eval", "lora", "pretrain", "sft", "system", "tok", "total"}
     assert measured["tok/unk_rate"] == 0 and measured["tok/bytes_per_token"] > 1
     curve = f"select step from metrics where run_uuid = '{pretrain}' and key = 'grad_norm'"
     steps = [step for (step,) in rows(database, curve)]
     assert sorted(steps) == [5, 10, 15, 20, 25, 30, 35, 40]
-    by_tokens = f"select step from metrics where run_uuid = '{parent}' and key = 'losses_by_tokens/pretrain'"
+    by_tokens = f"select step from metrics where run_uuid = '{parent}' and key = 'Curves/pretrain loss'"
     assert sorted(step for (step,) in rows(database, by_tokens)) == [512 * step for step in sorted(steps)]
     params = dict(rows(database, f"select key, value from params where run_uuid = '{parent}'"))
     assert params["pretrain.tokens"] == "20480" and params["sft.optim.lr"] == "0.001"
@@ -138,7 +153,7 @@ def test_the_second_run_is_cached_and_starts_nothing(finished: Any) -> None:
     before = rows(database, "select count(*) from runs")
     first = next(run for run in finished.runs() if run["outcome"] == "completed")
     arguments = ["pipeline", "run", "full", *finished.settings]
-    script = f"import sys; sys.argv[1:] = {arguments!r}\nfrom ttrain.cli import main\n" + (
+    script = f"import sys; sys.argv[1:] = {arguments!r}\nfrom ttrain.cli.main import main\n" + (
         "try: main()\nexcept SystemExit as end: assert not end.code\n"
         "print('loaded:', sorted({'torch', 'prefect', 'mlflow', 'transformers', 'pyarrow'} & set(sys.modules)))"
     )
@@ -189,7 +204,7 @@ def test_a_failed_stage_keeps_the_earlier_ones_and_the_cure_continues(copy_of: C
     run = cli.runs()[0]
     outcomes = {stage["name"]: stage["outcome"] for stage in run["stages"]}
     assert run["outcome"] == "failed" and outcomes["shards-sft"] == "failed"
-    assert outcomes["pretrain"] == "cached" and outcomes["sft"] == "pending"
+    assert outcomes["pretrain"] == outcomes["sft"] == "pending", "no training begins before all shards are there"
     [(state,)] = rows(cli.home / "prefect" / "prefect.db", f"select state_name from flow_run where name = '{run['run']}'")
     assert state == "Failed"
     chats.write_text(good.replace("Say", "Tell"), encoding="utf-8")

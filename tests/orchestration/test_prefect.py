@@ -19,7 +19,7 @@ from ttrain.stages import STAGES
 
 WITHOUT_PREFECT = (
     "import sys\nsys.modules['prefect'] = None  # importing it raises ImportError, as where it is not installed\n"
-    "from ttrain.cli import main\nmain()"
+    "from ttrain.cli.main import main\nmain()"
 )
 LIMIT_ON_TAG = """
 import sys
@@ -27,6 +27,17 @@ from pathlib import Path
 from flows import schedules
 with schedules.server_of(Path(sys.argv[1])) as client:
     client.create_concurrency_limit(tag="trains", concurrency_limit=1)
+"""
+# A night as a schedule runs it, of settings that no night can have
+REFUSED_NIGHT = """
+import os, sys
+from pathlib import Path
+from flows import servers, temporary_server
+home = Path(sys.argv[1])
+os.environ.update(servers.prefect_environment(home))
+temporary_server.own_server(home)()
+from flows import deployments
+print(deployments.nightly(changes=("model.kind=lama",), return_state=True).message)
 """
 
 
@@ -99,6 +110,16 @@ def test_a_signal_ends_the_wait_for_a_retry(copy_of: Any) -> None:
 
 
 @pytest.mark.soak
+def test_prefect_retries_no_refused_night_by_itself(fresh: Cli) -> None:
+    environment = {**fresh.environment, "PREFECT_FLOW_DEFAULT_RETRIES": "2"}
+    command = [sys.executable, "-c", REFUSED_NIGHT, str(fresh.home)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert "model.kind is 'lama'" in done.stdout, done.stdout + done.stderr
+    [(state, tries)] = rows(fresh, "select state_name, run_count from flow_run")
+    assert (state, tries) == ("Failed", 1)
+
+
+@pytest.mark.soak
 def test_without_prefect_the_same_recipe_runs(copy_of: Any) -> None:
     cli = copy_of()
     command = cli.command("pipeline", "run", "full", "--engine", "none", "evaluate.new_tokens=1")
@@ -119,7 +140,7 @@ def test_a_stage_s_task_has_its_attempts_and_no_cache_of_prefect_s(stage: Any, t
     from prefect.states import Failed
 
     from tasks.stage import stage_task
-    from ttrain.loading import load
+    from ttrain.config.loading import load
 
     class Run:
         settings = load([f"runtime.stages.{stage.name}.retries=3"], environment={}).settings

@@ -105,7 +105,7 @@ def test_two_variants_at_once_build_what_they_share_once(copy_of: Callable[..., 
     assert {name for name in views[0].params if views[0].params[name] != views[1].params[name]} == {"sft.optim.lr"}
     with closing(sqlite3.connect(cli.home / "mlflow" / "mlflow.db")) as db:
         logged = [dict(db.execute("SELECT key, value FROM params WHERE run_uuid = ?", (view.run_id,))) for view in views]
-        curve = "SELECT step, value FROM metrics WHERE run_uuid = ? AND key = 'losses_by_tokens/pretrain' ORDER BY step"
+        curve = "SELECT step, value FROM metrics WHERE run_uuid = ? AND key = 'Curves/pretrain loss' ORDER BY step"
         curves = [db.execute(curve, (view.run_id,)).fetchall() for view in views]
     assert {name for name in logged[0] if logged[0][name] != logged[1].get(name)} == {"sft.optim.lr"}
     assert curves[0] == curves[1] and len(curves[0]) > 3  # also of the run that found the stage cached

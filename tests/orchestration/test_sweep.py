@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from harness import Cli, write_corpus
 
-from ttrain.store import read_json
+from ttrain.core.files import read_json
 
 LONGER = "pretrain.tokens=61440"  # 120 steps
 ADAMW = "pretrain.optim.kind=adamw"
@@ -93,6 +93,10 @@ def test_a_sweep_that_is_killed_goes_on_inside_its_trial_and_its_best_is_what_th
         doubled = "select count(*) from (select 1 from metrics group by run_uuid, key, step having count(*) > 1)"
         assert database.execute(doubled).fetchone() == (0,)
         assert database.execute("select count(*) from model_versions").fetchone() == (0,)
+        latest = f"select key, value from latest_metrics where run_uuid = '{parent['id']}'"
+        figures = dict(database.execute(latest).fetchall())
+    best = next(trial["metrics"] for trial in trials_of(fresh)[::-1] if trial["sweep"]["trial"] == 3)
+    assert {name: figures[name] for name in best} == pytest.approx(best) and figures["sweep/best_trial"] == 3
 
     words = shlex.split(sweeps(fresh, "best")["command"])[2:]
     assert words[:2] == ["run", "full"]

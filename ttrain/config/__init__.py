@@ -12,7 +12,9 @@ from ttrain.config.gate import Expert, Gate, GateConfig
 from ttrain.config.model import Model, Moe, MultiToken
 from ttrain.config.nightly import Event, Nightly, Notify, Promotion
 from ttrain.config.runtime import Night, Runtime, Tracking
+from ttrain.config.servers import Auth, Servers, ServersConfig
 from ttrain.config.settings import (
+    NAMES_CODE,
     SHAPE_NO_RESULT,
     EvaluateConfig,
     ExistingModelConfig,
@@ -31,8 +33,10 @@ from ttrain.config.training import EarlyStopping, Loop, Lora, Optim, Precision, 
 
 __all__ = [
     "DATASETS",
+    "NAMES_CODE",
     "PYTHON_DOCS",
     "SHAPE_NO_RESULT",
+    "Auth",
     "Data",
     "EarlyStopping",
     "Evaluate",
@@ -64,6 +68,8 @@ __all__ = [
     "Runtime",
     "Schedule",
     "Section",
+    "Servers",
+    "ServersConfig",
     "Settings",
     "Sft",
     "SftConfig",

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Annotated, Any
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
+
+from ttrain.core import redact
 
 
 class Section(BaseModel):
@@ -16,22 +18,46 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
+    def accepts(self, **changes: Any) -> bool:
+        """Whether these settings could be changed so, by the section's own rules: what a message advises has to be true."""
+        try:
+            type(self).model_validate({**self.model_dump(), **changes})
+        except ValidationError:
+            return False
+        return True
+
 
 def as_tuple(value: object) -> object:
     """One path or a comma-separated list of them is as good as a list; a file whose name has a comma is one path."""
     if value is None:
         return ()
-    if isinstance(value, str) and Path(value).expanduser().exists():
+    if isinstance(value, str) and _exists(value):
         return (value,)
     if isinstance(value, str):
         return tuple(part.strip() for part in value.split(",") if part.strip())
     return value
 
 
+def off_as_a_word(value: object) -> object:
+    """`off` as it was written: to YAML it means false."""
+    return "off" if value is False else value
+
+
+# Names a source of data. JSON, the form of all that is recorded, shown or sent to a server, hides the secrets of its URL.
+Location = Annotated[str, PlainSerializer(redact.url, return_type=str, when_used="json")]
+
+
+def _exists(path: str) -> bool:
+    try:
+        return Path(path).expanduser().exists()
+    except (OSError, RuntimeError):  # a name that is too long; ~ of a user that does not exist
+        return False
+
+
 class Weighted(Section):
     """A source and how often its rows are drawn, against the other sources' weights."""
 
-    path: str
+    path: Location
     weight: float = Field(1.0, gt=0)
 
 
@@ -39,7 +65,7 @@ def _as_sources(value: object) -> object:
     return (value,) if isinstance(value, Mapping) else as_tuple(value)
 
 
-Paths = Annotated[tuple[str | Weighted, ...], BeforeValidator(_as_sources)]
+Paths = Annotated[tuple[Location | Weighted, ...], BeforeValidator(_as_sources)]
 
 
 Share = Annotated[float, Field(ge=0, lt=1)]

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from ttrain.config.base import Paths, Section, Weighted, as_tuple
+from ttrain.config.base import Location, Paths, Section, Weighted, as_tuple
 
 PYTHON_DOCS = "python-docs"
 DATASETS = ("pretrain", "pretrain_heldout", "sft", "sft_heldout", "lora", "lora_heldout", "tokenizer")
@@ -89,7 +89,7 @@ class Tokenizer(Section):
     template: Literal["ttrain", "tinyseek", "own", "auto"] = Field(
         "ttrain", description="chat template; own: the existing one's; auto: that, or ttrain's where it has none"
     )
-    existing: str | None = Field(None, description="a folder with tokenizer.json, or owner/name[@revision] on the Hub")
+    existing: Location | None = Field(None, description="a folder with tokenizer.json, or owner/name[@revision] on the Hub")
     sample: Literal["reservoir", "head"] = Field("reservoir", description="which documents: any, or the first")
     seed: int = Field(1, ge=0, lt=2**32, description="of the reservoir")
     max_documents: int | None = Field(None, ge=1, description="documents to learn from; empty: all")
@@ -108,7 +108,7 @@ class Shards(Section):
     """Arrow files of token ids."""
 
     block_bytes: int = Field(16 << 20, ge=1024, description="text of one shard, which one worker makes at a time")
-    decontaminate: Annotated[tuple[str, ...], BeforeValidator(as_tuple)] = Field(
+    decontaminate: Annotated[tuple[Location, ...], BeforeValidator(as_tuple)] = Field(
         (), description="suites, or files with items of evaluations, that training documents are checked against"
     )
     overlapping: Literal["remove", "report"] = Field("remove", description="what becomes of documents that hold an item")

@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from ttrain.config.base import Section, as_tuple
+from ttrain.config.base import Location, Section, as_tuple
 
-Names = Annotated[tuple[str, ...], BeforeValidator(as_tuple)]
+Names = Annotated[tuple[Location, ...], BeforeValidator(as_tuple)]
 
 
 class Suites(Section):
@@ -50,6 +50,10 @@ class Evaluate(Section):
     )
     confidence: float = Field(0.95, gt=0.5, lt=1, description="of the intervals")
     resamples: int = Field(2000, ge=0, description="of the bootstrap; 0: no intervals but those of accuracies")
+
+    def longest_row(self, limit: int) -> int | None:
+        """The longest `row_length` within the limit that the other settings allow; None where there is none."""
+        return limit if self.accepts(row_length=limit) else None
 
     @model_validator(mode="after")
     def _stride_fits(self) -> Evaluate:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from ttrain.config.base import Section
-from ttrain.config.presets import sizes_of
+from ttrain.config.model_presets import sizes_of
+
+TURNING_KINDS = ("llama", "qwen3")  # whose rotary positions turn all numbers of a head in pairs (arXiv:2104.09864)
 
 
 class Moe(Section):
@@ -106,11 +109,30 @@ class Model(Section):
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Model:
+        """All that is wrong with them at once, with sizes that are right together."""
+        problems, head = [], self.hidden_size // self.heads
+        advice: dict[str, int | None] = {}
         if self.hidden_size % self.heads:
-            raise ValueError(
-                f"model.hidden_size is {self.hidden_size} but must be a multiple of model.heads {self.heads}; "
-                f"try {-(-self.hidden_size // self.heads) * self.heads}"
+            problems.append(f"model.hidden_size is {self.hidden_size} but must be a multiple of model.heads {self.heads}")
+        elif self.kind in TURNING_KINDS and "head_dim" not in self.fields and head % 2:
+            problems.append(
+                f"model.hidden_size is {self.hidden_size} and model.heads is {self.heads}, which makes heads of {head}, but "
+                f"{self.kind} turns their numbers in pairs, so that model.hidden_size must be a multiple of {2 * self.heads}"
             )
+        if problems or self.kind not in TURNING_KINDS:
+            advice["hidden_size"] = self.next_hidden_size()
         if self.heads % (self.kv_heads or self.heads):
-            raise ValueError(f"model.kv_heads is {self.kv_heads} but must divide model.heads {self.heads}; try 1")
+            problems.append(f"model.kv_heads is {self.kv_heads} but must divide model.heads {self.heads}")
+            advice["kv_heads"] = math.gcd(self.heads, self.kv_heads or 1) if self.kind in TURNING_KINDS else None
+        if problems:
+            raise ValueError(f"{'; '.join(problems)}; {self.with_other_sizes(advice)}")
         return self
+
+    def with_other_sizes(self, sizes: Mapping[str, int | None]) -> str:
+        """The advice to set those that differ, as a command takes them; empty is for as many `kv_heads` as `heads`."""
+        changes = [(name, size) for name, size in sizes.items() if size != getattr(self, name)]
+        return "try " + " ".join(f"model.{name}={'null' if size is None else size}" for name, size in changes)
+
+    def next_hidden_size(self) -> int:
+        """The next width whose heads have an even number of dimensions, which every kind takes."""
+        return -(-self.hidden_size // (2 * self.heads)) * 2 * self.heads

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from ttrain.config.base import Section, TimeOfDay, TimeZone, as_tuple
+from ttrain.config.base import Location, Section, TimeOfDay, TimeZone, as_tuple, off_as_a_word
 
 
 class Night(Section):
@@ -81,6 +81,9 @@ class Runtime(Section):
         False, description="keep only what goes into each layer, and compute it again for the gradient: a third slower"
     )
     log_every_steps: int = Field(10, ge=1)
+    quick_validations: int = Field(
+        8, ge=0, description="while a stage trains, on a few held-out rows, where validate_every_steps is 0; 0: none"
+    )
     system_metrics_seconds: int = Field(
         10, ge=0, description="between samples of what the machine does: CPU, memory, disk, network, GPUs; 0: none"
     )
@@ -91,14 +94,19 @@ class Runtime(Section):
     eval_every_steps: int = Field(
         0, ge=0, description="steps between evaluations on a small suite, the last step among them; 0: none"
     )
-    eval_suite: str | None = Field(
+    eval_suite: Location | None = Field(
         None, min_length=1, description="the suite: a name or a YAML file; empty: what the stage itself holds out"
     )
     eval_limit: int = Field(32, ge=1, description="items of each of its tasks, which bounds the time")
     checkpoint_every_steps: int = Field(100, ge=1)
     keep_checkpoints: int = Field(2, ge=1, description="the newest so many, beside the best one")
     keep_every_steps: int = Field(0, ge=0, description="checkpoints of these steps stay for good; 0: none")
-    guards: Literal["warn", "off"] = Field("warn", description="look out for spikes of the loss, overfitting, a dead loader")
+    keep_steps: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+        (), description="checkpoints of these steps are made, and stay for good"
+    )
+    guards: Annotated[Literal["warn", "off"], BeforeValidator(off_as_a_word)] = Field(
+        "warn", description="look out for spikes of the loss, overfitting, a dead loader"
+    )
     loggers: Annotated[tuple[Literal["tensorboard", "wandb", "swanlab"], ...], BeforeValidator(as_tuple)] = Field(
         (), description="where the curves go beside MLflow; each needs its extra: tb, wandb, swanlab"
     )

@@ -13,6 +13,7 @@ from ttrain.config.evaluate import Evaluate
 from ttrain.config.model import Model
 from ttrain.config.nightly import Nightly, Notify, Promotion
 from ttrain.config.runtime import Runtime, Tracking
+from ttrain.config.servers import Servers
 from ttrain.config.training import NONE, TRAININGS, Lora, Pretrain, Sft, Training
 
 
@@ -31,7 +32,20 @@ def existing_model_of(starts: Mapping[str, str]) -> str | None:
 
 
 # Sections that shape no result, and so are part of no key.
-SHAPE_NO_RESULT = ("runtime", "tracking", "nightly", "promotion", "notify")
+SHAPE_NO_RESULT = ("runtime", "tracking", "nightly", "promotion", "notify", "servers")
+
+# Sections and settings that name code, a command, a file with code, or a machine that sends code: who may start a flow run
+# through Prefect's API or UI cannot set them, since all that they name runs as the account that serves.
+NAMES_CODE = (
+    "notify",  # a command; addresses that are told what happened
+    "servers",
+    "runtime.loggers",  # programs of other makers, which send curves elsewhere
+    "runtime.dask_address",  # sends pickles, which are code
+    "runtime.rendezvous",  # as do the ranks of other nodes
+    "runtime.eval_suite",  # a suite may name task files of lm-evaluation-harness, which may hold code
+    "evaluate.suites",
+    "shards.decontaminate",  # suites, too
+)
 
 
 class Settings(Section):
@@ -53,6 +67,7 @@ class Settings(Section):
     nightly: Nightly = Nightly()
     promotion: Promotion = Promotion()
     notify: Notify = Notify()
+    servers: Servers = Servers()
 
     @property
     def starts(self) -> dict[str, str]:

@@ -139,6 +139,7 @@ class Suite(Section):
     """Tasks by name, in the order in which a table shows them."""
 
     tasks: dict[str, Annotated[Task, Field(discriminator="kind")]] = Field(min_length=1)
+    allow_code: bool = Field(False, description="run the Python that task files of lm-evaluation-harness name")
 
     @field_validator("tasks")
     @classmethod

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from ttrain.config.base import Section, Share, as_tuple
+from ttrain.config.base import Location, Section, Share, as_tuple
 
 
 class Optim(Section):
@@ -115,6 +115,11 @@ class Training(Loop):
         0.01, ge=0, le=1, description="a larger share of chats without a token to learn ends the stage"
     )
 
+    def longest_row(self, limit: int) -> int | None:
+        """The longest `row_length` within the limit that the other settings allow; None where there is none."""
+        lengths = (length for length in range(limit, 0, -1) if self.tokens_per_step % length == 0)
+        return next((length for length in lengths if self.accepts(row_length=length)), None)
+
     @model_validator(mode="after")
     def _rules(self) -> Training:
         if (self.tokens is None) == (self.epochs is None):
@@ -188,7 +193,7 @@ def _starts(*words: str) -> AfterValidator:
 class Pretrain(Training):
     """Pretraining; Muon reached 2.02 bits per byte where AdamW alone ended at 2.5 to 2.7 in the same time."""
 
-    start_from: Annotated[str, _starts(NONE)] = Field(
+    start_from: Annotated[Location, _starts(NONE)] = Field(
         NONE, min_length=1, description="none, a Hugging Face directory, or owner/name[@revision] on the Hub"
     )
     tokens: int | None = Field(1_000_000, ge=1)
@@ -198,7 +203,7 @@ class Pretrain(Training):
 class Sft(Training):
     """Fine-tuning on chats; the loss counts the assistant's tokens."""
 
-    start_from: Annotated[str, _starts("pretrain", NONE)] = Field(
+    start_from: Annotated[Location, _starts("pretrain", NONE)] = Field(
         "pretrain", min_length=1, description="pretrain, none, a Hugging Face directory, or owner/name[@revision]"
     )
     epochs: float | None = Field(1.0, gt=0)
@@ -211,7 +216,7 @@ class Lora(Training):
     lora: arXiv:2106.09685. dora: arXiv:2402.09353. prefix: arXiv:2101.00190.
     """
 
-    start_from: Annotated[str, _starts("sft", "pretrain", NONE)] = Field(
+    start_from: Annotated[Location, _starts("sft", "pretrain", NONE)] = Field(
         "sft", min_length=1, description="sft, pretrain, none, a Hugging Face directory, or owner/name[@revision]"
     )
     kind: Literal["lora", "dora", "prefix"] = Field("lora", description="what is trained: see docs/adapters.md")

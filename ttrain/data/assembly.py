@@ -21,12 +21,13 @@ import numpy.typing as npt
 import orjson
 
 from ttrain.config import Reading
+from ttrain.core import redact
+from ttrain.core.files import write_json
 from ttrain.data import blocks, contamination, shards, sources
 from ttrain.data.blocks import BEYOND_LIMIT, BLOCKS, PARTS, Recipe
 from ttrain.data.contamination import Against, Scanned
 from ttrain.data.jsonl import FIRST_REJECTED, Tally
 from ttrain.errors import ArtifactError, DataError
-from ttrain.store import write_json
 
 REJECTED = Path("run", "rejected.jsonl")
 OWN_NAME = re.compile(
@@ -181,11 +182,11 @@ def _quarantine(
             rejected = block.directory / BLOCKS / f"{block.identity}.rejected.jsonl"
             if counts["rejected"]:
                 for line in rejected.read_bytes().splitlines():
-                    row = {**orjson.loads(line), "file": file.location}
+                    row = {**orjson.loads(line), "file": redact.url(file.location)}
                     if "line" in row:
                         row["line"] += before[place]
                         if len(tally.first_rejected) < FIRST_REJECTED:
-                            tally.first_rejected.append(f"{file.location}:{row['line']}: {row['reason']}")
+                            tally.first_rejected.append(f"{redact.url(file.location)}:{row['line']}: {row['reason']}")
                     out.write(orjson.dumps(row) + b"\n")
             figures[place].add(tally)
             before[place] += block.about["lines"]
@@ -296,7 +297,7 @@ def _tell_overlaps(output: Path, overlapping: Mapping[str, Any] | None) -> None:
 
 def _write_lowest(output: Path, location: str, content_hash: bytes, recipe: Recipe) -> dict[str, Any]:
     """Read the record of this hash again, and write the held-out shard that it is. Raises DataError where it is gone."""
-    rows = sources.read([location], recipe.parser, Tally(), recipe.max_line_bytes)
+    rows = sources.read([location], recipe.parser, Tally(), recipe.max_line_bytes, recipe.text_field)
     record = next((record for record in rows if sources.content_hash(record) == content_hash), None)
     if record is None:
         raise DataError(f"{location} changed while it was read; run the same command again")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -20,14 +19,15 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from ttrain.data import jsonl, shards, sources, streams
+from ttrain.core.files import read_json
+from ttrain.core.hashing import digest_of
+from ttrain.data import jsonl, parquet, shards, sources, streams
 from ttrain.data.chat import encode_chats
 from ttrain.data.encoder import Encoder
 from ttrain.data.jsonl import Tally
 from ttrain.data.shards import Column
-from ttrain.digests import digest_of, sha256_file
 from ttrain.errors import DataError
-from ttrain.store import read_json
+from ttrain.store.integrity import home_of, is_intact
 
 PARTS = ("train", "heldout")
 BLOCKS = Path("run", "blocks")
@@ -90,14 +90,14 @@ class Recipe:
         return sources.document_parser(self.text_field) if self.kind == "documents" else sources.parse_conversation
 
 
-def cut(location: str, file: int, block_bytes: int, max_line_bytes: int) -> Iterator[Block]:
+def cut(location: str, file: int, block_bytes: int, recipe: Recipe) -> Iterator[Block]:
     """The blocks of a file: each ends with the first line that reaches `block_bytes`; the bytes alone decide."""
     if streams.is_parquet(location):
         yield from _cut_parquet(location, file, block_bytes)
     elif streams.is_plain(location):
         yield from _cut_plain(Path(location), file, block_bytes)
     else:
-        yield from _cut_stream(location, file, block_bytes, max_line_bytes)
+        yield from _cut_stream(location, file, block_bytes, recipe)
 
 
 def _cut_plain(path: Path, file: int, block_bytes: int) -> Iterator[Block]:
@@ -116,16 +116,16 @@ def _cut_plain(path: Path, file: int, block_bytes: int) -> Iterator[Block]:
             start, number = end, number + 1
 
 
-def _cut_stream(location: str, file: int, block_bytes: int, max_line_bytes: int) -> Iterator[Block]:
+def _cut_stream(location: str, file: int, block_bytes: int, recipe: Recipe) -> Iterator[Block]:
     """As if it were plain; the bytes travel with the block. A line that is too long travels cut, so memory stays bounded."""
     data, start, place, number, in_line = bytearray(), 0, 0, 0, 0
-    for chunk in streams.chunks(location):
+    for chunk in streams.json_lines(location, recipe.text_field):
         at = 0
         while at < len(chunk):
             wanted = max(0, start + block_bytes - place)
             newline = chunk.find(b"\n", at + wanted) if wanted < len(chunk) - at else -1
             end = newline + 1 if newline >= 0 else len(chunk)
-            in_line = _append(data, chunk[at:end], in_line, max_line_bytes)
+            in_line = _append(data, chunk[at:end], in_line, recipe.max_line_bytes)
             place, at = place + end - at, end
             if newline >= 0:
                 yield Block(location, file, number, start, place, data=bytes(data))
@@ -151,7 +151,7 @@ def _append(data: bytearray, piece: bytes, in_line: int, max_line_bytes: int) ->
 
 def _cut_parquet(location: str, file: int, block_bytes: int) -> Iterator[Block]:
     first, size, number = 0, 0, 0
-    groups = streams.parquet_groups(location)
+    groups = parquet.groups(location)
     for group, (_, group_bytes) in enumerate(groups):
         size += group_bytes
         if size >= block_bytes or group == len(groups) - 1:
@@ -162,7 +162,7 @@ def _cut_parquet(location: str, file: int, block_bytes: int) -> Iterator[Block]:
 def read(block: Block, max_line_bytes: int) -> bytes:
     """The block as JSON lines; of a line that is too long as much as tells so. Raises DataError where it cannot be read."""
     if block.is_parquet:
-        return b"\n".join(line for _, line in jsonl.parquet_lines(block.location, block.start, block.end))
+        return b"\n".join(rows for _, rows in parquet.pieces(block.location, block.start, block.end))
     if block.data is not None:
         return block.data
     data, in_line, left = bytearray(), 0, block.end - block.start
@@ -218,18 +218,15 @@ def is_there(directory: Path, identity: str, *, fast: bool = True) -> bool:
     if not all((directory / BLOCKS / f"{identity}.{ending}").is_file() for ending in beside):
         return False
     return all(
-        _is_whole(find(directory, part, name), entry, made["written_ns"])
+        _is_whole(find(directory, part, name), entry, home_of(directory))
         for part in PARTS
         for name, entry in (made[part] or {}).get("files", {}).items()
     )
 
 
-def _is_whole(path: Path | None, entry: Mapping[str, Any], written_ns: int) -> bool:
-    """By size and time, and by digest where the time is another: the file was copied, or altered."""
-    if path is None:
-        return False
-    stat = path.stat()
-    return stat.st_size == entry["bytes"] and (stat.st_mtime_ns == written_ns or sha256_file(path) == entry["sha256"])
+def _is_whole(path: Path | None, entry: Mapping[str, Any], home: Path | None) -> bool:
+    """Whether the file has the bytes that were written, so that no rotten shard goes into a new set."""
+    return path is not None and path.stat().st_size == entry["bytes"] and is_intact(path, entry["sha256"], home)
 
 
 def find(directory: Path, part: str, name: str) -> Path | None:
@@ -268,17 +265,15 @@ def _make(data: bytes, block: Block, recipe: Recipe, output: Path, name: str, id
     files: list[tuple[Path, Any]] = [(output / BLOCKS / f"{identity}.rows", b"".join(rows))]
     if tally.rejected:
         files.append((output / BLOCKS / f"{identity}.rejected.jsonl", quarantine.lines()))
-    written_ns = time.time_ns() // 1_000_000_000 * 1_000_000_000  # whole seconds, which every file system keeps
     about = {
         "encoder": encoder.kind,
         "lines": data.count(b"\n") + (data[-1:] not in (b"", b"\n")),
         "tally": {**tally.to_json(), "keys_seen": dict(tally.keys_seen)},
         "threshold": threshold,
-        "written_ns": written_ns,
         **{part: parts[part].files(output / part, name, files) for part in PARTS},
     }
     files.append((output / BLOCKS / f"{identity}.json", json.dumps(about).encode()))  # the last one makes the block exist
-    shards.write_files(files, written_ns)
+    shards.write_files(files)
 
 
 @lru_cache(maxsize=2)

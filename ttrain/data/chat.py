@@ -7,31 +7,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from ttrain.data import templates
-from ttrain.data.templates import Segment, Template
+from ttrain.data import chat_templates
+from ttrain.data.chat_templates import Segment, Template
 
 if TYPE_CHECKING:
     from ttrain.data.encoder import Encoder
+from ttrain.data.chat_templates import Messages
 
 Encoded = tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_]]
-
-
-@dataclass(frozen=True)
-class Message:
-    """One turn; the role is one of `templates.ROLES`, calls and functions are part of the text (`ttrain.data.tools`)."""
-
-    role: str
-    content: str
-
-
-Messages = tuple[Message, ...]
 
 
 def encode_chats(encoder: Encoder, conversations: Sequence[Messages]) -> list[Encoded]:
@@ -40,7 +29,7 @@ def encode_chats(encoder: Encoder, conversations: Sequence[Messages]) -> list[En
     Raises DataError for a role that the template does not know, or another conversation that it refuses.
     """
     template = template_of(encoder)
-    return assemble(encoder, [template.segments(messages) for messages in conversations])
+    return assemble(encoder, template.segments_of_all(conversations))
 
 
 def encode_chat(encoder: Encoder, messages: Messages) -> tuple[list[int], list[bool]]:
@@ -82,9 +71,9 @@ def _chained(pieces: Iterable[tuple[int, ...]]) -> npt.NDArray[np.uint32]:
 def template_of(encoder: Encoder) -> Template:
     """The encoder's chat template, made once. Raises DataError where an existing tokenizer's own cannot be used."""
     if encoder.template == "ttrain":
-        return templates.RoleTokens(encoder)
+        return chat_templates.RoleTokens(encoder)
     if encoder.template == "tinyseek":
-        return templates.NamedTurns(encoder)
-    from ttrain.data.foreign import ForeignTemplate
+        return chat_templates.NamedTurns(encoder)
+    from ttrain.data.custom_template import ForeignTemplate
 
     return ForeignTemplate(encoder)

@@ -19,10 +19,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ttrain.core.files import read_object, write_json
 from ttrain.data import item_text, jsonl, locations, plain_text, shards
 from ttrain.data.overlap import Texts
 from ttrain.errors import DataError
-from ttrain.store import read_json, write_json
 
 NGRAM_BYTES, SHARE = 32, 0.5
 MAX_LINE_BYTES = 32 << 20
@@ -164,7 +164,7 @@ def _prepared(texts: tuple[bytes, ...], ngram_bytes: int) -> Texts:
 
 def known(directory: Path) -> dict[str, float]:
     """{digest: share} of the items that the training shards in this directory hold, as far as they were looked for."""
-    found: dict[str, float] = read_json(directory / KNOWN) or {}
+    found: dict[str, float] = read_object(directory / KNOWN)
     return found
 
 

@@ -7,7 +7,6 @@ by `check` on texts of the data; where `fastokens` is missing, refuses the file 
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ttrain.data import templates
-from ttrain.digests import digest_of, sha256_file
+from ttrain.core.files import parse_json
+from ttrain.core.hashing import digest_of, sha256_file
+from ttrain.data import jinja_templates
 from ttrain.errors import ArtifactError, TTrainError
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Encoder:
         self._reference.no_padding()
         self.directory = directory
         self.jinja = _read(directory / "chat_template.jinja", path)
-        self.template = templates.name_of(self.jinja)
+        self.template = jinja_templates.name_of(self.jinja)
         config = _config(directory / "tokenizer_config.json", path)
         self.tokens: dict[str, str] = {}
         for name in ("pad_token", "bos_token", "eos_token", "unk_token", END_OF_TURN):
@@ -184,7 +184,7 @@ def _read(path: Path, tokenizer: Path) -> str:
 
 def _config(path: Path, tokenizer: Path) -> dict[str, Any]:
     try:
-        config = json.loads(_read(path, tokenizer))
+        config = parse_json(_read(path, tokenizer))
     except ValueError as error:
         raise ArtifactError(f"cannot read {path}, which belongs to {tokenizer}: {error}") from None
     if not isinstance(config, dict):

@@ -6,20 +6,20 @@ Only JSON and safetensors are read, never code and never a pickle.
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ttrain.config.training import NONE, TRAININGS
-from ttrain.data import existing
+from ttrain.core.files import parse_json
+from ttrain.data import existing_tokenizer
 from ttrain.errors import ArtifactError, UsageError
-from ttrain.weights import INDEX_SUFFIX, MODEL, SECOND_HEAD, weight_files
+from ttrain.store.weights import INDEX_SUFFIX, MODEL, SECOND_HEAD, weight_files
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 ADAPTER_CONFIG = "adapter_config.json"
 MODEL_DIRECTORY, ADAPTER_DIRECTORY = "model", "adapter"  # of an artifact
-ON_HUB = (CONFIG, GENERATION, "model*.safetensors", MODEL + INDEX_SUFFIX, SECOND_HEAD, *existing.FILES)
+ON_HUB = (CONFIG, GENERATION, "model*.safetensors", MODEL + INDEX_SUFFIX, SECOND_HEAD, *existing_tokenizer.FILES)
 # What architectures call the positions that they accept.
 LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length", "max_length")
 
@@ -49,7 +49,7 @@ def files(start_from: str, setting: str) -> dict[str, list[Path]]:
     found = {
         "config": [path for path in config if path.is_file()],
         "weights": weights,
-        "tokenizer": [directory / existing.JSON],
+        "tokenizer": [directory / existing_tokenizer.JSON],
         "second_head": [directory / SECOND_HEAD],
     }
     return {role: paths for role, paths in found.items() if paths[0].is_file()}
@@ -72,13 +72,13 @@ def _directory(start_from: str, setting: str) -> Path:
     if directory.is_dir():
         is_artifact = not (directory / CONFIG).is_file() and (directory / MODEL_DIRECTORY / CONFIG).is_file()
         return directory / MODEL_DIRECTORY if is_artifact else directory
-    if existing.ON_HUB.fullmatch(start_from) is None or directory.exists():
+    if existing_tokenizer.ON_HUB.fullmatch(start_from) is None or directory.exists():
         near = difflib.get_close_matches(start_from, (NONE, *TRAININGS), n=1)
         raise UsageError(
             f"{setting} is '{start_from}' but no such folder is there; "
             + (f"did you mean '{near[0]}'?" if near else "name a folder that holds config.json, or owner/name[@revision]")
         )
-    return existing.from_hub(start_from, setting, ON_HUB, _is_whole)
+    return existing_tokenizer.from_hub(start_from, setting, ON_HUB, _is_whole)
 
 
 def _is_whole(directory: Path) -> bool:
@@ -90,7 +90,7 @@ def _is_whole(directory: Path) -> bool:
 
 def _config(path: Path) -> dict[str, Any]:
     try:
-        config = json.loads(path.read_bytes())
+        config = parse_json(path.read_bytes())
     except ValueError as error:
         raise UsageError(f"cannot read {path}: {error}") from None
     if not isinstance(config, dict):

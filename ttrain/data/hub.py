@@ -12,9 +12,9 @@ from functools import cache
 from pathlib import Path
 from urllib.parse import unquote
 
+from ttrain.core.files import read_json, write_json
 from ttrain.data.remote import reason, retried, status_of
 from ttrain.errors import DataError, UsageError
-from ttrain.store import read_json, write_json
 
 PREFIX = "hf://"
 TIMEOUT_SECONDS = 10.0

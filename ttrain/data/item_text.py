@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ttrain.data import sources
-from ttrain.data.chat import Messages
+from ttrain.data.chat_templates import Messages
 
 NONE = "no text that an item of an evaluation has"
 WANTED = "'question' with 'choices' or 'answer', 'context' with 'target', 'text', or a chat"

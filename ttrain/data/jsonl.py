@@ -6,7 +6,6 @@ bounded by one line of `reading.max_line_bytes` and a piece of 1 MiB, whatever t
 
 from __future__ import annotations
 
-import contextlib
 from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,6 +15,7 @@ from typing import Any
 
 import orjson
 
+from ttrain.core import redact
 from ttrain.data.tools import kind_of
 from ttrain.errors import DataError
 
@@ -23,6 +23,9 @@ KEYS_LOOKED_AT, KEYS_OF_A_ROW = 1000, 100
 REASONS, OTHER_REASONS = 100, "other reasons"  # what is told apart, since a reason may name what differs in every row
 FIRST_REJECTED = 5
 EXCERPT_CHARACTERS = 200
+TOO_LONG = "line longer than reading.max_line_bytes={}; raise it, or split the text"
+NULS = "not valid JSON: NUL bytes alone, as a crash of the machine that wrote them leaves; write the line again"
+NOT_UTF8 = "not valid UTF-8; write the row again as UTF-8, or convert the file with iconv"
 Row = tuple[int, dict[str, Any]]
 
 
@@ -42,9 +45,9 @@ class Tally:
         """Count a bad row and pass it to the quarantine."""
         self._count(reason, 1)
         if len(self.first_rejected) < FIRST_REJECTED:
-            self.first_rejected.append(f"{path}:{line}: {reason}")
+            self.first_rejected.append(f"{redact.url(path)}:{line}: {reason}")
         if self.quarantine:
-            row: dict[str, Any] = {"file": path, "line": line, "reason": reason}
+            row: dict[str, Any] = {"file": redact.url(path), "line": line, "reason": reason}
             if raw:
                 row["text"] = raw[: 4 * EXCERPT_CHARACTERS].decode("utf-8", "replace")[:EXCERPT_CHARACTERS]
             self.quarantine(row)
@@ -95,37 +98,24 @@ class Tally:
             raise DataError(f"{setting}: no rows are left of {self.rows}{skipped}. {looked_for}")
 
 
-def records(paths: Sequence[str], tally: Tally, max_line_bytes: int) -> Iterator[tuple[str, int, dict[str, Any]]]:
+def records(
+    paths: Sequence[str], tally: Tally, max_line_bytes: int, text_field: str = "text"
+) -> Iterator[tuple[str, int, dict[str, Any]]]:
     """(path, line number from 1, JSON object) of every good line of every file; blank lines do not count as rows.
 
-    Raises DataError for a file that is truncated, corrupt, unreadable or in another encoding.
+    The elements of a JSON array are lines, and a `.txt` file is one, with its text under `text_field`.
+    Raises DataError for a file that is truncated, corrupt, unreadable, in another encoding or of another format.
     """
-    from ttrain.data import streams
+    from ttrain.data import parquet, streams
 
     for path in paths:
         numbered = (
-            parquet_lines(path, 0, len(streams.parquet_groups(path)))
+            parquet.lines(path, 0, len(parquet.groups(path)))
             if streams.is_parquet(path)
-            else lines(streams.chunks(path), max_line_bytes)
+            else lines(streams.json_lines(path, text_field), max_line_bytes)
         )
         for number, value in parsed(numbered, path, tally, max_line_bytes):
             yield path, number, value
-
-
-def parquet_lines(path: str, first_group: int, last_group: int) -> Iterator[tuple[int, bytes]]:
-    """(number from 1, JSON) of the rows of the groups `first_group` to `last_group`, the last one not included."""
-    from ttrain.data import streams
-
-    for number, row in streams.parquet_rows(path, first_group, last_group):
-        yield number, orjson.dumps(row, default=_as_json, option=orjson.OPT_PASSTHROUGH_DATETIME)
-
-
-def _as_json(value: object) -> object:
-    """What a column of parquet holds and JSON does not know: text as bytes is text, the rest is none."""
-    if isinstance(value, bytes):
-        with contextlib.suppress(UnicodeDecodeError):
-            return value.decode("utf-8")
-    return {"type": type(value).__name__}
 
 
 def parsed(numbered: Iterable[tuple[int, bytes]], path: str, tally: Tally, max_line_bytes: int) -> Iterator[Row]:
@@ -134,7 +124,7 @@ def parsed(numbered: Iterable[tuple[int, bytes]], path: str, tally: Tally, max_l
     for number, line in numbered:
         if len(line) > max_line_bytes:
             tally.rows += 1
-            tally.reject(path, number, f"line longer than reading.max_line_bytes={max_line_bytes}", line[:1000])
+            tally.reject(path, number, TOO_LONG.format(max_line_bytes), line[:1000])
             continue
         try:
             value = loads(line)
@@ -175,7 +165,9 @@ def _reason(line: bytes, error: str) -> str:
     try:
         line.decode("utf-8")
     except UnicodeDecodeError:
-        return "not valid UTF-8"
+        return NOT_UTF8
+    if not line.strip(b"\0\r"):
+        return NULS
     if line.startswith(BOM_UTF8):
         return "not valid JSON: a byte order mark, which may stand at the start of a file only"
     return f"not valid JSON: {error.split(': line')[0]}"

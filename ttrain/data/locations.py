@@ -6,20 +6,25 @@ Asked by the planner, so nothing of fsspec or the Hub is imported before such a 
 from __future__ import annotations
 
 import glob
+import logging
 import os
 import re
 import stat
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import unquote
 
+from ttrain.core import redact
 from ttrain.data import hub, remote
 from ttrain.errors import UsageError
 
 LINES = (".jsonl", ".ndjson")
 PACKED = (".gz", ".zst", ".bz2", ".xz")
-ENDINGS = (*LINES, *(kind + packed for kind in LINES for packed in PACKED), ".parquet")
+ROWS = (*LINES, *(kind + packed for kind in LINES for packed in PACKED), ".parquet")  # files of many records
+TEXTS = (".txt", *(".txt" + packed for packed in PACKED))  # of one document each
+TABLES = (".json", ".csv", ".tsv")  # read only where they are named
 LOCAL = ("file://", "local://")
 KINDS = {
     stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket",
@@ -28,6 +33,10 @@ KINDS = {
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 # How the Hub finds the split of a file in its path: the word between separators or digits, so that "constraints" is none.
 _TRAIN = re.compile(r"(?:^|[-._ 0-9/])train(?:ing)?(?:[-._ 0-9/]|$)")
+
+
+log = logging.getLogger("ttrain")
+_logged: set[str] = set()
 
 
 def is_remote(location: str) -> bool:
@@ -44,6 +53,7 @@ def local_path(location: str) -> Path:
 
 def name(location: str) -> str:
     """The last part of the path, for messages."""
+    location = redact.url(location)
     if remote.is_http(location):
         location = unquote(re.split("[?#]", location)[0])
     return PurePosixPath(location).name
@@ -64,23 +74,31 @@ def version(location: str) -> str | None:
     except UsageError:
         raise
     except Exception as error:  # every file system has errors of its own
-        raise UsageError(f"cannot read {location}: {remote.reason(error)}") from None
+        raise UsageError(f"cannot read {redact.url(location)}: {remote.reason(error)}") from None
     if found is None:
         raise UsageError(
-            f"cannot tell {location} from a later version of it: its server gives no ETag, checksum or date; "
+            f"cannot tell {redact.url(location)} from a later version of it: its server gives no ETag, checksum or date; "
             "download it and name the file"
         )
     return found
 
 
 def expand(patterns: Sequence[str], setting: str) -> list[str]:
-    """Files that the patterns name, each once: a file, a glob, or a folder (what ends as `ENDINGS` in it), in sorted order.
+    """Files that the patterns name, each once: a file, a glob, or a folder, in sorted order.
 
+    A folder stands for its files that end as `ROWS`; where it has none, for those that end as `TEXTS`, so that a licence
+    or a note beside the data is no document.
     A pattern may be a URL, or `hf://owner/name[@revision][/path or glob]`: without a path the training split, always pinned
     to a commit. UsageError where a pattern names nothing, or what cannot be read.
     """
     found: dict[str, None] = {}
     for pattern in patterns:
+        shown = redact.url(pattern)
+        if redact.is_hidden(pattern):
+            raise UsageError(
+                f"{setting} is '{shown}', as records show it: the secrets of a URL are not on record; "
+                f"give it again in full, with {_how_to_set(setting)}"
+            )
         try:
             if not is_remote(pattern):
                 matches = _local(pattern)
@@ -89,17 +107,34 @@ def expand(patterns: Sequence[str], setting: str) -> list[str]:
             else:
                 matches = _behind_url(pattern)
         except UsageError as error:
-            raise UsageError(f"{setting} is '{pattern}' but {error}") from None
+            raise UsageError(f"{setting} is '{shown}' but {error}") from None
         if not matches:
             raise UsageError(
-                f"{setting} is '{pattern}' but no such file is there; name a .jsonl or .parquet file, a glob or a folder "
-                "(commas separate several)"
+                f"{setting} is '{shown}' but {_missing(pattern)}; name a .jsonl, .parquet or .txt file, a glob or a "
+                "folder (commas separate several)"
             )
         for match in matches:
             if not match.isascii() and match != match.encode("utf-8", "replace").decode("utf-8"):
                 raise UsageError(f"{setting} names the file {match!r}, whose name is not UTF-8; rename it")
         found.update(dict.fromkeys(matches))
     return list(found)
+
+
+def _how_to_set(setting: str) -> str:
+    """What a user writes to give a setting its value, or an argument."""
+    if "." not in setting:
+        return f"the whole URL as {setting}"
+    return f"{setting}=URL, or TTRAIN__{setting.upper().replace('.', '__')} in the environment"
+
+
+def _missing(pattern: str) -> str:
+    """Why a pattern names nothing."""
+    if is_remote(pattern):
+        return "there is no such file"
+    path = local_path(pattern)
+    if path.is_dir():
+        return "no file in that folder ends in .jsonl, .ndjson, .parquet or .txt"
+    return "there is no such file" + ("" if path.is_absolute() else f" in {Path.cwd()}")
 
 
 def _local(pattern: str) -> list[str]:
@@ -126,9 +161,9 @@ def _in_folder(root: Path) -> list[str]:
         real = os.path.realpath(directory)
         folders[:] = [] if real in seen else sorted(folder for folder in folders if not folder.startswith("."))
         if real not in seen:
-            found += [str(Path(directory) / file) for file in files if _is_data(file)]
+            found += [str(Path(directory) / file) for file in files if not file.startswith(".")]
         seen.add(real)
-    return found
+    return _data_files(found, str(root))
 
 
 def _check_regular(path: str) -> None:
@@ -154,7 +189,8 @@ def _behind_url(pattern: str) -> list[str]:
         elif _is_folder(remote.info(pattern), pattern):
             root = path.rstrip("/") + "/"
             listed = remote.retried(lambda: _listed(files, root, None))
-            matches = [match for match in listed if _is_data(match.removeprefix(root))]
+            shown = [match for match in listed if not _is_hidden(match.removeprefix(root))]
+            matches = _data_files(shown, pattern.rstrip("/"))
         else:
             return [pattern]
     except Exception as error:  # every file system has errors of its own
@@ -183,32 +219,57 @@ def _glob(pattern: str) -> re.Pattern[str]:
 
 def _is_folder(details: dict[str, object], location: str) -> bool:
     """Over HTTP a folder is a page with links, and the name of none of our files."""
-    is_page = details.get("mimetype") == "text/html" and not name(location).endswith(ENDINGS)
+    is_page = details.get("mimetype") == "text/html" and not name(location).endswith((*ROWS, *TEXTS))
     return is_page or details["type"] == "directory"
 
 
 def _on_the_hub(pattern: str) -> list[str]:
     named = hub.parse(pattern)
     commit, files = hub.listing(named.repo, named.revision)
-    matches = _matching(files, named.path)
+    matches = _matching(files, named.path, pattern.rstrip("/"))
     if not matches:
         shown = ", ".join(sorted(files)[:5]) or "nothing"
         raise UsageError(
-            f"no such file is there: {named.repo} holds {shown}{', ...' if len(files) > 5 else ''}; name some that end in "
+            f"there is no such file: {named.repo} holds {shown}{', ...' if len(files) > 5 else ''}; name some that end in "
             f"{', '.join(LINES)} (packed or not) or .parquet, or try hf://{named.repo}@refs/convert/parquet"
         )
     return [f"{hub.PREFIX}{named.repo}@{commit}/{match}" for match in sorted(matches)]
 
 
-def _matching(files: Sequence[str], path: str) -> list[str]:
+def _matching(files: Sequence[str], path: str, location: str) -> list[str]:
     if path in files:
         return [path]
     if any(sign in path for sign in "*?["):
         return [file for file in files if _glob(path).match(file)]
-    below = [file for file in files if _is_data(file) and file.startswith(f"{path}/" if path else "")]
-    return ([] if path else [file for file in below if _TRAIN.search(file)]) or below
+    shown = [file for file in files if not _is_hidden(file)]
+    if path:
+        return _data_files([file for file in shown if file.startswith(f"{path}/")], location)
+    below = [file for file in shown if file.endswith(ROWS)]  # the texts of a whole repository are notes and vocabularies
+    return [file for file in below if _TRAIN.search(file)] or below
 
 
-def _is_data(path: str) -> bool:
-    """Whether a path below a folder is one of a data file, and not hidden."""
-    return path.endswith(ENDINGS) and not any(part.startswith(".") for part in path.split("/"))
+def _data_files(paths: Sequence[str], folder: str) -> list[str]:
+    """Of the files of a folder those that hold data: rows, or, where no file has any, texts. What looks like data and is
+    left out is logged."""
+    rows = [path for path in paths if path.endswith(ROWS)]
+    texts = [path for path in paths if path.endswith(TEXTS)]
+    _log_left_out([path for path in paths if path.endswith((*TABLES, *(TEXTS if rows else ())))], folder)
+    return rows or texts
+
+
+def _log_left_out(paths: Sequence[str], folder: str) -> None:
+    """A line with the numbers of files by their endings, once for a folder, which a run looks up several times."""
+    endings = Counter(next(ending for ending in (*TEXTS, *TABLES) if path.endswith(ending)) for path in paths)
+    if not endings:
+        return
+    shown = redact.url(folder)
+    ordered = sorted(endings, key=(*TEXTS, *TABLES).index)
+    counts = ", ".join(f"{endings[ending]} {ending}" for ending in ordered)
+    line = f"left out of {shown}: {counts}; name {shown}/*{ordered[0]} too"
+    if line not in _logged:
+        _logged.add(line)
+        log.warning("%s", line)
+
+
+def _is_hidden(path: str) -> bool:
+    return any(part.startswith(".") for part in path.split("/"))

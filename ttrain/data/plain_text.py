@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from ttrain.core.files import parse_json
 from ttrain.data.encoder import Encoder, open_tokenizer
 from ttrain.data.shards import Column, Ids
 
@@ -65,7 +66,7 @@ class TokenBytes:
 
     def __init__(self, encoder: Encoder) -> None:
         path = encoder.directory / "tokenizer.json"
-        tokenizer = json.loads(path.read_bytes())
+        tokenizer = parse_json(path.read_bytes())
         is_bytes = '"ByteLevel"' in json.dumps(tokenizer["decoder"])
         added = {token["id"]: token["content"] for token in tokenizer["added_tokens"]}
         special = encoder.special_ids()

@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from ttrain.digests import digest_of
+from ttrain.core import redact
+from ttrain.core.hashing import digest_of
 from ttrain.errors import DataError, TTrainError, UsageError
 
 T = TypeVar("T")
@@ -25,15 +26,22 @@ _LASTING = (
 )  # fmt: skip
 
 
+RUNS_CODE = frozenset({"dask"})  # protocols whose servers are sent pickles, and answer with some
+
+
 def is_http(location: str) -> bool:
     """Whether the protocol is HTTP, whose URLs have queries and whose servers may give whole files only."""
     return location.lower().startswith(("http://", "https://"))
 
 
 def filesystem(location: str) -> tuple[Any, str]:
-    """(the file system, the path there). UsageError where the protocol is unknown or its package is missing."""
+    """(the file system, the path there). UsageError where the protocol is unknown, refused, or its package is missing."""
     from fsspec.core import url_to_fs
 
+    for link in location.split("::"):
+        protocol = link.partition(":")[0].lower()
+        if protocol in RUNS_CODE:
+            raise UsageError(f"{protocol}:// is refused, since its servers may run code here; name the files themselves")
     options: dict[str, Any] = {}
     if is_http(location):
         import aiohttp
@@ -45,7 +53,7 @@ def filesystem(location: str) -> tuple[Any, str]:
     try:
         found: tuple[Any, str] = url_to_fs(location, **options)
     except Exception as error:  # an unknown protocol, a missing package, or missing credentials of that package
-        raise UsageError(f"nothing can open {location}: {reason(error)}") from None
+        raise UsageError(f"nothing can open {redact.url(location)}: {reason(error)}") from None
     return found
 
 
@@ -63,13 +71,14 @@ def info(location: str) -> dict[str, Any]:
 def version_in(details: Mapping[str, Any], location: str) -> str | None:
     """Digest of what tells this file from a later one at the same place; None where the details hold no such thing.
 
-    The place is part of it, since an ETag means something there only (nginx makes it of time and size).
+    The place is part of it, since an ETag means something there only (nginx makes it of time and size). It is the same place
+    after a signature or a password was renewed.
     """
     values = {name.lower().replace("-", "").replace("_", ""): value for name, value in details.items() if value}
     size = values.get("size", 0)
     for name in (*CHECKSUMS, *TIMES):
         if name in values and (name in CHECKSUMS or size):
-            return digest_of([location, name, str(values[name]), size])
+            return digest_of([redact.without_signature(location), name, str(values[name]), size])
     return None
 
 
@@ -93,13 +102,13 @@ def status_of(error: BaseException) -> int | None:
 
 
 def reason(error: BaseException) -> str:
-    """One line that says what went wrong."""
+    """One line that says what went wrong, without the secrets of URLs in it."""
     if isinstance(error, FileNotFoundError) or status_of(error) in (404, 410):
-        return "no such file is there"
+        return "there is no such file"
     if status_of(error) and hasattr(error, "message"):
-        return f"its server says {status_of(error)} {error.message}"
+        return redact.text(f"its server says {status_of(error)} {error.message}")
     lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    return redact.text(lines[0]) if lines else type(error).__name__
 
 
 def is_missing(error: BaseException) -> bool:
@@ -127,11 +136,11 @@ class RemoteFile(io.RawIOBase):
     """
 
     def __init__(self, location: str, *, in_parts: bool = False) -> None:
-        self._location = location
+        self._location, self._shown = location, redact.url(location)
         self._files, self._path = filesystem(location)
         details = self._told(lambda: info(location))
         if details.get("type") == "directory":
-            raise DataError(f"cannot read {location}: it is a folder, not a file")
+            raise DataError(f"cannot read {redact.url(location)}: it is a folder, not a file")
         self._size: int | None = details.get("size")
         self._version = version_in(details, location)
         self._position = 0
@@ -151,7 +160,7 @@ class RemoteFile(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         if whence == io.SEEK_END and self._size is None:
-            raise DataError(f"cannot read {self._location}: its server does not tell its size; download it first")
+            raise DataError(f"cannot read {self._shown}: its server does not tell its size; download it first")
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size or 0}[whence]
         if base + offset != self._position and self._front_to_back:
             self._front_to_back = False
@@ -175,7 +184,7 @@ class RemoteFile(io.RawIOBase):
         except TTrainError:
             raise
         except Exception as error:
-            raise DataError(f"cannot read {self._location}: {reason(error)}") from None
+            raise DataError(f"cannot read {self._shown}: {reason(error)}") from None
 
     def _read(self, size: int) -> bytes:
         try:
@@ -185,7 +194,7 @@ class RemoteFile(io.RawIOBase):
                 self._file.seek(self._position)
             return bytes(self._file.read(size))
         except ValueError:  # so fsspec says that a server answers with the whole file, whatever part is asked for
-            raise DataError(f"cannot read {self._location}: its server gives whole files only; download it first") from None
+            raise DataError(f"cannot read {self._shown}: its server gives whole files only; download it first") from None
         except Exception:
             self._let_go()
             raise
@@ -207,7 +216,7 @@ class RemoteFile(io.RawIOBase):
 
     def _check_it_is_the_same(self) -> None:
         if self._was_open and version_in(info(self._location), self._location) != self._version:
-            raise DataError(f"{self._location} changed while it was read; run the same command again")
+            raise DataError(f"{self._shown} changed while it was read; run the same command again")
         self._was_open = True
 
     def _let_go(self) -> None:

@@ -12,12 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ttrain.config import Reading
+from ttrain.core.files import read_json, read_object, write_json
 from ttrain.data import blocks, contamination, locations
 from ttrain.data.assembly import Built, DataFile, Made, assemble
 from ttrain.data.blocks import BLOCKS, Block, Recipe
 from ttrain.data.contamination import Against, Scanned
 from ttrain.data.encoder import EncoderDiffers
-from ttrain.store import read_json, write_json
 
 FILES = "files.json"
 
@@ -154,7 +154,7 @@ def _make_role(
 
     def tasks() -> Iterator[tuple[Block, Recipe, str]]:
         for number in opened:
-            for block in blocks.cut(files[number].location, number, block_bytes, recipe.max_line_bytes):
+            for block in blocks.cut(files[number].location, number, block_bytes, recipe):
                 numbers.append(number)
                 yield block, recipe, str(output)
 
@@ -202,7 +202,7 @@ def _draws(
     tasks = (
         (block, recipe)
         for number, file in enumerate(files)
-        for block in blocks.cut(file.location, number, block_bytes, recipe.max_line_bytes)
+        for block in blocks.cut(file.location, number, block_bytes, recipe)
     )
     with contextlib.closing(pool.map(blocks.scan, tasks)) as results:
         draws = np.concatenate([np.zeros(0, np.uint64), *results])
@@ -216,7 +216,7 @@ def _known_files(output: Path, recipe: Recipe) -> dict[str, list[tuple[str, str]
     """{name of a file's bytes and recipe: (directory, id) of each of its blocks}, where all of them are still there."""
     found: dict[str, list[tuple[str, str]]] = {}
     for directory in (str(output), *recipe.reuse):
-        for name, identities in (read_json(Path(directory) / BLOCKS / FILES) or {}).items():
+        for name, identities in read_object(Path(directory) / BLOCKS / FILES).items():
             if name not in found and all(blocks.is_there(Path(directory), i, fast=recipe.fast) for i in identities):
                 found[name] = [(directory, identity) for identity in identities]
     return found

@@ -13,7 +13,7 @@ import itertools
 import mmap
 import os
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,8 +23,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from ttrain.core.files import read_json, write_json
 from ttrain.errors import ArtifactError
-from ttrain.store import read_json, write_json
+from ttrain.store.integrity import home_of, verify_files
 
 INDEX = "index.json"
 FORMAT = 2
@@ -81,7 +82,7 @@ def write_shard(path: Path, column: Column, vocab_size: int) -> dict[str, Any]:
     return entry
 
 
-def write_files(files: Sequence[tuple[Path, Any]], mtime_ns: int | None = None) -> None:
+def write_files(files: Sequence[tuple[Path, Any]]) -> None:
     """Write files of a kind that must be whole: under temporary names, fsynced, then renamed in their order.
 
     All are written before the first is synced, since each sync of a journalled file system waits for what others write too:
@@ -93,8 +94,6 @@ def write_files(files: Sequence[tuple[Path, Any]], mtime_ns: int | None = None) 
         for file, (_, data) in zip(opened, files, strict=True):
             file.write(data)
             file.flush()
-            if mtime_ns is not None:
-                os.utime(file.fileno(), ns=(mtime_ns, mtime_ns))
         for file in opened:
             os.fsync(file.fileno())
     for source, (target, _) in zip(temporary, files, strict=True):
@@ -165,6 +164,7 @@ class ShardSet:
             )
         self.directory, self.index = directory, index
         self._shards = [shard for shard in index["shards"] if group is None or shard["group"] == group]
+        self._verified: set[str] = set()
         self._columns: list[Column | None] = [None] * len(self._shards)
         self._first_row = list(itertools.accumulate((shard["rows"] for shard in self._shards), initial=0))
         self._first_token = list(itertools.accumulate((shard["tokens"] for shard in self._shards), initial=0))
@@ -185,6 +185,7 @@ class ShardSet:
     @cached_property
     def lengths(self) -> npt.NDArray[np.int64]:
         """Tokens of each record; reads the offsets of every shard."""
+        self._verify(self._shards)
         found = [np.diff(self._column(number).offsets) for number in range(len(self._shards))]
         return np.concatenate(found) if found else np.zeros(0, np.int64)
 
@@ -203,6 +204,7 @@ class ShardSet:
 
     def columns(self) -> list[Column]:
         """Every shard's records, in order."""
+        self._verify(self._shards)
         return [self._column(number) for number in range(len(self._shards))]
 
     def stream(self, start: int, end: int) -> npt.NDArray[np.int64]:
@@ -246,10 +248,22 @@ class ShardSet:
             start, which = max(start, high), which + 1
         return found
 
+    def verify(self) -> None:
+        """Compare every shard with the index, for who reads the files without this. Raises DamagedFile."""
+        self._verify(self._shards)
+
+    def _verify(self, entries: Sequence[Mapping[str, Any]]) -> None:
+        """Compare the bytes of these shards with the index, whose own were compared before. Raises DamagedFile."""
+        files = {entry["file"]: str(entry["sha256"]) for entry in entries if entry["file"] not in self._verified}
+        if files:
+            verify_files([(self.directory / name, digest) for name, digest in files.items()], home_of(self.directory.parent))
+            self._verified.update(files)
+
     def _column(self, number: int) -> Column:
         column = self._columns[number]
         if column is None:
             shard = self._shards[number]
+            self._verify([shard])
             column = read_shard(self.directory / shard["file"])
             if len(column) != shard["rows"] or len(column.tokens) != shard["tokens"]:
                 raise ArtifactError(f"the shard {self.directory / shard['file']} is not the one that {INDEX} describes")

@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import orjson
 
-from ttrain.data import tools
-from ttrain.data.chat import Message
+from ttrain.data.chat_shapes import is_blank, messages_of
+from ttrain.data.chat_templates import Message
 from ttrain.data.jsonl import Tally, records
-from ttrain.data.templates import ROLES
 from ttrain.data.tools import Malformed, kind_of
 
 TEXT = "text"  # the default of reading.text_field, where the others are tried too
 DOCUMENT_KEYS = (TEXT, "content", "body", "paragraphs")
-SHAREGPT_ROLES = {
-    "system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
-    "function_call": "assistant", "observation": "tool", "tool": "tool",
-}  # fmt: skip
 # Keys by whose values an evaluation can be divided. They go along with held-out records, and identify none.
 LABELS, LABEL_CHARACTERS = ("source", "lang"), 64
-CHAT_FIELDS = "'messages' or 'conversations' with role and content, or 'instruction' with 'output'"
-# A character that shows: neither white space nor one of no width (soft hyphen, joiners, direction marks, BOM).
-VISIBLE = re.compile(r"[^\s\u00ad\u180e\u200b-\u200f\u202a-\u202e\u2060-\u2064\ufeff]")
 Labels = tuple[tuple[str, str], ...]
 
 
@@ -54,11 +45,10 @@ class Conversation:
 
     def content(self) -> bytes:
         """What identifies the record, wherever it stands."""
-        return orjson.dumps([[message.role, message.content] for message in self.messages])
+        return orjson.dumps([message.identity() for message in self.messages])
 
     def to_json(self) -> dict[str, Any]:
-        messages = [{"role": message.role, "content": message.content} for message in self.messages]
-        return {"messages": messages, **dict(self.labels)}
+        return {"messages": [message.to_json() for message in self.messages], **dict(self.labels)}
 
 
 Record = Document | Conversation
@@ -79,9 +69,9 @@ class Rejected:
     reason: str
 
 
-def read(paths: Sequence[str], parse: Parser, tally: Tally, max_line_bytes: int) -> Iterator[Record]:
-    """Good records of the files in order; the tally counts the others."""
-    return kept(records(paths, tally, max_line_bytes), parse, tally)
+def read(paths: Sequence[str], parse: Parser, tally: Tally, max_line_bytes: int, text_field: str = TEXT) -> Iterator[Record]:
+    """Good records of the files in order; the tally counts the others. `text_field` is the key of what `.txt` files say."""
+    return kept(records(paths, tally, max_line_bytes, text_field), parse, tally)
 
 
 def kept(rows: Iterable[tuple[str, int, dict[str, Any]]], parse: Parser, tally: Tally) -> Iterator[Record]:
@@ -102,11 +92,6 @@ def _excerpt(value: dict[str, Any]) -> bytes:
         return orjson.dumps(value, default=repr)
     except TypeError:  # nested deeper than orjson writes, which is less deep than it reads
         return b""
-
-
-def is_blank(text: str) -> bool:
-    """Whether nothing of the text shows."""
-    return VISIBLE.search(text) is None
 
 
 def document_keys(text_field: str) -> tuple[str, ...]:
@@ -134,7 +119,10 @@ def document_parser(text_field: str) -> Parser:
         else:
             return missing
         text = value[key]
-        if key == "paragraphs" and isinstance(text, list) and all(isinstance(part, str) for part in text):
+        if key == "paragraphs" and isinstance(text, list):
+            other = next((part for part in text if not isinstance(part, str)), "")
+            if other != "":
+                return Rejected(f"'paragraphs' holds {kind_of(other)}; write a text, or a list of texts")
             text = "\n".join(text)
         if not isinstance(text, str):
             return Rejected(f"'{key}' is {kind_of(text)}, not text")
@@ -152,7 +140,7 @@ def labels_of(row: dict[str, Any]) -> Labels:
 
 
 def parse_conversation(value: dict[str, Any]) -> Record | Skipped | Rejected:
-    """A chat in one of the known shapes, decided by the first of these keys: messages, conversations, instruction.
+    """A chat in one of the shapes that `messages_of` reads.
 
     A key that is null is as good as absent. Roles may come in any order.
     """
@@ -162,109 +150,9 @@ def parse_conversation(value: dict[str, Any]) -> Record | Skipped | Rejected:
         return Rejected(str(error))
     except RecursionError:
         return Rejected("the functions or the arguments of a call are nested too deeply")
-    if not any(message.role == "assistant" and not is_blank(message.content) for message in messages):
+    if not any(message.role == "assistant" and message.in_loss and not is_blank(message.content) for message in messages):
         return Skipped("no answer")
     return Conversation(tuple(messages), labels_of(value))
-
-
-def messages_of(value: dict[str, Any]) -> list[Message]:
-    """The turns of a chat in one of the known shapes, with an answer or without. Raises Malformed with the reason."""
-    shape = next((key for key in ("messages", "conversations", "instruction") if value.get(key) is not None), None)
-    if shape is None:
-        raise Malformed("none of the keys 'messages', 'conversations', 'instruction' holds a conversation")
-    messages = _alpaca(value) if shape == "instruction" else _turns(value[shape], shape, bool(value.get("tools")))
-    system = value.get("system")
-    if not (system is None or isinstance(system, str)):
-        raise Malformed(f"'system' is {kind_of(system)}, not text")
-    if system and not is_blank(system):
-        if any(message.role == "system" for message in messages):
-            raise Malformed("both the key 'system' and a system turn")
-        messages.insert(0, Message("system", system))
-    if functions := tools.tools_text(value.get("tools")):
-        begins = messages[0].role == "system"
-        first = Message("system", tools.with_tools(messages[0].content if begins else "", functions))
-        messages[: int(begins)] = [first]
-    return messages
-
-
-def _alpaca(value: dict[str, Any]) -> list[Message]:
-    texts = {}
-    for key in ("instruction", "output"):
-        text = value.get(key)
-        if key not in value:
-            raise Malformed(f"no key '{key}' beside 'instruction'")
-        if not isinstance(text, str):
-            raise Malformed(f"'{key}' is {kind_of(text)}, not text")
-        if is_blank(text):
-            raise Malformed(f"'{key}' is empty")
-        texts[key] = text
-    extra = value.get("input")
-    if not (extra is None or isinstance(extra, str)):
-        raise Malformed(f"'input' is {kind_of(extra)}, not text")
-    prompt = f"{texts['instruction']}\n\n{extra}" if extra and not is_blank(extra) else texts["instruction"]
-    return [Message("user", prompt), Message("assistant", texts["output"])]
-
-
-def _turns(turns: object, shape: str, has_tools: bool) -> list[Message]:
-    if not isinstance(turns, list):
-        raise Malformed(f"'{shape}' is {kind_of(turns)}, not a list of turns")
-    if not turns:
-        raise Malformed(f"'{shape}' has no turns")
-    messages: list[Message] = []
-    call_ids: set[str] = set()
-    called = False
-    for turn in turns:
-        if not isinstance(turn, dict):
-            raise Malformed(f"a turn is {kind_of(turn)}, not an object")
-        message, calls = _turn(turn, has_tools)
-        if message.role == "tool":
-            number = turn.get("tool_call_id")
-            if not called:
-                raise Malformed("a tool turn without a call before it")
-            if number is not None and (not isinstance(number, str) or number not in call_ids):
-                raise Malformed(f"tool_call_id {str(number)[:40]!r}, which no call before it has")
-        called = called or (message.role == "assistant" and tools.has_calls(message.content))
-        call_ids.update(call["id"] for call in calls if isinstance(call.get("id"), str))
-        messages.append(message)
-    return messages
-
-
-def _turn(turn: dict[str, Any], has_tools: bool) -> tuple[Message, list[dict[str, Any]]]:
-    """The turn and its calls, which the content holds as text."""
-    is_sharegpt = "role" not in turn and "from" in turn
-    name, key = (turn["from"], "value") if is_sharegpt else (turn.get("role"), "content")
-    role = SHAREGPT_ROLES.get(name) if is_sharegpt and isinstance(name, str) else name
-    if role not in ROLES:
-        raise Malformed(f"unknown role {str(name)[:40]!r}" if "role" in turn or is_sharegpt else "a turn without a role")
-    if is_sharegpt and name == "function_call":
-        calls = tools.calls_of(turn.get(key), "'function_call'")
-        return Message(role, tools.with_calls("", calls)), calls
-    calls = tools.calls_of(turn.get("tool_calls"))
-    if calls and role != "assistant":
-        raise Malformed(f"'tool_calls' on a turn of role '{role}'")
-    content = _text(turn, key, role, empty=bool(calls))
-    functions = tools.tools_text(turn.get("tools"))
-    if functions and (role != "system" or has_tools):
-        raise Malformed("'tools' stands on a turn that is not the system's, or twice")
-    return Message(role, tools.with_tools(tools.with_calls(content, calls), functions)), calls
-
-
-def _text(turn: dict[str, Any], key: str, role: str, *, empty: bool) -> str:
-    """The text under `key`, also where it comes in parts; `empty`: null is as good as none."""
-    content = turn.get(key)
-    if content is None and empty:
-        return ""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise Malformed(
-            f"the content of a turn of role '{role}' is {kind_of(content) if key in turn else 'missing'}, not text"
-        )
-    for part in content:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            found = repr(str(part.get("type"))[:40]) if isinstance(part, dict) else kind_of(part)
-            raise Malformed(f"a content part is {found}, not a text")
-    return "".join(part["text"] for part in content)
 
 
 def content_hash(record: Record) -> bytes:

@@ -14,16 +14,16 @@ import numpy as np
 import numpy.typing as npt
 
 from ttrain.config import Reading
-from ttrain.data import blocks, inspecting, sources, validating
+from ttrain.data import blocks, inspect, sources, validate
 from ttrain.data.blocks import Block, Recipe
 from ttrain.data.chat_rows import ChatRows
 from ttrain.data.document_rows import DocumentRows
 from ttrain.data.packing import Rows
 from ttrain.data.sharding import Pool
 from ttrain.data.shards import COUNTED, ShardSet
-from ttrain.data.validating import Examined, Report
+from ttrain.data.validate import Examined, Report
 from ttrain.errors import UsageError
-from ttrain.store import Store
+from ttrain.store.artifacts import Store
 
 PERCENTILES = (1, 5, 25, 50, 75, 95, 99)
 CODE_POINTS = 0x110000
@@ -75,16 +75,16 @@ def of_shards(shards: ShardSet, row_length: int, end_id: int | None) -> dict[str
 
 
 def of_directory(path: Path, row_length: int, tokenizer: Path | None, store: Store) -> dict[str, Any]:
-    """Every part of a set of shards, and what was said of the whole when it was made. Raises what `inspecting` does."""
+    """Every part of a set of shards, and what was said of the whole when it was made. Raises what `inspect` does."""
     parts = {}
-    for name, part in inspecting.parts_of(path).items():
+    for name, part in inspect.parts_of(path).items():
         shards = ShardSet(part)
         end_id = None
         if shards.index["kind"] == "chats" or tokenizer is not None:
             with contextlib.suppress(UsageError):
-                end_id = inspecting.encoder_of(part, tokenizer, store).end_id
+                end_id = inspect.encoder_of(part, tokenizer, store).end_id
         parts[name] = of_shards(shards, row_length, end_id)
-        summary = inspecting.summary_of(part)
+        summary = inspect.summary_of(part)
     known = {name: summary.get(name) for name in ("duplicates", "files")}
     return {"path": str(path), "parts": parts, **known}
 
@@ -98,7 +98,7 @@ class Measured(Examined):
 
 
 def measure(block: Block, recipe: Recipe, listed: int) -> Measured:
-    """`validating.examine`, and figures about the texts."""
+    """`validate.examine`, and figures about the texts."""
     sizes: list[int] = []
     characters = _Characters()
 
@@ -107,7 +107,7 @@ def measure(block: Block, recipe: Recipe, listed: int) -> Measured:
         sizes.append(len(text.encode("utf-8")))
         characters.add(text)
 
-    found = validating.examine(block, recipe, listed, look)
+    found = validate.examine(block, recipe, listed, look)
     return Measured(**vars(found), sizes=np.array(sizes, np.int64), code_points=characters.counts())
 
 
@@ -128,7 +128,7 @@ def of_files(
         sizes[report.file].append(found.sizes)
         letters[report.file].update(_scripts(found.code_points))
 
-    reports = validating.validate(locations, reading, pool=pool, kind=kind, progress=progress, examine=measure, each=each)
+    reports = validate.validate(locations, reading, pool=pool, kind=kind, progress=progress, examine=measure, each=each)
     return [(report, _figures(sizes[report.file], letters[report.file])) for report in reports]
 
 

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import codecs
 import io
+import itertools
 import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ttrain.data import archives, hub, locations
+from ttrain.data import decompress, encodings, formats, hub, locations
+from ttrain.data.formats import Format
 from ttrain.data.remote import RemoteFile, reason
 from ttrain.errors import DataError
 
-CHUNK_BYTES = archives.PIECE_BYTES
+CHUNK_BYTES = decompress.PIECE_BYTES
 HEAD_BYTES = 512
 BATCH_ROWS, BATCH_BYTES = 1024, 8 << 20
 REMOTE_BUFFER_BYTES = 8 << 20  # of every column, one request each
@@ -36,13 +38,6 @@ FOREIGN = {
     b"<html": ("a web page", "name the file that the page offers, not the page"),
 }
 TAR_PLACE, TAR_MAGIC = 257, b"ustar"
-# The 32-bit marks first: one of them begins like a 16-bit one.
-MARKS = {
-    codecs.BOM_UTF32_LE: "UTF-32", codecs.BOM_UTF32_BE: "UTF-32",
-    codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16",
-}  # fmt: skip
-# JSON begins with two ASCII characters, so where its first four bytes are zero tells its encoding (RFC 4627, section 3).
-ZEROS = {"000x": "UTF-32BE", "0x0x": "UTF-16BE", "x000": "UTF-32LE", "x0x0": "UTF-16LE"}
 
 
 def open_stream(location: str) -> BinaryIO:
@@ -83,23 +78,37 @@ def is_parquet(location: str) -> bool:
 
 
 def is_plain(location: str) -> bool:
-    """Whether it is a file of uncompressed UTF-8 text on this machine, of which any part can be read by its place.
+    """Whether it is a file of uncompressed JSON Lines on this machine, of which any part can be read by its place.
 
-    DataError where it is neither that nor something that `chunks` reads.
+    DataError where it is neither that nor something that `json_lines` reads.
     """
     if locations.is_remote(location):
         return False
-    head = _head(location)
-    if archives.is_packed(head):
+    head = _head(location, formats.HEAD_BYTES)
+    if decompress.is_packed(head):
         return False
-    _check_text(head, location)
-    return True
+    _check_text(head[:HEAD_BYTES], location, head)
+    return formats.format_of(head[_mark_bytes(head) :], location, lambda: head) is Format.LINES
 
 
-def _head(location: str) -> bytes:
+def json_lines(location: str, text_field: str) -> Iterator[bytes]:
+    """The text as JSON Lines, in bounded pieces: as it stands, or made of a JSON array, or of a `.txt` file.
+
+    A `.txt` file is a row with `text_field` alone. DataError for all that `chunks` refuses, and for text of another format.
+    """
+    pieces, head = chunks(location), bytearray()
+    for piece in pieces:
+        head += piece
+        if len(head) >= formats.HEAD_BYTES:
+            break
+    form = formats.format_of(bytes(head[: formats.HEAD_BYTES]), location, lambda: _head(location))
+    yield from formats.as_json_lines(itertools.chain([bytes(head)] if head else [], pieces), form, location, text_field)
+
+
+def _head(location: str, size: int = HEAD_BYTES) -> bytes:
     try:
         with open_stream(location) as stream:
-            return stream.read(HEAD_BYTES)
+            return stream.read(size)
     except OSError as error:
         raise DataError(f"cannot read {location}: {error.strerror or error}") from None
 
@@ -115,16 +124,16 @@ def chunks(location: str, start: int = 0) -> Iterator[bytes]:
             head = stream.read(HEAD_BYTES)
             size = 0 if locations.is_remote(location) else stream.seek(0, io.SEEK_END)
             stream.seek(0)
-            pieces = archives.unpacked(stream, head)
+            pieces = decompress.unpacked(stream, head)
             if pieces is None:
-                _check_text(head, location)
+                _check_text(head, location, head)
                 stream.seek(start or _mark_bytes(head))
                 while piece := stream.read(CHUNK_BYTES):
                     yield piece
                 if stream.tell() < size:
                     raise EOFError("it became shorter while it was read")
             else:
-                yield from _text(pieces, start, location)
+                yield from _text(pieces, start, location, head)
     except EOFError as error:
         raise DataError(f"{location} is truncated: {error}; {AGAIN}") from None
     except ValueError as error:
@@ -134,13 +143,13 @@ def chunks(location: str, start: int = 0) -> Iterator[bytes]:
         raise DataError(f"cannot read {location}: {error.strerror or error}") from None
 
 
-def _text(pieces: Iterator[bytes], start: int, location: str) -> Iterator[bytes]:
+def _text(pieces: Iterator[bytes], start: int, location: str, stored_head: bytes) -> Iterator[bytes]:
     head = b""
     for piece in pieces:
         head += piece
         if len(head) >= HEAD_BYTES:
             break
-    _check_text(head, location, in_archive=True)
+    _check_text(head, location, stored_head, in_archive=True)
     skip = start or _mark_bytes(head)
     for at in range(0, len(head), CHUNK_BYTES):
         if piece := head[at : at + CHUNK_BYTES][max(0, skip - at) :]:
@@ -156,20 +165,16 @@ def _mark_bytes(head: bytes) -> int:
     return len(codecs.BOM_UTF8) if head.startswith(codecs.BOM_UTF8) else 0
 
 
-def _check_text(head: bytes, location: str, *, in_archive: bool = False) -> None:
+def _check_text(head: bytes, location: str, stored_head: bytes, *, in_archive: bool = False) -> None:
     """DataError where the first bytes tell that this is no UTF-8 text."""
     inside = "holds" if in_archive else "is"
-    encoding = next((encoding for mark, encoding in MARKS.items() if head.startswith(mark)), None)
-    encoding = encoding or ZEROS.get("".join("x" if byte else "0" for byte in head[:4]))
-    if encoding:
-        cure = f"convert it with `iconv -f {encoding.lower()} -t utf-8`"
-        raise DataError(f"{location} {inside} {encoding}, but ttrain reads UTF-8; {cure}")
+    formats.check_encoding(head, location, lambda: stored_head)
     for magic, (what, cure) in FOREIGN.items():
         if head.startswith(magic):
             raise DataError(f"{location} {inside} {what}, not lines of text; {cure}")
     if head[TAR_PLACE:].startswith(TAR_MAGIC):
         raise DataError(f"{location} {inside} a tar archive, not lines of text; unpack it")
-    if in_archive and archives.is_packed(head):
+    if in_archive and decompress.is_packed(head):
         raise DataError(f"{location} is compressed twice; unpack it once")
     if not in_archive and location.endswith(locations.PACKED) and _is_binary(head):
         raise DataError(f"{location} is corrupt: it begins neither as its name says nor as text; {AGAIN}")
@@ -177,11 +182,9 @@ def _check_text(head: bytes, location: str, *, in_archive: bool = False) -> None
 
 def _is_binary(head: bytes) -> bool:
     """Whether there are control characters in it, what is no UTF-8, or nothing but the beginning of an archive's magic."""
-    try:
-        codecs.getincrementaldecoder("utf-8")().decode(head)  # a character may be cut at its end
-    except UnicodeDecodeError:
+    if not encodings.is_utf8(head):
         return True
-    is_cut = bool(head) and any(magic.startswith(head) for magic in archives.MAGICS)
+    is_cut = bool(head) and any(magic.startswith(head) for magic in decompress.MAGICS)
     return is_cut or any(byte < 32 and byte not in b"\t\n\r" for byte in head)
 
 
@@ -190,6 +193,17 @@ def parquet_groups(location: str) -> list[tuple[int, int]]:
     with _parquet(location) as file:
         sizes = [file.metadata.row_group(group).total_byte_size for group in range(file.metadata.num_row_groups)]
         return list(zip(_rows_of(file), sizes, strict=True))
+
+
+def parquet_bytes(location: str) -> int:
+    """The bytes that the columns take in the file, by its footer; at most those of the file."""
+    path = local_file(location)
+    with _parquet(location) as file:
+        chunks = [file.metadata.row_group(group) for group in range(file.metadata.num_row_groups)]
+        size: int = sum(
+            chunk.column(number).total_compressed_size for chunk in chunks for number in range(chunk.num_columns)
+        )
+        return max(0, min(size, path.stat().st_size) if path else size)
 
 
 def parquet_rows(
@@ -228,6 +242,8 @@ def _parquet(location: str) -> Iterator[Any]:
             if sum(_rows_of(file)) != file.metadata.num_rows:
                 raise DataError(f"{location} is corrupt: its groups have not the rows that it says; fetch it again")
             yield file
+    except MemoryError:  # which Arrow's is, too
+        raise
     except (pa.ArrowException, OSError, ValueError) as error:  # the last where a name is no UTF-8
         raise DataError(f"{location} is truncated or corrupt: {reason(error)}; fetch it again") from None
     finally:

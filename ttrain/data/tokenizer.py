@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ttrain.data import templates
+from ttrain.core.files import write_json
+from ttrain.data import jinja_templates
 from ttrain.data.encoder import END_OF_TURN, Encoder
-from ttrain.store import write_json
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -33,21 +33,21 @@ def train(texts: Sequence[str], vocab_size: int, template: str = "ttrain") -> To
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-    tokenizer = Tokenizer(models.BPE(unk_token=templates.UNK))
+    tokenizer = Tokenizer(models.BPE(unk_token=jinja_templates.UNK))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=list(templates.SPECIAL_TOKENS[template]),
+        special_tokens=list(jinja_templates.SPECIAL_TOKENS[template]),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     tokenizer.train_from_iterator((piece for text in texts for piece in pieces(text)), trainer)
-    bos = tokenizer.token_to_id(templates.BOS)
+    bos = tokenizer.token_to_id(jinja_templates.BOS)
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{templates.BOS} $A",
-        pair=f"{templates.BOS} $A {templates.BOS} $B",
-        special_tokens=[(templates.BOS, bos)],
+        single=f"{jinja_templates.BOS} $A",
+        pair=f"{jinja_templates.BOS} $A {jinja_templates.BOS} $B",
+        special_tokens=[(jinja_templates.BOS, bos)],
     )
     return tokenizer
 
@@ -64,14 +64,14 @@ def pieces(text: str) -> list[str]:
 def save(tokenizer: Tokenizer, directory: Path, template: str = "ttrain") -> None:
     """Write a trained tokenizer as a directory that `AutoTokenizer.from_pretrained` opens."""
     tokens = {
-        "bos_token": templates.BOS,
-        "eos_token": templates.EOS,
-        "pad_token": templates.PAD,
-        "unk_token": templates.UNK,
-        END_OF_TURN: templates.END_TOKENS[template],
+        "bos_token": jinja_templates.BOS,
+        "eos_token": jinja_templates.EOS,
+        "pad_token": jinja_templates.PAD,
+        "unk_token": jinja_templates.UNK,
+        END_OF_TURN: jinja_templates.END_TOKENS[template],
     }
-    others = templates.SPECIAL_TOKENS[template][4:]
-    write(directory, tokenizer.to_str(pretty=True), tokens, others, templates.JINJA[template], MODEL_MAX_LENGTH)
+    others = jinja_templates.SPECIAL_TOKENS[template][4:]
+    write(directory, tokenizer.to_str(pretty=True), tokens, others, jinja_templates.JINJA[template], MODEL_MAX_LENGTH)
 
 
 def write(

@@ -17,6 +17,7 @@ import orjson
 TOOLS_SENTENCE = "You may call these functions; put each call as JSON between <tool_call> and </tool_call>."
 TOOLS_BEGIN, TOOLS_END = "<tools>", "</tools>"
 CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
+A_TOOL, A_CALL = '{"name": "f", "parameters": {}}', '{"name": "f", "arguments": {}}'
 JSON_TYPES = {
     type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "text", list: "a list",
     dict: "an object",
@@ -38,9 +39,9 @@ def tools_text(tools: object) -> str:
     if found is None or found == []:
         return ""
     if not isinstance(found, list):
-        raise Malformed(f"'tools' is {kind_of(found)}, not a list")
+        raise Malformed(f"'tools' is {kind_of(found)}, not a list of functions such as {A_TOOL}")
     for tool in found:
-        _name(tool, "a tool")
+        _check_name(tool, "a tool", A_TOOL)
     return "\n".join([TOOLS_SENTENCE, TOOLS_BEGIN, *map(_dumps, found), TOOLS_END])
 
 
@@ -57,9 +58,9 @@ def calls_of(value: object, name: str = "'tool_calls'") -> list[dict[str, Any]]:
     if isinstance(found, dict) and name != "'tool_calls'":
         found = [found]
     if not isinstance(found, list):
-        raise Malformed(f"{name} is {kind_of(found)}, not a list")
+        raise Malformed(f"{name} is {kind_of(found)}, not a list of calls such as {A_CALL}")
     for call in found:
-        _name(call, "a tool call")
+        _check_name(call, "a tool call", A_CALL)
         _check_arguments(_function(call))
     return found
 
@@ -85,19 +86,18 @@ def _function(value: dict[str, Any]) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _name(value: object, what: str) -> str:
+def _check_name(value: object, kind: str, example: str) -> None:
     if not isinstance(value, dict):
-        raise Malformed(f"{what} is {kind_of(value)}, not an object")
+        raise Malformed(f"{kind} is {kind_of(value)}, not an object such as {example}")
     name = _function(value).get("name")
     if not isinstance(name, str) or not name.strip():
-        raise Malformed(f"{what} has no name")
-    return name
+        raise Malformed(f"{kind} has no name; write {example}")
 
 
 def _check_arguments(function: dict[str, Any]) -> None:
     arguments = _parsed(function.get("arguments"), "the arguments of a tool call")
     if not isinstance(arguments, dict):
-        raise Malformed(f"the arguments of a tool call are {kind_of(arguments)}, not an object")
+        raise Malformed(f'the arguments of a tool call are {kind_of(arguments)}, not an object such as {{"city": "Rome"}}')
 
 
 def _parsed(value: object, name: str) -> Any:
@@ -106,7 +106,7 @@ def _parsed(value: object, name: str) -> Any:
     try:
         return orjson.loads(value)
     except orjson.JSONDecodeError:
-        raise Malformed(f"{name}: not valid JSON") from None
+        raise Malformed(f"{name}: not valid JSON; write JSON, or a text that holds JSON") from None
 
 
 def _dumps(value: object) -> str:

@@ -19,18 +19,18 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from ttrain.core.parent_process import end_with_parent
 from ttrain.data.packing import Rows
 from ttrain.doctor.check import Check, judged
 from ttrain.doctor.parts import HeldRows, Learner, Losses, held, trainer_of, unevenly_masked, without_dropout
 from ttrain.errors import TTrainError
-from ttrain.parent import end_with_parent
 from ttrain.train.checkpoint import Checkpoints, read
-from ttrain.train.checkpoint_files import found as checkpoints_in
-from ttrain.train.checkpoint_files import step_of
-from ttrain.train.nonfinite import NonFinite
-from ttrain.train.placing import whole
+from ttrain.train.checkpoint_format import found as checkpoints_in
+from ttrain.train.checkpoint_format import step_of
+from ttrain.train.distributed import Ranks
+from ttrain.train.dtensor import whole
+from ttrain.train.non_finite import NonFinite
 from ttrain.train.precision import Precision
-from ttrain.train.ranks import Ranks
 
 Step = tuple[float, dict[str, Tensor]]  # loss (of rank 0, NaN on others), and gradients by name
 Launch = Callable[[Learner, HeldRows], list[Step]]

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import os
 import shutil
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,8 +21,8 @@ from ttrain.config import Runtime, Training
 from ttrain.data.packing import Rows
 from ttrain.doctor.check import Check, judged
 from ttrain.doctor.parts import Learner, held, trainer_of
+from ttrain.train.distributed import Ranks
 from ttrain.train.precision import DTYPES, Precision, has_bf16
-from ttrain.train.ranks import Ranks
 from ttrain.train.schedules import decay_start, steps_of
 
 GB = 1e9
@@ -199,11 +197,6 @@ def threads(runtime: Runtime, cores: int) -> Check:
     figure = f"{runtime.devices} x {each} threads on {cores} cores"
     cure = f"set runtime.threads={max(1, cores // runtime.devices)}, or fewer runtime.devices: threads wait for each other"
     return judged("threads", each * runtime.devices <= cores, figure, cure)
-
-
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def versions(required: Sequence[str], pins: Mapping[str, str], installed: Callable[[str], str] = metadata.version) -> Check:

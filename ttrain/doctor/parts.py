@@ -18,8 +18,8 @@ from ttrain.data.packing import IGNORE, Batch, Counts, Rows
 from ttrain.data.samplers import ShuffledOrder
 from ttrain.train.callbacks import Callback, StepRecord
 from ttrain.train.checkpoint import Checkpoints, Snapshot
+from ttrain.train.distributed import Ranks
 from ttrain.train.precision import Precision, resolve
-from ttrain.train.ranks import Ranks
 from ttrain.train.task import TrainingTask
 from ttrain.train.trainer import Cadence, How, Trainer, Weights
 

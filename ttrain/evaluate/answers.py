@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from ttrain.data import chat
-from ttrain.data.chat import Messages
-from ttrain.data.templates import is_live
+from ttrain.data.chat_templates import Messages, is_live
 from ttrain.data.tools import has_calls
 from ttrain.errors import DataError
 from ttrain.evaluate import fluency, markers, tool_calls
-from ttrain.evaluate.outcome import Figure
-from ttrain.evaluate.subject import Progress, Subject
+from ttrain.evaluate.evaluated_model import Progress, Subject
+from ttrain.evaluate.json_schemas import Budget
+from ttrain.evaluate.task_result import Figure
 from ttrain.evaluate.tool_calls import Judged
 
 log = logging.getLogger("ttrain")
@@ -51,7 +51,7 @@ class Turn:
         calls = self.calls
         if calls is not None and (calls.called or has_calls(self.reference)):
             found |= {"calls_valid": calls.valid, "calls_right": calls.right, "calls_wrong": list(calls.wrong)}
-            found |= {"calls_unchecked": calls.unchecked} if calls.unchecked else {}
+            found |= {"calls_unchecked": list(calls.unchecked)} if calls.unchecked else {}
         return found
 
 
@@ -77,6 +77,7 @@ def ask(chats: Sequence[Messages], subject: Subject, most: int, new_tokens: int,
     if refused:
         log.warning("%d answers of %s are not asked for: %s", len(refused), subject.name, refused[0])
     offered = [tool_calls.given(messages) for messages in chats]
+    budget = Budget()
     order = sorted(range(len(places)), key=lambda at: -len(prompts[at][0]))
     found: list[list[Turn]] = [[] for _ in chats]
     for start in range(0, len(order), AT_ONCE):
@@ -84,10 +85,18 @@ def ask(chats: Sequence[Messages], subject: Subject, most: int, new_tokens: int,
         for at, (ids, ended) in zip(some, subject.generate([prompts[at][0] for at in some], room), strict=True):
             (number, turn), text = places[at], subject.encoder.decode(ids)
             reference = chats[number][turn].content
-            judged = tool_calls.judge(text, reference, offered[number]) if offered[number] or has_calls(reference) else None
+            has_functions = offered[number] or has_calls(reference)
+            judged = tool_calls.judge(text, reference, offered[number], budget) if has_functions else None
             marks = tuple(markers.found(subject.encoder, ids, text))
             found[number].append(Turn(turn, reference, text, ended, marks, judged, prompts[at][1]))
         progress(min(start + AT_ONCE, len(order)), len(order))
+    unchecked = [reason for turns in found for turn in turns if turn.calls for reason in turn.calls.unchecked]
+    if unchecked:
+        log.warning(
+            "%d calls of %s are not compared with a schema; the first: %s", len(unchecked), subject.name, unchecked[0]
+        )
+    if budget.refused:
+        log.warning("%d of these calls of %s are not compared because %s", budget.refused, subject.name, budget.reason)
     return [sorted(turns, key=lambda turn: turn.number) for turns in found]
 
 

@@ -8,19 +8,19 @@ from collections.abc import Sequence
 from typing import Any
 
 from ttrain.config.suite import HELDOUT_PARTS, ChatsTask
-from ttrain.data import chat, sources
+from ttrain.data import chat, chat_shapes, chat_templates, sources
 from ttrain.errors import DataError, UsageError
 from ttrain.evaluate import answers, perplexity
 from ttrain.evaluate import items as reading
+from ttrain.evaluate.evaluated_model import Progress, Subject
 from ttrain.evaluate.items import BadRow, Items, LeftOut, Places
-from ttrain.evaluate.outcome import Figure, Outcome
-from ttrain.evaluate.subject import Progress, Subject
+from ttrain.evaluate.task_result import Figure, Outcome
 
 log = logging.getLogger("ttrain")
 Tokens = tuple[list[int], list[bool]]
 
 
-def read(task: str, spec: ChatsTask, places: Places) -> Items[chat.Messages]:
+def read(task: str, spec: ChatsTask, places: Places) -> Items[chat_templates.Messages]:
     """The chats of a file, or those that the model's run held out. Raises UsageError where there is no such file, DataError
     where it holds no chat."""
     setting = places.setting(task, "file")
@@ -32,13 +32,13 @@ def read(task: str, spec: ChatsTask, places: Places) -> Items[chat.Messages]:
     found = reading.sampled(found, spec.limit, spec.seed)
     if not found:
         bad = f"; the first of {len(left_out)} bad rows is {left_out[0].where}: {left_out[0].reason}" if left_out else ""
-        raise DataError(f"{setting} {spec.file} has no chat; a row needs {sources.CHAT_FIELDS}{bad}")
+        raise DataError(f"{setting} {spec.file} has no chat; a row needs {chat_shapes.CHAT_FIELDS}{bad}")
     chats = tuple(messages for messages, _ in found)
-    names = reading.digests([[(message.role, message.content) for message in messages] for messages in chats])
+    names = reading.digests([[message.identity() for message in messages] for messages in chats])
     return Items(task, spec, chats, names, tuple(left_out), reading.groups([row for _, row in found], spec.by))
 
 
-def run(items: Items[chat.Messages], subject: Subject, progress: Progress) -> Outcome:
+def run(items: Items[chat_templates.Messages], subject: Subject, progress: Progress) -> Outcome:
     """Loss in nats per token of the assistant's turns, the token that ends each included, and its exponential; and where
     `new_tokens` is not 0, the figures of `answers.figures`.
 
@@ -102,7 +102,7 @@ def _scores(
     )
 
 
-def _encoded(subject: Subject, messages: chat.Messages) -> Tokens | str:
+def _encoded(subject: Subject, messages: chat_templates.Messages) -> Tokens | str:
     """(ids, live) of a chat, or why the model's template refuses it."""
     try:
         return chat.encode_chat(subject.encoder, messages)
@@ -115,7 +115,7 @@ def _part(progress: Progress, number: int, halves: bool) -> Progress:
     return (lambda done, total: progress(number * total + done, 2 * total)) if halves else progress
 
 
-def _messages(row: dict[str, Any]) -> chat.Messages:
+def _messages(row: dict[str, Any]) -> chat_templates.Messages:
     found = sources.parse_conversation(row)
     if isinstance(found, sources.Conversation):
         return found.messages

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from ttrain.config.suite import ChoicesTask
-from ttrain.evaluate import wording
+from ttrain.evaluate import prompts
+from ttrain.evaluate.evaluated_model import Progress, Subject
 from ttrain.evaluate.items import BadRow, Items, Places, digests, groups, read_rows, sampled
-from ttrain.evaluate.outcome import Figure, Outcome
-from ttrain.evaluate.requests import Likelihood, log_likelihoods
-from ttrain.evaluate.subject import Progress, Subject
+from ttrain.evaluate.log_likelihood import Likelihood, log_likelihoods
+from ttrain.evaluate.task_result import Figure, Outcome
 
 WANTED = '{"question": text, "choices": [texts], "answer": number from 0, letter or text}'
 FIGURES = {"none": "accuracy", "characters": "accuracy_characters", "bytes": "accuracy_bytes", "tokens": "accuracy_tokens"}
@@ -45,7 +45,7 @@ class Asked:
 
 def parse(record: dict[str, Any], by: Sequence[str] = ()) -> Choice:
     """The item of a row. Raises BadRow for one that has no single right answer among different choices."""
-    question, choices = wording.text(record, "question"), record.get("choices")
+    question, choices = prompts.text(record, "question"), record.get("choices")
     if not isinstance(choices, list) or not all(isinstance(choice, str) for choice in choices):
         raise BadRow("choices are no list of strings")
     if len(choices) < 2:
@@ -54,7 +54,7 @@ def parse(record: dict[str, Any], by: Sequence[str] = ()) -> Choice:
         raise BadRow("an empty choice")
     if len({choice.strip() for choice in choices}) < len(choices):
         raise BadRow("two choices are the same")
-    return Choice(question, tuple(choices), _answer(record.get("answer"), choices), wording.labels(record, by))
+    return Choice(question, tuple(choices), _answer(record.get("answer"), choices), prompts.labels(record, by))
 
 
 def read(task: str, spec: ChoicesTask, places: Places) -> Items[Asked]:
@@ -65,9 +65,9 @@ def read(task: str, spec: ChoicesTask, places: Places) -> Items[Asked]:
         return parse(record, spec.by)
 
     rows, left_out = read_rows(places.file(spec.file), parsed, setting)
-    wording.check_some(rows, left_out, f"{setting} {spec.file}", WANTED)
+    prompts.check_some(rows, left_out, f"{setting} {spec.file}", WANTED)
     items = sampled(rows, spec.limit, spec.seed)
-    shots, more = wording.examples(task, spec, rows, items, places, parsed)
+    shots, more = prompts.examples(task, spec, rows, items, places, parsed)
     asked = tuple(_asked(spec, item, examples) for item, examples in zip(items, shots, strict=True))
     names = digests([[one.context, one.continuations, one.choice.answer] for one in asked])
     return Items(task, spec, asked, names, (*left_out, *more), groups([item.labels for item in items], spec.by))
@@ -132,7 +132,7 @@ def _asked(spec: ChoicesTask, item: Choice, examples: Sequence[Choice]) -> Asked
         return spec.template.replace("{question}", one.question)
 
     def after(one: Choice, choice: str) -> str:
-        return (wording.between(before(one), choice) if spec.delimiter is None else spec.delimiter) + choice
+        return (prompts.between(before(one), choice) if spec.delimiter is None else spec.delimiter) + choice
 
     shots = "".join(before(one) + after(one, one.choices[one.answer]) + spec.shots_separator for one in examples)
     return Asked(item, shots + before(item), tuple(after(item, choice) for choice in item.choices))

@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
-from ttrain.evaluate.wording import UNSPACED
+from ttrain.evaluate.prompts import UNSPACED
 
 REPEATED_WORDS = 4  # words of what counts as repeated; three are often a phrase
 LOOP_TIMES, LOOP_BYTES = 3, 24  # a loop comes so often, and is so long in all: "no, no, no!" is none

@@ -12,14 +12,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ttrain.config.suite import GenerationTask
-from ttrain.data.chat import Message, prompt_ids
+from ttrain.data.chat import prompt_ids
+from ttrain.data.chat_templates import Message
 from ttrain.errors import UsageError
-from ttrain.evaluate import wording
+from ttrain.evaluate import prompts as wording
+from ttrain.evaluate.answer_numbers import MARK, answer_in, is_number
 from ttrain.evaluate.choices import cut_figure
+from ttrain.evaluate.evaluated_model import Progress, Subject
 from ttrain.evaluate.items import BadRow, Items, Places, digests, groups, read_rows, sampled
-from ttrain.evaluate.numbers import MARK, answer_in, is_number
-from ttrain.evaluate.outcome import Figure, Outcome
-from ttrain.evaluate.subject import Progress, Subject
+from ttrain.evaluate.task_result import Figure, Outcome
 
 WANTED = '{"question": text, "answer": text or number, "final" (optional): the result alone}'
 log = logging.getLogger("ttrain")
@@ -146,9 +147,9 @@ def answers(
 def judged(answer: str, final: str, match: str) -> tuple[str | None, bool]:
     """(what of the answer was compared, whether it is right).
 
-    numeric: the numbers that `numbers.answer_in` finds are equal. exact: the text is the same but for case, width, white
-    space and punctuation at its ends; of the answer what follows the last `####` where there is one, else its first line
-    that says anything, where the right answer has one line.
+    numeric: the numbers that `answer_numbers.answer_in` finds are equal. exact: the text is the same but for case, width,
+    white space and punctuation at its ends; of the answer what follows the last `####` where there is one, else its first
+    line that says anything, where the right answer has one line.
     """
     if match == "numeric":
         number = answer_in(answer)

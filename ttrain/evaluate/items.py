@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from ttrain.config.suite import Task
+from ttrain.core.hashing import digest_of
 from ttrain.data import jsonl
-from ttrain.digests import digest_of
 from ttrain.errors import UsageError
 from ttrain.evaluate.scores import DIGEST_CHARACTERS
 
@@ -38,11 +38,12 @@ class LeftOut(NamedTuple):
 class Places:
     """Where the files of a suite lie: paths in it are relative to `base`; `heldout` has the records of a run's held-out
     parts ("documents", "chats", "domain"), which tasks name instead of a file; `named` is how the command line named the
-    file of a task, such as "--choices"."""
+    file of a task, such as "--choices"; `allow_code`: whether task files of the harness may run Python."""
 
     base: Path
     heldout: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
     named: Mapping[str, str] = field(default_factory=dict)
+    allow_code: bool = False
 
     def file(self, name: str) -> Path:
         """The file of that name."""

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ttrain.config.suite import LastWordTask
-from ttrain.evaluate import wording
+from ttrain.evaluate import prompts
 from ttrain.evaluate.choices import cut_figure
+from ttrain.evaluate.evaluated_model import Progress, Subject
 from ttrain.evaluate.items import Items, Places, digests, groups, read_rows, sampled
-from ttrain.evaluate.outcome import Figure, Outcome
-from ttrain.evaluate.requests import log_likelihoods
-from ttrain.evaluate.subject import Progress, Subject
+from ttrain.evaluate.log_likelihood import log_likelihoods
+from ttrain.evaluate.task_result import Figure, Outcome
 
 WANTED = '{"context": text, "target": text}'
 
@@ -37,8 +37,8 @@ class Asked(NamedTuple):
 
 def parse(record: dict[str, Any], by: Sequence[str] = ()) -> Passage:
     """The item of a row. Raises BadRow where there is no text to continue, or nothing to continue it with."""
-    context, target = wording.text(record, "context"), wording.text(record, "target")
-    return Passage(context, wording.between(context, target) + target, wording.labels(record, by))
+    context, target = prompts.text(record, "context"), prompts.text(record, "target")
+    return Passage(context, prompts.between(context, target) + target, prompts.labels(record, by))
 
 
 def read(task: str, spec: LastWordTask, places: Places) -> Items[Asked]:
@@ -49,9 +49,9 @@ def read(task: str, spec: LastWordTask, places: Places) -> Items[Asked]:
         return parse(record, spec.by)
 
     rows, left_out = read_rows(places.file(spec.file), parsed, setting)
-    wording.check_some(rows, left_out, f"{setting} {spec.file}", WANTED)
+    prompts.check_some(rows, left_out, f"{setting} {spec.file}", WANTED)
     items = sampled(rows, spec.limit, spec.seed)
-    shots, more = wording.examples(task, spec, rows, items, places, parsed)
+    shots, more = prompts.examples(task, spec, rows, items, places, parsed)
     asked = tuple(
         Asked("".join(one.context + one.target + spec.shots_separator for one in before) + item.context, item.target, item)
         for item, before in zip(items, shots, strict=True)

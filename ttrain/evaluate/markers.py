@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from ttrain.data import chat
-from ttrain.data.chat import Message
+from ttrain.data.chat_templates import Message, Segment
 from ttrain.data.encoder import Encoder
-from ttrain.data.templates import Segment
 from ttrain.errors import DataError
 
 # A special token that is spelt, as a model of another template does: <|im_start|>, <｜User｜>, [INST], <s>.

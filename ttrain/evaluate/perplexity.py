@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ttrain.data.packing import IGNORE
 from ttrain.evaluate.token_losses import TokenLosses
-from ttrain.train.ranks import Ranks
+from ttrain.train.distributed import Ranks
 
 # Padded tokens of a forward pass: the most, where nobody says how many, and how many are enough for full speed. On a CPU 512
 # tokens take as long each as 2048 (S, rows of 512: 829 and 807 us).

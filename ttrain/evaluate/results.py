@@ -7,11 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ttrain.digests import digest_of
-from ttrain.evaluate import confidence, notes, p_values
-from ttrain.evaluate.confidence import FEWEST_ITEMS, Comparison, Rule
+from ttrain.core.hashing import digest_of
+from ttrain.evaluate import item_notes as notes
+from ttrain.evaluate import p_values, statistics
 from ttrain.evaluate.items import Items
-from ttrain.evaluate.outcome import Figure, Outcome, metric_of
+from ttrain.evaluate.statistics import FEWEST_ITEMS, Comparison, Rule
+from ttrain.evaluate.task_result import Figure, Outcome, metric_of
 
 COMPARED = tuple(field.name for field in fields(Comparison))
 OTHER_ITEMS = "not the same items"
@@ -93,7 +94,7 @@ class Results:
             first, *others = by_model.values()
             for other in others:
                 why = _incomparable(first, other)
-                compared = None if why else confidence.compare(first.primary, other.primary, self.rule, among=among)
+                compared = None if why else statistics.compare(first.primary, other.primary, self.rule, among=among)
                 found.append(Versus(task, first.primary.name, first.subject, other.subject, compared, math.nan, why))
         corrected = p_values.holm([math.nan if one.compared is None else one.compared.p for one in found])
         return [
@@ -126,8 +127,8 @@ class Results:
 
     def _figure(self, figure: Figure) -> dict[str, Any]:
         return _finite({
-            "value": figure.value, "interval": confidence.interval(figure, self.rule), "unit": figure.unit,
-            "smallest": confidence.smallest(figure), "higher_is_better": figure.higher_is_better,
+            "value": figure.value, "interval": statistics.interval(figure, self.rule), "unit": figure.unit,
+            "smallest": statistics.smallest(figure), "higher_is_better": figure.higher_is_better,
             "items": sum(size > 0 for size in figure.sizes),
         })  # fmt: skip
 
@@ -180,7 +181,7 @@ class Results:
         return (*(number(value) for _ in self.models), "", *([""] if len(self.models) == 1 else []))
 
     def _cell(self, figure: Figure) -> str:
-        interval = confidence.interval(figure, self.rule)
+        interval = statistics.interval(figure, self.rule)
         return number(figure.value) + ("" if interval is None else f" ({span(interval)})")
 
 
@@ -188,7 +189,7 @@ def _incomparable(first: Outcome, other: Outcome) -> str:
     """Why the two say nothing about each other; "" where they do."""
     if first.items != other.items:
         return OTHER_ITEMS
-    if not confidence.comparable(first.primary, other.primary):
+    if not statistics.comparable(first.primary, other.primary):
         return OTHER_COUNTS
     broken = [one.subject for one in (first, other) if not math.isfinite(one.primary.value)]
     return f"what {' and '.join(broken)} says is no number" if broken else ""
@@ -213,7 +214,7 @@ def _shown(value: float, sign: str) -> str:
 
 
 def _shows(figure: Figure) -> str:
-    smallest = confidence.smallest(figure)
+    smallest = statistics.smallest(figure)
     return "" if smallest is None else number(smallest)
 
 

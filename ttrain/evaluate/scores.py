@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from ttrain.digests import digest_of
-from ttrain.evaluate.outcome import Figure, Outcome, metric_of
-from ttrain.store import read_json, write_json
+from ttrain.core.files import read_object, write_json
+from ttrain.core.hashing import digest_of
+from ttrain.evaluate.task_result import Figure, Outcome, metric_of
 
 FILE = "scores.json"  # of an evaluation
 DIGEST_CHARACTERS = 16  # 64 bits: among a million records a chance of 3e-8 that two are taken for one
@@ -84,19 +84,19 @@ class Table:
 def sums_of(directory: Path, metric: str) -> tuple[list[float], list[float], list[str]] | None:
     """(sums, sizes, records) behind a figure of the evaluation in this directory: `sum(sums) / sum(sizes)`, or of that what
     `shown_of` says; None where it has none."""
-    return sums_in(read_json(directory / FILE) or {}, metric)
+    return sums_in(read_object(directory / FILE), metric)
 
 
 def direction_of(directory: Path, metric: str) -> bool | None:
     """Whether more of the figure is better, by the evaluation in this directory; None where it does not say."""
-    entry = (read_json(directory / FILE) or {}).get("metrics", {}).get(metric, {})
+    entry = read_object(directory / FILE).get("metrics", {}).get(metric, {})
     higher: bool | None = entry.get("higher_is_better")
     return higher
 
 
 def shown_of(directory: Path, metric: str) -> Literal["exp"] | None:
     """What the figure is of its quotient: "exp" for a perplexity."""
-    entry = (read_json(directory / FILE) or {}).get("metrics", {}).get(metric, {})
+    entry = read_object(directory / FILE).get("metrics", {}).get(metric, {})
     return "exp" if entry.get("shown") == "exp" else None
 
 

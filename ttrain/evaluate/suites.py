@@ -12,11 +12,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from ttrain.config.loading import configs_directory, read_yaml
 from ttrain.config.suite import HELDOUT, HELDOUT_PARTS, ChatsTask, HarnessTask, Suite, Task, TextTask
+from ttrain.config.yaml_text import one_line
 from ttrain.errors import UsageError
-from ttrain.evaluate import wrong_settings
-from ttrain.loading import configs_directory, read_yaml
+from ttrain.evaluate import suite_errors
 
+SHOWN_ERRORS = 20
 ENDINGS = (".yaml", ".yml")
 
 
@@ -79,7 +81,7 @@ def within(loaded: Loaded, parts: Collection[str]) -> Loaded:
             f"{loaded.name} asks about held-out {' and '.join(named)} alone, but here is "
             f"{' and '.join(parts) or 'nothing'}; add a task with a file"
         )
-    return replace(loaded, suite=Suite(tasks=tasks))
+    return replace(loaded, suite=loaded.suite.model_copy(update={"tasks": tasks}))
 
 
 def at_most(loaded: Loaded, items: int, text_bytes: int) -> Loaded:
@@ -105,7 +107,8 @@ def checked(tree: Mapping[str, Any], origin: str) -> Suite:
     try:
         return Suite.model_validate(tree)
     except ValidationError as error:
-        raise UsageError(f"{origin}: {'; '.join(wrong_settings.explained(item, tree) for item in error.errors())}") from None
+        errors = [one_line(suite_errors.explained(item, tree)) for item in error.errors(include_url=False)[:SHOWN_ERRORS]]
+        raise UsageError(f"{origin}: {'; '.join(errors)}") from None
 
 
 def files_of(loaded: Loaded) -> list[Path]:
@@ -129,7 +132,7 @@ def read_by(loaded: Loaded) -> Iterator[tuple[str, Path]]:
 def without_chats(loaded: Loaded) -> Suite | None:
     """The suite without its tasks of kind chats; None where that leaves none."""
     tasks = {name: task for name, task in loaded.suite.tasks.items() if not isinstance(task, ChatsTask)}
-    return Suite(tasks=tasks) if tasks else None
+    return loaded.suite.model_copy(update={"tasks": tasks}) if tasks else None
 
 
 def check_parts(loaded: Loaded, parts: Collection[str]) -> None:

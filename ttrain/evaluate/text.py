@@ -13,10 +13,10 @@ from ttrain.data import sources
 from ttrain.errors import DataError
 from ttrain.evaluate import baselines, perplexity
 from ttrain.evaluate import items as reading
+from ttrain.evaluate.evaluated_model import Progress, Subject
 from ttrain.evaluate.items import BadRow, Items, Places
-from ttrain.evaluate.outcome import LN2, Figure, Outcome
-from ttrain.evaluate.requests import beginning
-from ttrain.evaluate.subject import Progress, Subject
+from ttrain.evaluate.log_likelihood import beginning
+from ttrain.evaluate.task_result import LN2, Figure, Outcome
 
 EXCERPT_CHARACTERS = 200
 Record = tuple[str, Mapping[str, Any]]  # a text, and the row that it stood in

@@ -11,35 +11,31 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import orjson
-from jsonschema import Draft202012Validator
-from jsonschema.exceptions import SchemaError
-from jsonschema.exceptions import ValidationError as Mismatch
-from referencing import Registry
 
-from ttrain.data.chat import Message
+from ttrain.data.chat_templates import Message
 from ttrain.data.tools import CALL_BEGIN, CALL_END, TOOLS_BEGIN, TOOLS_END, has_calls
+from ttrain.evaluate import json_schemas
+from ttrain.evaluate.json_schemas import Budget
 
 Object = dict[str, Any]
 Functions = Mapping[str, Any]  # name to the JSON schema of its arguments, as the data have it
-NOTHING_FETCHED: Registry[Any] = Registry()  # an address in a schema stays an address
 SHOWN_CHARACTERS = 80
 # A line by itself begins and ends the functions: no JSON holds a newline, but descriptions and prompts speak of the marks.
-OFFERED = re.compile(rf"^{TOOLS_BEGIN}\n(.*?)\n{TOOLS_END}$", re.MULTILINE | re.DOTALL)
+MARKS = re.compile(rf"^(?:{TOOLS_BEGIN}|{TOOLS_END})$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call as JSON says it; `wrong` is why it cannot be made, "" where it can. `unchecked`: by its name alone, since what
-    stands in the place of its schema is none."""
+    """A call as JSON says it; `wrong` is why it cannot be made, "" where it can. `unchecked` is why its arguments are not
+    compared with its schema: that is no schema, or asks for too much time or memory."""
 
     name: str
     arguments: Object
     wrong: str = ""
-    unchecked: bool = False
+    unchecked: str = ""
 
 
 @dataclass(frozen=True)
@@ -51,7 +47,7 @@ class Judged:
     right_names  it calls the same functions as the reference, each as often, in any order
     right        with the same arguments, whether or not they fit the schema: those of 2 % of Glaive's calls do not
     wrong        why calls cannot be made
-    unchecked    calls whose arguments no schema could be asked about
+    unchecked    why the arguments of calls are not compared with a schema
     """
 
     called: bool
@@ -59,7 +55,7 @@ class Judged:
     right_names: bool
     right: bool
     wrong: tuple[str, ...]
-    unchecked: int
+    unchecked: tuple[str, ...]
 
 
 def given(messages: Sequence[Message]) -> Functions:
@@ -67,7 +63,7 @@ def given(messages: Sequence[Message]) -> Functions:
     found: dict[str, Any] = {}
     for message in messages:
         if message.role == "system":
-            for text in OFFERED.findall(message.content):
+            for text in _offered(message.content):
                 for tool in map(_object, text.split("\n")):  # JSON may hold what else ends a line, such as U+2028
                     function = (tool or {}).get("function") or tool
                     if isinstance(function, dict) and isinstance(function.get("name"), str):
@@ -75,9 +71,11 @@ def given(messages: Sequence[Message]) -> Functions:
     return found
 
 
-def judge(answer: str, reference: str, functions: Functions) -> Judged:
-    """What an answer calls, beside what the reference calls. Where nobody offers functions, any name can be called."""
-    made, wanted = calls(answer, functions), calls(reference, {})
+def judge(answer: str, reference: str, functions: Functions, budget: Budget | None = None) -> Judged:
+    """What an answer calls, beside what the reference calls. Where nobody offers functions, any name can be called.
+
+    The budget is for the schemas of all answers that are judged with it."""
+    made, wanted = calls(answer, functions, budget), calls(reference, {})
     wrong = tuple(call.wrong for call in made if call.wrong)
     named = bool(made) and all(call.name for call in made)
     return Judged(
@@ -86,19 +84,19 @@ def judge(answer: str, reference: str, functions: Functions) -> Judged:
         right_names=named and sorted(call.name for call in made) == sorted(call.name for call in wanted),
         right=named and sorted(map(_same, made)) == sorted(map(_same, wanted)),
         wrong=wrong,
-        unchecked=sum(call.unchecked for call in made),
+        unchecked=tuple(call.unchecked for call in made if call.unchecked),
     )
 
 
-def calls(text: str, functions: Functions) -> list[Call]:
+def calls(text: str, functions: Functions, budget: Budget | None = None) -> list[Call]:
     """Every call of a text, in its order; what begins like one and does not end has no name."""
-    found = [_call(body, functions) for body in _between(text, CALL_BEGIN, CALL_END)]
+    found = [_call(body, functions, budget or Budget()) for body in _between(text, CALL_BEGIN, CALL_END)]
     if text.count(CALL_BEGIN) > len(found):
         found.append(Call("", {}, f"a call without {CALL_END}"))
     return found
 
 
-def _call(body: str, functions: Functions) -> Call:
+def _call(body: str, functions: Functions, budget: Budget) -> Call:
     value = _object(body)
     if value is None:
         return Call("", {}, f"no JSON object: {body.strip()[:SHOWN_CHARACTERS]}")
@@ -114,36 +112,25 @@ def _call(body: str, functions: Functions) -> Call:
     schema = functions.get(name)
     if schema is None:  # nobody says what it takes
         return Call(name, arguments)
-    if not _usable(orjson.dumps(schema)):
-        return Call(name, arguments, unchecked=True)
-    return _checked(name, arguments, schema)
-
-
-def _checked(name: str, arguments: Object, schema: Object) -> Call:
     try:
-        Draft202012Validator(schema, registry=NOTHING_FETCHED).validate(arguments)
-    except Mismatch as error:
-        place = ".".join(map(str, error.absolute_path)) or "the arguments"
-        return Call(name, arguments, f"{name}: {place}: {error.message[:SHOWN_CHARACTERS]}")
-    except Exception:  # an address, a schema that holds itself, a pattern of another language, a `$ref` to what is no schema
-        return Call(name, arguments, unchecked=True)
-    return Call(name, arguments)
+        schema_json = orjson.dumps(schema)
+    except TypeError as error:  # nested deeper than orjson writes
+        return Call(name, arguments, unchecked=f"the schema cannot be used: {error}")
+    checked = json_schemas.check(schema_json, orjson.dumps(arguments), budget)
+    return Call(name, arguments, f"{name}: {checked.mismatch}" if checked.mismatch else "", checked.unchecked)
 
 
-@lru_cache(maxsize=4096)
-def _usable(schema: bytes) -> bool:
-    """Whether this JSON is a schema: data have types such as Python's, which no arguments could fit.
-
-    Asked once of each: it takes longer than to check a call (1,782 calls of two data sets: 2 s, then 0.3 s).
-    """
-    value = orjson.loads(schema)
-    if not isinstance(value, dict):
-        return False
-    try:
-        Draft202012Validator.check_schema(value)
-    except (SchemaError, RecursionError):
-        return False
-    return True
+def _offered(text: str) -> list[str]:
+    """What stands between a line <tools> and the next line </tools>, in one pass over the text."""
+    found: list[str] = []
+    begin: int | None = None
+    for mark in MARKS.finditer(text):
+        if mark.group() == TOOLS_BEGIN:
+            begin = mark.end() + 1 if begin is None else begin
+        elif begin is not None:
+            found += [text[begin : mark.start() - 1]] if mark.start() > begin else []
+            begin = None
+    return found
 
 
 def _between(text: str, begin: str, end: str) -> list[str]:

@@ -17,10 +17,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from ttrain.config import Lora
+from ttrain.core.files import parse_json
 from ttrain.errors import ArtifactError, UsageError
-from ttrain.model import targets
+from ttrain.model import adapter_targets
 from ttrain.model.factory import overwrite
-from ttrain.weights import ADAPTER
+from ttrain.store.weights import ADAPTER
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
@@ -51,7 +52,7 @@ def _attach_low_rank(model: PreTrainedModel, config: Lora) -> PeftModel:
 
     from ttrain.model.lora_linear import FusedLinear
 
-    found = targets.find(model, config.targets)
+    found = adapter_targets.find(model, config.targets)
     _check_parameters(found, config)
     settings = LoraConfig(
         r=config.rank,
@@ -73,7 +74,7 @@ def _attach_low_rank(model: PreTrainedModel, config: Lora) -> PeftModel:
     return adapted
 
 
-def _check_parameters(found: targets.Targets, config: Lora) -> None:
+def _check_parameters(found: adapter_targets.Targets, config: Lora) -> None:
     """Weights that are adapted as they stand, stacks of experts above all, are adapted by plain LoRA only."""
     named = ", ".join(sorted({name.removesuffix(".weight").rpartition(".")[2] for name in found.parameters}))
     for key, value in (("kind", config.kind), ("dropout", config.dropout)):
@@ -84,7 +85,7 @@ def _check_parameters(found: targets.Targets, config: Lora) -> None:
             )
 
 
-def _check_adapted(model: PeftModel, found: targets.Targets) -> None:
+def _check_adapted(model: PeftModel, found: adapter_targets.Targets) -> None:
     """That PEFT put adapters where it was told to, and nowhere else."""
     adapted = {
         name.removeprefix("base_model.model.").rpartition(".lora_A")[0].replace(".base_layer", "")
@@ -131,7 +132,7 @@ def files(model: PeftModel, *, base: str, base_digest: str, held_in: str | None 
 
 
 def load(base: PreTrainedModel, directory: Path, base_digest: str, name: str = NAME) -> PeftModel:
-    """The base with the adapter of `directory`, frozen. `base_digest`: `ttrain.weights.weights_digest` of the base.
+    """The base with the adapter of `directory`, frozen. `base_digest`: `ttrain.store.weights.weights_digest` of the base.
 
     Raises ArtifactError where it was trained on another base, or where its weights do not fit.
     """
@@ -198,7 +199,7 @@ def check_base(directory: Path, base_digest: str) -> None:
         log.warning("the adapter %s does not say on which base it was trained; its names and shapes must do", directory)
         return
     try:
-        wanted = str(json.loads(path.read_bytes())["base_weights_sha256"])
+        wanted = str(parse_json(path.read_bytes())["base_weights_sha256"])
     except (ValueError, KeyError, TypeError) as error:
         raise ArtifactError(f"{path}, which names the adapter's base, is damaged: {error}") from None
     if wanted != base_digest:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from ttrain.config import Model
 from ttrain.errors import UsageError
-from ttrain.model import custom, kinds
+from ttrain.model import own_architectures, registry
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -66,8 +66,8 @@ def suitable_kinds() -> list[str]:
     """Every `model.kind` that is a decoder of text alone. Their configs are imported, which takes a second."""
     from transformers import CONFIG_MAPPING
 
-    custom.register()
-    return sorted(kind for kind in kinds.names() if not _unsuitable(CONFIG_MAPPING[kind], kind))
+    own_architectures.register()
+    return sorted(kind for kind in registry.names() if not _unsuitable(CONFIG_MAPPING[kind], kind))
 
 
 class Names:
@@ -76,9 +76,9 @@ class Names:
     def __init__(self, kind: str) -> None:
         from transformers import CONFIG_MAPPING
 
-        kinds.check(kind)
-        if kind in custom.KINDS:
-            custom.register()
+        registry.check(kind)
+        if kind in own_architectures.KINDS:
+            own_architectures.register()
         self.kind = kind
         self.make: Callable[..., PretrainedConfig] = CONFIG_MAPPING[kind]
         own: Any = self.make
@@ -88,7 +88,9 @@ class Names:
         why = _unsuitable(own, kind)
         if why:
             decoder = f"{kind}_text"
-            hint = f"set model.kind={decoder}" if decoder in kinds.names() else "choose a decoder: llama, qwen3, gpt2, ..."
+            hint = (
+                f"set model.kind={decoder}" if decoder in registry.names() else "choose a decoder: llama, qwen3, gpt2, ..."
+            )
             raise UsageError(f"model.kind is '{kind}', which {why}; {hint}")
 
     def of(self, setting: str) -> str | None:

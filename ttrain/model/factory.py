@@ -11,8 +11,9 @@ import torch
 from safetensors import SafetensorError
 
 from ttrain.config import Model
+from ttrain.core.files import read_object
 from ttrain.errors import ArtifactError, UsageError
-from ttrain.model import custom, initial
+from ttrain.model import initialization, own_architectures
 from ttrain.model.architecture import build_config
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ def build(config: Model, *, vocab_size: int, ids: dict[str, int], stop_ids: list
     """
     torch.manual_seed(seed)
     model = construct(config, vocab_size=vocab_size, ids=ids)
-    initial.scale_residuals(model, config)
+    initialization.scale_residuals(model, config)
     model.generation_config.eos_token_id = stop_ids
     return model
 
@@ -82,9 +83,8 @@ def load(directory: Path, **options: Any) -> PreTrainedModel:
 
 def _register(directory: Path) -> None:
     """Let transformers know our own shapes, where the directory holds one."""
-    config = json.loads((directory / "config.json").read_bytes())
-    if isinstance(config, dict) and config.get("model_type") in custom.KINDS:
-        custom.register()
+    if read_object(directory / "config.json").get("model_type") in own_architectures.KINDS:
+        own_architectures.register()
 
 
 def _shape(model: PreTrainedModel, name: str) -> list[int]:
@@ -101,7 +101,7 @@ def files(model: PreTrainedModel) -> dict[str, bytes]:
     return {
         "config.json": json.dumps(config, indent=2, sort_keys=True).encode(),
         "generation_config.json": json.dumps(generation, indent=2, sort_keys=True).encode(),
-        **custom.files(model.config),
+        **own_architectures.files(model.config),
     }
 
 

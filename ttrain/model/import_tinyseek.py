@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ttrain.errors import ArtifactError
-from ttrain.model.importing import Converted, Source, agree, told
+from ttrain.model.import_common import Converted, Source, agree, told
 from ttrain.model.modeling_tinyseek import TinySeekConfig
 
 EMBEDDING = "tokenEmbedding.tokenEmbedding.weight"

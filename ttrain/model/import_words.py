@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from ttrain.core.files import parse_json
 from ttrain.errors import ArtifactError
 
 VOCABULARY = "vocab.json"
@@ -24,7 +25,7 @@ def tokenizer_files(path: Path) -> dict[str, bytes]:
     from tokenizers.pre_tokenizers import Sequence, Split
 
     try:
-        words: dict[str, int] = json.loads(path.read_bytes())
+        words: dict[str, int] = parse_json(path.read_bytes())
         held = {number: word for word, number in words.items()}
         whole = {held.get(number, f"[hole{number}]"): number for number in range(max(held) + 1)}
     except (ValueError, AttributeError, TypeError) as error:

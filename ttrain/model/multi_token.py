@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ttrain.config.model import MultiToken
 from ttrain.errors import ArtifactError
 from ttrain.model import factory
-from ttrain.weights import SECOND_HEAD
+from ttrain.store.weights import SECOND_HEAD
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

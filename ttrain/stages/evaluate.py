@@ -15,23 +15,25 @@ import torch
 from torch import nn
 
 from ttrain.config import Evaluate, EvaluateConfig, Runtime
-from ttrain.data import chat, contamination
+from ttrain.core.files import write_json
+from ttrain.data import chat, chat_templates, contamination
 from ttrain.data.encoder import Encoder
 from ttrain.data.sources import LABELS
-from ttrain.evaluate import baselines, confidence, contaminated, notes, perplexity, running, samples, scores, suites
+from ttrain.evaluate import baselines, greedy_samples, item_notes, perplexity, scores, statistics, suites
+from ttrain.evaluate import contamination as contaminated
 from ttrain.evaluate import items as items_of
+from ttrain.evaluate import run as running
 from ttrain.evaluate.items import Items
-from ttrain.evaluate.outcome import LN2, Outcome
 from ttrain.evaluate.results import Results
-from ttrain.job import Job
+from ttrain.evaluate.task_result import LN2, Outcome
+from ttrain.inference.evaluated_model import subject_of
+from ttrain.inference.loading import speaker_of
 from ttrain.model import adapters, factory
+from ttrain.stages.job import Job
 from ttrain.stages.shards import heldout_records
-from ttrain.store import write_json
-from ttrain.subjects import subject_of
-from ttrain.talk.loading import speaker_of
+from ttrain.store.weights import weights_digest
 from ttrain.train import precision
-from ttrain.train.ranks import Ranks
-from ttrain.weights import weights_digest
+from ttrain.train.distributed import Ranks
 
 Sequences = list[tuple[list[int], list[bool]]]
 MODELS = ("base", "sft", "lora")
@@ -87,8 +89,8 @@ def run(config: EvaluateConfig, job: Job) -> dict[str, Any]:
             outcomes += running.ask(asked[name], subject, partial(_told, _progress(job, number * PARTS + len(data))))
     for outcome in outcomes:
         table.outcome(outcome)
-    rule = confidence.Rule(settings.confidence, settings.resamples, settings.seed)
-    intervals = {name: confidence.interval(figure, rule) for name, figure in table.figures().items()}
+    rule = statistics.Rule(settings.confidence, settings.resamples, settings.seed)
+    intervals = {name: statistics.interval(figure, rule) for name, figure in table.figures().items()}
     results = Results(outcomes, rule)
     metrics |= {name: value for name, value in results.metrics().items() if math.isfinite(value)}
     counts = {
@@ -126,7 +128,7 @@ def _asked(settings: Evaluate, job: Job) -> dict[str, list[Items[Any]]]:
                 items = running.read([suites.load(suite)], heldout)
                 read[suite] = [contaminated.marked(one, known, leave_out=leave_out) for one in items]
         found[name] = [items for suite in settings.suites.of(name) for items in read[suite]]
-    for line in notes.lines([one for items in read.values() for one in items]):
+    for line in item_notes.lines([one for items in read.values() for one in items]):
         log.warning("%s", line)  # not among the results: they name places of this machine
     return found
 
@@ -156,9 +158,9 @@ def _document(encoder: Encoder, ids: Sequence[int]) -> tuple[list[int], list[boo
     return [encoder.bos_id, *ids], [False] + [True] * len(ids)
 
 
-def _talks(directory: Path, limit: int) -> list[chat.Messages]:
+def _talks(directory: Path, limit: int) -> list[chat_templates.Messages]:
     records = heldout_records(directory)[:limit]
-    return [tuple(chat.Message(turn["role"], turn["content"]) for turn in record["messages"]) for record in records]
+    return [tuple(map(chat_templates.Message.from_json, record["messages"])) for record in records]
 
 
 def _models(job: Job) -> list[str]:
@@ -220,7 +222,7 @@ def _samples(model: nn.Module, encoder: Encoder, settings: Evaluate, device: tor
     stops = [encoder.eos_id, encoder.end_id]
     said = []
     for prompt, ids in _prompts(encoder, settings):
-        tokens = samples.greedy(model, ids, new_tokens=settings.new_tokens, stop_ids=stops, device=device)
+        tokens = greedy_samples.greedy(model, ids, new_tokens=settings.new_tokens, stop_ids=stops, device=device)
         said.append({"prompt": prompt, "answer": encoder.decode(tokens)})
     return said
 
@@ -231,4 +233,4 @@ def _prompts(encoder: Encoder, settings: Evaluate) -> Iterable[tuple[str, list[i
     for text in settings.documents:
         yield text, [encoder.bos_id, *encoder.encode([text])[0]]
     for text in settings.chats:
-        yield text, chat.prompt_ids(encoder, (chat.Message("user", text),))
+        yield text, chat.prompt_ids(encoder, (chat_templates.Message("user", text),))

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from ttrain.config import ExistingModelConfig
 from ttrain.data.encoder import Encoder, open_tokenizer
 from ttrain.errors import ArtifactError
-from ttrain.job import Job
 from ttrain.model import vocabulary
 from ttrain.stages import models
+from ttrain.stages.job import Job
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

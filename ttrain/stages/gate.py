@@ -11,18 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from ttrain.config import Gate, GateConfig
-from ttrain.digests import sha256_file
+from ttrain.core.hashing import sha256_file
 from ttrain.errors import DataError
 from ttrain.evaluate import routing
 from ttrain.evaluate.routing import Flags, Ints
-from ttrain.gate import files
-from ttrain.gate.files import GateFile
-from ttrain.gate.router import Ids, Router, padded, run_ids
-from ttrain.job import Job
-from ttrain.stages import fitting, gate_records, user_task
+from ttrain.inference import gate_files
+from ttrain.inference.gate_files import GateFile
+from ttrain.inference.gate_router import Ids, Router, padded, run_ids
+from ttrain.stages import gate_records, trainable_model, user_task
+from ttrain.stages.job import Job
 from ttrain.train import optim, schedules
+from ttrain.train.custom_task import UserTask
 from ttrain.train.task import LossSum
-from ttrain.train.user_task import UserTask
 
 log = logging.getLogger("ttrain")
 
@@ -34,7 +34,7 @@ def run(config: GateConfig, job: Job) -> dict[str, Any]:
     """
     settings = config.gate
     allow = user_task.allowed(config.allow, Gate)
-    ranks = fitting.start(job.runtime)
+    ranks = trainable_model.start(job.runtime)
     records = gate_records.read(config.data, settings)
     losses = gate_records.score(config.experts, records, settings, job, ranks.device)
     scored = losses.tokens_RE.min(axis=1) > 0
@@ -51,7 +51,10 @@ def run(config: GateConfig, job: Job) -> dict[str, Any]:
         log.warning("%s has the least loss on every record to learn from: a gate cannot gain anything here", only)
 
     task = Routing(settings, len(config.experts), texts, best_R, heldout_R)
-    identity = {"experts": ", ".join(map(files.digest, config.experts)), "records": gate_records.content_digest(records)}
+    identity = {
+        "experts": ", ".join(map(gate_files.digest, config.experts)),
+        "records": gate_records.content_digest(records),
+    }
     router, figures = user_task.train(task, job, ranks, identity=identity, allow=allow)
     assert isinstance(router, Router), "it is what the task builds"
 
@@ -59,8 +62,8 @@ def run(config: GateConfig, job: Job) -> dict[str, Any]:
     bytes_R = np.array([gate_records.bytes_of(record) for record in records])
     chosen_R = router.probabilities(heldout).argmax(-1).numpy()
     found = routing.figures(nats_RE[heldout_R], tokens_RE[heldout_R], bytes_R[heldout_R], chosen_R)
-    files.check(config.experts)
-    files.write(job.output, GateFile(config.experts, settings, found, sha256_file(job.output / files.WEIGHTS)))
+    gate_files.check(config.experts)
+    gate_files.write(job.output, GateFile(config.experts, settings, found, sha256_file(job.output / gate_files.WEIGHTS)))
     return {**figures, "routing": found, "unscored_records": unscored}
 
 

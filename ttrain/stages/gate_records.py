@@ -13,20 +13,19 @@ import numpy as np
 import torch
 
 from ttrain.config import Expert, Gate
-from ttrain.data import chat, sources, validating
+from ttrain.core.files import read_json, write_json
+from ttrain.core.hashing import digest_of
+from ttrain.data import chat, sources, validate
 from ttrain.data.jsonl import Tally
 from ttrain.data.sources import Conversation, Document, Record
-from ttrain.digests import digest_of
 from ttrain.errors import DataError, Interrupted, UsageError
 from ttrain.evaluate import perplexity
-from ttrain.evaluate.requests import beginning
+from ttrain.evaluate.log_likelihood import beginning
 from ttrain.evaluate.routing import Flags, Floats, Ints
-from ttrain.gate import files
-from ttrain.job import Job
-from ttrain.store import read_json, write_json
-from ttrain.subjects import subject_of
-from ttrain.talk import loading
-from ttrain.talk.loading import Speaker
+from ttrain.inference import gate_files, loading
+from ttrain.inference.evaluated_model import subject_of
+from ttrain.inference.loading import Speaker
+from ttrain.stages.job import Job
 from ttrain.train import precision
 
 LOSSES = "losses"  # under run/: those of one expert a file
@@ -86,9 +85,9 @@ def content_digest(records: Sequence[Record]) -> str:
 def _distinct(locations: Sequence[str], settings: Gate) -> Iterator[Record]:
     tally, seen = Tally(), set[bytes]()
     for location in locations:
-        kind = validating.kind_of(location, MAX_LINE_BYTES)
+        kind = validate.kind_of(location, MAX_LINE_BYTES)
         parse = sources.parse_conversation if kind == "chats" else sources.document_parser(settings.text_field)
-        for record in sources.read([location], parse, tally, MAX_LINE_BYTES):
+        for record in sources.read([location], parse, tally, MAX_LINE_BYTES, settings.text_field):
             key = sources.content_hash(record)
             if key not in seen:
                 seen.add(key)
@@ -130,7 +129,7 @@ def score(experts: Sequence[Expert], records: Sequence[Record], settings: Gate, 
             if job.stop_requested():
                 raise Interrupted(f"stopped while the experts were scored, {scored} of {len(experts)} are")
 
-        key = digest_of([files.digest(expert), content, settings.row_length, settings.stride])[:16]
+        key = digest_of([gate_files.digest(expert), content, settings.row_length, settings.stride])[:16]
         path = directory / f"{key}.json"
         known = read_json(path)
         if known is None:
@@ -146,7 +145,7 @@ def score(experts: Sequence[Expert], records: Sequence[Record], settings: Gate, 
 def _scored(
     expert: Expert, records: Sequence[Record], settings: Gate, device: torch.device, told: Callable[[float], None]
 ) -> dict[str, Any]:
-    speaker = loading.load(files.reference_of(expert), device=device.type)
+    speaker = loading.load(gate_files.reference_of(expert), device=device.type)
     if not speaker.can_chat and any(isinstance(record, Conversation) for record in records):
         raise UsageError(f"--data holds chats, but the tokenizer of the expert {expert.reference} has no chat template")
     scores = perplexity.score_each(

@@ -10,7 +10,7 @@ import orjson
 
 from ttrain.config import HeldoutConfig
 from ttrain.data import contamination, shards
-from ttrain.job import Job
+from ttrain.stages.job import Job
 from ttrain.stages.shards import heldout_records
 
 RECORDS = "records.jsonl"

@@ -9,10 +9,11 @@ from typing import Any
 from ttrain.config import LoraConfig
 from ttrain.config.training import NONE, TRAININGS
 from ttrain.data.encoder import Encoder
-from ttrain.job import Job
-from ttrain.model import adapters, quantizing
+from ttrain.model import adapters
+from ttrain.model import quantize as quantizing
 from ttrain.stages import training
-from ttrain.weights import weights_digest
+from ttrain.stages.job import Job
+from ttrain.store.weights import weights_digest
 
 
 def run(config: LoraConfig, job: Job) -> dict[str, Any]:

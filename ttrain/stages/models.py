@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from ttrain.config import Model
 from ttrain.data.encoder import Encoder
 from ttrain.model import factory, multi_token
+from ttrain.store.weights import MODEL
 from ttrain.train import tensor_files
 from ttrain.train.snapshots import copy_tensors
-from ttrain.weights import MODEL
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

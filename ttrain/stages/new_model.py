@@ -6,8 +6,8 @@ from typing import Any
 
 from ttrain.config import NewModelConfig
 from ttrain.data.encoder import Encoder
-from ttrain.job import Job
 from ttrain.stages import models
+from ttrain.stages.job import Job
 
 
 def run(config: NewModelConfig, job: Job) -> dict[str, Any]:

@@ -8,9 +8,9 @@ from typing import Any
 
 from ttrain.config import PretrainConfig, flatten
 from ttrain.data.encoder import Encoder
-from ttrain.job import Job
 from ttrain.model import factory, multi_token
 from ttrain.stages import models, training
+from ttrain.stages.job import Job
 
 
 def run(config: PretrainConfig, job: Job) -> dict[str, Any]:

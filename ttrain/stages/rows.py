@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ttrain.config import Training
+from ttrain.core.hashing import digest_of
 from ttrain.data.chat_rows import ChatRows
 from ttrain.data.document_rows import DocumentRows, SeparateDocumentRows
 from ttrain.data.encoder import Encoder
@@ -16,8 +17,7 @@ from ttrain.data.loader import BatchSource
 from ttrain.data.packing import MixedRows, Rows
 from ttrain.data.samplers import LengthGroupedOrder, Order, ShuffledOrder, WeightedOrder
 from ttrain.data.shards import ShardSet
-from ttrain.digests import digest_of
-from ttrain.errors import ArtifactError, DataError, UsageError
+from ttrain.errors import ArtifactError, DataError, TooFewRows, UsageError
 from ttrain.train.schedules import steps_of
 
 
@@ -91,9 +91,9 @@ def _check(config: Training, rows: Rows) -> None:
             f"{config.section}.dropped_fraction {config.dropped_fraction}; mend the data, or raise it"
         )
     if not len(rows):
-        raise DataError("the training data is empty: it gave no row to learn from")
+        raise TooFewRows("the training data is empty: it gave no row to learn from")
     if len(rows) < config.rows_per_step:
-        raise DataError(
+        raise TooFewRows(
             f"{config.section}.tokens_per_step is {config.tokens_per_step}, {config.rows_per_step} rows of "
             f"{config.row_length} tokens, but the training data gives {len(rows)} rows; "
             f"set {config.section}.tokens_per_step={len(rows) * config.row_length} or less, or bring more data"

@@ -8,9 +8,9 @@ from typing import Any
 
 from ttrain.config import SftConfig
 from ttrain.data.encoder import Encoder
-from ttrain.job import Job
 from ttrain.model import factory, multi_token
 from ttrain.stages import models, training
+from ttrain.stages.job import Job
 
 
 def run(config: SftConfig, job: Job) -> dict[str, Any]:

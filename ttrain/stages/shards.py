@@ -10,16 +10,16 @@ from typing import Any
 import orjson
 
 from ttrain.config import Reading, ShardsConfig
-from ttrain.data import contamination, locations, sharding, shards, sources
+from ttrain.core.hashing import DigestCache, code_digests, digest_of
+from ttrain.data import chat_shapes, contamination, locations, sharding, shards, sources
 from ttrain.data.assembly import Built, DataFile
 from ttrain.data.blocks import Recipe
 from ttrain.data.contamination import Against
 from ttrain.data.encoder import Encoder
-from ttrain.data.pools import Processes
 from ttrain.data.sharding import Pool
-from ttrain.digests import DigestCache, code_digests, digest_of
+from ttrain.data.worker_pools import Processes
 from ttrain.errors import DataError
-from ttrain.job import Job
+from ttrain.stages.job import Job
 
 AGAINST = "against"  # the role of files with items of evaluations
 
@@ -108,7 +108,7 @@ def _code() -> str:
 
 def check(built: Built, reading: Reading, name: str, kind: str) -> None:
     """Raise DataError where too many rows are bad, or none is left."""
-    wanted = sources.CHAT_FIELDS if kind == "chats" else sources.document_fields(reading.text_field)
+    wanted = chat_shapes.CHAT_FIELDS if kind == "chats" else sources.document_fields(reading.text_field)
     for role, tally in built.tallies.items():
         if role == "train" or tally.rows:
             tally.check(name if role == "train" else f"{name}_heldout", reading.rejected_fraction, wanted)

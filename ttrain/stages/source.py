@@ -6,7 +6,7 @@ from typing import Any
 
 from ttrain.config import SourceConfig
 from ttrain.data import python_docs
-from ttrain.job import Job
+from ttrain.stages.job import Job
 
 
 def run(config: SourceConfig, job: Job) -> dict[str, Any]:

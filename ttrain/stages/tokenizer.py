@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from ttrain.config import Reading, Tokenizer, TokenizerConfig
-from ttrain.data import existing, locations, sources
+from ttrain.data import existing_tokenizer, locations, sources
 from ttrain.data import tokenizer as tokenizers
 from ttrain.data.encoder import Encoder
 from ttrain.data.jsonl import Tally
 from ttrain.data.sampling import Reservoir, sample
 from ttrain.errors import DataError
-from ttrain.job import Job
+from ttrain.stages.job import Job
 
 MEASURED_DOCUMENTS, MEASURED_BYTES = 200, 1_000_000  # of each file, to say how well the tokenizer fits it
 LOOKED_AT = 2000  # documents of each file that are read at all, where none is needed to learn from
@@ -67,7 +67,7 @@ def train_directory(
         tally.check(setting, reading.rejected_fraction, sources.document_fields(reading.text_field))
     figures: dict[str, Any] = {}
     if config.existing:
-        existing.take(found or existing.files(config.existing), output, config.template)
+        existing_tokenizer.take(found or existing_tokenizer.files(config.existing), output, config.template)
     else:
         if not chosen.texts:
             raise DataError(f"{setting}: all {tally.kept} documents went to the held-out part; bring more documents")
@@ -98,7 +98,9 @@ def _documents(
     """The documents of all files, at most `limit` of each; a sample of each file stays in `measured`."""
     parse = sources.document_parser(reading.text_field)
     for path in paths:
-        for record in itertools.islice(sources.read([path], parse, tally, reading.max_line_bytes), limit):
+        for record in itertools.islice(
+            sources.read([path], parse, tally, reading.max_line_bytes, reading.text_field), limit
+        ):
             if isinstance(record, sources.Document):
                 measured[path].add(record.text)
             yield record

@@ -11,16 +11,16 @@ from ttrain.config import Runtime, Training, flatten
 from ttrain.data.encoder import Encoder
 from ttrain.data.loader import pad_fraction
 from ttrain.errors import UsageError
-from ttrain.job import Job
-from ttrain.stages.fitting import Trained, loader_of, start, train
+from ttrain.stages.callbacks import METRICS, is_without_effect, language_watchers
+from ttrain.stages.job import Job
 from ttrain.stages.models import tokenizer_files
 from ttrain.stages.rows import open_rows, order_of, validation_batches
-from ttrain.stages.watching import language_watchers
-from ttrain.train import checkpoint, precision, separation
+from ttrain.stages.trainable_model import Trained, loader_of, start, train
+from ttrain.train import checkpoint, leakage_check, precision
+from ttrain.train.distributed import Ranks
 from ttrain.train.early_stopping import early_stopping
-from ttrain.train.language import LanguageModeling
-from ttrain.train.ranks import Ranks
-from ttrain.train.schedules import BUDGET
+from ttrain.train.language_modeling import LanguageModeling
+from ttrain.train.schedules import BUDGET, RATES, quick_rows
 
 __all__ = ["Trained", "fit", "start", "task_of", "tokenizer_files"]
 
@@ -46,6 +46,8 @@ def fit(config: Training, trained: Trained, job: Job, ranks: Ranks, encoder: Enc
     loader = loader_of(rows, order, runtime, ranks)
     computed_in = precision.resolve(config.precision, ranks.device)
     validation = validation_batches(heldout, config.validation_rows, runtime.rows_per_device)
+    few = min(config.validation_rows, quick_rows(order.total_rows, runtime.quick_validations + 1))
+    quick = [] if config.validate_every_steps else validation_batches(heldout, few, runtime.rows_per_device)
     if job.start_from and config.early_stopping:
         raise UsageError(
             f"--extend and {config.prefix}early_stopping do not go together: the best weights may lie in the shorter run; "
@@ -54,7 +56,7 @@ def fit(config: Training, trained: Trained, job: Job, ranks: Ranks, encoder: Enc
     extended = checkpoint.read(job.start_from, trained.weights_file) if job.start_from else None
     log.info("rows %s", rows.counts())
     task = task_of(config, trained.model, runtime)
-    separation.check(task.build_model(), config)
+    leakage_check.check(task.build_model(), config)
     figures = train(
         task,
         loader,
@@ -63,6 +65,7 @@ def fit(config: Training, trained: Trained, job: Job, ranks: Ranks, encoder: Enc
         ranks,
         precision=computed_in,
         validation=validation,
+        quick=quick,
         callbacks=[
             *early_stopping(config, validation),
             *language_watchers(
@@ -77,11 +80,17 @@ def fit(config: Training, trained: Trained, job: Job, ranks: Ranks, encoder: Enc
             ),
         ],
         identity={**trained.identity, **dict(flatten(config.model_dump(mode="json", exclude={"start_from"})))},
-        allow=BUDGET,  # a shorter run is extended; all else has another key
+        allow=BUDGET | RATES,  # a shorter run is extended, --continue names work of another rate; all else has another key
         start=extended,
     )
+    warned = dict(figures["guard_warnings"])
+    if ranks.first and is_without_effect(job.run_directory / METRICS):
+        cure = f"{config.prefix}optim.lr is {config.optim.lr:g}: try a larger one, or train longer"
+        log.warning("the loss on held-out rows hardly changed in all of this stage; %s", cure)
+        warned["no_effect"] = 1
     return {
         **figures,
+        "guard_warnings": warned,
         "tokens": order.total_rows * config.row_length,
         "extended_from_step": extended.step if extended else None,
         "tokens_per_second": (figures["steps"] - figures["resumed_from_step"])

@@ -15,20 +15,20 @@ import yaml
 from torch import Tensor, nn
 
 from ttrain.config import TaskConfig, UserTaskConfig, flatten
+from ttrain.config.loading import Given, merge, settable_keys
 from ttrain.data.samplers import ShuffledOrder
 from ttrain.errors import DataError, TTrainError, UsageError
-from ttrain.job import Job
-from ttrain.loading import Given, merge, settable_keys
 from ttrain.model.factory import overwrite
-from ttrain.stages import fitting
+from ttrain.stages import trainable_model
+from ttrain.stages.callbacks import watchers
+from ttrain.stages.job import Job
 from ttrain.stages.rows import validation_batches
-from ttrain.stages.watching import watchers
-from ttrain.train import precision, registry
+from ttrain.train import precision, task_registry
+from ttrain.train.custom_task import MapStyle, UserTask
+from ttrain.train.distributed import Ranks
 from ttrain.train.early_stopping import early_stopping
 from ttrain.train.optim import Optimizers
-from ttrain.train.ranks import Ranks
 from ttrain.train.task import LossSum, TrainingTask
-from ttrain.train.user_task import MapStyle, UserTask
 
 SETTINGS = "settings.yaml"
 
@@ -38,7 +38,7 @@ def run(config: UserTaskConfig, job: Job) -> dict[str, Any]:
     kind = task_class(config.task)
     settings, _ = merge(kind.Config, [Given(*given) for given in config.given])
     allow = allowed(config.allow, kind.Config)
-    ranks = fitting.start(job.runtime)
+    ranks = trainable_model.start(job.runtime)
     name = f"{kind.__module__}:{kind.__qualname__}"
     return train(kind(settings), job, ranks, identity={"task": name}, allow=allow)[1]
 
@@ -51,15 +51,17 @@ def train(
     rows, heldout = (Batches(found, task.collate) for found in (task.rows(), task.heldout_rows() or ()))
     check_rows(rows, settings)
     order = ShuffledOrder(len(rows), settings.rows_per_step, math.ceil(settings.epochs * len(rows)), settings.seed)
-    loader = fitting.loader_of(rows, order, job.runtime, ranks)
+    loader = trainable_model.loader_of(rows, order, job.runtime, ranks)
     validation = validation_batches(heldout, settings.validation_rows, job.runtime.rows_per_device)
     computed_in = precision.resolve(settings.precision, ranks.device)
     torch.manual_seed(settings.seed)
     model = task.build_model()
-    figures = fitting.train(
+    figures = trainable_model.train(
         Adapted(task, model),
         loader,
-        fitting.Trained(model, lambda: state(model), lambda weights: overwrite(state(model), weights), {}, directory="."),
+        trainable_model.Trained(
+            model, lambda: state(model), lambda weights: overwrite(state(model), weights), {}, directory="."
+        ),
         job,
         ranks,
         precision=computed_in,
@@ -86,7 +88,7 @@ def train(
 
 def task_class(name: str) -> type[UserTask]:
     """Import the class of a task. Raises UsageError where it cannot be had, or is no task that can be run."""
-    point = registry.find(name)
+    point = task_registry.find(name)
     if ":" in name:
         sys.path.insert(0, str(Path.cwd()))
     try:
@@ -100,7 +102,7 @@ def task_class(name: str) -> type[UserTask]:
             raise
         raise UsageError(f"--task is '{name}' but the module {point.module} has no {point.attr}") from None
     if not (inspect.isclass(found) and issubclass(found, UserTask)):
-        raise UsageError(f"--task is '{name}', which is no subclass of ttrain.train.user_task.UserTask")
+        raise UsageError(f"--task is '{name}', which is no subclass of ttrain.train.custom_task.UserTask")
     if inspect.isabstract(found):
         raise UsageError(f"the task {name} lacks {', '.join(sorted(found.__abstractmethods__))}; write them")
     if not issubclass(found.Config, TaskConfig) or "runtime" in found.Config.model_fields:
@@ -115,7 +117,7 @@ def allowed(names: Sequence[str], root: type[TaskConfig]) -> frozenset[str]:
     for name in names:
         meant = [key for key in known if key == name or key.startswith(f"{name}.")]
         if not meant:
-            raise UsageError(f"--allow is '{name}', but there is no such setting{registry.near(name, known)}")
+            raise UsageError(f"--allow is '{name}', but there is no such setting{task_registry.near(name, known)}")
         found.update(meant)
     return frozenset(found)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ttrain.config import Runtime
-from ttrain.system_metrics import visible
+from ttrain.pipeline.system_metrics import visible
 
 
 def gpus(runtime: Runtime, *, devices: Path = Path("/dev"), chosen: str | None = None) -> list[int]:

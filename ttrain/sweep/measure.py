@@ -6,10 +6,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ttrain import report
 from ttrain.config import Settings
 from ttrain.errors import UsageError
-from ttrain.plan import no_stage
+from ttrain.pipeline.plan import no_stage
+from ttrain.reports import summary
 from ttrain.stages import EVALUATE, LORA, SFT, SHARDS_LORA, SHARDS_SFT, SOURCE, STAGES, TOKENIZER, Stage
 
 LOSS = "validation_loss"
@@ -47,7 +47,7 @@ class Measure:
         value = results.get(self.stage, {}).get(self.figure)
         if isinstance(value, int | float) and not isinstance(value, bool):
             return float(value)
-        return report.metrics_of(results).get(self.metric)
+        return summary.metrics_of(results).get(self.metric)
 
 
 def choose(

@@ -11,10 +11,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ttrain import runs
-from ttrain.digests import digest_of
+from ttrain.core.files import exclusive, read_json, write_json
+from ttrain.core.hashing import digest_of
 from ttrain.errors import UsageError
-from ttrain.store import exclusive, read_json, write_json
+from ttrain.store import runs
 from ttrain.sweep.measure import Measure
 from ttrain.sweep.space import Space, parse
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ttrain.pages.html import Markup, tag
+from ttrain.reports.html import Markup, tag
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 420, 240, 58, 14, 12, 34
 FAINT_LINE = {"stroke": "currentColor", "stroke_opacity": 0.15}

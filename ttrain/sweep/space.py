@@ -11,11 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
-import yaml
-
+from ttrain.config import yaml_text
+from ttrain.config.loading import Given
+from ttrain.config.yaml_text import InvalidYaml
+from ttrain.core import redact
 from ttrain.errors import UsageError
-from ttrain.loading import Given
 
+MOST_VALUES, LARGEST = 10_000, 2**53  # points of an interval; a whole number that a float holds exactly
 DIGITS = 4  # of a drawn number: enough for any setting, and short enough to be typed again
 FORMS = {
     "log": "log(low,high) or log(low,high,count)",
@@ -179,13 +181,18 @@ def shown(value: Any) -> str:
 
 def parse(key: str, text: str) -> Dimension:
     """The values that `text` names for a setting. Raises UsageError that names setting, value, rule and cure."""
+    if (shown := redact.text(text)) != text:
+        raise UsageError(
+            f"{key} is '{shown}', but the values of a sweep are on record, and secrets of URLs must not be; "
+            f"put them where the library that opens the URL finds them, such as its environment variables"
+        )
     called = _CALL.fullmatch(text)
     kind, inside = (called[1], called[2]) if called else ("", "")
     if kind not in FORMS:
         raise UsageError(f"{key} is '{text}', but a sweep takes {', '.join(FORMS.values())}")
     try:
-        arguments = yaml.safe_load(f"[{inside}]")
-    except yaml.YAMLError:
+        arguments = yaml_text.parse(f"[{inside}]")
+    except InvalidYaml:
         raise UsageError(f"{key} is '{text}', whose values cannot be read; quote what has commas or brackets") from None
     try:
         if kind == "choice":
@@ -221,6 +228,8 @@ def _whole(kind: str, arguments: Sequence[Any]) -> Whole:
     numbers = _numbers(arguments, 2, 2 if kind == "logint" else 3)
     if any(number != int(number) for number in numbers):
         raise _Wrong("it takes whole numbers")
+    if max(map(abs, numbers)) > LARGEST:
+        raise _Wrong(f"a whole number is at most {LARGEST:,}")
     low, high, step = (*map(int, numbers), 1)[:3]
     if low >= high:
         raise _Wrong("the first number must be below the second")
@@ -241,8 +250,8 @@ def _interval(kind: str, arguments: Sequence[Any]) -> Interval | Listed:
     if not rest:
         return interval
     count = int(rest[0])
-    if count != rest[0] or count < 2:
-        raise _Wrong("the count of values must be a whole number from 2 on")
+    if count != rest[0] or not 2 <= count <= MOST_VALUES:
+        raise _Wrong(f"the count of values must be a whole number from 2 to {MOST_VALUES:,}")
     shares = [place / (count - 1) for place in range(count)]
     return Listed(tuple(dict.fromkeys([low, *map(interval.at, shares[1:-1]), high])), ordered=True)
 

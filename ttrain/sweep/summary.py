@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ttrain import report
+from ttrain.reports import summary
 from ttrain.sweep.measure import Measure
 from ttrain.sweep.records import Sweep
 from ttrain.sweep.space import Space, shown, written
@@ -34,7 +34,7 @@ def trial_table(trials: Sequence[Trial], space: Space, measure: Measure) -> Tabl
             *(shown(trial.values[key]) for key in space.dimensions),
             figure(trial),
             outcome(trial),
-            report.seconds(trial.seconds),
+            summary.seconds(trial.seconds),
             trial.run or "",
         )
         for trial in ranked(trials, maximize=measure.maximize)

@@ -15,32 +15,36 @@ import os
 import sqlite3
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-from ttrain.errors import TrackingError, UsageError
-from ttrain.tracking.calls import first_line, is_locked, outcome, shown
+from ttrain.core.redact import masked, without_user
+from ttrain.errors import TrackingError
+from ttrain.store.server_records import with_token
+from ttrain.tracking.calls import first_line, is_out_of_use, outcome
 from ttrain.tracking.champions import Champions
 from ttrain.tracking.database import Later, artifacts_of, database_of, mend_moved_home, open_client
-from ttrain.tracking.follower import MetricsFollower
-from ttrain.tracking.inputs import data_of, of_tasks, read_by
-from ttrain.tracking.loadable import CARD, Loadable
+from ttrain.tracking.database import set_damaged_aside as _set_damaged_aside
+from ttrain.tracking.datasets import data_of, of_tasks, read_by
+from ttrain.tracking.loading_snippets import CARD, Loadable
+from ttrain.tracking.metrics_follower import MetricsFollower
+from ttrain.tracking.mlflow_setup import ENVIRONMENT, check_installed, is_installed, silence, tracking_uri
+from ttrain.tracking.mlflow_views import NOTE, Addresses, addresses_of, refresh_views, source_tags
+from ttrain.tracking.model_sets import Member, ModelSet, keys_of, last_of
+from ttrain.tracking.null_tracker import NullRun, NullStore
+from ttrain.tracking.outbox import FOLDER
 from ttrain.tracking.outboxes import waiting_keys
+from ttrain.tracking.published import log_result
 from ttrain.tracking.reading import read_local, read_run, read_runs
 from ttrain.tracking.reading_database import Database
-from ttrain.tracking.registered import registered_keys as _registered_keys
-from ttrain.tracking.registry import CHAMPION, Version
-from ttrain.tracking.registry import find_version as _find_version
+from ttrain.tracking.records import note_run_id
+from ttrain.tracking.registered_models import registered_keys as _registered_keys
+from ttrain.tracking.registry import CHAMPION, find_version
 from ttrain.tracking.runs import Run
-from ttrain.tracking.safety import masked
-from ttrain.tracking.sets import Member, ModelSet, keys_of, last_of
-from ttrain.tracking.showing import NOTE, Addresses, addresses_of, refresh_views, source_tags
-from ttrain.tracking.store import Store
-from ttrain.tracking.syncing import Waiting
-from ttrain.tracking.syncing import sync as _sync
-from ttrain.tracking.syncing import waiting as _waiting
-from ttrain.tracking.untracked import NullRun, NullStore
+from ttrain.tracking.store import Store, open_reader
+from ttrain.tracking.sync import Waiting
+from ttrain.tracking.sync import sync as _sync
+from ttrain.tracking.sync import waiting as _waiting
 from ttrain.tracking.views import Point, RunView
 
 __all__ = [
@@ -66,13 +70,17 @@ __all__ = [
     "database_of",
     "find_set",
     "find_version",
+    "is_waiting",
     "keys_beginning",
     "last_of",
     "list_sets",
     "log_decision",
+    "log_result",
     "masked",
     "mend_moved_home",
+    "note_tracked",
     "of_tasks",
+    "open_own_store",
     "open_reader",
     "open_store",
     "prepare",
@@ -85,28 +93,14 @@ __all__ = [
     "registered_keys",
     "rollback",
     "server_app",
+    "set_damaged_database_aside",
     "source_tags",
     "sync",
+    "told_identities",
     "tracking_uri",
     "waiting",
 ]
 log = logging.getLogger("ttrain")
-
-# Set unless the user did. MLflow's own 7 retries of 120 s block for 246 s and more when the server is dead.
-ENVIRONMENT: Final = {
-    "DO_NOT_TRACK": "true",
-    "MLFLOW_DISABLE_TELEMETRY": "true",
-    "MLFLOW_CONFIGURE_LOGGING": "false",
-    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
-    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # a run whose making was asked for twice is there twice
-    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
-}
-
-
-def tracking_uri(home: Path) -> str:
-    """MLFLOW_TRACKING_URI where it is set and not empty, else the SQLite file under this home."""
-    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{database_of(home)}"
 
 
 def open_store(home: Path, experiment: str) -> Store | NullStore:
@@ -115,14 +109,14 @@ def open_store(home: Path, experiment: str) -> Store | NullStore:
     A server that does not answer still gives a Store, which asks again at each run.
     """
     home = home.resolve()
-    if not _is_installed():
+    if not is_installed():
         log.info("MLflow is not installed, nothing is tracked; to change that: pip install mlflow")
         return NullStore()
     uri = tracking_uri(home)
-    _quieten()
+    silence()
     client, error = outcome(lambda: open_client(uri, home))
-    if error is not None and not is_locked(error):
-        log.warning("MLflow at %s cannot be opened, nothing is tracked: %s", shown(uri), first_line(error))
+    if error is not None and not is_out_of_use(error):
+        log.warning("MLflow at %s cannot be opened, nothing is tracked: %s", without_user(uri), first_line(error))
         return NullStore()
     store = Store(Later(uri, home) if error else client, uri, home, experiment)
     store.asking.is_silent |= error is not None
@@ -131,18 +125,47 @@ def open_store(home: Path, experiment: str) -> Store | NullStore:
     return store
 
 
-def open_reader(home: Path) -> Store:
-    """The tracker for questions alone: no experiment is made. Raises what MLflow does where it cannot be opened."""
+def open_own_store(home: Path, experiment: str) -> Store:
+    """The home's own database, whatever MLFLOW_TRACKING_URI says, to be told what the home knows. Raises TrackingError."""
     home = home.resolve()
-    uri = tracking_uri(home)
-    _quieten()
-    return Store(open_client(uri, home), uri, home, "")
+    check_installed()
+    silence()
+    uri = f"sqlite:///{database_of(home)}"
+    client, error = outcome(lambda: open_client(uri, home))
+    if error is not None:
+        raise TrackingError(f"MLflow's database cannot be opened: {first_line(error)}") from error
+    return Store(client, uri, home, experiment)
+
+
+def set_damaged_database_aside(home: Path) -> tuple[str, Path] | None:
+    """What is wrong with the home's own database and where it is now; None where it is whole, or there is none."""
+    return _set_damaged_aside(home.resolve())
+
+
+def told_identities(home: Path) -> frozenset[str]:
+    """Identities of the runs that the home's own database was told to their end. Raises TrackingError."""
+    home = home.resolve()
+    try:
+        return Database(home).told_identities() if database_of(home).exists() else frozenset()
+    except sqlite3.Error as error:
+        raise TrackingError(f"MLflow's database {database_of(home)} cannot be read: {error}") from error
+
+
+def is_waiting(home: Path, identity: str | None) -> bool:
+    """Whether the run of this identity has an outbox, which holds what it was begun with."""
+    return bool(identity) and (home / FOLDER / str(identity) / "run.json").exists()
+
+
+def note_tracked(home: Path, run: Run | NullRun) -> None:
+    """The record of a pipeline's run names the run that MLflow has of it now."""
+    if isinstance(run, Run):
+        note_run_id(home, run.box.about)
 
 
 def addresses(home: Path, experiments: Iterable[str], run_ids: Sequence[str] = ()) -> Addresses | None:
     """Where MLflow's pages show these runs, or else the first of these experiments that there is; its views are brought up
     to date. None where there is none of them. Raises TrackingError where MLflow does not answer."""
-    if not _is_installed():
+    if not is_installed():
         raise TrackingError("MLflow is not installed; pip install mlflow")
     uri = tracking_uri(home.resolve())
     if uri == f"sqlite:///{database_of(home)}" and not database_of(home).exists():
@@ -153,24 +176,13 @@ def addresses(home: Path, experiments: Iterable[str], run_ids: Sequence[str] = (
         found, error = store.asking.once(lambda: addresses_of(store.client, experiments, run_ids))
     if error is not None:
         cure = "; unset MLFLOW_TRACKING_URI to see what is in the home itself" if "MLFLOW_TRACKING_URI" in os.environ else ""
-        raise TrackingError(f"MLflow at {shown(uri)} cannot be asked: {first_line(error)}{cure}") from error
+        raise TrackingError(f"MLflow at {without_user(uri)} cannot be asked: {first_line(error)}{cure}") from error
     return found
-
-
-def find_version(home: Path, name: str, *, version: str | None = None, alias: str | None = None) -> Version:
-    """A registered model's version, by its number or its alias. Raises UsageError that lists what is registered."""
-    if not _is_installed():
-        raise UsageError(
-            f"'{name}' is looked up in MLflow, which is not installed; pip install mlflow, or name a run or stage"
-        )
-    _quieten()
-    home = home.resolve()
-    return _find_version(home, tracking_uri(home), name, version=version, alias=alias)
 
 
 def keys_beginning(home: Path, stage: str | None, prefix: str) -> list[tuple[str, str]]:
     """(stage, key) of the artifacts that MLflow holds whose keys begin so; [] where it does not answer."""
-    from ttrain.tracking.fetching import Tracked
+    from ttrain.tracking.artifact_source import Tracked
 
     return Tracked(home).keys_beginning(stage, prefix)
 
@@ -221,9 +233,9 @@ def log_decision(
 
 
 def _champions(home: Path) -> Champions:
-    if not _is_installed():
+    if not is_installed():
         raise TrackingError("champions are aliases in MLflow, which is not installed; pip install mlflow")
-    _quieten()
+    silence()
     home = home.resolve()
     return Champions(home, tracking_uri(home))
 
@@ -233,9 +245,9 @@ def registered_keys(home: Path) -> frozenset[str]:
 
     Raises TrackingError.
     """
-    if not _is_installed():
+    if not is_installed():
         raise TrackingError("which models are registered is told by MLflow, which is not installed; pip install mlflow")
-    _quieten()
+    silence()
     home = home.resolve()
     return _registered_keys(home, tracking_uri(home)) | waiting_keys(home)
 
@@ -250,15 +262,15 @@ def sync(home: Path, run: str | None = None, told: Callable[[int, int], object] 
 
     `told(bytes done, bytes in all)` is called while files are uploaded.
     """
-    if not _is_installed():
-        raise TrackingError("what waits is told to MLflow, which is not installed; pip install mlflow")
-    _quieten()
-    home, named = home.resolve(), os.environ.get("MLFLOW_TRACKING_URI", "")
+    check_installed()
+    silence()
+    home = home.resolve()
+    named = tracking_uri(home)
 
     def uri_of(tracker: str) -> str:
         if not tracker:
             return f"sqlite:///{database_of(home)}"
-        return named if shown(named) == tracker else tracker  # an outbox holds no password
+        return named if without_user(named) == tracker else with_token(home, tracker)  # an outbox holds no password
 
     return _sync(home, uri_of, run, told)
 
@@ -266,9 +278,9 @@ def sync(home: Path, run: str | None = None, told: Callable[[int, int], object] 
 def prepare(home: Path) -> None:
     """Makes the home's own database, or migrates and mends it, for a server that would do neither by our rules."""
     home = home.resolve()
-    if not _is_installed():
+    if not is_installed():
         return
-    _quieten()
+    silence()
     _, error = outcome(lambda: open_client(f"sqlite:///{database_of(home)}", home))
     if error is not None:
         log.warning("MLflow's database %s cannot be prepared: %s", database_of(home), first_line(error))
@@ -286,18 +298,3 @@ def server_app(home: Path) -> Any:
     os.environ[names.SERVE_ARTIFACTS_ENV_VAR] = "true"
     import_module("mlflow.server.handlers").initialize_backend_stores(uri, uri, artifacts)
     return import_module("mlflow.server.fastapi_app").app
-
-
-def _is_installed() -> bool:
-    spec = find_spec("mlflow")
-    return spec is not None and spec.origin is not None  # without one it is a mere directory, such as the home's own
-
-
-def _quieten() -> None:
-    """Keeps MLflow and what it stands on away from the terminal; what matters comes through our own logger."""
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    for name in ("mlflow", "alembic", "sqlalchemy"):
-        logger = logging.getLogger(name)
-        logger.handlers, logger.propagate = [logging.NullHandler()], False
-    logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # it warns at each retry

@@ -8,10 +8,14 @@ import re
 from collections.abc import Callable
 from typing import TypeVar
 
+from ttrain.core import redact
+from ttrain.core.sqlite_files import is_damage
+
 log = logging.getLogger("ttrain")
 Result = TypeVar("Result")
 
 KEY_CHARACTERS = 250
+AUTOFLUSH = "(raised as a result of Query-invoked autoflush"
 # Of files whose names no file system, or not this one, can hold, or hold beside those that are there.
 NEVER = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.EINVAL, errno.EILSEQ)
 
@@ -38,9 +42,14 @@ def is_refusal(error: Exception) -> bool:
     return code_of(error) in ("INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST")
 
 
-def is_locked(error: Exception) -> bool:
+def is_locked(error: object) -> bool:
     """Whether another program writes to the SQLite file, and did so for longer than was waited for."""
     return "database is locked" in str(error)
+
+
+def is_out_of_use(error: object) -> bool:
+    """Whether it is the SQLite file, not what was asked: locked or damaged, so that the same may be asked later."""
+    return is_locked(error) or is_damage(error)
 
 
 def unless_there(create: Callable[[], object]) -> None:
@@ -57,14 +66,13 @@ def code_of(error: Exception) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """What went wrong, on one line; of a long one the beginning and the end, where the cause stands."""
-    text = shown(str(error).partition("\n")[0])
+    """What went wrong, on one line; of a long one the beginning and the end, where the cause stands.
+
+    SQLAlchemy may put a remark of its own before the database's words.
+    """
+    lines = (line for line in str(error).split("\n") if not line.startswith(AUTOFLUSH))
+    text = redact.text(next(lines, ""))
     return (text if len(text) <= 300 else f"{text[:140]} ... {text[-150:]}") or type(error).__name__
-
-
-def shown(text: str) -> str:
-    """Without the user name and password that a URI can carry, up to its last "@": a password may hold one, too."""
-    return re.sub(r"//[^/?#\s]*@", "//", text)
 
 
 def clean(key: str) -> str:

@@ -16,13 +16,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar, final
 
+from ttrain.core.files import exclusive
+from ttrain.core.redact import without_user
 from ttrain.errors import TrackingError, UsageError
-from ttrain.store import exclusive
-from ttrain.tracking.calls import first_line, is_refusal, outcome, shown
-from ttrain.tracking.database import database_of, open_client
-from ttrain.tracking.descriptions import add_decision
+from ttrain.tracking.calls import first_line, is_refusal, outcome
+from ttrain.tracking.database import REPAIR, UNWRITABLE, database_of, open_client
+from ttrain.tracking.model_description import add_decision
+from ttrain.tracking.model_sets import CHALLENGER, DECISION, KIND, SET, ModelSet, all_pages, lock_of, set_of
 from ttrain.tracking.registry import CHAMPION
-from ttrain.tracking.sets import CHALLENGER, DECISION, KIND, SET, ModelSet, all_pages, lock_of, set_of
 from ttrain.tracking.store import Store
 
 log = logging.getLogger("ttrain")
@@ -41,11 +42,20 @@ class Champions:
         self._opened: Any = None
 
     def sets(self, name: str | None = None) -> list[ModelSet]:
-        """All sets, of one name or of all, the newest first; aliases that a kill left behind are mended."""
-        with self._alone():
-            seen = self._look(name)
-            for model in {one.name for one in seen.sets}:
-                self._mend(model, seen)
+        """All sets, of one name or of all, the newest first; aliases that a kill left behind are mended.
+
+        Reading needs no lock, so that it works in a home that cannot be written.
+        """
+        seen = self._look(name)
+        if any(self._repairs(model, seen) for model in {one.name for one in seen.sets}):
+            try:
+                with self._alone():
+                    seen = self._look(name)
+                    for model in {one.name for one in seen.sets}:
+                        self._mend(model, seen)
+            except OSError as error:
+                if error.errno not in UNWRITABLE:
+                    raise
         return seen.sets
 
     def champion(self, name: str) -> ModelSet | None:
@@ -118,19 +128,26 @@ class Champions:
 
     def _mend(self, name: str, seen: _Seen) -> None:
         """The history and the members' aliases follow the set's own aliases; nothing is written where all is in line."""
+        for repair in self._repairs(name, seen):
+            repair()
+
+    def _repairs(self, name: str, seen: _Seen) -> list[Callable[[], object]]:
+        """What brings history and aliases of the members in line; [] where they are."""
+        repairs: list[Callable[[], object]] = []
         history = seen.history(name)
         if history != seen.histories.get(name, []):
-            self._write_history(name, history)
+            repairs.append(partial(self._write_history, name, history))
         champion, challenger = seen.holder(name, CHAMPION), seen.holder(name, CHALLENGER)
         if challenger is not None and challenger is champion:  # promoted, and killed then
-            self._asked(partial(self._client.delete_registered_model_alias, name, CHALLENGER))
+            repairs.append(partial(self._asked, partial(self._client.delete_registered_model_alias, name, CHALLENGER)))
             challenger = None
         names = sorted({member.name for one in seen.of(name) for member in one.members.values()})
         for alias, holder in ((CHAMPION, champion), (CHALLENGER, challenger)):
             wanted = {member.name: member.version for member in holder.members.values()} if holder else {}
             for model in names:
                 if seen.aliases.get(model, {}).get(alias) != wanted.get(model):
-                    self._point(model, alias, wanted.get(model))
+                    repairs.append(partial(self._point, model, alias, wanted.get(model)))
+        return repairs
 
     def _point(self, model: str, alias: str, version: str | None) -> None:
         """Moves or removes one member's alias; a version that somebody deleted is passed over with a warning."""
@@ -176,10 +193,9 @@ class Champions:
             raise self._trouble(error) from None
 
     def _trouble(self, error: Exception) -> TrackingError:
-        return TrackingError(
-            f"MLflow at {shown(self._uri)} cannot be asked for the registered models: {first_line(error)}; "
-            f"start it, or set MLFLOW_TRACKING_URI to the one that holds them"
-        )
+        cause = first_line(error)
+        fix = "" if REPAIR in cause else "; start it, or set MLFLOW_TRACKING_URI to the one that holds them"
+        return TrackingError(f"MLflow at {without_user(self._uri)} cannot be asked for the registered models: {cause}{fix}")
 
     @property
     def _client(self) -> Any:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import sqlite3
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, final
+
+from ttrain.core.files import private_directory
+from ttrain.core.sqlite_files import damage_of, is_damage, set_aside
+from ttrain.tracking.calls import first_line
 
 log = logging.getLogger("ttrain")
 
@@ -26,6 +31,8 @@ LOCATIONS: Final = (
 )
 
 
+REPAIR: Final = "`ttrain track repair` sets the file aside and brings MLflow up to date from the home"
+UNWRITABLE: Final = (errno.EROFS, errno.EACCES, errno.EPERM)
 LOCKED_SECONDS = 10.0  # that a file which another program is writing to is waited for
 
 
@@ -48,18 +55,43 @@ def open_client(uri: str, home: Path) -> Any:
     from filelock import FileLock
 
     import_module("mlflow.store.tracking.sqlalchemy_store")  # 1.5 s that another process need not wait for
-    database.parent.mkdir(parents=True, exist_ok=True)
+    private_directory(database.parent, closes_files=False)
     os.environ["SQLITE_TMPDIR"] = str(database.parent)
+    try:
+        with FileLock(database.with_name("mlflow.lock")):
+            _migrate(database)
+            client = _client(uri)
+            mend_moved_home(home)
+            return client
+    except OSError as error:
+        if error.errno not in UNWRITABLE or not database.exists():
+            raise
+        return _client(uri)  # a home that cannot be written can be read
+    except Exception as error:
+        if not is_damage(error):
+            raise
+        raise DamagedDatabaseError(f"{database} is damaged ({first_line(error)}); {REPAIR}") from error
+
+
+def set_damaged_aside(home: Path) -> tuple[str, Path] | None:
+    """What is wrong with the home's database and where it is now; None where it is whole, or there is none."""
+    from filelock import FileLock
+
+    database = database_of(home)
+    if not database.exists():
+        return None
     with FileLock(database.with_name("mlflow.lock")):
-        _migrate(database)
-        client = _client(uri)
-        mend_moved_home(home)
-    return client
+        damage = damage_of(database)
+        return (damage, set_aside(database)) if damage else None
+
+
+class DamagedDatabaseError(Exception):
+    """The home's own database is damaged; the message names the command that helps."""
 
 
 @final
 class Later:
-    """A client that could not be opened since its database is locked: it is opened when it is first used."""
+    """A client that could not be opened since its database is locked or damaged: it is opened when it is first used."""
 
     def __init__(self, uri: str, home: Path) -> None:
         self._uri, self._home = uri, home

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from ttrain.core.files import parse_json
+
 NAME: Final = "journal.jsonl"
 
 
@@ -57,6 +59,6 @@ def _rows(journal: Path) -> Iterator[dict[str, Any]]:
     with contextlib.suppress(OSError):
         for line in journal.read_bytes().splitlines():
             with contextlib.suppress(ValueError):
-                row = json.loads(line)
+                row = parse_json(line)
                 if isinstance(row, dict):
                     yield row

@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from ttrain.store import exclusive
+from ttrain.core.files import exclusive, parse_json
+from ttrain.tracking import published
 from ttrain.tracking.journal import Entry
 from ttrain.tracking.runs import Run
 
@@ -27,7 +28,7 @@ def stages_of(tags: Mapping[str, str]) -> dict[str, dict[str, str]]:
             if tag.startswith(prefix):
                 found.setdefault(tag.removeprefix(prefix), {})[what] = value
     try:
-        noted = json.loads(tags.get(STAGES, "{}"))
+        noted = parse_json(tags.get(STAGES, "{}"))
     except ValueError:
         noted = {}
     for stage, about in noted.items() if isinstance(noted, dict) else ():
@@ -53,10 +54,20 @@ def made_by(run: Run, entry: Entry) -> str | None:
     experiment = run.store.experiment_id(run.box.about.get("experiment"))
     wanted = f"tags.`ttrain.key` = '{key}' AND tags.`ttrain.stage` = '{stage}' AND attributes.status = 'FINISHED'"
     found = run.call("search_runs", [experiment], wanted, max_results=1, order_by=["attributes.end_time DESC"])
+    found = found or _killed_after_publishing(run, experiment, wanted)
     if not found:
         return None
     _add(run, str(run.id), {stage: {"run": found[0].info.run_id}})
     return str(found[0].info.run_id)
+
+
+def _killed_after_publishing(run: Run, experiment: str, wanted: str) -> list[Any]:
+    """The run that made a whole artifact, but was noted as killed before it could say so: from now on it is finished."""
+    killed = run.call("search_runs", [experiment], wanted.replace(published.FINISHED, "KILLED"))
+    found = [other for other in killed if published.artifact_of(run.store.home, other.data.tags)][:1]
+    for other in found:
+        run.call("set_terminated", other.info.run_id, published.FINISHED, other.info.end_time)
+    return found
 
 
 def _add(run: Run, parent: str, noted: Mapping[str, Mapping[str, str]]) -> None:

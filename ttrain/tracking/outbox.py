@@ -25,7 +25,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, final
 
-from ttrain.store import read_json
+from ttrain.core.files import PRIVATE_DIRECTORY, private_directory, read_json
 from ttrain.tracking import journal
 from ttrain.tracking.journal import Entry
 
@@ -186,7 +186,8 @@ def create(home: Path | None, **about: Any) -> Outbox:
     directory = home / FOLDER / str(about["id"])
     for _ in range(2):  # once more where another was removing it
         try:
-            directory.mkdir(parents=True, mode=0o700, exist_ok=True)
+            private_directory(directory.parent)
+            directory.mkdir(mode=PRIVATE_DIRECTORY, exist_ok=True)
         except OSError as error:
             log.warning("what MLflow has yet to be told cannot be kept in %s: %s", directory, error.strerror)
             return Outbox(None, about)

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-from ttrain.store import read_json
+from ttrain.core.files import read_json
 from ttrain.tracking import journal
 from ttrain.tracking.journal import Entry
 from ttrain.tracking.outbox import FOLDER, ID

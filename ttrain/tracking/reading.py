@@ -9,21 +9,24 @@ from __future__ import annotations
 import logging
 import re
 import sqlite3
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, final
+from typing import Any, final
 
-from ttrain import runs, tracking
 from ttrain.config.base import flatten
+from ttrain.core.files import read_json
+from ttrain.core.redact import masked, without_user
 from ttrain.errors import UsageError
-from ttrain.store import Store, read_json
+from ttrain.store import runs
+from ttrain.store.artifacts import Store
 from ttrain.tracking import links
-from ttrain.tracking.calls import first_line, shown
+from ttrain.tracking.calls import first_line
 from ttrain.tracking.database import database_of
+from ttrain.tracking.mlflow_setup import tracking_uri
+from ttrain.tracking.model_sets import KIND, SET
 from ttrain.tracking.reading_database import Database
-from ttrain.tracking.reading_files import Files
-from ttrain.tracking.safety import masked
-from ttrain.tracking.sets import KIND, SET
+from ttrain.tracking.reading_files import Files, Source
+from ttrain.tracking.registry import find_version
 from ttrain.tracking.views import RunView, StageView, Tracked
 
 log = logging.getLogger("ttrain")
@@ -32,22 +35,6 @@ LATEST = "latest"
 LISTED_RUNS = 5
 REGISTERED = re.compile(r"(?:models:/)?(?P<name>[^@/:]+)(?:@(?P<alias>[^@/:]+)|/(?P<version>\d+))")
 OUTCOMES: Mapping[str, str] = {"FINISHED": "completed", "FAILED": "failed", "KILLED": "interrupted", "RUNNING": "running"}
-
-
-class Source(Protocol):
-    """An MLflow that can be asked; any method may raise."""
-
-    def runs(self, ids: Iterable[str]) -> dict[str, Tracked]:
-        """The runs of these ids, by id."""
-
-    def with_tags(self, key: str, values: Iterable[str]) -> list[str]:
-        """Ids of the runs whose tag has one of these values, the newest first."""
-
-    def history(self, run_id: str, metric: str) -> list[tuple[int, int, float]]:
-        """(step, milliseconds, value) of a metric."""
-
-    def curves(self, run_id: str) -> list[str]:
-        """Names of the metrics that were logged at a step."""
 
 
 def read_run(home: Path, text: str) -> RunView:
@@ -102,7 +89,7 @@ class _Reading:
 
     def _open(self) -> None:
         """MLflow as far as it can be had; the home's own database is read without it."""
-        uri = tracking.tracking_uri(self._home)
+        uri = tracking_uri(self._home)
         if uri == f"sqlite:///{database_of(self._home)}":
             if database_of(self._home).exists():
                 self._source = Database(self._home)
@@ -140,7 +127,7 @@ class _Reading:
 
     def _lost(self, error: Exception) -> None:
         self._source = None
-        uri = shown(tracking.tracking_uri(self._home))
+        uri = without_user(tracking_uri(self._home))
         self._notes.append(
             f"MLflow at {uri} cannot be asked ({first_line(error)}): taken from the home's records and artifacts"
         )
@@ -180,7 +167,7 @@ class _Reading:
         self, text: str, *, name: str, alias: str | None, version: str | None
     ) -> tuple[dict[str, Any] | None, str | None]:
         """The run that made a registered model, or a set of them."""
-        found = tracking.find_version(self._home, name, version=version, alias=alias)
+        found = find_version(self._home, name, version=version, alias=alias)
         if found.tags.get(KIND) == SET:
             return self._find(found.tags["ttrain.run"])
         made = self._ask("with_tags", "ttrain.key", [found.tags.get("ttrain.key", "")]) or []

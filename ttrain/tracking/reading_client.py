@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, final
 
-from ttrain import tracking
 from ttrain.tracking.calls import is_refusal
+from ttrain.tracking.model_sets import all_pages
 from ttrain.tracking.reading_database import input_of
-from ttrain.tracking.sets import all_pages
+from ttrain.tracking.store import open_reader
 from ttrain.tracking.views import Tracked
 
 RUNS_PER_PAGE = 1000
@@ -21,7 +21,7 @@ class Client:
     """One MLflow, for questions alone. Raises what MLflow does; a silent server costs one probe."""
 
     def __init__(self, home: Path) -> None:
-        self._store = tracking.open_reader(home)
+        self._store = open_reader(home)
         self._experiments: list[str] = []
 
     def runs(self, ids: Iterable[str]) -> dict[str, Tracked]:

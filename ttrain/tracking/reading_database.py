@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import final
 
+from ttrain.core.files import parse_json
 from ttrain.tracking.database import database_of
 from ttrain.tracking.views import InputView, Tracked
 
@@ -70,6 +71,14 @@ class Database:
             )
             for run_id, name, status, started, ended, uri, experiment in found
         }
+
+    def told_identities(self) -> frozenset[str]:
+        """Identities of the runs whose outcome is known, those that were deleted in MLflow among them."""
+        ended = "SELECT run_uuid FROM tags WHERE key = 'ttrain.outcome'"
+        with self._open() as db:
+            return frozenset(
+                value for (value,) in db.execute(f"SELECT value FROM tags WHERE key = 'ttrain.id' AND run_uuid IN ({ended})")
+            )
 
     def with_tags(self, key: str, values: Iterable[str]) -> list[str]:
         """Ids of the runs whose tag has one of these values, the newest first."""
@@ -131,5 +140,5 @@ def input_of(name: str, digest: str, context: str, source: str, profile: str | N
     """A data set from the columns of MLflow; a profile that is no JSON object counts nothing."""
     counts: object = None
     with contextlib.suppress(ValueError):
-        counts = json.loads(profile or "null")
+        counts = parse_json(profile or "null")
     return InputView(name, digest, context, source, counts if isinstance(counts, dict) else {})

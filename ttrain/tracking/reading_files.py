@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, Final, TypeVar, final
+from typing import Any, Final, Protocol, TypeVar, final
 
 import orjson
 
-from ttrain.store import Store
+from ttrain.store.artifacts import Store
+from ttrain.tracking.atomic_files import local_path
 from ttrain.tracking.calls import clean, outcome
-from ttrain.tracking.files import local_path
-from ttrain.tracking.views import Point, StageView
-
-if TYPE_CHECKING:
-    from ttrain.tracking.reading import Source
+from ttrain.tracking.views import Point, StageView, Tracked
 
 Result = TypeVar("Result")
 
@@ -24,6 +21,22 @@ CURVES: Final = ("metrics.jsonl", "system*.jsonl")  # under run/
 TOKENS: Final = "tokens"
 OF_MACHINE: Final = "system/"  # metrics whose steps are seconds of the stage's time
 LARGEST_TEXT: Final = 4 << 20  # bytes of a file that are read as a text
+
+
+class Source(Protocol):
+    """An MLflow that can be asked; any method may raise."""
+
+    def runs(self, ids: Iterable[str]) -> dict[str, Tracked]:
+        """The runs of these ids, by id."""
+
+    def with_tags(self, key: str, values: Iterable[str]) -> list[str]:
+        """Ids of the runs whose tag has one of these values, the newest first."""
+
+    def history(self, run_id: str, metric: str) -> list[tuple[int, int, float]]:
+        """(step, milliseconds, value) of a metric."""
+
+    def curves(self, run_id: str) -> list[str]:
+        """Names of the metrics that were logged at a step."""
 
 
 @final

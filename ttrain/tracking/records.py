@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ttrain.store import read_json, write_json
+from ttrain.core.files import read_json, write_json
 
 
 def there_are(home: Path, beginning: str) -> bool:

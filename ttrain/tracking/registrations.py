@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
-from ttrain.store import exclusive
-from ttrain.tracking import sets
+from ttrain.core.files import exclusive
+from ttrain.tracking import model_sets
 from ttrain.tracking.calls import RefusedError
-from ttrain.tracking.deliveries import directory, file, text
+from ttrain.tracking.delivery import directory, file, text
 from ttrain.tracking.journal import Entry
 from ttrain.tracking.runs import Run
 
@@ -23,7 +23,7 @@ def register(run: Run, entry: Entry) -> str:
 def register_models(run: Run, entry: Entry) -> str:
     """The models of a run as one set, which can become champion; a model that is not registered yet is, from this run."""
     data, members = entry.data, []
-    with exclusive(sets.lock_of(run.store.home)):
+    with exclusive(model_sets.lock_of(run.store.home)):
         for model in data["models"]:
             with run.store.turn:
                 version = run.store.versions.find(model["name"], model["tags"])
@@ -34,9 +34,9 @@ def register_models(run: Run, entry: Entry) -> str:
                 _beside(run, entry, model)
             with run.store.turn:
                 version = _registered(run, model)  # or only described anew: there is an evaluation now
-            members.append(sets.Member(model["name"], version, model["stage"], model["tags"]["ttrain.key"]))
+            members.append(model_sets.Member(model["name"], version, model["stage"], model["tags"]["ttrain.key"]))
         contents = {model["stage"]: model["tags"]["ttrain.content"] for model in data["models"]}
-        told = sets.tags_of(data["run_name"], members, contents=contents, keys=data["keys"], metrics=data["metrics"])
+        told = model_sets.tags_of(data["run_name"], members, contents=contents, keys=data["keys"], metrics=data["metrics"])
         with run.store.turn:
             return _registered_set(run, data["name"], told, data.get("description", ""), data.get("about", ""))
 
@@ -54,12 +54,13 @@ def _beside(run: Run, entry: Entry, model: Mapping[str, Any]) -> None:
 def _registered(run: Run, model: Mapping[str, Any]) -> str:
     """The version of a model whose files this run holds, or another did. Entries of an earlier ttrain describe nothing."""
     words = (model.get("description", ""), model.get("about", ""))
-    return run.store.versions.register(model["name"], run, model["artifact_path"], model["tags"], *words)
+    version: str = run.store.versions.register(model["name"], run, model["artifact_path"], model["tags"], *words)
+    return version
 
 
 def _registered_set(run: Run, name: str, tags: Mapping[str, str], description: str, about: str) -> str:
     try:
-        return sets.register(run.store.client, name, run, tags, description, about)
+        return model_sets.register(run.store.client, name, run, tags, description, about)
     except ValueError as error:
         if type(error) is ValueError:
             raise RefusedError(str(error)) from None

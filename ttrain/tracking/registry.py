@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from ttrain.core.redact import without_user
 from ttrain.errors import UsageError
-from ttrain.tracking.calls import code_of, first_line, outcome, shown
+from ttrain.tracking.atomic_files import local_path
+from ttrain.tracking.calls import code_of, first_line, outcome
 from ttrain.tracking.database import database_of, open_client
-from ttrain.tracking.files import local_path
+from ttrain.tracking.mlflow_setup import is_installed, silence, tracking_uri
 
 CHAMPION: Final = "champion"  # alias of the set of models that is in use
 
@@ -26,14 +28,21 @@ class Version:
     run_id: str | None = None
 
 
-def find_version(home: Path, uri: str, name: str, *, version: str | None = None, alias: str | None = None) -> Version:
+def find_version(home: Path, name: str, *, version: str | None = None, alias: str | None = None) -> Version:
     """The version with this number, or this alias. Raises UsageError that lists what is registered."""
+    if not is_installed():
+        raise UsageError(
+            f"'{name}' is looked up in MLflow, which is not installed; pip install mlflow, or name a run or stage"
+        )
+    silence()
+    home = home.resolve()
+    uri = tracking_uri(home)
     asked = f"{name}@{alias}" if alias else f"{name}/{version}"
     if uri == f"sqlite:///{database_of(home)}" and not database_of(home).exists():
         raise UsageError(f"there is no registered model '{asked}': nothing is registered in {home} yet")
     client, error = outcome(lambda: open_client(uri, home))
     if client is None:
-        raise UsageError(f"MLflow at {shown(uri)} cannot be asked for '{asked}': {error and first_line(error)}")
+        raise UsageError(f"MLflow at {without_user(uri)} cannot be asked for '{asked}': {error and first_line(error)}")
 
     def ask() -> Any:
         return client.get_model_version_by_alias(name, alias) if alias else client.get_model_version(name, str(version))
@@ -42,7 +51,7 @@ def find_version(home: Path, uri: str, name: str, *, version: str | None = None,
     if found is None:
         unknown = error is not None and code_of(error) in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")
         if not unknown:
-            raise UsageError(f"MLflow at {shown(uri)} cannot be asked for '{asked}': {error and first_line(error)}")
+            raise UsageError(f"MLflow at {without_user(uri)} cannot be asked for '{asked}': {error and first_line(error)}")
         raise UsageError(f"there is no registered model '{asked}'; registered are {_listed(client) or 'none'}{_cure(alias)}")
     return Version(name, str(found.version), local_path(found.source), dict(found.tags), found.run_id or None)
 

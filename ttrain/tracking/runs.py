@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, Protocol, final
 
-from ttrain.tracking.calls import RefusedError, clean, code_of, outcome, plain, shown
+from ttrain.core.redact import masked, without_user
+from ttrain.store.metric_rows import Row
+from ttrain.tracking.calls import RefusedError, clean, code_of, outcome, plain
 from ttrain.tracking.journal import Entry
 from ttrain.tracking.outbox import Outbox
-from ttrain.tracking.rows import Row
-from ttrain.tracking.safety import artifact_path as checked
-from ttrain.tracking.safety import masked
+from ttrain.tracking.safe_names import artifact_path as checked
 
 if TYPE_CHECKING:
-    from ttrain.tracking.inputs import DataInput
-    from ttrain.tracking.store import Store
+    from ttrain.tracking.client import Asking
+    from ttrain.tracking.datasets import DataInput
 
 log = logging.getLogger("ttrain")
 Point = tuple[str, float, int, int]  # name, value, milliseconds since 1970, step
@@ -31,11 +32,45 @@ VALUE_CHARACTERS: Final = 6000  # of a parameter, by MLflow's rule
 INLINE_CHARACTERS: Final = 20_000  # of a text; a longer one has a file of its own in the outbox
 
 
+class TrackingStore(Protocol):
+    """What a run needs of the store that made it: the MLflow that is asked, and the order in which it is told."""
+
+    client: Any
+    uri: str
+    home: Path
+    is_http: bool
+    asking: Asking
+    turn: contextlib.AbstractContextManager[object]
+    versions: Any  # `model_versions.Versions`, and `uploads.Progress`: both need this module
+    progress: Any
+
+    @property
+    def tracker(self) -> str: ...
+
+    def told(self, what: str, action: Callable[[], object], run: Run) -> bool: ...
+
+    def deliver(self, run: Run, *, uploads: bool = False, again: bool = False) -> bool: ...
+
+    def deliver_soon(self, run: Run, entry: Entry) -> None: ...
+
+    def relative(self, path: Path) -> str: ...
+
+    def absolute(self, path: str) -> Path: ...
+
+    def experiment_id(self, name: str | None = None) -> str: ...
+
+    def parent_id(self, run: Run) -> str | None: ...
+
+    def forget_experiments(self) -> None: ...
+
+    def remove_twins(self, run: Run) -> None: ...
+
+
 @final
 class Run:
     """One MLflow run; made by `Store`. Until MLflow has it, `id`, `artifact_uri`, `page` and `url` are None."""
 
-    def __init__(self, store: Store, box: Outbox, parent: Run | None = None) -> None:
+    def __init__(self, store: TrackingStore, box: Outbox, parent: Run | None = None) -> None:
         self.store, self.box, self.parent = store, box, parent
         self.id: str | None = box.about.get("run_id")
         self.artifact_uri: str | None = None
@@ -58,7 +93,7 @@ class Run:
     @property
     def url(self) -> str | None:
         """Of its page, where the tracker is a server."""
-        return f"{shown(self.store.uri).rstrip('/')}/{self.page}" if self.store.is_http and self.page else None
+        return f"{without_user(self.store.uri).rstrip('/')}/{self.page}" if self.store.is_http and self.page else None
 
     def bind(self, entity: Any) -> None:
         """MLflow has it. Its own record of each metric's last step is right even where a kill came after a send."""
@@ -165,10 +200,10 @@ class Run:
         """Names the run that made a stage's artifact, where one is found, as the one of this stage."""
         self._tell("made_by", stage=stage, key=key)
 
-    def finish(self, status: str) -> None:
-        """Ends the run as FINISHED, FAILED or KILLED; it can still be continued."""
+    def finish(self, status: str, *, at: float | None = None) -> None:
+        """Ends the run as FINISHED, FAILED or KILLED, now or `at` an earlier time; it can still be continued."""
         self.box.note(ended=True)
-        self._tell("end", status=status, time=int(1000 * time.time()))
+        self._tell("end", status=status, time=int(1000 * (time.time() if at is None else at)))
 
     def waiting(self) -> list[Entry]:
         """What is to be told now: all but the curve that a follower still follows."""

@@ -10,20 +10,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, final
 
-from ttrain.tracking import asking, binding, outbox, outboxes
-from ttrain.tracking.asking import Asking
-from ttrain.tracking.calls import RefusedError, is_refusal, outcome, shown, unless_there
-from ttrain.tracking.couriers import Courier
-from ttrain.tracking.database import artifacts_of, database_of
-from ttrain.tracking.files import local_path
+from ttrain.core.redact import without_user
+from ttrain.core.sqlite_files import is_damage
+from ttrain.tracking import client as asking
+from ttrain.tracking import outbox, outboxes, run_binding
+from ttrain.tracking.atomic_files import local_path
+from ttrain.tracking.calls import RefusedError, is_refusal, outcome, unless_there
+from ttrain.tracking.client import Asking
+from ttrain.tracking.database import REPAIR, artifacts_of, database_of, open_client
+from ttrain.tracking.delivery_types import KINDS
 from ttrain.tracking.journal import Entry
-from ttrain.tracking.kinds import KINDS
-from ttrain.tracking.leftovers import remove_unmade, tell_one
+from ttrain.tracking.mlflow_setup import silence, tracking_uri
+from ttrain.tracking.model_versions import Versions
+from ttrain.tracking.null_tracker import NullRun
+from ttrain.tracking.orphaned_outbox import remove_unmade, tell_one
+from ttrain.tracking.retry_thread import Courier
 from ttrain.tracking.runs import Run, clean_tags
-from ttrain.tracking.safety import run_name
-from ttrain.tracking.untracked import NullRun
+from ttrain.tracking.safe_names import run_name
 from ttrain.tracking.uploads import Progress
-from ttrain.tracking.versions import Versions
 
 log = logging.getLogger("ttrain")
 COUNTED: Final = {"rows": "metrics", "follow": "metrics"}
@@ -39,7 +43,7 @@ class Store:
 
     def __init__(self, client: Any, uri: str, home: Path, experiment: str) -> None:
         self.client, self.uri, self.home = client, uri, home
-        self.asking = Asking(uri)
+        self.asking = Asking(uri, is_own=self.tracker == "")
         self.is_http = self.asking.is_http
         self.versions = Versions(client)
         self.progress = Progress()
@@ -65,14 +69,20 @@ class Store:
         parent_run_id: str | None = None,
         tags: Mapping[str, str],
         params: Mapping[str, object],
+        started: float | None = None,
+        keeps_files: bool = False,
     ) -> Run | NullRun:
         """A new run, or one continued: that of MLflow's `run_id`, or of the `identity` that it had here before.
 
+        `started`: in seconds since 1970, where it was not now. `keeps_files`: the files of the artifact that it leaves go to
+        MLflow, also where its process is killed before that.
         A server that is silent is told later; the run's `id` is None until then.
         """
-        given = clean_tags({**tags, **({binding.PARENT: parent_run_id} if parent_run_id else {})})
+        given = clean_tags({**tags, **({run_binding.PARENT: parent_run_id} if parent_run_id else {})})
         about: dict[str, Any] = {"name": run_name(name), "tags": given, "parent_run_id": parent_run_id}
-        about["parent"] = parent.identity if parent else None
+        about |= {"parent": parent.identity if parent else None, "keeps_files": keeps_files}
+        if started is not None:
+            about["started"] = started
         run = self._open_run(identity, run_id, about, parent if isinstance(parent, Run) else None)
         self.told(f"starting the run {name}", lambda: None, run)
         if run.is_again:
@@ -105,8 +115,9 @@ class Store:
     def register_models(
         self, name: str, *, run: Run | NullRun, models: Sequence[Mapping[str, Any]], **data: Any
     ) -> str | None:
-        """The version of the registered model `name` that is this set of models (`sets.tags_of`); None as long as it waits.
-        Those that are not registered yet are, from this run.
+        """The version of the registered model `name` that is this set of models (`model_sets.tags_of`).
+
+        None as long as it waits. Those that are not registered yet are, from this run.
 
         Of each model: name, stage, tags, artifact_path, `path` of its files, None where they are not here, `description`
         and `about` as `register_model` takes them. `data`: `run_name`, `keys` by stage, `metrics`, and the same two.
@@ -159,7 +170,7 @@ class Store:
         """
         if self.asking.is_silent:
             return self._again(False)
-        _, error = outcome(partial(binding.bind, self, run))
+        _, error = outcome(partial(run_binding.bind, self, run))
         unmade = error is not None
         if not unmade:
             _, error = outcome(action)
@@ -210,13 +221,11 @@ class Store:
             log.warning(
                 "MLflow at %s was not told %d things of this run, and the disk took no note of them: they are lost there; "
                 "what ttrain shows of the run stands in the home",
-                shown(self.uri), lost,
+                without_user(self.uri), lost,
             )  # fmt: skip
         elif left:
-            log.warning(
-                "MLflow at %s has yet to be told %d things of this run; the next run does, or: ttrain track sync",
-                shown(self.uri), len(left),
-            )  # fmt: skip
+            how = REPAIR if is_damage(self.asking.last_error) else "the next run does, or: ttrain track sync"
+            log.warning("MLflow at %s has yet to be told %d things of this run; %s", without_user(self.uri), len(left), how)
         return len(left)
 
     def experiment_id(self, name: str | None = None) -> str:
@@ -240,11 +249,11 @@ class Store:
 
     def parent_id(self, run: Run) -> str | None:
         """MLflow's id of the run's parent. Raises what MLflow does."""
-        return binding.parent_id(self, run)
+        return run_binding.parent_id(self, run)
 
     def remove_twins(self, run: Run) -> None:
         """Deletes what an unanswered question has made besides this run. Raises what MLflow does."""
-        binding.remove_twins(self, run)
+        run_binding.remove_twins(self, run)
 
     def relative(self, path: Path) -> str:
         """A path as an outbox names it: below the home, which may be moved meanwhile, or absolute."""
@@ -258,7 +267,7 @@ class Store:
     @property
     def tracker(self) -> str:
         """What outboxes call this MLflow: nothing for the home's own, which moves with it; no password is written down."""
-        return "" if self.uri == f"sqlite:///{database_of(self.home)}" else shown(self.uri)
+        return "" if self.uri == f"sqlite:///{database_of(self.home)}" else without_user(self.uri)
 
     def _open_run(self, identity: str | None, run_id: str | None, about: dict[str, Any], parent: Run | None) -> Run:
         """The run with its outbox: the one that is open, the one that a process before left, or a new one."""
@@ -277,7 +286,8 @@ class Store:
                 else:
                     if box.about.get("tracker") != self.tracker:  # which has no such run
                         box.about |= {"run_id": None, **here}
-                    box.note(**about, started=box.about["started"], doubtful=box.about.get("run_id") is None)
+                    about["started"] = box.about["started"]
+                    box.note(**about, doubtful=box.about.get("run_id") is None)
                 for entry in list(box.entries):
                     if entry.what == "follow":  # it is followed again, by who continues it
                         box.told(entry)
@@ -322,3 +332,11 @@ class Store:
         """A thread tries it later; False."""
         (self._uploader if uploads else self._courier).wake()
         return False
+
+
+def open_reader(home: Path) -> Store:
+    """The tracker for questions alone: no experiment is made. Raises what MLflow does where it cannot be opened."""
+    home = home.resolve()
+    uri = tracking_uri(home)
+    silence()
+    return Store(open_client(uri, home), uri, home, "")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final, final
 
 from ttrain.tracking.journal import Entry
-from ttrain.tracking.safety import artifact_path
+from ttrain.tracking.safe_names import artifact_path
 
 if TYPE_CHECKING:
     from ttrain.tracking.runs import Run

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
+
+from ttrain.core.files import parse_json
 
 
 class Point(NamedTuple):
@@ -122,7 +123,7 @@ class RunView:
         if stage not in self.fetched:  # a page asks a dozen times
             found: object = None
             with contextlib.suppress(ValueError):
-                found = json.loads(self.text(stage, "manifest.json") or "{}")
+                found = parse_json(self.text(stage, "manifest.json") or "{}")
             self.fetched[stage] = found if isinstance(found, dict) else {}
         return self.fetched[stage]
 

@@ -15,8 +15,9 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
+from ttrain.core.files import parse_json
+from ttrain.core.progress import Progress
 from ttrain.errors import TTrainError
-from ttrain.progress import Progress
 
 SHOWN = ("loss", "grad_norm", "lr_", "skipped_steps", "validation_loss", "perplexity")  # in the log; prefixes of names
 LARGEST_EXPONENT = 709.0  # exp of more than 709.78 is no float
@@ -111,11 +112,12 @@ class Callback:
 
 
 def continued(path: Path, step: int) -> None:
-    """Cut off a file of JSON lines what comes again when a run continues at `step`: the lines of later steps, torn ones."""
+    """Cut off a file of JSON lines what comes again when a run continues at `step`: the lines of later steps, torn ones; all
+    where it begins."""
     kept = []
     if path.exists():
         for line in path.read_text().splitlines(keepends=True):
-            if line.endswith("\n") and _step_of(line) <= step:
+            if line.endswith("\n") and step and _step_of(line) <= step:
                 kept.append(line)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
@@ -125,7 +127,7 @@ def continued(path: Path, step: int) -> None:
 
 def _step_of(line: str) -> float:
     try:
-        return float(json.loads(line)["step"])
+        return float(parse_json(line)["step"])
     except (ValueError, KeyError, TypeError):
         return math.inf
 
@@ -176,6 +178,8 @@ class ProgressBar(Callback):
 
     def log(self, record: LogRecord) -> None:
         shown = {name: record.metrics[name] for name in ("loss", "validation_loss") if name in record.metrics}
+        if not shown:  # a quick validation: the bar goes on showing the loss
+            return
         done, total = record.step * self._tokens_per_step, record.steps * self._tokens_per_step
         self._progress.update(done, total, self._unit, start=False, **shown)
 

@@ -3,8 +3,8 @@
 `checkpoints/step-00000100/` = weights (safetensors, fp32) with the files that make it open with `from_pretrained`,
 `optimizer.safetensors`, and `state.json`, written last, with position, counters, the validation loss where there is one, its
 own digest and that of every other file. It is written under a temporary name, fsynced and renamed, in a background
-thread, from a snapshot in memory. Beside the directories lie `latest` and `best`, which name a step for people and
-tools and are believed by nobody here, and `pinned`, the steps that stay for good.
+thread, from a snapshot in memory. Beside the directories lie `latest`, `best` and, once training has ended, `final`, which
+name a step for people and tools and are believed by nobody here.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from concurrent.futures import wait as wait_for
 from pathlib import Path
 from typing import Any
 
+from ttrain.core.files import read_json, remove_tree, write_json
 from ttrain.errors import ArtifactError
-from ttrain.store import read_json, remove_tree, write_json
-from ttrain.train.checkpoint_files import OPTIMIZER, STATE, WEIGHTS, found, is_unnamed, logged_metric, read, step_of
-from ttrain.train.checkpoint_writing import give_way, not_written, remove_trash, write_checkpoint
+from ttrain.train.checkpoint_format import OPTIMIZER, STATE, WEIGHTS, found, is_unnamed, logged_metric, read, step_of
+from ttrain.train.checkpoint_writer import give_way, not_written, remove_trash, write_checkpoint
 from ttrain.train.snapshots import Snapshot, SnapshotBuffers, copy_tensors, needed_bytes
 from ttrain.train.tensor_files import naming
 
@@ -38,7 +38,7 @@ __all__ = [
     "read",
 ]
 
-LATEST, BEST, PINNED = "latest", "best", "pinned"
+LATEST, BEST, FINAL = "latest", "best", "final"
 UNDER_WAY = 2  # snapshots that may exist at once: one being written, one that waits
 log = logging.getLogger("ttrain")
 
@@ -46,7 +46,7 @@ log = logging.getLogger("ttrain")
 class Checkpoints:
     """The checkpoints of one run, all of which one process writes.
 
-    These stay: the `keep` newest, every `keep_every` steps (0: none), the steps in `permanent`, the best, the pinned.
+    These stay: the `keep` newest, every `keep_every` steps (0: none), the steps in `permanent`, the best.
     """
 
     def __init__(
@@ -133,6 +133,16 @@ class Checkpoints:
                 self._damaged.add(path)
         return None
 
+    def begin(self) -> None:
+        """A training goes on here: what it leaves is not known yet."""
+        (self.directory / FINAL).unlink(missing_ok=True)
+
+    def end(self, step: int) -> None:
+        """The training has ended, and its model has the weights of this step. Waits for the writer."""
+        self.wait()
+        with naming(self.directory / FINAL):
+            write_json(self.directory / FINAL, {"step": step})
+
     def keep(self, step: int) -> None:
         """Never remove the checkpoint of this step while this run lasts, be it written already or not."""
         self._permanent = self._permanent | {step}
@@ -143,22 +153,6 @@ class Checkpoints:
         for path in found(self.directory):
             if step_of(path) > step:
                 remove_tree(path)
-
-    def pin(self, step: int) -> None:
-        """Keep a checkpoint for good. Waits for the writer. Raises ArtifactError where there is none of this step."""
-        self.wait()
-        steps = {step_of(path) for path in found(self.directory)}
-        if step not in steps:
-            raise ArtifactError(f"there is no checkpoint of step {step} in {self.directory}; there are {sorted(steps)}")
-        write_json(self.directory / PINNED, sorted(self.pinned() | {step}))
-
-    def pinned(self) -> frozenset[int]:
-        """Steps that were pinned. Raises ArtifactError where the file that says so is damaged."""
-        path = self.directory / PINNED
-        steps = read_json(path) if path.exists() else []
-        if not isinstance(steps, list) or not all(type(step) is int for step in steps):
-            raise ArtifactError(f"the file {path}, which names the checkpoints to keep, is damaged; delete it to keep none")
-        return frozenset(steps)
 
     def _finish(self, but: int) -> None:
         """Wait until so many writes are under way, and raise what those that ended raised."""
@@ -192,14 +186,9 @@ class Checkpoints:
 
     def _prune(self) -> None:
         """Remove what need not stay, damaged ones too, once the newest is durable."""
-        try:
-            pinned = self.pinned()
-        except ArtifactError as error:
-            log.warning("%s; until then no checkpoint is removed", error)
-            return
         ranked = self._ranked()
         steps = [step_of(path) for path in found(self.directory) if path not in self._damaged]
-        kept = pinned | kept_steps(
+        kept = kept_steps(
             steps,
             keep=self._keep,
             keep_every=self._keep_every,

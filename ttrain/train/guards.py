@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ttrain.core.files import parse_json
 from ttrain.data.loader import Loader
 from ttrain.data.samplers import Order
 from ttrain.train.callbacks import Callback, StepRecord, continued
@@ -54,8 +55,8 @@ class GuardLog:
 def counts(path: Path) -> dict[str, int]:
     """{guard: warnings} of a file of warnings; empty where there is none."""
     try:
-        return dict(Counter(json.loads(line)["guard"] for line in path.read_text().splitlines()))
-    except (OSError, ValueError):
+        return dict(Counter(parse_json(line)["guard"] for line in path.read_text().splitlines()))
+    except (OSError, ValueError, KeyError, TypeError):
         return {}
 
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from ttrain.config import Optim
 from ttrain.errors import ArtifactError, UsageError
+from ttrain.train.dtensor import placed
 from ttrain.train.muon import StackedMuon
-from ttrain.train.placing import placed
 
 FUSED_DEVICES = frozenset({"cpu", "cuda"})  # where torch's fused kernels were run and are faster
 SHOWN_NAMES = 3

@@ -12,8 +12,8 @@ from torch.utils.data import TensorDataset
 
 from ttrain.config import Optim, TaskConfig
 from ttrain.train import optim, schedules
+from ttrain.train.custom_task import UserTask
 from ttrain.train.task import LossSum
-from ttrain.train.user_task import UserTask
 
 
 @final

@@ -9,7 +9,12 @@ from ttrain.config import Schedule, Training
 
 WARMUP_STEPS = 10
 MINIMIND_FLOOR = 0.1
+QUICK_SHARE = 0.02  # of the time of a training's steps that its quick validations may take; LoRA's took up to 2.9 %
+FEWEST_QUICK_ROWS, MOST_QUICK_ROWS = 4, 64
 BUDGET = frozenset({"tokens", "epochs"})  # settings of a training that a checkpoint may be continued under other values of
+
+
+RATES = frozenset({"optim.lr", "optim.muon_lr"})  # the same, where the user names the work that goes on
 
 
 def steps_of(config: Training, rows: int) -> tuple[int, int]:
@@ -20,6 +25,21 @@ def steps_of(config: Training, rows: int) -> tuple[int, int]:
     assert config.epochs is not None, "the settings name one of tokens and epochs"
     total = max(1, math.ceil(config.epochs * rows))
     return -(-total // config.rows_per_step), total
+
+
+def spread_steps(steps: int, times: int) -> frozenset[int]:
+    """So many steps of a run, evenly spread, the last among them; all of them where there are no more."""
+    return frozenset(-(-steps * number // times) for number in range(1, times + 1))
+
+
+def quick_rows(rows: int, times: int) -> int:
+    """How many rows each of the quick validations of a training over `rows` rows may have.
+
+    A forward pass takes about a third of a row's training (the quickstart's pretraining: 0.34), and all of them together may
+    take 2 % of it. A power of two, so that most runs that are compared are measured on the same rows.
+    """
+    most = int(QUICK_SHARE * 3 * rows / max(1, times))
+    return min(MOST_QUICK_ROWS, max(FEWEST_QUICK_ROWS, 1 << most.bit_length() >> 1))
 
 
 def warmup_steps(config: Schedule) -> int:

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from ttrain.train.parallel import Parallel
-from ttrain.train.placing import whole
-from ttrain.train.ranks import Ranks
+from ttrain.train.distributed import Ranks
+from ttrain.train.dtensor import whole
+from ttrain.train.parallel_base import Parallel
 
 
 @final

@@ -19,22 +19,23 @@ from torch import Tensor, nn
 
 from ttrain.data.loader import Loader, MicroBatch
 from ttrain.errors import TTrainError, UsageError
-from ttrain.train import resuming
+from ttrain.train import resume
+from ttrain.train.callback_list import Listeners
 from ttrain.train.callbacks import Callback, LogRecord, StepRecord
 from ttrain.train.checkpoint import Checkpoints, Snapshot, SnapshotBuffers
-from ttrain.train.compiling import compiled
-from ttrain.train.counters import Counters
-from ttrain.train.listeners import Listeners
-from ttrain.train.night import NightShift
-from ttrain.train.nonfinite import SKIPS_IN_A_ROW, NonFinite, rows_of
+from ttrain.train.compile import compiled
+from ttrain.train.distributed import Ranks, global_norm
+from ttrain.train.dtensor import whole
+from ttrain.train.night_throttle import NightShift
+from ttrain.train.non_finite import SKIPS_IN_A_ROW, NonFinite, rows_of
 from ttrain.train.parallel import spread
-from ttrain.train.placing import whole
 from ttrain.train.precision import LossScale, Precision
-from ttrain.train.ranks import Ranks, global_norm
-from ttrain.train.schedules import decay_start
+from ttrain.train.progress import Counters
+from ttrain.train.reduced_sums import Totals
+from ttrain.train.schedules import decay_start, spread_steps
 from ttrain.train.task import TrainingTask
-from ttrain.train.totals import Totals
 
+QUICK = "validation_loss_quick"
 COMPLETED, INTERRUPTED, STOPPED = "completed", "interrupted", "stopped by a callback"
 log = logging.getLogger("ttrain")
 
@@ -53,7 +54,9 @@ class Cadence:
 
     log: int = 10
     checkpoint: int = 100
+    checkpoint_steps: frozenset[int] = frozenset()  # beside those of the cadence
     validate: int = 0
+    quick_validations: int = 0  # over the whole run, on the few rows of `Trainer.quick`
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,7 @@ class Trainer:
         weights: Weights,
         checkpoints: Checkpoints | None = None,
         validation: Sequence[Any] = (),
+        quick: Sequence[Any] = (),
         callbacks: Sequence[Callback] = (),
         cadence: Cadence = Cadence(),
         stop_requested: Callable[[], bool] = lambda: False,
@@ -101,7 +105,8 @@ class Trainer:
         identity: Mapping[str, Any] | None = None,
         allow: frozenset[str] = frozenset(),
     ) -> None:
-        """`start`: a checkpoint of a shorter run. `identity`: settings that a checkpoint remembers and must find again when
+        """`quick`: batches of the few rows whose loss is a curve while training; it chooses no checkpoint and stops nothing.
+        `start`: a checkpoint of a shorter run. `identity`: settings that a checkpoint remembers and must find again when
         it is continued, but for those in `allow`. Raises UsageError where they differ.
         """
         self.task, self.loader, self.ranks, self.precision = task, loader, ranks, precision
@@ -109,15 +114,17 @@ class Trainer:
         self.listeners, self.night = Listeners(callbacks, ranks, loader.order), night
         self.cadence, self.stop_requested, self.identity = cadence, stop_requested, dict(identity or {})
         self.steps = loader.order.steps
+        self.quick, self._quick_steps = quick, spread_steps(self.steps, cadence.quick_validations if quick else 0)
         snapshot = (checkpoints.newest() if checkpoints else None) or start
         self.bare = task.build_model()
-        self.first = self.step = resuming.check(self, snapshot, allow) if snapshot else 0
+        self.first = self.step = resume.check(self, snapshot, allow) if snapshot else 0
         if snapshot:
             weights.load(dict(snapshot.weights))
         if how.parallel != "fsdp" or ranks.world == 1:  # else each rank moves its part only
             self.bare = self.bare.to(ranks.device)
         if how.compile and how.parallel == "fsdp" and ranks.world > 1:
             raise UsageError("runtime.compile and runtime.parallel=fsdp do not go together yet; set one of them")
+        self._wants_compiled = how.compile
         called, self.compiled = compiled(self._try, self.bare, ranks) if how.compile else (self.bare, False)
         self.parallel = spread(called, ranks, parallel=how.parallel, reduction=how.reduction)
         self.optimizers = task.build_optimizer(self.bare)
@@ -126,7 +133,7 @@ class Trainer:
         self._totals = Totals(ranks)
         # The loss is scaled by about 1/targets before the backward pass, so that fp16 gradients of a sum do not overflow.
         self._scale = 1.0 / task.config.tokens_per_step
-        resuming.check_same(self, snapshot)
+        resume.check_same(self, snapshot)
         if snapshot:
             self._restore(snapshot)
         self.loader.load_state_dict({"consumed_steps": self.first})
@@ -137,17 +144,20 @@ class Trainer:
         """Train to the end of the order, or until a stop is asked for."""
         began = time.monotonic()
         try:
+            if self.checkpoints and self.ranks.first:
+                self.checkpoints.begin()
             self.listeners.tell("start", self.first, self.steps)
             if self._recount:
                 self._begin_anew_count()
             self._night_due = self.ranks.sum([float(self._dusk())])[0]
             signalled, asked = self._agree(False, False)  # a callback may remember that the run was over
             reason = INTERRUPTED if signalled else STOPPED if asked else self._loop()
+            kept = self.step
             if reason == STOPPED or (reason == COMPLETED and self.task.config.early_stopping):
-                self._restore_best()
+                kept = self._restore_best()
             if self.checkpoints and self.ranks.first:
                 with self.ranks.busy("saving"):
-                    self.checkpoints.wait()
+                    self.checkpoints.wait() if reason == INTERRUPTED else self.checkpoints.end(kept)
             self.listeners.tell("end", self.step)
         except BaseException as error:
             self.listeners.failed(error)
@@ -158,14 +168,14 @@ class Trainer:
             time.monotonic() - began,
         )  # fmt: skip
 
-    def validate(self) -> float:
-        """Mean loss per target over the validation batches, which all ranks share; NaN where there is none."""
+    def validate(self, batches: Sequence[Any]) -> float:
+        """Mean loss per target over the batches, which all ranks share; NaN where there is none."""
         was_training = self.bare.training
         self.bare.eval()
         total, count, world = 0.0, 0, self.ranks.world
-        for number in range(self.ranks.rank, -(-len(self.validation) // world) * world, world):
-            filler = number >= len(self.validation)  # sharded models are asked equally often on all ranks
-            batch = self.validation[0].without_targets() if filler else self.validation[number]
+        for number in range(self.ranks.rank, -(-len(batches) // world) * world, world):
+            filler = number >= len(batches)  # sharded models are asked equally often on all ranks
+            batch = batches[0].without_targets() if filler else batches[number]
             with self.precision.autocast():
                 loss = self.task.validation_step(self.bare, batch, self.ranks.device)
             total, count = total + float(loss.total), count + loss.count
@@ -182,6 +192,8 @@ class Trainer:
 
     def _loop(self) -> str:
         batches = iter(self.loader)
+        if self.first == 0 and self._quick_steps:
+            self._validate_quickly()
         for step in range(self.first, self.steps):
             batches = self._follow_the_clock(batches)
             self.listeners.epoch_start(step, continued=step == self.first)
@@ -192,8 +204,10 @@ class Trainer:
             self.step = step + 1
             last = self.step == self.steps
             improved = False
+            if self.step in self._quick_steps:
+                self._validate_quickly()
             if self.validation and (last or self._due(self.cadence.validate, self.step)):
-                improved = self._validated(self.validate())
+                improved = self._validated(self.validate(self.validation))
                 signalled, asked = self._agree(signalled, asked)
             reason = INTERRUPTED if signalled and not last else STOPPED if asked else None
             if last or reason or improved or self._save_due(self.step):
@@ -312,6 +326,10 @@ class Trainer:
                 self.checkpoints.wait()
         raise error
 
+    def _validate_quickly(self) -> None:
+        """One more point of the curve on few rows; it is no validation that decides anything."""
+        self._log(self.step, {QUICK: self.validate(self.quick)})
+
     def _validated(self, loss: float) -> bool:
         """Note a validation; returns whether it is the best so far."""
         improved = self.counters.validated(loss)
@@ -328,6 +346,8 @@ class Trainer:
             metrics["skipped_steps"] = self.counters.skipped
         if self.night is not None:
             metrics["night"] = float(self.night.on)
+        if self._wants_compiled:
+            metrics["compiled"] = float(self.compiled)
         if self.loss_scale.enabled:
             metrics["loss_scale"] = self.loss_scale.scale
         self._log(record.step, metrics | self.listeners.figures("figures", record))
@@ -344,7 +364,8 @@ class Trainer:
         return every > 0 and step % every == 0
 
     def _save_due(self, step: int) -> bool:
-        return self._due(self.cadence.checkpoint, step) or step == decay_start(self.task.config.schedule, self.steps)
+        is_due = self._due(self.cadence.checkpoint, step) or step in self.cadence.checkpoint_steps
+        return is_due or step == decay_start(self.task.config.schedule, self.steps)
 
     def _save(self, step: int) -> None:
         if self.checkpoints is None:
@@ -354,7 +375,7 @@ class Trainer:
         if not self.ranks.first:
             return
         metric = self.counters.validation_loss if step == self.step and self._validated_at(step) else None
-        state = resuming.state_of(self, step)
+        state = resume.state_of(self, step)
         with self.ranks.busy("saving"):
             self.checkpoints.save(self._buffers.take(step, weights, optimizer, state), metric=metric)
         self.listeners.tell("saved", step)
@@ -364,7 +385,7 @@ class Trainer:
 
     def _restore(self, snapshot: Snapshot) -> None:
         """Put back all but the weights."""
-        resuming.check_optimizers(self, snapshot)
+        resume.check_optimizers(self, snapshot)
         self.optimizers.load_state(dict(snapshot.optimizer))
         if snapshot.state["precision"] == self.precision.word:
             self.loss_scale = LossScale(**snapshot.state["loss_scale"])
@@ -381,10 +402,10 @@ class Trainer:
         if self.ranks.first:
             self.checkpoints.forget_after(self.first)
 
-    def _restore_best(self) -> None:
-        """The weights of the checkpoint with the least validation loss, on all ranks."""
+    def _restore_best(self) -> int:
+        """The weights of the checkpoint with the least validation loss, on all ranks; returns their step."""
         if self.checkpoints is None:
-            return
+            return self.step
         if self.ranks.first:
             with self.ranks.busy("saving"):
                 self.checkpoints.wait()
@@ -393,6 +414,7 @@ class Trainer:
         if best is not None:
             log.info("the weights of step %d, whose validation loss was the least, are kept", best.step)
             self.parallel.load(self.weights.state(), best.weights)
+        return best.step if best is not None else self.step
 
 
 def _seed(seed: int, step: int, micro_batch: int) -> int:

@@ -14,7 +14,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+
+from ttrain.core.files import read_object
 
 LIMIT_SECONDS = 20.0
 LONGEST_STEPS = 5.0  # so many of the longest step so far, where that is more
@@ -177,11 +178,8 @@ class Watchdog:
                 os.close(descriptor)
 
     def _ask(self, rank: int) -> Beat | None:
-        try:
-            told: dict[str, Any] = json.loads(self._path(rank).read_bytes())
-        except (OSError, ValueError):  # not there yet, or half written
-            return None
-        return Beat(**told)
+        told = read_object(self._path(rank))
+        return Beat(**told) if told else None  # not there yet, or half written
 
 
 _current: Watchdog | None = None

@@ -1,0 +1,224 @@
+"""Which flow runs live: whose process a flow run is, and what ends one in Prefect's eyes whose process is gone.
+
+Two ways lead there, since either may be missing: the next run on this machine looks, and the server itself does, by an
+automation that listens for heartbeats (docs.prefect.io/v3/advanced/detect-zombie-flows).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from ttrain.core.files import read_json
+from ttrain.pipeline.execution import SIGNALLED, Execution
+from ttrain.store.runs import is_alive, process_started
+
+if TYPE_CHECKING:
+    from prefect.client.schemas.objects import FlowRun
+
+TAG: Final = "ttrain"
+LABEL_HOME: Final = "ttrain.home"
+LABEL_HOST: Final = "ttrain.host"
+LABEL_PID: Final = "ttrain.pid"
+LABEL_STARTED: Final = "ttrain.process-started"
+LABEL_TRY: Final = "ttrain.run-count"
+AUTOMATION: Final = "ttrain: flow runs without a heartbeat have crashed"
+HEARTBEAT_SECONDS: Final = 30  # the least that Prefect takes
+SILENCE_SECONDS: Final = 80  # two of them are missed by then, and two minutes are not over
+PENDING_SECONDS: Final = 600.0  # a process that is started says so after seconds
+WATCH_SECONDS: Final = 3.0
+CANCELLED: Final = "cancelled in Prefect"
+# Names of the states in which our flow runs end: Prefect's own, and those of nights (`flows/deployments.py`).
+NIGHT_STATES: Final = {"promoted": "Promoted", "kept": "Kept", "nothing-new": "NothingNew", "skipped": "Skipped"}
+UNFINISHED: Final = "Unfinished"
+FINAL_STATES: Final = ("Completed", "Failed", "TimedOut", "Cancelled", "Crashed", UNFINISHED, *NIGHT_STATES.values())
+
+
+def claim(home: Path) -> None:
+    """Note on the flow run that this is called in which process of which machine it is.
+
+    What an earlier try of it left running has ended, whatever ended that try: this one has begun no task yet.
+    """
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
+
+    run, pid = current_flow_run(), os.getpid()
+    process = {LABEL_PID: pid, LABEL_STARTED: process_started(pid) or 0.0, LABEL_TRY: run.run_count}
+    with get_client(sync_client=True) as client:
+        client.update_flow_run_labels(run.id, {**_place(home), **process})
+        if run.run_count > 1:
+            _end_tasks(client, FlowRunFilter(id=FlowRunFilterId(any_=[run.id])))
+
+
+def forbid_retries() -> None:
+    """Let the flow run that this is called in end with its next state, also where PREFECT_FLOW_DEFAULT_RETRIES is set.
+
+    Somebody who retries it in the UI or by the API starts it again nevertheless.
+    """
+    from prefect.client.orchestration import get_client
+
+    run = current_flow_run()
+    policy = run.empirical_policy.model_copy(update={"retries": 0})
+    with get_client(sync_client=True) as client:
+        client.update_flow_run(run.id, empirical_policy=policy)
+
+
+def current_flow_run() -> FlowRun:
+    """The flow run that this is called in."""
+    from prefect.context import FlowRunContext
+
+    context = FlowRunContext.get()
+    assert context is not None and context.flow_run is not None, "called inside a flow"
+    return context.flow_run
+
+
+def bury_the_dead(home: Path) -> list[str]:
+    """Mark as Crashed what Prefect believes to be running though its process is gone; returns the names of those runs.
+
+    So it does with the task runs of those that the runner or the server marked, which leave these as they are.
+    """
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas import filters
+    from prefect.client.schemas.objects import StateType
+    from prefect.states import Crashed
+
+    unfinished = [StateType.RUNNING, StateType.PENDING, StateType.CANCELLING]
+    buried = []
+    with contextlib.suppress(Exception), get_client(sync_client=True) as client:  # a courtesy, never a reason to fail
+        states = filters.FlowRunFilterState(type=filters.FlowRunFilterStateType(any_=unfinished))
+        tagged = filters.FlowRunFilterTags(all_=[TAG])
+        for run in client.read_flow_runs(flow_run_filter=filters.FlowRunFilter(tags=tagged, state=states)):
+            if not (_has_ended(run, home) or _is_dead(run.labels, run.run_count, home) or _never_began(run, home)):
+                continue
+            with contextlib.suppress(Exception):  # one that cannot be marked keeps no other from it
+                client.set_flow_run_state(run.id, Crashed(message="its process is gone"), force=True)
+                buried.append(run.name)
+        crashed = filters.FlowRunFilterState(type=filters.FlowRunFilterStateType(any_=[StateType.CRASHED]))
+        _end_tasks(client, filters.FlowRunFilter(tags=tagged, state=crashed))
+    return buried
+
+
+def _end_tasks(client: Any, flow_runs: Any) -> None:
+    """Mark as Crashed the task runs of these flow runs that are said to be unfinished."""
+    from prefect.client.schemas import filters
+    from prefect.client.schemas.objects import StateType
+    from prefect.states import Crashed
+
+    unfinished = filters.TaskRunFilterStateType(any_=[StateType.RUNNING, StateType.PENDING, StateType.SCHEDULED])
+    tasks = filters.TaskRunFilter(state=filters.TaskRunFilterState(type=unfinished))
+    for task_run in client.read_task_runs(flow_run_filter=flow_runs, task_run_filter=tasks):
+        client.set_task_run_state(task_run.id, Crashed(message="its process is gone"), force=True)
+
+
+def _has_ended(run: FlowRun, home: Path) -> bool:
+    """Whether our own record says so of a run that no deployment started; its name is the record's."""
+    path = home / "runs" / f"{run.name}.json"
+    record = read_json(path) if run.deployment_id is None and path.parent == home / "runs" else None
+    if record is None:
+        return False
+    is_here = record["process"].get("host", platform.node()) == platform.node()
+    return bool(record["outcome"] != "running" or (is_here and not is_alive(record["process"])))
+
+
+def _never_began(run: FlowRun, home: Path) -> bool:
+    """Whether it is a run that `serve` has taken, and that died with it before its process said anything.
+
+    One of a work pool may wait much longer for its image, or for a node.
+    """
+    if run.work_pool_name or run.state is None or not run.state.is_pending() or home_tag(home) not in run.tags:
+        return False
+    since: datetime = run.state.timestamp
+    return (datetime.now(UTC) - since).total_seconds() > PENDING_SECONDS
+
+
+def _is_dead(labels: Mapping[str, Any], run_count: int, home: Path) -> bool:
+    """Whether the process that a flow run names was one of this machine and this home, and is gone.
+
+    A run that is tried again has not yet named its new process while the numbers of tries differ.
+    """
+    if any(labels.get(name) != value for name, value in _place(home).items()) or labels.get(LABEL_TRY) != run_count:
+        return False
+    return not is_alive({"pid": labels.get(LABEL_PID, 0), "started": labels.get(LABEL_STARTED)})
+
+
+def home_tag(home: Path) -> str:
+    """Which home a deployment belongs to, where several share a server."""
+    return f"home:{home.resolve()}"
+
+
+def _place(home: Path) -> dict[str, str]:
+    return {LABEL_HOME: str(home.resolve()), LABEL_HOST: platform.node()}
+
+
+def create_automation() -> None:
+    """Have the server mark as Crashed every flow run of ours whose heartbeats stop; nothing where it does so already.
+
+    Heartbeats come from runs of deployments, and from those that use a server which outlives them.
+    """
+    from prefect.automations import Automation
+    from prefect.client.schemas.objects import StateType
+    from prefect.events.actions import ChangeFlowRunState
+    from prefect.events.schemas.automations import EventTrigger, Posture
+    from prefect.events.schemas.events import ResourceSpecification
+
+    trigger = EventTrigger(
+        after={"prefect.flow-run.heartbeat"},
+        expect={"prefect.flow-run.heartbeat", *(f"prefect.flow-run.{name}" for name in FINAL_STATES)},
+        match=ResourceSpecification({"prefect.resource.id": "prefect.flow-run.*"}),
+        match_related=ResourceSpecification({"prefect.resource.id": f"prefect.tag.{TAG}", "prefect.resource.role": "tag"}),
+        for_each={"prefect.resource.id"},
+        posture=Posture.Proactive,
+        threshold=1,
+        within=timedelta(seconds=SILENCE_SECONDS),
+    )
+    message = f"no heartbeat for {SILENCE_SECONDS} s: its process is gone"
+    action = ChangeFlowRunState(state=StateType.CRASHED, message=message)
+    try:
+        found = Automation.read(name=AUTOMATION)
+    except ValueError:
+        Automation(name=AUTOMATION, trigger=trigger, actions=[action]).create()
+        return
+    if found.trigger != trigger:  # of another version of ttrain
+        found.trigger, found.actions = trigger, [action]
+        found.update()
+
+
+@contextlib.contextmanager
+def obeying_cancellation(execution: Execution) -> Iterator[None]:
+    """Looks every few seconds whether the flow run that this is called in was cancelled; then asks its stages to stop.
+
+    Prefect's runner sends SIGTERM to the runs that it started; this is for the others, and names the reason for all.
+    """
+    from prefect.client.orchestration import get_client
+
+    run, done = current_flow_run(), threading.Event()
+
+    def is_cancelled(client: Any) -> bool:
+        state = client.read_flow_run(run.id).state
+        return state is not None and (state.is_cancelling() or state.is_cancelled())
+
+    def watch() -> None:
+        while not done.wait(WATCH_SECONDS):
+            with contextlib.suppress(Exception), get_client(sync_client=True) as client:  # until the server is away
+                while not is_cancelled(client):  # to open a client takes ten times the work of asking it
+                    if done.wait(WATCH_SECONDS):
+                        return
+                execution.ask_to_stop(signal.SIGTERM, CANCELLED)
+                return
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
+        if execution.signum and execution.stop_reason == SIGNALLED:  # the runner's signal came first, maybe
+            with contextlib.suppress(Exception), get_client(sync_client=True) as client:
+                if is_cancelled(client):
+                    execution.stop_reason = CANCELLED

@@ -1,0 +1,199 @@
+"""Every snippet of README, docs and artifacts/README: commands parse, settings load, JSON and Python do what pages say.
+
+What needs a finished pipeline is run by orchestration/test_readme.py.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from documents import OUTPUT, PAGES, ROOT, SHELL, Command, Snippet, commands, shell_lines, snippets
+from doubles import make_tokenizer, tiny_model
+from typer.core import TyperGroup
+from typer.main import get_command
+
+from ttrain.config import Reading
+from ttrain.config.loading import load
+from ttrain.data import item_text, sharding
+from ttrain.data.assembly import DataFile
+from ttrain.data.worker_pools import Here
+from ttrain.errors import TTrainError
+from ttrain.evaluate import suites
+from ttrain.stages.shards import recipe_of
+
+PROGRAMS = {  # of others, on the pages for convenience
+    "make", "python3", "uv", "git", "pip", "llama-cli", "printf", "mlflow", "export", "createdb", "prefect", "srun", "if",
+    "exit",
+}  # fmt: skip
+ASSIGNED = re.compile(r"^\w+=")
+FILES = ("my.yaml", "mine.yaml", "suite.yaml")  # that pages name as if the reader had them
+IDS = {"ids": lambda value: value.name if isinstance(value, Snippet) else ""}
+
+
+def test_no_block_is_left_out_and_no_fence_is_open() -> None:
+    handled = {"console", "sh", "yaml", "json", "python", "toml", "dockerfile", *OUTPUT}
+    assert {snippet.language for snippet in snippets()} <= handled, "a language that no test here knows"
+    for page in PAGES:
+        fences = re.findall(r"^ *```", (ROOT / page).read_text(encoding="utf-8"), flags=re.MULTILINE)
+        assert len(fences) == 2 * sum(snippet.page == page for snippet in snippets()), page
+    for snippet in snippets(*SHELL):
+        for line in shell_lines(snippet):
+            first = line.split()[0] if line.split() else "#"
+            assert first in {"ttrain", *PROGRAMS} or first.startswith("#") or ASSIGNED.match(first), (snippet.name, line)
+    assert len(commands()) > 120
+
+
+# --- commands
+
+
+def parsed(words: tuple[str, ...]) -> tuple[str, dict[str, Any]]:
+    """(its whole name, its parameters) of a command, as the command line reads it; nothing runs."""
+    from ttrain.cli.main import app
+
+    command, context, rest, name = get_command(app), None, list(words), "ttrain"
+    while isinstance(command, TyperGroup):
+        context = command.make_context(name, rest, parent=context)
+        called, command, rest = command.resolve_command(context, [*context._protected_args, *context.args])
+        assert command is not None
+        name = f"{name} {called}"
+    if "--help" in rest:
+        return name, {}
+    return name, command.make_context(name, rest, parent=context).params
+
+
+@pytest.fixture
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The reader's directory, with the files that pages name."""
+    monkeypatch.chdir(tmp_path)
+    for name in FILES:
+        (tmp_path / name).write_text("name: mine\n", encoding="utf-8")
+    return tmp_path
+
+
+@pytest.mark.parametrize("command", {command.text: command for command in commands()}.values(), ids=lambda one: one.text)
+def test_a_command_has_the_arguments_that_a_page_gives_it_and_settings_that_exist(command: Command, directory: Path) -> None:
+    name, values = parsed(command.words)
+    if name.startswith("ttrain train task") or "=(" in str(values.get("overrides")):
+        return  # the settings of a task are its own
+    overrides, profiles = (values.get(key) or () for key in ("overrides", "profile"))
+    if name in (
+        "ttrain pipeline run",
+        "ttrain pipeline plan",
+        "ttrain train pretrain",
+        "ttrain train sft",
+        "ttrain train lora",
+    ):
+        load(list(overrides), files=values.get("config") or (), profiles=profiles, environment={})
+
+
+def test_a_wrong_command_or_setting_would_fail(directory: Path) -> None:
+    for wrong in (("pipeline", "run", "full", "--untill", "sft"), ("modell", "show"), ("eval", "--choices")):
+        with pytest.raises(BaseException, match=r"(?i)no such|option|argument"):
+            parsed(wrong)
+    with pytest.raises(TTrainError, match=r"sft\.optim\.rl"):
+        _, values = parsed(("pipeline", "plan", "full", "sft.optim.rl=1"))
+        load(values["overrides"], environment={})
+
+
+# --- data formats
+
+
+@pytest.mark.parametrize("snippet", snippets("yaml"), **IDS)
+def test_yaml_is_settings_or_a_suite_or_a_manifest(snippet: Snippet, tmp_path: Path) -> None:
+    first, *others = yaml.safe_load_all(snippet.text)
+    if "apiVersion" in first:
+        assert {document["kind"] for document in (first, *others)} == {"Service", "Job"}
+        for argument in re.findall(r"exec ttrain (.*?)\n +env:", snippet.text, flags=re.DOTALL):
+            words = re.sub(r"\$\w+", "1", argument).split()
+            parsed(tuple(word for word in words if not word.startswith(("-c", "/"))))
+        return
+    path = tmp_path / "page.yaml"
+    path.write_text(snippet.text, encoding="utf-8")
+    if "tasks" in first:
+        assert set(suites.load(str(path)).suite.tasks) == set(first["tasks"])
+    else:
+        load((), files=[path], environment={})
+
+
+@pytest.mark.parametrize("snippet", snippets("json", "toml"), **IDS)
+def test_json_is_an_item_and_toml_is_toml(snippet: Snippet) -> None:
+    if snippet.language == "toml":
+        assert tomllib.loads(snippet.text)
+    for line in snippet.text.splitlines() if snippet.language == "json" else ():
+        assert item_text.of_row(json.loads(line)) is not None
+
+
+# --- Python
+
+
+def page_code(page: str, holds: str) -> str:
+    """The Python snippet of a page that holds this text."""
+    (snippet,) = [snippet for snippet in snippets("python") if snippet.page == page and holds in snippet.text]
+    return snippet.text
+
+
+def test_every_python_snippet_is_run_by_a_test() -> None:
+    run_by = {
+        "docs/adapters.md": "test_the_adapters_of_the_page_switch_and_merge",
+        "docs/tasks.md": "test_the_task_of_the_page_trains",
+        "docs/tracking.md": "orchestration/test_readme.py",
+    }
+    assert [snippet.page for snippet in snippets("python")] == [*run_by]
+
+
+def test_the_adapters_of_the_page_switch_and_merge(one_thread: None, tmp_path: Path) -> None:
+    from test_adapters import disturb, save_adapter, save_base, settings
+
+    from ttrain.model import adapters, factory
+
+    base = save_base(tiny_model(kind="llama"), tmp_path / "base")
+    places = []
+    for number in (1, 2):
+        model = disturb(adapters.attach(factory.load(base), settings(kind="lora")), seed=number)
+        places.append(save_adapter(model, tmp_path / str(number), base))
+    values: dict[str, Any] = {"base": base, "directory": places[0], "another": places[1]}
+    exec(page_code("docs/adapters.md", "adapters.switch"), values)
+    assert not hasattr(values["merged"], "peft_config")
+
+
+def test_the_task_of_the_page_trains(
+    one_thread: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from ttrain.cli.main import main
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TTRAIN_HOME", str(tmp_path / "home"))
+    (tmp_path / "noise.py").write_text(page_code("docs/tasks.md", "class Denoise"), encoding="utf-8")
+    (command,) = [command for command in commands("docs/tasks.md") if "noise:Denoise" in command.words]
+    with pytest.raises(SystemExit) as ended:
+        main(list(command.words))
+    assert not ended.value.code, capsys.readouterr().err
+    assert list((tmp_path / "denoise").rglob("*.safetensors"))
+
+
+# --- what opens an artifact
+
+ARTIFACTS = (ROOT / "artifacts/README.md").read_text(encoding="utf-8")
+
+
+def test_shards_open_as_the_page_of_artifacts_says(tmp_path: Path) -> None:
+    import pyarrow.ipc
+
+    make_tokenizer(tmp_path / "tokenizer")
+    (tmp_path / "rows.jsonl").write_text('{"text": "One."}\n{"text": "Two."}\n', encoding="utf-8")
+    reading = Reading(heldout_fraction=0.0)
+    recipe = recipe_of(reading, tmp_path / "tokenizer", "documents")
+    files = {"train": [DataFile(str(tmp_path / "rows.jsonl"), "rows.jsonl")]}
+    sharding.build(tmp_path / "shards", files, recipe, reading, block_bytes=1 << 20, pool=Here())
+    (opener,) = re.findall(r"^\| `shards-\*` \| `(.*?)`", ARTIFACTS, flags=re.MULTILINE)
+    (entry,) = json.loads((tmp_path / "shards/train/index.json").read_bytes())["shards"]
+    place = str(tmp_path / "shards" / "train" / entry["file"])
+    call = opener.replace("<artifact>/train/<file>", repr(place))
+    assert place in call
+    assert eval(call, {"pyarrow": pyarrow}).read_all().num_rows == 2

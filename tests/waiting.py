@@ -1,0 +1,50 @@
+"""Time that counts only what the tested code waits, so that a limit holds on a machine with much other work."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import psutil
+
+SCHEDULED = Path("/proc/thread-self/schedstat")  # nanoseconds on a core, nanoseconds in the queue for one
+STILL_SECONDS = 0.02  # of computing: a process that took less in the time that it may wait hangs
+BUSY = 10  # times that many seconds of computing are too much, too
+
+
+def stopwatch() -> Callable[[], float]:
+    """What it returns gives the seconds that this thread has waited since: for a server, a lock, a clock. Neither what it
+    computed counts nor how long it stood in the queue for a core, where the system tells (Linux)."""
+    began = time.monotonic() - _scheduled()
+    return lambda: time.monotonic() - _scheduled() - began
+
+
+def _scheduled() -> float:
+    """Seconds of this thread on a core or in the queue for one."""
+    try:
+        return sum(map(int, SCHEDULED.read_text().split()[:2])) / 1e9
+    except OSError:
+        return time.thread_time()
+
+
+def hanging(processes: Sequence[BaseProcess], seconds: float) -> list[BaseProcess]:
+    """The processes that still live when none of them has computed anything for so long, or all of them ten times as long
+    together; [] once they have ended."""
+    computed = dict[int, float]()  # seconds on a core, by process
+    last, deadline = 0.0, time.monotonic() + seconds
+    while alive := [process for process in processes if process.is_alive()]:
+        wait([process.sentinel for process in alive], timeout=min(1.0, seconds / 4))
+        for process in alive:
+            with contextlib.suppress(psutil.Error):  # it has ended
+                times = psutil.Process(process.pid).cpu_times()
+                computed[process.pid or 0] = times.user + times.system
+        total = sum(computed.values())
+        if total - last > STILL_SECONDS:
+            last, deadline = total, time.monotonic() + seconds
+        if time.monotonic() > deadline or total > BUSY * seconds:
+            return [process for process in alive if process.is_alive()]
+    return []

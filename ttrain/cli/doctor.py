@@ -1,0 +1,78 @@
+"""`ttrain doctor`: its arguments, and what it prints."""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from ttrain.cli.options import AsJson, Files, Overrides, Profiles, load_settings, plan_of
+from ttrain.core.terminal import console, escaped, print_json, print_spans
+
+if TYPE_CHECKING:
+    from ttrain.doctor.check import Check
+
+READ_BY_C = ("GLIBC_", "GOMP_")  # variables of a stage's process that are read when OpenMP is loaded, or a rank starts
+NAME_WIDTH, LINE_WIDTH, SHOWN_LINES = 22, 100, 12
+
+
+def doctor(
+    overrides: Overrides = None,
+    config: Files = None,
+    profile: Profiles = None,
+    stage: Annotated[
+        Literal["pretrain", "sft", "lora"] | None, typer.Option(help="the training to examine; the first, unless given")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Prove, before a long run, that training is right and fits: on these settings and data, on this machine."""
+    from ttrain.pipeline.processes import environment_of
+    from ttrain.store.layout import home
+
+    began = time.monotonic()
+    loaded = load_settings(overrides, config, profile)
+    examined: str = stage or loaded.settings.trainings[0]
+    for name, value in environment_of(loaded.settings).items():
+        if name.startswith(READ_BY_C):
+            os.environ.setdefault(name, value)
+    planned = plan_of("full", loaded)[1] if (home() / "store").is_dir() else []  # no need to read all data to find nothing
+    artifacts = {one.stage.name: one.artifact for one in planned if one.artifact and one.state == "cached"}
+    from ttrain.data.inspect import lines
+    from ttrain.doctor.run import Doctor  # loads torch, which now finds the variables
+
+    examination = Doctor(examined, loaded.settings, artifacts, home())
+    found: list[Check] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        for check in examination.checks():
+            found.append(check)
+            if not as_json:
+                _print(check)
+    bad = [check for check in found if not check.ok]
+    if as_json:
+        print_json({"checks": [check.to_json() for check in found]})
+    else:
+        if examination.shown is not None:
+            row, special = examination.shown
+            print(f"\nthe first row of {examined}; what the loss counts is marked:")
+            of_records = (lines(row, record, special, LINE_WIDTH) for record in range(1 + max(row.segments)))
+            print_spans(islice(chain.from_iterable(of_records), SHOWN_LINES))
+            print()
+        verdict = f"{len(bad)} of {len(found)} checks are not ok" if bad else f"all {len(found)} checks are ok"
+        print(f"{examined}: {verdict}, in {time.monotonic() - began:.0f} s")
+    if bad:
+        raise typer.Exit(1)
+
+
+def _print(check: Check) -> None:
+    from rich.text import Text
+
+    mark = ("ok  ", "green") if check.ok else ("BAD ", "bold red")
+    cure = f"; cure: {check.cure}" if check.cure else ""
+    console().print(
+        Text.assemble(mark, f"{check.name:{NAME_WIDTH}}{escaped(str(check.figure))}{escaped(cure)}"), soft_wrap=True
+    )

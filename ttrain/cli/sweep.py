@@ -1,0 +1,221 @@
+"""`ttrain sweep`: many runs that differ in a few settings, and which of them was best."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from ttrain.cli.options import AsJson, Files, Profiles
+from ttrain.core.terminal import console, escaped, print_json, table
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ttrain.sweep.records import Sweep
+
+
+class _WithoutPipeline(TyperGroup):
+    """`ttrain sweep KEY=RANGE` means the pipeline `full`, the only one that sweeps."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, ["full", *args] if args and "=" in args[0] else args)
+
+
+sweep_app = typer.Typer(
+    cls=_WithoutPipeline,
+    no_args_is_help=True,
+    help="Try a pipeline with several values of some settings, and see which are best.",
+    epilog="Example:  ttrain sweep full 'pretrain.optim.lr=log(1e-4,3e-3)' --trials 8",
+)
+
+EPILOG = (
+    "Examples:  ttrain sweep full 'pretrain.optim.lr=log(1e-4,3e-3)' --trials 8\n\n"
+    "ttrain sweep full 'sft.optim.lr=log(1e-4,1e-2,5)' 'sft.epochs=choice(1,2)' --sampler grid\n\n"
+    "ttrain sweep full 'pretrain.optim.lr=log(1e-3,1e-1)' pretrain.validate_every_steps=20 --prune\n\n"
+    "ttrain sweep full 'tokenizer.vocab_size=choice(1024,2048,4096)' --dry-run"
+)
+Ranges = Annotated[
+    list[str] | None,
+    typer.Argument(
+        help="settings as key=value; those that vary as key=log(low,high), uniform(low,high), int(low,high) or choice(a,b)",
+        metavar="[KEY=VALUE]...",
+        show_default=False,
+    ),
+]
+Name = Annotated[str, typer.Argument(metavar="[SWEEP]", help="its name, or a part of it", show_default="the latest")]
+
+
+@sweep_app.command("full", epilog=EPILOG)
+def sweep_full(
+    overrides: Ranges = None,
+    config: Files = None,
+    profile: Profiles = None,
+    trials: Annotated[
+        int | None,
+        typer.Option("--trials", "-n", min=1, help="how many, those of before counted", show_default="8; of a grid: all"),
+    ] = None,
+    sampler: Annotated[str, typer.Option(help="tpe (learns from the trials so far), random or grid")] = "tpe",
+    metric: Annotated[
+        str, typer.Option(help="what to compare by", show_default="the validation loss of what the settings train")
+    ] = "",
+    maximize: Annotated[
+        bool | None,
+        typer.Option("--maximize/--minimize", help="whether more is better", show_default="by the metric's name"),
+    ] = None,
+    until: Annotated[
+        str, typer.Option(metavar="STAGE", help="the last stage to run", show_default="that of the metric")
+    ] = "",
+    prune: Annotated[bool, typer.Option("--prune", help="end a trial that is behind the median of the others")] = False,
+    parallel: Annotated[
+        int | None, typer.Option(min=1, help="trials side by side", show_default="one a GPU, else 1")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="of the sampler")] = 1,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="show what would be tried and run; run nothing")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Run the pipeline `full` with several values of the settings that are given as ranges; its name may be left out.
+
+    What the trials share is built once. The same command goes on after a kill, and with more --trials.
+    """
+    import os
+
+    from flows import sweep as sweeps
+    from flows import trials as run
+    from ttrain.config.loading import layers
+    from ttrain.core.standard_streams import outlast_output
+    from ttrain.pipeline.stores import store_of
+    from ttrain.store.layout import home, usable_home
+
+    given = layers(overrides or (), config or (), profile or (), os.environ)
+    asked = sweeps.ask(
+        "full",
+        given,
+        trials=trials,
+        sampler=sampler,
+        metric=metric,
+        until=until,
+        maximize=maximize,
+        seed=seed,
+        parallel=parallel,
+        prune=prune,
+    )
+    if dry_run:
+        _show_plan(sweeps.preview(asked, store_of(home(), asked.settings(asked.first))), as_json)
+        return
+    outlast_output()
+    words = [*(f"--profile={name}" for name in profile or ()), *(f"--config={path}" for path in config or ())]
+    words += [word for word in overrides or () if word.partition("=")[0].strip() not in asked.space.dimensions]
+    store = store_of(usable_home(), asked.settings(asked.first))
+    screen = console(stderr=as_json)  # standard output is for the JSON
+    sweep = run.begin(asked, store, screen)
+    with sweep.lock():
+        try:
+            run.run(asked, sweep, words, store, screen)
+        finally:
+            _show(sweep, sweep.page, as_json)
+
+
+@sweep_app.command("list", epilog="Example:  ttrain sweep list --json")
+def sweep_list(as_json: AsJson = False) -> None:
+    """List the sweeps, the newest first."""
+    from ttrain.store.layout import home
+    from ttrain.sweep import records, summary
+    from ttrain.sweep.study import Study
+
+    found = [(sweep, Study.of(sweep).trials()) for sweep in records.listed(home())]
+    if as_json:
+        print_json([summary.sweep_json(sweep, trials, {}) for sweep, trials in found])
+        return
+    if not found:
+        print("no sweeps yet; begin with `ttrain sweep full 'pretrain.optim.lr=log(1e-4,3e-3)' --trials 8`")
+        return
+    rows = [
+        (
+            sweep.name,
+            sweep.outcome,
+            "  ".join(f"{key}={text}" for key, text in sweep.space.texts.items()),
+            summary.counts(trials),
+            summary.verdict(trials, sweep.measure),
+        )
+        for sweep, trials in found
+    ]
+    table(("sweep", "outcome", "varies", "trials", "best"), rows)
+
+
+@sweep_app.command("show", epilog="Examples:  ttrain sweep show\n\nttrain sweep show sweep-20261121-160222-1a2b --json")
+def sweep_show(
+    name: Name = "latest",
+    out: Annotated[Path | None, typer.Option(help="write the page with its plots here")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show the trials of a sweep, the best first, and where its page with the plots is."""
+    from ttrain.store.layout import home
+    from ttrain.sweep import records
+
+    sweep = records.named(home(), name)
+    _show(sweep, out or sweep.page, as_json)
+
+
+@sweep_app.command("best", epilog="Example:  ttrain sweep best --json")
+def sweep_best(name: Name = "latest", as_json: AsJson = False) -> None:
+    """Print the best trial's settings, and the command that runs the pipeline with them."""
+    from ttrain.errors import TTrainError
+    from ttrain.store.layout import home
+    from ttrain.sweep import records, summary
+    from ttrain.sweep.study import Study
+
+    sweep = records.named(home(), name)
+    best = Study.of(sweep).best()
+    if best is None:
+        raise TTrainError(f"no trial of {sweep.name} has come to its end yet; `ttrain sweep show {sweep.name}` lists them")
+    if as_json:
+        print_json({"sweep": sweep.name, **best.to_json(), "command": summary.command(sweep, best)})
+        return
+    print(escaped(summary.command(sweep, best)))
+
+
+def _show(sweep: Sweep, page: Path, as_json: bool) -> None:
+    """The trials, the best first, and the page with the plots, which is written."""
+    from ttrain.sweep import summary
+    from ttrain.sweep.report_page import render
+    from ttrain.sweep.study import FAILED, RUNNING, Study, best_of
+
+    study = Study.of(sweep)
+    trials, importances = study.trials(), study.importances()
+    page.parent.mkdir(parents=True, exist_ok=True)
+    page.write_text(render(sweep, trials, importances), encoding="utf-8")
+    if as_json:
+        print_json({**summary.sweep_json(sweep, trials, importances), "page": str(page)})
+        return
+    table(*summary.trial_table(trials, sweep.space, sweep.measure))
+    if importances:
+        shares = ", ".join(f"{name} {100 * share:.0f} %" for name, share in importances.items())
+        print(escaped(f"what explains the differences: {shares}"))
+    print(escaped(f"{sweep.name}: {summary.counts(trials)}; {summary.verdict(trials, sweep.measure)}"))
+    if any(trial.outcome in (RUNNING, FAILED) for trial in trials):
+        print("the same command goes on with what is unfinished, and tries what failed again")
+    print(escaped(f"plots: {page}"))
+    best = best_of(trials, maximize=sweep.measure.maximize)
+    if best:
+        print(escaped(f"the best one, to its end: {summary.command(sweep, best)}"))
+
+
+def _show_plan(plan: Mapping[str, Any], as_json: bool) -> None:
+    """What would be tried; of a sampler that learns, only what it draws before it has learnt."""
+    from ttrain.sweep.space import shown
+
+    if as_json:
+        print_json(plan)
+        return
+    rows = [
+        (trial["trial"], *map(shown, trial["values"].values()), ", ".join(trial["run"]) or "nothing: cached")
+        for trial in plan["trials"]
+    ]
+    table(("trial", *plan["space"], "will run"), rows)
+    if plan["chosen_later"]:
+        print(f"and {plan['chosen_later']} more, which {plan['sampler']} chooses by what these give")
+    print(f"once: {', '.join(plan['once']) or 'nothing'}; in each trial: {', '.join(plan['each'])}")
+    print(f"compared by: {plan['metric']} ({plan['direction']})")

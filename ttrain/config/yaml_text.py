@@ -1,0 +1,153 @@
+"""YAML that people write, read within bounds: no file, alias or number in it takes more than a second or some megabytes.
+
+What is read is YAML 1.1 as PyYAML's safe loader has it, but: a key that is given twice is an error; `on` is a key like any;
+22:30 is a time and not the number 1350; an integer has at most 64 bits; tags name plain types only.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import yaml
+from yaml.composer import Composer, ComposerError
+from yaml.constructor import ConstructorError
+
+from ttrain.core import redact
+
+MOST_BYTES = 1 << 20  # of a file; 10,000 settings in 120 KB take 0.4 s
+# Of what it says in full, each alias written out: nine lines of aliases can stand for a billion values.
+MOST_VALUES, MOST_CHARACTERS, MOST_DEPTH = 25_000, 1 << 20, 50
+MESSAGE_CHARACTERS = 300
+VALUE_CHARACTERS = 80
+NOT_A_FILE = "it is not a regular file; write the settings into one"
+TAG = "tag:yaml.org,2002:"
+BOOLEAN = f"{TAG}bool"
+PLAIN = frozenset({"!", *(TAG + name for name in ("str", "int", "float", "bool", "null", "seq", "map", "timestamp"))})
+_PARSER: Any = (Composer, yaml.CSafeLoader) if yaml.__with_libyaml__ else (yaml.SafeLoader,)
+
+
+class InvalidYaml(ValueError):
+    """What is wrong and where, in one line: "line 2, column 5: 'lr' is given twice"."""
+
+
+def read(path: Path) -> Any:
+    """The value in a regular file. Raises OSError where it cannot be read, InvalidYaml for what is in it."""
+    if not stat.S_ISREG(path.stat().st_mode):  # a pipe would wait for its writer, and /dev/zero never ends
+        raise OSError(0, NOT_A_FILE)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(0, NOT_A_FILE)
+        data = file.read(MOST_BYTES + 1)
+    if len(data) > MOST_BYTES:
+        raise InvalidYaml(f"it is longer than {MOST_BYTES >> 20} MiB")
+    try:
+        return parse(data.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise InvalidYaml(f"line {data.count(10, 0, error.start) + 1}: it is not UTF-8") from None
+
+
+def parse(text: str) -> Any:
+    """The value that a text says; None for an empty one. Raises InvalidYaml."""
+    if len(text) > MOST_BYTES:
+        raise InvalidYaml(f"it is longer than {MOST_BYTES >> 20} MiB")
+    try:
+        return yaml.load(text, Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        raise InvalidYaml(one_line(f"{place}{error.problem or error.context}")) from None
+    except yaml.reader.ReaderError as error:  # the only other one
+        line = text.encode("utf-8", "replace").count(b"\n", 0, error.position) + 1
+        raise InvalidYaml(f"line {line}: a character that YAML does not allow: {error.reason}") from None
+    except UnicodeEncodeError:  # half a character, of the command line
+        raise InvalidYaml("it is not UTF-8") from None
+
+
+def shown(value: object) -> str:
+    """A value in a message: as Python writes it, without the secrets of URLs, and shortened."""
+    whole = repr(value)
+    text = redact.text(whole[: 16 * VALUE_CHARACTERS])  # before it is cut: a URL ends in what makes it one with a user
+    return text if len(text) <= VALUE_CHARACTERS else f"{text[:VALUE_CHARACTERS]}... ({len(whole):,} characters)"
+
+
+def one_line(text: str, most: int = MESSAGE_CHARACTERS) -> str:
+    """A message without line breaks, and shortened."""
+    text = " ".join(text[: 4 * most].split())
+    return text if len(text) <= most else f"{text[:most]}..."
+
+
+class Loader(*_PARSER):  # type: ignore[misc]
+    """Counts what it composes, with each alias as large as what it stands for."""
+
+    tags: frozenset[str] = PLAIN
+
+    def __init__(self, text: str) -> None:
+        _PARSER[-1].__init__(self, text)
+        Composer.__init__(self)
+        self._depth = self._values = self._characters = 0
+        self._sizes: dict[str | None, tuple[int, int]] = {}  # of what anchors stand for
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event = self.peek_event()
+        mark: Any = event.start_mark
+        if isinstance(event, yaml.AliasEvent):
+            if event.anchor in self.anchors and event.anchor not in self._sizes:
+                raise ComposerError(problem=f"the alias *{event.anchor} stands within itself", problem_mark=mark)
+            self._count(*self._sizes.get(event.anchor, (0, 0)), mark)
+            return super().compose_node(parent, index)
+        if event.tag is not None and event.tag not in self.tags:
+            raise ComposerError(problem=f"the tag {event.tag} is not a plain type; leave it out", problem_mark=mark)
+        before = self._values, self._characters
+        self._count(1, len(event.value) if isinstance(event, yaml.ScalarEvent) else 0, mark)
+        self._depth += 1
+        if self._depth > MOST_DEPTH:
+            raise ComposerError(problem=f"it is nested more than {MOST_DEPTH} deep", problem_mark=mark)
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        if event.anchor is not None:
+            self._sizes[event.anchor] = self._values - before[0], self._characters - before[1]
+        return node
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        node = super().compose_mapping_node(anchor)
+        names = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in names:
+                    raise ComposerError(problem=f"{shown(key.value)} is given twice", problem_mark=key.start_mark)
+                names.add(key.value)
+            if key.tag == BOOLEAN:  # to YAML 1.1 `on` means true, and `notify.on` is a setting
+                key.tag = yaml.resolver.BaseResolver.DEFAULT_SCALAR_TAG
+        return node
+
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        try:
+            value = super().construct_object(node, deep)
+        except (ValueError, OverflowError, LookupError, AttributeError):  # what PyYAML's own conversions raise
+            kind = {"int": "integer", "timestamp": "date"}.get(node.tag.removeprefix(TAG), "value of its type")
+            problem = f"{shown(node.value)} looks like a {kind} but is none; put text between quotes"
+            raise ConstructorError(problem=problem.replace(" a i", " an i"), problem_mark=node.start_mark) from None
+        if isinstance(value, int) and value.bit_length() > 63:
+            raise ConstructorError(
+                problem=f"{shown(node.value)} has more than 64 bits; put text between quotes", problem_mark=node.start_mark
+            )
+        return value
+
+    def construct_yaml_int(self, node: Any) -> Any:
+        return node.value if ":" in node.value else super().construct_yaml_int(node)
+
+    def _count(self, values: int, characters: int, mark: Any) -> None:
+        self._values, self._characters = self._values + values, self._characters + characters
+        if self._values > MOST_VALUES or self._characters > MOST_CHARACTERS:
+            raise ComposerError(
+                problem=f"it says more than {MOST_VALUES:,} values or {MOST_CHARACTERS:,} characters, aliases written out",
+                problem_mark=mark,
+            )
+
+
+Loader.add_constructor(f"{TAG}int", Loader.construct_yaml_int)
+Loader.add_constructor(f"{TAG}value", Loader.construct_yaml_str)  # a lone =

@@ -1,0 +1,123 @@
+"""Files that are whole or absent: JSON read and written, locks that end with their process, removal by a rename."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import stat
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+PRIVATE_FILE, PRIVATE_DIRECTORY, OF_OTHERS = 0o600, 0o700, 0o077  # modes; records are for the owner of the home alone
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value of a JSON text. Raises ValueError for all that is not one, also where it is nested too deeply to be read."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object of a file; empty where the file is missing, or holds anything else."""
+    value = read_json(path)
+    return value if isinstance(value, dict) else {}
+
+
+def read_json(path: Path) -> Any:
+    """The value, or None where the file is missing or not JSON."""
+    try:
+        return parse_json(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+
+
+LEFT_BY_A_KILL = re.compile(r"\..+\.\d+\.tmp")  # in the middle of `write_json`
+
+
+@contextlib.contextmanager
+def exclusive(path: Path, waiting: Callable[[], object] | None = None, mode: int = 0o644) -> Iterator[None]:
+    """One holder at a time; released by the system when its process dies. `waiting()` is called if it is taken.
+
+    `mode` is that of a new file.
+    """
+    import filelock
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = filelock.FileLock(path, mode=mode)
+    try:
+        lock.acquire(timeout=0)
+    except filelock.Timeout:
+        if waiting:
+            waiting()
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def write_json(path: Path, value: object, mode: int = 0o666) -> None:
+    """Write JSON so that a reader sees the old file or the whole new one; `mode` as in `write_bytes`."""
+    write_bytes(path, json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False).encode("utf-8"), mode)
+
+
+def write_bytes(path: Path, data: bytes, mode: int = 0o666) -> None:
+    """Write a file so that a reader sees the old one or the whole new one, also after a power cut.
+
+    `mode` less the umask is what it has from its first byte on; `PRIVATE_FILE` where it is for its owner alone. It is a new
+    file: whoever has the old one open, as others once could, does not read the new bytes.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.unlink(missing_ok=True)  # of a process of the same number that was killed: its mode would stay
+    try:
+        with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # what a full disk says of a descriptor names no file
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+    fsync(path.parent)
+
+
+def private_directory(path: Path, *, closes_files: bool = True) -> Path:
+    """Make a directory for its owner alone; one that others could look into is closed to them, with all that it holds.
+
+    `closes_files=False` leaves the modes below as they are, where files have second names elsewhere: nobody gets to them.
+    """
+    path.mkdir(mode=PRIVATE_DIRECTORY, parents=True, exist_ok=True)
+    with contextlib.suppress(OSError):  # somebody else's, in a home that is shared
+        if stat.S_IMODE(path.stat().st_mode) & OF_OTHERS:
+            path.chmod(PRIVATE_DIRECTORY)
+            for below in path.rglob("*") if closes_files else ():
+                if not below.is_symlink():
+                    below.chmod(stat.S_IMODE(below.stat().st_mode) & ~OF_OTHERS)
+    return path
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a directory: renamed first, so that no half of it is ever taken for the whole."""
+    if not path.exists():
+        return
+    trash = path.with_name(f".trash-{path.name}-{time.time_ns()}")
+    path.rename(trash)
+    shutil.rmtree(trash, ignore_errors=True)
+
+
+def fsync(path: Path) -> None:
+    """Wait until a file, or the names in a directory, would survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

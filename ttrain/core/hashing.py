@@ -1,0 +1,324 @@
+"""What a stage's key is made of: canonical JSON, digests of files, digests of code."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import hashlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ttrain.core.files import read_json
+
+PACKAGE = "ttrain"
+PACKAGE_DIRECTORY = Path(__file__).parents[1]
+
+# Packages that cannot shape a stage's result: they load settings (which are in the key themselves), store, track, report or
+# orchestrate. Then the few modules of other packages that only watch or hand over.
+NOT_SHAPING_PACKAGES = ("cli", "config", "core", "errors", "loggers", "pipeline", "reports", "store", "tracking")
+NOT_SHAPING_MODULES = (
+    "data.worker_pools", "stages.callbacks", "stages.job", "train.callbacks", "train.flops", "train.guards",
+    "train.leakage_check", "train.monitor", "train.periodic_samples", "train.watchdog",
+)  # fmt: skip
+NOT_SHAPING = frozenset(f"{PACKAGE}.{name}" for name in (*NOT_SHAPING_PACKAGES, *NOT_SHAPING_MODULES))
+SECOND_HEAD = "model.multi_token"  # which pretraining gives to an existing model too
+ONLY_GATHERING = frozenset({PACKAGE, f"{PACKAGE}.stages"})  # whose submodules do shape it
+
+
+def canonical_json(value: object) -> bytes:
+    """One spelling per value: sorted keys, no spaces, UTF-8. NaN is refused, since it equals nothing."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return text.encode("utf-8")
+
+
+def digest_of(value: object) -> str:
+    """sha256 of the canonical JSON of `value`, in hex."""
+    return hashlib.sha256(canonical_json(value)).hexdigest()
+
+
+def sha256_file(path: Path) -> str:
+    """sha256 of a file's bytes, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# A file that changed within the clock's granularity may change again under the same times: do not remember it yet.
+RACY_SECONDS = 2.0
+DAY_SECONDS = 86400
+ENTRY = 6  # values of what is remembered of a file
+KEPT_DAYS = 90  # after the last time that anyone asked for it
+KEPT_DAYS_OF_A_BOOT = 30
+
+
+class DigestCache:
+    """Digests of files and modules, remembered by path, size, mtime, ctime and inode, so that a hit costs a stat.
+
+    With `boot`, the id of the running system, a digest counts until the machine restarts: a file that rots on its disk
+    keeps all its times, so its bytes are read again then. Such a cache compares the device too, and only its owner reads it.
+
+    Threads and processes may share it: `save` adds what was learnt to what others have saved meanwhile, and where two save
+    at the same moment, what one of them learnt is learnt again.
+    """
+
+    def __init__(self, path: Path, *, boot: str = "") -> None:
+        self._path, self._boot = path, boot
+        self._kept_days = KEPT_DAYS_OF_A_BOOT if boot else KEPT_DAYS
+        self._learnt: dict[str, list[Any]] = {}
+        self._saving = threading.Lock()
+        self._today = int(time.time() // DAY_SECONDS)
+        self._entries = self._saved()
+
+    def file(self, path: Path, compute: Callable[[Path], str] = sha256_file) -> str:
+        """sha256 of the file's bytes, remembered or computed. Raises OSError where it cannot be read."""
+        return str(self._remembered("file", path, compute))
+
+    def learn(self, path: Path, digest: str, stat: os.stat_result) -> None:
+        """Remember the sha256 of a file whose bytes the caller has read, and its stat from before that."""
+        self._learn(self._name("file", path), stat, digest)
+
+    def module(self, path: Path, name: str) -> tuple[str, list[str]]:
+        """(digest of the module's syntax tree, names of the project's modules that it imports)."""
+        found = self._remembered("module", path, lambda source: _read_module(source, name))
+        return found[0], list(found[1])
+
+    def save(self) -> None:
+        """Write what was learnt. A read-only home only costs the next run some hashing."""
+        with self._saving:
+            learnt = dict(self._learnt)  # at once, while other threads learn more
+            if not learnt:
+                return
+            oldest = self._today - self._kept_days
+            kept = {name: entry for name, entry in self._saved().items() if entry[-1] >= oldest}
+            temporary = self._path.with_suffix(f".{os.getpid()}.tmp")
+            try:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                temporary.touch(0o600 if self._boot else 0o666)
+                temporary.write_bytes(canonical_json({**kept, **learnt}))
+                temporary.replace(self._path)
+            except OSError:
+                with contextlib.suppress(OSError):  # half of it, on a full disk
+                    temporary.unlink(missing_ok=True)
+                return
+            for name in learnt:
+                self._learnt.pop(name)
+
+    def _saved(self) -> dict[str, list[Any]]:
+        """The entries on disk, by "kind:path": size, mtime, ctime, inode, value, day on which it was asked for."""
+        entries = read_json(self._path)
+        try:
+            size = ENTRY + bool(self._boot)
+            return {name: entry for name, entry in entries.items() if len(entry) == size and isinstance(entry[-1], int)}
+        except (AttributeError, TypeError):
+            return {}
+
+    def _remembered(self, kind: str, path: Path, compute: Callable[[Path], Any]) -> Any:
+        stat = path.stat()
+        name = self._name(kind, path)
+        *known, value, day = self._entries.get(name, (None, 0))
+        if known != self._stamp_of(stat):
+            value, day = compute(path), 0
+        if self._today - day > self._kept_days / 3:
+            self._learn(name, stat, value)
+        return value
+
+    def _learn(self, name: str, stat: os.stat_result, value: Any) -> None:
+        if not _is_racy(stat, with_ctime=bool(self._boot)):
+            self._entries[name] = self._learnt[name] = [*self._stamp_of(stat), value, self._today]
+
+    def _name(self, kind: str, path: Path) -> str:
+        return f"{kind}{self._boot and '@'}{self._boot}:{path.absolute()}"
+
+    def _stamp_of(self, stat: os.stat_result) -> list[int]:
+        return [*_stamp_of(stat), *([stat.st_dev] if self._boot else [])]
+
+
+def stamp(path: Path) -> str | None:
+    """What changes with a file's bytes, for a stat; None where it changed a moment ago and may change again unseen."""
+    stat = path.stat()
+    return None if _is_racy(stat) else f"{path.absolute()} {_stamp_of(stat)}"
+
+
+def _is_racy(stat: os.stat_result, *, with_ctime: bool = False) -> bool:
+    """Whether the file changed a moment ago. One from the future, since the clock was set back, is as safe as an old one:
+    whoever writes to it now gives it another time. `with_ctime`: a change whose mtime was put back counts, too."""
+    times = (stat.st_mtime, stat.st_ctime) if with_ctime else (stat.st_mtime,)
+    return any(abs(time.time() - at) <= RACY_SECONDS for at in times)
+
+
+def _stamp_of(stat: os.stat_result) -> list[int]:
+    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
+
+
+def code_digests(module: str, cache: DigestCache) -> dict[str, str]:
+    """Digest of every project module that `module` imports, directly or not, itself included, by name.
+
+    Comments, formatting and docstrings do not count; imports inside functions do.
+    """
+    found: dict[str, str] = {}
+    waiting = [module]
+    while waiting:
+        name = waiting.pop()
+        path = _module_path(name)
+        if name in found or path is None or not _shapes_results(name):
+            continue
+        found[name], imports = cache.module(path, name)
+        waiting.extend(imports)
+    return dict(sorted(found.items()))
+
+
+def _shapes_results(name: str) -> bool:
+    return name not in ONLY_GATHERING and NOT_SHAPING.isdisjoint(_with_parents(name))
+
+
+def _module_path(name: str) -> Path | None:
+    parts = name.split(".")
+    if parts[0] != PACKAGE:
+        return None
+    stem = PACKAGE_DIRECTORY.joinpath(*parts[1:])
+    for path in (stem.with_suffix(".py"), stem / "__init__.py"):
+        if path.is_file():
+            return path
+    return None
+
+
+# Until 3.11.8 CPython counts the depth of every syntax tree under construction in one variable of the interpreter, so that
+# two threads at once end in "SystemError: AST constructor recursion depth mismatch" (python/cpython#106905).
+_PARSING = threading.Lock()
+
+
+def _read_module(path: Path, name: str) -> list[Any]:
+    source = path.read_text(encoding="utf-8")
+    with _PARSING:
+        tree = ast.parse(source, filename=str(path))
+    imports = sorted(set(_imports(tree, name, is_package=path.name == "__init__.py")))
+    return [hashlib.sha256(repr(_shape(tree)).encode()).hexdigest(), imports]
+
+
+def _imports(tree: ast.AST, name: str, *, is_package: bool) -> Iterator[str]:
+    package = name if is_package else name.rpartition(".")[0]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield from _with_parents(alias.name)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*parents, base] if base else parents)
+            yield from _with_parents(base)
+            for alias in node.names:
+                if _module_path(f"{base}.{alias.name}"):
+                    yield f"{base}.{alias.name}"
+
+
+def _with_parents(name: str) -> Iterator[str]:
+    """The module and the packages around it, where it is ours."""
+    parts = name.split(".")
+    if parts[0] == PACKAGE:
+        for end in range(1, len(parts) + 1):
+            yield ".".join(parts[:end])
+
+
+def _shape(node: object) -> object:
+    """The syntax tree as nested tuples, without docstrings, positions and empty fields (which vary between Pythons)."""
+    if isinstance(node, ast.AST):
+        fields = dict(ast.iter_fields(node))
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            fields["body"] = _without_docstring(node.body)
+        fields.pop("type_comment", None)
+        fields.pop("kind", None)  # u"" and "" are the same string
+        kept = ((key, _shape(value)) for key, value in sorted(fields.items()) if value is not None and value != [])
+        return (type(node).__name__, *kept)
+    if isinstance(node, list):
+        return tuple(_shape(item) for item in node)
+    return node
+
+
+def _without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:
+    first = body[0] if body else None
+    if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
+        return body[1:]
+    return body
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """What changed between two sets of ingredients, one line each: field, old value, new value.
+
+    A model that exists takes the place of all settings of a new one, which is one change and one line.
+    """
+    lines = []
+    described, now_described = _description(old), _description(new)
+    began_anew = {*described, *now_described} if bool(described) != bool(now_described) else set()
+    if began_anew:
+        kinds = ("a new model", "an existing one") if now_described else ("an existing model", "a new one")
+        lines.append("starts from {} instead of {}".format(*kinds))
+    for kind, label in (("arguments", "argument "), ("settings", "")):
+        before, after = old.get(kind, {}), new.get(kind, {})
+        for name in sorted({*before, *after} - (began_anew if kind == "settings" else set())):
+            if before.get(name) != after.get(name) or (name in before) != (name in after):
+                lines.append(f"{label}{name}: {_short(before, name)} → {_short(after, name)}")
+    lines += _changed_files(old.get("files", {}), new.get("files", {}))
+    before, after = old.get("inputs", {}), new.get("inputs", {})
+    for name in sorted({*before, *after} - ({"base"} if began_anew else set())):
+        if before.get(name) != after.get(name):
+            lines.append(f"input {name}: {_short_digest(before.get(name))} → {_short_digest(after.get(name))}")
+    before, after = old.get("code", {}), new.get("code", {})
+    for name in sorted({*before, *after}):
+        if before.get(name) != after.get(name):
+            change = "changed" if name in before and name in after else "is new" if name in after else "is gone"
+            lines.append(f"module {name} {change}")
+    if old.get("python") != new.get("python"):
+        lines.append(f"python: {old.get('python')} → {new.get('python')}")
+    return lines
+
+
+def _description(ingredients: Mapping[str, Any]) -> set[str]:
+    """Names of the settings that describe a new model; empty where the stage starts from one that exists."""
+    if "base" in ingredients.get("inputs", {}):
+        return set()
+    return {
+        name for name in ingredients.get("settings", {}) if name.startswith("model.") and not name.startswith(SECOND_HEAD)
+    }
+
+
+def _changed_files(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    lines = []
+    for role in sorted({*old, *new}):
+        before, after = _by_name(old.get(role, [])), _by_name(new.get(role, []))
+        for name in sorted({*before, *after}):
+            if before.get(name) == after.get(name):
+                continue
+            both = name in before and name in after
+            if both and before[name].split()[0] == after[name].split()[0]:
+                weights = (" ".join(found[name].split()[1:]) or "none" for found in (before, after))
+                lines.append(f"weight of {role} file {name}: {' → '.join(weights)}")
+                continue
+            change = "changed" if both else "is new" if name in after else "is gone"
+            lines.append(f"{role} file {name} {change}")
+        if before == after and old.get(role) != new.get(role):
+            lines.append(f"{role} files come in another order")
+    return lines
+
+
+def _by_name(files: list[dict[str, str]]) -> dict[str, str]:
+    """{name: digest}; a second file of the same name, from another folder, is "name (2)"."""
+    found: dict[str, str] = {}
+    for file in files:
+        name, number = file["name"], 2
+        while name in found:
+            name, number = f"{file['name']} ({number})", number + 1
+        found[name] = f"{file['sha256']} {file['weight']}" if "weight" in file else file["sha256"]
+    return found
+
+
+def _short(values: Mapping[str, Any], name: str) -> str:
+    return json.dumps(values[name], ensure_ascii=False) if name in values else "(not there)"
+
+
+def _short_digest(value: str | None) -> str:
+    return value[:12] if value else "(not there)"

@@ -1,0 +1,227 @@
+"""The shapes in which data sets write chats, read as turns: messages, ShareGPT, alpaca, TRL's prompt and completion.
+
+Every reason for which a row is refused says what is wrong with its value and what to write instead.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ttrain.data import tools
+from ttrain.data.chat_templates import Message
+from ttrain.data.jinja_templates import ROLES
+from ttrain.data.tools import Malformed, kind_of
+
+SHAREGPT_ROLES = {
+    "system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
+    "function_call": "assistant", "observation": "tool", "tool": "tool",
+}  # fmt: skip
+CHAT_KEYS = ("messages", "conversations", "instruction")  # a row has the shape of the first one that is there
+PROMPT_KEYS = ("prompt", "completion")
+CHAT_FIELDS = (
+    "'messages' or 'conversations' with role and content, 'instruction' with 'output', or 'prompt' with 'completion'"
+)
+A_TURN = '{"role": "user", "content": "..."}'
+A_PART = '{"type": "text", "text": "..."}'
+# A character that shows: neither white space nor one of no width (soft hyphen, joiners, direction marks, BOM).
+VISIBLE = re.compile(r"[^\s\u00ad\u180e\u200b-\u200f\u202a-\u202e\u2060-\u2064\ufeff]")
+
+
+def is_blank(text: str) -> bool:
+    """Whether nothing of the text shows."""
+    return VISIBLE.search(text) is None
+
+
+def is_chat(row: Mapping[str, Any]) -> bool:
+    """Whether a row has the keys of a chat. A prompt alone does not count: data sets of documents have that key too."""
+    return any(row.get(key) is not None for key in CHAT_KEYS) or all(row.get(key) is not None for key in PROMPT_KEYS)
+
+
+def messages_of(row: Mapping[str, Any]) -> list[Message]:
+    """The turns of a chat in one of the known shapes, with an answer or without. Raises Malformed with the reason."""
+    shape = next((key for key in (*CHAT_KEYS, *PROMPT_KEYS) if row.get(key) is not None), None)
+    if shape is None:
+        keys = ", ".join(f"'{key}'" for key in (*CHAT_KEYS, PROMPT_KEYS[0]))
+        raise Malformed(f"none of the keys {keys} holds a conversation")
+    has_tools = bool(row.get("tools"))
+    if shape == "instruction":
+        messages = _alpaca(row)
+    elif shape in PROMPT_KEYS:
+        messages = _prompt_and_completion(row, has_tools)
+    else:
+        messages = turns_of(row[shape], shape, has_tools)
+    return _with_system_and_tools(messages, row)
+
+
+def _with_system_and_tools(messages: list[Message], row: Mapping[str, Any]) -> list[Message]:
+    system = row.get("system")
+    if not (system is None or isinstance(system, str)):
+        raise Malformed(f"'system' is {kind_of(system)}, not text")
+    if system and not is_blank(system):
+        if any(message.role == "system" for message in messages):
+            raise Malformed("both the key 'system' and a system turn; keep one of them")
+        messages = [Message("system", system), *messages]
+    functions = tools.tools_text(row.get("tools"))
+    if not functions:
+        return messages
+    begins = bool(messages) and messages[0].role == "system"
+    first = Message("system", tools.with_tools(messages[0].content if begins else "", functions))
+    return [first, *messages[int(begins) :]]
+
+
+def _alpaca(row: Mapping[str, Any]) -> list[Message]:
+    instruction, output = (_visible_text(row, key, "instruction") for key in ("instruction", "output"))
+    extra = row.get("input")
+    if not (extra is None or isinstance(extra, str)):
+        raise Malformed(f"'input' is {kind_of(extra)}, not text")
+    question = f"{instruction}\n\n{extra}" if extra and not is_blank(extra) else instruction
+    return [*_history(row.get("history")), Message("user", question), Message("assistant", output)]
+
+
+def _history(pairs: object) -> list[Message]:
+    """The exchanges before the instruction, as the turns that they are."""
+    rule = '; write a list of pairs ["question", "answer"], or leave it out'
+    if pairs is None or (isinstance(pairs, str) and is_blank(pairs)):  # exports of CSV have an empty text for none
+        return []
+    if not isinstance(pairs, list):
+        raise Malformed(f"'history' is {kind_of(pairs)}{rule}")
+    messages = []
+    for pair in pairs:
+        if not isinstance(pair, list):
+            raise Malformed(f"'history' holds {kind_of(pair)}{rule}")
+        if len(pair) != 2:
+            raise Malformed(f"'history' holds a list of {len(pair)}{rule}")
+        wrong = next((text for text in pair if not isinstance(text, str)), "")
+        if wrong != "":
+            raise Malformed(f"'history' holds a pair with {kind_of(wrong)}{rule}")
+        messages += [Message("user", pair[0]), Message("assistant", pair[1])]
+    return messages
+
+
+def _visible_text(row: Mapping[str, Any], key: str, beside: str) -> str:
+    text = row.get(key)
+    if key not in row:
+        raise Malformed(f"no key '{key}' beside '{beside}'")
+    if not isinstance(text, str):
+        raise Malformed(f"'{key}' is {kind_of(text)}, not text")
+    if is_blank(text):
+        raise Malformed(f"'{key}' is empty; write a text, or leave the row out")
+    return text
+
+
+def _prompt_and_completion(row: Mapping[str, Any], has_tools: bool) -> list[Message]:
+    """TRL's form: each of the two a text or a list of turns; what is learnt stands in the completion alone."""
+    rule = f"not text or a list of turns such as {A_TURN}"
+    turns: list[Any] = []
+    for key, other, role in (("prompt", "completion", "user"), ("completion", "prompt", "assistant")):
+        value = row.get(key)
+        if value is None:
+            raise Malformed(f"'{key}' is null, {rule}" if key in row else f"no key '{key}' beside '{other}'")
+        if isinstance(value, str):
+            turns += [{"role": role, "content": _visible_text(row, key, other)}]
+        elif isinstance(value, list):
+            if not value:
+                raise Malformed(f"'{key}' has no turns; write turns such as {A_TURN}")
+            turns += value
+        else:
+            raise Malformed(f"'{key}' is {kind_of(value)}, {rule}")
+    size = len(row["prompt"]) if isinstance(row["prompt"], list) else 1
+    messages = turns_of(turns, "prompt", has_tools)
+    return [*(_not_learnt(message) for message in messages[:size]), *messages[size:]]
+
+
+def _not_learnt(message: Message) -> Message:
+    return replace(message, in_loss=False) if message.role == "assistant" else message
+
+
+def turns_of(turns: object, shape: str, has_tools: bool) -> list[Message]:
+    """The turns under the key `shape`; `has_tools`: functions stand beside them. Raises Malformed."""
+    if not isinstance(turns, list):
+        raise Malformed(f"'{shape}' is {kind_of(turns)}, not a list of turns such as {A_TURN}")
+    if not turns:
+        raise Malformed(f"'{shape}' has no turns; write turns such as {A_TURN}")
+    messages: list[Message] = []
+    call_ids: set[str] = set()
+    called = False
+    for turn in turns:
+        if not isinstance(turn, dict):
+            raise Malformed(f"a turn is {kind_of(turn)}, not an object such as {A_TURN}")
+        message, calls = _turn(turn, has_tools)
+        if message.role == "tool":
+            number = turn.get("tool_call_id")
+            if not called:
+                raise Malformed("a tool turn without a call before it; put the assistant's 'tool_calls' before it")
+            if number is not None and (not isinstance(number, str) or number not in call_ids):
+                raise Malformed(
+                    f"tool_call_id {str(number)[:40]!r}, which no call before it has; write the id of its call, or none"
+                )
+        called = called or (message.role == "assistant" and tools.has_calls(message.content))
+        call_ids.update(call["id"] for call in calls if isinstance(call.get("id"), str))
+        messages.append(message)
+    return messages
+
+
+def _turn(turn: dict[str, Any], has_tools: bool) -> tuple[Message, list[dict[str, Any]]]:
+    """The turn and its calls, which the content holds as text."""
+    is_sharegpt = "role" not in turn and "from" in turn
+    name, key = (turn["from"], "value") if is_sharegpt else (turn.get("role"), "content")
+    role = SHAREGPT_ROLES.get(name) if is_sharegpt and isinstance(name, str) else name
+    if role not in ROLES:
+        names = ", ".join(SHAREGPT_ROLES if is_sharegpt else ROLES)
+        is_unknown = is_sharegpt or "role" in turn
+        raise Malformed(f"unknown role {str(name)[:40]!r}; write one of {names}" if is_unknown else
+                        f"a turn without a role; write 'role' as one of {names}")  # fmt: skip
+    in_loss = _in_loss(turn) if role == "assistant" else True
+    if is_sharegpt and name == "function_call":
+        calls = tools.calls_of(turn.get(key), "'function_call'")
+        return Message(role, tools.with_calls("", calls), in_loss), calls
+    calls = tools.calls_of(turn.get("tool_calls"))
+    if calls and role != "assistant":
+        raise Malformed(f"'tool_calls' on a turn of role '{role}'; only an assistant's turn may call functions")
+    content = _content(turn, key, role, is_optional=bool(calls))
+    functions = tools.tools_text(turn.get("tools"))
+    if functions and role != "system":
+        raise Malformed(f"'tools' on a turn of role '{role}'; write it beside the turns, or on the system turn")
+    if functions and has_tools:
+        raise Malformed("'tools' both beside the turns and on the system turn; keep one of them")
+    return Message(role, tools.with_tools(tools.with_calls(content, calls), functions), in_loss), calls
+
+
+def _in_loss(turn: Mapping[str, Any]) -> bool:
+    """What `weight` says, as OpenAI's fine-tuning files have it: whether an answer is learnt, or is context alone."""
+    weight = turn.get("weight")
+    if weight is None:
+        return True
+    if not isinstance(weight, int | float) or weight not in (0, 1):
+        raise Malformed(f"the 'weight' of a turn is {str(weight)[:40]}; write 1 (it is learnt) or 0 (it is not)")
+    return bool(weight)
+
+
+def _content(turn: Mapping[str, Any], key: str, role: str, *, is_optional: bool) -> str:
+    """The text under `key`, also where it comes in parts; `is_optional`: null is as good as none."""
+    content = turn.get(key)
+    if content is None and is_optional:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        kind = kind_of(content) if key in turn else "missing"
+        raise Malformed(f"the '{key}' of a turn of role '{role}' is {kind}, not text")
+    return "".join(_part_text(part) for part in content)
+
+
+def _part_text(part: object) -> str:
+    if isinstance(part, str):
+        raise Malformed(f"a content part is a bare text; write {A_PART}")
+    if not isinstance(part, dict):
+        raise Malformed(f"a content part is {kind_of(part)}; write {A_PART}")
+    if part.get("type") != "text":
+        kind = repr(str(part["type"])[:40]) if "type" in part else "missing"
+        raise Malformed(f"the 'type' of a content part is {kind}; only text is read: write {A_PART}")
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise Malformed(f"the 'text' of a content part is {kind_of(text) if 'text' in part else 'missing'}; write {A_PART}")
+    return text

@@ -1,0 +1,255 @@
+"""What the text of a file is: JSON Lines, one JSON array of objects, or a document; the last two become JSON Lines here.
+
+What is none of these is a DataError that says what it is, with the command that converts it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import enum
+import itertools
+import json
+import re
+import shlex
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import PurePosixPath
+
+import orjson
+
+from ttrain.data import decompress, encodings, locations
+from ttrain.errors import DataError
+
+HEAD_BYTES = 1 << 16  # of a text, which tell its format
+CSV_RECORDS = 20
+DELIMITERS = (",", "\t", ";")
+CSV_NAMES = {".csv": ",", ".tsv": "\t"}
+UNPACK = {decompress.GZIP: "gzip", decompress.BZIP2: "bzip2", decompress.XZ: "xz", decompress.ZSTD: "zstd"}
+_SPACE = b" \t\r\n"
+_STRING = rb'"(?:[^"\\\r\n]|\\.)*+"'
+_OBJECT = re.compile(rb"\{\s*(?:" + _STRING + rb"\s*:|\})")
+_ARRAY = re.compile(rb"\[\s*(?:" + _OBJECT.pattern + rb"|\])")
+_OPEN_OBJECT = re.compile(rb"\{[ \t]*[\r\n]\s*" + _STRING + rb"\s*:")  # no row of JSON Lines is a brace alone
+_VALUE_LINE = re.compile(rb"^[ \t]*[{\[]", re.MULTILINE)
+_ESCAPED = re.compile(rb'[\x00-\x1f"\\]')
+_ESCAPES = {bytes([code]): json.dumps(chr(code))[1:-1].encode() for code in (*range(32), ord('"'), ord("\\"))}
+
+
+class Format(enum.Enum):
+    LINES = enum.auto()  # JSON Lines, good or bad: every line is judged on its own
+    ARRAY = enum.auto()  # one JSON array of objects, over any number of lines
+    DOCUMENT = enum.auto()  # a `.txt` file: all of it is one text
+
+
+def check_encoding(head: bytes, location: str, read_stored: Callable[[], bytes]) -> None:
+    """Raise DataError where the first bytes of a text are those of another encoding than UTF-8.
+
+    `read_stored` gives the first bytes of the file as it is stored, which tell whether it is an archive.
+    """
+    encoding = encodings.wide_encoding(head)
+    if encoding is None and not encodings.is_utf8(head) and encodings.is_gb18030(head):
+        encoding = "GB18030"
+    if encoding:
+        ending = ".txt" if _is_named_text(location) else ".jsonl"
+        command = _command(f"iconv -f {encoding} -t UTF-8", location, read_stored, ending)
+        raise DataError(f"{location} is {encoding}, but ttrain reads UTF-8; {command}")
+
+
+def format_of(head: bytes, location: str, read_stored: Callable[[], bytes]) -> Format:
+    """The format of a text by its first `HEAD_BYTES`, without a byte order mark. `read_stored`: see `check_encoding`.
+
+    DataError where all of it is something else; a bad first line among others costs that line alone.
+    """
+    check_encoding(head, location, read_stored)
+    start = head.lstrip(_SPACE)
+    if _ARRAY.match(start):
+        first, _, rest = start.partition(b"\n")
+        return Format.LINES if rest.strip() and _is_json(first) else Format.ARRAY
+    if _OBJECT.match(start):
+        _check_lines(start, location, read_stored)
+        return Format.LINES
+    if _is_named_text(location):
+        return Format.DOCUMENT
+    first = start.partition(b"\n")[0]
+    is_text = start.startswith(b'"') and _suffix(location) not in CSV_NAMES  # where tables have names in quotes
+    if not start or is_text or _VALUE_LINE.search(head) or _is_json(first) or _is_binary(head):
+        return Format.LINES
+    raise DataError(_of_text(start, location, read_stored))
+
+
+def as_json_lines(pieces: Iterable[bytes], form: Format, location: str, text_field: str) -> Iterator[bytes]:
+    """The pieces of a text as pieces of JSON Lines: an element of an array, or the whole of a document, is a line.
+
+    A document stands under `text_field`. DataError where an array is cut, and where a document is binary.
+    """
+    if form is Format.ARRAY:
+        return _array_lines(pieces, location)
+    return _document_line(pieces, location, text_field) if form is Format.DOCUMENT else iter(pieces)
+
+
+def _document_line(pieces: Iterable[bytes], location: str, text_field: str) -> Iterator[bytes]:
+    yield b"{" + orjson.dumps(text_field) + b':"'
+    place = 0
+    for piece in pieces:
+        if b"\0" in piece:
+            raise DataError(f"{location} is binary, not text: its byte {place + piece.index(0)} is NUL; leave it out")
+        yield _ESCAPED.sub(lambda match: _ESCAPES[match[0]], piece)
+        place += len(piece)
+    yield b'"}\n'
+
+
+_LETTERS = rb'[^"\\]*+(?:\\.[^"\\]*+)*+'  # of a string
+# The rest of a string, whether it ends there, and a backslash that the end of the piece parts from what it escapes.
+_REST = re.compile(_LETTERS + rb'(?P<end>")?(?P<cut>\\)?', re.DOTALL)
+# Whole strings and what stands between them, up to the next sign of structure: between elements, and within them.
+_BETWEEN, _WITHIN = (
+    re.compile(rb"(?:[^" + signs + rb']++|"' + _LETTERS + rb'")*+', re.DOTALL) for signs in (rb'"{}\[\],', rb'"{}\[\]')
+)
+_NEWLINE_TO_RETURN = bytes.maketrans(b"\n", b"\r")  # white space outside of strings, and as wrong within them
+
+
+def _array_lines(pieces: Iterable[bytes], location: str) -> Iterator[bytes]:
+    """Byte for byte the same text, but the commas between elements are newlines, and no other character is one."""
+    depth, in_string, escaped, place = 0, False, False, 0
+    for piece in pieces:
+        out, at = bytearray(piece.translate(_NEWLINE_TO_RETURN)), 0
+        while at < len(piece):
+            if in_string:
+                at, escaped = at + escaped, False
+                rest = _REST.match(piece, at)
+                assert rest is not None, "it matches the empty string too"
+                at, in_string, escaped = rest.end(), not rest["end"], bool(rest["cut"]) and not rest["end"]
+                if rest["end"]:
+                    at = rest.end("end")
+                continue
+            skipped = (_BETWEEN if depth < 2 else _WITHIN).match(piece, at)
+            assert skipped is not None, "it matches the empty string too"
+            end = skipped.end()
+            if depth < 0 and piece[at : end + 1].strip():
+                raise DataError(
+                    f"{location} has more after the JSON array that it begins with, at byte {place + at}; write one array, "
+                    "or one JSON object a line"
+                )
+            if end == len(piece):
+                break
+            at, sign = end + 1, piece[end : end + 1]
+            if sign == b'"':  # of a string that goes on in the next piece
+                in_string = True
+            elif sign in b"{[":
+                depth += 1
+                if depth == 1:
+                    out[at - 1] = ord(" ")
+            elif sign == b"," or (sign == b"]" and depth == 1):
+                out[at - 1] = ord("\n")
+                depth = -1 if sign == b"]" else depth
+            elif depth > 1:
+                depth -= 1
+        yield bytes(out)
+        place += len(piece)
+    if depth >= 0:
+        raise DataError(
+            f"{location} is truncated: the JSON array that it begins with is not closed; fetch or write it again"
+        )
+
+
+def _check_lines(start: bytes, location: str, read_stored: Callable[[], bytes]) -> None:
+    """DataError where objects are spread over lines, or lines end in another way than with a newline."""
+    first, _, rest = start.partition(b"\r")
+    if b"\n" not in start and rest.strip() and _is_json(first):
+        command = _command("tr '\\r' '\\n'", location, read_stored, ".jsonl")
+        raise DataError(f"{location} ends its lines with a carriage return alone, but ttrain reads newlines; {command}")
+    if _OPEN_OBJECT.match(start) or _is_spread(start):
+        command = _command("jq -c .", location, read_stored, ".jsonl")
+        raise DataError(f"{location} is pretty-printed JSON, but ttrain reads one JSON object a line; {command}")
+
+
+def _is_spread(start: bytes) -> bool:
+    """Whether the first JSON value goes over several lines."""
+    first = start.partition(b"\n")[0]
+    if len(first) == len(start) or _is_json(first):
+        return False
+    try:
+        _, end = json.JSONDecoder().raw_decode(start.decode("utf-8", "replace"))
+    except (ValueError, RecursionError):
+        return False
+    return end > len(first.decode("utf-8", "replace"))
+
+
+def _of_text(start: bytes, location: str, read_stored: Callable[[], bytes]) -> str:
+    """What is wrong with text that has no JSON."""
+    delimiter = _delimiter(start, CSV_NAMES.get(_suffix(location)))
+    if delimiter is not None:
+        reader = "sys.stdin" if delimiter == "," else f'sys.stdin,delimiter="{delimiter}"'.replace("\t", "\\t")
+        program = (
+            'import csv,json,sys;sys.stdin.reconfigure(encoding="utf-8-sig",newline="");csv.field_size_limit(2**31-1);'
+            f"[print(json.dumps(row)) for row in csv.DictReader({reader})]"
+        )
+        command = _command(f"python3 -c {shlex.quote(program)}", location, read_stored, ".jsonl")
+        kind = "tab-separated values" if delimiter == "\t" else "CSV"
+        return f"{location} is {kind}, not JSON Lines; {command}"
+    command = _command("cat", location, read_stored, ".txt")
+    return f"{location} is plain text, not JSON Lines; to read all of it as one document, name it .txt: {command}"
+
+
+def _delimiter(start: bytes, usual: str | None) -> str | None:
+    """What separates the values of a table with a header: what gives all complete rows equally many, the most if several
+    do; None for prose. A file that is named as a table, whose usual delimiter is given, may have rows of any length: what
+    gives its header the most names."""
+    lines = start.decode("utf-8", "replace").splitlines(keepends=True)
+    lines = lines[:-1] if len(start) >= HEAD_BYTES - len(_SPACE) else lines
+    even: dict[str, int] = {}  # values of a row
+    names: dict[str, int] = {usual: 1} if usual else {}  # values of the header
+    for delimiter in DELIMITERS:
+        rows: list[list[str]] = []
+        with contextlib.suppress(csv.Error):  # the last record may be cut
+            rows.extend(itertools.islice(csv.reader(lines, delimiter=delimiter, strict=True), CSV_RECORDS))
+        sizes = {len(row) for row in rows if row}
+        if usual and rows:
+            names[delimiter] = max(len(rows[0]), names.get(delimiter, 0))
+        if len(rows) > 1 and len(sizes) == 1 and min(sizes) > 1 and all(name.strip() for name in rows[0]):
+            even[delimiter] = min(sizes)
+    candidates = even or names
+    return max(candidates, key=candidates.__getitem__) if candidates else None
+
+
+def _command(program: str, location: str, read_stored: Callable[[], bytes], ending: str) -> str:
+    """The shell command that sends the text through a program, and into a file of a new name."""
+    is_remote = locations.is_remote(location)
+    source = locations.name(location) if is_remote else str(locations.local_path(location))
+    source = f"./{source}" if source.startswith("-") else source
+    stored = read_stored()
+    target = shlex.quote(str(PurePosixPath(source).with_name(f"{_stem(source)}.converted{ending}")))
+    packer = next((packer for magic, packer in UNPACK.items() if stored.startswith(magic)), None)
+    quoted = shlex.quote(source)
+    command = f"{packer} -dc {quoted} | {program} > {target}" if packer else f"{program} < {quoted} > {target}"
+    return f"{'download it, then run' if is_remote else 'run'} `{command}`"
+
+
+def _stem(location: str) -> str:
+    name = PurePosixPath(locations.name(location)).name
+    for endings in (locations.PACKED, (".jsonl", ".ndjson", ".json", ".txt", *CSV_NAMES)):
+        name = next((name.removesuffix(ending) for ending in endings if name.lower().endswith(ending)), name)
+    return name or "data"
+
+
+def _suffix(location: str) -> str:
+    """The ending of the name, without that of a packer."""
+    path = PurePosixPath(locations.name(location).lower())
+    return path.with_suffix("").suffix if path.suffix in locations.PACKED else path.suffix
+
+
+def _is_named_text(location: str) -> bool:
+    return _suffix(location) == ".txt"
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return False
+    return True
+
+
+def _is_binary(head: bytes) -> bool:
+    """Whether there are control characters in it, or what is not UTF-8."""
+    return not encodings.is_utf8(head) or any(byte < 32 and byte not in b"\t\n\r\f" for byte in head)

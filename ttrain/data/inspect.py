@@ -1,0 +1,260 @@
+"""Shards and tokenizers as people read them: ids back as pieces of text, each with whether the loss counts it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import orjson
+
+from ttrain.core.files import read_json, read_object
+from ttrain.core.terminal import escaped
+from ttrain.data import chat_shapes, sources
+from ttrain.data.blocks import PARTS
+from ttrain.data.chat import encode_chat
+from ttrain.data.chat_rows import ChatRows
+from ttrain.data.chat_templates import Message
+from ttrain.data.document_rows import DocumentRows
+from ttrain.data.encoder import Encoder
+from ttrain.data.packing import IGNORE, Rows
+from ttrain.data.shards import INDEX, ShardSet
+from ttrain.errors import ArtifactError, DataError, UsageError
+from ttrain.store.artifacts import Store
+from ttrain.store.layout import MANIFEST
+
+SUMMARY = Path("run", "summary.json")
+LONGEST = 20  # tokens that `describe` shows
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A row or a record, token by token; all lists are equally long.
+
+    segments    which record of the row a token belongs to, from 0
+    pieces      the text that each token completes: of a character of several tokens, the last one has it
+    """
+
+    number: int
+    ids: list[int]
+    live: list[bool]
+    segments: list[int]
+    pieces: list[str]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"number": self.number, **{name: getattr(self, name) for name in ("ids", "live", "segments", "pieces")}}
+
+
+class Span(NamedTuple):
+    """Text that can be shown on one line, of tokens of the same kind."""
+
+    text: str
+    live: bool
+    special: bool
+
+
+def tokenizer_at(directory: Path) -> Path:
+    """The directory of a tokenizer that the user named. Raises UsageError where there is none."""
+    if not (directory / "tokenizer.json").is_file():
+        raise UsageError(f"{directory} holds no tokenizer; name the directory with tokenizer.json in it")
+    return directory.absolute()
+
+
+def holds_shards(path: Path) -> bool:
+    """Whether `parts_of` finds a set of shards there."""
+    return any((path / part / INDEX).is_file() for part in (".", *PARTS))
+
+
+def parts_of(path: Path) -> dict[str, Path]:
+    """The sets of shards at a path, by name: the directory itself, or `train` and `heldout` in it.
+
+    Raises UsageError where there is none.
+    """
+    if (path / INDEX).is_file():
+        return {path.resolve().name: path}
+    if not holds_shards(path):
+        raise UsageError(f"{path} holds no shards; name a directory with {INDEX}, or the one with train/ and heldout/ in it")
+    return {part: path / part for part in PARTS if (path / part / INDEX).is_file()}
+
+
+def summary_of(part: Path) -> dict[str, Any]:
+    """What was said of a set of shards when it was made: "files", "duplicates", ...; empty where nothing was."""
+    root = part.resolve().parent
+    summary = read_json(root / SUMMARY) or read_object(root / MANIFEST).get("result")
+    return summary if isinstance(summary, dict) else {}
+
+
+def encoder_of(part: Path, named: Path | None, store: Store) -> Encoder:
+    """The tokenizer of a set of shards: the one that is named, else the one with the digest that the index has.
+
+    That is looked for where `ttrain data shard` found it, then among the artifacts. Raises UsageError where it is nowhere,
+    and ArtifactError where the named one is another.
+    """
+    wanted = ShardSet(part).index["tokenizer"]
+    if named is not None:
+        encoder = Encoder(tokenizer_at(named), fast=False)
+        ShardSet(part, encoder.digest)
+        return encoder
+    remembered = summary_of(part).get("tokenizer")
+    paths = [Path(remembered)] if isinstance(remembered, str) else []
+    for path in [*paths, *(artifact.path for artifact in store.artifacts("tokenizer"))]:
+        with contextlib.suppress(ArtifactError):  # what is no tokenizer is not the one
+            encoder = Encoder(path, fast=False)
+            if encoder.digest == wanted:
+                return encoder
+    raise UsageError(
+        f"the tokenizer {wanted[:12]} of the shards in {part} is not where they were made, nor in {store.root}; name its "
+        "directory with --tokenizer"
+    )
+
+
+def rows_of(shards: ShardSet, encoder: Encoder, row_length: int) -> Rows:
+    """The packed rows that a training with rows of this length would see."""
+    if shards.index["kind"] == "documents":
+        return DocumentRows(shards, row_length, encoder.pad_id)
+    return ChatRows(shards, row_length, encoder.pad_id, encoder.end_id)
+
+
+def chosen(count: int, rows: int, seed: int | None) -> list[int]:
+    """Numbers of `rows` of `count` things: the first, or, under a seed, any."""
+    if seed is None:
+        return list(range(min(rows, count)))
+    return sorted(np.random.default_rng(seed).choice(count, size=min(rows, count), replace=False).tolist())
+
+
+def show_row(rows: Rows, number: int, pieces: Pieces) -> Shown:
+    """A packed row: what its positions hold, and the target after the last one. Padding is left out."""
+    batch = rows.batch([number])
+    inputs, labels, of_record = batch.input_ids_BT[0], batch.labels_BT[0], batch.segments_BT[0]
+    borders = np.flatnonzero(np.diff(of_record, prepend=-2)).tolist()
+    shown = Shown(number, [], [], [], [])
+    segment = 0
+    for start, end in zip(borders, [*borders[1:], len(inputs)], strict=True):
+        if of_record[start] < 0:
+            continue
+        ids, targets = inputs[start:end].tolist(), labels[start:end].tolist()
+        live = [False, *(target != IGNORE for target in targets[:-1])]
+        if targets[-1] != IGNORE:  # an input in no position of this record: the end of a chat, or the next row's first
+            ids, live = [*ids, targets[-1]], [*live, True]
+        shown.ids.extend(ids)
+        shown.live.extend(live)
+        shown.segments.extend([segment] * len(ids))
+        shown.pieces.extend(pieces(ids))
+        segment += 1
+    return shown
+
+
+def show_record(shards: ShardSet, number: int, pieces: Pieces) -> Shown:
+    """A record as it is stored."""
+    tokens, live = shards.row(number)
+    ids = tokens.tolist()
+    alive = [place > 0 for place in range(len(ids))] if live is None else [flag != 0 for flag in live.tolist()]
+    return Shown(number, ids, alive, [0] * len(ids), pieces(ids))
+
+
+class Pieces:
+    """Ids to pieces of text, whatever the tokenizer's decoder does with what stands before a token."""
+
+    def __init__(self, encoder: Encoder) -> None:
+        from tokenizers import Tokenizer
+
+        self._tokenizer = Tokenizer.from_file(str(encoder.directory / "tokenizer.json"))
+        self.special = encoder.special_ids()
+
+    def __call__(self, ids: Sequence[int]) -> list[str]:
+        """One piece an id, together the decoded text with its special tokens."""
+        from tokenizers.decoders import DecodeStream
+
+        stream = DecodeStream(skip_special_tokens=False)
+        found = [stream.step(self._tokenizer, number) or "" for number in ids]
+        if found and not found[-1]:  # the ids end within a character
+            whole = self._tokenizer.decode(list(ids), skip_special_tokens=False)
+            found[-1] = whole[len("".join(found)) :]
+        return found
+
+    def longest(self, count: int) -> list[tuple[int, str]]:
+        """(id, text) of the tokens with the longest text, special ones left out."""
+        ids = [number for number in self._tokenizer.get_vocab().values() if number not in self.special]
+        texts = [(number, self._tokenizer.decode([number])) for number in ids]
+        return sorted(texts, key=lambda item: (-len(item[1]), item[0]))[:count]
+
+
+def lines(shown: Shown, segment: int, special: frozenset[int], width: int) -> Iterator[list[Span]]:
+    """The record `segment` as lines of at most `width` columns: cut after each newline, and where a line is full.
+
+    What does not print is escaped, so that text cannot command the terminal.
+    """
+    from rich.cells import cell_len
+
+    line: list[Span] = []
+    room = width
+    for number, live, which, piece in zip(shown.ids, shown.live, shown.segments, shown.pieces, strict=True):
+        for letter in piece if which == segment else "":
+            text = escaped(letter)
+            if cell_len(text) > room and line:
+                yield line
+                line, room = [], width
+            if line and line[-1][1:] == (live, number in special):
+                line[-1] = line[-1]._replace(text=line[-1].text + text)
+            else:
+                line.append(Span(text, live, number in special))
+            room -= cell_len(text)
+            if letter == "\n":
+                yield line
+                line, room = [], width
+    if line:
+        yield line
+
+
+def describe(encoder: Encoder) -> dict[str, Any]:
+    """Vocabulary, special tokens, template and longest tokens of a tokenizer."""
+    pieces = Pieces(encoder)
+    names = {encoder.special(token): name for name, token in encoder.tokens.items()}
+    return {
+        "path": str(encoder.directory),
+        "vocab_size": len(encoder),
+        "digest": encoder.digest,
+        "template": encoder.template,
+        "special_tokens": [
+            {"id": number, "token": pieces([number])[0], "name": names.get(number)} for number in sorted(pieces.special)
+        ],
+        "longest": [{"id": number, "text": text} for number, text in pieces.longest(LONGEST)],
+    }
+
+
+def chat_of(data: bytes, name: str) -> tuple[Message, ...]:
+    """The chat that a JSON object holds, or the first line of JSON lines. Raises DataError where it is none."""
+    try:
+        value = orjson.loads(data)
+    except ValueError:
+        first = next((line for line in data.split(b"\n") if line.strip()), b"")
+        try:
+            value = orjson.loads(first)
+        except ValueError as error:
+            raise DataError(f"{name} is neither JSON nor lines of JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise DataError(f"{name} holds {json.dumps(value)[:40]}, not a JSON object with {chat_shapes.CHAT_FIELDS}")
+    parsed = sources.parse_conversation(value)
+    if not isinstance(parsed, sources.Conversation):
+        reason = parsed.reason if isinstance(parsed, sources.Rejected) else str(getattr(parsed, "rule", ""))
+        raise DataError(f"{name} holds no chat to learn from: {reason}")
+    return parsed.messages
+
+
+def show_text(encoder: Encoder, text: str) -> Shown:
+    """The tokens of a text, without those around a document. Raises UsageError for what is no Unicode."""
+    try:
+        (ids,) = encoder.encode([text])
+    except UnicodeEncodeError:
+        raise UsageError(f"the text {text[:40]!r} is not valid UTF-8") from None
+    return Shown(0, ids, [False] * len(ids), [0] * len(ids), Pieces(encoder)(ids))
+
+
+def show_chat(encoder: Encoder, messages: tuple[Message, ...]) -> Shown:
+    """The tokens of a chat, with its loss mask."""
+    ids, live = encode_chat(encoder, messages)
+    return Shown(0, ids, live, [0] * len(ids), Pieces(encoder)(ids))

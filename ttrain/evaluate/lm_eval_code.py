@@ -1,0 +1,147 @@
+"""Whether a task file of lm-evaluation-harness runs Python, found without running any.
+
+`!function` in such a file imports a module, and a metric that the harness does not have itself is a script that the
+library `evaluate` runs. Files that one includes, and those that a group names, count as well. The harness's own do not.
+Templates of prompts are Python's, too: the harness renders them in an environment that reaches every module (0.4.13), so
+that they get a sandbox.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ttrain.config import yaml_text
+from ttrain.errors import DataError, UsageError
+
+FUNCTION = "!function"
+MAX_BYTES, MAX_FILES = yaml_text.MOST_BYTES, 1000
+FIX = "allow_code: true in the suite runs it, with all rights of yours; read the file and the module that it names first"
+
+
+def check(path: Path, setting: str) -> None:
+    """Raise UsageError, with file and line, where the task file at `path` or one that it reads runs Python.
+
+    Raises DataError for a file that cannot be read.
+    """
+    pending, seen = [path.resolve()], set[Path]()
+    while pending:
+        file = pending.pop()
+        if file in seen or _is_of_the_harness(file):
+            continue
+        seen.add(file)
+        if len(seen) > MAX_FILES:
+            raise DataError(f"{setting}: {path} reads more than {MAX_FILES} files; split it")
+        try:
+            root, tree = _parsed(file)
+        except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+            raise DataError(f"{setting}: cannot read {file}: {' '.join(str(error).split())}") from None
+        if root is not None and (call := _first(root, _calls_a_function)):
+            line, name = call.start_mark.line + 1, str(call.value)
+            raise UsageError(f"{setting} is {path}, which runs Python: {FUNCTION} {name} in {file}, line {line}; {FIX}")
+        for metric in _metrics(tree):
+            if not _is_metric_of_the_harness(metric):
+                named = metric["metric"]
+                raise UsageError(
+                    f"{setting} is {path}, which runs Python: the metric {named!r} in {file} is none of the harness's own, "
+                    f"but a script; {FIX}"
+                )
+        pending += [other.resolve() for other in _files_named(tree, file.parent, path.parent) if other.is_file()]
+
+
+def sandbox_templates() -> None:
+    """Have the harness render the templates of task files in Jinja's sandbox."""
+    from jinja2 import BaseLoader, StrictUndefined
+    from jinja2.sandbox import SandboxedEnvironment
+    from lm_eval import utils
+
+    if not isinstance(utils.env, SandboxedEnvironment):
+        sandboxed = SandboxedEnvironment(loader=BaseLoader(), undefined=StrictUndefined, keep_trailing_newline=True)
+        sandboxed.filters.update(utils.env.filters)
+        utils.env = sandboxed
+
+
+def _parsed(file: Path) -> tuple[yaml.Node | None, Any]:
+    """(the file's tree of nodes, with its tags and lines; what it says, with the names of functions as texts)."""
+    if file.stat().st_size > MAX_BYTES:
+        raise ValueError(f"it has more than {MAX_BYTES:,} bytes")
+    text = file.read_bytes().decode("utf-8-sig")
+    return yaml.compose(text, _Loader), yaml.load(text, _Loader)
+
+
+class _Loader(yaml_text.Loader):
+    """Reads the harness's files, within the bounds of settings, without importing what they name."""
+
+    tags = yaml_text.PLAIN | {FUNCTION}
+
+
+_Loader.add_constructor(FUNCTION, lambda loader, node: str(node.value))
+
+
+def _first(root: yaml.Node, wanted: Callable[[yaml.Node], bool]) -> yaml.Node | None:
+    """The first such node from the top. An alias leads to a node that was seen, so that no bomb of aliases goes off."""
+    pending, seen = [root], set[int]()
+    while pending:
+        node = pending.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        if wanted(node):
+            return node
+        if isinstance(node, yaml.SequenceNode):
+            pending += reversed(node.value)
+        elif isinstance(node, yaml.MappingNode):
+            pending += [part for pair in reversed(node.value) for part in reversed(pair)]
+    return None
+
+
+def _calls_a_function(node: yaml.Node) -> bool:
+    return str(node.tag) == FUNCTION
+
+
+def _values(tree: Any) -> Iterator[Any]:
+    """Every mapping and list of the file, each once."""
+    pending, seen = [tree], set[int]()
+    while pending:
+        value = pending.pop()
+        if not isinstance(value, dict | list) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        yield value
+        pending += value.values() if isinstance(value, dict) else value
+
+
+def _metrics(tree: Any) -> Iterator[dict[str, Any]]:
+    for value in _values(tree):
+        listed = value.get("metric_list") if isinstance(value, dict) else None
+        for metric in listed if isinstance(listed, list) else ():
+            if isinstance(metric, dict) and "metric" in metric:
+                yield metric
+
+
+def _is_metric_of_the_harness(metric: dict[str, Any]) -> bool:
+    from lm_eval.api import metrics, registry
+
+    assert metrics, "the import fills the registry"
+    return metric.get("hf_evaluate") is not True and metric["metric"] in list(registry.metric_registry)
+
+
+def _files_named(tree: Any, beside: Path, where: Path) -> Iterator[Path]:
+    """The files that one includes, from its own directory, and those among a group's tasks, from where the harness runs."""
+    if not isinstance(tree, dict):
+        return
+    for key in ("include", "task"):
+        named = tree.get(key)
+        for name in named if isinstance(named, list) else [named]:
+            if isinstance(name, str):
+                yield beside / name
+                yield where / Path(name).expanduser()
+
+
+def _is_of_the_harness(file: Path) -> bool:
+    import lm_eval
+
+    return file.is_relative_to(Path(lm_eval.__file__).resolve().parent)

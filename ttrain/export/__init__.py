@@ -1,0 +1,1 @@
+"""Exports of finished models, and the endpoint that serves one."""

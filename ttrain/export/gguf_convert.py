@@ -1,0 +1,41 @@
+"""Runs llama.cpp's `convert_hf_to_gguf.py` for a tokenizer that it cannot know. A program of its own: imports no ttrain.
+
+    python gguf_convert.py PRE_TOKENIZER path/to/convert_hf_to_gguf.py [its arguments]
+
+The converter tells how a byte-level BPE splits text into words from a digest of what its tokenizer makes of one text, so it
+refuses every tokenizer that was trained anew (https://github.com/ggml-org/llama.cpp/pull/6920). Here it is told the name,
+and uses it where it recognises nothing itself.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def main(pre_tokenizer: str, script: Path, arguments: list[str]) -> None:
+    """Run the converter, which ends the process itself where it fails."""
+    sys.path[:0] = [str(script.parent), str(script.parent / "gguf-py")]
+    converter: Any = importlib.import_module(script.stem)
+    try:
+        models: Any = importlib.import_module("conversion.base")
+    except ModuleNotFoundError:
+        models = converter  # before 2026, all was in one file
+    kind = getattr(models, "TextModel", None) or models.Model
+    recognise = kind.get_vocab_base_pre
+
+    def named(self: Any, tokenizer: Any) -> str:
+        try:
+            return str(recognise(self, tokenizer))
+        except NotImplementedError:
+            return pre_tokenizer
+
+    kind.get_vocab_base_pre = named
+    sys.argv = [str(script), *arguments]
+    converter.main()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])

@@ -1,0 +1,247 @@
+"""transformers' own server with limits: what a request may ask for, how many at once, and no work for clients that are gone.
+
+`transformers serve` builds its parts inside one constructor. So two names are replaced before it runs: what keeps the
+managers of generation, and what builds the application. `chat_templates` replaces what renders the model's template.
+`serving` asks the server whether the guard is in front.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from fastapi import HTTPException, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, StreamingResponse
+from jinja2 import TemplateError
+from pydantic import ValidationError
+from transformers import GenerationConfig, StoppingCriteria
+from transformers.cli.serving import server, utils
+from transformers.cli.serving.utils import BaseGenerateManager, CBGenerateManager, CBWorkerDeadError, GenerationState
+
+from ttrain.core.parent_process import PARENT, end_with_parent
+from ttrain.export import chat_rendering, prompt_tokens
+from ttrain.export.request_bodies import Body, ChatBody, CompletionBody, ResponseBody, problem
+from ttrain.export.request_limits import ACTIVE, ActiveRequest, LimitedRequests, error_body
+
+GENERATING: Final = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+PATHS: Final = frozenset({*GENERATING, "/v1/models", "/health"})  # of transformers' own routes; others load any model
+CLIENT_GONE: Final = 499  # nginx' code; nobody reads it
+MAX_ERROR_CHARACTERS: Final = 300
+logger = logging.getLogger(__name__)
+transformers_build = server.build_server
+
+
+class RefusedError(Exception):
+    """A request that cannot be answered as it is; the client gets the message with 400."""
+
+
+def serve(arguments: Sequence[str], *, max_requests: int, guard: Callable[[Any], Any]) -> None:
+    """What `transformers` does with the arguments, with our limits and behind the guard, until the parent ends.
+
+    Does not ask the network for a newer version, as transformers' own command does.
+    """
+    end_with_parent(int(os.environ[PARENT]))
+
+    def build(*parts: Any, **named: Any) -> Any:
+        return guard(application(*parts, max_requests=max_requests, **named))
+
+    chat_rendering.warm_up()
+    utils.GenerationState = LimitedGeneration
+    server.build_server = build
+    from transformers.cli.transformers import app
+
+    app(list(arguments))
+
+
+def application(
+    model_manager: Any,
+    chat_handler: Any,
+    completion_handler: Any,
+    response_handler: Any,
+    *unused: Any,
+    max_requests: int,
+    generation_state: GenerationState,
+    **others: Any,
+) -> LimitedRequests:
+    """The application of transformers' `build_server`, with checked requests and without routes that load other models."""
+    if not isinstance(generation_state, LimitedGeneration):
+        raise RuntimeError(
+            "transformers serve no longer takes the generation state of ttrain, so its requests would have no limits"
+        )
+    chat_rendering.install()
+    prompt_tokens.install()
+    app = transformers_build(
+        model_manager,
+        CheckedHandler(chat_handler, ChatBody),
+        CheckedHandler(completion_handler, CompletionBody),
+        CheckedHandler(response_handler, ResponseBody),
+        *unused,
+        generation_state=generation_state,
+        **others,
+    )
+    app.router.routes = [route for route in app.router.routes if getattr(route, "path", None) in PATHS]
+    app.add_exception_handler(RequestValidationError, _refuse_unread)
+    _add_routes_of_the_model(app, model_manager)
+    return LimitedRequests(app, GENERATING, max_requests=max_requests)
+
+
+def _add_routes_of_the_model(app: Any, model_manager: Any) -> None:
+    """`/load_model` and `/reset` for the model that is served, and no other."""
+    name = model_manager.force_model
+
+    def check(body: Mapping[str, Any]) -> None:
+        if body.get("model") != name:
+            raise HTTPException(400, f"model is {str(body.get('model'))[:60]!r}, but this server serves {name!r} only")
+
+    @app.post("/load_model")  # type: ignore[untyped-decorator]
+    async def load_model(body: dict[str, Any]) -> StreamingResponse:
+        check(body)
+        events = model_manager.load_model_streaming(model_manager.process_model_name(name))
+        return StreamingResponse(events, media_type="text/event-stream")
+
+    @app.post("/reset")  # type: ignore[untyped-decorator]
+    def reset(body: dict[str, Any]) -> dict[str, str]:
+        check(body)
+        model_manager.shutdown()
+        return {"status": "ok"}
+
+
+class CheckedHandler:
+    """A handler of transformers whose requests are checked first; what is wrong with one is answered with 400."""
+
+    def __init__(self, handler: Any, kind: type[Body]) -> None:
+        self._handler, self._kind = handler, kind
+
+    async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
+        """The handler's answer. The id of the request is ours: two clients with one id would get each other's answers."""
+        request = ACTIVE.get()
+        try:
+            checked = self._kind.model_validate(body)
+            request.max_tokens = checked.max_tokens_requested
+            if (
+                checked.logit_bias is not None
+            ):  # transformers wants decimals, and clients send what OpenAI's page shows: -100
+                body["logit_bias"] = checked.logit_bias
+            _, model, _ = self._handler._resolve_model(body)
+            prompt_tokens.CONTEXT.set(prompt_tokens.context_of(model))  # of this request's task
+            name = uuid.uuid4().hex
+            return await chat_rendering.with_templates(lambda: self._handler.handle_request(body, name))
+        except ValidationError as error:
+            return _refusal(400, problem(error, body))
+        except HTTPException as error:
+            return _refusal(error.status_code, str(error.detail))
+        except (RefusedError, chat_rendering.TemplateRefused, prompt_tokens.PromptTooLong) as error:
+            return _refusal(400, str(error))
+        except (ValueError, TypeError, KeyError, TemplateError) as error:
+            logger.warning("a request cannot be answered: %s", _line(error))
+            return _refusal(400, f"the model cannot be asked this: {type(error).__name__}: {error}")
+        except CBWorkerDeadError:
+            raise  # transformers answers it with 503, as it does at /health
+        except Exception as error:
+            logger.error("an answer could not be computed: %s", _line(error))
+            return _refusal(500, f"the answer could not be computed: {_line(error)}")
+        except asyncio.CancelledError:
+            if not request.is_closed:
+                raise
+            return _refusal(CLIENT_GONE, "the client is gone")
+
+
+def _line(error: Exception) -> str:
+    """An error in a line: kind and the beginning of its message."""
+    lines = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:MAX_ERROR_CHARACTERS]}"
+
+
+async def _refuse_unread(request: Request, error: RequestValidationError) -> JSONResponse:
+    """A body that is no JSON object, as OpenAI's interface refuses it."""
+    detail = error.errors()[0]
+    reason = f": {detail.get('ctx', {}).get('error')}" if detail["type"] == "json_invalid" else ""
+    return _refusal(400, f"the body of the request must be a JSON object{reason}")
+
+
+def _refusal(status: int, message: str) -> JSONResponse:
+    return JSONResponse(error_body(status, message), status_code=status)
+
+
+class LimitedGeneration(GenerationState):  # type: ignore[misc]
+    """The managers of generation, each with our limits around it."""
+
+    def get_manager(self, model_id: str, use_cb: bool = False) -> BaseGenerateManager:
+        return LimitedManager(super().get_manager(model_id, use_cb=use_cb))
+
+
+class LimitedManager(BaseGenerateManager):  # type: ignore[misc]
+    """Generates as the manager that it wraps does, within the model's context and for as long as the client waits."""
+
+    def __init__(self, manager: BaseGenerateManager) -> None:
+        self._manager = manager
+
+    def init_cb(self, model: Any, gen_config: GenerationConfig) -> None:
+        self._manager.init_cb(model, gen_config)
+
+    def generate_streaming(
+        self, model: Any, processor: Any, inputs: Any, gen_config: GenerationConfig, request_id: str, **more: Any
+    ) -> tuple[asyncio.Queue[Any], Any]:
+        request = ACTIVE.get()
+        _fit_to_context(request, model, inputs, gen_config)
+        queue, streamer = self._manager.generate_streaming(model, processor, inputs, gen_config, request_id, **more)
+        request.on_close(streamer.cancel)
+        return queue, streamer
+
+    async def generate_non_streaming(
+        self, model: Any, processor: Any, inputs: Any, gen_config: GenerationConfig, request_id: str
+    ) -> Any:
+        request = ACTIVE.get()
+        _fit_to_context(request, model, inputs, gen_config)
+        if isinstance(self._manager, CBGenerateManager):
+            batching = self._manager._cb
+            answer = asyncio.ensure_future(
+                self._manager.generate_non_streaming(model, processor, inputs, gen_config, request_id)
+            )
+            request.on_close(lambda: batching.cancel_request(request_id))
+            request.on_close(answer.cancel)  # a request that is cancelled gets no result
+            return await answer
+        stopping = {**inputs, "stopping_criteria": [ClientGone(request)]}
+        return await self._manager.generate_non_streaming(model, processor, stopping, gen_config, request_id)
+
+    def stop(self) -> None:
+        self._manager.stop()
+
+
+class ClientGone(StoppingCriteria):  # type: ignore[misc]
+    """Ends the generation of an answer that nobody waits for."""
+
+    def __init__(self, request: ActiveRequest) -> None:
+        self._request = request
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **unused: Any) -> torch.Tensor:
+        return torch.full((len(input_ids),), self._request.is_closed, device=input_ids.device, dtype=torch.bool)
+
+
+def _fit_to_context(request: ActiveRequest, model: Any, inputs: Any, config: GenerationConfig) -> None:
+    """Raise RefusedError where prompt and answer are longer than the context; it bounds an answer of any length, too."""
+    ids = inputs["input_ids"]
+    prompt = len(ids) if isinstance(ids, list) else ids.shape[-1]
+    context = prompt_tokens.context_of(model)
+    room = context - prompt
+    if prompt == 0:
+        raise RefusedError("the prompt has 0 tokens, but needs at least 1")
+    if room < 1:
+        raise RefusedError(
+            f"the prompt has {prompt} tokens, and the model's context of {context} leaves no room for an answer; shorten it"
+        )
+    if request.max_tokens is None:
+        config.max_new_tokens = min(config.max_new_tokens or room, room)
+        return
+    field, tokens = request.max_tokens
+    if tokens > room:
+        raise RefusedError(
+            f"the prompt has {prompt} tokens and {field} is {tokens}, together {prompt + tokens}, but the model's context "
+            f"holds {context}; set {field} to at most {room}, or shorten the prompt"
+        )

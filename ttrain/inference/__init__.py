@@ -1,0 +1,1 @@
+"""Load, generate, chat, and route between experts."""

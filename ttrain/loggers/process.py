@@ -1,0 +1,159 @@
+"""The process of one logger: `python -m ttrain.loggers.process`, which reads what to do from its input.
+
+The first line is a JSON object (`callback.py` writes it), the second the word for how the training ended. An input that ends
+without it means that the training was killed. Until then the rows that are appended to `metrics.jsonl` go to the logger
+about once a second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import secrets
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+
+from ttrain.core.files import parse_json
+from ttrain.core.parent_process import STOP_SIGNALS
+
+METRICS = "metrics.jsonl"
+SECONDS = 1.0
+ID_BYTES = 10  # 20 letters, which all services take
+ORPHAN_SECONDS = 10.0  # for the last words of a training that was killed: the next try may begin meanwhile
+Row = dict[str, Any]
+
+
+class Logger(Protocol):
+    """One run of one service; made by `open_run(task)` of its module.
+
+    `steps`: the step that each metric has reached; up to there nothing is sent again. Empty where all is written anew.
+    """
+
+    steps: dict[str, int]
+
+    def log(self, values: Mapping[str, float], step: int, seconds: float) -> None:
+        """Figures of a row, `seconds` since 1970."""
+
+    def flush(self) -> None:
+        """The rows that are there for now were logged."""
+
+    def finish(self, *, failed: bool) -> None:
+        """No more will come."""
+
+
+def main() -> int:
+    """Follow until the input ends."""
+    with contextlib.suppress(OSError):
+        os.nice(5)  # on a small machine it must not take its turns from the training
+    for signum in STOP_SIGNALS:  # to all processes at once: the training ends first, and tells how
+        signal.signal(signum, signal.SIG_IGN)
+    task = parse_json(sys.stdin.readline())
+    told = _Told()
+    logger: Logger = import_module(f"ttrain.loggers.{task['logger']}").open_run(task)
+    follow(Path(task["directory"]) / METRICS, logger, told)
+    logger.finish(failed=told.word != "finished")
+    return 0
+
+
+class _Told:
+    """The word from the training, awaited by a thread."""
+
+    def __init__(self) -> None:
+        self.word, self.came = "", threading.Event()
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        self.word = sys.stdin.readline().strip()
+        self.came.set()
+        if not self.word:
+            orphan = threading.Timer(ORPHAN_SECONDS, os._exit, (1,))
+            orphan.daemon = True
+            orphan.start()
+
+
+def follow(path: Path, logger: Logger, told: Any) -> None:
+    """Hand each figure to the logger once, until the training has told how it ended and all was read."""
+    position, ended = 0, False
+    while not ended:
+        ended = told.came.wait(SECONDS)  # asked before the last look, which then sees every line
+        data = _after(path, position)
+        whole = data[: data.rfind(b"\n") + 1]
+        position += len(whole)
+        for line in whole.splitlines():
+            for step, seconds, values in _fresh(line, logger.steps):
+                logger.log(values, step, seconds)
+        if whole:
+            logger.flush()
+
+
+def _after(path: Path, position: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            file.seek(position)
+            return file.read()
+    except OSError:
+        return b""
+
+
+def _fresh(line: bytes, steps: dict[str, int]) -> Iterator[tuple[int, float, dict[str, float]]]:
+    """(step, time, figures) of a row, without what is no number and without the steps that a metric has passed."""
+    row: Row = parse_json(line)
+    step = int(row["step"])
+    values = {
+        name: float(value)
+        for name, value in {"tokens": row["tokens"], **row["metrics"]}.items()
+        if value is not None and math.isfinite(value) and step > steps.get(name, -1)
+    }
+    if values:
+        yield step, float(row["time"]), values
+        steps |= dict.fromkeys(values, step)
+
+
+class Kept:
+    """What a logger remembers for the next try of the same training: the id of its run, the steps that it reached, and
+    whether its service has seen the run.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.id, self.steps, self.online = secrets.token_hex(ID_BYTES), dict[str, int](), False
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            kept = parse_json(path.read_text(encoding="utf-8"))
+            self.id, self.online = str(kept["id"]), bool(kept["online"])
+            self.steps = {name: int(step) for name, step in kept["steps"].items()}
+        self.write()
+
+    def continued(self, present: Path, *, online: bool, last: int | None = None) -> None:
+        """The run goes on, with its files in the directory `present`; `last` is the step that its service has, if it tells.
+
+        A run that is only in files is written anew: those of a try that was killed lack what was not yet on the disk, though
+        the steps say otherwise. What the service has cannot be taken back, and only what is after it is sent.
+        """
+        if last is not None:
+            self.steps.update({name: min(step, last) for name, step in self.steps.items()})
+        elif not self.online:
+            self.steps.clear()
+            for path in present.parent.glob(f"*{self.id}"):
+                if path != present:
+                    shutil.rmtree(path, ignore_errors=True)
+        self.online |= online
+        self.write()
+
+    def write(self) -> None:
+        """Replace the file whole."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self._path.with_suffix(".tmp")
+        temporary.write_text(json.dumps({"id": self.id, "online": self.online, "steps": self.steps}), encoding="utf-8")
+        temporary.replace(self._path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

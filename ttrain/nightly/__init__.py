@@ -1,0 +1,1 @@
+"""What nights read, their records, promotion, notification."""

@@ -1,0 +1,1 @@
+"""Plan, resume, launch, processes, execution, names, lineage, summaries."""

@@ -1,0 +1,318 @@
+"""The model card of an export, `README.md`: what the manifests know of a model, as a person reads it.
+
+The block at the top is what the Hugging Face Hub reads: https://huggingface.co/docs/hub/model-cards
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ttrain.config import Settings, flatten
+from ttrain.pipeline.lineage import BASE_MODEL, History
+from ttrain.reports import evaluation_table
+from ttrain.reports import summary as report
+from ttrain.store.layout import Artifact
+from ttrain.store.metric_rows import parse_row
+
+CURVE_ROWS = 8
+SAMPLES = 3
+SHORT = 12  # letters of a digest that are shown
+MORE_IN_LOSS = (
+    "The loss that was trained on holds more than that of the next tokens (a second head, the balance of experts), which "
+    "alone is the validation loss."
+)
+QUICKSTART = "source"  # the stage that reads the Python which runs ttrain
+QUICKSTART_LICENCE = "PSF-2.0"  # https://docs.python.org/3/license.html
+UNKNOWN_LICENCE = "not recorded: look it up where the files came from, before you pass the model on"
+SHAPE = (
+    ("model_type", "architecture"),
+    ("num_hidden_layers", "layers"),
+    ("hidden_size", "hidden size"),
+    ("num_attention_heads", "attention heads"),
+    ("num_key_value_heads", "key and value heads"),
+    ("vocab_size", "vocabulary"),
+    ("max_position_embeddings", "positions"),
+    ("num_local_experts", "experts"),
+    ("num_experts", "experts"),
+    ("n_routed_experts", "experts"),
+    ("n_shared_experts", "shared experts"),
+    ("num_experts_per_tok", "experts that a token visits"),
+)
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written: `files` is one of "model" and "adapter"."""
+
+    name: str
+    files: str
+    dtype: str
+    parameters: int
+    config: Mapping[str, Any]  # of the model, or of the model that the adapter goes onto
+    merged: bool = False
+    base_digest: str | None = None  # of an adapter
+    licence: str | None = None
+    has_code: bool = False  # the directory brings Python files of its own
+
+
+def card(exported: Exported, history: History) -> str:
+    """The whole text, in Markdown."""
+    last = history.artifacts[-1] if history.artifacts else None
+    chats = exported.files == "adapter" or last is None or last.stage != "pretrain"
+    parts = [
+        _front(exported, history),
+        f"# {exported.name}\n\n{summary(exported, last)}",
+        _use(exported, chats=chats),
+        _shape(exported),
+        _training(history),
+        _base(history),
+        _data(history),
+        _evaluation(history),
+        _lineage(history),
+        _settings(history),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _front(exported: Exported, history: History) -> str:
+    lines = [f"library_name: {'peft' if exported.files == 'adapter' else 'transformers'}", "pipeline_tag: text-generation"]
+    lines += [f"license: {exported.licence}"] if exported.licence else []
+    lines += [f"base_model: {history.base}"] if history.base else []
+    lines += ["tags:", "- ttrain", *(["- adapter"] if exported.files == "adapter" else [])]
+    return "---\n" + "\n".join(lines) + "\n---"
+
+
+def summary(exported: Exported, last: Artifact | None) -> str:
+    """What it is, in a sentence or two."""
+    what = {"pretrain": "A language model trained on documents", "sft": "A language model fine-tuned on chats"}
+    stage = last.stage if last else ""
+    if exported.files == "adapter":
+        text = f"An adapter with {exported.parameters:,} parameters (PEFT), trained on top of a model that it is bound to"
+    elif exported.merged:
+        text = f"A language model with {exported.parameters:,} parameters, with the weights of an adapter merged into it"
+    else:
+        text = f"{what.get(stage, 'A causal language model')}, with {exported.parameters:,} parameters"
+    return f"{text}. Its numbers are {exported.dtype}. Made with ttrain."
+
+
+def _use(exported: Exported, *, chats: bool) -> str:
+    trust = ", trust_remote_code=True" if exported.has_code else ""
+    lines = ["from transformers import AutoModelForCausalLM, AutoTokenizer", ""]
+    if exported.files == "adapter":
+        lines = ["from peft import PeftModel", *lines]
+        lines += [f'base = AutoModelForCausalLM.from_pretrained("BASE"{trust})  # see below', '']  # fmt: skip
+        lines += ['model = PeftModel.from_pretrained(base, "THIS_DIRECTORY")']
+    else:
+        lines += [f'model = AutoModelForCausalLM.from_pretrained("THIS_DIRECTORY", dtype="auto"{trust})']
+    lines += [f'tokenizer = AutoTokenizer.from_pretrained("THIS_DIRECTORY"{trust})']
+    if chats:
+        lines += [
+            'messages = [{"role": "user", "content": "Hello! Who are you?"}]',
+            "inputs = tokenizer.apply_chat_template(",
+            '    messages, add_generation_prompt=True, return_tensors="pt", return_dict=True',
+            ")",
+        ]
+    else:
+        lines += ['inputs = tokenizer("The function returns", return_tensors="pt")']
+    lines += [
+        "said = model.generate(**inputs, max_new_tokens=100, do_sample=False)",
+        'print(tokenizer.decode(said[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))',
+    ]
+    text = "## Use\n\n```python\n" + "\n".join(lines) + "\n```"
+    if exported.base_digest:
+        text += f"\n\nThe base is the model whose weights have the sha256 `{exported.base_digest}`."
+    return text
+
+
+def _shape(exported: Exported) -> str:
+    rows = [(label, _shown(exported.config[name])) for name, label in SHAPE if exported.config.get(name) is not None]
+    return "## Model\n\n" + report.markdown(rows, ("what", "value")) if rows else ""
+
+
+def _training(history: History) -> str:
+    """A table of the trainings, then the curve of each."""
+    rows, curves, has_parts = [], [], False
+    for artifact in history.artifacts:
+        result = artifact.result
+        if "train_seconds" not in result:
+            continue
+        rows.append(
+            (
+                artifact.stage,
+                _shown(result.get("steps")),
+                _shown(result.get("tokens")),
+                _shown(result.get("loss")),
+                _shown(result.get("validation_loss")),
+                f"{result.get('precision')} on {result.get('device')}, {_count(result.get('ranks'), 'rank')}",
+            )
+        )
+        points = _points(artifact.path / "run" / "metrics.jsonl")
+        has_parts = has_parts or any("loss_ce1" in values for _, values in points)
+        if points:
+            table = report.markdown(_curve(points), ("step", "tokens", "loss", "validation loss"))
+            curves.append(f"Curve of `{artifact.stage}`:\n\n{table}")
+    if not rows:
+        return ""
+    header = ("stage", "steps", "tokens", "loss", "validation loss", "computed in")
+    table = report.markdown(rows, header)
+    return "\n\n".join(["## Training", table, *([MORE_IN_LOSS] if has_parts else []), *curves])
+
+
+def _points(file: Path) -> list[tuple[int, dict[str, Any]]]:
+    """(step, what was logged of it), of the steps that have a loss; [] where there is no file."""
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    steps: dict[int, dict[str, Any]] = {}  # a validation has a line of its own
+    for line in lines:
+        if row := parse_row(line.encode("utf-8")):
+            steps.setdefault(row["step"], {}).update(row["metrics"], tokens=row.get("tokens"))
+    return [(step, values) for step, values in steps.items() if "loss" in values]
+
+
+def _curve(points: list[tuple[int, dict[str, Any]]]) -> list[tuple[str, ...]]:
+    """Some rows of a curve, evenly spread, the last one among them."""
+    chosen = sorted({round(i * (len(points) - 1) / (CURVE_ROWS - 1)) for i in range(CURVE_ROWS)})
+    names = ("tokens", "loss", "validation_loss")
+    return [
+        (_shown(step), *(_shown(values.get(name)) for name in names)) for step, values in map(points.__getitem__, chosen)
+    ]
+
+
+def _base(history: History) -> str:
+    """The files of the model that the first training started from."""
+    taken = next((one for one in history.artifacts if one.stage == BASE_MODEL), None)
+    if taken is None:
+        return ""
+    files = [file for listed in taken.manifest["ingredients"].get("files", {}).values() for file in listed]
+    rows = [(file["name"], f"`{file['sha256'][:SHORT]}`") for file in files]
+    named = f"`{history.base}` on the Hugging Face Hub" if history.base else "a model that was there"
+    return f"## Started from\n\nFrom {named}, under its own licence.\n\n{report.markdown(rows, ('file', 'sha256'))}"
+
+
+def _data(history: History) -> str:
+    rows, licences = [], []
+    sources = {one.key: one for one in history.artifacts if one.stage == QUICKSTART}
+    for artifact in history.artifacts:
+        if not artifact.stage.startswith("shards-"):
+            continue
+        dataset = artifact.stage.removeprefix("shards-")
+        digests = _file_digests(artifact, sources)
+        for file in artifact.result.get("files", ()):
+            digest = digests.get((file["role"], file["name"]), "")
+            counts = (_shown(file["kept"]), _shown(file["tokens"]), _shown(file["bytes"]))
+            rows.append((dataset, file["role"], file["name"], *counts, f"`{digest[:SHORT]}`" if digest else ""))
+        places = ", ".join(f"`{place}`" for place in history.locations.get(dataset, ()))
+        if artifact.manifest["inputs"].get("source"):
+            licences.append(f"- {dataset}: {QUICKSTART_LICENCE}, text of the Python {_python(sources)} that ran ttrain")
+        else:
+            licences.append(f"- {dataset}: {UNKNOWN_LICENCE}" + (f" ({places})" if places else ""))
+    if not rows:
+        return ""
+    table = report.markdown(rows, ("data", "part", "file", "records", "tokens", "bytes of text", "sha256"))
+    return "\n\n".join(["## Data", table, "Licences of the data:\n\n" + "\n".join(licences)])
+
+
+def _file_digests(artifact: Artifact, sources: Mapping[str, Artifact]) -> dict[tuple[str, str], str]:
+    """Digest of each file that a set of shards was made of, by (role, name)."""
+    files = artifact.manifest["ingredients"].get("files", {})
+    found = {(role, file["name"]): file["sha256"] for role, listed in files.items() for file in listed}
+    source = sources.get(artifact.manifest["inputs"].get("source", {}).get("key", ""))
+    if source:
+        for file in artifact.result.get("files", ()):
+            entry = source.manifest["files"].get(file["name"])
+            if entry:
+                found.setdefault((file["role"], file["name"]), entry["sha256"])
+    return found
+
+
+def _python(sources: Mapping[str, Artifact]) -> str:
+    return next((str(one.manifest["ingredients"].get("python", "")) for one in sources.values()), "")
+
+
+def evaluation_rows(history: History) -> list[tuple[str, str, str]]:
+    """(what, value, remark) of the model and of those that it was trained on top of; [] where nothing measured it."""
+    if history.evaluation is None:
+        return []
+    behind = {one.stage for one in history.artifacts}
+    above = [name for name in ("sft", "lora") if name not in behind]  # what was trained on top of it
+    later = tuple(f"{mark}{name}" for name in above for mark in "_/")
+    metrics = report.metrics_of({"evaluate": history.evaluation.result})
+    shown = {name: value for name, value in metrics.items() if not name.endswith(later)}
+    return evaluation_table.rows(shown, {"evaluate": _without(history.evaluation.result, above)})
+
+
+def _evaluation(history: History) -> str:
+    if history.evaluation is None:
+        return ""
+    result, stage = history.evaluation.result, history.artifacts[-1].stage
+    rows = evaluation_rows(history)
+    said = result.get("samples", {}).get("base" if stage == "pretrain" else stage, [])[:SAMPLES]
+    parts = ["## Evaluation", "On held-out data, computed in fp32.", report.markdown(rows, ("what", "value", ""))]
+    if said:
+        quoted = [(_cell(sample["prompt"]), _cell(sample["answer"])) for sample in said]
+        parts += ["What it says when it always takes the likeliest token:", report.markdown(quoted, ("prompt", "answer"))]
+    return "\n\n".join(parts)
+
+
+def _without(result: Mapping[str, Any], models: Sequence[str]) -> dict[str, Any]:
+    """The evaluation as if these models had not been asked its suites."""
+    told = result.get("suites")
+    if told is None:
+        return dict(result)
+    return {**result, "suites": {**told, "models": [name for name in told["models"] if name not in models]}}
+
+
+def _lineage(history: History) -> str:
+    if not history.artifacts:
+        return ""
+    rows = [
+        (
+            artifact.stage,
+            f"`{artifact.key[:SHORT]}`",
+            f"`{artifact.content[:SHORT]}`",
+            ", ".join(f"{name} `{used['key'][:SHORT]}`" for name, used in artifact.manifest["inputs"].items()),
+        )
+        for artifact in history.artifacts
+    ]
+    made_by = history.artifacts[-1].manifest.get("provenance", {})
+    versions = {**{name: made_by.get(name, "?") for name in ("ttrain", "python")}, **made_by.get("libraries", {})}
+    made = ", ".join(f"{name} {version}" for name, version in versions.items())
+    table = report.markdown(rows, ("stage", "key", "content", "made from"))
+    return f"## Lineage\n\n{table}\n\nMade with {made}."
+
+
+def _settings(history: History) -> str:
+    """What differs from the defaults, then everything."""
+    given: dict[str, Any] = {}
+    for artifact in history.artifacts:
+        given.update(artifact.manifest["ingredients"].get("settings", {}))
+    if not given:
+        return ""
+    defaults = dict(flatten(Settings().model_dump(mode="json")))
+    changed = [f"{key}={json.dumps(value)}" for key, value in sorted(given.items()) if defaults.get(key, key) != value]
+    everything = "\n".join(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in sorted(given.items()))
+    own = "What differs from ttrain's defaults:\n\n```\n" + "\n".join(changed) + "\n```" if changed else "ttrain's defaults."
+    return f"## Settings\n\n{own}\n\n<details><summary>All settings</summary>\n\n```yaml\n{everything}\n```\n\n</details>"
+
+
+def _count(number: int | None, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def _cell(text: str) -> str:
+    """A text in one cell of a table, with nothing in it that would count as markup."""
+    return "`" + " ".join(text.replace("`", "'").split()) + "`" if text.strip() else ""
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.4f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,0 +1,241 @@
+"""The plan: for every stage of a recipe its key, whether it is cached, and why not. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ttrain import loggers
+from ttrain.config import Section, Settings, flatten
+from ttrain.core.hashing import SECOND_HEAD, code_digests, differences, digest_of
+from ttrain.errors import UsageError
+from ttrain.model import shapes
+from ttrain.pipeline import resume
+from ttrain.pipeline.extend import extension_of
+from ttrain.pipeline.input_files import check_suite, data_files, file_digests
+from ttrain.pipeline.planned import Planned, Recipe
+from ttrain.pipeline.selection import LEFT_OUT, Selection, graph_of
+from ttrain.stages import OF_NIGHTS, STAGES, Stage
+from ttrain.store.artifacts import Store
+from ttrain.store.layout import Artifact
+
+# Settings that name files or other stages, which are in the key themselves.
+COUNTED_BY_BYTES = (
+    *("tokenizer.existing", "pretrain.start_from", "sft.start_from", "lora.start_from"),
+    *("evaluate.suites.base", "evaluate.suites.sft", "evaluate.suites.lora", "shards.decontaminate"),
+)
+EVERYTHING = Selection()
+SAME, IN_MLFLOW = ("same settings, inputs and code",), ("in MLflow, fetched when a stage reads it",)
+WHOLE_IN_MLFLOW = ("MLflow has it whole: after `ttrain artifacts verify --set-aside` it is fetched from there instead",)
+
+
+class Planner:
+    """Walks a recipe without running it. A stage's inputs may be artifacts that exist, beside what other stages will make.
+
+    `force` names stages to rebuild although they are finished; what depends on a forced stage is forced with it.
+    `go_on`: the key, or its beginning, of unfinished work that its stage continues although something of it changed.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        store: Store,
+        force: frozenset[str] = frozenset(),
+        *,
+        extend: bool = False,
+        go_on: str = "",
+    ) -> None:
+        self.settings, self.store, self.force, self.extend, self.go_on = settings, store, force, extend, go_on
+        self.stages: dict[str, Planned] = {}
+
+    def __call__(self, stage: Stage, **inputs: Planned | Artifact | None) -> Planned:
+        given = {name: planned for name, planned in inputs.items() if planned is not None}
+        before = [planned for planned in given.values() if isinstance(planned, Planned)]
+        forced = stage.name in self.force or any(planned.forced for planned in before)
+        pending = tuple(dict.fromkeys(planned.stage.name for planned in before if planned.artifact is None))
+        if pending:
+            data_files(stage, self.settings)  # a wrong path is told now, not after the stages before were built
+            planned = Planned(stage, "run", (f"waits for {', '.join(pending)}",), forced=forced, waits_for=pending)
+        else:
+            found = {name: p.artifact if isinstance(p, Planned) else p for name, p in given.items()}
+            artifacts = {name: artifact for name, artifact in found.items() if artifact}
+            planned = plan_stage(
+                stage, self.settings, self.store, artifacts, forced=forced, extend=self.extend, go_on=self.go_on
+            )
+        if planned.state == "run" and _describes_model(stage, self.settings):  # now, not after the tokenizer and the shards
+            shapes.check(self.settings.model, self.store.cache, self.store.root / "cache" / "shapes")
+        self.stages[stage.name] = planned
+        return planned
+
+
+def plan(
+    recipe: Recipe,
+    settings: Settings,
+    store: Store,
+    force: frozenset[str] = frozenset(),
+    *,
+    extend: bool = False,
+    selection: Selection = EVERYTHING,
+    go_on: str = "",
+) -> list[Planned]:
+    """Every stage of the recipe, in its order, but for those that the selection leaves out.
+
+    Raises UsageError where a stage that must be in the store is not there, a logger is not installed, or
+    `runtime.eval_suite` cannot be used.
+    """
+    loggers.check(settings.runtime.loggers)  # now, not after the stages before the first training
+    check_suite(settings)
+    graph = graph_of(recipe, settings)
+    asked = {f"--force {name}": name for name in sorted(force)}
+    if go_on:
+        asked[f"--continue {go_on}"] = resume.resolve(store, go_on)
+    for name in (*selection.names, *asked.values()):
+        if name not in graph:
+            raise no_stage(name, graph, settings)
+    parts = selection.of(graph)
+    for option, name in asked.items():
+        if name not in parts.built:
+            raise UsageError(f"{option} means stage {name}, which {selection} leaves out; leave out the one")
+    planner = Planner(settings, store, force, extend=extend, go_on=go_on)
+
+    def chosen(stage: Stage, **inputs: Planned | Artifact | None) -> object:
+        if stage.name in parts.left_out:
+            return LEFT_OUT
+        planned = planner(stage, **inputs)
+        if stage.name in parts.taken and planned.artifact:
+            why = (f"taken from the store: {selection} leaves it out",)
+            planned = replace(planned, state="cached", why=why, forced=False, taken=True)
+            planner.stages[stage.name] = planned
+        return planned
+
+    recipe(chosen, settings)
+    store.cache.save()
+    stages = list(planner.stages.values())
+    _check_all_taken([planned for planned in stages if planned.stage.name in parts.taken and not planned.taken], selection)
+    return stages
+
+
+def _check_all_taken(missing: list[Planned], selection: Selection) -> None:
+    """Raises UsageError with the first reason, and the command that makes what the selection leaves out and needs."""
+    if missing:
+        names = [planned.stage.name for planned in missing]
+        raise UsageError(
+            f"{selection} leaves out {', '.join(names)}, which the store does not have as these settings make it "
+            f"({names[0]}: {'; '.join(missing[0].why[:3])}); run first, with the same settings: "
+            f"`ttrain pipeline run full --only {','.join(names)}`"
+        )
+
+
+def no_stage(name: str, there: Iterable[str], settings: Settings) -> UsageError:
+    """What to say of a stage that is not in the pipeline: never, or not under these settings."""
+    stages = f"the stages are {', '.join(there)}"
+    if name not in STAGES:
+        return UsageError(f"there is no stage {name}; {stages}")
+    if name in OF_NIGHTS:
+        return UsageError(f"stage {name} belongs to nights; try `ttrain pipeline run nightly`. Here {stages}")
+    starts = ", ".join(f"{stage}.start_from is {settings.starts[stage]}" for stage in settings.trainings)
+    return UsageError(f"stage {name} is not needed here, since {starts}; {stages}")
+
+
+def plan_stage(
+    stage: Stage,
+    settings: Settings,
+    store: Store,
+    inputs: Mapping[str, Artifact],
+    *,
+    forced: bool = False,
+    extend: bool = False,
+    go_on: str = "",
+) -> Planned:
+    """Key and state of one stage whose inputs exist."""
+    ingredients = ingredients_of(stage, settings, store, inputs)
+    key = key_of(ingredients)
+    artifact = store.find(stage.name, key)
+    if artifact and not forced:
+        return Planned(stage, "cached", _why_cached(artifact), key, artifact, ingredients, inputs=inputs)
+    why = ("asked to run again",) if artifact else tuple(explain(stage, key, ingredients, store))
+    start_from = work = None
+    begins = stage.uses_ranks and not artifact and not resume.saved_step(store.work(stage.name, key))
+    if go_on and begins and (work := resume.named(stage, go_on, ingredients, store)):
+        why = (f"continues the unfinished work {work.key[:12]} at step {work.step}", *resume.changes(work, ingredients))
+    elif extend and begins:
+        start_from, said = extension_of(stage, settings, ingredients, store)
+        why = (said, *why)
+    return Planned(
+        stage, "run", why, key, artifact, ingredients, forced=forced, inputs=inputs, start_from=start_from, goes_on_with=work
+    )
+
+
+def _why_cached(artifact: Artifact) -> tuple[str, ...]:
+    adopted = artifact.manifest.get("adopted", [])[-1:]
+    same = [f"adopted from {one['key'][:12]}, although {'; '.join(one['differences'])}" for one in adopted] or SAME
+    return (*same, *(IN_MLFLOW if artifact.absent.issuperset(artifact.files_of(())) else ()))
+
+
+def ingredients_of(stage: Stage, settings: Settings, store: Store, inputs: Mapping[str, Artifact]) -> dict[str, Any]:
+    """All that shapes a stage's result, by name: what its key is the digest of, with enough detail to explain a miss."""
+    ingredients: dict[str, Any] = {
+        "stage": stage.name,
+        "arguments": dict(stage.arguments),
+        "settings": {
+            name: value
+            for name, value in flatten(section_of(stage, settings).model_dump(mode="json"))
+            if _counts(name, stage, settings)
+        },
+        "inputs": {name: inputs[name].part(stage.inputs[name]) for name in sorted(inputs)},
+        "files": file_digests(stage, settings, store),
+        "code": code_digests(stage.module, store.cache),
+    }
+    if stage.uses_python:
+        ingredients["python"] = platform.python_version()
+    return ingredients
+
+
+def _counts(name: str, stage: Stage, settings: Settings) -> bool:
+    """Whether what a setting says shapes the stage's result."""
+    if name in COUNTED_BY_BYTES:
+        return False
+    return not name.startswith("model.") or _describes_model(stage, settings) or name.startswith(SECOND_HEAD)
+
+
+def _describes_model(stage: Stage, settings: Settings) -> bool:
+    """Whether the stage makes a new model of the sizes in the settings."""
+    return "model" in stage.config.model_fields and settings.existing_model is None
+
+
+def key_of(ingredients: Mapping[str, Any]) -> str:
+    """sha256 over the ingredients, without the names of files: a renamed file is the same file."""
+    files = {
+        role: [{name: value for name, value in file.items() if name != "name"} for file in files]
+        for role, files in ingredients["files"].items()
+    }
+    return digest_of({**ingredients, "files": files})
+
+
+def section_of(stage: Stage, settings: Settings) -> Section:
+    """The part of the settings that the stage may see."""
+    return stage.config(**{name: getattr(settings, name) for name in stage.config.model_fields})
+
+
+def explain(stage: Stage, key: str, ingredients: Mapping[str, Any], store: Store) -> list[str]:
+    """Why this key is not in the store: damage, or the differences to the most similar artifact that is."""
+    if problem := store.damage_at(stage.name, key):
+        is_unreadable = store.at(store.path(stage.name, key)) is None  # else its files may be MLflow's own, by a second name
+        hint = WHOLE_IN_MLFLOW if is_unreadable and store.manifest_elsewhere(stage.name, key) else ()
+        return [f"its artifact is damaged: {problem}", *hint]
+    artifacts = store.artifacts(stage.name)
+    step = resume.saved_step(store.work(stage.name, key))
+    continues = [f"continues its unfinished work at step {step}"] if step else []
+    if stage.uses_ranks and not step:
+        continues = resume.offer(stage, ingredients, store)
+    if not artifacts:
+        return continues if step else [*continues, "never run before"]
+    compared = [differences(artifact.manifest["ingredients"], ingredients) for artifact in artifacts]
+    return continues + min(compared, key=len)  # min keeps the first of equals, which is the newest
+
+
+def is_all_cached(stages: list[Planned]) -> bool:
+    """Whether there is nothing to do."""
+    return all(planned.state == "cached" for planned in stages)

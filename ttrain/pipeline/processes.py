@@ -1,0 +1,339 @@
+"""The processes of one stage, watched until they end: its ranks, or the agent of this node where there are several."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from ttrain.config import DATASETS, Runtime, Settings
+from ttrain.core.files import read_json
+from ttrain.core.parent_process import PARENT, RENDEZVOUS, STOP_SIGNALS
+from ttrain.errors import Interrupted, StageFailed
+from ttrain.pipeline import results
+from ttrain.pipeline.fork_server import ForkServer, ForkServerError, available
+from ttrain.pipeline.stage_worker import PROGRESS
+from ttrain.stages import Stage
+
+POLL_SECONDS = 0.05
+# After being told to stop: time for a step and its checkpoint, or for nothing in particular. Native code may never listen.
+GRACE_SECONDS = {True: 60.0, False: 5.0}
+OTHERS_SECONDS = 5.0  # for the other ranks to tell what they saw, once one has failed or rank 0 has ended
+SAME_SECONDS = 0.5  # a rank that fails so shortly before another is seen to be killed failed because of that
+# glibc keeps freed memory and uses huge pages: 1.35 x the training speed of the quickstart's size, measured on two cores.
+GLIBC_TUNABLES = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=17179869184"
+# Variables that native code and the libraries look at while they are loaded: a fork server that was started with others
+# is of no use. The number of threads is not among them, it is set by the stages themselves.
+READ_WHILE_LOADING = (
+    "GLIBC_",
+    "MALLOC_",
+    "GOMP_",
+    "KMP_",
+    "LD_",
+    "PYTHON",
+    "HF_",
+    "TRANSFORMERS_",
+    "TORCH",
+    "ATEN_",
+    "MKL_",
+)
+WORKER, AGENT = "ttrain.pipeline.stage_worker", "ttrain.pipeline.torchrun_agent"
+PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", RENDEZVOUS)
+
+
+class Running(Protocol):
+    """A process: a subprocess.Popen, or what the fork server has forked."""
+
+    pid: int
+    returncode: int | None
+
+    def poll(self) -> int | None: ...
+
+    def wait(self) -> int: ...
+
+    def send_signal(self, signum: int) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+class Observer(Protocol):
+    """What the watch passes on."""
+
+    def progressed(self, stage: Stage, progress: Mapping[str, Any]) -> None: ...
+
+    def logged(self, stage: Stage, line: str) -> None: ...
+
+    def process_ended(self, stage: Stage) -> None: ...
+
+    def stop_signal(self) -> int: ...
+
+    def at_once(self) -> bool: ...
+
+
+@dataclass
+class Group:
+    """The processes of a stage, by rank. One that fails ends the others, and so does the end of rank 0."""
+
+    processes: list[Running] = field(default_factory=list)
+    killed: tuple[int, int] | None = None  # (rank, exit code) of the first that a signal ended, though not ours
+    killed_at: float = 0.0  # by time.time()
+    _ended: set[int] = field(default_factory=set)
+    _deadline: float | None = None
+    _we_killed: bool = False
+
+    def poll(self) -> bool:
+        """Whether all have ended."""
+        for rank, process in enumerate(self.processes):
+            if rank in self._ended or process.poll() is None:
+                continue
+            self._ended.add(rank)
+            code = process.returncode or 0
+            if code < 0 and not self._we_killed and self.killed is None:
+                self.killed, self.killed_at = (rank, code), time.time()
+            if (code or rank == 0) and self._deadline is None:
+                self._deadline = time.monotonic() + OTHERS_SECONDS
+        done = len(self._ended) == len(self.processes)
+        if not done and self._deadline is not None and time.monotonic() > self._deadline:
+            self.kill()
+        return done
+
+    def send_signal(self, signum: int) -> None:
+        """To all that still run."""
+        for process in self.processes:
+            process.send_signal(signum)
+
+    def kill(self) -> None:
+        """SIGKILL to all that still run."""
+        self._we_killed = True
+        for process in self.processes:
+            process.kill()
+
+    def end(self) -> None:
+        """None of them outlives the wait for it."""
+        if not self.poll():
+            self.kill()
+            for process in self.processes:
+                process.wait()
+
+    def how_it_ended(self) -> str:
+        """In words, for a stage that left no result."""
+        rank, code = self.killed or next(
+            ((rank, p.returncode) for rank, p in enumerate(self.processes) if p.returncode), (0, 0)
+        )
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        if len(self.processes) == 1:
+            return f"its process {how} without a result"
+        return f"rank {rank} {how} without a result, and the others were ended"
+
+
+def run(stage: Stage, settings: Settings, work: Path, log_path: Path, observer: Observer) -> dict[str, Any]:
+    """Start the processes of a stage whose work directory is laid out, wait for their end; returns the stage's figures.
+
+    Raises StageFailed with the stage's own message, or Interrupted once its state is saved.
+    """
+    with log_path.open("ab", buffering=0) as log:
+        position = log.tell()
+        group = Group()
+        try:
+            _start(group, stage, settings, work, log, observer)
+            told, timed_out = _wait(group, stage, settings, work, log_path, position, observer)
+        finally:
+            group.end()
+            observer.process_ended(stage)
+    return _result(group, stage, settings, work, log_path, told, timed_out)
+
+
+# --- starting -----------------------------------------------------------------------------------------------------------
+
+
+def environment_of(settings: Settings) -> dict[str, str]:
+    """The variables of a stage's processes. glibc and OpenMP read theirs when a program starts."""
+    environment = {name: value for name, value in os.environ.items() if name not in PLACE}  # a place in a group of others
+    environment.setdefault("GLIBC_TUNABLES", GLIBC_TUNABLES)
+    # How long an idle OpenMP thread spins before it sleeps. A step of the quickstart on two cores, alone / beside a busy
+    # process: libgomp's default 0.18 s / 5 s, no spinning at all 0.24 s / 0.31 s, this 0.18 s / 0.47 s.
+    if "OMP_WAIT_POLICY" not in environment:
+        environment.setdefault("GOMP_SPINCOUNT", "10000")
+    environment.setdefault("TOKENIZERS_PARALLELISM", "true")
+    if not any(path.startswith("hf://") for name in DATASETS for path in settings.data.paths(name)):
+        environment.setdefault("HF_HUB_OFFLINE", "1")
+    environment["PYTHONUNBUFFERED"] = "1"
+    environment[PARENT] = str(os.getpid())
+    if settings.runtime.threads:
+        environment["OMP_NUM_THREADS"] = str(settings.runtime.threads)
+    if settings.runtime.gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, settings.runtime.gpus))
+    return environment
+
+
+def warm_up(settings: Settings) -> None:
+    """Have the libraries of the stages that train loaded in the background, while others run."""
+    if settings.runtime.fork_server and available():
+        with contextlib.suppress(ForkServerError):  # told when it is needed
+            _server(environment_of(settings))
+
+
+def _start(group: Group, stage: Stage, settings: Settings, work: Path, log: IO[bytes], observer: Observer) -> None:
+    environment, runtime = environment_of(settings), settings.runtime
+    module, arguments, places = WORKER, [str(work)], [environment]
+    if stage.uses_ranks and runtime.nodes > 1:
+        module, arguments = AGENT, [*_torchrun(runtime), str(work)]
+    elif (stage.uses_ranks or stage.spreads) and runtime.devices > 1:
+        # a file instead of a port: it cannot be taken by another; they then talk over the loopback device
+        places = list(_places(environment, runtime.devices, work / f"rendezvous-{os.getpid()}-{time.time_ns()}"))
+    for place in places:
+        process = None
+        if stage.loads_torch and runtime.fork_server and available():
+            process = _fork(module, arguments, place, log, observer)
+        group.processes.append(process or _spawn(module, arguments, place, log))
+
+
+def _places(environment: Mapping[str, str], ranks: int, rendezvous: Path) -> Iterator[dict[str, str]]:
+    for rank in range(ranks):
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+        yield {
+            **({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}),
+            **environment,
+            **{name: str(value) for name, value in place.items()},
+            RENDEZVOUS: str(rendezvous),
+        }
+
+
+def _torchrun(runtime: Runtime) -> list[str]:
+    host, _, port = str(runtime.rendezvous).rpartition(":")
+    return [
+        f"--nnodes={runtime.nodes}",
+        f"--node-rank={runtime.node_rank}",
+        f"--master-addr={host}",
+        f"--master-port={port}",
+        f"--nproc-per-node={runtime.devices}",
+        *("--max-restarts=0", "-m", WORKER),
+    ]
+
+
+def _spawn(module: str, arguments: Sequence[str], environment: Mapping[str, str], log: IO[bytes]) -> Running:
+    """A fresh interpreter. Both signals to stop wait until it listens: blocked ones stay so in a new program."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", module, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _fork(
+    module: str, arguments: Sequence[str], environment: Mapping[str, str], log: IO[bytes], observer: Observer
+) -> Running | None:
+    """From the fork server; None where that cannot be, which the stage's log tells. Raises Interrupted."""
+    try:
+        server = _server(environment)
+        process = server.start(module, arguments, environment, log.fileno(), lambda: observer.stop_signal() != 0)
+    except ForkServerError as error:
+        with contextlib.suppress(OSError):  # a full disk costs the line
+            log.write(f"{error}; a fresh process loads its libraries itself\n".encode())
+        return None
+    if process is None:
+        raise Interrupted("the stage was stopped before it began", observer.stop_signal())
+    return process
+
+
+_servers: list[tuple[dict[str, str], ForkServer]] = []
+_servers_lock = threading.Lock()
+
+
+def _server(environment: Mapping[str, str]) -> ForkServer:
+    """This process's server, started where there is none of this environment. Raises ForkServerError."""
+    wanted = {name: value for name, value in environment.items() if name.startswith(READ_WHILE_LOADING)}
+    with _servers_lock:
+        for known, server in [*_servers]:
+            if known == wanted and server.alive:
+                return server
+            if not server.alive:
+                _servers.remove((known, server))
+        try:
+            server = ForkServer(environment)
+        except OSError as error:
+            raise ForkServerError(f"the fork server cannot be started: {error}") from None
+        _servers.append((wanted, server))
+        return server
+
+
+# --- waiting ------------------------------------------------------------------------------------------------------------
+
+
+def _wait(
+    group: Group, stage: Stage, settings: Settings, work: Path, log_path: Path, position: int, observer: Observer
+) -> tuple[int, bool]:
+    """Until all processes end; passes their progress and log lines on, and a stop signal to them, which it returns with
+    whether time was up."""
+    limit = settings.runtime.attempts_of(stage.name).timeout_seconds
+    deadline = time.monotonic() + limit if limit else None
+    told, give_up, timed_out, seen = 0, 0.0, False, None
+    while True:
+        ended = group.poll()
+        position = _follow(log_path, position, stage, observer, to_the_end=ended)
+        progress = read_json(work / PROGRESS)
+        if progress and progress != seen:
+            seen = progress
+            observer.progressed(stage, progress)
+        if ended:
+            return told, timed_out
+        signum = told or observer.stop_signal()
+        if deadline and time.monotonic() > deadline and not timed_out:
+            timed_out, signum = True, signal.SIGTERM
+        if signum and not told:
+            told, give_up = signum, time.monotonic() + GRACE_SECONDS[stage.uses_ranks]
+            group.send_signal(signal.SIGTERM)
+        if told and (time.monotonic() > give_up or observer.at_once()):
+            group.kill()
+        time.sleep(POLL_SECONDS)
+
+
+def _follow(path: Path, position: int, stage: Stage, observer: Observer, *, to_the_end: bool) -> int:
+    with path.open("rb") as file:
+        file.seek(position)
+        data = file.read()
+    whole = len(data) if to_the_end else data.rfind(b"\n") + 1
+    for line in data[:whole].decode("utf-8", "replace").splitlines():
+        observer.logged(stage, line)
+    return position + whole
+
+
+def _result(
+    group: Group, stage: Stage, settings: Settings, work: Path, log_path: Path, told: int, timed_out: bool
+) -> dict[str, Any]:
+    """The figures of a stage that completed; else the one error that says why it did not."""
+    outcome = results.read(work)
+    if outcome and outcome["outcome"] == "completed":
+        figures: dict[str, Any] = outcome["result"]
+        return figures
+    if timed_out:
+        runtime = settings.runtime
+        limit = runtime.attempts_of(stage.name).timeout_seconds
+        where = "runtime" if limit == runtime.timeout_seconds else f"runtime.stages.{stage.name}"
+        raise StageFailed(f"stage {stage.name} took longer than {where}.timeout_seconds={limit}; the next run continues it")
+    if outcome and outcome["outcome"] == "interrupted":
+        raise Interrupted(f"stage {stage.name}: {outcome['error']}", told or outcome["signal"])
+    if told and outcome is None:
+        raise Interrupted(f"stage {stage.name} did not stop by itself and was ended", told)
+    if outcome and (group.killed is None or outcome["at"] < group.killed_at - SAME_SECONDS):
+        where = "" if outcome["kind"] != "unexpected" else f"; the traceback is in {log_path}"
+        who = f" on rank {outcome['rank']}" if len(group.processes) > 1 else ""
+        damaged = Path(outcome["damaged"]) if outcome.get("damaged") else None
+        raise StageFailed(f"stage {stage.name} failed{who}: {outcome['error']}{where}", outcome["kind"], damaged)
+    tail = "\n".join(log_path.read_text(errors="replace").splitlines()[-5:])
+    raise StageFailed(f"stage {stage.name}: {group.how_it_ended()}; its log is {log_path}\n{tail}")

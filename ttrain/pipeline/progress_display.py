@@ -1,0 +1,122 @@
+"""What the user sees while a pipeline runs: bars on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from ttrain.reports.summary import seconds
+
+SECONDS_BETWEEN_LINES = 10.0
+MARKS = {"cached": "[cyan]=[/]", "completed": "[green]✓[/]", "equal": "[green]✓[/]", "different": "[yellow]≠[/]"}
+
+
+class Screen(Protocol):
+    """Where a run tells what happens to its stages."""
+
+    def say(self, text: str) -> None: ...
+
+    def started(self, name: str, why: str) -> None: ...
+
+    def progressed(self, name: str, progress: Mapping[str, Any]) -> None: ...
+
+    def ended(self, name: str, state: str, took: float, figures: str) -> None: ...
+
+    def failed(self, name: str, message: str) -> None: ...
+
+
+class Display:
+    """Draws several stages side by side; safe to call from their threads."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self._lock = threading.RLock()  # a signal's handler speaks in the middle of what the same thread was saying
+        self._last_line: dict[str, float] = {}
+        self._tasks: dict[str, TaskID] = {}
+        self._rates: dict[str, tuple[float, float]] = {}
+        self._bars: Progress | None = None
+        if console.is_terminal:
+            columns = (
+                TextColumn("  {task.description:<16}"),
+                BarColumn(bar_width=28),
+                TextColumn("{task.percentage:>3.0f} %"),
+                TextColumn("{task.fields[figures]}", style="dim"),
+                TimeRemainingColumn(compact=True),
+            )
+            self._bars = Progress(*columns, console=console, transient=True)
+            self._bars.start()
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+        if self._bars:
+            self._bars.stop()
+
+    def say(self, text: str) -> None:
+        """A line above the bars."""
+        with self._lock:
+            self.console.print(text, highlight=False, soft_wrap=True, emoji=False)  # `mine:X:` is no picture
+            sys.stdout.flush()
+
+    def started(self, name: str, why: str) -> None:
+        """A stage begins."""
+        self.say(f"[bold]>[/] {name}: {_plain(why)}")
+
+    def progressed(self, name: str, progress: Mapping[str, Any]) -> None:
+        """How far a stage is; a total of 0 is not known."""
+        done, total, unit = progress["done"], progress["total"], progress["unit"]
+        figures = self._figures(name, done, unit, progress["figures"])
+        if self._bars:
+            with self._lock:
+                if name not in self._tasks:
+                    self._tasks[name] = self._bars.add_task(name, total=total or None, figures="")
+                self._bars.update(self._tasks[name], completed=done, total=total or None, figures=figures)
+            return
+        now = time.monotonic()
+        if now - self._last_line.setdefault(name, now) < SECONDS_BETWEEN_LINES:
+            return
+        self._last_line[name] = now
+        start, at = self._rates[name]
+        left = (total - done) * (now - at) / (done - start) if total and done > start else None
+        how_far = f"{100 * done / total:.0f} %, " if total else ""
+        self.say(f"  {name}: {how_far}{figures}{f', {seconds(left)} left' if left else ''}")
+
+    def ended(self, name: str, state: str, took: float, figures: str) -> None:
+        """A stage has its result."""
+        with self._lock:
+            if self._bars and name in self._tasks:
+                self._bars.remove_task(self._tasks.pop(name))
+        words = {
+            "cached": "cached",
+            "equal": "rebuilt, equal to what was stored",
+            "different": "rebuilt, DIFFERENT from what was stored (set aside under replaced/)",
+        }
+        word = words.get(state, seconds(took))
+        self.say(f"{MARKS[state]} {name}: {word}{f' - {figures}' if figures else ''}")
+
+    def failed(self, name: str, message: str) -> None:
+        """A stage has none."""
+        with self._lock:
+            if self._bars and name in self._tasks:
+                self._bars.remove_task(self._tasks.pop(name))
+        self.say(f"[red]x[/] {name}: {_plain(message)}")
+
+    def _figures(self, name: str, done: float, unit: str, figures: Mapping[str, float]) -> str:
+        """What it reported, and how fast it is since it began or continued."""
+        now = time.monotonic()
+        start, at = self._rates.setdefault(name, (done, now))
+        parts = [f"{label.replace('_', ' ')} {value:.3f}" for label, value in figures.items()]
+        if unit == "tokens":
+            parts += [f"{(done - start) / (now - at):,.0f} tokens/s"] if now > at and done > start else []
+        else:
+            parts.append(f"{done:,.0f} {unit}")
+        return ", ".join(parts)
+
+
+def _plain(text: str) -> str:
+    return text.replace("[", "\\[")

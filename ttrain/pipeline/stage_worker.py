@@ -1,0 +1,208 @@
+"""The process of one stage, or of one of its ranks: `python -m ttrain.pipeline.stage_worker WORK_DIRECTORY`.
+
+It reads `job.json`, runs the stage's module and writes how that ended; the exit code only says whether the process ended as
+it should: torchrun's agent exits 1 after a clean save on a signal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import filelock
+
+from ttrain.core import redact
+from ttrain.core.files import read_json, read_object
+from ttrain.core.parent_process import PARENT, STOP_SIGNALS, end_with_parent, heeded_signals, ignore_hangup
+from ttrain.core.progress import Progress
+from ttrain.core.standard_streams import guard_streams, outlast_output
+from ttrain.errors import DamagedFile, Interrupted, RankLost, TTrainError
+from ttrain.pipeline import results
+from ttrain.pipeline.system_metrics import SystemMetrics, file_name
+from ttrain.stages.job import Job
+from ttrain.store import integrity
+from ttrain.train import watchdog
+
+JOB, PROGRESS = "job.json", "progress.json"
+TRACKED = "tracking.json"  # in a work directory: which run of the tracker, and of ours, is at work there
+# A system that stops all processes (systemd, a batch queue) signals this one, and the one that started it passes its own on.
+SAME_SIGNAL_SECONDS = 1.0
+PROCESS_NAME = "ttrain-worker"  # as `ps` and `top` show it; 15 characters at most
+log = logging.getLogger("ttrain")
+
+
+class _WithoutSecrets(logging.Formatter):
+    """What libraries log may name the URLs that they open, and so may tracebacks."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redact.text(super().format(record))
+
+
+class StopFlag:
+    """Set by SIGTERM, SIGINT and SIGHUP; one more, unless it comes so soon that it is the same, ends the process at once.
+    What is on disk is whole: it was renamed there.
+
+    A signal that comes before `listen` waits for it, where the process was started with both blocked.
+    """
+
+    def __init__(self, *, stops_by_itself: bool) -> None:
+        self.signum = 0
+        self._since = 0.0
+        self._raises = stops_by_itself
+
+    def __call__(self) -> bool:
+        return self.signum != 0
+
+    def listen(self) -> None:
+        """From now on; a stage that does not look at the flag is stopped by Interrupted, which may rise at once."""
+        for signum in heeded_signals():
+            signal.signal(signum, self._handle)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+    def settle(self) -> None:
+        """Nothing is to be stopped any more: what is left is to say how it ended."""
+        self._raises = False
+
+    def _handle(self, signum: int, frame: object) -> None:
+        if self.signum:
+            if time.monotonic() - self._since > SAME_SIGNAL_SECONDS:
+                os._exit(128 + signum)
+            return
+        self.signum, self._since = signum, time.monotonic()
+        ignore_hangup()
+        if self._raises:
+            raise Interrupted("stopped by a signal", signum)
+
+
+def main() -> int:
+    """Run the job whose work directory is the only argument."""
+    work = Path(sys.argv[1])
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    end_with_parent(int(os.environ.get(PARENT, os.getppid())))  # it may be gone before this line is reached
+    set_up(rank, world)
+    spec = read_json(work / JOB)
+    if spec is None:
+        log.error("there is no %s; do all nodes have the same TTRAIN_HOME and the same settings?", work / JOB)
+        return 1
+    stop = StopFlag(stops_by_itself=not spec["uses_ranks"])
+    with filelock.FileLock(work.with_name(f"{work.name}.process.lock")) if rank == 0 else contextlib.nullcontext():
+        watchdog.start(work, rank, world, lambda why: _give_up(work, rank, why), spec["runtime"]["rank_timeout_seconds"])
+        with _system_metrics(work, spec):
+            outcome = _run(work, spec, stop, rank)
+        results.write(work, rank, outcome)
+        sys.stdout.flush()
+        if world > 1 and outcome["outcome"] == "failed":
+            os._exit(1)  # at once: the group cannot be left in good order, and the others wait for this end
+        _leave_ranks()
+    return int(outcome["outcome"] == "failed")
+
+
+def set_up(rank: int = 0, world: int = 1) -> None:
+    """The log, in which several ranks name themselves, and the name under which the process is listed."""
+    guard_streams()
+    outlast_output()  # a full disk costs lines of the log, not the stage
+    who = f"rank {rank}: " if world > 1 else ""
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(_WithoutSecrets(f"%(asctime)s {who}%(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    log.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    with contextlib.suppress(OSError):  # Linux only
+        Path("/proc/self/comm").write_text(PROCESS_NAME)
+
+
+def job_of(work: Path, stop: Callable[[], bool] = lambda: False, *, progress: bool = True) -> tuple[Any, Job]:
+    """The configuration and the job that a work directory describes."""
+    from ttrain.config import Runtime
+    from ttrain.stages import RUNNABLE
+
+    spec = read_json(work / JOB)
+    stage = RUNNABLE[spec["stage"]]
+    job = Job(
+        inputs={name: Path(path) for name, path in spec["inputs"].items()},
+        files=spec["files"],
+        arguments=stage.arguments,
+        output=work / spec["output"],
+        runtime=Runtime.model_validate(spec["runtime"]),
+        progress=Progress(work / PROGRESS if progress else None),
+        stop_requested=stop,
+        start_from=Path(spec["start_from"]) if spec["start_from"] else None,
+        versions=spec["versions"],
+        groups=spec["groups"],
+        weights=spec["weights"],
+        labels={"stage": spec["stage"], **read_object(work / TRACKED)},
+        reuse=tuple(spec["reuse"]),
+    )
+    return stage.config.model_validate(spec["config"]), job
+
+
+def _run(work: Path, spec: dict[str, Any], stop: StopFlag, rank: int) -> dict[str, Any]:
+    try:
+        stop.listen()
+        from ttrain.stages import RUNNABLE
+
+        config, job = job_of(work, stop, progress=rank == 0)
+        result = import_module(RUNNABLE[spec["stage"]].module).run(config, job)
+        stop.settle()
+        integrity.save()
+        return {"outcome": "completed", "result": result}
+    except Interrupted as error:
+        stop.settle()
+        return {"outcome": "interrupted", "error": str(error), "signal": stop.signum or error.signum}
+    except TTrainError as error:
+        stop.settle()
+        log.error("%s", error)
+        damaged = {"damaged": str(error.path)} if isinstance(error, DamagedFile) else {}
+        return {"outcome": "failed", "error": str(error), "kind": type(error).__name__, **damaged}
+    except BaseException as error:
+        stop.settle()
+        log.error("%s", traceback.format_exc())
+        return {"outcome": "failed", "error": redact.text(f"{type(error).__name__}: {error}"), "kind": "unexpected"}
+
+
+@contextlib.contextmanager
+def _system_metrics(work: Path, spec: dict[str, Any]) -> Iterator[None]:
+    """Samples of the machine meanwhile: from the first process of each node."""
+    seconds = spec["runtime"]["system_metrics_seconds"]
+    if not seconds or int(os.environ.get("LOCAL_RANK", "0")):
+        yield
+        return
+    several = spec["runtime"]["nodes"] > 1
+    node = int(os.environ.get("GROUP_RANK", "0")) if several else 0  # torchrun's word
+    directory = work / spec["output"] / "run"
+    with contextlib.suppress(OSError):  # the samples end with a warning, and the stage says what it cannot write
+        directory.mkdir(parents=True, exist_ok=True)
+    metrics = SystemMetrics(directory / file_name(node), seconds, node=node if several else None)
+    try:
+        yield
+    finally:
+        metrics.stop()
+
+
+def _give_up(work: Path, rank: int, why: str) -> None:
+    """End this rank from its watching thread; the main one may wait for ever."""
+    message = f"{why}; all ranks were ended, the last checkpoint is whole: run the same command again"
+    log.error("%s", message)
+    sys.stdout.flush()
+    results.write(work, rank, {"outcome": "failed", "error": message, "kind": RankLost.__name__})
+    os._exit(1)
+
+
+def _leave_ranks() -> None:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,195 @@
+"""What the machine does while a stage runs: CPU, memory, disk, network, and GPUs where there are some.
+
+`run/system.jsonl` has the form of `metrics.jsonl`, and goes to the tracker the same way; names and units are those of
+MLflow's own system metrics, so that its tab shows them. The step of a row is the stage's running time in seconds: a training
+step would be the same for several samples of a slow one, and stages that do not train have none. A stage that continues goes
+on counting where it was stopped, so its rows are never cut: what the machine did for steps that were lost, it did.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from ttrain.core.files import parse_json
+
+MEGA = 1e6
+FILE = "system.jsonl"  # under run/
+Figures = dict[str, float]
+log = logging.getLogger("ttrain")
+
+
+def file_name(node: int) -> str:
+    """The file of a node, under `run/`: each writes its own, since appending to one file over a network mixes lines."""
+    return FILE if node == 0 else f"system-node{node}.jsonl"
+
+
+def files(nodes: int) -> list[str]:
+    """Those of all nodes."""
+    return [file_name(node) for node in range(nodes)]
+
+
+class SystemMetrics:
+    """Appends a sample about every `seconds` to a file, from its own thread, and one at the end. Nothing it meets is raised.
+
+    A sample takes about a millisecond, mostly in system calls that let the training's thread go on: with one every ten
+    seconds 0.01 % of a core.
+    """
+
+    def __init__(self, path: Path, seconds: float, *, node: int | None = None) -> None:
+        """`node`: where several train together, whose names are told apart as in MLflow: `system/node_1/...`."""
+        self._path, self._seconds = path, seconds
+        self._prefix = "system/" if node is None else f"system/node_{node}/"
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._sample, name="system-metrics", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """The last sample is written when this returns; a disk that hangs is not waited for longer than a second."""
+        self._ending.set()
+        self._thread.join(1.0)
+
+    def _sample(self) -> None:
+        try:
+            last = last_step(self._path)
+            readers = [machine(self._path.parent), *gpus()]
+            first, began, samples, ended = last + 1, time.monotonic(), 0, False
+            while not ended:
+                samples += 1
+                ended = self._ending.wait(max(0.0, began + samples * self._seconds - time.monotonic()))
+                step = first + round(time.monotonic() - began)
+                if step > last:  # else the end came in the second of a sample
+                    self._append(step, read(readers))
+                    last = step
+        except Exception as error:  # a figure of the machine is worth no training
+            log.warning("the system metrics end here: %r", error)
+
+    def _append(self, step: int, figures: Mapping[str, float]) -> None:
+        metrics = {f"{self._prefix}{name}": round(value, 3) for name, value in figures.items()}
+        with self._path.open("a") as file:
+            file.write(json.dumps({"step": step, "time": time.time(), "metrics": metrics}) + "\n")
+
+
+def last_step(path: Path) -> int:
+    """Step of the last row, -1 where there is none; a line that a crash left half-written is ended or cut off."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return -1
+    whole = data[: data.rfind(b"\n") + 1]
+    if whole != data:
+        os.truncate(path, len(whole))
+    for line in reversed(whole.splitlines()):
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            return int(parse_json(line)["step"])
+    return -1
+
+
+def read(readers: Sequence[Callable[[], Figures]]) -> Figures:
+    """All that can be read now."""
+    found: Figures = {}
+    for reader in readers:
+        with contextlib.suppress(Exception):  # of a device that fell off the bus, a file system that is gone
+            found |= reader()
+    return found
+
+
+def machine(directory: Path) -> Callable[[], Figures]:
+    """Reads CPU, memory and network of the machine, and the disk that holds `directory`.
+
+    CPU: percent of all cores since the last reading. Bytes through disks and network count from now on.
+    """
+    psutil: Any = import_module("psutil")
+    psutil.cpu_percent()  # the first answer has no time before it
+    counters = {"network": _network(psutil), "disk": _disks(psutil)}
+
+    def figures() -> Figures:
+        memory, disk = psutil.virtual_memory(), psutil.disk_usage(str(directory))
+        found = {
+            "cpu_utilization_percentage": psutil.cpu_percent(),
+            "system_memory_usage_megabytes": memory.used / MEGA,
+            "system_memory_usage_percentage": 100 * memory.used / memory.total,
+            "disk_usage_percentage": disk.percent,
+            "disk_usage_megabytes": disk.used / MEGA,
+            "disk_available_megabytes": disk.free / MEGA,
+        }
+        for now, since in ((_network(psutil), counters["network"]), (_disks(psutil), counters["disk"])):
+            found |= {name: (value - since.get(name, value)) / MEGA for name, value in now.items()}
+        return found
+
+    return figures
+
+
+def _network(psutil: Any) -> Figures:
+    """Bytes since the machine started; {} where it has no network."""
+    found = psutil.net_io_counters()
+    if found is None:
+        return {}
+    return {"network_receive_megabytes": found.bytes_recv, "network_transmit_megabytes": found.bytes_sent}
+
+
+def _disks(psutil: Any) -> Figures:
+    """Bytes since the machine started; {} where the system tells none, as in some containers."""
+    with contextlib.suppress(Exception):
+        found = psutil.disk_io_counters()
+        return {"disk_read_megabytes": found.read_bytes, "disk_write_megabytes": found.write_bytes}
+    return {}
+
+
+def gpus() -> list[Callable[[], Figures]]:
+    """A reader for each NVIDIA GPU that this process may see; [] without one, its driver, or nvidia-ml-py."""
+    try:
+        nvml: Any = import_module("pynvml")
+        nvml.nvmlInit()
+        numbers = visible(int(nvml.nvmlDeviceGetCount()), os.environ.get("CUDA_VISIBLE_DEVICES"))
+        return [_gpu(nvml, number) for number in numbers]
+    except Exception:  # NVML has errors of its own
+        return []
+
+
+def visible(count: int, chosen: str | None) -> list[int]:
+    """Numbers of the GPUs that CUDA_VISIBLE_DEVICES leaves, of `count`; all of them where it names them otherwise."""
+    if chosen is None:
+        return list(range(count))
+    words = [word.strip() for word in chosen.split(",") if word.strip()]
+    if not all(word.lstrip("-").isdigit() for word in words):
+        return list(range(count))
+    numbers: list[int] = []
+    for number in map(int, words):
+        if not 0 <= number < count:
+            break  # CUDA sees none of those after it
+        numbers.append(number)
+    return numbers
+
+
+def _gpu(nvml: Any, number: int) -> Callable[[], Figures]:
+    handle = nvml.nvmlDeviceGetHandleByIndex(number)
+    prefix = f"gpu_{number}_"
+
+    def memory() -> Figures:
+        found = nvml.nvmlDeviceGetMemoryInfo(handle)
+        return {"memory_usage_megabytes": found.used / MEGA, "memory_usage_percentage": 100 * found.used / found.total}
+
+    def power() -> Figures:
+        watts = nvml.nvmlDeviceGetPowerUsage(handle) / 1000
+        limit = nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000
+        return {"power_usage_watts": watts, "power_usage_percentage": 100 * watts / limit}
+
+    def use() -> Figures:
+        return {"utilization_percentage": float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)}
+
+    def temperature() -> Figures:
+        return {"temperature_celsius": float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))}
+
+    def figures() -> Figures:
+        return {f"{prefix}{name}": value for name, value in read((use, memory, temperature, power)).items()}
+
+    return figures

@@ -1,0 +1,1 @@
+"""Artifacts, the records of runs, weight files."""

@@ -1,0 +1,180 @@
+"""The home, and what lies in it: artifacts with their manifests."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from ttrain.core.files import (
+    parse_json,
+    write_json,
+)
+from ttrain.core.hashing import digest_of
+from ttrain.errors import DISK_FULL, TTrainError, UsageError
+
+FORMAT = 1
+
+
+MANIFEST = "manifest.json"
+
+
+OWN_DIGEST = "manifest_sha256"  # in a manifest: of all else in it; those of earlier versions have none
+
+
+OBJECTS = {  # by section of a manifest: what is an object in it, where it is there
+    "ingredients": ("settings", "inputs", "files", "code"),
+    "provenance": ("machine", "libraries", "runtime", "settings", "files"),
+}
+
+
+USED = ("stage", "key")  # of each input, in a manifest
+
+
+MEASURES = frozenset({"bytes", "sha256", "mtime_ns"})  # of a file, in a manifest; a large one has pieces, too
+
+
+PRIVATE = ("run", "checkpoints")
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """What a stage left behind."""
+
+    stage: str
+    key: str
+    path: Path
+    manifest: Mapping[str, Any]
+
+    @property
+    def content(self) -> str:
+        """Digest of the files that other stages read."""
+        return self.part(())
+
+    @property
+    def result(self) -> Mapping[str, Any]:
+        """The typed figures that the stage returned."""
+        result: Mapping[str, Any] = self.manifest["result"]
+        return result
+
+    def part(self, names: tuple[str, ...]) -> str:
+        """Digest of the named files and directories; of all that are not private, where none is named."""
+        files = self.manifest["files"]
+        return digest_of([[name, files[name]["sha256"]] for name in self.files_of(names)])
+
+    def files_of(self, names: tuple[str, ...]) -> list[str]:
+        """The named files and those of the named directories; all that are not private, where none is named."""
+        return [
+            name
+            for name in sorted(self.manifest["files"])
+            if (
+                name.split("/")[0] not in PRIVATE if not names else any(name == n or name.startswith(f"{n}/") for n in names)
+            )
+        ]
+
+    @property
+    def absent(self) -> frozenset[str]:
+        """Files that were published, but stayed where this artifact was fetched from (`Store.complete`)."""
+        return frozenset(self.manifest.get("absent", ()))
+
+
+def home() -> Path:
+    """Where everything lives: TTRAIN_HOME, else `artifacts` in the working directory."""
+    return Path(os.environ.get("TTRAIN_HOME") or "artifacts").absolute()
+
+
+def usable_home() -> Path:
+    """The same, made if it is missing. Raises UsageError where nothing can be written there, TTrainError on a full disk."""
+    root = home()
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        probe = root / f".probe-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        if error.errno in DISK_FULL:
+            raise TTrainError(
+                f"TTRAIN_HOME is {root}, whose disk is full: {error.strerror}; free some space and run the command again"
+            ) from None
+        raise UsageError(
+            f"TTRAIN_HOME is {root} but cannot be written: {error.strerror}; set TTRAIN_HOME to a directory of yours"
+        ) from None
+    return root
+
+
+class Elsewhere(Protocol):
+    """Another place that holds artifacts by the same keys, such as the tracker."""
+
+    def manifest(self, stage: str, key: str) -> Mapping[str, Any] | None:
+        """The manifest of an artifact that is there as a whole; None where there is none, or where nobody answers."""
+
+    def fetch(self, stage: str, key: str, name: str, to: Path) -> None:
+        """Write one file of an artifact that `manifest` found. Raises ArtifactError where it cannot be had."""
+
+
+def read_manifest(path: Path) -> dict[str, Any] | None:
+    """The manifest, altered or not; None where it is missing, cannot be read, or is of another version."""
+    try:
+        manifest = parse_manifest(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return manifest if isinstance(manifest, dict) and manifest.get("format") == FORMAT and is_manifest(manifest) else None
+
+
+def parse_manifest(data: bytes) -> Any:
+    """The JSON value of a manifest. Raises ValueError where it is none, or has half a surrogate pair in it, as `\\ud800` is:
+    that cannot be hashed, printed or written, so that nothing of ours was published with it."""
+    manifest = parse_json(data)
+    if b"\\ud" in data.lower():
+        try:
+            json.dumps(manifest, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError:
+            raise ValueError("it holds half a surrogate pair") from None
+    return manifest
+
+
+def is_manifest(manifest: Mapping[str, Any]) -> bool:
+    """Whether it has what every reader of manifests asks for, in the types that they expect."""
+    files, inputs, absent = manifest.get("files"), manifest.get("inputs", {}), manifest.get("absent", [])
+    return (
+        isinstance(files, dict)
+        and all(isinstance(entry, dict) and entry.keys() >= MEASURES for entry in files.values())
+        and all(isinstance(manifest.get(name), str) for name in ("stage", "key"))
+        and isinstance(manifest.get("published"), int | float)
+        and all(isinstance(manifest.get(name, {}), dict) for name in ("result", "ingredients", "inputs", "provenance"))
+        and all(_has_objects(manifest.get(name, {}), names) for name, names in OBJECTS.items())
+        and all(isinstance(used, dict) and all(isinstance(used.get(n), str) for n in USED) for used in inputs.values())
+        and isinstance(absent, list)
+        and all(isinstance(name, str) for name in absent)
+    )
+
+
+def _has_objects(section: Mapping[str, Any], names: tuple[str, ...]) -> bool:
+    """Whether the named values of a section are JSON objects, as far as they are there."""
+    return all(isinstance(section.get(name), dict | None) for name in names)
+
+
+def write_manifest(directory: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Write an artifact's manifest with its own digest in it; returns it."""
+    plain = json.loads(json.dumps(manifest))  # as a reader gets it: keys are strings
+    sealed = {**plain, OWN_DIGEST: _manifest_digest(plain)}
+    write_json(directory / MANIFEST, sealed)
+    return sealed
+
+
+def altered_manifest(manifest: Mapping[str, Any]) -> str | None:
+    """What is wrong with a manifest whose own digest is not that of what it says; None where nothing is."""
+    digest = manifest.get(OWN_DIGEST)
+    altered = digest is not None and digest != _manifest_digest(manifest)
+    return f"{MANIFEST} was altered after it was written" if altered else None
+
+
+def _manifest_digest(manifest: Mapping[str, Any]) -> str:
+    """Of all that was published: which files were fetched since is none of it."""
+    told = {name: value for name, value in manifest.items() if name not in (OWN_DIGEST, "absent")}
+    text = json.dumps(told, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()

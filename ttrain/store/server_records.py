@@ -1,0 +1,145 @@
+"""The servers that ttrain started: their records in the home, whether they live, and the token that they ask for.
+
+The token stands in `servers/token` of the home, which its owner alone can read; it is the same for all servers of the
+home and stays when they are started again, so that runs in progress and open pages go on. Remove the file, and start the
+servers again, for a new one. No process gets it as an argument, since all accounts of a machine can read those.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+from urllib.parse import urlsplit
+
+import psutil
+
+from ttrain.core.files import PRIVATE_FILE, read_json, write_bytes
+
+HOST: Final = "127.0.0.1"
+MARK: Final = "TTRAIN_SERVER_TOKEN"  # in the environment of a server's processes: not a secret, it tells them from others
+ACCESS: Final = "TTRAIN_SERVER_ACCESS"  # the token that a server asks for, in its environment; "": none
+NO_AUTH: Final = (
+    "servers.auth is off: every account of this machine, and every program on it, can change what the servers hold and have "
+    "commands run in your name; leave it at 'token' where you are not alone"
+)
+TOKEN_BYTES: Final = 32
+
+
+@dataclass(frozen=True)
+class Server:
+    """The file about a server that `up` started.
+
+    Its processes share the session that `pid` leads and carry `token`, which is no secret, in their environment. A pid
+    alone may be recycled, a start time moves with the clock, and a child may outlive its parent.
+    """
+
+    name: str
+    pid: int
+    port: int
+    token: str
+    asks_token: bool = False  # as one of an older ttrain does not, nor one with servers.auth=off
+
+    def owns(self, pid: int) -> bool:
+        """Two proofs, since what is owned gets killed: a mistake in one of them would end every process of the user."""
+        try:
+            return os.getsid(pid) == self.pid and psutil.Process(pid).environ()[MARK] == self.token
+        except (psutil.Error, LookupError, OSError, OverflowError):  # gone, a zombie, another's, or no pid at all
+            return False
+
+    def processes(self) -> list[psutil.Process]:
+        return [process for process in psutil.process_iter() if self.owns(process.pid)]
+
+    def is_at(self, url: str) -> bool:
+        """Whether an address is this server's. Not by the name localhost, which may lead to a program of somebody else's: it
+        means ::1 first on most machines, where these servers do not listen."""
+        try:
+            address = urlsplit(url)
+            return address.scheme == "http" and address.hostname == HOST and address.port == self.port
+        except ValueError:
+            return False
+
+
+def living(home: Path, name: str) -> Server | None:
+    """The server of that name, if its process lives and its port answers."""
+    server = read(home, name)
+    if server and server.owns(server.pid):
+        with contextlib.suppress(OSError), socket.create_connection((HOST, server.port), timeout=2.0):
+            return server
+    return None
+
+
+def read(home: Path, name: str) -> Server | None:
+    record = read_json(folder_of(home) / f"{name}.json")
+    try:
+        return Server(name, int(record["pid"]), int(record["port"]), str(record["token"]), record.get("asks_token") is True)
+    except (LookupError, TypeError, ValueError):  # none, or a damaged one
+        return None
+
+
+def folder_of(home: Path) -> Path:
+    return home.resolve() / "servers"
+
+
+def make_folder(home: Path) -> Path:
+    """The folder of the records, the logs and the token, which no other account can enter."""
+    folder = folder_of(home)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder.chmod(0o700)
+    return folder
+
+
+def token_file(home: Path) -> Path:
+    return folder_of(home) / "token"
+
+
+def make_token(home: Path) -> str:
+    """The token of the home's servers; a new one where there is none, or where others could read it."""
+    token = read_token(home)
+    if token is None:
+        token = new_token()
+        make_folder(home)
+        write_bytes(token_file(home), f"{token}\n".encode(), PRIVATE_FILE)
+    return token
+
+
+def new_token() -> str:
+    return secrets.token_urlsafe(TOKEN_BYTES)
+
+
+def read_token(home: Path) -> str | None:
+    """The token of the home's servers; None where there is none, or where others could read it."""
+    with contextlib.suppress(OSError, ValueError), token_file(home).open("rb") as file:
+        if not os.fstat(file.fileno()).st_mode & 0o077:
+            return file.read(1024).decode("ascii").strip() or None
+    return None
+
+
+def token_for(home: Path, name: str, url: str) -> str | None:
+    """The token, where the address is that of the home's living server of that name; None for every other address."""
+    server = living(home, name) if url else None
+    return read_token(home) if server and server.asks_token and server.is_at(url) else None
+
+
+def with_token(home: Path, url: str) -> str:
+    """MLflow's address with the token in the place of a password, where it is that of the home's own server.
+
+    Not MLFLOW_TRACKING_TOKEN, which MLflow would send to every host that it is told of. What a user wrote there stays.
+    """
+    if not url.startswith("http://") or "@" in url:
+        return url
+    token = token_for(home, "mlflow", url)
+    return url.replace("http://", f"http://ttrain:{token}@", 1) if token else url
+
+
+def page_with_token(home: Path, address: str) -> str:
+    """The address of a server of the home as a browser opens it first, which then keeps a cookie; others as they are."""
+    token = next((token for name in ("prefect", "mlflow") if (token := token_for(home, name, address))), None)
+    if token is None:
+        return address
+    page, mark, fragment = address.partition("#")
+    return f"{page.rstrip('/')}/?token={token}{mark}{fragment}"

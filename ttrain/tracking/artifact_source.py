@@ -1,0 +1,246 @@
+"""Artifacts that MLflow holds, by stage and key: the files of finished child runs, whose tags name both.
+
+The home's own database is read as it is, without MLflow (a miss costs a millisecond, not 1.5 s of imports). A server
+that does not answer is asked once and then left alone: the pipeline builds what it cannot fetch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+import sqlite3
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, final
+
+from ttrain.core.redact import without_user
+from ttrain.errors import ArtifactError
+from ttrain.store.layout import MANIFEST, Artifact, altered_manifest, read_manifest
+from ttrain.tracking.atomic_files import local_path, place
+from ttrain.tracking.calls import first_line
+from ttrain.tracking.database import database_of
+from ttrain.tracking.mlflow_setup import tracking_uri
+from ttrain.tracking.store import Store, open_reader
+
+log = logging.getLogger("ttrain")
+
+CANDIDATES = 5  # runs that may hold a key: more than one where it was forced, or built on two machines
+FINISHED = """
+SELECT runs.run_uuid, runs.artifact_uri FROM runs
+JOIN experiments ON experiments.experiment_id = runs.experiment_id
+JOIN tags AS key ON key.run_uuid = runs.run_uuid AND key.key = 'ttrain.key'
+JOIN tags AS stage ON stage.run_uuid = runs.run_uuid AND stage.key = 'ttrain.stage'
+WHERE key.value = ? AND stage.value = ? AND experiments.name = coalesce(?, experiments.name)
+AND runs.status = 'FINISHED' AND runs.lifecycle_stage = 'active'
+ORDER BY runs.end_time DESC LIMIT ?
+"""
+LISTED_KEYS = 100
+KEYS = """
+SELECT DISTINCT stage.value, key.value FROM runs
+JOIN tags AS key ON key.run_uuid = runs.run_uuid AND key.key = 'ttrain.key'
+JOIN tags AS stage ON stage.run_uuid = runs.run_uuid AND stage.key = 'ttrain.stage'
+WHERE key.value LIKE ? AND runs.status = 'FINISHED' AND runs.lifecycle_stage = 'active'
+"""
+
+
+@dataclass(frozen=True)
+class Held:
+    """An artifact in MLflow: the run, its directory where that is on a disk of this machine, and the manifest."""
+
+    run_id: str
+    directory: Path | None
+    manifest: Mapping[str, Any]
+
+
+@final
+class Tracked:
+    """What one experiment of one MLflow holds, or all of them; a `ttrain.store.layout.Elsewhere`.
+
+    Each key is asked for once.
+    """
+
+    def __init__(self, home: Path, experiment: str | None = None) -> None:
+        self._home, self._experiment = home.resolve(), experiment
+        self._uri = tracking_uri(self._home)
+        self._found: dict[tuple[str, str], Held | None] = {}
+        self._lock = threading.Lock()
+        self._opened: Store | None = None
+        self._is_silent = False
+
+    def manifest(self, stage: str, key: str) -> Mapping[str, Any] | None:
+        """The manifest of a whole artifact that MLflow holds; None where it holds none, or does not answer."""
+        with self._lock:
+            if (stage, key) not in self._found:
+                self._found[stage, key] = next(self._search(stage, key), None)
+            held = self._found[stage, key]
+        return held.manifest if held else None
+
+    def fetch(self, stage: str, key: str, name: str, to: Path) -> None:
+        """Write one file of the artifact to `to`; linked, where it is big and on the same disk. Raises ArtifactError."""
+        self.manifest(stage, key)
+        held = self._found[stage, key]
+        if held is None:
+            raise ArtifactError(
+                f"MLflow at {without_user(self._uri)} does not hold {stage} {key[:12]}; run its pipeline again"
+            )
+        try:
+            if held.directory:
+                place(held.directory / name, to)
+            else:
+                self._download(held.run_id, f"{stage}/{name}", to)
+        except OSError:
+            raise  # a full disk is no fault of MLflow's
+        except Exception as error:
+            where = f"MLflow at {without_user(self._uri)}"
+            raise ArtifactError(
+                f"{name} of {stage} {key[:12]} cannot be fetched from {where}: {first_line(error)}"
+            ) from None
+
+    def recorded(self, stage: str, key: str) -> Mapping[str, Any] | None:
+        """The manifest that a finished run left, also where other files of the artifact are gone."""
+        return next((held.manifest for held in self._candidates(stage, key)), None)
+
+    def keys_beginning(self, stage: str | None, prefix: str) -> list[tuple[str, str]]:
+        """(stage, key) of the finished runs whose keys begin so, in hex; [] where MLflow does not answer."""
+        if self._is_silent:
+            return []
+        try:
+            found = self._keys_in_own_database(prefix) if self._is_own else self._keys_asked(prefix)
+        except Exception as error:
+            self._fell_silent(error)
+            return []
+        return sorted({one for one in found if stage in (None, one[0])})
+
+    def _search(self, stage: str, key: str) -> Iterator[Held]:
+        """Whole artifacts of that key, the newest first."""
+        for held in self._candidates(stage, key):
+            try:
+                if _is_whole(held.manifest, stage, key, lambda at: self._sizes(held.run_id, stage, held.directory, at)):  # noqa: B023
+                    yield held
+            except Exception as error:
+                self._fell_silent(error)
+                return
+
+    def _candidates(self, stage: str, key: str) -> Iterator[Held]:
+        """Runs that left a manifest of that key, the newest first."""
+        if self._is_silent:
+            return
+        try:
+            for run_id, artifact_uri in self._in_own_database(stage, key) if self._is_own else self._asked(stage, key):
+                root = local_path(artifact_uri)
+                directory = root / stage if root else None
+                manifest = self._manifest_of(run_id, stage, directory)
+                if manifest and (manifest.get("stage"), manifest.get("key")) == (stage, key):
+                    yield Held(run_id, directory, manifest)
+        except Exception as error:  # nothing settles what MLflow may raise, and all it costs is to build again
+            self._fell_silent(error)
+
+    @property
+    def _is_own(self) -> bool:
+        return self._uri == f"sqlite:///{database_of(self._home)}"
+
+    def _fell_silent(self, error: Exception) -> None:
+        self._is_silent = True
+        log.warning("MLflow at %s cannot be asked for artifacts: %s", without_user(self._uri), first_line(error))
+
+    def _keys_in_own_database(self, prefix: str) -> list[tuple[str, str]]:
+        database = database_of(self._home)
+        if not database.exists():
+            return []
+        with contextlib.closing(sqlite3.connect(f"{database.as_uri()}?mode=ro", uri=True, timeout=10)) as db:
+            return db.execute(KEYS, (f"{prefix}%",)).fetchall()
+
+    def _keys_asked(self, prefix: str) -> list[tuple[str, str]]:
+        client = self._store().client
+        ids = [experiment.experiment_id for experiment in client.search_experiments()]
+        wanted = f"tags.`ttrain.key` LIKE '{prefix}%' AND attributes.status = 'FINISHED'"
+        runs = client.search_runs(ids, wanted, max_results=LISTED_KEYS) if ids else []
+        return [(run.data.tags.get("ttrain.stage", ""), run.data.tags["ttrain.key"]) for run in runs]
+
+    def _in_own_database(self, stage: str, key: str) -> list[tuple[str, str]]:
+        """(run, place of its artifacts), read from the home's own file; a moved home's places are its own again."""
+        database = database_of(self._home)
+        if not database.exists():
+            return []
+        with contextlib.closing(sqlite3.connect(f"{database.as_uri()}?mode=ro", uri=True, timeout=10)) as db:
+            rows = db.execute(FINISHED, (key, stage, self._experiment, CANDIDATES)).fetchall()
+            recorded = db.execute("SELECT path FROM ttrain_home").fetchone() if rows else None
+        old, new = Path(recorded[0] if recorded else self._home).as_uri(), self._home.as_uri()
+        return [(run_id, new + uri[len(old) :] if uri.startswith(f"{old}/") else uri) for run_id, uri in rows]
+
+    def _asked(self, stage: str, key: str) -> list[tuple[str, str]]:
+        """The same, by MLflow's API. Nothing is created there."""
+        store = self._store()
+        wanted = f"tags.`ttrain.key` = '{key}' AND tags.`ttrain.stage` = '{stage}' AND attributes.status = 'FINISHED'"
+
+        def ask() -> list[tuple[str, str]]:
+            client, order = store.client, ["attributes.end_time DESC"]
+            one = self._experiment and client.get_experiment_by_name(self._experiment)
+            experiments = ([one] if one else []) if self._experiment else client.search_experiments()
+            if not experiments:
+                return []
+            ids = [experiment.experiment_id for experiment in experiments]
+            runs = client.search_runs(ids, wanted, max_results=CANDIDATES, order_by=order)
+            return [(run.info.run_id, run.info.artifact_uri) for run in runs]
+
+        found, error = store.asking.once(ask)
+        if error is not None:
+            raise error
+        return found or []
+
+    def _store(self) -> Store:
+        """MLflow's client, opened at the first key that is not here; a server is asked for its health before."""
+        if self._opened is None:
+            self._opened = open_reader(self._home)
+        return self._opened
+
+    def _manifest_of(self, run_id: str, stage: str, directory: Path | None) -> Any:
+        """The manifest in a run; None where it holds none that this version reads."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = directory / MANIFEST if directory else Path(folder) / MANIFEST
+            try:
+                if directory is None:
+                    self._download(run_id, f"{stage}/{MANIFEST}", path)
+            except Exception as error:
+                log.debug("%s of run %s: %s", MANIFEST, run_id, error)
+                return None
+            manifest = read_manifest(path)
+        return None if manifest is None or altered_manifest(manifest) else manifest
+
+    def _sizes(self, run_id: str, stage: str, directory: Path | None, at: str) -> dict[str, int]:
+        """Bytes of each file in a directory of the artifact."""
+        if directory:
+            folder = directory / at
+            return {path.name: path.stat().st_size for path in folder.iterdir()} if folder.is_dir() else {}
+        listed = self._store().client.list_artifacts(run_id, f"{stage}/{at}".rstrip("/"))
+        return {Path(file.path).name: file.file_size for file in listed if not file.is_dir}
+
+    def _download(self, run_id: str, path: str, to: Path) -> None:
+        with tempfile.TemporaryDirectory(dir=to.parent) as folder:
+            found = self._store().client.download_artifacts(run_id, path, folder)
+            shutil.move(found, to)
+
+
+def _is_whole(manifest: object, stage: str, key: str, sizes: Callable[[str], dict[str, int]]) -> bool:
+    """Whether a manifest from elsewhere is of this artifact, names plain places, and all its public files lie there.
+
+    `sizes(directory)` gives the bytes of each file in a directory of that artifact ("" is its own).
+    """
+    if not isinstance(manifest, dict) or (manifest.get("stage"), manifest.get("key")) != (stage, key):
+        return False
+    artifact = Artifact(stage, key, Path(), manifest)
+    found: dict[str, dict[str, int]] = {}
+    for name in artifact.files_of(()):
+        place = PurePosixPath(name)
+        if place.is_absolute() or ".." in place.parts:
+            return False
+        directory = "" if place.parent == PurePosixPath() else str(place.parent)
+        if directory not in found:
+            found[directory] = sizes(directory)
+        if found[directory].get(place.name) != manifest["files"][name]["bytes"]:
+            return False
+    return True

@@ -1,0 +1,52 @@
+"""What a stage's tracked run is told of the artifact that it left, also where its process was killed right after that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from ttrain.config import flatten
+from ttrain.store.artifacts import Store as ArtifactStore
+from ttrain.store.layout import Artifact
+from ttrain.tracking.datasets import data_of
+
+if TYPE_CHECKING:
+    from ttrain.tracking.null_tracker import NullRun
+    from ttrain.tracking.runs import Run
+
+RUN, STAGE, KEY = "ttrain.run", "ttrain.stage", "ttrain.key"  # tags of a stage's run
+FINISHED: Final = "FINISHED"
+FIT: Final = ("bytes_per_token", "unk_rate")  # of a tokenizer: metrics, by which tokenizers are compared
+
+
+def log_result(run: Run | NullRun, artifact: Artifact) -> None:
+    """The figures of a finished stage, and the data behind it."""
+    run.log_params({**group_params(artifact.result), **_figures(artifact.result)})
+    fit = {f"tok/{name}": float(artifact.result[name]) for name in FIT if name in artifact.result}
+    run.log_summary(fit)
+    run.log_inputs(data_of(artifact))
+
+
+def artifact_of(home: Path, tags: Mapping[str, str]) -> Artifact | None:
+    """The whole artifact that the run with these tags published; None where another run made it, or there is none."""
+    stage, key, name = (str(tags.get(tag, "")) for tag in (STAGE, KEY, RUN))
+    artifact = ArtifactStore(home).find(stage, key) if stage and key else None
+    made_by = artifact.manifest.get("provenance", {}).get("run") if artifact else None
+    return artifact if name and made_by == name else None
+
+
+def group_params(result: Mapping[str, Any]) -> dict[str, object]:
+    """What each optimizer group holds, as parameters: {"optim.groups.0.weight_decay": 0.1}."""
+    groups = enumerate(result.get("optimizer_groups", ()))
+    return {f"optim.groups.{number}.{name}": value for number, group in groups for name, value in group.items()}
+
+
+def _figures(result: Mapping[str, Any]) -> dict[str, object]:
+    """The figures of a result as parameters: {"result.rows.fill": 0.98}. As metrics each would be a chart of one point, and
+    MLflow would show these charts before the curves."""
+    return {
+        f"result.{name}": value
+        for name, value in flatten({key: value for key, value in result.items() if key != "samples"})
+        if isinstance(value, int | float)
+    }
