@@ -16,6 +16,19 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--sample", action="store_true", help="of each file, run the first of the selected tests only")
+
+
+@pytest.hookimpl(trylast=True)  # after -m has chosen
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--sample"):
+        return
+    first = {item.path: item for item in reversed(items)}
+    config.hook.pytest_deselected(items=[item for item in items if first[item.path] is not item])
+    items[:] = [item for item in items if first[item.path] is item]
+
+
 @pytest.fixture(autouse=True)
 def heeded_hangup() -> None:
     """Under nohup SIGHUP is ignored, and so it is after a command that was stopped in this process; children inherit it."""
