@@ -11,7 +11,7 @@ from tracked_writer import assert_whole, write_through
 
 from ttrain import tracking
 
-pytestmark = pytest.mark.soak
+pytestmark = [pytest.mark.soak, pytest.mark.long]  # 100,000 metrics: over four minutes
 
 MODES = ("no replies", "dead", "hanging", "error")
 OUTAGES, STEPS = 20, 50_000  # two metrics a step: the loss and the tokens
