@@ -14,7 +14,7 @@ test: $(VENV)/installed-test
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy ttrain tasks flows
+	$(BIN)/mypy ttrain
 
 # Long proofs: two runs at once, signals, many kills at random points. CI runs the first of each
 # file, with KILLS=3 SAMPLE=1: all of the shorter ones took it past its 90 minutes.

@@ -183,11 +183,11 @@ def _write_material(output: str, path: str, repeat: str, megabytes: str) -> dict
 
 def _texts(path: str) -> Iterator[str]:
     if path:
-        from ttrain.data import sources
-        from ttrain.data.jsonl import Tally
+        from ttrain.data import records
+        from ttrain.data.records import Tally
 
-        for record in sources.read([path], sources.document_parser("text"), Tally(), 32 << 20):
-            assert isinstance(record, sources.Document), "the parser is that of documents"
+        for record in records.read([path], records.document_parser("text"), Tally(), 32 << 20):
+            assert isinstance(record, records.TextDocument), "the parser is that of documents"
             yield record.text
         return
     for file in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):

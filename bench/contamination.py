@@ -64,7 +64,7 @@ def shard(path: str, tokenizer: str, output: str) -> None:
     from ttrain.config import Reading
     from ttrain.data import sharding
     from ttrain.data.assembly import DataFile
-    from ttrain.data.worker_pools import Here
+    from ttrain.data.sharding import Here
     from ttrain.stages.shards import recipe_of
 
     reading = Reading(heldout_fraction=0.0, deduplicate=False)
@@ -77,7 +77,7 @@ def scan(directory: str, tokenizer: str, part: str, *items: str) -> dict[str, An
     from ttrain.data import contamination
     from ttrain.data.shards import ShardSet
 
-    against = contamination.against(items, contamination.Rule(), remove=False)
+    against = contamination.overlap_check(items, contamination.OverlapRule(), remove=False)
     shards = ShardSet(Path(directory) / "train").index["shards"]
     shards = shards[: max(1, len(shards) // int(part))]
     began = time.process_time()
@@ -96,16 +96,16 @@ def scan(directory: str, tokenizer: str, part: str, *items: str) -> dict[str, An
 
 def plain(path: str, *items: str) -> dict[str, Any]:
     """The plain way: whether each part of each document is in a set of the items' parts."""
-    from ttrain.data import contamination, plain_text
+    from ttrain.data import contamination, overlap
 
-    against = contamination.against(items, contamination.Rule(), remove=False)
+    against = contamination.overlap_check(items, contamination.OverlapRule(), remove=False)
     size = contamination.NGRAM_BYTES
     parts = {text[at : at + size] for text in against.texts for at in range(len(text) - size + 1)}
     documents = common.texts_of(path, PLAIN_MEGABYTES * common.MEGABYTE)
     began = time.process_time()
     found = 0
     for document in documents:
-        text = plain_text.plain(document)
+        text = overlap.plain(document)
         found += any(text[at : at + size] in parts for at in range(len(text) - size + 1))
     seconds = time.process_time() - began
     return {"bytes": 0, "text_bytes": sum(len(text.encode()) for text in documents), "seconds": seconds, "found": found}

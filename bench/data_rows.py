@@ -160,9 +160,8 @@ def rate(batches: Iterator[int]) -> dict[str, float]:
 
 def loader_of(directory: str, pad_id: int, steps: int) -> Any:
     """The loader of the training stages, for one rank."""
-    from ttrain.data.document_rows import DocumentRows
-    from ttrain.data.loader import Loader
-    from ttrain.data.samplers import ShuffledOrder
+    from ttrain.data.loader import Loader, ShuffledOrder
+    from ttrain.data.record_rows import DocumentRows
     from ttrain.data.shards import ShardSet
 
     rows = DocumentRows(ShardSet(Path(directory)), ROW_LENGTH, pad_id)
@@ -208,9 +207,9 @@ def side_open(directory: str, step: str) -> dict[str, float]:
     """Milliseconds to open a set, and to make the batch of a step; modules are imported before."""
     import pyarrow as pa
 
-    from ttrain.data import document_rows, loader, samplers, shards
+    from ttrain.data import loader, record_rows, shards
 
-    assert pa and document_rows and loader and samplers and shards, "imported, so that the clock leaves that out"
+    assert pa and record_rows and loader and loader and shards, "imported, so that the clock leaves that out"
     began = time.perf_counter()
     opened = loader_of(directory, 0, RESUMED_STEP + 1)
     between = time.perf_counter()

@@ -126,7 +126,7 @@ def side_ours(path: str, tokenizer: str, output: str, workers: str) -> dict[str,
     from ttrain.config import Reading, Shards
     from ttrain.data import sharding
     from ttrain.data.assembly import DataFile
-    from ttrain.data.worker_pools import Processes
+    from ttrain.data.sharding import Processes
     from ttrain.stages.shards import recipe_of
 
     reading = Reading()

@@ -84,14 +84,14 @@ def _measured(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _compared(options: argparse.Namespace, subject: Any, file: Path, shots: int) -> dict[str, Any]:
-    from ttrain.config.suite import ChoicesTask
+    from ttrain.config.evaluate import ChoicesTask
     from ttrain.evaluate import choices
-    from ttrain.evaluate.items import Places
+    from ttrain.evaluate.items import SuiteFiles
     from ttrain.evaluate.log_likelihood import encode_pairs, log_likelihoods
 
     spec = ChoicesTask(file=str(file.resolve()), shots=shots, limit=options.limit)
-    items = choices.read("items", spec, Places(Path("/")))
-    texts = choices.texts(items.items)
+    items = choices.read_choices("items", spec, SuiteFiles(Path("/")))
+    texts = choices.choice_texts(items.items)
     lengths = [len(one) + len(other) for one, other in encode_pairs(subject, texts)]
     longest = min(max(lengths), subject.max_length or max(lengths))
     theirs = _theirs(subject, texts, max(1, options.batch_tokens // longest))
@@ -136,12 +136,12 @@ def _timed(side: Callable[[], Any]) -> Callable[[], common.Cost]:
 
 def _subject(options: argparse.Namespace, files: Sequence[Path], directory: Path) -> Any:
     from ttrain.inference import loading
-    from ttrain.inference.evaluated_model import subject_of
+    from ttrain.inference.evaluated_model import as_evaluated_model
     from ttrain.pipeline import names
 
     if options.model:
         speaker = loading.load(names.resolve(options.model), device=options.device, dtype=options.dtype)
-        return subject_of(speaker, batch_tokens=options.batch_tokens)
+        return as_evaluated_model(speaker, batch_tokens=options.batch_tokens)
     from ttrain.config import Model
     from ttrain.data import tokenizer
     from ttrain.data.encoder import Encoder
@@ -156,8 +156,8 @@ def _subject(options: argparse.Namespace, files: Sequence[Path], directory: Path
     )
     model = factory.build(sizes, vocab_size=len(encoder), ids=ids, stop_ids=[encoder.eos_id], seed=1)
     place = loading.precision.resolve_device(options.device)
-    speaker = loading.speaker_of("random", model.to(place, loading.DTYPES[options.dtype]), directory / "tokenizer")
-    return subject_of(speaker, batch_tokens=options.batch_tokens)
+    speaker = loading.with_tokenizer("random", model.to(place, loading.DTYPES[options.dtype]), directory / "tokenizer")
+    return as_evaluated_model(speaker, batch_tokens=options.batch_tokens)
 
 
 def _written(path: Path, items: int) -> Path:

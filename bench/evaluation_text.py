@@ -96,7 +96,7 @@ def side(hidden: str, layers: str, row_length: str, tokens: str, rounds: str) ->
             if number:
                 seconds[name].append(time.perf_counter() - began)
     lengths = sorted((window.inputs for _, window in spans), reverse=True)
-    batches = perplexity._batches(lengths, batch_tokens, perplexity.ENOUGH_TOKENS["cpu"])
+    batches = perplexity.batch_slices(lengths, batch_tokens, perplexity.ENOUGH_TOKENS["cpu"])
     padded = sum((part.stop - part.start) * lengths[part.start] for part in batches)
     return {
         **{name: statistics.median(found) for name, found in seconds.items()},

@@ -51,13 +51,13 @@ def _compare(options: argparse.Namespace, files: Sequence[Path], directory: Path
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from ttrain.inference import loading
-    from ttrain.inference.evaluated_model import subject_of
+    from ttrain.inference.evaluated_model import as_evaluated_model
     from ttrain.pipeline import names
 
     os.environ["HF_DATASETS_CACHE"] = str(directory / "cache")
     name = str(random_gpt2(files, directory / "model")) if options.model == "random-gpt2" else options.model
     reference = names.resolve(name)
-    subject = subject_of(loading.load(reference, device="cpu", dtype=options.dtype))
+    subject = as_evaluated_model(loading.load(reference, device="cpu", dtype=options.dtype))
     theirs = HFLM(
         pretrained=AutoModelForCausalLM.from_pretrained(
             reference.model, dtype=loading.DTYPES[options.dtype], trust_remote_code=True
@@ -75,21 +75,21 @@ def _compare(options: argparse.Namespace, files: Sequence[Path], directory: Path
 
 def _one(file: Path, options: argparse.Namespace, subject: Any, theirs: Any, directory: Path) -> bool:
     """A line of the table; whether an item is judged otherwise, or a score is too far away."""
-    from ttrain.config.suite import ChoicesTask, LastWordTask
-    from ttrain.evaluate import choices, last_word
-    from ttrain.evaluate.items import Places
+    from ttrain.config.evaluate import ChoicesTask, LastWordTask
+    from ttrain.evaluate import choices
+    from ttrain.evaluate.items import SuiteFiles
     from ttrain.evaluate.log_likelihood import log_likelihoods
 
     part = directory / file.name
     part.write_text("".join(f"{line}\n" for line in file.read_text().split("\n")[: options.limit]))
-    places = Places(directory)
+    places = SuiteFiles(directory)
     if _kind(file) == "choices":
-        items: Any = choices.read("items", ChoicesTask(file=part.name), places)
-        texts = choices.texts(items.items)
+        items: Any = choices.read_choices("items", ChoicesTask(file=part.name), places)
+        texts = choices.choice_texts(items.items)
         rows = [_row(one) for one in items.items]
     else:
-        items = last_word.read("items", LastWordTask(file=part.name), places)
-        texts = last_word.texts(items.items)
+        items = choices.read_passages("items", LastWordTask(file=part.name), places)
+        texts = choices.passage_texts(items.items)
         rows = [{"context": context, "target": target, "delimiter": ""} for context, target in texts]
     ours = iter(log_likelihoods(subject, texts, lambda done, total: None, alone=options.alone))
     samples = harness_samples(theirs, rows, directory / f"{file.stem}.items.jsonl")

@@ -20,10 +20,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ttrain.core import piece_digests
 from ttrain.stages import STAGES
 from ttrain.store import integrity
-from ttrain.store.artifacts import Store
+from ttrain.store.artifacts import ArtifactStore
 
 LIMIT_SECONDS = 3.0  # of 2 GB
 LIMIT_SHARE = 0.02  # of the wall time of a pipeline
@@ -47,7 +46,7 @@ def write(directory: Path, megabytes: int, files: int) -> Files:
             for _ in range(megabytes // files):
                 file.write(chunk)
         os.utime(path, (1, 1))
-    return [(path, {"bytes": path.stat().st_size, **piece_digests.measure(path)}) for path in paths]
+    return [(path, {"bytes": path.stat().st_size, **integrity.measure(path)}) for path in paths]
 
 
 def seconds_of(files: Files, home: Path) -> tuple[float, float]:
@@ -77,7 +76,7 @@ def time_bytes(directory: Path, megabytes: int) -> bool:
 
 def time_pipeline(home: Path, directory: Path) -> bool:
     """All inputs of each stage that is in a finished home; whether the share of what the stages took passed the limit."""
-    store, verified, cpu, wall, size = Store(home), 0.0, 0.0, 0.0, 0
+    store, verified, cpu, wall, size = ArtifactStore(home), 0.0, 0.0, 0.0, 0
     for artifact in store.everything():
         wall += float(artifact.manifest["seconds"])
         for name, used in artifact.manifest["inputs"].items():

@@ -55,7 +55,7 @@ def main() -> int:
 
 def side_steps(tokens: str, steps: str) -> dict[str, float]:
     """Median seconds of a step of each side, and the sizes of both models."""
-    from ttrain.train.flops import visited_shares
+    from ttrain.train.monitor import visited_shares
 
     models = {side: model_of(side) for side in SIDES}
     made = {side: step_of(side, model, int(tokens)) for side, model in models.items()}

@@ -170,14 +170,17 @@ def _server_seconds(server: psutil.Process | None) -> float:
 def our_package(directory: Path) -> Path:
     """A copy of ttrain with the recipe `six` and its stages."""
     package = directory / "package"
-    for name in ("flows", "tasks", "ttrain", "configs"):
+    for name in ("ttrain", "configs"):
         shutil.copytree(REPOSITORY / name, package / name, ignore=shutil.ignore_patterns("__pycache__"))
-    (package / "flows" / "six.py").write_text(RECIPE)
+    (package / "ttrain" / "flows" / "six.py").write_text(RECIPE)
     (package / "ttrain" / "stages" / "six.py").write_text(MODULE)
     shutil.copyfile(PEERS / "step.py", package / "ttrain" / "six_step.py")
     for path, more in (
         (package / "ttrain" / "stages" / "__init__.py", STAGE_TABLE),
-        (package / "flows" / "__init__.py", '\nfrom flows.six import six  # noqa: E402\n\nRECIPES["six"] = six\n'),
+        (
+            package / "ttrain" / "flows" / "__init__.py",
+            '\nfrom ttrain.flows.six import six  # noqa: E402\n\nRECIPES["six"] = six\n',
+        ),
     ):
         path.write_text(path.read_text() + more)
     for path in package.rglob("*.py"):

@@ -29,11 +29,11 @@ from typing import Any
 from ttrain import tracking
 from ttrain.config import Settings, SourceConfig
 from ttrain.core.hashing import DigestCache
+from ttrain.pipeline.artifact_commands import InTracker
 from ttrain.pipeline.plan import Planner
-from ttrain.pipeline.stores import InTracker
 from ttrain.stages import SHARDS_PRETRAIN, Stage
 from ttrain.store import runs
-from ttrain.store.artifacts import Store
+from ttrain.store.artifacts import ArtifactStore
 
 NUMBERS = (10, 100, 1000, 10_000)
 MOST_STAGES = 100  # a recipe is written by hand
@@ -109,13 +109,13 @@ class Bench:
         for number in self.numbers():
             if number > MOST_STAGES:
                 break
-            store, settings = Store(self.root / f"stages{number}"), Settings()
+            store, settings = ArtifactStore(self.root / f"stages{number}"), Settings()
             table = [
                 Stage(f"stage{at}", "ttrain.stages.source", SourceConfig, {"before": ()} if at else {})
                 for at in range(number)
             ]
 
-            def walk(table: list[Stage] = table, store: Store = store, settings: Settings = settings) -> None:
+            def walk(table: list[Stage] = table, store: ArtifactStore = store, settings: Settings = settings) -> None:
                 planner, before = Planner(settings, store), None
                 for stage in table:
                     planned = planner(stage, before=before)
@@ -133,7 +133,7 @@ class Bench:
     def shards(self) -> None:
         """A hit on an artifact: a stat for each of its files."""
         for number in self.numbers():
-            store = Store(self.root / f"shards{number}")
+            store = ArtifactStore(self.root / f"shards{number}")
             output = store.work("shards", "key") / "output"
             output.mkdir(parents=True)
             for at in range(number):
@@ -148,7 +148,7 @@ class Bench:
         from ttrain.pipeline.input_files import file_digests
 
         for number in self.numbers():
-            store, data = Store(self.root / f"inputs{number}"), self.root / f"data{number}"
+            store, data = ArtifactStore(self.root / f"inputs{number}"), self.root / f"data{number}"
             data.mkdir()
             for at in range(number):
                 (data / f"{at}.jsonl").write_text('{"text": "' + str(at) + '"}\n')
@@ -170,7 +170,7 @@ class Bench:
             with contextlib.suppress(KeyError):
                 del os.environ["MLFLOW_TRACKING_URI"]
             opened = tracking.open_store(home, "ttrain")
-            assert isinstance(opened, tracking.Store)
+            assert isinstance(opened, tracking.MlflowStore)
             experiment = opened.experiment_id()
             with contextlib.closing(sqlite3.connect(home / "mlflow" / "mlflow.db")) as db, db:
                 fields = "run_uuid, name, status, start_time, end_time, lifecycle_stage, artifact_uri, experiment_id"

@@ -24,9 +24,9 @@ import common
 
 from ttrain.config import Settings
 from ttrain.pipeline import launch, processes
-from ttrain.pipeline.planned import Planned
+from ttrain.pipeline.recipe import Planned
 from ttrain.stages import PRETRAIN, SHARDS_PRETRAIN, TOKENIZER, Stage
-from ttrain.store.artifacts import Store
+from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 
 ROUNDS = 5
@@ -71,7 +71,7 @@ class Pipeline:
     """A store with a tokenizer and shards, on which any number of models can begin to be trained."""
 
     def __init__(self, directory: Path, text: Path, ranks: int) -> None:
-        self.store, self.text, self.ranks, self.seed = Store(directory / "home"), text, ranks, 0
+        self.store, self.text, self.ranks, self.seed = ArtifactStore(directory / "home"), text, ranks, 0
         settings = self.settings()
         self.inputs: dict[str, Artifact] = {}
         self.inputs["tokenizer"] = launch.build(TOKENIZER, settings, self.store, {}, Clock()).artifact

@@ -32,8 +32,7 @@ def main() -> int:
 
     from ttrain.data.chat import prompt_ids
     from ttrain.data.chat_templates import Message
-    from ttrain.inference.generate import generate
-    from ttrain.inference.kv_cache import Kept
+    from ttrain.inference.generate import KVCache, generate
     from ttrain.inference.loading import load
     from ttrain.inference.sampling import Sampling
     from ttrain.pipeline import names
@@ -44,7 +43,7 @@ def main() -> int:
     prompts = [prompt_ids(one.encoder, question) for question in questions]
     history = [token for prompt in prompts * HISTORY_TOKENS for token in prompt][:HISTORY_TOKENS]
     asked, short = Sampling(max_tokens=TOKENS), Sampling(max_tokens=4)
-    kept = Kept(one)
+    kept = KVCache(one)
 
     def alone(**more: Any) -> list[Any]:
         return [said for prompt in prompts for said in generate(one, [prompt], asked, **more)]
@@ -53,7 +52,7 @@ def main() -> int:
         "alone": alone,
         "batched": lambda: generate(one, prompts, asked),
         "from scratch": lambda: generate(one, [history], short),
-        "kept": lambda: generate(one, [history], short, kept=kept),
+        "kept": lambda: generate(one, [history], short, kv_cache=kept),
         **({"second head": lambda: alone(draft=True)} if one.second_head else {}),
     }
     for side in sides.values():

@@ -68,7 +68,7 @@ def main() -> int:
 
 def steps(table: common.Table, place: Path, rounds: int, tokens: int) -> None:
     """A step without tracking against one with it."""
-    from harness import Cli, write_corpus
+    from support.pipeline_home import Cli, write_corpus
 
     write_corpus(place / "data")
     cli = Cli(place / "home", place / "data")
@@ -122,7 +122,7 @@ def compare(table: common.Table, place: Path, runs: int, steps: int, rounds: int
 
 def fill(home: Path, runs: int, steps: int) -> None:
     """Runs on record and in MLflow, their curves written into the database itself: MLflow takes 0.3 s for 1000 points."""
-    from recorded import Made, make_run
+    from support.recorded_homes import Made, make_run
 
     os.environ.pop("MLFLOW_TRACKING_URI", None)
     for number in range(runs):
@@ -171,7 +171,7 @@ def _client(home: str) -> dict[str, Any]:
 @contextlib.contextmanager
 def _servers(place: Path) -> Iterator[dict[str, str]]:
     """Addresses of a server through a proxy, by the way in which it is away."""
-    from outages import Proxy, mlflow_server
+    from support.outage_proxy import Proxy, mlflow_server
 
     (place / "server").mkdir()
     with mlflow_server(place / "server") as url:

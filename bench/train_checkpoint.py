@@ -113,7 +113,7 @@ def build(megabytes: int) -> tuple[Any, Any]:
 
 def beside(checkpoints: Any, step: Callable[[], float], began: float) -> tuple[float, float]:
     """Seconds of a step while the writer writes (those that begin before it is done), and until the writer was done."""
-    writing, spent = checkpoints._pending[-1], []
+    writing, spent = checkpoints.pending[-1], []
     ended: list[float] = []
     writing.add_done_callback(lambda _: ended.append(time.perf_counter()))
     while not writing.done() or not spent:

@@ -69,7 +69,7 @@ def step_of(side: str, tokens: int) -> Callable[[], None]:
 
     from ttrain.config import Lora, Model
     from ttrain.model import adapters, factory
-    from ttrain.train.attention import segment_mask
+    from ttrain.train.kernels import segment_mask
     from ttrain.train.language_modeling import LanguageModeling
     from ttrain.train.losses import token_loss_sum
 

@@ -65,22 +65,22 @@ def side_step(side: str, tokens: str, vocabulary: str) -> dict[str, Any]:
 
     from ttrain.config import Model, Pretrain
     from ttrain.model import factory
-    from ttrain.train import attention, language_modeling
-    from ttrain.train.precision import resolve
+    from ttrain.train import kernels, language_modeling
+    from ttrain.train.precision import resolve_precision
 
     device = torch.device("cpu")
     config = Model(hidden_size=512, layers=8, heads=8, max_length=ROW_LENGTH)
     ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     model = factory.build(config, vocab_size=int(vocabulary), ids=ids, stop_ids=[2], seed=1)
     if side in ("plain", "chunked"):
-        attention.arguments = lambda model, segments: {}
+        kernels.block_arguments = lambda model, segments: {}
         language_modeling.fuse = lambda model: None
     task = language_modeling.LanguageModeling(
         Pretrain(), model, chunk_tokens=0 if side == "plain" else None, gradient_checkpointing=side == "checkpointed"
     )
     module = task.build_model().train()
     batch = random_batch(int(tokens), int(vocabulary))
-    autocast = resolve("bf16", device).autocast
+    autocast = resolve_precision("bf16", device).autocast
     for parameter in module.parameters():
         parameter.grad = torch.zeros_like(parameter)  # every later micro-batch finds gradients to add to
     before, seconds = resident(), []

@@ -104,11 +104,11 @@ def read_chats(path: str) -> Any:
     """The conversations of all files that a pattern names."""
     import glob
 
-    from ttrain.data import sources
-    from ttrain.data.jsonl import Tally
+    from ttrain.data import records
+    from ttrain.data.records import Tally
 
-    for record in sources.read(sorted(glob.glob(path)), sources.parse_conversation, Tally(), 32 << 20):
-        assert isinstance(record, sources.Conversation), "the parser is that of conversations"
+    for record in records.read(sorted(glob.glob(path)), records.parse_conversation, Tally(), 32 << 20):
+        assert isinstance(record, records.Conversation), "the parser is that of conversations"
         yield record.to_json()["messages"]
 
 

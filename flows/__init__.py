@@ -1,15 +1,15 @@
-"""The recipes and what runs them: the engine, Prefect, servers."""
+"""The recipes of pipelines and what runs them: the engine, Prefect, servers, sweeps."""
 
 from __future__ import annotations
 
 import difflib
 
-from flows.full import full
 from ttrain.errors import UsageError
-from ttrain.pipeline.planned import Recipe
+from ttrain.flows.full import full
+from ttrain.pipeline.recipe import Recipe
 
 RECIPES: dict[str, Recipe] = {"full": full}
-NAMES = (*RECIPES, "nightly")  # whose recipe depends on what a night finds (`flows/nightly.py`)
+NAMES = (*RECIPES, "nightly")  # nightly: its recipe depends on the inputs of a night (`flows/nightly.py`)
 
 
 def recipe(name: str) -> Recipe:

@@ -1,16 +1,17 @@
 """The flows of deployments: what a schedule, the Prefect UI or its API runs, in a process that Prefect's runner starts.
 
 Their parameters are the tree of settings, typed, so that the UI makes a form of it and the server refuses what does not
-fit, and changes to it as on the command line. Who starts a run through the API and gives `settings` gives all of them, while
-`{"changes": ["sft.optim.lr=2e-4"]}` leaves the deployment's as they are. What names code or a command is the deployment's
-own in any case (`flow_run_settings.py`). Entry points: `flows.deployments.full` and
-`flows.deployments.nightly`. TTRAIN_HOME says where the store is.
+fit, and changes to it as on the command line. A run that is started through the API with `settings` must give all of them;
+`{"changes": ["sft.optim.lr=2e-4"]}` keeps the others of the deployment. Settings that name code or a command are always the
+deployment's (`settings_to_run`). Entry points:
+`ttrain.flows.deployments.full` and `ttrain.flows.deployments.nightly`. TTRAIN_HOME is the home of the store.
 """
 
 from __future__ import annotations
 
 import io
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,20 +23,20 @@ from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 from prefect.states import Cancelled, Completed, Failed, State
 from prefect.task_runners import ThreadPoolTaskRunner
+from pydantic import ValidationError
 from rich.console import Console
 
-from flows import flow_runs
-from flows.flow_run_settings import settings_to_run
-from flows.flow_runs import NIGHT_STATES, UNFINISHED
-from flows.orchestrate import SIDE_BY_SIDE
-from tasks.best_effort import courtesy
-from ttrain.config import Settings
+from ttrain.config import NAMES_CODE, Section, Settings, flatten
+from ttrain.config.yaml_text import shown
 from ttrain.core.signals import catching_signals
-from ttrain.core.standard_streams import guard_streams, outlast_output
-from ttrain.core.terminal import show_warnings
-from ttrain.errors import Interrupted, TTrainError
-from ttrain.pipeline.stores import store_of
+from ttrain.core.terminal import guard_streams, outlast_output, show_warnings
+from ttrain.errors import Interrupted, TTrainError, UsageError
+from ttrain.flows import flow_runs, schedule_files
+from ttrain.flows.flow_runs import NIGHT_STATES, UNFINISHED
+from ttrain.flows.orchestrate import MAX_CONCURRENT_STAGES
+from ttrain.pipeline.artifact_commands import store_of
 from ttrain.store.layout import usable_home
+from ttrain.tasks.best_effort import best_effort
 
 DEFAULTS = Settings()
 
@@ -45,7 +46,7 @@ DEFAULTS = Settings()
     description="Raw files to tokenizer, shards, base model, SFT model, LoRA adapter and evaluation. Stages whose inputs, "
     "settings and code did not change come from the store, so that a retry continues.",
     persist_result=False,
-    task_runner=ThreadPoolTaskRunner(max_workers=SIDE_BY_SIDE),
+    task_runner=ThreadPoolTaskRunner(max_workers=MAX_CONCURRENT_STAGES),
 )
 def full(settings: Settings = DEFAULTS, changes: tuple[str, ...] = ()) -> State[Any] | None:
     """The pipeline `full`.
@@ -54,18 +55,18 @@ def full(settings: Settings = DEFAULTS, changes: tuple[str, ...] = ()) -> State[
         settings: of the whole pipeline; what is left out has its default
         changes: settings of this run alone as key=value, such as sft.optim.lr=2e-4
     """
-    from flows import recipe
-    from flows.engine import run_pipeline
+    from ttrain.flows import recipe
+    from ttrain.flows.engine import run_pipeline
     from ttrain.pipeline.plan import plan
 
     def run(home: Path) -> State[Any] | None:
-        changed = settings_to_run(home, "full", _changed(settings, changes))
+        changed = settings_to_run(home, "full", settings_with_changes(settings, changes))
         store = store_of(home, changed)
         stages = plan(recipe("full"), changed, store)
-        run_pipeline("full", changed, store, stages, _console(), engine="prefect", in_flow=True)
+        run_pipeline("full", changed, store, stages, flow_run_console(), engine="prefect", in_flow=True)
         return None
 
-    return _told(run)
+    return _final_state(run)
 
 
 @flow(  # type: ignore[untyped-decorator]
@@ -73,7 +74,7 @@ def full(settings: Settings = DEFAULTS, changes: tuple[str, ...] = ()) -> State[
     description="New data, a challenger trained on it, its evaluation beside the champion's, and the decision which of "
     "them is champion. Nothing new: a short run that says so.",
     persist_result=False,
-    task_runner=ThreadPoolTaskRunner(max_workers=SIDE_BY_SIDE),
+    task_runner=ThreadPoolTaskRunner(max_workers=MAX_CONCURRENT_STAGES),
 )
 def nightly(settings: Settings = DEFAULTS, changes: tuple[str, ...] = ()) -> State[Any] | None:
     """One night.
@@ -82,65 +83,66 @@ def nightly(settings: Settings = DEFAULTS, changes: tuple[str, ...] = ()) -> Sta
         settings: of the whole night; what is left out has its default
         changes: settings of this night alone as key=value, such as pretrain.tokens=2000000
     """
-    from flows.nightly import run_night
+    from ttrain.flows.nightly import run_night
 
     def run(home: Path) -> State[Any] | None:
-        changed = settings_to_run(home, "nightly", _changed(settings, changes))
+        changed = settings_to_run(home, "nightly", settings_with_changes(settings, changes))
         slot = flow_run.scheduled_start_time
         store = store_of(home, changed)
-        result = run_night(changed, store, _console(), engine="prefect", slot=slot, in_flow=True)
+        result = run_night(changed, store, flow_run_console(), engine="prefect", slot=slot, in_flow=True)
         if result.outcome in NIGHT_STATES:
             return Completed(name=NIGHT_STATES[result.outcome], message=result.reason)
         if result.outcome == "unfinished":
             return Cancelled(name=UNFINISHED, message=result.reason)
         return Failed(message=result.reason)
 
-    return _told(run)
+    return _final_state(run)
 
 
-def _changed(settings: Settings, changes: Sequence[str]) -> Settings:
+def settings_with_changes(settings: Settings, changes: Sequence[str]) -> Settings:
     """The settings with changes, validated as a whole. Raises UsageError."""
     from ttrain.config.loading import load
-    from ttrain.pipeline.earlier_settings import settings_of
+    from ttrain.pipeline.names import settings_of
 
     if not changes:
         return settings
     return load(changes, environment={}, base=settings_of({"run": "deployment", "settings": settings.model_dump()})).settings
 
 
-def _told(run: Callable[[Path], State[Any] | None]) -> State[Any] | None:
-    """What the run returns; what it raises on purpose as the state that says so, without a traceback.
+def _final_state(run: Callable[[Path], State[Any] | None]) -> State[Any] | None:
+    """The final state of the run; ttrain's own errors become states, without a traceback.
 
-    A retry of either starts the flow again, which takes what is finished from the store and continues the rest. What a
-    mistake of settings or data ended is retried by a person alone, who has corrected it.
+    A retry starts the flow again, which takes what is finished from the store and continues the rest. After a mistake of
+    settings or data there is no automatic retry.
     """
-    _quiet()
+    set_up_logging()
     try:
         home = usable_home()
-        with courtesy():
-            flow_runs.claim(home)
-        with catching_signals(_stop):  # for what comes before and after the stages, which have their own ways
+        with best_effort():
+            flow_runs.label_with_process(home)
+        with catching_signals(_stop):  # for what is before and after the stages, which handle signals themselves
             return run(home)
     except Interrupted as error:
         return Cancelled(message=str(error))
     except TTrainError as error:
         get_run_logger().error("%s", error)
         if error.is_mistake:
-            with courtesy():
+            with best_effort():
                 flow_runs.forbid_retries()
         return Failed(message=str(error))
 
 
-def _quiet() -> None:
-    """The terminal gets what the run itself says; the API gets all but the traceback of a state that we returned."""
+def set_up_logging() -> None:
+    """The terminal gets the run's own messages; the API gets all logs but the traceback of a state that we returned."""
     guard_streams()
     outlast_output()
     show_warnings()
     logging.getLogger("prefect.task_runs").propagate = False
-    logging.getLogger("prefect.flow_runs").addFilter(_is_no_state_of_ours)
+    logging.getLogger("prefect.flow_runs").addFilter(is_not_own_state)
 
 
-def _is_no_state_of_ours(record: logging.LogRecord) -> bool:
+def is_not_own_state(record: logging.LogRecord) -> bool:
+    """Logging filter: whether the record is not of a state that ttrain itself returned."""
     return not (record.exc_info and isinstance(record.exc_info[1], CancelledRun | FailedRun))
 
 
@@ -148,12 +150,13 @@ def _stop(signum: int) -> None:
     raise Interrupted("stopped before a stage began", signum)
 
 
-def _console() -> Console:
+def flow_run_console() -> Console:
+    """Make the console that prints to the terminal and to the flow run's log."""
     return Console(file=_RunLog(), force_terminal=False, width=160)  # type: ignore[arg-type]
 
 
 class _RunLog(io.TextIOBase):
-    """Passes what the run says to the terminal of the runner, and line by line to the log of the flow run."""
+    """Passes the run's messages to the terminal of the runner, and line by line to the log of the flow run."""
 
     def __init__(self) -> None:
         self._logger, self._rest = get_run_logger(), ""
@@ -167,3 +170,65 @@ class _RunLog(io.TextIOBase):
 
     def flush(self) -> None:
         sys.stdout.flush()
+
+
+def settings_to_run(home: Path, kind: str, settings: Settings) -> Settings:
+    """The settings of the current flow run: its parameters and the secrets of its sources.
+
+    A flow that a user's program calls directly has no deployment, and runs with its arguments. Raises UsageError where the
+    parameters set what they may not.
+    """
+    if not os.environ.get("PREFECT__FLOW_RUN_ID"):  # a runner or a worker sets it
+        return schedule_files.with_secrets(settings, None)
+    from prefect.runtime import deployment
+
+    schedule = schedule_files.read_all(home).get(f"{kind}/{deployment.name}")
+    path = schedule_files.folder_of(home) / f"{kind}-{deployment.name}.json"
+    settings = schedule_files.with_secrets(settings, schedule)
+    try:
+        deployed_settings = _in_this_home(Settings.model_validate(schedule.settings), path) if schedule else Settings()
+        return with_code_of(deployed_settings, settings, kind, path)
+    except ValidationError:
+        raise UsageError(
+            f"{path} has settings of another version of ttrain; make it again with `ttrain pipeline schedule {kind}`"
+        ) from None
+
+
+def _in_this_home(settings: Settings, path: Path) -> Settings:
+    """The settings of a schedule's file, whose webhook lies beside it: in a container the home has another name."""
+    webhook = path.with_suffix(".webhook")
+    if Path(settings.notify.webhook_file or "").name != webhook.name:
+        return settings
+    return settings.model_copy(update={"notify": settings.notify.model_copy(update={"webhook_file": str(webhook)})})
+
+
+def with_code_of(deployed_settings: Settings, settings: Settings, kind: str, path: Path) -> Settings:
+    """The settings, with those that name code from the deployment. Raises UsageError where a parameter has another value.
+
+    A default is not another value: settings of a run need not repeat the deployment's.
+    """
+    values, trees = _naming_code(settings), [_naming_code(deployed_settings), _naming_code(Settings())]
+    for key, value in values.items():
+        if all(tree.get(key) != value for tree in trees):
+            raise UsageError(
+                f"{key} is {shown(value)} in the parameters of this flow run, but settings that name code or a command come "
+                f"from the deployment's own file only, {path}; leave it out, or set it there with "
+                f"`ttrain pipeline schedule {kind} ... {key}=...`"
+            )
+    for key in NAMES_CODE:
+        settings = _with_setting_of(settings, key, deployed_settings)
+    return settings
+
+
+def _naming_code(settings: Settings) -> dict[str, Any]:
+    """The settings that name code, as they are shown: without the secret part of a webhook's address."""
+    prefixes = tuple(f"{key}." for key in NAMES_CODE)
+    leaves = flatten(settings.model_dump(mode="json"))
+    return {key: value for key, value in leaves if key in NAMES_CODE or key.startswith(prefixes)}
+
+
+def _with_setting_of(settings: Any, key: str, source: Section) -> Any:
+    """The settings with one setting, or section, taken from another tree."""
+    name, _, subkey = key.partition(".")
+    value = getattr(source, name)
+    return settings.model_copy(update={name: _with_setting_of(getattr(settings, name), subkey, value) if subkey else value})

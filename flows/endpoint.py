@@ -9,10 +9,9 @@ import os
 import sys
 from typing import Any
 
-from flows.host_check import Guarded, hosts_of
-from flows.token_check import TokenRequired
 from ttrain.export import serve_process
 from ttrain.export.serve import HOST
+from ttrain.flows.access_control import HostCheck, TokenRequired, hosts_of
 from ttrain.store.server_records import ACCESS
 
 
@@ -22,7 +21,7 @@ def main() -> None:
     token = os.environ.pop(ACCESS, "")
 
     def guard(app: Any) -> Any:
-        return Guarded(TokenRequired(app, token, int(port)) if token else app, hosts_of(HOST, int(port)))
+        return HostCheck(TokenRequired(app, token, int(port)) if token else app, hosts_of(HOST, int(port)))
 
     serve_process.serve(arguments, max_requests=int(max_requests), guard=guard)
 

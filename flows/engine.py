@@ -1,4 +1,4 @@
-"""Runs a recipe: under Prefect, or as it stands; and one stage alone."""
+"""Run a recipe, with or without Prefect, or one stage alone."""
 
 from __future__ import annotations
 
@@ -12,27 +12,26 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from flows import recipe
 from ttrain.config import Settings
 from ttrain.core.signals import catching_signals, handling_signals
 from ttrain.errors import Interrupted, UsageError
-from ttrain.pipeline.execution import Execution
+from ttrain.flows import recipe
+from ttrain.pipeline.execution import PipelineRun
 from ttrain.pipeline.labels import NONE as NO_LABELS
 from ttrain.pipeline.labels import Labels
 from ttrain.pipeline.plan import no_stage
-from ttrain.pipeline.planned import Planned, Recipe
 from ttrain.pipeline.progress_display import Display
-from ttrain.pipeline.selection import planned_part
+from ttrain.pipeline.recipe import Planned, Recipe, planned_part
 from ttrain.reports import summary
 from ttrain.stages import Stage
-from ttrain.store.artifacts import Store
+from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 
 
 def run_pipeline(
     pipeline: str,
     settings: Settings,
-    store: Store,
+    store: ArtifactStore,
     stages: list[Planned],
     console: Console,
     *,
@@ -41,15 +40,15 @@ def run_pipeline(
     extend: bool = False,
     go_on: str = "",
     own_recipe: Recipe | None = None,
-    began: Callable[[Execution], object] = lambda execution: None,
+    on_begin: Callable[[PipelineRun], object] = lambda execution: None,
     extra_tags: Mapping[str, str] = MappingProxyType({}),
     labels: Labels = NO_LABELS,
     in_flow: bool = False,
     stop_at: float | None = None,
-) -> Execution:
-    """Run what the plan `stages` says, then print the evaluation and what to do next; returns what became of it.
+) -> PipelineRun:
+    """Run the plan `stages`, then print the evaluation and the next steps; returns the execution.
 
-    `own_recipe`: instead of that of the pipeline's name; the plan must be of it. `began` is called with the run before its
+    `own_recipe`: instead of that of the pipeline's name; the plan must be of it. `on_begin` gets the run before its
     first stage. `extra_tags` go to its tracked run, and so do the user's `labels`. `in_flow`: the stages join the Prefect
     flow run that this is called in. At `stop_at`, in seconds since the epoch, the stages are asked to save and stop.
     Raises what the first failed stage raised, or Interrupted.
@@ -62,20 +61,20 @@ def run_pipeline(
     chosen = planned_part(own_recipe or recipe(pipeline), stages)
     outcome, error = "failed", None
     display = Display(console)
-    with contextlib.closing(display), _ended_by_signals():
+    with contextlib.closing(display), _interrupted_by_signals():
         if engine == "prefect":
-            from flows import orchestrate
+            from ttrain.flows import orchestrate
 
             wait_for_server = (lambda: None) if in_flow else orchestrate.begin(store.root, settings.servers.auth)
-        options: dict[str, Any] = {"force": force, "extend": extend, "go_on": go_on}
+        options: dict[str, Any] = {"force": force, "extend": extend, "resume_key": go_on}
         execution = _begin(pipeline, settings, store, display, names, extra_tags=extra_tags, labels=labels, **options)
         execution.planned = stages
         try:
             for planned in stages:
-                if planned.taken:
-                    execution.take(planned)
-            execution.check_taken()
-            began(execution)
+                if planned.reused:
+                    execution.note_reused(planned)
+            execution.check_reused()
+            on_begin(execution)
             execution.raise_if_signalled()
             with execution.stopping_at(stop_at):
                 if engine == "prefect":
@@ -92,13 +91,13 @@ def run_pipeline(
             raise
         finally:
             _finish(execution, outcome, error)
-            _closing_words(execution, outcome, console)
+            _print_summary(execution, outcome, console)
     return execution
 
 
 @contextlib.contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """SIGINT, SIGTERM and SIGHUP end at once what is done in between, where no execution has taken them over."""
+def _interrupted_by_signals() -> Iterator[None]:
+    """Let SIGINT, SIGTERM and SIGHUP end the block at once, where no execution handles them."""
     try:
         with handling_signals(_interrupt):
             yield
@@ -109,32 +108,32 @@ def _ended_by_signals() -> Iterator[None]:
 def _begin(
     pipeline: str,
     settings: Settings,
-    store: Store,
+    store: ArtifactStore,
     display: Display,
     names: list[str],
     **options: Any,
-) -> Execution:
-    """The execution. A signal meanwhile waits for it, so that what it has recorded is closed; a second one does not."""
+) -> PipelineRun:
+    """Create the execution. A signal meanwhile waits for it, so that its record is closed; a second one does not."""
     signums: list[int] = []
 
-    def asked(signum: int) -> None:
+    def on_signal(signum: int) -> None:
         signums.append(signum)
         display.say("[yellow]stopping before a stage begins (again to end at once)[/]")
 
-    with catching_signals(asked, _EarlySignal):
-        execution = Execution(pipeline, settings, store, display, names, **options)
+    with catching_signals(on_signal, _EarlySignal):
+        execution = PipelineRun(pipeline, settings, store, display, names, **options)
     execution.signum = signums[0] if signums else 0
     return execution
 
 
-def _finish(execution: Execution, outcome: str, error: str | None) -> None:
-    """Close the record. A first signal comes too late to change what became of the run; a second one ends it at once."""
+def _finish(execution: PipelineRun, outcome: str, error: str | None) -> None:
+    """Close the record. A first signal is too late to change the outcome of the run; a second one ends it at once."""
     with contextlib.nullcontext() if execution.signum else catching_signals(lambda signum: None, _EarlySignal):
         execution.finish(outcome, error)
 
 
 class _EarlySignal(KeyboardInterrupt):
-    """Not an Exception, so that no library's or tracker's `except Exception` takes it for a trouble of its own."""
+    """Not an Exception, so that no library's or tracker's `except Exception` takes it for an error of its own."""
 
     def __str__(self) -> str:
         return "interrupted while no stage was running"
@@ -144,12 +143,12 @@ def _interrupt(signum: int) -> None:
     raise _EarlySignal(signum)
 
 
-def run_plain(execution: Execution, recipe_of: Any) -> None:
-    """The recipe as it stands: one stage after the other, in this process's main thread."""
+def run_plain(execution: PipelineRun, recipe_of: Any) -> None:
+    """Run the recipe without Prefect: one stage after the other, in this thread."""
 
     def build(stage: Stage, **inputs: Artifact | None) -> Artifact:
-        given = {name: artifact for name, artifact in inputs.items() if artifact is not None}
-        artifact, _ = execution.run_stage(stage, given, lambda line: None)
+        artifacts = {name: artifact for name, artifact in inputs.items() if artifact is not None}
+        artifact, _ = execution.run_stage(stage, artifacts, lambda line: None)
         if execution.signum:
             raise Interrupted(f"stopped after stage {stage.name}", execution.signum)
         return artifact
@@ -158,9 +157,16 @@ def run_plain(execution: Execution, recipe_of: Any) -> None:
 
 
 def run_one_stage(
-    name: str, settings: Settings, store: Store, stages: list[Planned], console: Console, *, force: bool, extend: bool
+    name: str,
+    settings: Settings,
+    store: ArtifactStore,
+    stages: list[Planned],
+    console: Console,
+    *,
+    force: bool,
+    extend: bool,
 ) -> tuple[Artifact, str]:
-    """Build one stage of the plan alone; returns its artifact and what happened. Raises UsageError where it is unknown or an
+    """Build one stage of the plan alone; returns its artifact and state. Raises UsageError where it is unknown or an
     input is missing."""
     planned = {p.stage.name: p for p in stages}
     if name not in planned:
@@ -175,14 +181,14 @@ def run_one_stage(
         )
     stage = planned[name].stage
     display, outcome, error = Display(console), "failed", None
-    with contextlib.closing(display), _ended_by_signals():
+    with contextlib.closing(display), _interrupted_by_signals():
         forced = frozenset({name} if force else ())
         execution = _begin(f"stage-{name}", settings, store, display, [name], force=forced, extend=extend)
         try:
             execution.raise_if_signalled()
             with execution.catching_signals():
                 artifact, state = execution.run_stage(stage, planned[name].inputs, lambda line: None)
-            artifact = store.complete(artifact, said=lambda line: display.say(f"  {name}: {line}"))
+            artifact = store.complete(artifact, report=lambda line: display.say(f"  {name}: {line}"))
             outcome = "completed"
             console.print(f"artifact: {artifact.path}", highlight=False, soft_wrap=True)
             return artifact, state
@@ -196,17 +202,17 @@ def run_one_stage(
 
 def _missing(name: str, planned: dict[str, Planned]) -> list[str]:
     """The stages to run before this one, in the order of the plan."""
-    found: set[str] = set()
+    missing: set[str] = set()
     waiting = [name]
     while waiting:
-        new = {*planned[waiting.pop()].waits_for} - found
-        found |= new
+        new = {*planned[waiting.pop()].waits_for} - missing
+        missing |= new
         waiting += new
-    return [stage for stage in planned if stage in found]
+    return [stage for stage in planned if stage in missing]
 
 
-def _closing_words(execution: Execution, outcome: str, console: Console) -> None:
-    """The table of the evaluation, where things are, and what to do next."""
+def _print_summary(execution: PipelineRun, outcome: str, console: Console) -> None:
+    """Print the evaluation and the next steps, or how to continue."""
     rows = execution.evaluation_table() if outcome == "completed" else []
     if rows:
         table = Table(box=None, header_style="dim", pad_edge=False)
@@ -224,19 +230,19 @@ def _closing_words(execution: Execution, outcome: str, console: Console) -> None
         console.print(f"[green]done[/] in {took}; run {execution.record.run}", highlight=False, soft_wrap=True)
         return
     console.print(
-        f"{outcome} after {took}; what is finished is kept: the same command continues there "
+        f"{outcome} after {took}; finished stages are kept, and the same command continues there "
         f"(`ttrain pipeline status` shows the stages and their logs)",
         highlight=False,
         soft_wrap=True,
     )
 
 
-def _next_steps(execution: Execution) -> list[str]:
+def _next_steps(execution: PipelineRun) -> list[str]:
     model = execution.artifacts.get("sft")
     lines = ["next:"]
     if model:
         lines.append(f"  the SFT model, for transformers: {_relative(model.path / 'model')}")
-    if execution.pipeline == "nightly":  # what is next for its models is decided after this
+    if execution.pipeline == "nightly":  # the decision about its models comes after this
         return [*lines, "  all champions and challengers: ttrain models list"]
     lines += [
         "  curves, models and which run is better, in MLflow: ttrain ui; with Prefect's runs: ttrain up",

@@ -1,7 +1,7 @@
-"""Which flow runs live: whose process a flow run is, and what ends one in Prefect's eyes whose process is gone.
+"""Flow runs and their processes: labels a flow run with its process, and marks as Crashed those whose process is gone.
 
-Two ways lead there, since either may be missing: the next run on this machine looks, and the server itself does, by an
-automation that listens for heartbeats (docs.prefect.io/v3/advanced/detect-zombie-flows).
+Two checks mark them, since either may be missing: the next run on this machine, and the server itself, by an automation
+that listens for heartbeats (docs.prefect.io/v3/advanced/detect-zombie-flows).
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ttrain.core.files import read_json
-from ttrain.pipeline.execution import SIGNALLED, Execution
+from ttrain.pipeline.execution import PipelineRun
+from ttrain.pipeline.stop_request import SIGNALLED
 from ttrain.store.runs import is_alive, process_started
 
 if TYPE_CHECKING:
@@ -30,9 +31,9 @@ LABEL_PID: Final = "ttrain.pid"
 LABEL_STARTED: Final = "ttrain.process-started"
 LABEL_TRY: Final = "ttrain.run-count"
 AUTOMATION: Final = "ttrain: flow runs without a heartbeat have crashed"
-HEARTBEAT_SECONDS: Final = 30  # the least that Prefect takes
-SILENCE_SECONDS: Final = 80  # two of them are missed by then, and two minutes are not over
-PENDING_SECONDS: Final = 600.0  # a process that is started says so after seconds
+HEARTBEAT_SECONDS: Final = 30  # the minimum of Prefect
+SILENCE_SECONDS: Final = 80  # two heartbeats are missed by then, and less than two minutes have passed
+PENDING_SECONDS: Final = 600.0  # a started process reports within seconds
 WATCH_SECONDS: Final = 3.0
 CANCELLED: Final = "cancelled in Prefect"
 # Names of the states in which our flow runs end: Prefect's own, and those of nights (`flows/deployments.py`).
@@ -41,10 +42,10 @@ UNFINISHED: Final = "Unfinished"
 FINAL_STATES: Final = ("Completed", "Failed", "TimedOut", "Cancelled", "Crashed", UNFINISHED, *NIGHT_STATES.values())
 
 
-def claim(home: Path) -> None:
-    """Note on the flow run that this is called in which process of which machine it is.
+def label_with_process(home: Path) -> None:
+    """Label the current flow run with its process and machine.
 
-    What an earlier try of it left running has ended, whatever ended that try: this one has begun no task yet.
+    Task runs that an earlier attempt left running have ended, whatever ended it: this attempt has begun no task yet.
     """
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
@@ -52,15 +53,15 @@ def claim(home: Path) -> None:
     run, pid = current_flow_run(), os.getpid()
     process = {LABEL_PID: pid, LABEL_STARTED: process_started(pid) or 0.0, LABEL_TRY: run.run_count}
     with get_client(sync_client=True) as client:
-        client.update_flow_run_labels(run.id, {**_place(home), **process})
+        client.update_flow_run_labels(run.id, {**machine_labels(home), **process})
         if run.run_count > 1:
             _end_tasks(client, FlowRunFilter(id=FlowRunFilterId(any_=[run.id])))
 
 
 def forbid_retries() -> None:
-    """Let the flow run that this is called in end with its next state, also where PREFECT_FLOW_DEFAULT_RETRIES is set.
+    """Let the current flow run end with its next state, also where PREFECT_FLOW_DEFAULT_RETRIES is set.
 
-    Somebody who retries it in the UI or by the API starts it again nevertheless.
+    A retry in the UI or by the API starts it again nevertheless.
     """
     from prefect.client.orchestration import get_client
 
@@ -71,7 +72,7 @@ def forbid_retries() -> None:
 
 
 def current_flow_run() -> FlowRun:
-    """The flow run that this is called in."""
+    """The flow run in which this is called."""
     from prefect.context import FlowRunContext
 
     context = FlowRunContext.get()
@@ -79,10 +80,10 @@ def current_flow_run() -> FlowRun:
     return context.flow_run
 
 
-def bury_the_dead(home: Path) -> list[str]:
-    """Mark as Crashed what Prefect believes to be running though its process is gone; returns the names of those runs.
+def mark_crashed_runs(home: Path) -> list[str]:
+    """Mark as Crashed the flow runs that Prefect takes for running though their process is gone; returns their names.
 
-    So it does with the task runs of those that the runner or the server marked, which leave these as they are.
+    Also marks the task runs of flow runs that the runner or the server marked, which leave task runs as they are.
     """
     from prefect.client.orchestration import get_client
     from prefect.client.schemas import filters
@@ -90,23 +91,23 @@ def bury_the_dead(home: Path) -> list[str]:
     from prefect.states import Crashed
 
     unfinished = [StateType.RUNNING, StateType.PENDING, StateType.CANCELLING]
-    buried = []
-    with contextlib.suppress(Exception), get_client(sync_client=True) as client:  # a courtesy, never a reason to fail
+    marked = []
+    with contextlib.suppress(Exception), get_client(sync_client=True) as client:  # best effort, never a reason to fail
         states = filters.FlowRunFilterState(type=filters.FlowRunFilterStateType(any_=unfinished))
         tagged = filters.FlowRunFilterTags(all_=[TAG])
         for run in client.read_flow_runs(flow_run_filter=filters.FlowRunFilter(tags=tagged, state=states)):
-            if not (_has_ended(run, home) or _is_dead(run.labels, run.run_count, home) or _never_began(run, home)):
+            if not (has_ended(run, home) or is_process_gone(run.labels, run.run_count, home) or never_began(run, home)):
                 continue
-            with contextlib.suppress(Exception):  # one that cannot be marked keeps no other from it
+            with contextlib.suppress(Exception):  # one that cannot be marked does not stop the others
                 client.set_flow_run_state(run.id, Crashed(message="its process is gone"), force=True)
-                buried.append(run.name)
+                marked.append(run.name)
         crashed = filters.FlowRunFilterState(type=filters.FlowRunFilterStateType(any_=[StateType.CRASHED]))
         _end_tasks(client, filters.FlowRunFilter(tags=tagged, state=crashed))
-    return buried
+    return marked
 
 
 def _end_tasks(client: Any, flow_runs: Any) -> None:
-    """Mark as Crashed the task runs of these flow runs that are said to be unfinished."""
+    """Mark as Crashed the task runs of these flow runs that Prefect takes for unfinished."""
     from prefect.client.schemas import filters
     from prefect.client.schemas.objects import StateType
     from prefect.states import Crashed
@@ -117,8 +118,8 @@ def _end_tasks(client: Any, flow_runs: Any) -> None:
         client.set_task_run_state(task_run.id, Crashed(message="its process is gone"), force=True)
 
 
-def _has_ended(run: FlowRun, home: Path) -> bool:
-    """Whether our own record says so of a run that no deployment started; its name is the record's."""
+def has_ended(run: FlowRun, home: Path) -> bool:
+    """Whether our own record says that a run has ended, if no deployment started it; its name is the record's."""
     path = home / "runs" / f"{run.name}.json"
     record = read_json(path) if run.deployment_id is None and path.parent == home / "runs" else None
     if record is None:
@@ -127,8 +128,8 @@ def _has_ended(run: FlowRun, home: Path) -> bool:
     return bool(record["outcome"] != "running" or (is_here and not is_alive(record["process"])))
 
 
-def _never_began(run: FlowRun, home: Path) -> bool:
-    """Whether it is a run that `serve` has taken, and that died with it before its process said anything.
+def never_began(run: FlowRun, home: Path) -> bool:
+    """Whether `serve` has taken the run, and died with it before the run's process reported.
 
     One of a work pool may wait much longer for its image, or for a node.
     """
@@ -138,27 +139,28 @@ def _never_began(run: FlowRun, home: Path) -> bool:
     return (datetime.now(UTC) - since).total_seconds() > PENDING_SECONDS
 
 
-def _is_dead(labels: Mapping[str, Any], run_count: int, home: Path) -> bool:
-    """Whether the process that a flow run names was one of this machine and this home, and is gone.
+def is_process_gone(labels: Mapping[str, Any], run_count: int, home: Path) -> bool:
+    """Whether the process in a flow run's labels was on this machine and of this home, and is gone.
 
-    A run that is tried again has not yet named its new process while the numbers of tries differ.
+    A retried run has not yet named its new process while the run counts differ.
     """
-    if any(labels.get(name) != value for name, value in _place(home).items()) or labels.get(LABEL_TRY) != run_count:
+    if any(labels.get(name) != value for name, value in machine_labels(home).items()) or labels.get(LABEL_TRY) != run_count:
         return False
     return not is_alive({"pid": labels.get(LABEL_PID, 0), "started": labels.get(LABEL_STARTED)})
 
 
 def home_tag(home: Path) -> str:
-    """Which home a deployment belongs to, where several share a server."""
+    """The tag of a home's deployments, where several homes share a server."""
     return f"home:{home.resolve()}"
 
 
-def _place(home: Path) -> dict[str, str]:
+def machine_labels(home: Path) -> dict[str, str]:
+    """Labels of the home and the machine of a flow run."""
     return {LABEL_HOME: str(home.resolve()), LABEL_HOST: platform.node()}
 
 
 def create_automation() -> None:
-    """Have the server mark as Crashed every flow run of ours whose heartbeats stop; nothing where it does so already.
+    """Have the server mark as Crashed every flow run of ours whose heartbeats stop, unless it does so already.
 
     Heartbeats come from runs of deployments, and from those that use a server which outlives them.
     """
@@ -181,20 +183,20 @@ def create_automation() -> None:
     message = f"no heartbeat for {SILENCE_SECONDS} s: its process is gone"
     action = ChangeFlowRunState(state=StateType.CRASHED, message=message)
     try:
-        found = Automation.read(name=AUTOMATION)
+        automation = Automation.read(name=AUTOMATION)
     except ValueError:
         Automation(name=AUTOMATION, trigger=trigger, actions=[action]).create()
         return
-    if found.trigger != trigger:  # of another version of ttrain
-        found.trigger, found.actions = trigger, [action]
-        found.update()
+    if automation.trigger != trigger:  # of another version of ttrain
+        automation.trigger, automation.actions = trigger, [action]
+        automation.update()
 
 
 @contextlib.contextmanager
-def obeying_cancellation(execution: Execution) -> Iterator[None]:
-    """Looks every few seconds whether the flow run that this is called in was cancelled; then asks its stages to stop.
+def watching_for_cancellation(execution: PipelineRun) -> Iterator[None]:
+    """Check every few seconds whether the current flow run was cancelled; then ask its stages to stop.
 
-    Prefect's runner sends SIGTERM to the runs that it started; this is for the others, and names the reason for all.
+    Prefect's runner sends SIGTERM to the runs that it started; this handles the others, and sets the reason of all.
     """
     from prefect.client.orchestration import get_client
 
@@ -206,8 +208,8 @@ def obeying_cancellation(execution: Execution) -> Iterator[None]:
 
     def watch() -> None:
         while not done.wait(WATCH_SECONDS):
-            with contextlib.suppress(Exception), get_client(sync_client=True) as client:  # until the server is away
-                while not is_cancelled(client):  # to open a client takes ten times the work of asking it
+            with contextlib.suppress(Exception), get_client(sync_client=True) as client:  # ends when the server is away
+                while not is_cancelled(client):  # opening a client costs ten times as much as a request
                     if done.wait(WATCH_SECONDS):
                         return
                 execution.ask_to_stop(signal.SIGTERM, CANCELLED)

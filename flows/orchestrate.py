@@ -1,45 +1,63 @@
-"""Runs a recipe under Prefect: one flow run a pipeline run, one task run a stage, what is independent side by side."""
+"""Run a recipe under Prefect: a flow run per pipeline run, a task run per stage, independent stages in parallel."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib.util
 import logging
 import os
+import secrets
+import signal
+import subprocess
+import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, final
 
-from flows import flow_runs, server_processes, servers, temporary_server
-from flows.flow_runs import TAG, bury_the_dead, current_flow_run, obeying_cancellation
-from tasks.best_effort import courtesy
 from ttrain.config import Auth
 from ttrain.errors import Interrupted, TTrainError, UsageError
-from ttrain.pipeline import plan_table
-from ttrain.pipeline.execution import REPORT, Execution
-from ttrain.pipeline.planned import Recipe
+from ttrain.flows import flow_runs, server_processes, servers
+from ttrain.flows.flow_runs import TAG, current_flow_run, mark_crashed_runs, watching_for_cancellation
+from ttrain.flows.server_processes import HOST, STOP_SECONDS
+from ttrain.flows.servers import (
+    AUTH_STRING,
+    PORT,
+    prefect_app,
+    set_damaged_history_aside,
+    token_environment,
+    token_of,
+    uvicorn_command,
+)
+from ttrain.pipeline import plan as plan_table
+from ttrain.pipeline.execution import PipelineRun
+from ttrain.pipeline.recipe import Recipe
+from ttrain.pipeline.run_summary import REPORT
 from ttrain.reports import summary
 from ttrain.stages import Stage
+from ttrain.store import server_records
 from ttrain.store.layout import Artifact
+from ttrain.tasks.best_effort import best_effort
 
 log = logging.getLogger("ttrain")
 
-SIDE_BY_SIDE = 4  # the widest place of a recipe, and one to spare
+MAX_CONCURRENT_STAGES = 4  # the most stages of a recipe that are independent, and one to spare
 
 
 def begin(home: Path, auth: Auth = "token") -> Callable[[], None]:
-    """Choose the server, and start one where there is none, before Prefect is imported; returns what waits for it."""
+    """Choose or start the server, before Prefect is imported; returns a function that waits for it."""
     if importlib.util.find_spec("prefect") is None:
         raise UsageError("Prefect is not installed; try: pip install prefect, or run without it: --engine none")
-    servers.check_named(home)
+    servers.check_prefect_api_url(home)
     os.environ.update(servers.prefect_environment(home))
     # The API gets these logs, the terminal does not: the user sees ttrain's own progress.
     for name in ("prefect.flow_runs", "prefect.task_runs"):
         logging.getLogger(name).propagate = False
-    return temporary_server.own_server(home, auth)
+    return start_temporary_server(home, auth)
 
 
-def run(execution: Execution, recipe: Recipe, wait_for_server: Callable[[], None], *, in_flow: bool = False) -> None:
+def run(execution: PipelineRun, recipe: Recipe, wait_for_server: Callable[[], None], *, in_flow: bool = False) -> None:
     """Run the recipe as a flow, or `in_flow` as a part of the flow run of a deployment that calls this.
 
     Raises what the first failed stage raised, or Interrupted.
@@ -51,22 +69,22 @@ def run(execution: Execution, recipe: Recipe, wait_for_server: Callable[[], None
     from prefect.task_runners import ThreadPoolTaskRunner
 
     if execution.settings.runtime.sharding == "dask":
-        from tasks.dask_blocks import make_on_dask
+        from ttrain.tasks.stage import make_on_dask
 
         runtime = execution.settings.runtime
         execution.make_parts_elsewhere = lambda stage, work: make_on_dask(stage, work, runtime, lambda: execution.signum)
-    if server := server_processes.living(execution.store.root, "mlflow"):
+    if server := server_processes.live_server(execution.store.root, "mlflow"):
         execution.mlflow_url = f"http://{server_processes.HOST}:{server.port}"
     wait_for_server()
-    bury_the_dead(execution.store.root)
-    if not temporary_server.is_own():
-        with courtesy():
+    mark_crashed_runs(execution.store.root)
+    if not is_own():
+        with best_effort():
             flow_runs.create_automation()
     if in_flow:
         with execution.catching_signals():
             _rename(execution.record.run)
             _run_stages(execution, recipe)
-        _raise_what_happened(execution, "a retry or the next run continues")
+        _raise_failure(execution, "a retry or the next run continues")
         return
 
     have_ended: list[bool] = []  # true once the stages have
@@ -76,12 +94,12 @@ def run(execution: Execution, recipe: Recipe, wait_for_server: Callable[[], None
         flow_run_name=execution.record.run,
         persist_result=False,
         validate_parameters=False,
-        task_runner=ThreadPoolTaskRunner(max_workers=SIDE_BY_SIDE),
+        task_runner=ThreadPoolTaskRunner(max_workers=MAX_CONCURRENT_STAGES),
     )
     def pipeline(settings: dict[str, Any]) -> State[Any] | None:
         with execution.catching_signals():  # inside: Prefect sets a handler of its own around the flow
-            with courtesy():
-                flow_runs.claim(execution.store.root)
+            with best_effort():
+                flow_runs.label_with_process(execution.store.root)
             _run_stages(execution, recipe)
         have_ended.append(True)
         if execution.signum:
@@ -92,84 +110,85 @@ def run(execution: Execution, recipe: Recipe, wait_for_server: Callable[[], None
         return None
 
     # The thread of the heartbeats sleeps a second at the end of each flow, for a server that ends with this process anyhow
-    heartbeat = None if temporary_server.is_own() else flow_runs.HEARTBEAT_SECONDS
+    heartbeat = None if is_own() else flow_runs.HEARTBEAT_SECONDS
     with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: heartbeat}), tags(TAG):
         try:
             final = pipeline(execution.settings.model_dump(mode="json"), return_state=True)
         except httpx.TransportError as error:
-            if not have_ended:  # nothing began, or not all
+            if not have_ended:  # the stages have not all run
                 raise
-            log.warning("the Prefect server is gone and was not told how the run ended: %s", error)
+            log.warning("the Prefect server is gone and does not know how the run ended: %s", error)
             final = Completed()
-    _raise_what_happened(execution)
+    _raise_failure(execution)
     if not final.is_completed():
         raise TTrainError(f"Prefect ended the run as {final.name}: {final.message}")
 
 
-def _run_stages(execution: Execution, recipe: Recipe) -> None:
-    """Submit every stage to the flow run that this is called in, and wait for them; tell Prefect what came of it."""
+def _run_stages(execution: PipelineRun, recipe: Recipe) -> None:
+    """Submit every stage to the current flow run, wait for them, and report the results to Prefect."""
     from prefect.artifacts import create_link_artifact, create_markdown_artifact, create_table_artifact
     from prefect.context import TagsContext
     from prefect.futures import PrefectFuture
     from prefect.utilities.urls import url_for
 
-    from tasks.stage import stage_task
+    from ttrain.tasks.stage import stage_task
 
     futures: list[PrefectFuture[Any]] = []
     shards: list[PrefectFuture[Any]] = []
     is_limited = _trainings_are_limited()
 
     def submit(stage: Stage, **inputs: PrefectFuture[Any] | Artifact | None) -> PrefectFuture[Any]:
-        given = {name: future for name, future in inputs.items() if future is not None}
-        before = shards if stage.uses_ranks else ()  # all of them: one with too few rows ends the run before it trains
-        futures.append(stage_task(stage, execution, is_limited=is_limited).submit(given, wait_for=before))
+        stage_inputs = {name: future for name, future in inputs.items() if future is not None}
+        # All shards: a stage with too few rows ends the run before it trains
+        prerequisites = shards if stage.uses_ranks else ()
+        futures.append(stage_task(stage, execution, is_limited=is_limited).submit(stage_inputs, wait_for=prerequisites))
         if stage.reuses_parts:
             shards.append(futures[-1])
         return futures[-1]
 
     run = execution.record.run
     flow_run_id = str(current_flow_run().id)
-    execution.note_prefect(flow_run_id, None if temporary_server.is_own() else url_for("flow-run", obj_id=flow_run_id))
-    with courtesy():
+    execution.note_prefect(flow_run_id, None if is_own() else url_for("flow-run", obj_id=flow_run_id))
+    with best_effort():
         names = ("stage", "state", "key", "why")
         plan = [dict(zip(names, row, strict=True)) for row in plan_table.plan_rows(execution.planned)]
-        create_table_artifact(plan, key="plan", description=f"what {run} was going to do")
+        create_table_artifact(plan, key="plan", description=f"plan of {run}")
         if page := execution.page_of():
             create_link_artifact(page, key="mlflow", link_text=f"{run} in MLflow")
-    with contextlib.suppress(Interrupted), obeying_cancellation(execution):
-        with TagsContext(current_tags=set()):  # those of the flow run are not for its tasks (see `stage_task`)
+    with contextlib.suppress(Interrupted), watching_for_cancellation(execution):
+        with TagsContext(current_tags=set()):  # the flow run's tags are not for its tasks (see `stage_task`)
             recipe(submit, execution.settings)
         for future in futures:
             future.wait()
-        _refuse_other_ends(execution, futures)
-    with courtesy():
+        check_all_completed(execution, futures)
+    with best_effort():
         page = execution.page_of()
         link = f"[The whole report]({page}/artifacts/{REPORT}), with curves.\n\n" if page else ""
         create_markdown_artifact(link + execution.description(), key="report", description=f"report of {run}")
     rows = execution.evaluation_table()
     if rows and not execution.signum and not execution.failures:
-        with courtesy():
-            table = summary.markdown(rows, ("what", "value", ""))
+        with best_effort():
+            table = summary.markdown(rows, ("metric", "value", ""))
             create_markdown_artifact(table, key="evaluation", description=f"evaluation of {run}")
 
 
 def show_decision(table: str, night: str, *, in_flow: bool) -> None:
-    """A night's decision, a markdown table, among the artifacts of the deployment's flow run that this is called in, else
-    of no run: that of the night's stages has ended."""
+    """Create a Prefect artifact of a night's decision, a markdown table: of the current flow run of a deployment, else of no
+    run, since that of the night's stages has ended."""
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.actions import ArtifactCreate
 
     run = current_flow_run().id if in_flow else None
-    # `create_markdown_artifact` warns whoever is in no run
+    # `create_markdown_artifact` warns where there is no run
     artifact = ArtifactCreate(
         type="markdown", key="decision", description=f"decision of {night}", data=table, flow_run_id=run
     )
-    with courtesy(), get_client(sync_client=True) as client:
+    with best_effort(), get_client(sync_client=True) as client:
         client.create_artifact(artifact)
 
 
-def _refuse_other_ends(execution: Execution, futures: Sequence[Any]) -> None:
-    """Raises TTrainError where a stage did not come to its end though none failed and nobody asked it to stop."""
+def check_all_completed(execution: PipelineRun, futures: Sequence[Any]) -> None:
+    """Raise TTrainError where a stage did not complete though none failed and no stop was requested."""
     if execution.signum or execution.failures:
         return
     for future in futures:
@@ -182,9 +201,9 @@ def _trainings_are_limited() -> bool:
     from prefect.client.orchestration import get_client
     from prefect.exceptions import ObjectNotFound
 
-    from tasks.stage import TRAINS
+    from ttrain.tasks.stage import TRAINS
 
-    with courtesy(), get_client(sync_client=True) as client:
+    with best_effort(), get_client(sync_client=True) as client:
         with contextlib.suppress(ObjectNotFound):
             client.read_concurrency_limit_by_tag(TRAINS)
             return True
@@ -195,12 +214,131 @@ def _rename(name: str) -> None:
     """Give the flow run of a deployment the name under which `ttrain pipeline status` lists it."""
     from prefect.client.orchestration import get_client
 
-    with courtesy(), get_client(sync_client=True) as client:
+    with best_effort(), get_client(sync_client=True) as client:
         client.set_flow_run_name(current_flow_run().id, name)
 
 
-def _raise_what_happened(execution: Execution, cure: str = "the same command continues") -> None:
+def _raise_failure(execution: PipelineRun, next_step: str = "the same command continues") -> None:
     if execution.signum:
-        raise Interrupted(f"{execution.stop_reason}; {cure}", execution.signum)
+        raise Interrupted(f"{execution.stop_reason}; {next_step}", execution.signum)
     for error in execution.failures.values():
         raise error
+
+
+OWNER: Final = "TTRAIN_SERVER_OWNER"
+
+RESTARTS: Final = 5  # of a server that keeps dying
+
+HISTORY_CHECK_SECONDS: Final = 0.5  # spent on each run before its server starts; 1.6 MB take 0.01 s, 94 MB 0.5 s
+
+_own_url: str | None = None  # of the server that this process started
+
+
+def is_own() -> bool:
+    """Whether this process started the Prefect server that it uses."""
+    return _own_url is not None and os.environ.get("PREFECT_API_URL") == _own_url
+
+
+def start_temporary_server(home: Path, auth: Auth = "token") -> Callable[[], None]:
+    """Start a Prefect server for this process alone, unless one is named or running; returns a function that waits for it.
+
+    Call it with `prefect_environment` applied, then import prefect, then wait: the import goes on meanwhile (0.9 s),
+    and prefect need not import its own server to start it (1.3 s). Prefect's ephemeral server dies of the Ctrl-C that
+    its run still has to report, and outlives a run that is killed; this one does neither. Raises TTrainError like `up`.
+    """
+    lock = server_processes.start_lock(home)
+    lock.acquire()
+    if server := server_processes.live_server(home, "prefect"):
+        os.environ.setdefault("PREFECT_API_URL", f"http://{HOST}:{server.port}/api")
+    if os.environ.get("PREFECT_API_URL"):
+        os.environ.update(token_environment(home, os.environ["PREFECT_API_URL"]))
+        lock.release()
+        return lambda: None
+    set_damaged_history_aside(home, HISTORY_CHECK_SECONDS)
+    # Below 32768, where ports of outgoing connections begin: a client of an unserved port there may connect to itself
+    port = server_processes.free_port(10_000 + secrets.randbelow(10_000))
+    token = token_of(auth, server_records.new_token)  # known to this process and its children alone
+    temporary_server = _TemporaryServer(port, home, token)
+    atexit.register(temporary_server.end)  # atexit comes after Prefect has sent its last logs and events
+    global _own_url
+    _own_url = os.environ["PREFECT_API_URL"] = f"http://{HOST}:{port}/api"
+    os.environ[AUTH_STRING] = token  # in place of a password for another server
+
+    def wait() -> None:
+        try:
+            temporary_server.wait()
+        finally:
+            lock.release()
+
+    return wait
+
+
+@final
+class _TemporaryServer:
+    """The Prefect server of this process; started at once, and again on its port and its database should it die.
+
+    The kernel kills what takes memory when that runs out. A run whose server is gone goes on, but Prefect's client asks
+    at each state for minutes before it gives up: eight stages that took 20 s had not ended after five minutes.
+    """
+
+    def __init__(self, port: int, home: Path, token: str) -> None:
+        self._port, self._home, self._token, self._owner = port, home, token, os.getpid()
+        self._log_file = server_processes.folder_of(home) / "own.log"
+        self._lock, self._is_ending = threading.Lock(), False
+        self._process = self._spawn()
+
+    def wait(self) -> None:
+        """Wait until the server answers, and restart it from then on if it dies. Raises TTrainError."""
+        try:
+            server_processes.wait("prefect", self._port, self._process, self._log_file)
+        except TTrainError:
+            if not set_damaged_history_aside(self._home):
+                raise
+            server_processes.end(self._process)
+            self._process = self._spawn()
+            server_processes.wait("prefect", self._port, self._process, self._log_file)
+        threading.Thread(target=self._keep, name="own-server", daemon=True).start()
+
+    def end(self) -> None:
+        """End the server; does nothing in a forked child, which inherits the atexit handler."""
+        if os.getpid() == self._owner:
+            with self._lock:
+                self._is_ending = True
+            server_processes.end(self._process)
+
+    def _keep(self) -> None:
+        for _ in range(RESTARTS):
+            code = self._process.wait()
+            with self._lock:
+                if self._is_ending:
+                    return
+                log.warning("the Prefect server of this run ended with code %d; it is started again", code)
+                self._process = self._spawn()
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        command = [*uvicorn_command(owned_app, self._port), "--log-level", "error", "--timeout-graceful-shutdown", "5"]
+        ephemeral = {"PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1", "PREFECT_SERVER_UI_ENABLED": "false"}
+        token_variables = {PORT: str(self._port), server_records.ACCESS: self._token, AUTH_STRING: self._token}
+        environment = {**ephemeral, **token_variables, OWNER: str(self._owner)}
+        return server_processes.spawn(command, environment, self._log_file)
+
+
+def owned_app() -> Any:
+    """Prefect's server application, in the server's process; ends that process when its owner is gone.
+
+    SIGTERM and SIGHUP do not: who stops all processes at once, as systemd does, stops the owner too, which still has to
+    report to it.
+    """
+    owner = int(os.environ[OWNER])
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+
+    def watch() -> None:
+        while os.getppid() == owner:
+            time.sleep(1.0)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(STOP_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+    return prefect_app(final=False)

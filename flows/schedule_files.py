@@ -1,7 +1,7 @@
-"""What is scheduled from a home: one file each, `schedules/<kind>-<name>.json`, beside the deployment on Prefect's server.
+"""The schedules of a home: one file each, `schedules/<kind>-<name>.json`, beside the deployment on Prefect's server.
 
-The server decides when. The file makes the deployment again where the server's database is another or a new one, and says
-what is scheduled where no server answers. Imports no Prefect.
+The server decides when. The deployment is made again from the file where the server's database is another or a new one, and
+schedules are listed from the files where no server answers. Does not import Prefect.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Schedule:
 
     @property
     def full_name(self) -> str:
-        """The deployment's, as Prefect writes it: "nightly/quickstart"."""
+        """The deployment's name, as Prefect writes it: "nightly/quickstart"."""
         return f"{self.kind}/{self.name}"
 
 
@@ -46,7 +46,7 @@ def folder_of(home: Path) -> Path:
 
 @contextlib.contextmanager
 def changing(home: Path) -> Iterator[None]:
-    """Held while a schedule is changed here and on the server: two that make the same deployment give it two crons."""
+    """Lock for changes of schedules here and on the server: two processes that make one deployment give it two crons."""
     from filelock import FileLock
 
     folder = folder_of(home)
@@ -56,7 +56,7 @@ def changing(home: Path) -> Iterator[None]:
 
 
 def write(home: Path, schedule: Schedule) -> Path:
-    """Keep a schedule in a file for its owner alone: it has the secrets of the sources, and what names code."""
+    """Write a schedule to a file that only its owner can read: it has secrets of sources, and settings that name code."""
     path = _path(home, schedule.full_name)
     private_directory(path.parent)
     write_json(path, asdict(schedule), PRIVATE_FILE)
@@ -64,23 +64,23 @@ def write(home: Path, schedule: Schedule) -> Path:
 
 
 def read_all(home: Path) -> dict[str, Schedule]:
-    """The schedules of a home by full name; a damaged file is none."""
-    found = {}
+    """The schedules of a home by full name; a damaged file is skipped."""
+    schedules = {}
     for path in sorted(folder_of(home).glob("*.json")):
         with contextlib.suppress(TypeError, LookupError):
             schedule = Schedule(**read_json(path))
-            found[schedule.full_name] = schedule
-    return found
+            schedules[schedule.full_name] = schedule
+    return schedules
 
 
 def parameters(schedule: Schedule) -> dict[str, Any]:
-    """What a server is told of a schedule's settings, and shows to all: no secrets, and nothing that names code."""
+    """The settings of a schedule for a server, which shows them to all: no secrets, and none that name code."""
     tree: dict[str, Any] = copy.deepcopy(redact.masked(schedule.settings))
     for key in NAMES_CODE:
         *sections, name = key.split(".")
         section = tree
-        for part in sections:
-            section = section.get(part) or {}
+        for section_name in sections:
+            section = section.get(section_name) or {}
         section.pop(name, None)
     return tree
 
@@ -103,7 +103,7 @@ def remove(home: Path, full_name: str) -> None:
 
 
 def webhook_file(home: Path, kind: str, name: str) -> Path:
-    """Where a schedule's webhook is kept."""
+    """The file of a schedule's webhook."""
     return folder_of(home) / f"{kind}-{name}.webhook"
 
 
@@ -112,7 +112,7 @@ def webhook_in_file(home: Path, kind: str, settings: Settings) -> Settings:
     path = webhook_file(home, kind, settings.name)
     if not settings.notify.webhook:
         if settings.notify.webhook_file != str(path):
-            path.unlink(missing_ok=True)  # of an earlier schedule of the name
+            path.unlink(missing_ok=True)  # the file of an earlier schedule of this name
         return settings
     private_directory(path.parent)
     write_bytes(path, f"{settings.notify.webhook}\n".encode(), PRIVATE_FILE)

@@ -1,4 +1,4 @@
-"""The processes of the servers: started, waited for, and ended; `ttrain.store.server_records` knows them from all others."""
+"""Start, wait for and stop the servers' processes, which `ttrain.store.server_records` tells from all others."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ import psutil
 from filelock import FileLock
 
 from ttrain.errors import TTrainError
-from ttrain.store.server_records import HOST, MARK, Server, folder_of, living, make_folder, read
+from ttrain.store.server_records import HOST, SERVER_MARK, Server, folder_of, live_server, make_folder, read
 
 __all__ = [
     "HEALTH",
     "HOST",
-    "MARK",
+    "SERVER_MARK",
     "STOP_SECONDS",
     "PortTaken",
     "Server",
     "end",
     "folder_of",
     "free_port",
-    "living",
+    "live_server",
     "read",
     "spawn",
     "start_lock",
@@ -65,9 +65,9 @@ def spawn(module: list[str], environment: Mapping[str, str], path: Path) -> subp
 
 
 def wait(name: str, port: int, process: subprocess.Popen[bytes], path: Path) -> None:
-    """Returns when the server answers; raises TTrainError with the end of its log when it dies or stays silent.
+    """Wait until the server answers; raises TTrainError with the end of its log when it dies or stays silent.
 
-    PortTaken where another program answers on its port, which was faster: servers that start at once may choose the same.
+    PortTaken where another program answers on its port: servers that start at once may choose the same.
     """
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     url, deadline = f"http://{HOST}:{port}{HEALTH[name]}", time.monotonic() + START_SECONDS
@@ -81,28 +81,28 @@ def wait(name: str, port: int, process: subprocess.Popen[bytes], path: Path) -> 
         if answered and code is not None:
             raise PortTaken(f"port {port} was taken by another program before the {name} server had it; try again")
         if code is not None or time.monotonic() > deadline:
-            what = f"did not answer within {START_SECONDS:.0f} s" if code is None else f"ended with exit code {code}"
+            failure = f"did not answer within {START_SECONDS:.0f} s" if code is None else f"ended with exit code {code}"
             tail = "\n".join(path.read_text(errors="replace").splitlines()[-20:])
-            raise TTrainError(f"the {name} server {what} on port {port}; the end of {path}:\n{tail}")
+            raise TTrainError(f"the {name} server {failure} on port {port}; the end of {path}:\n{tail}")
         time.sleep(0.05)
 
 
 def _listens(leader: int, port: int) -> bool:
-    """Whether a process of that session listens there."""
+    """Whether a process of the leader's session listens on the port."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             if os.getsid(process.pid) == leader and any(
-                found.status == psutil.CONN_LISTEN and found.laddr.port == port
-                for found in process.net_connections(kind="tcp")
+                connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
+                for connection in process.net_connections(kind="tcp")
             ):
                 return True
     return False
 
 
 def stop(home: Path, name: str) -> bool:
-    """Ends every process of that server and forgets it; whether there was one."""
+    """End every process of a server and remove its record; returns whether there was one."""
     server = read(home, name)
-    found = family = server.processes() if server else []
+    processes = family = server.processes() if server else []
     for action, seconds in ((psutil.Process.terminate, STOP_SECONDS), (psutil.Process.kill, 5.0)):
         for process in family:
             with contextlib.suppress(psutil.Error):
@@ -110,13 +110,15 @@ def stop(home: Path, name: str) -> bool:
         psutil.wait_procs(family, timeout=seconds)
         family = server.processes() if server else []
     if family:
-        raise TTrainError(f"the {name} server does not end; its processes: {', '.join(str(one.pid) for one in family)}")
+        raise TTrainError(
+            f"the {name} server does not end; its processes: {', '.join(str(process.pid) for process in family)}"
+        )
     (folder_of(home) / f"{name}.json").unlink(missing_ok=True)
-    return bool(found)
+    return bool(processes)
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Ends our own server, which takes no SIGTERM."""
+    """End our own server, which ignores SIGTERM."""
     process.send_signal(signal.SIGINT)
     try:
         process.wait(STOP_SECONDS)
@@ -126,15 +128,15 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def start_lock(home: Path) -> FileLock:
-    """Held while servers start and end; two first runs at once would migrate one database twice."""
+    """Lock for the start and end of servers; two first runs at once would migrate one database twice."""
     return FileLock(make_folder(home) / "start.lock", thread_local=False)
 
 
-def free_port(wanted: int) -> int:
-    """The first port from `wanted` on that nobody listens on."""
-    for port in range(wanted, min(wanted + 100, 1 << 16)):
+def free_port(first_port: int) -> int:
+    """The first port from `first_port` on that nobody listens on."""
+    for port in range(first_port, min(first_port + 100, 1 << 16)):
         with contextlib.suppress(OSError), socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the servers do, for a port just left
             probe.bind((HOST, port))
             return port
-    raise TTrainError(f"no port from {wanted} to {wanted + 99} is free; name another one")
+    raise TTrainError(f"no port from {first_port} to {first_port + 99} is free; choose another one")

@@ -1,8 +1,8 @@
-"""`ttrain up`, `ttrain down`, and which Prefect server a run talks to; imports neither prefect nor mlflow.
+"""`ttrain up`, `ttrain down`, and the Prefect server that a run uses; imports neither prefect nor mlflow.
 
-Prefect reads its settings while it is imported, so what is decided here goes into the environment before that. A run
+Prefect reads its settings while it is imported, so the choices made here go into the environment before that. A run
 uses the server that PREFECT_API_URL names, else the one that `up` left running, else one that lives and dies with the
-run (`temporary_server.py`). All of them listen on 127.0.0.1 only, and nothing they do leaves the machine.
+run (`flows/orchestrate.py`). All of them listen on 127.0.0.1 only, and nothing they do leaves the machine.
 """
 
 from __future__ import annotations
@@ -20,16 +20,14 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Final
 
-from flows import server_processes
-from flows.body_limit import UPLOADS, BodyLimited
-from flows.host_check import ASSISTANT, Guarded, hosts_of
-from flows.server_processes import HEALTH, HOST, MARK
-from flows.token_check import TokenRequired
 from ttrain import tracking
 from ttrain.config import Auth
 from ttrain.core.files import private_directory, write_json
 from ttrain.core.sqlite_files import damage_of, set_aside
 from ttrain.errors import UsageError
+from ttrain.flows import server_processes
+from ttrain.flows.access_control import ASSISTANT, UPLOADS, BodyLimited, HostCheck, TokenRequired, hosts_of
+from ttrain.flows.server_processes import HEALTH, HOST, SERVER_MARK
 from ttrain.nightly.notify import NoRedirect
 from ttrain.store import server_records
 
@@ -38,7 +36,7 @@ PORT: Final = "TTRAIN_SERVER_PORT"
 HOME: Final = "TTRAIN_SERVER_HOME"
 AUTH_STRING: Final = "PREFECT_API_AUTH_STRING"
 
-# Who phones home: Prefect's SDK (Amplitude); its server, and its UI from the browser (both obey "analytics"); MLflow.
+# Telemetry: of Prefect's SDK (Amplitude); of its server, and its UI in the browser (both obey "analytics"); of MLflow.
 # Prefect takes 1 or true for DO_NOT_TRACK, MLflow only true.
 SILENT: Final = {
     "DO_NOT_TRACK": "true",
@@ -56,8 +54,8 @@ QUIET: Final = {
 
 
 @dataclass(frozen=True)
-class Servers:
-    """Where the two servers answer."""
+class ServerAddresses:
+    """The addresses of the two servers."""
 
     prefect_url: str
     prefect_api_url: str
@@ -65,20 +63,20 @@ class Servers:
 
 
 def prefect_environment(home: Path) -> dict[str, str]:
-    """What to add to the environment before prefect is imported; never a variable that the user has set."""
-    wanted = {**SILENT, **QUIET, "PREFECT_HOME": str(home.resolve() / "prefect")}
-    if server := server_processes.living(home, "prefect"):
-        wanted["PREFECT_API_URL"] = f"http://{HOST}:{server.port}/api"
+    """The variables to set before prefect is imported; never one that the user has set."""
+    variables = {**SILENT, **QUIET, "PREFECT_HOME": str(home.resolve() / "prefect")}
+    if server := server_processes.live_server(home, "prefect"):
+        variables["PREFECT_API_URL"] = f"http://{HOST}:{server.port}/api"
     elif not os.environ.get("PREFECT_API_URL"):
-        # For whoever does not call `own_server`; Prefect's 20 s are short on a busy machine
-        wanted["PREFECT_SERVER_EPHEMERAL_ENABLED"] = "true"
-        wanted["PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS"] = "120"
-    chosen = _unset(wanted) | _without_proxy()
-    return chosen | access(home, chosen.get("PREFECT_API_URL") or os.environ.get("PREFECT_API_URL", ""))
+        # For programs that do not call `start_temporary_server`; Prefect's 20 s are short on a busy machine
+        variables["PREFECT_SERVER_EPHEMERAL_ENABLED"] = "true"
+        variables["PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS"] = "120"
+    chosen = _unset(variables) | _without_proxy()
+    return chosen | token_environment(home, chosen.get("PREFECT_API_URL") or os.environ.get("PREFECT_API_URL", ""))
 
 
-def access(home: Path, api_url: str) -> dict[str, str]:
-    """What shows the token to the home's own server; nothing for another one, which has what the user has set."""
+def token_environment(home: Path, api_url: str) -> dict[str, str]:
+    """The token for the home's own server, as a variable; none for another server, whose variables the user sets."""
     token = server_records.token_for(home, "prefect", api_url)
     return {AUTH_STRING: token} if token else {}
 
@@ -89,20 +87,20 @@ def answers(api_url: str) -> bool:
         with urllib.request.urlopen(f"{api_url.rstrip('/')}/health", timeout=10):
             return True
     except urllib.error.HTTPError:
-        return True  # something is there; it may want a key, which Prefect knows
+        return True  # a server answers; it may want a key, which Prefect has
     except (OSError, ValueError):
         return False
 
 
-def check_named(home: Path) -> None:
-    """Raise UsageError where PREFECT_API_URL names a server that does not answer, or not to what would be shown to it."""
-    named = os.environ.get("PREFECT_API_URL")
-    if not named:
+def check_prefect_api_url(home: Path) -> None:
+    """Raise UsageError where PREFECT_API_URL names a server that does not answer, or refuses our password."""
+    url = os.environ.get("PREFECT_API_URL")
+    if not url:
         return
-    if not answers(named):
-        raise UsageError(f"PREFECT_API_URL is {named} but no Prefect server answers there; start it, or unset the variable")
-    request = urllib.request.Request(f"{named.rstrip('/')}/version")
-    environment = {**os.environ, **access(home, named)}
+    if not answers(url):
+        raise UsageError(f"PREFECT_API_URL is {url} but no Prefect server answers there; start it, or unset the variable")
+    request = urllib.request.Request(f"{url.rstrip('/')}/version")
+    environment = {**os.environ, **token_environment(home, url)}
     if text := environment.get(AUTH_STRING):  # as Prefect's own client does it
         request.add_header("Authorization", f"Basic {base64.b64encode(text.encode()).decode()}")
     elif key := environment.get("PREFECT_API_KEY"):
@@ -112,17 +110,17 @@ def check_named(home: Path) -> None:
     except urllib.error.HTTPError as error:
         if error.code == HTTPStatus.UNAUTHORIZED:
             raise UsageError(
-                f"PREFECT_API_URL is {named}, which refuses what {AUTH_STRING} says (401); set it to the server's "
+                f"PREFECT_API_URL is {url}, which refuses what {AUTH_STRING} says (401); set it to the server's "
                 f"password, which for a server of another ttrain home is the text of servers/token there"
             ) from None
-    except (OSError, ValueError):  # it has just answered, and may be busy
+    except (OSError, ValueError):  # the server has just answered, and may be busy
         return
 
 
 def set_damaged_history_aside(home: Path, seconds: float | None = None) -> bool:
-    """Whether Prefect's database was damaged, and so is set aside for a new one. `seconds`: for the look at it.
+    """Set Prefect's database aside for a new one if it is damaged; returns whether it was. `seconds`: limit of the check.
 
-    It holds the history of runs alone: schedules stand in files of the home, and `ttrain pipeline serve` deploys them anew.
+    It holds only the history of runs: schedules are files of the home, and `ttrain pipeline serve` deploys them anew.
     """
     database = home.resolve() / "prefect" / "prefect.db"
     damage = damage_of(database, seconds)
@@ -145,55 +143,55 @@ def prefect_app(*, final: bool) -> Any:
     os.environ.pop("PREFECT_SERVER_API_AUTH_STRING", None)  # a password for servers of the user's; the token is in its place
     from prefect.server.api.server import create_app
 
-    return _guarded(BodyLimited(create_app(final=final)), "prefect")
+    return guarded_app(BodyLimited(create_app(final=final)), "prefect")
 
 
 def tracker_app() -> Any:
     """MLflow's server application over the home's database, in the process of the server that `up` starts."""
     app = tracking.server_app(Path(os.environ[HOME]))
-    return _guarded(BodyLimited(app, uploads=UPLOADS), "mlflow", without=[ASSISTANT])
+    return guarded_app(BodyLimited(app, uploads=UPLOADS), "mlflow", without=[ASSISTANT])
 
 
-def _guarded(app: Any, name: str, without: Sequence[str] = ()) -> Any:
+def guarded_app(app: Any, name: str, without: Sequence[str] = ()) -> Any:
     """The application behind the token, unless servers.auth is off, and behind the guard against other sites.
 
-    The path by which a server says that it is there tells nothing else, and is for everybody.
+    The health path tells nothing else, and needs no token.
     """
     port, token = int(os.environ[PORT]), os.environ.get(server_records.ACCESS, "")
     checked = TokenRequired(app, token, port, without_token=[HEALTH[name]]) if token else app
-    return Guarded(checked, hosts_of(HOST, port), without=without)
+    return HostCheck(checked, hosts_of(HOST, port), without=without)
 
 
 def token_of(auth: Auth, make: Callable[[], str]) -> str:
-    """What a server that is started asks for; "", and a warning, where that is nothing."""
+    """The token that a new server asks for; "", with a warning, where servers.auth is off."""
     if auth == "off":
         log.warning(server_records.NO_AUTH)
         return ""
     return make()
 
 
-def up(home: Path, *, prefect_port: int = 4200, mlflow_port: int = 5000, auth: Auth = "token") -> Servers:
-    """Starts what is not running yet, in the background, and returns when both answer.
+def up(home: Path, *, prefect_port: int = 4200, mlflow_port: int = 5000, auth: Auth = "token") -> ServerAddresses:
+    """Start the servers that are not running yet, in the background; returns when both answer.
 
     A port that another program holds is passed over for the next free one. Raises TTrainError, with the end of the log,
-    when a server does not start; then none that this call started is left.
+    when a server does not start; then those that this call started are stopped.
     """
     start(home, {"prefect": prefect_port, "mlflow": mlflow_port}, auth)
-    found = running(home)
-    assert found is not None, "both have just answered"
-    return found
+    addresses = running(home)
+    assert addresses is not None, "both have just answered"
+    return addresses
 
 
 def start(home: Path, ports: Mapping[str, int], auth: Auth = "token") -> None:
-    """What `up` does, for the servers that are named with the ports to try first."""
+    """Start the named servers as `up` does; `ports` are those to try first."""
     home = home.resolve()
     started: list[tuple[server_processes.Server, subprocess.Popen[bytes]]] = []
     with server_processes.start_lock(home):
-        missing = {name: port for name, port in ports.items() if not server_processes.living(home, name)}
+        missing = {name: port for name, port in ports.items() if not server_processes.live_server(home, name)}
         token = token_of(auth, lambda: server_records.make_token(home)) if missing else ""
         try:
             for name, port in missing.items():
-                server_processes.stop(home, name)  # what is left of one that does not answer
+                server_processes.stop(home, name)  # remains of one that does not answer
                 started.append(_start(home, name, port, token))
             for number in range(len(started)):
                 _wait(home, started, number, token)
@@ -203,13 +201,13 @@ def start(home: Path, ports: Mapping[str, int], auth: Auth = "token") -> None:
             raise
         finally:
             for _, process in started:
-                process.returncode = 0  # it is left to itself, or gone: Popen would warn of a child that still runs
+                process.returncode = 0  # it goes on alone, or has ended: Popen would warn of a child that still runs
 
 
 def _wait(
     home: Path, started: list[tuple[server_processes.Server, subprocess.Popen[bytes]]], number: int, token: str
 ) -> None:
-    """Returns when it answers: on another port, where one that was free is taken meanwhile."""
+    """Wait until the server answers: on another port, where one that was free is taken meanwhile."""
     while True:
         server, process = started[number]
         try:
@@ -221,20 +219,20 @@ def _wait(
 
 
 def down(home: Path) -> list[str]:
-    """Stops both with all their processes; the names of those that ran. Raises TTrainError when one does not end."""
+    """Stop both servers with all their processes; returns those that ran. Raises TTrainError when one does not end."""
     if not server_processes.folder_of(home).exists():
         return []
     with server_processes.start_lock(home):
         return [name for name in HEALTH if server_processes.stop(home, name)]
 
 
-def running(home: Path) -> Servers | None:
-    """The addresses, when both servers run."""
-    prefect, mlflow = (server_processes.living(home, name) for name in HEALTH)
+def running(home: Path) -> ServerAddresses | None:
+    """The addresses where both servers run, else None."""
+    prefect, mlflow = (server_processes.live_server(home, name) for name in HEALTH)
     if not prefect or not mlflow:
         return None
     url = f"http://{HOST}:{prefect.port}"
-    return Servers(url, f"{url}/api", f"http://{HOST}:{mlflow.port}")
+    return ServerAddresses(url, f"{url}/api", f"http://{HOST}:{mlflow.port}")
 
 
 def _start(home: Path, name: str, wanted_port: int, token: str) -> tuple[server_processes.Server, subprocess.Popen[bytes]]:
@@ -247,16 +245,17 @@ def _start(home: Path, name: str, wanted_port: int, token: str) -> tuple[server_
         log.warning("port %d is taken by another program; %s listens on %d instead", wanted_port, name, port)
     if name == "prefect":
         set_damaged_history_aside(home)
-    command, environment = (_prefect if name == "prefect" else _mlflow)(home, port)
+    command, environment = (prefect_command if name == "prefect" else mlflow_command)(home, port)
     path.unlink(missing_ok=True)
-    asked = {PORT: str(port), server_records.ACCESS: token, AUTH_STRING: token}
-    process = server_processes.spawn(command, {**_unset(SILENT), **environment, **asked, MARK: mark}, path)
+    token_variables = {PORT: str(port), server_records.ACCESS: token, AUTH_STRING: token}
+    process = server_processes.spawn(command, {**_unset(SILENT), **environment, **token_variables, SERVER_MARK: mark}, path)
     server = server_processes.Server(name, process.pid, port, mark, asks_token=bool(token))
     write_json(path.with_suffix(".json"), asdict(server))
     return server, process
 
 
-def _prefect(home: Path, port: int) -> tuple[list[str], dict[str, str]]:
+def prefect_command(home: Path, port: int) -> tuple[list[str], dict[str, str]]:
+    """Arguments of `python` and environment variables that start the Prefect server."""
     environment = {
         **_unset({"PREFECT_HOME": str(home / "prefect")}),
         "PREFECT_API_URL": f"http://{HOST}:{port}/api",
@@ -269,13 +268,14 @@ def _prefect(home: Path, port: int) -> tuple[list[str], dict[str, str]]:
 
 def uvicorn_command(factory: Callable[[], Any], port: int) -> list[str]:
     """The arguments of `python` that serve what a function makes, which is at the top of its module."""
-    name, directory = f"{factory.__module__}:{factory.__name__}", Path(__file__).parents[1]
+    name, directory = f"{factory.__module__}:{factory.__name__}", Path(__file__).parents[2]
     command = ["uvicorn", "--factory", name, "--app-dir", str(directory)]
     return [*command, "--host", HOST, "--port", str(port)]
 
 
-def _mlflow(home: Path, port: int) -> tuple[list[str], dict[str, str]]:
-    tracking.prepare(home)  # whole or not at all, where the server would make it in place and refuse an older one
+def mlflow_command(home: Path, port: int) -> tuple[list[str], dict[str, str]]:
+    """Arguments of `python` and environment variables that start the MLflow server."""
+    tracking.prepare(home)  # all or nothing; the server would make it in place, and refuse an older one
     private_directory(tracking.database_of(home).parent, closes_files=False)
     hosts = hosts_of(HOST, port)
     environment = {
@@ -287,12 +287,12 @@ def _mlflow(home: Path, port: int) -> tuple[list[str], dict[str, str]]:
     return [*uvicorn_command(tracker_app, port), "--log-level", "warning"], environment
 
 
-def _unset(wanted: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in wanted.items() if not os.environ.get(name)}
+def _unset(variables: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in variables.items() if not os.environ.get(name)}
 
 
 def _without_proxy() -> dict[str, str]:
-    """Where a proxy is set, our own address is excepted: else the requests to 127.0.0.1 go to the proxy."""
+    """Where a proxy is set, except our own address: else the requests to 127.0.0.1 go to the proxy."""
     name = "no_proxy" if "no_proxy" in os.environ else "NO_PROXY"
     listed = os.environ.get(name, "")
     if not urllib.request.getproxies() or HOST in listed or listed.strip() == "*":

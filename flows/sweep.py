@@ -1,4 +1,4 @@
-"""A sweep before its first trial: what was asked for, whether it can be, and what each trial will run."""
+"""A sweep before its first trial: the request, its checks, and the plan of each trial."""
 
 from __future__ import annotations
 
@@ -6,36 +6,39 @@ import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from flows import recipe
-from ttrain.config import SHAPE_NO_RESULT, Settings
-from ttrain.config.loading import Given, settings_of
+from ttrain.config import SHAPE_NO_RESULT, Runtime, Settings
+from ttrain.config.loading import Override, settings_of
 from ttrain.core.hashing import code_digests, digest_of
 from ttrain.errors import UsageError
-from ttrain.pipeline.absolute_paths import absolute
+from ttrain.flows import recipe
 from ttrain.pipeline.input_files import file_digests
 from ttrain.pipeline.plan import plan
-from ttrain.pipeline.planned import Planned, Recipe
-from ttrain.pipeline.selection import Selection, graph_of
+from ttrain.pipeline.provenance import with_absolute_paths
+from ttrain.pipeline.recipe import Planned, Recipe, Selection, graph_of
+from ttrain.pipeline.system_metrics import visible
 from ttrain.reports import figures
 from ttrain.stages import STAGES, Stage
-from ttrain.store.artifacts import Store
-from ttrain.sweep import devices, measure, records, space
+from ttrain.store.artifacts import ArtifactStore
+from ttrain.sweep import measure, records, space
 from ttrain.sweep.measure import Measure
 from ttrain.sweep.space import Space
 
 SAMPLERS = ("tpe", "random", "grid")
+
 MOST_TRIALS_OF_A_GRID = 1000
+
 TRIALS = 8
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a sweep is to do. `given`: all settings that are given, with their ranges."""
+class SweepRequest:
+    """What a sweep is to do. `overrides`: all settings that are given, with their ranges."""
 
     pipeline: str
-    given: Sequence[Given]
+    overrides: Sequence[Override]
     space: Space
     measure: Measure
     sampler: str
@@ -46,40 +49,44 @@ class Asked:
     prune: bool
 
     def settings(self, values: Mapping[str, Any], slot: int = 0) -> Settings:
-        """The settings of a trial with these values, in one of the places where trials run side by side."""
-        loaded = settings_of(space.placed(self.given, self.space, values)).settings
-        share = devices.share(loaded.runtime, self.gpus, slot, self.parallel)
-        return settings_of([*space.placed(self.given, self.space, values), *_shared(share)]).settings if share else loaded
+        """The settings of a trial with these values, in one of the slots of parallel trials."""
+        loaded = settings_of(space.with_values(self.overrides, self.space, values)).settings
+        share = trial_device(loaded.runtime, self.gpus, slot, self.parallel)
+        return (
+            settings_of([*space.with_values(self.overrides, self.space, values), *_shared(share)]).settings
+            if share
+            else loaded
+        )
 
     @property
     def first(self) -> dict[str, Any]:
-        """Some values: the first of each setting."""
+        """The first value of each setting."""
         return next(self.space.probes())
 
     def recipe(self) -> Recipe:
-        """The pipeline's, without what the measure does not need."""
+        """The recipe of the pipeline, without the stages that the measure does not need."""
         whole = recipe(self.pipeline)
-        return _of_base(whole) if self.measure.base_only else whole
+        return _base_only(whole) if self.measure.base_only else whole
 
-    def plan(self, values: Mapping[str, Any], store: Store, slot: int = 0) -> list[Planned]:
-        """What a trial would do."""
+    def plan(self, values: Mapping[str, Any], store: ArtifactStore, slot: int = 0) -> list[Planned]:
+        """The plan of a trial with these values."""
         return plan(self.recipe(), self.settings(values, slot), store, selection=Selection(until=self.measure.until))
 
     def graph(self) -> dict[str, frozenset[str]]:
         """The stages of a trial, each with those that it reads."""
         graph = graph_of(self.recipe(), self.settings(self.first))
-        needed = measure.before(self.measure.until, graph)
-        return {name: before for name, before in graph.items() if name in needed}
+        needed = measure.with_dependencies(self.measure.until, graph)
+        return {name: inputs for name, inputs in graph.items() if name in needed}
 
     def stages(self) -> tuple[list[str], list[str]]:
         """(stages that all trials share, stages that each trial makes for itself), in their order."""
         graph = self.graph()
-        own = measure.shaped_by(measure.directly(self.space.dimensions, graph), graph)
-        return [name for name in graph if name not in own], [name for name in graph if name in own]
+        per_trial = measure.affected_by(measure.directly_affected(self.space.dimensions, graph), graph)
+        return [name for name in graph if name not in per_trial], [name for name in graph if name in per_trial]
 
     def to_json(self) -> dict[str, Any]:
-        """What makes it the same sweep when it is asked for again; the number of trials may grow."""
-        tree = absolute(self.settings(self.first)).model_dump(mode="json")
+        """What identifies the sweep when it is requested again; the number of trials may grow."""
+        tree = with_absolute_paths(self.settings(self.first)).model_dump(mode="json")
         return {
             "pipeline": self.pipeline,
             "settings": {name: value for name, value in tree.items() if name not in SHAPE_NO_RESULT},
@@ -90,21 +97,21 @@ class Asked:
             "prune": self.prune,
         }
 
-    def ingredients(self, store: Store) -> dict[str, dict[str, str]]:
-        """Digests of the data and the code of each stage: where they differ, values of before say nothing."""
+    def ingredients(self, store: ArtifactStore) -> dict[str, dict[str, str]]:
+        """Digests of the data and the code of each stage: where they differ, earlier values cannot be compared."""
         probes = list(self.space.probes())
         if not any(key.startswith("data.") for key in self.space.dimensions):
             probes = probes[:1]
-        found = {}
+        digests = {}
         for name in self.graph():
             files = [file_digests(STAGES[name], self.settings(values), store) for values in probes]
-            found[name] = {"data": digest_of(files), "code": digest_of(code_digests(STAGES[name].module, store.cache))}
-        return found
+            digests[name] = {"data": digest_of(files), "code": digest_of(code_digests(STAGES[name].module, store.cache))}
+        return digests
 
 
-def ask(
+def sweep_request(
     pipeline: str,
-    given: Sequence[Given],
+    overrides: Sequence[Override],
     *,
     trials: int | None = None,
     sampler: str = "tpe",
@@ -114,95 +121,97 @@ def ask(
     seed: int = 1,
     parallel: int | None = None,
     prune: bool = False,
-) -> Asked:
-    """What was asked for, made whole. Raises UsageError where a value, the metric or the sampler cannot be."""
-    found = space.ranges(given)
+) -> SweepRequest:
+    """Check and complete a request. Raises UsageError where a value, the metric or the sampler is invalid."""
+    search_space = space.parse_space(overrides)
     if sampler not in SAMPLERS:
         raise UsageError(f"--sampler is {sampler} but must be one of {', '.join(SAMPLERS)}")
-    if sampler == "grid" and found.size is None:
-        endless = next(key for key, dimension in found.dimensions.items() if dimension.values is None)
+    if sampler == "grid" and search_space.size is None:
+        endless = next(key for key, dimension in search_space.dimensions.items() if dimension.values is None)
         raise UsageError(
-            f"--sampler is grid, but {endless} is {found.texts[endless]}, which has no end of values; say how many: "
-            f"{found.texts[endless][:-1]},5)"
+            f"--sampler is grid, but {endless} is {search_space.texts[endless]}, which has no finite grid; add a count: "
+            f"{search_space.texts[endless][:-1]},5)"
         )
-    if sampler == "grid" and trials is None and (found.size or 0) > MOST_TRIALS_OF_A_GRID:
-        raise UsageError(f"--sampler is grid, and the grid has {found.size} combinations; say how many with --trials")
-    settings = _probed(given, found)
+    if sampler == "grid" and trials is None and (search_space.size or 0) > MOST_TRIALS_OF_A_GRID:
+        raise UsageError(f"--sampler is grid, and the grid has {search_space.size} combinations; set a number with --trials")
+    settings = _check_values(overrides, search_space)
     _check_runtime(settings)
     graph = graph_of(recipe(pipeline), settings)
-    chosen = measure.choose(settings, list(found.dimensions), graph, metric=metric, until=until, maximize=bool(maximize))
+    chosen = measure.choose(
+        settings, list(search_space.dimensions), graph, metric=metric, until=until, maximize=bool(maximize)
+    )
     if maximize is None:
         chosen = dataclasses.replace(chosen, maximize=figures.better(chosen.metric) > 0)
     if prune:
-        _check_pruning(settings, chosen, list(found.dimensions))
-    gpus = devices.gpus(settings.runtime, chosen=os.environ.get("CUDA_VISIBLE_DEVICES"))
-    wanted = trials or (found.size if sampler == "grid" and found.size else TRIALS)
-    return Asked(
+        _check_pruning(settings, chosen, list(search_space.dimensions))
+    gpus = assigned_gpus(settings.runtime, chosen=os.environ.get("CUDA_VISIBLE_DEVICES"))
+    trial_count = trials or (search_space.size if sampler == "grid" and search_space.size else TRIALS)
+    return SweepRequest(
         pipeline=pipeline,
-        given=given,
-        space=found,
+        overrides=overrides,
+        space=search_space,
         measure=chosen,
         sampler=sampler,
         seed=seed,
-        trials=min(wanted, found.size or wanted),
-        parallel=parallel or devices.side_by_side(settings.runtime, gpus),
+        trials=min(trial_count, search_space.size or trial_count),
+        parallel=parallel or parallel_trials(settings.runtime, gpus),
         gpus=gpus,
         prune=prune,
     )
 
 
-def continued(asked: Asked, store: Store) -> tuple[records.Sweep | None, list[str]]:
-    """(the sweep that was asked the same and can go on, or None; what has changed since the newest that cannot)."""
-    found = records.same(store.root, asked.to_json())
-    if found is None:
+def find_resumable(request: SweepRequest, store: ArtifactStore) -> tuple[records.Sweep | None, list[str]]:
+    """(the sweep of an equal request that can be continued, or None; what has changed since the newest that cannot)."""
+    sweep = records.find_same(store.root, request.to_json())
+    if sweep is None:
         return None, []
-    changed = records.changes(found["ingredients"], asked.ingredients(store))
-    return (None, [f"{found.name} was of other {', '.join(changed)}"]) if changed else (found, [])
+    changed = records.changes(sweep["ingredients"], request.ingredients(store))
+    return (None, [f"{sweep.name} was of other {', '.join(changed)}"]) if changed else (sweep, [])
 
 
-def preview(asked: Asked, store: Store) -> dict[str, Any]:
-    """What a sweep is about to do, from what it has done so far and from its seed, as `--dry-run --json` prints it."""
+def preview(request: SweepRequest, store: ArtifactStore) -> dict[str, Any]:
+    """The plan of a sweep, from what it has done so far and from its seed, as `--dry-run --json` prints it."""
     from ttrain.sweep.study import Study, upcoming
 
-    sweep, _ = continued(asked, store)
-    options: dict[str, Any] = {"sampler": asked.sampler, "seed": asked.seed, "maximize": asked.measure.maximize}
+    sweep, _ = find_resumable(request, store)
+    options: dict[str, Any] = {"sampler": request.sampler, "seed": request.seed, "maximize": request.measure.maximize}
     earlier = Study.of(sweep).trials() if sweep else []
-    known = [*earlier, *upcoming(asked.space, earlier, asked.trials - len(earlier), **options)]
+    planned_trials = [*earlier, *upcoming(request.space, earlier, request.trials - len(earlier), **options)]
     trials = [
         {
             "trial": trial.number,
             "values": dict(trial.values),
-            "run": [planned.stage.name for planned in asked.plan(trial.values, store) if planned.state == "run"],
+            "run": [planned.stage.name for planned in request.plan(trial.values, store) if planned.state == "run"],
         }
-        for trial in known
+        for trial in planned_trials
     ]
-    once, each = asked.stages()
+    once, each = request.stages()
     return {
-        "space": dict(asked.space.texts),
-        "metric": asked.measure.metric,
-        "direction": "maximize" if asked.measure.maximize else "minimize",
-        "sampler": asked.sampler,
+        "space": dict(request.space.texts),
+        "metric": request.measure.metric,
+        "direction": "maximize" if request.measure.maximize else "minimize",
+        "sampler": request.sampler,
         "once": once,
         "each": each,
         "trials": trials,
-        "chosen_later": max(0, asked.trials - len(known)),
+        "chosen_later": max(0, request.trials - len(planned_trials)),
     }
 
 
-def _probed(given: Sequence[Given], found: Space) -> Settings:
-    """The settings of the first values, once all others were looked at. Raises UsageError for a value that is refused."""
+def _check_values(overrides: Sequence[Override], search_space: Space) -> Settings:
+    """Check all values; returns the settings of the first ones. Raises UsageError for a value that is refused."""
     settings = []
-    for values in found.probes():
+    for values in search_space.probes():
         try:
-            settings.append(settings_of(space.placed(given, found, values)).settings)
+            settings.append(settings_of(space.with_values(overrides, search_space, values)).settings)
         except UsageError as error:
-            tried = " ".join(space.written(key, value) for key, value in values.items())
+            tried = " ".join(space.assignment(key, value) for key, value in values.items())
             raise UsageError(f"the sweep cannot try {tried}: {error}") from None
     return settings[0]
 
 
 def _check_runtime(settings: Settings) -> None:
-    """Raises UsageError for what trials cannot do."""
+    """Raise UsageError for runtime settings that trials do not support."""
     if settings.runtime.nodes > 1:
         raise UsageError(f"runtime.nodes is {settings.runtime.nodes}, but a sweep runs on one machine; set runtime.nodes=1")
     if settings.runtime.sharding == "dask":
@@ -213,7 +222,7 @@ def _check_runtime(settings: Settings) -> None:
 
 
 def _check_pruning(settings: Settings, chosen: Measure, keys: Sequence[str]) -> None:
-    """Raises UsageError where there is nothing to see of a trial before its end."""
+    """Raise UsageError where a trial has no curve before its end."""
     if chosen.curve is None:
         raise UsageError(
             f"--prune ends trials by their curves, but {chosen.metric} is known at the end only; leave --prune out"
@@ -224,11 +233,11 @@ def _check_pruning(settings: Settings, chosen: Measure, keys: Sequence[str]) -> 
         raise UsageError(f"--prune needs validations while training, but {setting} is 0; set it, for example to 50")
 
 
-def _shared(share: Mapping[str, Any]) -> list[Given]:
-    return [Given("place of the trial", key, value) for key, value in share.items()]
+def _shared(share: Mapping[str, Any]) -> list[Override]:
+    return [Override("place of the trial", key, value) for key, value in share.items()]
 
 
-def _of_base(whole: Recipe) -> Recipe:
+def _base_only(whole: Recipe) -> Recipe:
     """The recipe without the models that are trained on top of the base model: the evaluation gets that one alone."""
 
     def of_base(stage: Callable[..., Any], settings: Settings) -> None:
@@ -238,3 +247,36 @@ def _of_base(whole: Recipe) -> Recipe:
         whole(chosen, settings)
 
     return of_base
+
+
+def assigned_gpus(runtime: Runtime, *, devices: Path = Path("/dev"), chosen: str | None = None) -> list[int]:
+    """Numbers of the NVIDIA GPUs that trials may use; none where they compute on something else.
+
+    `chosen`: as CUDA_VISIBLE_DEVICES; with UUIDs there, trials take turns unless `runtime.gpus` names numbers. The driver
+    makes one file for each GPU, so that no library has to be loaded.
+    """
+    if runtime.device not in ("auto", "cuda"):
+        return []
+    if runtime.gpus:
+        return list(runtime.gpus)
+    if chosen and not all(word.strip().lstrip("-").isdigit() for word in chosen.split(",") if word.strip()):
+        return []  # a batch system names them by UUID: their numbers are not known, and other GPUs may belong to other jobs
+    return visible(len(list(devices.glob("nvidia[0-9]*"))), chosen)
+
+
+def parallel_trials(runtime: Runtime, gpu_numbers: Sequence[int]) -> int:
+    """The default number of parallel trials: one for each group of GPUs that a trial needs, else one."""
+    return max(1, len(gpu_numbers) // runtime.devices)
+
+
+def trial_device(runtime: Runtime, gpu_numbers: Sequence[int], slot: int, slots: int) -> dict[str, Any]:
+    """Settings of `runtime` for the trial in one of `slots` slots: its GPUs, or its part of the cores.
+
+    Where there are more slots than groups of GPUs, trials share them.
+    """
+    if gpu_numbers and len(gpu_numbers) >= runtime.devices:
+        group = slot % parallel_trials(runtime, gpu_numbers)
+        return {"runtime.gpus": [*gpu_numbers[group * runtime.devices : (group + 1) * runtime.devices]]}
+    if slots == 1 or runtime.threads:
+        return {}
+    return {"runtime.threads": max(1, (os.cpu_count() or 1) // (slots * runtime.devices))}

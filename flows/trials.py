@@ -1,7 +1,7 @@
-"""The trials of a sweep, run: each a pipeline run in a thread of its own, whose stages are processes as always.
+"""Run the trials of a sweep: each is a pipeline run in a thread of its own, with its stages in processes, as always.
 
 What trials share is built once, since all of them find it in the store or wait for its lock. A process can be killed
-anywhere: what has ended is in the study, and a trial that had not ended goes on where its stage saved its state.
+anywhere: ended trials are in the study, and an unfinished trial continues where its stage saved its state.
 """
 
 from __future__ import annotations
@@ -9,80 +9,91 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from flows.sweep import Asked, continued
-from flows.trial import PRUNED, RunningTrial
 from ttrain import tracking
+from ttrain.core.files import parse_json, read_json
 from ttrain.core.signals import catching_signals
 from ttrain.core.terminal import escaped
-from ttrain.errors import Interrupted, TTrainError
+from ttrain.errors import Interrupted, StageFailed, TTrainError, UsageError
+from ttrain.flows.engine import run_plain
+from ttrain.flows.sweep import SweepRequest, find_resumable
+from ttrain.pipeline.execution import PipelineRun
 from ttrain.pipeline.progress_display import Display
+from ttrain.pipeline.recipe import planned_part
 from ttrain.reports import summary as report
 from ttrain.store import runs
-from ttrain.store.artifacts import Store
+from ttrain.store.artifacts import ArtifactStore
 from ttrain.sweep import measure as measures
 from ttrain.sweep import records, report_page, summary
 from ttrain.sweep import study as studies
-from ttrain.sweep.records import Sweep, process_here
-from ttrain.sweep.space import shown
+from ttrain.sweep.records import Sweep, this_process
+from ttrain.sweep.space import format_value
 from ttrain.sweep.study import Study, Trial
 
 POLL_SECONDS, CURVE_SECONDS = 0.1, 0.5
+
 FAILURES = 3  # of trials, one after the other, that end the sweep
 
 
-def begin(asked: Asked, store: Store, screen: Console) -> Sweep:
-    """The sweep that was asked for: one that goes on, or a new one."""
-    sweep, changed = continued(asked, store)
+def begin(request: SweepRequest, store: ArtifactStore, screen: Console) -> Sweep:
+    """The requested sweep: one to continue, or a new one."""
+    sweep, changed = find_resumable(request, store)
     for line in changed:
         screen.print(escaped(f"a new sweep begins: {line}"), highlight=False, soft_wrap=True, markup=False)
-    return sweep or records.begin(store.root, asked.to_json(), asked.ingredients(store))
+    return sweep or records.begin(store.root, request.to_json(), request.ingredients(store))
 
 
-def run(asked: Asked, sweep: Sweep, words: Sequence[str], store: Store, screen: Console) -> None:
-    """Run the trials that are left; the sweep's lock must be held. `words`: of the command line, but for the ranges.
+def run(request: SweepRequest, sweep: Sweep, arguments: Sequence[str], store: ArtifactStore, screen: Console) -> None:
+    """Run the trials that are left; the sweep's lock must be held. `arguments`: of the command line, but for the ranges.
 
-    Raises Interrupted, or what no trial would escape.
+    Raises Interrupted, or an error that every trial would have.
     """
-    sweep.note(words=list(words))
+    sweep.note(words=list(arguments))
     study = Study.of(sweep, writes=True)
-    for line in _opening(asked, sweep, study.trials()):
+    for line in _opening(request, sweep, study.trials()):
         screen.print(escaped(line), highlight=False, soft_wrap=True, markup=False)
-    if _done(study.trials()) < asked.trials:
+    if _done(study.trials()) < request.trials:
         with contextlib.closing(Display(screen)) as display:
-            Trials(asked, sweep, study, store, display).run()
+            TrialRunner(request, sweep, study, store, display).run()
 
 
-class Trials:
-    """The trials of one sweep, whose lock this process has."""
+class TrialRunner:
+    """Runs the trials of one sweep; this process holds its lock."""
 
-    def __init__(self, asked: Asked, sweep: Sweep, study: Study, store: Store, display: Display) -> None:
-        self.asked, self.sweep, self.study, self.store, self.display = asked, sweep, study, store, display
+    def __init__(self, request: SweepRequest, sweep: Sweep, study: Study, store: ArtifactStore, display: Display) -> None:
+        self.request, self.sweep, self.study, self.store, self.display = request, sweep, study, store, display
         self.signum = 0
-        self._running: dict[int, RunningTrial] = {}  # by place
+        self._running: dict[int, RunningTrial] = {}  # by slot
         self._failed_in_a_row = 0
-        self._error: BaseException | None = None  # that no other trial would escape
+        self._error: BaseException | None = None  # that every other trial would have, too
         self._tracker = (
-            tracking.open_store(store.root, asked.settings(asked.first).tracking.experiment)
-            if asked.settings(asked.first).tracking.enabled
+            tracking.open_store(store.root, request.settings(request.first).tracking.experiment)
+            if request.settings(request.first).tracking.enabled
             else tracking.NullStore()
         )
         self._parent = self._tracker.start_run(
             sweep.name,
             identity=(sweep["tracking"] or {}).get("identity"),
             tags={"ttrain.pipeline": "sweep", "ttrain.sweep": sweep.name},
-            params={**asked.space.texts, "metric": asked.measure.metric, "sampler": asked.sampler, "seed": asked.seed},
+            params={
+                **request.space.texts,
+                "metric": request.measure.metric,
+                "sampler": request.sampler,
+                "seed": request.seed,
+            },
         )
-        sweep.note(outcome="running", process=process_here(), tracking=self._tracked())
+        sweep.note(outcome="running", process=this_process(), tracking=self._tracked())
 
     def run(self) -> None:
-        """Until all trials have ended. Raises Interrupted once all that ran are saved, or what no trial would escape."""
+        """Run all trials to their ends. Raises Interrupted once they are saved, or an error that every trial would have."""
         outcome = "failed"
         try:
             with catching_signals(self._stop, self._stop_at_once):
@@ -96,26 +107,26 @@ class Trials:
 
     def _loop(self) -> None:
         unfinished = [
-            self.study.again(trial) if trial.outcome == studies.FAILED else trial
+            self.study.retry(trial) if trial.outcome == studies.FAILED else trial
             for trial in self.study.trials()
             if trial.outcome in (studies.RUNNING, studies.FAILED)
         ]
         looked = 0.0
         while True:
-            for place in range(self.asked.parallel):
-                if place not in self._running and not self.signum and not self._error:
+            for slot in range(self.request.parallel):
+                if slot not in self._running and not self.signum and not self._error:
                     trial = unfinished.pop(0) if unfinished else self._next()
                     if trial:
-                        self._begin(place, trial)
+                        self._begin(slot, trial)
             if not self._running:
                 break
             if time.monotonic() - looked > CURVE_SECONDS:
                 looked = time.monotonic()
                 for running in self._running.values():
-                    self._look(running)
-            for place, running in [*self._running.items()]:
+                    self._update_curve(running)
+            for slot, running in [*self._running.items()]:
                 if not running.thread.is_alive():
-                    del self._running[place]
+                    del self._running[slot]
                     self._ended(running)
             time.sleep(POLL_SECONDS)
         if self._error:
@@ -124,19 +135,19 @@ class Trials:
             raise Interrupted("the sweep was stopped; the same command continues", self.signum)
 
     def _next(self) -> Trial | None:
-        return self.study.ask() if len(self.study.trials()) < self.asked.trials else None
+        return self.study.ask() if len(self.study.trials()) < self.request.trials else None
 
-    def _begin(self, place: int, trial: Trial) -> None:
-        values = "  ".join(f"{key}={shown(value)}" for key, value in trial.values.items())
+    def _begin(self, slot: int, trial: Trial) -> None:
+        values = "  ".join(f"{key}={format_value(value)}" for key, value in trial.values.items())
         goes_on = " goes on" if trial.run else ""
-        self.display.say(_plain(f"trial {trial.number} of {self.asked.trials}{goes_on}: {values}"))
+        self.display.say(_plain(f"trial {trial.number} of {self.request.trials}{goes_on}: {values}"))
         tracked = self._options_of(trial)
-        running = RunningTrial(self.asked, self.sweep.name, trial, place, self.store, self.display, tracked)
-        self._running[place] = running
+        running = RunningTrial(self.request, self.sweep.name, trial, slot, self.store, self.display, tracked)
+        self._running[slot] = running
         running.thread.start()
 
-    def _look(self, running: RunningTrial) -> None:
-        """Keep what is new of a trial's curve; end one that is behind the others."""
+    def _update_curve(self, running: RunningTrial) -> None:
+        """Record the new points of a trial's curve; end a trial that is behind the others."""
         number = running.trial.number
         if not running.execution:
             return
@@ -146,11 +157,11 @@ class Trials:
         if not (new := running.new_points()):
             return
         self.study.report(number, new)
-        if self.asked.prune and running.is_training and self.study.is_hopeless(number):
+        if self.request.prune and running.is_training and self.study.is_hopeless(number):
             running.execution.ask_to_stop(signal.SIGTERM, f"{PRUNED}: behind the median of the other trials")
 
     def _ended(self, running: RunningTrial) -> None:
-        self._look(running)
+        self._update_curve(running)
         outcome, value, error = running.outcome()
         trial, seconds = running.trial, (running.trial.seconds or 0.0) + running.seconds
         self.study.note(trial.number, seconds=round(seconds, 2), error=error)
@@ -162,28 +173,28 @@ class Trials:
             if self._failed_in_a_row == FAILURES or running.would_fail_again:
                 self._fail(running.error)
                 return
-        if outcome == studies.RUNNING:  # asked to stop: it goes on another time
+        if outcome == studies.RUNNING:  # asked to stop: it continues another time
             return
         if outcome != studies.FAILED:
             self._failed_in_a_row = 0
         self.study.tell(trial.number, outcome, value)
-        self._tell(trial.number, seconds)
+        self._report_trial(trial.number, seconds)
 
     def _fail(self, error: BaseException | None) -> None:
-        """No other trial would fare better: those that run save their state, and none begins."""
+        """Stop the sweep, since every trial would fail: running trials save their state, and none begins."""
         self._error = error
         for running in self._running.values():
             running.stop(signal.SIGTERM)
 
     def _no_metric(self, running: RunningTrial) -> TTrainError:
         assert running.execution is not None, "it has come to its end"
-        there = ", ".join(running.execution.metrics()) or "none"
+        metric_names = ", ".join(running.execution.metrics()) or "none"
         return TTrainError(
-            f"trial {running.trial.number} has no {self.asked.measure.metric}; its metrics are: {there}; "
+            f"trial {running.trial.number} has no {self.request.measure.metric}; its metrics are: {metric_names}; "
             f"name one of them with --metric, or hold out more records"
         )
 
-    def _tell(self, number: int, seconds: float) -> None:
+    def _report_trial(self, number: int, seconds: float) -> None:
         """A line for the user, two points for the tracker."""
         trials = self.study.trials()
         trial, best = next(t for t in trials if t.number == number), self.study.best()
@@ -211,16 +222,16 @@ class Trials:
         return Interrupted("interrupted twice; the trials were ended where they stood", signum)
 
     def _finish(self, outcome: str) -> None:
-        for running in self._running.values():  # where the loop was left before they had ended
+        for running in self._running.values():  # after an error in the loop
             running.stop(signal.SIGTERM)
             running.thread.join()
         best, trials = self.study.best(), self.study.trials()
         self.sweep.note(outcome=outcome, best=best.number if best else None)
-        header, rows = summary.trial_table(trials, self.asked.space, self.asked.measure)
+        header, rows = summary.trial_table(trials, self.request.space, self.request.measure)
         table = report.markdown(rows, header)
         self._parent.log_text(json.dumps([trial.to_json() for trial in trials], indent=1), "trials.json")
         self._parent.log_text(report_page.render(self.sweep, trials, self.study.importances()), self.sweep.page.name)
-        self._parent.set_tags({tracking.NOTE: f"{summary.verdict(trials, self.asked.measure)}\n\n{table}"})
+        self._parent.set_tags({tracking.NOTE: f"{summary.verdict(trials, self.request.measure)}\n\n{table}"})
         if best and best.value is not None:
             self._log_best(best, done=_done(trials))
             self._parent.set_tags({"ttrain.best": best.run or ""})
@@ -235,7 +246,7 @@ class Trials:
         The step is the number of trials that ended: of a sweep that goes on, the newest figures count.
         """
         record = (runs.read(self.store.root, best.run) if best.run else None) or {}
-        figures = {self.asked.measure.metric: best.value, **record.get("metrics", {}), "sweep/best_trial": best.number}
+        figures = {self.request.measure.metric: best.value, **record.get("metrics", {}), "sweep/best_trial": best.number}
         row = {"step": done, "time": time.time(), "metrics": figures}
         self._parent.keep_rows([f"{json.dumps(row)}\n".encode()])
 
@@ -244,10 +255,10 @@ class Trials:
         return {"identity": self._parent.identity, "run_id": self._parent.id, "url": self._parent.url}
 
     def _options_of(self, trial: Trial) -> dict[str, Any]:
-        """How a trial's run is tracked: as a part of the sweep's; one that was cut short goes on as the run that it was."""
+        """Tracking options of a trial's run: a child of the sweep's run; an interrupted one continues its earlier run."""
         earlier = runs.read(self.store.root, trial.run) if trial.run else None
         return {
-            "within": self._parent.identity,
+            "parent_identity": self._parent.identity,
             "continues": ((earlier or {}).get("tracking") or {}).get("identity"),
             "extra_tags": {"ttrain.sweep": self.sweep.name, "ttrain.trial": str(trial.number)},
         }
@@ -257,27 +268,181 @@ def _plain(text: str) -> str:
     return text.replace("[", "\\[")
 
 
-def _opening(asked: Asked, sweep: Sweep, trials: Sequence[Trial]) -> list[str]:
-    """What is about to be done."""
-    shared, own = asked.stages()
+def _opening(request: SweepRequest, sweep: Sweep, trials: Sequence[Trial]) -> list[str]:
+    """The lines that announce the sweep."""
+    shared, per_trial = request.stages()
     done = _done(trials)
     goes_on = f", {done} of them done before" if done else ""
-    side = f", {asked.parallel} side by side" if asked.parallel > 1 else ""
-    better = "more" if asked.measure.maximize else "less"
-    head = f"{sweep.name}: {asked.trials} trials{goes_on}{side}, sampler {asked.sampler}"
+    side = f", {request.parallel} side by side" if request.parallel > 1 else ""
+    better = "higher" if request.measure.maximize else "lower"
+    head = f"{sweep.name}: {request.trials} trials{goes_on}{side}, sampler {request.sampler}"
     lines = [
-        f"{head}; {better} {asked.measure.metric} is better",
-        *(f"  {key}={text}" for key, text in asked.space.texts.items()),
-        f"  once: {', '.join(shared) or 'nothing'}; in each trial: {', '.join(own)}",
+        f"{head}; {better} {request.measure.metric} is better",
+        *(f"  {key}={text}" for key, text in request.space.texts.items()),
+        f"  once: {', '.join(shared) or 'nothing'}; in each trial: {', '.join(per_trial)}",
     ]
-    heldout = measures.changes_heldout(list(asked.space.dimensions), asked.graph())
+    heldout = measures.changes_heldout(list(request.space.dimensions), request.graph())
     if heldout:
         lines.append(
-            f"  careful: {', '.join(heldout)} may change which records are held out, and losses are then of other text"
+            f"  warning: {', '.join(heldout)} may change which records are held out, and losses are then of other text"
         )
     return lines
 
 
 def _done(trials: Sequence[Trial]) -> int:
-    """How many need not be run any more."""
+    """How many trials need not run any more."""
     return sum(trial.outcome not in (studies.RUNNING, studies.FAILED) for trial in trials)
+
+
+NOT_FINITE = "NonFinite"  # the error of a stage whose loss is not finite
+
+PRUNED = "pruned"
+
+
+class RunningTrial:
+    """A trial in its thread."""
+
+    def __init__(
+        self,
+        request: SweepRequest,
+        sweep: str,
+        trial: Trial,
+        slot: int,
+        store: ArtifactStore,
+        display: Display,
+        tracked: Mapping[str, Any],
+    ) -> None:
+        """`slot`: its number among parallel trials. `tracked`: how its run is tracked, as options of Execution."""
+        self.request, self.trial, self.slot = request, trial, slot
+        self._sweep, self._store, self._tracked = sweep, store, tracked
+        self._shared, _ = request.stages()
+        self._screen = _TrialDisplay(display, trial.number, self._shared)
+        self.execution: PipelineRun | None = None
+        self.error: BaseException | None = None
+        self.seconds = 0.0
+        self.thread = threading.Thread(target=self._run, name=f"trial-{trial.number}", daemon=True)
+        self._began, self._signum = time.monotonic(), 0
+        self._read: tuple[Path | None, int] = (None, -1)  # the curve and its size when it was last read
+
+    def stop(self, signum: int) -> None:
+        """Ask the running stage to save its state, whether one has begun or not."""
+        self._signum = signum
+        if self.execution:
+            self.execution.ask_to_stop(signum)
+
+    def outcome(self) -> tuple[str, float | None, str | None]:
+        """(outcome, metric, error) once the thread has ended; the outcome is "running" for a trial that continues later."""
+        artifacts = self.execution.artifacts if self.execution else {}
+        measure = self.request.measure
+        if measure.until in artifacts:  # also where the stop came after its end
+            return studies.COMPLETED, measure.of({name: a.result for name, a in artifacts.items()}), None
+        # a BaseException also ends the trial: rich exits where nobody reads its output any more
+        if isinstance(self.error, Interrupted) or not isinstance(self.error, Exception):
+            stopped = self.execution.stop_reason if self.execution else ""
+            return (studies.PRUNED if stopped.startswith(PRUNED) else studies.RUNNING), None, None
+        diverged = isinstance(self.error, StageFailed) and self.error.kind == NOT_FINITE
+        return (studies.DIVERGED if diverged else studies.FAILED), None, str(self.error)
+
+    @property
+    def is_training(self) -> bool:
+        """Whether the measured stage has not ended."""
+        return self.execution is not None and self.request.measure.stage not in self.execution.artifacts
+
+    @property
+    def would_fail_again(self) -> bool:
+        """Whether all trials would fail: a stage failed that all share, or none had begun. Settings that cannot be combined
+        are this trial's own."""
+        failed = self.execution.failures if self.execution else {}
+        return not failed.keys().isdisjoint(self._shared) if failed else not isinstance(self.error, UsageError)
+
+    def new_points(self) -> dict[int, float]:
+        """{tokens: value} of the curve of the measured stage, where anything was written since the last look."""
+        path, measure = self._curve(), self.request.measure
+        with contextlib.suppress(OSError):
+            if path and (size := path.stat().st_size) and (path, size) != self._read:
+                self._read = (path, size)
+                return dict(_points(path, measure.curve))
+        return {}
+
+    def _curve(self) -> Path | None:
+        """The metrics of the measured stage; None before it begins."""
+        assert self.execution is not None
+        stage = self.request.measure.stage
+        if (artifact := self.execution.artifacts.get(stage)) is not None:
+            return artifact.path / "run" / "metrics.jsonl"
+        record: Mapping[str, Any] = read_json(self.execution.record.path) or {"stages": []}
+        log = next((entry["log"] for entry in record["stages"] if entry["name"] == stage and entry.get("log")), None)
+        return Path(log).with_name("metrics.jsonl") if log else None
+
+    def _run(self) -> None:
+        try:
+            self._pipeline()
+        except BaseException as error:  # the thread that waits for this one reports it
+            self.error = error
+        self.seconds = time.monotonic() - self._began
+
+    def _pipeline(self) -> None:
+        values = self.trial.values
+        stages = self.request.plan(values, self._store, self.slot)
+        execution = PipelineRun(
+            self.request.pipeline,
+            self.request.settings(values, self.slot),
+            self._store,
+            self._screen,
+            [planned.stage.name for planned in stages],
+            registers=False,
+            **self._tracked,
+        )
+        execution.planned = stages
+        execution.record.note(sweep={"name": self._sweep, "trial": self.trial.number})
+        self.execution = execution
+        if self._signum:
+            execution.ask_to_stop(self._signum)
+        outcome, error = "failed", None
+        try:
+            execution.raise_if_signalled()
+            run_plain(execution, planned_part(self.request.recipe(), stages))
+            outcome = "completed"
+        except Interrupted as raised:
+            outcome, error = "interrupted", str(raised)
+            raise
+        except BaseException as raised:
+            error = str(raised)
+            raise
+        finally:
+            execution.finish(outcome, error)
+
+
+class _TrialDisplay:
+    """The display of one trial within that of the sweep; cached stages are not shown."""
+
+    def __init__(self, display: Display, number: int, shared: list[str]) -> None:
+        self._display, self._number, self._shared = display, number, shared
+
+    def say(self, text: str) -> None:
+        self._display.say(f"  trial {self._number}: {text.strip()}")
+
+    def started(self, name: str, why: str) -> None:
+        if name in self._shared:
+            self._display.started(name, why)
+
+    def progressed(self, name: str, progress: Mapping[str, Any]) -> None:
+        self._display.progressed(self._label(name), progress)
+
+    def ended(self, name: str, state: str, took: float, figures: str) -> None:
+        if state != "cached":
+            self._display.ended(self._label(name), state, took, figures)
+
+    def failed(self, name: str, message: str) -> None:
+        self._display.failed(self._label(name), message)
+
+    def _label(self, stage: str) -> str:
+        return stage if stage in self._shared else f"trial {self._number} {stage}"
+
+
+def _points(path: Path, name: str | None) -> Iterator[tuple[int, float]]:
+    """(tokens, value) of a metric in a stage's curve; invalid rows are left out."""
+    for line in path.read_bytes().split(b"\n") if name else ():
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            row = parse_json(line)
+            yield int(row["tokens"]), float(row["metrics"][name])

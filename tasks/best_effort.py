@@ -1,4 +1,4 @@
-"""What Prefect is told beside the states of runs: labels, tables, links."""
+"""Optional Prefect calls, beside the states of runs: labels, tables, links."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ log = logging.getLogger("ttrain")
 
 
 @contextlib.contextmanager
-def courtesy() -> Iterator[None]:
-    """No trouble with what is done in here ends a run; it is said and passed over."""
+def best_effort() -> Iterator[None]:
+    """Log and swallow any exception, so that optional Prefect calls cannot fail a run."""
     try:
         yield
     except Exception as error:
-        log.warning("Prefect was not told everything: %s: %s", type(error).__name__, error)
+        log.warning("an optional call of Prefect failed: %s: %s", type(error).__name__, error)

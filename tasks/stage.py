@@ -5,8 +5,12 @@ One task run a stage, named after it. The store is the only cache: Prefect cache
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import contextlib
+import os
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from prefect import Task, task
 from prefect.artifacts import create_link_artifact
@@ -15,23 +19,27 @@ from prefect.logging import get_run_logger
 from prefect.runtime import task_run
 from prefect.states import Cancelled, Completed, Failed, State
 
-from tasks.best_effort import courtesy
-from ttrain.errors import Interrupted, TTrainError
-from ttrain.pipeline.execution import Execution
+from ttrain.errors import Interrupted, TTrainError, UsageError
+from ttrain.pipeline.execution import PipelineRun
 from ttrain.stages import Stage
 from ttrain.store.layout import Artifact
+from ttrain.tasks.best_effort import best_effort
+
+if TYPE_CHECKING:
+    from ttrain.config import Runtime
+
 
 TRAINS = "trains"  # the tag by which Prefect can limit how many stages train at once
 
 
-def stage_task(stage: Stage, execution: Execution, *, is_limited: bool = False) -> Task[..., Any]:
-    """A Prefect task for one stage of one run; its retries continue where the try before was killed or failed.
+def stage_task(stage: Stage, execution: PipelineRun, *, is_limited: bool = False) -> Task[..., Any]:
+    """A Prefect task for one stage of one run; its retries continue where the attempt before was killed or failed.
 
-    Where `is_limited`, the stages that train bear a tag. Else none does: for every tag, Prefect asks its server for a slot
+    Where `is_limited`, the stages that train have a tag. Else none has: for every tag, Prefect asks its server for a slot
     before the task begins, limit or not, and the task fails where the server is away.
 
     A mistake of settings or data fails at once. The delay before a retry is waited for here and not by Prefect, whose
-    sleep no signal ends.
+    sleep cannot be interrupted by a signal.
     """
     attempts = execution.settings.runtime.attempts_of(stage.name)
     retries, first_delay = attempts.retries or 0, attempts.retry_delay_seconds or 0.0
@@ -53,7 +61,7 @@ def stage_task(stage: Stage, execution: Execution, *, is_limited: bool = False) 
             logger.error("%s", error)
             return Failed(message=str(error), data=error)
         finally:
-            with courtesy():
+            with best_effort():
                 if page := execution.page_of(stage.name):
                     create_link_artifact(page, key=f"mlflow-{stage.name}", link_text=f"{stage.name} in MLflow")
         if state == "cached":
@@ -74,5 +82,84 @@ def stage_task(stage: Stage, execution: Execution, *, is_limited: bool = False) 
 
 
 def _is_mistake(state: State[Any]) -> bool:
-    """Whether trying again gives the same: what failed is in the state, as `body` puts it there."""
+    """Whether a mistake of settings or data failed, which a retry repeats; `body` puts the error into the state."""
     return isinstance(state.data, TTrainError) and state.data.is_mistake
+
+
+CLUSTER_AHEAD = 256  # blocks that a cluster of unknown size is given at a time
+
+IMPORT_HINT = "runtime.sharding is dask, which needs prefect-dask; try: pip install 'ttrain[dask]'"
+
+
+@task(name="block", persist_result=False, cache_policy=NO_CACHE)  # type: ignore[untyped-decorator]
+def block_task(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """Make one block on the worker that Dask chooses."""
+    return function(*arguments)
+
+
+class DaskPool:
+    """Submits to the Dask cluster of the running flow; results in order, a bounded number ahead."""
+
+    def __init__(self, ahead: int, stop_signal: Callable[[], int]) -> None:
+        self._ahead, self._stop_signal = ahead, stop_signal
+
+    def map(self, function: Callable[..., Any], tasks: Iterator[tuple[Any, ...]]) -> Generator[Any]:
+        waiting: deque[Any] = deque()
+        try:
+            for arguments in tasks:
+                waiting.append(block_task.submit(function, arguments))
+                if len(waiting) >= self._ahead:
+                    yield self._result(waiting)
+            while waiting:
+                yield self._result(waiting)
+        finally:  # none may still write when the caller goes on
+            for future in waiting:
+                future.wait()
+
+    def _result(self, waiting: deque[Any]) -> Any:
+        if signum := self._stop_signal():
+            raise Interrupted("stopped while Dask made its blocks; the next run continues there", signum)
+        return waiting.popleft().result()
+
+
+def make_on_dask(stage: Stage, work: Path, runtime: Runtime, stop_signal: Callable[[], int] = lambda: 0) -> None:
+    """Make the blocks of a shards stage whose work directory is laid out. Raises what a block raised, or Interrupted."""
+    from prefect import flow
+
+    from ttrain.pipeline.stage_worker import job_of
+    from ttrain.stages import shards
+
+    runner, ahead = task_runner(runtime)
+
+    @flow(name=f"{stage.name}-blocks", task_runner=runner, persist_result=False, validate_parameters=False)  # type: ignore[untyped-decorator]
+    def blocks() -> None:
+        config, job = job_of(work, progress=False)
+        shards.make_blocks(config, job, DaskPool(ahead, stop_signal))
+
+    blocks()
+
+
+def task_runner(runtime: Runtime) -> tuple[Any, int]:
+    """The Dask task runner, and the number of tasks to submit ahead. Raises UsageError where Dask is missing."""
+    from ttrain.data.sharding import ENVIRONMENT, TASKS_AHEAD
+
+    try:
+        from prefect_dask import DaskTaskRunner
+    except ImportError:
+        raise UsageError(IMPORT_HINT) from None
+    workers = runtime.workers or os.cpu_count() or 1
+    if runtime.dask_address:
+        return DaskTaskRunner(address=runtime.dask_address), CLUSTER_AHEAD
+    with contextlib.suppress(ImportError):
+        import dask
+
+        dask.config.set({"distributed.nanny.pre-spawn-environ": {**ENVIRONMENT, "MALLOC_TRIM_THRESHOLD_": "65536"}})
+    # With TLS and a key of its own: its scheduler runs the code of whoever connects, and all accounts reach 127.0.0.1
+    kwargs = {
+        "n_workers": workers,
+        "threads_per_worker": 1,
+        "dashboard_address": None,
+        "host": "127.0.0.1",
+        "security": True,
+    }
+    return DaskTaskRunner(cluster_kwargs=kwargs), workers * TASKS_AHEAD

@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+# Whose fixtures several folders use.
+pytest_plugins = ("support.planned_homes", "support.stage_homes", "support.hub", "support.mlflow_server")
+
 # A shell without job control starts what it puts into the background with SIGINT ignored, and so would be what tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -87,5 +90,5 @@ def tracked_home(tmp_path: Path, migrated_database: Path, monkeypatch: pytest.Mo
     home = tmp_path / "home"
     tracking.database_of(home).parent.mkdir(parents=True)
     shutil.copy(migrated_database, tracking.database_of(home))
-    tracking.mend_moved_home(home)
+    tracking.repair_moved_home(home)
     return home

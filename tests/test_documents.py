@@ -13,16 +13,16 @@ from typing import Any
 
 import pytest
 import yaml
-from documents import OUTPUT, PAGES, ROOT, SHELL, Command, Snippet, commands, shell_lines, snippets
-from doubles import make_tokenizer, tiny_model
+from support.doubles import make_tokenizer, tiny_model
+from support.snippets import OUTPUT, PAGES, ROOT, SHELL, Command, Snippet, commands, shell_lines, snippets
 from typer.core import TyperGroup
 from typer.main import get_command
 
 from ttrain.config import Reading
 from ttrain.config.loading import load
-from ttrain.data import item_text, sharding
+from ttrain.data import contamination, sharding
 from ttrain.data.assembly import DataFile
-from ttrain.data.worker_pools import Here
+from ttrain.data.sharding import Here
 from ttrain.errors import TTrainError
 from ttrain.evaluate import suites
 from ttrain.stages.shards import recipe_of
@@ -126,7 +126,7 @@ def test_json_is_an_item_and_toml_is_toml(snippet: Snippet) -> None:
     if snippet.language == "toml":
         assert tomllib.loads(snippet.text)
     for line in snippet.text.splitlines() if snippet.language == "json" else ():
-        assert item_text.of_row(json.loads(line)) is not None
+        assert contamination.of_row(json.loads(line)) is not None
 
 
 # --- Python
@@ -148,7 +148,7 @@ def test_every_python_snippet_is_run_by_a_test() -> None:
 
 
 def test_the_adapters_of_the_page_switch_and_merge(one_thread: None, tmp_path: Path) -> None:
-    from test_adapters import disturb, save_adapter, save_base, settings
+    from support.tiny_adapters import disturb, save_adapter, save_base, settings
 
     from ttrain.model import adapters, factory
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from ttrain.cli import evaluate
-from ttrain.config import suite
+from ttrain.config import evaluate as suite
 from ttrain.config.loading import load
 from ttrain.config.runtime import Runtime
 from ttrain.evaluate import suites

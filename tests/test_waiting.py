@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-from waiting import hanging, stopwatch
+from support.waiting import hanging, stopwatch
 
 
 def compute(seconds: float) -> None:
@@ -34,7 +34,7 @@ def test_what_waits_hangs_and_what_computes_does_not(monkeypatch: pytest.MonkeyP
 
     busy = processes(lambda: compute(0.5), lambda: compute(0.1))
     assert hanging(busy, 2.0) == [] and not any(process.is_alive() for process in busy)
-    monkeypatch.setattr("waiting.BUSY", 1)
+    monkeypatch.setattr("support.waiting.BUSY", 1)
     for stuck in (processes(lambda: time.sleep(60), lambda: compute(0.1)), processes(lambda: compute(60))):
         assert hanging(stuck, 0.3) == stuck[:1]
         stuck[0].kill()

@@ -6,7 +6,7 @@
     │   └── TooFewRows          a training has fewer rows than one of its steps takes
     ├── StageFailed             a stage's process ended without a result, or with an error
     ├── ArtifactError           the store holds something that cannot be trusted
-    ├── TrackingError           MLflow cannot be asked for what only it knows
+    ├── TrackingError           MLflow cannot be queried for what only it knows
     ├── RankLost                another rank of the same training ended or does not answer
     └── Interrupted             SIGINT, SIGTERM or SIGHUP, after the state was saved; exit code 130, 143 or 129
 

@@ -1,4 +1,4 @@
-"""`ttrain artifacts`: what the stages left behind: found, checked, kept across a code change, removed."""
+"""The `ttrain artifacts` commands: list, verify, adopt and remove the outputs of stages."""
 
 from __future__ import annotations
 
@@ -12,58 +12,59 @@ from ttrain.cli.options import AsJson, Files, Overrides, Profiles, load_settings
 from ttrain.core.terminal import bar, print_json, table
 
 if TYPE_CHECKING:
-    from ttrain.pipeline.damage import Removal
-    from ttrain.store.artifacts import Store
+    from ttrain.pipeline.artifact_commands import UntrustedArtifact
+    from ttrain.store.artifacts import ArtifactStore
 
 MEGABYTE = 1e6
-CELL = 80  # characters of a list in a table
+CELL_CHARACTERS = 80  # characters of a list in a table
 KEEP_RUNS, OLDER_THAN_DAYS = 10, 14.0
 
 artifacts_app = typer.Typer(
     no_args_is_help=True,
-    help="Find, check, keep and remove what the stages left behind.",
+    help="Find, check, keep and remove the outputs of stages.",
     epilog="Examples:  ttrain artifacts list\n\nttrain artifacts clean --dry-run",
 )
 
 StageName = Annotated[str, typer.Argument(help="the stage")]
-SomeStage = Annotated[str, typer.Argument(help="of this stage alone", show_default=False)]
+StageFilter = Annotated[str, typer.Argument(help="of this stage alone", show_default=False)]
 Key = Annotated[str, typer.Argument(help="the beginning of its key; without: the newest", show_default=False)]
 
 
 @artifacts_app.command("list", epilog="Examples:  ttrain artifacts list\n\nttrain artifacts list sft --json")
-def artifacts_list(stage: SomeStage = "", as_json: AsJson = False) -> None:
-    """List what is finished, and what unfinished work could go on, with the newest run that made or used each."""
-    from ttrain.pipeline.adopt import check_stage, rows
+def artifacts_list(stage: StageFilter = "", as_json: AsJson = False) -> None:
+    """List finished artifacts and unfinished work that can be resumed, with the newest run that made or used each."""
+    from ttrain.pipeline.artifact_commands import artifact_rows, check_stage
     from ttrain.store.artifacts import SHOWN_KEY
 
     if stage:
         check_stage(stage)
-    found = rows(_store(), stage or None)
+    artifacts = artifact_rows(_store(), stage or None)
     if as_json:
-        print_json([row.to_json() for row in found])
+        print_json([row.to_json() for row in artifacts])
         return
     shown = [
-        (row.stage, row.key[:SHOWN_KEY], _date(row.published), row.state, _size(row.bytes), row.run or "") for row in found
+        (row.stage, row.key[:SHOWN_KEY], _date(row.published), row.state, _size(row.bytes), row.run or "")
+        for row in artifacts
     ]
     table(("stage", "key", "published", "state", "size", "run"), shown)
-    print(f"{len(found)} artifacts, {_size(sum(row.bytes for row in found))}")
+    print(f"{len(artifacts)} artifacts, {_size(sum(row.bytes for row in artifacts))}")
 
 
 @artifacts_app.command("show", epilog="Examples:  ttrain artifacts show sft\n\nttrain artifacts show sft 3f1c --json")
 def artifacts_show(stage: StageName, key: Key = "", as_json: AsJson = False) -> None:
-    """Print what an artifact was made of, by what, and the figures that came out."""
+    """Print an artifact's inputs, settings and code, and the figures that it resulted in."""
     from ttrain.config import flatten
-    from ttrain.pipeline.adopt import find, size_of
+    from ttrain.pipeline.artifact_commands import find_artifact, size_of
 
     store = _store()
-    artifact = find(store, stage, key)
+    artifact = find_artifact(store, stage, key)
     damage, manifest = store.damage(artifact), artifact.manifest
     if as_json:
         print_json({**manifest, "path": str(artifact.path), "damage": damage})
         return
-    made = manifest["ingredients"]
+    ingredients = manifest["ingredients"]
     table(
-        ("what", "value"),
+        ("property", "value"),
         [
             ("stage", stage),
             ("key", artifact.key),
@@ -71,91 +72,104 @@ def artifacts_show(stage: StageName, key: Key = "", as_json: AsJson = False) -> 
             ("state", f"damaged: {damage}" if damage else "finished"),
             ("published", f"{_date(manifest['published'])}, after {manifest['seconds']:.1f} s"),
             ("size", f"{_size(size_of(artifact))} in {len(manifest['files'])} files"),
-            *((f"adopted from {one['key'][:12]}", "; ".join(one["differences"])) for one in manifest.get("adopted", [])),
-            *((f"input {name}", f"{one['stage']} {one['key'][:12]}") for name, one in manifest["inputs"].items()),
-            *((f"{role} file", file["name"]) for role, files in made["files"].items() for file in files),
+            *(
+                (f"adopted from {entry['key'][:12]}", "; ".join(entry["differences"]))
+                for entry in manifest.get("adopted", [])
+            ),
+            *((f"input {name}", f"{entry['stage']} {entry['key'][:12]}") for name, entry in manifest["inputs"].items()),
+            *((f"{role} file", file["name"]) for role, files in ingredients["files"].items() for file in files),
             *((f"library {name}", version) for name, version in manifest["provenance"]["libraries"].items()),
-            *((name, _shown(value)) for name, value in made["settings"].items()),
+            *((name, _shown(value)) for name, value in ingredients["settings"].items()),
             *((f"result {name}", _shown(value)) for name, value in flatten(dict(manifest["result"]))),
         ],
     )
 
 
 def _shown(value: object) -> str:
-    """A value in a cell of the table: as YAML has it, and no more than fits."""
+    """Format a value for a cell of the table, shortened to fit."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= CELL or not isinstance(value, list | dict) else f"{len(value)} entries; --json has them"
+    return (
+        text
+        if len(text) <= CELL_CHARACTERS or not isinstance(value, list | dict)
+        else f"{len(value)} entries; --json has them"
+    )
 
 
 @artifacts_app.command("path", epilog="Examples:  ls $(ttrain artifacts path sft)/model\n\nttrain artifacts path sft 3f1c")
 def artifacts_path(stage: StageName, key: Key = "") -> None:
-    """Print where an artifact lies: the newest of a stage, or the one whose key begins so."""
-    from ttrain.pipeline.adopt import find
+    """Print the path of an artifact: the newest of a stage, or the one whose key begins with KEY."""
+    from ttrain.pipeline.artifact_commands import find_artifact
 
-    print(find(_store(), stage, key).path)
+    print(find_artifact(_store(), stage, key).path)
 
 
 @artifacts_app.command(
     "verify", epilog="Examples:  ttrain artifacts verify\n\nttrain artifacts verify pretrain --set-aside --json"
 )
 def artifacts_verify(
-    stage: SomeStage = "",
+    stage: StageFilter = "",
     set_aside: Annotated[
-        bool, typer.Option("--set-aside", help="move what is damaged to `replaced`, so that the next run builds it anew")
+        bool, typer.Option("--set-aside", help="move damaged artifacts to `replaced`, so that the next run rebuilds them")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Read every byte of every artifact and compare with its manifest. Exit code 1 where something is damaged."""
-    from ttrain.pipeline import damage
-    from ttrain.pipeline.adopt import check_stage, size_of, verify
+    """Read every byte of every artifact and compare with its manifest. Exit code 1 if something is damaged."""
+    from ttrain.pipeline import artifact_commands
+    from ttrain.pipeline.artifact_commands import check_stage, size_of, verify
 
     if stage:
         check_stage(stage)
     store = _store()
-    found = store.artifacts(stage) if stage else store.everything()
+    artifacts = store.artifacts(stage) if stage else store.everything()
     unreadable = store.unreadable(stage or "*")
-    done, damaged = 0, [damage.Removal(path, problem) for path, problem in unreadable.items()]
-    with bar("verifying", "MB", round(sum(map(size_of, found)) / MEGABYTE)) as show:
-        for artifact in found:
-            before = done
+    done, damaged = 0, [artifact_commands.UntrustedArtifact(path, problem) for path, problem in unreadable.items()]
+    with bar("verifying", "MB", round(sum(map(size_of, artifacts)) / MEGABYTE)) as show:
+        for artifact in artifacts:
+            bytes_before = done
 
-            def told(size: int) -> None:
+            def add_bytes(size: int) -> None:
                 nonlocal done
                 done += size
                 show(round(done / MEGABYTE))
 
-            problems = verify(artifact, told)
-            done = before + size_of(artifact)
+            problems = verify(artifact, add_bytes)
+            done = bytes_before + size_of(artifact)
             if problems:
-                damaged.append(damage.Removal(artifact.path, "; ".join(problems), artifact))
-    suspects = damage.suspects(store, damaged)
+                damaged.append(artifact_commands.UntrustedArtifact(artifact.path, "; ".join(problems), artifact))
+    suspects = artifact_commands.suspects(store, damaged)
     if set_aside:
-        damage.set_aside(store, damaged)
-    _tell_verified(len(found) + len(unreadable), damaged, suspects, done, set_aside=set_aside, as_json=as_json)
+        artifact_commands.set_aside(store, damaged)
+    _print_verified(len(artifacts) + len(unreadable), damaged, suspects, done, set_aside=set_aside, as_json=as_json)
     if damaged:
         raise typer.Exit(1)
 
 
-def _tell_verified(
-    count: int, damaged: list[Removal], suspects: list[Removal], size: int, *, set_aside: bool, as_json: bool
+def _print_verified(
+    count: int,
+    damaged: list[UntrustedArtifact],
+    suspects: list[UntrustedArtifact],
+    size: int,
+    *,
+    set_aside: bool,
+    as_json: bool,
 ) -> None:
     if as_json:
-        told = {"damaged": _as_json(damaged), "suspects": _as_json(suspects)}
-        print_json({"artifacts": count, "bytes": size, **told, "set_aside": set_aside})
+        removals = {"damaged": _as_json(damaged), "suspects": _as_json(suspects)}
+        print_json({"artifacts": count, "bytes": size, **removals, "set_aside": set_aside})
         return
     if damaged:
         rows = [(removal.stage, removal.key[:12], removal.why) for removal in [*damaged, *reversed(suspects)]]
         table(("stage", "key", "damage"), rows)
-    said = f"{count} artifacts, {_size(size)}: {len(damaged) or 'none'} damaged"
+    summary = f"{count} artifacts, {_size(size)}: {len(damaged) or 'none'} damaged"
     if suspects:
-        said += f", {len(suspects)} that may be wrong with them"
-    cure = (
-        "moved to replaced: the next run builds them anew" if set_aside else "--set-aside lets the next run build them anew"
+        summary += f", {len(suspects)} that depend on them and may be wrong"
+    next_step = (
+        "moved to replaced: the next run rebuilds them" if set_aside else "--set-aside lets the next run rebuild them"
     )
-    print(f"{said}; {cure}" if damaged else said)
+    print(f"{summary}; {next_step}" if damaged else summary)
 
 
-def _as_json(removals: list[Removal]) -> list[dict[str, Any]]:
+def _as_json(removals: list[UntrustedArtifact]) -> list[dict[str, Any]]:
     return [
         {"stage": removal.stage, "key": removal.key, "path": str(removal.path), "problems": removal.why.split("; ")}
         for removal in removals
@@ -173,14 +187,14 @@ def artifacts_adopt(
     overrides: Overrides = None,
     config: Files = None,
     profile: Profiles = None,
-    pipeline: Annotated[str, typer.Option(help="whose plan it is kept for")] = "full",
+    pipeline: Annotated[str, typer.Option(help="the pipeline whose plan it is kept for")] = "full",
     as_json: AsJson = False,
 ) -> None:
     """Keep an artifact across a code change that you know to be harmless; its manifest says so.
 
-    The settings must be those that it was made with, and so must its inputs: adopt the stages in their order.
+    Its settings and its inputs must be those that it was made with: adopt the stages in pipeline order.
     """
-    from ttrain.pipeline.adopt import adopt, check_stage
+    from ttrain.pipeline.artifact_commands import adopt, check_stage
     from ttrain.pipeline.plan import no_stage
     from ttrain.store.layout import usable_home
 
@@ -188,7 +202,7 @@ def artifacts_adopt(
     usable_home()
     loaded = load_settings(overrides, config, profile)
     store, stages = plan_of(pipeline, loaded)
-    planned = {one.stage.name: one for one in stages}
+    planned = {planned_stage.stage.name: planned_stage for planned_stage in stages}
     if stage not in planned:
         raise no_stage(stage, planned, loaded.settings)
     artifact = adopt(store, planned[stage], key)
@@ -197,8 +211,8 @@ def artifacts_adopt(
             {"stage": stage, "key": artifact.key, "path": str(artifact.path), "adopted": artifact.manifest["adopted"]}
         )
         return
-    said = artifact.manifest["adopted"][-1]
-    print(f"{stage} {said['key'][:12]} is kept as {artifact.key[:12]}, although {'; '.join(said['differences'])}")
+    adoption = artifact.manifest["adopted"][-1]
+    print(f"{stage} {adoption['key'][:12]} is kept as {artifact.key[:12]}, although {'; '.join(adoption['differences'])}")
 
 
 @artifacts_app.command(
@@ -208,9 +222,9 @@ def artifacts_adopt(
 def artifacts_clean(
     keep_runs: Annotated[int, typer.Option(min=1, help="the newest runs, counted once for equal artifacts")] = KEEP_RUNS,
     older_than: Annotated[
-        float, typer.Option(min=0, metavar="DAYS", help="nothing that is younger, or that a younger run used, is removed")
+        float, typer.Option(min=0, metavar="DAYS", help="keep artifacts that are younger, or that a younger run used")
     ] = OLDER_THAN_DAYS,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="only say what would be removed")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="only print what would be removed")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Remove artifacts and work that no run in progress, no recent run and no registered model needs."""
@@ -227,7 +241,7 @@ def artifacts_clean(
         if as_json:
             print_json({"dry_run": dry_run, "removed": [], "bytes": 0, "kept": {}, "running": {}})
         else:
-            print("nothing is there yet")
+            print("there are no artifacts yet")
         return
     usable_home()
     registered = tracking.registered_keys(store.root)
@@ -236,41 +250,47 @@ def artifacts_clean(
         registered,
         keep_runs=keep_runs,
         older_than_days=older_than,
-        needed_by_nights=records.needed,
+        needed_by_nights=records.needed_keys,
         dry_run=dry_run,
     )
     if as_json:
         removed = [removal.to_json() for removal in cleaned.removed]
-        told = {"dry_run": dry_run, "removed": removed, "bytes": cleaned.bytes, "kept": cleaned.kept}
-        print_json({**told, "running": cleaned.running})
+        summary = {"dry_run": dry_run, "removed": removed, "bytes": cleaned.bytes, "kept": cleaned.kept_counts}
+        print_json({**summary, "running": cleaned.running})
         return
     if cleaned.removed:
         rows: list[tuple[Any, ...]] = [
-            (one.what, one.stage, one.key[:12] or _below(one.path, store), _size(one.bytes), one.why)
-            for one in cleaned.removed
+            (
+                removal.kind,
+                removal.stage,
+                removal.key[:12] or _relative_path(removal.path, store),
+                _size(removal.bytes),
+                removal.why,
+            )
+            for removal in cleaned.removed
         ]
-        table(("what", "stage", "key", "frees", "why"), rows)
-    kept = ", ".join(f"{count} for {reason}" for reason, count in sorted(cleaned.kept.items()))
+        table(("kind", "stage", "key", "frees", "why"), rows)
+    kept_counts = ", ".join(f"{count} for {reason}" for reason, count in sorted(cleaned.kept_counts.items()))
     verb = "would be removed, which frees" if dry_run else "removed, which frees"
-    print(f"{len(cleaned.removed)} {verb} {_size(cleaned.bytes)}; kept: {kept or 'no artifact'}")
+    print(f"{len(cleaned.removed)} {verb} {_size(cleaned.bytes)}; kept: {kept_counts or 'no artifact'}")
     if cleaned.running:
-        named = ", ".join(f"{run} on {machine}" for run, machine in cleaned.running.items())
-        print(f"in progress, so that no artifact goes: {named}")
+        active_runs = ", ".join(f"{run} on {machine}" for run, machine in cleaned.running.items())
+        print(f"no artifact is removed while runs are in progress: {active_runs}")
     if {*cleaned.running.values()} - {platform.node()}:
         print(
-            f"one of another machine counts as in progress until its file in {store.root / 'runs'} has not changed for "
+            f"a run on another machine counts as in progress until its file in {store.root / 'runs'} has not changed for "
             f"{ELSEWHERE_DAYS} days; if it has ended, remove that file"
         )
 
 
-def _store() -> Store:
-    from ttrain.store.artifacts import Store
+def _store() -> ArtifactStore:
+    from ttrain.store.artifacts import ArtifactStore
     from ttrain.store.layout import home
 
-    return Store(home())
+    return ArtifactStore(home())
 
 
-def _below(path: Path, store: Store) -> str:
+def _relative_path(path: Path, store: ArtifactStore) -> str:
     return path.relative_to(store.root).as_posix()
 
 

@@ -1,4 +1,4 @@
-"""`ttrain chat`, `ttrain generate` and `ttrain serve`: talking to models."""
+"""The `ttrain chat`, `ttrain generate` and `ttrain serve` commands."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from ttrain.core.terminal import encodable
 from ttrain.store import layout
 
 if TYPE_CHECKING:
-    from ttrain.inference.chat import Choice
-    from ttrain.store.model_reference import Reference
+    from ttrain.inference.chat import ModelSelector
+    from ttrain.store.model_files import Reference
 
 MODEL_HELP = "a run, a stage such as sft, a registered NAME@ALIAS, or a directory; without one, the newest run's last model"
 Model = Annotated[str | None, typer.Argument(help=MODEL_HELP, metavar="[MODEL]", show_default=False)]
 Device = Annotated[Literal["auto", "cpu", "cuda", "mps"], typer.Option(help="auto: cuda, then mps, then cpu")]
-Dtype = Annotated[Literal["fp32", "bf16", "fp16"], typer.Option(help="numbers that the weights are held in")]
+Dtype = Annotated[Literal["fp32", "bf16", "fp16"], typer.Option(help="number format of the weights")]
 Base = Annotated[str | None, typer.Option(help="the full model of an adapter, where it cannot be found by itself")]
 System = Annotated[str, typer.Option(help="a system prompt", show_default=False, callback=encodable)]
 TopP = Annotated[float, typer.Option(help="keep the likeliest tokens that together have this share; 1: all")]
 TopK = Annotated[int, typer.Option(help="keep that many of the likeliest tokens; 0: all")]
-Penalty = Annotated[float, typer.Option(help="above 1, what the answer holds already gets less likely")]
+Penalty = Annotated[float, typer.Option(help="above 1, tokens that the answer already contains become less likely")]
 MaxTokens = Annotated[int, typer.Option(help="longest answer, in tokens")]
 Seed = Annotated[int, typer.Option(help="the same seed, the same answers")]
 
@@ -57,7 +57,7 @@ def chat(
     dtype: Dtype = "fp32",
     as_json: Annotated[bool, typer.Option("--json", help="a line of JSON for each answer")] = False,
 ) -> None:
-    """Talk to a model. In a terminal it streams; in a pipe each line is a question, and each answer is printed."""
+    """Chat with a model. In a terminal, answers stream; in a pipe, each line is a question and its answer is printed."""
     from ttrain.errors import UsageError
     from ttrain.inference.sampling import sampling
 
@@ -72,26 +72,26 @@ def chat(
 
     before_torch()
     from ttrain.cli import chat_screen
-    from ttrain.inference import model_choice
+    from ttrain.inference import gate_router
     from ttrain.inference.chat import Chat
     from ttrain.inference.loading import need_second_head
 
-    choices: list[Choice] = []
+    choices: list[ModelSelector] = []
     if gate is not None:
-        choices.append(model_choice.ByGate(gate, device=device, dtype=dtype))
+        choices.append(gate_router.GateSelector(gate, device=device, dtype=dtype))
     for number, reference in enumerate(references):
         if more_adapters and number == 0:
-            speakers = _load_adapters([reference, *more_adapters], device, dtype)
-            choices.append(model_choice.ByAdapter(speakers))
+            loaded_models = _load_adapters([reference, *more_adapters], device, dtype)
+            choices.append(gate_router.AdapterSelector(loaded_models))
         else:
-            speakers = [_load(reference, device, dtype)]
-            choices.append(model_choice.always(speakers[0]))
+            loaded_models = [_load(reference, device, dtype)]
+            choices.append(gate_router.single_model(loaded_models[0]))
         if speculative:
-            need_second_head(speakers[0])
+            need_second_head(loaded_models[0])
     names = [reference.text for reference in references] or [str(gate)]
     chats = [Chat(choice, settings, system=system, draft=speculative) for choice in choices]
     in_terminal = sys.stdin.isatty() and sys.stdout.isatty() and not as_json
-    shown: chat_screen.Screen = (
+    shown: chat_screen.ChatScreen = (
         chat_screen.Terminal(names)
         if in_terminal
         else chat_screen.Pipe(names, as_json=as_json, identities=[_identity(reference) for reference in references])
@@ -121,7 +121,7 @@ def generate(
     dtype: Dtype = "fp32",
     as_json: AsJson = False,
 ) -> None:
-    """Answer the prompts of a file, in batches; the same command goes on where it was stopped."""
+    """Answer the prompts of a file, in batches; the same command continues where it was stopped."""
     from ttrain.core.hashing import sha256_file
     from ttrain.core.terminal import bar, print_json, table
     from ttrain.errors import Interrupted, UsageError
@@ -137,15 +137,15 @@ def generate(
 
     before_torch()
     from ttrain.inference import batch
-    from ttrain.inference.prompts import read
+    from ttrain.inference.batch import read
 
     rows = read(prompts, raw=raw, system=system)
-    speaker = _load(reference, device, dtype)
-    tally = batch.Tally()
+    loaded_model = _load(reference, device, dtype)
+    tally = batch.AnswerCounts()
     with bar("answering", "prompts", len(rows)) as progress:
 
         def make(start: int) -> Any:
-            return batch.answers(speaker, rows[start:], settings, batch_size=batch_size, tally=tally, progress=progress)
+            return batch.answers(loaded_model, rows[start:], settings, batch_size=batch_size, tally=tally, progress=progress)
 
         if out is None:
             done = 0
@@ -156,24 +156,26 @@ def generate(
             header = {"prompts": sha256_file(prompts), "model": batch.identity(reference), "raw": raw, "system": system,
                       "dtype": dtype, **settings.model_dump()}  # fmt: skip
             try:
-                done = batch.write(out, header, make)
+                done = batch.write_answers(out, header, make)
             except KeyboardInterrupt:
                 partial = batch.partial_of(out)
-                raise Interrupted(f"stopped; what is answered lies in {partial}, and the same command goes on") from None
+                raise Interrupted(f"stopped; the answers so far are in {partial}; the same command continues") from None
     summary = {"out": out and str(out), "prompts": len(rows), "answered before": done,
                **tally.summary()}  # fmt: skip
     if as_json:
         print_json({**_identity(reference), **summary})
     elif out is not None:
         rows_of_table = {"model": reference.text, **summary}.items()
-        table(("what", "value"), [(name, value) for name, value in rows_of_table if value is not None])
+        table(("property", "value"), [(name, value) for name, value in rows_of_table if value is not None])
 
 
 def serve(
     context: typer.Context,
     model: Model = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="on 127.0.0.1; 0: a free one")] = 8000,
-    max_requests: Annotated[int, typer.Option(min=1, help="answered or waiting at once; one more gets 429")] = 32,
+    max_requests: Annotated[
+        int, typer.Option(min=1, help="requests answered or waiting at once; further ones get 429")
+    ] = 32,
     run: RunName = None,
     base: Base = None,
     device: Device = "auto",
@@ -182,10 +184,9 @@ def serve(
 ) -> None:
     """Serve a model on 127.0.0.1 to clients of OpenAI's interface, through `transformers serve`, until Ctrl-C.
 
-    What stands after -- goes to that command, for example -- --continuous-batching.
+    Arguments after -- are passed to that command, for example -- --continuous-batching.
     """
-    from ttrain.core.standard_streams import outlast_output
-    from ttrain.core.terminal import print_json
+    from ttrain.core.terminal import outlast_output, print_json
     from ttrain.export import serve as serving
 
     outlast_output()
@@ -197,7 +198,7 @@ def serve(
         _ending_on_signals(),
         serving.served(
             reference,
-            program="flows.endpoint",
+            program="ttrain.flows.endpoint",
             port=port,
             device=device,
             dtype=dtype,
@@ -206,7 +207,7 @@ def serve(
             options=context.args,
         ) as (address, name, process),  # fmt: skip
     ):
-        try:  # who reads that it is served may send Ctrl-C at once
+        try:  # Ctrl-C may arrive as soon as the address is printed
             if as_json:
                 served = {"url": address, "model": name, "pid": process.pid, "api_key_file": key and str(key)}
                 print_json({**_identity(reference), **served})
@@ -224,7 +225,7 @@ def serve(
 
 
 def _api_key() -> Path | None:
-    """The file with the key that clients of the endpoint show; None where `servers.auth` is off, which is said."""
+    """The file with the API key of the endpoint; None, with a warning, if `servers.auth` is off."""
     from ttrain.cli.options import server_settings
     from ttrain.store import server_records
     from ttrain.store.layout import usable_home
@@ -247,7 +248,7 @@ def _curl(address: str, name: str, key: Path | None) -> str:
 
 @contextlib.contextmanager
 def _ending_on_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the block as Ctrl-C does, so that the server ends too."""
+    """Raise on SIGTERM and SIGHUP as on Ctrl-C, so that the server ends too."""
 
     def end(signum: int) -> None:
         raise KeyboardInterrupt if signum == signal.SIGINT else SystemExit(128 + signum)
@@ -257,50 +258,50 @@ def _ending_on_signals() -> Iterator[None]:
 
 
 def _references(texts: list[str | None], bases: list[str | None], run: str | None) -> list[Reference]:
-    """The models on their bases, all stages among them of one run; a line on standard error says which each is."""
+    """Resolve the models on their bases, all stages from one run; print a line about each on standard error."""
     from ttrain.core.terminal import escaped
-    from ttrain.pipeline import identities
+    from ttrain.pipeline import lineage_names
     from ttrain.pipeline import names as references
     from ttrain.store import artifacts
 
-    within = references.run_of([*texts, *filter(None, bases)], named=run)
-    found = [references.resolve(text, base=base, within=within) for text, base in zip(texts, bases, strict=True)]
-    for line in identities.lines_of(found, artifacts.Store(layout.home())):
+    common_run = references.run_of([*texts, *filter(None, bases)], run_name=run)
+    models = [references.resolve(text, base=base, searched_run=common_run) for text, base in zip(texts, bases, strict=True)]
+    for line in lineage_names.lines_of(models, artifacts.ArtifactStore(layout.home())):
         print(escaped(line), file=sys.stderr, flush=True)
-    return found
+    return models
 
 
 def _identity(reference: Reference) -> dict[str, Any]:
-    """Which model it is, for scripts."""
-    from ttrain.pipeline import identities
+    """The model's identity, as JSON for scripts."""
+    from ttrain.pipeline import lineage_names
 
-    return identities.to_json(reference)
+    return lineage_names.to_json(reference)
 
 
 def _load(reference: Reference, device: str, dtype: str) -> Any:
-    """The model, and a line about it on standard error."""
+    """Load the model and print a line about it on standard error."""
     from ttrain.core.terminal import escaped
     from ttrain.inference import loading
 
-    speaker = loading.load(reference, device=device, dtype=dtype)
-    print(escaped(speaker.describe()), file=sys.stderr)
-    return speaker
+    loaded_model = loading.load(reference, device=device, dtype=dtype)
+    print(escaped(loaded_model.describe()), file=sys.stderr)
+    return loaded_model
 
 
 def _load_adapters(references: list[Reference], device: str, dtype: str) -> list[Any]:
-    """The models of several adapters on one base, and a line about them on standard error."""
+    """Load several adapters on one base and print a line about them on standard error."""
     from ttrain.core.terminal import escaped
     from ttrain.inference import loading
 
-    speakers = loading.load_adapters(references, device=device, dtype=dtype)
+    loaded_models = loading.load_adapters(references, device=device, dtype=dtype)
     names = ", ".join(reference.text for reference in references)
-    for line in (speakers[0].describe(), f"adapters: {names}; /adapter NAME switches"):
+    for line in (loaded_models[0].describe(), f"adapters: {names}; /adapter NAME switches"):
         print(escaped(line), file=sys.stderr)
-    return speakers
+    return loaded_models
 
 
 def before_torch() -> None:
-    """What has to be settled before torch is loaded; and no bars and advice of transformers between the lines of a chat."""
+    """Set what must be set before torch is loaded, and silence transformers' progress bars and advice."""
     if "OMP_WAIT_POLICY" not in os.environ:
         # Turns of an idle OpenMP thread before it sleeps: a token has dozens of short parallel parts. The quickstart's model
         # beside busy processes: 6 tokens/s with libgomp's default, 70 to 110 with 10,000 turns, 370 to 470 with this.

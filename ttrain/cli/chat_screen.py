@@ -1,74 +1,76 @@
-"""Where a chat is read and shown: a terminal, or lines through a pipe."""
+"""Input and output of a chat: a terminal, or lines through a pipe."""
 
 from __future__ import annotations
 
+import re
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ttrain.cli import chat_commands
-from ttrain.core.terminal import console, encodable, escaped, harmless, print_json
-from ttrain.errors import TTrainError
-from ttrain.inference.chat import Chat, Reply
+from ttrain.core.terminal import console, encodable, escape_control_characters, escaped, print_json
+from ttrain.errors import TTrainError, UsageError
+from ttrain.inference.chat import Chat, Reply, save
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+
 PROMPT = "> "
 
 
-class Screen(ABC):
-    """Asks for lines and shows answers; `names` are those of the models that answer each question."""
+class ChatScreen(ABC):
+    """Reads the user's lines and shows answers; `names` are those of the models that answer each question."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = names
 
     @abstractmethod
     def lines(self) -> Iterator[str]:
-        """What the user enters, until there is no more."""
+        """Yield the lines that the user enters, until the input ends."""
 
     @abstractmethod
     def answer(self, chats: Sequence[Chat], question: str) -> None:
-        """Let each chat answer, and show it."""
+        """Let each chat answer the question, and show the answers."""
 
     @abstractmethod
     def say(self, text: str) -> None:
-        """Tell what is not an answer."""
+        """Show a message that is not an answer."""
 
     def is_command(self, line: str) -> bool:
-        """Whether the line is one; only known words are, so that a script's paths are questions."""
-        return chat_commands.is_known(line)
+        """Whether the line is a command; only known commands count, so that paths in a script's input are questions."""
+        return is_command(line)
 
     def failed(self, error: TTrainError) -> None:
-        """Show what was wrong with a line; a chat goes on."""
+        """Show the error of a line; the chat continues."""
         self.say(f"error: {error}")
 
 
-def run(screen: Screen, chats: list[Chat]) -> None:
-    """Until the user ends it."""
+def run(screen: ChatScreen, chats: list[Chat]) -> None:
+    """Run the chat until the user ends it."""
     for line in screen.lines():
         if not line.strip():
             continue
         try:
             if screen.is_command(line):
                 try:
-                    screen.say(chat_commands.run(line, chats))
+                    screen.say(run_command(line, chats))
                     continue
-                except chat_commands.Ask as again:
-                    line = again.question
+                except Ask as command:
+                    line = command.question
             screen.answer(chats, line)
-        except chat_commands.Exit:
+        except Exit:
             return
         except TTrainError as error:
             screen.failed(error)
 
 
-class Pipe(Screen):
-    """One line in, one answer out: text, or a line of JSON a question. A line that cannot be answered ends it."""
+class Pipe(ChatScreen):
+    """Prints one answer per input line, as text or as a line of JSON. A line that cannot be answered ends the chat."""
 
     def __init__(self, names: Sequence[str], *, as_json: bool, identities: Sequence[Mapping[str, Any]] = ()) -> None:
-        """`identities`: what JSON says of each model beside its answers; none of a gate's, which picks them later."""
+        """`identities`: JSON fields about each model, added to its answers; empty for a gate, which picks models later."""
         super().__init__(names)
         self._as_json, self._identities = as_json, identities or [{}] * len(names)
 
@@ -81,13 +83,13 @@ class Pipe(Screen):
         if any(reply.stop == "interrupted" for reply in replies):
             raise KeyboardInterrupt
         if self._as_json:
-            found: list[dict[str, Any]] = [
+            answers: list[dict[str, Any]] = [
                 {**identity, **reply.to_json()} for identity, reply in zip(self._identities, replies, strict=True)
             ]
-            print_json({"question": question, **(found[0] if len(found) == 1 else {"answers": found})}, indent=None)
+            print_json({"question": question, **(answers[0] if len(answers) == 1 else {"answers": answers})}, indent=None)
             return
         for name, reply in zip(self.names, replies, strict=True):
-            print(harmless(reply.text if len(replies) == 1 else f"{name}: {reply.text}"), flush=True)
+            print(escape_control_characters(reply.text if len(replies) == 1 else f"{name}: {reply.text}"), flush=True)
 
     def say(self, text: str) -> None:
         print(text, file=sys.stderr)
@@ -96,8 +98,8 @@ class Pipe(Screen):
         raise error
 
 
-class Terminal(Screen):
-    """Streams; two models side by side, each in its column."""
+class Terminal(ChatScreen):
+    """Streams answers; two models answer side by side, each in its column."""
 
     def __init__(self, names: Sequence[str]) -> None:
         super().__init__(names)
@@ -127,18 +129,19 @@ class Terminal(Screen):
         if len(chats) > 1:
             self._side_by_side(chats, question)
             return
-        reply = chats[0].ask(question, lambda piece: print(harmless(piece), end="", flush=True))
+        reply = chats[0].ask(question, lambda piece: print(escape_control_characters(piece), end="", flush=True))
         print()
-        self._dim(_about(reply) + "\n")
+        self._dim(_reply_summary(reply) + "\n")
 
     def say(self, text: str) -> None:
         self._dim(text)
 
     def is_command(self, line: str) -> bool:
-        return chat_commands.is_known(line) or chat_commands.looks_like_one(line)  # a slip is told, and not answered
+        # A mistyped command is an error, not a question.
+        return is_command(line) or looks_like_command(line)
 
     def _side_by_side(self, chats: Sequence[Chat], question: str) -> None:
-        """One after the other, so that each has the machine to itself and its seconds can be compared."""
+        """Answer one chat after the other, so that each has the machine to itself and their times can be compared."""
         from rich.live import Live
 
         texts = [""] * len(chats)
@@ -161,18 +164,18 @@ class Terminal(Screen):
         drawn = Table(box=None, expand=True, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
         for name in self.names:
             drawn.add_column(Text(escaped(name)), ratio=1, overflow="fold")
-        drawn.add_row(*(Text(harmless(text)) for text in texts))
-        drawn.add_row(*(Text(_about(reply) if reply else "", style="dim") for reply in replies))
+        drawn.add_row(*(Text(escape_control_characters(text)) for text in texts))
+        drawn.add_row(*(Text(_reply_summary(reply) if reply else "", style="dim") for reply in replies))
         return drawn
 
     def _dim(self, text: str) -> None:
         from rich.text import Text
 
-        self._console.print(Text(harmless(text), style="dim"), soft_wrap=True)
+        self._console.print(Text(escape_control_characters(text), style="dim"), soft_wrap=True)
 
 
-def _about(reply: Reply) -> str:
-    """How an answer came about, in a line."""
+def _reply_summary(reply: Reply) -> str:
+    """One line about an answer: tokens, speed, adapter, and why it stopped."""
     speed = f", {reply.tokens / reply.seconds:.0f} a second" if reply.seconds and reply.tokens else ""
     parts = [f"{reply.tokens} token{'s' * (reply.tokens != 1)}{speed}"]
     if "probabilities" in reply.choice:
@@ -185,3 +188,100 @@ def _about(reply: Reply) -> str:
     if reply.forgotten:
         parts.append(f"the first {reply.forgotten} messages no longer fit")
     return "; ".join(parts)
+
+
+HELP = {
+    "/help": "list the commands",
+    "/reset": "forget the conversation; the system prompt stays",
+    "/again": "answer the last question again",
+    "/system [TEXT]": "set or remove the system prompt, and forget the conversation",
+    "/set [NAME=VALUE]": "change a setting, such as temperature=0.5; without one, show them all",
+    "/adapter [NAME]": "switch to another adapter named by --adapter; without a name, list them",
+    "/save FILE": "append the conversation to a JSONL file that data.sft can read",
+    "/exit": "end (Ctrl-D does too; Ctrl-C stops an answer)",
+}
+
+COMMANDS = frozenset(line.split()[0] for line in HELP) | {"/quit"}
+
+
+class Exit(Exception):
+    """The user wants to end the chat."""
+
+
+class Ask(Exception):
+    """A command that asks the chats a question, such as /again."""
+
+    def __init__(self, question: str) -> None:
+        super().__init__(question)
+        self.question = question
+
+
+def is_command(line: str) -> bool:
+    """Whether the line begins with a command; a line that begins with a space is a question."""
+    return line.partition(" ")[0] in COMMANDS
+
+
+def looks_like_command(line: str) -> bool:
+    """Whether the line may be a mistyped command: /word, but not a path."""
+    return re.fullmatch(r"/[a-z]+", line.partition(" ")[0]) is not None
+
+
+def run_command(line: str, chats: list[Chat]) -> str:
+    """Run the command in each of the chats; returns the message to show. Raises UsageError, Exit, or Ask."""
+    word, _, argument = line.rstrip().partition(" ")
+    argument = argument.strip()
+    if word not in COMMANDS:
+        raise UsageError(f"there is no command {word}; /help lists them, and a space before it makes it a question")
+    if word in ("/exit", "/quit"):
+        raise Exit
+    if word == "/help":
+        width = max(map(len, HELP))
+        return "\n".join(f"{name:{width}}  {description}" for name, description in HELP.items())
+    if word == "/reset":
+        for chat in chats:
+            chat.reset()
+        return "the conversation is forgotten"
+    if word == "/again":
+        questions = [chat.last_question() for chat in chats]
+        raise Ask(questions[0])
+    if word == "/system":
+        for chat in chats:
+            chat.reset()
+            chat.system = argument
+        return "the conversation is forgotten; " + (
+            "the system prompt is changed" if argument else "there is no system prompt"
+        )
+    if word == "/set":
+        return _set(argument, chats)
+    if word == "/adapter":
+        return _adapter(argument, chats)
+    if not argument:
+        raise UsageError("/save needs the name of a file")
+    written = save(Path(argument).expanduser(), chats)
+    return (
+        f"{written} conversation{'s' * (written != 1)} appended to {argument}" if written else "there is nothing to save yet"
+    )
+
+
+def _set(assignment: str, chats: list[Chat]) -> str:
+    name, equals, value = assignment.partition("=")
+    if assignment and not equals:
+        raise UsageError("/set takes NAME=VALUE, for example /set temperature=0.5")
+    if assignment:
+        changed = chats[0].sampling.changed(name.strip(), value.strip())
+        for chat in chats:
+            chat.sampling = changed
+    return str(chats[0].sampling)
+
+
+def _adapter(name: str, chats: list[Chat]) -> str:
+    from ttrain.inference.gate_router import AdapterSelector
+
+    choices = [chat.choose for chat in chats if isinstance(chat.choose, AdapterSelector)]
+    if not choices:
+        raise UsageError("this chat has no adapters to switch between; name them: ttrain chat A --adapter B")
+    if name:
+        choices[0].switch(name)
+    return "\n".join(
+        f"{'*' if adapter_name == choices[0].active else ' '} {adapter_name}" for adapter_name in choices[0].names
+    )

@@ -1,4 +1,4 @@
-"""`ttrain compare`, `ttrain report`, `ttrain plot`: runs side by side, as pages, as pictures."""
+"""The `ttrain compare`, `ttrain report` and `ttrain plot` commands."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ttrain.cli.options import AsJson
 from ttrain.core.terminal import escaped, print_json, table
 
 if TYPE_CHECKING:
-    from ttrain.reports.compare import Comparison, Difference, Sample
+    from ttrain.reports.compare import ComparedSample, Difference, RunComparison
     from ttrain.tracking import RunView
 
 RUN_HELP = "a run or the beginning of its name, `latest`, an MLflow run id, or a registered NAME@ALIAS or NAME/VERSION"
@@ -21,12 +21,12 @@ SAMPLES_OF_A_MODEL = 2
 LONGEST_CELL = 160
 FIGURES_OF_MANY = 3
 
-Run = Annotated[str, typer.Argument(help=RUN_HELP)]
-Runs = Annotated[list[str], typer.Argument(help=RUN_HELP, metavar="RUN...")]
+RunReference = Annotated[str, typer.Argument(help=RUN_HELP)]
+RunReferences = Annotated[list[str], typer.Argument(help=RUN_HELP, metavar="RUN...")]
 
 
 def add_pages(app: typer.Typer) -> None:
-    """Put the commands onto the command line."""
+    """Add the commands to the app."""
     app.command(
         "compare",
         epilog="Examples:  ttrain compare full-20261121-160222 latest\n\nttrain compare mine@champion mine@challenger "
@@ -45,13 +45,13 @@ def add_pages(app: typer.Typer) -> None:
 
 
 def compare(
-    runs: Runs,
+    runs: RunReferences,
     html: Annotated[
         Path | None, typer.Option("--html", help="write a page with curves to this file", show_default=False)
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print what two or more runs have different: settings, data, code, figures, samples."""
+    """Print how two or more runs differ: settings, data, code, figures, samples."""
     from ttrain.errors import UsageError
     from ttrain.reports.compare import compare as compared
     from ttrain.store.layout import home
@@ -60,26 +60,29 @@ def compare(
     if len(runs) < 2:
         raise UsageError(f"compare got one run, {runs[0]}, but needs two or more; `ttrain pipeline status` lists them")
     views = read_runs(home(), runs)
-    twice = next((text for place, text in enumerate(runs) if views[place].name in [one.name for one in views[:place]]), None)
-    if twice is not None:
-        raise UsageError(f"'{twice}' is a run that was named before; compare takes different runs")
-    found = compared(views)
+    duplicate = next(
+        (text for index, text in enumerate(runs) if views[index].name in [view.name for view in views[:index]]), None
+    )
+    if duplicate is not None:
+        raise UsageError(f"'{duplicate}' names the same run as an earlier argument; compare needs different runs")
+    comparison = compared(views)
     if html:
         from ttrain.reports.compare_page import page_of
 
-        _write(html, page_of(views, found))
+        _write(html, page_of(views, comparison))
     if as_json:
-        print_json({**found.to_json(), "page": str(html) if html else None})
+        print_json({**comparison.to_json(), "page": str(html) if html else None})
         return
-    _print_comparison(found, views)
+    _print_comparison(comparison, views)
     if html:
         print(f"\nwritten to {escaped(str(html))}")
 
 
 def report(
-    run: Run = "latest",
+    run: RunReference = "latest",
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="the file; by default RUN.html where you stand", show_default=False)
+        Path | None,
+        typer.Option("--out", "-o", help="the file; default: RUN.html in the current directory", show_default=False),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -100,38 +103,39 @@ def report(
 
 
 def plot(
-    runs: Runs,
+    runs: RunReferences,
     metric: Annotated[
         list[str] | None, typer.Option("--metric", "-m", help="a curve; may be repeated", show_default=False)
     ] = None,
     stage: Annotated[
-        list[str] | None, typer.Option("--stage", help="of this stage alone; may be repeated", show_default=False)
+        list[str] | None, typer.Option("--stage", help="only curves of this stage; may be repeated", show_default=False)
     ] = None,
     axis: Annotated[str, typer.Option("--axis", help="tokens, step or time")] = "tokens",
     log: Annotated[bool, typer.Option("--log", help="with a logarithmic axis")] = False,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="the file; by default RUN.png where you stand", show_default=False)
+        Path | None,
+        typer.Option("--out", "-o", help="the file; default: RUN.png in the current directory", show_default=False),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Draw curves of one or more runs as PNG: losses, perplexity and learning rate, or the metrics that you name."""
     from ttrain.errors import UsageError
-    from ttrain.reports import plots, vega_charts
+    from ttrain.reports import charts, compare_page
     from ttrain.store.layout import home
     from ttrain.tracking import read_runs
 
-    if axis not in vega_charts.AXES:
-        raise UsageError(f"--axis is {axis}, but must be one of {', '.join(vega_charts.AXES)}")
+    if axis not in charts.AXES:
+        raise UsageError(f"--axis is {axis}, but must be one of {', '.join(charts.AXES)}")
     views = read_runs(home(), runs)
-    rows = plots.panels_of(views, metric or (), stage or ())
+    rows = compare_page.panels_of(views, metric or (), stage or ())
     path = out or Path(f"{views[0].name}.png")
-    _writable(path)
-    plots.save(plots.draw(rows, axis=axis, log=log, title=views[0].name if len(views) == 1 else ""), path)
+    _check_writable(path)
+    compare_page.save(compare_page.draw(rows, axis=axis, log=log, title=views[0].name if len(views) == 1 else ""), path)
     if as_json:
         drawn = [
-            {"title": one.title, "points": {line.label: len(line.points) for line in one.lines}}
+            {"title": panel.title, "points": {line.label: len(line.points) for line in panel.lines}}
             for panels in rows
-            for one in panels
+            for panel in panels
         ]
         print_json({"runs": [view.name for view in views], "picture": str(path), "panels": drawn})
     else:
@@ -139,19 +143,19 @@ def plot(
 
 
 def _write(path: Path, text: str) -> None:
-    _writable(path)
+    _check_writable(path)
     path.write_text(text, encoding="utf-8")
 
 
-def _writable(path: Path) -> None:
+def _check_writable(path: Path) -> None:
     from ttrain.errors import UsageError
 
     if path.is_dir() or not path.absolute().parent.is_dir():
-        what = "is a directory" if path.is_dir() else f"lies in {path.parent}, which does not exist"
-        raise UsageError(f"the file to write, {path}, {what}; name a file in a directory that exists")
+        problem = "is a directory" if path.is_dir() else f"is in {path.parent}, which does not exist"
+        raise UsageError(f"the file to write, {path}, {problem}; name a file in a directory that exists")
 
 
-def _print_comparison(found: Comparison, views: Sequence[RunView]) -> None:
+def _print_comparison(comparison: RunComparison, views: Sequence[RunView]) -> None:
     from datetime import UTC, datetime
 
     from ttrain.reports import figures
@@ -169,85 +173,94 @@ def _print_comparison(found: Comparison, views: Sequence[RunView]) -> None:
         for name, view in zip(names, views, strict=True)
     ]
     table(("", "run", "outcome", "began", "took"), rows)
-    print(f"\n{escaped(found.verdict)}")
-    for remark in (*found.remarks, *found.notes):
+    print(f"\n{escaped(comparison.verdict)}")
+    for remark in (*comparison.remarks, *comparison.notes):
         print(f"note: {escaped(remark)}")
     if len(views) > SIDE_BY_SIDE:
-        _print_many(found, names)
+        _print_many(comparison, names)
         return
-    _differences("settings that differ", found.settings, names, "the settings that shape results are the same")
+    _print_differences("settings that differ", comparison.settings, names, "the settings that shape results are the same")
     metrics = [
         (
-            one.name,
+            difference.name,
             *(
-                _figure(one.values[place], one.name, one.percent[place], place, place == one.best)
-                for place in range(len(names))
+                _figure(
+                    difference.values[column], difference.name, difference.percent[column], column, column == difference.best
+                )
+                for column in range(len(names))
             ),
         )
-        for one in found.metrics
+        for difference in comparison.metrics
     ]
     if metrics:
         print()
         table(("figures that differ (* best)", *names), metrics)
-    _differences("data that differs", found.data, names, "the data is the same")
-    _differences("code, libraries and machine", found.code, names, "")
-    _differences("settings that shape no result", found.settings_aside, names, "")
-    different = [one for one in found.samples if len(set(one.answers)) > 1]
-    shown = [one for model in dict.fromkeys(one.model for one in different) for one in _first(different, model)]
+    _print_differences("data that differs", comparison.data, names, "the data is the same")
+    _print_differences("code, libraries and machine", comparison.code, names, "")
+    _print_differences("settings that shape no result", comparison.settings_aside, names, "")
+    different = [sample for sample in comparison.samples if len(set(sample.answers)) > 1]
+    shown = [
+        sample
+        for model in dict.fromkeys(sample.model for sample in different)
+        for sample in _samples_of_model(different, model)
+    ]
     if shown:
         print()
         table(
             ("samples", "prompt", *names),
-            [(one.model, _cut(one.prompt), *(_cut(answer) for answer in one.answers)) for one in shown],
+            [
+                (sample.model, _shortened(sample.prompt), *(_shortened(answer) for answer in sample.answers))
+                for sample in shown
+            ],
         )
-    if len(found.samples) > len(shown):
-        print(f"{len(found.samples) - len(shown)} samples more are shown by --html and --json")
+    if len(comparison.samples) > len(shown):
+        print(f"{len(comparison.samples) - len(shown)} more samples are shown by --html and --json")
 
 
-def _first(samples: Sequence[Sample], model: str) -> list[Sample]:
-    return [one for one in samples if one.model == model][:SAMPLES_OF_A_MODEL]
+def _samples_of_model(samples: Sequence[ComparedSample], model: str) -> list[ComparedSample]:
+    return [sample for sample in samples if sample.model == model][:SAMPLES_OF_A_MODEL]
 
 
-def _print_many(found: Comparison, names: Sequence[str]) -> None:
-    """A run a line: the settings that differ, and the figures that decide; the best first."""
+def _print_many(comparison: RunComparison, names: Sequence[str]) -> None:
+    """Print one line per run: the settings that differ and the deciding figures; the best run first."""
     from ttrain.reports import figures
 
-    metrics = [one for one in found.metrics if one.better][:FIGURES_OF_MANY]
+    metrics = [difference for difference in comparison.metrics if difference.better][:FIGURES_OF_MANY]
     order = list(range(len(names)))
     if metrics:
         first = metrics[0]
-        order.sort(key=lambda place: (first.values[place] is None, -first.better * (first.values[place] or 0.0)))
+        order.sort(key=lambda run_index: (first.values[run_index] is None, -first.better * (first.values[run_index] or 0.0)))
     print()
     table(
-        ("", *(one.name for one in metrics), *(one.name for one in found.settings)),
+        ("", *(difference.name for difference in metrics), *(difference.name for difference in comparison.settings)),
         [
             (
-                names[place],
-                *(figures.number(one.values[place], one.name) for one in metrics),
-                *(_cut(one.values[place]) for one in found.settings),
+                names[run_index],
+                *(figures.number(difference.values[run_index], difference.name) for difference in metrics),
+                *(_shortened(difference.values[run_index]) for difference in comparison.settings),
             )
-            for place in order
+            for run_index in order
         ],
     )
     print("--html and --json show the rest")
 
 
-def _differences(title: str, found: Sequence[Difference], names: Sequence[str], none: str) -> None:
-    if found:
+def _print_differences(title: str, differences: Sequence[Difference], names: Sequence[str], message_if_none: str) -> None:
+    if differences:
         print()
-        table((title, *names), [(one.name, *map(_cut, one.values)) for one in found])
-    elif none:
-        print(f"\n{none}")
+        table((title, *names), [(difference.name, *map(_shortened, difference.values)) for difference in differences])
+    elif message_if_none:
+        print(f"\n{message_if_none}")
 
 
-def _figure(value: float | None, name: str, percent: float | None, place: int, is_best: bool) -> str:
+def _figure(value: float | None, name: str, percent: float | None, column: int, is_best: bool) -> str:
     from ttrain.reports import figures
 
-    words: Iterator[str] = iter(
-        (figures.number(value, name), figures.change(percent) if place else "", "*" if is_best else "")
+    texts: Iterator[str] = iter(
+        (figures.number(value, name), figures.change(percent) if column else "", "*" if is_best else "")
     )
-    return "  ".join(word for word in words if word)
+    return "  ".join(word for word in texts if word)
 
 
-def _cut(text: str) -> str:
+def _shortened(text: str) -> str:
     return text if len(text) <= LONGEST_CELL else f"{text[: LONGEST_CELL - 3]}..."

@@ -1,4 +1,4 @@
-"""`ttrain data` and `ttrain tokenizer`: what can be done with files, shards and tokenizers without a pipeline."""
+"""The `ttrain data` and `ttrain tokenizer` commands, which need no pipeline."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import typer
 
 if TYPE_CHECKING:
     from ttrain.config import Reading, Section
-    from ttrain.data.inspect import Shown
+    from ttrain.data.inspect import TokenView
     from ttrain.data.sharding import Pool
     from ttrain.data.validate import Report
 
@@ -26,12 +26,12 @@ LINE_WIDTH = 100  # of text in a pipe
 
 data_app = typer.Typer(
     no_args_is_help=True,
-    help="Check, shard, look at and count training data.",
+    help="Check, shard, inspect and count training data.",
     epilog="Begin with:  ttrain data validate docs.jsonl",
 )
 tokenizer_app = typer.Typer(
     no_args_is_help=True,
-    help="Train a tokenizer, or look at one.",
+    help="Train or inspect a tokenizer.",
     epilog="Example:  ttrain tokenizer train docs.jsonl --out tokenizer",
 )
 
@@ -44,7 +44,7 @@ MaxRejected = Annotated[float, typer.Option(min=0, max=1, help="a larger share o
 KeepDuplicates = Annotated[bool, typer.Option("--keep-duplicates", help="keep rows that repeat an earlier one")]
 Workers = Annotated[int | None, typer.Option(min=1, help="processes; without it the cores")]
 RowLength = Annotated[int, typer.Option(min=8, help="tokens of a packed row")]
-Sample = Annotated[Literal["reservoir", "head"], typer.Option(help="which ones are taken: any, or the first")]
+SampleMethod = Annotated[Literal["reservoir", "head"], typer.Option(help="which rows are taken: random ones, or the first")]
 Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="of the reservoir")]
 TokenizerDirectory = Annotated[Path | None, typer.Option("--tokenizer", help="its directory; without it, found by digest")]
 
@@ -63,7 +63,7 @@ def data_shard(
     val_fraction: Annotated[float, typer.Option(min=0, max=1, help="share of rows held out, by content hash")] = 0.0,
     limit: Annotated[int | None, typer.Option(min=1, help="rows to use; without it all")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="how many times --limit distinct rows to use")] = 1,
-    sample: Sample = "reservoir",
+    sample: SampleMethod = "reservoir",
     seed: Seed = 1,
     keep_duplicates: KeepDuplicates = False,
     max_rejected: MaxRejected = 0.01,
@@ -71,8 +71,8 @@ def data_shard(
     block_bytes: Annotated[int, typer.Option(min=1024, help="text of one shard")] = 16 << 20,
     as_json: AsJson = False,
 ) -> None:
-    """Tokenize files into Arrow shards. Run it again with other files, and only what is new is tokenized."""
-    from ttrain.cli import data_tables, data_work
+    """Tokenize files into Arrow shards. A second call with other files tokenizes only the new ones."""
+    from ttrain.cli import data_reports
     from ttrain.core.terminal import bar, escaped, print_json, table
     from ttrain.data import locations
     from ttrain.data import validate as validating
@@ -82,18 +82,18 @@ def data_shard(
         text_field, heldout_fraction=val_fraction, rejected_fraction=max_rejected, limit=limit, rounds=rounds,
         sample=sample, seed=seed, deduplicate=not keep_duplicates,
     )  # fmt: skip
-    found = locations.expand(files, "FILE")
-    data_work.check_output(out, files, found)
-    chosen = _kind(kind, text_field) or validating.kind_of_all(found, reading.max_line_bytes)
-    with bar("sharding", "rows") as progress, _pool(found, workers, SMALL_BYTES) as pool:
-        summary = data_work.shard(
-            found, tokenizer, out, reading, kind=chosen, block_bytes=block_bytes, pool=pool,
+    sources = locations.expand(files, "FILE")
+    data_reports.check_output(out, files, sources)
+    chosen = _kind(kind, text_field) or validating.kind_of_all(sources, reading.max_line_bytes)
+    with bar("sharding", "rows") as progress, _pool(sources, workers, SMALL_BYTES) as pool:
+        summary = data_reports.shard(
+            sources, tokenizer, out, reading, kind=chosen, block_bytes=block_bytes, pool=pool,
             progress=progress, waiting=lambda: print(f"waiting: another process writes {out}", file=sys.stderr),
         )  # fmt: skip
     if as_json:
         print_json(summary)
     else:
-        table(("what", "value"), data_tables.sharded_rows(summary))
+        table(("property", "value"), data_reports.sharded_rows(summary))
     if "error" in summary:
         raise DataError(escaped(summary["error"]))
 
@@ -113,31 +113,31 @@ def data_validate(
     workers: Workers = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what `data shard` would keep, skip and reject, by reading files as it does. Nothing is tokenized."""
-    from ttrain.cli import data_tables
+    """Count what `data shard` would keep, skip and reject, without tokenizing anything."""
+    from ttrain.cli import data_reports
     from ttrain.core.terminal import bar, print_json, table
     from ttrain.data.validate import validate
 
     reading = _reading(text_field, rejected_fraction=max_rejected, deduplicate=not keep_duplicates)
-    found, missing = _expanded(files)
+    sources, missing = _expanded(files)
     with (
-        _pool(found, workers, SMALL_UNENCODED_BYTES) as pool,
-        _quarantine(rejected, found) as quarantine,
-        bar("reading", "bytes", _unpacked_bytes(found)) as progress,
+        _pool(sources, workers, SMALL_UNENCODED_BYTES) as pool,
+        _quarantine(rejected, sources) as quarantine,
+        bar("reading", "bytes", _unpacked_bytes(sources)) as progress,
     ):
         chosen = _kind(kind, text_field)
-        present = validate(found, reading, pool=pool, kind=chosen, quarantine=quarantine, progress=progress)
+        present = validate(sources, reading, pool=pool, kind=chosen, quarantine=quarantine, progress=progress)
     reports = [*present, *missing]
     values = [report.to_json() for report in reports]
     if as_json:
         print_json(values if len(values) > 1 else values[0])
     elif present:
-        rows = [data_tables.validated_row(report.to_json()) for report in present]
+        rows = [data_reports.validated_row(report.to_json()) for report in present]
         table(("file", "kind", "rows", "kept", "skipped", "rejected"), rows)
         bad = [line for report in reports for line in report.tally.first_rejected]
         if bad:
             table(("first bad rows",), [(line,) for line in bad[:SHOWN_BAD_ROWS]])
-    _end(reports, missing)
+    _exit_on_errors(reports, missing)
 
 
 @data_app.command(
@@ -149,37 +149,37 @@ def data_inspect(
     shards: Annotated[Path, typer.Argument(help="shards, the directory with train/ and heldout/, or an artifact")],
     rows: Annotated[int, typer.Option(min=1, help="how many")] = 3,
     row_length: RowLength = 256,
-    seed: Annotated[int | None, typer.Option(min=0, help="any rows, chosen under this seed; without it the first")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="seed for choosing random rows; without it the first rows")] = None,
     records: Annotated[bool, typer.Option("--records", help="records as they are stored, instead of packed rows")] = False,
     tokenizer: TokenizerDirectory = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show packed rows as text, with what the loss counts in bold green, or underlined with ^ where there is no colour."""
+    """Show packed rows as text, with the tokens of the loss in bold green, or underlined with ^ if there is no colour."""
     from ttrain.core.terminal import print_json
     from ttrain.data import inspect
     from ttrain.data.shards import ShardSet
-    from ttrain.store.artifacts import Store
+    from ttrain.store.artifacts import ArtifactStore
     from ttrain.store.layout import home
 
-    part = next(iter(inspect.parts_of(shards).values()))
-    encoder = inspect.encoder_of(part, tokenizer, Store(home()))
-    pieces, found = inspect.Pieces(encoder), ShardSet(part)
-    packed = inspect.rows_of(found, encoder, row_length)
-    numbers = inspect.chosen(len(found if records else packed), rows, seed)
+    shard_directory = next(iter(inspect.parts_of(shards).values()))
+    encoder = inspect.encoder_of(shard_directory, tokenizer, ArtifactStore(home()))
+    pieces, shard_set = inspect.TokenDecoder(encoder), ShardSet(shard_directory)
+    packed = inspect.rows_of(shard_set, encoder, row_length)
+    numbers = inspect.row_numbers(len(shard_set if records else packed), rows, seed)
     if records:
-        shown = [inspect.show_record(found, number, pieces) for number in numbers]
+        shown = [inspect.show_record(shard_set, number, pieces) for number in numbers]
     else:
         shown = [inspect.show_row(packed, number, pieces) for number in numbers]
     if as_json:
-        print_json({"shards": str(part), "tokenizer": str(encoder.directory), "kind": found.index["kind"],
-                    "records" if records else "rows": [one.to_json() for one in shown]})  # fmt: skip
+        print_json({"shards": str(shard_directory), "tokenizer": str(encoder.directory), "kind": shard_set.index["kind"],
+                    "records" if records else "rows": [entry.to_json() for entry in shown]})  # fmt: skip
         return
-    what = "record" if records else "row"
-    print(f"{len(found):,} records, {len(packed):,} rows of {row_length} tokens; tokenizer {encoder.directory}")
-    for one in shown:
-        live = sum(one.live)
-        print(f"\n{what} {one.number}: {len(one.ids)} tokens, {live} of them count in the loss")
-        _print_tokens(one, pieces.special)
+    unit = "record" if records else "row"
+    print(f"{len(shard_set):,} records, {len(packed):,} rows of {row_length} tokens; tokenizer {encoder.directory}")
+    for entry in shown:
+        live = sum(entry.live)
+        print(f"\n{unit} {entry.number}: {len(entry.ids)} tokens, {live} of them count in the loss")
+        _print_tokens(entry, pieces.special)
 
 
 @data_app.command(
@@ -196,32 +196,32 @@ def data_stats(
     as_json: AsJson = False,
 ) -> None:
     """Count documents, tokens, bytes and duplicates; lengths, how full rows get, and the scripts of raw files."""
-    from ttrain.cli import data_tables
+    from ttrain.cli import data_reports
     from ttrain.core.terminal import bar, print_json, table
     from ttrain.data import inspect, statistics
-    from ttrain.store.artifacts import Store
+    from ttrain.store.artifacts import ArtifactStore
     from ttrain.store.layout import home
 
     reading = _reading(text_field, rejected_fraction=1.0, deduplicate=False)
     is_shards = {path: inspect.holds_shards(Path(path)) for path in paths}
-    found, missing = _expanded([path for path in paths if not is_shards[path]])
-    store = Store(home())
+    sources, missing = _expanded([path for path in paths if not is_shards[path]])
+    store = ArtifactStore(home())
     values = [statistics.of_directory(Path(path), row_length, tokenizer, store) for path in paths if is_shards[path]]
     with (
-        _pool(found, workers, SMALL_UNENCODED_BYTES) as pool,
-        bar("reading", "bytes", _unpacked_bytes(found)) as progress,
+        _pool(sources, workers, SMALL_UNENCODED_BYTES) as pool,
+        bar("reading", "bytes", _unpacked_bytes(sources)) as progress,
     ):
-        measured = statistics.of_files(found, reading, pool=pool, kind=_kind(kind, text_field), progress=progress)
+        measured = statistics.of_files(sources, reading, pool=pool, kind=_kind(kind, text_field), progress=progress)
     values += [{**report.to_json(), **figures} for report, figures in measured]
     values += [report.to_json() for report in missing]
     if as_json:
         print_json(values if len(values) > 1 else values[0])
     else:
         for value in values:
-            for header, rows in data_tables.statistics_tables(value):
+            for header, rows in data_reports.statistics_tables(value):
                 table(header, rows)
                 print()
-    _end([*(report for report, _ in measured), *missing], missing)
+    _exit_on_errors([*(report for report, _ in measured), *missing], missing)
 
 
 @tokenizer_app.command(
@@ -235,17 +235,17 @@ def tokenizer_train(
     out: Annotated[Path, typer.Option(help="directory for the tokenizer; it must be empty or missing")],
     vocab_size: Annotated[int, typer.Option(min=300, help="entries, with the 256 bytes and the special tokens")] = 6400,
     max_lines: Annotated[int | None, typer.Option(min=1, help="documents to learn from; without it all")] = None,
-    sample: Sample = "reservoir",
+    sample: SampleMethod = "reservoir",
     seed: Seed = 1,
     max_bytes: Annotated[int, typer.Option(min=10_000, help="text to learn from, in UTF-8 bytes")] = 50_000_000,
     text_field: TextField = None,
     template: Annotated[Literal["ttrain", "tinyseek", "own"], typer.Option(help="own: the existing tokenizer's")] = "ttrain",
-    existing: Annotated[str | None, typer.Option(help="take this one: a folder, or owner/name[@revision]")] = None,
+    existing: Annotated[str | None, typer.Option(help="take this tokenizer: a folder, or owner/name[@revision]")] = None,
     max_rejected: MaxRejected = 0.01,
     as_json: AsJson = False,
 ) -> None:
-    """Train a byte-level BPE on documents, or take one that exists and measure how well it fits them."""
-    from ttrain.cli import data_tables, data_work
+    """Train a byte-level BPE on documents, or take an existing one and measure how well it fits them."""
+    from ttrain.cli import data_reports
     from ttrain.config import Tokenizer
     from ttrain.core.terminal import bar, print_json, table
     from ttrain.data import locations
@@ -255,13 +255,13 @@ def tokenizer_train(
         max_documents=max_lines, max_bytes=max_bytes,
     )  # fmt: skip
     reading = _reading(text_field, heldout_fraction=0.0, rejected_fraction=max_rejected)
-    found = locations.expand(files, "FILE")
+    sources = locations.expand(files, "FILE")
     with bar("reading", "documents") as progress:
-        summary = data_work.train_tokenizer(found, out, config, reading, progress)
+        summary = data_reports.train_tokenizer(sources, out, config, reading, progress)
     if as_json:
         print_json(summary)
         return
-    table(("what", "value"), data_tables.tokenizer_rows(summary))
+    table(("property", "value"), data_reports.tokenizer_rows(summary))
     table(("file", "bytes per token"), [(file["name"], f"{file['bytes_per_token']:.3f}") for file in summary["files"]])
 
 
@@ -287,7 +287,7 @@ def tokenizer_inspect(
     if text is not None and chat is not None:
         raise UsageError("--text and --chat are both given; give one of them")
     encoder = Encoder(inspect.tokenizer_at(directory), fast=False)
-    about = inspect.describe(encoder)
+    description = inspect.describe(encoder)
     shown = None
     if text is not None:
         shown = inspect.show_text(encoder, text)
@@ -295,12 +295,15 @@ def tokenizer_inspect(
         data = sys.stdin.buffer.read() if chat == "-" else Path(chat).read_bytes()
         shown = inspect.show_chat(encoder, inspect.chat_of(data, "standard input" if chat == "-" else chat))
     if as_json:
-        print_json({**about, **({"tokens": shown.to_json()} if shown else {})})
+        print_json({**description, **({"tokens": shown.to_json()} if shown else {})})
         return
-    table(("what", "value"), [(name, about[name]) for name in ("path", "vocab_size", "digest", "template")])
-    table(("id", "special token", "name"), [(one["id"], one["token"], one["name"] or "") for one in about["special_tokens"]])
+    table(("property", "value"), [(name, description[name]) for name in ("path", "vocab_size", "digest", "template")])
+    table(
+        ("id", "special token", "name"),
+        [(token["id"], token["token"], token["name"] or "") for token in description["special_tokens"]],
+    )
     if shown is None:
-        table(("id", "longest tokens"), [(one["id"], repr(one["text"])) for one in about["longest"]])
+        table(("id", "longest tokens"), [(token["id"], repr(token["text"])) for token in description["longest"]])
         return
     print(f"\n{len(shown.ids)} tokens")
     _print_tokens(shown, encoder.special_ids())
@@ -318,7 +321,7 @@ def _reading(text_field: str | None, **values: Any) -> Reading:
 
 
 def _valid(section: type[S], **values: Any) -> S:
-    """A section of the settings from options. Raises UsageError for a value that the section refuses."""
+    """Build a section of the settings from options. Raises UsageError for an invalid value."""
     from pydantic import ValidationError
 
     from ttrain.errors import UsageError
@@ -333,16 +336,16 @@ def _valid(section: type[S], **values: Any) -> S:
 
 
 def _kind(kind: str, text_field: str | None) -> str | None:
-    """The kind that the options name; a text field is one of documents. None: the rows decide."""
+    """The kind that the options name; --text-field means documents. None: the rows decide."""
     return kind if kind != "auto" else "documents" if text_field is not None else None
 
 
 @contextlib.contextmanager
-def _pool(found: Sequence[str], workers: int | None, small_bytes: int) -> Iterator[Pool]:
-    """This process, where there is little to do, else as many as are asked for, which start while the rest is prepared."""
-    from ttrain.data.worker_pools import Here, Processes
+def _pool(sources: Sequence[str], workers: int | None, small_bytes: int) -> Iterator[Pool]:
+    """A pool: this process if there is little to do, else worker processes, which start while the rest is prepared."""
+    from ttrain.data.sharding import Here, Processes
 
-    size = _bytes(found)
+    size = _total_bytes(sources)
     if size is not None and size < small_bytes:
         yield Here()
         return
@@ -352,41 +355,41 @@ def _pool(found: Sequence[str], workers: int | None, small_bytes: int) -> Iterat
         yield pool
 
 
-def _bytes(found: Sequence[str]) -> int | None:
-    """Size of the files; None where some are not on this machine."""
+def _total_bytes(sources: Sequence[str]) -> int | None:
+    """Total size of the files; None if some are not on this machine."""
     from ttrain.data import locations
 
-    if any(locations.is_remote(location) for location in found):
+    if any(locations.is_remote(location) for location in sources):
         return None
-    return sum(locations.local_path(location).stat().st_size for location in found)
+    return sum(locations.local_path(location).stat().st_size for location in sources)
 
 
-def _unpacked_bytes(found: Sequence[str]) -> int | None:
-    """How much text the files hold; None where that is not known before they are read."""
+def _unpacked_bytes(sources: Sequence[str]) -> int | None:
+    """Size of the text in the files; None if it is not known before they are read."""
     from ttrain.data.locations import PACKED
 
-    return None if any(location.endswith((*PACKED, ".parquet")) for location in found) else _bytes(found)
+    return None if any(location.endswith((*PACKED, ".parquet")) for location in sources) else _total_bytes(sources)
 
 
 def _expanded(patterns: Sequence[str]) -> tuple[list[str], list[Report]]:
-    """(files that the patterns name, a report on each pattern that names none)."""
+    """Expand the patterns: (files, a report on each pattern that matches none)."""
     from ttrain.data import locations
     from ttrain.data.validate import Report
     from ttrain.errors import UsageError
 
-    found: dict[str, None] = {}
+    sources: dict[str, None] = {}
     missing = []
     for pattern in patterns:
         try:
-            found.update(dict.fromkeys(locations.expand([pattern], "FILE")))
+            sources.update(dict.fromkeys(locations.expand([pattern], "FILE")))
         except UsageError as error:
             missing.append(Report(pattern, error=str(error)))
-    return list(found), missing
+    return list(sources), missing
 
 
 @contextlib.contextmanager
-def _quarantine(path: Path | None, found: Sequence[str]) -> Iterator[Callable[[dict[str, Any]], object] | None]:
-    """Takes bad rows and writes them to the path, where there is one."""
+def _quarantine(path: Path | None, sources: Sequence[str]) -> Iterator[Callable[[dict[str, Any]], object] | None]:
+    """Yield a function that writes bad rows to the path; None if there is no path."""
     if path is None:
         yield None
         return
@@ -396,26 +399,26 @@ def _quarantine(path: Path | None, found: Sequence[str]) -> Iterator[Callable[[d
     from ttrain.errors import UsageError
 
     if any(
-        not locations.is_remote(name) and Path(name).exists() and path.exists() and path.samefile(name) for name in found
+        not locations.is_remote(name) and Path(name).exists() and path.exists() and path.samefile(name) for name in sources
     ):
-        raise UsageError(f"--rejected is {path}, which is a file to be read; name another")
+        raise UsageError(f"--rejected is {path}, which is one of the input files; name another file")
     with path.open("wb") as file:
         yield lambda row: file.write(orjson.dumps(row) + b"\n")
 
 
-def _end(reports: Sequence[Report], missing: Sequence[Report]) -> None:
-    """Name what is wrong with each file on standard error, and end with 2 where one is missing, else 1."""
+def _exit_on_errors(reports: Sequence[Report], missing: Sequence[Report]) -> None:
+    """Print the error of each file on standard error; exit with 2 if a file is missing, else 1."""
     from ttrain.core.terminal import escaped
 
-    wrong = [report for report in reports if report.error]
-    for report in wrong:
+    failed = [report for report in reports if report.error]
+    for report in failed:
         print(f"error: {escaped(report.error or '')}", file=sys.stderr)
-    if wrong:
+    if failed:
         raise typer.Exit(2 if missing else 1)
 
 
-def _print_tokens(shown: Shown, special: frozenset[int]) -> None:
-    """The text of a row or a record, each record in it under a line of its own."""
+def _print_tokens(shown: TokenView, special: frozenset[int]) -> None:
+    """Print the text of a row or a record, each record of a row under its own heading."""
     from ttrain.core.terminal import console, print_spans
     from ttrain.data.inspect import lines
 

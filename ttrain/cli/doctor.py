@@ -1,4 +1,4 @@
-"""`ttrain doctor`: its arguments, and what it prints."""
+"""The `ttrain doctor` command: arguments and output."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ttrain.cli.options import AsJson, Files, Overrides, Profiles, load_settings
 from ttrain.core.terminal import console, escaped, print_json, print_spans
 
 if TYPE_CHECKING:
-    from ttrain.doctor.check import Check
+    from ttrain.doctor.parts import Check
 
 READ_BY_C = ("GLIBC_", "GOMP_")  # variables of a stage's process that are read when OpenMP is loaded, or a rank starts
 NAME_WIDTH, LINE_WIDTH, SHOWN_LINES = 22, 100, 12
@@ -25,11 +25,11 @@ def doctor(
     config: Files = None,
     profile: Profiles = None,
     stage: Annotated[
-        Literal["pretrain", "sft", "lora"] | None, typer.Option(help="the training to examine; the first, unless given")
+        Literal["pretrain", "sft", "lora"] | None, typer.Option(help="the training stage to check; default: the first")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Prove, before a long run, that training is right and fits: on these settings and data, on this machine."""
+    """Check, before a long run, that training works and fits: with these settings and data, on this machine."""
     from ttrain.pipeline.processes import environment_of
     from ttrain.store.layout import home
 
@@ -40,31 +40,35 @@ def doctor(
         if name.startswith(READ_BY_C):
             os.environ.setdefault(name, value)
     planned = plan_of("full", loaded)[1] if (home() / "store").is_dir() else []  # no need to read all data to find nothing
-    artifacts = {one.stage.name: one.artifact for one in planned if one.artifact and one.state == "cached"}
+    artifacts = {
+        planned_stage.stage.name: planned_stage.artifact
+        for planned_stage in planned
+        if planned_stage.artifact and planned_stage.state == "cached"
+    }
     from ttrain.data.inspect import lines
     from ttrain.doctor.run import Doctor  # loads torch, which now finds the variables
 
     examination = Doctor(examined, loaded.settings, artifacts, home())
-    found: list[Check] = []
+    checks: list[Check] = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         for check in examination.checks():
-            found.append(check)
+            checks.append(check)
             if not as_json:
                 _print(check)
-    bad = [check for check in found if not check.ok]
+    failures = [check for check in checks if not check.ok]
     if as_json:
-        print_json({"checks": [check.to_json() for check in found]})
+        print_json({"checks": [check.to_json() for check in checks]})
     else:
         if examination.shown is not None:
             row, special = examination.shown
-            print(f"\nthe first row of {examined}; what the loss counts is marked:")
+            print(f"\nthe first row of {examined}; tokens that count in the loss are marked:")
             of_records = (lines(row, record, special, LINE_WIDTH) for record in range(1 + max(row.segments)))
             print_spans(islice(chain.from_iterable(of_records), SHOWN_LINES))
             print()
-        verdict = f"{len(bad)} of {len(found)} checks are not ok" if bad else f"all {len(found)} checks are ok"
+        verdict = f"{len(failures)} of {len(checks)} checks are not ok" if failures else f"all {len(checks)} checks are ok"
         print(f"{examined}: {verdict}, in {time.monotonic() - began:.0f} s")
-    if bad:
+    if failures:
         raise typer.Exit(1)
 
 
@@ -72,7 +76,7 @@ def _print(check: Check) -> None:
     from rich.text import Text
 
     mark = ("ok  ", "green") if check.ok else ("BAD ", "bold red")
-    cure = f"; cure: {check.cure}" if check.cure else ""
+    fix = f"; fix: {check.cure}" if check.cure else ""
     console().print(
-        Text.assemble(mark, f"{check.name:{NAME_WIDTH}}{escaped(str(check.figure))}{escaped(cure)}"), soft_wrap=True
+        Text.assemble(mark, f"{check.name:{NAME_WIDTH}}{escaped(str(check.figure))}{escaped(fix)}"), soft_wrap=True
     )

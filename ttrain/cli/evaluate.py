@@ -1,10 +1,14 @@
-"""`ttrain eval`: its arguments, and what it prints."""
+"""The `ttrain eval` command: arguments and output."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -12,23 +16,35 @@ import typer
 
 from ttrain.cli.chat import Base, Device, Dtype, before_torch
 from ttrain.cli.options import AsJson, RunName
+from ttrain.errors import UsageError
 from ttrain.store import layout
 
 if TYPE_CHECKING:
+    from ttrain.evaluate import suites
     from ttrain.evaluate.results import Results
-    from ttrain.evaluate.suites import Loaded
+    from ttrain.evaluate.statistics import Rule
+    from ttrain.evaluate.suites import LoadedSuite
+    from ttrain.evaluate.task_result import TaskResult
+    from ttrain.store.artifacts import ArtifactStore
+    from ttrain.store.layout import Artifact
+    from ttrain.store.model_files import Reference
+
 
 EPILOG = (
     "Examples:  ttrain eval sft\n\nttrain eval pretrain sft --choices poems.jsonl --last-word passages.jsonl\n\n"
     "ttrain eval sft mine-sft@champion --suite mine.yaml --json\n\n"
     "ttrain eval owner/name ./model --suite english --limit 200"
 )
+
 MODELS_HELP = (
-    "runs, stages such as sft, registered NAME@ALIAS, directories, or owner/name on the Hub; the first is what "
-    "the others are compared with"
+    "runs, stages such as sft, registered NAME@ALIAS, directories, or owner/name on the Hub; the others are "
+    "compared with the first"
 )
+
 KINDS = ("text", "chats", "choices", "last_word", "generation")
+
 ModelNames = Annotated[list[str], typer.Argument(help=MODELS_HELP, metavar="MODEL...")]
+
 Suites = Annotated[
     list[str] | None, typer.Option("--suite", "-s", metavar="SUITE", help="tasks: a name, or a YAML file; repeatable")
 ]
@@ -65,113 +81,115 @@ def evaluate(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure models, with intervals; compare them on the same items, with what these items can tell.
+    """Evaluate models with confidence intervals, and compare them on the same items.
 
-    Without a task, on what their own runs held out.
+    Without a task, they are evaluated on the data that their own runs held out.
     """
-    from ttrain.cli import evaluation_run
     from ttrain.core.terminal import escaped, print_json
     from ttrain.evaluate.statistics import Rule
-    from ttrain.pipeline import identities
+    from ttrain.pipeline import lineage_names
     from ttrain.pipeline import names as references
     from ttrain.store import artifacts
 
     files = dict(zip(KINDS, (text, chats, choices, last_word, generation), strict=True))
-    asked = [_changed(loaded, shots=shots, limit=limit, match=match) for loaded in _asked(suite or (), files)]
-    found = references.resolve_all(models, base=base, from_hub=True, run=run)
-    home = artifacts.Store(layout.home())
-    heldout = evaluation_run.heldout_of(found, home)
-    identified, notes = identities.lines_of(found, home), list[str]()
-    if not asked:
-        default, left_out = evaluation_run.default_suite(heldout, found)
-        asked, notes = [_changed(default, limit=limit)], left_out
-    _check_used(asked, shots=shots, match=match)
+    loaded_suites = [_changed(loaded, shots=shots, limit=limit, match=match) for loaded in _load_suites(suite or (), files)]
+    resolved_models = references.resolve_all(models, base=base, from_hub=True, run=run)
+    home = artifacts.ArtifactStore(layout.home())
+    heldout = heldout_of(resolved_models, home)
+    identified, notes = lineage_names.lines_of(resolved_models, home), list[str]()
+    if not loaded_suites:
+        default, left_out = default_suite(heldout, resolved_models)
+        loaded_suites, notes = [_changed(default, limit=limit)], left_out
+    _check_used(loaded_suites, shots=shots, match=match)
     if track:
-        evaluation_run.check_tracked(found, home)
+        check_tracked(resolved_models, home)
     if items is not None:
-        evaluation_run.check_writable(items, asked)
+        check_writable(items, loaded_suites)
     for line in identified:
         print(escaped(line), file=sys.stderr if as_json else sys.stdout, flush=True)
     before_torch()
-    results = _with_bar(found, asked, heldout, evaluation_run.How(device, dtype, batch_tokens), Rule())
+    results = _evaluate_with_bar(
+        resolved_models, loaded_suites, heldout, EvaluationRuntime(device, dtype, batch_tokens), Rule()
+    )
     notes += results.notes()
     if as_json:
-        by_name = dict(zip(evaluation_run.names_of(found), map(identities.to_json, found), strict=True))
+        by_name = dict(zip(names_of(resolved_models), map(lineage_names.to_json, resolved_models), strict=True))
         print_json({**results.to_json(), "identities": by_name, "notes": notes})
     else:
         _show(results, notes)
-    told = []  # after the results: these are there, whatever becomes of the rest
+    final_lines = []  # printed after the results, which are valid even if what follows fails
     if items is not None:
-        evaluation_run.write_items(items, results)
-        told.append(f"every item is in {items}")
+        write_items(items, results)
+        final_lines.append(f"every item is in {items}")
     if track:
-        told.append(f"in MLflow: {', '.join(evaluation_run.track(found, results, home))}; `ttrain ui` opens it")
-    for line in () if as_json else told:
+        final_lines.append(f"in MLflow: {', '.join(track_results(resolved_models, results, home))}; `ttrain ui` opens it")
+    for line in () if as_json else final_lines:
         print(line)
 
 
-def _asked(names: Sequence[str], files: dict[str, list[Path] | None]) -> list[Loaded]:
-    """The suites that are named, and one of the files that are. Raises UsageError for a file that is none, or that is named
+def _load_suites(names: Sequence[str], files: dict[str, list[Path] | None]) -> list[LoadedSuite]:
+    """Load the named suites, and make one suite of the files. Raises UsageError for a file that is missing or named
     twice."""
     from ttrain.errors import UsageError
     from ttrain.evaluate import suites
 
     tasks: dict[str, dict[str, Any]] = {}
-    named: dict[str, str] = {}
+    option_by_task: dict[str, str] = {}
     for kind, paths in files.items():
-        option, seen = f"--{kind.replace('_', '-')}", set[Path]()
+        option, resolved_paths = f"--{kind.replace('_', '-')}", set[Path]()
         for path in paths or ():
             file = path.expanduser()
             if not file.is_file():
-                what = (
+                problem = (
                     f"a directory; name each file in it with {option}"
                     if file.is_dir()
-                    else "no file; name a JSON Lines file"
+                    else "not a file; name a JSON Lines file"
                 )
-                raise UsageError(f"{option} is {path}, which is {what}")
-            if file.resolve() in seen:
-                raise UsageError(f"{option} names {path} twice, whose items would count twice; leave one out")
-            seen.add(file.resolve())
+                raise UsageError(f"{option} is {path}, which is {problem}")
+            if file.resolve() in resolved_paths:
+                raise UsageError(f"{option} names {path} twice, so that its items would count twice; remove one")
+            resolved_paths.add(file.resolve())
             task = _task_name(path, tasks)
-            tasks[task], named[task] = {"kind": kind, "file": str(file.absolute())}, option
-    return [*map(suites.load, names), *([suites.of_tasks(tasks, "the command line", named)] if tasks else [])]
+            tasks[task], option_by_task[task] = {"kind": kind, "file": str(file.absolute())}, option
+    return [*map(suites.load, names), *([suites.of_tasks(tasks, "the command line", option_by_task)] if tasks else [])]
 
 
-def _task_name(path: Path, taken: dict[str, Any]) -> str:
-    """The file's name without its endings, as a task may be called; a second file of the same name gets a number."""
+def _task_name(path: Path, tasks: dict[str, Any]) -> str:
+    """The task name of a file: its name without suffixes; a second file of the same name gets a number."""
     stem = re.sub(r"[^A-Za-z0-9_.-]+", "-", path.name.partition(".")[0]).lstrip("-_.") or "task"
-    return next(name for name in (stem, *(f"{stem}-{number}" for number in range(2, 10**6))) if name not in taken)
+    return next(name for name in (stem, *(f"{stem}-{number}" for number in range(2, 10**6))) if name not in tasks)
 
 
-def _changed(loaded: Loaded, **settings: Any) -> Loaded:
+def _changed(loaded: LoadedSuite, **settings: Any) -> LoadedSuite:
     from ttrain.evaluate import suites
 
     return suites.changed(loaded, **{name: value for name, value in settings.items() if value is not None})
 
 
-def _check_used(asked: Sequence[Loaded], **settings: Any) -> None:
-    """Raise UsageError for an option that no task has: it would change nothing."""
+def _check_used(loaded_suites: Sequence[LoadedSuite], **settings: Any) -> None:
+    """Raise UsageError for an option that no task has: it would have no effect."""
     from ttrain.errors import UsageError
 
     for name, value in settings.items():
-        if value is not None and not any(hasattr(task, name) for one in asked for task in one.suite.tasks.values()):
-            kinds = sorted({task.kind for one in asked for task in one.suite.tasks.values()})
-            raise UsageError(
-                f"--{name} is {value}, but no task has that setting; what is asked is of kind {', '.join(kinds)}"
-            )
+        if value is not None and not any(
+            hasattr(task, name) for loaded in loaded_suites for task in loaded.suite.tasks.values()
+        ):
+            kinds = sorted({task.kind for loaded in loaded_suites for task in loaded.suite.tasks.values()})
+            raise UsageError(f"--{name} is {value}, but no task has that setting; the tasks are of kind {', '.join(kinds)}")
 
 
-def _with_bar(references: Any, asked: Any, heldout: Any, how: Any, rule: Any) -> Results:
-    from ttrain.cli import evaluation_run
+def _evaluate_with_bar(references: Any, loaded_suites: Any, heldout: Any, runtime: Any, rule: Any) -> Results:
     from ttrain.core.terminal import bar
 
-    names = evaluation_run.names_of(references)
+    names = names_of(references)
     with bar("evaluating", "% of all tasks", 100) as progress:
 
-        def told(model: str, task: str, done: float, total: int) -> None:
+        def report_progress(model: str, task: str, done: float, total: int) -> None:
             progress(int(100 * (names.index(model) + done / total) / len(names)))
 
-        return evaluation_run.evaluate(references, asked, heldout, how=how, rule=rule, told=told)
+        return evaluate_references(
+            references, loaded_suites, heldout, runtime=runtime, rule=rule, report_progress=report_progress
+        )
 
 
 def _show(results: Results, notes: Sequence[str]) -> None:
@@ -184,3 +202,212 @@ def _show(results: Results, notes: Sequence[str]) -> None:
         table(header, rows)
     for line in notes:
         print(escaped(line))
+
+
+COMPARISON_TABLE = "comparison_table.json"
+
+PARTS = {"shards-pretrain": "documents", "shards-sft": "chats", "shards-lora": "domain"}
+
+Records = Mapping[str, Sequence[Mapping[str, Any]]]
+
+ReportProgress = Callable[[str, str, float, int], None]  # (model, task, tasks done, tasks in all)
+
+
+@dataclass(frozen=True)
+class EvaluationRuntime:
+    """Device, number format, and padded tokens of a forward pass (None: as many as suit the device)."""
+
+    device: str = "auto"
+    dtype: str = "fp32"
+    batch_tokens: int | None = None
+
+
+def evaluate_references(
+    references: Sequence[Reference],
+    loaded_suites: Sequence[suites.LoadedSuite],
+    heldout: Records,
+    *,
+    runtime: EvaluationRuntime,
+    rule: Rule,
+    report_progress: ReportProgress = lambda model, task, done, total: None,
+) -> Results:
+    """Run every task on every model; the others are compared with the first.
+
+    Raises UsageError and DataError for tasks that cannot be run, before a model is loaded.
+    """
+    from ttrain.evaluate import suites
+    from ttrain.evaluate.results import Results
+
+    suites.check_distinct_tasks(loaded_suites)
+    from ttrain.evaluate import run as running
+    from ttrain.inference import loading
+    from ttrain.inference.evaluated_model import as_evaluated_model
+
+    items = running.read(loaded_suites, heldout)
+    outcomes: list[TaskResult] = []
+    for name, reference in zip(names_of(references), references, strict=True):
+        loaded_model = replace(loading.load(reference, device=runtime.device, dtype=runtime.dtype), name=name)
+        evaluated_model = as_evaluated_model(loaded_model, batch_tokens=runtime.batch_tokens)
+        outcomes += running.ask(items, evaluated_model, partial(report_progress, name))
+        del loaded_model, evaluated_model
+        gc.collect()  # the next model needs the memory
+    return Results(outcomes, rule, items)
+
+
+def default_suite(heldout: Records, references: Sequence[Reference]) -> tuple[suites.LoadedSuite, list[str]]:
+    """(the suite without options: all held-out data of the models' runs that every model can be evaluated on; a line
+    for each part left out). Raises UsageError if nothing remains."""
+    from ttrain.data import existing
+    from ttrain.evaluate import suites
+
+    names = ", ".join(reference.text for reference in references)
+    advice = (
+        "so name tasks: --text, --choices, --last-word, --generation or --chats with a file, or --suite with "
+        f"{', '.join(suites.names())} or a file of your own"
+    )
+    if not heldout:
+        raise UsageError(f"there is no held-out data of {names} in this store, {advice}")
+    loaded = suites.of_heldout(heldout)
+    without_template = [reference.text for reference in references if not existing.brings_template(reference.tokenizer)]
+    suite_without_chats = suites.without_chats(loaded)
+    if not without_template or suite_without_chats == loaded.suite:
+        return loaded, []
+    why = f"the tokenizer of {' and '.join(without_template)} has no chat template"
+    if suite_without_chats is None:
+        raise UsageError(f"all held-out data of {names} are chats, but {why}, {advice}")
+    left_out = ", ".join(name for name in loaded.suite.tasks if name not in suite_without_chats.tasks)
+    return replace(loaded, suite=suite_without_chats), [f"not asked: {left_out}, for {why}"]
+
+
+def heldout_of(references: Sequence[Reference], store: ArtifactStore) -> dict[str, list[dict[str, Any]]]:
+    """Held-out documents, chats and domain records, each from the first model that has them in this store: a base model
+    has no chats, but a model trained on top of it has."""
+    from ttrain.stages.shards import heldout_records
+
+    records_by_part: dict[str, list[dict[str, Any]]] = {}
+    for reference in references:
+        for part_name, artifact in _held_out(reference.artifact, store).items():
+            if part_name not in records_by_part and (records := heldout_records(artifact.path)):
+                records_by_part[part_name] = records
+    return records_by_part
+
+
+def names_of(references: Sequence[Reference]) -> list[str]:
+    """Names of the models in tables: as the user wrote them, numbered where two are the same."""
+    texts = [reference.text for reference in references]
+    return [text if texts.count(text) == 1 else f"{text} ({number})" for number, text in enumerate(texts, 1)]
+
+
+def check_tracked(references: Sequence[Reference], store: ArtifactStore) -> None:
+    """Raise UsageError if a model does not belong to a tracked run."""
+    for reference in references:
+        _tracked(reference, store)
+
+
+def track_results(references: Sequence[Reference], results: Results, store: ArtifactStore) -> list[str]:
+    """Log each model's results in MLflow as a child of the run that made it; returns the names of the new runs.
+
+    Raises UsageError if a model does not belong to a tracked run.
+    """
+    import orjson
+
+    from ttrain import tracking
+    from ttrain.evaluate.results import Results
+    from ttrain.pipeline.registration import EVALUATION_TABLE, tag_of_tables
+
+    parents = [_tracked(reference, store) for reference in references]
+    run_names = []
+    for reference, name, (run_id, experiment) in zip(references, names_of(references), parents, strict=True):
+        tracker = tracking.open_store(store.root, experiment)
+        artifact = reference.artifact
+        tags = {"ttrain.stage": "eval", "ttrain.evaluated": f"{artifact.stage} {artifact.key}" if artifact else ""}
+        model_results = Results(
+            [outcome for outcome in results.outcomes if outcome.subject == name], results.rule, results.read
+        )
+        run = tracker.start_run(f"eval {name}", parent_run_id=run_id, tags=tags, params={"model": reference.text})
+        run.log_summary({f"eval/{key}": value for key, value in model_results.metrics().items()})
+        run.log_inputs(tracking.of_tasks(model_results.to_json()["tasks"]))
+        tables = {EVALUATION_TABLE: model_results.table()}
+        if len(references) > 1:
+            tables |= {COMPARISON_TABLE: results.comparison_table()}
+        for file, (header, rows) in tables.items():
+            run.log_text(orjson.dumps({"columns": header, "data": rows}).decode(), file)
+        run.set_tags(tag_of_tables(tables))
+        run.log_text(orjson.dumps(model_results.to_json(), option=orjson.OPT_INDENT_2).decode(), "evaluation.json")
+        run.log_text("".join(orjson.dumps(row).decode() + "\n" for row in model_results.rows()), "items.jsonl")
+        run.finish("FINISHED")
+        tracker.close()
+        run_names.append(f"eval {name}")
+    return run_names
+
+
+def check_writable(path: Path, loaded_suites: Sequence[suites.LoadedSuite]) -> None:
+    """Raise UsageError, before the work, if the items cannot be written or would overwrite an input file."""
+    from ttrain.evaluate import suites
+
+    for loaded in loaded_suites:
+        read = [] if loaded.file is None else [(f"the suite is {loaded.name}", loaded.file)]
+        for usage, file in (*read, *suites.task_files(loaded)):
+            if _same(path, file):
+                raise UsageError(f"--items is {path}, but {usage}, which would be overwritten; name another file")
+    with _write_errors_as_usage_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab"):
+            pass
+
+
+def write_items(path: Path, results: Results) -> None:
+    """Write every item of every model as a line of JSON. Raises UsageError if that fails."""
+    import orjson
+
+    with _write_errors_as_usage_errors(path), path.open("wb") as file:
+        file.writelines(orjson.dumps(row) + b"\n" for row in results.rows())
+
+
+def _same(first: Path, second: Path) -> bool:
+    """Whether both paths are the same file, through links too; it need not exist yet."""
+    try:
+        return first.samefile(second)
+    except OSError:
+        return first.resolve() == second.resolve()
+
+
+@contextlib.contextmanager
+def _write_errors_as_usage_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"--items is {path}, which cannot be written: {error.strerror}; name another file") from None
+
+
+def _held_out(artifact: Artifact | None, store: ArtifactStore) -> dict[str, Artifact]:
+    """The shards that a model and its base models were trained on, by part."""
+    from ttrain.store.integrity import verify_artifact
+
+    shard_artifacts: dict[str, Artifact] = {}
+    waiting = [artifact] if artifact else []
+    while waiting:
+        for used in waiting.pop().manifest["inputs"].values():
+            ancestor = store.find(used["stage"], used["key"])
+            if ancestor is None:
+                continue
+            waiting.append(ancestor)
+            part_name = PARTS.get(ancestor.stage)
+            if part_name and not any(name.startswith("heldout/") for name in ancestor.absent):
+                verify_artifact(ancestor, ("heldout",))
+                shard_artifacts.setdefault(part_name, ancestor)
+    return shard_artifacts
+
+
+def _tracked(reference: Reference, store: ArtifactStore) -> tuple[str, str]:
+    """(id of the tracked run that made the model, its experiment). Raises UsageError if there is none."""
+    from ttrain.core.files import read_json
+
+    name = reference.artifact.manifest.get("provenance", {}).get("run") if reference.artifact else None
+    record = (read_json(store.root / "runs" / f"{name}.json") if name else None) or {}
+    run_id = (record.get("tracking") or {}).get("run_id")
+    if not run_id:
+        raise UsageError(
+            f"--track keeps results with the run that made the model, but '{reference.text}' is not from a tracked run"
+        )
+    return str(run_id), str(record["settings"]["tracking"]["experiment"])

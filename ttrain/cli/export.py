@@ -1,4 +1,4 @@
-"""`ttrain export`: its arguments, and what it prints."""
+"""The `ttrain export` command: arguments and output."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EPILOG = (
 
 
 def quieten() -> None:
-    """Warnings of libraries are for those who call them, and bars for those who watch."""
+    """Hide FutureWarnings of libraries, and the Hub's progress bars if standard error is not a terminal."""
     import warnings
 
     warnings.filterwarnings("ignore", category=FutureWarning)
@@ -47,46 +47,49 @@ def export(
         str | None, typer.Option("--license", help="of the model, for its card, for example apache-2.0")
     ] = None,
     gguf: Annotated[
-        Path | None, typer.Option("--gguf", metavar="DIR", help="llama.cpp, whose converter writes a GGUF file besides")
+        Path | None,
+        typer.Option("--gguf", metavar="DIR", help="directory of llama.cpp, whose converter also writes a GGUF file"),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="replace the model in a directory that is not empty")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Write a model for other programs: safetensors, tokenizer, chat template, generation config, model card."""
     from ttrain.export import export as work
-    from ttrain.pipeline import identities
+    from ttrain.pipeline import lineage_names
     from ttrain.pipeline.names import resolve_all
     from ttrain.store import artifacts
 
     quieten()
-    [found] = resolve_all([reference], base=base, run=run)
-    for line in identities.lines_of([found], artifacts.Store(layout.home())):
+    [model] = resolve_all([reference], base=base, run=run)
+    for line in lineage_names.lines_of([model], artifacts.ArtifactStore(layout.home())):
         print(escaped(line), file=sys.stderr if as_json else sys.stdout, flush=True)
     request = work.Request(
         dtype=dtype, merge=merge, shard_size=shard_size, keep_head=keep_head, licence=licence, gguf=gguf, force=force
     )
-    done = work.export(found, to, request, say=lambda text: print(escaped(text), file=sys.stderr))
+    exported = work.export(model, to, request, say=lambda text: print(escaped(text), file=sys.stderr))
     if as_json:
         print_json(
             {
-                **identities.to_json(found),
-                "directory": str(done.directory),
-                "kind": done.kind,
-                "dtype": done.dtype,
-                "parameters": done.parameters,
-                "bytes": sum(done.files.values()),
-                "files": done.files,
-                "remarks": list(done.remarks),
+                **lineage_names.to_json(model),
+                "directory": str(exported.directory),
+                "kind": exported.kind,
+                "dtype": exported.dtype,
+                "parameters": exported.parameters,
+                "bytes": sum(exported.files.values()),
+                "files": exported.files,
+                "remarks": list(exported.remarks),
             }
         )
         return
-    table(("file", "bytes"), [(name, f"{size:,}") for name, size in done.files.items()])
-    print(escaped(f"the {done.kind}, {done.parameters:,} parameters in {done.dtype}, is in {done.directory}"))
-    for remark in done.remarks:
+    table(("file", "bytes"), [(name, f"{size:,}") for name, size in exported.files.items()])
+    print(
+        escaped(f"the {exported.kind}, {exported.parameters:,} parameters in {exported.dtype}, is in {exported.directory}")
+    )
+    for remark in exported.remarks:
         print(escaped(remark))
-    if done.kind == "model":
-        trust = ", trust_remote_code=True" if any(name.startswith("modeling_") for name in done.files) else ""
-        print(escaped(f'open it: AutoModelForCausalLM.from_pretrained("{done.directory}", dtype="auto"{trust})'))
-        print(escaped(f"try it:  ttrain chat {done.directory}"))
+    if exported.kind == "model":
+        trust = ", trust_remote_code=True" if any(name.startswith("modeling_") for name in exported.files) else ""
+        print(escaped(f'open it: AutoModelForCausalLM.from_pretrained("{exported.directory}", dtype="auto"{trust})'))
+        print(escaped(f"try it:  ttrain chat {exported.directory}"))
     else:
-        print(escaped(f'open it: PeftModel.from_pretrained(base, "{done.directory}")'))
+        print(escaped(f'open it: PeftModel.from_pretrained(base, "{exported.directory}")'))

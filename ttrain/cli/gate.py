@@ -1,23 +1,32 @@
-"""`ttrain gate`: a router over several finished models, which knows for a text which of them has the least loss."""
+"""The `ttrain gate` commands: a router over finished models that predicts which has the least loss on a text."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from ttrain.cli.options import AsJson, Files, task_settings
 from ttrain.core.terminal import console, escaped, print_json, table
+from ttrain.errors import UsageError
+
+if TYPE_CHECKING:
+    from ttrain.config import Expert, Gate
+    from ttrain.config.loading import Override
+    from ttrain.pipeline.progress_display import Display
+    from ttrain.store.model_files import Reference
+
 
 gate_app = typer.Typer(
     no_args_is_help=True,
-    help="Train a router over several finished models, and look at it.",
+    help="Train a router over several finished models, and inspect it.",
     epilog="Example:  ttrain gate train --experts sft,lora --out gate",
 )
-Directory = Annotated[Path, typer.Argument(help="what --out named", metavar="GATE", show_default=False)]
+
+Directory = Annotated[Path, typer.Argument(help="directory of a trained gate", metavar="GATE", show_default=False)]
 
 
 @gate_app.command(
@@ -29,7 +38,7 @@ def gate_train(
     experts: Annotated[
         list[str],
         typer.Option(
-            help="models or adapters, as of `ttrain chat`, between commas: run, stage, name@alias, directory",
+            help="models or adapters, as for `ttrain chat`, separated by commas: run, stage, name@alias, directory",
             show_default=False,
         ),
     ],
@@ -42,7 +51,7 @@ def gate_train(
     ] = None,
     data: Annotated[
         list[str] | None,
-        typer.Option(help="records, as of `ttrain data shard`; without it, those held out from the experts' own data"),
+        typer.Option(help="records, as for `ttrain data shard`; without it, those held out from the experts' own data"),
     ] = None,
     config: Files = None,
     allow: Annotated[list[str] | None, typer.Option(help="a setting that may differ from the checkpoint's")] = None,
@@ -50,11 +59,10 @@ def gate_train(
 ) -> None:
     """Score the experts on records and train a router on which has the least loss; the experts stay as they are.
 
-    The same command continues what was stopped.
+    The same command continues a stopped training.
     """
-    from ttrain.cli import gate_training
     from ttrain.config import as_tuple
-    from ttrain.core.standard_streams import outlast_output
+    from ttrain.core.terminal import outlast_output
     from ttrain.pipeline.progress_display import Display
     from ttrain.reports import summary as report
 
@@ -62,38 +70,38 @@ def gate_train(
     files = [name for option in data or () for name in cast("tuple[str, ...]", as_tuple(option))]
     display = Display(console(stderr=as_json))
     try:
-        summary = gate_training.train(experts, files, task_settings(overrides, config), out, allow or (), display)
+        summary = train(experts, files, task_settings(overrides, config), out, allow or (), display)
     finally:
         display.close()
     if as_json:
         print_json(summary)
         return
     _print_experts([expert["reference"] for expert in summary["experts"]], summary["routing"])
-    _print_figures(summary["routing"])
+    print_figures(summary["routing"])
     took = report.seconds(summary["train_seconds"])
     print(f"next:\n  talk through it: ttrain chat --gate {out}\n  ask it: ttrain gate route {out} 'a text'")
-    print("it was finished already; nothing was trained" if summary["was_finished"] else f"trained in {took}")
+    print("it was already finished; nothing was trained" if summary["was_finished"] else f"trained in {took}")
 
 
 @gate_app.command("show", epilog="Example:  ttrain gate show gate")
 def gate_show(directory: Directory, as_json: AsJson = False) -> None:
-    """Show the experts, whether each is still the one that the gate knows, and how well the gate routes."""
+    """Show the experts, whether each has changed since the gate was trained, and how well the gate routes."""
     from ttrain.inference import gate_files as files
 
     gate = files.read(directory)
-    changes = [files.change(expert) for expert in gate.experts]
+    changes = [files.changed_weights(expert) for expert in gate.experts]
     if as_json:
         experts = [{**expert.model_dump(), "change": change} for expert, change in zip(gate.experts, changes, strict=True)]
         print_json({"path": str(directory.absolute()), "experts": experts, "settings": gate.settings.model_dump(mode="json"),
                     "routing": gate.figures})  # fmt: skip
         return
     rows = [
-        (number, expert.reference, files.digest(expert), expert.adapter or expert.model, change or "as it was")
+        (number, expert.reference, files.digest(expert), expert.adapter or expert.model, change or "unchanged")
         for number, (expert, change) in enumerate(zip(gate.experts, changes, strict=True))
     ]
-    table(("expert", "named", "weights", "lies in", "state"), rows)
+    table(("expert", "reference", "weights", "path", "state"), rows)
     _print_experts([expert.reference for expert in gate.experts], gate.figures)
-    _print_figures(gate.figures)
+    print_figures(gate.figures)
 
 
 @gate_app.command(
@@ -105,21 +113,21 @@ def gate_route(
     text: Annotated[str, typer.Argument(help="the text; -: each line of standard input is one", show_default=False)],
     as_json: AsJson = False,
 ) -> None:
-    """Say which expert a text goes to, and with which probability."""
+    """Print the expert that a text is routed to, and the probability."""
     from ttrain.inference.gate_router import OpenedGate
 
     gate = OpenedGate(directory)
     texts = [line.rstrip("\n") for line in sys.stdin] if text == "-" else [text]
-    routed = [(one, *gate.route(one)) for one in texts]
+    routed = [(routed_text, *gate.route(routed_text)) for routed_text in texts]
     names = [expert.reference for expert in gate.experts]
     if as_json:
         print_json([
-            {"text": one, "expert": number, "reference": names[number], "probabilities": probabilities}
-            for one, number, probabilities in routed
+            {"text": routed_text, "expert": number, "reference": names[number], "probabilities": probabilities}
+            for routed_text, number, probabilities in routed
         ])  # fmt: skip
         return
-    for one, number, probabilities in routed:
-        print(f"{escaped(names[number])}  {probabilities[number]:.0%}  {escaped(one)}")
+    for routed_text, number, probabilities in routed:
+        print(f"{escaped(names[number])}  {probabilities[number]:.0%}  {escaped(routed_text)}")
 
 
 def _print_experts(names: list[str], figures: Mapping[str, Any]) -> None:
@@ -130,21 +138,127 @@ def _print_experts(names: list[str], figures: Mapping[str, Any]) -> None:
     table(("expert", figures["unit"], "best at", "routed to"), rows)
 
 
-def _print_figures(figures: Mapping[str, Any]) -> None:
+def print_figures(figures: Mapping[str, Any]) -> None:
+    """Print the table of a gate's routing metrics, and a warning if the gate gains nothing."""
     gain = "" if figures["gain"] is None else f"{figures['gain']:.1%} of what the best choices would gain"
     rows = [
         ("held-out records", f"{figures['records']:,}", ""),
         (
             "routed to the best expert",
             f"{figures['accuracy']:.1%}",
-            f"always the commonest: {figures['majority_accuracy']:.1%}",
+            f"always the most common: {figures['majority_accuracy']:.1%}",
         ),
         (f"{figures['unit']}, routed", f"{figures['loss_routed']:.4f}", gain),
         ("  always the one best expert", f"{figures['loss_best_single']:.4f}", ""),
         ("  each by its best expert", f"{figures['loss_oracle']:.4f}", ""),
     ]
-    table(("what", "value", ""), rows)
+    table(("figure", "value", ""), rows)
     if figures["accuracy"] <= figures["majority_accuracy"]:
-        print(
-            "no more records reach their best expert than if all went to the commonest: this gate is not worth its experts"
+        print("no more records reach their best expert than if all went to the most common one: this gate gains nothing")
+
+
+def train(
+    experts: Sequence[str],
+    data: Sequence[str],
+    overrides: Sequence[Override],
+    out: Path,
+    allow: Sequence[str],
+    display: Display,
+) -> dict[str, Any]:
+    """Train the gate, or continue where the same command was stopped; returns its figures.
+
+    Raises UsageError where an expert or a file is missing, before anything is read, scored or written.
+    """
+    from ttrain.cli import train as train_task
+    from ttrain.config import Gate, GateConfig
+    from ttrain.config.loading import merge
+    from ttrain.core import redact
+    from ttrain.data import locations
+    from ttrain.inference import gate_files
+    from ttrain.pipeline.names import resolve_all
+    from ttrain.stages import GATE
+
+    runtime, gate_overrides = train_task.split_runtime(overrides)
+    if runtime.devices > 1:
+        raise UsageError(f"runtime.devices is {runtime.devices}, but a gate trains in one process; set runtime.devices=1")
+    settings, _ = merge(Gate, gate_overrides)
+    out = out.absolute()
+    train_task.check_output(out)
+    references = resolve_all(expert_names(experts))
+    texts = locations.expand(data, "--data") if data else heldout_files(references)
+    config = GateConfig(
+        gate=settings,
+        experts=check_distinct([gate_files.expert_of(reference) for reference in references]),
+        data=tuple(texts),
+        allow=tuple(allow),
+    )
+    for expert in config.experts:
+        check_length(expert, settings)
+    why = f"{len(references)} experts, {len(texts)} files, in {out}"
+    figures = train_task.run_alone(GATE, GATE.name, config.model_dump(mode="json"), runtime, out, why, display)
+    return {
+        "out": str(out),
+        "experts": [expert.model_dump() for expert in config.experts],
+        "data": [redact.url(text) for text in texts],
+        **figures,
+    }
+
+
+def expert_names(experts: Sequence[str]) -> list[str]:
+    """Split the comma-separated --experts options into references. Raises UsageError for fewer than two."""
+    names = [name.strip() for option in experts for name in option.split(",") if name.strip()]
+    if len(names) < 2:
+        raise UsageError(f"--experts names {', '.join(names) or 'none'}, but a gate picks one of at least two")
+    return names
+
+
+def check_distinct(experts: Sequence[Expert]) -> tuple[Expert, ...]:
+    """Return the experts as a tuple. Raises UsageError if two of them have the same weights."""
+    from ttrain.inference import gate_files
+
+    reference_by_digest: dict[str, str] = {}
+    for expert in experts:
+        digest = gate_files.digest(expert)
+        if digest in reference_by_digest:
+            raise UsageError(f"--experts names the same weights twice: {reference_by_digest[digest]} and {expert.reference}")
+        reference_by_digest[digest] = expert.reference
+    return tuple(experts)
+
+
+def check_length(expert: Expert, settings: Gate) -> None:
+    """Raise UsageError if the expert's config allows fewer positions than row_length."""
+    from ttrain.data import existing
+
+    longest = existing.max_length({"config": [Path(expert.model) / existing.CONFIG]})
+    if longest is not None and settings.row_length > longest:
+        raise UsageError(
+            f"row_length is {settings.row_length} but the expert {expert.reference} takes {longest} positions; "
+            f"set row_length={longest} and stride={max(1, longest // 2)}"
         )
+
+
+def heldout_files(experts: Sequence[Reference]) -> list[str]:
+    """The records held out from each expert's training data. Raises UsageError if there are none."""
+    from ttrain.core.files import read_object
+    from ttrain.store.artifacts import ArtifactStore
+    from ttrain.store.layout import home
+
+    store, files = ArtifactStore(home()), dict[str, None]()
+    for expert in experts:
+        shards = expert.artifact.manifest["inputs"].get("shards") if expert.artifact else None
+        artifact = store.find(shards["stage"], shards["key"]) if shards else None
+        if artifact is None:
+            raise UsageError(
+                f"what {expert.text} was trained on is not in {store.root}, nor the records held out from it; "
+                f"name files with --data"
+            )
+        heldout_directory = artifact.path / "heldout"
+        index = read_object(heldout_directory / "index.json")
+        files.update(
+            dict.fromkeys(
+                str(heldout_directory / shard["records"]) for shard in index.get("shards", ()) if "records" in shard
+            )
+        )
+    if not files:
+        raise UsageError("the experts' data has no held-out records; name files with --data")
+    return list(files)

@@ -1,4 +1,4 @@
-"""`ttrain lineage` and `ttrain reproduce`: what a model was made of, and whether it can be made again."""
+"""The `ttrain lineage` and `ttrain reproduce` commands: a model's inputs, and whether it can be rebuilt."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from ttrain.core.terminal import console, escaped, print_json
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ttrain.pipeline.lineage import Lineage
-    from ttrain.pipeline.lineage_links import Data, Link
+    from ttrain.pipeline.lineage import Lineage, LineageData, Link
     from ttrain.pipeline.reproduce import Reproduction
 
 LINEAGE_EPILOG = (
@@ -26,10 +25,10 @@ REPRODUCE_EPILOG = (
     "Examples:  ttrain reproduce quickstart@challenger\n\nttrain reproduce quickstart-sft/3 --home again\n\n"
     "ttrain reproduce full-20261121-160222-1a2b:pretrain --json"
 )
-SHORT = 12  # letters of a digest that are shown
+DIGEST_CHARACTERS = 12  # letters of a digest that are shown
 INDENT = 17
 
-Asked = Annotated[
+ModelVersion = Annotated[
     str,
     typer.Argument(
         metavar="VERSION",
@@ -40,118 +39,125 @@ Asked = Annotated[
 
 
 def add_lineage(app: typer.Typer) -> None:
-    """Give the command line these commands."""
+    """Add the commands to the app."""
     app.command("lineage", epilog=LINEAGE_EPILOG)(lineage)
     app.command("reproduce", epilog=REPRODUCE_EPILOG)(reproduce)
 
 
-def lineage(version: Asked, as_json: AsJson = False) -> None:
+def lineage(version: ModelVersion, as_json: AsJson = False) -> None:
     """Print what a model was made of: data, tokenizer, shards, base, SFT and LoRA, with keys, code, seed and settings.
 
-    It is read from the store, or from MLflow alone where the store is gone.
+    It is read from the store, or from MLflow if the store is gone.
     """
     from ttrain.pipeline.lineage import lineage_of
     from ttrain.store.layout import home
 
-    found = lineage_of(home(), version)
+    model_lineage = lineage_of(home(), version)
     if as_json:
-        print_json(found.to_json())
+        print_json(model_lineage.to_json())
         return
-    for line in _lines(found):
+    for line in _lineage_lines(model_lineage):
         print(escaped(line))
 
 
 def reproduce(
-    version: Asked,
+    version: ModelVersion,
     to: Annotated[
         Path | None,
         typer.Option("--home", metavar="DIR", help="build in this new or empty directory, and keep it", show_default=False),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make a model again from its raw data, in a home of its own, and compare every stage with what was recorded.
+    """Rebuild a model from its raw data in a separate home, and compare every stage with its record.
 
     Settings, seed, threads, ranks, micro-batches and kernels are those of the record. Exit code 0 where all bytes are the
     same, 1 where a stage differs, or where the raw data are gone or changed.
     """
     from contextlib import closing
 
-    from ttrain.core.standard_streams import outlast_output
+    from ttrain.core.terminal import outlast_output
     from ttrain.pipeline import reproduce as making
     from ttrain.pipeline.lineage import lineage_of
     from ttrain.pipeline.progress_display import Display
-    from ttrain.pipeline.reproduce_recipes import recipes_of
+    from ttrain.pipeline.reproduce import recipes_of
     from ttrain.store.layout import home
 
     outlast_output()
-    found = lineage_of(home(), version)
-    recipes = recipes_of(found, home())
-    with making.home_for(to, found.named.name) as place, closing(Display(console(stderr=as_json))) as display:
-        result = making.reproduce(found, recipes, place, display)
+    model_lineage = lineage_of(home(), version)
+    recipes = recipes_of(model_lineage, home())
+    with making.home_for(to, model_lineage.target.name) as build_home, closing(Display(console(stderr=as_json))) as display:
+        result = making.reproduce(model_lineage, recipes, build_home, display)
     if as_json:
         print_json(result.to_json())
     else:
-        for line in _told(result, kept=to is not None):
+        for line in _result_lines(result, is_kept=to is not None):
             print(escaped(line))
     if not result.is_equal:
         raise typer.Exit(1)
 
 
-def _told(result: Reproduction, *, kept: bool) -> Iterator[str]:
-    """What differs and why, then the answer."""
+def _result_lines(result: Reproduction, *, is_kept: bool) -> Iterator[str]:
+    """Yield the differences with their reasons, then the verdict."""
     for stage in result.stages:
         if stage.differences:
             yield f"{stage.stage}: not as it was: {'; '.join(stage.differences)}"
         if not stage.is_equal:
-            contents = f"{stage.content[:SHORT]} was recorded, {stage.rebuilt_content[:SHORT]} came out"
+            contents = (
+                f"{stage.content[:DIGEST_CHARACTERS]} was recorded, {stage.rebuilt_content[:DIGEST_CHARACTERS]} came out"
+            )
             yield f"{stage.stage}: {', '.join(stage.files) or 'a file'} differs: content {contents}"
-    if result.left:
-        yield f"not made, since they read what differs: {', '.join(result.left)}"
-    where = f"; it is in {result.home}" if kept else ""
-    count, name = len(result.stages), result.lineage.named.name
+    if result.not_rebuilt:
+        yield f"not rebuilt, because their inputs differ: {', '.join(result.not_rebuilt)}"
+    location = f"; it is in {result.home}" if is_kept else ""
+    count, name = len(result.stages), result.lineage.target.name
     if result.is_equal:
-        yield f"the same: all {count} stages of {name} gave the recorded bytes{where}"
+        yield f"the same: all {count} stages of {name} gave the recorded bytes{location}"
     else:
-        yield f"DIFFERENT: {result.stages[-1].stage} of {name} did not give the recorded bytes{where}"
+        yield f"DIFFERENT: {result.stages[-1].stage} of {name} did not give the recorded bytes{location}"
 
 
-def _lines(found: Lineage) -> Iterator[str]:
+def _lineage_lines(model_lineage: Lineage) -> Iterator[str]:
     kinds = {"set": "a set of models", "model": "a registered model", "key": "an artifact", "stage": "the newest artifact"}
-    what = kinds.get(found.named.kind, "a run")
-    yield f"{found.named.name}: {what}" + (f", of the run {found.named.run}" if found.named.run else "")
-    for note in found.notes:
+    kind_label = kinds.get(model_lineage.target.kind, "a run")
+    yield f"{model_lineage.target.name}: {kind_label}" + (
+        f", of the run {model_lineage.target.run}" if model_lineage.target.run else ""
+    )
+    for note in model_lineage.notes:
         yield f"note: {note}"
-    versions = {_versions(link) for link in found.links if link.libraries}
-    for link in found.links:
+    versions = {_versions(link) for link in model_lineage.links if link.libraries}
+    for link in model_lineage.links:
         yield ""
-        own = f"with {_versions(link)}" if len(versions) > 1 and link.libraries else ""
-        for number, line in enumerate((*_of_link(link), *([own] if own else []))):
+        libraries = f"with {_versions(link)}" if len(versions) > 1 and link.libraries else ""
+        for number, line in enumerate((*_link_lines(link), *([libraries] if libraries else []))):
             yield f"{link.stage if number == 0 else '':<{INDENT}}{line}".rstrip()
     if len(versions) == 1:
         yield ""
         yield f"all with {versions.pop()}"
 
 
-def _of_link(link: Link) -> Iterator[str]:
-    made = f"made {_date(link.made)}" if link.made else "made at a time that is not on record"
-    yield f"key {link.key[:SHORT]}   {made}" + (f" by {link.run}" if link.run else "")
-    facts = [f"content {link.content[:SHORT]}" if link.content else "", f"code {link.code[:SHORT]}" if link.code else ""]
+def _link_lines(link: Link) -> Iterator[str]:
+    origin = f"made {_date(link.made_unix)}" if link.made_unix else "made at an unrecorded time"
+    yield f"key {link.key[:DIGEST_CHARACTERS]}   {origin}" + (f" by {link.run}" if link.run else "")
+    facts = [
+        f"content {link.content[:DIGEST_CHARACTERS]}" if link.content else "",
+        f"code {link.code[:DIGEST_CHARACTERS]}" if link.code else "",
+    ]
     facts += [f"commit {_commit(link.commit)}" if link.commit else "", "" if link.seed is None else f"seed {link.seed}"]
     yield ", ".join(fact for fact in facts if fact)
     for data in link.data:
-        yield f"read {_of_data(data)}"
+        yield f"read {_data_line(data)}"
     if link.inputs:
-        yield "from " + ", ".join(f"{name} {key[:SHORT]}" for name, (_, key) in sorted(link.inputs.items()))
+        yield "from " + ", ".join(f"{name} {key[:DIGEST_CHARACTERS]}" for name, (_, key) in sorted(link.inputs.items()))
     if link.settings:
         yield "settings " + " ".join(f"{name}={_value(value)}" for name, value in link.settings.items())
-    if trained := _trained(link):
+    if trained := _training_facts(link):
         yield f"trained {trained}"
     for note in link.notes:
         yield f"note: {note}"
 
 
-def _trained(link: Link) -> str:
-    """Where and how, of a stage that trains: what the order of its sums depends on."""
+def _training_facts(link: Link) -> str:
+    """Precision, device, ranks and threads of a training stage: the order of its sums depends on them."""
     result = link.manifest.get("result", {})
     if "ranks" not in result:
         return ""
@@ -162,22 +168,24 @@ def _trained(link: Link) -> str:
     return ", ".join(facts)
 
 
-def _of_data(data: Data) -> str:
+def _data_line(data: LineageData) -> str:
     counts = ((data.documents, "records"), (data.tokens, "tokens"), (data.bytes, "bytes of text"))
-    told = ", ".join(f"{count:,} {what}" for count, what in counts if count is not None)
-    where = f" at {data.location}" if data.location else ""
-    return f"{data.part} {data.name} sha256 {data.sha256[:SHORT]}" + (f" ({told})" if told else "") + where
+    amounts = ", ".join(f"{count:,} {unit}" for count, unit in counts if count is not None)
+    location = f" at {data.location}" if data.location else ""
+    return (
+        f"{data.part} {data.name} sha256 {data.sha256[:DIGEST_CHARACTERS]}" + (f" ({amounts})" if amounts else "") + location
+    )
 
 
 def _versions(link: Link) -> str:
-    """Of the libraries that computed, ttrain and Python among them."""
+    """Versions of the libraries in use, including ttrain and Python."""
     return ", ".join(f"{name} {version}" for name, version in link.libraries.items())
 
 
 def _commit(text: str) -> str:
-    """The first letters, and whether there were changes."""
+    """The shortened commit, and whether there were uncommitted changes."""
     commit, plus, changes = text.partition("+")
-    return commit[:SHORT] + plus + changes
+    return commit[:DIGEST_CHARACTERS] + plus + changes
 
 
 def _value(value: object) -> str:

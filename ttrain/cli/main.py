@@ -6,11 +6,10 @@ import json
 import os
 import sys
 import traceback
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from ttrain.cli.adapter import adapter_app
 from ttrain.cli.artifacts import artifacts_app
 from ttrain.cli.chat import chat, generate, serve
 from ttrain.cli.compare import add_pages
@@ -23,7 +22,10 @@ from ttrain.cli.export import EPILOG as EXPORT_EPILOG
 from ttrain.cli.export import export
 from ttrain.cli.gate import gate_app
 from ttrain.cli.lineage import add_lineage
-from ttrain.cli.model import model_app
+from ttrain.cli.model import adapter_app, model_app
+from ttrain.cli.nightly import EPILOG as SERVE_EPILOG
+from ttrain.cli.nightly import schedule_app
+from ttrain.cli.nightly import serve as serve_schedules
 from ttrain.cli.options import (
     AsJson,
     Extend,
@@ -37,22 +39,14 @@ from ttrain.cli.options import (
 )
 from ttrain.cli.pipeline import pipeline_app
 from ttrain.cli.registry import models_app
-from ttrain.cli.schedule import EPILOG as SERVE_EPILOG
-from ttrain.cli.schedule import schedule_app
-from ttrain.cli.schedule import serve as serve_schedules
 from ttrain.cli.sweep import sweep_app
-from ttrain.cli.tracking import track_app
+from ttrain.cli.tracking import EPILOG as UI_EPILOG
+from ttrain.cli.tracking import track_app, ui
 from ttrain.cli.train import run_stage, train_app
-from ttrain.cli.ui import EPILOG as UI_EPILOG
-from ttrain.cli.ui import ui
-from ttrain.core.standard_streams import guard_streams
-from ttrain.core.terminal import escaped, print_json, show_warnings
+from ttrain.core.terminal import escaped, guard_streams, print_json, show_warnings
 from ttrain.store import layout
 
-if TYPE_CHECKING:
-    pass
-
-MESSAGE_CHARACTERS = 10_000  # of an error: it may quote what somebody wrote
+MESSAGE_CHARACTERS = 10_000  # of an error: it may quote user input
 
 app = typer.Typer(
     name="ttrain",
@@ -107,7 +101,7 @@ def main_options(
 
 @stage_app.command("run", epilog="Example:  ttrain stage run sft sft.optim.lr=2e-4")
 def stage_run(
-    stage: Annotated[str, typer.Argument(help="the stage; its inputs are those that the present plan names")],
+    stage: Annotated[str, typer.Argument(help="the stage; its inputs are those of the current plan")],
     overrides: Overrides = None,
     config: Files = None,
     profile: Profiles = None,
@@ -178,16 +172,16 @@ def up(
     mlflow_port: Annotated[int, typer.Option(help="of the MLflow server")] = 5000,
     as_json: AsJson = False,
 ) -> None:
-    """Start the Prefect and MLflow servers on 127.0.0.1 in the background, or name the running ones.
+    """Start the Prefect and MLflow servers on 127.0.0.1 in the background, or print the running ones.
 
-    The addresses hold the token without which no server answers; a browser keeps it.
+    The addresses contain the token that the servers require; a browser keeps it.
     """
-    from flows import servers
+    from ttrain.flows import servers
     from ttrain.store import server_records
 
     home, auth = layout.usable_home(), server_settings(overrides).auth
-    found = servers.up(home, prefect_port=prefect_port, mlflow_port=mlflow_port, auth=auth)
-    pages = {"prefect": found.prefect_url, "mlflow": found.mlflow_url}
+    addresses = servers.up(home, prefect_port=prefect_port, mlflow_port=mlflow_port, auth=auth)
+    pages = {"prefect": addresses.prefect_url, "mlflow": addresses.mlflow_url}
     pages = {name: server_records.page_with_token(home, url) for name, url in pages.items()}
     if as_json:
         print_json(pages)
@@ -199,7 +193,7 @@ def up(
 @app.command("down", epilog="Example:  ttrain down")
 def down() -> None:
     """Stop the servers that `ttrain up` started."""
-    from flows import servers
+    from ttrain.flows import servers
 
     stopped = servers.down(layout.home())
     print(f"stopped {' and '.join(stopped)}" if stopped else "no servers were running")
@@ -210,7 +204,7 @@ def main(arguments: list[str] | None = None) -> None:
     from ttrain.errors import TTrainError, exit_code_of
 
     arguments = sys.argv[1:] if arguments is None else arguments
-    if "--debug" in arguments:  # wherever it stands
+    if "--debug" in arguments:  # at any position
         arguments = ["--debug", *(word for word in arguments if word != "--debug")]
     guard_streams()
     show_warnings()
@@ -218,7 +212,7 @@ def main(arguments: list[str] | None = None) -> None:
         try:
             app(arguments)
         finally:
-            sys.stdout.flush()  # what fails here is an error of the command, and not a message of the interpreter
+            sys.stdout.flush()  # a failure here is an error of the command, not a message of the interpreter
     except (TTrainError, OSError) as error:
         if os.environ.get("TTRAIN_DEBUG"):
             traceback.print_exc()

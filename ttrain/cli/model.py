@@ -1,25 +1,71 @@
-"""The `model` commands: their arguments, and what they print."""
+"""The `ttrain model` commands: arguments and output."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ttrain.cli.model_import import EPILOG, import_model
 from ttrain.cli.options import AsJson, Files, Profiles, load_settings
 from ttrain.core.terminal import escaped, print_json, table
+from ttrain.errors import UsageError
 
 if TYPE_CHECKING:
-    from ttrain.cli.model_costs import Cost
+    from torch import nn
+
+    from ttrain.config import Model, Settings
+
+
+EPILOG = (
+    "Examples:  ttrain model import TinySeek_Pre_final.pkl --to tinyseek\n\n"
+    "ttrain model import full_sft_512.pth --to minimind --tokenizer minimind/model"
+)
+
+
+def import_model(
+    source: Annotated[Path, typer.Argument(help="a state dict of TinySeek's or MiniMind's code, or a directory with one")],
+    to: Annotated[Path, typer.Option(help="directory to write; it must be empty or missing")],
+    config: Annotated[Path | None, typer.Option(help="its model_config.json, if it is not beside the source")] = None,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(help="directory of a Hugging Face tokenizer to include; default: the one beside the source"),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Convert a model of TinySeek or MiniMind to a Hugging Face directory with the same logits, in fp32."""
+    from ttrain.core.terminal import print_json, table
+    from ttrain.model import convert
+
+    done = convert.import_model(source, to, config=config, tokenizer=tokenizer)
+    if as_json:
+        print_json({
+            "layout": done.layout, "kind": done.kind, "parameters": done.parameters, "second_head": done.second_head,
+            "tokenizer": done.tokenizer, "assumed": done.assumed, "directory": str(done.directory),
+        })  # fmt: skip
+        return
+    assumed = ", ".join(f"{name} {value}" for name, value in done.assumed.items())
+    table(("property", "value"), [
+        ("layout", done.layout),
+        ("model.kind", done.kind),
+        ("parameters", f"{done.parameters:,}"),
+        ("second head", "beside the weights" if done.second_head else "none"),
+        ("tokenizer", "beside the weights" if done.tokenizer else "none: give one with --tokenizer"),
+        ("assumed, because the source does not say", assumed or "nothing"),
+    ])  # fmt: skip
+    print(f"the model is in {to}; start from it with, for example, sft.start_from={to}")
+
 
 SHOWN_KINDS = 6  # in a line
 
 model_app = typer.Typer(
     no_args_is_help=True,
-    help="Show what a model of given sizes costs; bring one along.",
+    help="Show the cost of a model of given sizes; import a model.",
     epilog="Example:  ttrain model show 10m",
 )
+
 model_app.command("import", epilog=EPILOG)(import_model)
 
 
@@ -29,47 +75,46 @@ model_app.command("import", epilog=EPILOG)(import_model)
     "ttrain model show model.kind=gpt2 model.layers=6 --json\n\nttrain model show --kinds",
 )
 def show(
-    words: Annotated[
+    arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[PRESET|KEY=VALUE]...", help="a preset, and settings that win over it", show_default=False),
+        typer.Argument(metavar="[PRESET|KEY=VALUE]...", help="a preset, and settings that override it", show_default=False),
     ] = None,
     config: Files = None,
     profile: Profiles = None,
     kinds: Annotated[bool, typer.Option("--kinds", help="list every model.kind instead")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Print parameters, FLOPs and memory of the presets, or of the model of the settings that are given."""
+    """Print parameters, FLOPs and memory of the presets, or of the model with the given settings."""
     if kinds:
         _show_kinds(as_json)
         return
-    if not (words or config or profile):
+    if not (arguments or config or profile):
         _show_presets(as_json)
         return
-    from ttrain.config.model_presets import vocab_size_of
+    from ttrain.config.model import vocab_size_of
     from ttrain.errors import UsageError
 
-    named = [word for word in words or () if "=" not in word]
-    if len(named) > 1:
-        raise UsageError(f"these are {len(named)} presets: {', '.join(named)}; give one")
-    overrides = [*(f"model.preset={name}" for name in named), *(word for word in words or () if "=" in word)]
+    presets = [word for word in arguments or () if "=" not in word]
+    if len(presets) > 1:
+        raise UsageError(f"{len(presets)} presets are given: {', '.join(presets)}; give one")
+    overrides = [*(f"model.preset={name}" for name in presets), *(word for word in arguments or () if "=" in word)]
     loaded = load_settings(overrides, config, profile)
-    preset_vocabulary = bool(named) and "tokenizer.vocab_size" not in loaded.sources
-    from ttrain.cli import model_costs
+    preset_vocabulary = bool(presets) and "tokenizer.vocab_size" not in loaded.sources
 
-    cost = model_costs.of_settings(loaded.settings, vocab_size=vocab_size_of(named[0]) if preset_vocabulary else None)
+    cost = of_settings(loaded.settings, vocab_size=vocab_size_of(presets[0]) if preset_vocabulary else None)
     if as_json:
         print_json(cost.to_json())
         return
     _print_cost(cost, "of the preset" if preset_vocabulary else "tokenizer.vocab_size")
 
 
-def _print_cost(cost: Cost, vocabulary: str) -> None:
+def _print_cost(cost: ModelCost, vocabulary: str) -> None:
     attention = f"6 a weight that multiplies + 12 layers heads head_dim {cost.row_length}, arXiv:2204.02311, appendix B"
     rows: list[tuple[str, str, str]] = [
         ("architecture", cost.kind, "model.kind"),
         ("vocabulary", f"{cost.vocab_size:,}", vocabulary),
         ("parameters", f"{cost.parameters:,}", ""),
-        ("  that a token meets", f"{cost.active_parameters:,}", "without the experts that it does not visit"),
+        ("  active for a token", f"{cost.active_parameters:,}", "without the experts that a token is not routed to"),
         ("  embeddings and head", f"{cost.embedding_parameters:,}", ""),
         *(
             [("second head", f"{cost.second_head_parameters:,}", "model.multi_token; beside the model")]
@@ -82,14 +127,13 @@ def _print_cost(cost: Cost, vocabulary: str) -> None:
         rows.append((f"memory with {kind}", _size(size), "weights, gradients and state; activations come on top"))
     rows += [(f"checkpoint with {kind}", _size(size), "weights and state") for kind, size in cost.checkpoint_bytes.items()]
     rows.append(("model on disk", _size(cost.model_bytes), "fp32; `ttrain export` halves it"))
-    table(("what", "value", ""), rows)
+    table(("property", "value", ""), rows)
 
 
 def _show_presets(as_json: bool) -> None:
-    from ttrain.cli import model_costs
-    from ttrain.config.model_presets import sizes_of
+    from ttrain.config.model import sizes_of
 
-    costs = model_costs.of_presets()
+    costs = of_presets()
     if as_json:
         print_json({name: {"settings": sizes_of(name), **cost.to_json()} for name, cost in costs.items()})
         return
@@ -102,24 +146,191 @@ def _show_presets(as_json: bool) -> None:
             f"{cost.parameters:,}", f"{cost.flops_per_token:.2g}", *map(_size, cost.memory_bytes.values()),
         ))  # fmt: skip
     table(("preset", *columns, "vocabulary", "parameters", "FLOPs/token", "memory adamw", "memory muon"), rows)
-    print("take one with model.preset=NAME; what is set beside it wins. More of one: ttrain model show NAME")
+    print("take one with model.preset=NAME; other settings override it. Details of one: ttrain model show NAME")
 
 
 def _show_kinds(as_json: bool) -> None:
     from ttrain.model.architecture import suitable_kinds
 
-    found = suitable_kinds()
+    kinds = suitable_kinds()
     if as_json:
-        print_json(found)
+        print_json(kinds)
         return
-    for start in range(0, len(found), SHOWN_KINDS):
-        print(escaped("  ".join(f"{name:24}" for name in found[start : start + SHOWN_KINDS]).rstrip()))
+    for start in range(0, len(kinds), SHOWN_KINDS):
+        print(escaped("  ".join(f"{name:24}" for name in kinds[start : start + SHOWN_KINDS]).rstrip()))
 
 
 def _size(size: float) -> str:
-    """Bytes as people read them, in powers of a thousand."""
+    """Format a size in bytes, in powers of a thousand."""
     for unit in ("B", "kB", "MB"):
         if size < 1000:
             return f"{size:.3g} {unit}"
         size /= 1000
     return f"{size:.3g} GB" if size < 1000 else f"{size / 1000:.3g} TB"
+
+
+REFERENCE_HELP = "a run, a stage, a registered model (NAME@ALIAS, NAME/VERSION) or a directory, of an adapter"
+
+adapter_app = typer.Typer(
+    no_args_is_help=True,
+    help="Show adapters. `ttrain export REF --merge` merges one into its base.",
+    epilog="Example:  ttrain adapter show lora",
+)
+
+
+@adapter_app.command(
+    "show", epilog="Examples:  ttrain adapter show lora\n\nttrain adapter show out/expert --base sft --json"
+)
+def show_adapter(
+    reference: Annotated[str, typer.Argument(metavar="REF", help=REFERENCE_HELP)],
+    base: Annotated[
+        str | None, typer.Option("--base", metavar="REF", help="the full model of an adapter from elsewhere")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show an adapter: kind, rank or virtual tokens, targets, size, and the base model that it belongs to."""
+    from ttrain.errors import UsageError
+    from ttrain.pipeline.model_card import describe, parameters_of
+    from ttrain.pipeline.names import resolve
+
+    target = resolve(reference, base=base)
+    if target.adapter is None:
+        raise UsageError(
+            f"'{reference}' is a full model, not an adapter; `ttrain adapter show lora` shows the newest adapter"
+        )
+    description, of_base = describe(target.adapter), parameters_of(target.model)
+    fits = description.base_digest == target.base_digest if description.base_digest else None
+    values = {
+        "adapter": str(target.adapter),
+        "kind": description.kind,
+        **description.settings,
+        "parameters": description.parameters,
+        "share_of_base": description.parameters / of_base,
+        "bytes": description.bytes,
+        "base": str(target.model),
+        "base_weights_sha256": description.base_digest,
+        "base_fits": fits,
+        "base_held_in": description.base_held_in,
+    }
+    if as_json:
+        print_json(values)
+        return
+    shown = {
+        **values,
+        "parameters": f"{description.parameters:,} ({description.parameters / of_base:.2%} of the base's {of_base:,})",
+        "bytes": f"{description.bytes:,}",
+        "base_weights_sha256": description.base_digest or "not recorded: it was not trained here",
+        "base_fits": {True: "yes, to the byte", False: "NO: it was trained on other weights", None: "unknown"}[fits],
+        "base_held_in": f"{description.base_held_in} while it was trained" if description.base_held_in else None,
+    }
+    del shown["share_of_base"]
+    lists = {name: ", ".join(value) for name, value in shown.items() if isinstance(value, list)}
+    table(("", ""), [(name, value) for name, value in {**shown, **lists}.items() if value is not None])
+
+
+BYTES_PER_NUMBER = 4  # bytes of a weight, a gradient and a number of the optimizer's state: master weights are fp32
+
+STATE_NUMBERS = {"AdamW": 2, "Muon": 1, "StackedMuon": 1}  # numbers that an optimizer keeps for each weight
+
+IDS = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}  # their values do not affect sizes
+
+
+@dataclass(frozen=True)
+class ModelCost:
+    """Parameters, FLOPs of a token and bytes, of one model."""
+
+    kind: str
+    vocab_size: int
+    row_length: int
+    parameters: int
+    active_parameters: int  # for one token: without the experts that it is not routed to
+    embedding_parameters: int  # of tables that are looked up, and of the output head
+    second_head_parameters: int  # of `model.multi_token`; trained beside the model, not counted in the figures above
+    flops_per_token: float  # forward and backward
+    memory_bytes: Mapping[str, int]  # weights, gradients and state, by optimizer
+    checkpoint_bytes: Mapping[str, int]  # weights and state, by optimizer
+    model_bytes: int  # of the weights that a stage writes
+
+    def to_json(self) -> dict[str, Any]:
+        """The cost as JSON."""
+        return asdict(self)
+
+
+def cost(config: Model, *, vocab_size: int, row_length: int) -> ModelCost:
+    """Compute a model's cost. Raises UsageError if its architecture does not allow these sizes."""
+    import torch
+
+    from ttrain.model import factory
+    from ttrain.train.monitor import flops_per_token, visited_shares
+
+    with torch.device("meta"):
+        model = factory.construct(config, vocab_size=vocab_size, ids=IDS)
+    untyped_model: Any = model
+    second = untyped_model.get_output_embeddings().weight.numel() if config.multi_token else 0
+    total = sum(p.numel() for p in model.parameters())
+    shares = visited_shares(model)
+    active = sum(round(p.numel() * shares.get(name, 1.0)) for name, p in model.named_parameters())
+    state = {kind: _state_numbers(model, kind) + STATE_NUMBERS["AdamW"] * second for kind in ("adamw", "muon")}
+    trained = total + second
+    return ModelCost(
+        kind=model.config.model_type,
+        vocab_size=vocab_size,
+        row_length=row_length,
+        parameters=total,
+        active_parameters=active,
+        embedding_parameters=_embedding_parameters(model),
+        second_head_parameters=second,
+        flops_per_token=flops_per_token(model, row_length) + 6 * second,
+        memory_bytes={kind: BYTES_PER_NUMBER * (2 * trained + numbers) for kind, numbers in state.items()},
+        checkpoint_bytes={kind: BYTES_PER_NUMBER * (trained + numbers) for kind, numbers in state.items()},
+        model_bytes=BYTES_PER_NUMBER * total,
+    )
+
+
+def of_settings(settings: Settings, *, vocab_size: int | None = None) -> ModelCost:
+    """The cost of the model of these settings; `vocab_size` replaces `tokenizer.vocab_size`.
+
+    Raises UsageError for an existing model, whose sizes are not in the settings.
+    """
+    if settings.existing_model:
+        raise UsageError(
+            f"{settings.trainings[0]}.start_from is {settings.existing_model}, but this command shows "
+            f"new models, with the sizes in model.*; remove start_from"
+        )
+    return cost(
+        settings.model, vocab_size=vocab_size or settings.tokenizer.vocab_size, row_length=settings.pretrain.row_length
+    )
+
+
+def of_presets() -> dict[str, ModelCost]:
+    """The cost of every preset, each with the vocabulary that its name refers to."""
+    from ttrain.config import Model, Settings
+    from ttrain.config import model as sizes
+
+    row_length = Settings().pretrain.row_length
+    return {
+        name: cost(Model(preset=name), vocab_size=sizes.vocab_size_of(name), row_length=row_length) for name in sizes.names()
+    }
+
+
+def _state_numbers(model: nn.Module, kind: Any) -> int:
+    """Count the numbers of the optimizer's state."""
+    from ttrain.config import Optim
+    from ttrain.train import optim
+
+    groups = optim.build(model, Optim(kind=kind)).groups()
+    return sum(STATE_NUMBERS[group["optimizer"]] * group["parameters"] for group in groups)
+
+
+def _embedding_parameters(model: nn.Module) -> int:
+    from ttrain.train.monitor import looked_up_weights
+
+    untyped_model: Any = model
+    tables = looked_up_weights(model)
+    heads = [
+        module.weight
+        for module in (untyped_model.get_input_embeddings(), untyped_model.get_output_embeddings())
+        if module is not None
+    ]
+    count_by_id = {id(p): p.numel() for name, p in model.named_parameters() if name in tables}
+    return sum({**count_by_id, **{id(weight): weight.numel() for weight in heads}}.values())

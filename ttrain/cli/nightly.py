@@ -1,74 +1,268 @@
-"""What `ttrain pipeline run nightly` and `plan nightly` do."""
+"""The nightly pipeline in `ttrain pipeline run` and `ttrain pipeline plan`."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
+import typer
+
+from ttrain.cli.options import AsJson, Files, Overrides, Profiles, ServerOverrides, load_settings, server_settings
 from ttrain.core.terminal import console, escaped, print_json, table
 
 if TYPE_CHECKING:
-    from ttrain.config.loading import Loaded
+    from ttrain.config.loading import LoadedSettings
     from ttrain.pipeline.labels import Labels
-    from ttrain.store.artifacts import Store
+    from ttrain.store.artifacts import ArtifactStore
+
 
 NIGHTLY = "nightly"
 
 
-def run(loaded: Loaded, *, engine: str, labels: Labels) -> None:
-    """One night, now."""
-    from flows.nightly import run_night
-    from ttrain.pipeline.absolute_paths import absolute
+def run(loaded: LoadedSettings, *, engine: str, labels: Labels) -> None:
+    """Run one night now."""
+    from ttrain.flows.nightly import run_night
+    from ttrain.pipeline.provenance import with_absolute_paths
     from ttrain.store.layout import usable_home
 
     usable_home()
-    result = run_night(absolute(loaded.settings), _store(loaded), console(), engine=engine, labels=labels)
+    result = run_night(with_absolute_paths(loaded.settings), _store(loaded), console(), engine=engine, labels=labels)
     print(escaped(f"{result.night or 'no night'}: {result.outcome}"))
 
 
-def plan(loaded: Loaded, *, as_json: bool) -> None:
-    """What a night would do now."""
-    from flows.night_plan import plan_night
+def plan(loaded: LoadedSettings, *, as_json: bool) -> None:
+    """Print what a night would do now."""
     from ttrain.core import redact
+    from ttrain.flows.nightly import plan_night
     from ttrain.nightly.inputs import DATASETS
-    from ttrain.pipeline import plan_table
-    from ttrain.pipeline.absolute_paths import absolute
+    from ttrain.pipeline import plan
+    from ttrain.pipeline.provenance import with_absolute_paths
 
-    planned = plan_night(absolute(loaded.settings), _store(loaded))
-    frozen = planned.frozen
+    planned = plan_night(with_absolute_paths(loaded.settings), _store(loaded))
+    snapshot = planned.frozen
     if as_json:
-        stages = plan_table.plan_json(NIGHTLY, planned.stages)["stages"]
+        stages = plan.plan_json(NIGHTLY, planned.stages)["stages"]
         files = (
-            {name: [redact.url(file["location"]) for file in found] for name, found in frozen.files.items()}
-            if frozen
+            {name: [redact.url(file["location"]) for file in entries] for name, entries in snapshot.files.items()}
+            if snapshot
             else {}
         )
-        champion = frozen.champion.version if frozen and frozen.champion else None
+        champion = snapshot.champion.version if snapshot and snapshot.champion else None
         print_json({
             "pipeline": NIGHTLY, "reason": planned.reason, "champion": champion, "files": files, "stages": stages,
         })  # fmt: skip
         return
     print(escaped(planned.reason))
-    if frozen is None:
+    if snapshot is None:
         return
     for dataset in DATASETS:
-        for file in frozen.files.get(dataset, ()):
+        for file in snapshot.files.get(dataset, ()):
             print(escaped(f"  data.{dataset}: {redact.url(file['location'])}"))
-    table(("stage", "state", "key", "why"), plan_table.plan_rows(planned.stages))
+    table(("stage", "state", "key", "why"), plan.plan_rows(planned.stages))
 
 
-def refuse(**options: object) -> None:
-    """Raise UsageError where an option is given that chooses among stages: a night is one whole."""
+def refuse_stage_options(**options: object) -> None:
+    """Raise UsageError if an option that selects stages is given: a night always runs as a whole."""
     from ttrain.errors import UsageError
 
-    given = [f"--{name}" for name, value in options.items() if value]
-    if given:
+    flags = [f"--{name}" for name, value in options.items() if value]
+    if flags:
         raise UsageError(
-            f"{', '.join(given)}: a night chooses what to run by itself; leave it out, or use `ttrain pipeline run full`"
+            f"{', '.join(flags)}: a night chooses what to run by itself; leave it out, or use `ttrain pipeline run full`"
         )
 
 
-def _store(loaded: Loaded) -> Store:
-    from ttrain.pipeline.stores import store_of
+def _store(loaded: LoadedSettings) -> ArtifactStore:
+    from ttrain.pipeline.artifact_commands import store_of
     from ttrain.store.layout import home
 
     return store_of(home(), loaded.settings)
+
+
+EPILOG = "Examples:  ttrain pipeline serve\n\nttrain pipeline serve --unit systemd > ~/.config/systemd/user/ttrain.service"
+
+schedule_app = typer.Typer(
+    no_args_is_help=True,
+    help="Schedule nights and other runs, and list the schedules.",
+    epilog='Example:  ttrain pipeline schedule nightly --cron "0 2 * * *" --timezone Europe/Berlin -c mine.yaml',
+)
+
+Cron = Annotated[str | None, typer.Option("--cron", help="when: minute hour day month weekday", show_default=False)]
+
+Timezone = Annotated[str | None, typer.Option("--timezone", help="of the cron, such as Europe/Berlin; else this machine's")]
+
+ScheduleName = Annotated[
+    str | None, typer.Argument(help="such as nightly/quickstart; not needed if there is only one", metavar="[NAME]")
+]
+
+PrefectYaml = Annotated[
+    str | None,
+    typer.Option("--prefect-yaml", metavar="POOL", help="print a prefect.yaml for a pool: process, docker or kubernetes"),
+]
+
+
+@schedule_app.command(
+    "nightly",
+    epilog='Examples:  ttrain pipeline schedule nightly --cron "0 2 * * *" -c mine.yaml --profile night\n\n'
+    "ttrain pipeline schedule nightly --prefect-yaml docker data.pretrain=/data/docs > prefect.yaml",
+)
+def schedule_nightly(
+    overrides: Overrides = None,
+    config: Files = None,
+    profile: Profiles = None,
+    cron: Cron = "0 2 * * *",
+    timezone: Timezone = None,
+    prefect_yaml: PrefectYaml = None,
+    as_json: AsJson = False,
+) -> None:
+    """Schedule nightly training on new data, which `ttrain pipeline serve` runs. An existing schedule is changed."""
+    _schedule("nightly", overrides, config, profile, cron, timezone, prefect_yaml, as_json=as_json)
+
+
+@schedule_app.command("full", epilog='Example:  ttrain pipeline schedule full --cron "0 6 * * 6" name=weekly -c mine.yaml')
+def schedule_full(
+    overrides: Overrides = None,
+    config: Files = None,
+    profile: Profiles = None,
+    cron: Cron = None,
+    timezone: Timezone = None,
+    prefect_yaml: PrefectYaml = None,
+    as_json: AsJson = False,
+) -> None:
+    """Schedule the pipeline `full` by a cron; without one, start it in Prefect's UI, with other settings if needed."""
+    _schedule("full", overrides, config, profile, cron, timezone, prefect_yaml, as_json=as_json)
+
+
+@schedule_app.command("list", epilog="Example:  ttrain pipeline schedule list --json")
+def schedule_list(as_json: AsJson = False) -> None:
+    """List the schedules: next slot, outcome of the last one, whether each is paused and served."""
+    from ttrain.flows import schedules, serving
+    from ttrain.store.layout import home
+
+    listing, pid = schedules.list_schedules(home()), serving.served_by(home())
+    if as_json:
+        print_json([{**entry.to_json(), "served_by": pid} for entry in listing])
+        return
+    if not listing:
+        print("nothing is scheduled; try `ttrain pipeline schedule nightly`")
+        return
+    table(("schedule", "cron", "next", "last"), [entry.to_row() for entry in listing])
+    if all(entry.on_server is None for entry in listing):
+        print("no Prefect server answers, so the outcomes of the last slots are unknown")
+    if not pid and not all(entry.schedule.pool for entry in listing):
+        print("no process serves them: keep `ttrain pipeline serve` running, which starts what is due")
+
+
+@schedule_app.command("pause", epilog="Example:  ttrain pipeline schedule pause nightly")
+def schedule_pause(which: ScheduleName = None, as_json: AsJson = False) -> None:
+    """Pause a schedule: its slots are skipped until it is resumed."""
+    from ttrain.flows import schedules
+    from ttrain.store.layout import home
+
+    _print_state(schedules.pause(home(), which, paused=True), "paused", as_json=as_json)
+
+
+@schedule_app.command("resume", epilog="Example:  ttrain pipeline schedule resume nightly")
+def schedule_resume(which: ScheduleName = None, as_json: AsJson = False) -> None:
+    """Resume a paused schedule."""
+    from ttrain.flows import schedules
+    from ttrain.store.layout import home
+
+    _print_state(schedules.pause(home(), which, paused=False), "resumed", as_json=as_json)
+
+
+@schedule_app.command("remove", epilog="Example:  ttrain pipeline schedule remove nightly/quickstart")
+def schedule_remove(which: ScheduleName = None, as_json: AsJson = False) -> None:
+    """Remove a schedule. A night in progress continues; past runs and their models stay."""
+    from ttrain.flows import schedules
+    from ttrain.store.layout import home
+
+    _print_state(schedules.remove(home(), which), "removed", as_json=as_json)
+
+
+def serve(
+    overrides: ServerOverrides = None,
+    unit: Annotated[
+        str | None,
+        typer.Option("--unit", metavar="KIND", help="print a service unit that keeps it running: systemd, launchd or cron"),
+    ] = None,
+    unless_served: Annotated[bool, typer.Option("--unless-served", help="exit at once if another process serves")] = False,
+) -> None:
+    """Run what is scheduled, in the foreground, until SIGTERM or Ctrl-C; a running night then saves its state."""
+    from ttrain.store.layout import usable_home
+
+    if unit is not None:
+        from ttrain.flows import service_files
+
+        print(service_files.unit(unit, usable_home()), end="")
+        return
+    from ttrain.core.terminal import outlast_output
+    from ttrain.flows import serving
+
+    outlast_output()
+    if unless_served and serving.served_by(usable_home()):
+        return
+    auth = server_settings(overrides).auth
+    serving.serve(usable_home(), lambda line: print(escaped_lines(line), flush=True), auth)
+
+
+def escaped_lines(text: str) -> str:
+    """Escape control characters in the text, but keep its line breaks."""
+    return "\n".join(map(escaped, text.split("\n")))
+
+
+def _schedule(
+    kind: str,
+    overrides: list[str] | None,
+    config: list[Path] | None,
+    profile: list[str] | None,
+    cron: str | None,
+    timezone: str | None,
+    pool: str | None,
+    *,
+    as_json: bool,
+) -> None:
+    from ttrain.flows import schedule_files
+    from ttrain.flows.nightly import check
+    from ttrain.flows.schedule_files import Schedule
+    from ttrain.pipeline.provenance import with_absolute_paths
+    from ttrain.store.layout import usable_home
+
+    home = usable_home()
+    settings = with_absolute_paths(load_settings(overrides, config, profile).settings)
+    if kind == NIGHTLY:
+        check(settings)
+    settings = schedule_files.webhook_in_file(home, kind, settings)
+    timezone = timezone or schedule_files.local_timezone()
+    settings = schedule_files.with_timezone(settings, timezone)
+    schedule = Schedule(kind, settings.name, cron, timezone, settings.model_dump(), pool)
+    if pool is not None:
+        from ttrain.flows import service_files
+
+        print(service_files.prefect_yaml(home, schedule), end="")
+        return
+    from ttrain.flows import schedules, serving
+
+    was_there = schedules.create(home, schedule)
+    slots = schedules.next_slots(cron, schedule.timezone, 3) if cron else []
+    if as_json:
+        print_json({"schedule": schedule.full_name, "changed": was_there, "next": [slot.isoformat() for slot in slots]})
+        return
+    print(f"{'changed' if was_there else 'scheduled'}: {schedule.full_name}")
+    if slots:
+        print(f"next: {', '.join(f'{slot:%a %Y-%m-%d %H:%M}' for slot in slots)} ({schedule.timezone})")
+    else:
+        print("no cron: start it in Prefect's UI (`ttrain up`)")
+    if pid := serving.served_by(home):
+        print(f"process {pid} serves it")
+    else:
+        print(
+            "to run what is due, keep this running: ttrain pipeline serve\nto start it at boot: ttrain pipeline serve --help"
+        )
+
+
+def _print_state(name: str, state: str, *, as_json: bool) -> None:
+    if as_json:
+        print_json({"schedule": name, "state": state})
+    else:
+        print(f"{state}: {name}")

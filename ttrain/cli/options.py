@@ -1,4 +1,4 @@
-"""What commands that take settings have in common: their options, the settings they load, the plan."""
+"""Shared options of commands that take settings, and functions that load the settings and the plan."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import typer
 
 if TYPE_CHECKING:
     from ttrain.config import Servers
-    from ttrain.config.loading import Given, Loaded
-    from ttrain.pipeline.planned import Planned
-    from ttrain.pipeline.selection import Selection
-    from ttrain.store.artifacts import Store
+    from ttrain.config.loading import LoadedSettings, Override
+    from ttrain.pipeline.recipe import Planned, Selection
+    from ttrain.store.artifacts import ArtifactStore
 
 SETTINGS_HELP = "settings as key=value, for example sft.optim.lr=2e-4"
 
@@ -28,50 +27,53 @@ Profiles = Annotated[list[str] | None, typer.Option("--profile", help="named set
 RunName = Annotated[
     str | None,
     typer.Option(
-        "--run", metavar="RUN", help="the run whose stages are meant; else the newest finished one", show_default=False
+        "--run", metavar="RUN", help="the run whose stages are used; default: the newest finished one", show_default=False
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON for scripts")]
-Extend = Annotated[bool, typer.Option("--extend", help="a larger training budget starts from a shorter run's checkpoint")]
-Force = Annotated[bool, typer.Option("--force", help="build it although it is finished, and compare")]
+Extend = Annotated[
+    bool, typer.Option("--extend", help="for a larger training budget, continue from a shorter run's checkpoint")
+]
+Force = Annotated[bool, typer.Option("--force", help="rebuild it even if it is finished, and compare")]
 
 # Of whole pipelines.
 ForceStages = Annotated[
     list[str] | None,
     typer.Option(
-        "--force", metavar="STAGE", help="run it again although it is finished, and what depends on it; repeatable"
+        "--force", metavar="STAGE", help="rerun this stage even if it is finished, and those that depend on it; repeatable"
     ),
 ]
-Only = Annotated[
+OnlyStages = Annotated[
     list[str] | None,
-    typer.Option("--only", metavar="STAGES", help="these stages alone (A,B, or repeated); what they read is in the store"),
+    typer.Option("--only", metavar="STAGES", help="only these stages (A,B, or repeated); their inputs must be in the store"),
 ]
-Since = Annotated[
+FromStage = Annotated[
     str | None, typer.Option("--from", metavar="STAGE", help="this stage and what depends on it", show_default=False)
 ]
-Until = Annotated[
+UntilStage = Annotated[
     str | None, typer.Option("--until", metavar="STAGE", help="this stage and what it depends on", show_default=False)
 ]
 Note = Annotated[
-    str | None, typer.Option("--note", metavar="TEXT", help="what this run is for; shown with it", show_default=False)
+    str | None,
+    typer.Option("--note", metavar="TEXT", help="a note on the purpose of this run; shown with it", show_default=False),
 ]
 Tags = Annotated[
     list[str] | None,
-    typer.Option("--tag", metavar="KEY=VALUE", help="a label of this run, to search by in MLflow; repeatable"),
+    typer.Option("--tag", metavar="KEY=VALUE", help="a label of this run to search for in MLflow; repeatable"),
 ]
-GoOn = Annotated[
+ContinueKey = Annotated[
     str | None,
     typer.Option(
         "--continue",
         metavar="KEY",
-        help="go on with the unfinished work of this key, begun under other code or another learning rate",
+        help="resume the unfinished work of this key, begun with other code or another learning rate",
         show_default=False,
     ),
 ]
 
 
-def load_settings(overrides: list[str] | None, config: list[Path] | None, profile: list[str] | None) -> Loaded:
-    """The settings that the options of a command name."""
+def load_settings(overrides: list[str] | None, config: list[Path] | None, profile: list[str] | None) -> LoadedSettings:
+    """Load the settings from the options of a command."""
     from ttrain.config.loading import load
 
     return load(overrides or (), files=config or (), profiles=profile or ())
@@ -79,25 +81,25 @@ def load_settings(overrides: list[str] | None, config: list[Path] | None, profil
 
 def settings_of_run(
     run: Mapping[str, Any], overrides: list[str] | None, config: list[Path] | None, profile: list[str] | None
-) -> Loaded:
-    """The settings of an earlier run, and on top what the options name; the environment speaks of `runtime` alone, and knows
-    the secrets of sources, which no record has."""
+) -> LoadedSettings:
+    """The settings of an earlier run, overridden by the options. From the environment come only `runtime` settings and the
+    secrets of sources, which are not recorded."""
     from ttrain.config.loading import load
-    from ttrain.pipeline.earlier_settings import settings_of, with_secrets
+    from ttrain.pipeline.names import settings_of, with_secrets
 
-    here, base = _environment_of("runtime"), settings_of(with_secrets(run))
-    return load(overrides or (), files=config or (), profiles=profile or (), environment=here, base=base)
+    runtime_variables, base = _environment_of("runtime"), settings_of(with_secrets(run))
+    return load(overrides or (), files=config or (), profiles=profile or (), environment=runtime_variables, base=base)
 
 
-def task_settings(overrides: list[str] | None, config: list[Path] | None) -> list[Given]:
-    """What is given of a task's settings, the weakest first; the environment speaks of `runtime` alone."""
+def task_settings(overrides: list[str] | None, config: list[Path] | None) -> list[Override]:
+    """The overrides of a task's settings, the weakest first; from the environment only those of `runtime`."""
     from ttrain.config.loading import layers
 
     return layers(overrides or (), config or (), environment=_environment_of("runtime"))
 
 
 def server_settings(overrides: list[str] | None) -> Servers:
-    """Settings of the servers that a command starts, which takes no others. Raises UsageError."""
+    """Load the `servers` settings of a command, which accepts no others. Raises UsageError."""
     from ttrain.config import ServersConfig
     from ttrain.config.loading import layers, merge
 
@@ -105,16 +107,16 @@ def server_settings(overrides: list[str] | None) -> Servers:
 
 
 def _environment_of(section: str) -> dict[str, str]:
-    """What the environment says of the settings of one section."""
+    """The environment variables of one section of the settings."""
     from ttrain.config.loading import ENVIRONMENT_PREFIX
 
     prefix = f"{ENVIRONMENT_PREFIX}{section.upper()}__"
     return {key: value for key, value in os.environ.items() if key.upper().startswith(prefix)}
 
 
-def names_in(options: list[str] | None) -> frozenset[str]:
-    """The names that a repeated option gives, each with commas between several. Raises UsageError where it gives none: an
-    empty variable of a shell does not mean all stages."""
+def stage_names(options: list[str] | None) -> frozenset[str]:
+    """Split a repeated, comma-separated option into stage names. Raises UsageError if there are none: an empty shell
+    variable must not mean all stages."""
     from ttrain.errors import UsageError
 
     names = frozenset(name.strip() for option in options or () for name in option.split(",") if name.strip())
@@ -125,8 +127,8 @@ def names_in(options: list[str] | None) -> frozenset[str]:
     return names
 
 
-def name_in(option: str | None) -> str:
-    """The same for an option that gives one name: "" where it is not given."""
+def checked_name(option: str | None) -> str:
+    """The stripped value of an option with one name, "" if it is not given. Raises UsageError if it is empty."""
     from ttrain.errors import UsageError
 
     if option is not None and not option.strip():
@@ -136,19 +138,21 @@ def name_in(option: str | None) -> str:
 
 def plan_of(
     pipeline: str,
-    loaded: Loaded,
+    loaded: LoadedSettings,
     *,
     force: frozenset[str] = frozenset(),
     extend: bool = False,
     selection: Selection | None = None,
-    go_on: str = "",
-) -> tuple[Store, list[Planned]]:
-    """The store, and what a pipeline would do in it."""
-    from flows import recipe
+    resume_key: str = "",
+) -> tuple[ArtifactStore, list[Planned]]:
+    """The store, and the planned stages of a pipeline in it."""
+    from ttrain.flows import recipe
+    from ttrain.pipeline.artifact_commands import store_of
     from ttrain.pipeline.plan import EVERYTHING, plan
-    from ttrain.pipeline.stores import store_of
     from ttrain.store.layout import home
 
     store = store_of(home(), loaded.settings)
     chosen = selection or EVERYTHING
-    return store, plan(recipe(pipeline), loaded.settings, store, force, extend=extend, selection=chosen, go_on=go_on)
+    return store, plan(
+        recipe(pipeline), loaded.settings, store, force, extend=extend, selection=chosen, resume_key=resume_key
+    )

@@ -1,4 +1,4 @@
-"""`ttrain pipeline`: plan, run, rerun and list whole pipelines."""
+"""The `ttrain pipeline` commands: plan, run, rerun and list whole pipelines."""
 
 from __future__ import annotations
 
@@ -11,32 +11,31 @@ import typer
 from ttrain.cli import nightly
 from ttrain.cli.options import (
     AsJson,
+    ContinueKey,
     Extend,
     Files,
     ForceStages,
-    GoOn,
+    FromStage,
     Note,
-    Only,
+    OnlyStages,
     Overrides,
     Profiles,
-    Since,
     Tags,
-    Until,
+    UntilStage,
+    checked_name,
     load_settings,
-    name_in,
-    names_in,
     plan_of,
     settings_of_run,
+    stage_names,
 )
 from ttrain.core.terminal import console, escaped, print_json, table
 from ttrain.store import layout
 
 if TYPE_CHECKING:
-    from ttrain.config.loading import Loaded
+    from ttrain.config.loading import LoadedSettings
     from ttrain.pipeline.labels import Labels
-    from ttrain.pipeline.planned import Planned
-    from ttrain.pipeline.selection import Selection
-    from ttrain.store.artifacts import Store
+    from ttrain.pipeline.recipe import Planned, Selection
+    from ttrain.store.artifacts import ArtifactStore
 
 LISTED_RUNS = 10
 PIPELINE_HELP = "the pipeline: full, or nightly (one night: new data, a challenger, the decision)"
@@ -65,39 +64,39 @@ def pipeline_run(
     profile: Profiles = None,
     extend: Extend = False,
     force: ForceStages = None,
-    only: Only = None,
-    since: Since = None,
-    until: Until = None,
-    go_on: GoOn = None,
+    only: OnlyStages = None,
+    since: FromStage = None,
+    until: UntilStage = None,
+    resume_key: ContinueKey = None,
     engine: Engine = "prefect",
-    record: Annotated[bool, typer.Option("--record", help="make a tracked run although all is cached")] = False,
+    record: Annotated[bool, typer.Option("--record", help="make a tracked run even if everything is cached")] = False,
     note: Note = None,
     tag: Tags = None,
 ) -> None:
-    """Run a pipeline; stages whose inputs, settings and code did not change come from the store."""
-    from ttrain.core.standard_streams import outlast_output
+    """Run a pipeline; stages whose inputs, settings and code have not changed come from the store."""
+    from ttrain.core.terminal import outlast_output
     from ttrain.pipeline.labels import labels_of
-    from ttrain.pipeline.selection import Selection
+    from ttrain.pipeline.recipe import Selection
 
     outlast_output()
     _check_engine(engine)
     labels = labels_of(note, tag)
     loaded = load_settings(overrides, config, profile)
     if pipeline == nightly.NIGHTLY:
-        nightly.refuse(
-            extend=extend, force=force, only=only, until=until, record=record, **{"from": since, "continue": go_on}
+        nightly.refuse_stage_options(
+            extend=extend, force=force, only=only, until=until, record=record, **{"from": since, "continue": resume_key}
         )
         nightly.run(loaded, engine=engine, labels=labels)
         return
-    _run(
+    plan_and_run(
         pipeline,
         loaded,
         engine=engine,
         record=record,
         extend=extend,
-        force=names_in(force),
-        selection=Selection(names_in(only), name_in(since), name_in(until)),
-        go_on=name_in(go_on),
+        force=stage_names(force),
+        selection=Selection(stage_names(only), checked_name(since), checked_name(until)),
+        resume_key=checked_name(resume_key),
         labels=labels,
     )
 
@@ -114,27 +113,29 @@ def pipeline_rerun(
     profile: Profiles = None,
     run: Annotated[
         str,
-        typer.Option("--run", metavar="RUN", help="take the settings of this run (its name, or a part)", show_default=False),
+        typer.Option(
+            "--run", metavar="RUN", help="use the settings of this run (its name, or a part of it)", show_default=False
+        ),
     ] = "",
     extend: Extend = False,
     engine: Engine = "prefect",
     note: Note = None,
     tag: Tags = None,
 ) -> None:
-    """Run a stage again, finished or not, and what depends on it; a finished one is compared with what was stored.
+    """Rerun a stage, finished or not, and the stages that depend on it; compare finished ones with their stored results.
 
-    The settings are those of the newest run that has the stage, or of --run, and what is given here on top of them. Files
-    and profiles without --run say them anew, as in `run`.
+    The settings are those of the newest run that has the stage, or of --run, overridden by those given here. Config files
+    and profiles without --run replace them, as in `run`.
     """
-    from ttrain.core.standard_streams import outlast_output
+    from ttrain.core.terminal import outlast_output
     from ttrain.pipeline.labels import labels_of
 
     outlast_output()
     _check_engine(engine)
     labels = labels_of(note, tag)
-    _run(
+    plan_and_run(
         "full",
-        _of_earlier_run(stage, run, overrides, config, profile),
+        _settings_of_earlier_run(stage, run, overrides, config, profile),
         engine=engine,
         extend=extend,
         force=frozenset({stage}),
@@ -154,33 +155,37 @@ def pipeline_plan(
     profile: Profiles = None,
     extend: Extend = False,
     force: ForceStages = None,
-    only: Only = None,
-    since: Since = None,
-    until: Until = None,
-    go_on: GoOn = None,
-    memory: Annotated[bool, typer.Option("--memory", help="also what a new model takes while it is pretrained")] = False,
+    only: OnlyStages = None,
+    since: FromStage = None,
+    until: UntilStage = None,
+    resume_key: ContinueKey = None,
+    memory: Annotated[bool, typer.Option("--memory", help="also the memory of a new model during pretraining")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Print for every stage whether it is cached or will run, its key, and why. Runs nothing."""
-    from ttrain.pipeline import plan_table
-    from ttrain.pipeline.selection import Selection
+    from ttrain.pipeline import plan
+    from ttrain.pipeline.recipe import Selection
 
-    selection = Selection(names_in(only), name_in(since), name_in(until))
+    selection = Selection(stage_names(only), checked_name(since), checked_name(until))
     loaded = load_settings(overrides, config, profile)
     if pipeline == nightly.NIGHTLY:
-        nightly.refuse(extend=extend, force=force, only=only, until=until, **{"from": since, "continue": go_on})
+        nightly.refuse_stage_options(
+            extend=extend, force=force, only=only, until=until, **{"from": since, "continue": resume_key}
+        )
         nightly.plan(loaded, as_json=as_json)
         return
-    _, stages = plan_of(pipeline, loaded, force=names_in(force), extend=extend, selection=selection, go_on=name_in(go_on))
-    needs = _memory_of(loaded) if memory else {}
+    _, stages = plan_of(
+        pipeline, loaded, force=stage_names(force), extend=extend, selection=selection, resume_key=checked_name(resume_key)
+    )
+    needs = _training_memory(loaded) if memory else {}
     if as_json:
-        print_json({**plan_table.plan_json(pipeline, stages), **needs})
+        print_json({**plan.plan_json(pipeline, stages), **needs})
         return
     screen = console()
-    table(("stage", "state", "key", "why"), plan_table.plan_rows(stages))
+    table(("stage", "state", "key", "why"), plan.plan_rows(stages))
     for name, size in needs.get("memory_bytes", {}).items():
-        screen.print(f"{name}: {size / 1e9:.3g} GB, and activations on top", highlight=False)
-    _say_left_out(pipeline, loaded, stages, selection)
+        screen.print(f"{name}: {size / 1e9:.3g} GB, plus activations", highlight=False)
+    _print_left_out(pipeline, loaded, stages, selection)
     waiting = sum(planned.state == "run" for planned in stages)
     screen.print(f"{waiting} of {len(stages)} stages will run" if waiting else "everything is cached", highlight=False)
 
@@ -194,14 +199,14 @@ def pipeline_status(
     from ttrain.reports import summary
     from ttrain.store import runs
 
-    found = runs.history(layout.home())
+    history = runs.history(layout.home())
     if as_json:
-        print_json([summary.run_json(run) for run in found[:limit]])
+        print_json([summary.run_json(run) for run in history[:limit]])
         return
     screen = console()
-    if not found:
+    if not history:
         screen.print("no runs yet; begin with `ttrain pipeline run full`")
-    for run in found[: limit or LISTED_RUNS]:
+    for run in history[: limit or LISTED_RUNS]:
         same = f", the same as {run['equals']}" if run.get("equals") else ""
         took = summary.seconds(run["seconds"])
         screen.print(f"[bold]{run['run']}[/]  {run['outcome']}{same}  {took}  {run['started']}", highlight=False)
@@ -212,12 +217,12 @@ def pipeline_status(
             table(("stage", "outcome", "time", "figures", "log"), rows)
 
 
-def _memory_of(loaded: Loaded) -> dict[str, Any]:
-    """What pretraining holds in memory whatever a micro-batch is. Loads torch. Raises UsageError where no model is made."""
-    from ttrain.cli import model_costs
+def _training_memory(loaded: LoadedSettings) -> dict[str, Any]:
+    """The memory of pretraining apart from activations. Loads torch. Raises UsageError if no new model is trained."""
+    from ttrain.cli import model
 
     kind = loaded.settings.pretrain.optim.kind
-    sizes = model_costs.of_settings(loaded.settings).memory_bytes
+    sizes = model.of_settings(loaded.settings).memory_bytes
     size = sizes["muon" if kind == "muon" else "adamw"]
     return {"memory_bytes": {f"weights, gradients and state of {kind}": size}}
 
@@ -229,61 +234,62 @@ def _check_engine(engine: str) -> None:
         raise UsageError(f"--engine is '{engine}' but must be prefect or none")
 
 
-def _run(
+def plan_and_run(
     pipeline: str,
-    loaded: Loaded,
+    loaded: LoadedSettings,
     *,
     engine: str,
     extend: bool,
     force: frozenset[str],
     selection: Selection | None = None,
-    go_on: str = "",
+    resume_key: str = "",
     record: bool = False,
     labels: Labels,
 ) -> None:
-    from ttrain.pipeline import plan_table
+    """Plan the pipeline, print the plan, and run it unless every stage is cached."""
+    from ttrain.pipeline import plan
     from ttrain.pipeline.plan import is_all_cached
     from ttrain.store import runs
     from ttrain.store.layout import usable_home
 
-    store, stages = plan_of(pipeline, loaded, force=force, extend=extend, selection=selection, go_on=go_on)
+    store, stages = plan_of(pipeline, loaded, force=force, extend=extend, selection=selection, resume_key=resume_key)
     keys = {planned.stage.name: planned.key for planned in stages}
     if is_all_cached(stages) and not record and runs.cut_short(store.root, keys) is None:
-        _say_cached(pipeline, loaded, store, stages, labels)
+        _record_cached(pipeline, loaded, store, stages, labels)
         return
-    table(("stage", "state", "key", "why"), plan_table.plan_rows(stages))
-    _say_left_out(pipeline, loaded, stages, selection)
+    table(("stage", "state", "key", "why"), plan.plan_rows(stages))
+    _print_left_out(pipeline, loaded, stages, selection)
     usable_home()
-    from flows.engine import run_pipeline
+    from ttrain.flows.engine import run_pipeline
 
     settings = loaded.settings
-    options: dict[str, Any] = {"engine": engine, "force": force, "extend": extend, "go_on": go_on, "labels": labels}
+    options: dict[str, Any] = {"engine": engine, "force": force, "extend": extend, "go_on": resume_key, "labels": labels}
     run_pipeline(pipeline, settings, store, stages, console(), **options)
 
 
-def _of_earlier_run(
+def _settings_of_earlier_run(
     stage: str, run: str, overrides: list[str] | None, config: list[Path] | None, profile: list[str] | None
-) -> Loaded:
-    """The settings for a stage to be run again; says of which run they are, and what in them is not a default."""
+) -> LoadedSettings:
+    """The settings for rerunning a stage; prints their run and those that differ from the defaults."""
     from ttrain.core.terminal import escaped
-    from ttrain.pipeline import earlier_settings
+    from ttrain.pipeline import names
     from ttrain.store.layout import home
 
     if (config or profile) and not run:
         return load_settings(overrides, config, profile)
-    found = earlier_settings.run_named(home(), run) if run else earlier_settings.newest_with(home(), stage)
-    loaded = settings_of_run(found, overrides, config, profile)
-    told = " ".join(
-        f"{key}={json.dumps(value, ensure_ascii=False)}" for _, key, value in earlier_settings.settings_of(found)
+    earlier_run = names.run_named(home(), run) if run else names.newest_with(home(), stage)
+    loaded = settings_of_run(earlier_run, overrides, config, profile)
+    settings_text = " ".join(
+        f"{key}={json.dumps(value, ensure_ascii=False)}" for _, key, value in names.settings_of(earlier_run)
     )
-    print(escaped(f"settings of {found['run']}, apart from the defaults: {told or 'none'}"))
+    print(escaped(f"settings of {earlier_run['run']}, apart from the defaults: {settings_text or 'none'}"))
     return loaded
 
 
-def _say_left_out(pipeline: str, loaded: Loaded, stages: list[Planned], selection: Selection | None) -> None:
+def _print_left_out(pipeline: str, loaded: LoadedSettings, stages: list[Planned], selection: Selection | None) -> None:
     if selection:
-        from flows import recipe
-        from ttrain.pipeline.selection import graph_of
+        from ttrain.flows import recipe
+        from ttrain.pipeline.recipe import graph_of
 
         planned = {stage.stage.name for stage in stages}
         left_out = [name for name in graph_of(recipe(pipeline), loaded.settings) if name not in planned]
@@ -291,23 +297,25 @@ def _say_left_out(pipeline: str, loaded: Loaded, stages: list[Planned], selectio
             print(f"left out by {selection}: {', '.join(left_out)}")
 
 
-def _say_cached(pipeline: str, loaded: Loaded, store: Store, stages: list[Planned], labels: Labels) -> None:
-    from ttrain.pipeline import champion_baseline
-    from ttrain.pipeline.absolute_paths import absolute
-    from ttrain.reports import evaluation_table, summary
+def _record_cached(
+    pipeline: str, loaded: LoadedSettings, store: ArtifactStore, stages: list[Planned], labels: Labels
+) -> None:
+    from ttrain.pipeline import run_summary
+    from ttrain.pipeline.provenance import with_absolute_paths
+    from ttrain.reports import summary
     from ttrain.store import runs
 
-    found = {planned.stage.name: planned.artifact for planned in stages if planned.artifact}
-    results = {name: artifact.result for name, artifact in found.items()}
-    if "evaluate" in found and champion_baseline.STAGE not in found:
-        results |= champion_baseline.of(found["evaluate"], loaded.settings.name, store)
+    artifacts = {planned.stage.name: planned.artifact for planned in stages if planned.artifact}
+    results = {name: artifact.result for name, artifact in artifacts.items()}
+    if "evaluate" in artifacts and run_summary.STAGE not in artifacts:
+        results |= run_summary.of(artifacts["evaluate"], loaded.settings.name, store)
     metrics = summary.metrics_of(results)
     equals = runs.equal_run(store.root, {planned.stage.name: planned.key for planned in stages})
-    settings = absolute(loaded.settings).model_dump(mode="json")
+    settings = with_absolute_paths(loaded.settings).model_dump(mode="json")
     runs.record_cached(store.root, pipeline, stages, settings, metrics, equals, labels.to_json())
-    table(("what", "value", ""), evaluation_table.rows(metrics, results))
+    table(("figure", "value", ""), summary.rows(metrics, results))
     same = f" in the run {equals}" if equals else ""
-    print(f"everything is cached: all {len(stages)} stages of {pipeline} are as they were{same}; nothing was run")
+    print(f"everything is cached: all {len(stages)} stages of {pipeline} are unchanged{same}; nothing was run")
     fetchable = [planned.stage.name for planned in stages if planned.artifact and not planned.artifact.path.exists()]
     if fetchable:
         print(f"in MLflow, not here: {', '.join(fetchable)}; `ttrain stage run {fetchable[-1]}` fetches that one")

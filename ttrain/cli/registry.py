@@ -1,4 +1,4 @@
-"""`ttrain models`: which runs' models are registered as sets, and which set is champion."""
+"""The `ttrain models` commands: list registered sets of models and choose the champion."""
 
 from __future__ import annotations
 
@@ -20,33 +20,36 @@ models_app = typer.Typer(
     epilog="Example:  ttrain models list",
 )
 
-Name = Annotated[str | None, typer.Option("--name", help="of the pipeline (setting `name`), where there are several")]
+Name = Annotated[str | None, typer.Option("--name", help="the pipeline's name (setting `name`), if there are several")]
 
 
 @models_app.command("list", epilog="Examples:  ttrain models list\n\nttrain models list --metric chat_loss_sft --json")
 def models_list(
     name: Name = None,
-    metric: Annotated[str, typer.Option(help="of the evaluation, to show")] = "bits_per_byte",
+    metric: Annotated[str, typer.Option(help="the evaluation metric to show")] = "bits_per_byte",
     as_json: AsJson = False,
 ) -> None:
-    """List the sets, the newest first: aliases, figure, run, and what was decided about them."""
+    """List the sets, the newest first: aliases, metric, run, and the promotion decision."""
     from ttrain import tracking
     from ttrain.store.layout import home
 
-    found = tracking.list_sets(home(), name)
+    model_sets = tracking.list_sets(home(), name)
     if as_json:
-        print_json([one.to_json() for one in found])
+        print_json([model_set.to_json() for model_set in model_sets])
         return
-    if not found:
-        named = f" named {name}" if name else ""
-        print(escaped(f"no sets of models{named} are registered yet; `ttrain pipeline run full` registers one"))
+    if not model_sets:
+        qualifier = f" named {name}" if name else ""
+        print(escaped(f"no sets of models{qualifier} are registered yet; `ttrain pipeline run full` registers one"))
         return
-    table(("set", "is", metric, "models", "run", "registered", "decision"), [_row(one, metric) for one in found])
-    there = sorted({figure for one in found for figure in one.metrics})
-    if there and metric not in there:
-        print(escaped(f"no evaluation has '{metric}'; --metric can be {', '.join(there)}"))
-    if not any(tracking.CHAMPION in one.aliases for one in found):
-        newest = found[0]
+    table(
+        ("set", "aliases", metric, "models", "run", "registered", "decision"),
+        [_row(model_set, metric) for model_set in model_sets],
+    )
+    metric_names = sorted({figure for model_set in model_sets for figure in model_set.metrics})
+    if metric_names and metric not in metric_names:
+        print(escaped(f"no evaluation has '{metric}'; --metric can be {', '.join(metric_names)}"))
+    if not any(tracking.CHAMPION in model_set.aliases for model_set in model_sets):
+        newest = model_sets[0]
         print(escaped(f"there is no champion; to choose one: ttrain models promote {newest.version} --name {newest.name}"))
 
 
@@ -58,89 +61,97 @@ def models_promote(
     name: Name = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make a set the champion, whatever the figures say: nights continue from it and compare with it."""
+    """Make a set the champion, regardless of its figures: nights continue from it and compare with it."""
     from ttrain import tracking
     from ttrain.store.layout import home
 
     root = home()
-    chosen = _chosen(root, tracking.list_sets(root, name), which, name)
+    chosen = _find_set(root, tracking.list_sets(root, name), which, name)
     already = tracking.CHAMPION in chosen.aliases
-    _print(tracking.promote(root, chosen.name, chosen.version), "is champion already" if already else "is champion", as_json)
+    _print(tracking.promote(root, chosen.name, chosen.version), "is already champion" if already else "is champion", as_json)
 
 
 @models_app.command("rollback", epilog="Example:  ttrain models rollback")
 def models_rollback(name: Name = None, as_json: AsJson = False) -> None:
-    """Make the champion before this one champion again; once more goes further back."""
+    """Make the previous champion the champion again; each further call goes one back."""
     from ttrain import tracking
     from ttrain.store.layout import home
 
     root = home()
-    found = tracking.list_sets(root, name)
-    _print(tracking.rollback(root, _only_name(found, name)), "is champion again", as_json)
+    model_sets = tracking.list_sets(root, name)
+    _print(tracking.rollback(root, _only_name(model_sets, name)), "is champion again", as_json)
 
 
-def _row(one: ModelSet, metric: str) -> tuple[str, ...]:
+def _row(model_set: ModelSet, metric: str) -> tuple[str, ...]:
     from datetime import datetime
 
-    value = one.metrics.get(metric)
-    decision = one.decision or {}
+    value = model_set.metrics.get(metric)
+    decision = model_set.decision or {}
     word = {True: "promoted: ", False: "kept: "}.get(decision.get("promote", ""), "")
-    models = ", ".join(f"{member.name.removeprefix(f'{one.name}-')} {member.version}" for member in _members(one))
+    models = ", ".join(
+        f"{member.name.removeprefix(f'{model_set.name}-')} {member.version}" for member in _members(model_set)
+    )
     return (
-        f"{one.name}/{one.version}",
-        ", ".join(one.aliases),
+        f"{model_set.name}/{model_set.version}",
+        ", ".join(model_set.aliases),
         "" if value is None else f"{value:.4f}",
         models,
-        one.run,
-        f"{datetime.fromtimestamp(one.created).astimezone():%Y-%m-%d %H:%M}",
+        model_set.run,
+        f"{datetime.fromtimestamp(model_set.created).astimezone():%Y-%m-%d %H:%M}",
         f"{word}{decision.get('reason', '')}",
     )
 
 
-def _members(one: ModelSet) -> list[Member]:
+def _members(model_set: ModelSet) -> list[Member]:
     order = ("tokenizer", "pretrain", "sft", "lora")
-    return [one.members[stage] for stage in order if stage in one.members]
+    return [model_set.members[stage] for stage in order if stage in model_set.members]
 
 
-def _only_name(found: Sequence[ModelSet], name: str | None) -> str:
+def _only_name(model_sets: Sequence[ModelSet], name: str | None) -> str:
     from ttrain.errors import UsageError
 
-    names = sorted({one.name for one in found})
+    names = sorted({model_set.name for model_set in model_sets})
     if len(names) == 1:
         return names[0]
     if not names:
-        what = f"no sets of models named {name} are" if name else "no sets of models are"
-        raise UsageError(f"{what} registered; `ttrain pipeline run full` registers one, `ttrain models list` shows them")
-    raise UsageError(f"there are sets of {', '.join(names)}; say which with --name, for example --name {names[0]}")
+        problem = f"no sets of models named {name} are" if name else "no sets of models are"
+        raise UsageError(f"{problem} registered; `ttrain pipeline run full` registers one, `ttrain models list` shows them")
+    raise UsageError(f"there are sets of {', '.join(names)}; choose one with --name, for example --name {names[0]}")
 
 
-def _chosen(root: Path, found: Sequence[ModelSet], which: str, name: str | None) -> ModelSet:
-    """The set of this version, or with the models of this run, whose name may be cut short; a run whose models
-    were all there shares the set."""
+def _find_set(root: Path, model_sets: Sequence[ModelSet], which: str, name: str | None) -> ModelSet:
+    """Find the set of this version, or of this run, whose name may be shortened; a run whose models were all
+    cached shares the set of the run that made them."""
     from ttrain.core.files import read_json
     from ttrain.errors import UsageError
 
     if which.isdigit():
-        name = _only_name(found, name)
-        same = [one for one in found if one.version == which]
-        if not same:
-            there = ", ".join(one.version for one in found)
-            raise UsageError(f"{name} has no set {which}; it has {there}; `ttrain models list` shows them")
-        return same[0]
-    known = {one.run for one in found if which and (one.run.startswith(which) or one.run.endswith(which))}
-    which = known.pop() if len(known) == 1 else which
+        name = _only_name(model_sets, name)
+        matches = [model_set for model_set in model_sets if model_set.version == which]
+        if not matches:
+            versions = ", ".join(model_set.version for model_set in model_sets)
+            raise UsageError(f"{name} has no set {which}; it has {versions}; `ttrain models list` shows them")
+        return matches[0]
+    run_names = {
+        model_set.run
+        for model_set in model_sets
+        if which and (model_set.run.startswith(which) or model_set.run.endswith(which))
+    }
+    which = run_names.pop() if len(run_names) == 1 else which
     record = read_json(root / "runs" / f"{which}.json") if which and "/" not in which else None
     keys = {stage["name"]: stage.get("key") for stage in record["stages"]} if isinstance(record, dict) else {}
-    for one in found:
-        if one.run == which or (one.members and all(keys.get(name) == one.keys[name] for name in one.members)):
-            return one
-    runs = ", ".join(dict.fromkeys(one.run for one in found)) or "none"
+    for model_set in model_sets:
+        if model_set.run == which or (
+            model_set.members and all(keys.get(name) == model_set.keys[name] for name in model_set.members)
+        ):
+            return model_set
+    runs = ", ".join(dict.fromkeys(model_set.run for model_set in model_sets)) or "none"
     raise UsageError(f"no registered set has the models of a run '{which}'; there are sets of {runs}")
 
 
-def _print(one: ModelSet, what: str, as_json: bool) -> None:
+def _print(model_set: ModelSet, status: str, as_json: bool) -> None:
     if as_json:
-        print_json(one.to_json())
+        print_json(model_set.to_json())
         return
-    models = ", ".join(f"{member.name}/{member.version}" for member in _members(one))
-    print(escaped(f"{one.name}/{one.version} of the run {one.run} {what}: {models}"))
+    models = ", ".join(f"{member.name}/{member.version}" for member in _members(model_set))
+    print(escaped(f"{model_set.name}/{model_set.version} of the run {model_set.run} {status}: {models}"))

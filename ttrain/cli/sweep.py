@@ -1,4 +1,4 @@
-"""`ttrain sweep`: many runs that differ in a few settings, and which of them was best."""
+"""The `ttrain sweep` commands: run a pipeline with several values of some settings and find the best."""
 
 from __future__ import annotations
 
@@ -55,11 +55,13 @@ def sweep_full(
     profile: Profiles = None,
     trials: Annotated[
         int | None,
-        typer.Option("--trials", "-n", min=1, help="how many, those of before counted", show_default="8; of a grid: all"),
+        typer.Option(
+            "--trials", "-n", min=1, help="number of trials, including earlier ones", show_default="8; of a grid: all"
+        ),
     ] = None,
     sampler: Annotated[str, typer.Option(help="tpe (learns from the trials so far), random or grid")] = "tpe",
     metric: Annotated[
-        str, typer.Option(help="what to compare by", show_default="the validation loss of what the settings train")
+        str, typer.Option(help="the metric to compare by", show_default="the validation loss of what the settings train")
     ] = "",
     maximize: Annotated[
         bool | None,
@@ -78,21 +80,21 @@ def sweep_full(
 ) -> None:
     """Run the pipeline `full` with several values of the settings that are given as ranges; its name may be left out.
 
-    What the trials share is built once. The same command goes on after a kill, and with more --trials.
+    Stages that the trials share are built once. The same command continues after a kill, and with more --trials.
     """
     import os
 
-    from flows import sweep as sweeps
-    from flows import trials as run
     from ttrain.config.loading import layers
-    from ttrain.core.standard_streams import outlast_output
-    from ttrain.pipeline.stores import store_of
+    from ttrain.core.terminal import outlast_output
+    from ttrain.flows import sweep as sweeps
+    from ttrain.flows import trials as run
+    from ttrain.pipeline.artifact_commands import store_of
     from ttrain.store.layout import home, usable_home
 
-    given = layers(overrides or (), config or (), profile or (), os.environ)
-    asked = sweeps.ask(
+    settings_layers = layers(overrides or (), config or (), profile or (), os.environ)
+    request = sweeps.sweep_request(
         "full",
-        given,
+        settings_layers,
         trials=trials,
         sampler=sampler,
         metric=metric,
@@ -103,17 +105,17 @@ def sweep_full(
         prune=prune,
     )
     if dry_run:
-        _show_plan(sweeps.preview(asked, store_of(home(), asked.settings(asked.first))), as_json)
+        _show_plan(sweeps.preview(request, store_of(home(), request.settings(request.first))), as_json)
         return
     outlast_output()
-    words = [*(f"--profile={name}" for name in profile or ()), *(f"--config={path}" for path in config or ())]
-    words += [word for word in overrides or () if word.partition("=")[0].strip() not in asked.space.dimensions]
-    store = store_of(usable_home(), asked.settings(asked.first))
+    arguments = [*(f"--profile={name}" for name in profile or ()), *(f"--config={path}" for path in config or ())]
+    arguments += [word for word in overrides or () if word.partition("=")[0].strip() not in request.space.dimensions]
+    store = store_of(usable_home(), request.settings(request.first))
     screen = console(stderr=as_json)  # standard output is for the JSON
-    sweep = run.begin(asked, store, screen)
+    sweep = run.begin(request, store, screen)
     with sweep.lock():
         try:
-            run.run(asked, sweep, words, store, screen)
+            run.run(request, sweep, arguments, store, screen)
         finally:
             _show(sweep, sweep.page, as_json)
 
@@ -125,11 +127,11 @@ def sweep_list(as_json: AsJson = False) -> None:
     from ttrain.sweep import records, summary
     from ttrain.sweep.study import Study
 
-    found = [(sweep, Study.of(sweep).trials()) for sweep in records.listed(home())]
+    studies = [(sweep, Study.of(sweep).trials()) for sweep in records.list_sweeps(home())]
     if as_json:
-        print_json([summary.sweep_json(sweep, trials, {}) for sweep, trials in found])
+        print_json([summary.sweep_json(sweep, trials, {}) for sweep, trials in studies])
         return
-    if not found:
+    if not studies:
         print("no sweeps yet; begin with `ttrain sweep full 'pretrain.optim.lr=log(1e-4,3e-3)' --trials 8`")
         return
     rows = [
@@ -140,7 +142,7 @@ def sweep_list(as_json: AsJson = False) -> None:
             summary.counts(trials),
             summary.verdict(trials, sweep.measure),
         )
-        for sweep, trials in found
+        for sweep, trials in studies
     ]
     table(("sweep", "outcome", "varies", "trials", "best"), rows)
 
@@ -155,7 +157,7 @@ def sweep_show(
     from ttrain.store.layout import home
     from ttrain.sweep import records
 
-    sweep = records.named(home(), name)
+    sweep = records.find_sweep(home(), name)
     _show(sweep, out or sweep.page, as_json)
 
 
@@ -167,10 +169,10 @@ def sweep_best(name: Name = "latest", as_json: AsJson = False) -> None:
     from ttrain.sweep import records, summary
     from ttrain.sweep.study import Study
 
-    sweep = records.named(home(), name)
+    sweep = records.find_sweep(home(), name)
     best = Study.of(sweep).best()
     if best is None:
-        raise TTrainError(f"no trial of {sweep.name} has come to its end yet; `ttrain sweep show {sweep.name}` lists them")
+        raise TTrainError(f"no trial of {sweep.name} has completed yet; `ttrain sweep show {sweep.name}` lists them")
     if as_json:
         print_json({"sweep": sweep.name, **best.to_json(), "command": summary.command(sweep, best)})
         return
@@ -178,7 +180,7 @@ def sweep_best(name: Name = "latest", as_json: AsJson = False) -> None:
 
 
 def _show(sweep: Sweep, page: Path, as_json: bool) -> None:
-    """The trials, the best first, and the page with the plots, which is written."""
+    """Print the trials, the best first, and write the page with the plots."""
     from ttrain.sweep import summary
     from ttrain.sweep.report_page import render
     from ttrain.sweep.study import FAILED, RUNNING, Study, best_of
@@ -193,29 +195,29 @@ def _show(sweep: Sweep, page: Path, as_json: bool) -> None:
     table(*summary.trial_table(trials, sweep.space, sweep.measure))
     if importances:
         shares = ", ".join(f"{name} {100 * share:.0f} %" for name, share in importances.items())
-        print(escaped(f"what explains the differences: {shares}"))
+        print(escaped(f"importance of the settings: {shares}"))
     print(escaped(f"{sweep.name}: {summary.counts(trials)}; {summary.verdict(trials, sweep.measure)}"))
     if any(trial.outcome in (RUNNING, FAILED) for trial in trials):
-        print("the same command goes on with what is unfinished, and tries what failed again")
+        print("the same command continues unfinished trials and retries failed ones")
     print(escaped(f"plots: {page}"))
     best = best_of(trials, maximize=sweep.measure.maximize)
     if best:
-        print(escaped(f"the best one, to its end: {summary.command(sweep, best)}"))
+        print(escaped(f"to run the best one in full: {summary.command(sweep, best)}"))
 
 
 def _show_plan(plan: Mapping[str, Any], as_json: bool) -> None:
-    """What would be tried; of a sampler that learns, only what it draws before it has learnt."""
-    from ttrain.sweep.space import shown
+    """Print the planned trials; of a sampler that learns, only those drawn before it learns."""
+    from ttrain.sweep.space import format_value
 
     if as_json:
         print_json(plan)
         return
     rows = [
-        (trial["trial"], *map(shown, trial["values"].values()), ", ".join(trial["run"]) or "nothing: cached")
+        (trial["trial"], *map(format_value, trial["values"].values()), ", ".join(trial["run"]) or "nothing: cached")
         for trial in plan["trials"]
     ]
     table(("trial", *plan["space"], "will run"), rows)
     if plan["chosen_later"]:
-        print(f"and {plan['chosen_later']} more, which {plan['sampler']} chooses by what these give")
+        print(f"and {plan['chosen_later']} more, which {plan['sampler']} chooses by the results of these")
     print(f"once: {', '.join(plan['once']) or 'nothing'}; in each trial: {', '.join(plan['each'])}")
     print(f"compared by: {plan['metric']} ({plan['direction']})")

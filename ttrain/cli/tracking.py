@@ -1,19 +1,31 @@
-"""`ttrain track`: what MLflow has yet to be told."""
+"""The `ttrain track` commands: deliver pending data to MLflow, and repair its database."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from typing import Annotated
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ttrain.cli.options import AsJson
+from ttrain.cli.options import AsJson, server_settings
+from ttrain.core.signals import heeded_signals
 from ttrain.core.terminal import console, escaped, print_json, table
+
+if TYPE_CHECKING:
+    from ttrain.tracking import Addresses, RunView
+
 
 track_app = typer.Typer(
     no_args_is_help=True,
-    help="Tell MLflow what runs could not tell it while its server was away.",
+    help="Send MLflow the data that runs could not deliver while its server was unreachable.",
     epilog="Example:  ttrain track sync",
 )
 
@@ -25,74 +37,83 @@ track_app = typer.Typer(
 )
 def sync(
     run: Annotated[str | None, typer.Argument(help="a run, as `ttrain pipeline status` lists it; default: all")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="only say what waits")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="only list what is waiting")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Deliver metrics, parameters, states, files and registered models that a silent server or a kill held up.
+    """Deliver metrics, parameters, states, files and registered models that an unreachable server or a kill held up.
 
-    What arrived before is not sent again. Exit code 1 where something still waits. The next run does the same by itself,
+    Delivered data is not sent again. Exit code 1 if something is still waiting. The next run does the same by itself,
     beside its own work.
     """
     from ttrain import tracking
     from ttrain.store.layout import home
 
     if dry_run:
-        found = tracking.waiting(home(), run)
+        deliveries = tracking.undelivered_runs(home(), run)
     else:
-        with _bar() as told:
-            found = tracking.sync(home(), run, told) if tracking.waiting(home(), run) else []
+        with _bar() as show_progress:
+            deliveries = tracking.sync(home(), run, show_progress) if tracking.undelivered_runs(home(), run) else []
     if as_json:
-        print_json([one.to_json() for one in found])
-    elif not found:
-        print("nothing waits: MLflow was told everything")
+        print_json([delivery.to_json() for delivery in deliveries])
+    elif not deliveries:
+        print("nothing waits: everything is in MLflow")
     else:
-        rows = [(one.run, one.name, _words(one.told), _words(one.things), one.why) for one in found]
+        rows = [
+            (delivery.run, delivery.name, _counts_text(delivery.delivered), _counts_text(delivery.things), delivery.why)
+            for delivery in deliveries
+        ]
         table(("run", "tracked as", "delivered", "waiting", "why"), rows)
-        left = sum(bool(one.things) for one in found)
-        print(escaped(f"{left} of {len(found)} tracked runs have something left to tell" if left else "everything arrived"))
-    raise typer.Exit(int(not dry_run and any(one.things for one in found)))
+        incomplete_count = sum(bool(delivery.things) for delivery in deliveries)
+        print(
+            escaped(
+                f"{incomplete_count} of {len(deliveries)} tracked runs still have undelivered data"
+                if incomplete_count
+                else "everything was delivered"
+            )
+        )
+    raise typer.Exit(int(not dry_run and any(delivery.things for delivery in deliveries)))
 
 
 @track_app.command("repair", epilog="Example:  ttrain track repair")
 def repair(as_json: AsJson = False) -> None:
-    """Set a damaged MLflow database of this home aside, and tell a new one of all runs that the home knows.
+    """Set a damaged MLflow database of this home aside, and log all runs of the home to a new one.
 
-    Runs, stages, parameters, metrics, curves, files and registered models come from records, manifests and logs. Nothing
-    happens to a database that is whole and has all of them.
+    Runs, stages, parameters, metrics, curves, files and registered models come from records, manifests and logs. A
+    database that is intact and complete is not changed.
     """
-    from flows import server_processes
     from ttrain.errors import UsageError
+    from ttrain.flows import server_processes
     from ttrain.pipeline import track_repair
     from ttrain.store.layout import usable_home
 
     root = usable_home()
-    if server_processes.living(root, "mlflow"):
+    if server_processes.live_server(root, "mlflow"):
         raise UsageError("the MLflow server of `ttrain up` has the database open; stop it first: ttrain down")
     done = track_repair.repair(root, lambda line: console(stderr=True).print(escaped(line), highlight=False, soft_wrap=True))
     if as_json:
         print_json(done.to_json())
     elif not (done.runs or done.unreadable or done.aside):
-        print("the database is whole, and has every run of this home")
+        print("the database is intact and has every run of this home")
     else:
-        print(f"told again: {len(done.runs)} {'run' if len(done.runs) == 1 else 'runs'}")
+        print(f"logged again: {len(done.runs)} {'run' if len(done.runs) == 1 else 'runs'}")
         if done.without_files:
-            print(escaped(f"without files, since their artifacts were removed: {', '.join(done.without_files)}"))
+            print(escaped(f"without files, because their artifacts were removed: {', '.join(done.without_files)}"))
         if done.unreadable:
-            print(escaped(f"not told, since their records cannot be read: {', '.join(done.unreadable)}"))
+            print(escaped(f"not logged, because their records cannot be read: {', '.join(done.unreadable)}"))
         if done.by_servers:
             listed = ", ".join(done.by_servers)
-            print(escaped(f"not told again, since a server had them, whose database this may have been: {listed}"))
-        print(f"what the home does not know is lost: {track_repair.LOST}")
+            print(escaped(f"not logged again, because a server that may have used this database has them: {listed}"))
+        print(f"data that this home has no record of is lost: {track_repair.NOT_RESTORED}")
     raise typer.Exit(int(bool(done.waiting or done.unreadable)))
 
 
-def _words(things: Mapping[str, int]) -> str:
+def _counts_text(things: Mapping[str, int]) -> str:
     return ", ".join(f"{number} {name}" for name, number in sorted(things.items()))
 
 
 @contextlib.contextmanager
 def _bar() -> Iterator[Callable[[int, int], None]]:
-    """Megabytes on their way, on a terminal's standard error; `told(bytes done, bytes in all)` moves it."""
+    """Show upload progress on a terminal's standard error; yields a function of (bytes done, bytes in all)."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
     screen = console(stderr=True)
@@ -100,3 +121,189 @@ def _bar() -> Iterator[Callable[[int, int], None]]:
     with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bars:
         task = bars.add_task("uploading", total=None, visible=False)
         yield lambda done, total: bars.update(task, completed=done, total=total, visible=True)
+
+
+EPILOG = "Examples:  ttrain ui\n\nttrain ui latest\n\nttrain ui latest:sft\n\nttrain ui full-20261121-160222-1a2b4 latest"
+
+RUN_HELP = (
+    "a run, RUN:STAGE, `latest`, an MLflow run id, or a registered NAME@ALIAS; several are compared; none: the table of all"
+)
+
+POLL_SECONDS = 1.0
+
+
+def ui(
+    runs: Annotated[list[str] | None, typer.Argument(metavar="[RUN]...", help=RUN_HELP, show_default=False)] = None,
+    no_browser: Annotated[bool, typer.Option("--no-browser", help="print the addresses without opening them")] = False,
+    port: Annotated[int, typer.Option(help="of the MLflow server, if none is running yet")] = 5000,
+    as_json: AsJson = False,
+) -> None:
+    """Open MLflow on the runs, with the columns that show which is better and why.
+
+    The server of `ttrain up` or of MLFLOW_TRACKING_URI is used if there is one; else one is started on 127.0.0.1, until
+    Ctrl-C.
+    """
+    from ttrain import tracking
+    from ttrain.core.redact import without_user
+    from ttrain.core.terminal import outlast_output
+    from ttrain.store.layout import home
+
+    outlast_output()
+    root = home()
+    tracked = [_tracked_id(root, *_run_and_stage(root, reference)) for reference in runs or ()]
+    uri = tracking.tracking_uri(root)
+    if uri.startswith(("http://", "https://")):
+        links = _links(without_user(uri).rstrip("/"), _addresses(root, tracked), tracked)
+        _show_links(root, links, browser=not no_browser, as_json=as_json, until_stopped=False)
+        return
+    _refuse_another_database(root, uri)
+    pages = _addresses(root, tracked)
+    with _server(root, port) as (address, stop_event):
+        _show_links(
+            root,
+            _links(address, pages, tracked),
+            browser=not no_browser,
+            as_json=as_json,
+            until_stopped=stop_event is not None,
+        )
+        if stop_event:
+            _wait_for_stop(root, stop_event)
+
+
+def _run_and_stage(root: Path, text: str) -> tuple[RunView, str | None]:
+    """(run, stage) of the reference RUN, RUN:STAGE, or a registered model. Raises UsageError."""
+    from ttrain import tracking
+    from ttrain.errors import UsageError
+    from ttrain.tracking.reading import REGISTERED
+
+    name, _, stage = (text, "", "") if REGISTERED.fullmatch(text) else text.partition(":")
+    view = tracking.read_run(root, name)
+    if stage and stage not in view.stages:
+        raise UsageError(f"the run {view.name} has no stage '{stage}'; it has {', '.join(view.stages)}")
+    return view, stage or None
+
+
+def _tracked_id(root: Path, view: RunView, stage: str | None) -> str:
+    """Id of the tracked run; for a run that was all cached, that of the run it equals."""
+    from ttrain import tracking
+    from ttrain.errors import UsageError
+
+    if view.run_id is None and (equals := view.record.get("equals")):
+        view = tracking.read_run(root, equals)
+    run_id = view.stages[stage].run_id if stage else view.run_id
+    if run_id is None:
+        label = f"{view.name}:{stage}" if stage else view.name
+        raise UsageError(
+            f"MLflow has no run of {label}: it was not tracked; `ttrain report {view.name}` shows what there is"
+        )
+    return run_id
+
+
+def _addresses(root: Path, tracked: Sequence[str]) -> Addresses:
+    """The pages of the runs' experiment, else of the newest run's. Raises UsageError if nothing was tracked yet."""
+    from ttrain import tracking
+    from ttrain.config import Tracking
+    from ttrain.errors import UsageError
+    from ttrain.store import runs
+
+    experiments = (run.get("settings", {}).get("tracking", {}).get("experiment") for run in runs.newest_first(root))
+    names = [name for name in (next(experiments, None), Tracking().experiment) if name]
+    addresses = tracking.addresses(root, names, tracked)
+    if addresses is None:
+        raise UsageError(f"nothing is tracked in {root} yet; begin with `ttrain pipeline run full`")
+    return addresses
+
+
+def _refuse_another_database(root: Path, uri: str) -> None:
+    from ttrain import tracking
+    from ttrain.core.redact import without_user
+    from ttrain.errors import UsageError
+
+    if uri != f"sqlite:///{tracking.database_of(root)}":
+        raise UsageError(
+            f"MLFLOW_TRACKING_URI is {without_user(uri)}, which is not a server; `ttrain ui` opens servers and "
+            f"the home's own database. Start `mlflow server --backend-store-uri` on it and name its address, or unset it"
+        )
+
+
+@contextmanager
+def _server(root: Path, port: int) -> Iterator[tuple[str, threading.Event | None]]:
+    """(address, None) of a running server; else (address, stop event) of a new one, which ends with the block."""
+    from ttrain.flows import server_processes, servers
+
+    if running_server := server_processes.live_server(root, "mlflow"):
+        yield f"http://{server_processes.HOST}:{running_server.port}", None
+        return
+    servers.start(root, {"mlflow": port}, server_settings(None).auth)
+    try:
+        stop_event = threading.Event()
+        for signum in heeded_signals():
+            signal.signal(signum, lambda *_: stop_event.set())
+        started = server_processes.live_server(root, "mlflow")
+        assert started is not None, "it has just answered"
+        yield f"http://{server_processes.HOST}:{started.port}", stop_event
+    finally:
+        if server_processes.live_server(root, "prefect"):
+            print("the server keeps running, because `ttrain up` took it over; `ttrain down` stops it", file=sys.stderr)
+        else:
+            server_processes.stop(root, "mlflow")
+
+
+def _links(address: str, pages: Addresses, tracked: Sequence[str]) -> dict[str, str]:
+    """The address to open as "url", and those of the other pages."""
+    first = pages.compare(tracked) if len(tracked) > 1 else pages.run(tracked[0]) if tracked else pages.table
+    page_paths = {"url": first, "table": pages.table, "curves": pages.curves}
+    return {**{name: f"{address}/{page}" for name, page in page_paths.items()}, "experiment": pages.experiment}
+
+
+def _show_links(root: Path, links: Mapping[str, str], *, browser: bool, as_json: bool, until_stopped: bool) -> None:
+    """Print the addresses and open the first of them."""
+    from ttrain.store.server_records import page_with_token
+
+    links = {name: page_with_token(root, text) for name, text in links.items()}
+    if as_json:
+        print_json({**links, "until_stopped": until_stopped})
+    else:
+        lines = [links["url"]] if links["url"] != links["table"] else []
+        lines += [f"runs    {links['table']}", f"curves  {links['curves']}"]
+        lines += ["Ctrl-C ends the server"] if until_stopped else []
+        print("\n".join(map(escaped, lines)))
+    sys.stdout.flush()
+    if browser and not open_browser(redirect_page(root, links["url"])):
+        print("no browser could be opened here; open the address yourself, or use --no-browser", file=sys.stderr)
+
+
+def redirect_page(root: Path, url: str) -> str:
+    """A private file that redirects to an address with a token: a browser's arguments are visible to other users."""
+    from ttrain.core.files import PRIVATE_FILE, write_bytes
+    from ttrain.store.server_records import make_folder
+
+    if "?token=" not in url:
+        return url
+    path = make_folder(root) / "open.html"
+    target = json.dumps(url).replace("<", "\\u003c")
+    page = f'<!doctype html><meta charset="utf-8"><title>ttrain</title><script>location.replace({target})</script>'
+    write_bytes(path, page.encode(), PRIVATE_FILE)
+    return path.as_uri()
+
+
+def open_browser(url: str) -> bool:
+    """Open the address; whether that worked. A browser that would take over the terminal is not used."""
+    import webbrowser
+
+    if sys.platform == "linux" and not any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")):
+        return False
+    try:
+        return webbrowser.open(url)
+    except webbrowser.Error:
+        return False
+
+
+def _wait_for_stop(root: Path, stop_event: threading.Event) -> None:
+    """Wait until Ctrl-C, SIGTERM or SIGHUP, or until the server has ended."""
+    from ttrain.flows import server_processes
+
+    while not stop_event.wait(POLL_SECONDS):
+        if server_processes.live_server(root, "mlflow") is None:
+            print("the server has ended", file=sys.stderr)
+            return

@@ -1,37 +1,49 @@
-"""`ttrain train`: one training alone, a stage of the pipeline or a task of one's own."""
+"""The `ttrain train` commands: train one stage of the pipeline, or a user's task."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from ttrain.cli.options import AsJson, Extend, Files, Force, Overrides, Profiles, load_settings, plan_of, task_settings
+from ttrain.config import Runtime, Section
 from ttrain.core.terminal import console, print_json, table
+from ttrain.errors import Interrupted, StageFailed, TTrainError, UsageError
+
+if TYPE_CHECKING:
+    from ttrain.config.loading import Override
+    from ttrain.pipeline.progress_display import Display
+    from ttrain.stages import Stage
+
 
 TASK_HELP = "name of an installed task, such as regression, or module:Class"
+
 FIGURES = ("steps", "epochs", "loss", "validation_loss", "rows", "parameters", "precision", "device", "train_seconds")
 
 
 class _TrainGroup(TyperGroup):
-    """`--task NAME ...` is `task NAME ...`, wherever it stands: a group would take a setting after it for a command."""
+    """Turns `--task NAME`, at any position, into `task NAME`: a group would take a setting after it for a command."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         names = [number for number, word in enumerate(args) if word == "--task" or word.startswith("--task=")]
         if names and args[0] not in self.commands:
             at = names[0]
             _, equals, name = args[at].partition("=")
-            rest = [*args[:at], *args[at + 1 :]] if equals else [*args[:at], *args[at + 2 :]]
-            args = ["task", *([name] if equals else args[at + 1 : at + 2]), *rest]
+            other_args = [*args[:at], *args[at + 1 :]] if equals else [*args[:at], *args[at + 2 :]]
+            args = ["task", *([name] if equals else args[at + 1 : at + 2]), *other_args]
         return super().parse_args(ctx, args)
 
 
 train_app = typer.Typer(
     cls=_TrainGroup,
     no_args_is_help=True,
-    help="Train one stage alone, or a task of your own.",
+    help="Train one stage alone, or your own task.",
     epilog="Examples:  ttrain train sft sft.optim.lr=2e-4\n\nttrain train --task regression hidden=128 --out regression",
 )
 
@@ -40,7 +52,7 @@ train_app = typer.Typer(
 def train_options(
     task: Annotated[str | None, typer.Option("--task", help=f"{TASK_HELP}; the same as `train task`")] = None,
 ) -> None:
-    """Stated for the help; the group itself reads it."""
+    """Declare --task for the help; the group itself parses it."""
 
 
 @train_app.command("pretrain", epilog="Example:  ttrain train pretrain pretrain.tokens=2_000_000 --profile small")
@@ -90,21 +102,20 @@ def train_task(
     allow: Annotated[list[str] | None, typer.Option(help="a setting that may differ from the checkpoint's")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train a task of your own (docs/tasks.md); the same command continues what was stopped."""
-    from ttrain.cli import train_task as from_task
-    from ttrain.core.standard_streams import outlast_output
+    """Train a task of your own (docs/tasks.md); the same command continues a stopped training."""
+    from ttrain.core.terminal import outlast_output
     from ttrain.errors import UsageError
     from ttrain.pipeline.progress_display import Display
     from ttrain.reports import summary as report
-    from ttrain.train import task_registry
+    from ttrain.train import task
 
     outlast_output()
     if name is None or "=" in name:
-        raise UsageError(f"--task names no task; the tasks are {task_registry.listed()}")
-    given = task_settings(overrides, config)
+        raise UsageError(f"--task names no task; the tasks are {task.describe_tasks()}")
+    task_overrides = task_settings(overrides, config)
     display = Display(console(stderr=as_json))
     try:
-        summary = from_task.train(name, given, out, allow or (), display)
+        summary = train(name, task_overrides, out, allow or (), display)
     finally:
         display.close()
     if as_json:
@@ -123,9 +134,9 @@ def run_stage(
     force: bool,
     as_json: bool = False,
 ) -> None:
-    """Run one stage alone, without Prefect; its inputs are those that the present plan names."""
-    from flows.engine import run_one_stage
-    from ttrain.core.standard_streams import outlast_output
+    """Run one stage alone, without Prefect; its inputs are those of the current plan."""
+    from ttrain.core.terminal import outlast_output
+    from ttrain.flows.engine import run_one_stage
     from ttrain.store.layout import usable_home
 
     outlast_output()
@@ -140,20 +151,166 @@ def run_stage(
 
 
 def _print_summary(summary: dict[str, Any], took: str) -> None:
-    """What became of a task, and what to do next."""
-    from ttrain.cli.train_task import LOG, METRICS, WEIGHTS
+    """Print the outcome of a task, and what to do next."""
 
     out = Path(summary["out"])
-    table(("what", "value"), [(key, _shown(summary[key])) for key in FIGURES if summary.get(key) is not None])
+    table(("figure", "value"), [(key, _shown(summary[key])) for key in FIGURES if summary.get(key) is not None])
     print("next:")
     print(f"  the weights, by PyTorch names: {out / WEIGHTS}")
     print(f"  curves {out / METRICS}, log {out / LOG}")
-    print(f"  change one thing, elsewhere: ttrain train --task {summary['task']} KEY=VALUE --out ANOTHER")
+    print(f"  train with another setting: ttrain train --task {summary['task']} KEY=VALUE --out ANOTHER")
     if summary["was_finished"]:
-        print(f"it was finished already, at step {summary['steps']}; nothing was trained")
+        print(f"it was already finished at step {summary['steps']}; nothing was trained")
     else:
         print(f"done in {took}")
 
 
 def _shown(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+WEIGHTS, METRICS, LOG = "model.safetensors", "run/metrics.jsonl", "run/log.txt"
+
+WORK, LOCK = Path("run", "work"), Path("run", "lock")
+
+
+class TaskRuntime(Section):
+    """Runtime settings of a task; a step is one micro-batch, unless it has more rows than this."""
+
+    runtime: Runtime = Runtime(rows_per_device=1024)
+
+
+def train(
+    name: str, overrides: Sequence[Override], output: Path | None, allow: Sequence[str], display: Display
+) -> dict[str, Any]:
+    """Train the task, or continue where the same command was stopped; returns a summary.
+
+    The task's own settings are checked in its process, where it is imported. Raises UsageError for invalid ones.
+    """
+    from ttrain.stages import TASK
+    from ttrain.store.layout import usable_home
+    from ttrain.train import task
+
+    point = task.find_task(name)
+    runtime, task_overrides = split_runtime(overrides)
+    out = (output or usable_home() / "tasks" / name.replace(":", ".")).absolute()
+    config = {"task": name, "given": task_overrides, "allow": list(allow)}
+    figures = run_alone(TASK, name, config, runtime, out, f"{point.value} in {out}", display)
+    return {"task": name, "out": str(out), **figures}
+
+
+def split_runtime(overrides: Sequence[Override]) -> tuple[Runtime, list[Override]]:
+    """Split the overrides into (runtime settings, other overrides). Raises UsageError for several machines."""
+    from ttrain.config.loading import merge
+
+    runtime = merge(TaskRuntime, [override for override in overrides if _is_runtime(override)])[0].runtime
+    if runtime.nodes > 1:
+        raise UsageError(f"runtime.nodes is {runtime.nodes}, but a task trains on one machine; set runtime.nodes=1")
+    return runtime, [override for override in overrides if not _is_runtime(override)]
+
+
+def run_alone(
+    stage: Stage, name: str, config: Mapping[str, Any], runtime: Runtime, out: Path, why: str, display: Display
+) -> dict[str, Any]:
+    """Run a stage outside of a pipeline, in its own process, with `out` as its output; returns its figures.
+
+    An earlier attempt in `out` is continued; "was_finished" says whether nothing was left to do. `name` and `why` are
+    shown. Raises UsageError if `out` holds something else.
+    """
+    from ttrain.core.files import PRIVATE_FILE, exclusive, write_json
+    from ttrain.core.signals import catching_signals
+    from ttrain.pipeline import launch
+    from ttrain.pipeline.stage_worker import JOB
+
+    check_output(out)
+    work = out / WORK
+    work.mkdir(parents=True, exist_ok=True)
+    observer = _TrainingObserver(display)
+    with (
+        exclusive(out / LOCK, lambda: display.say(f"  another process trains in {out}; waiting for that one")),
+        catching_signals(observer.request_stop),
+    ):
+        with exclusive(work.with_name(f"{work.name}.process.lock")):
+            pass  # a killed run's process may live for another 0.2 s
+        launch.remove_earlier_results(work)
+        spec: dict[str, Any] = {
+            "stage": stage.name,
+            "uses_ranks": True,
+            "config": config,
+            "runtime": runtime.model_dump(mode="json"),
+            "output": str(out),
+            "start_from": None,
+            **{name: {} for name in ("inputs", "files", "versions", "groups")},  # only stages of a pipeline have these
+            **{name: [] for name in ("weights", "reuse")},
+        }
+        write_json(work / JOB, spec, PRIVATE_FILE)
+        display.started(name, why)
+        try:
+            figures = _run(replace(stage, name=name), runtime, work, out / LOG, observer)
+        except TTrainError as error:
+            display.failed(name, f"{error}; the same command continues it" if isinstance(error, Interrupted) else str(error))
+            error.shown = True
+            raise
+    return {"was_finished": figures["resumed_from_step"] == figures["steps"], **figures}
+
+
+def check_output(out: Path) -> None:
+    """Raise UsageError if `out` must not be written: in an artifact, or over files that are not a training's."""
+    from ttrain.pipeline.stage_worker import JOB
+    from ttrain.store.layout import MANIFEST
+
+    if any((above / MANIFEST).exists() for above in (out, *out.parents)):
+        raise UsageError(f"--out is {out}, which holds an artifact of a pipeline; name another directory")
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"--out is {out}, which is a file; name a directory")
+    if out.exists() and not (out / WORK / JOB).exists() and any(out.iterdir()):
+        raise UsageError(f"--out is {out}, which holds other files; name an empty directory, or one of an earlier training")
+
+
+def _is_runtime(override: Override) -> bool:
+    return override.key == "runtime" or override.key.startswith("runtime.")
+
+
+def _run(stage: Stage, runtime: Runtime, work: Path, log_path: Path, observer: _TrainingObserver) -> dict[str, Any]:
+    """Run the process of the task. No fork server: it would load the libraries of language models, and be used once."""
+    from ttrain.config import Settings
+    from ttrain.pipeline import processes, stage_worker
+
+    os.environ.setdefault("HF_HUB_OFFLINE", "0")  # a task may need the Hub
+    settings = Settings(runtime=runtime.model_copy(update={"fork_server": False}))
+    try:
+        return processes.run(stage, settings, work, log_path, observer)
+    except StageFailed:
+        outcome = stage_worker.read(work)
+        if outcome and outcome.get("kind") == UsageError.__name__:
+            raise UsageError(outcome["error"]) from None
+        raise
+
+
+@dataclass
+class _TrainingObserver:
+    """Passes events of the process on to the display."""
+
+    display: Display
+    signum: int = 0
+
+    def request_stop(self, signum: int) -> None:
+        """Remember the signal, so that the training saves its state and stops."""
+        self.signum = signum
+        self.display.say("[yellow]stopping: the training saves its state (again to end at once)[/]")
+
+    def progressed(self, stage: Stage, progress: Mapping[str, Any]) -> None:
+        self.display.progressed(stage.name, progress)
+
+    def logged(self, stage: Stage, line: str) -> None:
+        """Do nothing: the log is a file."""
+
+    def process_ended(self, stage: Stage) -> None:
+        """Do nothing: no stage follows."""
+
+    def stop_signal(self) -> int:
+        return self.signum
+
+    def at_once(self) -> bool:
+        """Always false: a second signal raises where the process is waited for, which ends it."""
+        return False

@@ -7,12 +7,10 @@ Defaults are the quickstart: a model of 1 M parameters that learns in about a mi
 
 from ttrain.config.base import Paths, Section, Share, Weighted, as_tuple, flatten
 from ttrain.config.data import DATASETS, PYTHON_DOCS, Data, PythonDocs, Reading, Shards, Tokenizer
-from ttrain.config.evaluate import Evaluate
-from ttrain.config.gate import Expert, Gate, GateConfig
+from ttrain.config.evaluate import Evaluate, Expert, Gate, GateConfig
 from ttrain.config.model import Model, Moe, MultiToken
 from ttrain.config.nightly import Event, Nightly, Notify, Promotion
-from ttrain.config.runtime import Night, Runtime, Tracking
-from ttrain.config.servers import Auth, Servers, ServersConfig
+from ttrain.config.runtime import Auth, Night, Runtime, Servers, ServersConfig, Tracking
 from ttrain.config.settings import (
     NAMES_CODE,
     SHAPE_NO_RESULT,

@@ -1,4 +1,4 @@
-"""What every group of settings is made of."""
+"""The base class of all groups of settings, and types and helpers that they share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
     def accepts(self, **changes: Any) -> bool:
-        """Whether these settings could be changed so, by the section's own rules: what a message advises has to be true."""
+        """Whether the section's own rules allow these changes, so that what a message advises is valid."""
         try:
             type(self).model_validate({**self.model_dump(), **changes})
         except ValidationError:
@@ -28,18 +28,18 @@ class Section(BaseModel):
 
 
 def as_tuple(value: object) -> object:
-    """One path or a comma-separated list of them is as good as a list; a file whose name has a comma is one path."""
+    """Accept one path or a comma-separated list of them as a list; a file whose name has a comma is one path."""
     if value is None:
         return ()
     if isinstance(value, str) and _exists(value):
         return (value,)
     if isinstance(value, str):
-        return tuple(part.strip() for part in value.split(",") if part.strip())
+        return tuple(entry.strip() for entry in value.split(",") if entry.strip())
     return value
 
 
 def off_as_a_word(value: object) -> object:
-    """`off` as it was written: to YAML it means false."""
+    """Turn false back into `off`, which YAML reads as false."""
     return "off" if value is False else value
 
 
@@ -75,7 +75,7 @@ def _existing_zone(value: str) -> str:
     try:
         ZoneInfo(value)
     except (ZoneInfoNotFoundError, ValueError, OSError):
-        raise ValueError(f"timezone is {value!r}, which no time zone has as its name; try Europe/Berlin") from None
+        raise ValueError(f"timezone is {value!r}, which is not the name of a time zone; try Europe/Berlin") from None
     return value
 
 
@@ -86,7 +86,7 @@ def _time_of_day(value: str) -> str:
     try:
         return f"{datetime.strptime(value, '%H:%M'):%H:%M}"
     except ValueError:
-        raise ValueError(f"{value!r} is no time of day; write hour:minute from 00:00 to 23:59, such as 06:30") from None
+        raise ValueError(f"{value!r} is not a time of day; write hour:minute from 00:00 to 23:59, such as 06:30") from None
 
 
 TimeOfDay = Annotated[str, AfterValidator(_time_of_day)]

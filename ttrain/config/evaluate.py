@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from ttrain.config.base import Location, Section, as_tuple
+from ttrain.config.training import Optim, TaskConfig
 
 Names = Annotated[tuple[Location, ...], BeforeValidator(as_tuple)]
 
@@ -15,7 +17,7 @@ Names = Annotated[tuple[Location, ...], BeforeValidator(as_tuple)]
 class Suites(Section):
     """Suites of tasks for each model of a pipeline, by the names of those that ship with ttrain or as YAML files.
 
-    They count by the bytes of their files. What is no mapping is meant for all models: `evaluate.suites=mine.yaml`.
+    They count by the bytes of their files. What is not a mapping applies to all models: `evaluate.suites=mine.yaml`.
     """
 
     base: Names = ()
@@ -24,13 +26,13 @@ class Suites(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _for_all(cls, given: Any) -> Any:
-        return given if isinstance(given, Mapping | Suites) else dict.fromkeys(cls.model_fields, given)
+    def _for_all(cls, suites: Any) -> Any:
+        return suites if isinstance(suites, Mapping | Suites) else dict.fromkeys(cls.model_fields, suites)
 
     def of(self, model: str) -> tuple[str, ...]:
-        """Those of a model: base, sft or lora."""
-        named: tuple[str, ...] = getattr(self, model)
-        return named
+        """The suites of a model: base, sft or lora."""
+        suites: tuple[str, ...] = getattr(self, model)
+        return suites
 
 
 class Evaluate(Section):
@@ -60,3 +62,190 @@ class Evaluate(Section):
         if self.stride > self.row_length:
             raise ValueError(f"evaluate.stride is {self.stride} but must not exceed evaluate.row_length {self.row_length}")
         return self
+
+
+class Gate(TaskConfig):
+    """What `ttrain gate train` reads, how it scores the experts, and the router that it trains."""
+
+    text_field: str = Field("text", description="a document's key; with the default also content, body, paragraphs")
+    limit: int | None = Field(None, ge=2, description="records to use, any of them; empty: all")
+    rejected_fraction: float = Field(0.01, ge=0, le=1, description="more bad rows than this share end the training")
+    heldout_fraction: float = Field(0.2, gt=0, lt=1, description="share of records held out by content hash")
+    row_length: int = Field(256, ge=8, description="tokens that an expert sees at once when it is scored")
+    stride: int = Field(128, ge=1, description="each window scores its last `stride` tokens, so that all have context")
+    characters: int = Field(1024, ge=16, description="of a text that the router reads, from its beginning")
+    ngram_characters: int = Field(4, ge=1, le=8, description="the router sees all runs of 1 to so many characters")
+    buckets: int = Field(1 << 14, ge=16, description="embeddings, over which those runs are spread by their hash")
+    embedding_size: int = Field(64, ge=1)
+    hidden: int = Field(64, ge=1, description="width of the hidden layer")
+    epochs: float = Field(20.0, gt=0, description="passes over the records")
+    rows_per_step: int = Field(32, ge=1, description="records of one optimizer step")
+    validation_rows: int = Field(4096, ge=1, description="held-out records whose loss is measured while training")
+    optim: Optim = Optim(lr=3e-3, weight_decay=0.01)
+
+    @model_validator(mode="after")
+    def _stride_fits(self) -> Gate:
+        if self.stride > self.row_length:
+            raise ValueError(
+                f"stride is {self.stride} but must not exceed row_length {self.row_length}; try {self.row_length}"
+            )
+        return self
+
+
+class Expert(Section):
+    """A model that a gate may choose: where its files lie, and the digests of its weights."""
+
+    reference: str  # as the user named it
+    model: str  # the directory of the model, or of the base of an adapter
+    weights_sha256: str
+    adapter: str | None = None
+    adapter_sha256: str | None = None
+
+
+class GateConfig(Section):
+    """What `ttrain gate train` hands to its process."""
+
+    gate: Gate
+    experts: tuple[Expert, ...]
+    data: tuple[str, ...]  # files of documents or chats
+    allow: tuple[str, ...] = ()
+
+
+TASK_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+
+HELDOUT = "heldout"  # instead of a file: the held-out documents of the model's own run
+
+HELDOUT_PARTS = {HELDOUT: "documents", "chats": "chats", "domain": "domain"}  # what stands for a file, and which part it is
+
+Limit = Annotated[int | None, Field(None, ge=1, description="items that are scored, drawn by the seed; empty: all")]
+
+
+class TaskBase(Section):
+    """What every task has."""
+
+    limit: Limit
+    seed: int = Field(1, ge=0, lt=2**32, description="of the items that `limit` draws")
+    by: tuple[str, ...] = Field((), description="keys of the rows, such as source: figures of each of their values too")
+
+    @field_validator("by", mode="before")
+    @classmethod
+    def _one_key_is_a_list(cls, value: object) -> object:
+        return (value,) if isinstance(value, str) else value
+
+
+class Shots(TaskBase):
+    """A task whose items may stand after worked examples."""
+
+    shots: int = Field(0, ge=0, le=64, description="worked examples before each item")
+    shots_file: str | None = Field(None, description="where they come from; empty: the head of the task's own file")
+    shots_separator: str = Field("\n\n", description="between examples")
+
+    @model_validator(mode="after")
+    def _shots_are_asked_for(self) -> Shots:
+        if self.shots_file is not None and not self.shots:
+            raise ValueError(f"shots_file is {self.shots_file}, but shots is 0; say how many examples, such as shots: 4")
+        return self
+
+
+class TextTask(TaskBase):
+    """Bits per byte and perplexity of documents, {"text"}."""
+
+    kind: Literal["text"] = "text"
+    file: str = Field(HELDOUT, description="JSON Lines with `text`; heldout: the documents held out from pretraining")
+    text_field: str = Field("text", min_length=1)
+    row_length: int = Field(256, ge=8, description="tokens that the model sees at once; less where it accepts fewer")
+    stride: int = Field(128, ge=1, description="each window scores its last `stride` tokens, so that all have context")
+    max_bytes: int | None = Field(None, ge=1, description="text that is scored, in UTF-8 bytes; empty: all")
+    by: tuple[str, ...] = Field(("source", "lang"), description="keys of the rows: figures of each of their values too")
+
+    @model_validator(mode="after")
+    def _stride_fits(self) -> TextTask:
+        if self.stride > self.row_length:
+            raise ValueError(f"stride is {self.stride} but must not exceed row_length {self.row_length}")
+        return self
+
+
+class ChatsTask(TaskBase):
+    """Loss on the assistant's tokens of chats, and what its own answers look like."""
+
+    kind: Literal["chats"] = "chats"
+    file: str = Field("chats", description="JSON Lines with chats; chats, domain: those held out from sft, from lora")
+    row_length: int = Field(256, ge=8)
+    stride: int = Field(128, ge=1)
+    new_tokens: int = Field(64, ge=0, le=4096, description="length of an answer that is judged; 0: the loss alone")
+    answers: int = Field(
+        2, ge=0, le=64, description="of each chat that are judged: those with calls, then the last ones; 0: the loss alone"
+    )
+
+
+class ChoicesTask(Shots):
+    """Multiple choice by log-likelihood, {"question", "choices", "answer"}."""
+
+    kind: Literal["choices"] = "choices"
+    file: str
+    normalise: Literal["none", "characters", "bytes", "tokens"] = Field(
+        "none", description="what the log-likelihood of a choice is divided by in the figure that stands for the task"
+    )
+    template: str = Field("{question}", description="what stands before a choice")
+    delimiter: str | None = Field(
+        None, description="between question and choice; empty: a space, where neither brings one and the script has them"
+    )  # fmt: skip
+
+    @field_validator("template")
+    @classmethod
+    def _template_has_the_question(cls, value: str) -> str:
+        if "{question}" not in value:
+            raise ValueError(f"template is {value!r}, which does not hold {{question}}")
+        return value
+
+
+class LastWordTask(Shots):
+    """The last word of a passage, {"context", "target"}."""
+
+    kind: Literal["last_word"] = "last_word"
+    file: str
+
+
+class GenerationTask(Shots):
+    """An answer in the model's own words, {"question", "answer", "final"?}, compared with the right one."""
+
+    kind: Literal["generation"] = "generation"
+    file: str
+    match: Literal["auto", "exact", "numeric"] = Field(
+        "auto", description="what is compared; auto: numbers, where every right answer of the file is one, else the text"
+    )
+    new_tokens: int = Field(256, ge=1, le=32768)
+    chat: bool = Field(False, description="ask through the chat template")
+    template: str = Field("Question: {question}\nAnswer:", description="what is asked where chat is false")
+    stop: tuple[str, ...] = Field(("\n\n", "Question:"), description="texts that end an answer where chat is false")
+
+
+class HarnessTask(TaskBase):
+    """A task of lm-evaluation-harness: its name there, or a task file of its form."""
+
+    kind: Literal["harness"] = "harness"
+    task: str = Field(min_length=1, description="a name that the harness knows, or a YAML file relative to the suite")
+    shots: int | None = Field(None, ge=0, le=64, description="worked examples; empty: as the task says")
+
+
+Task = TextTask | ChatsTask | ChoicesTask | LastWordTask | GenerationTask | HarnessTask
+
+KINDS: dict[str, type[Task]] = {
+    "text": TextTask, "chats": ChatsTask, "choices": ChoicesTask, "last_word": LastWordTask, "generation": GenerationTask,
+    "harness": HarnessTask,
+}  # fmt: skip
+
+
+class Suite(Section):
+    """Tasks by name, in the order in which a table shows them."""
+
+    tasks: dict[str, Annotated[Task, Field(discriminator="kind")]] = Field(min_length=1)
+    allow_code: bool = Field(False, description="run the Python that task files of lm-evaluation-harness name")
+
+    @field_validator("tasks")
+    @classmethod
+    def _names_fit_into_metrics(cls, value: dict[str, Task]) -> dict[str, Task]:
+        for name in value:
+            if not TASK_NAME.fullmatch(name):
+                raise ValueError(f"a task is called {name!r}; take letters, digits, '_', '-' and '.', such as poems-2")
+        return value

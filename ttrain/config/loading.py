@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin
 from pydantic import ValidationError
 
 from ttrain.config import Section, Settings, flatten, yaml_text
-from ttrain.config.model_presets import sizes_of
+from ttrain.config.model import sizes_of
 from ttrain.config.settings import existing_model_of, trainings_of
 from ttrain.config.yaml_text import VALUE_CHARACTERS, InvalidYaml, one_line, shown
 from ttrain.errors import UsageError
@@ -30,8 +30,8 @@ S = TypeVar("S", bound=Section)
 BUDGETS = {"tokens": "epochs", "epochs": "tokens"}  # of a training stage: one of the two
 
 
-class Given(NamedTuple):
-    """A value that somebody set, and where."""
+class Override(NamedTuple):
+    """A value that a user set for a key, and where it was set."""
 
     origin: str
     key: str
@@ -39,7 +39,7 @@ class Given(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedSettings:
     """Settings with the source of every value that is not a default: {"sft.optim.lr": "command line"}."""
 
     settings: Settings
@@ -52,8 +52,8 @@ def load(
     files: Sequence[Path] = (),
     profiles: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
-    base: Sequence[Given] = (),
-) -> Loaded:
+    base: Sequence[Override] = (),
+) -> LoadedSettings:
     """Merge defaults < base < profiles < YAML files < environment < `key=value`, validate once, freeze. Raises UsageError.
 
     `base`: what the settings of an earlier run have that is not a default.
@@ -61,11 +61,11 @@ def load(
     return settings_of(layers(overrides, files, profiles, os.environ if environment is None else environment), base)
 
 
-def settings_of(given: list[Given], base: Sequence[Given] = ()) -> Loaded:
-    """The settings of what is given, as `layers` tells it. Raises UsageError."""
-    _refuse_sizes_of_new_models(given, base)
-    settings, sources = merge(Settings, [*base, *_of_existing_model(given, base), *_with_preset(given)])
-    return Loaded(settings, sources)
+def settings_of(overrides: list[Override], base: Sequence[Override] = ()) -> LoadedSettings:
+    """Merge the overrides, as `layers` returns them, into settings. Raises UsageError."""
+    _refuse_sizes_of_new_models(overrides, base)
+    settings, sources = merge(Settings, [*base, *_of_existing_model(overrides, base), *_with_preset(overrides)])
+    return LoadedSettings(settings, sources)
 
 
 def layers(
@@ -73,35 +73,35 @@ def layers(
     files: Sequence[Path] = (),
     profiles: Sequence[str] = (),
     environment: Mapping[str, str] = MappingProxyType({}),
-) -> list[Given]:
-    """Every value that is given, the weakest first. Raises UsageError where one cannot be read."""
-    given = _layers(overrides, files, profiles, environment)
-    found = [Given(origin, key, value) for origin, values in given for key, value in flatten(values)]
-    for origin, key, _ in found:
+) -> list[Override]:
+    """Every value that is set, the weakest first. Raises UsageError where one cannot be read."""
+    value_layers = _layers(overrides, files, profiles, environment)
+    flat_overrides = [Override(origin, key, value) for origin, values in value_layers for key, value in flatten(values)]
+    for origin, key, _ in flat_overrides:
         if len(key) > KEY_CHARACTERS or key.count(".") >= KEY_PARTS:
             raise UsageError(
                 f"unknown setting '{one_line(key, KEY_CHARACTERS)}' (from {origin}): no setting has such a name"
             )
-    return found
+    return flat_overrides
 
 
-def merge(root: type[S], given: Iterable[Given]) -> tuple[S, dict[str, str]]:
-    """The defaults of a tree of settings with what is given, validated once, and the source of what is no default.
+def merge(root: type[S], overrides: Iterable[Override]) -> tuple[S, dict[str, str]]:
+    """The defaults of a tree of settings with the overrides, validated once, and the source of what is not a default.
 
     Raises UsageError that names the setting, its value, where it came from and, for an unknown key, its nearest neighbour.
     """
     tree = defaults(root)  # so that one field of a section leaves the stage's own defaults of the others
-    known, sources = settable_keys(root), dict[str, str]()
-    for origin, key, value in given:
+    valid_keys, sources = settable_keys(root), dict[str, str]()
+    for origin, key, value in overrides:
         is_field = _is_field(key, root)
         if not is_field:
-            _check_key(key, origin, known)
-        if value in (None, {}) and key not in known and not is_field:
-            continue  # a section of which nothing is said
+            _check_key(key, origin, valid_keys)
+        if value in (None, {}) and key not in valid_keys and not is_field:
+            continue  # a section in which nothing is set
         for stale, _ in flatten(_assign(tree, key, value), f"{key}."):
             sources.pop(stale, None)
         sources[key] = origin
-        _clear_other_budget(tree, sources, key, origin, known)
+        _clear_other_budget(tree, sources, key, origin, valid_keys)
     try:
         return root.model_validate(tree), sources
     except ValidationError as error:
@@ -178,83 +178,87 @@ def _assign(tree: dict[str, Any], key: str, value: Any) -> Mapping[str, Any]:
     return replaced if isinstance(replaced, dict) else {}
 
 
-def _with_preset(given: list[Given]) -> list[Given]:
-    """The sizes of the strongest `model.preset` stand first in its layer, so that what is given beside it wins."""
-    asked = [item for item in given if item.key == PRESET]
-    if not asked:
-        return given
-    origin, _, name = asked[-1]
-    sizes = [] if name is None else [Given(f"preset {name}", f"model.{key}", size) for key, size in sizes_of(name).items()]
-    first = _first_of_layer(given, origin)
-    return [item for item in (*given[:first], *sizes, *given[first:]) if item.key != PRESET]
+def _with_preset(overrides: list[Override]) -> list[Override]:
+    """Put the sizes of the strongest `model.preset` first in its layer, so that sizes set beside it win."""
+    presets = [item for item in overrides if item.key == PRESET]
+    if not presets:
+        return overrides
+    origin, _, name = presets[-1]
+    sizes = (
+        [] if name is None else [Override(f"preset {name}", f"model.{key}", size) for key, size in sizes_of(name).items()]
+    )
+    first = _first_of_layer(overrides, origin)
+    return [item for item in (*overrides[:first], *sizes, *overrides[first:]) if item.key != PRESET]
 
 
-def _of_existing_model(given: list[Given], base: Sequence[Given]) -> list[Given]:
-    """What a model that is started from brings, unless something else is given: its tokenizer and its chat template.
+def _of_existing_model(overrides: list[Override], base: Sequence[Override]) -> list[Override]:
+    """Settings that follow from an existing model to start from, unless set: its tokenizer and its chat template.
 
-    A base whose start is not changed says of both itself.
+    A base whose start is not changed has its own values of both.
     """
-    model, start = _existing_model([*base, *given])
+    model, start = _existing_model([*base, *overrides])
     if model is None or model == _existing_model(base)[0]:
         return []
     origin = f"{start} is set"
-    return [Given(origin, "tokenizer.existing", model), Given(origin, "tokenizer.template", "auto")]
+    return [Override(origin, "tokenizer.existing", model), Override(origin, "tokenizer.template", "auto")]
 
 
-def _refuse_sizes_of_new_models(given: list[Given], base: Sequence[Given]) -> None:
-    """Raise UsageError where `model.*` is given beside the model that is started from, in the same layer or a stronger one.
+def _refuse_sizes_of_new_models(overrides: list[Override], base: Sequence[Override]) -> None:
+    """Raise UsageError where `model.*` is set beside an existing model to start from, in the same layer or a stronger one.
 
-    It describes new models only. What a weaker layer says of them, such as a profile, the start stands in for.
+    It describes new models only. Values of it in a weaker layer, such as a profile, are replaced by the start.
     """
-    model, start = _existing_model([*base, *given])
+    model, start = _existing_model([*base, *overrides])
     if model is None:
         return
-    origin = next((item.origin for item in reversed(given) if item.key == start), None)
-    first = 0 if origin is None else _first_of_layer(given, origin)  # the base is weaker than all of them
+    origin = next((item.origin for item in reversed(overrides) if item.key == start), None)
+    first = 0 if origin is None else _first_of_layer(overrides, origin)  # the base is weaker than all of them
     is_pretrained = start.startswith("pretrain.")  # which gives a second head to any model
     meant = [
         f"{key} (from {source})"
-        for source, key, value in given[first:]
+        for source, key, value in overrides[first:]
         if key.startswith("model.") and value is not None and not (is_pretrained and key.startswith("model.multi_token."))
     ]
     if meant:
         raise UsageError(
             f"{', '.join(dict.fromkeys(meant))} describes a new model, but {start} is {model}, which has its own shape; "
-            f"leave out the one or the other"
+            f"remove one of them"
         )
 
 
-def _existing_model(given: Sequence[Given]) -> tuple[str | None, str]:
+def _existing_model(overrides: Sequence[Override]) -> tuple[str | None, str]:
     """(the model that is started from, or None; the setting that the first stage which trains has for it)."""
     starts = {f"{stage}.start_from": start for stage, start in Settings().starts.items()}
-    starts |= {key: str(value) for _, key, value in given if key in starts}
+    starts |= {key: str(value) for _, key, value in overrides if key in starts}
     by_stage = {key.partition(".")[0]: start for key, start in starts.items()}
     return existing_model_of(by_stage), f"{trainings_of(by_stage)[0]}.start_from"
 
 
-def _first_of_layer(given: list[Given], origin: str) -> int:
-    """Where the layer begins that the origin belongs to."""
-    return next(n for n, item in enumerate(given) if _layer(item.origin) == _layer(origin))
+def _first_of_layer(overrides: list[Override], origin: str) -> int:
+    """The index at which the layer of the origin begins."""
+    return next(n for n, item in enumerate(overrides) if _layer(item.origin) == _layer(origin))
 
 
 def _layer(origin: str) -> str:
-    """All variables of the environment are one layer."""
+    """The layer of an origin; all variables of the environment are one."""
     return ENVIRONMENT_PREFIX if origin.startswith(ENVIRONMENT_PREFIX) else origin
 
 
 def _is_field(key: str, root: type[Section]) -> bool:
-    """Whether it is within a setting that takes names which only an architecture knows, as `model.fields` does."""
+    """Whether the key is below a setting that takes names which only an architecture knows, as `model.fields` does."""
     return any(key.startswith(f"{name}.") for name in open_keys(root))
 
 
-def _check_key(key: str, origin: str, known: Sequence[str]) -> None:
-    """Unknown keys are refused before validation, with their nearest neighbour."""
-    if key in known or any(name.startswith(f"{key}.") for name in known):
+def _check_key(key: str, origin: str, valid_keys: Sequence[str]) -> None:
+    """Raise UsageError for an unknown key, with its nearest neighbour, before validation."""
+    if key in valid_keys or any(name.startswith(f"{key}.") for name in valid_keys):
         return
-    near = [name for name in known if name.endswith(f".{key}")]  # a section was left out: lr, optim.lr
+    near = [name for name in valid_keys if name.endswith(f".{key}")]  # a section was left out: lr, optim.lr
     if not 1 <= len(near) <= SHOWN_NEIGHBOURS:
-        near = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
-    all_of_them = "; `ttrain config show` lists them all" if len(known) > SHOWN_KEYS else f"; there are {', '.join(known)}"
+        near = difflib.get_close_matches(key, valid_keys, n=1, cutoff=0.4)
+    all_of_them = (
+        "; `ttrain config show` lists them all" if len(valid_keys) > SHOWN_KEYS else f"; there are {', '.join(valid_keys)}"
+    )
     meant = " or ".join(f"'{name}'" for name in near)
     raise UsageError(
         f"unknown setting '{one_line(key)}' (from {origin})" + (f"; did you mean {meant}?" if near else all_of_them)
@@ -269,46 +273,48 @@ def known_keys(root: type[Section] = Settings) -> list[str]:
 
 @functools.cache
 def settable_keys(root: type[Section]) -> list[str]:
-    """The same, with what must be given and what is in sections that are absent unless something of them is given."""
-    return list(dict.fromkeys([*known_keys(root), *(key for key, _ in _fields(root))]))
+    """`known_keys` and the settings without a default, also those of sections that are absent unless one of them is set."""
+    return list(dict.fromkeys([*known_keys(root), *(key for key, _ in leaf_fields(root))]))
 
 
 @functools.cache
 def open_keys(root: type[Section]) -> list[str]:
     """Dotted names of the settings that are mappings from any name, checked by whoever knows the names."""
-    return [key for key, annotation in _fields(root) if get_origin(annotation) is dict]
+    return [key for key, annotation in leaf_fields(root) if get_origin(annotation) is dict]
 
 
-def _fields(root: type[Section], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted names of all fields of a tree that are no sections, with their types."""
+def leaf_fields(root: type[Section], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted names of all fields of a tree that are not sections, with their types."""
     for name, field in root.model_fields.items():
         key, *values = get_args(field.annotation) or (None,)
         if get_origin(field.annotation) is dict and get_origin(key) is Literal:  # a section for each of these names
-            for part in get_args(key):
-                yield from _fields(values[0], f"{prefix}{name}.{part}.")
+            for section_name in get_args(key):
+                yield from leaf_fields(values[0], f"{prefix}{name}.{section_name}.")
             continue
         kinds = (field.annotation, *get_args(field.annotation))
         sections = [kind for kind in kinds if inspect.isclass(kind) and issubclass(kind, Section)]
         if not sections:
             yield f"{prefix}{name}", field.annotation
         for section in sections:
-            yield from _fields(section, f"{prefix}{name}.")
+            yield from leaf_fields(section, f"{prefix}{name}.")
 
 
 def defaults(root: type[Section]) -> dict[str, Any]:
-    """The tree as it is where nothing is given; what has no default is not in it."""
+    """The tree as it is where nothing is set; settings without a default are not in it."""
     return root.model_construct().model_dump()
 
 
-def _clear_other_budget(tree: dict[str, Any], sources: dict[str, str], key: str, origin: str, known: Sequence[str]) -> None:
-    """A budget in `tokens` takes away a weaker layer's in `epochs`, and the other way round."""
+def _clear_other_budget(
+    tree: dict[str, Any], sources: dict[str, str], key: str, origin: str, valid_keys: Sequence[str]
+) -> None:
+    """Let a budget in `tokens` clear a weaker layer's in `epochs`, and the other way round."""
     stage, _, name = key.partition(".")
-    other = BUDGETS.get(name)
-    if other is None or f"{stage}.{other}" not in known or tree[stage].get(name) is None:
+    other_budget = BUDGETS.get(name)
+    if other_budget is None or f"{stage}.{other_budget}" not in valid_keys or tree[stage].get(name) is None:
         return
-    if sources.get(f"{stage}.{other}") != origin:
-        tree[stage][other] = None
-        sources[f"{stage}.{other}"] = f"{key} is set"
+    if sources.get(f"{stage}.{other_budget}") != origin:
+        tree[stage][other_budget] = None
+        sources[f"{stage}.{other_budget}"] = f"{key} is set"
 
 
 def _explain(error: ValidationError, sources: Mapping[str, str]) -> str:
@@ -316,7 +322,7 @@ def _explain(error: ValidationError, sources: Mapping[str, str]) -> str:
     lines = []
     errors = error.errors(include_url=False)
     for item in errors[:SHOWN_ERRORS]:
-        name = ".".join(str(part) for part in item["loc"])
+        name = ".".join(str(step) for step in item["loc"])
         message = item["msg"].removeprefix("Value error, ")
         if item["type"] == "value_error":
             lines.append(one_line(f"{name}: {message}" if name and not message.startswith(name) else message))

@@ -10,7 +10,8 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from ttrain.config.base import Section
-from ttrain.config.model_presets import sizes_of
+from ttrain.config.yaml_text import shown
+from ttrain.errors import UsageError
 
 TURNING_KINDS = ("llama", "qwen3")  # whose rotary positions turn all numbers of a head in pairs (arXiv:2104.09864)
 
@@ -82,15 +83,15 @@ class Model(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _preset_fills_in(cls, given: Any) -> Any:
-        """Where a model is made in Python; the loader of settings does it by itself, since it knows the layers."""
-        if not isinstance(given, Mapping) or given.get("preset") is None:
-            return given
-        return {**sizes_of(given["preset"]), **{key: value for key, value in given.items() if key != "preset"}}
+    def _preset_fills_in(cls, settings: Any) -> Any:
+        """Fill in the preset of a `Model` made in Python; the loader does it itself, as it knows the layers."""
+        if not isinstance(settings, Mapping) or settings.get("preset") is None:
+            return settings
+        return {**sizes_of(settings["preset"]), **{key: value for key, value in settings.items() if key != "preset"}}
 
     @model_validator(mode="after")
     def _fields_are_json(self) -> Model:
-        """They enter the key and config.json, which hold neither dates nor what is no number."""
+        """Check that `fields` fit in JSON: they enter the key and config.json, which hold neither dates nor NaN."""
         for name, value in self.fields.items():
             try:
                 json.dumps(value, allow_nan=False)
@@ -109,7 +110,7 @@ class Model(Section):
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Model:
-        """All that is wrong with them at once, with sizes that are right together."""
+        """Report all that is wrong with the heads at once, with sizes that are valid together."""
         problems, head = [], self.hidden_size // self.heads
         advice: dict[str, int | None] = {}
         if self.hidden_size % self.heads:
@@ -129,10 +130,51 @@ class Model(Section):
         return self
 
     def with_other_sizes(self, sizes: Mapping[str, int | None]) -> str:
-        """The advice to set those that differ, as a command takes them; empty is for as many `kv_heads` as `heads`."""
+        """The advice to set the sizes that differ, as a command takes them; None is for as many `kv_heads` as `heads`."""
         changes = [(name, size) for name, size in sizes.items() if size != getattr(self, name)]
         return "try " + " ".join(f"model.{name}={'null' if size is None else size}" for name, size in changes)
 
     def next_hidden_size(self) -> int:
         """The next width whose heads have an even number of dimensions, which every kind takes."""
         return -(-self.hidden_size // (2 * self.heads)) * 2 * self.heads
+
+
+# The name is the number of parameters of a llama with tied embeddings and this vocabulary (GPT-2's from 124m on, whose
+# shapes 124m and 350m are). From 500m on a key is shared by several heads, which costs little and makes the cache smaller.
+_COLUMNS = ("hidden_size", "layers", "heads", "kv_heads", "max_length")
+
+_TABLE: dict[str, tuple[int, tuple[int, int, int, int | None, int]]] = {
+    "1m": (2_048, (128, 4, 2, None, 1024)),
+    "5m": (4_096, (256, 5, 4, None, 1024)),
+    "10m": (8_192, (320, 6, 5, None, 1024)),
+    "25m": (8_192, (448, 9, 7, None, 2048)),
+    "50m": (16_384, (512, 13, 8, None, 2048)),
+    "124m": (50_257, (768, 12, 12, None, 2048)),
+    "350m": (50_257, (1024, 24, 16, None, 2048)),
+    "500m": (50_257, (1280, 25, 20, 5, 4096)),
+    "1b": (50_257, (2048, 20, 16, 4, 4096)),
+}
+
+
+def names() -> list[str]:
+    """Presets, the smallest first."""
+    return list(_TABLE)
+
+
+def vocab_size_of(name: object) -> int:
+    """The vocabulary that the preset's name was counted with. Raises UsageError for a name that does not exist."""
+    return _preset_of(name)[0]
+
+
+def sizes_of(name: object) -> dict[str, Any]:
+    """Settings of `model` that a preset stands for, without `model.`. Raises UsageError for a name that does not exist.
+
+    The widths that follow from others are set back to empty, so that a weaker layer's do not stay beside the new sizes.
+    """
+    return {**dict(zip(_COLUMNS, _preset_of(name)[1], strict=True)), "intermediate_size": None}
+
+
+def _preset_of(name: object) -> tuple[int, tuple[int, int, int, int | None, int]]:
+    if not isinstance(name, str) or name.lower() not in _TABLE:
+        raise UsageError(f"model.preset is {shown(name)} but must be one of: {', '.join(_TABLE)}")
+    return _TABLE[name.lower()]

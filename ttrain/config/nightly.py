@@ -1,4 +1,4 @@
-"""Settings of nights: what is trained again, what becomes champion, who is told. None of them is part of a key."""
+"""Settings of nights: what is trained again, what becomes champion, who is notified. None of them is part of a key."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Promotion(Section):
 
 
 class Notify(Section):
-    """Who is told what happened. Nothing leaves the machine unless it is set here."""
+    """Who is notified of what happened. Nothing leaves the machine unless it is set here."""
 
     command: tuple[str, ...] = Field((), description="program and arguments, no shell; the message is JSON on stdin")
     webhook: str | None = Field(
@@ -72,7 +72,7 @@ class Notify(Section):
     @field_validator("webhook")
     @classmethod
     def _is_a_url(cls, value: str | None) -> str | None:
-        if value is None or value.endswith(HIDDEN):  # from a record, which does not know it
+        if value is None or value.endswith(HIDDEN):  # from a record, in which it is hidden
             return None
         if not re.fullmatch(r"https?://\S+", value):  # the value itself is not shown
             raise ValueError(

@@ -10,7 +10,7 @@ from ttrain.config.base import Location, Section, TimeOfDay, TimeZone, as_tuple,
 
 
 class Night(Section):
-    """Hours in which training takes less of the machine. The same weights come of it, up to the order of summation."""
+    """Hours in which training takes less of the machine. The weights stay the same, up to the order of summation."""
 
     start: TimeOfDay = Field("22:00", description="hour:minute; included")
     end: TimeOfDay = Field("08:00", description="hour:minute; not included. The same as start: all day")
@@ -39,7 +39,7 @@ StageName = Literal[
 
 
 class StageRuntime(Section):
-    """What differs for one stage."""
+    """The settings that may differ for one stage."""
 
     retries: int | None = Field(None, ge=0, le=50)
     retry_delay_seconds: float | None = Field(None, ge=0)
@@ -127,11 +127,15 @@ class Runtime(Section):
 
     def attempts_of(self, stage: str) -> StageRuntime:
         """Retries and times of a stage: its own where it has some, else those of all stages."""
-        own = {
-            name: value for key, given in self.stages.items() if key == stage for name, value in given if value is not None
+        overrides = {
+            name: value
+            for key, stage_runtime in self.stages.items()
+            if key == stage
+            for name, value in stage_runtime
+            if value is not None
         }
         common = {name: getattr(self, name) for name in StageRuntime.model_fields}
-        return StageRuntime(**{**common, **own})
+        return StageRuntime(**{**common, **overrides})
 
     @model_validator(mode="after")
     def _nodes_can_meet(self) -> Runtime:
@@ -152,3 +156,20 @@ class Tracking(Section):
 
     enabled: bool = True
     experiment: str = Field("ttrain", min_length=1)
+
+
+Auth = Literal["token", "off"]
+
+
+class Servers(Section):
+    """Prefect's and MLflow's servers, where ttrain starts them."""
+
+    auth: Annotated[Auth, BeforeValidator(off_as_a_word)] = Field(
+        "token", description="who may use them: who shows the token in servers/token of the home; off: every account"
+    )
+
+
+class ServersConfig(Section):
+    """The settings of commands that only start servers."""
+
+    servers: Servers = Servers()

@@ -12,21 +12,20 @@ from ttrain.config.data import Data, PythonDocs, Reading, Shards, Tokenizer
 from ttrain.config.evaluate import Evaluate
 from ttrain.config.model import Model
 from ttrain.config.nightly import Nightly, Notify, Promotion
-from ttrain.config.runtime import Runtime, Tracking
-from ttrain.config.servers import Servers
+from ttrain.config.runtime import Runtime, Servers, Tracking
 from ttrain.config.training import NONE, TRAININGS, Lora, Pretrain, Sft, Training
 
 
 def trainings_of(starts: Mapping[str, str]) -> tuple[str, ...]:
     """The stages that train, in their order: LoRA, and what it needs. `starts`: `start_from` of each stage, by stage."""
-    found = [TRAININGS[-1]]
-    while (before := starts[found[0]]) in TRAININGS and before not in found:
-        found.insert(0, before)
-    return tuple(found)
+    trainings = [TRAININGS[-1]]
+    while (predecessor := starts[trainings[0]]) in TRAININGS and predecessor not in trainings:
+        trainings.insert(0, predecessor)
+    return tuple(trainings)
 
 
 def existing_model_of(starts: Mapping[str, str]) -> str | None:
-    """The directory or the name on the Hub that the first of them starts from; None where it is a model of ours."""
+    """The directory or Hub name that the first stage that trains starts from; None for a new model."""
     root = starts[trainings_of(starts)[0]]
     return None if root in (NONE, *TRAININGS) else root
 
@@ -37,9 +36,9 @@ SHAPE_NO_RESULT = ("runtime", "tracking", "nightly", "promotion", "notify", "ser
 # Sections and settings that name code, a command, a file with code, or a machine that sends code: who may start a flow run
 # through Prefect's API or UI cannot set them, since all that they name runs as the account that serves.
 NAMES_CODE = (
-    "notify",  # a command; addresses that are told what happened
+    "notify",  # a command; addresses that are notified
     "servers",
-    "runtime.loggers",  # programs of other makers, which send curves elsewhere
+    "runtime.loggers",  # third-party programs, which send curves elsewhere
     "runtime.dask_address",  # sends pickles, which are code
     "runtime.rendezvous",  # as do the ranks of other nodes
     "runtime.eval_suite",  # a suite may name task files of lm-evaluation-harness, which may hold code
@@ -81,7 +80,7 @@ class Settings(Section):
 
     @property
     def existing_model(self) -> str | None:
-        """The model from elsewhere that the first of them starts from; None where it is a new one."""
+        """The existing model that the first stage that trains starts from; None for a new model."""
         return existing_model_of(self.starts)
 
     def reads(self, dataset: str) -> bool:
@@ -91,7 +90,7 @@ class Settings(Section):
         return dataset in self.trainings
 
     def reads_python_docs(self, dataset: str) -> bool:
-        """Whether it is used, and made from the Python that runs ttrain."""
+        """Whether the data set is used, and made from the Python that runs ttrain."""
         return self.reads(dataset) and self.data.uses_python_docs(dataset)
 
     def virtual_tokens(self, stage: str) -> int:
@@ -100,10 +99,12 @@ class Settings(Section):
 
     @model_validator(mode="after")
     def _one_existing_model(self) -> Settings:
-        given = {name: start for name, start in self.starts.items() if start not in (NONE, *TRAININGS)}
-        if len(set(given.values())) > 1:
-            named = ", ".join(f"{name}.start_from is {start}" for name, start in given.items())
-            raise ValueError(f"{named}: a pipeline takes one model in, since all its stages share one tokenizer; name one")
+        existing_starts = {name: start for name, start in self.starts.items() if start not in (NONE, *TRAININGS)}
+        if len(set(existing_starts.values())) > 1:
+            assignments = ", ".join(f"{name}.start_from is {start}" for name, start in existing_starts.items())
+            raise ValueError(
+                f"{assignments}: a pipeline starts from one model, since all its stages share one tokenizer; choose one"
+            )
         if self.existing_model and self.tokenizer.existing is None:
             raise ValueError(
                 f"tokenizer.existing is not set, but {self.trainings[0]}.start_from is {self.existing_model}, whose "
@@ -140,18 +141,18 @@ class ShardsConfig(Section):
 
 
 class ExistingModelConfig(Section):
-    """Nothing: it is what its files say."""
+    """No settings: the model is defined by its files."""
 
 
 class FirstWeights(Section):
-    """What the weights before the first step depend on, beside the sizes."""
+    """The settings, beside the sizes, that the weights before the first step depend on."""
 
     seed: int
 
     @model_validator(mode="before")
     @classmethod
-    def _of_a_training(cls, given: Any) -> Any:
-        return {"seed": given.seed} if isinstance(given, Training) else given
+    def _of_a_training(cls, settings: Any) -> Any:
+        return {"seed": settings.seed} if isinstance(settings, Training) else settings
 
 
 class NewModelConfig(Section):
@@ -177,11 +178,11 @@ class EvaluateConfig(Section):
 
 
 class HeldoutConfig(Section):
-    """Nothing: it is what its inputs hold."""
+    """No settings: the set is defined by its inputs."""
 
 
 class UserTaskConfig(Section):
-    """What `ttrain train --task` hands to its process, which alone knows the task's own settings."""
+    """What `ttrain train --task` passes to its process, which alone knows the task's own settings."""
 
     task: str
     given: tuple[tuple[str, str, Any], ...]  # (origin, key, value) of the settings, the weakest first

@@ -72,7 +72,7 @@ class Loop(Section):
     validation_rows: int = Field(256, ge=1, description="rows of the held-out part used while training")
     early_stopping: EarlyStopping | None = Field(None, description="empty: train to the end; needs validate_every_steps")
     nonfinite: Literal["stop", "skip", "raise"] = Field(
-        "stop", description="a loss or gradient that is no number: save and end, leave the step out, or end at once"
+        "stop", description="a loss or gradient that is not finite: save and end, leave the step out, or end at once"
     )
     precision: Precision = Field(
         "auto", description="auto: bf16 where the chip has it, else fp16 on CUDA, else fp32; tf32: CUDA's short fp32 matmuls"
@@ -89,7 +89,7 @@ class Loop(Section):
 
     @property
     def prefix(self) -> str:
-        """What stands before the names of these settings in the whole tree, for messages."""
+        """The prefix of these settings' names in the whole tree, for messages."""
         return ""
 
 
@@ -176,14 +176,14 @@ NONE = "none"
 TRAININGS = ("pretrain", "sft", "lora")  # in the order in which one goes on from another
 
 
-def _starts(*words: str) -> AfterValidator:
-    """Refuses the word of a stage that is not before this one."""
+def _starts(*allowed_starts: str) -> AfterValidator:
+    """Refuse the name of a stage that does not come before this one."""
 
     def check(value: str) -> str:
-        if value in TRAININGS and value not in words:
+        if value in TRAININGS and value not in allowed_starts:
             raise ValueError(
-                f"start_from is {value}, a stage that does not come before this one; it takes {', '.join(words)}, a "
-                f"directory (./{value} for one of that name), or owner/name[@revision] on the Hub"
+                f"start_from is {value}, a stage that does not come before this one; it takes {', '.join(allowed_starts)}, "
+                f"a directory (./{value} for one of that name), or owner/name[@revision] on the Hub"
             )
         return value
 
@@ -211,7 +211,7 @@ class Sft(Training):
 
 
 class Lora(Training):
-    """An adapter on a model that stays as it is, through PEFT.
+    """An adapter on a frozen model, through PEFT.
 
     lora: arXiv:2106.09685. dora: arXiv:2402.09353. prefix: arXiv:2101.00190.
     """

@@ -1,4 +1,4 @@
-"""YAML that people write, read within bounds: no file, alias or number in it takes more than a second or some megabytes.
+"""Read YAML that people write, within bounds: no file, alias or number takes more than a second or some megabytes.
 
 What is read is YAML 1.1 as PyYAML's safe loader has it, but: a key that is given twice is an error; `on` is a key like any;
 22:30 is a time and not the number 1350; an integer has at most 64 bits; tags name plain types only.
@@ -51,15 +51,15 @@ def read(path: Path) -> Any:
 
 
 def parse(text: str) -> Any:
-    """The value that a text says; None for an empty one. Raises InvalidYaml."""
+    """The value of a YAML text; None for an empty one. Raises InvalidYaml."""
     if len(text) > MOST_BYTES:
         raise InvalidYaml(f"it is longer than {MOST_BYTES >> 20} MiB")
     try:
         return yaml.load(text, Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        raise InvalidYaml(one_line(f"{place}{error.problem or error.context}")) from None
+        location = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        raise InvalidYaml(one_line(f"{location}{error.problem or error.context}")) from None
     except yaml.reader.ReaderError as error:  # the only other one
         line = text.encode("utf-8", "replace").count(b"\n", 0, error.position) + 1
         raise InvalidYaml(f"line {line}: a character that YAML does not allow: {error.reason}") from None
@@ -81,7 +81,7 @@ def one_line(text: str, most: int = MESSAGE_CHARACTERS) -> str:
 
 
 class Loader(*_PARSER):  # type: ignore[misc]
-    """Counts what it composes, with each alias as large as what it stands for."""
+    """A YAML loader that counts what it composes, with each alias as large as what it stands for."""
 
     tags: frozenset[str] = PLAIN
 
@@ -96,12 +96,12 @@ class Loader(*_PARSER):  # type: ignore[misc]
         mark: Any = event.start_mark
         if isinstance(event, yaml.AliasEvent):
             if event.anchor in self.anchors and event.anchor not in self._sizes:
-                raise ComposerError(problem=f"the alias *{event.anchor} stands within itself", problem_mark=mark)
+                raise ComposerError(problem=f"the alias *{event.anchor} contains itself", problem_mark=mark)
             self._count(*self._sizes.get(event.anchor, (0, 0)), mark)
             return super().compose_node(parent, index)
         if event.tag is not None and event.tag not in self.tags:
             raise ComposerError(problem=f"the tag {event.tag} is not a plain type; leave it out", problem_mark=mark)
-        before = self._values, self._characters
+        counts_before = self._values, self._characters
         self._count(1, len(event.value) if isinstance(event, yaml.ScalarEvent) else 0, mark)
         self._depth += 1
         if self._depth > MOST_DEPTH:
@@ -109,7 +109,7 @@ class Loader(*_PARSER):  # type: ignore[misc]
         node = super().compose_node(parent, index)
         self._depth -= 1
         if event.anchor is not None:
-            self._sizes[event.anchor] = self._values - before[0], self._characters - before[1]
+            self._sizes[event.anchor] = self._values - counts_before[0], self._characters - counts_before[1]
         return node
 
     def compose_mapping_node(self, anchor: Any) -> Any:
@@ -129,7 +129,7 @@ class Loader(*_PARSER):  # type: ignore[misc]
             value = super().construct_object(node, deep)
         except (ValueError, OverflowError, LookupError, AttributeError):  # what PyYAML's own conversions raise
             kind = {"int": "integer", "timestamp": "date"}.get(node.tag.removeprefix(TAG), "value of its type")
-            problem = f"{shown(node.value)} looks like a {kind} but is none; put text between quotes"
+            problem = f"{shown(node.value)} looks like a {kind} but is not one; put text between quotes"
             raise ConstructorError(problem=problem.replace(" a i", " an i"), problem_mark=node.start_mark) from None
         if isinstance(value, int) and value.bit_length() > 63:
             raise ConstructorError(
@@ -144,7 +144,7 @@ class Loader(*_PARSER):  # type: ignore[misc]
         self._values, self._characters = self._values + values, self._characters + characters
         if self._values > MOST_VALUES or self._characters > MOST_CHARACTERS:
             raise ComposerError(
-                problem=f"it says more than {MOST_VALUES:,} values or {MOST_CHARACTERS:,} characters, aliases written out",
+                problem=f"it holds more than {MOST_VALUES:,} values or {MOST_CHARACTERS:,} characters, aliases written out",
                 problem_mark=mark,
             )
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-PRIVATE_FILE, PRIVATE_DIRECTORY, OF_OTHERS = 0o600, 0o700, 0o077  # modes; records are for the owner of the home alone
+PRIVATE_FILE, PRIVATE_DIRECTORY, GROUP_AND_OTHERS = 0o600, 0o700, 0o077  # modes; records are for the owner of the home alone
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -38,7 +38,7 @@ def read_json(path: Path) -> Any:
         return None
 
 
-LEFT_BY_A_KILL = re.compile(r"\..+\.\d+\.tmp")  # in the middle of `write_json`
+INTERRUPTED_WRITE = re.compile(r"\..+\.\d+\.tmp")  # in the middle of `write_json`
 
 
 @contextlib.contextmanager
@@ -93,15 +93,15 @@ def write_bytes(path: Path, data: bytes, mode: int = 0o666) -> None:
 def private_directory(path: Path, *, closes_files: bool = True) -> Path:
     """Make a directory for its owner alone; one that others could look into is closed to them, with all that it holds.
 
-    `closes_files=False` leaves the modes below as they are, where files have second names elsewhere: nobody gets to them.
+    `closes_files=False` leaves the modes below as they are, where files have second names elsewhere: they cannot be reached.
     """
     path.mkdir(mode=PRIVATE_DIRECTORY, parents=True, exist_ok=True)
     with contextlib.suppress(OSError):  # somebody else's, in a home that is shared
-        if stat.S_IMODE(path.stat().st_mode) & OF_OTHERS:
+        if stat.S_IMODE(path.stat().st_mode) & GROUP_AND_OTHERS:
             path.chmod(PRIVATE_DIRECTORY)
             for below in path.rglob("*") if closes_files else ():
                 if not below.is_symlink():
-                    below.chmod(stat.S_IMODE(below.stat().st_mode) & ~OF_OTHERS)
+                    below.chmod(stat.S_IMODE(below.stat().st_mode) & ~GROUP_AND_OTHERS)
     return path
 
 
@@ -121,3 +121,25 @@ def fsync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+SECONDS_BETWEEN_WRITES = 0.2
+
+
+class ProgressWriter:
+    """Writes the progress file, at most five times a second, so that it costs nothing."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._next = 0.0
+
+    def update(self, done: float, total: float, unit: str, *, start: bool = False, **figures: float) -> None:
+        """`done` of `total` `unit`s, 0 where the total is not known; `figures` are shown beside the bar."""
+        now = time.monotonic()
+        if self._path is None or (now < self._next and done != total and not start):
+            return
+        self._next = now + SECONDS_BETWEEN_WRITES
+        temporary = self._path.with_suffix(".tmp")
+        with contextlib.suppress(OSError):  # a full disk costs the bar, not the stage
+            temporary.write_text(json.dumps({"done": done, "total": total, "unit": unit, "figures": figures}))
+            temporary.replace(self._path)

@@ -1,4 +1,4 @@
-"""What a stage's key is made of: canonical JSON, digests of files, digests of code."""
+"""The ingredients of a stage's key: canonical JSON, digests of files, digests of code."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ PACKAGE_DIRECTORY = Path(__file__).parents[1]
 
 # Packages that cannot shape a stage's result: they load settings (which are in the key themselves), store, track, report or
 # orchestrate. Then the few modules of other packages that only watch or hand over.
-NOT_SHAPING_PACKAGES = ("cli", "config", "core", "errors", "loggers", "pipeline", "reports", "store", "tracking")
-NOT_SHAPING_MODULES = (
-    "data.worker_pools", "stages.callbacks", "stages.job", "train.callbacks", "train.flops", "train.guards",
-    "train.leakage_check", "train.monitor", "train.periodic_samples", "train.watchdog",
+NON_RESULT_PACKAGES = ("cli", "config", "core", "errors", "loggers", "pipeline", "reports", "store", "tracking")
+NON_RESULT_MODULES = (
+    "stages.callbacks", "stages.job", "train.callbacks", "train.guards", "train.monitor", "train.periodic_evaluation",
+    "train.watchdog",
 )  # fmt: skip
-NOT_SHAPING = frozenset(f"{PACKAGE}.{name}" for name in (*NOT_SHAPING_PACKAGES, *NOT_SHAPING_MODULES))
+NON_RESULT_NAMES = frozenset(f"{PACKAGE}.{name}" for name in (*NON_RESULT_PACKAGES, *NON_RESULT_MODULES))
 SECOND_HEAD = "model.multi_token"  # which pretraining gives to an existing model too
-ONLY_GATHERING = frozenset({PACKAGE, f"{PACKAGE}.stages"})  # whose submodules do shape it
+CONTAINER_PACKAGES = frozenset({PACKAGE, f"{PACKAGE}.stages"})  # whose submodules do shape it
 
 
 def canonical_json(value: object) -> bytes:
@@ -51,7 +51,7 @@ def sha256_file(path: Path) -> str:
 RACY_SECONDS = 2.0
 DAY_SECONDS = 86400
 ENTRY = 6  # values of what is remembered of a file
-KEPT_DAYS = 90  # after the last time that anyone asked for it
+KEPT_DAYS = 90  # after the last time that it was asked for
 KEPT_DAYS_OF_A_BOOT = 30
 
 
@@ -83,8 +83,8 @@ class DigestCache:
 
     def module(self, path: Path, name: str) -> tuple[str, list[str]]:
         """(digest of the module's syntax tree, names of the project's modules that it imports)."""
-        found = self._remembered("module", path, lambda source: _read_module(source, name))
-        return found[0], list(found[1])
+        entry = self._remembered("module", path, lambda source: _read_module(source, name))
+        return entry[0], list(entry[1])
 
     def save(self) -> None:
         """Write what was learnt. A read-only home only costs the next run some hashing."""
@@ -93,12 +93,12 @@ class DigestCache:
             if not learnt:
                 return
             oldest = self._today - self._kept_days
-            kept = {name: entry for name, entry in self._saved().items() if entry[-1] >= oldest}
+            recent_entries = {name: entry for name, entry in self._saved().items() if entry[-1] >= oldest}
             temporary = self._path.with_suffix(f".{os.getpid()}.tmp")
             try:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 temporary.touch(0o600 if self._boot else 0o666)
-                temporary.write_bytes(canonical_json({**kept, **learnt}))
+                temporary.write_bytes(canonical_json({**recent_entries, **learnt}))
                 temporary.replace(self._path)
             except OSError:
                 with contextlib.suppress(OSError):  # half of it, on a full disk
@@ -119,8 +119,8 @@ class DigestCache:
     def _remembered(self, kind: str, path: Path, compute: Callable[[Path], Any]) -> Any:
         stat = path.stat()
         name = self._name(kind, path)
-        *known, value, day = self._entries.get(name, (None, 0))
-        if known != self._stamp_of(stat):
+        *saved_stamp, value, day = self._entries.get(name, (None, 0))
+        if saved_stamp != self._stamp_of(stat):
             value, day = compute(path), 0
         if self._today - day > self._kept_days / 3:
             self._learn(name, stat, value)
@@ -138,7 +138,7 @@ class DigestCache:
 
 
 def stamp(path: Path) -> str | None:
-    """What changes with a file's bytes, for a stat; None where it changed a moment ago and may change again unseen."""
+    """Path and stat of a file, which change with its bytes; None where it changed just now and may change again unseen."""
     stat = path.stat()
     return None if _is_racy(stat) else f"{path.absolute()} {_stamp_of(stat)}"
 
@@ -159,20 +159,20 @@ def code_digests(module: str, cache: DigestCache) -> dict[str, str]:
 
     Comments, formatting and docstrings do not count; imports inside functions do.
     """
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
     waiting = [module]
     while waiting:
         name = waiting.pop()
         path = _module_path(name)
-        if name in found or path is None or not _shapes_results(name):
+        if name in digests or path is None or not _shapes_results(name):
             continue
-        found[name], imports = cache.module(path, name)
+        digests[name], imports = cache.module(path, name)
         waiting.extend(imports)
-    return dict(sorted(found.items()))
+    return dict(sorted(digests.items()))
 
 
 def _shapes_results(name: str) -> bool:
-    return name not in ONLY_GATHERING and NOT_SHAPING.isdisjoint(_with_parents(name))
+    return name not in CONTAINER_PACKAGES and NON_RESULT_NAMES.isdisjoint(_with_parents(name))
 
 
 def _module_path(name: str) -> Path | None:
@@ -217,7 +217,7 @@ def _imports(tree: ast.AST, name: str, *, is_package: bool) -> Iterator[str]:
 
 
 def _with_parents(name: str) -> Iterator[str]:
-    """The module and the packages around it, where it is ours."""
+    """The module and the packages that contain it, for modules of ttrain only."""
     parts = name.split(".")
     if parts[0] == PACKAGE:
         for end in range(1, len(parts) + 1):
@@ -232,8 +232,8 @@ def _shape(node: object) -> object:
             fields["body"] = _without_docstring(node.body)
         fields.pop("type_comment", None)
         fields.pop("kind", None)  # u"" and "" are the same string
-        kept = ((key, _shape(value)) for key, value in sorted(fields.items()) if value is not None and value != [])
-        return (type(node).__name__, *kept)
+        present_fields = ((key, _shape(value)) for key, value in sorted(fields.items()) if value is not None and value != [])
+        return (type(node).__name__, *present_fields)
     if isinstance(node, list):
         return tuple(_shape(item) for item in node)
     return node
@@ -249,7 +249,7 @@ def _without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """What changed between two sets of ingredients, one line each: field, old value, new value.
 
-    A model that exists takes the place of all settings of a new one, which is one change and one line.
+    Where an existing model replaces all settings of a new one, that is one change and one line.
     """
     lines = []
     described, now_described = _description(old), _description(new)
@@ -258,19 +258,21 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
         kinds = ("a new model", "an existing one") if now_described else ("an existing model", "a new one")
         lines.append("starts from {} instead of {}".format(*kinds))
     for kind, label in (("arguments", "argument "), ("settings", "")):
-        before, after = old.get(kind, {}), new.get(kind, {})
-        for name in sorted({*before, *after} - (began_anew if kind == "settings" else set())):
-            if before.get(name) != after.get(name) or (name in before) != (name in after):
-                lines.append(f"{label}{name}: {_short(before, name)} → {_short(after, name)}")
+        old_values, new_values = old.get(kind, {}), new.get(kind, {})
+        for name in sorted({*old_values, *new_values} - (began_anew if kind == "settings" else set())):
+            if old_values.get(name) != new_values.get(name) or (name in old_values) != (name in new_values):
+                lines.append(f"{label}{name}: {_short(old_values, name)} → {_short(new_values, name)}")
     lines += _changed_files(old.get("files", {}), new.get("files", {}))
-    before, after = old.get("inputs", {}), new.get("inputs", {})
-    for name in sorted({*before, *after} - ({"base"} if began_anew else set())):
-        if before.get(name) != after.get(name):
-            lines.append(f"input {name}: {_short_digest(before.get(name))} → {_short_digest(after.get(name))}")
-    before, after = old.get("code", {}), new.get("code", {})
-    for name in sorted({*before, *after}):
-        if before.get(name) != after.get(name):
-            change = "changed" if name in before and name in after else "is new" if name in after else "is gone"
+    old_values, new_values = old.get("inputs", {}), new.get("inputs", {})
+    for name in sorted({*old_values, *new_values} - ({"base"} if began_anew else set())):
+        if old_values.get(name) != new_values.get(name):
+            lines.append(f"input {name}: {_short_digest(old_values.get(name))} → {_short_digest(new_values.get(name))}")
+    old_values, new_values = old.get("code", {}), new.get("code", {})
+    for name in sorted({*old_values, *new_values}):
+        if old_values.get(name) != new_values.get(name):
+            change = (
+                "changed" if name in old_values and name in new_values else "is new" if name in new_values else "is gone"
+            )
             lines.append(f"module {name} {change}")
     if old.get("python") != new.get("python"):
         lines.append(f"python: {old.get('python')} → {new.get('python')}")
@@ -289,36 +291,36 @@ def _description(ingredients: Mapping[str, Any]) -> set[str]:
 def _changed_files(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     lines = []
     for role in sorted({*old, *new}):
-        before, after = _by_name(old.get(role, [])), _by_name(new.get(role, []))
-        for name in sorted({*before, *after}):
-            if before.get(name) == after.get(name):
+        old_files, new_files = _by_name(old.get(role, [])), _by_name(new.get(role, []))
+        for name in sorted({*old_files, *new_files}):
+            if old_files.get(name) == new_files.get(name):
                 continue
-            both = name in before and name in after
-            if both and before[name].split()[0] == after[name].split()[0]:
-                weights = (" ".join(found[name].split()[1:]) or "none" for found in (before, after))
+            both = name in old_files and name in new_files
+            if both and old_files[name].split()[0] == new_files[name].split()[0]:
+                weights = (" ".join(files[name].split()[1:]) or "none" for files in (old_files, new_files))
                 lines.append(f"weight of {role} file {name}: {' → '.join(weights)}")
                 continue
-            change = "changed" if both else "is new" if name in after else "is gone"
+            change = "changed" if both else "is new" if name in new_files else "is gone"
             lines.append(f"{role} file {name} {change}")
-        if before == after and old.get(role) != new.get(role):
+        if old_files == new_files and old.get(role) != new.get(role):
             lines.append(f"{role} files come in another order")
     return lines
 
 
 def _by_name(files: list[dict[str, str]]) -> dict[str, str]:
     """{name: digest}; a second file of the same name, from another folder, is "name (2)"."""
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
     for file in files:
         name, number = file["name"], 2
-        while name in found:
+        while name in digests:
             name, number = f"{file['name']} ({number})", number + 1
-        found[name] = f"{file['sha256']} {file['weight']}" if "weight" in file else file["sha256"]
-    return found
+        digests[name] = f"{file['sha256']} {file['weight']}" if "weight" in file else file["sha256"]
+    return digests
 
 
 def _short(values: Mapping[str, Any], name: str) -> str:
-    return json.dumps(values[name], ensure_ascii=False) if name in values else "(not there)"
+    return json.dumps(values[name], ensure_ascii=False) if name in values else "unset"
 
 
 def _short_digest(value: str | None) -> str:
-    return value[:12] if value else "(not there)"
+    return value[:12] if value else "none"

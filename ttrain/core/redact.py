@@ -21,8 +21,8 @@ SECRET_ENDS: Final = (("access", "key"), ("account", "key"), ("api", "key"), ("p
                       ("ssh", "key"), ("signing", "key"), ("encryption", "key"), ("webhook", "url"))  # fmt: skip
 SECRET_GROUPS: Final = frozenset(["credentials", "passwords", "secrets"])  # all that stands below these
 SECRET_TOKENS: Final = frozenset(["access", "api", "auth", "hub", "refresh"])  # `api_tokens`; other tokens are counted
-# "token" is the word for a secret, and for a piece of text: those that a tokenizer calls so are no secrets.
-PIECES: Final = frozenset(
+# "token" is the word for a secret, and for a piece of text: those of a tokenizer are not secrets.
+TOKENIZER_WORDS: Final = frozenset(
     ["bos", "cls", "end", "eos", "first", "last", "mask", "multi", "new", "next", "pad", "sep", "special", "start", "stop",
      "unk"]
 )  # fmt: skip
@@ -94,12 +94,12 @@ def without_signature(location: str) -> str:
     return "::".join(_unsigned(link) for link in _CHAIN.split(location))
 
 
-def text(words: str) -> str:
+def text(message: str) -> str:
     """A text whose URLs are as `url` gives them, without what looks like a service's secret, and without the values of
     secret parameters, also of a URL that a space cut in two."""
-    words = _USER_IN_TEXT.sub(lambda match: _without_user(match[1], match[2], f"{HIDDEN}@"), words)
-    words = LOOKS_SECRET.sub(HIDDEN, _IN_TEXT.sub(lambda match: _in_text(match[0]), words))
-    return _PARAMETER.sub(rf"\1{HIDDEN}", words)
+    message = _USER_IN_TEXT.sub(lambda match: _without_user(match[1], match[2], f"{HIDDEN}@"), message)
+    message = LOOKS_SECRET.sub(HIDDEN, _IN_TEXT.sub(lambda match: _in_text(match[0]), message))
+    return _PARAMETER.sub(rf"\1{HIDDEN}", message)
 
 
 def without_user(address: str) -> str:
@@ -139,16 +139,16 @@ def is_secret(key: str) -> bool:
     if key in NO_SECRETS:
         return False
     *above, last = re.split(r"[./\[\]]", key.rstrip("]0123456789["))
-    words = _words(last)
-    if not words or words[-1] in ("file", "path"):  # the name of a place where the secret is
+    name_words = _words(last)
+    if not name_words or name_words[-1] in ("file", "path"):  # the name of a place where the secret is
         return False
     if any(SECRET_GROUPS & set(_words(name)) for name in above):
         return True
-    if words[-1] == "token":
-        return not PIECES & set(words)
-    if words[-1] == "tokens" and SECRET_TOKENS & set(words):
+    if name_words[-1] == "token":
+        return not TOKENIZER_WORDS & set(name_words)
+    if name_words[-1] == "tokens" and SECRET_TOKENS & set(name_words):
         return True
-    return bool(SECRET_WORDS & set(words)) or words[-2:] in SECRET_ENDS
+    return bool(SECRET_WORDS & set(name_words)) or name_words[-2:] in SECRET_ENDS
 
 
 def _words(name: str) -> tuple[str, ...]:
@@ -171,29 +171,29 @@ def _masked(key: str, value: Any) -> Any:
 
 def _link(link: str) -> str:
     """One URL of a chain."""
-    scheme, colon, rest = link.partition("://")
+    scheme, colon, remainder = link.partition("://")
     if not colon or scheme.lower() in LOCAL or not re.fullmatch(_SCHEME, scheme):
         return link
-    if user := _USER_OF_URL.match(rest):
-        rest = _without_user(scheme, user[0], f"{HIDDEN}@").removeprefix(scheme) + rest[user.end() :]
+    if user := _USER_OF_URL.match(remainder):
+        remainder = _without_user(scheme, user[0], f"{HIDDEN}@").removeprefix(scheme) + remainder[user.end() :]
     is_http = scheme.lower() in HTTP
-    rest = (_FRAGMENT_OF_HTTP if is_http else _FRAGMENT).sub(f"#{HIDDEN}", rest, count=1)
-    return f"{scheme}://{(_QUERY_OF_HTTP if is_http else _QUERY).sub(f'?{HIDDEN}', rest, count=1)}"
+    remainder = (_FRAGMENT_OF_HTTP if is_http else _FRAGMENT).sub(f"#{HIDDEN}", remainder, count=1)
+    return f"{scheme}://{(_QUERY_OF_HTTP if is_http else _QUERY).sub(f'?{HIDDEN}', remainder, count=1)}"
 
 
 def _unsigned(link: str) -> str:
     """One URL of a chain, for `without_signature`."""
-    scheme, colon, rest = link.partition("://")
+    scheme, colon, remainder = link.partition("://")
     if not colon or scheme.lower() in LOCAL or not re.fullmatch(_SCHEME, scheme):
         return link
     is_http = scheme.lower() in HTTP
-    if user := _USER_OF_URL.match(rest):
+    if user := _USER_OF_URL.match(remainder):
         name, has_password, _ = user[0].partition(":")
-        kept = "" if is_http else f"{name}@" if has_password else user[0]
-        rest = kept + rest[user.end() :]
+        kept_user = "" if is_http else f"{name}@" if has_password else user[0]
+        remainder = kept_user + remainder[user.end() :]
     if is_http:
-        rest = _QUERY_OF_HTTP.sub(lambda match: _unsigned_query(match[0]), rest, count=1)
-    return f"{scheme}://{rest}"
+        remainder = _QUERY_OF_HTTP.sub(lambda match: _unsigned_query(match[0]), remainder, count=1)
+    return f"{scheme}://{remainder}"
 
 
 def _unsigned_query(query: str) -> str:
@@ -203,12 +203,12 @@ def _unsigned_query(query: str) -> str:
     dropped = {name for required, family in _SIGNED if required.issubset(names) for name in family}
     if dropped.isdisjoint(names):
         return query
-    kept = [parameter for parameter, name in zip(parameters, names, strict=True) if name not in dropped]
-    return "?" + "&".join(kept) if kept else ""
+    kept_parameters = [parameter for parameter, name in zip(parameters, names, strict=True) if name not in dropped]
+    return "?" + "&".join(kept_parameters) if kept_parameters else ""
 
 
 def _without_user(scheme: str, user: str, instead: str) -> str:
-    """Scheme and user with other words in place of the latter, unless it is no user but a container."""
+    """Scheme and user with `instead` in place of the latter, unless that is a container and not a user."""
     kind = scheme.lower().removesuffix("://")
     return scheme + (user if kind in LOCAL or (kind in CONTAINERS and _CONTAINER.fullmatch(user)) else instead)
 
@@ -227,26 +227,26 @@ def _restored(value: Any, now: Any) -> Any:
         return restored(value, now if isinstance(now, Mapping) else {})
     if isinstance(value, list | tuple):
         options: Sequence[Any] = now if isinstance(now, list | tuple) else ()
-        if [_place(item) for item in value] == [url(_place(option)) for option in options]:
-            return [_with_place(item, _place(option)) for item, option in zip(value, options, strict=True)]
+        if [_location_of(item) for item in value] == [url(_location_of(option)) for option in options]:
+            return [_with_location(item, _location_of(option)) for item, option in zip(value, options, strict=True)]
         return [_matching(item, options) for item in value]
     return _matching(value, (now,)) if isinstance(now, str) else value
 
 
 def _matching(item: Any, options: Sequence[Any]) -> Any:
-    """The item, with the only one of the options that is it once it is masked."""
+    """The item, with the location of the only option that equals it once it is masked."""
     if not has_hidden(item):
         return item
-    places = {_place(option) for option in options if url(_place(option)) == _place(item)}
-    return _with_place(item, places.pop()) if len(places) == 1 else item
+    places = {_location_of(option) for option in options if url(_location_of(option)) == _location_of(item)}
+    return _with_location(item, places.pop()) if len(places) == 1 else item
 
 
-def _place(source: Any) -> str:
+def _location_of(source: Any) -> str:
     """The location of a source, which may have a weight beside it."""
     return str(source.get("path", "") if isinstance(source, Mapping) else source)
 
 
-def _with_place(source: Any, place: str) -> Any:
+def _with_location(source: Any, location: str) -> Any:
     if isinstance(source, Mapping):
-        return {**source, "path": place} if "path" in source else source
-    return place if isinstance(source, str) else source
+        return {**source, "path": location} if "path" in source else source
+    return location if isinstance(source, str) else source

@@ -42,7 +42,7 @@ class BudgetExceeded(Exception):
 
 
 class WorkFailed(Exception):
-    """The work raised an error that is none of ttrain's; the message is its own."""
+    """The work raised an error that is not one of ttrain's; the message is its own."""
 
 
 @final
@@ -58,7 +58,7 @@ class Sandbox:
     ) -> None:
         self._command = (f"{work.__module__}:{work.__name__}", str(memory_bytes), *preloaded)
         self._seconds, self._seconds_per_result, self._memory_bytes = seconds, seconds_per_result, memory_bytes
-        self._left = seconds
+        self._remaining_seconds = seconds
         self.used_seconds = 0.0  # CPU time of all requests
         self._idle: list[_Child] = []
         atexit.register(self.close)
@@ -72,7 +72,7 @@ class Sandbox:
         """The results in order, each as soon as it is there. Raises as `call` does."""
         added = self._seconds_per_result + SECONDS_PER_BYTE * len(request)
         most = self._seconds + SECONDS_PER_BYTE * len(request)
-        granted = min(most, self._left + added)
+        granted = min(most, self._remaining_seconds + added)
         child = self._take()
         is_reusable = False
         try:
@@ -84,13 +84,13 @@ class Sandbox:
                     yield content
                     kind, content = child.receive()
             except (EOFError, OSError):
-                self._left = 0.0
+                self._remaining_seconds = 0.0
                 self.used_seconds += granted
                 raise BudgetExceeded(child.death()) from None
             is_reusable = True
-            left, used = (0.0, granted) if kind == TIME else TIMES.unpack_from(content)
-            self._left = min(self._seconds, left)
-            self.used_seconds += used
+            remaining_seconds, used_seconds = (0.0, granted) if kind == TIME else TIMES.unpack_from(content)
+            self._remaining_seconds = min(self._seconds, remaining_seconds)
+            self.used_seconds += used_seconds
             if kind == TIME:
                 raise BudgetExceeded(f"it needs more than {granted:.2g} s of CPU time")
             if kind == MEMORY:
@@ -173,9 +173,9 @@ class _Child:
         try:
             code = self._process.wait(DEATH_SECONDS)  # it ends with its worker
         except subprocess.TimeoutExpired:
-            return "it answers with what no result can be"
+            return "its answer is not a valid result"
         name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        return f"its process ended with {name}, as one does that is refused memory"
+        return f"its process ended with {name}, as it does where memory is refused"
 
     def close(self) -> None:
         if self._owner != os.getpid():

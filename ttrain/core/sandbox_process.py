@@ -31,7 +31,7 @@ def main(arguments: list[str]) -> None:
     name, memory_bytes, *preloaded = arguments
     module, _, function = name.partition(":")
     results = os.dup(1)
-    os.dup2(2, 1)  # what the work prints is no result
+    os.dup2(2, 1)  # what the work prints is not a result
     work: Work = getattr(importlib.import_module(module), function)
     for library in preloaded:
         importlib.import_module(library)
@@ -53,7 +53,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _work(work: Work, results: int) -> NoReturn:
-    """Answer requests until there are no more, or one needs too much memory, whose traces the next worker has not."""
+    """Answer requests until there are no more, or one needs too much memory, after which a new worker starts clean."""
     code = 1
     try:
         while header := _read(HEADER.size):
@@ -67,7 +67,7 @@ def _work(work: Work, results: int) -> NoReturn:
 
 
 def _answer(work: Work, data: bytes, results: int) -> bool:
-    """Write what becomes of a request; False where its memory was too little."""
+    """Write the results of a request; False where it needs too much memory."""
     seconds, most, per_result = REQUEST.unpack_from(data)
     frames, size = list[bytes](), 0
     begun = time.process_time()
@@ -77,12 +77,12 @@ def _answer(work: Work, data: bytes, results: int) -> bool:
             frames.append(_frame(RESULT, result))
             size += len(result)
             if size >= WRITTEN_BYTES:
-                left = _left()
+                remaining_seconds = _remaining_seconds()
                 signal.setitimer(signal.ITIMER_PROF, 0)  # the reader's time is not the work's
                 _write(results, frames)
                 frames, size = [], 0
-                signal.setitimer(signal.ITIMER_PROF, left)
-            signal.setitimer(signal.ITIMER_PROF, min(most, _left() + per_result))
+                signal.setitimer(signal.ITIMER_PROF, remaining_seconds)
+            signal.setitimer(signal.ITIMER_PROF, min(most, _remaining_seconds() + per_result))
         kind, message = END, b""
     except MemoryError:
         kind, message = MEMORY, b""
@@ -90,13 +90,13 @@ def _answer(work: Work, data: bytes, results: int) -> bool:
         kind, message = ERROR, f"{type(error).__name__}\n{str(error)[:MESSAGE_CHARACTERS]}".encode("utf-8", "replace")
     except Exception as error:
         kind, message = ERROR, f"\n{type(error).__name__}: {error!s:.{MESSAGE_CHARACTERS}}".encode("utf-8", "replace")
-    left = _left()
+    remaining_seconds = _remaining_seconds()
     signal.setitimer(signal.ITIMER_PROF, 0)
-    _write(results, [*frames, _frame(kind, TIMES.pack(left, time.process_time() - begun) + message)])
+    _write(results, [*frames, _frame(kind, TIMES.pack(remaining_seconds, time.process_time() - begun) + message)])
     return kind != MEMORY
 
 
-def _left() -> float:
+def _remaining_seconds() -> float:
     return signal.getitimer(signal.ITIMER_PROF)[0]
 
 

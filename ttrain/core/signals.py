@@ -1,34 +1,35 @@
-"""What SIGINT, SIGTERM and SIGHUP mean to a process that waits for others: the first asks them to save and stop."""
+"""SIGINT, SIGTERM and SIGHUP in a process that waits for others: the first one asks these to save and stop."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-from ttrain.core.parent_process import heeded_signals, ignore_hangup
 from ttrain.errors import Interrupted
 
 
 def interrupted_twice(signum: int) -> BaseException:
-    """What a second signal raises while stages run."""
-    return Interrupted("interrupted twice; the stages were ended where they stood", signum)
+    """The exception that a second signal raises while stages run."""
+    return Interrupted("interrupted twice; the stages were killed", signum)
 
 
 @contextlib.contextmanager
 def catching_signals(
-    asked: Callable[[int], object], again: Callable[[int], BaseException] = interrupted_twice
+    on_first: Callable[[int], object], on_second: Callable[[int], BaseException] = interrupted_twice
 ) -> Iterator[None]:
-    """The first of the signals calls `asked` with its number; a second one, unless it is SIGHUP, raises `again(number)`."""
-    seen = False
+    """Call `on_first` with the first signal's number; a second one, unless it is SIGHUP, raises `on_second(number)`."""
+    was_signalled = False
 
     def handle(signum: int) -> None:
-        nonlocal seen
-        if seen:
-            raise again(signum)
-        seen = True
-        asked(signum)
+        nonlocal was_signalled
+        if was_signalled:
+            raise on_second(signum)
+        was_signalled = True
+        on_first(signum)
 
     with handling_signals(handle):
         yield
@@ -36,7 +37,7 @@ def catching_signals(
 
 @contextlib.contextmanager
 def handling_signals(handle: Callable[[int], object]) -> Iterator[None]:
-    """Each of the signals calls `handle` with its number; SIGHUP is ignored after the first, also after the block."""
+    """Call `handle` with the number of each signal; SIGHUP is ignored after the first, also after the block."""
 
     def handler(signum: int, frame: FrameType | None) -> None:
         ignore_hangup()
@@ -48,3 +49,46 @@ def handling_signals(handle: Callable[[int], object]) -> Iterator[None]:
     finally:
         for number in heeded_signals():
             signal.signal(number, previous[number])
+
+
+PARENT = "TTRAIN_PARENT"  # variable with the id of the process whose end is this one's end
+
+RENDEZVOUS = "TTRAIN_RENDEZVOUS"  # variable with the file in which the ranks of one machine find each other
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # the last: the terminal was closed
+
+POLL_SECONDS = 0.2
+
+
+def heeded_signals() -> tuple[signal.Signals, ...]:
+    """The signals to stop, without those that this process ignores: under `nohup` it outlives its terminal."""
+    return tuple(s for s in STOP_SIGNALS if s != signal.SIGHUP or signal.getsignal(s) is not signal.SIG_IGN)
+
+
+def ignore_hangup() -> None:
+    """Ignore SIGHUP once a process is stopping: kernel and shell both send it, and systemd sends it after SIGTERM."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
+def end_with_parent(parent: int) -> Callable[[], None]:
+    """End this process when the one with this id, its parent, has ended; at once where that is gone already.
+
+    Returns a function that ends the watch, and its thread with it.
+    """
+    enough = threading.Event()
+
+    def watch() -> None:
+        while not enough.wait(POLL_SECONDS):
+            if os.getppid() != parent:
+                os._exit(1)
+
+    if os.getppid() != parent:
+        os._exit(1)
+    thread = threading.Thread(target=watch, name="parent-watch", daemon=True)
+    thread.start()
+
+    def end() -> None:
+        enough.set()
+        thread.join()
+
+    return end

@@ -16,7 +16,7 @@ DAMAGED = ("file is not a database", "disk image is malformed", "malformed datab
 
 def is_damage(error: object) -> bool:
     """Whether an error's text says that a SQLite file is damaged, whichever libraries passed it on."""
-    return any(words in str(error) for words in DAMAGED)
+    return any(phrase in str(error) for phrase in DAMAGED)
 
 
 def damage_of(database: Path, seconds: float | None = None) -> str | None:

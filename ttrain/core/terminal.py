@@ -1,46 +1,56 @@
-"""What commands print: tables, JSON, bars; nothing that data contains reaches a terminal as a control sequence."""
+"""Output of commands: tables, JSON, bars; nothing that data contains reaches a terminal as a control sequence."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import io
 import json
+import os
 import re
+import select
+import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
+
+from ttrain.errors import TTrainError
 
 if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer as Buffer
     from rich.console import Console
+
 
 PIPE_WIDTH = 180
 # What json.dumps leaves as it is, and a terminal may obey: DEL and the C1 controls, line separators, directions, surrogates.
-_OBEYED = re.compile("[\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_TERMINAL_CONTROLS = re.compile("[\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 _SURROGATES = re.compile("[\ud800-\udfff]")
-_CONTROLS = re.compile(f"[\x00-\x08\x0b-\x1f]|{_OBEYED.pattern}")
+
+_CONTROLS = re.compile(f"[\x00-\x08\x0b-\x1f]|{_TERMINAL_CONTROLS.pattern}")
 
 
-def harmless(text: str) -> str:
-    """The text with each control character, other than tabs and line ends, as Python writes it."""
-    return _CONTROLS.sub(lambda found: found.group().encode("unicode_escape").decode(), text)
+def escape_control_characters(text: str) -> str:
+    """The text with each control character, other than tabs and line ends, escaped as Python does."""
+    return _CONTROLS.sub(lambda match: match.group().encode("unicode_escape").decode(), text)
 
 
 def escaped(text: str) -> str:
-    """The text with each character that does not print, other than the space, as Python writes it: `\\n`, `\\x1b`."""
+    """The text with each character that does not print, other than the space, escaped as Python does: `\\n`, `\\x1b`."""
     if text.isprintable():
         return text
     return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)
 
 
 def encodable(text: str) -> str:
-    """What a user typed, with U+FFFD for each byte that was no UTF-8: Python makes it a surrogate, which no tokenizer and no
-    file takes."""
+    """Typed text with U+FFFD for each byte that was not UTF-8: Python makes it a surrogate, which no tokenizer and no file
+    takes."""
     return _SURROGATES.sub("\ufffd", text)
 
 
 def show_warnings() -> None:
-    """Our warnings go to standard error whatever handlers libraries give to the root logger: Prefect's own takes errors
-    alone, and with it Python's handler of last resort is silent."""
+    """Send ttrain's warnings to standard error, whatever handlers libraries give to the root logger: Prefect's own takes
+    errors alone, and with it Python's handler of last resort is silent."""
     import logging
 
     if logging.lastResort is not None:
@@ -48,7 +58,7 @@ def show_warnings() -> None:
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Standard output, or error; a pipe gets long lines, so that nothing is cut, and a terminal its own width."""
+    """A console on standard output, or error; a pipe gets long lines, so that nothing is cut, a terminal its own width."""
     from rich.console import Console
 
     stream = sys.stderr if stderr else sys.stdout
@@ -69,10 +79,10 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
 
 
 def print_json(value: object, *, indent: int | None = 2) -> None:
-    """Print JSON for scripts, which is harmless to look at too; `indent` None: in one line, at once."""
+    """Print JSON, with what a terminal may obey escaped; `indent` None: in one line, flushed at once."""
     encoding = (getattr(sys.stdout, "encoding", None) or "utf-8").lower()
     text = json.dumps(value, indent=indent, ensure_ascii=not encoding.startswith("utf"))  # no letter is lost in a pipe
-    print(_OBEYED.sub(lambda found: f"\\u{ord(found.group()):04x}", text), flush=indent is None)
+    print(_TERMINAL_CONTROLS.sub(lambda match: f"\\u{ord(match.group()):04x}", text), flush=indent is None)
 
 
 def print_spans(lines: Iterable[Sequence[tuple[str, bool, bool]]]) -> None:
@@ -99,7 +109,7 @@ def print_spans(lines: Iterable[Sequence[tuple[str, bool, bool]]]) -> None:
 
 @contextlib.contextmanager
 def bar(description: str, unit: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
-    """A bar on standard error, where that is a terminal; gives a function that is told how much of `total` is done."""
+    """A bar on standard error, where that is a terminal; yields a function that takes how much of `total` is done."""
     if not sys.stderr.isatty():
         yield lambda done: None
         return
@@ -115,3 +125,104 @@ def bar(description: str, unit: str, total: int | None = None) -> Iterator[Calla
     with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
         task = bars.add_task(description, total=total)
         yield lambda done: bars.update(task, completed=done)
+
+
+NAMES = {1: "standard output", 2: "standard error"}
+
+ERRORS = "replace"  # a terminal that lacks a character gets a question mark, not the run's end
+
+READER_IS_GONE = 128 + signal.SIGPIPE  # the exit code that a shell shows for a program that SIGPIPE ended
+
+_drops = False  # whether this process goes on without the output that cannot be written
+
+
+def guard_streams() -> None:
+    """Put the guard below `sys.stdout` and `sys.stderr`; replaces those that were closed before the program began.
+
+    A stream without a file of its own, as where tests capture it, stays.
+    """
+    _open_closed_descriptors()
+    if sys.stdin is None:
+        sys.stdin = open(0, encoding="utf-8")  # noqa: SIM115  # as long as the process lives
+    sys.stdout = _guarded(sys.stdout, 1)
+    sys.stderr = _guarded(sys.stderr, 2)
+
+
+def outlast_output() -> None:
+    """From now on output that cannot be written is dropped, and the command goes on."""
+    global _drops
+    _drops = True
+
+
+class _GuardedFile(io.FileIO):
+    """The file of a standard stream, whose failing writes are decided here. It writes all or raises, as a buffer would.
+
+    `io.BufferedWriter` is not used: a signal's handler that prints while the same thread is writing gets a RuntimeError.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__(descriptor, "w", closefd=False)
+        self._descriptor, self._noted = descriptor, False
+
+    def write(self, data: Buffer) -> int:
+        remaining = memoryview(data).cast("B")
+        size = len(remaining)
+        try:
+            while remaining:
+                written = super().write(remaining)
+                if written is None:  # another program made the terminal non-blocking
+                    select.select([], [self], [])
+                remaining = remaining[written or 0 :]
+        except OSError as error:
+            self._failed(error)
+        return size
+
+    def _failed(self, error: OSError) -> None:
+        """Return where the output is dropped. Raises SystemExit or TTrainError where the command ends with it."""
+        if _drops:
+            self._note(error)
+            return
+        self._noted = True
+        outlast_output()  # the command ends, and its last words cannot fail it again
+        if error.errno == errno.EPIPE:
+            raise SystemExit(READER_IS_GONE)
+        raise TTrainError(f"{NAMES[self._descriptor]} cannot be written: {error.strerror}")
+
+    def _note(self, error: OSError) -> None:
+        """Warn once, on standard error, that standard output cannot be written."""
+        if not self._noted and self._descriptor == 1:
+            self._noted = True
+            print(f"{NAMES[1]} cannot be written ({error.strerror}); the command goes on without it", file=sys.stderr)
+
+
+def _guarded(stream: TextIO | None, descriptor: int) -> TextIO:
+    if stream is not None and not _is_plain(stream, descriptor):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=ERRORS)
+        return stream
+    line_buffered = descriptor == 2
+    encoding = None
+    if isinstance(stream, io.TextIOWrapper):
+        stream.flush()
+        encoding, line_buffered = stream.encoding, stream.line_buffering or stream.write_through
+    file: Any = _GuardedFile(descriptor)
+    return io.TextIOWrapper(file, encoding=encoding, errors=ERRORS, line_buffering=line_buffered)
+
+
+def _is_plain(stream: TextIO, descriptor: int) -> bool:
+    """Whether the stream is the one that Python made for this descriptor."""
+    if type(stream) is not io.TextIOWrapper or isinstance(stream.buffer, _GuardedFile):
+        return False
+    try:
+        return stream.fileno() == descriptor
+    except OSError:
+        return False
+
+
+def _open_closed_descriptors() -> None:
+    """Open closed streams: else the next file that is opened (a database) gets the number of one, and what is printed."""
+    descriptor = os.open(os.devnull, os.O_RDWR)
+    while descriptor <= 2:
+        os.set_inheritable(descriptor, True)
+        descriptor = os.dup(descriptor)
+    os.close(descriptor)

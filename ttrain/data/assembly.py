@@ -1,7 +1,7 @@
-"""Blocks to sets of shards: which rows stay, where the files lie, the indexes, the quarantine and the figures.
+"""Assemble blocks into sets of shards: select rows, place files, write the indexes, the quarantine and the figures.
 
-What needs to see all rows is decided here, from 24 bytes a row: duplicates, what stands in the held-out part, limits. Such
-rows leave their block's shard by a copy without them; the whole shard stays aside, so that a later set can take it again.
+Decisions that need all rows are made here, from 24 bytes a row: duplicates, overlap with the held-out part, limits. The
+block's shard is copied without such rows; the whole shard is kept in `run/blocks`, so that a later set can reuse it.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ import orjson
 from ttrain.config import Reading
 from ttrain.core import redact
 from ttrain.core.files import write_json
-from ttrain.data import blocks, contamination, shards, sources
-from ttrain.data.blocks import BEYOND_LIMIT, BLOCKS, PARTS, Recipe
-from ttrain.data.contamination import Against, Scanned
-from ttrain.data.jsonl import FIRST_REJECTED, Tally
+from ttrain.data import blocks, contamination, records, shards
+from ttrain.data.blocks import BEYOND_LIMIT, BLOCKS, PARTS, BlockRecipe
+from ttrain.data.contamination import OverlapCheck, ShardScan
+from ttrain.data.records import FIRST_REJECTED, Tally
 from ttrain.errors import ArtifactError, DataError
 
 REJECTED = Path("run", "rejected.jsonl")
-OWN_NAME = re.compile(
+SHARD_FILE_NAME = re.compile(
     r"^\.?((train|heldout)-)?[0-9a-f]{16,24}(-\w+)?\.(arrow|jsonl|json|rows|rejected\.jsonl)(\.\d+\.tmp)?$"
 )
 HELD_OUT, DUPLICATE = "stands in the held-out part", "duplicate"
@@ -40,7 +40,7 @@ Table = npt.NDArray[np.uint64]  # shape [rows, 3]: hash, hash, bytes of text
 
 @dataclass(frozen=True)
 class DataFile:
-    """An input: where it is, what to call it, what identifies its bytes (if known), its weighted source."""
+    """An input file: its location, display name, digest of its bytes (if known), and the number of its weighted source."""
 
     location: str
     name: str
@@ -49,21 +49,21 @@ class DataFile:
 
 
 @dataclass
-class Made:
-    """A block that exists: where it lies, what it says of itself, which of its rows are wanted."""
+class BuiltBlock:
+    """A finished block: its directory, its manifest, and which of its rows are selected."""
 
     role: str
     file: int
     identity: str
     directory: Path
     encoded: bool
-    about: Mapping[str, Any]
+    manifest: Mapping[str, Any]
     rows: Table
-    wanted: Flags = field(default_factory=lambda: np.zeros(0, np.bool_))
+    selected: Flags = field(default_factory=lambda: np.zeros(0, np.bool_))
 
     @property
     def is_heldout(self) -> Flags:
-        threshold = self.about["threshold"]
+        threshold = self.manifest["threshold"]
         return (
             self.rows[:, 0] < np.uint64(min(threshold, 2**64 - 1))
             if threshold < 2**64
@@ -72,8 +72,8 @@ class Made:
 
 
 @dataclass
-class Built:
-    """What became of the files: counts of both parts, one tally a role, one entry a file."""
+class ShardSetResult:
+    """The result of sharding: counts of both parts, one tally per role, one entry per file."""
 
     parts: dict[str, dict[str, Any]]
     tallies: dict[str, Tally]
@@ -88,7 +88,7 @@ class Built:
         """The figures of the manifest."""
         names = (*shards.COUNTED, "kind", "vocab_size")
         return {
-            **{part: {name: index[name] for name in names} for part, index in self.parts.items()},
+            **{part_name: {name: index[name] for name in names} for part_name, index in self.parts.items()},
             "rows": {role: tally.to_json() for role, tally in self.tallies.items()},
             "files": self.files,
             "duplicates": self.duplicates,
@@ -102,80 +102,83 @@ class Built:
 def assemble(
     output: Path,
     files: Mapping[str, Sequence[DataFile]],
-    made: list[Made],
-    recipe: Recipe,
+    built_blocks: list[BuiltBlock],
+    recipe: BlockRecipe,
     reading: Reading,
     weights: Sequence[float],
-    overlaps: tuple[Against, Sequence[Scanned]] | None = None,
-) -> Built:
+    overlaps: tuple[OverlapCheck, Sequence[ShardScan]] | None = None,
+) -> ShardSetResult:
     """Choose the rows, lay out both parts, write their indexes, the quarantine and the figures.
 
-    `overlaps` has what the training part of each block has in common with items of evaluations.
+    `overlaps`: the overlap of each block's training part with evaluation items.
     """
     tallies = {role: Tally() for role in files}
     figures = {(role, n): Tally() for role in files for n in range(len(files[role]))}
-    _quarantine(output, files, made, figures)
-    duplicates = _choose(made, figures, reading)
-    lowest = _set_lowest_aside(made, figures) if recipe.heldout_fraction > 0 and "heldout" not in files else None
-    overlapping = _set_overlaps_aside(files, made, figures, overlaps) if overlaps else None
+    _quarantine(output, files, built_blocks, figures)
+    duplicates = _select_rows(built_blocks, figures, reading)
+    lowest = _hold_out_lowest_row(built_blocks, figures) if recipe.heldout_fraction > 0 and "heldout" not in files else None
+    overlapping = _leave_out_overlaps(files, built_blocks, figures, overlaps) if overlaps else None
     for (role, _), tally in figures.items():
         tallies[role].add(tally)
-    for part in PARTS:  # an output that is being changed is no set of shards
-        (output / part / shards.INDEX).unlink(missing_ok=True)
-    entries: dict[str, list[dict[str, Any]]] = {part: [] for part in PARTS}
+    for part_name in PARTS:  # an output that is being changed is not a set of shards
+        (output / part_name / shards.INDEX).unlink(missing_ok=True)
+    entries: dict[str, list[dict[str, Any]]] = {part_name: [] for part_name in PARTS}
     sizes: dict[tuple[str, int], Counter[str]] = defaultdict(Counter)
-    for part in PARTS:
-        (output / part).mkdir(parents=True, exist_ok=True)
-        for block in made:
-            entry = _lay_out(output, part, block, {e["file"] for e in entries[part]}, recipe)
+    for part_name in PARTS:
+        (output / part_name).mkdir(parents=True, exist_ok=True)
+        for block in built_blocks:
+            entry = _place_shard(output, part_name, block, {e["file"] for e in entries[part_name]}, recipe)
             if entry:
-                entries[part].append({**entry, "group": files[block.role][block.file].group})
+                entries[part_name].append({**entry, "group": files[block.role][block.file].group})
                 sizes[block.role, block.file].update({name: entry[name] for name in ("tokens", "bytes")})
     if lowest is not None:
         block, content_hash = lowest
-        entries["heldout"].append(_write_lowest(output, files[block.role][block.file].location, content_hash, recipe))
-    _keep_blocks(output, made)
-    more: dict[str, Any] = {"weights": list(weights)} if weights else {}
+        entries["heldout"].append(_write_lowest_row(output, files[block.role][block.file].location, content_hash, recipe))
+    _copy_block_records(output, built_blocks)
+    extra_fields: dict[str, Any] = {"weights": list(weights)} if weights else {}
     if recipe.kind == "chats":
-        more["template"] = recipe.template
+        extra_fields["template"] = recipe.template
     parts = {
-        part: shards.write_index(
-            output / part,
+        part_name: shards.write_index(
+            output / part_name,
             kind=recipe.kind,
             vocab_size=recipe.vocab_size,
             tokenizer=recipe.tokenizer_digest,
-            shards=entries[part],
-            **more,
+            shards=entries[part_name],
+            **extra_fields,
         )
-        for part in PARTS
+        for part_name in PARTS
     }
-    _remove_others(output, entries, made)
-    _tell_overlaps(output, overlapping)
-    return Built(
+    _remove_stale_files(output, entries, built_blocks)
+    _write_overlap_report(output, overlapping)
+    return ShardSetResult(
         parts,
         tallies,
         [
             {"name": files[role][n].name, "role": role, **tally.to_json(), "tokens": 0, "bytes": 0, **sizes[role, n]}
             for (role, n), tally in figures.items()
         ],
-        blocks=len(made),
-        encoded_blocks=sum(block.encoded for block in made),
+        blocks=len(built_blocks),
+        encoded_blocks=sum(block.encoded for block in built_blocks),
         duplicates=duplicates,
-        encoder=", ".join(sorted({block.about["encoder"] for block in made})),
+        encoder=", ".join(sorted({block.manifest["encoder"] for block in built_blocks})),
         contamination={name: value for name, value in overlapping.items() if name != "items"} if overlapping else None,
     )
 
 
 def _quarantine(
-    output: Path, files: Mapping[str, Sequence[DataFile]], made: list[Made], figures: Mapping[tuple[str, int], Tally]
+    output: Path,
+    files: Mapping[str, Sequence[DataFile]],
+    built_blocks: list[BuiltBlock],
+    figures: Mapping[tuple[str, int], Tally],
 ) -> None:
-    """Count each file's rows and write its bad ones, numbered within the file, to `run/rejected.jsonl`."""
+    """Count each file's rows and write the bad ones, numbered within the file, to `run/rejected.jsonl`."""
     (output / REJECTED).parent.mkdir(parents=True, exist_ok=True)
     with (output / REJECTED).open("wb") as out:
-        before: Counter[tuple[str, int]] = Counter()
-        for block in made:
-            place, file = (block.role, block.file), files[block.role][block.file]
-            counts = block.about["tally"]
+        lines_before: Counter[tuple[str, int]] = Counter()
+        for block in built_blocks:
+            file_key, file = (block.role, block.file), files[block.role][block.file]
+            counts = block.manifest["tally"]
             tally = Tally(counts["rows"], counts["kept"])
             for name in ("skipped", "rejected", "keys_seen"):
                 getattr(tally, name).update(counts[name])
@@ -184,34 +187,38 @@ def _quarantine(
                 for line in rejected.read_bytes().splitlines():
                     row = {**orjson.loads(line), "file": redact.url(file.location)}
                     if "line" in row:
-                        row["line"] += before[place]
+                        row["line"] += lines_before[file_key]
                         if len(tally.first_rejected) < FIRST_REJECTED:
                             tally.first_rejected.append(f"{redact.url(file.location)}:{row['line']}: {row['reason']}")
                     out.write(orjson.dumps(row) + b"\n")
-            figures[place].add(tally)
-            before[place] += block.about["lines"]
+            figures[file_key].add(tally)
+            lines_before[file_key] += block.manifest["lines"]
 
 
-def _choose(made: list[Made], figures: Mapping[tuple[str, int], Tally], reading: Reading) -> int:
-    """Mark the rows of each block that stay; count the others. Returns how many rows have been seen before."""
-    table = np.concatenate([np.zeros((0, 3), np.uint64), *(block.rows for block in made)])
+def _select_rows(built_blocks: list[BuiltBlock], figures: Mapping[tuple[str, int], Tally], reading: Reading) -> int:
+    """Mark the rows of each block to keep and count the others. Returns the number of duplicate rows."""
+    table = np.concatenate([np.zeros((0, 3), np.uint64), *(block.rows for block in built_blocks)])
     first = is_first(table)
-    from_heldout = np.repeat([block.role == "heldout" for block in made], [len(block.rows) for block in made])
+    from_heldout = np.repeat(
+        [block.role == "heldout" for block in built_blocks], [len(block.rows) for block in built_blocks]
+    )
     shared = (
         ~from_heldout & np.isin(_keys(table), _keys(table[from_heldout]))
         if from_heldout.any()
         else np.zeros(len(table), bool)
     )
-    wanted = ~shared & (first if reading.deduplicate else True)
+    selected = ~shared & (first if reading.deduplicate else True)
     limit = reading.limit * reading.rounds if reading.limit else None
-    beyond = wanted & ~from_heldout & (np.cumsum(wanted & ~from_heldout) > limit) if limit else np.zeros(len(table), bool)
+    beyond = (
+        selected & ~from_heldout & (np.cumsum(selected & ~from_heldout) > limit) if limit else np.zeros(len(table), bool)
+    )
     start = 0
-    for block in made:
+    for block in built_blocks:
         end = start + len(block.rows)
         tally = figures[block.role, block.file]
-        block.wanted = wanted[start:end] & ~beyond[start:end]
+        block.selected = selected[start:end] & ~beyond[start:end]
         tally.leave_out(HELD_OUT, int(shared[start:end].sum()))
-        tally.leave_out(DUPLICATE, int((~wanted & ~shared)[start:end].sum()))
+        tally.leave_out(DUPLICATE, int((~selected & ~shared)[start:end].sum()))
         tally.leave_out(BEYOND_LIMIT, int(beyond[start:end].sum()))
         start = end
     return int((~first & ~shared).sum())
@@ -223,82 +230,87 @@ def _keys(table: Table) -> npt.NDArray[Any]:
 
 
 def is_first(table: Table) -> Flags:
-    """Whether no row before says the same."""
+    """A flag per row: whether no earlier row has the same content."""
     halves = np.sort(table[:, 0])
-    if len(halves) < 2 or (halves[1:] != halves[:-1]).all():  # most often; sorting with places takes forty times as long
+    if len(halves) < 2 or (halves[1:] != halves[:-1]).all():  # most often; sorting with indexes takes forty times as long
         return np.ones(len(table), np.bool_)
     order = np.lexsort((table[:, 1], table[:, 0]))  # stable: of equal rows the first stays first
     ordered = table[order, :2]
-    found = np.ones(len(table), np.bool_)
-    found[order[1:]] = (ordered[1:] != ordered[:-1]).any(axis=1)
-    return found
+    flags = np.ones(len(table), np.bool_)
+    flags[order[1:]] = (ordered[1:] != ordered[:-1]).any(axis=1)
+    return flags
 
 
-def _set_lowest_aside(made: list[Made], figures: Mapping[tuple[str, int], Tally]) -> tuple[Made, bytes] | None:
-    """Where nothing was held out, take the row of the lowest hash (and its copies) from the training part.
+def _hold_out_lowest_row(
+    built_blocks: list[BuiltBlock], figures: Mapping[tuple[str, int], Tally]
+) -> tuple[BuiltBlock, bytes] | None:
+    """If nothing was held out, move the row with the lowest hash (and its copies) out of the training part.
 
-    So that a small set can be evaluated too. Returns its first block and its hash.
+    This lets a small set be evaluated too. Returns the first block with the row, and its hash.
     """
-    if any((block.is_heldout & block.wanted).any() for block in made) or sum(int(b.wanted.sum()) for b in made) < 2:
+    if (
+        any((block.is_heldout & block.selected).any() for block in built_blocks)
+        or sum(int(b.selected.sum()) for b in built_blocks) < 2
+    ):
         return None
-    lowest: tuple[tuple[int, int], Made] | None = None
-    for block in made:
-        rows = block.rows[block.wanted]
+    lowest: tuple[tuple[int, int], BuiltBlock] | None = None
+    for block in built_blocks:
+        rows = block.rows[block.selected]
         if len(rows):
             first, second, _ = rows[np.lexsort((rows[:, 1], rows[:, 0]))[0]].tolist()
             if lowest is None or (first, second) < lowest[0]:
                 lowest = (first, second), block
-    assert lowest is not None, "two rows are wanted"
-    (first, second), where = lowest
+    assert lowest is not None, "two rows are selected"
+    (first, second), lowest_block = lowest
     copies = 0
-    for block in made:
-        same = block.wanted & (block.rows[:, 0] == np.uint64(first)) & (block.rows[:, 1] == np.uint64(second))
-        block.wanted &= ~same
+    for block in built_blocks:
+        same = block.selected & (block.rows[:, 0] == np.uint64(first)) & (block.rows[:, 1] == np.uint64(second))
+        block.selected &= ~same
         figures[block.role, block.file].leave_out(HELD_OUT, max(0, int(same.sum()) - (not copies)))
         copies += int(same.sum())
-    return where, first.to_bytes(8, "big") + second.to_bytes(8, "big")
+    return lowest_block, first.to_bytes(8, "big") + second.to_bytes(8, "big")
 
 
-def _set_overlaps_aside(
+def _leave_out_overlaps(
     files: Mapping[str, Sequence[DataFile]],
-    made: list[Made],
+    built_blocks: list[BuiltBlock],
     figures: Mapping[tuple[str, int], Tally],
-    overlaps: tuple[Against, Sequence[Scanned]],
+    overlaps: tuple[OverlapCheck, Sequence[ShardScan]],
 ) -> dict[str, Any]:
-    """Count the training documents that hold an item of an evaluation, and leave them out where that is asked for.
+    """Count the training documents that contain an evaluation item, and leave them out if `remove` is set.
 
-    Returns the report. Documents that are not wanted anyway do not count.
+    Returns the report. Documents that are not selected anyway do not count.
     """
     against, scans = overlaps
-    told = []
-    for block, scanned in zip(made, scans, strict=True):
+    file_scans = []
+    for block, scanned in zip(built_blocks, scans, strict=True):
         rows = np.flatnonzero(~block.is_heldout)  # of the block, by number of the record in its training part
-        places = [place for place in scanned.places if block.wanted[rows[place.record]]]
-        told.append(({"file": files[block.role][block.file].name}, scanned._replace(places=places)))
+        matches = [match for match in scanned.matches if block.selected[rows[match.record]]]
+        file_scans.append(({"file": files[block.role][block.file].name}, scanned._replace(matches=matches)))
         if against.remove:
-            found = rows[sorted({place.record for place in places})]
-            block.wanted[found] = False
-            figures[block.role, block.file].leave_out(contamination.OVERLAPS, len(found))
-    return contamination.report(against, told)
+            overlapping_rows = rows[sorted({match.record for match in matches})]
+            block.selected[overlapping_rows] = False
+            figures[block.role, block.file].leave_out(contamination.OVERLAPS, len(overlapping_rows))
+    return contamination.report(against, file_scans)
 
 
-def _tell_overlaps(output: Path, overlapping: Mapping[str, Any] | None) -> None:
-    """Leave the report for people, and for evaluations what the training part still holds."""
+def _write_overlap_report(output: Path, overlapping: Mapping[str, Any] | None) -> None:
+    """Write the report for people, and for evaluations the items that the training part still contains."""
     (output / contamination.REPORT).unlink(missing_ok=True)
-    held = (
+    item_shares = (
         {}
         if overlapping is None or overlapping["removed"]
         else {item["digest"]: item["share"] for item in overlapping["items"]}
     )
-    contamination.write_known(output, held)
+    contamination.write_item_shares(output, item_shares)
     if overlapping:
         write_json(output / contamination.REPORT, overlapping)
 
 
-def _write_lowest(output: Path, location: str, content_hash: bytes, recipe: Recipe) -> dict[str, Any]:
-    """Read the record of this hash again, and write the held-out shard that it is. Raises DataError where it is gone."""
-    rows = sources.read([location], recipe.parser, Tally(), recipe.max_line_bytes, recipe.text_field)
-    record = next((record for record in rows if sources.content_hash(record) == content_hash), None)
+def _write_lowest_row(output: Path, location: str, content_hash: bytes, recipe: BlockRecipe) -> dict[str, Any]:
+    """Read the record with this hash again and write it as a held-out shard. Raises DataError if it is gone."""
+    rows = records.read([location], recipe.parser, Tally(), recipe.max_line_bytes, recipe.text_field)
+    record = next((record for record in rows if records.content_hash(record) == content_hash), None)
     if record is None:
         raise DataError(f"{location} changed while it was read; run the same command again")
     column = blocks.encode_records(blocks.encoder_of(recipe.tokenizer, fast=recipe.fast), recipe.kind, [record])
@@ -308,24 +320,28 @@ def _write_lowest(output: Path, location: str, content_hash: bytes, recipe: Reci
     return {**entry, "records": f"{name}.jsonl", "bytes": len(blocks.text_of(record).encode("utf-8")), "group": 0}
 
 
-def _lay_out(output: Path, part: str, block: Made, taken: set[str], recipe: Recipe) -> dict[str, Any] | None:
-    """Put the wanted rows of a block into a part; returns the entry for its index, None where there are none."""
-    entry = block.about[part]
+def _place_shard(
+    output: Path, part_name: str, block: BuiltBlock, used_names: set[str], recipe: BlockRecipe
+) -> dict[str, Any] | None:
+    """Put the selected rows of a block into a part; returns the entry for its index, or None if there are none."""
+    entry = block.manifest[part_name]
     if entry is None:
         return None
-    mine = block.is_heldout if part == "heldout" else ~block.is_heldout
-    wanted = block.wanted[mine]
+    in_part = block.is_heldout if part_name == "heldout" else ~block.is_heldout
+    selected = block.selected[in_part]
     names = [entry[kind] for kind in ("file", "records") if kind in entry]
-    if not wanted.all():
-        for name in names:  # an equal block may stand in the set already
-            _place(block.directory, part, name, output / BLOCKS / f"{part}-{name}", keep=entry["file"] in taken)
-        if not wanted.any():
+    if not selected.all():
+        for name in names:  # an equal block may already be in the set
+            _place_file(
+                block.directory, part_name, name, output / BLOCKS / f"{part_name}-{name}", keep=entry["file"] in used_names
+            )
+        if not selected.any():
             return None
-        return _selected(output, part, block, entry, wanted, mine, recipe)
-    kept = {key: value for key, value in entry.items() if key != "files"}
+        return _write_selection(output, part_name, block, entry, selected, in_part, recipe)
+    placed_entry = {key: value for key, value in entry.items() if key != "files"}
     number = 2
-    while kept["file"] in taken:  # the same block twice, where duplicates are kept
-        kept.update(
+    while placed_entry["file"] in used_names:  # the same block twice, where duplicates are kept
+        placed_entry.update(
             {
                 kind: f"{Path(entry[kind]).stem}-{number}{Path(entry[kind]).suffix}"
                 for kind in ("file", "records")
@@ -335,30 +351,44 @@ def _lay_out(output: Path, part: str, block: Made, taken: set[str], recipe: Reci
         number += 1
     for kind in ("file", "records"):
         if kind in entry:
-            _place(block.directory, part, entry[kind], output / part / kept[kind], keep=kept[kind] != entry[kind])
-    return kept
+            _place_file(
+                block.directory,
+                part_name,
+                entry[kind],
+                output / part_name / placed_entry[kind],
+                keep=placed_entry[kind] != entry[kind],
+            )
+    return placed_entry
 
 
-def _selected(
-    output: Path, part: str, block: Made, entry: Mapping[str, Any], wanted: Flags, mine: Flags, recipe: Recipe
+def _write_selection(
+    output: Path,
+    part_name: str,
+    block: BuiltBlock,
+    entry: Mapping[str, Any],
+    selected: Flags,
+    in_part: Flags,
+    recipe: BlockRecipe,
 ) -> dict[str, Any]:
-    """A copy of a shard without the rows that are not wanted; its name says which."""
-    stem = f"{Path(entry['file']).stem}-{hashlib.blake2b(wanted.tobytes(), digest_size=4).hexdigest()}"
-    column = shards.read_shard(output / BLOCKS / f"{part}-{entry['file']}").select(wanted)
-    found = shards.write_shard(output / part / f"{stem}.arrow", column, recipe.vocab_size)
+    """Write a copy of a shard with the selected rows only; its name depends on the selection. Returns the index entry."""
+    stem = f"{Path(entry['file']).stem}-{hashlib.blake2b(selected.tobytes(), digest_size=4).hexdigest()}"
+    column = shards.read_shard(output / BLOCKS / f"{part_name}-{entry['file']}").select(selected)
+    new_entry = shards.write_shard(output / part_name / f"{stem}.arrow", column, recipe.vocab_size)
     if "records" in entry:
-        lines = (output / BLOCKS / f"{part}-{entry['records']}").read_bytes().splitlines(keepends=True)
-        found["records"] = f"{stem}.jsonl"
-        chosen = b"".join(line for line, keep in zip(lines, wanted, strict=True) if keep)
-        shards.write_files([(output / part / found["records"], chosen)])
-    return {**found, "bytes": int(block.rows[mine, 2][wanted].sum())}
+        lines = (output / BLOCKS / f"{part_name}-{entry['records']}").read_bytes().splitlines(keepends=True)
+        new_entry["records"] = f"{stem}.jsonl"
+        chosen = b"".join(line for line, keep in zip(lines, selected, strict=True) if keep)
+        shards.write_files([(output / part_name / new_entry["records"], chosen)])
+    return {**new_entry, "bytes": int(block.rows[in_part, 2][selected].sum())}
 
 
-def _place(directory: Path, part: str, name: str, target: Path, *, keep: bool = False) -> None:
-    """Have a block's file at `target`: moved where it is this output's own, else linked (copied, across file systems)."""
-    source = blocks.find(directory, part, name)
+def _place_file(directory: Path, part_name: str, name: str, target: Path, *, keep: bool = False) -> None:
+    """Put a block's file at `target`: moved if it belongs to this output, else linked (copied across file systems)."""
+    source = blocks.find_file(directory, part_name, name)
     if source is None:
-        raise ArtifactError(f"{part}/{name} vanished from {directory} while it was taken over; run the same command again")
+        raise ArtifactError(
+            f"{part_name}/{name} vanished from {directory} while it was being reused; run the same command again"
+        )
     if source == target:
         return
     target.unlink(missing_ok=True)
@@ -369,38 +399,38 @@ def _place(directory: Path, part: str, name: str, target: Path, *, keep: bool = 
 
 
 def _link(source: Path, target: Path) -> None:
-    """A second name of the same file; a copy, across file systems."""
+    """Hard-link `source` to `target`; copy it across file systems."""
     try:
         os.link(source, target)
     except OSError:
-        part = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-        shutil.copyfile(source, part)
-        part.replace(target)
+        temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+        shutil.copyfile(source, temporary)
+        temporary.replace(target)
 
 
-def _keep_blocks(output: Path, made: list[Made]) -> None:
-    """What is known of the blocks that came from elsewhere."""
-    for block in made:
+def _copy_block_records(output: Path, built_blocks: list[BuiltBlock]) -> None:
+    """Link the row hashes, rejected rows and manifests of reused blocks into this output."""
+    for block in built_blocks:
         for ending in ("rows", "rejected.jsonl", "json"):  # the last one makes it exist
             source, target = (directory / BLOCKS / f"{block.identity}.{ending}" for directory in (block.directory, output))
             if source != target and source.exists() and not target.exists():
                 _link(source, target)
 
 
-def _remove_others(output: Path, entries: Mapping[str, list[dict[str, Any]]], made: list[Made]) -> None:
-    """Remove what a file that is gone, another setting or a killed run left; only what is named as ours is touched."""
-    for part in PARTS:
-        wanted = {entry[kind] for entry in entries[part] for kind in ("file", "records") if kind in entry}
-        _remove(output / part, wanted)
-    wanted = {f"{block.identity}.{ending}" for block in made for ending in ("json", "rows", "rejected.jsonl")}
-    for part in PARTS:
-        for block in made:
-            entry = block.about[part] or {}
-            wanted.update(f"{part}-{entry[kind]}" for kind in ("file", "records") if kind in entry)
-    _remove(output / BLOCKS, wanted)
+def _remove_stale_files(output: Path, entries: Mapping[str, list[dict[str, Any]]], built_blocks: list[BuiltBlock]) -> None:
+    """Remove files left by removed inputs, other settings or a killed run; only names that ttrain writes are touched."""
+    for part_name in PARTS:
+        current_names = {entry[kind] for entry in entries[part_name] for kind in ("file", "records") if kind in entry}
+        _remove_except(output / part_name, current_names)
+    current_names = {f"{block.identity}.{ending}" for block in built_blocks for ending in ("json", "rows", "rejected.jsonl")}
+    for part_name in PARTS:
+        for block in built_blocks:
+            entry = block.manifest[part_name] or {}
+            current_names.update(f"{part_name}-{entry[kind]}" for kind in ("file", "records") if kind in entry)
+    _remove_except(output / BLOCKS, current_names)
 
 
-def _remove(directory: Path, wanted: set[str]) -> None:
+def _remove_except(directory: Path, current_names: set[str]) -> None:
     for path in directory.iterdir() if directory.is_dir() else ():
-        if path.name not in wanted and OWN_NAME.match(path.name):
+        if path.name not in current_names and SHARD_FILE_NAME.match(path.name):
             path.unlink()

@@ -1,7 +1,7 @@
-"""A block: some megabytes of one input file, made into one training shard and one held-out shard by any process anywhere.
+"""Blocks: some megabytes of one input file, encoded into one training shard and one held-out shard by any process.
 
-What a block becomes depends on its bytes and on the recipe alone, so one, two or forty workers leave the same files, and a
-block that was made before (by a run that was killed, or for an artifact that lacks one file) is taken as it is. The small
+The output depends on the block's bytes and the recipe alone, so one, two or forty workers write the same files, and a
+block that exists already (from a run that was killed, or an artifact that lacks one file) is reused. The small
 `run/blocks/<id>.json` is written last: without it the block does not exist.
 """
 
@@ -21,10 +21,11 @@ import orjson
 
 from ttrain.core.files import read_json
 from ttrain.core.hashing import digest_of
-from ttrain.data import jsonl, parquet, shards, sources, streams
+from ttrain.data import parquet, shards, streams
+from ttrain.data import records as sources
 from ttrain.data.chat import encode_chats
 from ttrain.data.encoder import Encoder
-from ttrain.data.jsonl import Tally
+from ttrain.data.records import Tally
 from ttrain.data.shards import Column
 from ttrain.errors import DataError
 from ttrain.store.integrity import home_of, is_intact
@@ -36,7 +37,7 @@ SHIPPED_BYTES = 1 << 20
 ENCODED_BYTES = 4_000_000
 ENCODED_RECORDS = 20_000  # a million of one letter took 565 MB
 CHECKED_TEXTS, CHECKED_CHARACTERS = 3, 2000  # of each block, encoded by `tokenizers` too: 0.3 % of the time
-QUARANTINED_ROWS = 10_000  # of one block; what is beyond is counted, and the last line says so
+QUARANTINED_ROWS = 10_000  # of one block; rows beyond it are counted, and the last line says so
 UTF8_BOM = b"\xef\xbb\xbf"
 BEYOND_LIMIT = "beyond reading.limit"
 
@@ -55,8 +56,8 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """All that decides what a block becomes, besides its bytes."""
+class BlockRecipe:
+    """All that determines the output for a block, besides its bytes."""
 
     kind: str  # "documents" or "chats"
     text_field: str
@@ -68,18 +69,18 @@ class Recipe:
     code: str
     vocab_size: int = field(default=0, compare=False)
     seed: int = 0
-    keep_below: int | None = None  # rows whose draw is not lower are left out by reading.limit
+    keep_below: int | None = None  # reading.limit leaves out rows whose draw is not lower
     fast: bool = field(default=True, compare=False)
     reuse: tuple[str, ...] = field(default=(), compare=False)  # outputs that may hold the block already
 
     @property
     def digest(self) -> str:
-        """What it is, wherever the tokenizer lies."""
+        """Digest of the recipe, independent of the path of the tokenizer."""
         return digest_of([self.digest_of_data, self.code])
 
     @property
     def digest_of_data(self) -> str:
-        """The same without the code: shards that another version makes to the same bytes keep their names."""
+        """The same digest without the code: shards keep their names if another version writes the same bytes."""
         names = ["kind", "text_field", "heldout_fraction", "max_line_bytes", "tokenizer_digest", "keep_below"]
         names += ["template"] if self.kind == "chats" else []
         seed = self.seed if self.keep_below is not None else 0
@@ -90,7 +91,7 @@ class Recipe:
         return sources.document_parser(self.text_field) if self.kind == "documents" else sources.parse_conversation
 
 
-def cut(location: str, file: int, block_bytes: int, recipe: Recipe) -> Iterator[Block]:
+def cut(location: str, file: int, block_bytes: int, recipe: BlockRecipe) -> Iterator[Block]:
     """The blocks of a file: each ends with the first line that reaches `block_bytes`; the bytes alone decide."""
     if streams.is_parquet(location):
         yield from _cut_parquet(location, file, block_bytes)
@@ -107,35 +108,35 @@ def _cut_plain(path: Path, file: int, block_bytes: int) -> Iterator[Block]:
             end = start + block_bytes
             opened.seek(end)
             while end < size and (chunk := opened.read(SHIPPED_BYTES)):
-                found = chunk.find(b"\n")
-                end += found + 1 if found >= 0 else len(chunk)
-                if found >= 0:
+                newline = chunk.find(b"\n")
+                end += newline + 1 if newline >= 0 else len(chunk)
+                if newline >= 0:
                     break
             end = min(end, size)
             yield Block(str(path), file, number, start, end)
             start, number = end, number + 1
 
 
-def _cut_stream(location: str, file: int, block_bytes: int, recipe: Recipe) -> Iterator[Block]:
-    """As if it were plain; the bytes travel with the block. A line that is too long travels cut, so memory stays bounded."""
-    data, start, place, number, in_line = bytearray(), 0, 0, 0, 0
+def _cut_stream(location: str, file: int, block_bytes: int, recipe: BlockRecipe) -> Iterator[Block]:
+    """Cut a decompressed stream into blocks that carry their bytes. Lines that are too long are cut, to bound memory."""
+    data, start, position, number, in_line = bytearray(), 0, 0, 0, 0
     for chunk in streams.json_lines(location, recipe.text_field):
         at = 0
         while at < len(chunk):
-            wanted = max(0, start + block_bytes - place)
-            newline = chunk.find(b"\n", at + wanted) if wanted < len(chunk) - at else -1
+            missing_bytes = max(0, start + block_bytes - position)
+            newline = chunk.find(b"\n", at + missing_bytes) if missing_bytes < len(chunk) - at else -1
             end = newline + 1 if newline >= 0 else len(chunk)
             in_line = _append(data, chunk[at:end], in_line, recipe.max_line_bytes)
-            place, at = place + end - at, end
+            position, at = position + end - at, end
             if newline >= 0:
-                yield Block(location, file, number, start, place, data=bytes(data))
-                data, start, number, in_line = bytearray(), place, number + 1, 0
+                yield Block(location, file, number, start, position, data=bytes(data))
+                data, start, number, in_line = bytearray(), position, number + 1, 0
     if data:
-        yield Block(location, file, number, start, place, data=bytes(data))
+        yield Block(location, file, number, start, position, data=bytes(data))
 
 
 def _append(data: bytearray, piece: bytes, in_line: int, max_line_bytes: int) -> int:
-    """Append the piece without what is beyond the limit of a line; returns the length of the line open at its end."""
+    """Append the piece, each line cut at the limit; returns the length of the unfinished line at its end."""
     last = piece.rfind(b"\n")
     if in_line + len(piece) <= max_line_bytes:
         data += piece
@@ -160,41 +161,41 @@ def _cut_parquet(location: str, file: int, block_bytes: int) -> Iterator[Block]:
 
 
 def read(block: Block, max_line_bytes: int) -> bytes:
-    """The block as JSON lines; of a line that is too long as much as tells so. Raises DataError where it cannot be read."""
+    """The block as JSON lines, a line that is too long cut just above the limit. Raises DataError if it cannot be read."""
     if block.is_parquet:
         return b"\n".join(rows for _, rows in parquet.pieces(block.location, block.start, block.end))
     if block.data is not None:
         return block.data
-    data, in_line, left = bytearray(), 0, block.end - block.start
+    data, in_line, remaining_bytes = bytearray(), 0, block.end - block.start
     try:
         with Path(block.location).open("rb") as opened:
             opened.seek(block.start)
-            while left and (piece := opened.read(min(left, SHIPPED_BYTES))):
-                is_first = left == block.end
-                left -= len(piece)
+            while remaining_bytes and (piece := opened.read(min(remaining_bytes, SHIPPED_BYTES))):
+                is_first = remaining_bytes == block.end
+                remaining_bytes -= len(piece)
                 in_line = _append(data, piece.removeprefix(UTF8_BOM) if is_first else piece, in_line, max_line_bytes)
     except OSError as error:
         raise DataError(f"cannot read {block.location}: {error.strerror or error}") from None
-    if left:
+    if remaining_bytes:
         raise DataError(f"{block.location} became shorter while it was read; run the same command again")
     return bytes(data)
 
 
 def draw(content_hash: bytes, seed: int) -> int:
-    """A number below 2**64 for a row, the same wherever it stands: the rows with the lowest are a uniform sample."""
+    """A hash below 2**64 of a row, independent of its position: the rows with the lowest draws are a uniform sample."""
     return int.from_bytes(hashlib.blake2b(content_hash, digest_size=8, key=seed.to_bytes(8, "big")).digest(), "big")
 
 
-def scan(block: Block, recipe: Recipe) -> npt.NDArray[np.uint64]:
-    """The draw of every good row of a block; nothing is encoded or written."""
+def scan(block: Block, recipe: BlockRecipe) -> npt.NDArray[np.uint64]:
+    """The draws of all good rows of a block, without encoding or writing anything."""
     rows = records(read(block, recipe.max_line_bytes), block, recipe, Tally())
     return np.array([draw(sources.content_hash(record), recipe.seed) for record in rows], np.uint64)
 
 
-def make(block: Block, recipe: Recipe, output: str) -> tuple[str, str, bool]:
-    """Make the block's files under `output`, unless they are there or in one of `recipe.reuse`.
+def make(block: Block, recipe: BlockRecipe, output: str) -> tuple[str, str, bool]:
+    """Make the block's files under `output`, unless they exist there or in one of `recipe.reuse`.
 
-    Returns (id, the directory that holds it, whether it was encoded now). Raises EncoderDiffers.
+    Returns (id, the directory with its files, whether it was encoded now). Raises EncoderDiffers.
     """
     data = read(block, recipe.max_line_bytes)
     content = hashlib.blake2b(data, digest_size=16).hexdigest()
@@ -203,54 +204,54 @@ def make(block: Block, recipe: Recipe, output: str) -> tuple[str, str, bool]:
         for digest, size in ((recipe.digest, 12), (recipe.digest_of_data, 8))
     )
     for directory in (output, *recipe.reuse):
-        if is_there(Path(directory), identity, fast=recipe.fast):
+        if is_built(Path(directory), identity, fast=recipe.fast):
             return identity, directory, False
     _make(data, block, recipe, Path(output), name, identity)
     return identity, output, True
 
 
-def is_there(directory: Path, identity: str, *, fast: bool = True) -> bool:
-    """Whether the block was made in this directory, whole, and by an encoder that may be trusted."""
-    made = read_json(directory / BLOCKS / f"{identity}.json")
-    if made is None or (not fast and made["encoder"] != "tokenizers"):
+def is_built(directory: Path, identity: str, *, fast: bool = True) -> bool:
+    """Whether the directory has the complete block, made by an encoder that may be trusted."""
+    manifest = read_json(directory / BLOCKS / f"{identity}.json")
+    if manifest is None or (not fast and manifest["encoder"] != "tokenizers"):
         return False
-    beside = ["rows", *(["rejected.jsonl"] if made["tally"]["rejected"] else [])]
-    if not all((directory / BLOCKS / f"{identity}.{ending}").is_file() for ending in beside):
+    endings = ["rows", *(["rejected.jsonl"] if manifest["tally"]["rejected"] else [])]
+    if not all((directory / BLOCKS / f"{identity}.{ending}").is_file() for ending in endings):
         return False
     return all(
-        _is_whole(find(directory, part, name), entry, home_of(directory))
-        for part in PARTS
-        for name, entry in (made[part] or {}).get("files", {}).items()
+        is_whole(find_file(directory, part_name, name), entry, home_of(directory))
+        for part_name in PARTS
+        for name, entry in (manifest[part_name] or {}).get("files", {}).items()
     )
 
 
-def _is_whole(path: Path | None, entry: Mapping[str, Any], home: Path | None) -> bool:
-    """Whether the file has the bytes that were written, so that no rotten shard goes into a new set."""
+def is_whole(path: Path | None, entry: Mapping[str, Any], home: Path | None) -> bool:
+    """Whether the file still has the bytes that were written, so that no damaged shard goes into a new set."""
     return path is not None and path.stat().st_size == entry["bytes"] and is_intact(path, entry["sha256"], home)
 
 
-def find(directory: Path, part: str, name: str) -> Path | None:
-    """Where a block's file lies: in its part, or aside where the part holds a selection of its rows."""
-    for path in (directory / part / name, directory / BLOCKS / f"{part}-{name}"):
+def find_file(directory: Path, part_name: str, name: str) -> Path | None:
+    """Path of a block's file: in its part, or in `run/blocks` if the part has only a selection of its rows."""
+    for path in (directory / part_name / name, directory / BLOCKS / f"{part_name}-{name}"):
         if path.is_file():
             return path
     return None
 
 
-def records(data: bytes, block: Block, recipe: Recipe, tally: Tally) -> Iterator[sources.Record]:
+def records(data: bytes, block: Block, recipe: BlockRecipe, tally: Tally) -> Iterator[sources.Record]:
     """The good records of a block's JSON lines; the tally counts the others, by their line in the block."""
     pieces = (data[at : at + SHIPPED_BYTES] for at in range(0, len(data), SHIPPED_BYTES))
-    lines = jsonl.lines(pieces, recipe.max_line_bytes)
-    rows = jsonl.parsed(lines, block.location, tally, recipe.max_line_bytes)
-    return sources.kept(((block.location, number, value) for number, value in rows), recipe.parser, tally)
+    lines = sources.lines(pieces, recipe.max_line_bytes)
+    rows = sources.parsed(lines, block.location, tally, recipe.max_line_bytes)
+    return sources.accepted(((block.location, number, value) for number, value in rows), recipe.parser, tally)
 
 
-def _make(data: bytes, block: Block, recipe: Recipe, output: Path, name: str, identity: str) -> None:
+def _make(data: bytes, block: Block, recipe: BlockRecipe, output: Path, name: str, identity: str) -> None:
     encoder = encoder_of(recipe.tokenizer, fast=recipe.fast)
     tally, rows, quarantine = Tally(), [], _Quarantine()
     tally.quarantine = quarantine
     threshold = round(recipe.heldout_fraction * 2**64)
-    parts = {part: _Part(encoder, recipe.kind, keep_text=part == "heldout") for part in PARTS}
+    parts = {part_name: _ShardBuilder(encoder, recipe.kind, keep_text=part_name == "heldout") for part_name in PARTS}
     for record in records(data, block, recipe, tally):
         content = record.content()
         content_hash = sources.hash_of(content)
@@ -258,37 +259,41 @@ def _make(data: bytes, block: Block, recipe: Recipe, output: Path, name: str, id
             tally.leave_out(BEYOND_LIMIT, 1)
             continue
         heldout = int.from_bytes(content_hash[:8], "big") < threshold
-        size = len(content) if isinstance(record, sources.Document) else len(text_of(record).encode("utf-8"))
+        size = len(content) if isinstance(record, sources.TextDocument) else len(text_of(record).encode("utf-8"))
         parts["heldout" if heldout else "train"].add(record, size)
         rows.append(content_hash + size.to_bytes(8, "big"))
     (output / BLOCKS).mkdir(parents=True, exist_ok=True)
     files: list[tuple[Path, Any]] = [(output / BLOCKS / f"{identity}.rows", b"".join(rows))]
     if tally.rejected:
         files.append((output / BLOCKS / f"{identity}.rejected.jsonl", quarantine.lines()))
-    about = {
+    manifest = {
         "encoder": encoder.kind,
         "lines": data.count(b"\n") + (data[-1:] not in (b"", b"\n")),
         "tally": {**tally.to_json(), "keys_seen": dict(tally.keys_seen)},
         "threshold": threshold,
-        **{part: parts[part].files(output / part, name, files) for part in PARTS},
+        **{part_name: parts[part_name].files(output / part_name, name, files) for part_name in PARTS},
     }
-    files.append((output / BLOCKS / f"{identity}.json", json.dumps(about).encode()))  # the last one makes the block exist
+    files.append((output / BLOCKS / f"{identity}.json", json.dumps(manifest).encode()))  # the last one makes the block exist
     shards.write_files(files)
 
 
 @lru_cache(maxsize=2)
 def encoder_of(directory: str, *, fast: bool) -> Encoder:
-    """The encoder of a tokenizer, opened once a process."""
+    """The encoder of a tokenizer, opened once per process."""
     return Encoder(Path(directory), fast=fast)
 
 
 def encode_records(encoder: Encoder, kind: str, records: Sequence[sources.Record]) -> Column:
-    """Documents between the tokens that begin and end them, or chats with their loss mask."""
+    """Encode documents with their begin and end tokens, or chats with their loss mask."""
     if kind == "chats":
-        found = encode_chats(encoder, [record.messages for record in records if isinstance(record, sources.Conversation)])
-        offsets = np.concatenate([[0], np.cumsum([len(ids) for ids, _ in found])]).astype(np.int64)
-        return Column(np.concatenate([ids for ids, _ in found]), offsets, np.concatenate([live for _, live in found]))
-    ids, offsets = encoder.encode_flat([record.text for record in records if isinstance(record, sources.Document)])
+        encoded_chats = encode_chats(
+            encoder, [record.messages for record in records if isinstance(record, sources.Conversation)]
+        )
+        offsets = np.concatenate([[0], np.cumsum([len(ids) for ids, _ in encoded_chats])]).astype(np.int64)
+        return Column(
+            np.concatenate([ids for ids, _ in encoded_chats]), offsets, np.concatenate([live for _, live in encoded_chats])
+        )
+    ids, offsets = encoder.encode_flat([record.text for record in records if isinstance(record, sources.TextDocument)])
     offsets = offsets + 2 * np.arange(len(offsets))
     tokens = np.empty(offsets[-1], shards.token_dtype(len(encoder)))
     inside = np.ones(len(tokens), np.bool_)
@@ -299,12 +304,12 @@ def encode_records(encoder: Encoder, kind: str, records: Sequence[sources.Record
 
 
 def text_of(record: sources.Record) -> str:
-    """All that a record says."""
-    return record.text if isinstance(record, sources.Document) else "".join(turn.content for turn in record.messages)
+    """The whole text of a record."""
+    return record.text if isinstance(record, sources.TextDocument) else "".join(turn.content for turn in record.messages)
 
 
-class _Part:
-    """The records of one shard in the making, encoded in groups."""
+class _ShardBuilder:
+    """Collects the records of one shard and encodes them in groups."""
 
     def __init__(self, encoder: Encoder, kind: str, *, keep_text: bool) -> None:
         self._encoder, self._kind, self._keep_text = encoder, kind, keep_text
@@ -314,7 +319,7 @@ class _Part:
         self._lines: list[bytes] = []
 
     def add(self, record: sources.Record, size: int) -> None:
-        """`size` is that of its text, in bytes."""
+        """Add a record whose text has `size` bytes."""
         self._pending.append(record)
         self._pending_bytes, self._bytes = self._pending_bytes + size, self._bytes + size
         if self._keep_text:
@@ -323,7 +328,7 @@ class _Part:
             self._encode()
 
     def files(self, directory: Path, name: str, files: list[tuple[Path, Any]]) -> dict[str, Any] | None:
-        """Add the shard, and the held-out records as text, to `files`; returns its entry, None where there is no record."""
+        """Add the shard, and the held-out records as text, to `files`; returns its entry, or None if there is no record."""
         self._encode()
         if not self._done:
             return None
@@ -349,7 +354,7 @@ class _Part:
 
 
 def concatenate(columns: Sequence[Column]) -> Column:
-    """The records of several, one after the other."""
+    """Concatenate the records of several columns."""
     lengths = np.concatenate([np.diff(column.offsets) for column in columns])
     live = [column.live for column in columns if column.live is not None]
     return Column(
@@ -360,7 +365,7 @@ def concatenate(columns: Sequence[Column]) -> Column:
 
 
 class _Quarantine:
-    """Bad rows of a block, one JSON a line, for whoever looks for them."""
+    """Collects the bad rows of a block as JSON lines, at most QUARANTINED_ROWS of them."""
 
     def __init__(self) -> None:
         self._rows = 0
@@ -372,6 +377,6 @@ class _Quarantine:
             self._lines.append(orjson.dumps(row) + b"\n")
 
     def lines(self) -> bytes:
-        more = self._rows - QUARANTINED_ROWS
-        reason = f"{more} more bad rows in this block are counted but not listed"
-        return b"".join([*self._lines, *([orjson.dumps({"reason": reason}) + b"\n"] if more > 0 else [])])
+        unlisted_rows = self._rows - QUARANTINED_ROWS
+        reason = f"{unlisted_rows} more bad rows in this block are counted but not listed"
+        return b"".join([*self._lines, *([orjson.dumps({"reason": reason}) + b"\n"] if unlisted_rows > 0 else [])])

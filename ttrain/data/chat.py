@@ -1,6 +1,6 @@
-"""Chats as token ids with a loss mask, made together, by the chat template that the tokenizer brings.
+"""Encode chats as token ids with a loss mask, by the tokenizer's chat template.
 
-Training, evaluation and generation all come through here, so what a model is asked is what it learnt.
+Training, evaluation and generation all use these functions, so prompts have the format that the model was trained on.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Encoded = tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_]]
 def encode_chats(encoder: Encoder, conversations: Sequence[Messages]) -> list[Encoded]:
     """(ids, live) of each conversation, both of shape [tokens]; live are the answers and the token that ends each.
 
-    Raises DataError for a role that the template does not know, or another conversation that it refuses.
+    Raises DataError for a role or a conversation that the template does not accept.
     """
     template = template_of(encoder)
     return assemble(encoder, template.segments_of_all(conversations))
@@ -39,7 +39,7 @@ def encode_chat(encoder: Encoder, messages: Messages) -> tuple[list[int], list[b
 
 
 def prompt_ids(encoder: Encoder, messages: Messages) -> list[int]:
-    """Ids after which the assistant's next answer begins."""
+    """Ids of the prompt for the assistant's next answer."""
     ((ids, _),) = assemble(encoder, [template_of(encoder).prompt(messages)])
     return list(ids.tolist())
 
@@ -69,11 +69,11 @@ def _chained(pieces: Iterable[tuple[int, ...]]) -> npt.NDArray[np.uint32]:
 
 @lru_cache(maxsize=4)
 def template_of(encoder: Encoder) -> Template:
-    """The encoder's chat template, made once. Raises DataError where an existing tokenizer's own cannot be used."""
+    """The encoder's chat template, cached. Raises DataError if the existing tokenizer's own template cannot be used."""
     if encoder.template == "ttrain":
         return chat_templates.RoleTokens(encoder)
     if encoder.template == "tinyseek":
         return chat_templates.NamedTurns(encoder)
-    from ttrain.data.custom_template import ForeignTemplate
+    from ttrain.data.custom_template import JinjaTemplate
 
-    return ForeignTemplate(encoder)
+    return JinjaTemplate(encoder)

@@ -1,6 +1,6 @@
-"""The shapes in which data sets write chats, read as turns: messages, ShareGPT, alpaca, TRL's prompt and completion.
+"""Read chats in the formats of common data sets: messages, ShareGPT, alpaca, TRL's prompt and completion.
 
-Every reason for which a row is refused says what is wrong with its value and what to write instead.
+Every rejection reason says what is wrong with the value and what to write instead.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ SHAREGPT_ROLES = {
     "system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
     "function_call": "assistant", "observation": "tool", "tool": "tool",
 }  # fmt: skip
-CHAT_KEYS = ("messages", "conversations", "instruction")  # a row has the shape of the first one that is there
+CHAT_KEYS = ("messages", "conversations", "instruction")  # the first key that is present decides the format of a row
 PROMPT_KEYS = ("prompt", "completion")
 CHAT_FIELDS = (
     "'messages' or 'conversations' with role and content, 'instruction' with 'output', or 'prompt' with 'completion'"
 )
 A_TURN = '{"role": "user", "content": "..."}'
 A_PART = '{"type": "text", "text": "..."}'
-# A character that shows: neither white space nor one of no width (soft hyphen, joiners, direction marks, BOM).
+# A visible character: neither white space nor one of zero width (soft hyphen, joiners, direction marks, BOM).
 VISIBLE = re.compile(r"[^\s\u00ad\u180e\u200b-\u200f\u202a-\u202e\u2060-\u2064\ufeff]")
 
 
 def is_blank(text: str) -> bool:
-    """Whether nothing of the text shows."""
+    """Whether the text has no visible character."""
     return VISIBLE.search(text) is None
 
 
@@ -41,7 +41,7 @@ def is_chat(row: Mapping[str, Any]) -> bool:
 
 
 def messages_of(row: Mapping[str, Any]) -> list[Message]:
-    """The turns of a chat in one of the known shapes, with an answer or without. Raises Malformed with the reason."""
+    """The turns of a chat in one of the known formats, with or without an answer. Raises Malformed with the reason."""
     shape = next((key for key in (*CHAT_KEYS, *PROMPT_KEYS) if row.get(key) is not None), None)
     if shape is None:
         keys = ", ".join(f"'{key}'" for key in (*CHAT_KEYS, PROMPT_KEYS[0]))
@@ -82,7 +82,7 @@ def _alpaca(row: Mapping[str, Any]) -> list[Message]:
 
 
 def _history(pairs: object) -> list[Message]:
-    """The exchanges before the instruction, as the turns that they are."""
+    """The exchanges before the instruction, as turns."""
     rule = '; write a list of pairs ["question", "answer"], or leave it out'
     if pairs is None or (isinstance(pairs, str) and is_blank(pairs)):  # exports of CSV have an empty text for none
         return []
@@ -101,10 +101,10 @@ def _history(pairs: object) -> list[Message]:
     return messages
 
 
-def _visible_text(row: Mapping[str, Any], key: str, beside: str) -> str:
+def _visible_text(row: Mapping[str, Any], key: str, other_key: str) -> str:
     text = row.get(key)
     if key not in row:
-        raise Malformed(f"no key '{key}' beside '{beside}'")
+        raise Malformed(f"no key '{key}' beside '{other_key}'")
     if not isinstance(text, str):
         raise Malformed(f"'{key}' is {kind_of(text)}, not text")
     if is_blank(text):
@@ -113,15 +113,15 @@ def _visible_text(row: Mapping[str, Any], key: str, beside: str) -> str:
 
 
 def _prompt_and_completion(row: Mapping[str, Any], has_tools: bool) -> list[Message]:
-    """TRL's form: each of the two a text or a list of turns; what is learnt stands in the completion alone."""
+    """TRL's format: each of the two is a text or a list of turns; only the completion is learnt."""
     rule = f"not text or a list of turns such as {A_TURN}"
     turns: list[Any] = []
-    for key, other, role in (("prompt", "completion", "user"), ("completion", "prompt", "assistant")):
+    for key, other_key, role in (("prompt", "completion", "user"), ("completion", "prompt", "assistant")):
         value = row.get(key)
         if value is None:
-            raise Malformed(f"'{key}' is null, {rule}" if key in row else f"no key '{key}' beside '{other}'")
+            raise Malformed(f"'{key}' is null, {rule}" if key in row else f"no key '{key}' beside '{other_key}'")
         if isinstance(value, str):
-            turns += [{"role": role, "content": _visible_text(row, key, other)}]
+            turns += [{"role": role, "content": _visible_text(row, key, other_key)}]
         elif isinstance(value, list):
             if not value:
                 raise Malformed(f"'{key}' has no turns; write turns such as {A_TURN}")
@@ -138,7 +138,7 @@ def _not_learnt(message: Message) -> Message:
 
 
 def turns_of(turns: object, shape: str, has_tools: bool) -> list[Message]:
-    """The turns under the key `shape`; `has_tools`: functions stand beside them. Raises Malformed."""
+    """The turns under the key `shape`; `has_tools`: the row has the key `tools` too. Raises Malformed."""
     if not isinstance(turns, list):
         raise Malformed(f"'{shape}' is {kind_of(turns)}, not a list of turns such as {A_TURN}")
     if not turns:
@@ -165,7 +165,7 @@ def turns_of(turns: object, shape: str, has_tools: bool) -> list[Message]:
 
 
 def _turn(turn: dict[str, Any], has_tools: bool) -> tuple[Message, list[dict[str, Any]]]:
-    """The turn and its calls, which the content holds as text."""
+    """(the turn, its calls); the content includes the calls as text."""
     is_sharegpt = "role" not in turn and "from" in turn
     name, key = (turn["from"], "value") if is_sharegpt else (turn.get("role"), "content")
     role = SHAREGPT_ROLES.get(name) if is_sharegpt and isinstance(name, str) else name
@@ -191,7 +191,7 @@ def _turn(turn: dict[str, Any], has_tools: bool) -> tuple[Message, list[dict[str
 
 
 def _in_loss(turn: Mapping[str, Any]) -> bool:
-    """What `weight` says, as OpenAI's fine-tuning files have it: whether an answer is learnt, or is context alone."""
+    """Whether an answer is learnt or is context only, by `weight` as in OpenAI's fine-tuning files."""
     weight = turn.get("weight")
     if weight is None:
         return True
@@ -201,7 +201,7 @@ def _in_loss(turn: Mapping[str, Any]) -> bool:
 
 
 def _content(turn: Mapping[str, Any], key: str, role: str, *, is_optional: bool) -> str:
-    """The text under `key`, also where it comes in parts; `is_optional`: null is as good as none."""
+    """The text under `key`, joined if it is a list of parts; `is_optional`: null counts as empty."""
     content = turn.get(key)
     if content is None and is_optional:
         return ""
@@ -210,18 +210,20 @@ def _content(turn: Mapping[str, Any], key: str, role: str, *, is_optional: bool)
     if not isinstance(content, list):
         kind = kind_of(content) if key in turn else "missing"
         raise Malformed(f"the '{key}' of a turn of role '{role}' is {kind}, not text")
-    return "".join(_part_text(part) for part in content)
+    return "".join(_part_text(content_part) for content_part in content)
 
 
-def _part_text(part: object) -> str:
-    if isinstance(part, str):
+def _part_text(content_part: object) -> str:
+    if isinstance(content_part, str):
         raise Malformed(f"a content part is a bare text; write {A_PART}")
-    if not isinstance(part, dict):
-        raise Malformed(f"a content part is {kind_of(part)}; write {A_PART}")
-    if part.get("type") != "text":
-        kind = repr(str(part["type"])[:40]) if "type" in part else "missing"
+    if not isinstance(content_part, dict):
+        raise Malformed(f"a content part is {kind_of(content_part)}; write {A_PART}")
+    if content_part.get("type") != "text":
+        kind = repr(str(content_part["type"])[:40]) if "type" in content_part else "missing"
         raise Malformed(f"the 'type' of a content part is {kind}; only text is read: write {A_PART}")
-    text = part.get("text")
+    text = content_part.get("text")
     if not isinstance(text, str):
-        raise Malformed(f"the 'text' of a content part is {kind_of(text) if 'text' in part else 'missing'}; write {A_PART}")
+        raise Malformed(
+            f"the 'text' of a content part is {kind_of(text) if 'text' in content_part else 'missing'}; write {A_PART}"
+        )
     return text

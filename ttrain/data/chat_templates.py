@@ -1,11 +1,11 @@
-"""Chat templates: how a conversation becomes texts between special tokens, with the live ones marked.
+"""Chat templates: render a conversation as texts between special tokens, marking those that the loss counts.
 
-A template exists twice: as segments, which is what ttrain encodes, and as Jinja, which transformers uses and which gives
-the same string (tests compare them). The loss mask is made here, next to what it masks, never by searching for markers.
+A template exists twice: as segments, which ttrain encodes, and as Jinja, which transformers uses and which gives the same
+string (tests compare them). The loss mask is made together with the segments, never by searching for markers.
 
     ttrain     every turn is one role token, its text and `<|end|>`
     tinyseek   `User：…\\n` and `Assistant：…<|im_end|>`, as TinySeek's training scripts join them
-    own        the template that an existing tokenizer brings (`ttrain.data.custom_template`)
+    own        the template that comes with an existing tokenizer (`ttrain.data.custom_template`)
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 class Message:
     """One turn; the role is one of `jinja_templates.ROLES`, calls and functions are part of the text (`ttrain.data.tools`).
 
-    in_loss    whether an assistant's turn is learnt; where it is not, it is context, as what others say is
+    in_loss    whether an assistant's turn is learnt; if not, it is context like the other turns
     """
 
     role: str
@@ -40,11 +40,11 @@ class Message:
     in_loss: bool = True
 
     def identity(self) -> list[object]:
-        """What identifies the turn among those of other chats, as JSON."""
+        """The fields that identify the turn's content, as JSON."""
         return [self.role, self.content] if self.in_loss else [self.role, self.content, 0]
 
     def to_json(self) -> dict[str, Any]:
-        """The turn as `messages` has it; `weight` is 0 where it is not learnt."""
+        """The turn in the `messages` format; `weight` is 0 if it is not learnt."""
         return {"role": self.role, "content": self.content, **({} if self.in_loss else {"weight": 0})}
 
     @classmethod
@@ -68,19 +68,19 @@ class Template(ABC):
 
     @abstractmethod
     def segments(self, messages: Messages) -> list[Segment]:
-        """The whole conversation; live are the assistant's texts, where they are not blank, and the token that ends each."""
+        """Render the whole conversation; live are the assistant's non-blank texts and the token that ends each."""
 
     def segments_of_all(self, conversations: Sequence[Messages]) -> list[list[Segment]]:
-        """`segments` of each; in one go where that is cheaper."""
+        """`segments` of each conversation; in one batch where that is cheaper."""
         return [self.segments(messages) for messages in conversations]
 
     @abstractmethod
     def prompt(self, messages: Messages) -> list[Segment]:
-        """The conversation up to where the assistant's next answer begins."""
+        """Render the conversation up to the beginning of the assistant's next answer."""
 
 
 class RoleTokens(Template):
-    """`ttrain`: no token ever spans a border, since every text lies between special tokens, and no text can forge one."""
+    """`ttrain`: every text lies between special tokens, so no token spans a border, and no text can forge one."""
 
     def __init__(self, encoder: Encoder) -> None:
         self._bos = Segment((encoder.bos_id,), False)
@@ -88,19 +88,19 @@ class RoleTokens(Template):
         self._roles = {role: Segment((encoder.special(f"<|{role}|>"),), False) for role in ROLES}
 
     def segments(self, messages: Messages) -> list[Segment]:
-        found = [self._bos]
+        segments = [self._bos]
         for turn in messages:
             live = is_live(turn)
-            found += (_of(self._roles, turn.role), Segment(turn.content, live), self._end[live])
-        return found
+            segments += (_segment_of_role(self._roles, turn.role), Segment(turn.content, live), self._end[live])
+        return segments
 
     def prompt(self, messages: Messages) -> list[Segment]:
         return [*self.segments(messages), self._roles["assistant"]]
 
 
 class NamedTurns(Template):
-    """`tinyseek`: names in plain text. Only an answer ends with a special token, so a user can write `Assistant：`, as
-    there; the mask does not follow what is written."""
+    """`tinyseek`: role names in plain text. Only an answer ends with a special token, so a user can write `Assistant：`,
+    as in TinySeek itself; the loss mask does not depend on it."""
 
     def __init__(self, encoder: Encoder) -> None:
         self._end = {live: Segment((encoder.special(IM_END),), live) for live in (False, True)}
@@ -108,23 +108,23 @@ class NamedTurns(Template):
         self._newline = Segment("\n", False)
 
     def segments(self, messages: Messages) -> list[Segment]:
-        found: list[Segment] = []
+        segments: list[Segment] = []
         for turn in messages:
             live = is_live(turn)
             end = self._end[live] if turn.role == "assistant" else self._newline
-            found += (_of(self._names, turn.role), Segment(turn.content, live), end)
-        return found
+            segments += (_segment_of_role(self._names, turn.role), Segment(turn.content, live), end)
+        return segments
 
     def prompt(self, messages: Messages) -> list[Segment]:
         return [*self.segments(messages), self._names["assistant"]]
 
 
 def is_live(turn: Message) -> bool:
-    """Whether there is something to learn from a turn."""
+    """Whether the loss counts the turn."""
     return turn.role == "assistant" and turn.in_loss and bool(turn.content.strip())
 
 
-def _of(found: dict[str, Segment], role: str) -> Segment:
-    if role not in found:
+def _segment_of_role(segments_by_role: dict[str, Segment], role: str) -> Segment:
+    if role not in segments_by_role:
         raise DataError(f"unknown role {role!r}; the roles are {', '.join(ROLES)}")
-    return found[role]
+    return segments_by_role[role]

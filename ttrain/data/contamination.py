@@ -1,6 +1,6 @@
-"""Evaluation items that stand in training documents, at least in good part: found, counted, told where.
+"""Find evaluation items that training documents contain, in whole or in large part, and report where.
 
-A document holds an item where parts of 32 bytes and more that both have make up half of the item's plain text. 32 bytes of
+A document contains an item if common parts of at least 32 bytes make up half of the item's plain text. 32 bytes of
 UTF-8 are six English words or eleven Chinese characters: bytes, since to `xz` a byte of Chinese says about as much as one of
 English (3.5 bits and 2.4), while a character says over four times as much. Measured on 2,409 items that are not in 36 MB of
 documents: with parts of 24, 32, 40 and 50 bytes 258, 24, 8 and 1 items have some in common with a document, but with none
@@ -20,64 +20,72 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ttrain.core.files import read_object, write_json
-from ttrain.data import item_text, jsonl, locations, plain_text, shards
-from ttrain.data.overlap import Texts
+from ttrain.data import locations, overlap, records, shards
+from ttrain.data.chat_templates import Messages
+from ttrain.data.overlap import TextIndex
 from ttrain.errors import DataError
 
 NGRAM_BYTES, SHARE = 32, 0.5
+
 MAX_LINE_BYTES = 32 << 20
+
 DIGEST_BYTES = 16
+
 BEGINNING_TOKENS, EXCERPT_LETTERS = 40, 80
-MOST_PLACES = 3  # of an item that are told
-REPORT = Path("run", "contamination.json")  # of a set of shards: with names of files, so that no stage may read it
-KNOWN = Path("heldout", "contamination.json")  # what evaluations read: digests of the items that training documents hold
+
+MOST_PLACES = 3  # reported per item
+
+REPORT = Path("run", "contamination.json")  # of a set of shards: it has names of files, so no stage may read it
+# What evaluations read: digests of the items that training documents contain.
+ITEM_SHARES = Path("heldout", "contamination.json")
+
 OVERLAPS = "overlaps with evaluation items"
 
 
 @dataclass(frozen=True)
-class Rule:
-    """From how many bytes on a part counts, and which share of an item's plain text makes a document hold it."""
+class OverlapRule:
+    """The length from which a common part counts, and the share of an item's plain text that makes a document contain it."""
 
     ngram_bytes: int = NGRAM_BYTES
     share: float = SHARE
 
 
 @dataclass(frozen=True)
-class Item:
-    """What is looked for: where it stands ("file:line"), what it says (its beginning), its plain text."""
+class EvaluationItem:
+    """An evaluation item: its location ("file:line"), the beginning of its text, its plain text."""
 
     task: str
-    where: str
+    location: str
     excerpt: str
     text: bytes
 
     @property
     def digest(self) -> str:
-        """What identifies it, however it is punctuated."""
+        """Digest of the plain text, which does not depend on punctuation."""
         return digest_of_text(self.text)
 
 
 @dataclass(frozen=True)
-class Against:
-    """What training documents are checked against, and whether those that hold an item are left out.
+class OverlapCheck:
+    """Items that training documents are checked against, and whether documents that contain one are removed.
 
-    left_out    rows of each task's files that are no items
+    left_out    rows of each task's files that are not items
     """
 
-    items: tuple[Item, ...]
-    rule: Rule
+    items: tuple[EvaluationItem, ...]
+    rule: OverlapRule
     remove: bool
     left_out: Mapping[str, int]
 
     @property
     def texts(self) -> tuple[bytes, ...]:
-        """Plain text of the items, each once: what shards are searched for."""
+        """Distinct plain texts of the items."""
         return tuple(dict.fromkeys(item.text for item in self.items))
 
 
-class Place(NamedTuple):
-    """A record of a shard that holds an item, by the number of its text: the share of it, its longest part in bytes, how the
-    record begins."""
+class OverlapMatch(NamedTuple):
+    """A record of a shard that contains an item: number of the item's text, its share, the longest common part in bytes, the
+    beginning of the record."""
 
     record: int
     text: int
@@ -86,99 +94,101 @@ class Place(NamedTuple):
     beginning: str
 
 
-class Scanned(NamedTuple):
-    """What one shard has in common with the items: in how many records each has some part, and the records that hold one."""
+class ShardScan(NamedTuple):
+    """Overlap of one shard with the items: number of records with some part of each, and the records that contain one."""
 
     touched: dict[int, int]
-    places: list[Place]
+    matches: list[OverlapMatch]
 
 
-def item_of(task: str, where: str, text: str) -> Item:
-    """An item of this text."""
-    return Item(task, where, " ".join(text.split())[:EXCERPT_LETTERS], plain_text.plain(text))
+def item_of(task: str, location: str, text: str) -> EvaluationItem:
+    """Make an item of a text."""
+    return EvaluationItem(task, location, " ".join(text.split())[:EXCERPT_LETTERS], overlap.plain(text))
 
 
 def digest_of_text(plain: bytes) -> str:
-    """Of a plain text."""
+    """Digest of a plain text."""
     return hashlib.blake2b(plain, digest_size=DIGEST_BYTES).hexdigest()
 
 
-def read_items(path: str, task: str) -> tuple[list[Item], jsonl.Tally]:
-    """(the items of a file of an evaluation, by any of the shapes that its tasks have; the tally of the other rows).
+def read_items(path: str, task: str) -> tuple[list[EvaluationItem], records.Tally]:
+    """Read (items, tally of the rows) from an evaluation file in the format of any task type.
 
-    The text of an item is all that a leak would have of it: the question with the right answer, the passage with its last
-    word, the whole document, the turns of a chat but the system's. Raises DataError where the file has no item.
+    The text of an item is what a leak of it would contain: the question with the right answer, the passage with its last
+    word, the whole document, the turns of a chat but the system's. Raises DataError if the file has no item.
     """
-    tally = jsonl.Tally()
-    found = []
-    for name, line, record in jsonl.records([path], tally, MAX_LINE_BYTES):
-        text = item_text.of_row(record)
+    tally = records.Tally()
+    items = []
+    for name, line, record in records.records([path], tally, MAX_LINE_BYTES):
+        text = of_row(record)
         if text is None:
-            tally.reject(name, line, item_text.NONE)
+            tally.reject(name, line, NO_TEXT)
         else:
             tally.kept += 1
-            found.append(item_of(task, f"{locations.name(name)}:{line}", text))
-    if not found:
-        raise DataError(f"{path} has no item of an evaluation: no row has {item_text.WANTED}")
-    return found, tally
+            items.append(item_of(task, f"{locations.name(name)}:{line}", text))
+    if not items:
+        raise DataError(f"{path} has no item of an evaluation: no row has {ITEM_KEYS}")
+    return items, tally
 
 
-def against(files: Sequence[str], rule: Rule, *, remove: bool) -> Against:
-    """The items of all the files; a task is called as its file is. Raises DataError where one has none."""
-    items: list[Item] = []
+def overlap_check(files: Sequence[str], rule: OverlapRule, *, remove: bool) -> OverlapCheck:
+    """Read the items of all files; each task is named after its file. Raises DataError if a file has no item."""
+    items: list[EvaluationItem] = []
     left_out: Counter[str] = Counter()
     for file in files:
         task = locations.name(file)
-        found, tally = read_items(file, task)
-        items += found
+        file_items, tally = read_items(file, task)
+        items += file_items
         left_out[task] += sum(tally.rejected.values())
-    return Against(tuple(items), rule, remove, left_out)
+    return OverlapCheck(tuple(items), rule, remove, left_out)
 
 
-def scan(path: str, tokenizer: str, texts: tuple[bytes, ...], rule: Rule) -> Scanned:
-    """What one shard, made with the tokenizer of that directory, has in common with plain texts.
+def scan(path: str, tokenizer: str, texts: tuple[bytes, ...], rule: OverlapRule) -> ShardScan:
+    """Find plain texts in one shard that was encoded with the tokenizer in that directory.
 
-    100 to 200 MB, whatever the size of the shard, unless one record is longer than a chunk.
+    Takes 100 to 200 MB, whatever the size of the shard, unless one record is longer than a chunk.
     """
-    wanted, token_bytes = _prepared(texts, rule.ngram_bytes), plain_text.token_bytes_of(tokenizer)
+    text_index, token_bytes = _prepared(texts, rule.ngram_bytes), overlap.token_bytes_of(tokenizer)
     column = shards.read_shard(Path(path))
     touched: Counter[int] = Counter()
-    places = []
-    for first, last in plain_text.chunks(column):
-        data, begins = plain_text.records(column, token_bytes, first, last)
-        for found in wanted.find(data, begins):
-            touched[found.text] += 1
-            share = found.bytes / int(wanted.lengths[found.text])
+    matches = []
+    for first, last in overlap.chunks(column):
+        data, begins = overlap.records(column, token_bytes, first, last)
+        for match in text_index.find(data, begins):
+            touched[match.text] += 1
+            share = match.bytes / int(text_index.lengths[match.text])
             if share >= rule.share:
-                start, end = column.offsets[first + found.record : first + found.record + 2]
+                start, end = column.offsets[first + match.record : first + match.record + 2]
                 beginning = token_bytes.text(column.tokens[start : min(end, start + BEGINNING_TOKENS)])
-                places.append(Place(first + found.record, found.text, share, found.longest, beginning[:EXCERPT_LETTERS]))
-    return Scanned(dict(touched), places)
+                matches.append(
+                    OverlapMatch(first + match.record, match.text, share, match.longest, beginning[:EXCERPT_LETTERS])
+                )
+    return ShardScan(dict(touched), matches)
 
 
 @lru_cache(maxsize=1)
-def _prepared(texts: tuple[bytes, ...], ngram_bytes: int) -> Texts:
-    """A worker is given the same ones again and again."""
-    return Texts(texts, ngram_bytes)
+def _prepared(texts: tuple[bytes, ...], ngram_bytes: int) -> TextIndex:
+    """The index of the texts, cached since a worker gets the same texts for every shard."""
+    return TextIndex(texts, ngram_bytes)
 
 
-def known(directory: Path) -> dict[str, float]:
-    """{digest: share} of the items that the training shards in this directory hold, as far as they were looked for."""
-    found: dict[str, float] = read_object(directory / KNOWN)
-    return found
+def read_item_shares(directory: Path) -> dict[str, float]:
+    """{digest: share} of the checked items that the training shards in this directory contain."""
+    shares: dict[str, float] = read_object(directory / ITEM_SHARES)
+    return shares
 
 
-def write_known(directory: Path, items: Mapping[str, float]) -> None:
-    """Leave the same, where there is any."""
-    (directory / KNOWN).unlink(missing_ok=True)
+def write_item_shares(directory: Path, items: Mapping[str, float]) -> None:
+    """Write what `read_item_shares` reads; remove the file if there are no items."""
+    (directory / ITEM_SHARES).unlink(missing_ok=True)
     if items:
-        write_json(directory / KNOWN, dict(sorted(items.items())))
+        write_json(directory / ITEM_SHARES, dict(sorted(items.items())))
 
 
-def report(against: Against, found: Iterable[tuple[Mapping[str, Any], Scanned]]) -> dict[str, Any]:
-    """What became of all shards, as JSON. `found` has, for each, what is told of the places in it.
+def report(against: OverlapCheck, scans: Iterable[tuple[Mapping[str, Any], ShardScan]]) -> dict[str, Any]:
+    """Report on all shards, as JSON. `scans` has, for each shard, fields to add to its matches.
 
-    {"removed", "documents": how many hold an item, "tasks": {task: {"items", "too_short", "touched", "overlapping", "share",
+    {"removed", "documents": number with an item, "tasks": {task: {"items", "too_short", "touched", "overlapping", "share",
      "left_out"}},
      "items": [{"task", "where", "digest", "text", "share", "documents", "places": [{..., "record", "share", "longest_bytes",
      "begins"}]}], the largest share first}
@@ -188,13 +198,13 @@ def report(against: Against, found: Iterable[tuple[Mapping[str, Any], Scanned]])
     touched: set[int] = set()
     counts: Counter[int] = Counter()
     documents = 0
-    for where, scanned in found:
+    for origin, scanned in scans:
         touched.update(scanned.touched)
-        documents += len({place.record for place in scanned.places})
-        for place in scanned.places:
-            counts[place.text] += 1
-            told = {"record": place.record, "share": round(place.share, 4), "longest_bytes": place.longest}
-            best.setdefault(place.text, []).append({**where, **told, "begins": place.beginning})
+        documents += len({match.record for match in scanned.matches})
+        for match in scanned.matches:
+            counts[match.text] += 1
+            figures = {"record": match.record, "share": round(match.share, 4), "longest_bytes": match.longest}
+            best.setdefault(match.text, []).append({**origin, **figures, "begins": match.beginning})
     searchable = _prepared(against.texts, rule.ngram_bytes).searchable
     number_of = {text: number for number, text in enumerate(against.texts)}
     tasks: dict[str, dict[str, Any]] = {}
@@ -208,10 +218,10 @@ def report(against: Against, found: Iterable[tuple[Mapping[str, Any], Scanned]])
         task["overlapping"] += int(number in best)
         if number not in best:
             continue
-        places = sorted(best[number], key=lambda place: -place["share"])
+        matches = sorted(best[number], key=lambda match: -match["share"])
         lines.append({
-            "task": item.task, "where": item.where, "digest": item.digest, "text": item.excerpt,
-            "share": places[0]["share"], "documents": counts[number], "places": places[:MOST_PLACES],
+            "task": item.task, "where": item.location, "digest": item.digest, "text": item.excerpt,
+            "share": matches[0]["share"], "documents": counts[number], "places": matches[:MOST_PLACES],
         })  # fmt: skip
     for name, task in tasks.items():
         task["share"] = task["overlapping"] / task["items"]
@@ -221,3 +231,52 @@ def report(against: Against, found: Iterable[tuple[Mapping[str, Any], Scanned]])
         "ngram_bytes": rule.ngram_bytes, "share": rule.share, "removed": against.remove, "documents": documents,
         "tasks": tasks, "items": lines,
     }  # fmt: skip
+
+
+NO_TEXT = "no text of an evaluation item"
+
+ITEM_KEYS = "'question' with 'choices' or 'answer', 'context' with 'target', 'text', or a chat"
+
+
+def of_row(record: Mapping[str, Any]) -> str | None:
+    """The text of an evaluation row; None if it is not one."""
+    question, answer, context = (record.get(name) for name in ("question", "answer", "context"))
+    if isinstance(question, str):
+        choices = record.get("choices")
+        if isinstance(choices, list):
+            return f"{question}\n{_right_choice(choices, answer)}"
+        answer_text = next(
+            (
+                candidate
+                for candidate in (answer, record.get("final"))
+                if isinstance(candidate, str | int | float) and str(candidate).strip()
+            ),
+            None,
+        )
+        return question if answer_text is None else f"{question}\n{answer_text}"
+    if isinstance(context, str):
+        return f"{context}{record.get('target') or ''}"
+    for parse in (records.parse_conversation, records.document_parser(records.TEXT)):
+        parsed = parse(dict(record))
+        if isinstance(parsed, records.Conversation):
+            return of_chat(parsed.messages)
+        if isinstance(parsed, records.TextDocument):
+            return parsed.text
+    return None
+
+
+def of_chat(messages: Messages) -> str:
+    """The turns of a chat without its system turn: data sets have the same one, or the same functions, in many chats, which
+    would be most of an item (every document seemed to contain 23 of 24 chats with functions, 15 of 150 short ones)."""
+    return "\n".join(message.content for message in messages if message.role != "system")
+
+
+def _right_choice(choices: Sequence[object], answer: object) -> object:
+    """The right choice, given as its number, its letter or its text."""
+    if isinstance(answer, str) and len(answer.strip()) == 1 and answer.strip().isalpha() and answer not in choices:
+        answer = ord(answer.strip().upper()) - ord("A")
+    if isinstance(answer, float) and answer.is_integer():
+        answer = int(answer)
+    if isinstance(answer, int) and 0 <= answer < len(choices):
+        return choices[answer]
+    return answer if isinstance(answer, str) else ""

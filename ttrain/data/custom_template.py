@@ -1,9 +1,9 @@
-"""The chat template of an existing tokenizer: rendered within a budget, and not fooled by what turns contain.
+"""The chat template of an existing tokenizer, rendered within a budget; contents of turns cannot inject special tokens.
 
-The template is rendered with random marks in the place of the contents. What lies between the marks is the skeleton, in
-which special tokens count; contents are encoded as plain text, whatever they contain. Live is what the template's own
-`{% generation %}` holds, or else an answer up to the first special token after it. Every conversation is also rendered as it
-is: where that is not the skeleton with the contents in it, the template changes contents and is refused.
+The template is rendered with random marks in place of the contents. The text between the marks is the skeleton, in which
+special tokens count; contents are always encoded as plain text. Live is the text within the template's own
+`{% generation %}`, or else an answer up to the first special token after it. Every conversation is also rendered as it
+is: if the result is not the skeleton with the contents in it, the template changes contents and is refused.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from ttrain.core.sandbox import BudgetExceeded
-from ttrain.data import template_rendering
+from ttrain.data import jinja_templates
 from ttrain.data.chat_templates import Segment, Template, is_live
-from ttrain.data.template_rendering import Rendered
+from ttrain.data.jinja_templates import Rendered
 from ttrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -25,23 +25,23 @@ if TYPE_CHECKING:
     from ttrain.data.encoder import Encoder
 
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-# Some templates write the day, by calling `strftime_now`. Rows must not depend on it, so it is the same day for ever. The
-# empty expression keeps a newline with which a template may begin.
-DAY = {"%Y": "2025", "%y": "25", "%m": "01", "%d": "01", "%B": "January", "%b": "Jan", "%A": "Wednesday", "%a": "Wed",
-       "%H": "00", "%M": "00", "%S": "00"}  # fmt: skip
-ONE_DAY = (
+# Some templates write the date, by calling `strftime_now`. Rows must not depend on it, so the date is fixed. The empty
+# expression keeps a newline at the beginning of a template.
+FIXED_DATE = {"%Y": "2025", "%y": "25", "%m": "01", "%d": "01", "%B": "January", "%b": "Jan", "%A": "Wednesday", "%a": "Wed",
+              "%H": "00", "%M": "00", "%S": "00"}  # fmt: skip
+FIXED_DATE_MACRO = (
     "{% macro strftime_now(format) %}{{ format"
-    + "".join(f" | replace({directive!r}, {value!r})" for directive, value in DAY.items())
+    + "".join(f" | replace({directive!r}, {value!r})" for directive, value in FIXED_DATE.items())
     + " }}{% endmacro %}{{ '' }}"
 )
 NO_END = "no special token ends the answers that are learnt, so that a model would not learn to stop"
-DEPENDS = "what it writes around the turns depends on their contents"
+DEPENDS_ON_CONTENTS = "what it writes around the turns depends on their contents"
 SKELETONS = 4096  # kept; a data set has a few dozen
-CURE = "set tokenizer.template=ttrain for the template of ttrain"
+FIX = "set tokenizer.template=ttrain for the template of ttrain"
 
 
-class Part(NamedTuple):
-    """A turn's content, or ids that the template writes; live where the turn `answer` is."""
+class SkeletonPart(NamedTuple):
+    """A turn's content, or ids that the template writes; live if the turn `answer` is live."""
 
     turn: int | None
     ids: tuple[int, ...]
@@ -49,29 +49,29 @@ class Part(NamedTuple):
 
 
 class Skeleton(NamedTuple):
-    """What a template makes of roles: parts in order, and the texts around the contents that are not empty."""
+    """A template's output for a sequence of roles: parts in order, and the texts around the non-empty contents."""
 
-    parts: list[Part]
+    parts: list[SkeletonPart]
     turns: list[int]
     texts: list[str]
 
 
-class ForeignTemplate(Template):
-    """`own`. Skeletons are kept by the roles of a conversation, together with which contents are empty."""
+class JinjaTemplate(Template):
+    """`own`. Skeletons are cached by the roles of a conversation and by which contents are empty."""
 
     def __init__(self, encoder: Encoder) -> None:
-        """Raises DataError where the template cannot render a question with its answer, or nothing ends the answer."""
+        """Raises DataError if the template cannot render a question and answer, or writes no end of the answer."""
         from ttrain.data.chat_templates import Message
 
         self._encoder = encoder
         self._specials = encoder.special_ids()
-        self._jinja = ONE_DAY + encoder.jinja
+        self._jinja = FIXED_DATE_MACRO + encoder.jinja
         self._has_generation = GENERATION.search(encoder.jinja) is not None
         self._skeletons: dict[tuple[object, ...], Skeleton] = {}
-        self._exceeded: DataError | None = None  # what goes beyond its budget once is not asked again
-        found = self.segments((Message("user", "Q"), Message("assistant", "A")))
-        after = itertools.dropwhile(lambda segment: segment != Segment("A", True), found)
-        live = [number for ids, alive in after if alive and not isinstance(ids, str) for number in ids]
+        self._exceeded: DataError | None = None  # a template that exceeded its budget is not rendered again
+        segments = self.segments((Message("user", "Q"), Message("assistant", "A")))
+        from_answer = itertools.dropwhile(lambda segment: segment != Segment("A", True), segments)
+        live = [number for ids, alive in from_answer if alive and not isinstance(ids, str) for number in ids]
         ends = [number for number in live if number in self._specials]
         if not ends:
             raise self._refused(NO_END)
@@ -103,23 +103,23 @@ class ForeignTemplate(Template):
 
     def _contents(self, messages: Messages, rendered: str, skeleton: Skeleton) -> dict[int, str]:
         """The contents as the template writes them: as they are, or without white space around them."""
-        found: dict[int, str] = {}
-        place = len(skeleton.texts[0])
+        contents: dict[int, str] = {}
+        position = len(skeleton.texts[0])
         if not rendered.startswith(skeleton.texts[0]):
-            raise self._refused(DEPENDS)
+            raise self._refused(DEPENDS_ON_CONTENTS)
         for turn, text in zip(skeleton.turns, skeleton.texts[1:], strict=True):
             content = messages[turn].content
-            if not rendered.startswith(content + text, place):
+            if not rendered.startswith(content + text, position):
                 content = content.strip()
-            if not rendered.startswith(content, place):
+            if not rendered.startswith(content, position):
                 raise self._refused(f"it changes the content {content[:60]!r} of a turn of role '{messages[turn].role}'")
-            if not rendered.startswith(text, place + len(content)):
-                raise self._refused(DEPENDS)
-            found[turn] = content
-            place += len(content) + len(text)
-        if place != len(rendered):
-            raise self._refused(DEPENDS)
-        return found
+            if not rendered.startswith(text, position + len(content)):
+                raise self._refused(DEPENDS_ON_CONTENTS)
+            contents[turn] = content
+            position += len(content) + len(text)
+        if position != len(rendered):
+            raise self._refused(DEPENDS_ON_CONTENTS)
+        return contents
 
     def _skeleton(self, messages: Messages, *, prompt: bool) -> Skeleton:
         key = (prompt, *((turn.role, turn.content == "") for turn in messages))
@@ -130,61 +130,61 @@ class ForeignTemplate(Template):
         return self._skeletons[key]
 
     def _marked(self, messages: Messages, *, prompt: bool) -> Skeleton:
-        """Raises DataError where a content is not written once, in its place."""
+        """Make a skeleton by rendering marks. Raises DataError if a content is not written exactly once, in order."""
         marks = {number: f"x{secrets.token_hex(12)}x" for number, turn in enumerate(messages) if turn.content}
         ((rendered, spans),) = self._render([(messages, marks)], prompt=prompt, spans=self._has_generation and bool(marks))
         skeleton = Skeleton([], list(marks), [])
-        at, before = 0, None  # where the text after the last content begins; the turn of that content
+        at, previous_turn = 0, None  # where the text after the last content begins; the turn of that content
         for turn, mark in marks.items():
             role = messages[turn].role
             if rendered.count(mark) != 1:
                 raise self._refused(f"it writes the content of a turn of role '{role}' {rendered.count(mark)} times")
             start, end = rendered.index(mark), rendered.index(mark) + len(mark)
             if start < at:
-                raise self._refused(f"it moves the content of a turn of role '{role}' before that of the turn before it")
+                raise self._refused(f"it puts the content of a turn of role '{role}' before that of the previous turn")
             inside = [(a, b) for a, b in spans if a < end and start < b]
             if any(a > start or b < end for a, b in inside):
                 raise self._refused("its {% generation %} begins or ends within a content")
-            skeleton.parts.extend(self._between(rendered, (at, start), before, messages, marks, spans))
+            skeleton.parts.extend(self._between(rendered, (at, start), previous_turn, messages, marks, spans))
             is_answer = bool(inside) if self._has_generation else role == "assistant"
-            skeleton.parts.append(Part(turn, (), turn if is_answer else None))
+            skeleton.parts.append(SkeletonPart(turn, (), turn if is_answer else None))
             skeleton.texts.append(rendered[at:start])
-            at, before = end, turn
-        skeleton.parts.extend(self._between(rendered, (at, len(rendered)), before, messages, marks, spans))
+            at, previous_turn = end, turn
+        skeleton.parts.extend(self._between(rendered, (at, len(rendered)), previous_turn, messages, marks, spans))
         skeleton.texts.append(rendered[at:])
         return skeleton
 
     def _between(
         self,
         rendered: str,
-        place: tuple[int, int],
-        before: int | None,
+        span_around: tuple[int, int],
+        previous_turn: int | None,
         messages: Messages,
         marks: Mapping[int, str],
         spans: list[tuple[int, int]],
-    ) -> list[Part]:
-        """The ids of the text at `place`, which stands after the content of the turn `before`."""
-        start, end = place
+    ) -> list[SkeletonPart]:
+        """Encode the text at `span_around`, which follows the content of the turn `previous_turn`."""
+        start, end = span_around
         if self._has_generation:
             borders = sorted({start, end, *(border for span in spans for border in span if start < border < end)})
-            found = []
-            for left, right in itertools.pairwise(borders):
-                around = [rendered[a:b] for a, b in spans if a <= left and right <= b]
+            parts = []
+            for lower, upper in itertools.pairwise(borders):
+                around = [rendered[a:b] for a, b in spans if a <= lower and upper <= b]
                 answer = next((turn for turn, mark in marks.items() if any(mark in text for text in around)), None)
-                found.append(Part(None, tuple(self._encoder.encode_markup(rendered[left:right])), answer))
-            return found
+                parts.append(SkeletonPart(None, tuple(self._encoder.encode_markup(rendered[lower:upper])), answer))
+            return parts
         ids = tuple(self._encoder.encode_markup(rendered[start:end]))
-        if before is None or messages[before].role != "assistant":
-            return [Part(None, ids, None)]
+        if previous_turn is None or messages[previous_turn].role != "assistant":
+            return [SkeletonPart(None, ids, None)]
         ends = next((number for number, token in enumerate(ids, start=1) if token in self._specials), None)
         if ends is None:
             raise self._refused(NO_END)
-        return [Part(None, ids[:ends], before), Part(None, ids[ends:], None)]
+        return [SkeletonPart(None, ids[:ends], previous_turn), SkeletonPart(None, ids[ends:], None)]
 
     def _render(
         self, conversations: Sequence[tuple[Messages, Mapping[int, str]]], *, prompt: bool, spans: bool = False
     ) -> list[Rendered]:
-        """(text, spans of `{% generation %}` in it) of each conversation, with its marks in the place of contents."""
+        """(text, spans of `{% generation %}` in it) of each conversation, with its marks in place of contents."""
         if self._exceeded:
             raise self._exceeded
         turns = [
@@ -192,19 +192,19 @@ class ForeignTemplate(Template):
             for messages, marks in conversations
         ]
         try:
-            found = template_rendering.render(self._jinja, self._encoder.tokens, turns, prompt=prompt, spans=spans)
+            renderings = jinja_templates.render(self._jinja, self._encoder.tokens, turns, prompt=prompt, spans=spans)
         except BudgetExceeded as error:
             self._exceeded = self._refused(f"it asks for too much: {error}")
             raise self._exceeded from None
         texts: list[Rendered] = []
-        for (messages, _), one in zip(conversations, found, strict=True):
-            if isinstance(one, str):
+        for (messages, _), rendering in zip(conversations, renderings, strict=True):
+            if isinstance(rendering, str):
                 roles = ", ".join(turn.role for turn in messages)
-                raise self._refused(f"it does not render the turns {roles}: {one}")
-            texts.append(one)
+                raise self._refused(f"it does not render the turns {roles}: {rendering}")
+            texts.append(rendering)
         return texts
 
     def _refused(self, reason: str) -> DataError:
         return DataError(
-            f"tokenizer.template is 'own', but the tokenizer's own chat template cannot be used: {reason}; {CURE}"
+            f"tokenizer.template is 'own', but the tokenizer's own chat template cannot be used: {reason}; {FIX}"
         )

@@ -1,21 +1,26 @@
-"""gzip, bzip2, xz and zstd, told by what a file begins with: all members or frames of it, in bounded pieces."""
+"""Decompress gzip, bzip2, xz and zstd, recognised by their first bytes: all members or frames, in bounded pieces."""
 
 from __future__ import annotations
 
+import codecs
 import re
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, Protocol
 
-PIECE_BYTES = 1 << 20  # what one step gives at most, so that a megabyte of packed zeros never becomes a gigabyte in memory
+PIECE_BYTES = 1 << 20  # most output of one step, so that a megabyte of packed zeros never becomes a gigabyte in memory
+
 INPUT_BYTES = 1 << 18  # on 52 MB of text zlib itself does 273 MB/s from such pieces, gzip.GzipFile around it 223 MB/s
+
 XZ_MEMORY_BYTES = 1 << 28  # xz -9 needs 65 MiB; a file may ask for 4 GiB
+
 MAGICS = GZIP, BZIP2, XZ, ZSTD = b"\x1f\x8b", b"BZh", b"\xfd7zXZ\0", b"\x28\xb5\x2f\xfd"
+
 _SKIPPABLE = re.compile(rb"[\x50-\x5f]\x2a\x4d\x18")  # a zstd frame that is to be skipped (RFC 8878, 3.1.2)
 
 
 class _Decoder(Protocol):
-    """One member: the common part of `bz2.BZ2Decompressor` and `lzma.LZMADecompressor`."""
+    """Decoder of one member: the common part of `bz2.BZ2Decompressor` and `lzma.LZMADecompressor`."""
 
     @property
     def eof(self) -> bool: ...
@@ -30,7 +35,7 @@ class _Decoder(Protocol):
 
 
 class _Gunzip:
-    """One member of a gzip file; its checksum and length are checked by zlib."""
+    """Decoder of one member of a gzip file; zlib checks its checksum and length."""
 
     def __init__(self) -> None:
         self._inner = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
@@ -57,9 +62,9 @@ def is_packed(head: bytes) -> bool:
 
 
 def unpacked(stream: BinaryIO, head: bytes) -> Iterator[bytes] | None:
-    """What the archive that begins with `head` holds, in pieces of at most `PIECE_BYTES`; None where it is no archive.
+    """Decompress the archive that begins with `head`, in pieces of at most `PIECE_BYTES`; None if it is not an archive.
 
-    The iterator raises EOFError where the archive is cut and ValueError where it is damaged, after what it could unpack.
+    After what it could unpack, the iterator raises EOFError if the archive is cut, and ValueError if it is damaged.
     Errors of the stream itself pass through.
     """
     if head.startswith(GZIP):
@@ -76,7 +81,7 @@ def unpacked(stream: BinaryIO, head: bytes) -> Iterator[bytes] | None:
 
 
 def _members(stream: BinaryIO, new_decoder: Callable[[], _Decoder]) -> Iterator[bytes]:
-    """Members one after the other; zeros between and behind them are padding, and anything else there is damage."""
+    """Decompress all members; zeros between and after them are padding, and anything else there is damage."""
     data = stream.read(INPUT_BYTES)
     while data:
         decoder = new_decoder()
@@ -89,8 +94,8 @@ def _members(stream: BinaryIO, new_decoder: Callable[[], _Decoder]) -> Iterator[
             if piece:
                 yield piece
         data = decoder.unused_data.lstrip(b"\0")
-        while not data and (more := stream.read(INPUT_BYTES)):
-            data = more.lstrip(b"\0")
+        while not data and (chunk := stream.read(INPUT_BYTES)):
+            data = chunk.lstrip(b"\0")
 
 
 def _step(decoder: _Decoder, data: bytes) -> bytes:
@@ -101,10 +106,10 @@ def _step(decoder: _Decoder, data: bytes) -> bytes:
 
 
 def _frames(stream: BinaryIO) -> Iterator[bytes]:
-    """All frames of a zstd file, by pyarrow, which reports a cut one at its end only, after all that it could unpack."""
+    """Decompress all frames of a zstd file with pyarrow, which reports a cut only at the end, after all it could unpack."""
     import pyarrow as pa
 
-    source = _Watched(stream)
+    source = _ErrorTrackingStream(stream)
     try:
         unpacking = pa.CompressedInputStream(pa.PythonFile(source, "r"), "zstd")
         while piece := unpacking.read(PIECE_BYTES):
@@ -117,8 +122,8 @@ def _frames(stream: BinaryIO) -> Iterator[bytes]:
         raise ValueError(str(error)) from None
 
 
-class _Watched:
-    """A stream that remembers whether reading it failed, to tell that from a damaged archive."""
+class _ErrorTrackingStream:
+    """A stream that remembers whether reading it failed, to distinguish that from a damaged archive."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
@@ -136,3 +141,53 @@ class _Watched:
 
     def close(self) -> None:
         return
+
+
+# The 32-bit marks first: one of them begins like a 16-bit one.
+MARKS = {
+    codecs.BOM_UTF32_LE: "UTF-32", codecs.BOM_UTF32_BE: "UTF-32",
+    codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16",
+}  # fmt: skip
+# A text that begins with two ASCII characters, as JSON does, shows its encoding by which of its first four bytes are zero
+# (RFC 4627, section 3).
+ZEROS = {"000x": "UTF-32BE", "0x0x": "UTF-16BE", "x000": "UTF-32LE", "x0x0": "UTF-16LE"}
+# The characters that make up a fifth of running Chinese text: random bytes, and other languages' encodings, lack them.
+FREQUENT = frozenset("，。的一是不了在人有我他这为之大来以个中上们到说国和地也子时道出而要于就下得可你年生")
+
+FREQUENT_SHARE, GB2312_SHARE = 0.05, 0.9
+
+
+def is_utf8(head: bytes) -> bool:
+    """Whether the bytes are UTF-8; a character may be cut at their end."""
+    return _decoded(head, "utf-8") is not None
+
+
+def wide_encoding(head: bytes) -> str | None:
+    """The name of UTF-16 or UTF-32, with a byte order mark or without; None if the bytes do not decode as such text."""
+    for mark, name in MARKS.items():
+        if head.startswith(mark) and _is_text(_decoded(head, name)):
+            return name
+    name = ZEROS.get("".join("x" if byte else "0" for byte in head[:4]), "")
+    return name if name and _is_text(_decoded(head, name)) else None
+
+
+def is_gb18030(head: bytes) -> bool:
+    """Whether bytes that are not UTF-8 are Chinese in GB18030 (or its parts, GBK and GB2312)."""
+    text = _decoded(head, "gb18030")
+    if not _is_text(text):
+        return False
+    wide = [character for character in text or "" if not character.isascii()]
+    common = sum(bool(character.encode("gb2312", "ignore")) for character in wide)
+    frequent = sum(character in FREQUENT for character in wide)
+    return bool(wide) and common >= GB2312_SHARE * len(wide) and frequent >= FREQUENT_SHARE * len(wide)
+
+
+def _decoded(head: bytes, encoding: str) -> str | None:
+    try:
+        return codecs.getincrementaldecoder(encoding)().decode(head)
+    except UnicodeDecodeError:
+        return None
+
+
+def _is_text(text: str | None) -> bool:
+    return bool(text) and text is not None and "\0" not in text and not text.isspace()

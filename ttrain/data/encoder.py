@@ -1,7 +1,7 @@
 """Text to ids and back, by the fastest library that gives the ids of `tokenizers`.
 
 `fastokens` needs a twentieth of the time of `tokenizers`. They are compared on awkward texts when a tokenizer is opened, and
-by `check` on texts of the data; where `fastokens` is missing, refuses the file or differs, `tokenizers` does the work.
+by `check` on texts of the data; if `fastokens` is missing, rejects the file or differs, `tokenizers` is used.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Encoder:
     """
 
     def __init__(self, directory: Path, *, fast: bool = True) -> None:
-        """Raises ArtifactError where the tokenizer is missing, corrupt, or lacks pad, bos, eos or the end of a turn."""
+        """Raises ArtifactError if the tokenizer is missing, corrupt, or lacks pad, bos, eos or the end of a turn."""
         path = directory / "tokenizer.json"
         self._reference = open_tokenizer(path)
         self._reference.encode_special_tokens = True
@@ -90,11 +90,11 @@ class Encoder:
         return "fastokens" if self._fast is not None else "tokenizers"
 
     def __len__(self) -> int:
-        """Rows of an embedding that has one for every id: the highest id and one, also where ids in between are unused."""
+        """Size of an embedding with a row for every id: the highest id plus one, even if ids in between are unused."""
         return self._length
 
     def special(self, token: str) -> int:
-        """Id of a special token. Raises ArtifactError where the vocabulary lacks it."""
+        """Id of a special token. Raises ArtifactError if the vocabulary lacks it."""
         number = self._reference.token_to_id(token)
         if number is None:
             raise ArtifactError(f"the tokenizer {self.directory} lacks the special token {token}")
@@ -111,13 +111,13 @@ class Encoder:
         if self._fast is not None:
             try:
                 return _fast_flat(self._fast, texts)
-            except Exception as error:  # such as a limit of its regular expressions, reached by a text of megabytes
-                log.warning("fastokens gave up on a text (%s); tokenizers encodes from here on", error)
+            except Exception as error:  # such as a limit of its regular expressions, which a text of megabytes can reach
+                log.warning("fastokens failed on a text (%s); using tokenizers from here on", error)
                 self._fast = None
         return _reference_flat(self._reference, texts)
 
     def encode_markup(self, text: str) -> list[int]:
-        """Ids of a piece of a chat template, in which special tokens count. Never for text that came from outside."""
+        """Ids of a piece of a chat template, in which special tokens count. Never use it for text from outside."""
         self._reference.encode_special_tokens = False
         try:
             return list(self._reference.encode(text, add_special_tokens=False).ids)
@@ -130,7 +130,7 @@ class Encoder:
         return frozenset(number for number, token in added.items() if token.special)
 
     def document(self, ids: Sequence[int]) -> list[int]:
-        """A document's ids between the tokens that begin and end it."""
+        """A document's ids with the begin and end tokens around them."""
         return [self.bos_id, *ids, self.eos_id]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -138,12 +138,12 @@ class Encoder:
         return str(self._reference.decode(list(ids), skip_special_tokens=True))
 
     def check(self, texts: Sequence[str]) -> None:
-        """Raise EncoderDiffers where the ids of one of the texts are not those of `tokenizers`."""
+        """Raise EncoderDiffers if the ids of a text differ from those of `tokenizers`."""
         if self._fast is not None:
             _compare(self._fast, self._reference, texts)
 
     def _checked_fast(self, path: Path) -> Any:
-        """The fast library with this tokenizer in it; None, with a line in the log, where it cannot be used."""
+        """This tokenizer opened by `fastokens`; None, with a line in the log, if that cannot be used."""
         try:
             import fastokens
 
@@ -153,25 +153,25 @@ class Encoder:
             added = [token.content for token in self._reference.get_added_tokens_decoder().values()]
             _compare(fast, self._reference, [*PROBES, *(f"a{token}b {token} {token}{token}\n" for token in added)])
         except ImportError:
-            log.info("fastokens is not installed; tokenizers encodes, in about twenty times the time")
+            log.info("fastokens is not installed; using tokenizers, which takes about twenty times as long")
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # a panic in Rust is no Exception
-            log.info("fastokens cannot be used for %s (%s); tokenizers encodes", path, error)
+        except BaseException as error:  # a panic in Rust is not an Exception
+            log.info("fastokens cannot be used for %s (%s); using tokenizers", path, error)
         else:
             return fast
         return None
 
 
 def open_tokenizer(path: Path) -> Tokenizer:
-    """The library's tokenizer of a tokenizer.json. Raises ArtifactError for whatever is wrong with the file."""
+    """Open a tokenizer.json with `tokenizers`. Raises ArtifactError for whatever is wrong with the file."""
     from tokenizers import Tokenizer
 
     try:
         return Tokenizer.from_file(str(path))
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # a bare Exception, or a panic in Rust, which is none
+    except BaseException as error:  # a bare Exception, or a panic in Rust, which is not an Exception
         raise ArtifactError(f"cannot read the tokenizer {path}: {error}") from None
 
 
@@ -188,13 +188,13 @@ def _config(path: Path, tokenizer: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ArtifactError(f"cannot read {path}, which belongs to {tokenizer}: {error}") from None
     if not isinstance(config, dict):
-        raise ArtifactError(f"cannot read {path}, which belongs to {tokenizer}: it is no JSON object")
+        raise ArtifactError(f"cannot read {path}, which belongs to {tokenizer}: it is not a JSON object")
     return config
 
 
 def _compare(fast: Any, reference: Tokenizer, texts: Sequence[str]) -> None:
-    (left, starts), (right, expected) = _fast_flat(fast, texts), _reference_flat(reference, texts)
-    if np.array_equal(left, right) and np.array_equal(starts, expected):
+    (fast_ids, fast_offsets), (reference_ids, reference_offsets) = _fast_flat(fast, texts), _reference_flat(reference, texts)
+    if np.array_equal(fast_ids, reference_ids) and np.array_equal(fast_offsets, reference_offsets):
         return
     for text in texts:
         if not np.array_equal(_fast_flat(fast, [text])[0], _reference_flat(reference, [text])[0]):
@@ -208,7 +208,7 @@ def _fast_flat(fast: Any, texts: Sequence[str]) -> tuple[Ids, Offsets]:
 
 
 def _reference_flat(reference: Tokenizer, texts: Sequence[str]) -> tuple[Ids, Offsets]:
-    found = [encoding.ids for encoding in reference.encode_batch_fast(list(texts), add_special_tokens=False)]
-    offsets = np.zeros(len(found) + 1, dtype=np.int64)
-    np.cumsum([len(ids) for ids in found], out=offsets[1:])
-    return np.fromiter(itertools.chain.from_iterable(found), dtype=np.uint32, count=int(offsets[-1])), offsets
+    ids_by_text = [encoding.ids for encoding in reference.encode_batch_fast(list(texts), add_special_tokens=False)]
+    offsets = np.zeros(len(ids_by_text) + 1, dtype=np.int64)
+    np.cumsum([len(ids) for ids in ids_by_text], out=offsets[1:])
+    return np.fromiter(itertools.chain.from_iterable(ids_by_text), dtype=np.uint32, count=int(offsets[-1])), offsets

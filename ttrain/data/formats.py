@@ -1,6 +1,6 @@
-"""What the text of a file is: JSON Lines, one JSON array of objects, or a document; the last two become JSON Lines here.
+"""Detect the format of a text, JSON Lines, one JSON array of objects or a document, and convert the last two to JSON Lines.
 
-What is none of these is a DataError that says what it is, with the command that converts it.
+Anything else is a DataError that names its format and the command that converts it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from pathlib import PurePosixPath
 
 import orjson
 
-from ttrain.data import decompress, encodings, locations
+from ttrain.data import decompress, locations
 from ttrain.errors import DataError
 
-HEAD_BYTES = 1 << 16  # of a text, which tell its format
+HEAD_BYTES = 1 << 16  # of a text, from which its format is detected
 CSV_RECORDS = 20
 DELIMITERS = (",", "\t", ";")
 CSV_NAMES = {".csv": ",", ".tsv": "\t"}
@@ -29,7 +29,7 @@ _SPACE = b" \t\r\n"
 _STRING = rb'"(?:[^"\\\r\n]|\\.)*+"'
 _OBJECT = re.compile(rb"\{\s*(?:" + _STRING + rb"\s*:|\})")
 _ARRAY = re.compile(rb"\[\s*(?:" + _OBJECT.pattern + rb"|\])")
-_OPEN_OBJECT = re.compile(rb"\{[ \t]*[\r\n]\s*" + _STRING + rb"\s*:")  # no row of JSON Lines is a brace alone
+_OPEN_OBJECT = re.compile(rb"\{[ \t]*[\r\n]\s*" + _STRING + rb"\s*:")  # a brace alone is not a row of JSON Lines
 _VALUE_LINE = re.compile(rb"^[ \t]*[{\[]", re.MULTILINE)
 _ESCAPED = re.compile(rb'[\x00-\x1f"\\]')
 _ESCAPES = {bytes([code]): json.dumps(chr(code))[1:-1].encode() for code in (*range(32), ord('"'), ord("\\"))}
@@ -42,12 +42,12 @@ class Format(enum.Enum):
 
 
 def check_encoding(head: bytes, location: str, read_stored: Callable[[], bytes]) -> None:
-    """Raise DataError where the first bytes of a text are those of another encoding than UTF-8.
+    """Raise DataError if the first bytes of a text are in another encoding than UTF-8.
 
-    `read_stored` gives the first bytes of the file as it is stored, which tell whether it is an archive.
+    `read_stored` gives the first bytes of the file as it is stored, which show whether it is an archive.
     """
-    encoding = encodings.wide_encoding(head)
-    if encoding is None and not encodings.is_utf8(head) and encodings.is_gb18030(head):
+    encoding = decompress.wide_encoding(head)
+    if encoding is None and not decompress.is_utf8(head) and decompress.is_gb18030(head):
         encoding = "GB18030"
     if encoding:
         ending = ".txt" if _is_named_text(location) else ".jsonl"
@@ -58,13 +58,13 @@ def check_encoding(head: bytes, location: str, read_stored: Callable[[], bytes])
 def format_of(head: bytes, location: str, read_stored: Callable[[], bytes]) -> Format:
     """The format of a text by its first `HEAD_BYTES`, without a byte order mark. `read_stored`: see `check_encoding`.
 
-    DataError where all of it is something else; a bad first line among others costs that line alone.
+    Raises DataError if the whole text is something else; a bad first line is rejected alone.
     """
     check_encoding(head, location, read_stored)
     start = head.lstrip(_SPACE)
     if _ARRAY.match(start):
-        first, _, rest = start.partition(b"\n")
-        return Format.LINES if rest.strip() and _is_json(first) else Format.ARRAY
+        first, _, remainder = start.partition(b"\n")
+        return Format.LINES if remainder.strip() and _is_json(first) else Format.ARRAY
     if _OBJECT.match(start):
         _check_lines(start, location, read_stored)
         return Format.LINES
@@ -78,9 +78,9 @@ def format_of(head: bytes, location: str, read_stored: Callable[[], bytes]) -> F
 
 
 def as_json_lines(pieces: Iterable[bytes], form: Format, location: str, text_field: str) -> Iterator[bytes]:
-    """The pieces of a text as pieces of JSON Lines: an element of an array, or the whole of a document, is a line.
+    """Convert the pieces of a text to JSON Lines: each element of an array, or a whole document, becomes a line.
 
-    A document stands under `text_field`. DataError where an array is cut, and where a document is binary.
+    A document is the value of `text_field`. Raises DataError if an array is cut, or a document is binary.
     """
     if form is Format.ARRAY:
         return _array_lines(pieces, location)
@@ -89,19 +89,19 @@ def as_json_lines(pieces: Iterable[bytes], form: Format, location: str, text_fie
 
 def _document_line(pieces: Iterable[bytes], location: str, text_field: str) -> Iterator[bytes]:
     yield b"{" + orjson.dumps(text_field) + b':"'
-    place = 0
+    offset = 0
     for piece in pieces:
         if b"\0" in piece:
-            raise DataError(f"{location} is binary, not text: its byte {place + piece.index(0)} is NUL; leave it out")
+            raise DataError(f"{location} is binary, not text: its byte {offset + piece.index(0)} is NUL; leave it out")
         yield _ESCAPED.sub(lambda match: _ESCAPES[match[0]], piece)
-        place += len(piece)
+        offset += len(piece)
     yield b'"}\n'
 
 
 _LETTERS = rb'[^"\\]*+(?:\\.[^"\\]*+)*+'  # of a string
-# The rest of a string, whether it ends there, and a backslash that the end of the piece parts from what it escapes.
+# The rest of a string, whether it ends there, and a backslash that the end of the piece cuts from the escaped character.
 _REST = re.compile(_LETTERS + rb'(?P<end>")?(?P<cut>\\)?', re.DOTALL)
-# Whole strings and what stands between them, up to the next sign of structure: between elements, and within them.
+# Whole strings and the text between them, up to the next structural character: between elements, and within them.
 _BETWEEN, _WITHIN = (
     re.compile(rb"(?:[^" + signs + rb']++|"' + _LETTERS + rb'")*+', re.DOTALL) for signs in (rb'"{}\[\],', rb'"{}\[\]')
 )
@@ -109,31 +109,31 @@ _NEWLINE_TO_RETURN = bytes.maketrans(b"\n", b"\r")  # white space outside of str
 
 
 def _array_lines(pieces: Iterable[bytes], location: str) -> Iterator[bytes]:
-    """Byte for byte the same text, but the commas between elements are newlines, and no other character is one."""
-    depth, in_string, escaped, place = 0, False, False, 0
+    """The same text byte for byte, except that newlines stand exactly in place of the commas between elements."""
+    depth, in_string, escaped, offset = 0, False, False, 0
     for piece in pieces:
         out, at = bytearray(piece.translate(_NEWLINE_TO_RETURN)), 0
         while at < len(piece):
             if in_string:
                 at, escaped = at + escaped, False
-                rest = _REST.match(piece, at)
-                assert rest is not None, "it matches the empty string too"
-                at, in_string, escaped = rest.end(), not rest["end"], bool(rest["cut"]) and not rest["end"]
-                if rest["end"]:
-                    at = rest.end("end")
+                match = _REST.match(piece, at)
+                assert match is not None, "it matches the empty string too"
+                at, in_string, escaped = match.end(), not match["end"], bool(match["cut"]) and not match["end"]
+                if match["end"]:
+                    at = match.end("end")
                 continue
             skipped = (_BETWEEN if depth < 2 else _WITHIN).match(piece, at)
             assert skipped is not None, "it matches the empty string too"
             end = skipped.end()
             if depth < 0 and piece[at : end + 1].strip():
                 raise DataError(
-                    f"{location} has more after the JSON array that it begins with, at byte {place + at}; write one array, "
+                    f"{location} has more after the JSON array that it begins with, at byte {offset + at}; write one array, "
                     "or one JSON object a line"
                 )
             if end == len(piece):
                 break
             at, sign = end + 1, piece[end : end + 1]
-            if sign == b'"':  # of a string that goes on in the next piece
+            if sign == b'"':  # of a string that continues in the next piece
                 in_string = True
             elif sign in b"{[":
                 depth += 1
@@ -145,7 +145,7 @@ def _array_lines(pieces: Iterable[bytes], location: str) -> Iterator[bytes]:
             elif depth > 1:
                 depth -= 1
         yield bytes(out)
-        place += len(piece)
+        offset += len(piece)
     if depth >= 0:
         raise DataError(
             f"{location} is truncated: the JSON array that it begins with is not closed; fetch or write it again"
@@ -153,9 +153,9 @@ def _array_lines(pieces: Iterable[bytes], location: str) -> Iterator[bytes]:
 
 
 def _check_lines(start: bytes, location: str, read_stored: Callable[[], bytes]) -> None:
-    """DataError where objects are spread over lines, or lines end in another way than with a newline."""
-    first, _, rest = start.partition(b"\r")
-    if b"\n" not in start and rest.strip() and _is_json(first):
+    """Raise DataError if objects span several lines, or lines do not end with a newline."""
+    first, _, remainder = start.partition(b"\r")
+    if b"\n" not in start and remainder.strip() and _is_json(first):
         command = _command("tr '\\r' '\\n'", location, read_stored, ".jsonl")
         raise DataError(f"{location} ends its lines with a carriage return alone, but ttrain reads newlines; {command}")
     if _OPEN_OBJECT.match(start) or _is_spread(start):
@@ -164,7 +164,7 @@ def _check_lines(start: bytes, location: str, read_stored: Callable[[], bytes]) 
 
 
 def _is_spread(start: bytes) -> bool:
-    """Whether the first JSON value goes over several lines."""
+    """Whether the first JSON value spans several lines."""
     first = start.partition(b"\n")[0]
     if len(first) == len(start) or _is_json(first):
         return False
@@ -176,7 +176,7 @@ def _is_spread(start: bytes) -> bool:
 
 
 def _of_text(start: bytes, location: str, read_stored: Callable[[], bytes]) -> str:
-    """What is wrong with text that has no JSON."""
+    """The error message for a text without JSON."""
     delimiter = _delimiter(start, CSV_NAMES.get(_suffix(location)))
     if delimiter is not None:
         reader = "sys.stdin" if delimiter == "," else f'sys.stdin,delimiter="{delimiter}"'.replace("\t", "\\t")
@@ -192,9 +192,9 @@ def _of_text(start: bytes, location: str, read_stored: Callable[[], bytes]) -> s
 
 
 def _delimiter(start: bytes, usual: str | None) -> str | None:
-    """What separates the values of a table with a header: what gives all complete rows equally many, the most if several
-    do; None for prose. A file that is named as a table, whose usual delimiter is given, may have rows of any length: what
-    gives its header the most names."""
+    """The delimiter of a table with a header: the one that gives all complete rows the same number of values, the most if
+    several do; None for prose. A file named as a table, with its `usual` delimiter, may have rows of any length: then the
+    delimiter that gives its header the most names."""
     lines = start.decode("utf-8", "replace").splitlines(keepends=True)
     lines = lines[:-1] if len(start) >= HEAD_BYTES - len(_SPACE) else lines
     even: dict[str, int] = {}  # values of a row
@@ -213,7 +213,7 @@ def _delimiter(start: bytes, usual: str | None) -> str | None:
 
 
 def _command(program: str, location: str, read_stored: Callable[[], bytes], ending: str) -> str:
-    """The shell command that sends the text through a program, and into a file of a new name."""
+    """The shell command that pipes the text through a program into a new file."""
     is_remote = locations.is_remote(location)
     source = locations.name(location) if is_remote else str(locations.local_path(location))
     source = f"./{source}" if source.startswith("-") else source
@@ -233,7 +233,7 @@ def _stem(location: str) -> str:
 
 
 def _suffix(location: str) -> str:
-    """The ending of the name, without that of a packer."""
+    """The file extension, without that of a compression format."""
     path = PurePosixPath(locations.name(location).lower())
     return path.with_suffix("").suffix if path.suffix in locations.PACKED else path.suffix
 
@@ -251,5 +251,5 @@ def _is_json(line: bytes) -> bool:
 
 
 def _is_binary(head: bytes) -> bool:
-    """Whether there are control characters in it, or what is not UTF-8."""
-    return not encodings.is_utf8(head) or any(byte < 32 and byte not in b"\t\n\r\f" for byte in head)
+    """Whether it contains control characters, or is not UTF-8."""
+    return not decompress.is_utf8(head) or any(byte < 32 and byte not in b"\t\n\r\f" for byte in head)

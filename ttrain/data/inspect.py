@@ -1,4 +1,4 @@
-"""Shards and tokenizers as people read them: ids back as pieces of text, each with whether the loss counts it."""
+"""Show shards and tokenizers in readable form: ids as pieces of text, with whether the loss counts each."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ import orjson
 
 from ttrain.core.files import read_json, read_object
 from ttrain.core.terminal import escaped
-from ttrain.data import chat_shapes, sources
+from ttrain.data import chat_shapes, records
 from ttrain.data.blocks import PARTS
 from ttrain.data.chat import encode_chat
-from ttrain.data.chat_rows import ChatRows
 from ttrain.data.chat_templates import Message
-from ttrain.data.document_rows import DocumentRows
 from ttrain.data.encoder import Encoder
 from ttrain.data.packing import IGNORE, Rows
+from ttrain.data.record_rows import ChatRows, DocumentRows
 from ttrain.data.shards import INDEX, ShardSet
 from ttrain.errors import ArtifactError, DataError, UsageError
-from ttrain.store.artifacts import Store
+from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import MANIFEST
 
 SUMMARY = Path("run", "summary.json")
@@ -32,11 +31,11 @@ LONGEST = 20  # tokens that `describe` shows
 
 
 @dataclass(frozen=True)
-class Shown:
-    """A row or a record, token by token; all lists are equally long.
+class TokenView:
+    """A row or a record, token by token; all lists have the same length.
 
     segments    which record of the row a token belongs to, from 0
-    pieces      the text that each token completes: of a character of several tokens, the last one has it
+    pieces      the text that each token completes; a character of several tokens is in the piece of the last one
     """
 
     number: int
@@ -50,7 +49,7 @@ class Shown:
 
 
 class Span(NamedTuple):
-    """Text that can be shown on one line, of tokens of the same kind."""
+    """Part of a line, of tokens that are alike in `live` and `special`."""
 
     text: str
     live: bool
@@ -58,80 +57,80 @@ class Span(NamedTuple):
 
 
 def tokenizer_at(directory: Path) -> Path:
-    """The directory of a tokenizer that the user named. Raises UsageError where there is none."""
+    """Absolute path of a tokenizer directory given by the user. Raises UsageError if it has no tokenizer."""
     if not (directory / "tokenizer.json").is_file():
         raise UsageError(f"{directory} holds no tokenizer; name the directory with tokenizer.json in it")
     return directory.absolute()
 
 
 def holds_shards(path: Path) -> bool:
-    """Whether `parts_of` finds a set of shards there."""
-    return any((path / part / INDEX).is_file() for part in (".", *PARTS))
+    """Whether the path has shards that `parts_of` finds."""
+    return any((path / part_name / INDEX).is_file() for part_name in (".", *PARTS))
 
 
 def parts_of(path: Path) -> dict[str, Path]:
     """The sets of shards at a path, by name: the directory itself, or `train` and `heldout` in it.
 
-    Raises UsageError where there is none.
+    Raises UsageError if there is none.
     """
     if (path / INDEX).is_file():
         return {path.resolve().name: path}
     if not holds_shards(path):
         raise UsageError(f"{path} holds no shards; name a directory with {INDEX}, or the one with train/ and heldout/ in it")
-    return {part: path / part for part in PARTS if (path / part / INDEX).is_file()}
+    return {part_name: path / part_name for part_name in PARTS if (path / part_name / INDEX).is_file()}
 
 
-def summary_of(part: Path) -> dict[str, Any]:
-    """What was said of a set of shards when it was made: "files", "duplicates", ...; empty where nothing was."""
-    root = part.resolve().parent
+def summary_of(folder: Path) -> dict[str, Any]:
+    """The summary written when a set of shards was made: "files", "duplicates", ...; empty if there is none."""
+    root = folder.resolve().parent
     summary = read_json(root / SUMMARY) or read_object(root / MANIFEST).get("result")
     return summary if isinstance(summary, dict) else {}
 
 
-def encoder_of(part: Path, named: Path | None, store: Store) -> Encoder:
-    """The tokenizer of a set of shards: the one that is named, else the one with the digest that the index has.
+def encoder_of(folder: Path, tokenizer_directory: Path | None, store: ArtifactStore) -> Encoder:
+    """The tokenizer of a set of shards: `tokenizer_directory` if given, else the one with the digest in the index.
 
-    That is looked for where `ttrain data shard` found it, then among the artifacts. Raises UsageError where it is nowhere,
-    and ArtifactError where the named one is another.
+    It is searched for at the path that `ttrain data shard` recorded, then among the artifacts. Raises UsageError if it is
+    not found, and ArtifactError if the given one has another digest.
     """
-    wanted = ShardSet(part).index["tokenizer"]
-    if named is not None:
-        encoder = Encoder(tokenizer_at(named), fast=False)
-        ShardSet(part, encoder.digest)
+    digest = ShardSet(folder).index["tokenizer"]
+    if tokenizer_directory is not None:
+        encoder = Encoder(tokenizer_at(tokenizer_directory), fast=False)
+        ShardSet(folder, encoder.digest)
         return encoder
-    remembered = summary_of(part).get("tokenizer")
+    remembered = summary_of(folder).get("tokenizer")
     paths = [Path(remembered)] if isinstance(remembered, str) else []
     for path in [*paths, *(artifact.path for artifact in store.artifacts("tokenizer"))]:
-        with contextlib.suppress(ArtifactError):  # what is no tokenizer is not the one
+        with contextlib.suppress(ArtifactError):  # not a tokenizer
             encoder = Encoder(path, fast=False)
-            if encoder.digest == wanted:
+            if encoder.digest == digest:
                 return encoder
     raise UsageError(
-        f"the tokenizer {wanted[:12]} of the shards in {part} is not where they were made, nor in {store.root}; name its "
+        f"the tokenizer {digest[:12]} of the shards in {folder} is not where they were made, nor in {store.root}; name its "
         "directory with --tokenizer"
     )
 
 
 def rows_of(shards: ShardSet, encoder: Encoder, row_length: int) -> Rows:
-    """The packed rows that a training with rows of this length would see."""
+    """The packed rows that training with this row length would use."""
     if shards.index["kind"] == "documents":
         return DocumentRows(shards, row_length, encoder.pad_id)
     return ChatRows(shards, row_length, encoder.pad_id, encoder.end_id)
 
 
-def chosen(count: int, rows: int, seed: int | None) -> list[int]:
-    """Numbers of `rows` of `count` things: the first, or, under a seed, any."""
+def row_numbers(count: int, rows: int, seed: int | None) -> list[int]:
+    """Indexes of `rows` of `count` rows: the first ones, or a random sample if a seed is given."""
     if seed is None:
         return list(range(min(rows, count)))
     return sorted(np.random.default_rng(seed).choice(count, size=min(rows, count), replace=False).tolist())
 
 
-def show_row(rows: Rows, number: int, pieces: Pieces) -> Shown:
-    """A packed row: what its positions hold, and the target after the last one. Padding is left out."""
+def show_row(rows: Rows, number: int, pieces: TokenDecoder) -> TokenView:
+    """The tokens of a packed row, and the target after the last one. Padding is left out."""
     batch = rows.batch([number])
     inputs, labels, of_record = batch.input_ids_BT[0], batch.labels_BT[0], batch.segments_BT[0]
     borders = np.flatnonzero(np.diff(of_record, prepend=-2)).tolist()
-    shown = Shown(number, [], [], [], [])
+    shown = TokenView(number, [], [], [], [])
     segment = 0
     for start, end in zip(borders, [*borders[1:], len(inputs)], strict=True):
         if of_record[start] < 0:
@@ -148,16 +147,16 @@ def show_row(rows: Rows, number: int, pieces: Pieces) -> Shown:
     return shown
 
 
-def show_record(shards: ShardSet, number: int, pieces: Pieces) -> Shown:
-    """A record as it is stored."""
+def show_record(shards: ShardSet, number: int, pieces: TokenDecoder) -> TokenView:
+    """The tokens of a stored record."""
     tokens, live = shards.row(number)
     ids = tokens.tolist()
-    alive = [place > 0 for place in range(len(ids))] if live is None else [flag != 0 for flag in live.tolist()]
-    return Shown(number, ids, alive, [0] * len(ids), pieces(ids))
+    alive = [position > 0 for position in range(len(ids))] if live is None else [flag != 0 for flag in live.tolist()]
+    return TokenView(number, ids, alive, [0] * len(ids), pieces(ids))
 
 
-class Pieces:
-    """Ids to pieces of text, whatever the tokenizer's decoder does with what stands before a token."""
+class TokenDecoder:
+    """Decodes ids to pieces of text, also if the tokenizer's decoder depends on the preceding tokens."""
 
     def __init__(self, encoder: Encoder) -> None:
         from tokenizers import Tokenizer
@@ -166,15 +165,15 @@ class Pieces:
         self.special = encoder.special_ids()
 
     def __call__(self, ids: Sequence[int]) -> list[str]:
-        """One piece an id, together the decoded text with its special tokens."""
+        """One piece per id; joined, they are the decoded text with its special tokens."""
         from tokenizers.decoders import DecodeStream
 
         stream = DecodeStream(skip_special_tokens=False)
-        found = [stream.step(self._tokenizer, number) or "" for number in ids]
-        if found and not found[-1]:  # the ids end within a character
+        pieces = [stream.step(self._tokenizer, number) or "" for number in ids]
+        if pieces and not pieces[-1]:  # the ids end within a character
             whole = self._tokenizer.decode(list(ids), skip_special_tokens=False)
-            found[-1] = whole[len("".join(found)) :]
-        return found
+            pieces[-1] = whole[len("".join(pieces)) :]
+        return pieces
 
     def longest(self, count: int) -> list[tuple[int, str]]:
         """(id, text) of the tokens with the longest text, special ones left out."""
@@ -183,10 +182,10 @@ class Pieces:
         return sorted(texts, key=lambda item: (-len(item[1]), item[0]))[:count]
 
 
-def lines(shown: Shown, segment: int, special: frozenset[int], width: int) -> Iterator[list[Span]]:
-    """The record `segment` as lines of at most `width` columns: cut after each newline, and where a line is full.
+def lines(shown: TokenView, segment: int, special: frozenset[int], width: int) -> Iterator[list[Span]]:
+    """The record `segment` as lines of at most `width` columns, broken after each newline and when a line is full.
 
-    What does not print is escaped, so that text cannot command the terminal.
+    Unprintable characters are escaped, so that text cannot control the terminal.
     """
     from rich.cells import cell_len
 
@@ -212,7 +211,7 @@ def lines(shown: Shown, segment: int, special: frozenset[int], width: int) -> It
 
 def describe(encoder: Encoder) -> dict[str, Any]:
     """Vocabulary, special tokens, template and longest tokens of a tokenizer."""
-    pieces = Pieces(encoder)
+    pieces = TokenDecoder(encoder)
     names = {encoder.special(token): name for name, token in encoder.tokens.items()}
     return {
         "path": str(encoder.directory),
@@ -227,7 +226,7 @@ def describe(encoder: Encoder) -> dict[str, Any]:
 
 
 def chat_of(data: bytes, name: str) -> tuple[Message, ...]:
-    """The chat that a JSON object holds, or the first line of JSON lines. Raises DataError where it is none."""
+    """The chat in a JSON object, or in the first of several JSON lines. Raises DataError if it is not a chat."""
     try:
         value = orjson.loads(data)
     except ValueError:
@@ -238,23 +237,23 @@ def chat_of(data: bytes, name: str) -> tuple[Message, ...]:
             raise DataError(f"{name} is neither JSON nor lines of JSON: {error}") from None
     if not isinstance(value, dict):
         raise DataError(f"{name} holds {json.dumps(value)[:40]}, not a JSON object with {chat_shapes.CHAT_FIELDS}")
-    parsed = sources.parse_conversation(value)
-    if not isinstance(parsed, sources.Conversation):
-        reason = parsed.reason if isinstance(parsed, sources.Rejected) else str(getattr(parsed, "rule", ""))
+    parsed = records.parse_conversation(value)
+    if not isinstance(parsed, records.Conversation):
+        reason = parsed.reason if isinstance(parsed, records.Rejected) else str(getattr(parsed, "rule", ""))
         raise DataError(f"{name} holds no chat to learn from: {reason}")
     return parsed.messages
 
 
-def show_text(encoder: Encoder, text: str) -> Shown:
-    """The tokens of a text, without those around a document. Raises UsageError for what is no Unicode."""
+def show_text(encoder: Encoder, text: str) -> TokenView:
+    """The tokens of a text, without those around a document. Raises UsageError if it is not valid Unicode."""
     try:
         (ids,) = encoder.encode([text])
     except UnicodeEncodeError:
         raise UsageError(f"the text {text[:40]!r} is not valid UTF-8") from None
-    return Shown(0, ids, [False] * len(ids), [0] * len(ids), Pieces(encoder)(ids))
+    return TokenView(0, ids, [False] * len(ids), [0] * len(ids), TokenDecoder(encoder)(ids))
 
 
-def show_chat(encoder: Encoder, messages: tuple[Message, ...]) -> Shown:
+def show_chat(encoder: Encoder, messages: tuple[Message, ...]) -> TokenView:
     """The tokens of a chat, with its loss mask."""
     ids, live = encode_chat(encoder, messages)
-    return Shown(0, ids, live, [0] * len(ids), Pieces(encoder)(ids))
+    return TokenView(0, ids, live, [0] * len(ids), TokenDecoder(encoder)(ids))

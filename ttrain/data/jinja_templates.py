@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import string
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
+import orjson
+
+from ttrain.core.sandbox import Sandbox, WorkFailed
 from ttrain.data.tools import CALL_BEGIN, CALL_END, TOOLS_BEGIN, TOOLS_END, TOOLS_SENTENCE
-
-if TYPE_CHECKING:
-    pass
-
 
 ROLES = ("system", "user", "assistant", "tool")
 
-
 PAD, UNK, BOS, EOS, END, IM_END = "<|pad|>", "<|unk|>", "<|bos|>", "<|eos|>", "<|end|>", "<|im_end|>"
 
-
 ROLE_TOKENS = tuple(f"<|{role}|>" for role in ROLES)
-
 
 TINYSEEK_NAMES = {role: f"{role.capitalize()}：" for role in ROLES}
 
 
 # Special tokens of a tokenizer that is trained, in the order of their ids, and the one that ends an answer.
 SPECIAL_TOKENS = {"ttrain": (PAD, UNK, BOS, EOS, *ROLE_TOKENS, END), "tinyseek": (PAD, UNK, BOS, EOS, IM_END)}
-
 
 END_TOKENS = {"ttrain": END, "tinyseek": IM_END}
 
@@ -66,12 +62,10 @@ $begin
 {%- if add_generation_prompt -%}{%- set role = 'assistant' -%}{{- $header -}}{%- endif -%}
 """
 
-
 _TOOLS = {
     "sentence": TOOLS_SENTENCE, "tools_begin": TOOLS_BEGIN, "tools_end": TOOLS_END, "call_begin": CALL_BEGIN,
     "call_end": CALL_END, "roles": str(list(ROLES)),
 }  # fmt: skip
-
 
 _PARTS = {
     "ttrain": {"begin": "{{- bos_token -}}", "header": "'<|' ~ role ~ '|>'", "answer_end": END, "turn_end": f"'{END}'"},
@@ -81,10 +75,81 @@ _PARTS = {
     },
 }  # fmt: skip
 
-
 JINJA = {name: string.Template(_JINJA).substitute(_TOOLS, **parts).lstrip() for name, parts in _PARTS.items()}
 
 
 def name_of(jinja: str) -> str:
-    """Name of the template whose Jinja text this is; "own" for any that is not of this house."""
+    """Name of the template whose Jinja text this is; "own" for any that is not one of ttrain's."""
     return next((name for name, text in JINJA.items() if text == jinja), "own")
+
+
+Turns = Sequence[Mapping[str, Any]]
+
+Rendered = tuple[str, list[tuple[int, int]]]
+# A conversation takes 0.1 ms; one of 1,000 turns in a template that is quadratic in them 50 ms.
+SECONDS, SECONDS_PER_CONVERSATION, MEMORY_BYTES = 2.0, 0.05, 1 << 30
+# What a template writes around the contents; the longest known one has 1 KB a turn.
+WRITTEN_CHARACTERS, WRITTEN_CHARACTERS_PER_TURN = 1 << 20, 1 << 14
+
+ERROR_CHARACTERS = 200
+
+
+def render(
+    template: str, variables: Mapping[str, Any], conversations: Sequence[Turns], *, prompt: bool, spans: bool
+) -> list[Rendered | str]:
+    """(text, spans of `{% generation %}` in it, where `spans`) of each conversation, or why it does not render.
+
+    `variables`: special tokens by their names, and others that the template may read, such as `tools`.
+    Raises BudgetExceeded if one of them needs more than its share of time or memory.
+    """
+    request = orjson.dumps(
+        {"template": template, "variables": variables, "conversations": conversations, "prompt": prompt, "spans": spans}
+    )
+    try:
+        renderings = [orjson.loads(result) for result in SANDBOX.stream(request)]
+    except WorkFailed as error:
+        return [str(error)[:ERROR_CHARACTERS]] * len(conversations)
+    return [
+        rendering if isinstance(rendering, str) else (rendering[0], [(start, end) for start, end in rendering[1]])
+        for rendering in renderings
+    ]
+
+
+def answer(request: bytes) -> Iterator[bytes]:
+    """In the child: [text, spans] of each conversation, or the reason why it does not render."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    parameters = orjson.loads(request)
+    for turns in parameters["conversations"]:
+        try:
+            (text,), spans = render_jinja_template(
+                [turns],
+                chat_template=parameters["template"],
+                add_generation_prompt=parameters["prompt"],
+                return_assistant_tokens_mask=parameters["spans"],
+                **parameters["variables"],
+            )
+            _check_length(text, turns, parameters["variables"])
+            yield orjson.dumps([text, spans[0] if spans else []])
+        except MemoryError:
+            raise
+        except Exception as error:  # a template is a program: it may raise anything
+            yield orjson.dumps(str(error)[:ERROR_CHARACTERS].encode("utf-8", "replace").decode("utf-8"))
+
+
+def _check_length(text: str, turns: Turns, variables: Mapping[str, Any]) -> None:
+    if len(text) <= WRITTEN_CHARACTERS:
+        return
+    read = len(orjson.dumps([turns, variables]))
+    most = WRITTEN_CHARACTERS + WRITTEN_CHARACTERS_PER_TURN * len(turns) + 2 * read
+    if len(text) > most:
+        raise ValueError(f"it writes {len(text):,} characters, more than {most:,}")
+
+
+SANDBOX = Sandbox(
+    answer,
+    seconds=SECONDS,
+    seconds_per_result=SECONDS_PER_CONVERSATION,
+    memory_bytes=MEMORY_BYTES,
+    preloaded=("transformers.utils.chat_template_utils",),
+)

@@ -1,34 +1,39 @@
-"""From an order of rows to the micro-batches of one rank, built ahead in threads."""
+"""Build the micro-batches of one rank from an order of rows, ahead of time in threads."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from functools import lru_cache
+from typing import Any, Protocol, Self, final
+
+import numpy as np
+import numpy.typing as npt
 
 from ttrain.data.packing import Array, Rows
-from ttrain.data.samplers import Order
+from ttrain.errors import DataError
 
 
-class Counted(Protocol):
-    """A batch, which can be asked for one like it that does not count in the loss."""
+class LossBatch(Protocol):
+    """A batch that can be copied without its targets, so that the loss does not count it."""
 
     def without_targets(self) -> Self: ...
 
 
 class BatchSource(Protocol):
-    """Any rows that can be read by number."""
+    """Rows that can be read by number."""
 
     def __len__(self) -> int: ...
 
-    def batch(self, rows: Collection[int], /) -> Counted: ...
+    def batch(self, rows: Collection[int], /) -> LossBatch: ...
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """`number` counts the step's micro-batches over all ranks: it seeds dropout, so it does not matter who computes it."""
+    """`number` counts the step's micro-batches over all ranks: it seeds dropout, so the rank does not matter."""
 
     number: int
     batch: Any
@@ -39,7 +44,7 @@ class Loader:
     """The same global micro-batches for any number of ranks: rank r of W takes numbers r, r+W, r+2W, ...
 
     A rank that would have one less than the others gets one without targets, since all take part in the collective.
-    `consumed` is the number of steps that were handed out, whatever was prepared beyond; the next iteration goes on there.
+    `consumed` is the number of steps returned so far, not counting prefetched ones; the next iteration continues there.
     """
 
     def __init__(
@@ -93,7 +98,7 @@ class Loader:
         return {"consumed_steps": self.consumed}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on after the steps that another loader of the same rows and order, on any number of ranks, has consumed."""
+        """Continue after the steps that another loader of the same rows and order, on any number of ranks, has consumed."""
         self.consumed = state["consumed_steps"]
 
     def parts(self, step: int) -> list[Array]:
@@ -103,11 +108,201 @@ class Loader:
 
 
 def pad_fraction(rows: Rows, loader: Loader, steps: int = 100) -> float:
-    """Share of the positions without a token, in the micro-batches of the first steps over all ranks; reads no row."""
+    """Share of padding positions in the micro-batches of the first steps over all ranks; reads no row."""
     lengths = rows.lengths()
     padded = width = 0
     for step in range(min(steps, loader.order.steps)):
-        for part in loader.parts(step):
-            positions = len(part) * rows.width(part)
-            width, padded = width + positions, padded + positions - int(lengths[part].sum())
+        for row_numbers in loader.parts(step):
+            positions = len(row_numbers) * rows.width(row_numbers)
+            width, padded = width + positions, padded + positions - int(lengths[row_numbers].sum())
     return padded / max(1, width)
+
+
+U64 = np.uint64
+
+Numbers = npt.NDArray[np.int64]
+
+STEP, FACTORS = U64(0x9E3779B97F4A7C15), (U64(0xBF58476D1CE4E5B9), U64(0x94D049BB133111EB))  # of SplitMix64
+
+SHIFTS = (U64(30), U64(27), U64(31))
+
+FEISTEL_ROUNDS = 6  # 4 make a pseudo-random permutation of independent round functions (Luby and Rackoff 1988); 2 to spare
+
+DRAWS_PER_CYCLE = 10_000  # shares of a weighted order are exact in each cycle, to one in this number
+
+GROUPED_STEPS = 50  # rows are sorted by length within this many steps: enough to be alike, few enough to stay mixed
+
+CACHED_PARTS = 4  # a step uses at most two; prefetched steps may use the next
+
+
+def permute(index: npt.NDArray[Any], size: int, seed: int, epoch: int) -> Numbers:
+    """Image of `index` under the permutation of [0, size) that belongs to (seed, epoch).
+
+    A Feistel network on the next even power of two, walked until the image lies inside (Black and Rogaway 2002): under four
+    rounds of walking on average.
+    """
+    assert size > 0, "an empty set has no order"
+    half = max(1, (int(size - 1).bit_length() + 1) // 2)
+    mask = U64((1 << half) - 1)
+    values = np.asarray(index, dtype=U64).copy()
+    outside = np.ones(values.shape, dtype=bool)
+    while outside.any():
+        values[outside] = feistel(values[outside], U64(half), mask, seed, epoch)
+        outside = values >= U64(size)
+    return values.astype(np.int64)
+
+
+def feistel(values: npt.NDArray[U64], half: U64, mask: U64, seed: int, epoch: int) -> npt.NDArray[U64]:
+    """Permute the values by a Feistel network, whose keys are of the seed and the epoch."""
+    high_bits, low_bits = values >> half, values & mask
+    for key in _keys(seed, epoch):
+        high_bits, low_bits = low_bits, high_bits ^ (mix(low_bits ^ key) & mask)
+    return (high_bits << half) | low_bits
+
+
+@lru_cache(maxsize=64)
+def _keys(seed: int, epoch: int) -> list[U64]:
+    """Keys of the Feistel rounds."""
+    return list(mix(np.array([(seed << 32) ^ (epoch << 8) ^ turn for turn in range(FEISTEL_ROUNDS)], dtype=U64)))
+
+
+def mix(values: npt.NDArray[U64]) -> npt.NDArray[U64]:
+    """The finalizer of SplitMix64 (Steele, Lea and Flood 2014)."""
+    values = values + STEP
+    values = (values ^ (values >> SHIFTS[0])) * FACTORS[0]
+    values = (values ^ (values >> SHIFTS[1])) * FACTORS[1]
+    return values ^ (values >> SHIFTS[2])
+
+
+def derived_seed(seed: int, number: int) -> int:
+    """A seed of 32 bits for purpose `number`, unrelated to the seed itself."""
+    return int(mix(np.array([(seed << 32) ^ (number + 1)], dtype=U64))[0] >> U64(32))
+
+
+class Order(ABC):
+    """Maps steps to rows. `total_rows` ends the run, also in the middle of a step or an epoch."""
+
+    def __init__(self, rows: int, rows_per_step: int, total_rows: int, seed: int) -> None:
+        self.rows, self.rows_per_step, self.total_rows, self.seed = rows, rows_per_step, total_rows, seed
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps; the last one may be smaller, and none is dropped."""
+        return -(-self.total_rows // self.rows_per_step)
+
+    def step_rows(self, step: int) -> Numbers:
+        """Row numbers of a step, counted from 0, over all ranks."""
+        start = step * self.rows_per_step
+        return self.rows_at(np.arange(start, min(start + self.rows_per_step, self.total_rows)))
+
+    @abstractmethod
+    def rows_at(self, places: Numbers) -> Numbers:
+        """Row numbers at these positions of the whole run, without computing earlier ones."""
+
+
+@final
+class ShuffledOrder(Order):
+    """Each epoch is a keyed permutation of all rows."""
+
+    def rows_at(self, places: Numbers) -> Numbers:
+        row_numbers = np.empty_like(places)
+        epochs = places // self.rows
+        for epoch in sorted(set(epochs.tolist())):  # np.unique would import numpy.ma, 7 ms of the first batch
+            in_epoch = epochs == epoch
+            row_numbers[in_epoch] = permute(places[in_epoch] % self.rows, self.rows, self.seed, epoch)
+        return row_numbers
+
+
+@final
+class WeightedOrder(Order):
+    """Groups of rows by weight, each shuffled on its own: a small group with a large weight is repeated more often.
+
+    Draws come in cycles, each with a fixed quota per group in keyed order, so shares are exact, not random. Draw
+    number k of a group is row k modulo its size in its pass k // size, so that a pass holds each of its rows once. Memory
+    and a skip cost one cycle.
+    """
+
+    def __init__(
+        self, group_rows: Sequence[int], weights: Sequence[float], rows_per_step: int, total_rows: int, seed: int
+    ) -> None:
+        """Raises DataError if a group has no row, or a weight so small that it would never be drawn."""
+        super().__init__(sum(group_rows), rows_per_step, total_rows, seed)
+        self.group_rows, self.quotas = list(group_rows), quotas(weights, DRAWS_PER_CYCLE)
+        for group, (rows, quota, weight) in enumerate(zip(group_rows, self.quotas, weights, strict=True)):
+            if rows == 0 or quota == 0:
+                why = "gave no row to learn from" if rows == 0 else f"would get none of {DRAWS_PER_CYCLE} draws"
+                raise DataError(f"source {group + 1} has the weight {weight} but {why}; fix it or leave it out")
+        self._firsts = np.cumsum([0, *group_rows])
+        self._cycle = lru_cache(CACHED_PARTS)(self._draws_of_cycle)
+
+    def rows_at(self, places: Numbers) -> Numbers:
+        groups, draws = np.empty_like(places), np.empty_like(places)
+        for cycle in np.unique(places // DRAWS_PER_CYCLE):
+            mask = places // DRAWS_PER_CYCLE == cycle
+            groups[mask], draws[mask] = (column[places[mask] % DRAWS_PER_CYCLE] for column in self._cycle(int(cycle)))
+        row_numbers = np.empty_like(places)
+        for group in np.unique(groups):
+            size, seed = self.group_rows[group], derived_seed(self.seed, int(group) + 1)
+            for turn in np.unique(draws[groups == group] // size):
+                mask = (groups == group) & (draws // size == turn)
+                row_numbers[mask] = self._firsts[group] + permute(draws[mask] % size, size, seed, int(turn))
+        return row_numbers
+
+    def _draws_of_cycle(self, cycle: int) -> tuple[Numbers, Numbers]:
+        """(group, how many draws of that group came before) of each draw of a cycle."""
+        slots = permute(np.arange(DRAWS_PER_CYCLE), DRAWS_PER_CYCLE, derived_seed(self.seed, 0), cycle)
+        groups = np.searchsorted(np.cumsum(self.quotas), slots, side="right")
+        draws = np.empty_like(groups)
+        for group, quota in enumerate(self.quotas):
+            draws[groups == group] = cycle * quota + np.arange(quota)
+        return groups, draws
+
+
+@final
+class LengthGroupedOrder(Order):
+    """Every row once an epoch, the rows of a step of about the same length, long and short steps in random order.
+
+    Each epoch's keyed shuffle is taken in parts of GROUPED_STEPS steps, fewer in a small set, so that epochs differ; a part
+    is sorted by length, dealt out to its steps, and the steps are put in keyed order. Within a step rows ascend, so that
+    micro-batches are alike too. A skip costs one part.
+    """
+
+    def __init__(self, lengths: Numbers, rows_per_step: int, total_rows: int, seed: int) -> None:
+        super().__init__(len(lengths), rows_per_step, total_rows, seed)
+        self._lengths = lengths
+        self._steps = max(1, min(GROUPED_STEPS, len(lengths) // (4 * rows_per_step)))
+        self._part = lru_cache(CACHED_PARTS)(self._rows_of_part)
+
+    def rows_at(self, places: Numbers) -> Numbers:
+        row_numbers = np.empty_like(places)
+        epochs = places // self.rows
+        part_numbers = (places // self.rows_per_step - epochs * self.rows // self.rows_per_step) // self._steps
+        for epoch, part_number in np.unique(np.stack([epochs, part_numbers], axis=1), axis=0).tolist():
+            in_part = (epochs == epoch) & (part_numbers == part_number)
+            start, rows = self._part(epoch, part_number)
+            row_numbers[in_part] = rows[places[in_part] - start]
+        return row_numbers
+
+    def _rows_of_part(self, epoch: int, part_number: int) -> tuple[int, Numbers]:
+        """(first position of a part of an epoch, the rows from there on). An epoch may begin and end within a step."""
+        size, first = self.rows_per_step, epoch * self.rows
+        first_step = first // size + part_number * self._steps
+        start = max(first, first_step * size)
+        end = min(first + self.rows, (first_step + self._steps) * size)
+        rows = permute(np.arange(start, end) - first, self.rows, self.seed, epoch)
+        rows = rows[np.argsort(self._lengths[rows], kind="stable")]
+        step_of_place = np.arange(start, end) // size - first_step
+        steps = int(step_of_place[-1]) + 1
+        rank_of_step = permute(np.arange(steps), steps, derived_seed(self.seed, epoch), part_number)
+        places_by_rank = np.argsort(rank_of_step[step_of_place], kind="stable")
+        ordered_rows = np.empty_like(rows)
+        ordered_rows[places_by_rank] = rows
+        return start, ordered_rows
+
+
+def quotas(weights: Sequence[float], draws: int) -> list[int]:
+    """Draws of each weight, adding up to `draws`: rounded down, and the remaining draws go to the largest remainders."""
+    exact = np.asarray(weights, float) / np.sum(weights) * draws
+    counts = np.floor(exact).astype(np.int64)
+    counts[np.argsort(counts - exact, kind="stable")[: draws - int(counts.sum())]] += 1
+    return [int(quota) for quota in counts]

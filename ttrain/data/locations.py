@@ -1,6 +1,6 @@
-"""What a setting names as input: local files, URLs that fsspec opens, and data sets on the Hugging Face Hub.
+"""Resolve the inputs that a setting names: local files, URLs that fsspec opens, and data sets on the Hugging Face Hub.
 
-Asked by the planner, so nothing of fsspec or the Hub is imported before such a location is named.
+The planner uses this module, so fsspec and the Hub are imported only when such a location is named.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Any
 from urllib.parse import unquote
 
 from ttrain.core import redact
-from ttrain.data import hub, remote
+from ttrain.data import remote
 from ttrain.errors import UsageError
 
 LINES = (".jsonl", ".ndjson")
 PACKED = (".gz", ".zst", ".bz2", ".xz")
 ROWS = (*LINES, *(kind + packed for kind in LINES for packed in PACKED), ".parquet")  # files of many records
 TEXTS = (".txt", *(".txt" + packed for packed in PACKED))  # of one document each
-TABLES = (".json", ".csv", ".tsv")  # read only where they are named
+TABLES = (".json", ".csv", ".tsv")  # read only if they are named explicitly
 LOCAL = ("file://", "local://")
 KINDS = {
     stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket",
@@ -40,7 +40,7 @@ _logged: set[str] = set()
 
 
 def is_remote(location: str) -> bool:
-    """Whether it is a URL or lies on the Hub, instead of on this machine."""
+    """Whether the location is a URL or on the Hub, not on this machine."""
     return bool(_URL.match(location)) and not location.startswith(LOCAL)
 
 
@@ -60,52 +60,52 @@ def name(location: str) -> str:
 
 
 def version(location: str) -> str | None:
-    """What identifies the bytes behind a URL without reading them; None for a local file, whose bytes are at hand.
+    """An identifier of the bytes behind a URL, without reading them; None for a local file.
 
-    Takes a location that `expand` returned. UsageError where the server says nothing that could tell a change.
+    Takes a location that `expand` returned. Raises UsageError if the server gives nothing that would show a change.
     """
     if not is_remote(location):
         return None
-    if location.startswith(hub.PREFIX):
-        assert hub.parse(location).is_pinned, f"{location} is not a pinned file"
+    if location.startswith(remote.PREFIX):
+        assert remote.parse(location).is_pinned, f"{location} is not a pinned file"
         return location
     try:
-        found = remote.version_in(remote.info(location), location)
+        digest = remote.version_in(remote.info(location), location)
     except UsageError:
         raise
     except Exception as error:  # every file system has errors of its own
         raise UsageError(f"cannot read {redact.url(location)}: {remote.reason(error)}") from None
-    if found is None:
+    if digest is None:
         raise UsageError(
-            f"cannot tell {redact.url(location)} from a later version of it: its server gives no ETag, checksum or date; "
+            f"cannot detect changes of {redact.url(location)}: its server gives no ETag, checksum or date; "
             "download it and name the file"
         )
-    return found
+    return digest
 
 
 def expand(patterns: Sequence[str], setting: str) -> list[str]:
     """Files that the patterns name, each once: a file, a glob, or a folder, in sorted order.
 
-    A folder stands for its files that end as `ROWS`; where it has none, for those that end as `TEXTS`, so that a licence
-    or a note beside the data is no document.
+    A folder means its files that end as in `ROWS`; if it has none, those that end as in `TEXTS`, so that a licence or a
+    note beside the data is not read as a document.
     A pattern may be a URL, or `hf://owner/name[@revision][/path or glob]`: without a path the training split, always pinned
-    to a commit. UsageError where a pattern names nothing, or what cannot be read.
+    to a commit. Raises UsageError if a pattern matches nothing, or a file that cannot be read.
     """
-    found: dict[str, None] = {}
+    paths: dict[str, None] = {}
     for pattern in patterns:
         shown = redact.url(pattern)
         if redact.is_hidden(pattern):
             raise UsageError(
-                f"{setting} is '{shown}', as records show it: the secrets of a URL are not on record; "
+                f"{setting} is '{shown}', a URL as runs record it, without its secrets; "
                 f"give it again in full, with {_how_to_set(setting)}"
             )
         try:
             if not is_remote(pattern):
-                matches = _local(pattern)
-            elif pattern.startswith(hub.PREFIX):
-                matches = _on_the_hub(pattern)
+                matches = _local_files(pattern)
+            elif pattern.startswith(remote.PREFIX):
+                matches = _hub_files(pattern)
             else:
-                matches = _behind_url(pattern)
+                matches = _remote_files(pattern)
         except UsageError as error:
             raise UsageError(f"{setting} is '{shown}' but {error}") from None
         if not matches:
@@ -116,19 +116,19 @@ def expand(patterns: Sequence[str], setting: str) -> list[str]:
         for match in matches:
             if not match.isascii() and match != match.encode("utf-8", "replace").decode("utf-8"):
                 raise UsageError(f"{setting} names the file {match!r}, whose name is not UTF-8; rename it")
-        found.update(dict.fromkeys(matches))
-    return list(found)
+        paths.update(dict.fromkeys(matches))
+    return list(paths)
 
 
 def _how_to_set(setting: str) -> str:
-    """What a user writes to give a setting its value, or an argument."""
+    """What a user writes to set a setting or an argument."""
     if "." not in setting:
         return f"the whole URL as {setting}"
     return f"{setting}=URL, or TTRAIN__{setting.upper().replace('.', '__')} in the environment"
 
 
 def _missing(pattern: str) -> str:
-    """Why a pattern names nothing."""
+    """Why a pattern matches nothing."""
     if is_remote(pattern):
         return "there is no such file"
     path = local_path(pattern)
@@ -137,7 +137,7 @@ def _missing(pattern: str) -> str:
     return "there is no such file" + ("" if path.is_absolute() else f" in {Path.cwd()}")
 
 
-def _local(pattern: str) -> list[str]:
+def _local_files(pattern: str) -> list[str]:
     path = local_path(pattern)
     if path.is_dir():
         matches = sorted(_in_folder(path))
@@ -156,14 +156,14 @@ def _in_folder(root: Path) -> list[str]:
     def fail(error: OSError) -> None:
         raise UsageError(f"{error.filename} cannot be read: {error.strerror}")
 
-    found, seen = [], set()
+    paths, visited = [], set()
     for directory, folders, files in os.walk(root, onerror=fail, followlinks=True):
         real = os.path.realpath(directory)
-        folders[:] = [] if real in seen else sorted(folder for folder in folders if not folder.startswith("."))
-        if real not in seen:
-            found += [str(Path(directory) / file) for file in files if not file.startswith(".")]
-        seen.add(real)
-    return _data_files(found, str(root))
+        folders[:] = [] if real in visited else sorted(folder for folder in folders if not folder.startswith("."))
+        if real not in visited:
+            paths += [str(Path(directory) / file) for file in files if not file.startswith(".")]
+        visited.add(real)
+    return _data_files(paths, str(root))
 
 
 def _check_regular(path: str) -> None:
@@ -172,11 +172,11 @@ def _check_regular(path: str) -> None:
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from None
     if not stat.S_ISREG(mode):
-        kind = KINDS.get(stat.S_IFMT(mode), "no file")
-        raise UsageError(f"{path} is {kind}, which cannot be read twice; write what it gives to a file and name that")
+        kind = KINDS.get(stat.S_IFMT(mode), "not a regular file")
+        raise UsageError(f"{path} is {kind}, which cannot be read twice; write its output to a file and name that file")
 
 
-def _behind_url(pattern: str) -> list[str]:
+def _remote_files(pattern: str) -> list[str]:
     files, path = remote.filesystem(pattern)
     magic = re.search(r"[*[]" if remote.is_http(pattern) else r"[*?[]", path)
     files.invalidate_cache()
@@ -184,11 +184,13 @@ def _behind_url(pattern: str) -> list[str]:
         if magic:
             root = path[: path.rfind("/", 0, magic.start()) + 1]
             depth = None if "**" in path else path[len(root) :].count("/") + 1
-            wanted = _glob(path)
-            matches = [match for match in remote.retried(lambda: _listed(files, root, depth)) if wanted.match(match)]
+            path_pattern = _glob(path)
+            matches = [
+                match for match in remote.retried(lambda: _files_below(files, root, depth)) if path_pattern.match(match)
+            ]
         elif _is_folder(remote.info(pattern), pattern):
             root = path.rstrip("/") + "/"
-            listed = remote.retried(lambda: _listed(files, root, None))
+            listed = remote.retried(lambda: _files_below(files, root, None))
             shown = [match for match in listed if not _is_hidden(match.removeprefix(root))]
             matches = _data_files(shown, pattern.rstrip("/"))
         else:
@@ -200,15 +202,15 @@ def _behind_url(pattern: str) -> list[str]:
     return sorted(files.unstrip_protocol(match) for match in matches)
 
 
-def _listed(files: Any, folder: str, depth: int | None) -> list[str]:
-    """All files below a folder. fsspec's own `find` and `glob` pass over a folder that fails, and would give less data."""
-    found: list[str] = []
+def _files_below(files: Any, folder: str, depth: int | None) -> list[str]:
+    """All files below a folder. fsspec's own `find` and `glob` skip a folder that fails, and would return less data."""
+    paths: list[str] = []
     for details in files.ls(folder, detail=True):
         if details["type"] != "directory":
-            found.append(details["name"])
+            paths.append(details["name"])
         elif depth is None or depth > 1:
-            found += _listed(files, details["name"], depth and depth - 1)
-    return found
+            paths += _files_below(files, details["name"], depth and depth - 1)
+    return paths
 
 
 def _glob(pattern: str) -> re.Pattern[str]:
@@ -218,22 +220,22 @@ def _glob(pattern: str) -> re.Pattern[str]:
 
 
 def _is_folder(details: dict[str, object], location: str) -> bool:
-    """Over HTTP a folder is a page with links, and the name of none of our files."""
+    """Whether the location is a folder; over HTTP, a page of links whose name has none of our extensions."""
     is_page = details.get("mimetype") == "text/html" and not name(location).endswith((*ROWS, *TEXTS))
     return is_page or details["type"] == "directory"
 
 
-def _on_the_hub(pattern: str) -> list[str]:
-    named = hub.parse(pattern)
-    commit, files = hub.listing(named.repo, named.revision)
-    matches = _matching(files, named.path, pattern.rstrip("/"))
+def _hub_files(pattern: str) -> list[str]:
+    dataset = remote.parse(pattern)
+    commit, files = remote.listing(dataset.repo, dataset.revision)
+    matches = _matching(files, dataset.path, pattern.rstrip("/"))
     if not matches:
         shown = ", ".join(sorted(files)[:5]) or "nothing"
         raise UsageError(
-            f"there is no such file: {named.repo} holds {shown}{', ...' if len(files) > 5 else ''}; name some that end in "
-            f"{', '.join(LINES)} (packed or not) or .parquet, or try hf://{named.repo}@refs/convert/parquet"
+            f"there is no such file: {dataset.repo} holds {shown}{', ...' if len(files) > 5 else ''}; name some that end in "
+            f"{', '.join(LINES)} (packed or not) or .parquet, or try hf://{dataset.repo}@refs/convert/parquet"
         )
-    return [f"{hub.PREFIX}{named.repo}@{commit}/{match}" for match in sorted(matches)]
+    return [f"{remote.PREFIX}{dataset.repo}@{commit}/{match}" for match in sorted(matches)]
 
 
 def _matching(files: Sequence[str], path: str, location: str) -> list[str]:
@@ -249,8 +251,8 @@ def _matching(files: Sequence[str], path: str, location: str) -> list[str]:
 
 
 def _data_files(paths: Sequence[str], folder: str) -> list[str]:
-    """Of the files of a folder those that hold data: rows, or, where no file has any, texts. What looks like data and is
-    left out is logged."""
+    """The data files of a folder: files of rows, or, if there are none, texts. Files that look like data and are left out
+    are logged."""
     rows = [path for path in paths if path.endswith(ROWS)]
     texts = [path for path in paths if path.endswith(TEXTS)]
     _log_left_out([path for path in paths if path.endswith((*TABLES, *(TEXTS if rows else ())))], folder)
@@ -258,7 +260,7 @@ def _data_files(paths: Sequence[str], folder: str) -> list[str]:
 
 
 def _log_left_out(paths: Sequence[str], folder: str) -> None:
-    """A line with the numbers of files by their endings, once for a folder, which a run looks up several times."""
+    """Log the number of files per extension, once per folder, since a run looks it up several times."""
     endings = Counter(next(ending for ending in (*TEXTS, *TABLES) if path.endswith(ending)) for path in paths)
     if not endings:
         return
@@ -272,4 +274,4 @@ def _log_left_out(paths: Sequence[str], folder: str) -> None:
 
 
 def _is_hidden(path: str) -> bool:
-    return any(part.startswith(".") for part in path.split("/"))
+    return any(segment.startswith(".") for segment in path.split("/"))

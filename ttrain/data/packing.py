@@ -1,4 +1,4 @@
-"""What a row is, the rows of several sources side by side, and best-fit packing.
+"""Training rows, mixtures of rows from several sources, and best-fit packing.
 
 Letters in names: B rows of a batch, T positions of a row. A row is four arrays of length T: input ids, labels (already
 shifted: `labels[t]` is the target of position t, or IGNORE), positions (restart with each record) and segments (which
@@ -8,17 +8,21 @@ record, for the attention mask; padding is a segment of its own).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 IGNORE = -100
+
 WIDTH_STEP = 8  # widths of trimmed batches are multiples of it: tensor cores want that, and shapes stay few
+
 Array = npt.NDArray[np.int64]
+
 Counts = dict[str, int | float]
 
 
@@ -37,12 +41,12 @@ class Batch:
         return int((self.labels_BT != IGNORE).sum())
 
     def without_targets(self) -> Batch:
-        """The same rows, none of which moves the loss."""
+        """The same rows without targets, so that the loss ignores them."""
         return Batch(self.input_ids_BT, np.full_like(self.labels_BT, IGNORE), self.positions_BT, self.segments_BT)
 
 
 class Rows(ABC):
-    """A fixed number of rows, each built when asked for."""
+    """A fixed number of rows, each built on demand."""
 
     row_length: int
     pad_id: int
@@ -57,21 +61,21 @@ class Rows(ABC):
 
     @abstractmethod
     def counts(self) -> Counts:
-        """What became of the tokens, for the manifest."""
+        """Counts of rows and tokens, for the manifest."""
 
     def lengths(self) -> Array:
         """Positions of each row that hold a token, of shape [rows]."""
         return np.full(len(self), self.row_length)
 
     def width(self, rows: Collection[int]) -> int:
-        """T of a batch of these rows: `row_length`, or, where batches are trimmed, the longest row rounded up."""
+        """Width T of a batch of these rows: `row_length`, or, if batches are trimmed, the longest row rounded up."""
         if not self.trimmed or not len(rows):
             return self.row_length
         longest = int(self.lengths()[np.asarray(rows)].max())
         return min(self.row_length, -(-longest // WIDTH_STEP) * WIDTH_STEP)
 
     def batch(self, rows: Collection[int]) -> Batch:
-        """The rows with these numbers."""
+        """A batch of the rows with these numbers."""
         shape = (len(rows), self.width(rows))
         batch = Batch(
             np.full(shape, self.pad_id, np.int64),
@@ -111,20 +115,20 @@ class MixedRows(Rows):
     def counts(self) -> Counts:
         """Sums over the groups; shares and multiplicities are weighted by what they are shares of."""
         parts = [group.counts() for group in self.groups]
-        total: Counts = {name: sum(part[name] for part in parts) for name in parts[0]}
+        total: Counts = {name: sum(group_counts[name] for group_counts in parts) for name in parts[0]}
         total["row_length"] = self.row_length
-        total["fill"] = sum(part["fill"] * part["rows"] for part in parts) / max(1, total["rows"])
+        total["fill"] = sum(group_counts["fill"] * group_counts["rows"] for group_counts in parts) / max(1, total["rows"])
         if "target_multiplicity" in total:
-            distinct = sum(part["target_tokens"] / part["target_multiplicity"] for part in parts)
+            distinct = sum(group_counts["target_tokens"] / group_counts["target_multiplicity"] for group_counts in parts)
             total["target_multiplicity"] = total["target_tokens"] / distinct if distinct else 1.0
-        return total | {f"rows_of_source_{number}": part["rows"] for number, part in enumerate(parts)}
+        return total | {f"rows_of_source_{number}": group_counts["rows"] for number, group_counts in enumerate(parts)}
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Best-fit decreasing bin packing (Johnson 1973): numbers of each bin's items; the longest first, ties by number.
 
-    A bin's room is a small whole number, so open bins are kept by room, and a bit for each room that has one says where the
-    tightest fit is: 200,000 items take 0.3 s.
+    A bin's room is a small whole number, so open bins are kept by room, and a bit per room that has one shows the
+    tightest fit: 200,000 items take 0.3 s.
     """
     order = np.argsort(-np.asarray(lengths, np.int64), kind="stable").tolist()
     bins: list[list[int]] = []
@@ -143,7 +147,61 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
             room, number = capacity, len(bins)
             bins.append([])
         bins[number].append(item)
-        if left := room - length:
-            heappush(with_room[left], number)
-            rooms |= 1 << left
+        if remaining := room - length:
+            heappush(with_room[remaining], number)
+            rooms |= 1 << remaining
     return bins
+
+
+LOOK_BACK = 65_536  # tokens read at once while looking for the last marker before a row
+
+Flags = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """Pairs (from, to) of token ids; each pair is followed on its own, and what any of them masks is masked."""
+
+    pairs: tuple[tuple[int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        assert all(opens != closes for opens, closes in self.pairs), f"a region that opens and closes alike: {self.pairs}"
+
+    def __bool__(self) -> bool:
+        return bool(self.pairs)
+
+    def masked(self, ids: npt.NDArray[Any], begins: Flags, opened: Sequence[bool] | None = None) -> Flags:
+        """Which of the N tokens are not targets.
+
+        `begins[t]` says that a record begins at t. `opened` says, for each pair, whether its region is open before ids[0];
+        it matters if ids[0] continues a record.
+        """
+        mask = np.zeros(len(ids), bool)
+        for (opens, closes), was_open in zip(self.pairs, opened or [False] * len(self.pairs), strict=True):
+            closing = ids == closes
+            events = np.flatnonzero((ids == opens) | closing | begins)  # where the state may change
+            states = np.concatenate([[was_open], ids[events] == opens])
+            mask |= np.repeat(states, np.diff(events, prepend=0, append=len(ids))) | closing
+        return mask
+
+    def opened(self, read: Callable[[int, int], npt.NDArray[Any]], first: int, position: int) -> list[bool]:
+        """For each pair, whether its region is open just before `position`, in a record that begins at `first`.
+
+        `read(start, end)` gives tokens. It searches back for the last marker, so the cost grows with the distance.
+        """
+        states = []
+        for opens, closes in self.pairs:
+            end, last = position, closes
+            while end > first:
+                start = max(first, end - LOOK_BACK)
+                ids = read(start, end)
+                events = np.flatnonzero((ids == opens) | (ids == closes))
+                if len(events):
+                    last = int(ids[events[-1]])
+                    break
+                end = start
+            states.append(last == opens)
+        return states
+
+
+NO_MASKS = Intervals()

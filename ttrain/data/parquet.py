@@ -1,7 +1,7 @@
 """Parquet to JSON lines, in a child of `core.sandbox`: 355 bytes can unpack to 20 GB, and a damaged page can crash it.
 
-Pages say themselves how many values they hold, so that no figure of the footer tells beforehand what a batch takes. The
-child has a limit of memory, and what it gives is bounded by the size of the file.
+Pages state their own number of values, so no figure of the footer shows beforehand how much memory a batch takes. The
+child has a memory limit, and its output is bounded by the size of the file.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from ttrain.data import locations, streams
 from ttrain.errors import DataError
 
 SECONDS, MEMORY_BYTES = 60.0, 2 << 30  # of a batch, which takes 10 ms and some megabytes
-# What a file gives as JSON. Text packs to a tenth, and so do texts that a dictionary holds once.
-GIVEN_BYTES, GIVEN_BYTES_PER_BYTE = 64 << 20, 100
-ROW_BYTES = 64  # what a row counts for besides its JSON: a billion of one letter is work, too
+# Limit of a file's size as JSON. Text compresses to a tenth, and so do texts that a dictionary stores once.
+OUTPUT_BYTES, OUTPUT_BYTES_PER_BYTE = 64 << 20, 100
+ROW_BYTES = 64  # what a row counts for besides its JSON: a billion rows of one letter are work, too
 PIECE_BYTES = 1 << 19
-CURE = "fetch it again, or write it as JSON Lines where it is meant so"
+FIX = "fetch it again, or write it as JSON Lines if its content is intended"
 
 
 def groups(location: str) -> list[tuple[int, int]]:
     """(rows, bytes before compression) of every row group."""
-    return [(rows, size) for piece in _asked(location, None) for rows, size in orjson.loads(piece)]
+    return [(rows, size) for piece in _request(location, None) for rows, size in orjson.loads(piece)]
 
 
 def lines(location: str, first_group: int, last_group: int) -> Iterator[tuple[int, bytes]]:
@@ -40,45 +40,45 @@ def lines(location: str, first_group: int, last_group: int) -> Iterator[tuple[in
 
 
 def pieces(location: str, first_group: int, last_group: int) -> Iterator[tuple[int, bytes]]:
-    """(number of the first, rows as JSON lines without the last newline) of the same rows, some at once."""
-    with contextlib.closing(_asked(location, (first_group, last_group))) as results:
+    """(number of the first, rows as JSON lines without the last newline) of the same rows, in chunks."""
+    with contextlib.closing(_request(location, (first_group, last_group))) as results:
         for result in results:
             first, _, rows = result.partition(b"\n")
             yield int(first), rows
 
 
-def _asked(location: str, chosen: tuple[int, int] | None) -> Generator[bytes]:
+def _request(location: str, chosen: tuple[int, int] | None) -> Generator[bytes]:
     directory = None if locations.is_remote(location) else str(Path.cwd())
     try:
-        yield from _SANDBOX.stream(orjson.dumps([location, directory, chosen, GIVEN_BYTES]))
+        yield from SANDBOX.stream(orjson.dumps([location, directory, chosen, OUTPUT_BYTES]))
     except BudgetExceeded as error:
-        raise DataError(f"{location} unpacks to too much, or is corrupt: {error}; {CURE}") from None
+        raise DataError(f"{location} unpacks to too much data, or is corrupt: {error}; {FIX}") from None
     except WorkFailed as error:
         raise DataError(f"{location} is corrupt: {error}; fetch it again") from None
 
 
 def answer(request: bytes) -> Iterator[bytes]:
-    """In the child: the groups as one JSON list, or pieces of rows: the number of the first, and each on a line."""
+    """In the child: the groups as one JSON list, or chunks of rows: the number of the first row, then one row per line."""
     location, directory, chosen, given_bytes = orjson.loads(request)
     if directory is not None:
         os.chdir(directory)
     if chosen is None:
         yield orjson.dumps(streams.parquet_groups(location))
         return
-    left = given_bytes + GIVEN_BYTES_PER_BYTE * streams.parquet_bytes(location)
+    remaining_bytes = given_bytes + OUTPUT_BYTES_PER_BYTE * streams.parquet_bytes(location)
     rows, size, last = list[bytes](), 0, 0
     for last, row in streams.parquet_rows(location, *chosen):
         line = orjson.dumps(row, default=_as_json, option=orjson.OPT_PASSTHROUGH_DATETIME)
         rows.append(line)
         size += len(line) + ROW_BYTES
         if size >= PIECE_BYTES:
-            if size > left:
+            if size > remaining_bytes:
                 raise DataError(
-                    f"{location} unpacks to more than {GIVEN_BYTES_PER_BYTE} times its size plus {given_bytes >> 20} MiB, "
-                    f"at its row {last:,}; {CURE}"
+                    f"{location} unpacks to more than {OUTPUT_BYTES_PER_BYTE} times its size plus {given_bytes >> 20} MiB, "
+                    f"at its row {last:,}; {FIX}"
                 )
             yield _piece(last, rows)
-            rows, size, left = [], 0, left - size
+            rows, size, remaining_bytes = [], 0, remaining_bytes - size
     if rows:
         yield _piece(last, rows)
 
@@ -88,14 +88,14 @@ def _piece(last: int, rows: list[bytes]) -> bytes:
 
 
 def _as_json(value: object) -> object:
-    """What a column of parquet holds and JSON does not know: text as bytes is text, the rest is none."""
+    """Convert a parquet value that JSON lacks: bytes in UTF-8 become text, anything else an object with its type."""
     if isinstance(value, bytes):
         with contextlib.suppress(UnicodeDecodeError):
             return value.decode("utf-8")
     return {"type": type(value).__name__}
 
 
-_SANDBOX = Sandbox(
+SANDBOX = Sandbox(
     answer,
     seconds=SECONDS,
     seconds_per_result=SECONDS,

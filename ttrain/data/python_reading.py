@@ -1,4 +1,4 @@
-"""Reads what this Python says about itself: the library's sources, its C modules, the language reference."""
+"""Read the documentation of this Python: the library's sources, its C modules, the language reference."""
 
 from __future__ import annotations
 
@@ -13,24 +13,29 @@ import sys
 import sysconfig
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 
-from ttrain.data.python_items import Item
 from ttrain.errors import UsageError
 
 # Not the library itself, or (pydoc_data) read elsewhere.
 SKIPPED_FOLDERS = {"test", "tests", "site-packages", "dist-packages", "__pycache__", "pydoc_data"}
+
 SKIPPED_FOLDERS |= {"idlelib", "turtledemo", "lib-dynload"}
-SKIPPED_EXTENSIONS = {"_tkinter", "readline"}  # their import reaches for a display or the terminal
+
+SKIPPED_EXTENSIONS = {"_tkinter", "readline"}  # importing them accesses a display or the terminal
 
 
-def read_python(progress: Callable[[int, int], None], with_code: bool) -> tuple[list[Item], dict[str, list[str]], int]:
+def read_python(
+    progress: Callable[[int, int], None], with_code: bool
+) -> tuple[list[DocumentedItem], dict[str, list[str]], int]:
     """All items, the source code by modules, and the number of files that could not be parsed."""
     root = Path(sysconfig.get_path("stdlib"))
     files = list(source_files(root))
     if not files:
         raise UsageError(f"{root} has no modules of the standard library to read; data.pretrain needs files of your own")
-    items: dict[tuple[str, str], Item] = {}
+    items: dict[tuple[str, str], DocumentedItem] = {}
     code: dict[str, list[str]] = {}
     unreadable = 0
     for done, path in enumerate(files, 1):
@@ -62,26 +67,26 @@ def source_files(root: Path) -> Iterator[Path]:
                 yield path
 
 
-def items_of(tree: ast.Module, module: str) -> Iterator[Item]:
+def items_of(tree: ast.Module, module: str) -> Iterator[DocumentedItem]:
     """The module, its classes, functions and methods, with or without docstring, in source order."""
     members = tuple(name for name in definitions(tree) if not name.startswith("_"))
-    yield Item("docstring", module, "", "module", "", clean(ast.get_docstring(tree, clean=False)), members=members)
+    yield DocumentedItem("docstring", module, "", "module", "", clean(ast.get_docstring(tree, clean=False)), members=members)
     yield from members_of(tree, module, "")
 
 
 def definitions(parent: ast.AST) -> dict[str, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
-    """Functions and classes of a body by name, those under `if` and `try` among them; of several the first."""
-    found: dict[str, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef] = {}
+    """Functions and classes of a body by name, including those under `if` and `try`; the first of each name."""
+    nodes_by_name: dict[str, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef] = {}
     for node in ast.iter_child_nodes(parent):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found.setdefault(node.name, node)
+            nodes_by_name.setdefault(node.name, node)
         elif isinstance(node, ast.If | ast.Try):
             for name, inner in definitions(node).items():
-                found.setdefault(name, inner)
-    return found
+                nodes_by_name.setdefault(name, inner)
+    return nodes_by_name
 
 
-def members_of(parent: ast.AST, module: str, prefix: str) -> Iterator[Item]:
+def members_of(parent: ast.AST, module: str, prefix: str) -> Iterator[DocumentedItem]:
     for name, node in definitions(parent).items():
         qualname, doc = prefix + name, clean(ast.get_docstring(node, clean=False))
         if isinstance(node, ast.ClassDef):
@@ -90,18 +95,20 @@ def members_of(parent: ast.AST, module: str, prefix: str) -> Iterator[Item]:
             signature = signature_of(start, bound=True) if isinstance(start, ast.FunctionDef) else ""
             public = tuple(method for method in methods if not method.startswith("_"))
             bases = tuple(ast.unparse(base) for base in node.bases)
-            yield Item("docstring", module, qualname, "class", signature, doc, bases, public)
+            yield DocumentedItem("docstring", module, qualname, "class", signature, doc, bases, public)
             yield from members_of(node, module, qualname + ".")
         elif doc:
             decorators = {ast.unparse(decorator).rpartition(".")[2] for decorator in node.decorator_list}
             if decorators & {"property", "cached_property", "setter", "deleter"}:
-                yield Item("docstring", module, qualname, "attribute", "", doc)
+                yield DocumentedItem("docstring", module, qualname, "attribute", "", doc)
             else:
-                yield Item("docstring", module, qualname, "method" if prefix else "function", signature_of(node), doc)
+                yield DocumentedItem(
+                    "docstring", module, qualname, "method" if prefix else "function", signature_of(node), doc
+                )
 
 
 def signature_of(node: ast.FunctionDef | ast.AsyncFunctionDef, bound: bool = False) -> str:
-    """Parameters as in the source; without the first one where `bound`."""
+    """Parameters as in the source; without the first one if `bound`."""
     parameters = ast.unparse(node.args)
     if bound:
         parameters = re.sub(r"^\w+(, /)?(, )?", "", parameters)
@@ -122,8 +129,8 @@ def plain(text: str) -> str:
 def print_runtime_docs(skipped: list[str]) -> None:
     """Print what the C modules document, as JSON rows: module, qualname, kind, signature, docstring.
 
-    Runs in a Python of its own, sent there as source text: it sees no patches, no shadowing files, no site-packages,
-    and a module's import cannot reach the process that asks.
+    Runs in a separate Python, which gets this function as source text: it has no patches, no shadowing files, no
+    site-packages, and importing a module there cannot affect this process.
     """
     import importlib
     import json
@@ -155,16 +162,16 @@ def print_runtime_docs(skipped: list[str]) -> None:
                 add(home, name, "function", thing)
             elif isinstance(thing, type):
                 add(home, name, "class", thing)
-                for part, member in sorted(vars(thing).items()):
+                for member_name, member in sorted(vars(thing).items()):
                     if isinstance(member, (*callables, staticmethod)):
-                        add(home, f"{name}.{part}", "method", getattr(thing, part))
+                        add(home, f"{name}.{member_name}", "method", getattr(thing, member_name))
                     elif isinstance(member, types.GetSetDescriptorType | types.MemberDescriptorType):
-                        add(home, f"{name}.{part}", "attribute", member)
+                        add(home, f"{name}.{member_name}", "attribute", member)
     sys.stdout.write(json.dumps(rows))
 
 
-def runtime_items() -> list[Item]:
-    """Built-ins and C modules; `posix` goes by the name of `os`, from where it is used."""
+def runtime_items() -> list[DocumentedItem]:
+    """Items of built-ins and C modules; `posix` is named `os`, through which it is used."""
     program = f"from __future__ import annotations\nimport importlib.util\n{inspect.getsource(print_runtime_docs)}\n"
     program += f"print_runtime_docs({sorted(SKIPPED_EXTENSIONS)!r})"
     command = [sys.executable, "-I", "-S", "-W", "ignore", "-c", program]
@@ -173,11 +180,11 @@ def runtime_items() -> list[Item]:
     for module, qualname, kind, raw_signature, doc in rows:
         signature = "" if "<" in raw_signature else re.sub(r"^\(\$\w+(, /)?(, )?", "(", raw_signature)
         home = "os" if module in ("posix", "nt") else module
-        items.append(Item("docstring", home, qualname, kind, signature, clean(doc)))
+        items.append(DocumentedItem("docstring", home, qualname, kind, signature, clean(doc)))
     return items
 
 
-def reference_items(root: Path) -> list[Item]:
+def reference_items(root: Path) -> list[DocumentedItem]:
     """The language reference by paragraphs, the longest topic first: short topics are mostly excerpts of long ones."""
     path = root / "pydoc_data" / "topics.py"
     if not path.is_file():
@@ -186,14 +193,14 @@ def reference_items(root: Path) -> list[Item]:
     topics: dict[str, str] = next(ast.literal_eval(node.value) for node in tree.body if isinstance(node, ast.Assign))
     order = sorted(topics, key=lambda topic: (-len(topics[topic]), topic))
     return [
-        Item("reference", topic, str(number), "topic", "", paragraph)
+        DocumentedItem("reference", topic, str(number), "topic", "", paragraph)
         for topic in order
         for number, paragraph in enumerate(clean_paragraphs(topics[topic]))
     ]
 
 
 def clean_paragraphs(text: str) -> list[str]:
-    return [part.strip("\n") for part in re.split(r"\n{2,}", plain(text)) if part.strip()]
+    return [paragraph.strip("\n") for paragraph in re.split(r"\n{2,}", plain(text)) if paragraph.strip()]
 
 
 def code_pieces(tree: ast.Module, source: str) -> Iterator[str]:
@@ -202,3 +209,60 @@ def code_pieces(tree: ast.Module, source: str) -> Iterator[str]:
     for node in definitions(tree).values():
         first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
         yield "\n".join(lines[first - 1 : node.end_lineno])
+
+
+# Modules that repeat another module's documentation under an unrelated name.
+TWINS = {"collections_abc": "collections", "weakrefset": "weakref", "strptime": "time", "thread": "threading"}
+
+TWINS |= {"threading_local": "threading", "elementtree": "xml", "pyexpat": "xml", "lsprof": "profile"}
+
+TWINS |= {"cProfile": "profile", "sre_compile": "re", "sre_parse": "re", "sre_constants": "re", "sre": "re"}
+
+TWINS |= dict.fromkeys(("posix", "nt", "posixpath", "ntpath", "genericpath"), "os")
+
+TWINS |= dict.fromkeys(("md5", "sha1", "sha2", "sha3", "sha256", "sha512", "blake2"), "hashlib")
+
+
+@dataclass(frozen=True)
+class DocumentedItem:
+    """A documented object of a module, or one paragraph of a topic of the language reference."""
+
+    origin: str  # "docstring" or "reference"
+    module: str  # dotted; for the reference the topic
+    qualname: str  # within the module; empty for the module itself
+    kind: str  # module, class, function, method, attribute or topic
+    signature: str  # "(text, width=70)", or empty where none is known
+    doc: str
+    bases: tuple[str, ...] = ()
+    members: tuple[str, ...] = ()  # public methods of a class, public functions and classes of a module
+
+    @property
+    def name(self) -> str:
+        """The name as a program would write it."""
+        builtin = self.module == "builtins" and self.qualname != ""
+        return self.qualname if builtin else f"{self.module}.{self.qualname}".strip(".")
+
+    @property
+    def group(self) -> str:
+        """The unit of the held-out split: the top-level module with its twins, or the topic."""
+        return group_of(self.module) if self.origin == "docstring" else f"topic {self.module}"
+
+    @property
+    def public(self) -> bool:
+        return self.origin == "docstring" and not any(name_part.startswith("_") for name_part in self.name.split("."))
+
+
+def group_of(module: str) -> str:
+    """The top-level module without the marks of a C or Python twin: `_heapq` is `heapq`, `_pydecimal` is `decimal`."""
+    top = re.sub(r"^_(py)?_*", "", module.partition(".")[0])
+    return TWINS.get(top, top)
+
+
+def order(text: str) -> bytes:
+    """Sort key of a name in a shuffled list."""
+    return sha256(text.encode()).digest()
+
+
+def pick(text: str, choices: int) -> int:
+    """A number below `choices` that depends on the text only."""
+    return int.from_bytes(order(text)[:8], "big") % choices

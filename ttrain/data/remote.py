@@ -1,30 +1,41 @@
-"""Files behind a URL, through fsspec: read on after a broken connection, and told from a later version of themselves."""
+"""Read files behind a URL through fsspec: resume after a broken connection, and detect changes by version."""
 
 from __future__ import annotations
 
 import io
+import os
+import re
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import unquote
 
 from ttrain.core import redact
+from ttrain.core.files import read_json, write_json
 from ttrain.core.hashing import digest_of
 from ttrain.errors import DataError, TTrainError, UsageError
 
 T = TypeVar("T")
+
 PAUSES_SECONDS = (1.0, 2.0, 4.0)
-CONNECT_SECONDS, SILENCE_SECONDS = 20, 60  # aiohttp itself would end a download after 300 s, however well it goes
-PASSING_STATUS = (408, 425, 429)  # timeout, too early, too many requests; and every 5xx
-# How file systems call what identifies the bytes, and when they last changed; in lower case, without - and _.
+
+CONNECT_SECONDS, SILENCE_SECONDS = 20, 60  # aiohttp itself would end any download after 300 s
+
+TRANSIENT_STATUS = (408, 425, 429)  # timeout, too early, too many requests; and every 5xx
+# Names that file systems give to identifiers of the bytes, and to times of change; in lower case, without - and _.
 CHECKSUMS = (
     "etag", "md5hash", "contentmd5", "md5checksum", "contenthash", "digest", "crc32c", "sha", "versionid", "generation",
 )  # fmt: skip
+
 TIMES = ("lastmodified", "mtime", "modified", "updated", "modificationtime", "modify", "lastwritetime", "created")
-_LASTING = (
+
+_PERMANENT_ERRORS = (
     TTrainError, FileNotFoundError, PermissionError, IsADirectoryError,
     ImportError, ValueError, TypeError, NotImplementedError,
 )  # fmt: skip
-
 
 RUNS_CODE = frozenset({"dask"})  # protocols whose servers are sent pickles, and answer with some
 
@@ -35,7 +46,7 @@ def is_http(location: str) -> bool:
 
 
 def filesystem(location: str) -> tuple[Any, str]:
-    """(the file system, the path there). UsageError where the protocol is unknown, refused, or its package is missing."""
+    """(the file system, the path there). Raises UsageError if the protocol is unknown, refused, or lacks its package."""
     from fsspec.core import url_to_fs
 
     for link in location.split("::"):
@@ -46,19 +57,19 @@ def filesystem(location: str) -> tuple[Any, str]:
     if is_http(location):
         import aiohttp
 
-        # The bytes as they are stored: what a server packs by itself would count neither in its ranges nor in its ETag.
+        # The bytes as they are stored: a server's own compression would count neither in its ranges nor in its ETag.
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=SILENCE_SECONDS)
         client = {"timeout": timeout, "auto_decompress": False, "trust_env": True}
         options = {"client_kwargs": client, "headers": {"Accept-Encoding": "identity"}}
     try:
-        found: tuple[Any, str] = url_to_fs(location, **options)
+        opened: tuple[Any, str] = url_to_fs(location, **options)
     except Exception as error:  # an unknown protocol, a missing package, or missing credentials of that package
-        raise UsageError(f"nothing can open {redact.url(location)}: {reason(error)}") from None
-    return found
+        raise UsageError(f"cannot open {redact.url(location)}: {reason(error)}") from None
+    return opened
 
 
 def info(location: str) -> dict[str, Any]:
-    """What the file system tells about a file now, not from its memory. Raises its errors, FileNotFoundError among them."""
+    """Current details of a file, not from the file system's cache. Raises its errors, such as FileNotFoundError."""
     files, path = filesystem(location)
 
     def ask() -> dict[str, Any]:
@@ -69,10 +80,10 @@ def info(location: str) -> dict[str, Any]:
 
 
 def version_in(details: Mapping[str, Any], location: str) -> str | None:
-    """Digest of what tells this file from a later one at the same place; None where the details hold no such thing.
+    """Digest that changes with the content of the file; None if the details have no checksum or time.
 
-    The place is part of it, since an ETag means something there only (nginx makes it of time and size). It is the same place
-    after a signature or a password was renewed.
+    The location is part of it, since an ETag is unique there only (nginx makes it from time and size). A renewed signature
+    or password does not change the location.
     """
     values = {name.lower().replace("-", "").replace("_", ""): value for name, value in details.items() if value}
     size = values.get("size", 0)
@@ -83,26 +94,26 @@ def version_in(details: Mapping[str, Any], location: str) -> str | None:
 
 
 def retried(call: Callable[[], T]) -> T:
-    """The call's result; it is made again after each of `PAUSES_SECONDS` where what went wrong may pass."""
+    """The call's result; after a transient error it is retried after each of `PAUSES_SECONDS`."""
     pauses = iter(PAUSES_SECONDS)
     while True:
         try:
             return call()
         except Exception as error:  # every file system has errors of its own
-            real, pause = _real(error), next(pauses, None)
-            if pause is None or not _may_pass(real):
+            real, pause = _root_error(error), next(pauses, None)
+            if pause is None or not _is_transient(real):
                 raise real from None
         time.sleep(pause)
 
 
 def status_of(error: BaseException) -> int | None:
-    """The HTTP status with which a server answered, where it did."""
+    """The HTTP status of a server's error response, if there was one."""
     status = getattr(error, "status", None) or getattr(getattr(error, "response", None), "status_code", None)
     return status if isinstance(status, int) else None
 
 
 def reason(error: BaseException) -> str:
-    """One line that says what went wrong, without the secrets of URLs in it."""
+    """A one-line message for the error, without secrets of URLs."""
     if isinstance(error, FileNotFoundError) or status_of(error) in (404, 410):
         return "there is no such file"
     if status_of(error) and hasattr(error, "message"):
@@ -116,29 +127,29 @@ def is_missing(error: BaseException) -> bool:
     return isinstance(error, FileNotFoundError) or status_of(error) in (404, 410)
 
 
-def _real(error: Exception) -> Exception:
-    """fsspec calls a file missing whatever went wrong with an HTTP server, and keeps the true error as the cause."""
+def _root_error(error: Exception) -> Exception:
+    """The underlying error: fsspec reports any error of an HTTP server as a missing file, with the true one as its cause."""
     hidden = isinstance(error, FileNotFoundError) and isinstance(error.__cause__, Exception)
     return error.__cause__ if hidden else error  # type: ignore[return-value]
 
 
-def _may_pass(error: Exception) -> bool:
+def _is_transient(error: Exception) -> bool:
     status = status_of(error)
     if status is not None:
-        return status >= 500 or status in PASSING_STATUS
-    return not isinstance(error, _LASTING)
+        return status >= 500 or status in TRANSIENT_STATUS
+    return not isinstance(error, _PERMANENT_ERRORS)
 
 
 class RemoteFile(io.RawIOBase):
-    """A remote file, taken up where its connection broke; over HTTP read by one request until something seeks.
+    """A remote file, resumed after a broken connection; over HTTP read by one request until something seeks.
 
-    With `in_parts`, what is read is asked for and nothing ahead of it. Reading raises DataError, which names the location.
+    With `in_parts`, only the requested bytes are read, nothing ahead. Reading raises DataError, which names the location.
     """
 
     def __init__(self, location: str, *, in_parts: bool = False) -> None:
         self._location, self._shown = location, redact.url(location)
         self._files, self._path = filesystem(location)
-        details = self._told(lambda: info(location))
+        details = self._with_data_errors(lambda: info(location))
         if details.get("type") == "directory":
             raise DataError(f"cannot read {redact.url(location)}: it is a folder, not a file")
         self._size: int | None = details.get("size")
@@ -160,25 +171,25 @@ class RemoteFile(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         if whence == io.SEEK_END and self._size is None:
-            raise DataError(f"cannot read {self._shown}: its server does not tell its size; download it first")
+            raise DataError(f"cannot read {self._shown}: its server does not report its size; download it first")
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size or 0}[whence]
         if base + offset != self._position and self._front_to_back:
             self._front_to_back = False
-            self._let_go()
+            self._close_file()
         self._position = base + offset
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        data = self._told(lambda: retried(lambda: self._read(len(buffer))))
+        data = self._with_data_errors(lambda: retried(lambda: self._read(len(buffer))))
         buffer[: len(data)] = data
         self._position += len(data)
         return len(data)
 
     def close(self) -> None:
-        self._let_go()
+        self._close_file()
         super().close()
 
-    def _told(self, call: Callable[[], T]) -> T:
+    def _with_data_errors(self, call: Callable[[], T]) -> T:
         try:
             return call()
         except TTrainError:
@@ -193,33 +204,172 @@ class RemoteFile(io.RawIOBase):
             if not self._front_to_back:
                 self._file.seek(self._position)
             return bytes(self._file.read(size))
-        except ValueError:  # so fsspec says that a server answers with the whole file, whatever part is asked for
+        except ValueError:  # fsspec's error for a server that always answers with the whole file
             raise DataError(f"cannot read {self._shown}: its server gives whole files only; download it first") from None
         except Exception:
-            self._let_go()
+            self._close_file()
             raise
 
     def _opened(self) -> Any:
-        self._check_it_is_the_same()
+        self._check_version()
         return self._files.open(self._path, "rb", **({"cache_type": "none"} if self._in_parts else {}))
 
     def _stream(self) -> Any:
-        """The rest of the file in one answer, whether or not the server can leave out what is read already."""
-        self._check_it_is_the_same()
-        rest = {"headers": {**self._files.kwargs["headers"], "Range": f"bytes={self._position}-"}} if self._position else {}
-        size = self._size or 1  # any, so that it does not ask the server again
-        file = self._files.open(self._path, "rb", block_size=0, size=size, **rest)
+        """Open the rest of the file as one response, also if the server does not support ranges."""
+        self._check_version()
+        range_options = (
+            {"headers": {**self._files.kwargs["headers"], "Range": f"bytes={self._position}-"}} if self._position else {}
+        )
+        size = self._size or 1  # any number, so that fsspec does not request it again
+        file = self._files.open(self._path, "rb", block_size=0, size=size, **range_options)
         missing = self._position if file.r.status != 206 else 0
         while missing and (data := file.read(min(missing, io.DEFAULT_BUFFER_SIZE))):
             missing -= len(data)
         return file
 
-    def _check_it_is_the_same(self) -> None:
+    def _check_version(self) -> None:
         if self._was_open and version_in(info(self._location), self._location) != self._version:
             raise DataError(f"{self._shown} changed while it was read; run the same command again")
         self._was_open = True
 
-    def _let_go(self) -> None:
+    def _close_file(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+PREFIX = "hf://"
+
+TIMEOUT_SECONDS = 10.0
+
+FORM = "write hf://owner/name, hf://owner/name@revision or hf://owner/name/path, where the path may be a glob"
+# `datasets/` is how fsspec and pandas spell it. Revisions with a slash are those of converted files and of pull requests.
+_LOCATION = re.compile(r"hf://(?:datasets/)?([\w.-]+/[\w.-]+)(?:@(refs/(?:convert|pr)/[^/]+|[^/]+))?(?:/(.*))?", re.DOTALL)
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+@dataclass(frozen=True)
+class HubLocation:
+    """A parsed `hf://` location. An empty path is the whole data set; no revision is its main branch."""
+
+    repo: str
+    revision: str | None
+    path: str
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether the location is one file of one commit, which never changes."""
+        return bool(self.path and self.revision and _COMMIT.fullmatch(self.revision))
+
+
+def parse(location: str) -> HubLocation:
+    """Parse `hf://...`. Raises UsageError if it has another form."""
+    match = _LOCATION.fullmatch(location)
+    if match is None:
+        raise UsageError(f"it is not the name of a data set on the Hub; {FORM}")
+    repo, revision, path = match.groups()
+    return HubLocation(repo, unquote(revision) if revision else None, (path or "").strip("/"))
+
+
+@cache
+def listing(repo: str, revision: str | None) -> tuple[str, tuple[str, ...]]:
+    """(commit, paths of all its files), requested once per process, so that a whole run uses the same commit.
+
+    If the Hub cannot be reached, taken from its cache. Raises UsageError if the cache lacks the revision too.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
+
+    api = HfApi()
+    try:
+        commit = str(api.dataset_info(repo, revision=revision, timeout=TIMEOUT_SECONDS).sha)
+        files = tuple(api.list_repo_files(repo, repo_type="dataset", revision=commit))
+    except GatedRepoError:
+        link = f"{api.endpoint}/datasets/{repo}"
+        raise UsageError(f"{repo} is gated; accept its conditions at {link} and log in with `hf auth login`") from None
+    except RepositoryNotFoundError:
+        raise UsageError(f"the Hub shows no data set {repo}; correct its name, or log in with `hf auth login`") from None
+    except RevisionNotFoundError:
+        raise UsageError(f"{repo} has no branch, tag or commit '{revision}'; correct it, or leave it out") from None
+    except HFValidationError:
+        raise UsageError(f"the Hub does not allow this name; {FORM}") from None
+    except Exception as error:  # of requests, httpx or httpx2, by version; or invalid JSON from a captive portal
+        if 400 <= (status_of(error) or 500) < 500:
+            raise UsageError(f"the Hub refuses {repo}: {reason(error)}") from None
+        cached = _cached_listing(repo, revision)
+        if cached is None:
+            raise UsageError(
+                f"the Hub cannot be reached ({reason(error)}) and its cache does not hold {repo}; "
+                f"connect, or fetch it elsewhere with `hf download --repo-type dataset {repo}` and copy the cache"
+            ) from None
+        return cached
+    _cache_listing(repo, revision, commit, files)
+    return commit, files
+
+
+def fetch(location: str) -> Path:
+    """Local path of a pinned file, downloaded into the cache if missing. Raises DataError if it cannot be fetched."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    hub_location = parse(location)
+    assert hub_location.is_pinned, f"{location} is not a pinned file: what names inputs goes through locations.expand"
+
+    def download() -> str:
+        try:
+            return str(
+                hf_hub_download(hub_location.repo, hub_location.path, repo_type="dataset", revision=hub_location.revision)
+            )
+        except LocalEntryNotFoundError as error:  # the library has retried by itself, unless it is configured not to
+            cause = error.__cause__ or error
+            download_arguments = f"{hub_location.repo} {hub_location.path} --revision {hub_location.revision}"
+            raise DataError(
+                f"cannot read {location}: it is not in the cache of the Hub, which cannot be reached ({reason(cause)}); "
+                f"connect, unset HF_HUB_OFFLINE, or run `hf download --repo-type dataset {download_arguments}`"
+            ) from None
+
+    try:
+        return Path(retried(download))
+    except DataError:
+        raise
+    except Exception as error:
+        raise DataError(f"cannot read {location}: {reason(error)}") from None
+
+
+def _cached_listing(repo: str, revision: str | None) -> tuple[str, tuple[str, ...]] | None:
+    """(commit, paths) from the cache: the stored listing of the commit, else the files that are in the cache."""
+    ref = _folder(repo) / "refs" / (revision or "main")
+    commit = ref.read_text(encoding="utf-8").strip() if ref.is_file() else revision or ""
+    if not _COMMIT.fullmatch(commit):
+        return None
+    snapshot = _folder(repo) / "snapshots" / commit
+    lying = ((Path(at) / name).relative_to(snapshot).as_posix() for at, _, names in os.walk(snapshot) for name in names)
+    files = read_json(_listing_path(repo, commit)) or sorted(lying)
+    return (commit, tuple(files)) if files else None
+
+
+def _cache_listing(repo: str, revision: str | None, commit: str, files: tuple[str, ...]) -> None:
+    """Store the commit of the revision and its listing in the cache, for use without a network.
+
+    A download by commit stores no listing, so a partly downloaded commit would be taken for complete.
+    """
+    ref, listing_path = _folder(repo) / "refs" / (revision or "main"), _listing_path(repo, commit)
+    try:
+        listing_path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(listing_path, files)
+        if revision != commit:
+            ref.parent.mkdir(parents=True, exist_ok=True)
+            ref.write_text(commit, encoding="utf-8")
+    except OSError:
+        return  # a shared read-only cache works too
+
+
+def _listing_path(repo: str, commit: str) -> Path:
+    return _folder(repo) / "ttrain" / f"{commit}.json"
+
+
+def _folder(repo: str) -> Path:
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return Path(HF_HUB_CACHE) / f"datasets--{repo.replace('/', '--')}"

@@ -1,8 +1,8 @@
-"""Shards: Arrow IPC streams of token ids, memory-mapped; `index.json` beside them holds counts, digests and the tokenizer.
+"""Shards: memory-mapped Arrow IPC streams of token ids; `index.json` beside them has counts, digests and the tokenizer.
 
 Columns: `tokens: large_list<uint16 or uint32>`, for chats also `live: large_list<uint8>`, the loss mask. The stream format
-is the one that `datasets.Dataset.from_file` opens. Opening a set reads its index and nothing else: a shard is mapped, and
-its offsets are read, when one of its rows is asked for.
+is the one that `datasets.Dataset.from_file` opens. Opening a set reads its index only: a shard is mapped, and its
+offsets are read, when one of its rows is requested.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ class Column:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
-    def select(self, wanted: npt.NDArray[np.bool_]) -> Column:
-        """The wanted records alone; `wanted` has one flag a record."""
+    def select(self, selected: npt.NDArray[np.bool_]) -> Column:
+        """The selected records alone; `selected` has one flag per record."""
         lengths = np.diff(self.offsets)
-        flags = np.repeat(wanted, lengths)
-        offsets = np.concatenate([[0], np.cumsum(lengths[wanted])]).astype(np.int64)
+        flags = np.repeat(selected, lengths)
+        offsets = np.concatenate([[0], np.cumsum(lengths[selected])]).astype(np.int64)
         return Column(self.tokens[flags], offsets, None if self.live is None else self.live[flags])
 
 
 def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.uint32]:
-    """The smallest that holds every id."""
+    """The smallest type that can hold every id."""
     return np.uint16 if vocab_size <= 1 << 16 else np.uint32
 
 
@@ -83,10 +83,10 @@ def write_shard(path: Path, column: Column, vocab_size: int) -> dict[str, Any]:
 
 
 def write_files(files: Sequence[tuple[Path, Any]]) -> None:
-    """Write files of a kind that must be whole: under temporary names, fsynced, then renamed in their order.
+    """Write files atomically: under temporary names, fsynced, then renamed in their order.
 
-    All are written before the first is synced, since each sync of a journalled file system waits for what others write too:
-    one after the other, two workers were idle for a third of their time.
+    All are written before the first is synced, since each sync of a journalled file system also waits for other writers:
+    when files were synced one by one, two workers were idle for a third of their time.
     """
     temporary = [path.with_name(f".{path.name}.{os.getpid()}.tmp") for path, _ in files]
     with contextlib.ExitStack() as stack:
@@ -101,7 +101,7 @@ def write_files(files: Sequence[tuple[Path, Any]]) -> None:
 
 
 def read_shard(path: Path) -> Column:
-    """The records of one shard, as views into the mapped file. Raises ArtifactError where it is damaged."""
+    """The records of one shard, as views into the mapped file. Raises ArtifactError if it is damaged."""
     try:
         with path.open("rb") as file:  # pa.memory_map would ask for all of the file to be read ahead
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -115,9 +115,9 @@ def read_shard(path: Path) -> Column:
 
 
 def write_index(
-    directory: Path, *, kind: str, vocab_size: int, tokenizer: str, shards: Sequence[dict[str, Any]], **more: object
+    directory: Path, *, kind: str, vocab_size: int, tokenizer: str, shards: Sequence[dict[str, Any]], **extra_fields: object
 ) -> dict[str, Any]:
-    """Write what makes shards a set; returns it. Each entry has file, rows, tokens, live_tokens, bytes, sha256, group."""
+    """Write and return the index of a set. Each entry has file, rows, tokens, live_tokens, bytes, sha256, group."""
     totals = {name: sum(shard[name] for shard in shards) for name in COUNTED}
     index = {
         "format": FORMAT,
@@ -126,7 +126,7 @@ def write_index(
         "vocab_size": vocab_size,
         "tokenizer": tokenizer,
         "shards": list(shards),
-        **more,
+        **extra_fields,
     }
     write_json(directory / INDEX, index)
     return index
@@ -137,23 +137,23 @@ def _large_list(offsets: Offsets, values: Ids) -> pa.Array:
 
 
 def _array(values: Ids) -> pa.Array:
-    """Numbers as an Arrow array that shares their memory. `pa.array` would import pandas, 0.3 s in every worker."""
+    """An Arrow array that shares the memory of the numbers. `pa.array` would import pandas, 0.3 s in every worker."""
     buffer = pa.py_buffer(np.ascontiguousarray(values))
     return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, buffer])
 
 
 def _view(array: pa.Array) -> Ids:
-    """Numbers of an Arrow array as a view. `np.asarray` would import pandas."""
+    """A numpy view of an Arrow array. `np.asarray` would import pandas."""
     kind = "i" if pa.types.is_signed_integer(array.type) else "u"
     values = np.frombuffer(array.buffers()[1] or b"", f"<{kind}{array.type.bit_width // 8}")
     return values[array.offset : array.offset + len(array)]
 
 
 class ShardSet:
-    """All records of a directory of shards, memory-mapped; nothing is read until it is asked for."""
+    """All records of a directory of shards, memory-mapped and read on demand."""
 
     def __init__(self, directory: Path, tokenizer: str | None = None, *, group: int | None = None) -> None:
-        """Raises ArtifactError where the index is missing or the shards were made with another tokenizer."""
+        """Raises ArtifactError if the index is missing or the shards were made with another tokenizer."""
         index = read_json(directory / INDEX)
         if not isinstance(index, dict) or index.get("format") != FORMAT:
             raise ArtifactError(f"{directory} holds no shards: {INDEX} is missing, damaged or of another version")
@@ -179,19 +179,19 @@ class ShardSet:
 
     @property
     def weights(self) -> list[float]:
-        """Weight of each source, where they are mixed by weight; else empty."""
+        """Weight of each source if they are mixed by weight; else empty."""
         return list(self.index.get("weights") or ())
 
     @cached_property
     def lengths(self) -> npt.NDArray[np.int64]:
         """Tokens of each record; reads the offsets of every shard."""
         self._verify(self._shards)
-        found = [np.diff(self._column(number).offsets) for number in range(len(self._shards))]
-        return np.concatenate(found) if found else np.zeros(0, np.int64)
+        shard_lengths = [np.diff(self._column(number).offsets) for number in range(len(self._shards))]
+        return np.concatenate(shard_lengths) if shard_lengths else np.zeros(0, np.int64)
 
     @cached_property
     def starts(self) -> npt.NDArray[np.int64]:
-        """Place of each record's first token in the stream of all; one more than there are records."""
+        """Position of each record's first token in the stream of all records, and the end of the last."""
         return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.lengths)])
 
     def row(self, number: int) -> tuple[Ids, Ids | None]:
@@ -215,7 +215,7 @@ class ShardSet:
         return np.concatenate(pieces).astype(np.int64) if pieces else np.zeros(0, np.int64)
 
     def documents(self, start: int, end: int) -> tuple[Offsets, Offsets, Offsets]:
-        """(number, place of the first token, places in the range) of each record of the stream from `start` to `end`."""
+        """(number, position of the first token, tokens in the range) of each record of the stream from `start` to `end`."""
         numbers, firsts, counts = [], [], []
         for column, low, high, first_row, first_token in self._spans(start, end):
             offsets = column.offsets
@@ -232,28 +232,28 @@ class ShardSet:
         return np.concatenate(numbers), np.concatenate(firsts), np.concatenate(counts)
 
     def document_starts(self, start: int, end: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """(number, place of the first token) of the record at each place of the stream from `start` to `end`."""
+        """(number, position of the first token) of the record at each position of the stream from `start` to `end`."""
         numbers, firsts, counts = self.documents(start, end)
         return numbers.repeat(counts), firsts.repeat(counts)
 
     def _spans(self, start: int, end: int) -> list[tuple[Column, int, int, int, int]]:
-        """(records, first and last token in them, number of their first record, place of their first token) of a range."""
-        found = []
+        """(records, first and last token in them, number of their first record, offset of their first token) of a range."""
+        spans = []
         which = bisect_right(self._first_token, start) - 1
         while start < end:
             first = self._first_token[which]
             high = min(end, self._first_token[which + 1])
             if high > start:
-                found.append((self._column(which), start - first, high - first, self._first_row[which], first))
+                spans.append((self._column(which), start - first, high - first, self._first_row[which], first))
             start, which = max(start, high), which + 1
-        return found
+        return spans
 
     def verify(self) -> None:
-        """Compare every shard with the index, for who reads the files without this. Raises DamagedFile."""
+        """Compare every shard with the index, for callers that read the files directly. Raises DamagedFile."""
         self._verify(self._shards)
 
     def _verify(self, entries: Sequence[Mapping[str, Any]]) -> None:
-        """Compare the bytes of these shards with the index, whose own were compared before. Raises DamagedFile."""
+        """Compare the bytes of these shards with the index, which was verified before. Raises DamagedFile."""
         files = {entry["file"]: str(entry["sha256"]) for entry in entries if entry["file"] not in self._verified}
         if files:
             verify_files([(self.directory / name, digest) for name, digest in files.items()], home_of(self.directory.parent))

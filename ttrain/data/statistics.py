@@ -1,4 +1,4 @@
-"""Figures about shards and about raw files: how much there is, how long records are, how full rows get, which scripts."""
+"""Statistics of shards and of raw files: sizes, lengths of records, fill of rows, scripts."""
 
 from __future__ import annotations
 
@@ -14,22 +14,21 @@ import numpy as np
 import numpy.typing as npt
 
 from ttrain.config import Reading
-from ttrain.data import blocks, inspect, sources, validate
-from ttrain.data.blocks import Block, Recipe
-from ttrain.data.chat_rows import ChatRows
-from ttrain.data.document_rows import DocumentRows
+from ttrain.data import blocks, inspect, records, validate
+from ttrain.data.blocks import Block, BlockRecipe
 from ttrain.data.packing import Rows
+from ttrain.data.record_rows import ChatRows, DocumentRows
 from ttrain.data.sharding import Pool
 from ttrain.data.shards import COUNTED, ShardSet
-from ttrain.data.validate import Examined, Report
+from ttrain.data.validate import ExaminedBlock, Report
 from ttrain.errors import UsageError
-from ttrain.store.artifacts import Store
+from ttrain.store.artifacts import ArtifactStore
 
 PERCENTILES = (1, 5, 25, 50, 75, 95, 99)
 CODE_POINTS = 0x110000
 COUNTED_CHARACTERS = 2_000_000  # characters are counted in groups of this size: a table of all code points is 9 MB
 OTHER, HAN = "Other", "Han"
-# How the Unicode name of a letter begins where that is not its script.
+# First words of Unicode names of letters that are not the name of the script.
 SCRIPT_OF = {"Cjk": HAN, "Ideographic": HAN, "Modifier": OTHER, "Mathematical": OTHER, "Micro": "Greek", "Feminine": "Latin",
              "Masculine": "Latin", "Kelvin": "Latin", "Angstrom": "Latin", "Ohm": "Greek"}  # fmt: skip
 WIDTHS = ("FULLWIDTH ", "HALFWIDTH ")
@@ -40,7 +39,7 @@ def lengths_json(lengths: Lengths, unit: str) -> dict[str, Any]:
     """Mean, percentiles and a histogram of powers of two: [from, to, records] with both ends included."""
     if not len(lengths):
         return {"unit": unit, "records": 0, "histogram": []}
-    found = np.percentile(lengths, PERCENTILES, method="inverted_cdf").tolist()
+    percentiles = np.percentile(lengths, PERCENTILES, method="inverted_cdf").tolist()
     powers, counts = np.unique(np.ceil(np.log2(np.maximum(lengths, 1) + 1)).astype(int), return_counts=True)
     by_power = dict(zip(powers.tolist(), counts.tolist(), strict=True))
     return {
@@ -49,7 +48,7 @@ def lengths_json(lengths: Lengths, unit: str) -> dict[str, Any]:
         "mean": float(lengths.mean()),
         "min": int(lengths.min()),
         "max": int(lengths.max()),
-        "percentiles": {str(share): int(value) for share, value in zip(PERCENTILES, found, strict=True)},
+        "percentiles": {str(share): int(value) for share, value in zip(PERCENTILES, percentiles, strict=True)},
         "histogram": [
             [1 << power >> 1, (1 << power) - 1, by_power.get(power, 0)]
             for power in range(int(powers.min()), int(powers.max()) + 1)
@@ -58,57 +57,57 @@ def lengths_json(lengths: Lengths, unit: str) -> dict[str, Any]:
 
 
 def of_shards(shards: ShardSet, row_length: int, end_id: int | None) -> dict[str, Any]:
-    """One part of a set of shards. Without `end_id`, the token that ends a turn, nothing is said of how chats fill rows."""
+    """Statistics of one part of a set of shards. Without `end_id`, the token that ends a turn, chats have no rows."""
     index = shards.index
-    found = {"kind": index["kind"], **{name: index[name] for name in COUNTED}}
-    found["documents"] = found.pop("rows")
-    found["bytes_per_token"] = index["bytes"] / max(1, index["tokens"])
-    found["shards"] = len(index["shards"])
-    found["lengths"] = lengths_json(shards.lengths, "tokens")
+    figures = {"kind": index["kind"], **{name: index[name] for name in COUNTED}}
+    figures["documents"] = figures.pop("rows")
+    figures["bytes_per_token"] = index["bytes"] / max(1, index["tokens"])
+    figures["shards"] = len(index["shards"])
+    figures["lengths"] = lengths_json(shards.lengths, "tokens")
     if index["kind"] == "documents":
         rows: Rows = DocumentRows(shards, row_length, 0)
     elif end_id is not None:
         rows = ChatRows(shards, row_length, 0, end_id)
     else:
-        return {**found, "rows": None}
-    return {**found, "rows": rows.counts()}
+        return {**figures, "rows": None}
+    return {**figures, "rows": rows.counts()}
 
 
-def of_directory(path: Path, row_length: int, tokenizer: Path | None, store: Store) -> dict[str, Any]:
-    """Every part of a set of shards, and what was said of the whole when it was made. Raises what `inspect` does."""
+def of_directory(path: Path, row_length: int, tokenizer: Path | None, store: ArtifactStore) -> dict[str, Any]:
+    """Statistics of every part of a set of shards, and fields of its summary. Raises the errors of `inspect`."""
     parts = {}
-    for name, part in inspect.parts_of(path).items():
-        shards = ShardSet(part)
+    for name, shards_directory in inspect.parts_of(path).items():
+        shards = ShardSet(shards_directory)
         end_id = None
         if shards.index["kind"] == "chats" or tokenizer is not None:
             with contextlib.suppress(UsageError):
-                end_id = inspect.encoder_of(part, tokenizer, store).end_id
+                end_id = inspect.encoder_of(shards_directory, tokenizer, store).end_id
         parts[name] = of_shards(shards, row_length, end_id)
-        summary = inspect.summary_of(part)
-    known = {name: summary.get(name) for name in ("duplicates", "files")}
-    return {"path": str(path), "parts": parts, **known}
+        summary = inspect.summary_of(shards_directory)
+    summary_fields = {name: summary.get(name) for name in ("duplicates", "files")}
+    return {"path": str(path), "parts": parts, **summary_fields}
 
 
 @dataclass
-class Measured(Examined):
-    """What became of a block's rows, the bytes of each good row's text, and how often each code point is in them."""
+class MeasuredBlock(ExaminedBlock):
+    """Counts of a block's rows, the bytes of each good row's text, and the frequency of each code point in them."""
 
     sizes: Lengths = field(default_factory=lambda: np.zeros(0, np.int64))
     code_points: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros((2, 0), np.int64))
 
 
-def measure(block: Block, recipe: Recipe, listed: int) -> Measured:
-    """`validate.examine`, and figures about the texts."""
+def measure(block: Block, recipe: BlockRecipe, listed: int) -> MeasuredBlock:
+    """`validate.examine`, with statistics of the texts."""
     sizes: list[int] = []
-    characters = _Characters()
+    characters = _CodePointCounter()
 
-    def look(record: sources.Record) -> None:
+    def look(record: records.Record) -> None:
         text = blocks.text_of(record)
         sizes.append(len(text.encode("utf-8")))
         characters.add(text)
 
-    found = validate.examine(block, recipe, listed, look)
-    return Measured(**vars(found), sizes=np.array(sizes, np.int64), code_points=characters.counts())
+    examined = validate.examine(block, recipe, listed, look)
+    return MeasuredBlock(**vars(examined), sizes=np.array(sizes, np.int64), code_points=characters.counts())
 
 
 def of_files(
@@ -119,14 +118,14 @@ def of_files(
     kind: str | None = None,
     progress: Callable[[int], None] = lambda size: None,
 ) -> list[tuple[Report, dict[str, Any]]]:
-    """(what became of the rows, figures about the good ones) of each file; the arguments are those of `validate`."""
+    """(report, statistics of the good rows) of each file; the arguments are those of `validate`."""
     sizes: dict[str, list[Lengths]] = defaultdict(list)
     letters: dict[str, Counter[str]] = defaultdict(Counter)
 
-    def each(report: Report, found: Examined) -> None:
-        assert isinstance(found, Measured)
-        sizes[report.file].append(found.sizes)
-        letters[report.file].update(_scripts(found.code_points))
+    def each(report: Report, examined: ExaminedBlock) -> None:
+        assert isinstance(examined, MeasuredBlock)
+        sizes[report.file].append(examined.sizes)
+        letters[report.file].update(_scripts(examined.code_points))
 
     reports = validate.validate(locations, reading, pool=pool, kind=kind, progress=progress, examine=measure, each=each)
     return [(report, _figures(sizes[report.file], letters[report.file])) for report in reports]
@@ -145,7 +144,7 @@ def _figures(sizes: Sequence[Lengths], letters: Counter[str]) -> dict[str, Any]:
     }
 
 
-class _Characters:
+class _CodePointCounter:
     """Counts code points of many texts; numpy counts 100 MB a second, a loop over the characters 5."""
 
     def __init__(self) -> None:
@@ -173,17 +172,17 @@ class _Characters:
 
 
 def _scripts(code_points: npt.NDArray[np.int64]) -> Counter[str]:
-    """Letters by script; digits, punctuation and white space belong to none."""
-    found: Counter[str] = Counter()
+    """Number of letters per script; digits, punctuation and white space do not count."""
+    letter_counts: Counter[str] = Counter()
     for code, count in code_points.T.tolist():
         script = script_of(chr(code))
         if script:
-            found[script] += count
-    return found
+            letter_counts[script] += count
+    return letter_counts
 
 
 def script_of(letter: str) -> str | None:
-    """Script of a letter, by the first word of its Unicode name: "Latin", "Han", ...; None for what is no letter."""
+    """Script of a letter, by the first word of its Unicode name: "Latin", "Han", ...; None if it is not a letter."""
     if not unicodedata.category(letter).startswith("L"):
         return None
     name = unicodedata.name(letter, "")

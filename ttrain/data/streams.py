@@ -1,7 +1,7 @@
-"""Text and rows out of input files: opened wherever they lie, and unpacked by what they begin with, not by their names.
+"""Read text and rows from local or remote input files, unpacked by their first bytes, not by their names.
 
-Pieces and batches are bounded, so memory is too. What is cut, damaged or no UTF-8 text is a DataError with the file's name,
-and never taken for a shorter file.
+Pieces and batches are bounded, so memory is too. A file that is cut, damaged or not UTF-8 raises a DataError with its
+name, and is never taken for a shorter file.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ttrain.data import decompress, encodings, formats, hub, locations
+from ttrain.data import decompress, formats, locations, remote
 from ttrain.data.formats import Format
 from ttrain.data.remote import RemoteFile, reason
 from ttrain.errors import DataError
@@ -25,8 +25,8 @@ HEAD_BYTES = 512
 BATCH_ROWS, BATCH_BYTES = 1024, 8 << 20
 REMOTE_BUFFER_BYTES = 8 << 20  # of every column, one request each
 PARQUET_MAGIC = b"PAR1"
-AGAIN = "fetch or compress it again"
-FOREIGN = {
+FETCH_AGAIN = "fetch or compress it again"
+OTHER_FORMATS = {
     PARQUET_MAGIC: ("a parquet file", "unpack it"),
     b"ARROW1": ("an Arrow file", "write it as parquet"),
     b"PK\x03\x04": ("a zip archive", "unpack it"),
@@ -34,14 +34,14 @@ FOREIGN = {
     b"7z\xbc\xaf\x27\x1c": ("a 7z archive", "unpack it"),
     b"\x04\x22\x4d\x18": ("an lz4 archive", "unpack it"),
     b"version https://git-lfs": ("a pointer of Git LFS", "run `git lfs pull` where it was cloned"),
-    b"<!DOCTYPE html": ("a web page", "name the file that the page offers, not the page"),
-    b"<html": ("a web page", "name the file that the page offers, not the page"),
+    b"<!DOCTYPE html": ("a web page", "name the file that the page links to, not the page"),
+    b"<html": ("a web page", "name the file that the page links to, not the page"),
 }
 TAR_PLACE, TAR_MAGIC = 257, b"ustar"
 
 
 def open_stream(location: str) -> BinaryIO:
-    """The bytes as they are stored, as a context manager; it can be seeked. DataError where they cannot be read."""
+    """Open the stored bytes as a seekable stream. Raises DataError if they cannot be read."""
     path = local_file(location)
     if path is None:
         return io.BufferedReader(RemoteFile(location), CHUNK_BYTES)
@@ -52,12 +52,12 @@ def open_stream(location: str) -> BinaryIO:
 
 
 def local_file(location: str) -> Path | None:
-    """Where the file lies on this machine, if need be fetched from the Hub; None for a URL.
+    """Local path of the file, fetched from the Hub if necessary; None for a URL.
 
-    DataError for what is no regular file: opening a pipe would wait for its writer for ever.
+    Raises DataError if it is not a regular file: opening a pipe would wait for its writer for ever.
     """
-    if location.startswith(hub.PREFIX):
-        path = hub.fetch(location)
+    if location.startswith(remote.PREFIX):
+        path = remote.fetch(location)
     elif locations.is_remote(location):
         return None
     else:
@@ -67,20 +67,20 @@ def local_file(location: str) -> Path | None:
     except OSError as error:
         raise DataError(f"cannot read {location}: {error.strerror}") from None
     if not stat.S_ISREG(mode):
-        kind = locations.KINDS.get(stat.S_IFMT(mode), "no file")
+        kind = locations.KINDS.get(stat.S_IFMT(mode), "not a regular file")
         raise DataError(f"cannot read {location}: it is {kind}; name a file")
     return path
 
 
 def is_parquet(location: str) -> bool:
-    """Whether it begins as a parquet file does."""
+    """Whether the file begins like a parquet file."""
     return _head(location).startswith(PARQUET_MAGIC)
 
 
 def is_plain(location: str) -> bool:
-    """Whether it is a file of uncompressed JSON Lines on this machine, of which any part can be read by its place.
+    """Whether it is a local file of uncompressed JSON Lines, any part of which can be read by its offset.
 
-    DataError where it is neither that nor something that `json_lines` reads.
+    Raises DataError if it is neither that nor a format that `json_lines` reads.
     """
     if locations.is_remote(location):
         return False
@@ -92,9 +92,9 @@ def is_plain(location: str) -> bool:
 
 
 def json_lines(location: str, text_field: str) -> Iterator[bytes]:
-    """The text as JSON Lines, in bounded pieces: as it stands, or made of a JSON array, or of a `.txt` file.
+    """The text as JSON Lines, in bounded pieces: as it is, or converted from a JSON array or a `.txt` file.
 
-    A `.txt` file is a row with `text_field` alone. DataError for all that `chunks` refuses, and for text of another format.
+    A `.txt` file is a row with `text_field` only. Raises DataError like `chunks`, and for text of another format.
     """
     pieces, head = chunks(location), bytearray()
     for piece in pieces:
@@ -117,7 +117,7 @@ def chunks(location: str, start: int = 0) -> Iterator[bytes]:
     """The text from byte `start` on, decompressed, without the mark at its very start, in pieces of at most `CHUNK_BYTES`.
 
     `start` counts decompressed bytes, the mark among them; a plain file is read from there, an archive from its beginning.
-    DataError for what is cut, damaged, of another format or encoding, or cannot be read.
+    Raises DataError for a file that is cut, damaged, of another format or encoding, or cannot be read.
     """
     try:
         with open_stream(location) as stream:
@@ -135,10 +135,12 @@ def chunks(location: str, start: int = 0) -> Iterator[bytes]:
             else:
                 yield from _text(pieces, start, location, head)
     except EOFError as error:
-        raise DataError(f"{location} is truncated: {error}; {AGAIN}") from None
+        raise DataError(f"{location} is truncated: {error}; {FETCH_AGAIN}") from None
     except ValueError as error:
-        cure = "compress it again with a smaller dictionary, without --long" if "memory" in str(error).lower() else AGAIN
-        raise DataError(f"{location} is corrupt or cannot be unpacked: {error}; {cure}") from None
+        fix = (
+            "compress it again with a smaller dictionary, without --long" if "memory" in str(error).lower() else FETCH_AGAIN
+        )
+        raise DataError(f"{location} is corrupt or cannot be unpacked: {error}; {fix}") from None
     except OSError as error:
         raise DataError(f"cannot read {location}: {error.strerror or error}") from None
 
@@ -166,23 +168,23 @@ def _mark_bytes(head: bytes) -> int:
 
 
 def _check_text(head: bytes, location: str, stored_head: bytes, *, in_archive: bool = False) -> None:
-    """DataError where the first bytes tell that this is no UTF-8 text."""
+    """Raise DataError if the first bytes show that this is not UTF-8 text."""
     inside = "holds" if in_archive else "is"
     formats.check_encoding(head, location, lambda: stored_head)
-    for magic, (what, cure) in FOREIGN.items():
+    for magic, (format_name, fix) in OTHER_FORMATS.items():
         if head.startswith(magic):
-            raise DataError(f"{location} {inside} {what}, not lines of text; {cure}")
+            raise DataError(f"{location} {inside} {format_name}, not lines of text; {fix}")
     if head[TAR_PLACE:].startswith(TAR_MAGIC):
         raise DataError(f"{location} {inside} a tar archive, not lines of text; unpack it")
     if in_archive and decompress.is_packed(head):
         raise DataError(f"{location} is compressed twice; unpack it once")
     if not in_archive and location.endswith(locations.PACKED) and _is_binary(head):
-        raise DataError(f"{location} is corrupt: it begins neither as its name says nor as text; {AGAIN}")
+        raise DataError(f"{location} is corrupt: its first bytes match neither its extension nor text; {FETCH_AGAIN}")
 
 
 def _is_binary(head: bytes) -> bool:
-    """Whether there are control characters in it, what is no UTF-8, or nothing but the beginning of an archive's magic."""
-    if not encodings.is_utf8(head):
+    """Whether it contains control characters, is not UTF-8, or is just the beginning of an archive's magic."""
+    if not decompress.is_utf8(head):
         return True
     is_cut = bool(head) and any(magic.startswith(head) for magic in decompress.MAGICS)
     return is_cut or any(byte < 32 and byte not in b"\t\n\r" for byte in head)
@@ -211,7 +213,7 @@ def parquet_rows(
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """(row number in the file, from 1; the row) of the groups `first_group` to `last_group`, the latter not included.
 
-    `columns` names those to read; None reads all. Text that is no UTF-8 is None, so that it costs its row and not the file.
+    `columns` names those to read; None reads all. Text that is not UTF-8 becomes None, so that only its row is rejected.
     At most `BATCH_ROWS` rows are in memory, fewer where they are large, and some megabytes of each column.
     """
     with _parquet(location) as file:
@@ -225,7 +227,7 @@ def parquet_rows(
                     number += 1
                     yield number, row
             if number != sum(rows[: group + 1]):  # the checksum of a page leaves out its header
-                raise DataError(f"{location} is corrupt: a group has not the rows that the file says; fetch it again")
+                raise DataError(f"{location} is corrupt: the row count of a group is wrong; fetch it again")
 
 
 @contextmanager
@@ -240,11 +242,11 @@ def _parquet(location: str) -> Iterator[Any]:
     try:
         with ParquetFile(source, buffer_size=buffer_bytes, pre_buffer=False, page_checksum_verification=True) as file:
             if sum(_rows_of(file)) != file.metadata.num_rows:
-                raise DataError(f"{location} is corrupt: its groups have not the rows that it says; fetch it again")
+                raise DataError(f"{location} is corrupt: the row counts of its groups do not add up; fetch it again")
             yield file
-    except MemoryError:  # which Arrow's is, too
+    except MemoryError:  # Arrow's memory errors are a subclass
         raise
-    except (pa.ArrowException, OSError, ValueError) as error:  # the last where a name is no UTF-8
+    except (pa.ArrowException, OSError, ValueError) as error:  # ValueError if a name is not UTF-8
         raise DataError(f"{location} is truncated or corrupt: {reason(error)}; fetch it again") from None
     finally:
         if not isinstance(source, str):
@@ -257,10 +259,10 @@ def _rows_of(file: Any) -> list[int]:
 
 def _values(batch: Any) -> list[dict[str, Any]]:
     try:
-        found: list[dict[str, Any]] = batch.to_pylist()
+        rows: list[dict[str, Any]] = batch.to_pylist()
     except UnicodeDecodeError:
-        found = [{name: _value(batch[name][row]) for name in batch.schema.names} for row in range(batch.num_rows)]
-    return found
+        rows = [{name: _value(batch[name][row]) for name in batch.schema.names} for row in range(batch.num_rows)]
+    return rows
 
 
 def _value(scalar: Any) -> Any:

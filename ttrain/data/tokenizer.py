@@ -1,12 +1,16 @@
-"""The tokenizer: a byte-level BPE trained on text, kept as a Hugging Face directory."""
+"""Train a byte-level BPE tokenizer, and save it as a Hugging Face directory."""
 
 from __future__ import annotations
 
+import hashlib
+import heapq
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ttrain.config import Tokenizer as TokenizerSettings
 from ttrain.core.files import write_json
 from ttrain.data import jinja_templates
 from ttrain.data.encoder import END_OF_TURN, Encoder
@@ -14,20 +18,25 @@ from ttrain.data.encoder import END_OF_TURN, Encoder
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+
 MODEL_MAX_LENGTH = 32768
+
 RUN_CHARACTERS = 256
 # Runs of letters, digits, white space or other characters: what the pre-tokenizer takes for one word. (In Chinese, a run
 # without a space is a page, but one of letters alone is a clause.)
 KINDS = (r"[^\W\d_]", r"\d", r"\s", r"(?:[^\w\s]|_)")
+
 LONG_RUN = re.compile("|".join(f"{kind}{{{RUN_CHARACTERS}}}(?={kind})" for kind in KINDS))
-# Looking for one costs a tenth of the training; in every fourth character, where it leaves 64 of a kind, a fortieth.
+# Searching for one costs a tenth of the training; in every fourth character, where a run leaves 64 of a kind, a fortieth.
 EVERY = 4
+
 MAYBE_LONG_RUN = re.compile("|".join(f"{kind}{{{RUN_CHARACTERS // EVERY}}}" for kind in KINDS))
+
 CUT = "\udfff"  # a lone surrogate, which no text that was read contains
 
 
 def train(texts: Sequence[str], vocab_size: int, template: str = "ttrain") -> Tokenizer:
-    """A byte-level BPE (arXiv:1508.07909, on bytes as in GPT-2) with the full byte alphabet, so that nothing is unknown.
+    """Train a byte-level BPE (arXiv:1508.07909, on bytes as in GPT-2) with the full byte alphabet, so no byte is unknown.
 
     The same texts give the same tokenizer with any number of threads. The special tokens of the template have the first ids.
     """
@@ -53,7 +62,7 @@ def train(texts: Sequence[str], vocab_size: int, template: str = "ttrain") -> To
 
 
 def pieces(text: str) -> list[str]:
-    """The text, cut within each word of more than RUN_CHARACTERS, to learn from; without one, merges are those of all words.
+    """The text to train on, cut within each word of more than RUN_CHARACTERS; without such words, merges do not change.
 
     BPE training is superlinear in the length of a word: one of 200,000 characters costs 6.5 s, one of 1.5 million over
     ten minutes. Encoding is not cut.
@@ -77,7 +86,7 @@ def save(tokenizer: Tokenizer, directory: Path, template: str = "ttrain") -> Non
 def write(
     directory: Path, tokenizer_json: str, tokens: dict[str, str], others: Sequence[str], jinja: str, max_length: int
 ) -> None:
-    """The three files of a tokenizer directory. `tokens` by the names of transformers, `others` the rest that is special."""
+    """Write the files of a tokenizer directory. `tokens`: by the names of transformers; `others`: other special tokens."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "tokenizer.json").write_text(tokenizer_json, encoding="utf-8", newline="")
     settings = {
@@ -94,7 +103,7 @@ def write(
 
 
 def measure(encoder: Encoder, texts: Sequence[str]) -> dict[str, Any]:
-    """How well it fits the texts: UTF-8 bytes per token, share of unknown tokens, texts that do not come back equal."""
+    """Fit to the texts: UTF-8 bytes per token, share of unknown tokens, texts that change in a round trip."""
     size = sum(len(text.encode("utf-8")) for text in texts)
     encoded = encoder.encode(texts)
     tokens = sum(map(len, encoded))
@@ -107,3 +116,76 @@ def measure(encoder: Encoder, texts: Sequence[str]) -> dict[str, Any]:
         "unk_rate": sum(ids.count(encoder.unk_id) for ids in encoded) / max(1, tokens),
         "changed_texts": len(changed),
     }
+
+
+@dataclass(frozen=True)
+class TextSample:
+    """The sampled texts in the order of the input, their UTF-8 bytes, and the number of documents sampled from."""
+
+    texts: list[str]
+    bytes: int
+    documents_seen: int
+
+
+class Reservoir:
+    """A uniform sample: the documents with the lowest hash, as many as both limits allow. The order of the input does not
+    matter, and only the sample is in memory.
+
+    The hash is of the text, keyed by the seed. If the lowest document alone is too large, it is the whole sample.
+    """
+
+    def __init__(self, max_bytes: int, max_documents: int | None, seed: int) -> None:
+        self._max_bytes, self._max_documents = max_bytes, max_documents
+        self._key = seed.to_bytes(8, "big")
+        self._heap: list[tuple[int, int, int, str]] = []  # (-hash, -number, bytes, text): the highest comes first
+        self._cutoff: tuple[int, int] | None = None  # (-hash, -number) of the last one removed; lower ones are skipped
+        self._lowest: tuple[int, int, int, str] | None = None
+        self._bytes = self.documents_seen = 0
+
+    def add(self, text: str) -> None:
+        """Offer a document."""
+        data = text.encode("utf-8")
+        priority = int.from_bytes(hashlib.blake2b(data, digest_size=8, key=self._key).digest(), "big")
+        entry = (-priority, -self.documents_seen, len(data), text)
+        self.documents_seen += 1
+        if self._lowest is None or entry[:2] > self._lowest[:2]:
+            self._lowest = entry
+        if self._cutoff is not None and entry[:2] < self._cutoff:
+            return
+        heapq.heappush(self._heap, entry)
+        self._bytes += entry[2]
+        while self._is_over():
+            gone = heapq.heappop(self._heap)
+            self._bytes -= gone[2]
+            self._cutoff = gone[:2]
+
+    def _is_over(self) -> bool:
+        too_many = self._max_documents is not None and len(self._heap) > self._max_documents
+        return too_many or self._bytes > self._max_bytes
+
+    def sample(self) -> TextSample:
+        """The current sample."""
+        entries = self._heap or ([self._lowest] if self._lowest else [])
+        in_order = sorted(entries, key=lambda entry: -entry[1])
+        return TextSample([text for *_, text in in_order], sum(size for _, _, size, _ in entries), self.documents_seen)
+
+
+def sample(texts: Iterable[str], config: TokenizerSettings) -> TextSample:
+    """`tokenizer.sample` of the texts, within `max_bytes` and `max_documents`. "head" stops reading when full."""
+    if config.sample == "reservoir":
+        reservoir = Reservoir(config.max_bytes, config.max_documents, config.seed)
+        for text in texts:
+            reservoir.add(text)
+        return reservoir.sample()
+    chosen: list[str] = []
+    size = documents_seen = 0
+    for text in texts:
+        documents_seen += 1
+        text_bytes = len(text.encode("utf-8"))
+        if chosen and size + text_bytes > config.max_bytes:
+            break
+        chosen.append(text)
+        size += text_bytes
+        if len(chosen) == config.max_documents:
+            break
+    return TextSample(chosen, size, documents_seen)

@@ -1,4 +1,4 @@
-"""Function calls as text, made in this one place: every chat template sees roles and contents only.
+"""Convert function calls to text, in this module only: chat templates get just roles and contents.
 
     the functions   after the text of the system turn: a sentence, then one JSON object a line between <tools> and </tools>
     a call          after the assistant's words: {"name": …, "arguments": …} between <tool_call> and </tool_call>
@@ -25,24 +25,24 @@ JSON_TYPES = {
 
 
 class Malformed(ValueError):
-    """Why a row is wrong."""
+    """A malformed row; the message is the reason."""
 
 
 def kind_of(value: object) -> str:
-    """What JSON calls the value: "null", "a number", ...; Python's name for what only Parquet knows."""
+    """What JSON calls the value: "null", "a number", ...; Python's name for types that only Parquet has."""
     return JSON_TYPES.get(type(value), type(value).__name__)
 
 
 def tools_text(tools: object) -> str:
     """The functions as text; "" for none. `tools` is a list of objects with a name, or the JSON of one."""
-    found = _parsed(tools, "'tools'")
-    if found is None or found == []:
+    functions = _parsed(tools, "'tools'")
+    if functions is None or functions == []:
         return ""
-    if not isinstance(found, list):
-        raise Malformed(f"'tools' is {kind_of(found)}, not a list of functions such as {A_TOOL}")
-    for tool in found:
+    if not isinstance(functions, list):
+        raise Malformed(f"'tools' is {kind_of(functions)}, not a list of functions such as {A_TOOL}")
+    for tool in functions:
         _check_name(tool, "a tool", A_TOOL)
-    return "\n".join([TOOLS_SENTENCE, TOOLS_BEGIN, *map(_dumps, found), TOOLS_END])
+    return "\n".join([TOOLS_SENTENCE, TOOLS_BEGIN, *map(_dumps, functions), TOOLS_END])
 
 
 def with_tools(content: str, text: str) -> str:
@@ -51,22 +51,22 @@ def with_tools(content: str, text: str) -> str:
 
 
 def calls_of(value: object, name: str = "'tool_calls'") -> list[dict[str, Any]]:
-    """The calls, checked; [] for none. `value` is a list of calls, one call where it is ShareGPT's, or the JSON of these."""
-    found = _parsed(value, name)
-    if found is None:
+    """The calls, checked; [] for none. `value` is a list of calls, one call in ShareGPT's format, or the JSON of these."""
+    calls = _parsed(value, name)
+    if calls is None:
         return []
-    if isinstance(found, dict) and name != "'tool_calls'":
-        found = [found]
-    if not isinstance(found, list):
-        raise Malformed(f"{name} is {kind_of(found)}, not a list of calls such as {A_CALL}")
-    for call in found:
+    if isinstance(calls, dict) and name != "'tool_calls'":
+        calls = [calls]
+    if not isinstance(calls, list):
+        raise Malformed(f"{name} is {kind_of(calls)}, not a list of calls such as {A_CALL}")
+    for call in calls:
         _check_name(call, "a tool call", A_CALL)
         _check_arguments(_function(call))
-    return found
+    return calls
 
 
 def with_calls(content: str, calls: list[dict[str, Any]]) -> str:
-    """An assistant's words and its calls."""
+    """An assistant's text followed by its calls."""
     return "\n".join(([content] if content else []) + [_call_text(_function(call)) for call in calls])
 
 
@@ -82,8 +82,8 @@ def _call_text(function: dict[str, Any]) -> str:
 
 
 def _function(value: dict[str, Any]) -> dict[str, Any]:
-    found = value.get("function") or value
-    return found if isinstance(found, dict) else {}
+    function = value.get("function") or value
+    return function if isinstance(function, dict) else {}
 
 
 def _check_name(value: object, kind: str, example: str) -> None:

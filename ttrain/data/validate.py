@@ -1,4 +1,4 @@
-"""A dry run over files: what sharding would keep, skip and reject, by its own reader and parser; nothing is encoded."""
+"""Validate files: count what sharding would keep, skip and reject, with the same reader and parser, without encoding."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import numpy.typing as npt
 
 from ttrain.config import Reading
 from ttrain.core import redact
-from ttrain.data import blocks, chat_shapes, jsonl, sources
+from ttrain.data import blocks, chat_shapes, records
 from ttrain.data.assembly import DUPLICATE, is_first
-from ttrain.data.blocks import QUARANTINED_ROWS, Block, Recipe
-from ttrain.data.jsonl import FIRST_REJECTED, Tally
+from ttrain.data.blocks import QUARANTINED_ROWS, Block, BlockRecipe
+from ttrain.data.records import FIRST_REJECTED, Tally
 from ttrain.data.sharding import Pool
 from ttrain.errors import DataError, UsageError
 
-LOOKED_AT = 100  # good rows whose keys tell the kind
+LOOKED_AT = 100  # good rows whose keys decide the kind
 KEYS_SHOWN = 20
 BLOCK_BYTES = 8 << 20  # what one worker takes at a time
 Keys = npt.NDArray[np.uint64]
@@ -29,7 +29,7 @@ Keys = npt.NDArray[np.uint64]
 
 @dataclass
 class Report:
-    """What became of one file's rows. `error` says why the file cannot be used; the counts are then those up to there."""
+    """Counts of one file's rows. `error` says why the file cannot be used; the counts are then those up to the error."""
 
     file: str
     kind: str = "documents"
@@ -44,55 +44,57 @@ class Report:
         return redact.url(self.file)
 
     def to_json(self) -> dict[str, Any]:
-        """file, rows, kept, skipped, rejected, of which rows = kept + skipped + rejected; and what else is known."""
-        found = {"file": self.shown_file, **self.tally.to_json(), "duplicates": self.duplicates, "kind": self.kind}
-        found["keys_seen"] = dict(self.tally.keys_seen.most_common(KEYS_SHOWN))
-        return {**found, "error": self.error} if self.error else found
+        """file, rows, kept, skipped, rejected, with rows = kept + skipped + rejected; and further fields."""
+        figures = {"file": self.shown_file, **self.tally.to_json(), "duplicates": self.duplicates, "kind": self.kind}
+        figures["keys_seen"] = dict(self.tally.keys_seen.most_common(KEYS_SHOWN))
+        return {**figures, "error": self.error} if self.error else figures
 
 
 @dataclass
-class Examined:
-    """What became of one block's rows."""
+class ExaminedBlock:
+    """Counts, keys and rejected rows of one block."""
 
     file: int
     bytes: int
     lines: int
     tally: Tally
     keys: Keys
-    rejected: list[dict[str, Any]]  # as many as were asked for
+    rejected: list[dict[str, Any]]  # as many as were requested
     error: str | None = None
 
 
-Examine = Callable[[Block, Recipe, int], Examined]
+Examine = Callable[[Block, BlockRecipe, int], ExaminedBlock]
 
 
 def kind_of(location: str, max_line_bytes: int) -> str | None:
-    """ "chats" or "documents", by the keys of most of the first good rows; None where there is no such row.
+    """ "chats" or "documents", by the keys of most of the first good rows; None if there is no good row.
 
     Raises DataError for a file that cannot be read.
     """
-    rows = itertools.islice(jsonl.records([location], Tally(), max_line_bytes), LOOKED_AT)
+    rows = itertools.islice(records.records([location], Tally(), max_line_bytes), LOOKED_AT)
     first = [value for _, _, value in rows]
     chats = sum(map(chat_shapes.is_chat, first))
     return ("chats" if 2 * chats > len(first) else "documents") if first else None
 
 
 def kind_of_all(locations: Sequence[str], max_line_bytes: int) -> str:
-    """The kind of all files. Raises UsageError where they differ."""
-    found: dict[str, str] = {}
+    """The kind of all files. Raises UsageError if they differ."""
+    by_kind: dict[str, str] = {}
     for location in locations:
         kind = kind_of(location, max_line_bytes)
         if kind:
-            found.setdefault(kind, location)
-    if len(found) > 1:
-        raise UsageError(f"{found['chats']} holds chats but {found['documents']} documents; shard them apart, or set --kind")
-    return next(iter(found), "documents")
+            by_kind.setdefault(kind, location)
+    if len(by_kind) > 1:
+        raise UsageError(
+            f"{by_kind['chats']} holds chats but {by_kind['documents']} documents; shard them apart, or set --kind"
+        )
+    return next(iter(by_kind), "documents")
 
 
 def examine(
-    block: Block, recipe: Recipe, listed: int, look: Callable[[sources.Record], None] = lambda record: None
-) -> Examined:
-    """Count the rows of a block, show each good one to `look`, and list the first `listed` bad ones."""
+    block: Block, recipe: BlockRecipe, listed: int, look: Callable[[records.Record], None] = lambda record: None
+) -> ExaminedBlock:
+    """Count the rows of a block, pass each good one to `look`, and return the first `listed` bad ones."""
     rejected: list[dict[str, Any]] = []
     tally = Tally(quarantine=lambda row: rejected.append(row) if len(rejected) < listed else None)
     hashes: list[bytes] = []
@@ -100,7 +102,7 @@ def examine(
     try:
         data = blocks.read(block, recipe.max_line_bytes)
         for record in blocks.records(data, block, recipe, tally):
-            hashes.append(sources.content_hash(record))
+            hashes.append(records.content_hash(record))
             look(record)
     except DataError as wrong:
         error = str(wrong)
@@ -109,7 +111,7 @@ def examine(
     tally.quarantine, tally.first_rejected = None, []
     keys = np.frombuffer(b"".join(hashes), ">u8").astype(np.uint64).reshape(-1, 2)
     lines = data.count(b"\n") + (data[-1:] not in (b"", b"\n"))
-    return Examined(block.file, len(data), lines, tally, keys, rejected, error)
+    return ExaminedBlock(block.file, len(data), lines, tally, keys, rejected, error)
 
 
 def validate(
@@ -121,32 +123,32 @@ def validate(
     quarantine: Callable[[dict[str, Any]], object] | None = None,
     progress: Callable[[int], None] = lambda size: None,
     examine: Examine = examine,
-    each: Callable[[Report, Examined], None] = lambda report, examined: None,
+    each: Callable[[Report, ExaminedBlock], None] = lambda report, examined: None,
 ) -> list[Report]:
-    """A report on each file; a row that an earlier one, in whatever file, repeats is skipped as "duplicate".
+    """A report on each file; a row that equals an earlier one in any file is skipped as "duplicate".
 
-    `kind` None: by the keys of each file's rows. `quarantine` takes the bad rows, `progress` the bytes that were read.
-    Memory holds some blocks, and 16 bytes a row (56 for a moment at the end).
+    `kind` None: by the keys of each file's rows. `quarantine` receives the bad rows, `progress` the bytes read so far.
+    Memory use is some blocks, and 16 bytes a row (56 for a moment at the end).
     """
-    reports = [_begin(location, kind, reading) for location in locations]
+    reports = [_start_report(location, kind, reading) for location in locations]
     listed = QUARANTINED_ROWS if quarantine else FIRST_REJECTED
     lines: Counter[int] = Counter()
     size = 0
     with contextlib.closing(pool.map(examine, _tasks(reports, reading, listed))) as results:
-        for found in results:
-            report = reports[found.file]
-            _add(report, found, lines[found.file], quarantine)
-            lines[found.file] += found.lines
-            each(report, found)
-            size += found.bytes
+        for examined in results:
+            report = reports[examined.file]
+            _add_block(report, examined, lines[examined.file], quarantine)
+            lines[examined.file] += examined.lines
+            each(report, examined)
+            size += examined.bytes
             progress(size)
     for report in reports:
-        report.error = report.error or _fault(report, reading)
+        report.error = report.error or _file_error(report, reading)
     _mark_duplicates(reports, deduplicate=reading.deduplicate)
     return reports
 
 
-def _begin(location: str, kind: str | None, reading: Reading) -> Report:
+def _start_report(location: str, kind: str | None, reading: Reading) -> Report:
     report = Report(location)
     try:
         report.kind = kind or kind_of(location, reading.max_line_bytes) or "documents"
@@ -155,13 +157,15 @@ def _begin(location: str, kind: str | None, reading: Reading) -> Report:
     return report
 
 
-def _tasks(reports: Sequence[Report], reading: Reading, listed: int) -> Iterator[tuple[Block, Recipe, int]]:
-    """The blocks of every file. What is wrong with a file ends that file only."""
+def _tasks(reports: Sequence[Report], reading: Reading, listed: int) -> Iterator[tuple[Block, BlockRecipe, int]]:
+    """The blocks of every file. An error in a file ends that file only."""
     limit = reading.max_line_bytes
     for number, report in enumerate(reports):
         if report.error:
             continue
-        recipe = Recipe(report.kind, reading.text_field, 0.0, limit, tokenizer="", tokenizer_digest="", template="", code="")
+        recipe = BlockRecipe(
+            report.kind, reading.text_field, 0.0, limit, tokenizer="", tokenizer_digest="", template="", code=""
+        )
         try:
             for block in blocks.cut(report.file, number, BLOCK_BYTES, recipe):
                 yield block, recipe, listed
@@ -169,28 +173,32 @@ def _tasks(reports: Sequence[Report], reading: Reading, listed: int) -> Iterator
             report.error = str(error)
 
 
-def _add(report: Report, found: Examined, lines_before: int, quarantine: Callable[[dict[str, Any]], object] | None) -> None:
-    report.tally.add(found.tally)
-    report.keys.append(found.keys)
-    report.error = report.error or found.error
-    for row in found.rejected:
+def _add_block(
+    report: Report, examined: ExaminedBlock, lines_before: int, quarantine: Callable[[dict[str, Any]], object] | None
+) -> None:
+    report.tally.add(examined.tally)
+    report.keys.append(examined.keys)
+    report.error = report.error or examined.error
+    for row in examined.rejected:
         row["line"] += lines_before
         if len(report.tally.first_rejected) < FIRST_REJECTED:
             report.tally.first_rejected.append(f"{report.shown_file}:{row['line']}: {row['reason']}")
         if quarantine:
             quarantine(row)
-    more = found.tally.rejected.total() - len(found.rejected)
-    if quarantine and more:
-        quarantine({"file": report.shown_file, "reason": f"{more} more bad rows of this block are counted but not listed"})
+    unlisted_rows = examined.tally.rejected.total() - len(examined.rejected)
+    if quarantine and unlisted_rows:
+        quarantine(
+            {"file": report.shown_file, "reason": f"{unlisted_rows} more bad rows of this block are counted but not listed"}
+        )
 
 
-def _fault(report: Report, reading: Reading) -> str | None:
+def _file_error(report: Report, reading: Reading) -> str | None:
     """Why the file as a whole cannot be used."""
     if not report.tally.rows:
         return f"{report.shown_file}: no rows: it is empty, or holds nothing but blank lines"
-    wanted = chat_shapes.CHAT_FIELDS if report.kind == "chats" else sources.document_fields(reading.text_field)
+    expected_fields = chat_shapes.CHAT_FIELDS if report.kind == "chats" else records.document_fields(reading.text_field)
     try:
-        report.tally.check(report.shown_file, reading.rejected_fraction, wanted)
+        report.tally.check(report.shown_file, reading.rejected_fraction, expected_fields)
     except DataError as error:
         return str(error)
     return None

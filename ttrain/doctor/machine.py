@@ -19,8 +19,7 @@ from torch import Tensor
 
 from ttrain.config import Runtime, Training
 from ttrain.data.packing import Rows
-from ttrain.doctor.check import Check, judged
-from ttrain.doctor.parts import Learner, held, trainer_of
+from ttrain.doctor.parts import Check, Learner, make_check, select_rows, trainer_of
 from ttrain.train.distributed import Ranks
 from ttrain.train.precision import DTYPES, Precision, has_bf16
 from ttrain.train.schedules import decay_start, steps_of
@@ -54,16 +53,16 @@ class Footprint:
 
 
 def measure(learner: Learner, rows: Rows, precision: Precision) -> Footprint:
-    """The sizes of the tensors, and the memory that a step takes: measured with one row and with three, and drawn further.
+    """The sizes of the tensors, and the memory that a step takes: measured with one row and with three, and extrapolated.
 
-    So the doctor itself does not run out of it. A step before those loads what libraries load once.
+    So the doctor itself does not run out of memory. A step before those loads what libraries load once.
     """
     subject = learner.build()
-    few = held(rows, MEASURED_ROWS, positions=None)
+    sample = select_rows(rows, MEASURED_ROWS, positions=None)
     grown = {}
     for number, count in enumerate((1, 1, MEASURED_ROWS)):
         trainer = trainer_of(
-            learner, subject, few, ranks=Ranks(0, 1, precision.device), precision=precision,
+            learner, subject, sample, ranks=Ranks(0, 1, precision.device), precision=precision,
             steps=1, rows_per_step=count, rows_per_device=count,
         )  # fmt: skip
         with Peak(precision.device) as peak:
@@ -120,11 +119,11 @@ def memory(footprint: Footprint, runtime: Runtime, device: torch.device, availab
     parts = ", ".join(f"{name} {size(getattr(footprint, name))}" for name in Footprint.__dataclass_fields__)
     several = f" for {ranks} ranks" if ranks > 1 else ""
     figure = f"{size(needed)} of {size(available)} available{several}: {parts}"
-    cure = (
+    fix = (
         f"set runtime.rows_per_device={max(1, runtime.rows_per_device // 2)} or runtime.gradient_checkpointing=true "
         "(the weights stay the same), or take a smaller model"
     )
-    return judged("memory", needed <= available, figure, cure)
+    return make_check("memory", needed <= available, figure, fix)
 
 
 def available_bytes(device: torch.device) -> float:
@@ -135,7 +134,7 @@ def available_bytes(device: torch.device) -> float:
     try:
         limit, used = (CGROUP / name for name in ("memory.max", "memory.current"))
         return min(free, int(limit.read_text()) - int(used.read_text()))
-    except (OSError, ValueError):  # none of version 2, or "max"
+    except (OSError, ValueError):  # no cgroup of version 2, or "max"
         return free
 
 
@@ -145,36 +144,39 @@ def disk(
     """Whether checkpoints, the model and `other_bytes` (shards still to be made) fit in what is free."""
     steps = steps_of(config, rows)[0]
     permanent = int(0 < decay_start(config.schedule, steps) < steps)
-    kept = runtime.keep_checkpoints + (steps // runtime.keep_every_steps if runtime.keep_every_steps else 0) + permanent
-    most = min(kept + 2, steps // runtime.checkpoint_every_steps + permanent + 2)  # the best one, and the one being written
+    kept_checkpoints = (
+        runtime.keep_checkpoints + (steps // runtime.keep_every_steps if runtime.keep_every_steps else 0) + permanent
+    )
+    # 2: the best one, and the one being written
+    most = min(kept_checkpoints + 2, steps // runtime.checkpoint_every_steps + permanent + 2)
     needed = most * footprint.checkpoint + footprint.weights + other_bytes
     figure = (
         f"{size(needed)} of {size(free_bytes)} free: {most} checkpoints of {size(footprint.checkpoint)}, "
         f"the model {size(footprint.weights)}, shards {size(other_bytes)}"
     )
-    cure = "free some, set TTRAIN_HOME to a larger disk, or lower runtime.keep_checkpoints and keep_every_steps"
-    return judged("disk", needed <= free_bytes, figure, cure)
+    fix = "free some space, set TTRAIN_HOME to a larger disk, or lower runtime.keep_checkpoints and keep_every_steps"
+    return make_check("disk", needed <= free_bytes, figure, fix)
 
 
 def free_bytes(directory: Path) -> float:
-    """Free on the disk of a directory, which need not be there yet."""
-    there = next(path for path in (directory, *directory.parents) if path.exists())
-    return float(shutil.disk_usage(there).free)
+    """Free bytes on the disk of a directory, which need not exist yet."""
+    existing_directory = next(path for path in (directory, *directory.parents) if path.exists())
+    return float(shutil.disk_usage(existing_directory).free)
 
 
 def chosen_precision(
-    asked: str, precision: Precision, seconds: Callable[[torch.dtype, torch.device], float] | None = None
+    requested: str, precision: Precision, seconds: Callable[[torch.dtype, torch.device], float] | None = None
 ) -> Check:
     """The number format and device that were chosen, why, and how fast matrices are multiplied in it here."""
     device, word = precision.device, precision.word
     took = seconds or matmul_seconds
     speed = took(torch.float32, device) / took(DTYPES[word], device) if DTYPES[word] is not torch.float32 else 1.0
-    why = f"{asked} was asked for" if asked != "auto" else (
+    why = f"{requested} was asked for" if requested != "auto" else (
         "the chip has bf16" if word == "bf16" else "CUDA without bf16" if word == "fp16" else "no bf16 in the chip"
     )  # fmt: skip
     figure = f"{word} on {device}, since {why}; {speed:.1f} x the speed of fp32, measured"
     best = "bf16" if has_bf16(device) and word != "bf16" else "fp32"
-    return judged(
+    return make_check(
         "precision", speed >= EMULATED, figure, f"set precision=auto or {best}: {word} is emulated on this {device}"
     )
 
@@ -183,20 +185,20 @@ def matmul_seconds(dtype: torch.dtype, device: torch.device) -> float:
     """The fastest of a few products of two matrices."""
     rows = MATMUL.get(device.type, MATMUL_ELSEWHERE)
     matrix = torch.ones(rows, rows, dtype=dtype, device=device)
-    found = []
+    durations = []
     for _ in range(TRIES):
         began = time.perf_counter()
         float((matrix @ matrix)[0, 0])  # waits for the device
-        found.append(time.perf_counter() - began)
-    return min(found)
+        durations.append(time.perf_counter() - began)
+    return min(durations)
 
 
 def threads(runtime: Runtime, cores: int) -> Check:
     """Whether the threads of all ranks have a core each."""
     each = runtime.threads or max(1, cores // runtime.devices)
     figure = f"{runtime.devices} x {each} threads on {cores} cores"
-    cure = f"set runtime.threads={max(1, cores // runtime.devices)}, or fewer runtime.devices: threads wait for each other"
-    return judged("threads", each * runtime.devices <= cores, figure, cure)
+    fix = f"set runtime.threads={max(1, cores // runtime.devices)}, or fewer runtime.devices: threads wait for each other"
+    return make_check("threads", each * runtime.devices <= cores, figure, fix)
 
 
 def versions(required: Sequence[str], pins: Mapping[str, str], installed: Callable[[str], str] = metadata.version) -> Check:
@@ -207,9 +209,9 @@ def versions(required: Sequence[str], pins: Mapping[str, str], installed: Callab
     """
     from packaging.requirements import Requirement
 
-    wrong, other = [], []
-    wanted = [Requirement(line) for line in required]
-    for requirement in wanted:
+    wrong, untested = [], []
+    requirements = [Requirement(line) for line in required]
+    for requirement in requirements:
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
         have = _installed(requirement.name, installed)
@@ -218,14 +220,14 @@ def versions(required: Sequence[str], pins: Mapping[str, str], installed: Callab
     for name, pin in pins.items():
         have = _installed(name, installed)
         if have is not None and have.partition("+")[0] != pin:
-            other.append(f"{name} {have} (tested: {pin})")
+            untested.append(f"{name} {have} (tested: {pin})")
     figure = "; ".join(wrong) or (
-        f"all required are there; {len(other)} of {len(pins)} differ from those tested together" if pins
+        f"all required are there; {len(untested)} of {len(pins)} differ from those tested together" if pins
         else "all required are there"
     )  # fmt: skip
-    if other and not wrong:
-        figure += f": {', '.join(other[:4])}{', ...' if len(other) > 4 else ''}"
-    return judged("versions", not wrong, figure, "pip install -c constraints.txt ttrain, with the file of this version")
+    if untested and not wrong:
+        figure += f": {', '.join(untested[:4])}{', ...' if len(untested) > 4 else ''}"
+    return make_check("versions", not wrong, figure, "pip install -c constraints.txt ttrain, with the file of this version")
 
 
 def pins_of(constraints: Path) -> dict[str, str]:
@@ -258,5 +260,5 @@ def _installed(name: str, version: Callable[[str], str]) -> str | None:
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    """Of all of them, one that is there twice once."""
+    """Bytes of all tensors; one that occurs twice counts once."""
     return sum({tensor.data_ptr(): tensor.numel() * tensor.element_size() for tensor in tensors}.values())

@@ -1,4 +1,4 @@
-"""What a stage trains with, as parts that the checks take: in a test, each can be one that is wrong.
+"""The parts that a stage trains with, which are passed to the checks, so that tests can pass wrong ones.
 
 Letters in names: B rows, T positions.
 """
@@ -6,29 +6,30 @@ Letters in names: B rows, T positions.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from torch import nn
 
 from ttrain.config import Runtime, Training
-from ttrain.data.loader import Loader
+from ttrain.data.loader import Loader, ShuffledOrder
 from ttrain.data.packing import IGNORE, Batch, Counts, Rows
-from ttrain.data.samplers import ShuffledOrder
+from ttrain.errors import TTrainError, UsageError
 from ttrain.train.callbacks import Callback, StepRecord
 from ttrain.train.checkpoint import Checkpoints, Snapshot
 from ttrain.train.distributed import Ranks
-from ttrain.train.precision import Precision, resolve
+from ttrain.train.precision import Precision, resolve_precision
 from ttrain.train.task import TrainingTask
-from ttrain.train.trainer import Cadence, How, Trainer, Weights
+from ttrain.train.trainer import Cadence, Trainer, TrainerOptions, Weights
 
 POSITIONS = 192  # of a row, in the checks that need no more: more than one block of the attention on CPUs, which has 128
-NEVER = 1 << 30  # steps between things that shall not happen
+
+NEVER = 1 << 30  # steps between events that must not happen
 
 
-class Subject(Weights, Protocol):
-    """A model about to be trained, and how it is kept."""
+class LearnerModel(Weights, Protocol):
+    """A model to train, and how it is stored."""
 
     @property
     def model(self) -> nn.Module: ...
@@ -42,19 +43,19 @@ class Subject(Weights, Protocol):
 
 @dataclass(frozen=True)
 class Learner:
-    """How a stage trains. Its functions stand at the top of modules, so that other processes can be sent them.
+    """How a stage trains. Its functions are top-level ones of modules, so that they can be sent to other processes.
 
     `build` gives the same weights every time; `trainer` makes a Trainer of the arguments of one.
     """
 
     config: Training
     runtime: Runtime
-    build: Callable[[], Subject]
+    build: Callable[[], LearnerModel]
     task: Callable[[Training, nn.Module, Runtime], TrainingTask]
     trainer: Callable[..., Trainer] = Trainer
 
 
-class HeldRows(Rows):
+class InMemoryRows(Rows):
     """Rows in memory: a few of the user's."""
 
     def __init__(self, batch: Batch) -> None:
@@ -73,7 +74,7 @@ class HeldRows(Rows):
         return {"rows": len(self), "records": len(self)}
 
 
-def held(rows: Rows, count: int, positions: int | None = POSITIONS) -> HeldRows:
+def select_rows(rows: Rows, count: int, positions: int | None = POSITIONS) -> InMemoryRows:
     """`count` of the rows, evenly spread (again from the first where there are fewer), each cut to so many positions.
 
     The cut lies around the row's first target, so that there is something to learn in it.
@@ -85,20 +86,20 @@ def held(rows: Rows, count: int, positions: int | None = POSITIONS) -> HeldRows:
     firsts_B = (batch.labels_BT != IGNORE).argmax(axis=1)
     starts_B = np.clip(firsts_B - length // 2, 0, width - length)
     places_BT = starts_B[:, None] + np.arange(length)
-    return HeldRows(Batch(*(np.take_along_axis(array, places_BT, axis=1) for array in _arrays(batch))))
+    return InMemoryRows(Batch(*(np.take_along_axis(array, places_BT, axis=1) for array in _arrays(batch))))
 
 
-def unevenly_masked(rows: HeldRows) -> HeldRows:
+def unevenly_masked(rows: InMemoryRows) -> InMemoryRows:
     """The rows with all, 1/2, 1/4 and 1/8 of their targets, in turn: so that the mean of means is not the mean."""
     labels_BT = rows.whole.labels_BT.copy()
     for row, labels in enumerate(labels_BT):
         labels[np.delete(np.flatnonzero(labels != IGNORE), np.s_[:: 1 << row % 4])] = IGNORE
     whole = rows.whole
-    return HeldRows(Batch(whole.input_ids_BT, labels_BT, whole.positions_BT, whole.segments_BT))
+    return InMemoryRows(Batch(whole.input_ids_BT, labels_BT, whole.positions_BT, whole.segments_BT))
 
 
 def without_dropout(model: nn.Module) -> None:
-    """So that gradients are a function of the rows alone: dropout's masks and routers' noise follow the micro-batches."""
+    """Turn off dropout and routers' noise, which follow the micro-batches, so that gradients depend on the rows alone."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -108,19 +109,19 @@ def without_dropout(model: nn.Module) -> None:
             module.noise_scale = 0.0  # type: ignore[assignment]  # a number of routers
 
 
-class Losses(Callback):
+class LossRecorder(Callback):
     """The loss of every step."""
 
     def __init__(self) -> None:
-        self.found: list[float] = []
+        self.losses: list[float] = []
 
     def step_end(self, record: StepRecord) -> None:
-        self.found.append(record.loss)
+        self.losses.append(record.loss)
 
 
 def trainer_of(
     learner: Learner,
-    subject: Subject,
+    subject: LearnerModel,
     rows: Rows,
     *,
     ranks: Ranks,
@@ -145,7 +146,7 @@ def trainer_of(
     }
     config = learner.config.model_copy(update={**changed, **changes})
     order = ShuffledOrder(len(rows), rows_per_step, steps * rows_per_step, config.seed)
-    precision = resolve(precision.word, ranks.device)  # which also sets how fp32 matrices are multiplied
+    precision = resolve_precision(precision.word, ranks.device)  # which also sets how fp32 matrices are multiplied
     return learner.trainer(
         learner.task(config, subject.model, learner.runtime),
         Loader(rows, order, rows_per_device=rows_per_device, rank=ranks.rank, world=ranks.world, prefetch_steps=0),
@@ -155,10 +156,47 @@ def trainer_of(
         checkpoints=checkpoints,
         callbacks=callbacks,
         cadence=Cadence(log=NEVER, checkpoint=save_every),
-        how=How(False, learner.runtime.parallel, learner.runtime.reduction),
+        options=TrainerOptions(False, learner.runtime.parallel, learner.runtime.reduction),
         start=start,
     )
 
 
 def _arrays(batch: Batch) -> tuple[np.ndarray[Any, Any], ...]:
     return batch.input_ids_BT, batch.labels_BT, batch.positions_BT, batch.segments_BT
+
+
+Result = TypeVar("Result", bound="Check | None")
+
+
+@dataclass(frozen=True)
+class Check:
+    """`figure`: what was measured. `cure` (its name in the JSON): how to fix it, where it is not ok."""
+
+    name: str
+    ok: bool
+    figure: float | str
+    cure: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def make_check(name: str, ok: bool, figure: float | str, fix: str) -> Check:
+    """A check, with the fix where it is not ok."""
+    return Check(name, ok, figure, None if ok else fix)
+
+
+def run_check(name: str, examine: Callable[[], Result]) -> Result | Check:
+    """Run a check; an exception becomes a failed check, so that it does not hide the checks after it.
+
+    UsageError is not caught: the settings are wrong, and there is nothing to examine.
+    """
+    try:
+        return examine()
+    except UsageError:
+        raise
+    except TTrainError as error:
+        return Check(name, False, str(error), "do what the message says; training would fail with it too")
+    except Exception as error:
+        lines = str(error).splitlines() or [""]
+        return Check(name, False, f"{type(error).__name__}: {lines[0]}", "training would fail with it too; report it")

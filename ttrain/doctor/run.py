@@ -1,27 +1,54 @@
-"""`ttrain doctor`: a stage's own parts, put through every check before the long run."""
+"""`ttrain doctor`: run every check on a stage's own parts, before the long run."""
 
 from __future__ import annotations
 
+import itertools
+import json
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
 
 import transformers
 
-from ttrain.config import Section, Settings, Training
+from ttrain.config import Section, Settings, ShardsConfig, SourceConfig, Training
+from ttrain.config.training import NONE, TRAININGS
+from ttrain.core.files import ProgressWriter
 from ttrain.core.machine import usable_cores
+from ttrain.data import chat_shapes, locations
+from ttrain.data import records as sources
 from ttrain.data.encoder import Encoder, open_tokenizer
-from ttrain.data.inspect import Pieces, Shown, show_row
+from ttrain.data.inspect import TokenDecoder, TokenView, show_row
 from ttrain.data.packing import Rows
-from ttrain.doctor import labels, learning, machine, model, tokens
-from ttrain.doctor.check import Check, guarded
-from ttrain.doctor.inputs import Inputs, gather
-from ttrain.doctor.parts import Learner
-from ttrain.errors import DataError, TTrainError, UsageError
-from ttrain.pipeline.plan import section_of
-from ttrain.stages import STAGES, lora, pretrain, sft, training
+from ttrain.data.records import Tally
+from ttrain.data.sharding import Here
+from ttrain.doctor import data, machine, model
+from ttrain.doctor.parts import Check, Learner, run_check
+from ttrain.errors import ArtifactError, DataError, TTrainError, UsageError
+from ttrain.pipeline.input_files import EXISTING, HELDOUT, TRAIN, data_files
+from ttrain.pipeline.plan import no_stage, section_of
+from ttrain.stages import (
+    EXISTING_MODEL,
+    NEW_MODEL,
+    SHARDS_LORA,
+    SHARDS_PRETRAIN,
+    SHARDS_SFT,
+    STAGES,
+    TOKENIZER,
+    Stage,
+    existing_model,
+    lora,
+    new_model,
+    pretrain,
+    sft,
+    shards,
+    source,
+    tokenizer,
+    training,
+)
+from ttrain.stages.job import StageContext
 from ttrain.stages.rows import open_rows
 from ttrain.stages.shards import heldout_records
 from ttrain.store.layout import Artifact
@@ -29,7 +56,9 @@ from ttrain.train import precision
 from ttrain.train.precision import Precision
 
 MODULES = {"pretrain": pretrain, "sft": sft, "lora": lora}
+
 TEXTS = 200  # of the data, through the tokenizer and back
+
 CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"  # in a checkout
 
 
@@ -40,17 +69,17 @@ class Doctor:
         """`artifacts`: of the stages that are finished under these settings, by stage."""
         self.stage, self.settings, self.artifacts, self.home = stage, settings, artifacts, home
         self.config: Training = getattr(settings, stage)
-        self.shown: tuple[Shown, frozenset[int]] | None = None
+        self.shown: tuple[TokenView, frozenset[int]] | None = None
 
     def checks(self) -> Iterator[Check]:
-        """Each check as it is done. Raises UsageError where the settings ask for what cannot be had."""
-        transformers.utils.logging.disable_progress_bar()  # of a model that is taken in
+        """Yield each check as it is done. Raises UsageError where the settings cannot be met."""
+        transformers.utils.logging.disable_progress_bar()  # of an existing model that is loaded
         runtime = self.settings.runtime
         device = training.start(runtime).device
-        computed_in = precision.resolve(self.config.precision, device)
-        yield guarded("versions", _versions)
-        yield guarded("precision", lambda: machine.chosen_precision(self.config.precision, computed_in))
-        yield guarded("threads", lambda: machine.threads(runtime, usable_cores()))
+        computed_in = precision.resolve_precision(self.config.precision, device)
+        yield run_check("versions", _versions)
+        yield run_check("precision", lambda: machine.chosen_precision(self.config.precision, computed_in))
+        yield run_check("threads", lambda: machine.threads(runtime, usable_cores()))
         with tempfile.TemporaryDirectory(prefix="ttrain-doctor-") as directory:
             try:
                 inputs = gather(self.stage, self.settings, self.artifacts, Path(directory))
@@ -61,7 +90,7 @@ class Doctor:
             except UsageError:
                 raise
             except TTrainError as error:
-                yield Check("data", False, str(error), "mend the data; `ttrain data validate` names all bad rows")
+                yield Check("data", False, str(error), "fix the data; `ttrain data validate` lists every bad row")
                 return
             counts = rows.counts()
             figure = f"{inputs.figure}: {counts['rows']} rows of {rows.row_length} tokens, {counts['fill']:.1%} filled"
@@ -69,26 +98,28 @@ class Doctor:
             yield from self._of_data(inputs, encoder, rows)
             yield from self._of_training(inputs, rows, computed_in)
 
-    def _of_data(self, inputs: Inputs, encoder: Encoder, rows: Rows) -> Iterator[Check]:
-        said = heldout_records(inputs.paths["shards"])
+    def _of_data(self, inputs: StageInputs, encoder: Encoder, rows: Rows) -> Iterator[Check]:
+        records = heldout_records(inputs.paths["shards"])
         texts = [
-            text for record in said[:TEXTS]
+            text for record in records[:TEXTS]
             for text in ([record["text"]] if "text" in record else [turn["content"] for turn in record["messages"]])
         ]  # fmt: skip
         normalizer = open_tokenizer(encoder.directory / "tokenizer.json").normalizer
         normalize = normalizer.normalize_str if normalizer else str
-        yield guarded(tokens.NAME, lambda: tokens.round_trip(encoder, texts, normalize))
+        yield run_check(data.ROUND_TRIP, lambda: data.round_trip(encoder, texts, normalize))
         heldout = open_rows(inputs.paths["shards"] / "heldout", encoder, self.config, heldout=True)
-        answers = [turn["content"] for record in said for turn in record.get("messages", ()) if turn["role"] == "assistant"]
-        self.shown = show_row(rows, 0, Pieces(encoder)), encoder.special_ids()
+        answers = [
+            turn["content"] for record in records for turn in record.get("messages", ()) if turn["role"] == "assistant"
+        ]
+        self.shown = show_row(rows, 0, TokenDecoder(encoder)), encoder.special_ids()
         if self.config.mask_intervals:
-            yield guarded(labels.NAME, lambda: labels.masked_labels(rows, encoder))
+            yield run_check(data.LABELS, lambda: data.masked_labels(rows, encoder))
         elif self.stage == "pretrain":
-            yield guarded(labels.NAME, lambda: labels.document_labels(rows, encoder))
+            yield run_check(data.LABELS, lambda: data.document_labels(rows, encoder))
         else:
-            yield guarded(labels.NAME, lambda: labels.chat_labels(rows, encoder, heldout, answers))
+            yield run_check(data.LABELS, lambda: data.chat_labels(rows, encoder, heldout, answers))
 
-    def _of_training(self, inputs: Inputs, rows: Rows, computed_in: Precision) -> Iterator[Check]:
+    def _of_training(self, inputs: StageInputs, rows: Rows, computed_in: Precision) -> Iterator[Check]:
         config: Section = section_of(STAGES[self.stage], self.settings)
         runtime, device = self.settings.runtime, computed_in.device
         learner = Learner(self.config, runtime, partial(subject, self.stage, config, dict(inputs.paths)), training.task_of)
@@ -101,23 +132,196 @@ class Doctor:
             ("records apart", lambda: model.documents(learner, rows, computed_in)),
             ("loss at the start", lambda: model.first_loss(learner, rows, computed_in, trained=inputs.trained)),
             ("routers balanced", lambda: model.routers(learner, rows, computed_in)),
-            ("accumulation", lambda: learning.accumulation(learner, rows, device)),
-            ("two ranks equal one", lambda: learning.two_ranks(learner, rows)),
-            ("save and resume", lambda: learning.resume(learner, rows, computed_in)),
-            ("one batch is learnt", lambda: learning.learns(learner, rows, computed_in)),
+            ("accumulation", lambda: model.accumulation(learner, rows, device)),
+            ("two ranks equal one", lambda: model.two_ranks(learner, rows)),
+            ("save and resume", lambda: model.resume(learner, rows, computed_in)),
+            ("one batch is learnt", lambda: model.learns(learner, rows, computed_in)),
         ]
         for name, examine in checks:
-            found = guarded(name, examine)
-            if found is not None:
-                yield found
+            check = run_check(name, examine)
+            if check is not None:
+                yield check
 
 
-def subject(stage: str, config: Section, inputs: Mapping[str, Path]) -> training.Trained:
+def subject(stage: str, config: Section, inputs: Mapping[str, Path]) -> training.TrainableModel:
     """The stage's model before its first step; the same weights every time."""
     transformers.utils.logging.disable_progress_bar()
-    prepared: training.Trained = MODULES[stage].prepare(config, inputs, Encoder(inputs["tokenizer"], fast=False))
+    prepared: training.TrainableModel = MODULES[stage].prepare(config, inputs, Encoder(inputs["tokenizer"], fast=False))
     return prepared
 
 
 def _versions() -> Check:
     return machine.versions(metadata.requires("ttrain") or [], machine.pins_of(CONSTRAINTS))
+
+
+SHARDS = {"pretrain": SHARDS_PRETRAIN, "sft": SHARDS_SFT, "lora": SHARDS_LORA}
+
+SAMPLE_RECORDS, SAMPLE_BYTES, SAMPLE_FILES = 2000, 4_000_000, 8  # of a data set; the first of each of so many files
+
+HELDOUT_SHARE = 10  # one record of so many is held out of a sample for which the user names no such files
+
+
+@dataclass(frozen=True)
+class StageInputs:
+    """Directories that a stage reads, and where they come from.
+
+    figure          a description for people
+    trained         whether the base is a trained model, not one of random weights that stands in for it
+    unmade_bytes    shards that a run would still have to make
+    """
+
+    paths: Mapping[str, Path]
+    figure: str
+    trained: bool
+    unmade_bytes: float
+
+
+def gather(stage: str, settings: Settings, artifacts: Mapping[str, Artifact], directory: Path) -> StageInputs:
+    """The inputs of a stage that trains; those that do not exist yet are made under `directory`.
+
+    Raises DataError where the data is not fit to learn from, UsageError where it is missing, or where the stage is not part
+    of the pipeline.
+    """
+    if stage not in settings.trainings:
+        raise no_stage(stage, settings.trainings, settings)
+    sample_shards = directory / "sample"
+    source_artifact = artifacts.get("source")
+    sampling = _Sample(settings, source_artifact.path if source_artifact else None, directory)
+    tokenizer_path = artifacts["tokenizer"].path if "tokenizer" in artifacts else sampling.tokenizer()
+    stored_shards = artifacts.get(SHARDS[stage].name)
+    unmade = 0.0 if stored_shards else sampling.shards(SHARDS[stage], tokenizer_path, sample_shards)
+    figure = "the shards of the store" if stored_shards else f"the first {sampling.records} records"
+    paths = {"tokenizer": tokenizer_path, "shards": stored_shards.path if stored_shards else sample_shards}
+    base_artifact = artifacts.get(_base_stage(stage, settings))
+    is_trained = settings.existing_model is not None or (base_artifact is not None and settings.starts[stage] != NONE)
+    if base_artifact:
+        paths["base"] = base_artifact.path
+        figure += ", the base of the store"
+    elif settings.existing_model:
+        paths["base"] = _existing(settings, tokenizer_path, directory / "base")
+        figure += f", the model {settings.existing_model}"
+    elif stage != "pretrain":
+        paths["base"] = _stand_in(settings, tokenizer_path, directory / "base")
+        figure += ", a base of random weights until there is one"
+    return StageInputs(paths, figure, is_trained, unmade)
+
+
+def _base_stage(stage: str, settings: Settings) -> str:
+    """The stage that makes what this one starts from."""
+    start = settings.starts[stage]
+    if start in TRAININGS:
+        return start
+    return NEW_MODEL.name if start == NONE else EXISTING_MODEL.name
+
+
+class _Sample:
+    """The first records of the user's files, as a source that the stages read like the quickstart's."""
+
+    def __init__(self, settings: Settings, made_source: Path | None, directory: Path) -> None:
+        self._settings, self._source, self._directory = settings, made_source, directory
+        self.records = 0
+
+    def tokenizer(self) -> Path:
+        """Train a tokenizer on the sample, or take the existing one."""
+        roles = data_files(TOKENIZER, self._settings)
+        texts = self._directory / "texts.jsonl"
+        if is_measured := self._settings.reads("tokenizer"):
+            self._copy(TOKENIZER, [file.location for file in roles.get(TRAIN, ())], texts, TRAIN)
+        output = self._directory / "tokenizer"
+        reading = self._settings.reading.model_copy(update={"text_field": "text", "heldout_fraction": 0.0})
+        existing = [Path(file.location) for file in roles.get(EXISTING, ())]
+        read = [str(texts)] if is_measured else []
+        tokenizer.train_directory(read, output, self._settings.tokenizer, reading, existing_files=existing)
+        return output
+
+    def shards(self, stage: Stage, tokenizer_path: Path, output: Path) -> float:
+        """Make shards of the sample; returns about how many bytes those of all the data would take."""
+        assert stage.dataset is not None, "shards are made of a data set"
+        sample_source = self._directory / stage.name
+        sample_source.mkdir()
+        files = [sample_source / f"{stage.dataset}.jsonl", sample_source / f"{stage.dataset}_heldout.jsonl"]
+        roles = data_files(stage, self._settings)
+        for role, path in zip((TRAIN, HELDOUT), files, strict=True):
+            locations_of = [file.location for file in roles.get(role, ())]
+            if locations_of or not roles:
+                self.records += self._copy(stage, locations_of, path, role)
+        if not files[1].exists():
+            _hold_out(*files)
+        config = ShardsConfig(reading=self._settings.reading, shards=self._settings.shards)
+        job = _job(
+            self._settings,
+            output,
+            inputs={"source": sample_source, "tokenizer": tokenizer_path},
+            arguments=dict(stage.arguments),
+        )
+        built = shards.build(config, job, Here())
+        shards.check(built, config.reading, f"data.{stage.dataset}", stage.arguments["kind"])
+        ratio = _size(output) / max(1, sum(path.stat().st_size for path in files))
+        file_locations = (file.location for role in roles.values() for file in role)
+        return ratio * sum(Path(path).stat().st_size for path in file_locations if not locations.is_remote(path))
+
+    def _copy(self, stage: Stage, files: Sequence[str], output: Path, role: str) -> int:
+        """Write the first good records of the files as JSONL; returns how many. Raises DataError where too many are bad."""
+        reading, dataset = self._settings.reading, "pretrain" if stage is TOKENIZER else stage.dataset
+        name = dataset if role == TRAIN else f"{dataset}_heldout"
+        if not files:
+            files = [str(self._python_docs() / f"{name}.jsonl")]
+            reading = reading.model_copy(update={"text_field": "text"})
+        is_chats = stage.arguments.get("kind") == "chats"
+        parse = sources.parse_conversation if is_chats else sources.document_parser(reading.text_field)
+        expected_fields = chat_shapes.CHAT_FIELDS if is_chats else sources.document_fields(reading.text_field)
+        tally, sampled_files = Tally(), files[:SAMPLE_FILES]
+        records = size = 0
+        with output.open("w", encoding="utf-8") as file:
+            for path in sampled_files:
+                bytes_per_file = SAMPLE_BYTES // len(sampled_files)
+                source_records = sources.read([path], parse, tally, reading.max_line_bytes, reading.text_field)
+                for record in itertools.islice(source_records, max(1, SAMPLE_RECORDS // len(sampled_files))):
+                    size += file.write(json.dumps(record.to_json(), ensure_ascii=False) + "\n")
+                    records += 1
+                    if size > bytes_per_file * (sampled_files.index(path) + 1):
+                        break
+        tally.check(f"data.{name}", reading.rejected_fraction, expected_fields)
+        return records
+
+    def _python_docs(self) -> Path:
+        if self._source is None:
+            self._source = self._directory / "source"
+            source.run(SourceConfig(python_docs=self._settings.python_docs), _job(self._settings, self._source))
+        return self._source
+
+
+def _job(
+    settings: Settings, output: Path, inputs: Mapping[str, Path] | None = None, arguments: Mapping[str, str] | None = None
+) -> StageContext:
+    return StageContext(inputs or {}, {}, arguments or {}, output, settings.runtime, ProgressWriter(None), lambda: False)
+
+
+def _hold_out(train: Path, heldout: Path) -> None:
+    lines = train.read_text(encoding="utf-8").splitlines(keepends=True)
+    train.write_text("".join(line for n, line in enumerate(lines) if n % HELDOUT_SHARE or len(lines) == 1), encoding="utf-8")
+    heldout.write_text("".join(lines[::HELDOUT_SHARE]), encoding="utf-8")
+
+
+def _existing(settings: Settings, tokenizer_path: Path, directory: Path) -> Path:
+    """The model that the pipeline starts from, prepared as by its stage."""
+    files = {
+        role: [Path(file.location) for file in role_files]
+        for role, role_files in data_files(EXISTING_MODEL, settings).items()
+    }
+    try:
+        existing_model.prepare_base_model(files, tokenizer_path, directory / new_model.DIRECTORY)
+    except ArtifactError as error:
+        raise UsageError(f"{settings.trainings[0]}.start_from is {settings.existing_model}: {error}") from None
+    return directory
+
+
+def _stand_in(settings: Settings, tokenizer_path: Path, directory: Path) -> Path:
+    """A base model of random weights, of the settings' sizes."""
+    model = new_model.new(settings.model, Encoder(tokenizer_path, fast=False), settings.pretrain.seed)
+    new_model.write(model, tokenizer_path, directory / new_model.DIRECTORY)
+    return directory
+
+
+def _size(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())

@@ -1,1 +1,1 @@
-"""Numbers that a user can trust: bits per byte, losses on chats, samples, baselines."""
+"""Evaluation of models: task suites, metrics with confidence intervals, comparisons, promotion decisions."""

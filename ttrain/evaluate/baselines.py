@@ -1,27 +1,34 @@
-"""What a byte costs without a language model: the numbers that a model has to beat.
+"""Bits per byte without a language model: baselines that a model has to beat.
 
-None of them has seen the text before: compressors and byte models learn from the bytes before each byte and from nothing
-else. (A model of fixed frequencies that were counted in the same text would have been told what it is to predict.)
+None of them has seen the text before: compressors and byte models learn only from the bytes before each byte. (A model of
+fixed frequencies counted in the same text would already know what it has to predict.)
 """
 
 from __future__ import annotations
 
 import lzma
 import zlib
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import nn
 
 BASELINES = ("zlib", "xz", "order0", "order3")
+
 MOST_BYTES = 4 << 20  # xz -9e reads about 1 MB a second
+
 Floats = npt.NDArray[np.float64]
+
 Ints = npt.NDArray[np.int64]
 
 
 def bits_per_byte(data: bytes) -> dict[str, float]:
     """Bits per byte of zlib -9, of xz -9e and of byte models of order 0 and 3, each over the text as one stream.
 
-    Of a text of more than MOST_BYTES, its beginning; nothing of an empty one.
+    Of a text longer than MOST_BYTES only the beginning counts; an empty text gives {}.
     """
     if not data:
         return {}
@@ -35,11 +42,11 @@ def bits_per_byte(data: bytes) -> dict[str, float]:
 
 
 def adaptive_bits(data: bytes, order: int) -> Floats:
-    """What each byte costs, in bits, an adaptive model that sees up to `order` <= 3 bytes before it; of shape [bytes].
+    """Cost of each byte in bits under an adaptive model of the `order` <= 3 bytes before it; of shape [bytes].
 
     Before byte b it has met the context c n(c) times, n(c, b) times with b after it and d(c) different bytes after it, and
     expects b with (n(c, b) + d(c) p(b | c shortened by a byte)) / (n(c) + d(c)); the shortest context falls back on 1/256.
-    A context that is new is passed over. That is Witten and Bell's estimate of what was never seen (their method C,
+    A new context is skipped. This is Witten and Bell's estimate of unseen symbols (their method C,
     https://doi.org/10.1109/18.87000), mixed over all lengths of context instead of coded as an escape. The sum is the length
     of an arithmetic code, which needs no table to be sent (prequential, https://doi.org/10.2307/2981683).
     """
@@ -61,25 +68,45 @@ def adaptive_bits(data: bytes, order: int) -> Floats:
 
 
 def _sorted(keys: npt.NDArray[np.uint32]) -> tuple[Ints, Ints]:
-    """(numbers that sort the keys and keep equal ones in their order, where each group of equal ones begins).
+    """(stable sort order of the keys, start of each group of equal keys).
 
-    By halves of 16 bits, which numpy sorts by radix: 1 M keys in 0.03 s instead of 0.2.
+    Sorts by halves of 16 bits, for which numpy uses radix sort: 1 M keys in 0.03 s instead of 0.2.
     """
     low = np.argsort(keys.astype(np.uint16), kind="stable")
-    found = low[np.argsort((keys >> np.uint32(16)).astype(np.uint16)[low], kind="stable")]
-    ordered = keys[found]
-    return found, np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]])
+    order = low[np.argsort((keys >> np.uint32(16)).astype(np.uint16)[low], kind="stable")]
+    ordered = keys[order]
+    return order, np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]])
 
 
 def _earlier(groups: tuple[Ints, Ints], counted: npt.NDArray[np.bool_] | None = None) -> Ints:
-    """For each position, how many positions before it are in its group; those `counted` alone where that is given."""
-    found, firsts = groups
-    sizes = np.diff(np.r_[firsts, len(found)])
+    """Number of earlier positions in each position's group; only those `counted`, if that is given."""
+    order, firsts = groups
+    sizes = np.diff(np.r_[firsts, len(order)])
     if counted is None:
-        before = np.arange(len(found))
+        counts = np.arange(len(order))
     else:
-        ones = counted[found].astype(np.int64)
-        before = np.cumsum(ones) - ones
-    result = np.empty(len(found), np.int64)
-    result[found] = before - np.repeat(before[firsts], sizes)
+        ones = counted[order].astype(np.int64)
+        counts = np.cumsum(ones) - ones
+    result = np.empty(len(order), np.int64)
+    result[order] = counts - np.repeat(counts[firsts], sizes)
     return result
+
+
+def greedy(
+    model: nn.Module, prompt: Sequence[int], *, new_tokens: int, stop_ids: Sequence[int], device: torch.device
+) -> list[int]:
+    """Generate the greedy continuation of the prompt's ids, up to a stop id and without it."""
+    model.eval()
+    ids = torch.tensor([list(prompt)], device=device)
+    cache: Any = None
+    new_ids: list[int] = []
+    with torch.no_grad():  # not inference_mode: tables that the model caches could not be used in training
+        for _ in range(new_tokens):
+            out = model(input_ids=ids, past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            ids = out.logits[:, -1].argmax(-1, keepdim=True)
+            token = int(ids)
+            if token in stop_ids:
+                break
+            new_ids.append(token)
+    return new_ids

@@ -1,6 +1,6 @@
-"""Multiple choice by log-likelihood: each choice is scored as what follows the question, and the likeliest one counts.
+"""Multiple choice by log-likelihood: each choice is scored as the continuation of the question; the likeliest is chosen.
 
-Scores and figures are those of lm-evaluation-harness, item by item: `accuracy` is its acc, `accuracy_characters` its
+Scores and metrics are those of lm-evaluation-harness, item by item: `accuracy` is its acc, `accuracy_characters` its
 acc_norm, `accuracy_bytes` its acc_bytes.
 """
 
@@ -9,24 +9,25 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ttrain.config.suite import ChoicesTask
-from ttrain.evaluate import prompts
-from ttrain.evaluate.evaluated_model import Progress, Subject
-from ttrain.evaluate.items import BadRow, Items, Places, digests, groups, read_rows, sampled
+from ttrain.config.evaluate import ChoicesTask, LastWordTask
+from ttrain.evaluate import items as prompts
+from ttrain.evaluate.evaluated_model import EvaluatedModel, ProgressCallback
+from ttrain.evaluate.items import BadRow, Items, SuiteFiles, digests, groups, read_rows, sampled
 from ttrain.evaluate.log_likelihood import Likelihood, log_likelihoods
-from ttrain.evaluate.task_result import Figure, Outcome
+from ttrain.evaluate.task_result import Metric, TaskResult
 
-WANTED = '{"question": text, "choices": [texts], "answer": number from 0, letter or text}'
+CHOICE_FORMAT = '{"question": text, "choices": [texts], "answer": number from 0, letter or text}'
+
 FIGURES = {"none": "accuracy", "characters": "accuracy_characters", "bytes": "accuracy_bytes", "tokens": "accuracy_tokens"}
 
 
 @dataclass(frozen=True)
-class Choice:
-    """A row: the answer is the number of the right choice."""
+class ChoiceQuestion:
+    """A row of the file; `answer` is the number of the right choice."""
 
     question: str
     choices: tuple[str, ...]
@@ -35,111 +36,115 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """An item as the model is given it: the context, and what may follow it."""
+class ChoicePrompt:
+    """An item as the model gets it: the context and its possible continuations."""
 
-    choice: Choice
+    choice: ChoiceQuestion
     context: str
     continuations: tuple[str, ...]
 
 
-def parse(record: dict[str, Any], by: Sequence[str] = ()) -> Choice:
-    """The item of a row. Raises BadRow for one that has no single right answer among different choices."""
+def parse_choice(record: dict[str, Any], by: Sequence[str] = ()) -> ChoiceQuestion:
+    """Parse a row. Raises BadRow unless it has exactly one right answer among different choices."""
     question, choices = prompts.text(record, "question"), record.get("choices")
     if not isinstance(choices, list) or not all(isinstance(choice, str) for choice in choices):
-        raise BadRow("choices are no list of strings")
+        raise BadRow("choices is not a list of strings")
     if len(choices) < 2:
         raise BadRow("fewer than two choices")
     if not all(choice.strip() for choice in choices):
         raise BadRow("an empty choice")
     if len({choice.strip() for choice in choices}) < len(choices):
         raise BadRow("two choices are the same")
-    return Choice(question, tuple(choices), _answer(record.get("answer"), choices), prompts.labels(record, by))
+    return ChoiceQuestion(question, tuple(choices), _answer(record.get("answer"), choices), prompts.labels(record, by))
 
 
-def read(task: str, spec: ChoicesTask, places: Places) -> Items[Asked]:
-    """The questions of the file. Raises UsageError, or DataError where it has none."""
-    setting = places.setting(task, "file")
+def read_choices(task: str, spec: ChoicesTask, files: SuiteFiles) -> Items[ChoicePrompt]:
+    """Read the questions of the file. Raises UsageError if it does not exist, DataError if it has none."""
+    setting = files.setting(task, "file")
 
-    def parsed(record: dict[str, Any]) -> Choice:
-        return parse(record, spec.by)
+    def parsed(record: dict[str, Any]) -> ChoiceQuestion:
+        return parse_choice(record, spec.by)
 
-    rows, left_out = read_rows(places.file(spec.file), parsed, setting)
-    prompts.check_some(rows, left_out, f"{setting} {spec.file}", WANTED)
+    rows, left_out = read_rows(files.file(spec.file), parsed, setting)
+    prompts.check_not_empty(rows, left_out, f"{setting} {spec.file}", CHOICE_FORMAT)
     items = sampled(rows, spec.limit, spec.seed)
-    shots, more = prompts.examples(task, spec, rows, items, places, parsed)
-    asked = tuple(_asked(spec, item, examples) for item, examples in zip(items, shots, strict=True))
-    names = digests([[one.context, one.continuations, one.choice.answer] for one in asked])
-    return Items(task, spec, asked, names, (*left_out, *more), groups([item.labels for item in items], spec.by))
+    shots, bad_examples = prompts.examples(task, spec, rows, items, files, parsed)
+    question_prompts = tuple(_build_prompt(spec, item, examples) for item, examples in zip(items, shots, strict=True))
+    names = digests([[prompt.context, prompt.continuations, prompt.choice.answer] for prompt in question_prompts])
+    return Items(
+        task, spec, question_prompts, names, (*left_out, *bad_examples), groups([item.labels for item in items], spec.by)
+    )
 
 
-def run(items: Items[Asked], subject: Subject, progress: Progress) -> Outcome:
-    """The figures of a model: the first one is what the task's `normalise` asks for.
+def score_choices(items: Items[ChoicePrompt], subject: EvaluatedModel, progress: ProgressCallback) -> TaskResult:
+    """Score a model on the items; the first metric is the one that `normalise` selects.
 
-    `choice_loss` is what the right choice costs in nats once the probabilities of an item's choices add up to one: it tells
-    models apart that are far from getting more answers right. An item whose scores are no numbers is wrong.
+    `choice_loss` is the cost of the right choice in nats, with the probabilities of an item's choices normalised to one: it
+    separates models long before their accuracies differ. An item with a score that is not finite counts as wrong.
     """
     assert isinstance(items.spec, ChoicesTask)
-    scored = iter(log_likelihoods(subject, texts(items.items), progress))
+    scored = iter(log_likelihoods(subject, choice_texts(items.items), progress))
     rows, losses = [], []
     right: dict[str, list[float]] = {name: [] for name in FIGURES}
-    for one in items.items:
-        found = [next(scored) for _ in one.continuations]
-        chosen = chosen_by(one.choice.choices, found)
+    for prompt in items.items:
+        costs = [next(scored) for _ in prompt.continuations]
+        chosen = chosen_by(prompt.choice.choices, costs)
         for name, number in chosen.items():
-            right[name].append(float(number == one.choice.answer))
-        losses.append(_loss([one.nats for one in found], one.choice.answer))
-        rows.append(_row(one.choice, found, chosen[items.spec.normalise]))
+            right[name].append(float(number == prompt.choice.answer))
+        losses.append(_loss([cost.nats for cost in costs], prompt.choice.answer))
+        rows.append(_row(prompt.choice, costs, chosen[items.spec.normalise]))
     ones = (1.0,) * len(rows)
     order = [items.spec.normalise, *(name for name in FIGURES if name != items.spec.normalise)]
-    figures = [Figure(FIGURES[name], tuple(right[name]), ones, higher_is_better=True, unit="share") for name in order]
-    figures.append(Figure("choice_loss", tuple(losses), ones, higher_is_better=False, unit="nats"))
+    figures = [Metric(FIGURES[name], tuple(right[name]), ones, higher_is_better=True, unit="share") for name in order]
+    figures.append(Metric("choice_loss", tuple(losses), ones, higher_is_better=False, unit="nats"))
     figures += cut_figure([row.get("cut", 0) for row in rows])
-    return Outcome(
+    return TaskResult(
         items.task, items.spec.kind, subject.name, items.digests, tuple(figures), rows, items.reasons, items.groups
     )
 
 
-def texts(items: Sequence[Asked]) -> list[tuple[str, str]]:
+def choice_texts(items: Sequence[ChoicePrompt]) -> list[tuple[str, str]]:
     """(context, continuation) of every choice of every item."""
-    return [(one.context, continuation) for one in items for continuation in one.continuations]
+    return [(prompt.context, continuation) for prompt in items for continuation in prompt.continuations]
 
 
-def chosen_by(choices: Sequence[str], found: Sequence[Likelihood]) -> dict[str, int | None]:
-    """The number of the likeliest choice (the first of equal ones) as it is, and by character, byte and token; None where
-    a score is no number."""
-    scores = -np.array([one.nats for one in found])
+def chosen_by(choices: Sequence[str], costs: Sequence[Likelihood]) -> dict[str, int | None]:
+    """Number of the likeliest choice (the first of equal ones) by total, per character, per byte and per token; None if a
+    score is not finite."""
+    scores = -np.array([cost.nats for cost in costs])
     if not np.isfinite(scores).all():
         return dict.fromkeys(FIGURES)
     lengths = {
         "none": [1] * len(choices),
         "characters": [len(choice) for choice in choices],
         "bytes": [len(choice.encode("utf-8")) for choice in choices],
-        "tokens": [one.tokens for one in found],
+        "tokens": [cost.tokens for cost in costs],
     }
     return {name: int((scores / np.array(lengths[name], np.float64)).argmax()) for name in FIGURES}
 
 
-def cut_figure(cuts: Sequence[int]) -> list[Figure]:
-    """The share of items whose context was longer than what the model takes, where there are any."""
+def cut_figure(cuts: Sequence[int]) -> list[Metric]:
+    """Share of items whose context was cut to the model's length, if there are any."""
     if not any(cuts):
         return []
-    return [Figure("cut", tuple(float(cut > 0) for cut in cuts), (1.0,) * len(cuts), higher_is_better=False, unit="share")]
+    return [Metric("cut", tuple(float(cut > 0) for cut in cuts), (1.0,) * len(cuts), higher_is_better=False, unit="share")]
 
 
-def _asked(spec: ChoicesTask, item: Choice, examples: Sequence[Choice]) -> Asked:
-    def before(one: Choice) -> str:
-        return spec.template.replace("{question}", one.question)
+def _build_prompt(spec: ChoicesTask, item: ChoiceQuestion, examples: Sequence[ChoiceQuestion]) -> ChoicePrompt:
+    def question_text(row: ChoiceQuestion) -> str:
+        return spec.template.replace("{question}", row.question)
 
-    def after(one: Choice, choice: str) -> str:
-        return (prompts.between(before(one), choice) if spec.delimiter is None else spec.delimiter) + choice
+    def choice_text(row: ChoiceQuestion, choice: str) -> str:
+        return (prompts.separator(question_text(row), choice) if spec.delimiter is None else spec.delimiter) + choice
 
-    shots = "".join(before(one) + after(one, one.choices[one.answer]) + spec.shots_separator for one in examples)
-    return Asked(item, shots + before(item), tuple(after(item, choice) for choice in item.choices))
+    shots = "".join(
+        question_text(shot) + choice_text(shot, shot.choices[shot.answer]) + spec.shots_separator for shot in examples
+    )
+    return ChoicePrompt(item, shots + question_text(item), tuple(choice_text(item, choice) for choice in item.choices))
 
 
 def _answer(value: object, choices: Sequence[str]) -> int:
-    """The number of the right choice: a number from 0 (1.0 is 1), a choice's own text, or the letter of its place."""
+    """Number of the right choice, given as a number from 0 (1.0 is 1), as the choice's text or as its letter."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int | str):
@@ -148,26 +153,105 @@ def _answer(value: object, choices: Sequence[str]) -> int:
         if not 0 <= value < len(choices):
             raise BadRow("answer is out of range")
         return value
-    named = {number for number, choice in enumerate(choices) if choice.strip() == value.strip()}
+    candidates = {number for number, choice in enumerate(choices) if choice.strip() == value.strip()}
     letter = value.strip().upper()
     if len(letter) == 1 and "A" <= letter <= "Z" and ord(letter) - ord("A") < len(choices):
-        named.add(ord(letter) - ord("A"))
-    if len(named) != 1:
-        raise BadRow("answer is the letter of one choice and the text of another" if named else "answer is no choice")
-    return named.pop()
+        candidates.add(ord(letter) - ord("A"))
+    if len(candidates) != 1:
+        raise BadRow(
+            "answer is the letter of one choice and the text of another"
+            if candidates
+            else "answer is not one of the choices"
+        )
+    return candidates.pop()
 
 
 def _loss(nats: Sequence[float], answer: int) -> float:
     if not all(map(math.isfinite, nats)):
         return math.nan
     least = min(nats)
-    return nats[answer] - least + math.log(math.fsum(math.exp(least - one) for one in nats))
+    return nats[answer] - least + math.log(math.fsum(math.exp(least - cost) for cost in nats))
 
 
-def _row(item: Choice, found: Sequence[Likelihood], chosen: int | None) -> dict[str, Any]:
-    cut = max(one.cut for one in found)
+def _row(item: ChoiceQuestion, costs: Sequence[Likelihood], chosen: int | None) -> dict[str, Any]:
+    cut = max(cost.cut for cost in costs)
     return {
         "question": item.question, "choices": list(item.choices), "answer": item.answer, "chosen": chosen,
-        "right": chosen == item.answer, "nats": [one.nats if math.isfinite(one.nats) else None for one in found],
+        "right": chosen == item.answer, "nats": [cost.nats if math.isfinite(cost.nats) else None for cost in costs],
         **({"cut": cut} if cut else {}),
     }  # fmt: skip
+
+
+PASSAGE_FORMAT = '{"context": text, "target": text}'
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A row of the file; `target` begins with a space if the script has spaces and neither side has one."""
+
+    context: str
+    target: str
+    labels: dict[str, Any] = field(default_factory=dict, compare=False)
+
+
+class PassagePrompt(NamedTuple):
+    """An item as the model gets it: context with worked examples first, the continuation, and the passage alone."""
+
+    context: str
+    continuation: str
+    passage: Passage
+
+
+def parse_passage(record: dict[str, Any], by: Sequence[str] = ()) -> Passage:
+    """Parse a row. Raises BadRow if its context or target is missing or empty."""
+    context, target = prompts.text(record, "context"), prompts.text(record, "target")
+    return Passage(context, prompts.separator(context, target) + target, prompts.labels(record, by))
+
+
+def read_passages(task: str, spec: LastWordTask, files: SuiteFiles) -> Items[PassagePrompt]:
+    """Read the passages of the file. Raises UsageError if it does not exist, DataError if it has none."""
+    setting = files.setting(task, "file")
+
+    def parsed(record: dict[str, Any]) -> Passage:
+        return parse_passage(record, spec.by)
+
+    rows, left_out = read_rows(files.file(spec.file), parsed, setting)
+    prompts.check_not_empty(rows, left_out, f"{setting} {spec.file}", PASSAGE_FORMAT)
+    items = sampled(rows, spec.limit, spec.seed)
+    shots, bad_examples = prompts.examples(task, spec, rows, items, files, parsed)
+    passage_prompts = tuple(
+        PassagePrompt(
+            "".join(shot.context + shot.target + spec.shots_separator for shot in examples) + item.context, item.target, item
+        )
+        for item, examples in zip(items, shots, strict=True)
+    )
+    names = digests([prompt[:2] for prompt in passage_prompts])
+    return Items(
+        task, spec, passage_prompts, names, (*left_out, *bad_examples), groups([item.labels for item in items], spec.by)
+    )
+
+
+def score_passages(items: Items[PassagePrompt], subject: EvaluatedModel, progress: ProgressCallback) -> TaskResult:
+    """Compute `accuracy`, where all tokens of the target must be the most likely ones, and `perplexity` of the targets."""
+    costs = log_likelihoods(subject, passage_texts(items.items), progress)
+    ones = (1.0,) * len(costs)
+    figures = [
+        Metric("accuracy", tuple(float(cost.greedy) for cost in costs), ones, higher_is_better=True, unit="share"),
+        Metric("perplexity", tuple(cost.nats for cost in costs), ones, higher_is_better=False, unit="", shown="exp"),
+        *cut_figure([cost.cut for cost in costs]),
+    ]
+    rows = [
+        {
+            "context": context, "target": target, "right": cost.greedy,
+            "nats": cost.nats if math.isfinite(cost.nats) else None, **({"cut": cost.cut} if cost.cut else {}),
+        }
+        for (context, target, _), cost in zip(items.items, costs, strict=True)
+    ]  # fmt: skip
+    return TaskResult(
+        items.task, items.spec.kind, subject.name, items.digests, tuple(figures), rows, items.reasons, items.groups
+    )
+
+
+def passage_texts(items: Sequence[PassagePrompt]) -> list[tuple[str, str]]:
+    """(context, continuation) of every item."""
+    return [(prompt.context, prompt.continuation) for prompt in items]

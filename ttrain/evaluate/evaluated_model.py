@@ -1,4 +1,4 @@
-"""What an evaluation sees of a model. The stages and the command line make one from a model that they loaded."""
+"""The interface between evaluation and a model. Stages and the command line adapt their loaded models to it."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from torch import nn
 from ttrain.data.encoder import Encoder
 
 Generate = Callable[[Sequence[Sequence[int]], int], list[tuple[list[int], bool]]]
-Progress = Callable[[int, int], None]
+ProgressCallback = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, eq=False)
-class Subject:
-    """A model under evaluation, and what is needed to ask it something.
+class EvaluatedModel:
+    """A model under evaluation, with what is needed to score texts and generate answers.
 
-    name          what tables call it
+    name          its name in tables
     model         in eval mode, on `device`; called as transformers' causal models are (`input_ids`, `use_cache`, ...)
     encoder       its tokenizer
-    device        where its inputs have to be
-    begin_ids     tokens before a text that is to be continued
+    device        the device of its inputs
+    begin_ids     tokens before a text to continue
     stop_ids      tokens that end an answer
     max_length    positions the model accepts; None where it has no limit
-    can_chat      whether its tokenizer brings a chat template, whose tokens the model knows
-    batch_tokens  padded tokens of a forward pass: what bounds the memory; no score may depend on it
-    generate      (prompts as ids, new tokens) -> of each the ids that were said, without the one that ended it, and whether
-                  one did; greedy
+    can_chat      whether its tokenizer has a chat template whose tokens the model knows
+    batch_tokens  padded tokens of a forward pass, which bound the memory; no score may depend on it
+    generate      greedy: (prompts as ids, new tokens) -> for each prompt (new ids without the stop id, whether a stop id
+                  ended it)
     """
 
     name: str

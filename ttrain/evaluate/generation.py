@@ -1,4 +1,4 @@
-"""Questions that a model answers in its own words; the answer is compared with the right one, as a number or as text."""
+"""Tasks of kind `generation`: the model answers questions freely; its answer is compared as a number or as text."""
 
 from __future__ import annotations
 
@@ -9,28 +9,32 @@ import string
 import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
+from itertools import pairwise
 from typing import Any
 
-from ttrain.config.suite import GenerationTask
+from ttrain.config.evaluate import GenerationTask
 from ttrain.data.chat import prompt_ids
 from ttrain.data.chat_templates import Message
 from ttrain.errors import UsageError
-from ttrain.evaluate import prompts as wording
-from ttrain.evaluate.answer_numbers import MARK, answer_in, is_number
+from ttrain.evaluate import items as wording
 from ttrain.evaluate.choices import cut_figure
-from ttrain.evaluate.evaluated_model import Progress, Subject
-from ttrain.evaluate.items import BadRow, Items, Places, digests, groups, read_rows, sampled
-from ttrain.evaluate.task_result import Figure, Outcome
+from ttrain.evaluate.evaluated_model import EvaluatedModel, ProgressCallback
+from ttrain.evaluate.items import BadRow, Items, SuiteFiles, digests, groups, read_rows, sampled
+from ttrain.evaluate.task_result import Metric, TaskResult
 
-WANTED = '{"question": text, "answer": text or number, "final" (optional): the result alone}'
+ROW_FORMAT = '{"question": text, "answer": text or number, "final" (optional): the result alone}'
+
 log = logging.getLogger("ttrain")
-PIECE = 64  # tokens after which it is looked for a text that ends the answer
+
+PIECE = 64  # tokens to generate before looking for a stop text
+
 EDGES = string.punctuation + string.whitespace + "，。、；：？！“”‘’（）《》【】「」『』…—"
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A row: `answer` is what a worked example shows, `final` what an answer is compared with."""
+    """A row of the file: worked examples show `answer`; a model's answer is compared with `final`."""
 
     question: str
     answer: str
@@ -38,18 +42,18 @@ class Problem:
     labels: dict[str, Any] = field(default_factory=dict, compare=False)
 
 
-Asked = tuple[Problem, tuple[Problem, ...]]  # with its worked examples
+ProblemWithExamples = tuple[Problem, tuple[Problem, ...]]  # with its worked examples
 
 
 def parse(record: dict[str, Any], match: str, by: Sequence[str] = ()) -> Problem:
-    """The item of a row. Raises BadRow where there is no right answer, or none of the kind that `match` compares; auto takes
-    what exact does, and every number is among that."""
+    """Parse a row. Raises BadRow without a right answer of the kind that `match` compares; auto accepts what exact accepts,
+    which includes every number."""
     question = wording.text(record, "question")
-    given = {key: _told(record, key) for key in ("answer", "final")}
-    answer = given["answer"] or given["final"]
+    texts = {key: _text_or_number(record, key) for key in ("answer", "final")}
+    answer = texts["answer"] or texts["final"]
     if answer is None:
         raise BadRow("no answer")
-    final = given["final"] or (answer.rsplit(MARK, 1)[1].strip() if MARK in answer else answer)
+    final = texts["final"] or (answer.rsplit(MARK, 1)[1].strip() if MARK in answer else answer)
     if match == "numeric" and answer_in(final) is None:
         raise BadRow("no number in the answer")
     if match != "numeric" and not normalised(final):
@@ -57,30 +61,33 @@ def parse(record: dict[str, Any], match: str, by: Sequence[str] = ()) -> Problem
     return Problem(question, answer, final, wording.labels(record, by))
 
 
-def read(task: str, spec: GenerationTask, places: Places) -> Items[Asked]:
-    """The questions of the file; their `spec.match` says what is compared, where the task's was auto. Raises UsageError, or
-    DataError where the file has none."""
-    setting = places.setting(task, "file")
+def read(task: str, spec: GenerationTask, files: SuiteFiles) -> Items[ProblemWithExamples]:
+    """Read the questions of the file; `spec.match` of the result is resolved from auto. Raises UsageError if the
+    file does not exist, DataError if it has no question."""
+    setting = files.setting(task, "file")
 
     def parsed(record: dict[str, Any]) -> Problem:
         return parse(record, spec.match, spec.by)
 
-    rows, left_out = read_rows(places.file(spec.file), parsed, setting)
-    wording.check_some(rows, left_out, f"{setting} {spec.file}", WANTED)
-    if spec.match == "auto":  # worked examples of another file are parsed by what is found here
+    rows, left_out = read_rows(files.file(spec.file), parsed, setting)
+    wording.check_not_empty(rows, left_out, f"{setting} {spec.file}", ROW_FORMAT)
+    if spec.match == "auto":  # worked examples of another file are parsed by this choice
         spec = spec.model_copy(update={"match": "numeric" if all(is_number(row.final) for row in rows) else "exact"})
     items = sampled(rows, spec.limit, spec.seed)
-    shots, more = wording.examples(task, spec, rows, items, places, parsed)
-    asked = tuple(zip(items, shots, strict=True))
-    told = [[one.question, one.final, [[shot.question, shot.answer] for shot in before]] for one, before in asked]
+    shots, bad_examples = wording.examples(task, spec, rows, items, files, parsed)
+    problems = tuple(zip(items, shots, strict=True))
+    identities = [
+        [problem.question, problem.final, [[shot.question, shot.answer] for shot in examples]]
+        for problem, examples in problems
+    ]
     how = spec.model_dump(mode="json", include={"match", "new_tokens", "chat", "template", "stop", "shots_separator"})
-    names = digests([[*one, how] for one in told])
-    return Items(task, spec, asked, names, (*left_out, *more), groups([item.labels for item in items], spec.by))
+    names = digests([[*identity, how] for identity in identities])
+    return Items(task, spec, problems, names, (*left_out, *bad_examples), groups([item.labels for item in items], spec.by))
 
 
-def run(items: Items[Asked], subject: Subject, progress: Progress) -> Outcome:
-    """`accuracy_exact` or `accuracy_numeric`, by `match`: answers that are right; `ended`: those that the model, or a text
-    of `stop`, ended before `new_tokens`."""
+def run(items: Items[ProblemWithExamples], subject: EvaluatedModel, progress: ProgressCallback) -> TaskResult:
+    """Compute `accuracy_exact` or `accuracy_numeric`, by `match`, and `ended`: the share of answers that the model or a text
+    of `stop` ended before `new_tokens`."""
     spec = items.spec
     assert isinstance(spec, GenerationTask)
     if spec.chat and not subject.can_chat:
@@ -94,79 +101,83 @@ def run(items: Items[Asked], subject: Subject, progress: Progress) -> Outcome:
         if room < spec.new_tokens:
             log.warning("%s: answers of %s have at most %d tokens, half of its context", items.task, subject.name, room)
     longest = None if subject.max_length is None else subject.max_length - room
-    prompts = [_prompt(spec, asked, subject, longest) for asked in items.items]
-    said = answers(subject, [ids for ids, _ in prompts], room, () if spec.chat else spec.stop, progress)
+    prompts = [_prompt(spec, item, subject, longest) for item in items.items]
+    answered = answers(subject, [ids for ids, _ in prompts], room, () if spec.chat else spec.stop, progress)
     rows: list[dict[str, Any]] = []
-    for (problem, _), (answer, ended), (_, cut) in zip(items.items, said, prompts, strict=True):
-        found, right = judged(answer, problem.final, spec.match)
+    for (problem, _), (answer, ended), (_, cut) in zip(items.items, answered, prompts, strict=True):
+        parsed, right = judge_answer(answer, problem.final, spec.match)
         rows.append({
-            "question": problem.question, "reference": problem.final, "answer": answer, "found": found, "match": spec.match,
+            "question": problem.question, "reference": problem.final, "answer": answer, "found": parsed, "match": spec.match,
             "right": right, "ended": ended, **({"cut": cut} if cut else {}),
         })  # fmt: skip
     ones = (1.0,) * len(rows)
     figures = [
-        Figure(name, tuple(float(row[key]) for row in rows), ones, higher_is_better=True, unit="share")
+        Metric(name, tuple(float(row[key]) for row in rows), ones, higher_is_better=True, unit="share")
         for name, key in ((f"accuracy_{spec.match}", "right"), ("ended", "ended"))
     ]
     figures += cut_figure([row.get("cut", 0) for row in rows])
-    return Outcome(items.task, spec.kind, subject.name, items.digests, tuple(figures), rows, items.reasons, items.groups)
+    return TaskResult(items.task, spec.kind, subject.name, items.digests, tuple(figures), rows, items.reasons, items.groups)
 
 
 def answers(
-    subject: Subject, prompts: Sequence[Sequence[int]], new_tokens: int, stops: Sequence[str], progress: Progress
+    subject: EvaluatedModel,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    stops: Sequence[str],
+    progress: ProgressCallback,
 ) -> list[tuple[str, bool]]:
-    """(text, whether it ended before `new_tokens`) of the greedy answer to each prompt, up to the first of `stops`.
+    """Generate a greedy answer to each prompt, up to the first of `stops`: (text, whether it ended before `new_tokens`).
 
-    Prompts of like length share a batch. With `stops` an answer comes in pieces, so that one that has ended costs no more.
+    Prompts of like length share a batch. With `stops` answers are generated in pieces, so that an ended one costs no more.
     """
-    found = [("", False)] * len(prompts)
+    answered = [("", False)] * len(prompts)
     order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))
     start = 0
     while start < len(order):
         count = max(1, subject.batch_tokens // (len(prompts[order[start]]) + new_tokens))
         batch = order[start : start + count]
-        said: dict[int, list[int]] = {number: [] for number in batch}
-        open_ones, left = list(batch), new_tokens
-        while open_ones and left:
-            piece = min(left, PIECE) if stops else left
-            more = subject.generate([[*prompts[number], *said[number]] for number in open_ones], piece)
-            left -= piece
+        ids_by_prompt: dict[int, list[int]] = {number: [] for number in batch}
+        open_ones, remaining = list(batch), new_tokens
+        while open_ones and remaining:
+            piece = min(remaining, PIECE) if stops else remaining
+            generated = subject.generate([[*prompts[number], *ids_by_prompt[number]] for number in open_ones], piece)
+            remaining -= piece
             going_on = []
-            for number, (ids, ended) in zip(open_ones, more, strict=True):
-                said[number] += ids
-                text, stopped = _until(subject.encoder.decode(said[number]), stops)
-                found[number] = text, ended or stopped
-                if not found[number][1]:
+            for number, (ids, ended) in zip(open_ones, generated, strict=True):
+                ids_by_prompt[number] += ids
+                text, stopped = _until(subject.encoder.decode(ids_by_prompt[number]), stops)
+                answered[number] = text, ended or stopped
+                if not answered[number][1]:
                     going_on.append(number)
             open_ones = going_on
         start += count
         progress(min(start, len(order)), len(order))
-    return found
+    return answered
 
 
-def judged(answer: str, final: str, match: str) -> tuple[str | None, bool]:
-    """(what of the answer was compared, whether it is right).
+def judge_answer(answer: str, final: str, match: str) -> tuple[str | None, bool]:
+    """(the part of the answer that was compared, whether it is right).
 
-    numeric: the numbers that `answer_numbers.answer_in` finds are equal. exact: the text is the same but for case, width,
-    white space and punctuation at its ends; of the answer what follows the last `####` where there is one, else its first
-    line that says anything, where the right answer has one line.
+    numeric: the numbers that `answer_numbers.answer_in` finds are equal. exact: the texts are equal apart from case, width,
+    white space and punctuation at the ends; of the answer the text after the last `####` counts, if any, else its first
+    non-empty line, if the right answer has one line.
     """
     if match == "numeric":
         number = answer_in(answer)
         return None if number is None else str(number), number is not None and number == answer_in(final)
-    told = answer.rsplit(MARK, 1)[1] if MARK in answer else answer
+    compared = answer.rsplit(MARK, 1)[1] if MARK in answer else answer
     if "\n" not in final.strip():
-        told = next((line for line in told.splitlines() if normalised(line)), "")
-    return told.strip(), normalised(told) == normalised(final)
+        compared = next((line for line in compared.splitlines() if normalised(line)), "")
+    return compared.strip(), normalised(compared) == normalised(final)
 
 
 def normalised(text: str) -> str:
-    """Lower case, plain width, single spaces, no punctuation at the ends."""
+    """Normalise to lower case, plain width and single spaces, without punctuation at the ends."""
     return re.sub(r"\s+", " ", unicodedata.normalize("NFKC", text).casefold()).strip(EDGES)
 
 
-def _told(record: dict[str, Any], key: str) -> str | None:
-    """A text or a number of a row; None where there is none. Raises BadRow for anything else."""
+def _text_or_number(record: dict[str, Any], key: str) -> str | None:
+    """Return a text or a number of a row as text, None if it is missing. Raises BadRow for anything else."""
     value = record.get(key)
     if isinstance(value, str):
         return value if value.strip() else None
@@ -177,10 +188,12 @@ def _told(record: dict[str, Any], key: str) -> str | None:
     return str(value)
 
 
-def _prompt(spec: GenerationTask, asked: Asked, subject: Subject, longest: int | None) -> tuple[list[int], int]:
-    """(ids of what the model is given, tokens that were cut): the oldest examples go first, then the beginning."""
-    problem, examples = asked
-    render: Callable[[Problem, Sequence[Problem], Subject], list[int]] = _as_chat if spec.chat else _as_text(spec)
+def _prompt(
+    spec: GenerationTask, item: ProblemWithExamples, subject: EvaluatedModel, longest: int | None
+) -> tuple[list[int], int]:
+    """(prompt ids, number of cut tokens): too long a prompt loses its oldest examples first, then its beginning."""
+    problem, examples = item
+    render: Callable[[Problem, Sequence[Problem], EvaluatedModel], list[int]] = _as_chat if spec.chat else _as_text(spec)
     whole = render(problem, examples, subject)
     ids = whole
     while longest is not None and len(ids) > longest and examples:
@@ -191,21 +204,21 @@ def _prompt(spec: GenerationTask, asked: Asked, subject: Subject, longest: int |
     return ids, len(whole) - len(ids)
 
 
-def _as_chat(problem: Problem, examples: Sequence[Problem], subject: Subject) -> list[int]:
-    turns = [turn for one in examples for turn in (Message("user", one.question), Message("assistant", one.answer))]
+def _as_chat(problem: Problem, examples: Sequence[Problem], subject: EvaluatedModel) -> list[int]:
+    turns = [turn for shot in examples for turn in (Message("user", shot.question), Message("assistant", shot.answer))]
     return prompt_ids(subject.encoder, (*turns, Message("user", problem.question)))
 
 
-def _as_text(spec: GenerationTask) -> Callable[[Problem, Sequence[Problem], Subject], list[int]]:
-    def asked(one: Problem) -> str:
-        return spec.template.replace("{question}", one.question)
+def _as_text(spec: GenerationTask) -> Callable[[Problem, Sequence[Problem], EvaluatedModel], list[int]]:
+    def ask_text(row: Problem) -> str:
+        return spec.template.replace("{question}", row.question)
 
-    def shown(one: Problem) -> str:
-        before = asked(one)
-        return before + wording.between(before, one.answer) + one.answer + spec.shots_separator
+    def example_text(shot: Problem) -> str:
+        question_text = ask_text(shot)
+        return question_text + wording.separator(question_text, shot.answer) + shot.answer + spec.shots_separator
 
-    def render(problem: Problem, examples: Sequence[Problem], subject: Subject) -> list[int]:
-        text = "".join(map(shown, examples)) + asked(problem)
+    def render(problem: Problem, examples: Sequence[Problem], subject: EvaluatedModel) -> list[int]:
+        text = "".join(map(example_text, examples)) + ask_text(problem)
         return [*subject.begin_ids, *subject.encoder.encode([text])[0]]
 
     return render
@@ -215,3 +228,216 @@ def _until(text: str, stops: Sequence[str]) -> tuple[str, bool]:
     """(the text up to the first of `stops`, whether there was one)."""
     ends = [at for stop in stops if stop and (at := text.find(stop)) >= 0]
     return (text[: min(ends)], True) if ends else (text, False)
+
+
+MARK = "####"
+
+LONGEST = 400  # characters of a number; the endless digits of a looping model are not a result
+
+PLAIN = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
+
+HAN = "零一二三四五六七八九十百千万亿"
+
+IN_UNIT = "(?:[克米瓦卡帕赫伏安焦升牛]|字节|比特|分之)"  # units that take 千 as a prefix
+
+ENGLISH = "(?i:thousand|million|billion|trillion)(?=s?(?![A-Za-z]))"
+
+WORD = rf"百万|千万|万亿|百(?!帕|分之)|千(?!{IN_UNIT})|[万亿]|{ENGLISH}"
+
+MINUS = (
+    r"(?:(?<![\w.)\]%°])|(?<=[是为為于於得到至和与與及或者加减減乘以])"
+    rf"|(?<=[\u4e00-\u9fff])(?<![{HAN}])(?<!\d\w)(?<!\d\w\w))-"
+)
+
+NUMBER = re.compile(
+    rf"(?P<sign>{MINUS}|负\s?)?(?:[$€£¥]\s?(?P<inner>-)?)?"
+    rf"(?:(?P<whole>\d+)(?: |\s?又\s?)(?=\d+/\d))?(?P<number>{PLAIN})(?:[eE](?P<exponent>[+-]?\d{{1,3}})(?![\w.]))?"
+    rf"(?:\s?/\s?(?P<below>\d+(?:\.\d+)?)(?![\d/]))?\s?(?P<unit>{WORD})?"
+)
+
+FRACTION = re.compile(r"\\[dt]?frac(?:\s*{([^{}]{,99})}\s*{([^{}]{,99})}|\s?(\d)\s?(\d))")
+
+THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|,?\\[,!])(?=\d{3})")  # as LaTeX writes them: 1{,}000 and 1\,000
+
+SCIENTIFIC = re.compile(r"(?<=\d)\s?(?:×|\*|x|\\times|\\cdot)\s?10\^{?([+-]?\d{1,3})}?")
+
+UNIT_POWER = re.compile(r"(?<=[A-Za-z])\^{?[+-]?\d+}?|(?<=\dm)[23](?![0-9A-Za-z])|(?<=[ckmd ]m)[23](?![0-9A-Za-z])")
+
+THIN = re.compile(r"(?<=\d)[\u00a0\u2009\u202f](?=\d{3}(?!\d))")
+
+SPACED = re.compile(  # no part of a telephone number, of GPT-3 175B or of 12 200-kilobyte videos
+    r"(?<![\dA-Za-z.,])(?<!\d )(?<![A-Za-z]-)(?:\d{1,2}(?: \d{3})+|\d{3}(?: 000)+)(?![\d/]|-\d+-|-[A-Za-z]| [\d/])"
+)
+
+TAEL = re.compile(
+    rf"(?<=[{HAN}萬億])[两兩](?![百千万亿萬億])"
+)  # a weight, as in 五千两; no numeral ends in this form of two
+
+CHINESE_FRACTION = re.compile(r"(?<!\d)(\d{1,9})分之(\d{1,9})(?!\d)")
+
+BELOW_ZERO = re.compile(rf"零下\s?(?=[\d{HAN}])")
+
+POWER = re.compile(r"(?<![\d.,])(\d{1,9})\^{?(\d{1,2})}?(?!\d)")
+
+BOXED = re.compile(r"\\boxed\s*{((?:[^{}]|{[^{}]*})*)}")
+
+SIMPLE = str.maketrans("−﹣⁄∕", "--//")
+
+RAISED = "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"
+
+TRADITIONAL = str.maketrans("萬億點負壹贰叁肆伍陆柒捌玖拾佰仟〇两兩貳參陸", "万亿点负一二三四五六七八九十百千零二二二三六")
+
+DIGITS = {digit: value for value, digit in enumerate("零一二三四五六七八九")}
+
+UNITS = {
+    "十": 10, "百": 100, "千": 1000, "万": 10**4, "亿": 10**8, "百万": 10**6, "千万": 10**7, "万亿": 10**12,
+    "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12,
+}  # fmt: skip
+
+SPOKEN = "百千万亿"  # a digit behind one is the next smaller power of ten: 一百二 is 120, 一万二 is 12,000
+
+COUNTED = re.compile("[个個首人名位岁歲年月日天次篇卷章回条條件本匹家户口只隻]")  # the short form never precedes these
+
+HAN_NUMBER = re.compile(rf"负?(?:(?:[{HAN}]{{1,40}}又)?[{HAN}]{{1,40}}分之)?[{HAN}]+(?:点[零一二三四五六七八九]+)?")
+
+UNIT_OF_THOUSANDS = re.compile(rf"(?<=千){IN_UNIT}|(?<=百)帕")
+
+ALLOWED_AROUND = " .。%\\$€£¥"  # what may stand beside a number that is all of an answer
+
+Located = tuple[int, int, Fraction]  # (start, end) of a number in a text, and the number
+
+
+def answer_in(text: str) -> Fraction | None:
+    """Return the number that a text gives as its result, or None."""
+    if MARK in text:
+        values = numbers(text.rsplit(MARK, 1)[1])
+        if values:
+            return values[0]
+    boxed = BOXED.findall(text)
+    return next((values[-1] for segment in [*reversed(boxed[-1:]), text] if (values := numbers(segment))), None)
+
+
+def numbers(text: str) -> list[Fraction]:
+    """Return all numbers of a text in order, except those longer than LONGEST characters."""
+    return [value for _, _, value in _located(_plain(text))]
+
+
+def is_number(text: str) -> bool:
+    """Whether a text is a single number, apart from a currency, a percent sign or a full stop around it."""
+    plain = _plain(text).strip()
+    located = _located(plain)
+    return len(located) == 1 and not (plain[: located[0][0]] + plain[located[0][1] :]).strip(ALLOWED_AROUND)
+
+
+def _plain(text: str) -> str:
+    """Normalise full-width, traditional and other forms, fractions and superscripts: 2½ as 2 1/2, 10³ as 1000."""
+    bare = TAEL.sub(" ", THIN.sub(",", text))
+    spaced = "".join(_separated(previous, character) for previous, character in pairwise(" " + bare))
+    plain = unicodedata.normalize("NFKC", spaced).translate(SIMPLE).translate(TRADITIONAL)
+    plain = SCIENTIFIC.sub(r"e\1", THOUSANDS.sub(",", plain))
+    plain = SPACED.sub(lambda match: match[0].replace(" ", ""), plain)
+    plain = BELOW_ZERO.sub("负", CHINESE_FRACTION.sub(r"\2/\1", plain))
+    plain = POWER.sub(lambda match: str(int(match[1]) ** int(match[2])), UNIT_POWER.sub("", plain))
+    return FRACTION.sub(_fraction, plain)
+
+
+def _separated(previous: str, character: str) -> str:
+    """Put a separator before a fraction or superscript character: NFKC alone would make 21/2 of 2½ and 103 of 10³."""
+    if unicodedata.decomposition(character).startswith("<fraction>"):
+        return f" {character}"
+    return f"^{character}" if character in RAISED and previous not in RAISED else character
+
+
+def _fraction(match: re.Match[str]) -> str:
+    above, below = (match[1], match[2]) if match[1] is not None else (match[3], match[4])
+    mixed = match.start() and match.string[match.start() - 1].isdigit()
+    return f"{' ' if mixed else ''}{above.strip()}/{below.strip()}"
+
+
+def _located(plain: str) -> list[Located]:
+    """Locate the numbers in a text that `_plain` normalised, in order."""
+    located = _with_digits(plain)
+    if located or any(character.isdigit() for character in plain):
+        return located
+    for match in HAN_NUMBER.finditer(plain):
+        numeral = match[0][:-1] if _ends_in_unit(match) else match[0]
+        if len(numeral) <= LONGEST and numeral.strip("负"):
+            spoken = not COUNTED.match(plain, match.end())
+            located.append((match.start(), match.start() + len(numeral), _of_han(numeral, spoken=spoken)))
+    return located
+
+
+def _ends_in_unit(match: re.Match[str]) -> bool:
+    """Whether the numeral's last character belongs to a unit: in 十千克 it does, in 一万三千米 it does not."""
+    return not set(match[0]) & set("万亿") and UNIT_OF_THOUSANDS.match(match.string, match.end()) is not None
+
+
+def _with_digits(plain: str) -> list[Located]:
+    located: list[Located] = []
+    unit, unit_end, sign = 0, -1, 1  # of the previous number
+    for match in NUMBER.finditer(plain):
+        if len(match[0]) > LONGEST:
+            continue
+        addend = _addend(match, unit) if match.start() == unit_end else None
+        if addend is None:
+            sign = -1 if match["sign"] or match["inner"] else 1
+            located += [(match.start(), match.end(), sign * value) for value in _values(match)]
+        else:
+            begin, _, value = located[-1]
+            located[-1] = begin, match.end(), value + sign * addend
+        unit, unit_end = _unit(match), match.end("unit")
+    return located
+
+
+def _values(match: re.Match[str]) -> list[Fraction]:
+    value = Fraction(match["number"].replace(",", "")) * Fraction(10) ** int(match["exponent"] or 0)
+    below = Fraction(match["below"] or 1)
+    if not below:  # 3/0 is two numbers
+        return [value, below]
+    return [(int(match["whole"] or 0) + value / below) * _unit(match)]
+
+
+def _unit(match: re.Match[str]) -> int:
+    return UNITS.get((match["unit"] or "").lower(), 1)
+
+
+def _addend(match: re.Match[str], unit: int) -> int | None:
+    """Return what a number adds to the one right before it, as 2千 in 1万2千; None if it is a number of its own."""
+    unit_value = _unit(match)
+    if not (match["number"] + (match["unit"] or "") == match[0].rstrip() and match["number"].isdecimal()):
+        return None
+    count = int(match["number"]) * unit_value
+    spoken = not COUNTED.match(match.string, match.end())
+    if unit_value == 1 and spoken and len(match["number"]) == 1 and unit in map(UNITS.__getitem__, SPOKEN):
+        return count * unit // 10
+    return count if count < unit and (unit_value > 1 or count * 10 >= unit) else None
+
+
+def _of_han(text: str, *, spoken: bool = False) -> Fraction:
+    """Parse a Chinese numeral: 三百二十, 二〇二四, 负二点五, 三分之二, 三又二分之一; if `spoken`, 一万二 is 12,000."""
+    sign, text = (-1, text[1:]) if text.startswith("负") else (1, text)
+    if "又" in text:
+        whole, text = text.split("又")
+        return sign * (_of_han(whole) + _of_han(text))
+    if "分之" in text:
+        below, above = text.split("分之")
+        divisor = Fraction(1) if below == "百" else _of_han(below)  # 百分之五十 as 50 %
+        return sign * _of_han(above) / divisor if divisor else Fraction(0)
+    whole, _, decimals = text.partition("点")
+    tail = Fraction(int("".join(str(DIGITS[han]) for han in decimals)), 10 ** len(decimals)) if decimals else Fraction(0)
+    if not any(han in UNITS for han in whole):  # digit after digit, as years are read
+        return sign * (int("".join(str(DIGITS[han]) for han in whole) or 0) + tail)
+    total = section = digit = 0
+    for han in whole:
+        unit = UNITS.get(han, 0)
+        if not unit:
+            digit = DIGITS[han]
+        elif unit < 10**4:
+            section, digit = section + (digit or 1) * unit, 0
+        elif unit == 10**4 or not total:
+            total, section, digit = total + (section + digit or 1) * unit, 0, 0
+        else:
+            total, section, digit = (total + section + digit) * unit, 0, 0
+    if spoken and len(whole) > 2 and whole[-2] in SPOKEN and not decimals:
+        digit *= UNITS[whole[-2]] // 10
+    return sign * (total + section + digit + tail)

@@ -1,80 +1,84 @@
-"""The items of a task: read once, for all models. A bad row is left out with its place and reason, and never counts."""
+"""The items of a task, read once for all models. Bad rows are left out and reported with location and reason."""
 
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from ttrain.config.suite import Task
+from ttrain.config.evaluate import Shots, Task
 from ttrain.core.hashing import digest_of
-from ttrain.data import jsonl
-from ttrain.errors import UsageError
-from ttrain.evaluate.scores import DIGEST_CHARACTERS
+from ttrain.data import records
+from ttrain.errors import DataError, UsageError
+from ttrain.evaluate.task_result import DIGEST_CHARACTERS
 
 T = TypeVar("T")
+
 MAX_LINE_BYTES = 32 << 20
+
 MOST_GROUPS = 20  # of a key
 
 
 class BadRow(ValueError):
-    """A row that is no item of its task; the message is the reason."""
+    """A row that is not a valid item of its task; the message is the reason."""
 
 
-IN_TRAINING = "stands in the training documents"
+IN_TRAINING = "occurs in the training documents"
 
 
 class LeftOut(NamedTuple):
-    """A row that is not used: `where` is file:line; of one that is left out as IN_TRAINING, the digest of its text."""
+    """An unused row: `location` is file:line, or the digest of its text if it is left out as IN_TRAINING."""
 
-    where: str
+    location: str
     reason: str
 
 
 @dataclass(frozen=True)
-class Places:
-    """Where the files of a suite lie: paths in it are relative to `base`; `heldout` has the records of a run's held-out
-    parts ("documents", "chats", "domain"), which tasks name instead of a file; `named` is how the command line named the
-    file of a task, such as "--choices"; `allow_code`: whether task files of the harness may run Python."""
+class SuiteFiles:
+    """Where a suite's data comes from: paths in it are relative to `base`; `heldout` has the records of a run's held-out
+    parts ("documents", "chats", "domain"), which tasks name instead of a file; `options` has the command-line option that
+    gave a task's file, such as "--choices"; `allow_code`: whether task files of the harness may run Python."""
 
     base: Path
     heldout: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
-    named: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, str] = field(default_factory=dict)
     allow_code: bool = False
 
     def file(self, name: str) -> Path:
-        """The file of that name."""
+        """Path of a file that the suite names."""
         return self.base / Path(name).expanduser()
 
     def setting(self, task: str, name: str) -> str:
-        """What an error calls a setting of a task: as the user wrote it."""
-        if task not in self.named:
+        """Name of a task's setting in error messages, as the user wrote it."""
+        if task not in self.options:
             return f"tasks.{task}.{name}"
-        return self.named[task] if name == "file" else f"--{name.replace('_', '-')}"
+        return self.options[task] if name == "file" else f"--{name.replace('_', '-')}"
 
 
 class Groups(dict[str, tuple[int, ...]]):
-    """ "lang=zh" -> numbers of the rows that belong to it. `unused`: the keys that group nothing, and why."""
+    """Row numbers by group, such as "lang=zh". `unused`: keys that form no groups, with the reason."""
 
     unused: dict[str, str]
 
-    def __init__(self, found: Mapping[str, tuple[int, ...]], unused: Mapping[str, str]) -> None:
-        super().__init__(found)
+    def __init__(self, numbers_by_group: Mapping[str, tuple[int, ...]], unused: Mapping[str, str]) -> None:
+        super().__init__(numbers_by_group)
         self.unused = dict(unused)
 
 
 @dataclass(frozen=True, eq=False)
 class Items(Generic[T]):
-    """What a task asks of every model.
+    """The items of a task, the same for every model.
 
     task      its name in the suite
     spec      its settings
-    items     what is asked, of the task's own type
-    digests   of each item: two evaluations with equal digests asked the same
-    left_out  rows that are no items
+    items     of the task's own type
+    digests   of each item: two evaluations with equal digests used the same items
+    left_out  rows that are not valid items
     groups    "lang=zh" -> numbers of the items that belong to it
     """
 
@@ -92,52 +96,52 @@ class Items(Generic[T]):
 
 
 def read_rows(path: Path, parse: Callable[[dict[str, Any]], T], setting: str) -> tuple[list[T], list[LeftOut]]:
-    """(what `parse` makes of each row, the rows that are bad). `parse` raises BadRow with the reason.
+    """Read a file as (parsed rows, bad rows). `parse` raises BadRow with the reason.
 
-    JSON Lines as the rest of ttrain reads them, .gz, .zst and parquet too. Raises UsageError where there is no such file,
-    naming `setting`, and DataError where it is truncated, corrupt or in another encoding.
+    Reads JSON Lines as the rest of ttrain does, .gz, .zst and parquet too. Raises UsageError, naming `setting`, if the file
+    does not exist, and DataError if it is truncated, corrupt or in another encoding.
     """
     if not path.is_file():
-        what = "a directory; name a file in it" if path.is_dir() else "no file"
-        raise UsageError(f"{setting} is {path}, which is {what}; a suite's paths are relative to the suite's own file")
+        problem = "is a directory; name a file in it" if path.is_dir() else "does not exist"
+        raise UsageError(f"{setting} is {path}, which {problem}; a suite's paths are relative to the suite's own file")
     left_out: list[LeftOut] = []
-    tally = jsonl.Tally(quarantine=lambda row: left_out.append(LeftOut(f"{row['file']}:{row['line']}", row["reason"])))
-    found: list[T] = []
-    for name, line, record in jsonl.records([str(path)], tally, MAX_LINE_BYTES):
+    tally = records.Tally(quarantine=lambda row: left_out.append(LeftOut(f"{row['file']}:{row['line']}", row["reason"])))
+    items: list[T] = []
+    for name, line, record in records.records([str(path)], tally, MAX_LINE_BYTES):
         try:
-            found.append(parse(record))
+            items.append(parse(record))
         except BadRow as bad:
             tally.reject(name, line, str(bad))
-    return found, left_out
+    return items, left_out
 
 
 def digests(values: Sequence[object]) -> tuple[str, ...]:
-    """Of each item, by what it says: JSON that has everything the model is asked and judged by."""
+    """Digest of each item, from JSON with everything that the model gets and is judged by."""
     return tuple(digest_of(value)[:DIGEST_CHARACTERS] for value in values)
 
 
 def sampled(items: Sequence[T], limit: int | None, seed: int) -> list[T]:
-    """At most `limit` items, drawn by the seed, in the order in which they came; all of them where there is no limit."""
+    """Draw at most `limit` items by the seed, in their original order; all of them without a limit."""
     if limit is None or limit >= len(items):
         return list(items)
     return [items[number] for number in sorted(random.Random(seed).sample(range(len(items)), limit))]
 
 
 def groups(rows: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> Groups:
-    """{"lang=zh": numbers of the rows with that value}, for each key; rows without it are in no group of the key.
+    """Group rows by the values of each key: {"lang=zh": row numbers}; rows without the key are in none of its groups.
 
-    A key with more than MOST_GROUPS values, such as the address that each row came from, groups nothing, and one with the
-    same value on every row divides nothing: they are left out.
+    A key with more than MOST_GROUPS values, such as the address that each row came from, or with the same value on every
+    row forms no groups and is listed as unused.
     """
-    found: dict[str, dict[str, list[int]]] = {key: {} for key in keys}
+    numbers_by_key: dict[str, dict[str, list[int]]] = {key: {} for key in keys}
     for number, row in enumerate(rows):
         for key in keys:
             value = row.get(key)
             if isinstance(value, str | int) and not isinstance(value, bool):
-                found[key].setdefault(f"{key}={value}", []).append(number)
-    kept: dict[str, tuple[int, ...]] = {}
+                numbers_by_key[key].setdefault(f"{key}={value}", []).append(number)
+    numbers_by_group: dict[str, tuple[int, ...]] = {}
     unused: dict[str, str] = {}
-    for key, of_key in found.items():
+    for key, of_key in numbers_by_key.items():
         if not of_key:
             unused[key] = "no item has it as a text or a whole number"
         elif len(of_key) > MOST_GROUPS:
@@ -145,5 +149,132 @@ def groups(rows: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> Groups:
         elif [len(numbers) for numbers in of_key.values()] == [len(rows)]:
             unused[key] = "it is the same for every item"
         else:
-            kept |= {name: tuple(numbers) for name, numbers in of_key.items()}
-    return Groups(dict(sorted(kept.items())), unused)
+            numbers_by_group |= {name: tuple(numbers) for name, numbers in of_key.items()}
+    return Groups(dict(sorted(numbers_by_group.items())), unused)
+
+
+SHOWN_PLACES = 3  # of each reason
+
+
+def lines(items: Sequence[Items[Any]]) -> list[str]:
+    """All notes on each task, a line each."""
+    return [
+        f"{task_items.task}: {line}"
+        for task_items in items
+        for line in (*_left_out(task_items.left_out), *_copies(task_items), *_unused(task_items))
+    ]
+
+
+def left_out_json(items: Items[Any]) -> list[dict[str, Any]]:
+    """Every unused row of a task: its file, its line (None if unknown), the reason."""
+    return [
+        {"file": file, "line": line, "reason": row.reason} for row in items.left_out for file, line in [_file_and_line(row)]
+    ]
+
+
+def _left_out(rows: Sequence[LeftOut]) -> Iterator[str]:
+    """Format as "3 rows left out: no text (2: a.jsonl:3, 7), two choices are the same (1: a.jsonl:9)"."""
+    if not rows:
+        return
+    by_reason: dict[str, list[LeftOut]] = {}
+    for row in rows:
+        by_reason.setdefault(row.reason, []).append(row)
+    locations = {reason: "" if reason == IN_TRAINING else f": {_locations(some)}" for reason, some in by_reason.items()}
+    reasons = ", ".join(f"{reason} ({len(some):,}{locations[reason]})" for reason, some in by_reason.items())
+    yield f"{counted(len(rows), 'row')} left out: {reasons}"
+
+
+def _copies(items: Items[Any]) -> Iterator[str]:
+    """Warn about duplicates, which are not independent: five copies of a row would show a difference that one cannot."""
+    if copies := len(items.digests) - len(set(items.digests)):
+        are = "is a copy of another" if copies == 1 else "are copies of others"
+        of = f"{copies:,} of {counted(len(items.digests), 'item')}"
+        yield f"{of} {are}; intervals are narrower than they should be"
+
+
+def _unused(items: Items[Any]) -> Iterator[str]:
+    """Report keys of the suite that form no groups; a task's default keys may be missing."""
+    default_keys = type(items.spec).model_fields["by"].default
+    for key, why in items.groups.unused.items() if isinstance(items.groups, Groups) else ():
+        if key not in default_keys:
+            yield f"by names '{key}', which forms no groups: {why}"
+
+
+def _locations(rows: Sequence[LeftOut]) -> str:
+    """Format as "a.jsonl:3, 7, b.jsonl:1 and 12 more"."""
+    shown: list[str] = []
+    previous_file = ""
+    for file, line in map(_file_and_line, rows[:SHOWN_PLACES]):
+        if line is None:
+            shown.append(file)
+        else:
+            shown.append(f"{line}" if file == previous_file else f"{Path(file).name}:{line}")
+        previous_file = file
+    unshown = len(rows) - len(shown)
+    return ", ".join(shown) + (f" and {unshown:,} more" if unshown else "")
+
+
+def _file_and_line(row: LeftOut) -> tuple[str, int | None]:
+    file, _, line = row.location.rpartition(":")
+    return (file, int(line)) if file and line.isdecimal() else (row.location, None)
+
+
+def counted(number: int, word: str) -> str:
+    """Format as "1 row" or "1,200 rows"."""
+    return f"{number:,} {word}" + ("" if number == 1 else "s")
+
+
+# Scripts without spaces between words: Thai to Lao, Khmer, kana, Han and their full-width punctuation. Not Korean.
+UNSPACED = re.compile(r"[\u0e00-\u0eff\u1780-\u17ff\u3000-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uff00-\uffef\U00020000-\U0003ffff]")  # fmt: skip # noqa: E501
+
+
+def separator(text_before: str, text_after: str) -> str:
+    """Separator between a text and its continuation: a space if neither has one and the script has spaces."""
+    if not text_before or text_before[-1].isspace() or text_after[:1].isspace() or UNSPACED.match(text_before[-1]):
+        return ""
+    return " "
+
+
+def examples(
+    task: str, spec: Shots, rows: Sequence[T], items: Sequence[T], files: SuiteFiles, parse: Callable[[dict[str, Any]], T]
+) -> tuple[list[tuple[T, ...]], list[LeftOut]]:
+    """(worked examples of each item, bad rows of their file): the first rows of the examples file, or of `rows`.
+
+    Never the item itself or a row equal to it: the next row takes its place. Raises DataError if there are too few.
+    """
+    if not spec.shots:
+        return [()] * len(items), []
+    candidates, left_out = rows, list[LeftOut]()
+    if spec.shots_file is not None:
+        candidates, left_out = read_rows(files.file(spec.shots_file), parse, files.setting(task, "shots_file"))
+    shots = [tuple(islice((row for row in candidates if row != item), spec.shots)) for item in items]
+    fewest = min(map(len, shots), default=0)
+    if fewest < spec.shots:
+        source = spec.shots_file or f"the file of {task}"
+        has = f"{fewest} row" if fewest == 1 else f"{fewest} rows"
+        raise DataError(
+            f"{files.setting(task, 'shots')} is {spec.shots}, but {source} has {has} besides the item itself; set fewer"
+        )
+    return shots, [LeftOut(row.location, f"as an example: {row.reason}") for row in left_out]
+
+
+def text(record: dict[str, Any], key: str) -> str:
+    """Return the string under a key of a row. Raises BadRow if it is missing, not a string or empty."""
+    value = record.get(key)
+    if not isinstance(value, str):
+        raise BadRow(f"no {key}" if value is None else f"{key} is not a string")
+    if not value.strip():
+        raise BadRow(f"{key} is empty")
+    return value
+
+
+def labels(record: dict[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+    """Select a row's values of the keys that group items, such as its source."""
+    return {key: record[key] for key in keys if key in record}
+
+
+def check_not_empty(items: Sequence[object], left_out: Sequence[LeftOut], setting: str, row_format: str) -> None:
+    """Raise DataError if a file has no usable row."""
+    if not items:
+        reasons = "; ".join(f"{row.location}: {row.reason}" for row in left_out[:3]) or "it is empty"
+        raise DataError(f"{setting} has no usable row ({reasons}); write one JSON object per line, {row_format}")

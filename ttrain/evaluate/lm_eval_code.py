@@ -1,9 +1,8 @@
-"""Whether a task file of lm-evaluation-harness runs Python, found without running any.
+"""Detect task files of lm-evaluation-harness that run Python, without running any.
 
-`!function` in such a file imports a module, and a metric that the harness does not have itself is a script that the
-library `evaluate` runs. Files that one includes, and those that a group names, count as well. The harness's own do not.
-Templates of prompts are Python's, too: the harness renders them in an environment that reaches every module (0.4.13), so
-that they get a sandbox.
+`!function` in such a file imports a module, and a metric that is not the harness's own is a script that the library
+`evaluate` runs. Included files and the files that a group names count as well; the harness's own do not. Prompt templates
+can run Python, too: the harness renders them in an environment that reaches every module (0.4.13), so they get a sandbox.
 """
 
 from __future__ import annotations
@@ -19,21 +18,21 @@ from ttrain.errors import DataError, UsageError
 
 FUNCTION = "!function"
 MAX_BYTES, MAX_FILES = yaml_text.MOST_BYTES, 1000
-FIX = "allow_code: true in the suite runs it, with all rights of yours; read the file and the module that it names first"
+FIX = "to run it with your full rights, read the file and the module that it names, then set allow_code: true in the suite"
 
 
 def check(path: Path, setting: str) -> None:
-    """Raise UsageError, with file and line, where the task file at `path` or one that it reads runs Python.
+    """Raise UsageError, with file and line, if the task file at `path` or one that it reads runs Python.
 
     Raises DataError for a file that cannot be read.
     """
-    pending, seen = [path.resolve()], set[Path]()
+    pending, visited = [path.resolve()], set[Path]()
     while pending:
         file = pending.pop()
-        if file in seen or _is_of_the_harness(file):
+        if file in visited or _is_of_the_harness(file):
             continue
-        seen.add(file)
-        if len(seen) > MAX_FILES:
+        visited.add(file)
+        if len(visited) > MAX_FILES:
             raise DataError(f"{setting}: {path} reads more than {MAX_FILES} files; split it")
         try:
             root, tree = _parsed(file)
@@ -44,16 +43,16 @@ def check(path: Path, setting: str) -> None:
             raise UsageError(f"{setting} is {path}, which runs Python: {FUNCTION} {name} in {file}, line {line}; {FIX}")
         for metric in _metrics(tree):
             if not _is_metric_of_the_harness(metric):
-                named = metric["metric"]
+                script = metric["metric"]
                 raise UsageError(
-                    f"{setting} is {path}, which runs Python: the metric {named!r} in {file} is none of the harness's own, "
+                    f"{setting} is {path}, which runs Python: the metric {script!r} in {file} is not the harness's own "
                     f"but a script; {FIX}"
                 )
-        pending += [other.resolve() for other in _files_named(tree, file.parent, path.parent) if other.is_file()]
+        pending += [linked.resolve() for linked in _files_named(tree, file.parent, path.parent) if linked.is_file()]
 
 
 def sandbox_templates() -> None:
-    """Have the harness render the templates of task files in Jinja's sandbox."""
+    """Make the harness render the templates of task files in Jinja's sandbox."""
     from jinja2 import BaseLoader, StrictUndefined
     from jinja2.sandbox import SandboxedEnvironment
     from lm_eval import utils
@@ -65,7 +64,7 @@ def sandbox_templates() -> None:
 
 
 def _parsed(file: Path) -> tuple[yaml.Node | None, Any]:
-    """(the file's tree of nodes, with its tags and lines; what it says, with the names of functions as texts)."""
+    """(the file's node tree with tags and lines, its contents with function names as strings)."""
     if file.stat().st_size > MAX_BYTES:
         raise ValueError(f"it has more than {MAX_BYTES:,} bytes")
     text = file.read_bytes().decode("utf-8-sig")
@@ -73,7 +72,7 @@ def _parsed(file: Path) -> tuple[yaml.Node | None, Any]:
 
 
 class _Loader(yaml_text.Loader):
-    """Reads the harness's files, within the bounds of settings, without importing what they name."""
+    """Loads the harness's files, within the limits of settings files, without importing the functions that they name."""
 
     tags = yaml_text.PLAIN | {FUNCTION}
 
@@ -81,20 +80,20 @@ class _Loader(yaml_text.Loader):
 _Loader.add_constructor(FUNCTION, lambda loader, node: str(node.value))
 
 
-def _first(root: yaml.Node, wanted: Callable[[yaml.Node], bool]) -> yaml.Node | None:
-    """The first such node from the top. An alias leads to a node that was seen, so that no bomb of aliases goes off."""
-    pending, seen = [root], set[int]()
+def _first(root: yaml.Node, predicate: Callable[[yaml.Node], bool]) -> yaml.Node | None:
+    """Return the first node that satisfies `predicate`. Visits each node once, so that nested aliases do not multiply."""
+    pending, visited = [root], set[int]()
     while pending:
         node = pending.pop()
-        if id(node) in seen:
+        if id(node) in visited:
             continue
-        seen.add(id(node))
-        if wanted(node):
+        visited.add(id(node))
+        if predicate(node):
             return node
         if isinstance(node, yaml.SequenceNode):
             pending += reversed(node.value)
         elif isinstance(node, yaml.MappingNode):
-            pending += [part for pair in reversed(node.value) for part in reversed(pair)]
+            pending += [child for pair in reversed(node.value) for child in reversed(pair)]
     return None
 
 
@@ -103,13 +102,13 @@ def _calls_a_function(node: yaml.Node) -> bool:
 
 
 def _values(tree: Any) -> Iterator[Any]:
-    """Every mapping and list of the file, each once."""
-    pending, seen = [tree], set[int]()
+    """Yield every mapping and list of the file once."""
+    pending, visited = [tree], set[int]()
     while pending:
         value = pending.pop()
-        if not isinstance(value, dict | list) or id(value) in seen:
+        if not isinstance(value, dict | list) or id(value) in visited:
             continue
-        seen.add(id(value))
+        visited.add(id(value))
         yield value
         pending += value.values() if isinstance(value, dict) else value
 
@@ -129,16 +128,16 @@ def _is_metric_of_the_harness(metric: dict[str, Any]) -> bool:
     return metric.get("hf_evaluate") is not True and metric["metric"] in list(registry.metric_registry)
 
 
-def _files_named(tree: Any, beside: Path, where: Path) -> Iterator[Path]:
-    """The files that one includes, from its own directory, and those among a group's tasks, from where the harness runs."""
+def _files_named(tree: Any, directory: Path, working_directory: Path) -> Iterator[Path]:
+    """Yield the files that a file includes, in its own directory, and a group's task files, in the working directory."""
     if not isinstance(tree, dict):
         return
     for key in ("include", "task"):
-        named = tree.get(key)
-        for name in named if isinstance(named, list) else [named]:
+        references = tree.get(key)
+        for name in references if isinstance(references, list) else [references]:
             if isinstance(name, str):
-                yield beside / name
-                yield where / Path(name).expanduser()
+                yield directory / name
+                yield working_directory / Path(name).expanduser()
 
 
 def _is_of_the_harness(file: Path) -> bool:

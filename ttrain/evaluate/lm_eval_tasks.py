@@ -1,7 +1,7 @@
-"""Tasks of lm-evaluation-harness (https://github.com/EleutherAI/lm-evaluation-harness), asked of our models.
+"""Tasks of lm-evaluation-harness (https://github.com/EleutherAI/lm-evaluation-harness), run on our models.
 
-The harness loads the data, writes the prompts and judges the answers; the model is asked here. An accuracy is its own, item
-by item. Of a group of tasks every item counts the same, and `groups` has the figures of each task.
+The harness loads the data, writes the prompts and judges the answers; ttrain runs the model. Accuracies equal the harness's,
+item by item. In a group of tasks every item counts the same, and `groups` has the metrics of each task.
 """
 
 from __future__ import annotations
@@ -20,27 +20,37 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import LM
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
 from ttrain.config import yaml_text
-from ttrain.config.suite import HarnessTask
+from ttrain.config.evaluate import HarnessTask
 from ttrain.errors import DataError, UsageError
 from ttrain.evaluate import lm_eval_code
-from ttrain.evaluate.evaluated_model import Progress, Subject
-from ttrain.evaluate.items import Items, Places, digests
-from ttrain.evaluate.task_result import LN2, Figure, Outcome
+from ttrain.evaluate.evaluated_model import EvaluatedModel, ProgressCallback
+from ttrain.evaluate.generation import answers
+from ttrain.evaluate.items import Items, SuiteFiles, digests
+from ttrain.evaluate.log_likelihood import beginning, log_likelihoods
+from ttrain.evaluate.task_result import LN2, Metric, TaskResult
+from ttrain.evaluate.tree_attention import Scorer
 
 if TYPE_CHECKING:
-    from lm_eval.api.instance import Instance
     from lm_eval.api.task import Task
 
+
 INSTALL = "lm-evaluation-harness is not installed; install it with: pip install 'ttrain[harness]'"
-EXAMPLES_SEED = 1234  # the harness's own, so that prompts are those of published results
-ROW_CHARACTERS = 2000  # of a prompt that a row of results shows, from its end
+
+EXAMPLES_SEED = 1234  # the harness's default, so that prompts equal those of published results
+
+ROW_CHARACTERS = 2000  # from the end of a prompt, shown in a row of results
+
 log = logging.getLogger("ttrain")
 
 
 @dataclass(frozen=True, eq=False)
-class Document:
-    """An item: its task of the harness, the task's own document, and the requests that it makes of a model."""
+class HarnessDocument:
+    """An item: the harness's task, the task's own document, and its requests to a model."""
 
     task: Task
     name: str
@@ -48,16 +58,16 @@ class Document:
     requests: tuple[Instance, ...]
 
 
-def read(task: str, spec: HarnessTask, places: Places) -> Items[Document]:
-    """The documents of the task, or of all tasks of a group, with their prompts.
+def read(task: str, spec: HarnessTask, files: SuiteFiles) -> Items[HarnessDocument]:
+    """Read the documents of the task, or of all tasks of a group, with their prompts.
 
-    Raises UsageError where the harness is missing, knows no such task, or would run Python of a task file, DataError where
-    the data cannot be had.
+    Raises UsageError if the harness is missing, does not know the task, or would run Python of a task file; DataError if the
+    data cannot be loaded.
     """
-    setting = places.setting(task, "task")
-    documents: list[Document] = []
-    for name, one in _loaded(spec, places, setting).items():
-        documents += _documents(name, one, spec, setting)
+    setting = files.setting(task, "task")
+    documents: list[HarnessDocument] = []
+    for name, harness_task in _load_tasks(spec, files, setting).items():
+        documents += _documents(name, harness_task, spec, setting)
     if spec.limit is not None and spec.limit < len(documents):
         chosen = sorted(random.Random(spec.seed).sample(range(len(documents)), spec.limit))
         documents = [documents[number] for number in chosen]
@@ -65,15 +75,15 @@ def read(task: str, spec: HarnessTask, places: Places) -> Items[Document]:
     for number, document in enumerate(documents):
         names[document.name].append(number)
     groups = {f"task={name}": tuple(numbers) for name, numbers in names.items()} if len(names) > 1 else {}
-    asked = [
-        [one.name, [[str(part) for part in request.args] for request in one.requests], _target(one)] for one in documents
+    identities = [
+        [document.name, [[str(argument) for argument in request.args] for request in document.requests], _target(document)]
+        for document in documents
     ]
-    return Items(task, spec, tuple(documents), digests(asked), groups=groups)
+    return Items(task, spec, tuple(documents), digests(identities), groups=groups)
 
 
-def run(items: Items[Document], subject: Subject, progress: Progress) -> Outcome:
-    """What the harness makes of the model's answers: a figure for each metric that is a mean over items."""
-    from ttrain.evaluate.lm_eval_model import HarnessModel
+def run(items: Items[HarnessDocument], subject: EvaluatedModel, progress: ProgressCallback) -> TaskResult:
+    """Run the model and let the harness judge its answers: a metric for each of the task's that is a mean over items."""
 
     model = HarnessModel(subject, progress)
     requests: dict[str, list[Instance]] = defaultdict(list)
@@ -85,22 +95,24 @@ def run(items: Items[Document], subject: Subject, progress: Progress) -> Outcome
     for kind, some in requests.items():
         for request, answer in zip(some, getattr(model, kind)(some), strict=True):
             request.resps.append(answer)
-    found = _judged(items.items)
-    if not found.figures:
-        raise DataError(f"tasks.{items.task}: {items.spec} has no metric that is a mean over items")
-    return Outcome(items.task, items.spec.kind, subject.name, items.digests, found.figures, found.rows, {}, items.groups)
+    result = _collect_metrics(items.items)
+    if not result.figures:
+        raise DataError(f"tasks.{items.task}: {items.spec} has no metric that is a mean over items; choose another task")
+    return TaskResult(
+        items.task, items.spec.kind, subject.name, items.digests, result.figures, result.rows, {}, items.groups
+    )
 
 
 @dataclass(frozen=True)
-class _Judged:
-    figures: tuple[Figure, ...]
+class _HarnessResult:
+    figures: tuple[Metric, ...]
     rows: list[dict[str, Any]]
 
 
-def _judged(documents: Sequence[Document]) -> _Judged:
-    """The harness's own metrics of each document, by metric and filter."""
+def _collect_metrics(documents: Sequence[HarnessDocument]) -> _HarnessResult:
+    """Compute the harness's own metrics of each document, by metric and filter."""
     for task in {id(document.task): document.task for document in documents}.values():
-        task._instances = [request for one in documents if one.task is task for request in one.requests]
+        task._instances = [request for document in documents if document.task is task for request in document.requests]
         task.apply_filters()
     values: dict[tuple[str, str], dict[int, Any]] = defaultdict(dict)
     higher: dict[str, bool] = {}
@@ -110,7 +122,7 @@ def _judged(documents: Sequence[Document]) -> _Judged:
         row: dict[str, Any] = {"task": document.name, "asked": _shown(document.requests[0].args[0])}
         for name in document.requests[0].filtered_resps:
             metrics = document.task.process_results(
-                document.content, [one.filtered_resps[name] for one in document.requests]
+                document.content, [request.filtered_resps[name] for request in document.requests]
             )
             for metric, value in metrics.items():
                 values[metric, name][number] = value
@@ -120,82 +132,85 @@ def _judged(documents: Sequence[Document]) -> _Judged:
         row["said"] = [_shown(request.resps[0]) for request in document.requests]
         rows.append(row)
     figures = []
-    for (metric, name), found in values.items():
-        figure = _figure(_label(metric, name), found, len(documents), means.get(metric), higher.get(metric, True))
+    for (metric, name), by_document in values.items():
+        figure = _figure(_label(metric, name), by_document, len(documents), means.get(metric), higher.get(metric, True))
         if figure is None:
-            log.warning("%s is no mean over items, so that it is not shown", metric)
+            log.warning("%s is not a mean over items; it is not shown", metric)
         else:
             figures.append(figure)
-    return _Judged(tuple(figures), rows)
+    return _HarnessResult(tuple(figures), rows)
 
 
-def _figure(name: str, found: Mapping[int, Any], count: int, mean: Any, higher: bool) -> Figure | None:
-    """The metric as sums over items, by the harness's own way of joining it; None where it is no quotient of sums."""
+def _figure(name: str, by_document: Mapping[int, Any], count: int, mean: Any, higher: bool) -> Metric | None:
+    """Express the metric as sums over items, by the harness's aggregation; None if it is not a quotient of sums."""
     kind = getattr(mean, "__name__", "")
     if kind not in {"mean", "nanmean", "perplexity", "weighted_perplexity", "bits_per_byte"}:
         return None
     sums, sizes = [0.0] * count, [0.0] * count
-    for number, value in found.items():
+    for number, value in by_document.items():
         amount, size = value if isinstance(value, tuple | list) else (value, 1.0)
         if not isinstance(amount, int | float):
             return None
         if not (kind == "nanmean" and math.isnan(amount)):
             sums[number], sizes[number] = float(amount), float(size)
     if kind in {"mean", "nanmean"}:
-        return Figure(name, tuple(sums), tuple(sizes), higher_is_better=higher, unit="")
-    costs = tuple(-amount for amount in sums)  # the harness has log-likelihoods
+        return Metric(name, tuple(sums), tuple(sizes), higher_is_better=higher, unit="")
+    costs = tuple(-amount for amount in sums)  # the harness gives log-likelihoods
     if kind == "bits_per_byte":
-        return Figure(name, costs, tuple(sizes), higher_is_better=False, unit="bits per byte", factor=1 / LN2)
-    return Figure(name, costs, tuple(sizes), higher_is_better=False, unit="", shown="exp")
+        return Metric(name, costs, tuple(sizes), higher_is_better=False, unit="bits per byte", factor=1 / LN2)
+    return Metric(name, costs, tuple(sizes), higher_is_better=False, unit="", shown="exp")
 
 
-def _loaded(spec: HarnessTask, places: Places, setting: str) -> dict[str, Task]:
-    """The harness's tasks of that name, which may be a group, or of a task file."""
+def _load_tasks(spec: HarnessTask, files: SuiteFiles, setting: str) -> dict[str, Task]:
+    """Load the harness's tasks by the name of a task or group, or from a task file."""
     try:
         from lm_eval.tasks import TaskManager
     except ImportError as error:
         raise UsageError(f"{setting} is {spec.task}, but {INSTALL} ({error})") from None
-    if not places.allow_code:
+    if not files.allow_code:
         lm_eval_code.sandbox_templates()
-    wanted: Any = spec.task
-    where = Path.cwd()
+    source: Any = spec.task
+    directory = Path.cwd()
     if Path(spec.task).suffix in {".yaml", ".yml"}:
-        path = places.file(spec.task).resolve()
+        path = files.file(spec.task).resolve()
         if not path.is_file():
-            raise UsageError(f"{setting} is {path}, which is no file; a suite's paths are relative to the suite's own file")
-        if not places.allow_code:
+            raise UsageError(
+                f"{setting} is {path}, which is not a file; a suite's paths are relative to the suite's own file"
+            )
+        if not files.allow_code:
             lm_eval_code.check(path, setting)
-        wanted, where = _task_or_group(path, setting), path.parent
-        manager = _index() if isinstance(wanted, list) else TaskManager(include_defaults=False)  # a group may name any task
+        source, directory = _task_or_group(path, setting), path.parent
+        # A group may name any task
+        manager = task_index() if isinstance(source, list) else TaskManager(include_defaults=False)
     else:
-        manager = _index()
-        if wanted not in manager.all_tasks:
-            near = difflib.get_close_matches(wanted, manager.all_tasks, n=3)
+        manager = task_index()
+        if source not in manager.all_tasks:
+            near = difflib.get_close_matches(source, manager.all_tasks, n=3)
             hint = f"; did you mean {' or '.join(near)}?" if near else "; `lm-eval ls tasks` lists them all"
-            raise UsageError(f"{setting} is {wanted!r}, which lm-evaluation-harness does not know{hint}")
+            raise UsageError(f"{setting} is {source!r}, which lm-evaluation-harness does not know{hint}")
     try:
-        with _quiet(), contextlib.chdir(where):  # files that a task file names lie beside it
-            found: dict[str, Task] = manager.load(wanted)["tasks"]
-    except Exception as error:  # of `datasets`, of the network, of the file: many kinds without a common parent
+        with _quiet(), contextlib.chdir(directory):  # relative paths in a task file are relative to it
+            tasks: dict[str, Task] = manager.load(source)["tasks"]
+    except Exception as error:  # from `datasets`, the network or the file: many types without a common base
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise DataError(
-            f"{setting} is {spec.task}, whose data or task file cannot be read: {reason}. Data of the Hub have to be "
-            "in the cache of `datasets`, or in a directory of their name, such as allenai/ai2_arc, where the command runs; "
-            "a task file of your own names local data in dataset_kwargs.data_files"
+            f"{setting} is {spec.task}, whose data or task file cannot be read: {reason}. Data of the Hub must be in "
+            "the cache of `datasets`, or in a directory of their name, such as allenai/ai2_arc, in the working directory; "
+            "your own task file names local data in dataset_kwargs.data_files"
         ) from error
-    return found
+    return tasks
 
 
 @functools.cache
-def _index() -> Any:
-    """The harness's own tasks: 14,000 files, which take eight seconds to read."""
+def task_index() -> Any:
+    """Index the harness's own tasks: 14,000 files, which take eight seconds to read."""
     from lm_eval.tasks import TaskManager
 
     return TaskManager()
 
 
 def _task_or_group(path: Path, setting: str) -> str | list[Any]:
-    """A task file's path; of a group, which the harness cannot open by its path, the tasks that it names."""
+    """Return a task file's path, or the tasks of a group file, which the harness cannot open by its path."""
     try:
         text = path.read_text("utf-8")
         group = re.search(r"^group\s*:", text, re.MULTILINE) and yaml_text.parse(text)
@@ -204,14 +219,14 @@ def _task_or_group(path: Path, setting: str) -> str | list[Any]:
     return list(group.get("task") or []) if isinstance(group, dict) else str(path)
 
 
-def _documents(name: str, task: Task, spec: HarnessTask, setting: str) -> Iterator[Document]:
-    """The task's documents with their requests, as `lm_eval.evaluator.simple_evaluate` makes them."""
+def _documents(name: str, task: Task, spec: HarnessTask, setting: str) -> Iterator[HarnessDocument]:
+    """Yield the task's documents with their requests, as `lm_eval.evaluator.simple_evaluate` builds them."""
     if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
-        raise UsageError(f"{setting} is {name}, which runs code that a model wrote, or asks about pictures; leave it out")
-    own = task.get_config("num_fewshot")
-    if spec.shots is not None and own != 0:
+        raise UsageError(f"{setting} is {name}, which runs model-written code or needs images; remove it from the suite")
+    default_shots = task.get_config("num_fewshot")
+    if spec.shots is not None and default_shots != 0:
         task.set_config(key="num_fewshot", value=spec.shots)
-    elif own is None:
+    elif default_shots is None:
         task.set_config(key="num_fewshot", value=0)
     task.set_fewshot_seed(seed=EXAMPLES_SEED)
     with _quiet():
@@ -221,12 +236,12 @@ def _documents(name: str, task: Task, spec: HarnessTask, setting: str) -> Iterat
     for request in task.instances:
         requests[request.doc_id].append(request)
     for number, some in requests.items():
-        yield Document(task, name, contents[number], tuple(sorted(some, key=lambda request: request.idx)))
+        yield HarnessDocument(task, name, contents[number], tuple(sorted(some, key=lambda request: request.idx)))
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the harness's bars, and without what it tells of each task."""
+    """Silence the harness's progress bars and log lines."""
     logger = logging.getLogger("lm_eval")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -238,13 +253,76 @@ def _quiet() -> Iterator[None]:
 
 
 def _label(metric: str, name: str) -> str:
-    """acc; exact_match_strict-match where the harness filters answers in more than one way."""
+    """Metric name such as acc, or exact_match_strict-match if the harness has several filters of answers."""
     return re.sub(r"[^\w.-]", "_", metric if name == "none" else f"{metric}_{name}")
 
 
-def _target(document: Document) -> str:
+def _target(document: HarnessDocument) -> str:
     return str(document.task.doc_to_target(document.content))
 
 
 def _shown(value: object) -> str:
     return str(value)[-ROW_CHARACTERS:]
+
+
+DEFAULT_LENGTH, DEFAULT_TOKENS = 2048, 256  # the defaults of the harness's own model
+
+
+class HarnessModel(LM):  # type: ignore[misc]  # the harness has no types
+    """Answers the three kinds of requests that tasks make."""
+
+    def __init__(self, subject: EvaluatedModel, progress: ProgressCallback) -> None:
+        super().__init__()
+        self._subject, self._progress = subject, progress
+
+    def loglikelihood(self, requests: Sequence[Instance], **others: Any) -> list[tuple[float, bool]]:
+        """(log-likelihood, whether it is the greedy continuation) of each continuation after its context."""
+        costs = log_likelihoods(self._subject, [request.args for request in requests], self._progress)
+        return [(-cost.nats, cost.greedy) for cost in costs]
+
+    def loglikelihood_rolling(self, requests: Sequence[Instance], **others: Any) -> list[float]:
+        """Log-likelihood of each whole text, in the harness's windows: they overlap by one token, the last one is full."""
+        encoded = self._subject.encoder.encode([request.args[0] for request in requests])
+        start = beginning(self._subject)[-1]
+        pairs, owners = [], []
+        for number, ids in enumerate(encoded):
+            windows = get_rolling_token_windows(
+                token_list=[*self._subject.begin_ids, *ids], prefix_token=start,
+                max_seq_len=self._subject.max_length or DEFAULT_LENGTH, context_len=1,
+            )  # fmt: skip
+            for window in windows:
+                context, continuation = make_disjoint_window(window)
+                pairs.append((tuple(context), tuple(continuation)))
+                owners.append(number)
+        totals = [0.0] * len(requests)
+        for number, (nats, _) in zip(owners, Scorer(self._subject).score(pairs, self._progress), strict=True):
+            totals[number] -= nats
+        return totals
+
+    def generate_until(self, requests: Sequence[Instance], **others: Any) -> list[str]:
+        """Greedy answer to each prompt, up to the first of its stop texts."""
+        texts = [""] * len(requests)
+        alike: dict[tuple[tuple[str, ...], int], list[int]] = {}
+        for number, request in enumerate(requests):
+            options = dict(request.args[1])
+            if options.get("do_sample"):
+                raise UsageError(
+                    f"task {request.task_name} has do_sample: true, but ttrain evaluates greedily; remove the task"
+                )
+            until = options.get("until") or ()
+            stops = (until,) if isinstance(until, str) else tuple(until)
+            tokens = next(
+                (options[key] for key in ("max_gen_toks", "max_new_tokens", "max_tokens") if options.get(key)),
+                DEFAULT_TOKENS,
+            )
+            alike.setdefault((stops, int(tokens)), []).append(number)
+        for (stops, tokens), numbers in alike.items():
+            limit = self._subject.max_length
+            room = tokens if limit is None else min(tokens, limit // 2)
+            encoded = self._subject.encoder.encode([requests[number].args[0] for number in numbers])
+            prompts = [[*self._subject.begin_ids, *ids] for ids in encoded]
+            if limit is not None:
+                prompts = [ids[-(limit - room) :] for ids in prompts]
+            for number, (text, _) in zip(numbers, answers(self._subject, prompts, room, stops, self._progress), strict=True):
+                texts[number] = text
+        return texts

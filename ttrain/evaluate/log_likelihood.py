@@ -1,6 +1,6 @@
-"""What a continuation costs after a context: pairs of texts as tokens, cut to what a model takes, scored together.
+"""Log-likelihoods of continuations after their contexts: encode pairs of texts, cut them to the model's length, score them.
 
-Tokens are made and contexts are cut as lm-evaluation-harness does it (`TemplateLM._encode_pair` and
+Texts are encoded and contexts cut as in lm-evaluation-harness (`TemplateLM._encode_pair` and
 `HFLM._loglikelihood_tokens` of https://github.com/EleutherAI/lm-evaluation-harness), so that scores can be compared with it.
 """
 
@@ -11,14 +11,13 @@ from typing import NamedTuple
 
 from ttrain.data.jinja_templates import BOS
 from ttrain.errors import DataError, UsageError
-from ttrain.evaluate.evaluated_model import Progress, Subject
-from ttrain.evaluate.shared_prefixes import Ids
-from ttrain.evaluate.tree_attention import Scorer
+from ttrain.evaluate.evaluated_model import EvaluatedModel, ProgressCallback
+from ttrain.evaluate.tree_attention import Ids, Scorer
 
 
 class Likelihood(NamedTuple):
-    """What a continuation costs in nats, over how many tokens; whether each of them was the most likely one; and how many
-    tokens of its context the model could not take."""
+    """Cost of a continuation in nats, its number of tokens, whether each token was the most likely one, and how many tokens
+    of its context were cut."""
 
     nats: float
     tokens: int
@@ -27,11 +26,11 @@ class Likelihood(NamedTuple):
 
 
 def log_likelihoods(
-    subject: Subject, texts: Sequence[tuple[str, str]], progress: Progress, *, alone: bool = False
+    subject: EvaluatedModel, texts: Sequence[tuple[str, str]], progress: ProgressCallback, *, alone: bool = False
 ) -> list[Likelihood]:
-    """Of each (context, continuation). `alone`: each pair in a row of its own, as a reference for what is shared.
+    """Score each (context, continuation). `alone` puts each pair into its own row, as a reference for shared computation.
 
-    Raises DataError for a continuation that has no token.
+    Raises DataError for a continuation without tokens.
     """
     pairs = encode_pairs(subject, texts)
     pieces: list[tuple[Ids, Ids]] = []
@@ -44,8 +43,8 @@ def log_likelihoods(
         cuts.append(cut)
     scored = Scorer(subject, alone=alone).score(pieces, progress)
     nats, greedy = [0.0] * len(pairs), [True] * len(pairs)
-    for number, (more, every) in zip(owners, scored, strict=True):
-        nats[number] += more
+    for number, (cost, every) in zip(owners, scored, strict=True):
+        nats[number] += cost
         greedy[number] &= every
     return [
         Likelihood(cost, len(continuation), every, cut)
@@ -53,60 +52,60 @@ def log_likelihoods(
     ]
 
 
-def encode_pairs(subject: Subject, texts: Sequence[tuple[str, str]]) -> list[tuple[Ids, Ids]]:
-    """Tokens of each (context, continuation): those of the whole text, of which the context has as many as it has alone.
+def encode_pairs(subject: EvaluatedModel, texts: Sequence[tuple[str, str]]) -> list[tuple[Ids, Ids]]:
+    """Encode each (context, continuation) as one text, split after as many tokens as the context has alone.
 
-    White space at the end of a context goes to the continuation, where words begin with their space. A context without any
-    token is what texts begin with; a continuation that melts into its context is encoded by itself. (The harness takes that
-    one for certain, so that any choice that melts away is the right one: "0" after "45 - 30".)
+    White space at the end of a context moves to the continuation, since words begin with their space. A context without
+    tokens is replaced by `beginning`; a continuation that merges into its context is encoded by itself. (The harness gives
+    it probability 1, so that such a choice always wins: "0" after "45 - 30".)
     """
     encoder, begin_ids = subject.encoder, subject.begin_ids
     texts = [_spaces_moved(*pair) for pair in texts]
     contexts = list(dict.fromkeys(context for context, _ in texts))  # a question once for all its choices
-    alone = {one: (*begin_ids, *ids) for one, ids in zip(contexts, encoder.encode(contexts), strict=True)}
+    alone = {context: (*begin_ids, *ids) for context, ids in zip(contexts, encoder.encode(contexts), strict=True)}
     whole = encoder.encode([context + continuation for context, continuation in texts])
-    found: list[tuple[Ids, Ids]] = []
+    pairs: list[tuple[Ids, Ids]] = []
     for (context, continuation), ids in zip(texts, whole, strict=True):
-        before = alone[context]
-        after = ids[len(before) - len(begin_ids) :] or encoder.encode([continuation])[0]
-        if not after:
+        context_ids = alone[context]
+        continuation_ids = ids[len(context_ids) - len(begin_ids) :] or encoder.encode([continuation])[0]
+        if not continuation_ids:
             raise DataError(
-                f"the continuation {continuation!r} has no token in the tokenizer of {subject.name}, so that its likelihood "
-                "says nothing; leave its item out"
+                f"the continuation {continuation!r} has no token in the tokenizer of {subject.name}, so it has no "
+                "likelihood; remove its item"
             )
-        found.append((before or beginning(subject), tuple(after)))
-    return found
+        pairs.append((context_ids or beginning(subject), tuple(continuation_ids)))
+    return pairs
 
 
-def beginning(subject: Subject) -> Ids:
-    """What stands before a text, so that its first token is scored too: what its tokenizer puts there, else its bos, as the
-    harness has it, else its eos.
+def beginning(subject: EvaluatedModel) -> Ids:
+    """Ids before a text, so that its first token is scored too: those that the tokenizer adds, else its bos, as in the
+    harness, else its eos.
 
-    A bos that ttrain added to a tokenizer which has none is unknown to the model. Raises UsageError where all are.
+    The model does not know a bos that ttrain added to the tokenizer. Raises UsageError if it knows none of these.
     """
     model, encoder = subject.model, subject.encoder
     rows = getattr(model, "get_input_embeddings")().weight.shape[0]  # noqa: B009  # a method of transformers' models
-    own = () if encoder.tokens["bos_token"] == BOS else (encoder.bos_id,)
-    for ids in (subject.begin_ids, own, (encoder.eos_id,)):
+    bos_ids = () if encoder.tokens["bos_token"] == BOS else (encoder.bos_id,)
+    for ids in (subject.begin_ids, bos_ids, (encoder.eos_id,)):
         if ids and max(ids) < rows:
             return ids
     raise UsageError(
-        f"the model {subject.name} knows no token that begins or ends a text, so that the first token of a text cannot be "
+        f"the model {subject.name} knows no token that begins or ends a text, so the first token of a text cannot be "
         "scored; give its tokenizer a bos_token or an eos_token"
     )
 
 
 def fit(context: Ids, continuation: Ids, max_length: int | None) -> tuple[list[tuple[Ids, Ids]], int]:
-    """(pairs that a model of `max_length` positions takes, tokens that the context lost on the left).
+    """Cut to `max_length` positions: (pairs that fit, number of tokens that the context lost on the left).
 
-    The last token of a continuation is a target only, so that `max_length + 1` tokens fit. A continuation that is longer
-    than that comes in pieces, each after as much as fits, so that every token is scored once.
+    The last token of a continuation is a target only, so that `max_length + 1` tokens fit. A longer continuation is split
+    into pieces, each after as much context as fits, so that every token is scored once.
     """
     if max_length is None or len(context) + len(continuation) <= max_length + 1:
         return [(context, continuation)], 0
     if len(continuation) <= max_length:
-        kept = context[-(max_length + 1 - len(continuation)) :]
-        return [(kept, continuation)], len(context) - len(kept)
+        shortened = context[-(max_length + 1 - len(continuation)) :]
+        return [(shortened, continuation)], len(context) - len(shortened)
     size = max(1, max_length // 2)
     pieces = [
         ((*context, *continuation[:start])[-(max_length + 1 - size) :], continuation[start : start + size])

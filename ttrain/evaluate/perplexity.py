@@ -1,11 +1,14 @@
-"""Loss on held-out text and chats. Every token is scored once, with context; sums are divided once.
+"""Loss on held-out text and chats. Every token is scored once, with context; division comes last.
 
 Letters in names: B windows, T positions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -14,15 +17,27 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from ttrain.config.evaluate import HELDOUT, TextTask
+from ttrain.data import records as sources
 from ttrain.data.packing import IGNORE
+from ttrain.errors import DataError
+from ttrain.evaluate import baselines
+from ttrain.evaluate import items as reading
+from ttrain.evaluate.evaluated_model import EvaluatedModel, ProgressCallback
+from ttrain.evaluate.items import BadRow, Items, SuiteFiles
+from ttrain.evaluate.log_likelihood import beginning
+from ttrain.evaluate.task_result import LN2, Metric, TaskResult
 from ttrain.evaluate.token_losses import TokenLosses
 from ttrain.train.distributed import Ranks
 
-# Padded tokens of a forward pass: the most, where nobody says how many, and how many are enough for full speed. On a CPU 512
-# tokens take as long each as 2048 (S, rows of 512: 829 and 807 us).
+# Padded tokens of a forward pass: the default maximum, and how many are enough for full speed. On a CPU 512 tokens take as
+# long each as 2048 (S, rows of 512: 829 and 807 us).
 BATCH_TOKENS, ENOUGH_TOKENS = {"cpu": 4096}, {"cpu": 512}
+
 BATCH_TOKENS_ELSEWHERE, ENOUGH_TOKENS_ELSEWHERE = 32_768, 8192
-LEAST_FILL = 0.9  # of a row that is added to a batch which is large enough already
+
+LEAST_FILL = 0.9  # of a row that is added to a batch of ENOUGH_TOKENS or more
+
 Tokens = tuple[Sequence[int], Sequence[bool]]  # ids, and whether each counts
 
 
@@ -33,8 +48,8 @@ class Score(NamedTuple):
     tokens: int
 
 
-class Window(NamedTuple):
-    """The model reads the ids from `start` to before `end`; those from `first` on are scored, each after those before it."""
+class ScoringWindow(NamedTuple):
+    """A span of ids: the model reads from `start` to before `end`, and the ids from `first` on are scored."""
 
     start: int
     first: int
@@ -42,22 +57,22 @@ class Window(NamedTuple):
 
     @property
     def inputs(self) -> int:
-        """Tokens that the model is given: the last one is a target only."""
+        """Number of input tokens: the last token is a target only."""
         return self.end - self.start - 1
 
 
-def windows(tokens: int, length: int, stride: int) -> Iterator[Window]:
+def windows(tokens: int, length: int, stride: int) -> Iterator[ScoringWindow]:
     """Windows of at most `length` inputs in which each token after the first is scored once, with as much context as fits.
 
-    The first window scores all that it holds; each later one its last `stride` tokens, so that all of these have at least
+    The first window scores all its tokens; each later one its last `stride` tokens, so that all of these have at least
     `length - stride + 1` tokens before them (as in the strided perplexity of
-    https://huggingface.co/docs/transformers/perplexity). So about `stride / length` of what is computed in a long text is
-    scored, and all of a text that fits.
+    https://huggingface.co/docs/transformers/perplexity). So about `stride / length` of the computed positions of a long text
+    are scored, and all of a text that fits.
     """
     first = 1
     while first < tokens:
         end = min(tokens, length + 1 if first == 1 else first + stride)
-        yield Window(max(0, end - length - 1), first, end)
+        yield ScoringWindow(max(0, end - length - 1), first, end)
         first = end
 
 
@@ -73,70 +88,182 @@ def score_each(
     batch_tokens: int | None = None,
     ranks: Ranks | None = None,
 ) -> list[Score]:
-    """Loss of the live tokens of each sequence, (ids, live). The first token of each is context only.
+    """Compute the loss of the live tokens of each sequence, (ids, live). The first token of each is context only.
 
-    Windows are sorted by length, so that those of a batch are padded little, and `batch_tokens` bounds what a forward pass
-    gets, padding included. With `ranks`, each has the whole model, computes a share of the batches, and all get all scores:
-    the same to the last bit on any number of ranks, and up to the rounding of a matrix product (1e-7) with any batch.
+    Windows are sorted by length to reduce padding, and `batch_tokens` bounds the tokens of a forward pass, padding included.
+    With `ranks`, each has the whole model, computes a share of the batches, and gets all scores: bit-identical on any number
+    of ranks, and equal up to the rounding of a matrix product (1e-7) with any batch size.
     `progress` gets (batches done, batches) of this rank.
     """
-    held = [(np.asarray(ids, np.int64), np.asarray(live, np.bool_)) for ids, live in sequences]
-    found = [
+    arrays = [(np.asarray(ids, np.int64), np.asarray(live, np.bool_)) for ids, live in sequences]
+    numbered_windows = [
         (number, window)
-        for number, (ids, live) in enumerate(held)
+        for number, (ids, live) in enumerate(arrays)
         for window in windows(len(ids), length, stride)
         if live[window.first : window.end].any()
     ]
-    found.sort(key=lambda item: -item[1].inputs)
+    numbered_windows.sort(key=lambda item: -item[1].inputs)
     most = batch_tokens or BATCH_TOKENS.get(device.type, BATCH_TOKENS_ELSEWHERE)
     enough = ENOUGH_TOKENS.get(device.type, ENOUGH_TOKENS_ELSEWHERE)
-    batches = _batches([window.inputs for _, window in found], most, enough)
+    batches = batch_slices([window.inputs for _, window in numbered_windows], most, enough)
     mine = batches if ranks is None else batches[ranks.rank :: ranks.world]
-    nats, losses = np.zeros(len(found)), TokenLosses(model)
+    nats, losses = np.zeros(len(numbered_windows)), TokenLosses(model)
     was_training = model.training
     model.eval()
     try:
         for done, batch in enumerate(mine, start=1):
-            inputs_BT, labels_BT = _padded([(*held[number], window) for number, window in found[batch]])
+            inputs_BT, labels_BT = _padded([(*arrays[number], window) for number, window in numbered_windows[batch]])
             with autocast():
                 each_N = losses(inputs_BT.to(device), labels_BT)
             firsts_B = (labels_BT != IGNORE).sum(1).cumsum(0)[:-1].numpy()
-            nats[batch] = [part.sum() for part in np.split(each_N.double().cpu().numpy(), firsts_B)]
+            nats[batch] = [window_nats.sum() for window_nats in np.split(each_N.double().cpu().numpy(), firsts_B)]
             progress(done, len(mine))
     finally:
         model.train(was_training)
     if ranks is not None:  # a window has a number on one rank and zero on the others
         nats = np.array(ranks.sum(nats.tolist()))
-    totals, counts = [0.0] * len(held), [0] * len(held)
-    for more, (number, window) in zip(nats.tolist(), found, strict=True):
-        totals[number] += more
-        counts[number] += int(held[number][1][window.first : window.end].sum())
+    totals, counts = [0.0] * len(arrays), [0] * len(arrays)
+    for cost, (number, window) in zip(nats.tolist(), numbered_windows, strict=True):
+        totals[number] += cost
+        counts[number] += int(arrays[number][1][window.first : window.end].sum())
     return [Score(*pair) for pair in zip(totals, counts, strict=True)]
 
 
-def _batches(lengths: Sequence[int], most: int, enough: int) -> list[slice]:
-    """Consecutive parts of a list that falls; one at least in each, and at most `most` tokens when padded to its first.
+def batch_slices(lengths: Sequence[int], most: int, enough: int) -> list[slice]:
+    """Split descending lengths into batches of at least one and, padded to their first, at most `most` tokens.
 
-    A part that has `enough` tokens ends before a length that would be padded by more than a tenth: of 6,000 tokens in texts
-    of log-normal lengths the padding is then 4 % instead of 29 %.
+    A batch with `enough` tokens ends before a length that would be padded by more than a tenth: of 6,000 tokens in texts of
+    log-normal lengths the padding is then 4 % instead of 29 %.
     """
-    found, start = [], 0
+    slices, start = [], 0
     while start < len(lengths):
         widest, end = lengths[start], start + 1
         while end < len(lengths) and (end + 1 - start) * widest <= most:
             if (end - start) * widest >= enough and lengths[end] < LEAST_FILL * widest:
                 break
             end += 1
-        found.append(slice(start, end))
+        slices.append(slice(start, end))
         start = end
-    return found
+    return slices
 
 
-def _padded(rows: Sequence[tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_], Window]]) -> tuple[Tensor, Tensor]:
-    """Inputs and labels of windows. Padding stands on the right, where a causal model's earlier positions cannot see it."""
+def _padded(rows: Sequence[tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_], ScoringWindow]]) -> tuple[Tensor, Tensor]:
+    """Inputs and labels of windows, padded on the right, where a causal model's earlier positions cannot see it."""
     shape = (len(rows), max(window.inputs for _, _, window in rows))
     inputs_BT, labels_BT = np.zeros(shape, np.int64), np.full(shape, IGNORE, np.int64)
     for row, (ids, live, (start, first, end)) in enumerate(rows):
         inputs_BT[row, : end - start - 1] = ids[start : end - 1]
         labels_BT[row, first - start - 1 : end - start - 1] = np.where(live[first:end], ids[first:end], IGNORE)
     return torch.from_numpy(inputs_BT), torch.from_numpy(labels_BT)
+
+
+EXCERPT_CHARACTERS = 200
+
+Record = tuple[str, Mapping[str, Any]]  # a text and its row
+
+log = logging.getLogger("ttrain")
+
+
+def read(task: str, spec: TextTask, files: SuiteFiles) -> Items[str]:
+    """Read the documents of a file, or those that the model's run held out.
+
+    `limit` and `max_bytes` both apply, in that order; the first document is used whatever its length. Raises UsageError if
+    the file does not exist, DataError if it has no document.
+    """
+    parser, setting = sources.document_parser(spec.text_field), files.setting(task, "file")
+
+    def parse(row: dict[str, Any]) -> Record:
+        document = parser(row)
+        if isinstance(document, sources.Rejected):
+            raise BadRow(document.reason)
+        if isinstance(document, sources.Skipped):
+            raise BadRow(document.rule)
+        assert isinstance(document, sources.TextDocument), "the parser yields documents"
+        return document.text, row
+
+    if spec.file == HELDOUT:
+        records: list[Record] = [(row["text"], row) for row in files.heldout["documents"]]
+        left_out: list[reading.LeftOut] = []
+    else:
+        records, left_out = reading.read_rows(files.file(spec.file), parse, setting)
+    records = _first_bytes(reading.sampled(records, spec.limit, spec.seed), spec.max_bytes)
+    if not records:
+        row_fields = sources.document_fields(spec.text_field, prefix=f"tasks.{task}.")
+        bad = f"; the first of {len(left_out)} bad rows is {left_out[0].location}: {left_out[0].reason}" if left_out else ""
+        raise DataError(f"{setting} {spec.file} has no document; a row needs {row_fields}{bad}")
+    texts = tuple(text for text, _ in records)
+    groups = reading.groups([row for _, row in records], spec.by)
+    return Items(task, spec, texts, reading.digests(texts), tuple(left_out), groups)
+
+
+def run(items: Items[str], subject: EvaluatedModel, progress: ProgressCallback) -> TaskResult:
+    """Compute bits per byte, loss in nats per token, and perplexity per token. Every token of a text is scored.
+
+    Bits are divided by the bytes of the text as it stands in the file, so that models with different tokenizers can be
+    compared (https://arxiv.org/abs/2101.00027, section 3.1). A tokenizer that does not reproduce a text had less to
+    predict, so its bits per byte are too low: such documents are counted in a warning and marked `lossy` in the rows.
+    """
+    spec = items.spec
+    assert isinstance(spec, TextTask), "each kind of task has its own module"
+    ids = subject.encoder.encode(items.items)
+    begin_ids = beginning(subject)
+    length = min(spec.row_length, subject.max_length or spec.row_length)
+    scores = score_each(
+        subject.model,
+        [([*begin_ids, *text_ids], [False] * len(begin_ids) + [True] * len(text_ids)) for text_ids in ids],
+        length=length,
+        stride=min(spec.stride, length),
+        autocast=contextlib.nullcontext,
+        device=subject.device,
+        progress=progress,
+        batch_tokens=subject.batch_tokens,
+    )
+    sizes = [len(text.encode("utf-8")) for text in items.items]
+    lossy = [subject.encoder.decode(text_ids) != text for text, text_ids in zip(items.items, ids, strict=True)]
+    if any(lossy):
+        log.warning(
+            "%s: the tokenizer of %s does not reproduce %d of %d documents, so its bits per byte are too low",
+            items.task, subject.name, sum(lossy), len(lossy),
+        )  # fmt: skip
+    return TaskResult(
+        task=items.task,
+        kind=spec.kind,
+        subject=subject.name,
+        items=items.digests,
+        figures=figures(scores, sizes),
+        rows=[
+            {"text": text[:EXCERPT_CHARACTERS], "bytes": size, "tokens": tokens, "nats": nats, "lossy": is_lossy}
+            for text, size, (nats, tokens), is_lossy in zip(items.items, sizes, scores, lossy, strict=True)
+        ],
+        left_out=items.reasons,
+        groups=items.groups,
+        baselines=_baselines(items.items),
+    )
+
+
+def figures(scores: Sequence[Score], sizes: Sequence[int]) -> tuple[Metric, ...]:
+    """Metrics of texts with these scores and sizes in bytes."""
+    nats, tokens = tuple(score.nats for score in scores), tuple(float(score.tokens) for score in scores)
+    return (
+        Metric("bits_per_byte", nats, tuple(map(float, sizes)), False, "bits per byte", factor=1 / LN2),
+        Metric("loss", nats, tokens, False, "nats per token"),
+        Metric("perplexity", nats, tokens, False, "per token", shown="exp"),
+    )
+
+
+@functools.lru_cache(maxsize=8)
+def _baselines(texts: tuple[str, ...]) -> dict[str, float]:
+    """Compute the baselines once for all models: xz takes a second for a megabyte."""
+    return baselines.bits_per_byte("".join(texts).encode("utf-8"))
+
+
+def _first_bytes(records: Sequence[Record], most: int | None) -> list[Record]:
+    """Beginning of the list with at most `most` bytes of text; at least the first record."""
+    if most is None:
+        return list(records)
+    size = 0
+    for number, (text, _) in enumerate(records):
+        size += len(text.encode("utf-8"))
+        if number and size > most:
+            return list(records[:number])
+    return list(records)

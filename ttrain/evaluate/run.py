@@ -1,42 +1,168 @@
-"""Tasks for models: what is asked is read once, then model after model is asked, one in memory at a time."""
+"""Run tasks on models: read the items once, then evaluate model after model, one in memory at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from ttrain.evaluate import task_types
-from ttrain.evaluate.evaluated_model import Subject
-from ttrain.evaluate.items import Items, Places
-from ttrain.evaluate.suites import Loaded, check_parts
-from ttrain.evaluate.task_result import Outcome
+from ttrain.config import evaluate
+from ttrain.data import contamination
+from ttrain.data.chat_templates import Message
+from ttrain.data.contamination import digest_of_text
+from ttrain.data.overlap import plain
+from ttrain.errors import DataError
+from ttrain.evaluate import choices, generation
+from ttrain.evaluate.evaluated_model import EvaluatedModel, ProgressCallback
+from ttrain.evaluate.items import IN_TRAINING, Groups, Items, LeftOut, SuiteFiles
+from ttrain.evaluate.suites import LoadedSuite, check_parts
+from ttrain.evaluate.task_result import TaskResult
 
 Records = Sequence[Mapping[str, Any]]
-Told = Callable[[str, float, int], None]  # (task, how much of all the tasks is done, of how many tasks)
+
+ReportProgress = Callable[[str, float, int], None]  # (task, number of tasks done, with fractions, number of tasks)
 
 
-def read(suites: Sequence[Loaded], heldout: Mapping[str, Records]) -> list[Items[Any]]:
-    """The items of every task. `heldout`: records of the held-out "documents", "chats" and "domain", where there are some.
+def read(suites: Sequence[LoadedSuite], heldout: Mapping[str, Records]) -> list[Items[Any]]:
+    """Read the items of every task. `heldout` has the records of the held-out "documents", "chats" and "domain", if any.
 
-    Raises UsageError for a task whose held-out part is missing, or whose file is.
+    Raises UsageError for a task whose held-out part or file is missing.
     """
     for loaded in suites:
         check_parts(loaded, heldout)
     return [
-        task_types.read(name, spec, Places(loaded.base, heldout, loaded.named, loaded.suite.allow_code))
+        read_task(name, spec, SuiteFiles(loaded.base, heldout, loaded.options, loaded.suite.allow_code))
         for loaded in suites
         for name, spec in loaded.suite.tasks.items()
     ]
 
 
-def ask(items: Sequence[Items[Any]], subject: Subject, told: Told) -> list[Outcome]:
-    """What the model makes of every task."""
-    found = []
-    for number, one in enumerate(items):
+def ask(items: Sequence[Items[Any]], subject: EvaluatedModel, report: ReportProgress) -> list[TaskResult]:
+    """Evaluate a model on every task."""
+    outcomes = []
+    for number, task_items in enumerate(items):
 
-        def progress(done: int, total: int, one: Items[Any] = one, number: int = number) -> None:
-            told(one.task, number + done / max(1, total), len(items))
+        def progress(done: int, total: int, task_items: Items[Any] = task_items, number: int = number) -> None:
+            report(task_items.task, number + done / max(1, total), len(items))
 
-        found.append(task_types.run(one, subject, progress))
-        told(one.task, number + 1, len(items))
-    return found
+        outcomes.append(run(task_items, subject, progress))
+        report(task_items.task, number + 1, len(items))
+    return outcomes
+
+
+GROUPS = ("overlap=yes", "overlap=no")
+
+
+def mark_overlaps(items: Items[Any], overlap_digests: Collection[str], *, leave_out: bool) -> Items[Any]:
+    """Put the items whose plain text's digest is in `overlap_digests` into a group of their own, or leave them out.
+
+    Raises DataError if no item would be left.
+    """
+    overlapping = {number for number, item in enumerate(items.items) if _digest(item) in overlap_digests}
+    if not overlapping:
+        return items
+    clean = [number for number in range(len(items.items)) if number not in overlapping]
+    if not leave_out:
+        groups = {**items.groups, GROUPS[0]: tuple(sorted(overlapping)), GROUPS[1]: tuple(clean)}
+        return replace(items, groups=_groups_like(items.groups, groups))
+    if not clean:
+        raise DataError(
+            f"all {len(overlapping)} items of {items.task} occur in the training documents, so no item is left; set "
+            "evaluate.overlapping=report, or have shards.decontaminate remove the documents"
+        )
+    new_numbers = {number: new for new, number in enumerate(clean)}
+    return replace(
+        items,
+        items=tuple(items.items[number] for number in clean),
+        digests=tuple(items.digests[number] for number in clean),
+        left_out=(*items.left_out, *(LeftOut(items.digests[number], IN_TRAINING) for number in sorted(overlapping))),
+        groups=_renumbered(items.groups, new_numbers),
+    )
+
+
+def _renumbered(groups: Mapping[str, tuple[int, ...]], new_numbers: Mapping[int, int]) -> dict[str, tuple[int, ...]]:
+    renumbered = {
+        name: tuple(new_numbers[number] for number in numbers if number in new_numbers) for name, numbers in groups.items()
+    }
+    return _groups_like(groups, renumbered)
+
+
+def _groups_like(old: Mapping[str, tuple[int, ...]], new: Mapping[str, tuple[int, ...]]) -> Groups:
+    """The non-empty groups, with the unused keys of the old ones."""
+    return Groups({name: numbers for name, numbers in new.items() if numbers}, getattr(old, "unused", {}))
+
+
+def _digest(item: object) -> str | None:
+    """Digest of the text that `item_text.of_row` makes of the item's row; None for kinds of items without such a text."""
+    match item:
+        case str():
+            text = item
+        case choices.ChoicePrompt(choice=choice):
+            text = contamination.of_row({"question": choice.question, "answer": choice.choices[choice.answer]}) or ""
+        case choices.PassagePrompt(passage=passage):
+            text = passage.context + passage.target
+        case (generation.Problem() as problem, _):
+            text = contamination.of_row({"question": problem.question, "answer": problem.answer}) or ""
+        case (Message(), *_):
+            text = contamination.of_chat(item)  # type: ignore[arg-type]
+        case _:
+            return None
+    return digest_of_text(plain(text))
+
+
+def read_task(task: str, spec: evaluate.Task, files: SuiteFiles) -> Items[Any]:
+    """Read the items of a task. Raises UsageError or DataError if its files cannot be read or have no item."""
+    match spec:
+        case evaluate.TextTask():
+            from ttrain.evaluate import perplexity
+
+            return perplexity.read(task, spec, files)
+        case evaluate.ChatsTask():
+            from ttrain.evaluate import chats
+
+            return chats.read(task, spec, files)
+        case evaluate.ChoicesTask():
+            from ttrain.evaluate import choices
+
+            return choices.read_choices(task, spec, files)
+        case evaluate.LastWordTask():
+            from ttrain.evaluate import choices
+
+            return choices.read_passages(task, spec, files)
+        case evaluate.GenerationTask():
+            from ttrain.evaluate import generation
+
+            return generation.read(task, spec, files)
+        case evaluate.HarnessTask():
+            from ttrain.evaluate import lm_eval_tasks
+
+            return lm_eval_tasks.read(task, spec, files)
+
+
+def run(items: Items[Any], subject: EvaluatedModel, progress: ProgressCallback) -> TaskResult:
+    """Evaluate the model on the items."""
+    match items.spec:
+        case evaluate.TextTask():
+            from ttrain.evaluate import perplexity
+
+            return perplexity.run(items, subject, progress)
+        case evaluate.ChatsTask():
+            from ttrain.evaluate import chats
+
+            return chats.run(items, subject, progress)
+        case evaluate.ChoicesTask():
+            from ttrain.evaluate import choices
+
+            return choices.score_choices(items, subject, progress)
+        case evaluate.LastWordTask():
+            from ttrain.evaluate import choices
+
+            return choices.score_passages(items, subject, progress)
+        case evaluate.GenerationTask():
+            from ttrain.evaluate import generation
+
+            return generation.run(items, subject, progress)
+        case evaluate.HarnessTask():
+            from ttrain.evaluate import lm_eval_tasks
+
+            return lm_eval_tasks.run(items, subject, progress)

@@ -1,8 +1,8 @@
-"""How sure a figure is, and whether two models differ: intervals, comparisons, the smallest difference that can be seen.
+"""Confidence intervals of metrics, paired comparisons of models, minimum detectable differences.
 
-Items (documents, chats, questions) are what is resampled: tokens of one document are not independent, items are taken to be.
-Two models are compared on the same items, so that what makes an item hard for both falls out. Letters: N items, R
-resamples. Loads numpy alone.
+Items (documents, chats, questions) are resampled: tokens of one document are not independent, items are assumed to be.
+Two models are compared on the same items, so that an item's difficulty for both cancels out. Letters in names: N items, R
+resamples. Loads only numpy.
 """
 
 from __future__ import annotations
@@ -15,23 +15,27 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ttrain.evaluate import p_values
-from ttrain.evaluate.p_values import CHUNK
-from ttrain.evaluate.task_result import Figure
+from ttrain.evaluate.task_result import Metric
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Floats = NDArray[np.float64]
 
-FEWEST_ITEMS = 5  # below, an interval would say more about its method than about the model
+FEWEST_ITEMS = 5  # with fewer, an interval would depend more on its method than on the model
+
 POWER = 0.8
+
 NORMAL = NormalDist()
 
 
 @dataclass(frozen=True)
 class Rule:
-    """How sure to be, and how much work to put into it."""
+    """Confidence level, and the number and seed of resamples."""
 
     confidence: float = 0.95
     resamples: int = 2000
@@ -39,14 +43,15 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """The first model against the second on the same items, in the unit that is shown; `difference` is first - second.
+class PairedComparison:
+    """The first model compared with the second on the same items, in the displayed unit; `difference` is first - second.
 
-    better    "first" or "second", whichever has the better figure; "" where they are equal
+    better    "first" or "second", whichever has the better value; "" if they are equal
     interval  of the difference; None below FEWEST_ITEMS
     p         two-sided, of the hypothesis that the two are equally good
-    smallest  the difference that items like these show in POWER of all cases, each of the comparisons that there are
-    items     pairs
+    smallest  the minimum detectable difference: items like these show it in POWER of all cases, corrected for the number of
+              comparisons
+    items     number of pairs
     """
 
     difference: float
@@ -61,14 +66,14 @@ class Comparison:
         return asdict(self)
 
 
-def interval(figure: Figure, rule: Rule) -> tuple[float, float] | None:
-    """Where the figure would lie for other items of the same kind; None where it is no number or the items are too few.
+def interval(figure: Metric, rule: Rule) -> tuple[float, float] | None:
+    """Confidence interval of the metric for other items of the same kind; None if it is not finite or the items too few.
 
     Shares of items that are right: Wilson 1927, https://doi.org/10.1080/01621459.1927.10502953. The bootstrap has no width
-    where all are right or all wrong, and covers a share of 2 % on 20 items in 34 of 100 cases instead of 95; Wilson's in 94.
-    Of items with several parts each, as chats with answers, so many count as are worth independent ones (Wilson's form with
-    the effective sample size of https://pmc.ncbi.nlm.nih.gov/articles/PMC6690503, which is less by Student's t where it is
-    known from few items): of 2 % of answers in 20 to 60 chats it covers 94 to 98 of 100 cases, the bootstrap 37 to 96.
+    if all are right or all wrong, and covers a share of 2 % on 20 items in 34 of 100 cases instead of 95; Wilson's in 94.
+    Items with several parts each, as chats with answers, count as their number of independent parts (Wilson's form with
+    the effective sample size of https://pmc.ncbi.nlm.nih.gov/articles/PMC6690503, which is less by Student's t if it is
+    estimated from few items): of 2 % of answers in 20 to 60 chats it covers 94 to 98 of 100 cases, the bootstrap 37 to 96.
     Everything else: bootstrap (Efron 1979, https://doi.org/10.1214/aos/1176344552).
     """
     sums, sizes = _counting(figure)
@@ -81,44 +86,44 @@ def interval(figure: Figure, rule: Rule) -> tuple[float, float] | None:
     else:
         if not rule.resamples:
             return None
-        drawn = figure.factor * _ratios([sums], sizes, rule)[0]
+        drawn = figure.factor * bootstrap_ratios([sums], sizes, rule)[0]
         low, high = _percentiles(drawn, len(sums), rule.confidence)
     return figure.transform(low), figure.transform(high)
 
 
-def comparable(first: Figure, second: Figure) -> bool:
-    """Whether both count the same items alike: nats per token are not comparable between two tokenizers, nats per byte
+def comparable(first: Metric, second: Metric) -> bool:
+    """Whether both metrics count the items alike: nats per token are not comparable between two tokenizers, nats per byte
     are."""
     return first.sizes == second.sizes and first.factor == second.factor and first.shown == second.shown
 
 
-def compare(first: Figure, second: Figure, rule: Rule, *, among: int = 1) -> Comparison:
-    """The paired comparison of two models' figures over the same items, which must be `comparable`; one `among` so many that
-    are to be right at once, which needs a larger difference."""
+def compare(first: Metric, second: Metric, rule: Rule, *, among: int = 1) -> PairedComparison:
+    """Compare two models' metrics over the same items, which must be `comparable`. The minimum detectable difference is
+    corrected for `among` comparisons in all."""
     assert comparable(first, second), f"{first.name} does not count the items as {second.name} does"
-    difference = first.value - second.value + 0.0  # no minus before a zero
+    difference = first.value - second.value + 0.0  # avoids -0.0
     sign = 1 if first.higher_is_better else -1
-    better = "first" if sign * difference > 0 else "second" if sign * difference < 0 else ""  # "": no number, too
+    better = "first" if sign * difference > 0 else "second" if sign * difference < 0 else ""  # "" for NaN, too
     (ours, sizes), (theirs, _) = _counting(first), _counting(second)
     count = len(sizes)
     if not (np.isfinite(ours).all() and np.isfinite(theirs).all()) or not count:
-        return Comparison(difference, better, None, math.nan, None, count)
+        return PairedComparison(difference, better, None, math.nan, None, count)
     if _is_share(ours, sizes) and _is_share(theirs, sizes):
-        p = p_values.sign_test(int((ours > theirs).sum()), int((theirs > ours).sum()))
+        p = sign_test(int((ours > theirs).sum()), int((theirs > ours).sum()))
     else:
-        p = p_values.randomised(ours - theirs, rule.resamples, rule.seed)
+        p = randomised(ours - theirs, rule.resamples, rule.seed)
     if count < FEWEST_ITEMS:
-        return Comparison(difference, better, None, p, None, count)
+        return PairedComparison(difference, better, None, p, None, count)
     needed = smallest(first, second, level=(1 - rule.confidence) / among)
-    return Comparison(difference, better, _interval_of_difference(first, second, rule), p, needed, count)
+    return PairedComparison(difference, better, _interval_of_difference(first, second, rule), p, needed, count)
 
 
-def smallest(first: Figure, second: Figure | None = None, *, level: float = 0.05) -> float | None:
-    """The true difference that these items show with a probability of POWER to a test that is wrong in `level` of all cases
+def smallest(first: Metric, second: Metric | None = None, *, level: float = 0.05) -> float | None:
+    """Minimum detectable difference: the true one that a test at `level` detects on these items with probability POWER
     (Card et al. 2020, "With Little Power Comes Great Responsibility", https://aclanthology.org/2020.emnlp-main.745).
 
-    From the spread of the paired differences; with one model alone, for another that is as good and independent of it: pairs
-    that agree show smaller ones. None where there are too few items to tell.
+    From the spread of the paired differences; for one model alone, against another that is as good and independent of it
+    (models that agree show smaller ones). None if there are too few items.
     """
     sums, sizes = _counting(first)
     count = len(sums)
@@ -129,15 +134,15 @@ def smallest(first: Figure, second: Figure | None = None, *, level: float = 0.05
         error = math.sqrt(2) * _standard_error(spread)
     else:
         error = _standard_error(spread - _influence(second, _counting(second)[0], sizes))
-    found = (NORMAL.inv_cdf(1 - level / 2) + NORMAL.inv_cdf(POWER)) * error
+    difference = (NORMAL.inv_cdf(1 - level / 2) + NORMAL.inv_cdf(POWER)) * error
     if _are_counts(sums, sizes):  # the sign test needs so many items, all for one model: 2 / 2^6 is 0.03, 2 / 2^5 is 0.06
-        return max(found, abs(first.factor) * min(1.0, math.ceil(math.log2(2 / level)) / count))
-    return found
+        return max(difference, abs(first.factor) * min(1.0, math.ceil(math.log2(2 / level)) / count))
+    return difference
 
 
-def _interval_of_difference(first: Figure, second: Figure, rule: Rule) -> tuple[float, float] | None:
-    """Shares: Agresti and Min 2005, https://doi.org/10.1002/sim.1781, which has a width also where the models agree on every
-    item. Else the paired bootstrap, Koehn 2004, https://aclanthology.org/W04-3250: both models' sums of each drawn item."""
+def _interval_of_difference(first: Metric, second: Metric, rule: Rule) -> tuple[float, float] | None:
+    """Interval of a paired difference. Shares: Agresti and Min 2005, https://doi.org/10.1002/sim.1781, which has a width
+    even if the models agree on every item. Else the paired bootstrap, Koehn 2004, https://aclanthology.org/W04-3250."""
     (ours, sizes), (theirs, _) = _counting(first), _counting(second)
     if _is_share(ours, sizes) and _is_share(theirs, sizes):
         count, wins, losses = len(sizes) + 2, (ours > theirs).sum() + 0.5, (theirs > ours).sum() + 0.5
@@ -147,33 +152,33 @@ def _interval_of_difference(first: Figure, second: Figure, rule: Rule) -> tuple[
         return first.factor * (middle - reach), first.factor * (middle + reach)
     if not rule.resamples:
         return None
-    one, other = (first.factor * drawn for drawn in _ratios([ours, theirs], sizes, rule))
-    drawn = np.exp(one) - np.exp(other) if first.shown == "exp" else one - other
+    ours_drawn, theirs_drawn = (first.factor * drawn for drawn in bootstrap_ratios([ours, theirs], sizes, rule))
+    drawn = np.exp(ours_drawn) - np.exp(theirs_drawn) if first.shown == "exp" else ours_drawn - theirs_drawn
     return _percentiles(drawn, len(sizes), rule.confidence)
 
 
-def _ratios(sums: Sequence[Floats], sizes: Floats, rule: Rule) -> list[Floats]:
-    """For each of the sums [N] its R quotients `sum(sums) / sum(sizes)` of items drawn anew with replacement; all of the
-    same draws."""
+def bootstrap_ratios(sums: Sequence[Floats], sizes: Floats, rule: Rule) -> list[Floats]:
+    """For each of the sums [N], R quotients `sum(sums) / sum(sizes)` of items drawn with replacement, the same draws for
+    all."""
     random, count = np.random.default_rng(rule.seed), len(sizes)
-    found: list[list[Floats]] = [[] for _ in sums]
+    ratios: list[list[Floats]] = [[] for _ in sums]
     for start in range(0, rule.resamples, rows := max(1, CHUNK // count)):
         drawn_RN = random.integers(count, size=(min(rows, rule.resamples - start), count))
         totals_R = sizes.take(drawn_RN).sum(1)
-        for quotients, one in zip(found, sums, strict=True):
-            quotients.append(one.take(drawn_RN).sum(1) / totals_R)
-    return [np.concatenate(quotients) for quotients in found]
+        for quotients, item_sums in zip(ratios, sums, strict=True):
+            quotients.append(item_sums.take(drawn_RN).sum(1) / totals_R)
+    return [np.concatenate(quotients) for quotients in ratios]
 
 
 def _percentiles(drawn: Floats, count: int, confidence: float) -> tuple[float, float]:
-    """Percentiles that lie as far out as Student's t does beyond the normal: plain ones are too short on few items, 0.88
-    instead of 0.95 on ten documents, these 0.92 (Hesterberg 2015, https://arxiv.org/abs/1411.5279, section 4.4)."""
-    tail = NORMAL.cdf(-math.sqrt(count / (count - 1)) * _student((1 + confidence) / 2, count - 1))
+    """Percentiles widened as Student's t is beyond the normal: plain ones cover too little on few items, 0.88 instead of
+    0.95 on ten documents, these 0.92 (Hesterberg 2015, https://arxiv.org/abs/1411.5279, section 4.4)."""
+    tail = NORMAL.cdf(-math.sqrt(count / (count - 1)) * student_quantile((1 + confidence) / 2, count - 1))
     low, high = np.quantile(drawn, (tail, 1 - tail))
     return float(low), float(high)
 
 
-def _student(share: float, freedom: float) -> float:
+def student_quantile(share: float, freedom: float) -> float:
     """Quantile of Student's t by its expansion in 1/freedom (Abramowitz and Stegun 26.7.5): 0.3 % off at 4, less beyond."""
     z = NORMAL.inv_cdf(share)
     return (
@@ -184,8 +189,8 @@ def _student(share: float, freedom: float) -> float:
     )
 
 
-def _influence(figure: Figure, sums: Floats, sizes: Floats) -> Floats:
-    """How far each item moves the figure, times N: the variance of a quotient by linearisation."""
+def _influence(figure: Metric, sums: Floats, sizes: Floats) -> Floats:
+    """Influence of each item on the metric, times N, for the variance of a quotient by linearisation."""
     ratio = float(sums.sum() / sizes.sum())
     slope = figure.factor * (figure.value if figure.shown == "exp" else 1.0)
     return slope * (sums - ratio * sizes) * (len(sums) / float(sizes.sum()))
@@ -197,8 +202,8 @@ def _standard_error(spread: Floats) -> float:
 
 
 def _independent(sums: Floats, sizes: Floats, confidence: float) -> float:
-    """How many independent parts tell as much as those of these items: all of them where the parts of an item have nothing
-    in common; where they are all alike as many as there are items, or fewer where some have most of the parts (Kish 1965).
+    """Effective number of independent parts: all of them if the parts of an item are uncorrelated; if they are all alike,
+    the number of items, or fewer if some items have most of the parts (Kish 1965).
 
     With lengths like those of texts (log-normal, sigma 1) the number of items instead of Kish's covers 81 of 100 cases at a
     share of a half and a correlation of 0.9, Kish's 88, with Student's t of as many 93.
@@ -209,8 +214,8 @@ def _independent(sums: Floats, sizes: Floats, confidence: float) -> float:
     share = float(sums.sum()) / parts
     error = _standard_error((sums - share * sizes) * (items / parts))
     least = parts**2 / float((sizes**2).sum())
-    found = min(parts, max(least, share * (1 - share) / error**2)) if error else least
-    return found * (NORMAL.inv_cdf((1 + confidence) / 2) / _student((1 + confidence) / 2, max(4, least - 1))) ** 2
+    count = min(parts, max(least, share * (1 - share) / error**2)) if error else least
+    return count * (NORMAL.inv_cdf((1 + confidence) / 2) / student_quantile((1 + confidence) / 2, max(4, least - 1))) ** 2
 
 
 def _wilson(share: float, count: float, confidence: float) -> tuple[float, float]:
@@ -221,17 +226,58 @@ def _wilson(share: float, count: float, confidence: float) -> tuple[float, float
     return max(0.0, middle - reach), min(1.0, middle + reach)
 
 
-def _counting(figure: Figure) -> tuple[Floats, Floats]:
-    """(sums, sizes) of the items that count."""
+def _counting(figure: Metric) -> tuple[Floats, Floats]:
+    """(sums, sizes) of the items with a size above 0."""
     sums, sizes = np.array(figure.sums, np.float64), np.array(figure.sizes, np.float64)
     return sums[sizes > 0], sizes[sizes > 0]
 
 
 def _are_counts(sums: Floats, sizes: Floats) -> bool:
-    """Whether each item says how many of its parts are so: of its answers those that end."""
+    """Whether each item counts a property of its parts, such as the answers that end."""
     whole = (sums == np.round(sums)) & (sizes == np.round(sizes))
     return bool((whole & (sums >= 0) & (sums <= sizes)).all())
 
 
 def _is_share(sums: Floats, sizes: Floats) -> bool:
     return bool((sizes == 1).all() and np.isin(sums, (0.0, 1.0)).all())
+
+
+CHUNK = 1 << 18  # drawn item numbers in memory at once
+
+
+def sign_test(wins: int, losses: int) -> float:
+    """Two-sided p of the exact McNemar test, from the numbers of items that only one model or only the other has right; it
+    holds its level for two classifiers on one test set (Dietterich 1998, https://doi.org/10.1162/089976698300017197). Items
+    on which both agree do not count.
+    """
+    count, fewer = wins + losses, min(wins, losses)
+    logs = [
+        math.lgamma(count + 1) - math.lgamma(k + 1) - math.lgamma(count - k + 1) - count * math.log(2)
+        for k in range(fewer + 1)
+    ]
+    return min(1.0, 2 * math.fsum(map(math.exp, logs)))
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Correct p-values for multiple comparisons (Holm 1979, https://www.jstor.org/stable/4615733): of twenty comparisons of
+    equal models, one is below 0.05 by chance. NaNs stay NaN and do not count."""
+    ordered = sorted((p, number) for number, p in enumerate(p_values) if not math.isnan(p))
+    corrected, highest = [math.nan] * len(p_values), 0.0
+    for rank, (p, number) in enumerate(ordered):
+        highest = max(highest, min(1.0, (len(ordered) - rank) * p))
+        corrected[number] = highest
+    return corrected
+
+
+def randomised(differences_N: NDArray[np.float64], resamples: int, seed: int) -> float:
+    """Two-sided p of the summed difference under random exchange of each item's two scores (approximate
+    randomisation: Noreen 1989; Yeh 2000, https://aclanthology.org/C00-2137). Never below 1 / (resamples + 1)."""
+    if not resamples:
+        return math.nan
+    random, count = np.random.default_rng(seed), len(differences_N)
+    observed, reached = abs(float(differences_N.sum())), 0
+    for start in range(0, resamples, rows := max(1, CHUNK // count)):
+        rows = min(rows, resamples - start)
+        signs_RN = 1.0 - 2.0 * random.integers(2, size=(rows, count), dtype=np.int8)
+        reached += int((np.abs(signs_RN @ differences_N) >= observed * (1 - 1e-12)).sum())
+    return (1 + reached) / (1 + resamples)

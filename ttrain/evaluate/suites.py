@@ -1,4 +1,4 @@
-"""Suites as files: found by name or path, read, checked; and the files that they read. Loads no torch."""
+"""Find, load and check suite files, and list the files that their tasks read. Loads no torch."""
 
 from __future__ import annotations
 
@@ -12,80 +12,81 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from ttrain.config.evaluate import HELDOUT, HELDOUT_PARTS, KINDS, ChatsTask, HarnessTask, Suite, Task, TextTask
 from ttrain.config.loading import configs_directory, read_yaml
-from ttrain.config.suite import HELDOUT, HELDOUT_PARTS, ChatsTask, HarnessTask, Suite, Task, TextTask
 from ttrain.config.yaml_text import one_line
 from ttrain.errors import UsageError
-from ttrain.evaluate import suite_errors
 
 SHOWN_ERRORS = 20
+
 ENDINGS = (".yaml", ".yml")
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """A suite, the name or path that it was asked for by, and the file that it stands in; paths in it are relative to
-    `base`. `named`: the options of the command line that brought tasks, such as "--choices"."""
+class LoadedSuite:
+    """A suite with the name or path that it was requested by and its file; paths in it are relative to `base`. `options`:
+    the command-line option that each task came from, such as "--choices"."""
 
     name: str
     suite: Suite
     file: Path | None
     base: Path
-    named: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, str] = field(default_factory=dict)
 
 
 def names() -> list[str]:
-    """The suites that ship with ttrain."""
+    """Names of the suites that ship with ttrain."""
     return sorted(path.stem for path in _shipped().glob("*.yaml"))
 
 
-def load(name: str) -> Loaded:
-    """The suite of that name, or in that file. Raises UsageError where there is none, or where what it says is wrong."""
+def load(name: str) -> LoadedSuite:
+    """Load a suite by name or file. Raises UsageError if it does not exist or is invalid."""
     file = find(name)
     tree = read_yaml(file)
-    return Loaded(name, checked(tree, str(file)), file, file.parent)
+    return LoadedSuite(name, checked(tree, str(file)), file, file.parent)
 
 
 def find(name: str) -> Path:
-    """The file of a suite. Raises UsageError where there is none."""
+    """Find the file of a suite by name or path. Raises UsageError if there is none."""
     path = Path(name).expanduser()
     if path.suffix in ENDINGS or os.sep in name:
         if not path.is_file():
-            raise UsageError(f"there is no suite {name}: no such file; write one, or take one of {', '.join(names())}")
+            raise UsageError(f"there is no suite file {name}; create it, or use one of {', '.join(names())}")
         return path.absolute()
     shipped = _shipped() / f"{name}.yaml"
     if not shipped.is_file():
         near = difflib.get_close_matches(name, names(), n=1)
-        said = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(names())}; a file of your own ends in .yaml"
-        raise UsageError(f"there is no suite '{name}'; {said}")
+        hint = f"did you mean '{near[0]}'?" if near else f"choose one of {', '.join(names())}, or a file that ends in .yaml"
+        raise UsageError(f"there is no suite '{name}'; {hint}")
     return shipped
 
 
-def of_tasks(tasks: Mapping[str, Mapping[str, Any]], origin: str, named: Mapping[str, str] = MappingProxyType({})) -> Loaded:
-    """A suite of tasks that the user named one by one, with these options; paths are relative to where one stands."""
-    return Loaded(origin, checked({"tasks": tasks}, origin), None, Path.cwd(), named)
+def of_tasks(
+    tasks: Mapping[str, Mapping[str, Any]], origin: str, options: Mapping[str, str] = MappingProxyType({})
+) -> LoadedSuite:
+    """Build a suite from tasks that the user gave with these options; paths are relative to the working directory."""
+    return LoadedSuite(origin, checked({"tasks": tasks}, origin), None, Path.cwd(), options)
 
 
-def of_heldout(parts: Collection[str]) -> Loaded:
-    """The suite `heldout` on what is there of documents, chats and domain; `parts` names one at least."""
-    return within(load(HELDOUT), parts)
+def of_heldout(parts: Collection[str]) -> LoadedSuite:
+    """Load the suite `heldout` for the available `parts` of documents, chats and domain, at least one."""
+    return with_parts(load(HELDOUT), parts)
 
 
-def within(loaded: Loaded, parts: Collection[str]) -> Loaded:
-    """The same suite without the tasks that name a held-out part which is not among these. Raises UsageError where that
-    leaves none."""
+def with_parts(loaded: LoadedSuite, parts: Collection[str]) -> LoadedSuite:
+    """Drop the tasks whose held-out part is not among `parts`. Raises UsageError if no task is left."""
     tasks = {name: task for name, task in loaded.suite.tasks.items() if _part(task) in (None, *parts)}
     if not tasks:
-        named = sorted({str(_part(task)) for task in loaded.suite.tasks.values()})
+        missing = sorted({str(_part(task)) for task in loaded.suite.tasks.values()})
         raise UsageError(
-            f"{loaded.name} asks about held-out {' and '.join(named)} alone, but here is "
+            f"{loaded.name} evaluates only held-out {' and '.join(missing)}, but the run held out "
             f"{' and '.join(parts) or 'nothing'}; add a task with a file"
         )
     return replace(loaded, suite=loaded.suite.model_copy(update={"tasks": tasks}))
 
 
-def at_most(loaded: Loaded, items: int, text_bytes: int) -> Loaded:
-    """The same suite with at most so many items of each task, and at most so many bytes of each text."""
+def at_most(loaded: LoadedSuite, items: int, text_bytes: int) -> LoadedSuite:
+    """Limit the suite to at most `items` of each task and `text_bytes` of each text task."""
     tree = loaded.suite.model_dump()
     for task in tree["tasks"].values():
         for name, most in (("limit", items), ("max_bytes", text_bytes)):
@@ -94,8 +95,8 @@ def at_most(loaded: Loaded, items: int, text_bytes: int) -> Loaded:
     return replace(loaded, suite=checked(tree, loaded.name))
 
 
-def changed(loaded: Loaded, **settings: Any) -> Loaded:
-    """The same suite with these settings in each task that has them."""
+def changed(loaded: LoadedSuite, **settings: Any) -> LoadedSuite:
+    """Change settings in each task that has them."""
     tree = loaded.suite.model_dump()
     for task in tree["tasks"].values():
         task.update({name: value for name, value in settings.items() if name in task})
@@ -103,56 +104,56 @@ def changed(loaded: Loaded, **settings: Any) -> Loaded:
 
 
 def checked(tree: Mapping[str, Any], origin: str) -> Suite:
-    """The suite that a tree describes. Raises UsageError that names task, setting, value and rule."""
+    """Validate a suite's settings. Raises UsageError that names task, setting, value and rule."""
     try:
         return Suite.model_validate(tree)
     except ValidationError as error:
-        errors = [one_line(suite_errors.explained(item, tree)) for item in error.errors(include_url=False)[:SHOWN_ERRORS]]
+        errors = [one_line(describe_error(item, tree)) for item in error.errors(include_url=False)[:SHOWN_ERRORS]]
         raise UsageError(f"{origin}: {'; '.join(errors)}") from None
 
 
-def files_of(loaded: Loaded) -> list[Path]:
-    """What shapes its result: its own file, and all that its tasks read. Raises UsageError where one is missing."""
-    found = [] if loaded.file is None else [loaded.file]
-    for setting, path in read_by(loaded):
+def files_of(loaded: LoadedSuite) -> list[Path]:
+    """List the suite's own file and those of its tasks, on which the results depend. Raises UsageError if one is missing."""
+    files = [] if loaded.file is None else [loaded.file]
+    for setting, path in task_files(loaded):
         if not path.is_file():
             raise UsageError(f"{loaded.name}: {setting}, but there is no file {path}")
-        found.append(path)
-    return list(dict.fromkeys(found))
+        files.append(path)
+    return list(dict.fromkeys(files))
 
 
-def read_by(loaded: Loaded) -> Iterator[tuple[str, Path]]:
-    """("poems.file is poems.jsonl", its path) of each file that a task reads, whether it is there or not."""
+def task_files(loaded: LoadedSuite) -> Iterator[tuple[str, Path]]:
+    """Yield ("poems.file is poems.jsonl", path) of each file that a task reads, whether or not it exists."""
     for name, task in loaded.suite.tasks.items():
-        for setting, file in _named(task):
-            called = loaded.named.get(name) if setting == "file" else None
+        for setting, file in _files_of_task(task):
+            called = loaded.options.get(name) if setting == "file" else None
             yield f"{called or f'{name}.{setting}'} is {file}", loaded.base / Path(file).expanduser()
 
 
-def without_chats(loaded: Loaded) -> Suite | None:
-    """The suite without its tasks of kind chats; None where that leaves none."""
+def without_chats(loaded: LoadedSuite) -> Suite | None:
+    """Drop the tasks of kind chats; None if no task is left."""
     tasks = {name: task for name, task in loaded.suite.tasks.items() if not isinstance(task, ChatsTask)}
     return loaded.suite.model_copy(update={"tasks": tasks}) if tasks else None
 
 
-def check_parts(loaded: Loaded, parts: Collection[str]) -> None:
-    """Raise UsageError for a task that names a held-out part which is not among these."""
+def check_parts(loaded: LoadedSuite, parts: Collection[str]) -> None:
+    """Raise UsageError for a task whose held-out part is not among `parts`."""
     for name, task in loaded.suite.tasks.items():
-        if (part := _part(task)) not in (None, *parts):
+        if (heldout_part := _part(task)) not in (None, *parts):
             raise UsageError(
-                f"{loaded.name}: {name}.file is {getattr(task, 'file', part)}, the held-out {part} of the model's own run, "
-                f"but there are none; name a file"
+                f"{loaded.name}: {name}.file is {getattr(task, 'file', heldout_part)}, but the model's own run held out no "
+                f"{heldout_part}; set it to a file"
             )
 
 
-def distinct(suites: Sequence[Loaded]) -> None:
-    """Raise UsageError where two suites have a task of one name: their figures would have one name, too."""
-    seen: dict[str, str] = {}
+def check_distinct_tasks(suites: Sequence[LoadedSuite]) -> None:
+    """Raise UsageError if two suites have a task of the same name: their metrics would have the same name, too."""
+    suite_by_task: dict[str, str] = {}
     for loaded in suites:
         for task in loaded.suite.tasks:
-            if task in seen:
-                raise UsageError(f"both {seen[task]} and {loaded.name} have a task '{task}'; rename one of them")
-            seen[task] = loaded.name
+            if task in suite_by_task:
+                raise UsageError(f"both {suite_by_task[task]} and {loaded.name} have a task '{task}'; rename one of them")
+            suite_by_task[task] = loaded.name
 
 
 def _shipped() -> Path:
@@ -160,14 +161,79 @@ def _shipped() -> Path:
 
 
 def _part(task: Task) -> str | None:
-    """Which held-out part a task names instead of a file."""
+    """Held-out part that a task names instead of a file."""
     return HELDOUT_PARTS.get(task.file) if isinstance(task, TextTask | ChatsTask) else None
 
 
-def _named(task: Task) -> Iterable[tuple[str, str]]:
+def _files_of_task(task: Task) -> Iterable[tuple[str, str]]:
     """(setting, file) of the files that a task reads."""
     if isinstance(task, HarnessTask):
         return [("task", task.task)] if task.task.endswith(ENDINGS) else []
-    found = [(name, getattr(task, name, None)) for name in ("file", "shots_file")]
+    settings = [(name, getattr(task, name, None)) for name in ("file", "shots_file")]
     held_out = HELDOUT_PARTS if isinstance(task, TextTask | ChatsTask) else ()
-    return [(name, file) for name, file in found if file is not None and file not in held_out]
+    return [(name, file) for name, file in settings if file is not None and file not in held_out]
+
+
+TASKS = "under tasks, write a name and the settings of each task, such as poems: {kind: choices, file: poems.jsonl}"
+# Rule for a value, by pydantic's error type; {gt} and the like come from the error's context.
+RULES: Mapping[str, str] = {
+    "greater_than": "must be more than {gt}",
+    "greater_than_equal": "must be {ge} or more",
+    "less_than": "must be less than {lt}",
+    "less_than_equal": "must be {le} or less",
+    "literal_error": "must be {expected}",
+    "int_type": "must be a whole number",
+    "int_parsing": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "bool_type": "must be true or false",
+    "bool_parsing": "must be true or false",
+    "string_type": "must be a text",
+    "string_too_short": "must not be empty",
+    "tuple_type": "must be a list, such as [lang]",
+}
+
+
+def describe_error(item: Mapping[str, Any], tree: Mapping[str, Any]) -> str:
+    """Describe one wrong setting in a line. pydantic's location of a task's setting is tasks, name, kind, setting."""
+    location = [str(key) for key in item["loc"]]
+    name = ".".join(
+        [location[1], *location[3:]] if len(location) > 2 and location[0] == "tasks" else location[1:] or location
+    )
+    match item["type"]:
+        case "extra_forbidden" if len(location) > 2:
+            settings = list(KINDS[location[2]].model_fields)
+            near = difflib.get_close_matches(location[-1], settings, n=1, cutoff=0.5)
+            return f"{name} is not a setting of kind {location[2]}; " + (
+                f"did you mean '{near[0]}'?" if near else f"it has {', '.join(settings)}"
+            )
+        case "extra_forbidden":
+            return f"{name} is not a key of a suite; put it under tasks:"
+        case "missing":
+            return f"{name} is missing" + (f"; {TASKS}" if name == "tasks" else "")
+        case "too_short" if location == ["tasks"]:
+            return f"tasks is empty; {TASKS}"
+        case "dict_type" if location == ["tasks"]:
+            return f"tasks is {_kind_of(item['input'])}, not a mapping; {TASKS}"
+        case "model_type" | "model_attributes_type":
+            return (
+                f"{name} is {_kind_of(item['input'])}, not a mapping; write settings, such as {{kind: text, file: x.jsonl}}"
+            )
+        case "union_tag_not_found":
+            return f"{name} has no kind; choose one of {', '.join(KINDS)}"
+        case "union_tag_invalid":
+            return f"{name} is of kind {_kind(tree, location)!r}, which does not exist; choose one of {', '.join(KINDS)}"
+        case "value_error":
+            return f"{name}: {str(item['msg']).removeprefix('Value error, ')}"
+    rule = RULES.get(item["type"])
+    if rule is None:
+        message = str(item["msg"])
+        return f"{name} is {item['input']!r} but: {message[0].lower()}{message[1:]}"
+    return f"{name} is {item['input']!r} but {rule.format_map(item.get('ctx', {}))}"
+
+
+def _kind_of(value: object) -> str:
+    return "empty" if value is None else "a list" if isinstance(value, list) else repr(value)
+
+
+def _kind(tree: Mapping[str, Any], location: Sequence[str]) -> object:
+    return tree["tasks"][location[1]].get("kind")

@@ -1,20 +1,25 @@
-"""What an evaluation found: figures that are quotients of sums over items, so that every one has an interval. No torch."""
+"""Task results with metrics as quotients of sums over items, so that each has an interval. Loads no torch."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
+from ttrain.core.files import read_object, write_json
+from ttrain.core.hashing import digest_of
+
 LN2 = math.log(2)
-REFUSED = re.compile(r"[^\w.: -]")  # in the name of a metric, by MLflow; a slash has a meaning
+
+REFUSED = re.compile(r"[^\w.: -]")  # MLflow refuses these in metric names; a slash separates parts of the name
 
 
 @dataclass(frozen=True)
-class Figure:
-    """A number, and what each item adds to it: `factor * sum(sums) / sum(sizes)`, of which `shown` may take the exponential.
+class Metric:
+    """A number with each item's share in it: `factor * sum(sums) / sum(sizes)`, or its exponential if `shown` is "exp".
 
     accuracy: sums are 0 or 1, sizes 1; bits per byte: nats over bytes with factor 1/ln 2; perplexity: nats over tokens,
     shown as "exp". An item whose size is 0 does not count.
@@ -34,41 +39,41 @@ class Figure:
 
     @property
     def value(self) -> float:
-        """What a table shows; not a number where no item counts."""
+        """The displayed value; NaN if no item counts."""
         size = math.fsum(self.sizes)
         return self.transform(self.factor * math.fsum(self.sums) / size) if size else math.nan
 
     def transform(self, value: float) -> float:
-        """From the quotient to what is shown; it keeps the order, so that it applies to the ends of an interval too."""
+        """Convert the quotient to the displayed value; monotonic, so that it applies to the ends of an interval too."""
         if self.shown is None:
             return value
         return math.exp(value) if value < 700 else math.inf  # e^709 is the largest double
 
-    def restricted(self, numbers: tuple[int, ...]) -> Figure:
-        """The same figure over some of the items alone."""
+    def restricted(self, numbers: tuple[int, ...]) -> Metric:
+        """The same metric over some of the items."""
         return replace(self, sums=tuple(self.sums[n] for n in numbers), sizes=tuple(self.sizes[n] for n in numbers))
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What one model made of one task.
+class TaskResult:
+    """The result of one model on one task.
 
     task       its name in the suite
     kind       text, chats, choices, last_word, generation or harness
     subject    the model's name
-    items      digests of what was asked, the same for every model: what is compared item by item
-    figures    the first is the one that stands for the task; each has an entry per item
-    rows       per item, as JSON: what was asked, what was said, whether it was right
-    left_out   how many rows were not used, by reason
-    groups     "lang=zh" -> numbers of the items that belong to it: figures of a part of the items
-    baselines  what the primary figure would be without the model, by name: zlib, chance
+    items      digests of the items, the same for every model, for comparisons item by item
+    figures    metrics with an entry per item; the first one is primary
+    rows       per item, as JSON: prompt, answer, whether it was right
+    left_out   number of unused rows, by reason
+    groups     "lang=zh" -> numbers of the items that belong to it, for metrics of a part of the items
+    baselines  values of the primary metric without the model, by name: zlib, chance
     """
 
     task: str
     kind: str
     subject: str
     items: tuple[str, ...]
-    figures: tuple[Figure, ...]
+    figures: tuple[Metric, ...]
     rows: list[dict[str, Any]] = field(default_factory=list)
     left_out: Mapping[str, int] = field(default_factory=dict)
     groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -80,11 +85,108 @@ class Outcome:
                 raise AssertionError(f"{self.task}/{figure.name} has {len(figure.sums)} sums for {len(self.items)} items")
 
     @property
-    def primary(self) -> Figure:
-        """The figure that stands for the task."""
+    def primary(self) -> Metric:
+        """The task's primary metric."""
         return self.figures[0]
 
 
 def metric_of(metric: str, group: str) -> str:
-    """The name of a figure over the items of a group: "bits_per_byte" of "lang=zh" is bits_per_byte/lang:zh."""
+    """Name of a metric over the items of a group: "bits_per_byte" of "lang=zh" is bits_per_byte/lang:zh."""
     return f"{metric}/{REFUSED.sub('_', group.replace('=', ':', 1))}"
+
+
+FILE = "scores.json"  # of an evaluation
+
+DIGEST_CHARACTERS = 16  # 64 bits: among a million records two have the same with a probability of 3e-8
+
+
+class ScoreTable:
+    """Collects the parts and metrics of one evaluation."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, dict[str, Any]] = {}
+        self._metrics: dict[str, dict[str, Any]] = {}
+
+    def part(self, name: str, records: Sequence[object], sizes: Sequence[int] = ()) -> None:
+        """Add records to score; `sizes` are their bytes, if bytes count. Records are identified by digests of their content,
+        which does not depend on a tokenizer."""
+        names = [digest_of(record)[:DIGEST_CHARACTERS] for record in records]
+        self._parts[name] = {"records": names, "bytes": list(sizes), "tokens": [], "nats": {}}
+
+    def figure(
+        self, metric: str, part_name: str, model: str, scored: Sequence[tuple[float, int]], *, per: str, factor: float = 1.0
+    ) -> float:
+        """Add and return a model's metric, from (nats, tokens) of each record of the part; `per` is bytes or tokens."""
+        entry = self._parts[part_name]
+        entry["nats"][model], entry["tokens"] = [nats for nats, _ in scored], [tokens for _, tokens in scored]
+        self._metrics[metric] = {"part": part_name, "model": model, "per": per, "factor": factor}
+        return factor * sum(nats for nats, _ in scored) / max(1, int(sum(entry[per])))
+
+    def groups(self, metric: str, groups: Mapping[str, Sequence[int]]) -> dict[str, float]:
+        """Add and return the metric over the records of each group ("lang=zh" -> record numbers), by metric name."""
+        values = {}
+        for group, numbers in groups.items():
+            name = metric_of(metric, group)
+            self._metrics[name] = {**self._metrics[metric], "rows": list(numbers)}
+            values[name] = self._figure(name).value
+        return values
+
+    def outcome(self, outcome: TaskResult) -> None:
+        """Add a task result: every metric, and the primary one over each group of items."""
+        part_name = f"suite/{outcome.task}"
+        entry = self._parts.setdefault(part_name, {"records": list(outcome.items), "bytes": [], "tokens": [], "nats": {}})
+        for figure in outcome.figures:
+            name = f"{figure.name}/{outcome.subject}"
+            entry["nats"][name], entry[f"sizes/{name}"] = list(figure.sums), list(figure.sizes)
+            self._metrics[f"{outcome.task}/{name}"] = {
+                "part": part_name, "model": name, "per": f"sizes/{name}", "factor": figure.factor,
+                "higher_is_better": figure.higher_is_better, "shown": figure.shown,
+            }  # fmt: skip
+        self.groups(f"{outcome.task}/{outcome.primary.name}/{outcome.subject}", outcome.groups)
+
+    def figures(self) -> dict[str, Metric]:
+        """Every metric by its name."""
+        return {metric: self._figure(metric) for metric in self._metrics}
+
+    def _figure(self, metric: str) -> Metric:
+        sums, sizes, _ = sums_in({"parts": self._parts, "metrics": self._metrics}, metric) or ([], [], [])
+        entry = self._metrics[metric]
+        higher = entry.get("higher_is_better", False)
+        return Metric(metric, tuple(sums), tuple(sizes), higher, unit="", shown=entry.get("shown"))
+
+    def write(self, directory: Path) -> None:
+        """Write the file."""
+        write_json(directory / FILE, {"parts": self._parts, "metrics": self._metrics})
+
+
+def sums_of(directory: Path, metric: str) -> tuple[list[float], list[float], list[str]] | None:
+    """Read (sums, sizes, records) of a metric of the evaluation in this directory; None if it has none.
+
+    The metric is `sum(sums) / sum(sizes)`, transformed as `shown_of` says."""
+    return sums_in(read_object(directory / FILE), metric)
+
+
+def direction_of(directory: Path, metric: str) -> bool | None:
+    """Whether a higher value of the metric is better, by the evaluation in this directory; None if unknown."""
+    entry = read_object(directory / FILE).get("metrics", {}).get(metric, {})
+    higher: bool | None = entry.get("higher_is_better")
+    return higher
+
+
+def shown_of(directory: Path, metric: str) -> Literal["exp"] | None:
+    """Transformation from the quotient to the metric: "exp" for a perplexity."""
+    entry = read_object(directory / FILE).get("metrics", {}).get(metric, {})
+    return "exp" if entry.get("shown") == "exp" else None
+
+
+def sums_in(contents: Mapping[str, Any], metric: str) -> tuple[list[float], list[float], list[str]] | None:
+    """Get (sums, sizes, records) of a metric from the file's contents; None if it has none."""
+    entry = contents.get("metrics", {}).get(metric)
+    if entry is None:
+        return None
+    scored_part = contents["parts"][entry["part"]]
+    sums = [entry["factor"] * nats for nats in scored_part["nats"][entry["model"]]]
+    sizes, records = [float(size) for size in scored_part[entry["per"]]], list(scored_part["records"])
+    if (rows := entry.get("rows")) is not None:
+        return [sums[row] for row in rows], [sizes[row] for row in rows], [records[row] for row in rows]
+    return sums, sizes, records

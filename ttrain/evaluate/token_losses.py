@@ -1,4 +1,4 @@
-"""What each next token costs a model: for the positions that count alone, without ever holding all logits.
+"""Loss of each next token, only at the positions that count, without ever holding all logits.
 
 Letters in names: B rows, T positions, N positions that count, C of a chunk, D width of the hidden states, V entries of the
 vocabulary.
@@ -17,16 +17,16 @@ from ttrain.data.packing import IGNORE
 from ttrain.train.losses import CHUNK_TOKENS, CHUNK_TOKENS_ELSEWHERE, SLICE_ENTRIES
 
 PROBED_TOKENS = 8
-MARK = 100.0  # far outside of what a cap, a scale or a shift between the head and the logits would leave as it is
+MARK = 100.0  # so large that a cap, a scale or a shift between the head and the logits would change it
 
 
 @final
 class TokenLosses:
-    """Negative log-likelihoods under one model, which is in eval mode.
+    """Computes negative log-likelihoods under one model, which is in eval mode.
 
-    Where the logits are the output head applied to what the decoder gives and nothing else, the head is applied here, chunk
-    by chunk and only to the positions that count. The first batch shows whether that is so; elsewhere (a soft cap, a prefix
-    that stands before the row, a model of the user's own without `get_decoder`) the model makes all its logits.
+    If the logits are just the output head applied to the decoder's output, the head is applied here, chunk by chunk and only
+    to the positions that count. The first batch shows whether that is so; otherwise (a soft cap, a prefix before the row, a
+    user's own model without `get_decoder`) the model computes all its logits.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -38,8 +38,8 @@ class TokenLosses:
         """Nats of each label that is not IGNORE, of shape [N] in fp32, in the order of `labels_BT[labels_BT != IGNORE]`.
 
         `labels_BT` lies on the CPU, so that nothing waits for a GPU to know where they are; `labels_BT[t]` follows
-        `input_ids_BT[t]`. `inputs` go to the model as they are. No gradient is recorded, and no mode that would leave tables
-        which a model keeps unfit for training.
+        `input_ids_BT[t]`. `inputs` go to the model unchanged. Uses no_grad, not inference_mode, which would make tables that
+        the model caches unusable in training.
         """
         live_N = (labels_BT.flatten() != IGNORE).nonzero()[:, 0]
         device = input_ids_BT.device
@@ -56,9 +56,9 @@ class TokenLosses:
 
 
 def plain_parts(model: Any, input_ids_BT: Tensor) -> tuple[Callable[..., Any], nn.Module] | None:
-    """(decoder, output head) of a model whose logits are head(decoder(input_ids)) and nothing else; None of any other.
+    """(decoder, output head) of a model whose logits are just head(decoder(input_ids)); None for any other.
 
-    The head's output is marked, and must arrive as it is; its input must be what the decoder gives.
+    The head's output is marked and must reach the logits unchanged; its input must be the decoder's output.
     """
     causal = model.get_base_model() if hasattr(model, "get_base_model") else model  # of PEFT
     try:
@@ -67,12 +67,12 @@ def plain_parts(model: Any, input_ids_BT: Tensor) -> tuple[Callable[..., Any], n
         return None
     if not isinstance(decoder, nn.Module) or not isinstance(head, nn.Module) or decoder is causal:
         return None
-    seen: list[tuple[Tensor, Tensor]] = []
+    captured: list[tuple[Tensor, Tensor]] = []
 
-    def mark(module: nn.Module, given: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    def mark(module: nn.Module, head_inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         marks_V = torch.linspace(-MARK, MARK, output.shape[-1], device=output.device, dtype=output.dtype)
-        seen.append((given[0], output + marks_V))
-        return seen[-1][1]
+        captured.append((head_inputs[0], output + marks_V))
+        return captured[-1][1]
 
     watched = head.register_forward_hook(mark)
     try:
@@ -80,25 +80,25 @@ def plain_parts(model: Any, input_ids_BT: Tensor) -> tuple[Callable[..., Any], n
     finally:
         watched.remove()
     hidden = getattr(decoder(input_ids=input_ids_BT, use_cache=False), "last_hidden_state", None)
-    if len(seen) != 1 or hidden is None:
+    if len(captured) != 1 or hidden is None:
         return None
-    given, marked = seen[0]
-    return (decoder, head) if torch.equal(given, hidden) and torch.equal(marked.float(), logits.float()) else None
+    head_input, marked = captured[0]
+    return (decoder, head) if torch.equal(head_input, hidden) and torch.equal(marked.float(), logits.float()) else None
 
 
 def _costs(states: Tensor, live_N: Tensor, labels_N: Tensor, head: nn.Module | None) -> Tensor:
-    """Nats of the labels, from hidden states and the head, or from logits; log-sum-exp in fp32, or wider where they are."""
+    """Nats of the labels, from hidden states and the head, or from logits; log-sum-exp in fp32 or the states' wider type."""
     on_cpu = states.device.type == "cpu"
     chunk = CHUNK_TOKENS.get(states.device.type, CHUNK_TOKENS_ELSEWHERE)
-    found: list[Tensor] = []
+    costs: list[Tensor] = []
     for start in range(0, len(live_N), chunk):
         rows_C, labels_C = live_N[start : start + chunk], labels_N[start : start + chunk]
         chosen = states.index_select(0, rows_C)
         logits_CV = chosen if head is None else head(chosen)
         wide = torch.promote_types(logits_CV.dtype, torch.float32)
         slice_tokens = max(1, SLICE_ENTRIES // logits_CV.shape[-1]) if on_cpu else len(rows_C)
-        found += [
+        costs += [
             F.cross_entropy(logits.to(wide), labels, reduction="none")
             for logits, labels in zip(torch.split(logits_CV, slice_tokens), torch.split(labels_C, slice_tokens), strict=True)
         ]
-    return torch.cat(found) if found else torch.zeros(0, device=states.device)
+    return torch.cat(costs) if costs else torch.zeros(0, device=states.device)

@@ -1,4 +1,4 @@
-"""Exports: a model or an adapter as a directory that other programs open. Loads torch when it is called."""
+"""Export a model or an adapter as a directory that other programs open. Loads torch when it is called."""
 
 from __future__ import annotations
 
@@ -6,26 +6,34 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ttrain.core.files import fsync, read_json, read_object, remove_tree
-from ttrain.errors import UsageError
-from ttrain.export import gguf
+from ttrain.errors import ArtifactError, TTrainError, UsageError
+from ttrain.export import gguf_convert
 from ttrain.pipeline.lineage import History
 from ttrain.pipeline.model_card import Exported, card
 from ttrain.pipeline.names import ADAPTER_CONFIG, BASE, base_digest_of
-from ttrain.store.artifacts import Store
+from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import home
-from ttrain.store.model_reference import Reference
+from ttrain.store.model_files import ADAPTER, SECOND_HEAD, Reference
 from ttrain.store.runs import process_started
-from ttrain.store.weights import ADAPTER, SECOND_HEAD
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "merges.txt", "tokenizer.model",
 )  # fmt: skip
+
 CARD = "README.md"
 # What an export writes, and so the only files that --force replaces.
 WRITTEN = re.compile(
@@ -34,15 +42,19 @@ WRITTEN = re.compile(
          r".+\.safetensors(\.index\.json)?", r".+\.gguf", r"(modeling|configuration)_\w+\.py")
     )
 )  # fmt: skip
+
 LICENCE = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+-]*")  # what the Hub knows licences by, and what YAML takes as one word
+
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
+
 SHOWN = 3  # names in a message
+
 UNMERGEABLE = ("PREFIX_TUNING", "PROMPT_TUNING", "P_TUNING")  # they add positions, not weights
 
 
 @dataclass(frozen=True)
 class Request:
-    """How something is to be exported."""
+    """The options of an export."""
 
     dtype: str = "bf16"
     merge: bool = False
@@ -68,10 +80,10 @@ class Export:
 def export(
     reference: Reference, target: Path, request: Request, *, say: Callable[[str], object] = lambda text: None
 ) -> Export:
-    """Write what `reference` names into the directory `target`; `say` is told of each step.
+    """Write what `reference` names into the directory `target`; `say` is called with a line for each step.
 
-    Raises UsageError for a target or a wish that cannot be met, ArtifactError for weights that do not fit their config. A
-    target stays as it is until the export is whole.
+    Raises UsageError for a target or an option that cannot be used, ArtifactError for weights that do not fit their config.
+    A target stays as it is until the export is whole.
     """
     target = target.expanduser().resolve()
     shard_bytes = size_of(request.shard_size)
@@ -86,7 +98,7 @@ def export(
         exported, remarks = _fill(reference, work, request, shard_bytes, target.name, say)
         if request.gguf:
             say("converting to GGUF")
-            gguf.convert(work, gguf.converter(request.gguf), dtype=request.dtype, name=target.name)
+            convert(work, converter(request.gguf), dtype=request.dtype, name=target.name)
         umask = os.umask(0)
         os.umask(umask)
         for path in _files(work):
@@ -102,8 +114,8 @@ def export(
 
 def size_of(text: str) -> int:
     """Bytes of a size such as 500MB or 5GB. Raises UsageError."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]B)", text, re.IGNORECASE)
-    size = int(float(found[1]) * UNITS[found[2].upper()]) if found else 0
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]B)", text, re.IGNORECASE)
+    size = int(float(match[1]) * UNITS[match[2].upper()]) if match else 0
     if not size:
         raise UsageError(f"--shard-size is '{text}' but must be a number with KB, MB or GB, for example 5GB")
     return size
@@ -113,11 +125,11 @@ def _check_request(reference: Reference, request: Request) -> None:
     if request.licence is not None and not LICENCE.fullmatch(request.licence):
         raise UsageError(f"--license is '{request.licence}' but must be one word that names it, for example mit")
     if request.gguf:
-        gguf.converter(request.gguf)
+        converter(request.gguf)
         if reference.adapter and not request.merge:
             raise UsageError(f"--gguf is given, but '{reference.text}' is an adapter; make it part of its base with --merge")
     if request.merge and reference.adapter is None:
-        raise UsageError(f"--merge is given, but '{reference.text}' is a full model and no adapter; leave --merge out")
+        raise UsageError(f"--merge is given, but '{reference.text}' is a full model, not an adapter; leave --merge out")
     if request.merge and reference.adapter:
         kind = read_object(reference.adapter / ADAPTER_CONFIG).get("peft_type")
         if kind in UNMERGEABLE:
@@ -138,7 +150,7 @@ def _check_target(reference: Reference, target: Path, request: Request) -> None:
             raise UsageError(f"--to is {target}, which is not empty; choose another directory, or replace it with --force")
         if not any((target / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
             raise UsageError(f"--to is {target}, which is not empty and holds no model; --force replaces models only")
-        others = sorted(one.name for one in target.iterdir() if one.is_dir() or not WRITTEN.fullmatch(one.name))
+        others = sorted(entry.name for entry in target.iterdir() if entry.is_dir() or not WRITTEN.fullmatch(entry.name))
         if others:
             raise UsageError(
                 f"--to is {target}, which holds more than a model: {', '.join(others[:SHOWN])}; --force replaces what an "
@@ -149,14 +161,13 @@ def _check_target(reference: Reference, target: Path, request: Request) -> None:
 def _fill(
     reference: Reference, work: Path, request: Request, shard_bytes: int, name: str, say: Callable[[str], object]
 ) -> tuple[Exported, list[str]]:
-    """Everything into `work`; returns what the card tells, and the remarks."""
-    from ttrain.model import export as exporting
+    """Write everything into `work`; returns what the card describes, and the remarks."""
 
     remarks: list[str] = []
     adapter_only = reference.adapter is not None and not request.merge
     if adapter_only and reference.adapter:
         say(f"writing the adapter in {request.dtype}")
-        parameters = exporting.write_tensors(reference.adapter / ADAPTER, work / ADAPTER, dtype=request.dtype)
+        parameters = write_tensors(reference.adapter / ADAPTER, work / ADAPTER, dtype=request.dtype)
         _copy(reference.adapter, work, (ADAPTER_CONFIG, BASE))
         remarks.append(
             f"an adapter alone; its base is {reference.model}. For PEFT, export that as well: ttrain export "
@@ -164,10 +175,10 @@ def _fill(
         )
     else:
         say(f"loading {reference.directory}")
-        model = exporting.load(reference.model, reference.adapter)
+        model = load(reference.model, reference.adapter)
         say(f"writing {request.dtype}")
-        parameters = exporting.write(model, work, dtype=request.dtype, shard_bytes=shard_bytes)
-        remarks += _second_head(reference, work, request, exporting.write_tensors)
+        parameters = write(model, work, dtype=request.dtype, shard_bytes=shard_bytes)
+        remarks += _second_head(reference, work, request, write_tensors)
     has_code = not adapter_only and _copy_code(reference.model, work)
     if not _copy(reference.tokenizer, work, TOKENIZER_FILES):
         remarks.append(f"no tokenizer: {reference.tokenizer} holds none")
@@ -182,13 +193,13 @@ def _fill(
         licence=request.licence,
         has_code=has_code,
     )
-    text = card(exported, History.of(reference.artifact, Store(home())))
+    text = card(exported, History.of(reference.artifact, ArtifactStore(home())))
     (work / CARD).write_text(text, encoding="utf-8")
     return exported, remarks
 
 
 def _second_head(reference: Reference, work: Path, request: Request, write: Callable[..., int]) -> Iterator[str]:
-    """The head for the token after the next is left out, for some programs load every safetensors file they see."""
+    """Write the head for the token after the next only if asked: some programs load every safetensors file they see."""
     head = reference.second_head
     if head is None:
         if request.keep_head:
@@ -201,11 +212,11 @@ def _second_head(reference: Reference, work: Path, request: Request, write: Call
 
 
 def _copy(source: Path, work: Path, names: tuple[str, ...]) -> list[str]:
-    """Copy those of the files that there are; returns their names."""
-    found = [name for name in names if (source / name).is_file()]
-    for name in found:
+    """Copy those of the files that exist; returns their names."""
+    existing_names = [name for name in names if (source / name).is_file()]
+    for name in existing_names:
         shutil.copyfile(source / name, work / name)
-    return found
+    return existing_names
 
 
 def _copy_code(source: Path, work: Path) -> bool:
@@ -234,8 +245,132 @@ def _put(work: Path, target: Path) -> None:
 
 
 def _remove_left_over(target: Path) -> None:
-    """What a killed export left beside the target."""
+    """Remove what a killed export left beside the target."""
     for path in target.parent.glob(f".{target.name}.writing-*"):
         number = path.name.rpartition("-")[2]
         if number.isdecimal() and process_started(int(number)) is None:
             remove_tree(path)
+
+
+SCRIPT = "convert_hf_to_gguf.py"
+
+OUTTYPES = {"bf16": "bf16", "fp16": "f16", "fp32": "f32"}
+
+SHOWN_LINES = 3
+
+
+def converter(path: Path) -> Path:
+    """The converter's script, from its path or the directory of llama.cpp. Raises UsageError with what to fetch."""
+    script = path.expanduser().absolute()
+    script = script / SCRIPT if script.is_dir() else script
+    if not script.is_file():
+        raise UsageError(
+            f"--gguf is {path}, but {script} is not there; fetch it with `git clone --depth 1 "
+            f"https://github.com/ggml-org/llama.cpp` and name that directory"
+        )
+    return script
+
+
+def convert(directory: Path, script: Path, *, dtype: str, name: str) -> Path:
+    """Write `NAME-DTYPE.gguf` into an exported directory. Raises TTrainError with the converter's last words."""
+    target = directory / f"{name}-{OUTTYPES[dtype]}.gguf"
+    pre = pre_tokenizer(read_json(directory / "tokenizer.json"))
+    program = ["-P", gguf_convert.__file__, pre, str(script)] if pre else [str(script)]
+    arguments = [str(directory), "--outfile", str(target), "--outtype", OUTTYPES[dtype], "--model-name", name]
+    done = subprocess.run(
+        [sys.executable, *program, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        check=False,
+    )
+    if done.returncode or not target.is_file():
+        output_lines = [line for line in done.stdout.splitlines() if line.strip()][-SHOWN_LINES:]
+        needs = script.parent / "requirements" / "requirements-convert_hf_to_gguf.txt"
+        raise TTrainError(
+            "\n  ".join(
+                [f"{script} made no GGUF file; leave --gguf out, or see what it needs ({needs}) and says:", *output_lines]
+            )
+        )
+    return target
+
+
+def pre_tokenizer(tokenizer: Any) -> str | None:
+    """llama.cpp's name for how this tokenizer splits text into words; None where only the converter may know.
+
+    ttrain's own are split as GPT-2's.
+    """
+    if not isinstance(tokenizer, dict) or tokenizer.get("normalizer") or tokenizer["model"].get("type") != "BPE":
+        return None
+    split = tokenizer.get("pre_tokenizer") or {}
+    is_gpt2 = split.get("type") == "ByteLevel" and split.get("use_regex", True) and not split.get("add_prefix_space")
+    return "gpt-2" if is_gpt2 else None
+
+
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # names in torch
+
+
+def load(model: Path, adapter: Path | None) -> PreTrainedModel:
+    """Load the model of a directory in fp32, with the adapter, if any, merged into its weights.
+
+    Raises ArtifactError for keys that are missing, unexpected or mis-shaped, and for an adapter of another base.
+    """
+    from ttrain.model import adapters, factory
+    from ttrain.store.model_files import weights_digest
+
+    base = factory.load(model)
+    if adapter is None:
+        return base
+    return adapters.merge(adapters.load(base, adapter, weights_digest(model)))
+
+
+def write(model: PreTrainedModel, target: Path, *, dtype: str, shard_bytes: int) -> int:
+    """Write config, generation config and shards of at most `shard_bytes`, as `save_pretrained` does; changes the model.
+
+    Parameters are cast, except those that transformers itself would keep in fp32, such as the bias of a router; buffers
+    are not. Experts get the names that other programs expect. Returns the number of parameters. Raises ArtifactError if a
+    weight is not finite, UsageError if it is too large for the type.
+    """
+    parameters = dict(model.named_parameters())  # tied ones once
+    for name, parameter in parameters.items():
+        is_kept = any(f".{module_name}." in f".{name}." for module_name in model._keep_in_fp32_modules_strict or ())
+        parameter.data = cast(name, parameter.data, "fp32" if is_kept else dtype)
+    # Otherwise names go back to those of the file that was read; without it, to those that the architecture is known by:
+    # three matrices an expert, where transformers holds all experts of a layer in two tensors.
+    model._weight_conversions = None
+    model.save_pretrained(target, max_shard_size=shard_bytes)
+    return sum(parameter.numel() for parameter in parameters.values())
+
+
+def write_tensors(source: Path, target: Path, *, dtype: str) -> int:
+    """Write a file of tensors, such as an adapter's, in another type; returns its number of elements."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = {name: cast(name, tensor, dtype).contiguous() for name, tensor in load_file(source).items()}
+    save_file(tensors, target, metadata={"format": "pt"})
+    return _numbers(tensors.values())
+
+
+def cast(name: str, tensor: Tensor, dtype: str) -> Tensor:
+    """Cast a tensor to another type; integers stay. Raises if a value is not finite, or too large for the type."""
+    import torch
+
+    if not tensor.is_floating_point():
+        return tensor
+    kind = getattr(torch, DTYPES[dtype])
+    cast_tensor = tensor.to(kind)
+    if not bool(torch.isfinite(cast_tensor).all()):
+        if not bool(torch.isfinite(tensor).all()):
+            raise ArtifactError(f"the tensor {name} holds a value that is NaN or infinite; such a model cannot be used")
+        limit = torch.finfo(kind).max
+        raise UsageError(
+            f"--dtype is {dtype}, which holds numbers up to {limit:g}, but the tensor {name} reaches "
+            f"{float(tensor.abs().max()):g}; use --dtype {'fp32' if dtype == 'bf16' else 'bf16'}"
+        )
+    return cast_tensor
+
+
+def _numbers(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() for tensor in tensors)

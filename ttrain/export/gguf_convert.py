@@ -3,8 +3,8 @@
     python gguf_convert.py PRE_TOKENIZER path/to/convert_hf_to_gguf.py [its arguments]
 
 The converter tells how a byte-level BPE splits text into words from a digest of what its tokenizer makes of one text, so it
-refuses every tokenizer that was trained anew (https://github.com/ggml-org/llama.cpp/pull/6920). Here it is told the name,
-and uses it where it recognises nothing itself.
+refuses every newly trained tokenizer (https://github.com/ggml-org/llama.cpp/pull/6920). Here it is given the name,
+and uses it where it does not recognise the tokenizer.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ def main(pre_tokenizer: str, script: Path, arguments: list[str]) -> None:
     kind = getattr(models, "TextModel", None) or models.Model
     recognise = kind.get_vocab_base_pre
 
-    def named(self: Any, tokenizer: Any) -> str:
+    def get_pre_tokenizer(self: Any, tokenizer: Any) -> str:
         try:
             return str(recognise(self, tokenizer))
         except NotImplementedError:
             return pre_tokenizer
 
-    kind.get_vocab_base_pre = named
+    kind.get_vocab_base_pre = get_pre_tokenizer
     sys.argv = [str(script), *arguments]
     converter.main()
 

@@ -22,15 +22,15 @@ from pathlib import Path
 import psutil
 
 from ttrain.core.files import read_object
-from ttrain.core.parent_process import PARENT
+from ttrain.core.signals import PARENT
 from ttrain.errors import TTrainError, UsageError
-from ttrain.store.model_reference import Reference
+from ttrain.store.model_files import Reference
 from ttrain.store.server_records import ACCESS
 
 HOST = "127.0.0.1"
 NEEDED = ("openai", "fastapi", "uvicorn")
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-COMMIT = "0" * 40  # of a repository that never was one
+COMMIT = "0" * 40  # of a repository that does not exist
 REFUSALS = (401, 403)  # of the guard
 POLL_SECONDS, ENDING_SECONDS = 0.2, 5.0
 
@@ -73,7 +73,7 @@ def served(
         environment |= {"HF_HUB_CACHE": directory, "HF_HUB_OFFLINE": "1"}
         process = subprocess.Popen(command, cwd=directory, stdout=sys.stderr, env=environment)
         try:
-            _wait(port, process)
+            wait_until_ready(port, process)
             yield f"http://{HOST}:{port}/v1", name, process
         finally:
             process.terminate()
@@ -129,13 +129,13 @@ def _check_architecture(reference: Reference) -> None:
         )
 
 
-def _listens(pid: int, port: int) -> bool:
-    """Whether the process listens on that port itself, so that clients show their key to nobody else."""
+def is_listening(pid: int, port: int) -> bool:
+    """Whether the process listens on that port itself, so that clients send their key to no other program."""
     connections = psutil.Process(pid).net_connections(kind="tcp")
-    return any(found.status == psutil.CONN_LISTEN and found.laddr.port == port for found in connections)
+    return any(connection.status == psutil.CONN_LISTEN and connection.laddr.port == port for connection in connections)
 
 
-def _wait(port: int, process: subprocess.Popen[bytes]) -> None:
+def wait_until_ready(port: int, process: subprocess.Popen[bytes]) -> None:
     """Return once the server answers, with a refusal: the request bears the name of another host."""
     request = urllib.request.Request(f"http://{HOST}:{port}/health", headers={"Host": "guard.invalid"})
     while process.poll() is None:
@@ -147,7 +147,7 @@ def _wait(port: int, process: subprocess.Popen[bytes]) -> None:
         except (urllib.error.URLError, OSError):
             time.sleep(POLL_SECONDS)
             continue
-        if status in REFUSALS and _listens(process.pid, port):
+        if status in REFUSALS and is_listening(process.pid, port):
             return
         if status in REFUSALS:  # of another program, which took the port while the model was loaded
             raise TTrainError(f"port {port} was taken by another program before the server had it; try again, or --port 0")
@@ -155,4 +155,4 @@ def _wait(port: int, process: subprocess.Popen[bytes]) -> None:
             f"transformers serve answers other sites (status {status}), since ttrain's guard is not in front of it; install "
             "the version of transformers that constraints.txt names"
         )
-    raise TTrainError(f"transformers serve ended with code {process.returncode} before it answered; its words stand above")
+    raise TTrainError(f"transformers serve ended with code {process.returncode} before it answered; its output is above")

@@ -1,8 +1,8 @@
 """transformers' own server with limits: what a request may ask for, how many at once, and no work for clients that are gone.
 
 `transformers serve` builds its parts inside one constructor. So two names are replaced before it runs: what keeps the
-managers of generation, and what builds the application. `chat_templates` replaces what renders the model's template.
-`serving` asks the server whether the guard is in front.
+managers of generation, and what builds the application. `chat_rendering` replaces what renders the model's template.
+`serve` asks the server whether the guard is in front.
 """
 
 from __future__ import annotations
@@ -24,10 +24,19 @@ from transformers import GenerationConfig, StoppingCriteria
 from transformers.cli.serving import server, utils
 from transformers.cli.serving.utils import BaseGenerateManager, CBGenerateManager, CBWorkerDeadError, GenerationState
 
-from ttrain.core.parent_process import PARENT, end_with_parent
-from ttrain.export import chat_rendering, prompt_tokens
-from ttrain.export.request_bodies import Body, ChatBody, CompletionBody, ResponseBody, problem
-from ttrain.export.request_limits import ACTIVE, ActiveRequest, LimitedRequests, error_body
+from ttrain.core.signals import PARENT, end_with_parent
+from ttrain.export import prompt_tokens
+from ttrain.export.requests import (
+    ACTIVE,
+    ActiveRequest,
+    Body,
+    ChatBody,
+    CompletionBody,
+    LimitedRequests,
+    ResponseBody,
+    error_body,
+    problem,
+)
 
 GENERATING: Final = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 PATHS: Final = frozenset({*GENERATING, "/v1/models", "/health"})  # of transformers' own routes; others load any model
@@ -42,16 +51,16 @@ class RefusedError(Exception):
 
 
 def serve(arguments: Sequence[str], *, max_requests: int, guard: Callable[[Any], Any]) -> None:
-    """What `transformers` does with the arguments, with our limits and behind the guard, until the parent ends.
+    """Run `transformers` with the arguments, with our limits and behind the guard, until the parent ends.
 
     Does not ask the network for a newer version, as transformers' own command does.
     """
     end_with_parent(int(os.environ[PARENT]))
 
-    def build(*parts: Any, **named: Any) -> Any:
-        return guard(application(*parts, max_requests=max_requests, **named))
+    def build(*parts: Any, **options: Any) -> Any:
+        return guard(application(*parts, max_requests=max_requests, **options))
 
-    chat_rendering.warm_up()
+    prompt_tokens.warm_up()
     utils.GenerationState = LimitedGeneration
     server.build_server = build
     from transformers.cli.transformers import app
@@ -74,8 +83,8 @@ def application(
         raise RuntimeError(
             "transformers serve no longer takes the generation state of ttrain, so its requests would have no limits"
         )
-    chat_rendering.install()
-    prompt_tokens.install()
+    prompt_tokens.render_in_child()
+    prompt_tokens.tokenize_in_threads()
     app = transformers_build(
         model_manager,
         CheckedHandler(chat_handler, ChatBody),
@@ -131,12 +140,12 @@ class CheckedHandler:
             _, model, _ = self._handler._resolve_model(body)
             prompt_tokens.CONTEXT.set(prompt_tokens.context_of(model))  # of this request's task
             name = uuid.uuid4().hex
-            return await chat_rendering.with_templates(lambda: self._handler.handle_request(body, name))
+            return await prompt_tokens.with_templates(lambda: self._handler.handle_request(body, name))
         except ValidationError as error:
             return _refusal(400, problem(error, body))
         except HTTPException as error:
             return _refusal(error.status_code, str(error.detail))
-        except (RefusedError, chat_rendering.TemplateRefused, prompt_tokens.PromptTooLong) as error:
+        except (RefusedError, prompt_tokens.TemplateRefused, prompt_tokens.PromptTooLong) as error:
             return _refusal(400, str(error))
         except (ValueError, TypeError, KeyError, TemplateError) as error:
             logger.warning("a request cannot be answered: %s", _line(error))
@@ -159,7 +168,7 @@ def _line(error: Exception) -> str:
 
 
 async def _refuse_unread(request: Request, error: RequestValidationError) -> JSONResponse:
-    """A body that is no JSON object, as OpenAI's interface refuses it."""
+    """Refuse a body that is not a JSON object, as OpenAI's interface does."""
     detail = error.errors()[0]
     reason = f": {detail.get('ctx', {}).get('error')}" if detail["type"] == "json_invalid" else ""
     return _refusal(400, f"the body of the request must be a JSON object{reason}")
@@ -186,11 +195,11 @@ class LimitedManager(BaseGenerateManager):  # type: ignore[misc]
         self._manager.init_cb(model, gen_config)
 
     def generate_streaming(
-        self, model: Any, processor: Any, inputs: Any, gen_config: GenerationConfig, request_id: str, **more: Any
+        self, model: Any, processor: Any, inputs: Any, gen_config: GenerationConfig, request_id: str, **options: Any
     ) -> tuple[asyncio.Queue[Any], Any]:
         request = ACTIVE.get()
         _fit_to_context(request, model, inputs, gen_config)
-        queue, streamer = self._manager.generate_streaming(model, processor, inputs, gen_config, request_id, **more)
+        queue, streamer = self._manager.generate_streaming(model, processor, inputs, gen_config, request_id, **options)
         request.on_close(streamer.cancel)
         return queue, streamer
 
@@ -215,7 +224,7 @@ class LimitedManager(BaseGenerateManager):  # type: ignore[misc]
 
 
 class ClientGone(StoppingCriteria):  # type: ignore[misc]
-    """Ends the generation of an answer that nobody waits for."""
+    """Ends the generation of an answer whose client is gone."""
 
     def __init__(self, request: ActiveRequest) -> None:
         self._request = request
@@ -229,19 +238,19 @@ def _fit_to_context(request: ActiveRequest, model: Any, inputs: Any, config: Gen
     ids = inputs["input_ids"]
     prompt = len(ids) if isinstance(ids, list) else ids.shape[-1]
     context = prompt_tokens.context_of(model)
-    room = context - prompt
+    available_tokens = context - prompt
     if prompt == 0:
         raise RefusedError("the prompt has 0 tokens, but needs at least 1")
-    if room < 1:
+    if available_tokens < 1:
         raise RefusedError(
             f"the prompt has {prompt} tokens, and the model's context of {context} leaves no room for an answer; shorten it"
         )
     if request.max_tokens is None:
-        config.max_new_tokens = min(config.max_new_tokens or room, room)
+        config.max_new_tokens = min(config.max_new_tokens or available_tokens, available_tokens)
         return
     field, tokens = request.max_tokens
-    if tokens > room:
+    if tokens > available_tokens:
         raise RefusedError(
             f"the prompt has {prompt} tokens and {field} is {tokens}, together {prompt + tokens}, but the model's context "
-            f"holds {context}; set {field} to at most {room}, or shorten the prompt"
+            f"holds {context}; set {field} to at most {available_tokens}, or shorten the prompt"
         )

@@ -1,8 +1,9 @@
-"""Answers to many prompts: in batches of like length, written in the order of the prompts, continued where they were cut."""
+"""Batch generation for a file of prompts: batches of similar length, answers in the prompts' order, resumable."""
 
 from __future__ import annotations
 
 import shutil
+from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,24 +13,27 @@ from typing import Any
 import orjson
 
 from ttrain.core.hashing import canonical_json, sha256_file
-from ttrain.data import existing_tokenizer
+from ttrain.data import existing
 from ttrain.data.chat import prompt_ids
-from ttrain.errors import DataError
+from ttrain.data.chat_shapes import CHAT_KEYS, messages_of
+from ttrain.data.chat_templates import Message
+from ttrain.data.tools import Malformed
+from ttrain.errors import DataError, UsageError
 from ttrain.inference import generate
-from ttrain.inference.loading import Speaker
-from ttrain.inference.prompts import Prompt
+from ttrain.inference.loading import LoadedModel
 from ttrain.inference.sampling import Sampling
-from ttrain.store.model_reference import Reference
-from ttrain.store.weights import ADAPTER, weights_digest
+from ttrain.store.model_files import ADAPTER, Reference, weights_digest
 
-WINDOW_BATCHES = 16  # prompts of so many batches are sorted by length, and written when all of them have their answers
+WINDOW_BATCHES = 16  # the prompts of this many batches are sorted by length, and written when all are answered
+
 PARTIAL = ".partial"
+
 TOO_LONG = "too long"
 
 
 @dataclass
-class Tally:
-    """What became of the prompts in this run."""
+class AnswerCounts:
+    """Counts of the answers in this run."""
 
     answers: int = 0
     tokens: int = 0
@@ -49,62 +53,64 @@ class Tally:
 
 
 def answers(
-    speaker: Speaker,
+    loaded_model: LoadedModel,
     prompts: Sequence[Prompt],
     sampling: Sampling,
     *,
     batch_size: int,
-    tally: Tally,
+    tally: AnswerCounts,
     progress: Callable[[int], object] = lambda done: None,
 ) -> Iterator[list[dict[str, Any]]]:
-    """Windows of answers, in the order of the prompts: what each line held, and `answer`, `tokens`, `stop`.
+    """Yield windows of answers, in the order of the prompts: the prompt's record plus `answer`, `tokens`, `stop`.
 
     A prompt that leaves no room for an answer has the stop "too long" and no answer.
     """
     size = batch_size * WINDOW_BATCHES
     for start in range(0, len(prompts), size):
         window = prompts[start : start + size]
-        ids = [_ids(speaker, prompt) for prompt in window]
-        found: dict[int, dict[str, Any]] = {}
-        for batch in _batches(speaker, ids, sampling, batch_size):
+        ids = [_ids(loaded_model, prompt) for prompt in window]
+        answered: dict[int, dict[str, Any]] = {}
+        for batch in _batches(loaded_model, ids, sampling, batch_size):
             numbers = [window[at].number for at in batch]
-            said = generate.generate(speaker, [ids[at] for at in batch], sampling, numbers=numbers)
-            tally.seconds += said[0].seconds
-            for at, one in zip(batch, said, strict=True):
-                stop = "end" if one.ended else "length"
-                found[at] = {"answer": generate.text_of(speaker.encoder, one), "tokens": len(one.ids), "stop": stop}
+            completions = generate.generate(loaded_model, [ids[at] for at in batch], sampling, numbers=numbers)
+            tally.seconds += completions[0].seconds
+            for at, completion in zip(batch, completions, strict=True):
+                stop = "end" if completion.ended else "length"
+                answered[at] = {
+                    "answer": generate.completion_text(loaded_model.encoder, completion),
+                    "tokens": len(completion.ids),
+                    "stop": stop,
+                }
             tally.answers += len(batch)
             progress(tally.answers)
         rows = []
         for at, prompt in enumerate(window):
             reference = {"reference": prompt.reference} if prompt.reference is not None else {}
-            row = found.get(at, {"answer": None, "tokens": 0, "stop": TOO_LONG})
+            row = answered.get(at, {"answer": None, "tokens": 0, "stop": TOO_LONG})
             tally.tokens += row["tokens"]
             tally.stops[row["stop"]] += 1
-            rows.append({**prompt.given, **reference, **row})
+            rows.append({**prompt.record, **reference, **row})
         yield rows
 
 
 def identity(reference: Reference) -> list[str]:
-    """Digests of what answers: the model's weights, the adapter's where there is one, the tokenizer and its template."""
+    """Digests of the model's weights, the adapter's if there is one, the tokenizer and its template."""
     adapter = [weights_digest(reference.adapter, name=ADAPTER)] if reference.adapter else []
-    words = [
-        sha256_file(reference.tokenizer / name)
-        for name in existing_tokenizer.FILES
-        if (reference.tokenizer / name).is_file()
+    tokenizer_digests = [
+        sha256_file(reference.tokenizer / name) for name in existing.FILES if (reference.tokenizer / name).is_file()
     ]
-    return [reference.base_digest, *adapter, *words]
+    return [reference.base_digest, *adapter, *tokenizer_digests]
 
 
-def write(path: Path, header: dict[str, Any], make: Callable[[int], Iterable[list[dict[str, Any]]]]) -> int:
-    """Write what `make(n)` gives, the rows from the n-th on, under `path`; returns n, the rows that were there already.
+def write_answers(path: Path, header: dict[str, Any], make: Callable[[int], Iterable[list[dict[str, Any]]]]) -> int:
+    """Write the rows of `make(n)`, from the n-th on, to `path`; returns n, the number of rows that existed already.
 
-    They gather in `path`.partial under a line with the header, which says what they are made of: the same command goes on
-    after the last whole row of one that was stopped, any other begins anew.
+    Rows are collected in `path`.partial below a line with the header, which identifies their inputs: the same command
+    continues after the last complete row of an interrupted one, any other starts over.
     """
     partial = partial_of(path)
     first = canonical_json(header) + b"\n"
-    done = _continued(partial, first)
+    done = _resume_partial(partial, first)
     with partial.open("ab") as file:
         for rows in make(done):
             file.writelines(orjson.dumps(row) + b"\n" for row in rows)
@@ -119,12 +125,12 @@ def write(path: Path, header: dict[str, Any], make: Callable[[int], Iterable[lis
 
 
 def partial_of(path: Path) -> Path:
-    """Where answers gather until all are there."""
+    """File that collects answers until all are complete."""
     return path.with_name(path.name + PARTIAL)
 
 
-def _continued(partial: Path, first: bytes) -> int:
-    """How many rows the file has after this first line; a row that was cut is taken off, a file of another run emptied."""
+def _resume_partial(partial: Path, first: bytes) -> int:
+    """Number of rows after this header; a truncated last row is removed, a file of another run is emptied."""
     done, end = 0, len(first)
     if partial.is_file():
         with partial.open("rb") as file:
@@ -139,26 +145,94 @@ def _continued(partial: Path, first: bytes) -> int:
     return 0
 
 
-def _ids(speaker: Speaker, prompt: Prompt) -> list[int]:
+def _ids(loaded_model: LoadedModel, prompt: Prompt) -> list[int]:
     if not prompt.messages:
-        return [*speaker.begin_ids, *speaker.encoder.encode([prompt.text])[0]]
-    return prompt_ids(speaker.encoder, prompt.messages)
+        return [*loaded_model.begin_ids, *loaded_model.encoder.encode([prompt.text])[0]]
+    return prompt_ids(loaded_model.encoder, prompt.messages)
 
 
-def _batches(speaker: Speaker, ids: Sequence[list[int]], sampling: Sampling, batch_size: int) -> Iterator[list[int]]:
-    """Numbers of prompts that are answered together: of like length, and with as much room each, so that a long prompt does
-    not cut the answers to short ones. Those without room are in none."""
+def _batches(
+    loaded_model: LoadedModel, ids: Sequence[list[int]], sampling: Sampling, batch_size: int
+) -> Iterator[list[int]]:
+    """Group prompt numbers into batches of similar length and equal answer length limit, so that a long prompt does not
+    shorten the answers to short ones. Prompts that leave no room are left out."""
     batch: list[int] = []
-    before = 0
+    previous_room = 0
     for at in sorted(range(len(ids)), key=lambda at: len(ids[at])):
         try:
-            free = generate.room(speaker, len(ids[at]), sampling)
+            free = generate.available_tokens(loaded_model, len(ids[at]), sampling)
         except DataError:
-            break  # and so are all that are longer
-        if batch and (len(batch) == batch_size or free != before):
+            break  # as for all longer prompts
+        if batch and (len(batch) == batch_size or free != previous_room):
             yield batch
             batch = []
         batch.append(at)
-        before = free
+        previous_room = free
     if batch:
         yield batch
+
+
+ANSWER_KEYS = ("answer", "tokens", "stop")  # keys of an answer, added to those of its prompt
+
+NO_ANSWER = "-"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt: `messages` that ask for an answer, or `text` to continue; `record` is the parsed line."""
+
+    number: int
+    record: dict[str, Any]
+    messages: tuple[Message, ...] = ()
+    text: str = ""
+    reference: str | None = None
+
+
+def read(path: Path, *, raw: bool, system: str = "") -> list[Prompt]:
+    """Read the prompts of a file, JSON lines if its suffix says so. Empty lines are skipped.
+
+    Raises DataError, with file and line, for a line that is not a prompt.
+    """
+    is_json = path.suffix in (".jsonl", ".json", ".ndjson")
+    prompts: list[Prompt] = []
+    try:
+        lines = path.read_bytes().removeprefix(BOM_UTF8).split(b"\n")
+    except OSError as error:
+        raise UsageError(f"cannot read the prompts {path}: {error.strerror or error}") from None
+    for at, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            value = orjson.loads(line) if is_json else {"prompt": line.decode("utf-8").rstrip("\r")}
+            prompts.append(_prompt(len(prompts), value, raw=raw, system=system))
+        except (ValueError, RecursionError) as error:  # Malformed, JSON and UTF-8 are ValueErrors
+            raise DataError(f"{path}:{at}: {error}") from None
+    if not prompts:
+        raise DataError(f"{path} holds no prompts")
+    return prompts
+
+
+def _prompt(number: int, value: Any, *, raw: bool, system: str) -> Prompt:
+    if not isinstance(value, dict):
+        raise Malformed("not a JSON object")
+    if reserved_keys := [key for key in ANSWER_KEYS if key in value]:
+        raise Malformed(f"the key '{reserved_keys[0]}' would be overwritten by the answer; rename it")
+    if isinstance(value.get("prompt"), str):
+        if raw:
+            return Prompt(number, value, text=value["prompt"])
+        return Prompt(number, value, _with_system(system, [Message("user", value["prompt"])]))
+    if isinstance(value.get("text"), str):
+        return Prompt(number, value, text=value["text"])
+    if all(value.get(key) is None for key in ("prompt", *CHAT_KEYS)):
+        raise Malformed(f"none of the keys {', '.join(('prompt', 'text', *CHAT_KEYS))} holds a prompt")
+    answers = {key: value.get(key) or NO_ANSWER for key in ("output", "completion")}  # an answer is optional here
+    messages = messages_of({**value, **answers})
+    reference = messages.pop().content if messages[-1].role == "assistant" else None
+    if not messages:
+        raise Malformed("there is no question before the answer")
+    return Prompt(number, value, _with_system(system, messages), reference=None if reference == NO_ANSWER else reference)
+
+
+def _with_system(system: str, messages: Sequence[Message]) -> tuple[Message, ...]:
+    first = [Message("system", system)] if system and messages[0].role != "system" else []
+    return (*first, *messages)

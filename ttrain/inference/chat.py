@@ -1,4 +1,4 @@
-"""One conversation with a model: its history, its answers, and what no longer fits into its context."""
+"""A conversation with a model: history, answers, and truncation to the context length."""
 
 from __future__ import annotations
 
@@ -12,25 +12,23 @@ from ttrain.data.chat import prompt_ids
 from ttrain.data.chat_templates import Message
 from ttrain.errors import DataError, UsageError
 from ttrain.inference import generate
-from ttrain.inference.generate import Text
-from ttrain.inference.kv_cache import Kept
-from ttrain.inference.loading import Speaker
+from ttrain.inference.generate import Drafts, KVCache, TextStream
+from ttrain.inference.loading import LoadedModel
 from ttrain.inference.sampling import Sampling
-from ttrain.inference.speculative import Drafts
 
-ANSWER_SHARE = 4  # one part in so many of the context stays free for the answer, if it may be that long
+ANSWER_SHARE = 4  # 1/4 of the context stays free for the answer, if it may be that long
 OnText = Callable[[str], object]
 
 
-class Choice(Protocol):
-    """Says who answers a question, and anything worth knowing about it."""
+class ModelSelector(Protocol):
+    """Selects the model that answers a question; returns it and details for the reply."""
 
-    def __call__(self, question: str) -> tuple[Speaker, dict[str, Any]]: ...
+    def __call__(self, question: str) -> tuple[LoadedModel, dict[str, Any]]: ...
 
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer and how it came about. `stop`: "end" of turn, "length" of max_tokens or context, or "interrupted"."""
+    """An answer with its statistics. `stop`: "end" of turn, "length" of max_tokens or context, or "interrupted"."""
 
     text: str
     by: str  # the model's name
@@ -42,22 +40,22 @@ class Reply:
     choice: dict[str, Any]
 
     def to_json(self) -> dict[str, Any]:
-        found: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "answer": self.text, "model": self.by, "tokens": self.tokens, "stop": self.stop,
             "seconds": round(self.seconds, 3), "forgotten": self.forgotten,
         }  # fmt: skip
-        return {**found, **({"speculative": self.drafts.to_json()} if self.drafts else {}), **self.choice}
+        return {**fields, **({"speculative": self.drafts.to_json()} if self.drafts else {}), **self.choice}
 
 
 class Chat:
-    """A conversation. `choose` says who answers: always the same model, or the one that a gate picks."""
+    """A conversation. `choose` selects the model: always the same, or the one that a gate picks."""
 
-    def __init__(self, choose: Choice, sampling: Sampling, *, system: str = "", draft: bool = False) -> None:
+    def __init__(self, choose: ModelSelector, sampling: Sampling, *, system: str = "", draft: bool = False) -> None:
         self.sampling, self.system = sampling, system
         self.choose, self._draft = choose, draft
         self._turns: list[Message] = []
-        self._kept: dict[Speaker, Kept] = {}
-        self._asked = 0  # over the whole chat, so that the same question twice may have two answers
+        self._kv_caches: dict[LoadedModel, KVCache] = {}
+        self._question_count = 0  # over the whole chat, so that repeating a question can give another answer
 
     @property
     def messages(self) -> list[Message]:
@@ -67,29 +65,29 @@ class Chat:
     def reset(self) -> None:
         """Forget all turns; the system prompt and the settings stay, and random numbers begin anew."""
         self._turns.clear()
-        self._asked = 0
+        self._question_count = 0
 
     def last_question(self) -> str:
-        """Take the last question back, with its answer. Raises UsageError where there is none."""
+        """Remove the last question and its answer, and return the question. Raises UsageError if there is none."""
         if not self._turns:
             raise UsageError("there is no question yet")
         self._turns.pop()
         return self._turns.pop().content
 
     def ask(self, question: str, on_text: OnText | None = None) -> Reply:
-        """The answer, which joins the history; `on_text` gets it in pieces.
+        """Answer a question and append both to the history; `on_text` gets the answer in pieces.
 
-        Ctrl-C ends the answer and keeps what was said. Raises DataError for a question that is longer than the context.
+        Ctrl-C ends the answer and keeps the text so far. Raises DataError for a question that is longer than the context.
         """
-        speaker, choice = self.choose(question)
-        if not speaker.can_chat:
+        loaded_model, choice = self.choose(question)
+        if not loaded_model.can_chat:
             raise UsageError(
-                f"the tokenizer of '{speaker.name}' has no chat template; train it on chats with `ttrain train sft "
-                f"sft.start_from={speaker.name}`, or let it continue text with `ttrain generate --raw`"
+                f"the tokenizer of '{loaded_model.name}' has no chat template; train it on chats with `ttrain train sft "
+                f"sft.start_from={loaded_model.name}`, or let it continue text with `ttrain generate --raw`"
             )
-        asked = Message("user", question)
-        ids, forgotten = self._prompt(speaker, asked)
-        text, pieces = Text(speaker.encoder), list[str]()
+        user_message = Message("user", question)
+        ids, forgotten = self._prompt(loaded_model, user_message)
+        text, pieces = TextStream(loaded_model.encoder), list[str]()
         heard: list[int] = []
 
         def show(piece: str) -> None:
@@ -102,42 +100,42 @@ class Chat:
             heard.extend(tokens)
             show(text.add(tokens))
 
-        said = None
+        completion = None
         try:
-            (said,) = generate.generate(
-                speaker, [ids], self.sampling, numbers=[self._asked], on_tokens=hear, draft=self._draft,
-                kept=self._kept.setdefault(speaker, Kept(speaker)),
+            (completion,) = generate.generate(
+                loaded_model, [ids], self.sampling, numbers=[self._question_count], on_tokens=hear, draft=self._draft,
+                kv_cache=self._kv_caches.setdefault(loaded_model, KVCache(loaded_model)),
             )  # fmt: skip
         except KeyboardInterrupt:
             pass
-        if said is not None and said.ended:
+        if completion is not None and completion.ended:
             show(text.end())
-        self._asked += 1
-        self._turns += [asked, Message("assistant", "".join(pieces))]
+        self._question_count += 1
+        self._turns += [user_message, Message("assistant", "".join(pieces))]
         return Reply(
             text="".join(pieces),
-            by=speaker.name,
+            by=loaded_model.name,
             tokens=len(heard),
-            stop="interrupted" if said is None else "end" if said.ended else "length",
-            seconds=said.seconds if said else 0.0,
+            stop="interrupted" if completion is None else "end" if completion.ended else "length",
+            seconds=completion.seconds if completion else 0.0,
             forgotten=forgotten,
-            drafts=said.drafts if said else None,
+            drafts=completion.drafts if completion else None,
             choice=choice,
         )
 
-    def _prompt(self, speaker: Speaker, asked: Message) -> tuple[list[int], int]:
-        """(ids of what the model is given, how many of the oldest turns were left out of it)."""
+    def _prompt(self, loaded_model: LoadedModel, user_message: Message) -> tuple[list[int], int]:
+        """(ids of the prompt, number of oldest turns left out of it)."""
         system = [Message("system", self.system)] if self.system else []
-        longest = speaker.max_length
+        longest = loaded_model.max_length
         reserved = min(self.sampling.max_tokens, longest // ANSWER_SHARE) if longest else 0
-        for start in range(0, len(self._turns) + 1, 2):  # whole exchanges: a template may insist on questions and answers
-            ids = prompt_ids(speaker.encoder, (*system, *self._turns[start:], asked))
+        for start in range(0, len(self._turns) + 1, 2):  # in pairs: a template may require alternating questions and answers
+            ids = prompt_ids(loaded_model.encoder, (*system, *self._turns[start:], user_message))
             if longest is None or len(ids) + reserved <= longest:
                 return ids, start
         if longest and len(ids) < longest:
             return ids, len(self._turns)
         raise DataError(
-            f"the question has {len(ids)} tokens with what the template adds, but the model '{speaker.name}' takes "
+            f"the question has {len(ids)} tokens with what the template adds, but the model '{loaded_model.name}' takes "
             f"{longest} together with the answer; shorten it"
         )
 

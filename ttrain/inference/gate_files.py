@@ -1,6 +1,6 @@
 """The directory of a gate: `gate.json` names the experts by path and digest, `model.safetensors` is the router.
 
-Loads no torch.
+Does not import torch.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from pydantic import ValidationError
 from ttrain.config import Expert, Gate
 from ttrain.core.files import read_json, write_json
 from ttrain.errors import ArtifactError, UsageError
-from ttrain.store.model_reference import Reference
-from ttrain.store.weights import ADAPTER, MODEL, weights_digest
+from ttrain.store.model_files import ADAPTER, MODEL, Reference, weights_digest
 
 GATE, WEIGHTS = "gate.json", "model.safetensors"
 FORMAT = 1
@@ -24,10 +23,10 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class GateFile:
-    """What `gate.json` holds.
+    """Contents of `gate.json`.
 
-    settings    those that the router was trained with
-    figures     how well it does on held-out records, see `ttrain.evaluate.routing`
+    settings    with which the router was trained
+    figures     how well it does on held-out records, see `ttrain.stages.gate`
     router      sha256 of the router's weights
     """
 
@@ -38,7 +37,7 @@ class GateFile:
 
 
 def write(directory: Path, gate: GateFile) -> None:
-    """Write `gate.json`, last of all: without it the directory is no gate."""
+    """Write `gate.json`; call last, since it makes the directory a gate."""
     tree = {
         "format": FORMAT,
         "experts": [expert.model_dump(mode="json") for expert in gate.experts],
@@ -50,7 +49,7 @@ def write(directory: Path, gate: GateFile) -> None:
 
 
 def read(directory: Path) -> GateFile:
-    """The gate of a directory. Raises UsageError where there is none, and ArtifactError where it cannot be read."""
+    """Read the gate of a directory. Raises UsageError if there is none, ArtifactError if it cannot be read."""
     path = directory / GATE
     if not path.is_file():
         raise UsageError(f"{directory} holds no gate; `ttrain gate train --experts A,B --out {directory}` makes one")
@@ -65,7 +64,7 @@ def read(directory: Path) -> GateFile:
 
 
 def expert_of(reference: Reference) -> Expert:
-    """The expert that a reference leads to. Reads its weights, for their digests."""
+    """The expert of a model reference. Reads its weights for their digests."""
     adapter = reference.adapter
     return Expert(
         reference=reference.text,
@@ -77,32 +76,32 @@ def expert_of(reference: Reference) -> Expert:
 
 
 def reference_of(expert: Expert) -> Reference:
-    """Where the expert's files lie, for what loads models."""
+    """The model reference of an expert, for loading it."""
     return Reference(expert.reference, Path(expert.model), Path(expert.adapter) if expert.adapter else None)
 
 
 def digest(expert: Expert) -> str:
-    """12 digits that tell an expert from any other."""
-    return "+".join(part[:12] for part in (expert.weights_sha256, expert.adapter_sha256) if part)
+    """Short digest of an expert: 12 digits for each of model and adapter."""
+    return "+".join(sha256[:12] for sha256 in (expert.weights_sha256, expert.adapter_sha256) if sha256)
 
 
-def change(expert: Expert) -> str | None:
-    """What is no longer as it was when the gate was trained; None where nothing is. Reads the expert's weights."""
-    wanted = [(expert.model, MODEL, expert.weights_sha256)]
+def changed_weights(expert: Expert) -> str | None:
+    """How the expert's weights differ from those the gate was trained on; None if they do not. Reads the weights."""
+    recorded = [(expert.model, MODEL, expert.weights_sha256)]
     if expert.adapter and expert.adapter_sha256:
-        wanted.append((expert.adapter, ADAPTER, expert.adapter_sha256))
-    for directory, name, known in wanted:
+        recorded.append((expert.adapter, ADAPTER, expert.adapter_sha256))
+    for directory, name, recorded_digest in recorded:
         try:
-            found = weights_digest(Path(directory), name=name)
+            current_digest = weights_digest(Path(directory), name=name)
         except ArtifactError:
             return f"{directory} holds no weights any more"
-        if found != known:
-            return f"the weights in {directory} are {found[:12]}, no longer {known[:12]}"
+        if current_digest != recorded_digest:
+            return f"the weights in {directory} are {current_digest[:12]}, no longer {recorded_digest[:12]}"
     return None
 
 
 def check(experts: Sequence[Expert]) -> None:
-    """Raise ArtifactError where one of the experts is no longer what the gate knows."""
+    """Raise ArtifactError if the weights of an expert have changed since the gate was trained."""
     for expert in experts:
-        if wrong := change(expert):
+        if wrong := changed_weights(expert):
             raise ArtifactError(f"the expert {expert.reference} is not the one that the gate knows: {wrong}")

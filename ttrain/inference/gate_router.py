@@ -1,14 +1,14 @@
-"""The router: runs of characters, their mean embedding, and a small network over it. It knows no tokenizer.
+"""The router of a gate: character n-grams, their mean embedding, and a small network. It uses no tokenizer.
 
-The bag of runs is fastText's (arXiv:1607.01759, arXiv:1607.04606): whatever tokenizers the experts have, and in any script,
-a text of a page is routed in two milliseconds on one core. Letters in names: B texts, L runs, E experts.
+The bag of n-grams is fastText's (arXiv:1607.01759, arXiv:1607.04606): whatever tokenizers the experts have, and in any
+script, a text of a page is routed in two milliseconds on one core. Letters in names: B texts, L n-grams, E experts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
@@ -20,27 +20,33 @@ from torch.nn import functional as F
 
 from ttrain.config import Expert, Gate
 from ttrain.core.hashing import sha256_file
-from ttrain.errors import ArtifactError
-from ttrain.inference import gate_files
+from ttrain.errors import ArtifactError, UsageError
+from ttrain.inference import gate_files, loading
+from ttrain.inference.chat import ModelSelector
+from ttrain.inference.loading import LoadedModel
+from ttrain.model import adapters
 
-PADDING = 0  # the id that stands for no run
+PADDING = 0  # the id of no n-gram
+
 MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # odd: 2**64 over the golden ratio
+
 TEXTS_PER_BATCH = 256
+
 Ids = npt.NDArray[np.int64]
 
 
 def run_ids(text: str, settings: Gate) -> Ids:
-    """Ids, from 1 to `buckets`, of the distinct runs of characters in the text's beginning, a space around it.
+    """Ids, from 1 to `buckets`, of the distinct character n-grams in the text's beginning, padded by a space on both sides.
 
     The same on every machine: a polynomial over code points modulo 2**64, spread by the finalizer of SplitMix64
     (prng.di.unimi.it/splitmix64.c).
     """
     codes = np.frombuffer(f" {text[: settings.characters]} ".encode("utf-32-le", "surrogatepass"), "<u4").astype(np.uint64)
-    hashes, found = codes, []
+    hashes, ids_by_length = codes, []
     for length in range(1, min(settings.ngram_characters, len(codes)) + 1):
-        found.append(_spread(hashes + np.uint64(length)) % np.uint64(settings.buckets))
+        ids_by_length.append(_spread(hashes + np.uint64(length)) % np.uint64(settings.buckets))
         hashes = hashes[:-1] * MULTIPLIER + codes[length:]
-    return np.unique(np.concatenate(found)).astype(np.int64) + 1
+    return np.unique(np.concatenate(ids_by_length)).astype(np.int64) + 1
 
 
 def _spread(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
@@ -50,7 +56,7 @@ def _spread(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def padded(rows: Sequence[Ids]) -> Tensor:
-    """Ids of several texts, of shape [B, L]."""
+    """Pad the ids of several texts to shape [B, L]."""
     ids_BL = torch.full((len(rows), max(map(len, rows))), PADDING)
     for row, ids in enumerate(rows):
         ids_BL[row, : len(ids)] = torch.from_numpy(ids)
@@ -59,14 +65,14 @@ def padded(rows: Sequence[Ids]) -> Tensor:
 
 @final
 class Router(nn.Module):
-    """Ids of runs to the logits of the experts."""
+    """Maps n-gram ids to logits of the experts."""
 
     def __init__(self, settings: Gate, experts: int) -> None:
         super().__init__()
         self.settings = settings
         self.embedding = nn.Embedding(settings.buckets + 1, settings.embedding_size, padding_idx=PADDING)
         self.layers = nn.Sequential(
-            nn.LayerNorm(settings.embedding_size),  # a mean over many runs is short
+            nn.LayerNorm(settings.embedding_size),  # a mean over many n-grams is small
             nn.Linear(settings.embedding_size, settings.hidden),
             nn.GELU(),
             nn.Linear(settings.hidden, experts),
@@ -79,14 +85,14 @@ class Router(nn.Module):
         return logits_BE
 
     def probabilities(self, texts: Sequence[str]) -> Tensor:
-        """Of shape [B, E], on the CPU, without gradients."""
+        """Probability of each expert, [B, E], on the CPU, without gradients."""
         self.eval()
-        device, found = self.embedding.weight.device, []
+        device, batches = self.embedding.weight.device, []
         for start in range(0, len(texts), TEXTS_PER_BATCH):
             ids_BL = padded([run_ids(text, self.settings) for text in texts[start : start + TEXTS_PER_BATCH]])
             with torch.inference_mode():
-                found.append(self(ids_BL.to(device)).float().softmax(-1).cpu())
-        return torch.cat(found)
+                batches.append(self(ids_BL.to(device)).float().softmax(-1).cpu())
+        return torch.cat(batches)
 
 
 @final
@@ -94,13 +100,13 @@ class OpenedGate:
     """A gate's router, loaded, and the experts between which it picks."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises UsageError where there is no gate, and ArtifactError where its router does not fit. Opens no expert."""
+        """Raises UsageError if there is no gate, ArtifactError if its router does not fit. Loads no expert."""
         gate = gate_files.read(directory)
         self.experts: tuple[Expert, ...] = gate.experts
         path = directory / gate_files.WEIGHTS
         if not path.is_file() or sha256_file(path) != gate.router:
             raise ArtifactError(
-                f"the router {path} is not the one that {gate_files.GATE} beside it tells of; train the gate again"
+                f"the router {path} is not the one that {gate_files.GATE} beside it names; train the gate again"
             )
         self._router = Router(gate.settings, len(gate.experts))
         try:
@@ -112,3 +118,54 @@ class OpenedGate:
         """(number of the expert whose loss on the text is most likely the least, the probability of each)."""
         probabilities = self._router.probabilities([text])[0]
         return int(probabilities.argmax()), probabilities.tolist()
+
+
+def single_model(loaded_model: LoadedModel) -> ModelSelector:
+    """Select the same model for every question."""
+    return lambda question: (loaded_model, {})
+
+
+class AdapterSelector:
+    """Selects the active one of several adapters on one base, which is in memory once; initially the first."""
+
+    def __init__(self, loaded_models: Sequence[LoadedModel]) -> None:
+        """`loaded_models`: from `loading.load_adapters`."""
+        self._models = {loaded_model.name: (number, loaded_model) for number, loaded_model in enumerate(loaded_models)}
+        self.active = loaded_models[0].name
+        self.switch(self.active)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the adapters, as the user gave them."""
+        return list(self._models)
+
+    def switch(self, name: str) -> None:
+        """Activate an adapter. Raises UsageError if there is none of this name."""
+        if name not in self._models:
+            raise UsageError(f"there is no adapter '{name}'; there are {', '.join(self.names)}")
+        number, loaded_model = self._models[name]
+        model: Any = loaded_model.model
+        adapters.switch(model, loading.adapter_name(number))
+        self.active = name
+
+    def __call__(self, question: str) -> tuple[LoadedModel, dict[str, Any]]:
+        return self._models[self.active][1], {}
+
+
+class GateSelector:
+    """Selects the expert most likely to have the lowest loss on the question; each is loaded when first picked."""
+
+    def __init__(self, directory: Path, *, device: str, dtype: str) -> None:
+        """Raises UsageError if the directory holds no gate, ArtifactError if it is damaged."""
+        self._gate = OpenedGate(directory)
+        self._load_options = {"device": device, "dtype": dtype}
+        self._models: dict[int, LoadedModel] = {}
+
+    def __call__(self, question: str) -> tuple[LoadedModel, dict[str, Any]]:
+        """Pick and load an expert. Raises ArtifactError if its weights changed since the gate was trained."""
+        number, probabilities = self._gate.route(question)
+        if number not in self._models:
+            expert = self._gate.experts[number]
+            gate_files.check([expert])
+            self._models[number] = loading.load(gate_files.reference_of(expert), **self._load_options)
+        return self._models[number], {"probabilities": [round(share, 4) for share in probabilities]}

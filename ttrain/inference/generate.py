@@ -1,13 +1,15 @@
-"""Answers to prompts: many at once or one that streams, through transformers' `generate` with its KV cache.
+"""Text generation through transformers' `generate`: batches, a streamed answer, its KV cache, speculative decoding.
 
 Letters in names: B rows, T positions, V vocabulary.
 """
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,115 +26,113 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from ttrain.data.encoder import Encoder
-from ttrain.errors import DataError
-from ttrain.inference import speculative
-from ttrain.inference.kv_cache import Kept
-from ttrain.inference.loading import Speaker
+from ttrain.errors import DataError, UsageError
+from ttrain.inference.loading import LoadedModel, need_second_head
 from ttrain.inference.sampling import Sampling
 
 OnTokens = Callable[[list[int]], None]
-UNFINISHED = "\ufffd"  # what a decoder writes for bytes whose rest has not come
+UNFINISHED = "\ufffd"  # the decoder's output for an incomplete character
 
 
 @dataclass(frozen=True)
-class Said:
-    """An answer: its tokens without the one that ended it, and whether one did (else the longest length was reached)."""
+class Completion:
+    """An answer: its tokens without the stop token, and whether there was one (else the length limit was reached)."""
 
     ids: list[int]
     ended: bool
     seconds: float  # of the whole batch
-    drafts: speculative.Drafts | None = None
+    drafts: Drafts | None = None
 
 
 def generate(
-    speaker: Speaker,
+    loaded_model: LoadedModel,
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
     *,
     numbers: Sequence[int] | None = None,
     on_tokens: OnTokens | None = None,
     draft: bool = False,
-    kept: Kept | None = None,
-) -> list[Said]:
-    """The model's answers to prompts of ids, made together.
+    kv_cache: KVCache | None = None,
+) -> list[Completion]:
+    """Generate answers to a batch of prompts (token ids).
 
-    `numbers` tell rows apart: an answer depends on the seed and its own number, never on what else is in the batch.
-    `on_tokens` gets the tokens of a single answer as they come. `draft`: the second head guesses, with the same result.
-    `kept`: of the conversation that a single prompt belongs to.
+    `numbers` identify rows: an answer depends on the seed and its own number, never on the rest of the batch.
+    `on_tokens` gets the tokens of a single answer as they come. `draft`: speculative decoding, with the same result.
+    `kv_cache`: that of the conversation to which a single prompt belongs.
     Raises DataError for a prompt that leaves no room for an answer.
     """
     longest = max(map(len, prompts))
-    new_tokens = room(speaker, longest, sampling)
+    new_tokens = available_tokens(loaded_model, longest, sampling)
     numbers = range(len(prompts)) if numbers is None else numbers
     began = time.monotonic()
-    processors = _processors(sampling, numbers, longest)
+    processors = logits_processors(sampling, numbers, longest)
     if draft:
         (prompt,) = prompts
-        said, drafts = speculative.generate(
-            speaker, prompt, processors, new_tokens=new_tokens, kept=kept,
+        answer_ids, drafts = generate_speculatively(
+            loaded_model, prompt, processors, new_tokens=new_tokens, kv_cache=kv_cache,
             on_token=lambda token: on_tokens and on_tokens([token]),
         )  # fmt: skip
-        return [_said(speaker, said, time.monotonic() - began, drafts)]
-    pad = int(speaker.model.generation_config.pad_token_id)
+        return [_completion(loaded_model, answer_ids, time.monotonic() - began, drafts)]
+    pad = int(loaded_model.model.generation_config.pad_token_id)
     ids_BT = torch.full((len(prompts), longest), pad, dtype=torch.long)
     mask_BT = torch.zeros_like(ids_BT)
-    for row, prompt in enumerate(prompts):  # on the left, so that all answers begin at one position
+    for row, prompt in enumerate(prompts):  # left padding, so that all answers begin at the same position
         ids_BT[row, longest - len(prompt) :] = torch.as_tensor(np.asarray(prompt, dtype=np.int64))
         mask_BT[row, longest - len(prompt) :] = 1
-    cache = kept.take(prompts[0]) if kept else None
-    with torch.no_grad():  # not inference_mode: a table that the model keeps would be unfit for the training that goes on
-        found_BT = speaker.model.generate(
-            input_ids=ids_BT.to(speaker.device),
-            attention_mask=mask_BT.to(speaker.device),
-            generation_config=GenerationConfig(max_new_tokens=new_tokens, eos_token_id=list(speaker.stop_ids)),
+    cache = kv_cache.take(prompts[0]) if kv_cache else None
+    with torch.no_grad():  # not inference_mode: tables cached in the model would be unusable for further training
+        found_BT = loaded_model.model.generate(
+            input_ids=ids_BT.to(loaded_model.device),
+            attention_mask=mask_BT.to(loaded_model.device),
+            generation_config=GenerationConfig(max_new_tokens=new_tokens, eos_token_id=list(loaded_model.stop_ids)),
             logits_processor=processors,
-            streamer=_Streamer(on_tokens, speaker.stop_ids) if on_tokens else None,
+            streamer=_Streamer(on_tokens, loaded_model.stop_ids) if on_tokens else None,
             **({"past_key_values": cache} if cache is not None else {}),
         )
-    if kept:
-        kept.put(found_BT[0].tolist(), cache)
+    if kv_cache:
+        kv_cache.put(found_BT[0].tolist(), cache)
     seconds = time.monotonic() - began
-    return [_said(speaker, row, seconds) for row in found_BT[:, longest:].tolist()]
+    return [_completion(loaded_model, row, seconds) for row in found_BT[:, longest:].tolist()]
 
 
-def text_of(encoder: Encoder, said: Said) -> str:
-    """The text of an answer; of one that was cut, without the bytes of a character whose rest did not come."""
-    text = encoder.decode(said.ids)
-    return text if said.ended else text.rstrip(UNFINISHED)
+def completion_text(encoder: Encoder, completion: Completion) -> str:
+    """Decode an answer; if it was cut at the length limit, without an incomplete last character."""
+    text = encoder.decode(completion.ids)
+    return text if completion.ended else text.rstrip(UNFINISHED)
 
 
-def room(speaker: Speaker, prompt_tokens: int, sampling: Sampling) -> int:
-    """Tokens that an answer may have. Raises DataError where the prompt leaves none."""
-    if speaker.max_length is None:
+def available_tokens(loaded_model: LoadedModel, prompt_tokens: int, sampling: Sampling) -> int:
+    """Maximum number of tokens of an answer. Raises DataError if the prompt leaves none."""
+    if loaded_model.max_length is None:
         return sampling.max_tokens
-    if prompt_tokens >= speaker.max_length:
+    if prompt_tokens >= loaded_model.max_length:
         raise DataError(
-            f"the prompt has {prompt_tokens} tokens, but the model '{speaker.name}' takes {speaker.max_length} "
+            f"the prompt has {prompt_tokens} tokens, but the model '{loaded_model.name}' takes {loaded_model.max_length} "
             "together with the answer; shorten it"
         )
-    return min(sampling.max_tokens, speaker.max_length - prompt_tokens)
+    return min(sampling.max_tokens, loaded_model.max_length - prompt_tokens)
 
 
-class Text:
-    """The text of tokens that come one after the other; a character is held back until all its bytes are there."""
+class TextStream:
+    """Decodes a stream of tokens; a character is held back until all its bytes have arrived."""
 
     def __init__(self, encoder: Encoder) -> None:
         self._encoder = encoder
         self._ids: list[int] = []
-        self._given = 0
+        self._shown_length = 0
 
     def add(self, ids: Sequence[int]) -> str:
-        """What can be shown now that was not shown before."""
+        """Add tokens; returns the new text that can be shown."""
         self._ids += ids
-        return self._rest(self._encoder.decode(self._ids).rstrip(UNFINISHED))
+        return self._unseen(self._encoder.decode(self._ids).rstrip(UNFINISHED))
 
     def end(self) -> str:
-        """What was held back: bytes that are no character, after an answer that ended by itself."""
-        return self._rest(self._encoder.decode(self._ids))
+        """Return the held-back text: bytes that form no character, after an answer that ended by itself."""
+        return self._unseen(self._encoder.decode(self._ids))
 
-    def _rest(self, text: str) -> str:
-        new = text[self._given :]
-        self._given = max(self._given, len(text))
+    def _unseen(self, text: str) -> str:
+        new = text[self._shown_length :]
+        self._shown_length = max(self._shown_length, len(text))
         return new
 
 
@@ -144,10 +144,10 @@ class _SeededNoise(LogitsProcessor):  # type: ignore[misc]  # transformers is no
 
     def __init__(self, seed: int, numbers: Sequence[int]) -> None:
         seeds = [int(np.random.SeedSequence([seed, number]).generate_state(1)[0]) for number in numbers]
-        self._generators = [torch.Generator().manual_seed(one) for one in seeds]
+        self._generators = [torch.Generator().manual_seed(row_seed) for row_seed in seeds]
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        smallest = torch.finfo(torch.float32).tiny  # the logarithm of 0 would win against any score
+        smallest = torch.finfo(torch.float32).tiny  # log(0) would win against any score
         drawn = [
             torch.empty(scores.shape[-1]).exponential_(generator=generator).clamp_min_(smallest)
             for generator in self._generators
@@ -156,7 +156,7 @@ class _SeededNoise(LogitsProcessor):  # type: ignore[misc]  # transformers is no
 
 
 class _Streamer(BaseStreamer):  # type: ignore[misc]
-    """Hands on what `generate` puts: first the prompt, then token after token."""
+    """Passes on the tokens that `generate` puts; skips the prompt, which comes first."""
 
     def __init__(self, on_tokens: OnTokens, stops: Sequence[int]) -> None:
         self._on_tokens, self._stops = on_tokens, stops
@@ -171,22 +171,179 @@ class _Streamer(BaseStreamer):  # type: ignore[misc]
         pass
 
 
-def _processors(sampling: Sampling, numbers: Sequence[int], prompt_tokens: int) -> LogitsProcessorList:
-    """The settings in the order that transformers has them. The penalty counts the answer alone: over the whole prompt it
-    would also fall on the tokens that end a turn, and no answer would end."""
-    found: list[LogitsProcessor] = []
+def logits_processors(sampling: Sampling, numbers: Sequence[int], prompt_tokens: int) -> LogitsProcessorList:
+    """Logits processors in transformers' order. The repetition penalty applies to the answer only: over the whole prompt
+    it would also penalise the tokens that end a turn, and no answer would end."""
+    processors: list[LogitsProcessor] = []
     if sampling.repetition_penalty != 1:
-        found.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty, prompt_ignore_length=prompt_tokens))
+        processors.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty, prompt_ignore_length=prompt_tokens))
     if sampling.temperature:
-        found.append(TemperatureLogitsWarper(sampling.temperature))
+        processors.append(TemperatureLogitsWarper(sampling.temperature))
         if sampling.top_k:
-            found.append(TopKLogitsWarper(sampling.top_k))
+            processors.append(TopKLogitsWarper(sampling.top_k))
         if sampling.top_p < 1:
-            found.append(TopPLogitsWarper(sampling.top_p))
-        found.append(_SeededNoise(sampling.seed, numbers))
-    return LogitsProcessorList(found)
+            processors.append(TopPLogitsWarper(sampling.top_p))
+        processors.append(_SeededNoise(sampling.seed, numbers))
+    return LogitsProcessorList(processors)
 
 
-def _said(speaker: Speaker, ids: list[int], seconds: float, drafts: speculative.Drafts | None = None) -> Said:
-    end = next((at for at, token in enumerate(ids) if token in speaker.stop_ids), None)
-    return Said(ids if end is None else ids[:end], end is not None, seconds, drafts)
+def _completion(loaded_model: LoadedModel, ids: list[int], seconds: float, drafts: Drafts | None = None) -> Completion:
+    end = next((at for at, token in enumerate(ids) if token in loaded_model.stop_ids), None)
+    return Completion(ids if end is None else ids[:end], end is not None, seconds, drafts)
+
+
+# --- speculative decoding -------------------------------------------------------------------------------------------------
+# With a second head of the model itself (arXiv:1811.03115, arXiv:2404.19737): the hidden state from which the head predicts
+# the next token also feeds a second head, which guesses the token after that. The guess goes through the model together with
+# the token before it: if the model itself agrees, one pass has produced two tokens. Every token is the model's own choice,
+# so the second head only changes the speed.
+
+
+@dataclass
+class Drafts:
+    """Acceptance statistics of the second head, and the number of passes through the model."""
+
+    drafted: int = 0
+    accepted: int = 0
+    passes: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        return {**vars(self), "acceptance": self.accepted / self.drafted if self.drafted else None}
+
+    def __str__(self) -> str:
+        share = f"{self.accepted / self.drafted:.0%} of " if self.drafted else ""
+        return f"{share}{self.drafted} guesses accepted"
+
+
+def generate_speculatively(
+    loaded_model: LoadedModel,
+    prompt: Sequence[int],
+    processors: LogitsProcessorList,
+    *,
+    new_tokens: int,
+    on_token: Callable[[int], object],
+    kv_cache: KVCache | None = None,
+) -> tuple[list[int], Drafts]:
+    """(tokens of the answer including the stop token, statistics of the guesses).
+
+    The processors see each position once, in order, as in `generate`, so sampling under a seed gives the same answer.
+    """
+    head = need_second_head(loaded_model)
+    model, drafts = _IncrementalModel(loaded_model, kv_cache.take(prompt) if kv_cache else None), Drafts()
+    ids_T = torch.tensor(list(prompt), device=loaded_model.device)
+    answer_ids: list[int] = []
+    guess: int | None = None
+    with torch.inference_mode():
+        while True:
+            guesses = [] if guess is None else [guess]
+            candidates_T = torch.cat([ids_T, ids_T.new_tensor(guesses)])
+            logits_TV, hidden_TD = model(candidates_T, positions=1 + len(guesses))
+            drafts.passes += 1
+            drafts.drafted += len(guesses)
+            for at in range(1 + len(guesses)):
+                prefix_T = candidates_T[: len(ids_T)]
+                scores_V = processors(prefix_T[None], logits_TV[at][None].float())[0]
+                token = int(scores_V.argmax())
+                is_right = at < len(guesses) and token == guess
+                drafts.accepted += is_right
+                answer_ids.append(token)
+                ids_T = torch.cat([ids_T, ids_T.new_tensor([token])])
+                ends = token in loaded_model.stop_ids
+                if not ends:
+                    on_token(token)
+                if ends or len(answer_ids) == new_tokens:
+                    model.keep(len(ids_T) - 1)
+                    if kv_cache:
+                        kv_cache.put(ids_T.tolist(), model.cache)
+                    return answer_ids, drafts
+                if not is_right:
+                    break
+            model.keep(len(ids_T) - 1)  # the last token has not been fed to the model
+            guess = int(head(hidden_TD[at]).argmax())
+
+
+class _IncrementalModel:
+    """Computes logits and hidden states of the last positions of a growing row, whose last token may be removed."""
+
+    def __init__(self, loaded_model: LoadedModel, cache: Any) -> None:
+        """`cache`: holds the beginning of the row; None: created if the model uses one."""
+        from transformers import DynamicCache
+
+        self._model = loaded_model.model
+        self._head = loaded_model.causal.get_output_embeddings()
+        self.cache = cache
+        if cache is None and loaded_model.uses_cache:
+            self.cache = DynamicCache(config=loaded_model.causal.config)
+            self.cache.activate_past_recording()  # without it, layers with a sliding window cannot be cropped
+        self._fed = cache.get_seq_length() if cache is not None else 0  # positions in the cache
+        self._keeps = "logits_to_keep" in inspect.signature(loaded_model.causal.forward).parameters
+
+    def __call__(self, ids_T: Tensor, positions: int) -> tuple[Tensor, Tensor]:
+        """(logits, hidden states) of the last positions."""
+        hidden_states: list[Tensor] = []
+        handle = self._head.register_forward_pre_hook(lambda module, inputs: hidden_states.append(inputs[0]))
+        try:
+            only_last = {"logits_to_keep": positions} if self._keeps else {}
+            cached = {"past_key_values": self.cache} if self.cache is not None else {}
+            out = self._model(input_ids=ids_T[None, self._fed :], use_cache=self.cache is not None, **cached, **only_last)
+        finally:
+            handle.remove()
+        if self.cache is not None:
+            self.cache = out.past_key_values  # another object if a prefix stands before the text
+        if len(hidden_states) != 1:
+            raise UsageError("--speculative does not fit this model: its output head is not a module that it calls")
+        self._fed = len(ids_T) if self.cache is not None else 0
+        return out.logits[0, -positions:], hidden_states[0][0, -positions:]
+
+    def keep(self, tokens: int) -> None:
+        """Crop the cache to the first `tokens` positions."""
+        if self.cache is not None and self._fed > tokens:
+            self.cache.crop(tokens - self._fed)
+            self._fed = tokens
+
+
+class KVCache:
+    """Keys and values of a token sequence, reused for the next prompt that begins with it.
+
+    Unused for models without a cache, and for caches that cannot be cropped: those of layers with a sliding window or
+    a recurrent state.
+    """
+
+    def __init__(self, loaded_model: LoadedModel) -> None:
+        self._uses_cache = (
+            loaded_model.uses_cache and loaded_model.model is loaded_model.causal
+        )  # a prefix has a cache of its own
+        self._config = loaded_model.causal.config
+        self._ids: list[int] = []
+        self._cache: Any = None
+
+    def take(self, prompt: Sequence[int]) -> Any:
+        """Take a cache of the prompt's beginning, never including its last token; None if not possible.
+
+        The caller owns it until `put`: an interrupted answer leaves no half-filled cache behind.
+        """
+        if not self._uses_cache:
+            return None
+        from transformers import DynamicCache
+        from transformers.cache_utils import DynamicLayer
+
+        cache, self._cache = self._cache, None
+        same = _common(self._ids, prompt[:-1])
+        if cache is None or not same:
+            cache, same = DynamicCache(config=self._config), 0
+        if any(type(layer) is not DynamicLayer for layer in cache.layers):
+            return None
+        if same < len(self._ids) and same:
+            cache.crop(same - len(self._ids))
+        return cache
+
+    def put(self, ids: Sequence[int], cache: Any) -> None:
+        """Store the cache after an answer; `ids`: prompt and answer, the last of which may be missing in the cache."""
+        self._cache = cache
+        self._ids = list(ids[: cache.get_seq_length()]) if cache is not None else []
+
+
+def _common(first: Sequence[int], second: Sequence[int]) -> int:
+    """Length of the common prefix of two sequences."""
+    length = min(len(first), len(second))
+    return next((at for at in range(length) if first[at] != second[at]), length)

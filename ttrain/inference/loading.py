@@ -1,4 +1,4 @@
-"""From a reference to a model that can be talked to: weights, adapter, tokenizer, and the second head where there is one."""
+"""Loads a chat model from a reference: weights, adapter, tokenizer, and the second head if there is one."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ttrain.data import existing_tokenizer
+from ttrain.data import existing
 from ttrain.data.encoder import Encoder, open_tokenizer
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.model import adapters, factory, multi_token
-from ttrain.store.model_reference import Reference
+from ttrain.store.model_files import Reference
 from ttrain.train import precision
 
 if TYPE_CHECKING:
@@ -26,16 +26,16 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, eq=False)
-class Speaker:
-    """A model and what is needed to talk to it.
+class LoadedModel:
+    """A model loaded for text generation, with its tokenizer.
 
-    name         what the user called it
+    name         the reference that the user gave
     model        of transformers or PEFT, on its device, not training; its generation settings hold nothing but ids
     begin_ids    tokens before a text that is to be continued
     stop_ids     tokens that end an answer
-    max_length   positions the model accepts; None where it has no limit
-    second_head  predicts the token after the next from the same hidden state; None where there is none
-    can_chat     whether its tokenizer brings a chat template, whose tokens the model knows
+    max_length   positions the model accepts; None if it has no limit
+    second_head  predicts the token after the next from the same hidden state; None if there is none
+    can_chat     whether its tokenizer has a chat template whose tokens the model knows
     """
 
     name: str
@@ -49,35 +49,35 @@ class Speaker:
 
     @property
     def device(self) -> torch.device:
-        place: torch.device = next(self.model.parameters()).device
-        return place
+        model_device: torch.device = next(self.model.parameters()).device
+        return model_device
 
     @property
     def causal(self) -> PreTrainedModel:
-        """The model of transformers, within PEFT's where there is one."""
+        """The transformers model, inside PEFT's if there is one."""
         inner = getattr(self.model, "get_base_model", None)
         return self.model if inner is None else inner()
 
     @property
     def uses_cache(self) -> bool:
-        """Whether the model keeps keys and values in a cache that can be handed to it."""
-        wanted = self.model.generation_config.use_cache
-        return bool(wanted) and "past_key_values" in inspect.signature(self.causal.forward).parameters
+        """Whether the model accepts a cache of keys and values."""
+        use_cache = self.model.generation_config.use_cache
+        return bool(use_cache) and "past_key_values" in inspect.signature(self.causal.forward).parameters
 
     def describe(self) -> str:
-        """A line about it."""
+        """One-line summary: name, kind, parameters, dtype, device, context."""
         size = sum(parameter.numel() for parameter in self.model.parameters())
         limit = f", {self.max_length} tokens of context" if self.max_length else ""
         kind = str(self.model.dtype).removeprefix("torch.")
         return f"{self.name}: {self.causal.config.model_type}, {size:,} parameters in {kind} on {self.device}{limit}"
 
 
-def load(reference: Reference, *, device: str = "auto", dtype: str = "fp32") -> Speaker:
-    """The model of the reference on the device, its weights as `dtype`.
+def load(reference: Reference, *, device: str = "auto", dtype: str = "fp32") -> LoadedModel:
+    """Load the model of a reference onto the device, its weights as `dtype`.
 
-    Raises ArtifactError for what is damaged or does not belong together.
+    Raises ArtifactError if files are damaged or do not belong together.
     """
-    place = precision.resolve_device(device)
+    target_device = precision.resolve_device(device)
     reference.verify()
     model: Any = factory.load(reference.model)
     head = _second_head(model, reference.model)
@@ -85,71 +85,77 @@ def load(reference: Reference, *, device: str = "auto", dtype: str = "fp32") -> 
         model = adapters.load(model, reference.adapter, reference.base_digest)
         if not model.active_peft_config.is_prompt_learning:
             model = adapters.merge(model)  # as fast as the base
-    head = head.to(place, DTYPES[dtype]).eval() if head is not None else None
-    return speaker_of(reference.text, _placed(model, place, DTYPES[dtype]), reference.tokenizer, second_head=head)
+    head = head.to(target_device, DTYPES[dtype]).eval() if head is not None else None
+    return with_tokenizer(
+        reference.text, _move_to(model, target_device, DTYPES[dtype]), reference.tokenizer, second_head=head
+    )
 
 
-def load_adapters(references: Sequence[Reference], *, device: str = "auto", dtype: str = "fp32") -> list[Speaker]:
-    """The models of several adapters on one base, which is in memory once; the last of them counts. None is merged.
+def load_adapters(references: Sequence[Reference], *, device: str = "auto", dtype: str = "fp32") -> list[LoadedModel]:
+    """Load several adapters on one base, which is in memory once; the last is active. None is merged.
 
-    Raises UsageError where one is no adapter or of another kind, ArtifactError where one was trained on another base.
+    Raises UsageError if one is not an adapter or of another kind, ArtifactError if one was trained on another base.
     """
-    first, *more = references
+    first, *other_references = references
     if plain := next((reference.text for reference in references if reference.adapter is None), None):
-        raise UsageError(f"'{plain}' is a full model, no adapter; --adapter switches between adapters of one base")
+        raise UsageError(f"'{plain}' is a full model, not an adapter; --adapter switches between adapters of one base")
     if len({reference.text for reference in references}) < len(references):
         raise UsageError(f"an adapter is named twice: {', '.join(reference.text for reference in references)}")
     for reference in references:
         reference.verify()
-    place, digest = precision.resolve_device(device), first.base_digest
+    target_device, digest = precision.resolve_device(device), first.base_digest
     model: Any = factory.load(first.model)
     head = _second_head(model, first.model)
     model = adapters.load(model, first.directory, digest, adapter_name(0))
-    for number, reference in enumerate(more, start=1):
+    for number, reference in enumerate(other_references, start=1):
         adapters.add(model, reference.directory, digest, adapter_name(number))
-    model = _placed(model, place, DTYPES[dtype])
-    head = head.to(place, DTYPES[dtype]).eval() if head is not None else None
-    speakers = []
+    model = _move_to(model, target_device, DTYPES[dtype])
+    head = head.to(target_device, DTYPES[dtype]).eval() if head is not None else None
+    loaded_models = []
     for number, reference in enumerate(references):
-        adapters.switch(model, adapter_name(number))  # how many positions are left is the adapter's own
-        speakers.append(speaker_of(reference.text, model, reference.tokenizer, second_head=head))
-    return speakers
+        adapters.switch(model, adapter_name(number))  # the number of positions left depends on the adapter
+        loaded_models.append(with_tokenizer(reference.text, model, reference.tokenizer, second_head=head))
+    return loaded_models
 
 
 def adapter_name(number: int) -> str:
-    """What PEFT calls one of several adapters: a name of its own takes no dots, which paths have."""
+    """PEFT's name of one of several adapters: it may not contain dots, which paths have."""
     return f"adapter{number}"
 
 
-def _placed(model: Any, place: torch.device, dtype: torch.dtype) -> Any:
-    """The model on the device, its weights as `dtype`; but tables that it computes, such as the frequencies of rotary
-    positions, as they are: in bf16 these would be off by a radian some hundred positions on."""
+def _move_to(model: Any, target_device: torch.device, dtype: torch.dtype) -> Any:
+    """Move the model to the device and cast its weights to `dtype`; computed tables, such as the frequencies of rotary
+    positions, are not cast: in bf16 these would be off by a radian after some hundred positions."""
     tables = [
         (module, name, buffer)
         for module in model.modules()
         for name, buffer in module.named_buffers(recurse=False)
         if name in module._non_persistent_buffers_set
     ]
-    model = model.to(place, dtype)
+    model = model.to(target_device, dtype)
     for module, name, buffer in tables:
-        setattr(module, name, buffer.to(place))
+        setattr(module, name, buffer.to(target_device))
     return model
 
 
-def speaker_of(name: str, model: Any, tokenizer: Path, *, second_head: nn.Linear | None = None) -> Speaker:
-    """A model that is loaded, with the tokenizer of that directory; from now on it is not training."""
+def with_tokenizer(name: str, model: Any, tokenizer: Path, *, second_head: nn.Linear | None = None) -> LoadedModel:
+    """Combine a loaded model with the tokenizer of a directory; puts the model in eval mode."""
     encoder, begins, can_chat = _encoder(tokenizer)
-    return speaking(name, model, encoder, begins, can_chat=can_chat, second_head=second_head)
+    return with_encoder(name, model, encoder, begins, can_chat=can_chat, second_head=second_head)
 
 
-def speaking(
+def with_encoder(
     name: str, model: Any, encoder: Encoder, begins: tuple[int, ...], *, can_chat: bool, second_head: nn.Linear | None = None
-) -> Speaker:
-    """The same with a tokenizer that is open. The model gets generation settings of its own, and is in eval mode."""
+) -> LoadedModel:
+    """Combine a loaded model with an open tokenizer; replaces its generation settings and puts it in eval mode."""
     causal = model.get_base_model() if hasattr(model, "get_base_model") else model
-    config, own = causal.config.get_text_config(), causal.generation_config.eos_token_id
-    stops = {encoder.eos_id, encoder.end_id, *(own if isinstance(own, list) else [own] if own is not None else [])}
-    speaker = Speaker(
+    config, model_eos = causal.config.get_text_config(), causal.generation_config.eos_token_id
+    stops = {
+        encoder.eos_id,
+        encoder.end_id,
+        *(model_eos if isinstance(model_eos, list) else [model_eos] if model_eos is not None else []),
+    }
+    loaded = LoadedModel(
         name=name,
         model=model.eval(),
         encoder=encoder,
@@ -159,13 +165,13 @@ def speaking(
         second_head=second_head,
         can_chat=can_chat,
     )
-    for part in {id(part): part for part in (model, causal)}.values():
-        part.generation_config = _plain(config, encoder, speaker.stop_ids)
-    return speaker
+    for module in {id(module): module for module in (model, causal)}.values():
+        module.generation_config = _neutral_generation_config(config, encoder, loaded.stop_ids)
+    return loaded
 
 
 def _max_length(model: Any, config: Any) -> int | None:
-    """Positions that are left for tokens: a prefix takes some."""
+    """Positions available for tokens, without those of a prefix."""
     length: int | None = getattr(config, "max_position_embeddings", None)
     prefix = getattr(model, "active_peft_config", None)
     if length is not None and prefix is not None and prefix.is_prompt_learning:
@@ -173,39 +179,39 @@ def _max_length(model: Any, config: Any) -> int | None:
     return length
 
 
-def _plain(config: Any, encoder: Encoder, stops: tuple[int, ...]) -> Any:
-    """Generation settings that do nothing: `generate` fills what it is not told from the model's own, such as a
-    temperature or a penalty that a model of the Hub brings."""
+def _neutral_generation_config(config: Any, encoder: Encoder, stops: tuple[int, ...]) -> Any:
+    """Neutral generation settings: otherwise `generate` would use the model's own for unset values, such as a
+    temperature or a penalty that a model from the Hub brings."""
     from transformers import GenerationConfig
 
-    pad = encoder.pad_id if encoder.pad_id < config.vocab_size else 0  # is masked, but has to be in the embedding
+    pad = encoder.pad_id if encoder.pad_id < config.vocab_size else 0  # masked, but it must exist in the embedding
     uses_cache = getattr(config, "use_cache", True) is not False
     return GenerationConfig(do_sample=False, eos_token_id=list(stops), pad_token_id=pad, use_cache=uses_cache)
 
 
 def _encoder(directory: Path) -> tuple[Encoder, tuple[int, ...], bool]:
-    """(the tokenizer of the directory, what begins a text with it, whether one can chat with it).
+    """(the tokenizer of the directory, ids that begin a text, whether it has a chat template).
 
-    One that is not of ttrain is completed in a temporary directory: nothing that the user has is written to.
+    A foreign tokenizer is completed in a temporary directory: the user's files are not changed.
     """
-    if not (directory / existing_tokenizer.JSON).is_file():
-        raise ArtifactError(f"{directory} holds no {existing_tokenizer.JSON}, so that no text can be given to its model")
+    if not (directory / existing.JSON).is_file():
+        raise ArtifactError(f"{directory} holds no {existing.JSON}, so its model cannot be given text")
     if (directory / "chat_template.jinja").is_file():
         try:
             encoder = Encoder(directory)
             return encoder, (encoder.bos_id,), True
         except ArtifactError:
-            pass  # without some of the names that ttrain needs
-    can_chat = existing_tokenizer.brings_template(directory)
-    begins = open_tokenizer(directory / existing_tokenizer.JSON).encode("", add_special_tokens=True).ids
+            pass  # it lacks some of the tokens that ttrain needs
+    can_chat = existing.brings_template(directory)
+    begins = open_tokenizer(directory / existing.JSON).encode("", add_special_tokens=True).ids
     with tempfile.TemporaryDirectory(prefix="ttrain-") as temporary:
-        files = [directory / name for name in existing_tokenizer.FILES if (directory / name).is_file()]
-        existing_tokenizer.take(files, Path(temporary), "own" if can_chat else "ttrain")
+        files = [directory / name for name in existing.FILES if (directory / name).is_file()]
+        existing.install(files, Path(temporary), "own" if can_chat else "ttrain")
         return Encoder(Path(temporary)), tuple(begins), can_chat
 
 
 def _second_head(model: PreTrainedModel, directory: Path) -> nn.Linear | None:
-    """The head beside the weights in the directory, apart from the model: what is saved or counted of that has none."""
+    """Load the second head beside the weights, detached from the model, so that it is not saved or counted with it."""
     if not multi_token.attach_from(model, directory):
         return None
     head: nn.Linear = getattr(model, multi_token.NAME)
@@ -213,11 +219,11 @@ def _second_head(model: PreTrainedModel, directory: Path) -> nn.Linear | None:
     return head
 
 
-def need_second_head(speaker: Speaker) -> nn.Linear:
-    """The second head. Raises UsageError where the model has none."""
-    if speaker.second_head is None:
+def need_second_head(loaded: LoadedModel) -> nn.Linear:
+    """The second head. Raises UsageError if the model has none."""
+    if loaded.second_head is None:
         raise UsageError(
-            f"--speculative needs a second head, but there is none beside the model of '{speaker.name}'; train one with "
+            f"--speculative needs a second head, but there is none beside the model of '{loaded.name}'; train one with "
             "model.multi_token.keep_head=true, or leave --speculative out"
         )
-    return speaker.second_head
+    return loaded.second_head

@@ -1,4 +1,4 @@
-"""How an answer is chosen among the model's probabilities: settings only, without torch."""
+"""Sampling settings of text generation, without torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ttrain.errors import UsageError
 
 
 class Sampling(Section):
-    """Settings of one answer. At temperature 0 the most likely token is taken each time, and the seed does nothing."""
+    """Settings of one answer. At temperature 0 decoding is greedy, and the seed has no effect."""
 
     temperature: float = Field(0.0, ge=0, le=10, description="0: always the most likely token; higher: more various")
     top_p: float = Field(1.0, gt=0, le=1, description="keep the likeliest tokens that together have this share; 1: all")
@@ -33,7 +33,7 @@ class Sampling(Section):
 
 
 def sampling(**values: Any) -> Sampling:
-    """The settings. Raises UsageError, which names setting, value and rule."""
+    """Validate sampling settings. Raises UsageError, which names setting, value and rule."""
     try:
         return Sampling.model_validate(values)
     except ValidationError as error:

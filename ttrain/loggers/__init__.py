@@ -1,4 +1,4 @@
-"""Further places that curves go to: TensorBoard, Weights & Biases, SwanLab. MLflow is not among them: see `ttrain.tracking`.
+"""Loggers that curves go to beside MLflow (see `ttrain.tracking`): TensorBoard, Weights & Biases, SwanLab.
 
 Each is a process of its own that follows the same rows of `metrics.jsonl` (`process.py`): a service that hangs, fills the
 terminal or crashes costs the training nothing, and libraries that know one run a process are used as they are meant to be.

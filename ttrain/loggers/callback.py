@@ -1,4 +1,4 @@
-"""The loggers of a training, as one callback: it starts their processes and tells them how the training ended."""
+"""The loggers of a training, as one callback: it starts their processes and sends them how the training ended."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Loggers(Callback):
         """
         check(names)
         self._names, self._directory, self._description = names, directory, description
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, step: int, steps: int) -> None:
         for name in self._names:
@@ -43,10 +43,10 @@ class Loggers(Callback):
             try:
                 process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.STDOUT)  # to the stage's log
             except OSError as error:  # no memory for one more process
-                log.warning("the logger %s cannot be started, %s goes nowhere else: %s", name, self._directory, error)
+                log.warning("the logger %s cannot be started and gets nothing of %s: %s", name, self._directory, error)
                 continue
-            self._processes[name] = process
-            _tell(process, json.dumps(task))
+            self.processes[name] = process
+            _send_line(process, json.dumps(task))
 
     def end(self, step: int) -> None:
         self._end(FINISHED)
@@ -56,9 +56,9 @@ class Loggers(Callback):
 
     def _end(self, word: str) -> None:
         deadline = time.monotonic() + PATIENCE_SECONDS
-        for process in self._processes.values():
-            _tell(process, word, last=True)
-        for name, process in self._processes.items():
+        for process in self.processes.values():
+            _send_line(process, word, last=True)
+        for name, process in self.processes.items():
             try:
                 code = process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
@@ -66,11 +66,11 @@ class Loggers(Callback):
                 code = process.wait()
             if code:
                 log.warning("the logger %s ended with code %d; it may lack the end of %s", name, code, self._directory)
-        self._processes = {}
+        self.processes = {}
 
 
-def _tell(process: subprocess.Popen[bytes], line: str, *, last: bool = False) -> None:
-    """A line to its input, which ends with the last; one that has ended already is told of at the end."""
+def _send_line(process: subprocess.Popen[bytes], line: str, *, last: bool = False) -> None:
+    """Write a line to a process's input, which is closed after the last; one that has ended is reported at the end."""
     assert process.stdin is not None, "it was started with a pipe"
     with contextlib.suppress(OSError):
         process.stdin.write(f"{line}\n".encode())

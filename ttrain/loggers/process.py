@@ -22,19 +22,19 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ttrain.core.files import parse_json
-from ttrain.core.parent_process import STOP_SIGNALS
+from ttrain.core.signals import STOP_SIGNALS
 
 METRICS = "metrics.jsonl"
 SECONDS = 1.0
 ID_BYTES = 10  # 20 letters, which all services take
-ORPHAN_SECONDS = 10.0  # for the last words of a training that was killed: the next try may begin meanwhile
-Row = dict[str, Any]
+ORPHAN_SECONDS = 10.0  # for the last rows of a training that was killed: the next attempt may begin meanwhile
+MetricRow = dict[str, Any]
 
 
 class Logger(Protocol):
     """One run of one service; made by `open_run(task)` of its module.
 
-    `steps`: the step that each metric has reached; up to there nothing is sent again. Empty where all is written anew.
+    `steps`: the step that each metric has reached; up to it nothing is sent again. Empty where all rows are written again.
     """
 
     steps: dict[str, int]
@@ -43,10 +43,10 @@ class Logger(Protocol):
         """Figures of a row, `seconds` since 1970."""
 
     def flush(self) -> None:
-        """The rows that are there for now were logged."""
+        """Called when the rows that are there for now were logged."""
 
     def finish(self, *, failed: bool) -> None:
-        """No more will come."""
+        """End the run: no more rows will come."""
 
 
 def main() -> int:
@@ -56,34 +56,34 @@ def main() -> int:
     for signum in STOP_SIGNALS:  # to all processes at once: the training ends first, and tells how
         signal.signal(signum, signal.SIG_IGN)
     task = parse_json(sys.stdin.readline())
-    told = _Told()
+    end_signal = _EndSignal()
     logger: Logger = import_module(f"ttrain.loggers.{task['logger']}").open_run(task)
-    follow(Path(task["directory"]) / METRICS, logger, told)
-    logger.finish(failed=told.word != "finished")
+    follow(Path(task["directory"]) / METRICS, logger, end_signal)
+    logger.finish(failed=end_signal.word != "finished")
     return 0
 
 
-class _Told:
-    """The word from the training, awaited by a thread."""
+class _EndSignal:
+    """The word for how the training ended, which a thread reads from standard input."""
 
     def __init__(self) -> None:
-        self.word, self.came = "", threading.Event()
+        self.word, self.received = "", threading.Event()
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _listen(self) -> None:
         self.word = sys.stdin.readline().strip()
-        self.came.set()
+        self.received.set()
         if not self.word:
             orphan = threading.Timer(ORPHAN_SECONDS, os._exit, (1,))
             orphan.daemon = True
             orphan.start()
 
 
-def follow(path: Path, logger: Logger, told: Any) -> None:
-    """Hand each figure to the logger once, until the training has told how it ended and all was read."""
+def follow(path: Path, logger: Logger, end_signal: Any) -> None:
+    """Hand each figure to the logger once, until the training has reported how it ended and all was read."""
     position, ended = 0, False
     while not ended:
-        ended = told.came.wait(SECONDS)  # asked before the last look, which then sees every line
+        ended = end_signal.received.wait(SECONDS)  # asked before the last look, which then sees every line
         data = _after(path, position)
         whole = data[: data.rfind(b"\n") + 1]
         position += len(whole)
@@ -104,8 +104,8 @@ def _after(path: Path, position: int) -> bytes:
 
 
 def _fresh(line: bytes, steps: dict[str, int]) -> Iterator[tuple[int, float, dict[str, float]]]:
-    """(step, time, figures) of a row, without what is no number and without the steps that a metric has passed."""
-    row: Row = parse_json(line)
+    """(step, time, figures) of a row, without values that are not finite and without metrics that have passed the step."""
+    row: MetricRow = parse_json(line)
     step = int(row["step"])
     values = {
         name: float(value)
@@ -117,24 +117,24 @@ def _fresh(line: bytes, steps: dict[str, int]) -> Iterator[tuple[int, float, dic
         steps |= dict.fromkeys(values, step)
 
 
-class Kept:
-    """What a logger remembers for the next try of the same training: the id of its run, the steps that it reached, and
-    whether its service has seen the run.
+class LoggerState:
+    """The state of a logger, kept for the next attempt of the same training: the id of its run, the steps that it reached,
+    and whether its service has seen the run.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self.id, self.steps, self.online = secrets.token_hex(ID_BYTES), dict[str, int](), False
         with contextlib.suppress(OSError, ValueError, KeyError):
-            kept = parse_json(path.read_text(encoding="utf-8"))
-            self.id, self.online = str(kept["id"]), bool(kept["online"])
-            self.steps = {name: int(step) for name, step in kept["steps"].items()}
+            state = parse_json(path.read_text(encoding="utf-8"))
+            self.id, self.online = str(state["id"]), bool(state["online"])
+            self.steps = {name: int(step) for name, step in state["steps"].items()}
         self.write()
 
     def continued(self, present: Path, *, online: bool, last: int | None = None) -> None:
-        """The run goes on, with its files in the directory `present`; `last` is the step that its service has, if it tells.
+        """Continue the run, with its files in the directory `present`; `last` is the step that its service has, if known.
 
-        A run that is only in files is written anew: those of a try that was killed lack what was not yet on the disk, though
+        A run that is only in files is written again: those of a killed attempt lack what was not yet on the disk, though
         the steps say otherwise. What the service has cannot be taken back, and only what is after it is sent.
         """
         if last is not None:

@@ -1,4 +1,4 @@
-"""What a run of Weights & Biases and one of SwanLab have in common: their id, their files, the words they begin with."""
+"""The part that runs of Weights & Biases and SwanLab share: their id, their files, the arguments that start them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ttrain.loggers.process import Kept
+from ttrain.loggers.process import LoggerState
 
 
 class ServiceRun(ABC):
     """The run that a training had before, or a new one, with its files in `service` of the training's directory.
 
-    It is offline where the service cannot be reached or has no key. `project_variable`: the environment's word for the
+    It is offline where the service cannot be reached or has no key. `project_variable`: the environment variable of the
     project, which counts more than the task's.
     """
 
@@ -22,15 +22,15 @@ class ServiceRun(ABC):
         directory = Path(task["directory"])
         self._directory = directory / service
         self._directory.mkdir(parents=True, exist_ok=True)
-        self._kept = Kept(directory / "loggers" / f"{service}.json")
-        self.steps = self._kept.steps
-        self._words = {
+        self._state = LoggerState(directory / "loggers" / f"{service}.json")
+        self.steps = self._state.steps
+        self._init_arguments = {
             "project": os.environ.get(project_variable, task["project"]),
             "group": task["group"],
             "job_type": task["kind"],
             "name": task["name"],
             "config": task["config"],
-            "id": self._kept.id,
+            "id": self._state.id,
             "resume": "allow",
         }
         try:
@@ -41,10 +41,10 @@ class ServiceRun(ABC):
 
     @abstractmethod
     def _open(self, mode: str | None) -> Any:
-        """The service's run, begun with `_words`; its own default where `mode` is None."""
+        """The service's run, begun with `_init_arguments`; its own default where `mode` is None."""
 
     def log(self, values: Mapping[str, float], step: int, seconds: float) -> None:
         self._run.log(dict(values), step=step)
 
     def flush(self) -> None:
-        self._kept.write()
+        self._state.write()

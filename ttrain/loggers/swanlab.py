@@ -1,7 +1,7 @@
 """An experiment of SwanLab for a training; SWANLAB_MODE and the like count as always.
 
-Offline, its files are left under `run/swanlab`, for `swanlab sync`. One that continues goes on in the same experiment, by
-its id.
+Offline, its files are left under `run/swanlab`, for `swanlab sync`. A continued training continues the same
+experiment, by its id.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from ttrain.loggers.service import ServiceRun
 SETTINGS = swanlab.Settings(interactive=False, probe=swanlab.Settings.Probe(git=False, requirements=False))
 
 
-def open_run(task: Mapping[str, Any]) -> Run:
+def open_run(task: Mapping[str, Any]) -> SwanLabRun:
     """The experiment that this training had before, or a new one; offline where the service cannot be reached."""
-    return Run(task)
+    return SwanLabRun(task)
 
 
 @final
-class Run(ServiceRun):
+class SwanLabRun(ServiceRun):
     """One experiment, in a directory of the training."""
 
     def __init__(self, task: Mapping[str, Any]) -> None:
         super().__init__("swanlab", task, "SWANLAB_PROJECT_NAME")
-        self._kept.continued(Path(self._run.dir), online=self._run.mode == "online")
+        self._state.continued(Path(self._run.dir), online=self._run.mode == "online")
 
     def _open(self, mode: str | None) -> Any:
-        return swanlab.init(**self._words, mode=mode, log_dir=str(self._directory), settings=SETTINGS)
+        return swanlab.init(**self._init_arguments, mode=mode, log_dir=str(self._directory), settings=SETTINGS)
 
     def finish(self, *, failed: bool) -> None:
         if failed:

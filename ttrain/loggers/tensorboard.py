@@ -13,7 +13,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 
 def open_run(task: Mapping[str, Any]) -> EventFiles:
-    """Anew: the file of a training that continues is written from its first row, so that no step is there twice."""
+    """Open new files: those of a continued training are written from its first row again, so that no step is there twice."""
     return EventFiles(Path(task["directory"]) / "tensorboard")
 
 

@@ -1,6 +1,6 @@
 """A run of Weights & Biases for a training; WANDB_MODE, WANDB_PROJECT and the like count as always.
 
-Offline, its files are left under `run/wandb`, for `wandb sync`. One that continues goes on in the same run, by its id.
+Offline, its files are left under `run/wandb`, for `wandb sync`. A continued training continues the same run, by its id.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from ttrain.loggers.service import ServiceRun
 CONNECT_SECONDS = 10.0  # then another ten until its service process lets go
 
 
-def open_run(task: Mapping[str, Any]) -> Run:
+def open_run(task: Mapping[str, Any]) -> WandbRun:
     """The run that this training had before, or a new one; offline where the service cannot be reached."""
-    return Run(task)
+    return WandbRun(task)
 
 
 @final
-class Run(ServiceRun):
+class WandbRun(ServiceRun):
     """One run, in a directory of the training."""
 
     def __init__(self, task: Mapping[str, Any]) -> None:
         super().__init__("wandb", task, "WANDB_PROJECT")
         online = not self._run.offline
         last = self._run.starting_step - 1 if online and self._run.resumed else -1 if online else None
-        self._kept.continued(Path(self._run.sync_dir), online=online, last=last)
+        self._state.continued(Path(self._run.sync_dir), online=online, last=last)
 
     def _open(self, mode: Any) -> Any:
         settings = wandb.Settings(console="off", symlink=False, disable_git=True, init_timeout=CONNECT_SECONDS)
         try:
-            return wandb.init(**self._words, mode=mode, dir=str(self._directory.parent), settings=settings)
+            return wandb.init(**self._init_arguments, mode=mode, dir=str(self._directory.parent), settings=settings)
         except wandb.Error:
             wandb.teardown()  # of the service process, which holds on to the id
             raise

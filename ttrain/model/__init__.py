@@ -1,1 +1,1 @@
-"""Models and adapters, all in formats that transformers and PEFT open."""
+"""Models and adapters, in the formats of transformers and PEFT."""

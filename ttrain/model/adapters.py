@@ -1,4 +1,4 @@
-"""Adapters through PEFT: LoRA (arXiv:2106.09685), DoRA (arXiv:2402.09353) and prefixes; the base stays as it is.
+"""Adapters through PEFT: LoRA (arXiv:2106.09685), DoRA (arXiv:2402.09353) and prefixes; the base is not changed.
 
 Only the adapter's weights are trained and saved, with the digest of the base's weights beside them.
 """
@@ -8,60 +8,67 @@ from __future__ import annotations
 import json
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch import nn
 
 from ttrain.config import Lora
 from ttrain.core.files import parse_json
 from ttrain.errors import ArtifactError, UsageError
-from ttrain.model import adapter_targets
+from ttrain.model import factory
 from ttrain.model.factory import overwrite
-from ttrain.store.weights import ADAPTER
+from ttrain.store.model_files import ADAPTER
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
     from transformers import PreTrainedModel
 
+
 WEIGHTS = ADAPTER
+
 CONFIG, BASE = "adapter_config.json", "base.json"
+
 NAME = "default"
+
 log = logging.getLogger("ttrain")
 
 
 def attach(model: PreTrainedModel, config: Lora) -> PeftModel:
-    """The model with a fresh adapter on it; all else is frozen.
+    """Add a new adapter to a model and freeze everything else.
 
     LoRA and DoRA begin with A random under the seed and B zero, so that nothing changes yet; a prefix begins with random
-    keys and values. Raises UsageError for targets that the model has not, or that cannot be adapted so.
+    keys and values. Raises UsageError for targets that the model does not have, or that cannot be adapted in this way.
     """
     torch.manual_seed(config.seed)
     if config.kind == "prefix":
-        from ttrain.model import prefix
+        from ttrain.model import adapter_layers
 
-        return prefix.attach(model, config)
+        return adapter_layers.attach(model, config)
     return _attach_low_rank(model, config)
 
 
 def _attach_low_rank(model: PreTrainedModel, config: Lora) -> PeftModel:
     from peft import LoraConfig, TaskType, get_peft_model
 
-    from ttrain.model.lora_linear import FusedLinear
+    from ttrain.model.adapter_layers import FusedLinear
 
-    found = adapter_targets.find(model, config.targets)
-    _check_parameters(found, config)
+    targets = find_targets(model, config.targets)
+    _check_parameters(targets, config)
     settings = LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,
         lora_dropout=config.dropout,
         use_dora=config.kind == "dora",
-        target_modules=list(found.layer_suffixes),
-        target_parameters=list(found.parameter_suffixes) or None,
-        fan_in_fan_out=found.transposed,
+        target_modules=list(targets.layer_suffixes),
+        target_parameters=list(targets.parameter_suffixes) or None,
+        fan_in_fan_out=targets.transposed,
         task_type=TaskType.CAUSAL_LM,
         bias="none",
     )
@@ -70,29 +77,29 @@ def _attach_low_rank(model: PreTrainedModel, config: Lora) -> PeftModel:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")  # where a model has both kinds of layers
         adapted = get_peft_model(model, settings)
-    _check_adapted(adapted, found)
+    _check_adapted(adapted, targets)
     return adapted
 
 
-def _check_parameters(found: adapter_targets.Targets, config: Lora) -> None:
-    """Weights that are adapted as they stand, stacks of experts above all, are adapted by plain LoRA only."""
-    named = ", ".join(sorted({name.removesuffix(".weight").rpartition(".")[2] for name in found.parameters}))
+def _check_parameters(targets: AdapterTargets, config: Lora) -> None:
+    """Raise UsageError if weights that are not layers, mostly stacked experts, would need more than plain LoRA."""
+    weight_names = ", ".join(sorted({name.removesuffix(".weight").rpartition(".")[2] for name in targets.parameters}))
     for key, value in (("kind", config.kind), ("dropout", config.dropout)):
-        if found.parameters and value not in ("lora", 0):
+        if targets.parameters and value not in ("lora", 0):
             raise UsageError(
-                f"lora.{key} is {value}, which PEFT does not offer for the layers of a mixture of experts ({named}); "
+                f"lora.{key} is {value}, which PEFT does not offer for the layers of a mixture of experts ({weight_names}); "
                 f"set lora.{key}={'lora' if key == 'kind' else 0}, or lora.targets=attention"
             )
 
 
-def _check_adapted(model: PeftModel, found: adapter_targets.Targets) -> None:
-    """That PEFT put adapters where it was told to, and nowhere else."""
+def _check_adapted(model: PeftModel, targets: AdapterTargets) -> None:
+    """Assert that PEFT adapted exactly the targets."""
     adapted = {
         name.removeprefix("base_model.model.").rpartition(".lora_A")[0].replace(".base_layer", "")
         for name, _ in model.named_parameters() if ".lora_A." in name
     }  # fmt: skip
-    expected = found.layers | {name.rpartition(".")[0] for name in found.parameters}
-    assert adapted == expected, f"PEFT adapted {sorted(adapted ^ expected)} otherwise than asked for"
+    expected = targets.layers | {name.rpartition(".")[0] for name in targets.parameters}
+    assert adapted == expected, f"PEFT adapted {sorted(adapted ^ expected)} differently from the targets"
 
 
 def state(model: PeftModel, name: str = NAME) -> dict[str, torch.Tensor]:
@@ -100,22 +107,22 @@ def state(model: PeftModel, name: str = NAME) -> dict[str, torch.Tensor]:
     from peft import get_peft_model_state_dict
 
     if model.peft_config[name].is_prompt_learning:
-        from ttrain.model import prefix
+        from ttrain.model import adapter_layers
 
-        return {"prompt_embeddings": prefix.weight(model, name)}  # PEFT would give a copy
+        return {"prompt_embeddings": adapter_layers.weight(model, name)}  # PEFT would return a copy
     weights: dict[str, torch.Tensor] = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
     return weights
 
 
 def load_state(model: PeftModel, weights: Mapping[str, torch.Tensor]) -> None:
-    """Put an adapter's weights into the model. Raises ArtifactError where names or shapes differ."""
+    """Load an adapter's weights into the model. Raises ArtifactError if names or shapes differ."""
     overwrite(state(model), weights)
 
 
 def files(model: PeftModel, *, base: str, base_digest: str, held_in: str | None = None) -> dict[str, bytes]:
     """`adapter_config.json`: rank, alpha, targets, the base's name; `base.json`: the digest of the base's weights.
 
-    `held_in`: how the base was quantized meanwhile; None: it was not.
+    `held_in`: the base's quantization during training; None: not quantized.
     """
     settings: dict[str, Any] = model.peft_config[NAME].to_dict()
     settings = {key: sorted(value) if isinstance(value, set) else value for key, value in settings.items()}
@@ -128,13 +135,11 @@ def files(model: PeftModel, *, base: str, base_digest: str, held_in: str | None 
     }
 
 
-# --- adapters that are there ------------------------------------------------------------------------------------------
-
-
+# --- existing adapters ------------------------------------------------------------------------------------------------
 def load(base: PreTrainedModel, directory: Path, base_digest: str, name: str = NAME) -> PeftModel:
-    """The base with the adapter of `directory`, frozen. `base_digest`: `ttrain.store.weights.weights_digest` of the base.
+    """The base with the adapter of `directory`, frozen. `base_digest`: `store.model_files.weights_digest` of the base.
 
-    Raises ArtifactError where it was trained on another base, or where its weights do not fit.
+    Raises ArtifactError if it was trained on another base, or if its weights do not fit.
     """
     from peft import PeftModelForCausalLM
 
@@ -142,7 +147,7 @@ def load(base: PreTrainedModel, directory: Path, base_digest: str, name: str = N
     settings = _settings(directory)
     kind: Any = PeftModelForCausalLM
     if settings.is_prompt_learning:
-        from ttrain.model.prefix import PrefixModel
+        from ttrain.model.adapter_layers import PrefixModel
 
         kind = PrefixModel
     try:
@@ -154,9 +159,9 @@ def load(base: PreTrainedModel, directory: Path, base_digest: str, name: str = N
 
 
 def add(model: PeftModel, directory: Path, base_digest: str, name: str) -> None:
-    """Load another adapter of the same base under a name of its own; `switch` makes it the one that counts.
+    """Load another adapter of the same base under its own name; `switch` activates it.
 
-    Raises ArtifactError as `load`, UsageError where it is of another kind than those that are there.
+    Raises ArtifactError as `load`, UsageError if it is of another kind than the loaded ones.
     """
     check_base(directory, base_digest)
     if name in model.peft_config:
@@ -164,26 +169,28 @@ def add(model: PeftModel, directory: Path, base_digest: str, name: str) -> None:
     try:
         model.add_adapter(name, _settings(directory))
     except ValueError as error:
-        raise UsageError(f"the adapter {directory} cannot stand beside {', '.join(model.peft_config)}: {error}") from None
+        raise UsageError(
+            f"the adapter {directory} cannot be loaded together with {', '.join(model.peft_config)}: {error}"
+        ) from None
     _fill(model, directory, name)
 
 
 def switch(model: PeftModel, name: str) -> None:
-    """Let the adapter called `name` count, and no other; `with model.disable_adapter():` lets none."""
+    """Activate the adapter called `name` only; `with model.disable_adapter():` deactivates all."""
     if name not in model.peft_config:
         raise UsageError(f"there is no adapter '{name}'; there are {', '.join(model.peft_config)}")
     model.set_adapter(name, inference_mode=True)
 
 
 def merge(model: PeftModel) -> PreTrainedModel:
-    """The base with the adapter added to its weights, once and for all; the logits stay, up to rounding.
+    """Merge the adapter into the base's weights permanently; the logits stay the same up to rounding.
 
-    Raises UsageError for a prefix, which is no change of weights, ArtifactError where a weight becomes no number.
+    Raises UsageError for a prefix, which does not change weights, ArtifactError if a weight becomes non-finite.
     """
     if model.active_peft_config.is_prompt_learning:
         raise UsageError(
-            "a prefix cannot be merged: it is no change of the base's weights but keys and values before every text; "
-            "keep it as an adapter, or train one with lora.kind=lora"
+            "a prefix cannot be merged: it does not change the base's weights but adds keys and values before every "
+            "text; keep it as an adapter, or train one with lora.kind=lora"
         )
     try:
         merged: PreTrainedModel = model.merge_and_unload(safe_merge=True)
@@ -193,17 +200,19 @@ def merge(model: PeftModel) -> PreTrainedModel:
 
 
 def check_base(directory: Path, base_digest: str) -> None:
-    """Raise ArtifactError where the adapter was trained on other weights. One that does not say on which is taken."""
+    """Raise ArtifactError if the adapter was trained on other weights. One that does not name its base is accepted."""
     path = directory / BASE
     if not path.is_file():
-        log.warning("the adapter %s does not say on which base it was trained; its names and shapes must do", directory)
+        log.warning("the adapter %s does not say on which base it was trained; only names and shapes are checked", directory)
         return
     try:
-        wanted = str(parse_json(path.read_bytes())["base_weights_sha256"])
+        expected_digest = str(parse_json(path.read_bytes())["base_weights_sha256"])
     except (ValueError, KeyError, TypeError) as error:
         raise ArtifactError(f"{path}, which names the adapter's base, is damaged: {error}") from None
-    if wanted != base_digest:
-        raise ArtifactError(f"the adapter {directory} was trained on the base {wanted[:12]}, not on {base_digest[:12]}")
+    if expected_digest != base_digest:
+        raise ArtifactError(
+            f"the adapter {directory} was trained on the base {expected_digest[:12]}, not on {base_digest[:12]}"
+        )
 
 
 def _settings(directory: Path) -> PeftConfig:
@@ -224,3 +233,173 @@ def _fill(model: PeftModel, directory: Path, name: str) -> None:
         raise ArtifactError(f"cannot read {directory / WEIGHTS}: {error}") from None
     overwrite(state(model, name), weights)
     model.requires_grad_(False)
+
+
+ALL_LINEAR, ATTENTION = "all-linear", "attention"
+
+PRESETS = (ALL_LINEAR, ATTENTION)
+
+
+@dataclass(frozen=True)
+class AdapterTargets:
+    """Targets for PEFT: suffixes of layers and of parameters, which match `layers` and `parameters` and nothing else.
+
+    `parameters` are weights that are adapted directly, without a layer: mostly experts stacked in three dimensions.
+    """
+
+    layers: frozenset[str]
+    parameters: frozenset[str]
+    layer_suffixes: tuple[str, ...]
+    parameter_suffixes: tuple[str, ...]
+    transposed: bool  # whether any is GPT-2's Conv1D, whose weight is [in, out]
+
+
+def find_targets(model: PreTrainedModel, names: Sequence[str]) -> AdapterTargets:
+    """The targets that `lora.targets` names. Raises UsageError, with all possible names, for an unknown one.
+
+    `all-linear`: every linear layer and every stack of experts but the output head (arXiv:2305.14314, section 4);
+    `attention`: the linear layers within attention; else the last parts of a name, such as q_proj or mlp.down_proj.
+    """
+    linear, head, stacked = linear_layers(model), output_head(model), expert_stacks(model)
+    body = [name for name in linear if name != head]
+    targets: set[str] = set()
+    unknown = []
+    for name in names:
+        matches = (
+            [*body, *stacked] if name == ALL_LINEAR
+            else _within_attention(model, body) if name == ATTENTION
+            else [full for full in (*linear, *stacked) if _ends_with(full, name)]
+        )  # fmt: skip
+        targets |= {*matches}
+        if not matches:
+            unknown.append(name)
+    if unknown:
+        choices = sorted({full.rpartition(".")[2] for full in (*linear, *stacked)})
+        raise UsageError(
+            f"lora.targets names {', '.join(unknown)}, but the model's linear layers are {', '.join(choices)}; "
+            f"name some of them, or write {' or '.join(PRESETS)}"
+        )
+    if head in targets and model.config.get_text_config().tie_word_embeddings:
+        raise UsageError(
+            f"lora.targets names the output head {head}, but model.tie_embeddings makes it the embedding too, which an "
+            f"adapter must not change; remove it from lora.targets"
+        )
+    renamed = _renamed_by_peft(model, {name.rpartition(".")[2] for name in linear})
+    layers = {name for name in targets - {*stacked} if name.rpartition(".")[2] not in renamed}
+    parameters = {f"{name}.weight" if name in linear else name for name in targets - layers}
+    return AdapterTargets(
+        frozenset(layers),
+        frozenset(parameters),
+        _shortest_suffixes(layers, [name for name, _ in model.named_modules()]),
+        _shortest_suffixes(parameters, [name for name, _ in model.named_parameters()]),
+        any(_is_conv1d(linear[name]) for name in layers),
+    )
+
+
+def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Every linear layer by its full name, the output head among them."""
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear) or _is_conv1d(layer)}
+
+
+def expert_stacks(model: nn.Module) -> list[str]:
+    """Full names of weights in three dimensions, [experts, out, in], that belong to no layer of torch (convolutions do)."""
+    return [
+        f"{name}.{parameter}" for name, module in model.named_modules() if not type(module).__module__.startswith("torch.nn")
+        for parameter, weight in module.named_parameters(recurse=False) if weight.ndim == 3
+    ]  # fmt: skip
+
+
+def output_head(model: PreTrainedModel) -> str | None:
+    """Full name of the layer that computes the logits."""
+    head: Any = model.get_output_embeddings()
+    return next((name for name, module in model.named_modules() if module is head), None)
+
+
+def _renamed_by_peft(model: PreTrainedModel, names: set[str]) -> set[str]:
+    """Names that PEFT takes for the experts' names of transformers 4.
+
+    It adapts the stacked experts instead, at twice the rank, so that shared experts and dense layers of a mixture of
+    experts would get no adapter. Given the parameter instead of the layer, it adapts them.
+    """
+    from peft import LoraConfig
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    probe = LoraConfig(target_modules=sorted(names))
+    convert_peft_config_for_transformers(probe, model, None)
+    return names - {*(probe.target_modules or ())}
+
+
+def _within_attention(model: nn.Module, linear: Iterable[str]) -> list[str]:
+    """Layers inside a module whose class name contains "attention", as in every architecture of transformers."""
+    inside = [f"{name}." for name, module in model.named_modules() if "attention" in type(module).__name__.lower()]
+    return [name for name in linear if name.startswith(tuple(inside))]
+
+
+def _shortest_suffixes(targets: set[str], everything: Iterable[str]) -> tuple[str, ...]:
+    """The shortest suffixes that match the targets and no other name: q_proj, but attn.c_proj if there is an mlp.c_proj."""
+    others = {*everything} - targets
+    suffixes = set()
+    for name in targets:
+        parts = name.split(".")
+        ends = (".".join(parts[-count:]) for count in range(1, len(parts) + 1))
+        suffixes.add(next(end for end in ends if not any(_ends_with(other_name, end) for other_name in others)))
+    return tuple(sorted(suffixes))
+
+
+def _ends_with(name: str, suffix: str) -> bool:
+    """Whether a name matches as in PEFT: the whole name, or its last parts."""
+    return name == suffix or name.endswith(f".{suffix}")
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+
+
+COMPUTED_IN = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16}  # else bf16
+
+
+def load_quantized(directory: Path, config: Lora) -> PreTrainedModel:
+    """Load the base model as `lora.quantize` says: fp32, or its linear layers in NF4 (double-quantized) or int8.
+
+    Embeddings, norms and the output head stay in fp32, and so do stacked experts, which bitsandbytes does not support.
+    Raises UsageError, with the command to install it, if bitsandbytes is missing.
+    """
+    if config.quantize == "none":
+        return factory.load(directory)
+    if find_spec("bitsandbytes") is None:
+        raise UsageError(
+            f"lora.quantize is {config.quantize}, which needs bitsandbytes; install it with: pip install bitsandbytes, "
+            f"or set lora.quantize=none"
+        )
+    from transformers import BitsAndBytesConfig
+
+    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)  # a line per layer and pass on a CPU
+    settings = (
+        BitsAndBytesConfig(load_in_8bit=True) if config.quantize == "int8"
+        else BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=COMPUTED_IN.get(config.precision, torch.bfloat16),
+        )
+    )  # fmt: skip
+    model = factory.load(directory, quantization_config=settings)
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            # Otherwise the first validation packs the weights for inference, and later steps get no gradient through them.
+            module.support_avx512bf16_for_cpu = False
+    quantized = sum(_numbers(p) for p in model.parameters() if not p.is_floating_point())
+    unquantized = sum(p.numel() for p in model.parameters() if p.is_floating_point())
+    if not quantized:
+        raise UsageError(
+            f"lora.quantize is {config.quantize}, but the model {model.config.model_type} has no linear layer that "
+            f"bitsandbytes can quantize so; set lora.quantize=none"
+        )
+    log.info("%d of the base's %d weights are quantized to %s", quantized, quantized + unquantized, config.quantize)
+    return model
+
+
+def _numbers(parameter: Any) -> int:
+    """Number of weights in a quantized parameter; in 4 bits, a byte holds two."""
+    shape = getattr(getattr(parameter, "quant_state", None), "shape", parameter.shape)
+    return int(torch.Size(shape).numel())

@@ -1,7 +1,7 @@
-"""Settings of a model to the config of an architecture that transformers has, every name and type checked.
+"""Converts model settings to the config of a transformers architecture, checking every name and type.
 
-transformers names most sizes alike in all its configs (`attribute_map`); what it names otherwise is listed here. A setting
-that somebody changed and that the architecture does not have is refused, never ignored.
+transformers uses the same names for most sizes in all its configs (`attribute_map`); exceptions are listed here. A changed
+setting that the architecture does not have is refused, never ignored.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, get_args
 
 from ttrain.config import Model
+from ttrain.config.model import Moe
 from ttrain.errors import UsageError
 from ttrain.model import own_architectures, registry
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
 
 INTERMEDIATE_MULTIPLE = 32
 # Our setting, transformers' name for it, and other names that configs have where `attribute_map` does not say so.
@@ -32,60 +34,62 @@ NAMES: dict[str, tuple[str, ...]] = {
     "init_std": ("initializer_range", "init_std"),
     "dropout": ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout"),
 }
+
 ROPE = ("rope_theta", "rope_type", "rope_factor")
-OWN_ROPE = ("partial_rotary_factor",)  # what the architecture says of rotary positions, and no setting of ours
+
+OWN_ROPE = ("partial_rotary_factor",)  # rotary settings of the architecture that we have no setting for
+
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}  # those of Llama 3.1 (arXiv:2407.21783)
-# Alone in a row they gave other logits than in a packed one, by 0.2 to 0.3 at logits of 0.5.
+# A record alone in a row gave other logits than in a packed row, by 0.2 to 0.3 at logits of 0.5.
 OFFSET = frozenset(
     {"camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "trocr", "xlm-roberta", "xlm-roberta-xl", "xmod"}
 )
+
 OURS = frozenset({"vocab_size", "bos_token_id", "eos_token_id", "pad_token_id"})  # come from the tokenizer
 
 
 def build_config(config: Model, *, vocab_size: int, ids: Mapping[str, int]) -> PretrainedConfig:
-    """The architecture's config. `ids`: bos_token_id, eos_token_id, pad_token_id. Raises UsageError that names a setting."""
+    """The architecture's config. `ids`: bos_token_id, eos_token_id, pad_token_id. Raises UsageError naming a setting."""
     from huggingface_hub.errors import StrictDataclassError
 
-    names, more = Names(config.kind), dict[str, Any]()
+    names, moe_fields = FieldNames(config.kind), dict[str, Any]()
     if config.moe is not None:
-        from ttrain.model import moe
-
-        kind, more = moe.config(config, _standard(config))
-        names = Names(kind)
-    values = {**_sizes(config, names), **more, **_fields(config, names), "vocab_size": vocab_size, **ids}
+        kind, moe_fields = moe_config(config, _standard(config))
+        names = FieldNames(kind)
+    values = {**_sizes(config, names), **moe_fields, **_fields(config, names), "vocab_size": vocab_size, **ids}
     values = {**names.decoder(), **values}
     try:
-        found = names.make(**values)
-        _set_rope(config, found, names)
+        hf_config = names.make(**values)
+        _set_rope(config, hf_config, names)
     except (StrictDataclassError, ValueError, TypeError, ArithmeticError, KeyError, AttributeError) as error:
         raise UsageError(f"model.kind is {names.kind}, whose config refuses these settings: {_one_line(error)}") from None
-    return found
+    return hf_config
 
 
 def suitable_kinds() -> list[str]:
-    """Every `model.kind` that is a decoder of text alone. Their configs are imported, which takes a second."""
+    """Every `model.kind` that is a text-only decoder. Imports their configs, which takes a second."""
     from transformers import CONFIG_MAPPING
 
     own_architectures.register()
     return sorted(kind for kind in registry.names() if not _unsuitable(CONFIG_MAPPING[kind], kind))
 
 
-class Names:
-    """What an architecture's config calls the settings. Raises UsageError for a kind that is none, or no plain decoder."""
+class FieldNames:
+    """Field names of an architecture's config. Raises UsageError for an unknown kind, or one that is not a plain decoder."""
 
     def __init__(self, kind: str) -> None:
         from transformers import CONFIG_MAPPING
 
-        registry.check(kind)
+        registry.check_kind(kind)
         if kind in own_architectures.KINDS:
             own_architectures.register()
         self.kind = kind
         self.make: Callable[..., PretrainedConfig] = CONFIG_MAPPING[kind]
-        own: Any = self.make
-        inherited = {field.name for field in dataclasses.fields(own.__mro__[_base(own)])}
-        self.fields = {field.name: field for field in dataclasses.fields(own) if field.name not in inherited}
-        self.aliases: dict[str, str] = dict(own.attribute_map)
-        why = _unsuitable(own, kind)
+        config_class: Any = self.make
+        inherited = {field.name for field in dataclasses.fields(config_class.__mro__[_base(config_class)])}
+        self.fields = {field.name: field for field in dataclasses.fields(config_class) if field.name not in inherited}
+        self.aliases: dict[str, str] = dict(config_class.attribute_map)
+        why = _unsuitable(config_class, kind)
         if why:
             decoder = f"{kind}_text"
             hint = (
@@ -94,31 +98,31 @@ class Names:
             raise UsageError(f"model.kind is '{kind}', which {why}; {hint}")
 
     def of(self, setting: str) -> str | None:
-        """The field that holds one of our settings; None where there is none."""
+        """The field that holds one of our settings; None if there is none."""
         candidates = (self.aliases.get(name, name) for name in NAMES[setting])
         return next((name for name in candidates if name in self.fields), None)
 
     def decoder(self) -> dict[str, Any]:
-        """What makes a decoder that trains as the settings say: causal, with a cache, without any dropout of its own."""
+        """Fields that make it a decoder trained as the settings say: causal, with a cache, all its own dropouts 0."""
         fixed = {"is_decoder": True, "causal": True, "use_cache": True}
-        found: dict[str, Any] = {name: value for name, value in fixed.items() if name in self.fields}
+        fields: dict[str, Any] = {name: value for name, value in fixed.items() if name in self.fields}
         for name, field in self.fields.items():
             if "drop" in name and isinstance(field.default, int | float) and not isinstance(field.default, bool):
-                found[name] = type(field.default)(0)
-        return found
+                fields[name] = type(field.default)(0)
+        return fields
 
 
-def _unsuitable(own: Any, kind: str) -> str:
-    """Why an architecture with a causal head is none to train here; "" where it is."""
-    if own.sub_configs:
+def _unsuitable(config_class: Any, kind: str) -> str:
+    """Why an architecture with a causal head cannot be trained here; "" if it can."""
+    if config_class.sub_configs:
         return "is made of several models"
-    if own.is_encoder_decoder:
+    if config_class.is_encoder_decoder:
         return "has an encoder"
     return "counts positions from pad_token_id on, not from 0 in each record" if kind in OFFSET else ""
 
 
-def _base(own: Any) -> int:
-    return next(n for n, kind in enumerate(own.__mro__) if kind.__module__ == "transformers.configuration_utils")
+def _base(config_class: Any) -> int:
+    return next(n for n, kind in enumerate(config_class.__mro__) if kind.__module__ == "transformers.configuration_utils")
 
 
 def _standard(config: Model) -> dict[str, Any]:
@@ -132,9 +136,9 @@ def _standard(config: Model) -> dict[str, Any]:
     }
 
 
-def _sizes(config: Model, names: Names) -> dict[str, Any]:
+def _sizes(config: Model, names: FieldNames) -> dict[str, Any]:
     """The sizes under the architecture's own names."""
-    standard, found = _standard(config), dict[str, Any]()
+    standard, sizes = _standard(config), dict[str, Any]()
     for setting in NAMES:
         name = names.of(setting)
         if name is None:
@@ -142,56 +146,56 @@ def _sizes(config: Model, names: Names) -> dict[str, Any]:
         elif setting == "intermediate_size" and config.intermediate_size is None and names.fields[name].default is None:
             continue  # the architecture derives it in its own way
         else:
-            found[name] = standard[NAMES[setting][0]]
+            sizes[name] = standard[NAMES[setting][0]]
     if "head_dim" in names.fields:
-        found["head_dim"] = standard["head_dim"]
-    return found
+        sizes["head_dim"] = standard["head_dim"]
+    return sizes
 
 
-def _refuse_if_set(config: Model, setting: str, names: Names) -> None:
+def _refuse_if_set(config: Model, setting: str, names: FieldNames) -> None:
     value, default = getattr(config, setting), Model.model_fields[setting].default
-    if value == default or setting == "max_length":  # without such a field any length does
+    if value == default or setting == "max_length":  # without such a field any length is allowed
         return
     near = difflib.get_close_matches(NAMES.get(setting, (setting,))[0], names.fields, n=2, cutoff=0.5)
-    hint = f", or say with model.fields what it has ({', '.join(near)})" if near else ""
+    hint = f", or set the fields that it has with model.fields ({', '.join(near)})" if near else ""
     raise UsageError(
         f"model.{setting} is {value} but the architecture {names.kind} has no such setting; "
         f"leave it {'empty' if default is None else f'at {default}'}{hint}"
     )
 
 
-def _fields(config: Model, names: Names) -> dict[str, Any]:
+def _fields(config: Model, names: FieldNames) -> dict[str, Any]:
     """`model.fields`, checked against the config's own fields."""
-    taken = {names.of(setting): f"model.{setting}" for setting in NAMES} | dict.fromkeys(OURS, "tokenizer")
-    found = {}
-    for given, value in config.fields.items():
-        name = names.aliases.get(given, given)
+    reserved = {names.of(setting): f"model.{setting}" for setting in NAMES} | dict.fromkeys(OURS, "tokenizer")
+    fields = {}
+    for field_name, value in config.fields.items():
+        name = names.aliases.get(field_name, field_name)
         if name not in names.fields:
-            near = difflib.get_close_matches(given, [*names.fields, *names.aliases], n=3, cutoff=0.5)
+            near = difflib.get_close_matches(field_name, [*names.fields, *names.aliases], n=3, cutoff=0.5)
             hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(sorted(names.fields))}"
-            raise UsageError(f"model.fields.{given} is no field of the config of {names.kind}; {hint}")
-        if name in taken:
-            raise UsageError(f"model.fields.{given} is what {taken[name]} says; leave it out")
-        found[name] = _typed(copy.deepcopy(value), names.fields[name].type)  # transformers completes mappings in place
-    return found
+            raise UsageError(f"model.fields.{field_name} is not a field of the config of {names.kind}; {hint}")
+        if name in reserved:
+            raise UsageError(f"model.fields.{field_name} is what {reserved[name]} says; leave it out")
+        fields[name] = _typed(copy.deepcopy(value), names.fields[name].type)  # transformers completes mappings in place
+    return fields
 
 
 def _typed(value: Any, kind: Any) -> Any:
-    """A number as the field wants it: 1 for a float, and 1e-6, which YAML reads as a word."""
-    wanted = get_args(kind) or (kind,)
-    if float not in wanted or isinstance(value, bool) or str in wanted:
+    """Convert a number to the field's type: 1 to float, and 1e-6, which YAML reads as a string."""
+    types = get_args(kind) or (kind,)
+    if float not in types or isinstance(value, bool) or str in types:
         return value
     if isinstance(value, str):
         try:
             return float(value)
         except ValueError:
             return value
-    return float(value) if isinstance(value, int) and int not in wanted else value
+    return float(value) if isinstance(value, int) and int not in types else value
 
 
-def _set_rope(config: Model, found: PretrainedConfig, names: Names) -> None:
-    """Put base, type and factor of the rotary positions beside what the architecture says of them (arXiv:2104.09864)."""
-    present = getattr(found, "rope_parameters", None)
+def _set_rope(config: Model, hf_config: PretrainedConfig, names: FieldNames) -> None:
+    """Set base, type and factor of the rotary positions, keeping the architecture's own settings (arXiv:2104.09864)."""
+    present = getattr(hf_config, "rope_parameters", None)
     if not isinstance(present, dict) or "rope_type" not in present:
         for setting in ROPE:
             _refuse_if_set(config, setting, names)
@@ -209,8 +213,8 @@ def _set_rope(config: Model, found: PretrainedConfig, names: Names) -> None:
         rope["original_max_position_embeddings"] = int(config.max_length / config.rope_factor)
     if config.rope_type == "llama3":
         rope |= LLAMA3
-    found.rope_parameters = rope
-    found.validate()
+    hf_config.rope_parameters = rope
+    hf_config.validate()
 
 
 def _one_line(error: BaseException) -> str:
@@ -219,3 +223,138 @@ def _one_line(error: BaseException) -> str:
 
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
+
+
+SIZE_MULTIPLE = 8  # of an expert's inner width: grouped products want rows of 16 bytes, also in bf16
+# Field names of the same setting; the first one that a config class has is used.
+EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
+
+TOP_K = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
+
+SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+
+DENSE = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
+
+
+def moe_config(model: Model, common: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """(model_type, fields of its config) that `model.kind` with `model.moe` stands for; `model.moe` must be set.
+
+    `common`: the sizes by transformers' names, of which `intermediate_size` is that of a dense layer. The fields returned go
+    over those that these sizes give. They hold the weights of the balance as well, by the names in `Moe.IN_CONFIG`, so that
+    a stage which starts from these weights balances them in the same way.
+    Raises UsageError if no architecture has the requested features.
+    """
+    moe = model.moe
+    assert moe is not None, "model.moe is not set"
+    dense: int = common["intermediate_size"]
+    if moe.dense_layers >= model.layers:
+        raise UsageError(
+            f"model.moe.dense_layers is {moe.dense_layers} but model.layers is {model.layers}, which leaves no layer with "
+            f"experts; set model.moe.dense_layers={model.layers - 1} at most"
+        )
+    balance = {name: getattr(moe, setting) for name, setting in Moe.IN_CONFIG.items()}
+    if model.kind == "llama":
+        kind, fields = _llama(moe, dense)
+    elif model.kind == "qwen3":
+        kind, fields = _qwen3(moe, dense)
+    else:
+        kind, fields = model.kind, _own(model, moe, dense)
+    return kind, {**fields, **balance}
+
+
+def expert_size(moe: Moe, dense: int) -> int:
+    """Inner width of an expert; by default, a token's experts together are as wide as a dense layer."""
+    visited = moe.top_k + moe.shared_experts
+    return moe.expert_size or -(-dense // (visited * SIZE_MULTIPLE)) * SIZE_MULTIPLE
+
+
+def _llama(moe: Moe, dense: int) -> tuple[str, dict[str, Any]]:
+    if not (moe.shared_experts or moe.bias_rate or moe.dense_layers):
+        sizes = {
+            "num_local_experts": moe.experts,
+            "num_experts_per_tok": moe.top_k,
+            "intermediate_size": expert_size(moe, dense),
+        }
+        return "mixtral", sizes
+    return "ernie4_5_moe", {
+        "moe_num_experts": moe.experts,
+        "moe_k": moe.top_k,
+        "moe_num_shared_experts": moe.shared_experts,
+        "moe_intermediate_size": expert_size(moe, dense),
+        "moe_layer_start_index": moe.dense_layers,
+        "intermediate_size": dense,
+    }
+
+
+def _qwen3(moe: Moe, dense: int) -> tuple[str, dict[str, Any]]:
+    if not (moe.shared_experts or moe.bias_rate):
+        return "qwen3_moe", {
+            "num_experts": moe.experts,
+            "num_experts_per_tok": moe.top_k,
+            "moe_intermediate_size": expert_size(moe, dense),
+            "intermediate_size": dense,
+            "mlp_only_layers": list(range(moe.dense_layers)),
+            "norm_topk_prob": True,
+        }
+    if not moe.shared_experts:
+        raise UsageError(
+            f"model.moe.bias_rate is {moe.bias_rate} and model.moe.shared_experts is 0, but with model.kind=qwen3 no "
+            f"architecture has routers with a bias and no shared expert; set model.moe.shared_experts=1, or model.kind=llama"
+        )
+    return "glm4_moe", {
+        "n_routed_experts": moe.experts,
+        "num_experts_per_tok": moe.top_k,
+        "n_shared_experts": moe.shared_experts,
+        "moe_intermediate_size": expert_size(moe, dense),
+        "first_k_dense_replace": moe.dense_layers,
+        "intermediate_size": dense,
+        "norm_topk_prob": True,
+        "use_qk_norm": True,
+        "num_mtp_layers": 0,
+        "partial_rotary_factor": 1.0,
+    }
+
+
+def _own(model: Model, moe: Moe, dense: int) -> dict[str, Any]:
+    """The settings as fields of an architecture with its own experts. Raises UsageError if it has none."""
+    from transformers import AutoConfig
+
+    config_fields = AutoConfig.for_model(model.kind).to_dict()
+    experts = _name(EXPERTS, config_fields)
+    if experts is None:
+        raise UsageError(
+            f"model.moe is set but model.kind is {model.kind}, which has no experts; set model.kind=llama or qwen3, or one "
+            f"that has them, such as mixtral, qwen3_moe, olmoe, deepseek_v3; or leave model.moe empty"
+        )
+    fields: dict[str, Any] = {experts: moe.experts}
+    for setting, names, value in (("top_k", TOP_K, moe.top_k), ("shared_experts", SHARED, moe.shared_experts)):
+        name = _name(names, config_fields)
+        if name is not None:
+            fields[name] = value
+        elif value or setting == "top_k":
+            raise UsageError(f"model.moe.{setting} is {value} but model.kind {model.kind} has no such size; leave it out")
+    if "moe_intermediate_size" in config_fields:
+        fields |= {"moe_intermediate_size": expert_size(moe, dense), "intermediate_size": dense}
+    else:
+        fields["intermediate_size"] = expert_size(moe, dense)
+    one_group = {name: 1 for name in ("n_group", "topk_group") if name in config_fields}  # all experts form one group
+    return {**fields, **one_group, **_dense_layers(model, moe, config_fields)}
+
+
+def _dense_layers(model: Model, moe: Moe, config_fields: dict[str, Any]) -> dict[str, Any]:
+    name = _name(DENSE, config_fields)
+    if name is not None:
+        return {name: moe.dense_layers}
+    if "mlp_only_layers" in config_fields:
+        return {"mlp_only_layers": list(range(moe.dense_layers))}
+    if "mlp_layer_types" in config_fields:
+        return {"mlp_layer_types": ["dense"] * moe.dense_layers + ["sparse"] * (model.layers - moe.dense_layers)}
+    if moe.dense_layers:
+        raise UsageError(
+            f"model.moe.dense_layers is {moe.dense_layers} but all layers of {model.kind} have experts; set it to 0"
+        )
+    return {}
+
+
+def _name(candidates: tuple[str, ...], config_fields: dict[str, Any]) -> str | None:
+    return next((name for name in candidates if name in config_fields), None)

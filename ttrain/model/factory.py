@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,21 +13,22 @@ from safetensors import SafetensorError
 from ttrain.config import Model
 from ttrain.core.files import read_object
 from ttrain.errors import ArtifactError, UsageError
-from ttrain.model import initialization, own_architectures
+from ttrain.model import own_architectures
 from ttrain.model.architecture import build_config
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedModel
 
 
 def build(config: Model, *, vocab_size: int, ids: dict[str, int], stop_ids: list[int], seed: int) -> PreTrainedModel:
-    """A freshly initialised causal language model in fp32. `ids`: bos_token_id, eos_token_id, pad_token_id.
+    """Build a freshly initialised causal language model in fp32. `ids`: bos_token_id, eos_token_id, pad_token_id.
 
-    Raises UsageError, naming the setting, where the architecture cannot be had in these sizes.
+    Raises UsageError, naming the setting, if the architecture cannot have these sizes.
     """
     torch.manual_seed(seed)
     model = construct(config, vocab_size=vocab_size, ids=ids)
-    initialization.scale_residuals(model, config)
+    scale_residuals(model, config)
     model.generation_config.eos_token_id = stop_ids
     return model
 
@@ -42,14 +43,14 @@ def construct(config: Model, *, vocab_size: int, ids: dict[str, int]) -> PreTrai
     except (ValueError, TypeError, RuntimeError, AssertionError, ArithmeticError, AttributeError, LookupError) as error:
         message = " ".join(str(error).split()) or type(error).__name__
         raise UsageError(
-            f"model.kind is {hf.model_type}, which cannot be built in these sizes: {message}; other sizes of it are set "
+            f"model.kind is {hf.model_type}, which cannot be built in these sizes: {message}; set other sizes of it "
             f"with model.fields.NAME=value"
         ) from error
     return model
 
 
 def load(directory: Path, **options: Any) -> PreTrainedModel:
-    """A model from its Hugging Face directory, in fp32; one file of weights or several with an index.
+    """Load a model from its Hugging Face directory, in fp32; one file of weights or several with an index.
 
     `options` go to `from_pretrained`. Raises ArtifactError that lists every missing, unexpected and mis-shaped tensor.
     """
@@ -65,7 +66,7 @@ def load(directory: Path, **options: Any) -> PreTrainedModel:
         )  # fmt: skip
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         needs_code = "trust_remote_code" in str(error)
-        reason = "it needs the code that lies beside its weights, and such code is never run" if needs_code else error
+        reason = "it needs the code beside its weights, which ttrain never runs" if needs_code else error
         raise ArtifactError(f"cannot load a model from {directory}: {reason}") from None
     wrong = [
         *(f"missing: {name} {_shape(model, name)}" for name in sorted(report["missing_keys"])),
@@ -82,21 +83,21 @@ def load(directory: Path, **options: Any) -> PreTrainedModel:
 
 
 def _register(directory: Path) -> None:
-    """Let transformers know our own shapes, where the directory holds one."""
+    """Register our own architectures with transformers if the directory holds one."""
     if read_object(directory / "config.json").get("model_type") in own_architectures.KINDS:
         own_architectures.register()
 
 
 def _shape(model: PreTrainedModel, name: str) -> list[int]:
-    found = model.state_dict().get(name)
-    return [] if found is None else [*found.shape]
+    tensor = model.state_dict().get(name)
+    return [] if tensor is None else [*tensor.shape]
 
 
 def files(model: PreTrainedModel) -> dict[str, bytes]:
     """The JSON files beside the weights that make a directory open with `from_pretrained`."""
     config = model.config.to_dict()
     config["architectures"] = [type(model).__name__]
-    config.pop("_name_or_path", None)  # where the base lay: a path, and so neither content nor anybody's business
+    config.pop("_name_or_path", None)  # the base's local path: not content, and private
     generation = model.generation_config.to_dict()
     return {
         "config.json": json.dumps(config, indent=2, sort_keys=True).encode(),
@@ -106,30 +107,70 @@ def files(model: PreTrainedModel) -> dict[str, bytes]:
 
 
 def state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Weights by their Hugging Face names; a tied tensor once, under the name of the embedding."""
+    """Weights by their Hugging Face names; tied tensors once, under the name of the embedding."""
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
     return {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
 
 
 def load_state(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -> None:
-    """Put weights into the model. Raises ArtifactError where names or shapes differ."""
+    """Load weights into the model. Raises ArtifactError if names or shapes differ."""
     overwrite(state(model), weights)
 
 
-def overwrite(own: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]) -> None:
-    """Give a model's own tensors other values, name by name. Raises ArtifactError where names or shapes differ."""
-    both = [name for name in own if name in weights]
+def overwrite(own_tensors: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]) -> None:
+    """Overwrite a model's own tensors, name by name. Raises ArtifactError if names or shapes differ."""
+    both = [name for name in own_tensors if name in weights]
     wrong = [
-        *(f"missing: {name} {[*own[name].shape]}" for name in sorted({*own} - {*weights})),
-        *(f"unexpected: {name} {[*weights[name].shape]}" for name in sorted({*weights} - {*own})),
+        *(f"missing: {name} {[*own_tensors[name].shape]}" for name in sorted({*own_tensors} - {*weights})),
+        *(f"unexpected: {name} {[*weights[name].shape]}" for name in sorted({*weights} - {*own_tensors})),
         *(
-            f"mis-shaped: {name} is {[*weights[name].shape]} but must be {[*own[name].shape]}"
+            f"mis-shaped: {name} is {[*weights[name].shape]} but must be {[*own_tensors[name].shape]}"
             for name in both
-            if own[name].shape != weights[name].shape
+            if own_tensors[name].shape != weights[name].shape
         ),
     ]
     if wrong:
         raise ArtifactError("the checkpoint's weights do not fit the model:\n  " + "\n  ".join(wrong))
     with torch.no_grad():
-        for name, tensor in own.items():
+        for name, tensor in own_tensors.items():
             tensor.copy_(weights[name])
+
+
+# Last name parts of weights that write into the residual stream: outputs of attention and of the feed-forward layer.
+RESIDUAL = frozenset({"o_proj", "down_proj", "c_proj", "out_proj", "dense", "dense_4h_to_h", "fc2", "fc_out", "w2", "wo",
+                      "Wo", "linear_out", "proj_down"})  # fmt: skip
+# Name parts of weights that are named alike but write elsewhere: a first matrix, a head, a router, a norm.
+ELSEWHERE = frozenset({"intermediate", "transform", "lm_head", "predictions", "generator_predictions", "gate", "router_mlp",
+                       "input_layernorm"})  # fmt: skip
+
+
+def scale_residuals(model: PreTrainedModel, config: Model) -> None:
+    """If set, redraw the weights that write into the residual stream with a deviation of init_std / sqrt(2 layers).
+
+    So the stream's variance does not grow with depth: GPT-2 (Radford et al. 2019, section 2.3). Every layer adds twice.
+    Raises UsageError if the architecture has no weight with a known name of this kind.
+    """
+    if not config.scaled_residuals:
+        return
+    weights = residual_weights(model)
+    if not weights:
+        raise UsageError(
+            f"model.scaled_residuals is set, but it is not known which weights of {model.config.model_type} write into the "
+            f"residual stream; remove the setting"
+        )
+    std = config.init_std / (2 * config.layers) ** 0.5
+    for weight in weights.values():
+        torch.nn.init.normal_(weight, std=std)
+
+
+def residual_weights(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Weights that write into the residual stream, by name; those of experts stacked, with three dimensions."""
+    return {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if parameter.ndim >= 2 and _writes(name.removesuffix(".weight").split("."))
+    }
+
+
+def _writes(parts: Sequence[str]) -> bool:
+    return parts[-1] in RESIDUAL and ELSEWHERE.isdisjoint(parts)

@@ -1,4 +1,4 @@
-"""What the importers of foreign models share: their source, their result, checks of sizes."""
+"""Shared parts of the importers of foreign models: source tensors, result, checks of sizes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Converted:
+class ConvertedModel:
     """A model in transformers' names.
 
-    assumed       values that neither the weights nor a config beside them tell
-    second_head   what predicts the token after the next one, which never lies among the weights
+    assumed       values found neither in the weights nor in a config beside them
+    second_head   the head that predicts the token after the next one, never among the weights
     """
 
     layout: str
@@ -30,18 +30,18 @@ class Converted:
     second_head: dict[str, Tensor] = field(default_factory=dict)
 
 
-class Source:
-    """The tensors of a state dict, each taken once, so that what nobody took is noticed."""
+class StateDictReader:
+    """The tensors of a state dict, each taken once, so that left-over ones are reported."""
 
-    def __init__(self, weights: Mapping[str, Tensor], where: str) -> None:
-        self._left, self._where = dict(weights), where
+    def __init__(self, weights: Mapping[str, Tensor], origin: str) -> None:
+        self._remaining, self._origin = dict(weights), origin
         self._missing: list[str] = []
         self._wrong: list[str] = []
 
     def take(self, name: str, *shape: int) -> Tensor:
-        """The tensor in fp32; zeros, and a note for `finish`, where it is not there, has another shape, or is no weight:
-        of whole numbers, as quantized ones are, or with one that is not finite."""
-        tensor = self._left.pop(name, None)
+        """Take a tensor in fp32; zeros, and an entry for `finish`, if it is missing, has another shape, or is not a weight:
+        an integer type, as quantized ones are, or a non-finite value."""
+        tensor = self._remaining.pop(name, None)
         if tensor is None:
             self._missing.append(f"missing: {name} {[*shape]}")
         elif tensor.shape != shape:
@@ -55,34 +55,34 @@ class Source:
         return torch.zeros(shape)
 
     def linear(self, name: str, to: str, out: int, into: int, *, bias: bool) -> dict[str, Tensor]:
-        """A linear layer's weight, and bias where it has one, under another name."""
-        found = {f"{to}.weight": self.take(f"{name}.weight", out, into)}
-        return found | ({f"{to}.bias": self.take(f"{name}.bias", out)} if bias else {})
+        """Take a linear layer's weight, and bias if it has one, under another name."""
+        layer = {f"{to}.weight": self.take(f"{name}.weight", out, into)}
+        return layer | ({f"{to}.bias": self.take(f"{name}.bias", out)} if bias else {})
 
     def stacked(self, names: Iterable[str], *shape: int) -> Tensor:
-        """Tensors of one shape, one above the other in a new first dimension."""
+        """Take tensors of one shape, stacked in a new first dimension."""
         return torch.stack([self.take(name, *shape) for name in names])
 
     def finish(self) -> None:
-        """Raises ArtifactError, with every name and shape, unless exactly what was taken was there."""
-        left = [f"unexpected: {name} {[*tensor.shape]}" for name, tensor in sorted(self._left.items())]
-        if problems := [*self._missing, *self._wrong, *left]:
-            raise ArtifactError(f"the weights in {self._where} do not fit their layout:\n  " + "\n  ".join(problems))
+        """Raise ArtifactError, with every name and shape, unless exactly the taken tensors existed."""
+        unexpected = [f"unexpected: {name} {[*tensor.shape]}" for name, tensor in sorted(self._remaining.items())]
+        if problems := [*self._missing, *self._wrong, *unexpected]:
+            raise ArtifactError(f"the weights in {self._origin} do not fit their layout:\n  " + "\n  ".join(problems))
 
 
-def told(settings: Mapping[str, Any], name: str, default: Any, assumed: dict[str, Any]) -> Any:
-    """A setting; where the config does not say it, the default, which is noted in `assumed`."""
+def setting_or_default(settings: Mapping[str, Any], name: str, default: Any, assumed: dict[str, Any]) -> Any:
+    """A setting of the config, else the default, which is then recorded in `assumed`."""
     if settings.get(name) is not None:
         return settings[name]
     assumed[name] = default
     return default
 
 
-def agree(settings: Mapping[str, Any], shapes: Mapping[str, int], where: str) -> None:
-    """Raises ArtifactError where the config says another size than the weights have."""
+def check_sizes(settings: Mapping[str, Any], shapes: Mapping[str, int], origin: str) -> None:
+    """Raise ArtifactError if a size in the config differs from that of the weights."""
     wrong = [
         f"{name} is {settings[name]!r}, but the weights have {size}"
         for name, size in shapes.items() if settings.get(name) is not None and settings[name] != size
     ]  # fmt: skip
     if wrong:
-        raise ArtifactError(f"the config of {where} does not fit its weights: {'; '.join(wrong)}; give the right --config")
+        raise ArtifactError(f"the config of {origin} does not fit its weights: {'; '.join(wrong)}; give the right --config")

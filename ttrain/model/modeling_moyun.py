@@ -1,6 +1,6 @@
-"""Lingmao Moyun's shape: a post-norm transformer with sinusoidal positions, and with the causal mask that it lacked.
+"""Lingmao Moyun's architecture: a post-norm transformer with sinusoidal positions, and the causal mask that it lacked.
 
-This file needs transformers and what that needs, no more. It lies beside the weights of such a model, so that
+This file needs only transformers and its dependencies. It is saved beside the weights of such a model, so that
 `AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)` opens it where ttrain is not installed.
 
 Letters in names: B rows, T positions, S positions that can be seen, D width, H heads, K width of a head, V vocabulary.
@@ -57,7 +57,7 @@ class MoyunConfig(PreTrainedConfig):  # type: ignore[misc]  # transformers has n
         }
 
     def validate_architecture(self) -> None:
-        """Raises ValueError where heads do not divide the width."""
+        """Raise ValueError if heads do not divide the width."""
         if self.hidden_size % self.num_attention_heads:
             heads = self.num_attention_heads
             raise ValueError(f"hidden_size is {self.hidden_size} but must be a multiple of num_attention_heads {heads}")
@@ -75,14 +75,14 @@ def sinusoids(length: int, width: int) -> Tensor:
 
 
 class MoyunPositions(nn.Module):
-    """Adds the position to each embedding; the table is no parameter, and is computed anew instead of being saved."""
+    """Adds the position to each embedding; the table is not a parameter, and is recomputed instead of saved."""
 
     def __init__(self, config: MoyunConfig) -> None:
         super().__init__()
         self.register_buffer("table", sinusoids(config.max_position_embeddings, config.hidden_size), persistent=False)
 
     def forward(self, x_BTD: Tensor, position_ids_BT: Tensor, last: int) -> Tensor:
-        """Raises ValueError where position number `last` is beyond the table."""
+        """Add positions. Raises ValueError if position number `last` is beyond the table."""
         table: Any = self.table
         if last >= len(table):
             raise ValueError(f"position {last} is beyond the {len(table)} that the model has (max_position_embeddings)")
@@ -94,7 +94,7 @@ def eager_attention(
     module: nn.Module, q_BHTK: Tensor, k_BHSK: Tensor, v_BHSK: Tensor, mask: Tensor | None, scaling: float,
     dropout: float = 0.0, **others: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attention that also returns its weights: what transformers calls where `sdpa` is not asked for. [B, T, H, K]."""
+    """Attention that also returns its weights, [B, T, H, K]: transformers uses it unless `sdpa` is requested."""
     scores_BHTS = q_BHTK @ k_BHSK.transpose(2, 3) * scaling
     if mask is not None:
         scores_BHTS = scores_BHTS.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores_BHTS + mask
@@ -139,8 +139,8 @@ class MoyunMLP(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        found: Tensor = self.down_proj(self.dropout(self.up_proj(x_BTD).relu()))
-        return found
+        output: Tensor = self.down_proj(self.dropout(self.up_proj(x_BTD).relu()))
+        return output
 
 
 class MoyunLayer(GradientCheckpointingLayer):  # type: ignore[misc]
@@ -155,12 +155,12 @@ class MoyunLayer(GradientCheckpointingLayer):  # type: ignore[misc]
 
     def forward(self, x_BTD: Tensor, **others: Any) -> Tensor:
         x_BTD = self.post_attention_layernorm(x_BTD + self.dropout(self.self_attn(x_BTD, **others)[0]))
-        found: Tensor = self.post_mlp_layernorm(x_BTD + self.dropout(self.mlp(x_BTD)))
-        return found
+        output: Tensor = self.post_mlp_layernorm(x_BTD + self.dropout(self.mlp(x_BTD)))
+        return output
 
 
 class MoyunPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
-    """What transformers has to know of the shape."""
+    """Base class with what transformers needs to know of the architecture."""
 
     config: MoyunConfig
     config_class = MoyunConfig
@@ -203,28 +203,28 @@ class MoyunModel(MoyunPreTrainedModel):
         use_cache: bool | None = None,
         **others: Any,
     ) -> BaseModelOutputWithPast:
-        """`attention_mask`: [B, S] of what is no padding, or [B, 1, T, S] of what each position may see."""
+        """`attention_mask`: [B, S], True where not padding, or [B, 1, T, S], True where a position may see."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         x_BTD = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
-        before = past_key_values.get_seq_length() if past_key_values is not None else 0
+        past_length = past_key_values.get_seq_length() if past_key_values is not None else 0
         T = x_BTD.shape[1]
         if position_ids is None:
-            position_ids = torch.arange(before, before + T, device=x_BTD.device)[None]
-        seen = create_causal_mask(
+            position_ids = torch.arange(past_length, past_length + T, device=x_BTD.device)[None]
+        causal_mask = create_causal_mask(
             config=self.config, inputs_embeds=x_BTD, attention_mask=attention_mask, past_key_values=past_key_values,
             position_ids=position_ids,
         )  # fmt: skip
-        x_BTD = self.dropout(self.positions(x_BTD * math.sqrt(self.config.hidden_size), position_ids, before + T - 1))
+        x_BTD = self.dropout(self.positions(x_BTD * math.sqrt(self.config.hidden_size), position_ids, past_length + T - 1))
         for layer in self.layers:
-            x_BTD = layer(x_BTD, attention_mask=seen, past_key_values=past_key_values, **others)
+            x_BTD = layer(x_BTD, attention_mask=causal_mask, past_key_values=past_key_values, **others)
         return BaseModelOutputWithPast(last_hidden_state=x_BTD, past_key_values=past_key_values)
 
 
 class MoyunForCausalLM(MoyunPreTrainedModel, GenerationMixin):  # type: ignore[misc]
-    """With an output head that has a bias; tied, it shares the embeddings' weight."""
+    """Causal language model. The output head has a bias; if tied, it shares the embeddings' weight."""
 
     _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
 
@@ -248,16 +248,16 @@ class MoyunForCausalLM(MoyunPreTrainedModel, GenerationMixin):  # type: ignore[m
         **others: Any,
     ) -> CausalLMOutputWithPast:
         """As `MoyunModel.forward`; labels are shifted here, as in all models of transformers."""
-        found = self.model(
+        outputs = self.model(
             input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, past_key_values=past_key_values,
             inputs_embeds=inputs_embeds, use_cache=use_cache, **others,
         )  # fmt: skip
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits_BTV = self.lm_head(found.last_hidden_state[:, kept])
+        kept_positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits_BTV = self.lm_head(outputs.last_hidden_state[:, kept_positions])
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits_BTV, labels=labels, vocab_size=self.config.vocab_size)
         return CausalLMOutputWithPast(
-            loss=loss, logits=logits_BTV, past_key_values=found.past_key_values, hidden_states=found.hidden_states,
-            attentions=found.attentions,
+            loss=loss, logits=logits_BTV, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
         )  # fmt: skip

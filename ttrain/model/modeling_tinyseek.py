@@ -1,6 +1,6 @@
-"""TinySeek's shape: latent attention with one rotated part for all heads, experts with biases, post-norm layers.
+"""TinySeek's architecture: latent attention with one rotated part for all heads, experts with biases, post-norm layers.
 
-This file needs transformers and what that needs, no more. It lies beside the weights of such a model, so that
+This file needs only transformers and its dependencies. It is saved beside the weights of such a model, so that
 `AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)` opens it where ttrain is not installed.
 
 Letters in names: B rows, T positions, S positions that can be seen, D width, C width of the latent, H heads, K width of a
@@ -39,7 +39,7 @@ class TinySeekConfig(PreTrainedConfig):  # type: ignore[misc]  # transformers ha
     num_local_experts       routed experts (other_experts), of which each token visits num_experts_per_tok (keep)
     n_shared_experts        experts that every token visits besides (shared_experts)
     router_noise            normal noise of a learnt size on the router's logits, in training only (arXiv:1701.06538, eq. 4)
-    router_aux_loss_coef    weight of the balance loss, which is whoever's that trains the model (alpha)
+    router_aux_loss_coef    weight of the balance loss, which the training code computes (alpha)
     dropout                 on what attention and experts add
     share_layers            one layer, passed num_hidden_layers times
     """
@@ -86,7 +86,7 @@ class TinySeekConfig(PreTrainedConfig):  # type: ignore[misc]  # transformers ha
         }
 
     def validate_architecture(self) -> None:
-        """Raises ValueError where sizes do not fit each other."""
+        """Raise ValueError if sizes do not fit each other."""
         if self.hidden_size % self.num_attention_heads:
             heads = self.num_attention_heads
             raise ValueError(f"hidden_size is {self.hidden_size} but must be a multiple of num_attention_heads {heads}")
@@ -114,7 +114,7 @@ def eager_attention(
     module: nn.Module, q_BHTK: Tensor, k_BHSK: Tensor, v_BHSK: Tensor, mask: Tensor | None, scaling: float,
     dropout: float = 0.0, **others: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attention that also returns its weights: what transformers calls where `sdpa` is not asked for. [B, T, H, K]."""
+    """Attention that also returns its weights, [B, T, H, K]: transformers uses it unless `sdpa` is requested."""
     scores_BHTS = q_BHTK @ k_BHSK.transpose(2, 3) * scaling
     if mask is not None:
         scores_BHTS = scores_BHTS.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores_BHTS + mask
@@ -148,11 +148,11 @@ class TinySeekAttention(nn.Module):
         past_key_values: Cache | None = None,
         **others: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """`number`: which pass through the layers this is, under which keys and values are kept."""
+        """`number`: number of the pass through the layers, the index of its keys and values in the cache."""
         heads = (*x_BTD.shape[:2], -1, self.head_dim)
         q_BTC, kv_BTC = self.q_a_proj(x_BTD), self.kv_a_proj(x_BTD)
-        made = (self.q_b_proj(q_BTC), self.k_b_proj(kv_BTC), self.v_b_proj(kv_BTC))
-        q, k, v = (each.view(heads).transpose(1, 2) for each in made)
+        projections = (self.q_b_proj(q_BTC), self.k_b_proj(kv_BTC), self.v_b_proj(kv_BTC))
+        q, k, v = (each.view(heads).transpose(1, 2) for each in projections)
         turned = (self.q_rope_proj(q_BTC), self.k_rope_proj(x_BTD))
         q_R, k_R = (rotated(each, position_ids_BT, self.theta)[:, None].expand(-1, q.shape[1], -1, -1) for each in turned)
         q, k = torch.cat((q, q_R.to(q.dtype)), -1), torch.cat((k, k_R.to(k.dtype)), -1)
@@ -171,8 +171,8 @@ class TinySeekMLP(nn.Module):
         self.up_proj, self.down_proj = nn.Linear(width, inner), nn.Linear(inner, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.down_proj(self.up_proj(x).relu())
-        return found
+        output: Tensor = self.down_proj(self.up_proj(x).relu())
+        return output
 
 
 @use_experts_implementation(has_bias=True, has_gate=False)
@@ -188,22 +188,22 @@ class TinySeekAlignedExperts(nn.Module):
         self.down_proj, self.down_proj_bias = nn.Parameter(torch.empty(E, D, F)), nn.Parameter(torch.zeros(E, D))
 
     def forward(self, x_ND: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """What is called where the experts are not computed in groups."""
+        """Used when the experts are not computed in groups."""
         return self.one_by_one(x_ND, top_k_index, top_k_weights)
 
     def one_by_one(self, x_ND: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """One expert after the other."""
-        found = torch.zeros_like(x_ND)
+        """Compute one expert after the other."""
+        output = torch.zeros_like(x_ND)
         for expert in range(self.num_experts):
             tokens, places = (top_k_index == expert).nonzero(as_tuple=True)
             inner = nn.functional.linear(x_ND[tokens], self.up_proj[expert], self.up_proj_bias[expert]).relu()
             out = nn.functional.linear(inner, self.down_proj[expert], self.down_proj_bias[expert])
-            found.index_add_(0, tokens, (out * top_k_weights[tokens, places, None]).to(found.dtype))
-        return found
+            output.index_add_(0, tokens, (out * top_k_weights[tokens, places, None]).to(output.dtype))
+        return output
 
 
 class TinySeekExperts(TinySeekAlignedExperts):
-    """Experts of any size: those that groups cannot be made of are computed one by one."""
+    """Experts of any size: those not aligned for grouped products are computed one by one."""
 
     config: TinySeekConfig
 
@@ -211,8 +211,8 @@ class TinySeekExperts(TinySeekAlignedExperts):
         F, D = self.up_proj.shape[1:]
         grouped = self.config._experts_implementation == "grouped_mm"
         compute = self.one_by_one if grouped and (F % ALIGNED or D % ALIGNED) else super().forward
-        found: Tensor = compute(x_ND, top_k_index, top_k_weights)
-        return found
+        output: Tensor = compute(x_ND, top_k_index, top_k_weights)
+        return output
 
 
 class TinySeekTopKRouter(nn.Module):
@@ -250,10 +250,10 @@ class TinySeekMoE(nn.Module):
     def forward(self, x_BTD: Tensor) -> Tensor:
         x_ND = x_BTD.flatten(0, 1)
         _, weights, index = self.gate(x_ND)
-        found: Tensor = self.experts(x_ND, index, weights)
+        output: Tensor = self.experts(x_ND, index, weights)
         if self.shared_experts is not None:
-            found = found + self.shared_experts(x_ND)
-        return found.view(x_BTD.shape)
+            output = output + self.shared_experts(x_ND)
+        return output.view(x_BTD.shape)
 
 
 class TinySeekLayer(GradientCheckpointingLayer):  # type: ignore[misc]
@@ -269,12 +269,12 @@ class TinySeekLayer(GradientCheckpointingLayer):  # type: ignore[misc]
     def forward(self, x_BTD: Tensor, number: int, position_ids: Tensor, **others: Any) -> Tensor:
         mixed, _ = self.self_attn(x_BTD, number, position_ids, **others)
         x_BTD = self.post_attention_layernorm(x_BTD + self.dropout(mixed))
-        found: Tensor = self.post_mlp_layernorm(x_BTD + self.dropout(self.mlp(x_BTD)))
-        return found
+        output: Tensor = self.post_mlp_layernorm(x_BTD + self.dropout(self.mlp(x_BTD)))
+        return output
 
 
 class TinySeekPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
-    """What transformers has to know of the shape."""
+    """Base class with what transformers needs to know of the architecture."""
 
     config: TinySeekConfig
     config_class = TinySeekConfig
@@ -311,8 +311,8 @@ class TinySeekModel(TinySeekPreTrainedModel):
     def __init__(self, config: TinySeekConfig) -> None:
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
-        own = 1 if config.share_layers else config.num_hidden_layers
-        self.layers = nn.ModuleList(TinySeekLayer(config) for _ in range(own))
+        layer_count = 1 if config.share_layers else config.num_hidden_layers
+        self.layers = nn.ModuleList(TinySeekLayer(config) for _ in range(layer_count))
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -328,27 +328,27 @@ class TinySeekModel(TinySeekPreTrainedModel):
         use_cache: bool | None = None,
         **others: Any,
     ) -> BaseModelOutputWithPast:
-        """`attention_mask`: [B, S] of what is no padding, or [B, 1, T, S] of what each position may see."""
+        """`attention_mask`: [B, S], True where not padding, or [B, 1, T, S], True where a position may see."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         x_BTD = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         if position_ids is None:
-            before = past_key_values.get_seq_length() if past_key_values is not None else 0
-            position_ids = torch.arange(before, before + x_BTD.shape[1], device=x_BTD.device)[None]
-        seen = create_causal_mask(
+            past_length = past_key_values.get_seq_length() if past_key_values is not None else 0
+            position_ids = torch.arange(past_length, past_length + x_BTD.shape[1], device=x_BTD.device)[None]
+        causal_mask = create_causal_mask(
             config=self.config, inputs_embeds=x_BTD, attention_mask=attention_mask, past_key_values=past_key_values,
             position_ids=position_ids,
         )  # fmt: skip
         for number in range(self.config.num_hidden_layers):
             layer = self.layers[number % len(self.layers)]
-            x_BTD = layer(x_BTD, number, position_ids, attention_mask=seen, past_key_values=past_key_values, **others)
+            x_BTD = layer(x_BTD, number, position_ids, attention_mask=causal_mask, past_key_values=past_key_values, **others)
         return BaseModelOutputWithPast(last_hidden_state=x_BTD, past_key_values=past_key_values)
 
 
 class TinySeekForCausalLM(TinySeekPreTrainedModel, GenerationMixin):  # type: ignore[misc]
-    """With an output head that has a bias; tied, it shares the embeddings' weight. TinySeek's second head lies beside."""
+    """Causal language model. The output head has a bias; if tied, it shares the embeddings' weight."""
 
     _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
 
@@ -372,16 +372,16 @@ class TinySeekForCausalLM(TinySeekPreTrainedModel, GenerationMixin):  # type: ig
         **others: Any,
     ) -> CausalLMOutputWithPast:
         """As `TinySeekModel.forward`; labels are shifted here, as in all models of transformers."""
-        found = self.model(
+        outputs = self.model(
             input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, past_key_values=past_key_values,
             inputs_embeds=inputs_embeds, use_cache=use_cache, **others,
         )  # fmt: skip
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits_BTV = self.lm_head(found.last_hidden_state[:, kept])
+        kept_positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits_BTV = self.lm_head(outputs.last_hidden_state[:, kept_positions])
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits_BTV, labels=labels, vocab_size=self.config.vocab_size)
         return CausalLMOutputWithPast(
-            loss=loss, logits=logits_BTV, past_key_values=found.past_key_values, hidden_states=found.hidden_states,
-            attentions=found.attentions,
+            loss=loss, logits=logits_BTV, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
         )  # fmt: skip

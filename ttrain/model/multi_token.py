@@ -1,7 +1,7 @@
 """A second output head on the same hidden state, for the token after the next one (arXiv:2404.19737), as in TinySeek.
 
-It is trained with the model and lies beside its weights, in `multi_token.safetensors` ("weight" [V, D], maybe "bias" [V]),
-never among them. The model's config says how it is trained, so that a stage which starts from these files goes on with it.
+It is trained with the model and saved beside its weights, in `multi_token.safetensors` ("weight" [V, D], maybe "bias" [V]),
+never among them. The model's config records how it is trained, so that a stage starting from these files continues it.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from ttrain.config.model import MultiToken
 from ttrain.errors import ArtifactError
 from ttrain.model import factory
-from ttrain.store.weights import SECOND_HEAD
+from ttrain.store.model_files import SECOND_HEAD
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NAME = "multi_token"  # of the head among the model's modules, where the loss looks for it
 WEIGHT, KEEP = "multi_token_loss_weight", "multi_token_keep_head"  # in the model's config
-SEED_OFFSET = 0x5EC0  # its numbers are drawn apart, so that the model's own are the same with and without it
+SEED_OFFSET = 0x5EC0  # a separate generator, so that the model's own weights are the same with and without it
 
 
 class SecondHead(nn.Linear):
@@ -37,7 +37,7 @@ class SecondHead(nn.Linear):
 
 
 def attach(model: PreTrainedModel, settings: MultiToken, seed: int) -> None:
-    """Give the model a new head, drawn under the seed as its own output head is; where it has one, only the settings."""
+    """Give the model a new head, drawn under the seed like its output head; if it has one, only the settings."""
     head = getattr(model, NAME, None)
     if head is None:
         first = model.get_output_embeddings()
@@ -51,15 +51,15 @@ def attach(model: PreTrainedModel, settings: MultiToken, seed: int) -> None:
 
 
 def attach_from(model: PreTrainedModel, directory: Path) -> bool:
-    """Give the model the head that lies beside its weights; whether there is one.
+    """Load the second head saved beside the weights; returns whether there is one.
 
-    Raises ArtifactError where the file is none, or its sizes are not the model's.
+    Raises ArtifactError if the file cannot be read, or its sizes are not the model's.
     """
     path = directory / SECOND_HEAD
     if not path.is_file():
         return False
-    kept = {"weight": getattr(model.config, WEIGHT, None), "keep_head": getattr(model.config, KEEP, None)}
-    settings = MultiToken.model_validate({name: value for name, value in kept.items() if value is not None})
+    stored_settings = {"weight": getattr(model.config, WEIGHT, None), "keep_head": getattr(model.config, KEEP, None)}
+    settings = MultiToken.model_validate({name: value for name, value in stored_settings.items() if value is not None})
     try:
         weights = load_file(path)
     except (OSError, SafetensorError) as error:
@@ -71,21 +71,21 @@ def attach_from(model: PreTrainedModel, directory: Path) -> bool:
 
 
 def state(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The model's weights, and the head's under the names FILE/NAME, which keeps them in a file of their own."""
-    found = factory.state(model)
+    """The model's weights, and the head's under the names FILE/NAME, so that they get a file of their own."""
+    tensors = factory.state(model)
     return {
         f"{SECOND_HEAD}/{name.partition('.')[2]}" if name.startswith(f"{NAME}.") else name: tensor
-        for name, tensor in found.items()
+        for name, tensor in tensors.items()
     }
 
 
 def load_state(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
-    """Put weights into the model and its head. Raises ArtifactError where names or shapes differ."""
+    """Load weights into the model and its head. Raises ArtifactError if names or shapes differ."""
     factory.overwrite(state(model), weights)
 
 
-def left_out(model: PreTrainedModel) -> frozenset[str]:
-    """Files of weights that checkpoints have and the finished model has not."""
+def discarded_files(model: PreTrainedModel) -> frozenset[str]:
+    """Files of weights that are in checkpoints but not in the finished model."""
     return frozenset() if getattr(model.config, KEEP, True) else frozenset({SECOND_HEAD})
 
 

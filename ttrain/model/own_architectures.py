@@ -1,4 +1,4 @@
-"""Shapes that transformers does not have: registered with it here, and carried along as a file beside the weights."""
+"""Architectures that transformers lacks: registered here, and saved as a source file beside the weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ KINDS = ("moyun", "tinyseek")
 
 
 def register() -> None:
-    """Make `AutoConfig` and `AutoModelForCausalLM` know our shapes, so that no code beside weights is ever executed here."""
+    """Register our architectures with transformers, so that no code beside weights is ever executed here."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from ttrain.model.modeling_moyun import MoyunConfig, MoyunForCausalLM
@@ -24,7 +24,7 @@ def register() -> None:
 
 
 def files(config: PretrainedConfig) -> dict[str, bytes]:
-    """The source that makes a directory with this config open without ttrain; {} for what transformers has itself.
+    """Source file with which a directory of this config opens without ttrain; {} for transformers' own architectures.
 
     Its `auto_map` is in the config already. Elsewhere `from_pretrained` asks for `trust_remote_code=True`.
     """

@@ -1,4 +1,4 @@
-"""Which architectures there are, by name. Light, so that a wrong name is told before anything is built."""
+"""Names of the known architectures; without heavy imports, so that a wrong name is reported before anything is built."""
 
 from __future__ import annotations
 
@@ -6,8 +6,15 @@ import ast
 import difflib
 import functools
 import importlib.util
+import json
+import subprocess
+import sys
 from pathlib import Path
 
+from ttrain.config import Model
+from ttrain.core.files import parse_json
+from ttrain.core.hashing import DigestCache, code_digests, digest_of
+from ttrain.core.machine import versions
 from ttrain.errors import UsageError
 from ttrain.model import own_architectures
 
@@ -15,28 +22,35 @@ from ttrain.model import own_architectures
 MODULE, TABLE = Path("models", "auto", "modeling_auto.py"), "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
 
 
-def check(kind: str) -> None:
-    """Raise UsageError, with the nearest names, where there is no such `model.kind`."""
+def check_kind(kind: str) -> None:
+    """Raise UsageError, with the closest names, if there is no such `model.kind`."""
     if kind not in names():
         near = difflib.get_close_matches(kind, sorted(names()), n=3, cutoff=0.5)
         hint = f"; did you mean {' or '.join(near)}?" if near else "; `ttrain model show --kinds` lists them all"
-        raise UsageError(f"model.kind is '{kind}', which is no causal architecture of transformers{hint}")
+        raise UsageError(f"model.kind is '{kind}', which is not a causal architecture of transformers{hint}")
 
 
 @functools.cache
 def names() -> frozenset[str]:
-    """What has a causal head in transformers, and ours; some of them have more than can be trained here."""
+    """Architectures with a causal head in transformers, and ours; not all of them can be trained here."""
     try:
-        found = _read()
-    except (OSError, SyntaxError, LookupError, ValueError, AttributeError, TypeError):  # it is written otherwise now
+        kinds = read_table()
+    except (
+        OSError,
+        SyntaxError,
+        LookupError,
+        ValueError,
+        AttributeError,
+        TypeError,
+    ):  # the file has another form in this version
         from transformers.models.auto import modeling_auto
 
-        found = frozenset(getattr(modeling_auto, TABLE))
-    return found | frozenset(own_architectures.KINDS)
+        kinds = frozenset(getattr(modeling_auto, TABLE))
+    return kinds | frozenset(own_architectures.KINDS)
 
 
-def _read() -> frozenset[str]:
-    """The table as it stands in the file: TABLE = OrderedDict([("name", ...), ...])."""
+def read_table() -> frozenset[str]:
+    """Parse the table from the source file: TABLE = OrderedDict([("name", ...), ...])."""
     spec = importlib.util.find_spec("transformers")
     locations = (spec and spec.submodule_search_locations) or []
     tree = ast.parse((Path(locations[0]) / MODULE).read_text(encoding="utf-8"))
@@ -47,5 +61,73 @@ def _read() -> frozenset[str]:
     }
     call = values[TABLE]
     if not isinstance(call, ast.Call):
-        raise ValueError(f"{TABLE} is no OrderedDict")
+        raise ValueError(f"{TABLE} is not an OrderedDict")
     return frozenset(dict(ast.literal_eval(call.args[0])))
+
+
+RULED_KINDS = ("llama", "qwen3")
+
+RULED_SETTINGS = frozenset(
+    {
+        *("kind", "hidden_size", "layers", "heads", "kv_heads", "intermediate_size", "max_length", "tie_embeddings"),
+        *("rope_theta", "init_std", "scaled_residuals", "dropout", "multi_token"),
+    }
+)
+
+BUILDER = "ttrain.model.shape_check"  # the module that builds a model of fake tensors
+
+SECONDS = 300.0
+
+
+def check_shape(model: Model, cache: DigestCache, memory: Path) -> None:
+    """Raise UsageError, which names a setting, if no model can have these sizes. `memory`: cache directory for results."""
+    check_kind(model.kind)
+    if has_all_rules(model):
+        return
+    libraries = {name: version for name, version in versions().items() if name in ("torch", "transformers")}
+    settings = model.model_dump(mode="json")
+    record = memory / digest_of({"model": settings, "code": code_digests(BUILDER, cache), "libraries": libraries})
+    problem = _read_record(record)
+    if problem is None:
+        problem = _build_elsewhere(settings)
+        if problem is None:
+            return  # unknown; the stage itself will report it
+        _write(record, problem)
+    if problem:
+        raise UsageError(problem)
+
+
+def has_all_rules(model: Model) -> bool:
+    """Whether the rules of the settings are complete for this model."""
+    changed = {name for name in Model.model_fields if getattr(model, name) != Model.model_fields[name].default}
+    return model.kind in RULED_KINDS and changed - {"preset"} <= RULED_SETTINGS
+
+
+def _build_elsewhere(settings: object) -> str | None:
+    """Problem of the model, "" for none; None if the process ended without an answer."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", BUILDER], input=json.dumps(settings), capture_output=True, text=True, timeout=SECONDS
+        )
+        answer = parse_json(done.stdout.splitlines()[-1])
+    except (OSError, subprocess.TimeoutExpired, ValueError, IndexError):
+        return None
+    return answer if isinstance(answer, str) else None
+
+
+def _read_record(record: Path) -> str | None:
+    try:
+        return record.read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return None
+
+
+def _write(record: Path, problem: str) -> None:
+    """Cache the result; if that fails, the next plan takes some seconds longer."""
+    temporary = record.with_suffix(".tmp")
+    try:
+        record.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(problem, encoding="utf-8")
+        temporary.replace(record)
+    except OSError:
+        temporary.unlink(missing_ok=True)

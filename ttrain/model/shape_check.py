@@ -1,6 +1,6 @@
-"""Builds a model without its numbers, and lets it learn a row of them, to see whether its sizes fit each other.
+"""Checks whether a model's sizes fit each other, by a forward pass with fake tensors.
 
-Run as a module: settings of a model as JSON come in, what is wrong with them goes out as a JSON string, "" for nothing.
+Run as a module: reads a model's settings as JSON, prints the problem as a JSON string, "" for none.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from ttrain.config import Model
 from ttrain.errors import UsageError
 from ttrain.model import factory
 
-VOCABULARY, ROW = 256, 8  # tokens; no rule of an architecture depends on them
+VOCABULARY, ROW = 256, 8  # tokens; no architecture's rules depend on them
 IDS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
-# Tensors without numbers cannot do all that real ones can, so that only what is said of sizes counts.
+# Fake tensors cannot do all that real ones can, so only errors about sizes count.
 OF_SIZES = re.compile(
     r"broadcast|size of tensor|sizes? of tensors|shapes cannot be multiplied|shape '|must match|reduction dim"
 )
 
 
 def problem_of(model: Model) -> str:
-    """Why no model has these sizes; "" where one has."""
+    """Why no model can have these sizes; "" if one can."""
     try:
         text = _error_of_sizes(model)
     except UsageError as error:
@@ -37,7 +37,7 @@ def problem_of(model: Model) -> str:
 
 
 def _error_of_sizes(model: Model) -> str:
-    """What is said of the sizes where the model is built and reads a row; raises UsageError where it is not built."""
+    """Error about sizes when the model is built and reads a row, else ""; raises UsageError if it cannot be built."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         network = factory.construct(model, vocab_size=VOCABULARY, ids=IDS)
         try:
@@ -49,13 +49,13 @@ def _error_of_sizes(model: Model) -> str:
 
 
 def _advice(model: Model) -> str:
-    """Sizes that were tried, and can compute; "" where none of those that suit most kinds can."""
+    """Hint with other sizes that were tested and work; "" if none of the usual ones do."""
     width = {"hidden_size": model.next_hidden_size()}
     all_heads: dict[str, int | None] = {"kv_heads": None}
     for sizes in ({**width}, all_heads, {**width, **all_heads}):
         try:
-            other = Model.model_validate({**model.model_dump(), **sizes})
-            if other != model and not _error_of_sizes(other):
+            candidate = Model.model_validate({**model.model_dump(), **sizes})
+            if candidate != model and not _error_of_sizes(candidate):
                 return f"; {model.with_other_sizes(sizes)}"
         except (UsageError, ValidationError):
             continue
@@ -63,7 +63,7 @@ def _advice(model: Model) -> str:
 
 
 def main() -> None:
-    """Answer for the model on standard input."""
+    """Check the model on standard input."""
     print(json.dumps(problem_of(Model.model_validate_json(sys.stdin.read()))))
 
 

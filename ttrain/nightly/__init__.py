@@ -1,1 +1,1 @@
-"""What nights read, their records, promotion, notification."""
+"""Inputs and records of nights, and notifications."""

@@ -1,4 +1,4 @@
-"""Tells a program or a web address what happened. Nothing leaves the machine unless the settings say so; never raises."""
+"""Notify a program or a web address of events. Nothing leaves the machine unless the settings say so; never raises."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from ttrain.config import Event, Notify
 from ttrain.errors import TTrainError
 
 log = logging.getLogger("ttrain")
-SAID_BYTES = 2000  # of what a failing program says
+ERROR_OUTPUT_BYTES = 2000  # of a failing program's standard error that are kept
 
 
-class _NotToldError(TTrainError):
-    """Somebody was not told; the message says why, without the address."""
+class _NotificationError(TTrainError):
+    """A notification failed; the message says why, without the address."""
 
 
 def send(settings: Notify, event: Event, message: Mapping[str, Any]) -> None:
-    """Give the message to the program and the address of the settings, if they want this event.
+    """Send the message to the program and the address of the settings, if they are subscribed to this event.
 
-    The message is JSON; `event`, `time`, `host` and `text` (one line, which chat services show) are added where they lack.
-    What fails is a warning: no trouble of a notification may become one of the night's. Takes at most
+    The message is JSON; `event`, `time`, `host` and `text` (one line, which chat services show) are added if missing.
+    A failure is only a warning, so that a notification cannot fail a night. Takes at most
     `timeout_seconds` for each of the two.
     """
     if event not in settings.on:
@@ -43,38 +43,38 @@ def send(settings: Notify, event: Event, message: Mapping[str, Any]) -> None:
     whole = {"event": event, "time": now, "host": socket.gethostname(), "text": f"ttrain: {event}", **message}
     body = json.dumps(whole, ensure_ascii=False, default=str).encode("utf-8")
     if settings.command:
-        _warned("the command of notify.command", lambda: _run(settings.command, body, settings.timeout_seconds))
+        _try_notify("the command of notify.command", lambda: _run(settings.command, body, settings.timeout_seconds))
     if settings.webhook or settings.webhook_file:
-        _warned("the webhook", lambda: _post(_address(settings), body, settings.timeout_seconds))
+        _try_notify("the webhook", lambda: _post(_address(settings), body, settings.timeout_seconds))
 
 
-def _warned(what: str, action: Callable[[], None]) -> None:
+def _try_notify(recipient: str, action: Callable[[], None]) -> None:
     try:
         action()
-    except Exception as error:  # a program of the user's and a network: nothing settles what can go wrong
-        reason = str(error) if isinstance(error, _NotToldError) else type(error).__name__
-        log.warning("%s was not told: %s", what, reason)
+    except Exception as error:  # a user's program or a network can fail in any way
+        reason = str(error) if isinstance(error, _NotificationError) else type(error).__name__
+        log.warning("%s was not notified: %s", recipient, reason)
 
 
 def _run(command: tuple[str, ...], body: bytes, seconds: float) -> None:
-    """The program, with the message on its standard input. It and what it started end with the time limit."""
+    """Run the program with the message on its standard input. It and its children are killed at the time limit."""
     try:
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
         )
     except OSError as error:
-        raise _NotToldError(f"{command[0]} cannot be started: {error.strerror}") from None
+        raise _NotificationError(f"{command[0]} cannot be started: {error.strerror}") from None
     try:
-        _, said = process.communicate(body, timeout=seconds)
+        _, error_output = process.communicate(body, timeout=seconds)
     except subprocess.TimeoutExpired:
-        raise _NotToldError(f"{command[0]} did not end within {seconds:g} s (notify.timeout_seconds)") from None
+        raise _NotificationError(f"{command[0]} did not end within {seconds:g} s (notify.timeout_seconds)") from None
     finally:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     if process.returncode:
-        last = said[-SAID_BYTES:].decode("utf-8", "replace").strip()
-        raise _NotToldError(f"{command[0]} ended with exit code {process.returncode}{last and f': {last}'}")
+        last = error_output[-ERROR_OUTPUT_BYTES:].decode("utf-8", "replace").strip()
+        raise _NotificationError(f"{command[0]} ended with exit code {process.returncode}{last and f': {last}'}")
 
 
 def _address(settings: Notify) -> str:
@@ -84,14 +84,14 @@ def _address(settings: Notify) -> str:
     try:
         address = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
-        raise _NotToldError(f"notify.webhook_file is {path}, which cannot be read") from None
+        raise _NotificationError(f"notify.webhook_file is {path}, which cannot be read") from None
     if not address.startswith(("http://", "https://")):
-        raise _NotToldError(f"notify.webhook_file is {path}, which must hold one http or https address")
+        raise _NotificationError(f"notify.webhook_file is {path}, which must hold one http or https address")
     return address
 
 
 def _post(address: str, body: bytes, seconds: float) -> None:
-    """One POST, in a thread: urllib's limit is for each read, so a server that drips would hold the night up for ever."""
+    """Send one POST in a thread: urllib's timeout is per read, so a slow server could hold the night up for ever."""
     failures: list[str] = []
 
     def post() -> None:
@@ -102,24 +102,24 @@ def _post(address: str, body: bytes, seconds: float) -> None:
                 return
         except urllib.error.HTTPError as error:
             failures.append(f"it answered with HTTP {error.code}")
-        except Exception as error:  # its text can hold the address
+        except Exception as error:  # its text can contain the address
             reason = getattr(error, "reason", None)
             failures.append(os.strerror(reason.errno) if isinstance(reason, OSError) and reason.errno else "no answer")
 
     thread = threading.Thread(target=post, name="webhook", daemon=True)
     thread.start()
     thread.join(seconds)
-    where = urlsplit(address).hostname
+    host = urlsplit(address).hostname
     if thread.is_alive():
-        raise _NotToldError(f"{where} did not answer within {seconds:g} s (notify.timeout_seconds)")
+        raise _NotificationError(f"{host} did not answer within {seconds:g} s (notify.timeout_seconds)")
     if failures:
-        raise _NotToldError(f"{where}: {failures[0]}")
+        raise _NotificationError(f"{host}: {failures[0]}")
 
 
 class NoRedirect(urllib.request.HTTPRedirectHandler):
-    """What is sent goes to the address that was set, to no other."""
+    """Refuses redirects: messages go only to the address in the settings."""
 
     def redirect_request(
         self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: HTTPMessage, newurl: str
     ) -> None:
-        """Refuses."""
+        """Return None, which refuses the redirect."""

@@ -1,9 +1,9 @@
-"""Nights of a pipeline: what each of them reads, what became of it, which slot is whose. Files and JSON only, no Prefect.
+"""Records of a pipeline's nights: inputs, outcome and slot of each. Files and JSON only, no Prefect.
 
 `nightly/NAME/night-000012.json` is one night. It is written whole, with its frozen list of inputs and settings, before its
-first stage starts, and stays open until it was decided what becomes of its models: whatever ended the process in between,
-the next slot finds it open and goes on with the same list, so that all keys, and with them all finished stages and
-checkpoints, are the same.
+first stage starts, and stays open until its models are promoted or not: if the process is killed in between, the next slot
+finds it open and continues with the same list, so that all keys, and with them all finished stages and checkpoints, are
+the same.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from ttrain.data import locations
 from ttrain.errors import TTrainError
 
 COMPLETED = ("promoted", "kept")  # nights whose models were compared with the champion's
-MOST_CRASHES = 10  # a list that ends its process each time, by memory, must not stand before all that is new for ever
-FAILED, REFUSED = "failed", "refused"  # by itself; by a wrong setting, which is no failed try
+MOST_CRASHES = 10  # a list that kills its process each time, by memory, must not block new data for ever
+FAILED, REFUSED = "failed", "refused"  # by itself; by a wrong setting, which does not count as a failed try
 UNDECIDED = (FAILED, REFUSED, "unfinished", "crashed")
 
 
 class StillRunning(TTrainError):
-    """Another process is in the middle of a night of the same pipeline."""
+    """Another process is running a night of the same pipeline."""
 
 
 @dataclass(frozen=True)
@@ -44,22 +44,22 @@ class Champion:
     keys: Mapping[str, str]
 
     def to_json(self) -> dict[str, Any]:
-        """As a record holds it."""
+        """The value as stored in a night's record."""
         return {"version": self.version, "keys": dict(self.keys)}
 
 
 @dataclass(frozen=True)
-class Frozen:
-    """All that a night reads: {"pretrain": [{"location": ..., "sha256": ...}], ...}, the user's settings, the champion."""
+class InputSnapshot:
+    """All inputs of a night: {"pretrain": [{"location": ..., "sha256": ...}], ...}, the user's settings, the champion."""
 
     files: Mapping[str, list[dict[str, Any]]]
     settings: Mapping[str, Any]
     champion: Champion | None = None
-    heldout: str | None = None  # key of the held-out documents of the nights before
-    learnt: tuple[str, ...] = ()  # digests of files that the champion has learnt, and no night has read
+    heldout: str | None = None  # "stage/key" of the held-out documents of earlier nights
+    learnt: tuple[str, ...] = ()  # digests of files that the champion has learnt but no night has read
 
     def to_json(self) -> dict[str, Any]:
-        """As a record holds it."""
+        """The value as stored in a night's record."""
         return {
             "files": {name: [_without_secrets(file) for file in files] for name, files in self.files.items()},
             "settings": dict(self.settings),
@@ -70,11 +70,11 @@ class Frozen:
 
 
 def _without_secrets(file: Mapping[str, Any]) -> dict[str, Any]:
-    """An entry of a list of files as a record holds it; the settings of the next night know where the file lies."""
+    """An entry of a list of files without secrets in its location; the next night takes them from its settings."""
     return {**file, "location": redact.url(file["location"])}
 
 
-class Night:
+class NightRecord:
     """The record of one night, rewritten at each change."""
 
     def __init__(self, path: Path, data: dict[str, Any]) -> None:
@@ -82,12 +82,12 @@ class Night:
 
     @property
     def name(self) -> str:
-        """Such as night-000012."""
+        """The night's name, such as night-000012."""
         return self.path.stem
 
     @property
     def is_open(self) -> bool:
-        """Whether it is still to be decided what becomes of its models."""
+        """Whether it is not yet decided if its models are promoted."""
         return bool(self.data["state"] == "open")
 
     @property
@@ -96,45 +96,47 @@ class Night:
         return str(self.data["outcome"])
 
     @property
-    def frozen(self) -> Frozen:
-        """What it reads."""
-        given = self.data["frozen"]
-        champion = Champion(**given["champion"]) if given["champion"] else None
-        return Frozen(given["files"], given["settings"], champion, given.get("heldout"), tuple(given.get("learnt", ())))
+    def frozen(self) -> InputSnapshot:
+        """The night's inputs."""
+        snapshot = self.data["frozen"]
+        champion = Champion(**snapshot["champion"]) if snapshot["champion"] else None
+        return InputSnapshot(
+            snapshot["files"], snapshot["settings"], champion, snapshot.get("heldout"), tuple(snapshot.get("learnt", ()))
+        )
 
     @property
     def last_try(self) -> Mapping[str, Any]:
         """{"began": seconds since the epoch, "slot": the same or None, "outcome": ..., "run": ..., "process": ...}."""
-        found: Mapping[str, Any] = self.data["tries"][-1]
-        return found
+        attempt: Mapping[str, Any] = self.data["tries"][-1]
+        return attempt
 
     @property
     def ended(self) -> Mapping[str, Any] | None:
         """The last try that came to an end; None where none did."""
-        return next((one for one in reversed(self.data["tries"]) if one["outcome"] != "running"), None)
+        return next((attempt for attempt in reversed(self.data["tries"]) if attempt["outcome"] != "running"), None)
 
     @property
     def failures(self) -> int:
-        """How often it failed by itself; being killed or stopped, or refused for a wrong setting, is no failure."""
-        return sum(one["outcome"] == FAILED for one in self.data["tries"])
+        """How often it failed by itself; being killed or stopped, or refused for a wrong setting, does not count."""
+        return sum(attempt["outcome"] == FAILED for attempt in self.data["tries"])
 
     @property
     def crashes_in_a_row(self) -> int:
-        """How often it was killed since anything else became of it; the try in progress does not count."""
-        outcomes = [one["outcome"] for one in self.data["tries"] if one["outcome"] != "running"]
+        """How often it was killed since its last other outcome; the try in progress does not count."""
+        outcomes = [attempt["outcome"] for attempt in self.data["tries"] if attempt["outcome"] != "running"]
         return next((n for n, outcome in enumerate(reversed(outcomes)) if outcome != "crashed"), len(outcomes))
 
     def digests(self) -> set[str]:
-        """Of the files that it reads."""
+        """Digests of the files that the night reads."""
         return {file["sha256"] for files in self.data["frozen"]["files"].values() for file in files}
 
     def begin_try(self, slot: datetime | None) -> None:
-        """Note that this process goes about it now."""
+        """Record that this process starts a try now."""
         self.add_try(slot)
         self.note(outcome="running")
 
     def add_try(self, slot: datetime | None) -> None:
-        """The same, to be written with what follows."""
+        """Add a try without writing the record."""
         self.data["tries"].append({
             "began": time.time(),
             "slot": slot.timestamp() if slot else None,
@@ -142,22 +144,22 @@ class Night:
             "process": {"pid": os.getpid(), "host": platform.node()},
         })  # fmt: skip
 
-    def freeze(self, frozen: Frozen) -> None:
-        """Change what it reads, where what it read is there no more."""
+    def freeze(self, frozen: InputSnapshot) -> None:
+        """Replace the night's inputs, after some of them were changed or removed."""
         self.note(frozen=frozen.to_json())
 
     def end_try(self, outcome: str, reason: str, *, closed: bool, event: str | None = None) -> None:
-        """Note what became of it; a night that is not closed goes on at the next slot. `event`: what is to be told of it."""
+        """Record the try's outcome; a night that is not closed continues at the next slot. `event`: what to notify of."""
         self.data["tries"][-1] |= {"outcome": outcome, "reason": reason, "ended": time.time()}
         self.note(outcome=outcome, reason=reason, state="closed" if closed else "open", untold=event)
 
     def note(self, **values: Any) -> None:
-        """Note something about it."""
+        """Set fields of the night and write the record."""
         self.data.update(values)
         write_json(self.path, self.data, PRIVATE_FILE)
 
     def note_try(self, **values: Any) -> None:
-        """Note something about the try in progress, such as its run."""
+        """Set fields of the try in progress, such as its run, and write the record."""
         self.data["tries"][-1] |= values
         write_json(self.path, self.data, PRIVATE_FILE)
 
@@ -170,7 +172,7 @@ class Nights:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """One night at a time; the system releases it when the process dies. Raises StillRunning where another has it."""
+        """Lock for one night at a time; the system releases it when the process dies. Raises StillRunning if it is taken."""
         import filelock
 
         self._make_directory()
@@ -178,7 +180,7 @@ class Nights:
         try:
             lock.acquire()
         except filelock.Timeout:
-            raise StillRunning(self._who()) from None
+            raise StillRunning(self._running_night()) from None
         try:
             yield
         finally:
@@ -188,29 +190,31 @@ class Nights:
         private_directory(self.directory.parent)
         private_directory(self.directory)
 
-    def _who(self) -> str:
-        """Who has the lock."""
+    def _running_night(self) -> str:
+        """Describe who has the lock."""
         newest = self.newest()
         if newest is None or newest.outcome != "running":
             return "another night is just beginning or ending"
         began, process = newest.last_try["began"], newest.last_try["process"]
-        return f"{newest.name} is still running, since {shown(began)} (process {process['pid']} on {process['host']})"
+        return f"{newest.name} is still running, since {local_time(began)} (process {process['pid']} on {process['host']})"
 
-    def all(self) -> list[Night]:
-        """All nights, newest first: by their numbers, which no change of the clock moves."""
-        found = [
-            Night(path, data) for path in self.directory.glob("night-*.json") if isinstance(data := read_json(path), dict)
+    def all(self) -> list[NightRecord]:
+        """All nights, newest first, by their numbers, which do not depend on the clock."""
+        nights = [
+            NightRecord(path, data)
+            for path in self.directory.glob("night-*.json")
+            if isinstance(data := read_json(path), dict)
         ]
-        return sorted(found, key=lambda night: night.name, reverse=True)
+        return sorted(nights, key=lambda night: night.name, reverse=True)
 
-    def newest(self) -> Night | None:
+    def newest(self) -> NightRecord | None:
         """The last night that began."""
-        found = self.all()
-        return found[0] if found else None
+        nights = self.all()
+        return nights[0] if nights else None
 
-    def settle(self) -> Night | None:
-        """The newest night, with a try that nobody ended written down as crashed. Call it with the lock held: whoever began
-        that try, on this machine or another, would have it."""
+    def settle(self) -> NightRecord | None:
+        """Return the newest night; mark its unfinished try as crashed. Call it with the lock held: a process that still
+        runs that try, on this machine or another, would have it."""
         newest = self.newest()
         if newest and newest.outcome == "running":
             reason = "its process was killed, or the machine went down"
@@ -218,53 +222,52 @@ class Nights:
             if gives_up:
                 reason += f", {MOST_CRASHES} times in a row; its list is given up, the next night makes a new one"
             outcome = FAILED if gives_up else "crashed"
-            newest.end_try(outcome, reason, closed=gives_up, event="failed")  # by memory, each night, and nobody would know
+            newest.end_try(outcome, reason, closed=gives_up, event="failed")  # else repeated kills would go unnoticed
         return newest
 
     def covered(self, slot: datetime | None, zone: str | None, now: float) -> str | None:
-        """Why a slot needs no night of its own; None where it does, and for one that nobody scheduled.
+        """Why a slot needs no night of its own; None if it needs one, and for an unscheduled night.
 
-        After a downtime all missed slots come at once: the first of them runs, and the others lie before its beginning.
-        Where the clock is set back, the same time of day comes twice. A retry of a slot that came to nothing runs.
+        After a downtime all missed slots come at once: the first of them runs, and the others are before its start. If the
+        clock is set back, the same time of day comes twice. A retry of a slot whose night is undecided runs.
         """
         newest = self.newest()
-        if slot is None or newest is None or (last := newest.last_try)["began"] > now:  # the clock was wrong then
+        if slot is None or newest is None or (last := newest.last_try)["began"] > now:  # the clock was wrong at that time
             return None
         if last["slot"] == slot.timestamp() and newest.outcome in UNDECIDED:
             return None
         if slot.timestamp() <= last["began"]:
-            return (
-                f"the slot of {shown(slot.timestamp())} is covered by {newest.name}, which began at {shown(last['began'])}"
-            )
+            began = local_time(last["began"])
+            return f"the slot of {local_time(slot.timestamp())} is covered by {newest.name}, which began at {began}"
         if last["slot"] is not None and _local(last["slot"], zone) == _local(slot.timestamp(), zone):
             return f"the clock was set back: {newest.name} had the slot of the same time of day"
         return None
 
-    def begin(self, frozen: Frozen, slot: datetime | None) -> Night:
-        """A new night: from here on it is open, and its list is what it reads."""
+    def begin(self, frozen: InputSnapshot, slot: datetime | None) -> NightRecord:
+        """Begin a new, open night with these inputs."""
         night = self._next(frozen)
         night.begin_try(slot)
         return night
 
-    def _next(self, frozen: Frozen) -> Night:
-        """A record that is not written yet."""
+    def _next(self, frozen: InputSnapshot) -> NightRecord:
+        """The next night's record, not written yet."""
         newest = self.newest()
         number = int(newest.name.removeprefix("night-")) + 1 if newest else 1
         data = {"state": "open", "outcome": "running", "reason": "", "frozen": frozen.to_json(), "tries": []}
-        return Night(self.directory / f"night-{number:06}.json", data)
+        return NightRecord(self.directory / f"night-{number:06}.json", data)
 
-    def without_list(self, outcome: str, slot: datetime | None, reason: str, event: str | None = None) -> Night:
-        """Note a night that read nothing: no file was new, or looking failed. Several of them in a row are one record."""
+    def add_empty(self, outcome: str, slot: datetime | None, reason: str, event: str | None = None) -> NightRecord:
+        """Record a night without inputs: no file was new, or listing failed. Several in a row share one record."""
         newest = self.newest()
         if newest is None or newest.outcome != outcome or newest.data["frozen"]["files"]:
-            newest = self._next(Frozen({}, {}))
+            newest = self._next(InputSnapshot({}, {}))
         newest.data |= {"state": "closed", "tries": []}
-        newest.add_try(slot)  # one write: killed between two, it would go on as a night without list and settings
+        newest.add_try(slot)  # one write: if killed between two, it would continue as a night without list and settings
         newest.end_try(outcome, reason, closed=True, event=event)
         return newest
 
     def skipped(self, slot: datetime | None, reason: str) -> None:
-        """Note a slot that had no night: a line of `skipped.jsonl`, since whoever has the lock may be another process."""
+        """Record a slot without a night as a line of `skipped.jsonl`, because another process may have the lock."""
         self._make_directory()
         line = json.dumps({"slot": slot.timestamp() if slot else None, "at": time.time(), "reason": reason})
         path = self.directory / "skipped.jsonl"
@@ -272,44 +275,44 @@ class Nights:
             file.write(line + "\n")
 
     def read(self) -> set[str]:
-        """Digests of the files that a completed night has read, or that its champion had learnt before there were nights."""
+        """Digests of the files that completed nights read, or that their champions had learnt before the first night."""
         completed = [night for night in self.all() if night.outcome in COMPLETED]
         return {digest for night in completed for digest in (*night.digests(), *night.frozen.learnt)}
 
     def learnt(self, champion: Champion | None) -> set[str]:
-        """Digests of the files that made the champion: those of its night, of the night whose champion that one began
-        with, and so on. A night that was not promoted, by its figures or by hand, or was rolled back, is not among them."""
-        made = {night.data.get("version"): night for night in self.all() if night.outcome in COMPLETED}
-        found: set[str] = set()
+        """Digests of the files that the champion was trained on: those of its night, of the night that made the champion
+        before it, and so on. Nights that were not promoted, by figures or by hand, or were rolled back, are excluded."""
+        night_by_version = {night.data.get("version"): night for night in self.all() if night.outcome in COMPLETED}
+        digests: set[str] = set()
         version = champion.version if champion else None
-        while version in made:
-            night = made.pop(version)
-            found |= night.digests() | set(night.frozen.learnt)
-            before = night.frozen.champion
-            version = before.version if before else None
-        return found
+        while version in night_by_version:
+            night = night_by_version.pop(version)
+            digests |= night.digests() | set(night.frozen.learnt)
+            previous_champion = night.frozen.champion
+            version = previous_champion.version if previous_champion else None
+        return digests
 
 
-def needed(home: Path) -> set[str]:
-    """Keys of the artifacts that nights will read: the champions of open ones, and the newest held-out documents of each
-    pipeline, which the next night's are added to."""
-    found: set[str] = set()
+def needed_keys(home: Path) -> set[str]:
+    """Keys of the artifacts that nights will read: the champions of open nights, and the newest held-out documents of each
+    pipeline, to which the next night's are added."""
+    keys: set[str] = set()
     for directory in (home / "nightly").glob("*"):
         for night in Nights(home, directory.name).all():
             frozen = night.frozen
             if night.is_open:
-                found |= set(frozen.champion.keys.values() if frozen.champion else ())
-                found.add((frozen.heldout or "").partition("/")[2])
+                keys |= set(frozen.champion.keys.values() if frozen.champion else ())
+                keys.add((frozen.heldout or "").partition("/")[2])
             if night.outcome in COMPLETED and night.data.get("heldout"):
-                found.add(night.data["heldout"].partition("/")[2])
+                keys.add(night.data["heldout"].partition("/")[2])
                 break
-    return found - {""}
+    return keys - {""}
 
 
 def stop_at(settings: Nightly, began: float) -> float | None:
     """When a night that began then (seconds since the epoch) saves its state and stops; None: never.
 
-    An hour of the clock is the next one to come; where a change of the clock leaves it out, the hour after the change.
+    A time of day means its next occurrence; if a change of the clock skips it, the hour after the change.
     """
     if settings.deadline_hours is not None:
         return began + 3600 * settings.deadline_hours
@@ -318,25 +321,25 @@ def stop_at(settings: Nightly, began: float) -> float | None:
     hour, minute = map(int, settings.deadline.split(":"))
     zone = ZoneInfo(settings.timezone) if settings.timezone else None
     local = datetime.fromtimestamp(began, zone).replace(tzinfo=None)
-    for days in range(3):  # a day may be gone through by a change of the clock
+    for days in range(3):  # a change of the clock may skip a day
         wall = local.replace(hour=hour, minute=minute, second=0, microsecond=0) + timedelta(days=days)
         when = wall.replace(tzinfo=zone).timestamp()
         if when > began:
             return when
-    raise AssertionError("one of three days has such an hour to come")
+    raise AssertionError("one of three days must have this time of day ahead")
 
 
-def shown(seconds: float) -> str:
-    """A moment as people read it, in the machine's own time zone."""
+def local_time(seconds: float) -> str:
+    """Format a time in the machine's own time zone."""
     return datetime.fromtimestamp(seconds).astimezone().isoformat(sep=" ", timespec="seconds")
 
 
 def _local(seconds: float, zone: str | None) -> datetime:
-    """What a clock on the wall showed, without its offset."""
+    """The local time without its UTC offset."""
     return datetime.fromtimestamp(seconds, ZoneInfo(zone) if zone else None).replace(tzinfo=None)
 
 
-def names(files: Iterable[str], most: int = 5) -> str:
-    """Some names of files, for a message."""
-    found = [locations.name(file) for file in files]
-    return ", ".join(found[:most]) + (f" and {len(found) - most} more" if len(found) > most else "")
+def shortened_names(files: Iterable[str], most: int = 5) -> str:
+    """The first names of files, and how many more, for a message."""
+    file_names = [locations.name(file) for file in files]
+    return ", ".join(file_names[:most]) + (f" and {len(file_names) - most} more" if len(file_names) > most else "")

@@ -1,4 +1,4 @@
-"""A process that has the slow libraries loaded, and forks the processes of stages from itself in milliseconds.
+"""A server process with the slow libraries loaded, which forks the processes of stages in milliseconds.
 
 It belongs to one launching process and knows third-party libraries only: what it forks imports ttrain's own modules itself,
 so it can serve no stale code. A fork is safe because nothing has run in it: it has one thread when it forks, or it refuses.
@@ -31,7 +31,7 @@ from importlib import import_module, invalidate_caches
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ttrain.core.parent_process import PARENT, POLL_SECONDS, STOP_SIGNALS, end_with_parent
+from ttrain.core.signals import PARENT, POLL_SECONDS, STOP_SIGNALS, end_with_parent
 
 PRELOADED = (
     *("numpy", "torch", "pyarrow", "tokenizers", "safetensors.torch", "pydantic", "yaml", "jinja2"),
@@ -58,12 +58,12 @@ class ForkServerError(Exception):
 
 
 def available() -> bool:
-    """Whether this system has what the server needs."""
+    """Whether this system supports the fork server."""
     return hasattr(os, "pidfd_open") and hasattr(socket, "SOCK_SEQPACKET")
 
 
 class ForkServer:
-    """The server of this process. Threads may share it; it ends with `close`, or with this process."""
+    """The fork server of this process. Threads may share it; it ends with `close`, or with this process."""
 
     def __init__(self, environment: Mapping[str, str], preloaded: Sequence[str] = PRELOADED) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -90,7 +90,7 @@ class ForkServer:
 
     @property
     def alive(self) -> bool:
-        """Whether it can be asked."""
+        """Whether the server is running."""
         return self._process.poll() is None
 
     def start(
@@ -103,7 +103,7 @@ class ForkServer:
     ) -> ForkedProcess | None:
         """Fork a process that runs `module.main()`; standard output and error go to the file descriptor `output`.
 
-        Waits while the libraries load. Returns None where `stopped()` meanwhile. Raises ForkServerError.
+        Waits while the libraries load. Returns None if `stopped()` becomes true. Raises ForkServerError.
         """
         request = {"module": module, "arguments": [*arguments], "environment": {**environment}, "directory": str(Path.cwd())}
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -113,44 +113,46 @@ class ForkServer:
             deadline = time.monotonic() + ANSWER_SECONDS
             while not select.select([ours], [], [], POLL_SECONDS / 2)[0]:
                 if stopped():
-                    ours.close()  # what it forks for nobody, it ends
+                    ours.close()  # the server ends a child that nobody waits for
                     return None
                 if not self.alive:
-                    raise ForkServerError(self._death())
+                    raise ForkServerError(self._describe_exit())
                 if time.monotonic() > deadline:
                     self.close()
                     raise ForkServerError(f"the fork server did not answer for {ANSWER_SECONDS:.0f} s")
             data, descriptors, _, _ = socket.recv_fds(ours, MESSAGE_BYTES, 1)
             if not data:
                 self._process.wait()
-                raise ForkServerError(self._death())
+                raise ForkServerError(self._describe_exit())
             answer = json.loads(data)
             if "refused" in answer:
                 raise ForkServerError(f"the fork server refused: {answer['refused']}")
         except OSError as error:
             ours.close()
-            raise ForkServerError(self._death() if not self.alive else f"the fork server cannot be asked: {error}") from None
+            raise ForkServerError(
+                self._describe_exit() if not self.alive else f"the fork server cannot be reached: {error}"
+            ) from None
         except ForkServerError:
             ours.close()
             raise
         return ForkedProcess(answer["pid"], descriptors[0], ours)
 
     def close(self) -> None:
-        """End it, and what it has forked."""
+        """Kill the server and the processes it has forked."""
         self._control.close()
         self._process.kill()
         self._process.wait()
 
-    def _death(self) -> str:
+    def _describe_exit(self) -> str:
         code = self._process.wait()
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        ending = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         self._errors.seek(0)
         tail = self._errors.read().decode("utf-8", "replace").splitlines()[-1:]
-        return f"the fork server {how}{': ' if tail else ''}{''.join(tail)}"
+        return f"the fork server {ending}{': ' if tail else ''}{''.join(tail)}"
 
 
 class ForkedProcess:
-    """What the server has forked; to be used like a subprocess.Popen, by one thread. No signal can reach a wrong process."""
+    """A forked process, used like a subprocess.Popen by one thread. Its pidfd keeps signals from a wrong process."""
 
     def __init__(self, pid: int, pidfd: int, reply: socket.socket) -> None:
         self.pid, self._pidfd, self._reply = pid, pidfd, reply
@@ -161,19 +163,19 @@ class ForkedProcess:
         return self._wait(0.0)
 
     def wait(self) -> int:
-        """The same, once it has ended."""
+        """Wait for the end and return the exit code."""
         code = self._wait(None)
         assert code is not None, "waited without a limit"
         return code
 
     def send_signal(self, signum: int) -> None:
-        """Also where the server no longer lives or listens."""
+        """Send a signal, even if the server has ended."""
         if self.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, signum)
 
     def kill(self) -> None:
-        """End it."""
+        """Send SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
     def _wait(self, seconds: float | None) -> int | None:
@@ -196,7 +198,7 @@ class ForkedProcess:
 
 @dataclass
 class Child:
-    """A process that was forked, and the socket on which its exit code is waited for."""
+    """A forked process, and the socket to which its exit code is sent."""
 
     pid: int
     reply: socket.socket
@@ -205,10 +207,10 @@ class Child:
 def main() -> NoReturn:
     """`python -m ttrain.pipeline.fork_server LAUNCHER DESCRIPTOR MODULE...`: load, then serve until the launcher ends."""
     launcher, control = int(sys.argv[1]), socket.socket(fileno=int(sys.argv[2]))
-    enough = end_with_parent(launcher)
+    stop_watching_parent = end_with_parent(launcher)
     for name in sys.argv[3:]:
         import_module(name)
-    enough()
+    stop_watching_parent()
     deadline = time.monotonic() + 1.0  # the kernel lists a thread for a moment after it was joined
     while threads() > 1 and time.monotonic() < deadline:
         time.sleep(0.001)
@@ -217,7 +219,7 @@ def main() -> NoReturn:
     gc.collect()
     gc.freeze()  # so that no collection in a child touches, hence copies, what all of them share
     request = _serve(control, launcher)
-    _end(_become(request))
+    _end(_run_request(request))
 
 
 def threads() -> int:
@@ -226,9 +228,9 @@ def threads() -> int:
 
 
 def _serve(control: socket.socket, launcher: int) -> dict[str, Any]:
-    """Fork what is asked for and report what became of it. Returns in the forked process, with its request."""
+    """Fork on request and report the exit codes. Returns in the forked process, with its request."""
     children: dict[int, Child] = {}
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # a child listens once it has handlers; until then they wait
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # a child unblocks them once it has handlers
     with selectors.DefaultSelector() as selector:
         selector.register(control, selectors.EVENT_READ)
         while os.getppid() == launcher:
@@ -239,13 +241,13 @@ def _serve(control: socket.socket, launcher: int) -> dict[str, Any]:
                     continue
                 data, descriptors, _, _ = socket.recv_fds(control, MESSAGE_BYTES, 2)
                 if not data:
-                    os._exit(0)  # the launching process has ended, or wants no more
+                    os._exit(0)  # the launching process has ended or closed the server
                 reply = socket.socket(fileno=descriptors[0])
                 child = _fork(reply, descriptors[1])
                 if child == 0:
-                    for descriptor, other in children.items():
+                    for descriptor, sibling in children.items():
                         os.close(descriptor)
-                        other.reply.close()
+                        sibling.reply.close()
                     control.close()
                     return {**json.loads(data), "output": descriptors[1]}
                 os.close(descriptors[1])
@@ -255,13 +257,13 @@ def _serve(control: socket.socket, launcher: int) -> dict[str, Any]:
                     selector.register(pidfd, selectors.EVENT_READ)
                     try:
                         socket.send_fds(reply, [json.dumps({"pid": child}).encode()], [pidfd])
-                    except OSError:  # nobody waits for it any more
+                    except OSError:  # the requester has gone
                         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
     os._exit(1)
 
 
 def _fork(reply: socket.socket, output: int) -> int | None:
-    """The child's id, 0 in the child, None where it must not be."""
+    """Fork; return the child's id, 0 in the child, None if the fork is refused."""
     server = os.getpid()
     try:
         if threads() > 1:
@@ -289,8 +291,8 @@ def _report(child: Child, pidfd: int) -> None:
         child.reply.send(json.dumps({"returncode": os.waitstatus_to_exitcode(status)}).encode())
 
 
-def _become(request: Mapping[str, Any]) -> int:
-    """Be the process that was asked for: session, environment, output, fresh random numbers, ttrain's code from the disk."""
+def _run_request(request: Mapping[str, Any]) -> int:
+    """Run the requested module in its own session and environment, with a fresh seed and ttrain's code from the disk."""
     os.setsid()
     server = os.environ[PARENT]
     os.environ.clear()
@@ -299,7 +301,7 @@ def _become(request: Mapping[str, Any]) -> int:
     os.dup2(request["output"], 1)
     os.dup2(request["output"], 2)
     os.close(request["output"])
-    import_module("numpy").random.seed()  # Python's own module does so by itself
+    import_module("numpy").random.seed()  # Python's `random` reseeds itself
     for name in [name for name in sys.modules if name.partition(".")[0] == "ttrain"]:
         del sys.modules[name]
     invalidate_caches()
@@ -313,7 +315,7 @@ def _become(request: Mapping[str, Any]) -> int:
 
 
 def _end(code: int) -> NoReturn:
-    """End a forked process without taking its modules apart, which takes 0.6 s where torch is loaded, 0.05 s without."""
+    """End a forked process without tearing down its modules, which takes 0.6 s with torch loaded, 0.05 s without."""
     threading._shutdown()  # type: ignore[attr-defined]  # tells pools of threads to end, then waits for all but daemons
     atexit._run_exitfuncs()
     sys.stdout.flush()

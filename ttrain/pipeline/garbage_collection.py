@@ -1,8 +1,8 @@
-"""Which artifacts and work directories nobody needs any more, and their removal.
+"""Find and remove artifacts and work directories that are no longer needed.
 
-Kept is what recent runs read or made, what their unfinished work continues from, what the registered models are, and
-everything young; and while a run is in progress every artifact, since which it takes is settled as it goes. A run notes
-itself under the lock that is held here (`runs.RunRecord`): one that starts meanwhile waits until what goes is out of sight.
+Kept are artifacts that recent runs read or made or that their unfinished work continues from, registered models, and all
+young ones; while a run is in progress, every artifact, since it is not yet known which it will read. A run records itself
+under the lock that is held here (`runs.RunRecord`): one that starts meanwhile waits until the removed paths are moved away.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from typing import Any
 from ttrain.core.files import exclusive, read_json
 from ttrain.pipeline.stage_worker import JOB
 from ttrain.store import runs
-from ttrain.store.artifacts import HOLDER, Store
+from ttrain.store.artifacts import HOLDER, ArtifactStore
 from ttrain.store.layout import MANIFEST, Artifact
 
 DAY_SECONDS = 86400
 TRASH = "trash"  # under the home: moved there at once, then removed
-ADAPTED = ("base", "tokenizer")  # inputs without which a registered model is of no use
+REQUIRED_INPUTS = ("base", "tokenizer")  # inputs without which a registered model is of no use
 
 IN_PROGRESS, RECENT, REGISTERED, YOUNG = "a run in progress", "a recent run", "a registered model", "its age"
 NIGHT = "the next night"
 
 
 @dataclass(frozen=True)
-class Removal:
-    """Something that nobody needs. `bytes` is what its end frees: a file that has another name elsewhere frees nothing."""
+class UnneededPath:
+    """A path that can be removed. `bytes` is what its removal frees: a file with another hard link frees nothing."""
 
-    what: str  # "artifact", "work", "replaced" or "leftover"
+    kind: str  # "artifact", "work", "replaced" or "leftover"
     stage: str
     key: str
     path: Path
@@ -45,7 +45,7 @@ class Removal:
     def to_json(self) -> dict[str, Any]:
         """The form that `clean --json` prints."""
         return {
-            "what": self.what,
+            "what": self.kind,
             "stage": self.stage,
             "key": self.key,
             "path": str(self.path),
@@ -55,18 +55,18 @@ class Removal:
 
 
 @dataclass
-class Needs:
-    """Who needs what: {key: reason}, and which runs are in progress: {run: machine}."""
+class NeededKeys:
+    """Needed keys, {key: reason}, and runs in progress, {run: machine}."""
 
     keys: dict[str, str] = field(default_factory=dict)
     running: dict[str, str] = field(default_factory=dict)
 
     def reason(self, key: str) -> str | None:
-        """Why this is kept; None where it is not needed."""
+        """Why this key is kept; None if it is not needed."""
         return self.keys.get(key) or (IN_PROGRESS if self.running else None)
 
     def add(self, keys: Iterable[str], reason: str, artifacts: Mapping[str, Artifact], only: Collection[str] = ()) -> None:
-        """These keys and the inputs of their artifacts, those of their inputs and so on; `only` those of these names."""
+        """Add these keys and, recursively, the inputs of their artifacts; `only`: restrict to inputs of these names."""
         waiting = [key for key in keys if key]
         while waiting:
             key = waiting.pop()
@@ -82,33 +82,33 @@ class Needs:
 
 
 @dataclass(frozen=True)
-class Cleaned:
-    """What was removed, or would be, how many artifacts are kept for which reason, and which runs are in progress.
+class CleanupResult:
+    """Removed (or removable) paths, how many artifacts are kept for which reason, and the runs in progress.
 
-    `running`: {run: machine}; that of another machine may have ended long since (`runs.ELSEWHERE_DAYS`).
+    `running`: {run: machine}; a run of another machine may have ended long ago (`runs.ELSEWHERE_DAYS`).
     """
 
-    removed: list[Removal]
-    kept: dict[str, int]
+    removed: list[UnneededPath]
+    kept_counts: dict[str, int]
     running: dict[str, str]
 
     @property
     def bytes(self) -> int:
-        """Freed on disk."""
+        """Bytes freed on disk."""
         return sum(removal.bytes for removal in self.removed)
 
 
 def clean(
-    store: Store,
+    store: ArtifactStore,
     registered: Collection[str],
     *,
     keep_runs: int,
     older_than_days: float,
     needed_by_nights: Callable[[Path], Collection[str]],
     dry_run: bool = False,
-) -> Cleaned:
-    """Remove what nobody needs. `registered`: keys that `tracking.registered_keys` names; `needed_by_nights`: those that the
-    next nights of a home read (`nightly.records.needed`), asked while no run may begin.
+) -> CleanupResult:
+    """Remove what is no longer needed. `registered`: keys of `tracking.registered_keys`; `needed_by_nights`: keys that the
+    next nights of a home read (`nightly.records.needed_keys`), called while no run can begin.
 
     Kept for their runs are the newest `keep_runs` that differ in their artifacts and all of the last `older_than_days` days.
     """
@@ -116,10 +116,10 @@ def clean(
     with contextlib.nullcontext() if dry_run else exclusive(store.root / runs.CLEANING):
         artifacts = {artifact.key: artifact for artifact in store.everything()}
         needs = _needs(store, artifacts, registered, needed_by_nights(store.root), keep_runs, oldest)
-        cleaned = _cleaned(store, artifacts, needs, registered, oldest)
+        cleaned = _find_unneeded(store, artifacts, needs, registered, oldest)
         if dry_run:
             return cleaned
-        moved = [(removal, _moved(store, removal)) for removal in cleaned.removed]
+        moved = [(removal, _move_to_trash(store, removal)) for removal in cleaned.removed]
         if not needs.running:
             _remove_locks(store)
     for path in filter(None, (path for _, path in moved)):
@@ -131,65 +131,67 @@ def clean(
 
 
 def _needs(
-    store: Store,
+    store: ArtifactStore,
     artifacts: Mapping[str, Artifact],
     registered: Collection[str],
     nightly: Collection[str],
     keep_runs: int,
     oldest: float,
-) -> Needs:
-    needs = Needs()
+) -> NeededKeys:
+    needs = NeededKeys()
     different: set[frozenset[tuple[str, str | None]]] = set()
     for run in runs.history(store.root):
         keys = {stage["name"]: stage.get("key") for stage in run["stages"]}
         if run["outcome"] == "running":
             needs.running[run["run"]] = run["process"].get("host", platform.node())
-        made = frozenset(keys.items())
-        is_new = made not in different
-        different.add(made)
+        stage_keys = frozenset(keys.items())
+        is_new = stage_keys not in different
+        different.add(stage_keys)
         if run["started_unix"] >= oldest or (is_new and len(different) <= keep_runs):
             needs.add(filter(None, keys.values()), RECENT, artifacts)
-    needs.add(registered, REGISTERED, artifacts, only=ADAPTED)
-    needs.add(nightly, NIGHT, artifacts, only=ADAPTED)
-    for stage, key, path in _works(store):
+    needs.add(registered, REGISTERED, artifacts, only=REQUIRED_INPUTS)
+    needs.add(nightly, NIGHT, artifacts, only=REQUIRED_INPUTS)
+    for stage, key, path in _work_directories(store):
         reason = IN_PROGRESS if _is_locked(store, stage, key) else needs.reason(key)
         if reason:
             needs.add([key, *_read_by(store, path)], reason, artifacts)
     return needs
 
 
-def _works(store: Store) -> Iterator[tuple[str, str, Path]]:
-    """(stage, key, directory) of all work, with that of other nodes and what was fetched halfway: KEY.node1, KEY.fetch."""
+def _work_directories(store: ArtifactStore) -> Iterator[tuple[str, str, Path]]:
+    """(stage, key, path) of all work directories, also of other nodes and partial fetches: KEY.node1, KEY.fetch."""
     for path in sorted((store.root / "work").glob("*/*")):
         if path.is_dir() and not path.name.startswith("."):
             yield path.parent.name, path.name.partition(".")[0], path
 
 
-def _read_by(store: Store, work: Path) -> Iterator[str]:
-    """Keys of the artifacts that a work directory was laid out to read."""
+def _read_by(store: ArtifactStore, work: Path) -> Iterator[str]:
+    """Keys of the artifacts that the job of a work directory reads."""
     job = read_json(work / JOB)
     if not isinstance(job, dict):
         return
-    inputs, reused, start_from = (job.get(name) for name in ("inputs", "reuse", "start_from"))  # or of another version
-    places = [*(inputs or {}).values(), *(reused or ()), *filter(None, [start_from])]
-    for place in map(Path, places):
+    inputs, reused, start_from = (
+        job.get(name) for name in ("inputs", "reuse", "start_from")
+    )  # may be missing: written by another version
+    paths = [*(inputs or {}).values(), *(reused or ()), *filter(None, [start_from])]
+    for path in map(Path, paths):
         with contextlib.suppress(ValueError):
-            parts = place.relative_to(store.root / "store").parts
+            parts = path.relative_to(store.root / "store").parts
             yield from parts[1:2]
 
 
-def _is_locked(store: Store, stage: str, key: str) -> bool:
-    """Whether a process works on the key at this moment."""
+def _is_locked(store: ArtifactStore, stage: str, key: str) -> bool:
+    """Whether a process is working on the key now."""
     with contextlib.suppress(_TakenError), _locked(store, stage, key):
         return False
     return True
 
 
 @contextlib.contextmanager
-def _locked(store: Store, stage: str, key: str) -> Iterator[None]:
-    """Holds both locks of a key: its run's, and that of the stage's process, which may outlive it for a moment.
+def _locked(store: ArtifactStore, stage: str, key: str) -> Iterator[None]:
+    """Hold both locks of a key: the run's, and the stage process's, which may outlive the run for a moment.
 
-    Raises _TakenError where another process has one of them.
+    Raises _TakenError if another process holds one of them.
     """
 
     def taken() -> None:
@@ -203,48 +205,54 @@ class _TakenError(Exception):
     """Another process has the lock."""
 
 
-# --- what is not ----------------------------------------------------------------------------------------------------------
+# --- what is not needed ------------------------------------------------------------------------------------------------
 
 
-def _cleaned(
-    store: Store, artifacts: Mapping[str, Artifact], needs: Needs, registered: Collection[str], oldest: float
-) -> Cleaned:
-    found: list[tuple[str, str, str, Path, str]] = []
-    kept: dict[str, int] = {}
+def _find_unneeded(
+    store: ArtifactStore, artifacts: Mapping[str, Artifact], needs: NeededKeys, registered: Collection[str], oldest: float
+) -> CleanupResult:
+    candidates: list[tuple[str, str, str, Path, str]] = []
+    kept_counts: dict[str, int] = {}
     for artifact in artifacts.values():
         reason = needs.reason(artifact.key)
         reason = reason or (YOUNG if artifact.manifest["published"] >= oldest else None)
         if reason:
-            kept[reason] = kept.get(reason, 0) + 1
+            kept_counts[reason] = kept_counts.get(reason, 0) + 1
         else:
-            found.append(("artifact", artifact.stage, artifact.key, artifact.path, "no run or registered model needs it"))
-    for stage, key, path in _works(store):
+            candidates.append(
+                ("artifact", artifact.stage, artifact.key, artifact.path, "no run or registered model needs it")
+            )
+    for stage, key, path in _work_directories(store):
         if _is_locked(store, stage, key):
             continue
-        if key in artifacts and not store.damage(artifacts[key]):  # else this is how it is built again
-            found.append(("work", stage, key, path, "its artifact is finished"))
-        elif not needs.reason(key) and _changed(path) < oldest:
-            found.append(("work", stage, key, path, "no recent run left it"))
+        if key in artifacts and not store.damage(artifacts[key]):  # a damaged artifact is rebuilt from its work
+            candidates.append(("work", stage, key, path, "its artifact is finished"))
+        elif not needs.reason(key) and _last_change(path) < oldest:
+            candidates.append(("work", stage, key, path, "no recent run left it"))
     for path in sorted((store.root / "replaced").glob("*/*")):
         key = path.name.rpartition("-")[0]
         if key not in registered and _time_in_name(path) < oldest:
-            found.append(("replaced", path.parent.name, key, path, "it was replaced long ago"))
+            candidates.append(("replaced", path.parent.name, key, path, "it was replaced long ago"))
     for path in sorted((store.root / "store").glob("*/*")):
-        if not (path / MANIFEST).exists() and _changed(path) < oldest:  # one of a newer version of ttrain stays
-            found.append(("leftover", path.parent.name, path.name, path, "it has no manifest"))
+        if not (path / MANIFEST).exists() and _last_change(path) < oldest:  # one of a newer version of ttrain stays
+            candidates.append(("leftover", path.parent.name, path.name, path, "it has no manifest"))
     for path in _leftovers(store):
-        found.append(("leftover", "", "", path, "a process was killed while it removed this"))
-    freed = _freed([path for *_, path, _ in found])
-    return Cleaned([Removal(*one[:4], freed[one[3]], one[4]) for one in found], kept, needs.running)
+        candidates.append(("leftover", "", "", path, "a process was killed while it removed this"))
+    freed = _freed_bytes([path for *_, path, _ in candidates])
+    return CleanupResult(
+        [UnneededPath(*candidate[:4], freed[candidate[3]], candidate[4]) for candidate in candidates],
+        kept_counts,
+        needs.running,
+    )
 
 
-def _leftovers(store: Store) -> Iterator[Path]:
-    """What was on its way out: renamed, so that nobody takes it for whole."""
+def _leftovers(store: ArtifactStore) -> Iterator[Path]:
+    """Paths that an interrupted removal left, renamed so that they are not mistaken for complete ones."""
     for pattern in ("work/*/.trash-*", "work/*/*/.trash-*", f"{TRASH}/*"):
         yield from sorted(store.root.glob(pattern))
 
 
-def _changed(path: Path) -> float:
+def _last_change(path: Path) -> float:
     """When a directory last changed: the latest time of what is in it."""
     return max((entry.stat().st_mtime for entry in [path, *path.rglob("*")] if entry.exists()), default=0.0)
 
@@ -255,8 +263,8 @@ def _time_in_name(path: Path) -> float:
     return int(nanoseconds) / 1e9 if nanoseconds.isdecimal() else 0.0
 
 
-def _freed(paths: Iterable[Path]) -> dict[Path, int]:
-    """{path: bytes that are free once it and all before it are gone}; of a file with several names, the last one counts."""
+def _freed_bytes(paths: Iterable[Path]) -> dict[Path, int]:
+    """{path: bytes freed once it and all before it are removed}; a file with several hard links counts at the last one."""
     names: dict[tuple[int, int], int] = {}
     freed: dict[Path, int] = {}
     for path in paths:
@@ -270,13 +278,13 @@ def _freed(paths: Iterable[Path]) -> dict[Path, int]:
     return freed
 
 
-def _moved(store: Store, removal: Removal) -> Path | None:
-    """Out of everybody's sight by one rename; None where it is gone, or a run took it up. A kill then leaves a leftover."""
+def _move_to_trash(store: ArtifactStore, removal: UnneededPath) -> Path | None:
+    """Move a path to the trash by one rename; None if it is gone or a run is using it. A kill then leaves a leftover."""
     if removal.path.parent == store.root / TRASH:
         return removal.path
     trash = store.root / TRASH / f"{removal.path.name}-{time.time_ns()}-{os.getpid()}"
     trash.parent.mkdir(exist_ok=True)
-    is_work = removal.what == "work"
+    is_work = removal.kind == "work"
     with contextlib.suppress(FileNotFoundError, _TakenError):
         with _locked(store, removal.stage, removal.key) if is_work else contextlib.nullcontext():
             removal.path.rename(trash)
@@ -284,21 +292,21 @@ def _moved(store: Store, removal: Removal) -> Path | None:
     return None
 
 
-def _remove_locks(store: Store) -> None:
-    """Two empty files for every key that ever was, and who had one when it was killed.
+def _remove_locks(store: ArtifactStore) -> None:
+    """Remove the lock files of unknown keys: two empty files each, and the note of a holder that was killed.
 
-    They go while both are held here: who opened one before that finds, once it is his, that the file has no name any more,
-    and takes another (filelock does).
+    They are removed while both are held here: a process that opened one before finds, once it has the lock, that the file
+    has no name any more, and opens another (filelock does).
     """
     paths = [path for suffix in (".lock", HOLDER) for path in (store.root / "work").glob(f"*/*{suffix}")]
     for stage, key in {(path.parent.name, path.name.partition(".")[0]) for path in paths}:
         if _is_known(store, stage, key):
             continue
         with contextlib.suppress(_TakenError), _locked(store, stage, key):
-            if not _is_known(store, stage, key):  # nor was it made meanwhile
+            if not _is_known(store, stage, key):  # still unknown under the locks
                 for name in (f"{key}.lock", f"{key}.process.lock"):
                     (store.root / "work" / stage / name).unlink(missing_ok=True)
 
 
-def _is_known(store: Store, stage: str, key: str) -> bool:
+def _is_known(store: ArtifactStore, stage: str, key: str) -> bool:
     return store.work(stage, key).exists() or store.path(stage, key).exists()

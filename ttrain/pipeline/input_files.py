@@ -1,4 +1,4 @@
-"""The user's own files that stages read: which they are, and what identifies their bytes. Imports nothing heavy."""
+"""The user's own files that stages read, and the digests of their bytes. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from ttrain.config import Settings
-from ttrain.config.suite import HELDOUT_PARTS, HarnessTask
+from ttrain.config.evaluate import HELDOUT_PARTS, HarnessTask
 from ttrain.core import redact
-from ttrain.data import existing_model, existing_tokenizer, locations
+from ttrain.data import existing, locations
 from ttrain.errors import UsageError
 from ttrain.evaluate import suites
 from ttrain.stages import Stage
-from ttrain.store.artifacts import Store
+from ttrain.store.artifacts import ArtifactStore
 
 HELD_OUT_OF = {"chats": "sft", "domain": "lora"}
 # How two stores name the same part of a stage's own data files.
@@ -30,14 +30,14 @@ class InputFile:
 
 
 def data_files(stage: Stage, settings: Settings) -> dict[str, list[InputFile]]:
-    """The user's own files that the stage reads, by role: "train", "heldout", for the tokenizer "existing", and for shards
+    """List the user's own files that the stage reads, by role: "train", "heldout", for the tokenizer "existing", for shards
     "against", files of evaluations.
 
     The roles of an existing model's files are those of `existing_model.files`.
     """
     if stage.reads_model:
-        found = _model_files(settings)
-        return {role: [InputFile(str(path)) for path in paths] for role, paths in found.items()}
+        model_files = _model_files(settings)
+        return {role: [InputFile(str(path)) for path in paths] for role, paths in model_files.items()}
     if stage.reads_suites:
         return _suite_files(settings)
     if stage.dataset is None:
@@ -51,53 +51,53 @@ def data_files(stage: Stage, settings: Settings) -> dict[str, list[InputFile]]:
     if not settings.reads(stage.dataset) or data.uses_python_docs(stage.dataset):
         return roles
     dataset = "pretrain" if is_tokenizer and not data.tokenizer else stage.dataset
-    roles[TRAIN] = _expanded(data.paths(dataset), f"data.{dataset}", () if is_tokenizer else data.weights(dataset))
+    roles[TRAIN] = _expand(data.paths(dataset), f"data.{dataset}", () if is_tokenizer else data.weights(dataset))
     if not is_tokenizer and getattr(data, f"{dataset}_heldout"):  # the tokenizer learns from the training part alone
-        roles[HELDOUT] = _expanded(data.paths(f"{dataset}_heldout"), f"data.{dataset}_heldout", ())
+        roles[HELDOUT] = _expand(data.paths(f"{dataset}_heldout"), f"data.{dataset}_heldout", ())
     return roles
 
 
-def evaluation_files(named: tuple[str, ...], setting: str = "shards.decontaminate") -> list[str]:
-    """The files that hold the items of suites, and those that are named themselves.
+def evaluation_files(names: tuple[str, ...], setting: str = "shards.decontaminate") -> list[str]:
+    """List the files with the items of suites, and the files that are named directly.
 
-    Raises UsageError where one is missing, and for tasks of the harness, whose data are not in files of ours.
+    Raises UsageError if one is missing, and for tasks of lm-evaluation-harness, whose data are not in local files.
     """
-    found: list[str] = []
-    for name in named:
+    paths: list[str] = []
+    for name in names:
         if not name.endswith(suites.ENDINGS) and name not in suites.names():
-            found += locations.expand((name,), setting)
+            paths += locations.expand((name,), setting)
             continue
         loaded = suites.load(name)
-        suites.files_of(loaded)  # all of them are there
+        suites.files_of(loaded)  # raises if one is missing
         if harness := [task for task, spec in loaded.suite.tasks.items() if isinstance(spec, HarnessTask)]:
             raise UsageError(
                 f"{setting} names the suite {name}, but the data of its task {harness[0]} are those of "
                 f"lm-evaluation-harness; name a file with its items, as JSON Lines"
             )
         files = [spec.file for spec in loaded.suite.tasks.values() if not isinstance(spec, HarnessTask)]
-        found += [str(loaded.base / Path(file).expanduser()) for file in files if file not in HELDOUT_PARTS]
-    return list(dict.fromkeys(found))
+        paths += [str(loaded.base / Path(file).expanduser()) for file in files if file not in HELDOUT_PARTS]
+    return list(dict.fromkeys(paths))
 
 
 def check_suite(settings: Settings) -> None:
-    """Raise UsageError for a `runtime.eval_suite` that cannot be used: now, not after the stages before a training."""
+    """Raise UsageError for an unusable `runtime.eval_suite` before any stage runs."""
     if settings.runtime.eval_every_steps and settings.runtime.eval_suite:
         suites.files_of(suites.load(settings.runtime.eval_suite))
 
 
 def _suite_files(settings: Settings) -> dict[str, list[InputFile]]:
-    """The suites of each model and what they read, as "suites-sft". Raises UsageError for a suite that cannot be used: now,
-    not after the models were trained. Only whether there are held-out documents is seen later: a night has earlier ones."""
-    found: dict[str, list[InputFile]] = {}
-    parts = [part for part, dataset in HELD_OUT_OF.items() if settings.reads(dataset)]
+    """The suites of each model and the files they read, as "suites-sft". Raises UsageError for an unusable suite before
+    any model is trained. Held-out documents are checked later: a night has earlier ones."""
+    files_by_role: dict[str, list[InputFile]] = {}
+    heldout_parts = [heldout_part for heldout_part, dataset in HELD_OUT_OF.items() if settings.reads(dataset)]
     for model in type(settings.evaluate.suites).model_fields:
         loaded = [suites.load(name) for name in settings.evaluate.suites.of(model)]
-        suites.distinct(loaded)
-        for one in loaded:
-            suites.check_parts(one, ["documents", *parts])  # documents can be those of earlier nights
+        suites.check_distinct_tasks(loaded)
+        for suite in loaded:
+            suites.check_parts(suite, ["documents", *heldout_parts])  # documents can be those of earlier nights
         if loaded:
-            found[f"suites-{model}"] = [InputFile(str(file)) for one in loaded for file in suites.files_of(one)]
-    return found
+            files_by_role[f"suites-{model}"] = [InputFile(str(file)) for suite in loaded for file in suites.files_of(suite)]
+    return files_by_role
 
 
 def _start_setting(settings: Settings) -> str:
@@ -105,27 +105,27 @@ def _start_setting(settings: Settings) -> str:
 
 
 def _model_files(settings: Settings) -> dict[str, list[Path]]:
-    """The files of the existing model. Raises UsageError where there is none, or a stage's rows are too long for it."""
+    """The files of the existing model. Raises UsageError if there is none, or if a stage's rows are too long for it."""
     assert settings.existing_model, "the stage is in the recipe only where there is such a model"
     setting = _start_setting(settings)
-    found = existing_model.files(settings.existing_model, setting)
-    limit = existing_model.max_length(found)
+    files = existing.model_files(settings.existing_model, setting)
+    limit = existing.max_length(files)
     for name in (*settings.trainings, "evaluate"):
         section, virtual = getattr(settings, name), settings.virtual_tokens(name)
         length = section.row_length
         if limit is not None and length + virtual > limit:
             prefix = f", after lora.virtual_tokens {virtual}," if virtual else ""
             fitting = section.longest_row(limit - virtual)
-            fix = f"set {name}.row_length={fitting}" if fitting else f"set {_lengths_beside(name, virtual)}"
+            fix = f"set {name}.row_length={fitting}" if fitting else f"set {_length_advice(name, virtual)}"
             raise UsageError(
                 f"{name}.row_length is {length}{prefix} but {setting} is {settings.existing_model}, a model of {limit} "
                 f"positions; {fix}"
             )
-    return found
+    return files
 
 
-def _lengths_beside(name: str, virtual: int) -> str:
-    """What else stands in the way of rows that fit the existing model."""
+def _length_advice(name: str, virtual: int) -> str:
+    """The settings to change so that rows fit the existing model."""
     if virtual:
         return "fewer lora.virtual_tokens"
     return f"{name}.row_length to at most that, and {name}.{'stride' if name == 'evaluate' else 'tokens_per_step'} to fit it"
@@ -133,42 +133,42 @@ def _lengths_beside(name: str, virtual: int) -> str:
 
 def _tokenizer_files(settings: Settings) -> list[Path]:
     """The files of the existing tokenizer. That of the existing model lies where its weights are."""
-    named = settings.tokenizer.existing
-    assert named is not None, "asked for where there is such a tokenizer"
-    if named != settings.existing_model:
-        return existing_tokenizer.files(named)
+    tokenizer = settings.tokenizer.existing
+    assert tokenizer is not None, "asked for where there is such a tokenizer"
+    if tokenizer != settings.existing_model:
+        return existing.tokenizer_files(tokenizer)
     directory = _model_files(settings)["config"][0].parent
-    if not (directory / existing_tokenizer.JSON).is_file():
+    if not (directory / existing.JSON).is_file():
         raise UsageError(
-            f"{_start_setting(settings)} is {named}, which has no {existing_tokenizer.JSON}; "
-            f"set tokenizer.existing to the folder or the name of its tokenizer, as a folder with {existing_tokenizer.JSON}"
+            f"{_start_setting(settings)} is {tokenizer}, which has no {existing.JSON}; "
+            f"set tokenizer.existing to the folder or the name of its tokenizer, as a folder with {existing.JSON}"
         )
-    return existing_tokenizer.files(str(directory))
+    return existing.tokenizer_files(str(directory))
 
 
-def _expanded(paths: tuple[str, ...], setting: str, weights: tuple[float, ...]) -> list[InputFile]:
+def _expand(paths: tuple[str, ...], setting: str, weights: tuple[float, ...]) -> list[InputFile]:
     if not weights:
         return [InputFile(location) for location in locations.expand(paths, setting)]
-    found: dict[str, InputFile] = {}
+    files_by_location: dict[str, InputFile] = {}
     for group, (path, weight) in enumerate(zip(paths, weights, strict=True)):
-        new = [location for location in locations.expand((path,), setting) if location not in found]
+        new = [location for location in locations.expand((path,), setting) if location not in files_by_location]
         if not new:
             raise UsageError(
                 f"{setting} weighs '{redact.url(path)}', but all its files belong to a source before it; leave it out"
             )
-        found.update({location: InputFile(location, group, weight) for location in new})
-    return list(found.values())
+        files_by_location.update({location: InputFile(location, group, weight) for location in new})
+    return list(files_by_location.values())
 
 
-def file_digests(stage: Stage, settings: Settings, store: Store) -> dict[str, list[dict[str, Any]]]:
-    """Name and digest (and weight, where there is one) of the data that the stage reads, by role.
+def file_digests(stage: Stage, settings: Settings, store: ArtifactStore) -> dict[str, list[dict[str, Any]]]:
+    """Name, digest and any weight of the data files that the stage reads, by role.
 
-    A remote file counts by its commit, ETag or checksum. Raises UsageError where one is unreadable.
+    The digest of a remote file is its commit, ETag or checksum. Raises UsageError if one is unreadable.
     """
-    found: dict[str, list[dict[str, Any]]] = {}
+    digests: dict[str, list[dict[str, Any]]] = {}
     for role, files in data_files(stage, settings).items():
         try:
-            found[role] = [
+            digests[role] = [
                 {
                     "name": locations.name(file.location),
                     "sha256": locations.version(file.location) or store.cache.file(Path(file.location)),
@@ -181,4 +181,4 @@ def file_digests(stage: Stage, settings: Settings, store: Store) -> dict[str, li
             if stage.reads_model or stage.reads_suites:
                 setting = _start_setting(settings) if stage.reads_model else "evaluate.suites"
             raise UsageError(f"cannot read {error.filename}, which {setting} names: {error.strerror}") from None
-    return found
+    return digests

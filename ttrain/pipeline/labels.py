@@ -1,4 +1,4 @@
-"""What a user calls a run: `--note TEXT` and `--tag KEY=VALUE`. They are shown with the run and enter no key."""
+"""A user's labels of a run, `--note TEXT` and `--tag KEY=VALUE`: shown with the run, not part of any key."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Labels:
     tags: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
     def to_json(self) -> dict[str, object]:
-        """What the record of a run has of them."""
+        """The labels as stored in the run's record."""
         return {**({"note": self.note} if self.note else {}), **({"tags": dict(self.tags)} if self.tags else {})}
 
 
@@ -33,7 +33,7 @@ NONE: Final = Labels()
 
 
 def labels_of(note: str | None, tags: Sequence[str] | None) -> Labels:
-    """The labels that `--note` and `--tag` give. Raises UsageError for a text or a key that cannot be one."""
+    """Parse and check `--note` and `--tag`. Raises UsageError for an invalid text or key."""
     pairs: dict[str, str] = {}
     for text in tags or ():
         key, value = _pair(text)

@@ -1,46 +1,49 @@
-"""How a model came about: the artifacts behind it, the evaluation that scored it, the public places that it began from.
+"""The lineage of a model: the artifacts behind it, its evaluation, and the public sources of its data.
 
-`lineage_of` answers for anything that has a name, from the store's manifests, or from MLflow's where the store is gone.
-`History` is what a model card tells of an artifact that is here.
+`lineage_of` resolves any name, from the store's manifests, or from MLflow's if the store is gone.
+`History` is what a model card says of an artifact in the store.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from ttrain.data.existing_tokenizer import ON_HUB
+from ttrain.config import Settings, flatten
+from ttrain.core.hashing import digest_of
+from ttrain.data.existing import HUB_REFERENCE
 from ttrain.pipeline import lineage_names
-from ttrain.pipeline.lineage_links import STORE, TRACKER, Link, link_of, link_of_tags
-from ttrain.pipeline.lineage_names import Named
+from ttrain.pipeline.lineage_names import LineageTarget
 from ttrain.stages import STAGES
 from ttrain.store import runs
-from ttrain.store.artifacts import Store
+from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
+from ttrain.tracking import datasets as inputs
 from ttrain.tracking.model_sets import KEY
 
-BASE_MODEL = "base-model"  # the stage that takes a model in
+BASE_MODEL = "base-model"  # the stage that imports an existing model
+
 DONE = ("completed", "equal", "different")  # outcomes of a stage that a run built
 
 
 @dataclass(frozen=True)
 class Lineage:
-    """Everything behind what was asked for: `links`, inputs first."""
+    """Everything behind a target: `links`, inputs first."""
 
-    named: Named
+    target: LineageTarget
     links: tuple[Link, ...]
     notes: tuple[str, ...] = field(default=())
 
     def to_json(self) -> dict[str, Any]:
         """What `lineage --json` prints."""
         return {
-            "asked": self.named.text,
-            "kind": self.named.kind,
-            "name": self.named.name,
-            "run": self.named.run,
+            "asked": self.target.text,
+            "kind": self.target.kind,
+            "name": self.target.name,
+            "run": self.target.run,
             "stages": [link.to_json() for link in self.links],
             "notes": list(self.notes),
         }
@@ -49,25 +52,25 @@ class Lineage:
 def lineage_of(home: Path, text: str) -> Lineage:
     """The lineage of a registered model, a run, a stage's newest artifact or an artifact by its key.
 
-    Raises UsageError where the text names nothing.
+    Raises UsageError if the text names nothing.
     """
-    named = lineage_names.named(home, text)
-    return lineage_behind(home, named)
+    target = lineage_names.find_target(home, text)
+    return lineage_behind(home, target)
 
 
-def lineage_behind(home: Path, named: Named) -> Lineage:
-    """The lineage of what a name stands for."""
-    walk = _Walk(home, named)
-    for stage, key in sorted(named.roots, key=_models_first):
+def lineage_behind(home: Path, target: LineageTarget) -> Lineage:
+    """The lineage of a resolved target."""
+    walk = _Walk(home, target)
+    for stage, key in sorted(target.roots, key=_models_first):
         walk.visit(stage, key)
-    return Lineage(named, tuple(walk.links.values()), named.notes)
+    return Lineage(target, tuple(walk.links.values()), target.notes)
 
 
 class _Walk:
-    """From the roots to what they were made of; each artifact once, after its inputs."""
+    """Walk from the roots to their inputs; each artifact once, after its inputs."""
 
-    def __init__(self, home: Path, named: Named) -> None:
-        self._home, self._store, self._named = home, Store(home), named
+    def __init__(self, home: Path, target: LineageTarget) -> None:
+        self._home, self._store, self._target = home, ArtifactStore(home), target
         self.links: dict[str, Link] = {}
 
     def visit(self, stage: str, key: str) -> None:
@@ -79,119 +82,273 @@ class _Walk:
         self.links[key] = link
 
     def _link(self, stage: str, key: str) -> Link:
-        here = self._store.at(self._store.path(stage, key)) if stage else None
-        if here:
-            return self._told(here, STORE)
+        stored = self._store.at(self._store.path(stage, key)) if stage else None
+        if stored:
+            return self._link_from_manifest(stored, STORE)
         recorded = self._tracked.recorded(stage, key) if stage else None
         if recorded:
-            return self._told(Artifact(stage, key, self._store.path(stage, key), recorded), TRACKER)
-        asked = self._named.tags.get("ttrain.key") == key
-        tags = self._named.tags if asked else {"ttrain.stage": stage, "ttrain.key": key}
-        return link_of_tags(tags, self._named.run_id if asked else None)
+            return self._link_from_manifest(Artifact(stage, key, self._store.path(stage, key), recorded), TRACKER)
+        is_target = self._target.tags.get("ttrain.key") == key
+        tags = self._target.tags if is_target else {"ttrain.stage": stage, "ttrain.key": key}
+        return link_of_tags(tags, self._target.run_id if is_target else None)
 
-    def _told(self, artifact: Artifact, known_from: str) -> Link:
-        """By its manifest; only one of an earlier ttrain needs the records of the runs."""
+    def _link_from_manifest(self, artifact: Artifact, known_from: str) -> Link:
+        """Build a link from a manifest; only one of an earlier ttrain needs the run records."""
         says_its_run = artifact.manifest.get("provenance", {}).get("run")
         return link_of(artifact, known_from, {} if says_its_run else self._runs)
 
     @cached_property
     def _tracked(self) -> Any:
-        from ttrain.tracking.artifact_source import Tracked
+        from ttrain.tracking.artifact_source import MlflowArtifacts
 
-        return Tracked(self._home)
+        return MlflowArtifacts(self._home)
 
     @cached_property
     def _stages(self) -> Mapping[str, str]:
-        """The stage of each key that a set's tags name."""
-        return {key: tag.removeprefix(KEY) for tag, key in self._named.tags.items() if tag.startswith(KEY)}
+        """The stage of each key in a set's tags."""
+        return {key: tag.removeprefix(KEY) for tag, key in self._target.tags.items() if tag.startswith(KEY)}
 
     @cached_property
     def _runs(self) -> Mapping[str, str]:
-        """The newest run on record that built each key."""
-        found: dict[str, str] = {}
+        """The newest recorded run that built each key."""
+        run_by_key: dict[str, str] = {}
         for run in runs.newest_first(self._home):
             for stage in run["stages"]:
                 if stage.get("key") and stage["outcome"] in DONE:
-                    found.setdefault(stage["key"], run["run"])
-        return found
+                    run_by_key.setdefault(stage["key"], run["run"])
+        return run_by_key
 
 
 def _models_first(artifact: tuple[str, str]) -> tuple[bool, int]:
-    """Of (stage, key): the chain of models first, so that the data of each stands right before it."""
+    """Sort key of (stage, key): the chain of models first, so that the data of each stand right before it."""
     names, stage = list(STAGES), artifact[0]
     return stage.startswith("shards-"), names.index(stage) if stage in names else -1
 
 
 @dataclass(frozen=True)
 class History:
-    """How a model came about: the artifacts behind it, inputs first, itself last, and the evaluation that scored it."""
+    """The artifacts behind a model, inputs first and itself last, and its evaluation."""
 
     artifacts: tuple[Artifact, ...]
     evaluation: Artifact | None
-    locations: Mapping[str, tuple[str, ...]]  # the public places (URLs, the Hub) of each data set
+    locations: Mapping[str, tuple[str, ...]]  # the public sources (URLs, the Hub) of each data set
     base: str | None = None  # the Hub's name of the model that it started from
 
     @classmethod
-    def of(cls, artifact: Artifact | None, home: Store) -> History:
-        """From the manifests in a home; an input that is no longer there is left out."""
+    def of(cls, artifact: Artifact | None, home: ArtifactStore) -> History:
+        """Collect it from the manifests in a store; an input that no longer exists is left out."""
         if artifact is None:
             return cls((), None, {})
-        found = tuple({(one.stage, one.key): one for one in _behind(artifact, home)}.values())
+        artifacts = tuple(
+            {(candidate.stage, candidate.key): candidate for candidate in _artifacts_behind(artifact, home)}.values()
+        )
         scored = (
-            one
-            for one in home.artifacts("evaluate")
+            candidate
+            for candidate in home.artifacts("evaluate")
             if any(
-                (used["stage"], used["key"]) == (artifact.stage, artifact.key) for used in one.manifest["inputs"].values()
+                (used["stage"], used["key"]) == (artifact.stage, artifact.key)
+                for used in candidate.manifest["inputs"].values()
             )
         )
-        told = {one.key: _settings_of(one) for one in found}
-        if None in told.values():  # made before manifests had the settings of their run
-            told = {**_settings_on_record(told.keys(), home.root), **{key: given for key, given in told.items() if given}}
-        stages = [(one.stage, told.get(one.key) or {}) for one in found]
-        return cls(found, next(scored, None), _public_locations(stages), _started_from(stages))
+        settings_by_key = {candidate.key: _settings_of(candidate) for candidate in artifacts}
+        if None in settings_by_key.values():  # made before manifests had the settings of their run
+            settings_by_key = {
+                **_settings_on_record(settings_by_key.keys(), home.root),
+                **{key: settings for key, settings in settings_by_key.items() if settings},
+            }
+        stages = [(candidate.stage, settings_by_key.get(candidate.key) or {}) for candidate in artifacts]
+        return cls(artifacts, next(scored, None), _public_locations(stages), _started_from(stages))
 
 
-def _behind(artifact: Artifact, home: Store) -> Iterator[Artifact]:
+def _artifacts_behind(artifact: Artifact, home: ArtifactStore) -> Iterator[Artifact]:
     for used in artifact.manifest["inputs"].values():
-        found = home.read(home.path(used["stage"], used["key"]))
-        if found:
-            yield from _behind(found, home)
+        source = home.read(home.path(used["stage"], used["key"]))
+        if source:
+            yield from _artifacts_behind(source, home)
     yield artifact
 
 
 def _settings_of(artifact: Artifact) -> Mapping[str, Any] | None:
-    """All settings of the run that made it, where its manifest has them."""
+    """All settings of the run that made the artifact, if its manifest has them."""
     settings: Mapping[str, Any] | None = artifact.manifest.get("provenance", {}).get("settings")
     return settings
 
 
 def _settings_on_record(keys: Iterable[str], home: Path) -> dict[str, Mapping[str, Any]]:
-    """The settings of the newest run on record that has each of these keys."""
-    wanted, found = set(keys), dict[str, Mapping[str, Any]]()
+    """{key: settings of the newest recorded run that has it}."""
+    missing_keys, settings_by_key = set(keys), dict[str, Mapping[str, Any]]()
     for run in runs.newest_first(home):
         for stage in run["stages"]:
-            if stage.get("key") in wanted:
-                found.setdefault(stage["key"], run["settings"])
-    return found
+            if stage.get("key") in missing_keys:
+                settings_by_key.setdefault(stage["key"], run["settings"])
+    return settings_by_key
 
 
 def _public_locations(stages: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, tuple[str, ...]]:
-    """Where each data set was read from; paths on the user's disk stay private. `stages`: with the settings of each."""
-    found: dict[str, tuple[str, ...]] = {}
+    """The public sources of each data set; paths on the user's disk stay private. `stages`: (stage, settings)."""
+    locations: dict[str, tuple[str, ...]] = {}
     for stage, settings in stages:
         if dataset := stage.partition("shards-")[2]:
-            named = settings.get("data", {}).get(dataset)
-            entries = [named] if isinstance(named, str) else named or []
-            words = [entry["path"] if isinstance(entry, dict) else str(entry) for entry in entries]
-            found[dataset] = tuple(word for word in words if "://" in word and not word.startswith("file:"))
-    return found
+            sources = settings.get("data", {}).get(dataset)
+            entries = [sources] if isinstance(sources, str) else sources or []
+            paths = [entry["path"] if isinstance(entry, dict) else str(entry) for entry in entries]
+            locations[dataset] = tuple(path for path in paths if "://" in path and not path.startswith("file:"))
+    return locations
 
 
 def _started_from(stages: Iterable[tuple[str, Mapping[str, Any]]]) -> str | None:
-    """The name on the Hub of the model that was taken in; a path stays private."""
+    """The Hub name of the model that training started from; a path stays private."""
     for stage, settings in stages:
         if stage == BASE_MODEL:
-            named = [settings.get(training, {}).get("start_from") or "" for training in ("pretrain", "sft", "lora")]
-            matches = [found[1] for name in named if (found := ON_HUB.fullmatch(name)) and not Path(name).is_dir()]
+            names = [settings.get(training, {}).get("start_from") or "" for training in ("pretrain", "sft", "lora")]
+            matches = [match[1] for name in names if (match := HUB_REFERENCE.fullmatch(name)) and not Path(name).is_dir()]
             return matches[0] if matches else None
     return None
+
+
+STORE, TRACKER, TAGS = "store", "mlflow", "tags"  # sources of a link; tags alone hold little
+
+
+@dataclass(frozen=True)
+class LineageData:
+    """A file, or another stage's data set, that a stage read. Counts are of the rows that were kept."""
+
+    part: str  # train, heldout, existing, or the role of a model's file
+    name: str
+    sha256: str
+    documents: int | None = None
+    tokens: int | None = None
+    bytes: int | None = None
+    location: str | None = None  # None: not recorded
+
+    def to_json(self) -> dict[str, Any]:
+        """The form that `lineage --json` prints."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+
+@dataclass(frozen=True)
+class Link:
+    """One artifact and how it was made. What is not recorded is None."""
+
+    stage: str
+    key: str
+    content: str | None
+    known_from: str  # STORE, TRACKER or TAGS
+    made_unix: float | None  # seconds since 1970
+    run: str | None  # name of the pipeline's run
+    run_id: str | None  # MLflow's, of the stage
+    code: str | None  # digest of the code that shaped it
+    commit: str | None
+    seed: int | None
+    settings: Mapping[str, Any]  # that differ from the defaults
+    inputs: Mapping[str, tuple[str, str]]  # what it was made from: (stage, key) by name
+    data: tuple[LineageData, ...]
+    libraries: Mapping[str, str]  # and Python and ttrain
+    notes: tuple[str, ...] = ()  # adopted, continued under other code, extended
+    manifest: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    def to_json(self) -> dict[str, Any]:
+        """The form that `lineage --json` prints."""
+        names = ("stage", "key", "content", "known_from", "run", "run_id", "code", "commit", "seed", "notes")
+        return {
+            **{name: getattr(self, name) for name in names},
+            "made_unix": self.made_unix,
+            "settings": dict(self.settings),
+            "inputs": {name: {"stage": stage, "key": key} for name, (stage, key) in self.inputs.items()},
+            "data": [entry.to_json() for entry in self.data],
+            "libraries": dict(self.libraries),
+            "runtime": self.manifest.get("provenance", {}).get("runtime"),
+            "machine": self.manifest.get("provenance", {}).get("machine"),
+        }
+
+
+def link_of(artifact: Artifact, known_from: str, made_by: Mapping[str, str]) -> Link:
+    """Build a link from an artifact's manifest. `made_by`: the run of each key, for manifests without a run."""
+    manifest = artifact.manifest
+    ingredients, provenance = manifest["ingredients"], manifest.get("provenance", {})
+    versions = {name: provenance[name] for name in ("ttrain", "python") if provenance.get(name)}
+    return Link(
+        stage=artifact.stage,
+        key=artifact.key,
+        content=artifact.content,
+        known_from=known_from,
+        made_unix=manifest.get("published"),
+        run=provenance.get("run") or made_by.get(artifact.key),
+        run_id=provenance.get("run_id"),
+        code=digest_of(ingredients["code"]),
+        commit=provenance.get("commit"),
+        seed=seed_of(artifact.stage, ingredients.get("settings", {})),
+        settings=own_settings(ingredients.get("settings", {})),
+        inputs={name: (used["stage"], used["key"]) for name, used in manifest["inputs"].items()},
+        data=tuple(_data_entries(artifact)),
+        libraries={**versions, **provenance.get("libraries", {})},
+        notes=tuple(_notes(manifest)),
+        manifest=manifest,
+    )
+
+
+def link_of_tags(tags: Mapping[str, str], run_id: str | None) -> Link:
+    """Build a link from the tags of a registered version whose manifest cannot be found."""
+    input_keys = {name.removeprefix("ttrain.input."): key for name, key in tags.items() if name.startswith("ttrain.input.")}
+    return Link(
+        stage=tags.get("ttrain.stage", ""),
+        key=tags.get("ttrain.key", ""),
+        content=tags.get("ttrain.content"),
+        known_from=TAGS,
+        made_unix=None,
+        run=tags.get("ttrain.run"),
+        run_id=run_id,
+        code=tags.get("ttrain.code"),
+        commit=None,
+        seed=None,
+        settings={},
+        inputs={name: ("", key) for name, key in input_keys.items()},
+        data=(),
+        libraries={},
+        notes=("neither the store nor MLflow has its manifest: only what the registered version says is known",),
+    )
+
+
+def own_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that differ from today's defaults of ttrain."""
+    return {key: value for key, value in sorted(settings.items()) if key not in _defaults() or _defaults()[key] != value}
+
+
+@cache
+def _defaults() -> Mapping[str, Any]:
+    return dict(flatten(Settings().model_dump(mode="json")))
+
+
+def seed_of(stage: str, settings: Mapping[str, Any]) -> int | None:
+    """The seed of the stage's own section, else `reading.seed`."""
+    section = "pretrain" if stage == "new-model" else stage
+    seed = settings.get(f"{section}.seed", settings.get("reading.seed"))
+    return int(seed) if seed is not None else None
+
+
+def _data_entries(artifact: Artifact) -> list[LineageData]:
+    """The user's files with the counts of each, or the files of an imported model."""
+    counted = {(file.get("role", "train"), file["name"]): file for file in artifact.result.get("files", ())}
+    entries = []
+    for role in artifact.manifest["ingredients"].get("files", {}):
+        for file in inputs.files_of(artifact, role):
+            counts_of_file = counted.get((role, file["name"]), {})
+            documents = counts_of_file.get("kept", counts_of_file.get("documents"))
+            counts = (documents, counts_of_file.get("tokens"), counts_of_file.get("bytes"))
+            entries.append(LineageData(role, file["name"], file["sha256"], *counts, file.get("location")))
+    return entries
+
+
+def _notes(manifest: Mapping[str, Any]) -> list[str]:
+    """Notes on an artifact that was adopted, continued or extended."""
+    notes = [
+        f"adopted from {entry['key'][:12]}, although {'; '.join(entry['differences'])}"
+        for entry in manifest.get("adopted", [])
+    ]
+    notes += [
+        f"begun as {entry['key'][:12]}, continued at step {entry['step']} although {'; '.join(entry['differences'])}"
+        for entry in manifest.get("continued") or []
+    ]
+    if manifest.get("extends"):
+        notes.append(f"extends a shorter training from its checkpoint {manifest['extends']}")
+    return notes

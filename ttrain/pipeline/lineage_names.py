@@ -1,33 +1,38 @@
-"""What `ttrain lineage` and `ttrain reproduce` are asked about: a registered model, a run, a stage, a key."""
+"""Resolve the argument of `ttrain lineage` and `ttrain reproduce`: a registered model, a run, a stage, a key."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ttrain import tracking
 from ttrain.errors import TTrainError, UsageError
-from ttrain.pipeline.adopt import HEX
+from ttrain.pipeline.artifact_commands import HEX
 from ttrain.stages import RUNNABLE, STAGES
 from ttrain.store import runs
-from ttrain.store.artifacts import SHOWN_KEY, Store
+from ttrain.store.artifacts import SHOWN_KEY, ArtifactStore
+from ttrain.store.layout import Artifact
+from ttrain.store.model_files import ADAPTER, Reference, weights_digest
 from ttrain.tracking.model_sets import KEY, KIND, SET
 from ttrain.tracking.reading import REGISTERED
 
 SHORTEST_KEY = 6
+
 RUN_ID = 32  # characters of MLflow's ids, which are hexadecimal as keys are
-OUTSIDE = (
-    "what `ttrain train --task`, `ttrain gate train` and exports leave is no artifact of a pipeline, and nothing says what "
-    "it was made of; to make it again, run the same command with another --out and compare"
+
+NOT_AN_ARTIFACT = (
+    "the output of `ttrain train --task`, `ttrain gate train` and exports is not an artifact of a pipeline, and its inputs "
+    "are not recorded; to make it again, run the same command with another --out and compare"
 )
+
 MODELS_OF_A_SET = ("tokenizer", "pretrain", "sft", "lora")
 
 
 @dataclass(frozen=True)
-class Named:
-    """What a text means: `roots` are (stage, key) of the artifacts that it stands for."""
+class LineageTarget:
+    """What a name resolves to: `roots` are (stage, key) of its artifacts."""
 
     text: str
     kind: str  # set, model, run, stage or key
@@ -39,102 +44,106 @@ class Named:
     notes: tuple[str, ...] = ()
 
 
-def named(home: Path, text: str) -> Named:
-    """What the text means. Raises UsageError that lists what there is."""
-    store = Store(home)
+def find_target(home: Path, text: str) -> LineageTarget:
+    """Resolve the text. Raises UsageError that lists what exists."""
+    store = ArtifactStore(home)
     if text in STAGES:
         artifact = store.latest(text)
-        return Named(text, "stage", f"{text}/{artifact.key}", ((text, artifact.key),))
-    if (found := _key(store, text) or _place(store, text)) is not None:
-        return found
+        return LineageTarget(text, "stage", f"{text}/{artifact.key}", ((text, artifact.key),))
+    if (target := _key(store, text) or _directory(store, text)) is not None:
+        return target
     run, colon, stage = text.partition(":")
     if colon and stage in STAGES:
-        whole = _run(home, run)
-        roots = tuple(root for root in whole.roots if root[0] == stage)
+        run_target = _run(home, run)
+        roots = tuple(root for root in run_target.roots if root[0] == stage)
         if not roots:
-            raise UsageError(f"the run {whole.name} has no finished stage {stage}; it has {_stages(whole.roots)}")
-        return Named(text, "run", f"{whole.name}:{stage}", roots, whole.name)
+            raise UsageError(f"the run {run_target.name} has no finished stage {stage}; it has {_stages(run_target.roots)}")
+        return LineageTarget(text, "run", f"{run_target.name}:{stage}", roots, run_target.name)
     if matched := REGISTERED.fullmatch(text):
         return _registered(home, text, **matched.groupdict())
     return _run(home, text)
 
 
-def _key(store: Store, text: str) -> Named | None:
-    """An artifact by the beginning of its key, or STAGE/KEY; None where the text is no key."""
+def _key(store: ArtifactStore, text: str) -> LineageTarget | None:
+    """Find an artifact by a key prefix or STAGE/KEY; None if the text is not a key."""
     stage, slash, prefix = text.rpartition("/")
     if not (HEX.issuperset(prefix) and len(prefix) >= SHORTEST_KEY and len(prefix) != RUN_ID):
         return None
     if slash and (stage not in STAGES or prefix.isdecimal()):
         return None  # NAME/VERSION
-    found = {
+    matches = {
         (path.parent.name, path.name)
         for path in (store.root / "store").glob(f"{stage or '*'}/{prefix}*")
         if store.at(path) is not None
-    } or set(tracking.keys_beginning(store.root, stage or None, prefix))
-    if not found and not slash:
-        return None  # a run may be called so
-    if len(found) != 1:
-        listed = ", ".join(f"{name}/{key[:SHOWN_KEY]}" for name, key in sorted(found))
-        rule = f"is the beginning of {len(found)} keys: {listed}" if found else "is the key of no artifact"
+    } or set(tracking.find_keys(store.root, stage or None, prefix))
+    if not matches and not slash:
+        return None  # it may be the name of a run
+    if len(matches) != 1:
+        listed = ", ".join(f"{name}/{key[:SHOWN_KEY]}" for name, key in sorted(matches))
+        rule = f"is the beginning of {len(matches)} keys: {listed}" if matches else "is not the key of an artifact"
         raise UsageError(f"'{text}' {rule}; `ttrain artifacts list` shows them")
-    [root] = found
-    return Named(text, "key", "/".join(root), (root,))
+    [root] = matches
+    return LineageTarget(text, "key", "/".join(root), (root,))
 
 
-def _place(store: Store, text: str) -> Named | None:
-    """An artifact by a directory of the store, or one below it; None where the text names no directory.
+def _directory(store: ArtifactStore, text: str) -> LineageTarget | None:
+    """Find an artifact by a directory in the store; None if the text is not a directory.
 
-    Raises UsageError for what lies elsewhere: nobody wrote down how it came about.
+    Raises UsageError for other directories: how they were made is not recorded.
     """
-    if text in RUNNABLE:  # and in no pipeline
-        raise UsageError(f"'{text}': {OUTSIDE}")
-    place, root = Path(text).expanduser().resolve(), (store.root / "store").resolve()
-    if not place.is_dir():
+    if text in RUNNABLE:  # but not in a pipeline
+        raise UsageError(f"'{text}': {NOT_AN_ARTIFACT}")
+    path, root = Path(text).expanduser().resolve(), (store.root / "store").resolve()
+    if not path.is_dir():
         return None
-    parts = place.relative_to(root).parts if place.is_relative_to(root) else ()
+    parts = path.relative_to(root).parts if path.is_relative_to(root) else ()
     if len(parts) >= len(("stage", "key")) and parts[0] in STAGES:
-        return Named(text, "key", "/".join(parts[:2]), ((parts[0], parts[1]),))
+        return LineageTarget(text, "key", "/".join(parts[:2]), ((parts[0], parts[1]),))
     if not text.startswith(("/", ".", "~")):
-        return None  # a model or a run may be called so
-    raise UsageError(f"{text} is no directory of the store {root}: {OUTSIDE}")
+        return None  # it may be the name of a model or a run
+    raise UsageError(f"{text} is not a directory of the store {root}: {NOT_AN_ARTIFACT}")
 
 
-def _registered(home: Path, text: str, name: str, alias: str | None, version: str | None) -> Named:
-    """A set, or one model, by what MLflow knows of it; a set's version also by the records of the home."""
+def _registered(home: Path, text: str, name: str, alias: str | None, version: str | None) -> LineageTarget:
+    """Find a registered set or model in MLflow; a set's version also in the run records."""
     try:
-        found = tracking.find_version(home, name, version=version, alias=alias)
+        model_version = tracking.find_version(home, name, version=version, alias=alias)
     except TTrainError as error:
-        noted = _noted(home, f"{name}/{version}") if version else None
-        if noted is None:
+        run_record = _run_that_registered(home, f"{name}/{version}") if version else None
+        if run_record is None:
             raise
-        roots = _roots_of(noted["stages"])
-        return Named(text, SET, f"{name}/{version}", roots, noted["run"], notes=(f"{error}: taken from the run's record",))
-    full, tags = f"{found.name}/{found.version}", found.tags
+        roots = _roots_of(run_record["stages"])
+        return LineageTarget(
+            text, SET, f"{name}/{version}", roots, run_record["run"], notes=(f"{error}: taken from the run's record",)
+        )
+    full, tags = f"{model_version.name}/{model_version.version}", model_version.tags
     if tags.get(KIND) == SET:
         keys = {tag.removeprefix(KEY): key for tag, key in tags.items() if tag.startswith(KEY)}
         roots = tuple((stage, keys[stage]) for stage in MODELS_OF_A_SET if stage in keys)
-        return Named(text, SET, full, roots, tags.get("ttrain.run"), tags)
+        return LineageTarget(text, SET, full, roots, tags.get("ttrain.run"), tags)
     if not tags.get("ttrain.key"):
         raise UsageError(f"the registered model {full} was not made by ttrain: it has no tag ttrain.key")
-    return Named(text, "model", full, ((tags["ttrain.stage"], tags["ttrain.key"]),), None, tags, found.run_id)
+    return LineageTarget(
+        text, "model", full, ((tags["ttrain.stage"], tags["ttrain.key"]),), None, tags, model_version.run_id
+    )
 
 
-def _noted(home: Path, model_set: str) -> dict[str, Any] | None:
-    """The run that registered this set, by its record."""
+def _run_that_registered(home: Path, model_set: str) -> dict[str, Any] | None:
+    """The record of the run that registered this set."""
     return next((run for run in runs.newest_first(home) if run.get("model_set") == model_set), None)
 
 
-def _run(home: Path, text: str) -> Named:
-    """A run, as `tracking.read_run` finds it."""
+def _run(home: Path, text: str) -> LineageTarget:
+    """Find a run by `tracking.read_run`."""
     view = tracking.read_run(home, text)
     roots = tuple((name, stage.key) for name, stage in view.stages.items() if stage.key and _is_done(stage.status))
     if not roots:
         raise UsageError(f"the run {view.name} has finished no stage, so there is nothing behind it")
-    return Named(text, "run", view.name, roots, view.name, notes=view.notes)
+    return LineageTarget(text, "run", view.name, roots, view.name, notes=view.notes)
 
 
 def _roots_of(stages: Iterable[Mapping[str, Any]]) -> tuple[tuple[str, str], ...]:
-    return tuple((one["name"], one["key"]) for one in stages if one.get("key") and _is_done(one["outcome"]))
+    return tuple((stage["name"], stage["key"]) for stage in stages if stage.get("key") and _is_done(stage["outcome"]))
 
 
 def _is_done(outcome: str) -> bool:
@@ -143,3 +152,91 @@ def _is_done(outcome: str) -> bool:
 
 def _stages(roots: Iterable[tuple[str, str]]) -> str:
     return ", ".join(stage for stage, _ in roots) or "none"
+
+
+def lines_of(references: Sequence[Reference], store: ArtifactStore) -> list[str]:
+    """One line per model, such as `sft = quickstart, full-20261121-160222-1a2b4:sft, 0f3a91c2d4e5`, and one more if they are
+    not of one lineage."""
+    return [*(_line(reference, store) for reference in references), *_lineages(references, store)]
+
+
+def to_json(reference: Reference) -> dict[str, Any]:
+    """As JSON: `name` of the pipeline, `run` (RUN:STAGE), `key` of the artifact, `digest` of the weights."""
+    weights = (reference.adapter, ADAPTER) if reference.adapter else None
+    return {
+        "model": reference.text,
+        "name": _pipeline_of(reference),
+        "run": _run_of(reference),
+        "key": reference.artifact.key if reference.artifact else None,
+        "digest": weights_digest(weights[0], name=weights[1]) if weights else reference.base_digest,
+    }
+
+
+def _line(reference: Reference, store: ArtifactStore) -> str:
+    artifact = reference.artifact
+    if artifact is None:
+        return f"{reference.text} = {reference.directory}"
+    run = _run_of(reference) or "of no run"
+    labels = [word for word in (_pipeline_of(reference), run, artifact.key[:SHOWN_KEY]) if word]
+    return f"{reference.text} = {', '.join(labels)}{_remark(reference, artifact, store)}"
+
+
+def _remark(reference: Reference, artifact: Artifact, store: ArtifactStore) -> str:
+    """A note on what a bare stage name also could have meant."""
+    if reference.text not in STAGES:
+        return ""
+    if reference.run is None:
+        return f" (the newest {artifact.stage} here)"
+    newest = next(iter(store.artifacts(artifact.stage)), artifact)
+    if newest.key == artifact.key:
+        return ""
+    return f" (there is a newer {artifact.stage}, {newest.key[:SHOWN_KEY]}: {newest.path})"
+
+
+def _run_of(reference: Reference) -> str | None:
+    """RUN:STAGE of the run that was named or found, else of the one that made the artifact."""
+    if reference.artifact is None:
+        return None
+    made_by = reference.artifact.manifest.get("provenance", {}).get("run")
+    run = reference.run["run"] if reference.run else made_by
+    return f"{run}:{reference.artifact.stage}" if run else None
+
+
+def _pipeline_of(reference: Reference) -> str | None:
+    """The setting `name` of the run, or of the run that made the artifact."""
+    if reference.run:
+        return str(reference.run["settings"].get("name") or "") or None
+    made_with = reference.artifact.manifest.get("provenance", {}).get("settings") if reference.artifact else None
+    return str(made_with["name"]) if made_with and made_with.get("name") else None
+
+
+def _lineages(references: Sequence[Reference], store: ArtifactStore) -> list[str]:
+    """One line that names the upstream stages in which the models differ."""
+    models = [(reference.text, reference.artifact) for reference in references if reference.artifact]
+    behind = [(artifact.stage, _content_by_stage(artifact, store)) for _, artifact in models]
+    differing = []
+    for stage in STAGES:
+        holders = [(last, contents[stage]) for last, contents in behind if stage in contents]
+        is_behind_one = any(last != stage for last, _ in holders)  # otherwise these are the compared models themselves
+        if is_behind_one and len({content for _, content in holders}) > 1:
+            differing.append(stage)
+    if not differing:
+        return []
+    names = ", ".join(dict.fromkeys(text for text, _ in models))
+    return [f"not of one lineage: {names} were not made from the same {', '.join(differing)}"]
+
+
+def _content_by_stage(artifact: Artifact, store: ArtifactStore) -> dict[str, str]:
+    """{stage: content} of a model and of all that it was made from."""
+    contents = {artifact.stage: artifact.content}
+    waiting = [artifact]
+    while waiting:
+        for used in waiting.pop().manifest["inputs"].values():
+            if used["stage"] in contents:
+                continue
+            source = store.find(used["stage"], used["key"])
+            if content := used.get("content") or (source and source.content):
+                contents[used["stage"]] = content
+            if source:
+                waiting.append(source)
+    return contents

@@ -1,6 +1,6 @@
-"""The model card of an export, `README.md`: what the manifests know of a model, as a person reads it.
+"""The model card of an export, `README.md`, made from the model's manifests.
 
-The block at the top is what the Hugging Face Hub reads: https://huggingface.co/docs/hub/model-cards
+The Hugging Face Hub reads the block at the top: https://huggingface.co/docs/hub/model-cards
 """
 
 from __future__ import annotations
@@ -8,26 +8,39 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from ttrain.config import Settings, flatten
+from ttrain.core.files import parse_json
+from ttrain.errors import ArtifactError
 from ttrain.pipeline.lineage import BASE_MODEL, History
-from ttrain.reports import evaluation_table
+from ttrain.pipeline.names import ADAPTER_CONFIG, BASE
 from ttrain.reports import summary as report
 from ttrain.store.layout import Artifact
-from ttrain.store.metric_rows import parse_row
+from ttrain.store.model_files import ADAPTER, MODEL, weight_files
+from ttrain.store.runs import parse_row
 
 CURVE_ROWS = 8
+
 SAMPLES = 3
+
 SHORT = 12  # letters of a digest that are shown
+
 MORE_IN_LOSS = (
     "The loss that was trained on holds more than that of the next tokens (a second head, the balance of experts), which "
     "alone is the validation loss."
 )
+
 QUICKSTART = "source"  # the stage that reads the Python which runs ttrain
+
 QUICKSTART_LICENCE = "PSF-2.0"  # https://docs.python.org/3/license.html
+
 UNKNOWN_LICENCE = "not recorded: look it up where the files came from, before you pass the model on"
+
 SHAPE = (
     ("model_type", "architecture"),
     ("num_hidden_layers", "layers"),
@@ -46,7 +59,7 @@ SHAPE = (
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written: `files` is one of "model" and "adapter"."""
+    """An exported model: `files` is "model" or "adapter"."""
 
     name: str
     files: str
@@ -60,22 +73,22 @@ class Exported:
 
 
 def card(exported: Exported, history: History) -> str:
-    """The whole text, in Markdown."""
+    """The model card in Markdown."""
     last = history.artifacts[-1] if history.artifacts else None
     chats = exported.files == "adapter" or last is None or last.stage != "pretrain"
-    parts = [
+    sections = [
         _front(exported, history),
         f"# {exported.name}\n\n{summary(exported, last)}",
         _use(exported, chats=chats),
         _shape(exported),
         _training(history),
-        _base(history),
+        _starting_model(history),
         _data(history),
         _evaluation(history),
         _lineage(history),
         _settings(history),
     ]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    return "\n\n".join(section for section in sections if section) + "\n"
 
 
 def _front(exported: Exported, history: History) -> str:
@@ -87,15 +100,15 @@ def _front(exported: Exported, history: History) -> str:
 
 
 def summary(exported: Exported, last: Artifact | None) -> str:
-    """What it is, in a sentence or two."""
-    what = {"pretrain": "A language model trained on documents", "sft": "A language model fine-tuned on chats"}
+    """Describe the model in a sentence or two."""
+    kinds = {"pretrain": "A language model trained on documents", "sft": "A language model fine-tuned on chats"}
     stage = last.stage if last else ""
     if exported.files == "adapter":
         text = f"An adapter with {exported.parameters:,} parameters (PEFT), trained on top of a model that it is bound to"
     elif exported.merged:
         text = f"A language model with {exported.parameters:,} parameters, with the weights of an adapter merged into it"
     else:
-        text = f"{what.get(stage, 'A causal language model')}, with {exported.parameters:,} parameters"
+        text = f"{kinds.get(stage, 'A causal language model')}, with {exported.parameters:,} parameters"
     return f"{text}. Its numbers are {exported.dtype}. Made with ttrain."
 
 
@@ -130,11 +143,11 @@ def _use(exported: Exported, *, chats: bool) -> str:
 
 def _shape(exported: Exported) -> str:
     rows = [(label, _shown(exported.config[name])) for name, label in SHAPE if exported.config.get(name) is not None]
-    return "## Model\n\n" + report.markdown(rows, ("what", "value")) if rows else ""
+    return "## Model\n\n" + report.markdown(rows, ("property", "value")) if rows else ""
 
 
 def _training(history: History) -> str:
-    """A table of the trainings, then the curve of each."""
+    """The section "Training": a table of the trainings, then the curve of each."""
     rows, curves, has_parts = [], [], False
     for artifact in history.artifacts:
         result = artifact.result
@@ -163,7 +176,7 @@ def _training(history: History) -> str:
 
 
 def _points(file: Path) -> list[tuple[int, dict[str, Any]]]:
-    """(step, what was logged of it), of the steps that have a loss; [] where there is no file."""
+    """(step, logged values) of the steps that have a loss; [] if there is no file."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -176,7 +189,7 @@ def _points(file: Path) -> list[tuple[int, dict[str, Any]]]:
 
 
 def _curve(points: list[tuple[int, dict[str, Any]]]) -> list[tuple[str, ...]]:
-    """Some rows of a curve, evenly spread, the last one among them."""
+    """Evenly spread rows of a curve, including the last."""
     chosen = sorted({round(i * (len(points) - 1) / (CURVE_ROWS - 1)) for i in range(CURVE_ROWS)})
     names = ("tokens", "loss", "validation_loss")
     return [
@@ -184,20 +197,20 @@ def _curve(points: list[tuple[int, dict[str, Any]]]) -> list[tuple[str, ...]]:
     ]
 
 
-def _base(history: History) -> str:
-    """The files of the model that the first training started from."""
-    taken = next((one for one in history.artifacts if one.stage == BASE_MODEL), None)
-    if taken is None:
+def _starting_model(history: History) -> str:
+    """The section "Started from": the files of the model that the first training started from."""
+    base_model = next((artifact for artifact in history.artifacts if artifact.stage == BASE_MODEL), None)
+    if base_model is None:
         return ""
-    files = [file for listed in taken.manifest["ingredients"].get("files", {}).values() for file in listed]
+    files = [file for role_files in base_model.manifest["ingredients"].get("files", {}).values() for file in role_files]
     rows = [(file["name"], f"`{file['sha256'][:SHORT]}`") for file in files]
-    named = f"`{history.base}` on the Hugging Face Hub" if history.base else "a model that was there"
-    return f"## Started from\n\nFrom {named}, under its own licence.\n\n{report.markdown(rows, ('file', 'sha256'))}"
+    origin = f"`{history.base}` on the Hugging Face Hub" if history.base else "a local model"
+    return f"## Started from\n\nFrom {origin}, under its own licence.\n\n{report.markdown(rows, ('file', 'sha256'))}"
 
 
 def _data(history: History) -> str:
     rows, licences = [], []
-    sources = {one.key: one for one in history.artifacts if one.stage == QUICKSTART}
+    sources = {source.key: source for source in history.artifacts if source.stage == QUICKSTART}
     for artifact in history.artifacts:
         if not artifact.stage.startswith("shards-"):
             continue
@@ -207,11 +220,11 @@ def _data(history: History) -> str:
             digest = digests.get((file["role"], file["name"]), "")
             counts = (_shown(file["kept"]), _shown(file["tokens"]), _shown(file["bytes"]))
             rows.append((dataset, file["role"], file["name"], *counts, f"`{digest[:SHORT]}`" if digest else ""))
-        places = ", ".join(f"`{place}`" for place in history.locations.get(dataset, ()))
+        locations = ", ".join(f"`{location}`" for location in history.locations.get(dataset, ()))
         if artifact.manifest["inputs"].get("source"):
             licences.append(f"- {dataset}: {QUICKSTART_LICENCE}, text of the Python {_python(sources)} that ran ttrain")
         else:
-            licences.append(f"- {dataset}: {UNKNOWN_LICENCE}" + (f" ({places})" if places else ""))
+            licences.append(f"- {dataset}: {UNKNOWN_LICENCE}" + (f" ({locations})" if locations else ""))
     if not rows:
         return ""
     table = report.markdown(rows, ("data", "part", "file", "records", "tokens", "bytes of text", "sha256"))
@@ -221,30 +234,30 @@ def _data(history: History) -> str:
 def _file_digests(artifact: Artifact, sources: Mapping[str, Artifact]) -> dict[tuple[str, str], str]:
     """Digest of each file that a set of shards was made of, by (role, name)."""
     files = artifact.manifest["ingredients"].get("files", {})
-    found = {(role, file["name"]): file["sha256"] for role, listed in files.items() for file in listed}
+    digests = {(role, file["name"]): file["sha256"] for role, listed in files.items() for file in listed}
     source = sources.get(artifact.manifest["inputs"].get("source", {}).get("key", ""))
     if source:
         for file in artifact.result.get("files", ()):
             entry = source.manifest["files"].get(file["name"])
             if entry:
-                found.setdefault((file["role"], file["name"]), entry["sha256"])
-    return found
+                digests.setdefault((file["role"], file["name"]), entry["sha256"])
+    return digests
 
 
 def _python(sources: Mapping[str, Artifact]) -> str:
-    return next((str(one.manifest["ingredients"].get("python", "")) for one in sources.values()), "")
+    return next((str(artifact.manifest["ingredients"].get("python", "")) for artifact in sources.values()), "")
 
 
 def evaluation_rows(history: History) -> list[tuple[str, str, str]]:
-    """(what, value, remark) of the model and of those that it was trained on top of; [] where nothing measured it."""
+    """(metric, value, remark) of the model and of those below it; [] if it was not evaluated."""
     if history.evaluation is None:
         return []
-    behind = {one.stage for one in history.artifacts}
-    above = [name for name in ("sft", "lora") if name not in behind]  # what was trained on top of it
-    later = tuple(f"{mark}{name}" for name in above for mark in "_/")
+    stages = {artifact.stage for artifact in history.artifacts}
+    later_models = [name for name in ("sft", "lora") if name not in stages]  # models trained on top of it
+    suffixes = tuple(f"{mark}{name}" for name in later_models for mark in "_/")
     metrics = report.metrics_of({"evaluate": history.evaluation.result})
-    shown = {name: value for name, value in metrics.items() if not name.endswith(later)}
-    return evaluation_table.rows(shown, {"evaluate": _without(history.evaluation.result, above)})
+    shown = {name: value for name, value in metrics.items() if not name.endswith(suffixes)}
+    return report.rows(shown, {"evaluate": _without_models(history.evaluation.result, later_models)})
 
 
 def _evaluation(history: History) -> str:
@@ -252,20 +265,20 @@ def _evaluation(history: History) -> str:
         return ""
     result, stage = history.evaluation.result, history.artifacts[-1].stage
     rows = evaluation_rows(history)
-    said = result.get("samples", {}).get("base" if stage == "pretrain" else stage, [])[:SAMPLES]
-    parts = ["## Evaluation", "On held-out data, computed in fp32.", report.markdown(rows, ("what", "value", ""))]
-    if said:
-        quoted = [(_cell(sample["prompt"]), _cell(sample["answer"])) for sample in said]
+    samples = result.get("samples", {}).get("base" if stage == "pretrain" else stage, [])[:SAMPLES]
+    parts = ["## Evaluation", "On held-out data, computed in fp32.", report.markdown(rows, ("metric", "value", ""))]
+    if samples:
+        quoted = [(_cell(sample["prompt"]), _cell(sample["answer"])) for sample in samples]
         parts += ["What it says when it always takes the likeliest token:", report.markdown(quoted, ("prompt", "answer"))]
     return "\n\n".join(parts)
 
 
-def _without(result: Mapping[str, Any], models: Sequence[str]) -> dict[str, Any]:
-    """The evaluation as if these models had not been asked its suites."""
-    told = result.get("suites")
-    if told is None:
+def _without_models(result: Mapping[str, Any], models: Sequence[str]) -> dict[str, Any]:
+    """The evaluation without the suite results of these models."""
+    suites = result.get("suites")
+    if suites is None:
         return dict(result)
-    return {**result, "suites": {**told, "models": [name for name in told["models"] if name not in models]}}
+    return {**result, "suites": {**suites, "models": [name for name in suites["models"] if name not in models]}}
 
 
 def _lineage(history: History) -> str:
@@ -282,27 +295,31 @@ def _lineage(history: History) -> str:
     ]
     made_by = history.artifacts[-1].manifest.get("provenance", {})
     versions = {**{name: made_by.get(name, "?") for name in ("ttrain", "python")}, **made_by.get("libraries", {})}
-    made = ", ".join(f"{name} {version}" for name, version in versions.items())
+    version_list = ", ".join(f"{name} {version}" for name, version in versions.items())
     table = report.markdown(rows, ("stage", "key", "content", "made from"))
-    return f"## Lineage\n\n{table}\n\nMade with {made}."
+    return f"## Lineage\n\n{table}\n\nMade with {version_list}."
 
 
 def _settings(history: History) -> str:
-    """What differs from the defaults, then everything."""
-    given: dict[str, Any] = {}
+    """The section "Settings": what differs from the defaults, then everything."""
+    settings: dict[str, Any] = {}
     for artifact in history.artifacts:
-        given.update(artifact.manifest["ingredients"].get("settings", {}))
-    if not given:
+        settings.update(artifact.manifest["ingredients"].get("settings", {}))
+    if not settings:
         return ""
     defaults = dict(flatten(Settings().model_dump(mode="json")))
-    changed = [f"{key}={json.dumps(value)}" for key, value in sorted(given.items()) if defaults.get(key, key) != value]
-    everything = "\n".join(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in sorted(given.items()))
-    own = "What differs from ttrain's defaults:\n\n```\n" + "\n".join(changed) + "\n```" if changed else "ttrain's defaults."
-    return f"## Settings\n\n{own}\n\n<details><summary>All settings</summary>\n\n```yaml\n{everything}\n```\n\n</details>"
+    changed = [f"{key}={json.dumps(value)}" for key, value in sorted(settings.items()) if defaults.get(key, key) != value]
+    everything = "\n".join(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in sorted(settings.items()))
+    changes = (
+        "What differs from ttrain's defaults:\n\n```\n" + "\n".join(changed) + "\n```" if changed else "ttrain's defaults."
+    )
+    return (
+        f"## Settings\n\n{changes}\n\n<details><summary>All settings</summary>\n\n```yaml\n{everything}\n```\n\n</details>"
+    )
 
 
-def _count(number: int | None, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+def _count(number: int | None, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _cell(text: str) -> str:
@@ -316,3 +333,66 @@ def _shown(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4f}"
     return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+@dataclass(frozen=True)
+class AdapterDescription:
+    """An adapter's kind, settings, size and base. `settings` are those of its kind; `bytes` is the size of its weights."""
+
+    kind: str
+    settings: dict[str, Any]
+    parameters: int
+    bytes: int
+    base_name: str
+    base_digest: str | None  # None: not recorded
+    base_held_in: str | None  # how the base was quantized during training; None: not quantized
+
+
+def describe(directory: Path) -> AdapterDescription:
+    """Read an adapter's directory. Raises ArtifactError if a file is missing or damaged."""
+    config = _read(directory / ADAPTER_CONFIG)
+    base = _read(directory / BASE) if (directory / BASE).is_file() else {}
+    kind = "dora" if config.get("use_dora") else str(config.get("peft_type", "unknown")).lower()
+    settings: dict[str, Any] = {}
+    try:
+        if kind in ("lora", "dora"):
+            settings = {"rank": config["r"], "alpha": config["lora_alpha"], "dropout": config.get("lora_dropout", 0.0)}
+            settings["targets"] = sorted([*(config.get("target_modules") or ()), *(config.get("target_parameters") or ())])
+        elif kind == "prefix_tuning":
+            kind = "prefix"
+            settings = {"virtual_tokens": config["num_virtual_tokens"], "layers": config["num_layers"]}
+    except KeyError as error:
+        raise ArtifactError(f"{directory / ADAPTER_CONFIG} does not say {error}") from None
+    return AdapterDescription(
+        kind=kind,
+        settings=settings,
+        parameters=numbers_in(directory / ADAPTER),
+        bytes=(directory / ADAPTER).stat().st_size,
+        base_name=str(config.get("base_model_name_or_path") or ""),
+        base_digest=base.get("base_weights_sha256"),
+        base_held_in=base.get("base_held_in"),
+    )
+
+
+def parameters_of(model: Path) -> int:
+    """Count the parameters in a model's weights files; a tied tensor counts once."""
+    return sum(numbers_in(file) for file in weight_files(model, MODEL))
+
+
+def numbers_in(path: Path) -> int:
+    """Count the parameters in a safetensors file from its header alone."""
+    try:
+        with safe_open(path, framework="numpy") as file:
+            return sum(prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118  # it is not a mapping
+    except (OSError, SafetensorError) as error:
+        raise ArtifactError(f"cannot read {path}: {error}") from None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = parse_json(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ArtifactError(f"cannot read {path}: {error}") from None
+    if not isinstance(content, dict):
+        raise ArtifactError(f"{path} must hold a JSON object")
+    return content

@@ -1,4 +1,4 @@
-"""What a model is called on the command line, and where its files lie. Loads neither torch nor, unless asked, MLflow.
+"""Resolve the names of models on the command line to their files. Loads neither torch nor, unless needed, MLflow.
 
 full-20261121-160222-1a2b        a run: its last model; RUN:sft is that run's SFT model
 sft                              a stage, of one run for all names of a command: `run_of` says which
@@ -14,30 +14,34 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ttrain import tracking
-from ttrain.config.loading import ENVIRONMENT_PREFIX, load
+from ttrain.config import Settings, flatten
+from ttrain.config.loading import ENVIRONMENT_PREFIX, Override, load
+from ttrain.core import redact
 from ttrain.core.files import read_json, read_object
-from ttrain.data import existing_model, existing_tokenizer
+from ttrain.data import existing
 from ttrain.errors import ArtifactError, DamagedFile, UsageError
-from ttrain.pipeline.earlier_settings import NIGHTLY, run_named
-from ttrain.pipeline.stores import InTracker
-from ttrain.stages import STAGES
+from ttrain.pipeline.artifact_commands import InTracker
+from ttrain.stages import OF_NIGHTS, STAGES
 from ttrain.store import layout, runs
-from ttrain.store.artifacts import Store
+from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import MANIFEST, Artifact
-from ttrain.store.model_reference import Reference, Run
-from ttrain.store.weights import ADAPTER, INDEX_SUFFIX, MODEL, weights_digest
+from ttrain.store.model_files import ADAPTER, INDEX_SUFFIX, MODEL, RecordedRun, Reference, weights_digest
 
 MODEL_DIRECTORY, ADAPTER_DIRECTORY = "model", "adapter"  # of an artifact
+
 ADAPTER_CONFIG, BASE = "adapter_config.json", "base.json"  # of an adapter
+
 LISTED_RUNS = 5
+
 NAME_VARIABLE = f"{ENVIRONMENT_PREFIX}NAME"
-FINISHED = ("completed", "cached")  # outcomes of runs that came to their end
+
+FINISHED = ("completed", "cached")  # outcomes of finished runs
 
 
 def resolve(
@@ -46,16 +50,16 @@ def resolve(
     *,
     base: str | None = None,
     from_hub: bool = False,
-    within: Run | None = None,
+    searched_run: RecordedRun | None = None,
 ) -> Reference:
-    """The model that `text` names; None means the last model of a run. `base` names the full model of an adapter that does
-    not say where its own lies. `from_hub`: a name on the Hub is one, too. `within`: the run that stages are looked for in.
+    """Find the model that `text` names; None means the last model of a run. `base` names the full model of an adapter that
+    does not record its own. `from_hub`: accept names on the Hub. `searched_run`: the run in which stages are looked up.
 
-    Raises UsageError for what there is not, naming what there is, and ArtifactError for what is damaged.
+    Raises UsageError for a missing model, listing what exists, and ArtifactError for a damaged one.
     """
     root = layout.home() if home is None else home
-    run = within or run_of(_with_base([text], base), root)
-    return _Resolver(Store(root), base, run, from_hub=from_hub).find(text)
+    run = searched_run or run_of(_with_base([text], base), root)
+    return _Resolver(ArtifactStore(root), base, run, from_hub=from_hub).find(text)
 
 
 def resolve_all(
@@ -66,32 +70,32 @@ def resolve_all(
     from_hub: bool = False,
     run: str | None = None,
 ) -> list[Reference]:
-    """The models that a command names; all stages among them are those of one run."""
-    within = run_of(_with_base(texts, base), home, named=run)
-    return [resolve(text, home, base=base, from_hub=from_hub, within=within) for text in texts]
+    """Find the models that a command names; all stages among them are taken from one run."""
+    searched_run = run_of(_with_base(texts, base), home, run_name=run)
+    return [resolve(text, home, base=base, from_hub=from_hub, searched_run=searched_run) for text in texts]
 
 
-def run_of(texts: Sequence[str | None], home: Path | None = None, named: str | None = None) -> Run | None:
-    """The run in which a command's stages, and its None, are looked for: the one that is `named`, else the newest that has
-    them all and came to its end, else the newest that has them all. None where no run has, or nothing asks for one.
+def run_of(texts: Sequence[str | None], home: Path | None = None, run_name: str | None = None) -> RecordedRun | None:
+    """Find the run in which a command's stages, and its None, are looked up: `run_name`, else the newest finished one that
+    has them all, else the newest that has them all. None if there is no such run, or none is needed.
 
-    Nights and trials of sweeps are about models that the user did not make: where no other run has any of the stages, the
-    newest night that came to its end is taken, else the newest such trial. Where the environment sets `name`, runs of other
-    names are passed over. Raises UsageError where a run is named that does not exist or that nothing
-    needs, and where several stages stand in different runs only.
+    Nights and trials of sweeps are about models that the user did not make: if no other run has any of the stages, the
+    newest finished night is taken, else the newest finished trial. Where the environment sets `name`, runs of other
+    names are skipped. Raises UsageError for a run name that does not exist or is not needed, and if several
+    stages exist only in different runs.
     """
     root = layout.home() if home is None else home
     stages = {text for text in texts if text in STAGES}
     if not stages and None not in texts:
-        if named is not None:
+        if run_name is not None:
             shown = ", ".join(str(text) for text in texts)
-            raise UsageError(f"--run is {named}, but {shown} names no stage to look for in a run; leave --run out")
+            raise UsageError(f"--run is {run_name}, but {shown} names no stage to look for in a run; leave --run out")
         return None
-    if named is not None:
-        return run_named(root, named)
-    unfinished: Run | None = None
-    nights, trials = list[Run](), list[Run]()  # that came to their end with all of them, newest first
-    holders: dict[str, str] = {}  # of each stage the newest run that came to its end with it
+    if run_name is not None:
+        return run_named(root, run_name)
+    unfinished: RecordedRun | None = None
+    nights, trials = list[RecordedRun](), list[RecordedRun]()  # finished, with all stages, newest first
+    holders: dict[str, str] = {}  # by stage: the newest finished run that has it
     name = _name_in_environment()
     for run in runs.newest_first(root):
         if name and run["settings"].get("name") != name:
@@ -99,10 +103,10 @@ def run_of(texts: Sequence[str | None], home: Path | None = None, named: str | N
         automatic = nights if run["pipeline"] == NIGHTLY else trials if "sweep" in run else None
         if automatic or (automatic is not None and run["outcome"] not in FINISHED):
             continue
-        if not _has_all(Store(root), run, stages, with_model=None in texts):
+        if not _has_all(ArtifactStore(root), run, stages, with_model=None in texts):
             if automatic is None and run["outcome"] in FINISHED:
                 for stage in run["stages"]:
-                    if stage["name"] in stages and _artifact_of(Store(root), stage):
+                    if stage["name"] in stages and _artifact_of(ArtifactStore(root), stage):
                         holders.setdefault(stage["name"], run["run"])
             continue
         if automatic is not None:
@@ -120,29 +124,29 @@ def run_of(texts: Sequence[str | None], home: Path | None = None, named: str | N
 
 
 def _with_base(texts: Sequence[str | None], base: str | None) -> list[str | None]:
-    """All names of a command."""
+    """All model names of a command."""
     return [*texts, base] if base else [*texts]
 
 
 def _name_in_environment() -> str | None:
-    """The setting `name`, where the environment gives it. No other variable is read: models are found without settings."""
+    """The setting `name`, if the environment sets it. No other variable is read: models are found without settings."""
     loaded = load(environment={name: os.environ[name] for name in os.environ if name.upper() == NAME_VARIABLE})
     return loaded.settings.name if "name" in loaded.sources else None
 
 
-def _has_all(home: Store, run: Run, stages: set[str | None], *, with_model: bool) -> bool:
-    """Whether the artifacts of these stages of a run are there, undamaged; and any model, where one is needed."""
+def _has_all(home: ArtifactStore, run: RecordedRun, stages: set[str | None], *, with_model: bool) -> bool:
+    """Whether the run's artifacts of these stages exist undamaged; and any model, if one is needed."""
     artifacts = {
         stage["name"]: _artifact_of(home, stage) for stage in run["stages"] if stage["name"] in stages or with_model
     }
-    models = [artifact for artifact in artifacts.values() if artifact and _part_of(artifact.path)]
+    models = [artifact for artifact in artifacts.values() if artifact and _model_directory_of(artifact.path)]
     return all(artifacts.get(str(stage)) for stage in stages) and (bool(models) or not with_model)
 
 
 class _Resolver:
-    """Looks in one home; `base` is the user's word for an adapter's full model, `run` that of the stages."""
+    """Looks names up in one home; `base` is the user's --base, `run` the run of the stages."""
 
-    def __init__(self, home: Store, base: str | None, run: Run | None, *, from_hub: bool = False) -> None:
+    def __init__(self, home: ArtifactStore, base: str | None, run: RecordedRun | None, *, from_hub: bool = False) -> None:
         self.store, self.base, self.run, self._from_hub = home, base, run, from_hub
 
     def find(self, text: str | None) -> Reference:
@@ -163,19 +167,21 @@ class _Resolver:
             return self._of_directory(text, directory)
         if not is_path and re.fullmatch(r"[^@/:]+(@[^@/:]+|/\d+)", text):
             return self._registered(text, text)
-        if not is_path and self._from_hub and existing_tokenizer.ON_HUB.fullmatch(text):
-            found = existing_model.files(text, "MODEL")
-            return self._of_directory(text, found["config"][0].parent)
-        raise UsageError(f"there is no model '{text}': it is no run, stage, registered name or directory; {self._listed()}")
+        if not is_path and self._from_hub and existing.HUB_REFERENCE.fullmatch(text):
+            files = existing.model_files(text, "MODEL")
+            return self._of_directory(text, files["config"][0].parent)
+        raise UsageError(
+            f"there is no model '{text}': it is not a run, stage, registered name or directory; {self._listed()}"
+        )
 
     def _last_model(self) -> Reference:
-        """That of the run."""
+        """The last model of the run."""
         for stage in reversed(self.run["stages"]) if self.run else ():
             artifact = _artifact_of(self.store, stage)
-            if self.run and artifact and _part_of(artifact.path):
+            if self.run and artifact and _model_directory_of(artifact.path):
                 return self._of_run(f"{self.run['run']}:{stage['name']}", self.run, stage["name"])
         if self.store.damaged() or self._stages_with_models():
-            raise UsageError(f"no finished run has a model that is whole in {self.store.root}; {self._listed()}")
+            raise UsageError(f"no finished run has a complete model in {self.store.root}; {self._listed()}")
         raise UsageError(
             f"there is no model in {self.store.root} yet; begin with `ttrain pipeline run full`, or name a directory"
         )
@@ -186,47 +192,51 @@ class _Resolver:
         record = read_json(self.store.root / "runs" / f"{run}.json")
         return record if isinstance(record, dict) else None
 
-    def _of_run(self, text: str, record: Run, wanted: str) -> Reference:
-        """The run's stage of that name, or its last one that left a model."""
+    def _of_run(self, text: str, record: RecordedRun, stage_name: str) -> Reference:
+        """The model of the run's stage of that name, or of its last stage with a model."""
         names = [stage["name"] for stage in record["stages"]]
-        if wanted and wanted not in names:
-            raise UsageError(f"the run {record['run']} has no stage '{wanted}'; its stages are {', '.join(names)}")
+        if stage_name and stage_name not in names:
+            raise UsageError(f"the run {record['run']} has no stage '{stage_name}'; its stages are {', '.join(names)}")
         for stage in reversed(record["stages"]):
             artifact = _artifact_of(self.store, stage)
-            if artifact and (stage["name"] == wanted or (not wanted and _part_of(artifact.path))):
+            if artifact and (stage["name"] == stage_name or (not stage_name and _model_directory_of(artifact.path))):
                 return replace(self._of_artifact(text, artifact), run=record)
-            if stage["name"] == wanted and stage.get("key") and (problem := self.store.damage_at(wanted, stage["key"])):
+            if (
+                stage["name"] == stage_name
+                and stage.get("key")
+                and (problem := self.store.damage_at(stage_name, stage["key"]))
+            ):
                 raise ArtifactError(
-                    f"the stage {wanted} of the run {record['run']} is damaged: {problem}; {DamagedFile.fix}"
+                    f"the stage {stage_name} of the run {record['run']} is damaged: {problem}; {DamagedFile.fix}"
                 )
-        what = f"stage {wanted} of the run {record['run']}" if wanted else f"run {record['run']}"
-        raise UsageError(f"the {what} left no model that is still in {self.store.root}; {self._listed()}")
+        missing = f"stage {stage_name} of the run {record['run']}" if stage_name else f"run {record['run']}"
+        raise UsageError(f"the {missing} left no model that is still in {self.store.root}; {self._listed()}")
 
     def _registered(self, text: str, name: str) -> Reference:
-        """The store's own artifact where it has it, else the files that MLflow kept."""
+        """The artifact in the store if it is there, else the files in MLflow."""
         model, at, alias = name.partition("@")
         model, _, version = (model, "", None) if at else name.rpartition("/")
         if not model or not (alias if at else version):
-            raise UsageError(f"'{text}' names no registered model; write NAME@ALIAS or NAME/VERSION, for example mine-sft/1")
-        found = tracking.find_version(self.store.root, model, version=version, alias=alias or None)
-        if (last := tracking.last_of(found)) is not None:  # a set of models: the one that the run ended with
+            raise UsageError(f"'{text}' is not a registered model; write NAME@ALIAS or NAME/VERSION, for example mine-sft/1")
+        tracked = tracking.find_version(self.store.root, model, version=version, alias=alias or None)
+        if (last := tracking.last_of(tracked)) is not None:  # a set of models: its last one
             return self._registered(text, f"{last.name}/{last.version}")
-        stage, key = found.tags.get("ttrain.stage", ""), found.tags.get("ttrain.key", "")
+        stage, key = tracked.tags.get("ttrain.stage", ""), tracked.tags.get("ttrain.key", "")
         artifact = self.store.find(stage, key) if stage and key else None
         if artifact and artifact.absent.isdisjoint(artifact.files_of(())):
             return self._of_artifact(text, artifact)
-        if found.source is None or not found.source.is_dir():
+        if tracked.source is None or not tracked.source.is_dir():
             if artifact := self._fetched(stage, key):
                 return self._of_artifact(text, artifact)
             raise UsageError(
-                f"the files of {model}/{found.version} are neither in the store {self.store.root} nor on a disk of this "
-                f"machine ({found.source or 'MLflow keeps them elsewhere'}); run its pipeline again, or name a directory"
+                f"the files of {model}/{tracked.version} are neither in the store {self.store.root} nor on a disk of this "
+                f"machine ({tracked.source or 'MLflow keeps them elsewhere'}); run its pipeline again, or name a directory"
             )
-        return self._of_directory(text, found.source)
+        return self._of_directory(text, tracked.source)
 
     def _fetched(self, stage: str, key: str) -> Artifact | None:
-        """The model's files from MLflow, with the full model that an adapter goes onto; None where they are not there."""
-        store = Store(self.store.root, InTracker(self.store.root))
+        """Fetch the model's files from MLflow, with the base model of an adapter; None if they are not there."""
+        store = ArtifactStore(self.store.root, InTracker(self.store.root))
         artifact = store.find(stage, key) if stage and key else None
         if artifact is None:
             return None
@@ -238,15 +248,15 @@ class _Resolver:
         return store.complete(artifact)
 
     def _of_artifact(self, text: str, artifact: Artifact) -> Reference:
-        part = _part_of(artifact.path)
-        if part is None:
+        directory = _model_directory_of(artifact.path)
+        if directory is None:
             raise UsageError(f"'{text}' leads to {artifact.path}, which holds no model; {self._listed()}")
-        return self._of_directory(text, part)
+        return self._of_directory(text, directory)
 
     def _of_directory(self, text: str, directory: Path) -> Reference:
-        if (directory / MANIFEST).is_file() and (part := _part_of(directory)):
-            directory = part
-        artifact = next((found for parent in directory.parents if (found := self.store.read(parent))), None)
+        if (directory / MANIFEST).is_file() and (model_directory := _model_directory_of(directory)):
+            directory = model_directory
+        artifact = next((stored for parent in directory.parents if (stored := self.store.read(parent))), None)
         if (directory / ADAPTER_CONFIG).is_file():
             if not (directory / ADAPTER).is_file():
                 raise ArtifactError(f"'{text}' is an adapter's directory, but it holds no {ADAPTER}")
@@ -258,61 +268,61 @@ class _Resolver:
         return Reference(text, directory, None, artifact)
 
     def _base_of(self, text: str, adapter: Path) -> Path:
-        """The full model: what the user named, what lies beside, what has the digest, what the adapter's config names."""
+        """Find an adapter's base: --base, else `base/` in its directory, else by digest, else by the adapter's config."""
         if self.base is not None:
-            named = _Resolver(self.store, None, self.run).find(self.base)
-            if named.adapter:
+            base = _Resolver(self.store, None, self.run).find(self.base)
+            if base.adapter:
                 raise UsageError(f"the base of '{text}' must be a full model, but '{self.base}' is an adapter itself")
-            return named.model
-        wanted = base_digest_of(adapter)
-        beside = adapter / "base"
-        if (beside / "config.json").is_file():
-            return beside
-        for artifact in self.store.everything() if wanted else ():
-            if wanted == _stored_digest(artifact) and not self.store.damage(artifact):
+            return base.model
+        base_digest = base_digest_of(adapter)
+        local_base = adapter / "base"
+        if (local_base / "config.json").is_file():
+            return local_base
+        for artifact in self.store.everything() if base_digest else ():
+            if base_digest == _stored_digest(artifact) and not self.store.damage(artifact):
                 return artifact.path / MODEL_DIRECTORY
         named_base = read_object(adapter / ADAPTER_CONFIG).get("base_model_name_or_path")
         if named_base and (Path(named_base) / "config.json").is_file():
             return Path(named_base).absolute()
-        digest = f"with the weights {wanted[:12]}" if wanted else f"({named_base})"
+        digest = f"with the weights {base_digest[:12]}" if base_digest else f"({named_base})"
         raise UsageError(
             f"'{text}' is an adapter, and its base {digest} is not in {self.store.root}; name it with --base, or put it "
-            f"into {beside}"
+            f"into {local_base}"
         )
 
     def _listed(self) -> str:
-        """What could have been named instead."""
+        """The stages and runs that could be named instead."""
         stages = self._stages_with_models()
         names = [run["run"] for run in runs.history(self.store.root)][:LISTED_RUNS]
         if not stages and not names:
-            return f"in {self.store.root} there is none yet, begin with `ttrain pipeline run full`"
+            return f"{self.store.root} has none yet, begin with `ttrain pipeline run full`"
         damage = f"; {self.store.advice()}" if self.store.damaged() else ""
         return f"stages with a model: {', '.join(stages) or 'none'}; newest runs: {', '.join(names) or 'none'}{damage}"
 
     def _stages_with_models(self) -> list[str]:
-        return sorted({artifact.stage for artifact in self.store.everything() if _part_of(artifact.path)})
+        return sorted({artifact.stage for artifact in self.store.everything() if _model_directory_of(artifact.path)})
 
 
 def base_digest_of(adapter: Path) -> str | None:
-    """Digest of the weights that an adapter was trained on, as it says itself; None where it does not (PEFT's own)."""
+    """Recorded digest of the weights that an adapter was trained on; None if not recorded (made by PEFT alone)."""
     digest = read_object(adapter / BASE).get("base_weights_sha256")
     return digest and str(digest)
 
 
 def _directory(text: str) -> Path | None:
-    """The directory of that name, if there is one; none has a name that no file can have."""
+    """The directory of that name, or None, also for a text that cannot be a path."""
     with contextlib.suppress(OSError, ValueError, RuntimeError):
         path = Path(text).expanduser().absolute()
         return path if path.is_dir() else None
     return None
 
 
-def _artifact_of(home: Store, stage: dict[str, Any]) -> Artifact | None:
-    """What a recorded stage left, where it is still there."""
+def _artifact_of(home: ArtifactStore, stage: dict[str, Any]) -> Artifact | None:
+    """The artifact of a recorded stage, if it still exists."""
     return home.find(stage["name"], stage["key"]) if stage.get("key") else None
 
 
-def _part_of(artifact: Path) -> Path | None:
+def _model_directory_of(artifact: Path) -> Path | None:
     """The directory of an artifact that holds its adapter or model."""
     for name, marker in ((ADAPTER_DIRECTORY, ADAPTER_CONFIG), (MODEL_DIRECTORY, "config.json")):
         if (artifact / name / marker).is_file():
@@ -329,3 +339,52 @@ def _stored_digest(artifact: Artifact) -> str | None:
         )
     except (ArtifactError, KeyError):
         return None
+
+
+SHOWN_RUNS = 5
+
+NIGHTLY = "nightly"
+
+
+def run_named(home: Path, name: str) -> dict[str, Any]:
+    """Find the run of this name, or the only one whose name begins or ends with it. Raises UsageError."""
+    matches = [run for run in runs.newest_first(home) if run["run"].startswith(name) or run["run"].endswith(name)]
+    for run in matches:
+        if len(matches) == 1 or run["run"] == name:
+            return run
+    names = [run["run"] for run in matches or runs.newest_first(home)]
+    listed = f"{', '.join(names[:SHOWN_RUNS])}{', ...' if len(names) > SHOWN_RUNS else ''}" or "none yet"
+    rule = "matches several runs" if matches else "matches no run"
+    raise UsageError(f"--run {name} {rule}: {listed}; `ttrain pipeline status` lists them")
+
+
+def newest_with(home: Path, stage: str) -> dict[str, Any]:
+    """Find the newest run with the stage, whatever its outcome. Raises UsageError if there is none.
+
+    Nights are skipped: their settings start from the champion of that night, and name the few files that were new. Trials of
+    sweeps are skipped too: the newest trial is not the best one.
+    """
+    if stage in OF_NIGHTS:
+        raise UsageError(f"stage {stage} belongs to nights; try `ttrain pipeline run nightly`")
+    if stage not in STAGES:
+        raise UsageError(f"there is no stage {stage}; the stages are {', '.join(STAGES)}")
+    for run in runs.newest_first(home):
+        if run["pipeline"] != NIGHTLY and "sweep" not in run and any(entry["name"] == stage for entry in run["stages"]):
+            return run
+    raise UsageError(f"no run has a stage {stage} yet whose settings could be taken; try `ttrain pipeline run full`")
+
+
+def with_secrets(run: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Restore the secrets in a run's source URLs from environment variables such as TTRAIN__DATA__SFT."""
+    if not redact.has_hidden(run["settings"]):
+        return run
+    return {**run, "settings": redact.restored(run["settings"], load().settings.model_dump())}
+
+
+def settings_of(run: Mapping[str, Any]) -> list[Override]:
+    """The run's settings that differ from today's defaults."""
+    defaults = dict(flatten(Settings().model_dump(mode="json")))
+    settings = flatten(run["settings"])
+    return [
+        Override(f"run {run['run']}", key, value) for key, value in settings if key not in defaults or defaults[key] != value
+    ]

@@ -1,4 +1,4 @@
-"""The plan: for every stage of a recipe its key, whether it is cached, and why not. Imports nothing heavy."""
+"""Plan a recipe: the key of every stage, whether it is cached, and why not. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -9,63 +9,67 @@ from typing import Any
 
 from ttrain import loggers
 from ttrain.config import Section, Settings, flatten
+from ttrain.core import machine
 from ttrain.core.hashing import SECOND_HEAD, code_digests, differences, digest_of
 from ttrain.errors import UsageError
-from ttrain.model import shapes
+from ttrain.model import registry
 from ttrain.pipeline import resume
-from ttrain.pipeline.extend import extension_of
 from ttrain.pipeline.input_files import check_suite, data_files, file_digests
-from ttrain.pipeline.planned import Planned, Recipe
-from ttrain.pipeline.selection import LEFT_OUT, Selection, graph_of
+from ttrain.pipeline.recipe import LEFT_OUT, Planned, Recipe, Selection, graph_of
+from ttrain.pipeline.resume import extension_of
+from ttrain.reports.summary import shortened
 from ttrain.stages import OF_NIGHTS, STAGES, Stage
-from ttrain.store.artifacts import Store
+from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 
-# Settings that name files or other stages, which are in the key themselves.
+# Settings that name files or other stages: the key has the digests of those instead.
 COUNTED_BY_BYTES = (
     *("tokenizer.existing", "pretrain.start_from", "sft.start_from", "lora.start_from"),
     *("evaluate.suites.base", "evaluate.suites.sft", "evaluate.suites.lora", "shards.decontaminate"),
 )
+
 EVERYTHING = Selection()
+
 SAME, IN_MLFLOW = ("same settings, inputs and code",), ("in MLflow, fetched when a stage reads it",)
-WHOLE_IN_MLFLOW = ("MLflow has it whole: after `ttrain artifacts verify --set-aside` it is fetched from there instead",)
+
+WHOLE_IN_MLFLOW = ("MLflow has an intact copy: `ttrain artifacts verify --set-aside` lets the next run fetch it",)
 
 
 class Planner:
-    """Walks a recipe without running it. A stage's inputs may be artifacts that exist, beside what other stages will make.
+    """Walks a recipe without running it. A stage's inputs may be existing artifacts or the planned outputs of other stages.
 
     `force` names stages to rebuild although they are finished; what depends on a forced stage is forced with it.
-    `go_on`: the key, or its beginning, of unfinished work that its stage continues although something of it changed.
+    `resume_key`: key or key prefix of unfinished work that its stage resumes although something has changed.
     """
 
     def __init__(
         self,
         settings: Settings,
-        store: Store,
+        store: ArtifactStore,
         force: frozenset[str] = frozenset(),
         *,
         extend: bool = False,
-        go_on: str = "",
+        resume_key: str = "",
     ) -> None:
-        self.settings, self.store, self.force, self.extend, self.go_on = settings, store, force, extend, go_on
+        self.settings, self.store, self.force, self.extend, self.resume_key = settings, store, force, extend, resume_key
         self.stages: dict[str, Planned] = {}
 
     def __call__(self, stage: Stage, **inputs: Planned | Artifact | None) -> Planned:
-        given = {name: planned for name, planned in inputs.items() if planned is not None}
-        before = [planned for planned in given.values() if isinstance(planned, Planned)]
-        forced = stage.name in self.force or any(planned.forced for planned in before)
-        pending = tuple(dict.fromkeys(planned.stage.name for planned in before if planned.artifact is None))
+        present = {name: planned for name, planned in inputs.items() if planned is not None}
+        planned_inputs = [planned for planned in present.values() if isinstance(planned, Planned)]
+        forced = stage.name in self.force or any(planned.forced for planned in planned_inputs)
+        pending = tuple(dict.fromkeys(planned.stage.name for planned in planned_inputs if planned.artifact is None))
         if pending:
-            data_files(stage, self.settings)  # a wrong path is told now, not after the stages before were built
+            data_files(stage, self.settings)  # report a wrong path now, not after earlier stages were built
             planned = Planned(stage, "run", (f"waits for {', '.join(pending)}",), forced=forced, waits_for=pending)
         else:
-            found = {name: p.artifact if isinstance(p, Planned) else p for name, p in given.items()}
-            artifacts = {name: artifact for name, artifact in found.items() if artifact}
+            artifacts_by_name = {name: p.artifact if isinstance(p, Planned) else p for name, p in present.items()}
+            artifacts = {name: artifact for name, artifact in artifacts_by_name.items() if artifact}
             planned = plan_stage(
-                stage, self.settings, self.store, artifacts, forced=forced, extend=self.extend, go_on=self.go_on
+                stage, self.settings, self.store, artifacts, forced=forced, extend=self.extend, resume_key=self.resume_key
             )
         if planned.state == "run" and _describes_model(stage, self.settings):  # now, not after the tokenizer and the shards
-            shapes.check(self.settings.model, self.store.cache, self.store.root / "cache" / "shapes")
+            registry.check_shape(self.settings.model, self.store.cache, self.store.root / "cache" / "shapes")
         self.stages[stage.name] = planned
         return planned
 
@@ -73,52 +77,52 @@ class Planner:
 def plan(
     recipe: Recipe,
     settings: Settings,
-    store: Store,
+    store: ArtifactStore,
     force: frozenset[str] = frozenset(),
     *,
     extend: bool = False,
     selection: Selection = EVERYTHING,
-    go_on: str = "",
+    resume_key: str = "",
 ) -> list[Planned]:
-    """Every stage of the recipe, in its order, but for those that the selection leaves out.
+    """Plan every stage of the recipe, in its order, except those that the selection leaves out.
 
-    Raises UsageError where a stage that must be in the store is not there, a logger is not installed, or
+    Raises UsageError if a stage that must be in the store is missing, a logger is not installed, or
     `runtime.eval_suite` cannot be used.
     """
     loggers.check(settings.runtime.loggers)  # now, not after the stages before the first training
     check_suite(settings)
     graph = graph_of(recipe, settings)
-    asked = {f"--force {name}": name for name in sorted(force)}
-    if go_on:
-        asked[f"--continue {go_on}"] = resume.resolve(store, go_on)
-    for name in (*selection.names, *asked.values()):
+    required_by = {f"--force {name}": name for name in sorted(force)}
+    if resume_key:
+        required_by[f"--continue {resume_key}"] = resume.find_stage(store, resume_key)
+    for name in (*selection.names, *required_by.values()):
         if name not in graph:
             raise no_stage(name, graph, settings)
     parts = selection.of(graph)
-    for option, name in asked.items():
+    for option, name in required_by.items():
         if name not in parts.built:
-            raise UsageError(f"{option} means stage {name}, which {selection} leaves out; leave out the one")
-    planner = Planner(settings, store, force, extend=extend, go_on=go_on)
+            raise UsageError(f"{option} refers to stage {name}, which {selection} leaves out; remove one of them")
+    planner = Planner(settings, store, force, extend=extend, resume_key=resume_key)
 
     def chosen(stage: Stage, **inputs: Planned | Artifact | None) -> object:
         if stage.name in parts.left_out:
             return LEFT_OUT
         planned = planner(stage, **inputs)
-        if stage.name in parts.taken and planned.artifact:
+        if stage.name in parts.reused and planned.artifact:
             why = (f"taken from the store: {selection} leaves it out",)
-            planned = replace(planned, state="cached", why=why, forced=False, taken=True)
+            planned = replace(planned, state="cached", why=why, forced=False, reused=True)
             planner.stages[stage.name] = planned
         return planned
 
     recipe(chosen, settings)
     store.cache.save()
     stages = list(planner.stages.values())
-    _check_all_taken([planned for planned in stages if planned.stage.name in parts.taken and not planned.taken], selection)
+    _check_all_taken([planned for planned in stages if planned.stage.name in parts.reused and not planned.reused], selection)
     return stages
 
 
 def _check_all_taken(missing: list[Planned], selection: Selection) -> None:
-    """Raises UsageError with the first reason, and the command that makes what the selection leaves out and needs."""
+    """Raise UsageError for needed stages that are not in the store, with the command that makes them."""
     if missing:
         names = [planned.stage.name for planned in missing]
         raise UsageError(
@@ -128,9 +132,9 @@ def _check_all_taken(missing: list[Planned], selection: Selection) -> None:
         )
 
 
-def no_stage(name: str, there: Iterable[str], settings: Settings) -> UsageError:
-    """What to say of a stage that is not in the pipeline: never, or not under these settings."""
-    stages = f"the stages are {', '.join(there)}"
+def no_stage(name: str, stage_names: Iterable[str], settings: Settings) -> UsageError:
+    """The error for a stage that is not in the pipeline: never, or not with these settings."""
+    stages = f"the stages are {', '.join(stage_names)}"
     if name not in STAGES:
         return UsageError(f"there is no stage {name}; {stages}")
     if name in OF_NIGHTS:
@@ -142,14 +146,14 @@ def no_stage(name: str, there: Iterable[str], settings: Settings) -> UsageError:
 def plan_stage(
     stage: Stage,
     settings: Settings,
-    store: Store,
+    store: ArtifactStore,
     inputs: Mapping[str, Artifact],
     *,
     forced: bool = False,
     extend: bool = False,
-    go_on: str = "",
+    resume_key: str = "",
 ) -> Planned:
-    """Key and state of one stage whose inputs exist."""
+    """Plan one stage whose inputs exist: its key and state."""
     ingredients = ingredients_of(stage, settings, store, inputs)
     key = key_of(ingredients)
     artifact = store.find(stage.name, key)
@@ -158,24 +162,26 @@ def plan_stage(
     why = ("asked to run again",) if artifact else tuple(explain(stage, key, ingredients, store))
     start_from = work = None
     begins = stage.uses_ranks and not artifact and not resume.saved_step(store.work(stage.name, key))
-    if go_on and begins and (work := resume.named(stage, go_on, ingredients, store)):
+    if resume_key and begins and (work := resume.find_partial_run(stage, resume_key, ingredients, store)):
         why = (f"continues the unfinished work {work.key[:12]} at step {work.step}", *resume.changes(work, ingredients))
     elif extend and begins:
-        start_from, said = extension_of(stage, settings, ingredients, store)
-        why = (said, *why)
+        start_from, reason = extension_of(stage, settings, ingredients, store)
+        why = (reason, *why)
     return Planned(
-        stage, "run", why, key, artifact, ingredients, forced=forced, inputs=inputs, start_from=start_from, goes_on_with=work
+        stage, "run", why, key, artifact, ingredients, forced=forced, inputs=inputs, start_from=start_from, partial_run=work
     )
 
 
 def _why_cached(artifact: Artifact) -> tuple[str, ...]:
     adopted = artifact.manifest.get("adopted", [])[-1:]
-    same = [f"adopted from {one['key'][:12]}, although {'; '.join(one['differences'])}" for one in adopted] or SAME
+    same = [
+        f"adopted from {adoption['key'][:12]}, although {'; '.join(adoption['differences'])}" for adoption in adopted
+    ] or SAME
     return (*same, *(IN_MLFLOW if artifact.absent.issuperset(artifact.files_of(())) else ()))
 
 
-def ingredients_of(stage: Stage, settings: Settings, store: Store, inputs: Mapping[str, Artifact]) -> dict[str, Any]:
-    """All that shapes a stage's result, by name: what its key is the digest of, with enough detail to explain a miss."""
+def ingredients_of(stage: Stage, settings: Settings, store: ArtifactStore, inputs: Mapping[str, Artifact]) -> dict[str, Any]:
+    """Everything that determines a stage's result: its key is the digest of this, which also explains a cache miss."""
     ingredients: dict[str, Any] = {
         "stage": stage.name,
         "arguments": dict(stage.arguments),
@@ -194,14 +200,14 @@ def ingredients_of(stage: Stage, settings: Settings, store: Store, inputs: Mappi
 
 
 def _counts(name: str, stage: Stage, settings: Settings) -> bool:
-    """Whether what a setting says shapes the stage's result."""
+    """Whether a setting affects the stage's result."""
     if name in COUNTED_BY_BYTES:
         return False
     return not name.startswith("model.") or _describes_model(stage, settings) or name.startswith(SECOND_HEAD)
 
 
 def _describes_model(stage: Stage, settings: Settings) -> bool:
-    """Whether the stage makes a new model of the sizes in the settings."""
+    """Whether the stage creates a new model of the configured sizes."""
     return "model" in stage.config.model_fields and settings.existing_model is None
 
 
@@ -219,10 +225,12 @@ def section_of(stage: Stage, settings: Settings) -> Section:
     return stage.config(**{name: getattr(settings, name) for name in stage.config.model_fields})
 
 
-def explain(stage: Stage, key: str, ingredients: Mapping[str, Any], store: Store) -> list[str]:
-    """Why this key is not in the store: damage, or the differences to the most similar artifact that is."""
+def explain(stage: Stage, key: str, ingredients: Mapping[str, Any], store: ArtifactStore) -> list[str]:
+    """Explain why this key is not in the store: damage, or the differences from the most similar artifact."""
     if problem := store.damage_at(stage.name, key):
-        is_unreadable = store.at(store.path(stage.name, key)) is None  # else its files may be MLflow's own, by a second name
+        is_unreadable = (
+            store.at(store.path(stage.name, key)) is None
+        )  # otherwise its files may be hard links to MLflow's own
         hint = WHOLE_IN_MLFLOW if is_unreadable and store.manifest_elsewhere(stage.name, key) else ()
         return [f"its artifact is damaged: {problem}", *hint]
     artifacts = store.artifacts(stage.name)
@@ -237,5 +245,22 @@ def explain(stage: Stage, key: str, ingredients: Mapping[str, Any], store: Store
 
 
 def is_all_cached(stages: list[Planned]) -> bool:
-    """Whether there is nothing to do."""
+    """Whether all stages are cached."""
     return all(planned.state == "cached" for planned in stages)
+
+
+def plan_rows(stages: Iterable[Planned]) -> list[tuple[str, str, str, str]]:
+    """(stage, state, key, why) for a table; cached stages note which libraries have changed since."""
+    versions = machine.versions()
+    return [(p.stage.name, p.state, (p.key or "")[:12], shortened([*p.why, *_notes(p, versions)])) for p in stages]
+
+
+def plan_json(pipeline: str, stages: Iterable[Planned]) -> dict[str, Any]:
+    """What `plan --json` prints."""
+    versions = machine.versions()
+    return {"pipeline": pipeline, "stages": [{**p.to_json(), "notes": _notes(p, versions)} for p in stages]}
+
+
+def _notes(planned: Planned, versions: Mapping[str, str]) -> list[str]:
+    cached = planned.artifact if planned.state == "cached" else None
+    return machine.notes(cached.manifest, versions) if cached else []

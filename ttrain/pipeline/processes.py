@@ -1,4 +1,4 @@
-"""The processes of one stage, watched until they end: its ranks, or the agent of this node where there are several."""
+"""Start and watch the processes of one stage: its ranks, or this node's torchrun agent if there are several nodes."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from typing import IO, Any, Protocol
 
 from ttrain.config import DATASETS, Runtime, Settings
 from ttrain.core.files import read_json
-from ttrain.core.parent_process import PARENT, RENDEZVOUS, STOP_SIGNALS
+from ttrain.core.signals import PARENT, RENDEZVOUS, STOP_SIGNALS
 from ttrain.errors import Interrupted, StageFailed
-from ttrain.pipeline import results
+from ttrain.pipeline import stage_worker
 from ttrain.pipeline.fork_server import ForkServer, ForkServerError, available
 from ttrain.pipeline.stage_worker import PROGRESS
 from ttrain.stages import Stage
 
 POLL_SECONDS = 0.05
-# After being told to stop: time for a step and its checkpoint, or for nothing in particular. Native code may never listen.
+# After the stop signal: seconds for a step and its checkpoint (True), or for other stages. Native code may ignore it.
 GRACE_SECONDS = {True: 60.0, False: 5.0}
-OTHERS_SECONDS = 5.0  # for the other ranks to tell what they saw, once one has failed or rank 0 has ended
-SAME_SECONDS = 0.5  # a rank that fails so shortly before another is seen to be killed failed because of that
+OTHERS_SECONDS = 5.0  # for the other ranks to report, once one has failed or rank 0 has ended
+SAME_SECONDS = 0.5  # a rank that fails this shortly before another is seen to be killed failed because of that
 # glibc keeps freed memory and uses huge pages: 1.35 x the training speed of the quickstart's size, measured on two cores.
 GLIBC_TUNABLES = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=17179869184"
-# Variables that native code and the libraries look at while they are loaded: a fork server that was started with others
-# is of no use. The number of threads is not among them, it is set by the stages themselves.
+# Variables that native code and the libraries read while they load: a fork server that was started with other values
+# cannot be used. The number of threads is not among them, the stages set it themselves.
 READ_WHILE_LOADING = (
     "GLIBC_",
     "MALLOC_",
@@ -46,11 +46,11 @@ READ_WHILE_LOADING = (
     "MKL_",
 )
 WORKER, AGENT = "ttrain.pipeline.stage_worker", "ttrain.pipeline.torchrun_agent"
-PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", RENDEZVOUS)
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", RENDEZVOUS)
 
 
-class Running(Protocol):
-    """A process: a subprocess.Popen, or what the fork server has forked."""
+class StageProcess(Protocol):
+    """A process of a stage: a subprocess.Popen or a ForkedProcess."""
 
     pid: int
     returncode: int | None
@@ -64,8 +64,8 @@ class Running(Protocol):
     def kill(self) -> None: ...
 
 
-class Observer(Protocol):
-    """What the watch passes on."""
+class ProcessObserver(Protocol):
+    """Receives the events of a stage's processes."""
 
     def progressed(self, stage: Stage, progress: Mapping[str, Any]) -> None: ...
 
@@ -79,24 +79,24 @@ class Observer(Protocol):
 
 
 @dataclass
-class Group:
+class ProcessGroup:
     """The processes of a stage, by rank. One that fails ends the others, and so does the end of rank 0."""
 
-    processes: list[Running] = field(default_factory=list)
-    killed: tuple[int, int] | None = None  # (rank, exit code) of the first that a signal ended, though not ours
+    processes: list[StageProcess] = field(default_factory=list)
+    killed: tuple[int, int] | None = None  # (rank, exit code) of the first that a foreign signal ended
     killed_at: float = 0.0  # by time.time()
     _ended: set[int] = field(default_factory=set)
     _deadline: float | None = None
-    _we_killed: bool = False
+    _killed_by_us: bool = False
 
     def poll(self) -> bool:
-        """Whether all have ended."""
+        """Check the processes; return whether all have ended."""
         for rank, process in enumerate(self.processes):
             if rank in self._ended or process.poll() is None:
                 continue
             self._ended.add(rank)
             code = process.returncode or 0
-            if code < 0 and not self._we_killed and self.killed is None:
+            if code < 0 and not self._killed_by_us and self.killed is None:
                 self.killed, self.killed_at = (rank, code), time.time()
             if (code or rank == 0) and self._deadline is None:
                 self._deadline = time.monotonic() + OTHERS_SECONDS
@@ -106,25 +106,25 @@ class Group:
         return done
 
     def send_signal(self, signum: int) -> None:
-        """To all that still run."""
+        """Send a signal to all that still run."""
         for process in self.processes:
             process.send_signal(signum)
 
     def kill(self) -> None:
-        """SIGKILL to all that still run."""
-        self._we_killed = True
+        """Send SIGKILL to all that still run."""
+        self._killed_by_us = True
         for process in self.processes:
             process.kill()
 
     def end(self) -> None:
-        """None of them outlives the wait for it."""
+        """Kill the processes that still run, and wait for them."""
         if not self.poll():
             self.kill()
             for process in self.processes:
                 process.wait()
 
-    def how_it_ended(self) -> str:
-        """In words, for a stage that left no result."""
+    def describe_end(self) -> str:
+        """Describe the end of a stage that left no result."""
         rank, code = self.killed or next(
             ((rank, p.returncode) for rank, p in enumerate(self.processes) if p.returncode), (0, 0)
         )
@@ -134,29 +134,31 @@ class Group:
         return f"rank {rank} {how} without a result, and the others were ended"
 
 
-def run(stage: Stage, settings: Settings, work: Path, log_path: Path, observer: Observer) -> dict[str, Any]:
-    """Start the processes of a stage whose work directory is laid out, wait for their end; returns the stage's figures.
+def run(stage: Stage, settings: Settings, work: Path, log_path: Path, observer: ProcessObserver) -> dict[str, Any]:
+    """Start the processes of a stage with a prepared work directory, wait for their end and return the stage's figures.
 
     Raises StageFailed with the stage's own message, or Interrupted once its state is saved.
     """
     with log_path.open("ab", buffering=0) as log:
         position = log.tell()
-        group = Group()
+        group = ProcessGroup()
         try:
-            _start(group, stage, settings, work, log, observer)
-            told, timed_out = _wait(group, stage, settings, work, log_path, position, observer)
+            start(group, stage, settings, work, log, observer)
+            stop_signal, timed_out = _wait(group, stage, settings, work, log_path, position, observer)
         finally:
             group.end()
             observer.process_ended(stage)
-    return _result(group, stage, settings, work, log_path, told, timed_out)
+    return _result(group, stage, settings, work, log_path, stop_signal, timed_out)
 
 
 # --- starting -----------------------------------------------------------------------------------------------------------
 
 
 def environment_of(settings: Settings) -> dict[str, str]:
-    """The variables of a stage's processes. glibc and OpenMP read theirs when a program starts."""
-    environment = {name: value for name, value in os.environ.items() if name not in PLACE}  # a place in a group of others
+    """Environment variables of a stage's processes. glibc and OpenMP read theirs when a program starts."""
+    environment = {
+        name: value for name, value in os.environ.items() if name not in RANK_VARIABLES
+    }  # they name a rank in another group
     environment.setdefault("GLIBC_TUNABLES", GLIBC_TUNABLES)
     # How long an idle OpenMP thread spins before it sleeps. A step of the quickstart on two cores, alone / beside a busy
     # process: libgomp's default 0.18 s / 5 s, no spinning at all 0.24 s / 0.31 s, this 0.18 s / 0.47 s.
@@ -175,34 +177,39 @@ def environment_of(settings: Settings) -> dict[str, str]:
 
 
 def warm_up(settings: Settings) -> None:
-    """Have the libraries of the stages that train loaded in the background, while others run."""
+    """Load the libraries of training stages in the background, while other stages run."""
     if settings.runtime.fork_server and available():
-        with contextlib.suppress(ForkServerError):  # told when it is needed
-            _server(environment_of(settings))
+        with contextlib.suppress(ForkServerError):  # reported when the server is needed
+            fork_server_for(environment_of(settings))
 
 
-def _start(group: Group, stage: Stage, settings: Settings, work: Path, log: IO[bytes], observer: Observer) -> None:
+def start(
+    group: ProcessGroup, stage: Stage, settings: Settings, work: Path, log: IO[bytes], observer: ProcessObserver
+) -> None:
+    """Start the processes of a stage, one per local rank, and add them to the group."""
     environment, runtime = environment_of(settings), settings.runtime
-    module, arguments, places = WORKER, [str(work)], [environment]
+    module, arguments, environments = WORKER, [str(work)], [environment]
     if stage.uses_ranks and runtime.nodes > 1:
         module, arguments = AGENT, [*_torchrun(runtime), str(work)]
     elif (stage.uses_ranks or stage.spreads) and runtime.devices > 1:
         # a file instead of a port: it cannot be taken by another; they then talk over the loopback device
-        places = list(_places(environment, runtime.devices, work / f"rendezvous-{os.getpid()}-{time.time_ns()}"))
-    for place in places:
+        environments = list(
+            _rank_environments(environment, runtime.devices, work / f"rendezvous-{os.getpid()}-{time.time_ns()}")
+        )
+    for variables in environments:
         process = None
         if stage.loads_torch and runtime.fork_server and available():
-            process = _fork(module, arguments, place, log, observer)
-        group.processes.append(process or _spawn(module, arguments, place, log))
+            process = _fork(module, arguments, variables, log, observer)
+        group.processes.append(process or spawn(module, arguments, variables, log))
 
 
-def _places(environment: Mapping[str, str], ranks: int, rendezvous: Path) -> Iterator[dict[str, str]]:
+def _rank_environments(environment: Mapping[str, str], ranks: int, rendezvous: Path) -> Iterator[dict[str, str]]:
     for rank in range(ranks):
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+        variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
         yield {
             **({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}),
             **environment,
-            **{name: str(value) for name, value in place.items()},
+            **{name: str(value) for name, value in variables.items()},
             RENDEZVOUS: str(rendezvous),
         }
 
@@ -219,9 +226,9 @@ def _torchrun(runtime: Runtime) -> list[str]:
     ]
 
 
-def _spawn(module: str, arguments: Sequence[str], environment: Mapping[str, str], log: IO[bytes]) -> Running:
-    """A fresh interpreter. Both signals to stop wait until it listens: blocked ones stay so in a new program."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+def spawn(module: str, arguments: Sequence[str], environment: Mapping[str, str], log: IO[bytes]) -> StageProcess:
+    """Start a new interpreter. The stop signals stay blocked until it has handlers: a new program inherits the mask."""
+    blocked_signals = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         return subprocess.Popen(
             [sys.executable, "-P", "-m", module, *arguments],
@@ -232,15 +239,15 @@ def _spawn(module: str, arguments: Sequence[str], environment: Mapping[str, str]
             start_new_session=True,
         )
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked_signals)
 
 
 def _fork(
-    module: str, arguments: Sequence[str], environment: Mapping[str, str], log: IO[bytes], observer: Observer
-) -> Running | None:
-    """From the fork server; None where that cannot be, which the stage's log tells. Raises Interrupted."""
+    module: str, arguments: Sequence[str], environment: Mapping[str, str], log: IO[bytes], observer: ProcessObserver
+) -> StageProcess | None:
+    """Start from the fork server; None if that fails, which the stage's log records. Raises Interrupted."""
     try:
-        server = _server(environment)
+        server = fork_server_for(environment)
         process = server.start(module, arguments, environment, log.fileno(), lambda: observer.stop_signal() != 0)
     except ForkServerError as error:
         with contextlib.suppress(OSError):  # a full disk costs the line
@@ -251,24 +258,24 @@ def _fork(
     return process
 
 
-_servers: list[tuple[dict[str, str], ForkServer]] = []
+fork_servers: list[tuple[dict[str, str], ForkServer]] = []
 _servers_lock = threading.Lock()
 
 
-def _server(environment: Mapping[str, str]) -> ForkServer:
-    """This process's server, started where there is none of this environment. Raises ForkServerError."""
-    wanted = {name: value for name, value in environment.items() if name.startswith(READ_WHILE_LOADING)}
+def fork_server_for(environment: Mapping[str, str]) -> ForkServer:
+    """Return the fork server for this environment, started if there is none. Raises ForkServerError."""
+    relevant = {name: value for name, value in environment.items() if name.startswith(READ_WHILE_LOADING)}
     with _servers_lock:
-        for known, server in [*_servers]:
-            if known == wanted and server.alive:
+        for server_environment, server in [*fork_servers]:
+            if server_environment == relevant and server.alive:
                 return server
             if not server.alive:
-                _servers.remove((known, server))
+                fork_servers.remove((server_environment, server))
         try:
             server = ForkServer(environment)
         except OSError as error:
             raise ForkServerError(f"the fork server cannot be started: {error}") from None
-        _servers.append((wanted, server))
+        fork_servers.append((relevant, server))
         return server
 
 
@@ -276,34 +283,40 @@ def _server(environment: Mapping[str, str]) -> ForkServer:
 
 
 def _wait(
-    group: Group, stage: Stage, settings: Settings, work: Path, log_path: Path, position: int, observer: Observer
+    group: ProcessGroup,
+    stage: Stage,
+    settings: Settings,
+    work: Path,
+    log_path: Path,
+    position: int,
+    observer: ProcessObserver,
 ) -> tuple[int, bool]:
-    """Until all processes end; passes their progress and log lines on, and a stop signal to them, which it returns with
-    whether time was up."""
+    """Wait for all processes, report their progress and log lines, forward a stop signal. Returns (signal sent,
+    whether the time limit was reached)."""
     limit = settings.runtime.attempts_of(stage.name).timeout_seconds
     deadline = time.monotonic() + limit if limit else None
-    told, give_up, timed_out, seen = 0, 0.0, False, None
+    sent_signal, kill_time, timed_out, last_progress = 0, 0.0, False, None
     while True:
         ended = group.poll()
         position = _follow(log_path, position, stage, observer, to_the_end=ended)
         progress = read_json(work / PROGRESS)
-        if progress and progress != seen:
-            seen = progress
+        if progress and progress != last_progress:
+            last_progress = progress
             observer.progressed(stage, progress)
         if ended:
-            return told, timed_out
-        signum = told or observer.stop_signal()
+            return sent_signal, timed_out
+        signum = sent_signal or observer.stop_signal()
         if deadline and time.monotonic() > deadline and not timed_out:
             timed_out, signum = True, signal.SIGTERM
-        if signum and not told:
-            told, give_up = signum, time.monotonic() + GRACE_SECONDS[stage.uses_ranks]
+        if signum and not sent_signal:
+            sent_signal, kill_time = signum, time.monotonic() + GRACE_SECONDS[stage.uses_ranks]
             group.send_signal(signal.SIGTERM)
-        if told and (time.monotonic() > give_up or observer.at_once()):
+        if sent_signal and (time.monotonic() > kill_time or observer.at_once()):
             group.kill()
         time.sleep(POLL_SECONDS)
 
 
-def _follow(path: Path, position: int, stage: Stage, observer: Observer, *, to_the_end: bool) -> int:
+def _follow(path: Path, position: int, stage: Stage, observer: ProcessObserver, *, to_the_end: bool) -> int:
     with path.open("rb") as file:
         file.seek(position)
         data = file.read()
@@ -314,26 +327,28 @@ def _follow(path: Path, position: int, stage: Stage, observer: Observer, *, to_t
 
 
 def _result(
-    group: Group, stage: Stage, settings: Settings, work: Path, log_path: Path, told: int, timed_out: bool
+    group: ProcessGroup, stage: Stage, settings: Settings, work: Path, log_path: Path, sent_signal: int, timed_out: bool
 ) -> dict[str, Any]:
-    """The figures of a stage that completed; else the one error that says why it did not."""
-    outcome = results.read(work)
+    """Return the figures of a completed stage, or raise the error that says why it did not complete."""
+    outcome = stage_worker.read(work)
     if outcome and outcome["outcome"] == "completed":
         figures: dict[str, Any] = outcome["result"]
         return figures
     if timed_out:
         runtime = settings.runtime
         limit = runtime.attempts_of(stage.name).timeout_seconds
-        where = "runtime" if limit == runtime.timeout_seconds else f"runtime.stages.{stage.name}"
-        raise StageFailed(f"stage {stage.name} took longer than {where}.timeout_seconds={limit}; the next run continues it")
+        location = "runtime" if limit == runtime.timeout_seconds else f"runtime.stages.{stage.name}"
+        raise StageFailed(
+            f"stage {stage.name} took longer than {location}.timeout_seconds={limit}; the next run continues it"
+        )
     if outcome and outcome["outcome"] == "interrupted":
-        raise Interrupted(f"stage {stage.name}: {outcome['error']}", told or outcome["signal"])
-    if told and outcome is None:
-        raise Interrupted(f"stage {stage.name} did not stop by itself and was ended", told)
+        raise Interrupted(f"stage {stage.name}: {outcome['error']}", sent_signal or outcome["signal"])
+    if sent_signal and outcome is None:
+        raise Interrupted(f"stage {stage.name} did not stop by itself and was ended", sent_signal)
     if outcome and (group.killed is None or outcome["at"] < group.killed_at - SAME_SECONDS):
-        where = "" if outcome["kind"] != "unexpected" else f"; the traceback is in {log_path}"
+        location = "" if outcome["kind"] != "unexpected" else f"; the traceback is in {log_path}"
         who = f" on rank {outcome['rank']}" if len(group.processes) > 1 else ""
         damaged = Path(outcome["damaged"]) if outcome.get("damaged") else None
-        raise StageFailed(f"stage {stage.name} failed{who}: {outcome['error']}{where}", outcome["kind"], damaged)
+        raise StageFailed(f"stage {stage.name} failed{who}: {outcome['error']}{location}", outcome["kind"], damaged)
     tail = "\n".join(log_path.read_text(errors="replace").splitlines()[-5:])
-    raise StageFailed(f"stage {stage.name}: {group.how_it_ended()}; its log is {log_path}\n{tail}")
+    raise StageFailed(f"stage {stage.name}: {group.describe_end()}; its log is {log_path}\n{tail}")

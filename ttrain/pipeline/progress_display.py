@@ -1,4 +1,4 @@
-"""What the user sees while a pipeline runs: bars on a terminal, plain lines elsewhere."""
+"""Show the progress of a pipeline: bars on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ SECONDS_BETWEEN_LINES = 10.0
 MARKS = {"cached": "[cyan]=[/]", "completed": "[green]✓[/]", "equal": "[green]✓[/]", "different": "[yellow]≠[/]"}
 
 
-class Screen(Protocol):
-    """Where a run tells what happens to its stages."""
+class StageDisplay(Protocol):
+    """Displays the events of a run's stages."""
 
     def say(self, text: str) -> None: ...
 
@@ -36,7 +36,7 @@ class Display:
 
     def __init__(self, console: Console) -> None:
         self.console = console
-        self._lock = threading.RLock()  # a signal's handler speaks in the middle of what the same thread was saying
+        self._lock = threading.RLock()  # reentrant: a signal handler may print while the same thread is printing
         self._last_line: dict[str, float] = {}
         self._tasks: dict[str, TaskID] = {}
         self._rates: dict[str, tuple[float, float]] = {}
@@ -53,22 +53,22 @@ class Display:
             self._bars.start()
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
+        """Stop drawing and restore the terminal."""
         if self._bars:
             self._bars.stop()
 
     def say(self, text: str) -> None:
-        """A line above the bars."""
+        """Print a line above the bars."""
         with self._lock:
-            self.console.print(text, highlight=False, soft_wrap=True, emoji=False)  # `mine:X:` is no picture
+            self.console.print(text, highlight=False, soft_wrap=True, emoji=False)  # `mine:X:` is not an emoji
             sys.stdout.flush()
 
     def started(self, name: str, why: str) -> None:
-        """A stage begins."""
+        """Show that a stage begins."""
         self.say(f"[bold]>[/] {name}: {_plain(why)}")
 
     def progressed(self, name: str, progress: Mapping[str, Any]) -> None:
-        """How far a stage is; a total of 0 is not known."""
+        """Show the progress of a stage; a total of 0 means unknown."""
         done, total, unit = progress["done"], progress["total"], progress["unit"]
         figures = self._figures(name, done, unit, progress["figures"])
         if self._bars:
@@ -82,32 +82,32 @@ class Display:
             return
         self._last_line[name] = now
         start, at = self._rates[name]
-        left = (total - done) * (now - at) / (done - start) if total and done > start else None
+        remaining = (total - done) * (now - at) / (done - start) if total and done > start else None
         how_far = f"{100 * done / total:.0f} %, " if total else ""
-        self.say(f"  {name}: {how_far}{figures}{f', {seconds(left)} left' if left else ''}")
+        self.say(f"  {name}: {how_far}{figures}{f', {seconds(remaining)} left' if remaining else ''}")
 
     def ended(self, name: str, state: str, took: float, figures: str) -> None:
-        """A stage has its result."""
+        """Show the result of a stage."""
         with self._lock:
             if self._bars and name in self._tasks:
                 self._bars.remove_task(self._tasks.pop(name))
-        words = {
+        phrases = {
             "cached": "cached",
             "equal": "rebuilt, equal to what was stored",
             "different": "rebuilt, DIFFERENT from what was stored (set aside under replaced/)",
         }
-        word = words.get(state, seconds(took))
-        self.say(f"{MARKS[state]} {name}: {word}{f' - {figures}' if figures else ''}")
+        phrase = phrases.get(state, seconds(took))
+        self.say(f"{MARKS[state]} {name}: {phrase}{f' - {figures}' if figures else ''}")
 
     def failed(self, name: str, message: str) -> None:
-        """A stage has none."""
+        """Show that a stage failed."""
         with self._lock:
             if self._bars and name in self._tasks:
                 self._bars.remove_task(self._tasks.pop(name))
         self.say(f"[red]x[/] {name}: {_plain(message)}")
 
     def _figures(self, name: str, done: float, unit: str, figures: Mapping[str, float]) -> str:
-        """What it reported, and how fast it is since it began or continued."""
+        """The reported figures, and the speed since the stage began or continued."""
         now = time.monotonic()
         start, at = self._rates.setdefault(name, (done, now))
         parts = [f"{label.replace('_', ' ')} {value:.3f}" for label, value in figures.items()]

@@ -1,4 +1,4 @@
-"""What a manifest records of how an artifact came about, beside what its key is made of: part of no key."""
+"""Provenance of an artifact in its manifest: recorded besides the ingredients, not part of any key."""
 
 from __future__ import annotations
 
@@ -7,29 +7,28 @@ import functools
 import os
 import platform
 import re
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ttrain import __version__
-from ttrain.config import Settings
-from ttrain.core import libraries
-from ttrain.core.files import read_object
+from ttrain.config import PYTHON_DOCS, Settings
+from ttrain.core import machine as libraries
+from ttrain.core.files import parse_json, read_object
 from ttrain.core.redact import masked, url
 from ttrain.data import locations
-from ttrain.pipeline.absolute_paths import absolute
-from ttrain.pipeline.commit import commit
 from ttrain.pipeline.stage_worker import JOB, TRACKED
 
 
 def of(settings: Settings, work: Path) -> dict[str, Any]:
-    """Versions, machine, all settings, the run that made it, and where the files were that it read; nothing secret.
+    """Collect versions, machine, settings, run and locations of the files read; without secrets.
 
     `work` is the work directory of the stage, whose job has run. The settings are kept whole, since `ttrain reproduce` may
     have nothing but this manifest, and those of one stage must agree with those of the others.
     """
     run, job = read_object(work / TRACKED), read_object(work / JOB)
-    settings_of_run = absolute(settings).model_dump(mode="json")
+    settings_of_run = with_absolute_paths(settings).model_dump(mode="json")
     return {
         "ttrain": __version__,
         "commit": commit(),
@@ -41,12 +40,15 @@ def of(settings: Settings, work: Path) -> dict[str, Any]:
         "settings": masked(settings_of_run),
         "run": run.get("run"),
         "run_id": run.get("run_id"),
-        "files": {role: [_place(location) for location in found] for role, found in job.get("files", {}).items()},
+        "files": {
+            role: [_shown_location(location) for location in locations_of_role]
+            for role, locations_of_role in job.get("files", {}).items()
+        },
     }
 
 
-def _place(location: str) -> str:
-    """A path in full; a URL without what would let its reader in."""
+def _shown_location(location: str) -> str:
+    """An absolute path; a URL without credentials."""
     if locations.is_remote(location):
         return url(location)
     return str(locations.local_path(location).absolute())
@@ -54,13 +56,96 @@ def _place(location: str) -> str:
 
 @functools.cache
 def machine() -> Mapping[str, Any]:
-    """Its processor and how many of its cores are there: sums of floats may differ by both."""
+    """Processor and number of cores: sums of floats may depend on both."""
     return {"processor": _processor(), "cores": os.cpu_count() or 1}
 
 
 def _processor() -> str:
     with contextlib.suppress(OSError):
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
-        if found:
-            return found[1].strip()
+        match = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
+        if match:
+            return match[1].strip()
     return platform.processor() or platform.machine()
+
+
+def with_absolute_paths(settings: Settings) -> Settings:
+    """Return the same settings with the local paths, globs and folders made absolute."""
+    tree = settings.model_dump()  # JSON hides the secrets of URLs
+    for dataset, sources in tree["data"].items():
+        tree["data"][dataset] = [
+            {**source, "path": _absolute(source["path"])} if isinstance(source, dict) else _absolute(source)
+            for source in sources
+        ]
+    tree["tokenizer"]["existing"] = _folder(tree["tokenizer"]["existing"])
+    for stage, start in settings.starts.items():
+        if start == settings.existing_model:
+            tree[stage]["start_from"] = _folder(start)
+    for model, names in tree["evaluate"]["suites"].items():
+        tree["evaluate"]["suites"][model] = [_file(name) for name in names]
+    tree["shards"]["decontaminate"] = [_file(name) for name in settings.shards.decontaminate]
+    if settings.runtime.eval_suite:
+        tree["runtime"]["eval_suite"] = _file(settings.runtime.eval_suite)
+    if settings.notify.webhook_file:
+        tree["notify"]["webhook_file"] = _absolute(settings.notify.webhook_file)
+    if settings.notify.command and "/" in settings.notify.command[0]:
+        program, *arguments = settings.notify.command
+        tree["notify"]["command"] = [_absolute(program), *arguments]
+    return Settings.model_validate(tree)
+
+
+def _absolute(location: str) -> str:
+    """Make a path or glob absolute; leave a URL, a name on the Hub and `python-docs` as they are."""
+    if locations.is_remote(location) or location == PYTHON_DOCS:
+        return location
+    return str(locations.local_path(location).absolute())
+
+
+def _folder(name: str | None) -> str | None:
+    """The absolute path of an existing folder; any other text is a name on the Hub and stays."""
+    return str(Path(name).expanduser().absolute()) if name and Path(name).expanduser().is_dir() else name
+
+
+def _file(name: str) -> str:
+    """The absolute path of an existing file; any other text is the name of a suite of ttrain's and stays."""
+    return str(Path(name).expanduser().absolute()) if Path(name).expanduser().is_file() else name
+
+
+PACKAGE = Path(__file__).parents[1]
+
+GIT_TIMEOUT_SECONDS = 5.0
+
+DIRTY_SUFFIX = "+changes"  # suffix of the commit if the checkout has uncommitted changes
+
+
+@functools.cache  # two processes of git, 5 ms each, for all stages of a run
+def commit() -> str | None:
+    """Return the commit in hex, with `+changes` for uncommitted changes; None if ttrain was not installed from git."""
+    if _git("ls-files", "__init__.py"):  # otherwise it is another repository that contains this Python's packages
+        head = _git("rev-parse", "HEAD")
+        return head and head + (DIRTY_SUFFIX if _git("status", "--porcelain", "--untracked-files=no", "--", ".") else "")
+    from importlib import metadata
+
+    try:
+        origin = metadata.distribution("ttrain").read_text("direct_url.json")  # of `pip install git+https://...`
+        return str(parse_json(origin or "{}")["vcs_info"]["commit_id"])
+    except (metadata.PackageNotFoundError, KeyError, ValueError):
+        return None
+
+
+def _git(*arguments: str) -> str:
+    """Return git's output; "" if there is no git, no repository or no answer."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    try:
+        done = subprocess.run(
+            ["git", *arguments],
+            cwd=PACKAGE,
+            env={**environment, "GIT_OPTIONAL_LOCKS": "0"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=GIT_TIMEOUT_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""

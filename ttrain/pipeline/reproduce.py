@@ -1,37 +1,44 @@
-"""Makes a model again from its raw data, in a home of its own, and compares what comes out, stage by stage.
+"""Rebuild a model from its raw data, in a separate home, and compare the results stage by stage.
 
 Everything is taken from the manifests behind the model: settings, the commits of remote data, seed, threads, ranks,
-micro-batches, kernels. On a CPU the same code and libraries give the same bits; where they are others, or the machine is,
-the report says which.
+micro-batches, kernels. On a CPU the same code and libraries give the same bits; if they or the
+machine differ, the report says how.
 """
 
 from __future__ import annotations
 
+import platform
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ttrain.config import SHAPE_NO_RESULT, Runtime, Settings, flatten
+from ttrain.config.loading import Override, merge
+from ttrain.core import machine as libraries
+from ttrain.core import redact
 from ttrain.core.files import read_json, write_json
 from ttrain.core.hashing import differences
 from ttrain.core.signals import catching_signals
-from ttrain.errors import Interrupted, UsageError
-from ttrain.pipeline import launch
-from ttrain.pipeline.lineage import Lineage
-from ttrain.pipeline.progress_display import Screen
-from ttrain.pipeline.reproduce_recipes import Recipe
-from ttrain.stages import Stage
-from ttrain.store.artifacts import Store
+from ttrain.errors import ArtifactError, Interrupted, TTrainError, UsageError
+from ttrain.pipeline import launch, provenance
+from ttrain.pipeline.input_files import HELDOUT, TRAIN, file_digests
+from ttrain.pipeline.lineage import TAGS, Lineage, Link
+from ttrain.pipeline.names import with_secrets
+from ttrain.pipeline.progress_display import StageDisplay
+from ttrain.stages import STAGES, Stage
+from ttrain.store import runs
+from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 
-MARK = "reproduces.json"  # in the home that a reproduction was given: an interrupted one goes on there
+MARK_FILE = "reproduces.json"  # in the home given for a reproduction: an interrupted one continues there
 
 
 @dataclass(frozen=True)
 class Rebuilt:
-    """One stage made again."""
+    """One rebuilt stage."""
 
     stage: str
     key: str
@@ -39,114 +46,114 @@ class Rebuilt:
     rebuilt_key: str
     rebuilt_content: str
     seconds: float
-    differences: tuple[str, ...]  # of what went in: code, libraries, machine
-    files: tuple[str, ...]  # those that came out otherwise
+    differences: tuple[str, ...]  # in its ingredients: code, libraries, machine
+    files: tuple[str, ...]  # output files that differ
 
     @property
     def is_equal(self) -> bool:
-        """Whether the same bytes came out."""
+        """Whether the rebuilt bytes are the same."""
         return self.content == self.rebuilt_content
 
     def to_json(self) -> dict[str, Any]:
-        """What `reproduce --json` prints of it."""
+        """The form that `reproduce --json` prints."""
         return {**{name: getattr(self, name) for name in self.__dataclass_fields__}, "equal": self.is_equal}
 
 
 @dataclass(frozen=True)
 class Reproduction:
-    """What came of it. `left` are the stages that were not made, since one before them came out otherwise."""
+    """The result of a reproduction. `not_rebuilt` are the stages after the first one that differs."""
 
     lineage: Lineage
     home: Path
     stages: tuple[Rebuilt, ...]
-    left: tuple[str, ...] = ()
+    not_rebuilt: tuple[str, ...] = ()
 
     @property
     def is_equal(self) -> bool:
-        """Whether every stage gave the same bytes."""
-        return not self.left and all(stage.is_equal for stage in self.stages)
+        """Whether every stage was rebuilt with the same bytes."""
+        return not self.not_rebuilt and all(stage.is_equal for stage in self.stages)
 
     def to_json(self) -> dict[str, Any]:
         """What `reproduce --json` prints."""
         return {
-            "asked": self.lineage.named.text,
-            "name": self.lineage.named.name,
+            "asked": self.lineage.target.text,
+            "name": self.lineage.target.name,
             "equal": self.is_equal,
             "home": str(self.home),
             "stages": [stage.to_json() for stage in self.stages],
-            "left": list(self.left),
+            "left": list(self.not_rebuilt),
         }
 
 
-def reproduce(lineage: Lineage, recipes: Sequence[Recipe], home: Path, screen: Screen) -> Reproduction:
-    """Build all stages in `home`, and compare. It ends with the first stage that differs: what follows reads its output.
+def reproduce(lineage: Lineage, recipes: Sequence[RebuildRecipe], home: Path, screen: StageDisplay) -> Reproduction:
+    """Build all stages in `home` and compare them. Ends at the first stage that differs: the later ones read its output.
 
-    Raises what a stage raised, or Interrupted once its state is saved.
+    Raises the error of a failed stage, or Interrupted once its state is saved.
     """
-    store, observer = Store(home), _Observer(screen)
-    made: dict[str, Artifact] = {}
+    store, observer = ArtifactStore(home), _Observer(screen)
+    artifacts: dict[str, Artifact] = {}
     done: list[Rebuilt] = []
     with catching_signals(observer.ask_to_stop):
         for recipe in recipes:
             if observer.signum:
                 raise Interrupted(f"stopped before stage {recipe.stage.name}", observer.signum)
-            inputs = {name: made[key] for name, (_, key) in recipe.link.inputs.items()}
+            inputs = {name: artifacts[key] for name, (_, key) in recipe.link.inputs.items()}
             outcome = launch.build(recipe.stage, recipe.settings, store, inputs, observer)
-            made[recipe.link.key] = outcome.artifact
-            done.append(_compared(recipe, outcome.artifact, outcome.seconds))
+            artifacts[recipe.link.key] = outcome.artifact
+            done.append(_compare(recipe, outcome.artifact, outcome.seconds))
             screen.ended(recipe.stage.name, "equal" if done[-1].is_equal else "different", outcome.seconds, "")
             if not done[-1].is_equal:
                 break
     store.cache.save()
-    left = tuple(recipe.stage.name for recipe in recipes[len(done) :])
-    return Reproduction(lineage, home, tuple(done), left)
+    not_rebuilt = tuple(recipe.stage.name for recipe in recipes[len(done) :])
+    return Reproduction(lineage, home, tuple(done), not_rebuilt)
 
 
 @contextmanager
-def home_for(given: Path | None, name: str) -> Iterator[Path]:
-    """The directory to build in: the given one, which stays, or one that is removed.
+def home_for(directory: Path | None, name: str) -> Iterator[Path]:
+    """Yield the directory to build in: the given one, which stays, or a temporary one.
 
-    Raises UsageError where the given one holds anything but an interrupted reproduction of the same.
+    Raises UsageError if the given one holds anything but an interrupted reproduction of the same model.
     """
-    if given is None:
+    if directory is None:
         with tempfile.TemporaryDirectory(prefix="ttrain-reproduce-") as folder:
             yield Path(folder)
         return
-    home = given.expanduser().absolute()
-    mark = read_json(home / MARK)
+    home = directory.expanduser().absolute()
+    mark = read_json(home / MARK_FILE)
     if home.exists() and not home.is_dir():
         raise UsageError(f"--home is {home}, which is a file; name a directory that is new or empty")
     if home.is_dir() and any(home.iterdir()) and mark != {"name": name}:
-        what = f"a reproduction of {mark['name']}" if isinstance(mark, dict) and "name" in mark else "other files"
-        raise UsageError(f"--home is {home}, which holds {what}; name a directory that is new or empty")
+        contents = f"a reproduction of {mark['name']}" if isinstance(mark, dict) and "name" in mark else "other files"
+        raise UsageError(f"--home is {home}, which holds {contents}; name a directory that is new or empty")
     home.mkdir(parents=True, exist_ok=True)
-    write_json(home / MARK, {"name": name})
+    write_json(home / MARK_FILE, {"name": name})
     yield home
 
 
-def _compared(recipe: Recipe, artifact: Artifact, seconds: float) -> Rebuilt:
+def _compare(recipe: RebuildRecipe, artifact: Artifact, seconds: float) -> Rebuilt:
     link, recorded = recipe.link, recipe.link.manifest["files"]
-    before = Artifact(link.stage, link.key, artifact.path, link.manifest)
-    names = sorted({*before.files_of(()), *artifact.files_of(())})
+    original = Artifact(link.stage, link.key, artifact.path, link.manifest)
+    names = sorted({*original.files_of(()), *artifact.files_of(())})
     new = artifact.manifest["files"]
-    other = [name for name in names if recorded.get(name, {}).get("sha256") != new.get(name, {}).get("sha256")]
+    different_files = [name for name in names if recorded.get(name, {}).get("sha256") != new.get(name, {}).get("sha256")]
     changed = differences(link.manifest["ingredients"], artifact.manifest["ingredients"])
     return Rebuilt(
         stage=link.stage,
         key=link.key,
-        content=before.content,
+        content=original.content,
         rebuilt_key=artifact.key,
         rebuilt_content=artifact.content,
         seconds=round(seconds, 2),
         differences=(*changed, *recipe.remarks),
-        files=tuple(other),
+        files=tuple(different_files),
     )
 
 
 class _Observer:
-    """Passes on to the screen what a stage tells, and to the stage that it is to stop."""
+    """Shows a stage's events, and passes a stop signal to the stage."""
 
-    def __init__(self, screen: Screen) -> None:
+    def __init__(self, screen: StageDisplay) -> None:
         self._screen, self.signum = screen, 0
 
     def ask_to_stop(self, signum: int) -> None:
@@ -157,10 +164,10 @@ class _Observer:
         self._screen.started(stage.name, "is made again")
 
     def prepared(self, stage: Stage, work: Path) -> None:
-        """Nothing is to be added."""
+        """Ignored: there is nothing to add."""
 
     def waiting(self, stage: Stage, who: str) -> None:
-        self._screen.say(f"  {stage.name}: {who} is building it; waiting for that one")
+        self._screen.say(f"  {stage.name}: {who} is building it; waiting for it to finish")
 
     def fetching(self, stage: Stage, line: str) -> None:
         self._screen.say(f"  {stage.name}: {line}")
@@ -169,13 +176,154 @@ class _Observer:
         self._screen.progressed(stage.name, progress)
 
     def logged(self, stage: Stage, line: str) -> None:
-        """The log of the stage has it."""
+        """Ignored: the stage's log file has the line."""
 
     def process_ended(self, stage: Stage) -> None:
-        """Nothing follows it."""
+        """Ignored."""
 
     def stop_signal(self) -> int:
         return self.signum
 
     def at_once(self) -> bool:
         return False
+
+
+ONE_MACHINE: Mapping[str, Any] = {"nodes": 1, "node_rank": 0, "rendezvous": None}
+# Settings that only observe, time out or stop a training, or name the GPUs of that machine.
+UNNEEDED = ("timeout_seconds", "stages", "loggers", "tensorboard", "sample_every_steps", "eval_every_steps", "gpus")
+
+SHOWN = 12
+
+
+@dataclass(frozen=True)
+class RebuildRecipe:
+    """How to rebuild one stage."""
+
+    link: Link
+    stage: Stage
+    settings: Settings
+    remarks: tuple[str, ...] = field(default=())  # what differs from the original run
+
+
+def recipes_of(lineage: Lineage, home: Path) -> list[RebuildRecipe]:
+    """Return the recipe of each stage, inputs first.
+
+    Raises ArtifactError with the reason if a stage cannot be rebuilt: only its name is known, its raw data are gone or
+    have changed, or its settings are not recorded. Run records are read from `home`.
+    """
+    cache = ArtifactStore(home)
+    recipes = [_recipe(link, home) for link in lineage.links]
+    problems = [problem for recipe in recipes for problem in _data_problems(recipe, cache)]
+    cache.cache.save()
+    if problems:
+        raise ArtifactError(f"{lineage.target.name} cannot be made again: " + "; ".join(dict.fromkeys(problems)))
+    return recipes
+
+
+def _recipe(link: Link, home: Path) -> RebuildRecipe:
+    """The recipe of one stage. Raises ArtifactError if too little is recorded."""
+    if link.known_from == TAGS:
+        raise ArtifactError(
+            f"stage {link.stage or 'unknown'} {link.key[:SHOWN]} cannot be made again: its manifest is neither in the store "
+            f"{home / 'store'} nor in MLflow, so its settings are not known"
+        )
+    record = link.manifest.get("provenance", {})
+    tree = record.get("settings") or _recorded_settings(link, home)
+    if tree is None:
+        raise ArtifactError(
+            f"stage {link.stage} {link.key[:SHOWN]} cannot be made again: neither its manifest nor the record of a run in "
+            f"{home / 'runs'} says where its data were"
+        )
+    runtime, remarks = _runtime(link)
+    run_settings = {name: value for name, value in tree.items() if name not in SHAPE_NO_RESULT}
+    run_settings = dict(with_secrets({"settings": run_settings})["settings"])
+    flat_settings = {**dict(flatten(run_settings)), **_pinned(run_settings.get("data", {}), link)}
+    overrides = [Override(f"the manifest of {link.stage}", key, value) for key, value in flat_settings.items()]
+    settings, _ = merge(Settings, overrides)
+    settings = settings.model_copy(update={"runtime": runtime})
+    return RebuildRecipe(link, STAGES[link.stage], settings, (*remarks, *_environment_remarks(link)))
+
+
+def _pinned(data: Mapping[str, Any], link: Link) -> dict[str, list[str]]:
+    """Settings that name exactly the files that the stage read: a folder may hold more by now, the Hub another commit.
+
+    Sources with weights stay as they were written, since a weight belongs to a source and not to its files; and so do URLs
+    with secrets, which the record of the files does not have.
+    """
+    locations, dataset = link.manifest.get("provenance", {}).get("files", {}), STAGES[link.stage].dataset
+    if dataset is None:
+        return {}
+    name = "pretrain" if dataset == "tokenizer" and not data.get("tokenizer") else dataset
+    pinned = {}
+    for role, setting in ((TRAIN, name), (HELDOUT, f"{name}_heldout")):
+        written = data.get(setting) or ()
+        is_by_name = any(isinstance(entry, dict) or redact.url(entry) != entry for entry in written)
+        if locations.get(role) and written and not is_by_name:
+            pinned[f"data.{setting}"] = list(locations[role])
+    return pinned
+
+
+def _recorded_settings(link: Link, home: Path) -> dict[str, Any] | None:
+    """Settings from the record of the run that made the artifact; manifests of an earlier ttrain lack them."""
+    record = read_json(home / "runs" / f"{link.run}.json") if link.run else None
+    if record is None:
+        record = next((run for run in runs.newest_first(home) if _built(run, link.key)), None)
+    return record["settings"] if record else None
+
+
+def _built(run: Mapping[str, Any], key: str) -> bool:
+    return any(stage.get("key") == key and stage["outcome"] == "completed" for stage in run["stages"])
+
+
+def _runtime(link: Link) -> tuple[Runtime, list[str]]:
+    """The recorded runtime: ranks, threads, micro-batches, kernels. Ranks of several machines become ranks of this one."""
+    runtime = link.manifest.get("provenance", {}).get("runtime", {})
+    recorded = {name: value for name, value in runtime.items() if name not in UNNEEDED}
+    result, remarks = link.manifest["result"], []
+    unknown = sorted(recorded.keys() - Runtime.model_fields.keys())
+    if unknown:
+        remarks.append(f"this ttrain has no runtime.{', runtime.'.join(unknown)}")
+    nodes = recorded.get("nodes", 1)
+    if nodes > 1:
+        remarks.append(f"{nodes} machines trained together, here one does")
+    if recorded.get("night"):
+        remarks.append("it was trained with runtime.night, whose hours change the size of the micro-batches")
+    values = {**{name: value for name, value in recorded.items() if name not in unknown}, **ONE_MACHINE}
+    values["devices"] = result.get("ranks", recorded.get("devices", 1) * nodes)
+    # By default a stage uses all cores, and this machine may have another number of them.
+    cores = (link.manifest.get("provenance", {}).get("machine") or {}).get("cores")
+    values["threads"] = result.get("threads") or recorded.get("threads") or cores
+    values["device"] = result.get("device", recorded.get("device", "auto"))
+    values["sharding"] = "processes"
+    return Runtime.model_validate(values), remarks
+
+
+def _data_problems(recipe: RebuildRecipe, cache: ArtifactStore) -> Iterator[str]:
+    """Problems with the raw data of a stage: missing, unreadable, or changed."""
+    recorded = recipe.link.manifest["ingredients"]
+    try:
+        now = file_digests(recipe.stage, recipe.settings, cache)
+    except TTrainError as error:
+        yield f"{recipe.stage.name}: {error}"
+        return
+    changed = differences({"files": recorded.get("files", {})}, {"files": now})
+    yield from (f"{recipe.stage.name}: {line}" for line in changed)
+    changed_python = recorded.get("python") and differences(
+        {"python": recorded["python"]}, {"python": platform.python_version()}
+    )
+    if changed_python:
+        made_with, current_python = recorded["python"], platform.python_version()
+        yield f"{recipe.stage.name}: its data are the files of Python {made_with}, and this is Python {current_python}"
+
+
+def _environment_remarks(link: Link) -> Iterator[str]:
+    """Remarks on versions and machine that differ from the recorded ones."""
+    yield from (
+        note.replace("made with", "it was made with") for note in libraries.notes(link.manifest, libraries.versions())
+    )
+    yield from (f"it was {note}" for note in link.notes)
+    recorded = link.manifest.get("provenance", {}).get("machine") or {}
+    machine = provenance.machine()
+    yield from (
+        f"{name}: {recorded[name]} → {machine.get(name)}" for name in recorded if recorded[name] != machine.get(name)
+    )

@@ -1,8 +1,8 @@
-"""Unfinished work of the stages that train: which there is, and how another key goes on with it (`--continue KEY`).
+"""Unfinished work of training stages, and how to resume it under another key (`--continue KEY`).
 
-What differs may be the code, since only a person knows whether a change of it matters, the budget, which the trainer lets
+Allowed differences are the code, since only a person knows whether a change of it matters, the budget, which the trainer can
 change, and the learning rate, which people lower in the middle of a training. With other data or other settings the
-checkpoint would be that of another run, and it is refused. Work of another rate is not offered: the user must name it.
+checkpoint would be that of another run, so it is refused. Work with another rate is not offered: the user must name it.
 """
 
 from __future__ import annotations
@@ -12,22 +12,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ttrain.config import Settings, Training
 from ttrain.core.files import fsync, read_json, remove_tree, write_json
 from ttrain.core.hashing import differences
 from ttrain.errors import UsageError
 from ttrain.stages import STAGES, Stage
-from ttrain.train.schedules import BUDGET, RATES
+from ttrain.train.schedules import BUDGET, RATES, decay_start, steps_of
 
 if TYPE_CHECKING:
-    from ttrain.store.artifacts import Store
+    from ttrain.store.artifacts import ArtifactStore
+
 
 INGREDIENTS, CONTINUED = "ingredients.json", "continued.json"
+
 SHOWN_KEY = 12  # characters of a key that a person reads
+
 SHOWN_CHANGES = 3  # in the one line that offers the work
 
 
 @dataclass(frozen=True)
-class Work:
+class PartialRun:
     """A work directory in which a training saved its state at `step`, under the key of these ingredients."""
 
     stage: str
@@ -41,112 +45,120 @@ class Work:
 
 
 def saved_step(work: Path) -> int:
-    """Step of the newest checkpoint in a work directory; 0 where there is none."""
+    """Step of the newest checkpoint in a work directory; 0 if there is none."""
     names = (path.name.removeprefix("step-") for path in (work / "output" / "checkpoints").glob("step-*"))
     return max((int(name) for name in names if name.isdecimal()), default=0)
 
 
-def works(store: Store, stage: str) -> Iterator[Work]:
-    """The unfinished work of a stage, the furthest first."""
-    found = []
+def partial_runs(store: ArtifactStore, stage: str) -> Iterator[PartialRun]:
+    """The unfinished work of a stage, the most advanced first."""
+    runs_with_checkpoint = []
     for path in (store.root / "work" / stage).glob(f"*/{INGREDIENTS}"):
         ingredients, step = read_json(path), saved_step(path.parent)
         if isinstance(ingredients, dict) and step:
-            found.append(Work(stage, path.parent.name, path.parent, step, ingredients))
-    yield from sorted(found, key=lambda work: (-work.step, work.key))
+            runs_with_checkpoint.append(PartialRun(stage, path.parent.name, path.parent, step, ingredients))
+    yield from sorted(runs_with_checkpoint, key=lambda work: (-work.step, work.key))
 
 
-def changes(work: Work, ingredients: Mapping[str, Any]) -> list[str]:
-    """What differs between the work and what is to be made, one line each."""
+def changes(work: PartialRun, ingredients: Mapping[str, Any]) -> list[str]:
+    """The differences between the work and the stage to build, one line each."""
     return differences(work.ingredients, ingredients)
 
 
-def forbidden_changes(work: Work, ingredients: Mapping[str, Any], *, free: frozenset[str] = BUDGET) -> list[str]:
-    """Those of the changes with which a checkpoint cannot be continued: all but code, Python, a budget that reaches it, and
-    the other settings of the stage that are `free`."""
-    return differences(_fixed(work, free), _fixed(work, free, ingredients)) + _too_short(work, ingredients["settings"])
+def forbidden_changes(work: PartialRun, ingredients: Mapping[str, Any], *, free: frozenset[str] = BUDGET) -> list[str]:
+    """The changes that forbid resuming a checkpoint: all but code, Python, a sufficient budget, and the other settings of
+    the stage that are `free`."""
+    return differences(_compared_ingredients(work, free), _compared_ingredients(work, free, ingredients)) + _too_short(
+        work, ingredients["settings"]
+    )
 
 
-def _too_short(work: Work, settings: Mapping[str, Any]) -> list[str]:
-    """A budget that ends, or may end, before the step of the work. Passes over rows that were not counted yet may not."""
+def _too_short(work: PartialRun, settings: Mapping[str, Any]) -> list[str]:
+    """The problem of a budget that may end before the step of the work. Epochs of uncounted rows may not become fewer."""
     tokens, epochs = (settings[f"{work.stage}.{name}"] for name in ("tokens", "epochs"))
     if tokens is not None:
-        enough = tokens >= work.step * settings[f"{work.stage}.tokens_per_step"]
+        is_long_enough = tokens >= work.step * settings[f"{work.stage}.tokens_per_step"]
     else:
-        before = work.ingredients["settings"][f"{work.stage}.epochs"]
-        enough = before is not None and epochs >= before
-    return [] if enough else [f"its budget, {tokens or epochs} {'tokens' if tokens else 'epochs'}, may end before that step"]
+        earlier_epochs = work.ingredients["settings"][f"{work.stage}.epochs"]
+        is_long_enough = earlier_epochs is not None and epochs >= earlier_epochs
+    return (
+        []
+        if is_long_enough
+        else [f"its budget, {tokens or epochs} {'tokens' if tokens else 'epochs'}, may end before that step"]
+    )
 
 
-def _fixed(work: Work, free: frozenset[str], ingredients: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    of = work.ingredients if ingredients is None else ingredients
+def _compared_ingredients(
+    work: PartialRun, free: frozenset[str], ingredients: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    compared = work.ingredients if ingredients is None else ingredients
     left_out = {f"{work.stage}.{name}" for name in free}
-    settings = {name: value for name, value in of["settings"].items() if name not in left_out}
-    return {**of, "settings": settings, "code": {}, "python": None}
+    settings = {name: value for name, value in compared["settings"].items() if name not in left_out}
+    return {**compared, "settings": settings, "code": {}, "python": None}
 
 
-def offer(stage: Stage, ingredients: Mapping[str, Any], store: Store) -> list[str]:
-    """How to go on with unfinished work that could be continued under another key, in words: one line, or none."""
-    for work in works(store, stage.name):
+def offer(stage: Stage, ingredients: Mapping[str, Any], store: ArtifactStore) -> list[str]:
+    """One line on how to resume unfinished work under another key, or none."""
+    for work in partial_runs(store, stage.name):
         if not forbidden_changes(work, ingredients):
             key, lines = work.key[:SHOWN_KEY], changes(work, ingredients)
-            more = f"; and {len(lines) - SHOWN_CHANGES} more" if len(lines) > SHOWN_CHANGES else ""
-            differs = "; ".join(lines[:SHOWN_CHANGES]) + more
-            return [f"unfinished work {key} at step {work.step} differs in: {differs}; --continue {key} goes on there"]
+            remainder = f"; and {len(lines) - SHOWN_CHANGES} more" if len(lines) > SHOWN_CHANGES else ""
+            differs = "; ".join(lines[:SHOWN_CHANGES]) + remainder
+            return [f"unfinished work {key} at step {work.step} differs in: {differs}; --continue {key} resumes it"]
     return []
 
 
-def named(stage: Stage, prefix: str, ingredients: Mapping[str, Any], store: Store) -> Work | None:
-    """The work of this stage whose key begins so; None where that is not this stage's.
+def find_partial_run(stage: Stage, prefix: str, ingredients: Mapping[str, Any], store: ArtifactStore) -> PartialRun | None:
+    """Find this stage's unfinished work by its key prefix; None if the stage has none.
 
-    Raises UsageError with the differences where it cannot be continued as what the ingredients say.
+    Raises UsageError with the differences if it cannot be resumed with these ingredients.
     """
-    work = next((work for work in works(store, stage.name) if work.key.startswith(prefix)), None)
+    work = next((work for work in partial_runs(store, stage.name) if work.key.startswith(prefix)), None)
     if work and (refused := forbidden_changes(work, ingredients, free=BUDGET | RATES)):
         raise UsageError(
             f"--continue {prefix} is the unfinished work of {work}, which was made under other settings or data: "
-            f"{'; '.join(refused)}; put them back, or leave --continue out to begin anew"
+            f"{'; '.join(refused)}; restore them, or leave --continue out to start from scratch"
         )
     return work
 
 
-def resolve(store: Store, prefix: str) -> str:
-    """Name of the stage whose work has a key that begins so. Raises UsageError where there is none, or several have."""
-    there = [work for name, stage in STAGES.items() if stage.uses_ranks for work in works(store, name)]
-    found = [work for work in there if work.key.startswith(prefix)]
-    if len(found) == 1:
-        return found[0].stage
-    if found:
-        listed = ", ".join(map(str, found))
+def find_stage(store: ArtifactStore, prefix: str) -> str:
+    """Name of the stage whose unfinished work has this key prefix. Raises UsageError if none or several match."""
+    saved_runs = [work for name, stage in STAGES.items() if stage.uses_ranks for work in partial_runs(store, name)]
+    matches = [work for work in saved_runs if work.key.startswith(prefix)]
+    if len(matches) == 1:
+        return matches[0].stage
+    if matches:
+        listed = ", ".join(map(str, matches))
         raise UsageError(f"--continue {prefix} is the beginning of several keys: {listed}; give more of one")
-    for stage in _gone_on_with(store, prefix):
+    for stage in _stages_resumed_before(store, prefix):
         return stage
-    listed = f"there is: {', '.join(map(str, there))}" if there else "there is none at all"
+    listed = f"there is: {', '.join(map(str, saved_runs))}" if saved_runs else "there is none at all"
     raise UsageError(f"--continue {prefix}: no unfinished work has a key that begins so; {listed}")
 
 
-def _gone_on_with(store: Store, prefix: str) -> Iterator[str]:
-    """The stages that went on with such work before, and so have it under another key, finished or not."""
+def _stages_resumed_before(store: ArtifactStore, prefix: str) -> Iterator[str]:
+    """The stages that resumed such work before, and now have it under another key, finished or not."""
     for name, stage in STAGES.items():
         if stage.uses_ranks:
-            known = [history(work.path, work.key) for work in works(store, name)]
-            known += [artifact.manifest.get("continued", []) for artifact in store.artifacts(name)]
-            if any(entry["key"].startswith(prefix) for entries in known for entry in entries):
+            histories = [history(work.path, work.key) for work in partial_runs(store, name)]
+            histories += [artifact.manifest.get("continued", []) for artifact in store.artifacts(name)]
+            if any(entry["key"].startswith(prefix) for entries in histories for entry in entries):
                 yield name
 
 
-def adopt(store: Store, work: Work, key: str, ingredients: Mapping[str, Any]) -> None:
-    """Make the work that of another key, whose lock the caller holds: a note of what differs in it, then one rename.
+def take_over(store: ArtifactStore, work: PartialRun, key: str, ingredients: Mapping[str, Any]) -> None:
+    """Move the work to another key, whose lock the caller holds: record the differences in it, then rename it.
 
-    What another run of that key saved while this one waited for the lock stays: it took the work over. Killed in between,
-    the work is still where it was, and the note is for nobody. Raises UsageError where a run is at it, or it is gone.
+    What another run of that key saved while this one waited for the lock stays: it took the work over. After a kill in
+    between, the work is still in place and the record has no effect. Raises UsageError if a run uses the work or it is gone.
     """
     destination = store.work(work.stage, key)
     if saved_step(destination):
         return
 
     def taken() -> None:
-        raise UsageError(f"the unfinished work of {work} cannot be continued as another: a run is at it now")
+        raise UsageError(f"the unfinished work of {work} cannot be resumed under another key: a run is using it now")
 
     with store.lock(work.stage, work.key, waiting=taken), store.lock(work.stage, f"{work.key}.process"):
         if not saved_step(work.path):
@@ -162,10 +174,42 @@ def adopt(store: Store, work: Work, key: str, ingredients: Mapping[str, Any]) ->
 
 
 def history(work: Path, key: str) -> list[dict[str, Any]]:
-    """Under which keys the work of this key was begun, the first of them first: key, step and differences of each change."""
+    """The earlier keys of this work, oldest first: key, step and differences of each change."""
     entries: list[dict[str, Any]] = []
     for entry in reversed(read_json(work / CONTINUED) or []):
         if entry["to"] == key:
             entries.insert(0, {name: entry[name] for name in ("key", "step", "differences")})
             key = entry["key"]
     return entries
+
+
+def extension_of(
+    stage: Stage, settings: Settings, ingredients: Mapping[str, Any], store: ArtifactStore
+) -> tuple[Path | None, str]:
+    """Find a shorter run's checkpoint that leads to the same weights as training from scratch; return it and the reason.
+
+    It must lie before the learning rate depends on the length of the run, and all but the budget must be equal.
+    """
+    config: Training = getattr(settings, stage.name)
+    budget = {f"{stage.name}.{name}" for name in BUDGET}
+    best: tuple[int, Path] | None = None
+    for artifact in store.artifacts(stage.name):
+        old = artifact.manifest["ingredients"]
+        changed = {
+            name
+            for name in {*old["settings"], *ingredients["settings"]}
+            if old["settings"].get(name) != ingredients["settings"].get(name)
+        }
+        same = all(old[name] == ingredients[name] for name in ("inputs", "code", "arguments", "files"))
+        if not same or not changed <= budget or store.damage(artifact):
+            continue
+        new_steps = steps_of(config, artifact.result["rows"]["rows"])[0]
+        whole_steps = artifact.result["tokens"] // config.tokens_per_step  # its last one may be cut short by its budget
+        limit = min(whole_steps, *(decay_start(config.schedule, n) for n in (new_steps, artifact.result["steps"])))
+        for path in (artifact.path / "checkpoints").glob("step-*"):
+            step = int(path.name.removeprefix("step-"))
+            if step <= limit and (best is None or step > best[0]):
+                best = (step, path)
+    if best is None:
+        return None, "--extend found no shorter run with a checkpoint before its decay; it starts from scratch"
+    return best[1], f"--extend: continues at step {best[0]} of the run {best[1].parent.parent.name[:12]}"

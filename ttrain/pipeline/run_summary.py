@@ -1,44 +1,62 @@
-"""What a pipeline's tracked run shows at a glance: curves by tokens, the settings that count, a description. Pure."""
+"""Summary of a pipeline's tracked run: curves by tokens, changed settings, a description, its page."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from ttrain import tracking
 from ttrain.config import SHAPE_NO_RESULT, Settings, flatten
-from ttrain.core.files import parse_json
+from ttrain.core.files import parse_json, read_object
 from ttrain.core.redact import HIDDEN
+from ttrain.evaluate.task_result import FILE, sums_in
 from ttrain.reports import summary
+from ttrain.store.artifacts import ArtifactStore
+from ttrain.store.layout import Artifact
+
+log = logging.getLogger("ttrain")
+
+REPORT = "report.html"  # the run's page among the files of the tracked run
 
 # MLflow takes what stands before the slash as a section of the run's page, which it sorts by character code: with a capital
 # it comes before `eval`. The rest is the title of the chart; where runs are compared, the whole is, of which 27 letters fit.
 SECTION = "Curves"
+
 QUICK = "validation_loss_quick"
+
 CURVES = {
     "loss": f"{SECTION}/{{stage}} loss",
     "validation_loss": f"{SECTION}/{{stage}} validation",
     QUICK: f"{SECTION}/{{stage}} quick val",
 }
+
 POINTS = 1000  # of a curve on the pipeline's run; the stage's own run has them all
+
 SHOWN_SETTINGS = 6
+
 SHAPING = ("tokenizer", "model", "pretrain", "sft", "lora", "evaluate")
+
 CELLS = ("stage", "outcome", "time", "figures")
 
 
 def curves(stage: str, lines: Iterable[str]) -> Iterator[dict[str, Any]]:
     """Rows for the pipeline's run from a stage's `metrics.jsonl`: its losses, where the step is the number of tokens.
 
-    So runs whose steps have other sizes lie over each other on the step axis of MLflow's charts. Validations are all
-    there, of the losses between them at most a thousand; the one of the last step alone is no curve beside the quick ones.
+    So runs with different step sizes align on the step axis of MLflow's charts. All validations are kept, and at most a
+    thousand losses; a single full validation is left out if there are quick ones.
     """
     rows = [row for line in lines if (row := _row(line)) and row.get("tokens") is not None]
     losses = [number for number, row in enumerate(rows) if "loss" in row["metrics"]]
-    kept = {*losses[:: max(1, -(-len(losses) // POINTS))], *losses[-1:]}
+    shown_losses = {*losses[:: max(1, -(-len(losses) // POINTS))], *losses[-1:]}
     is_quick = any(QUICK in row["metrics"] for row in rows)
     left_out = {"validation_loss"} if is_quick and sum("validation_loss" in row["metrics"] for row in rows) == 1 else set()
     for number, row in enumerate(rows):
         names = [name for name in CURVES if name in row["metrics"] and name not in left_out]
-        names = [name for name in names if name != "loss" or number in kept]
+        names = [name for name in names if name != "loss" or number in shown_losses]
         if names:
             metrics = {CURVES[name].format(stage=stage): row["metrics"][name] for name in names}
             yield {"step": int(row["tokens"]), "time": row.get("time"), "metrics": metrics}
@@ -53,24 +71,24 @@ def _row(line: str) -> dict[str, Any] | None:
 
 
 def deviations(settings: Settings) -> dict[str, Any]:
-    """The settings that are not the defaults, by their dotted names."""
-    usual = dict(flatten(Settings().model_dump(mode="json")))
-    told = flatten(settings.model_dump(mode="json"))
-    return {name: value for name, value in told if name not in usual or usual[name] != value}
+    """The settings that differ from the defaults, by dotted name."""
+    defaults = dict(flatten(Settings().model_dump(mode="json")))
+    settings_rows = flatten(settings.model_dump(mode="json"))
+    return {name: value for name, value in settings_rows if name not in defaults or defaults[name] != value}
 
 
 def as_yaml(values: Mapping[str, Any]) -> str:
-    """Settings by their dotted names as a file for `-c`, without those that are masked."""
+    """Settings by dotted name as a YAML file for `-c`, without masked ones."""
     import yaml
 
     tree: dict[str, Any] = {}
     for name, value in values.items():
         if value == HIDDEN:
             continue
-        *groups, last = name.split(".")
+        *sections, last = name.split(".")
         group = tree
-        for part in groups:
-            group = group.setdefault(part, {})
+        for section in sections:
+            group = group.setdefault(section, {})
         group[last] = value
     return str(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
 
@@ -81,17 +99,17 @@ def description(
     metrics: Mapping[str, float],
     measured: Sequence[tuple[str, str, str]] = (),
 ) -> str:
-    """What a run was and what came of it, in markdown; the first line says most, for tables show no more. The user's note
-    comes before all else.
+    """Describe a run and its results in markdown; the first line says most, since tables show only that. The user's note
+    comes first.
 
     `run` is its record, `changed` the settings that are not the defaults, `measured` the table of its evaluation.
     """
     bits = metrics.get("eval/bits_per_byte")
-    came = f"{bits:.4f} bits per byte" if bits is not None else str(run["outcome"])
-    words = [_cell(f"{name}={_value(value)}") for name, value in sorted(changed.items(), key=_by_weight)]
-    more = [f"and {len(words) - SHOWN_SETTINGS} more settings"] if len(words) > SHOWN_SETTINGS else []
+    headline = f"{bits:.4f} bits per byte" if bits is not None else str(run["outcome"])
+    changes = [_cell(f"{name}={_value(value)}") for name, value in sorted(changed.items(), key=_by_weight)]
+    remainder = [f"and {len(changes) - SHOWN_SETTINGS} more settings"] if len(changes) > SHOWN_SETTINGS else []
     lines = [note(run["note"]), ""] if run.get("note") else []
-    lines += [f"{came}: {', '.join([*words[:SHOWN_SETTINGS], *more]) or 'the default settings'}", ""]
+    lines += [f"{headline}: {', '.join([*changes[:SHOWN_SETTINGS], *remainder]) or 'the default settings'}", ""]
     if run.get("error"):
         lines += [f"**{run['outcome']}**: {_cell(run['error'])}", ""]
     if measured:
@@ -110,7 +128,7 @@ def note(text: str) -> str:
 
 
 def _by_weight(setting: tuple[str, Any]) -> tuple[int, str]:
-    """What shapes the models first, in the order of the pipeline; what only says how fast and where last."""
+    """Sort key: settings that shape the models first, in the order of the pipeline; runtime settings last."""
     name = setting[0]
     group = name.partition(".")[0]
     return (SHAPING.index(group) if group in SHAPING else len(SHAPING) + (group in (*SHAPE_NO_RESULT, "name"))), name
@@ -124,5 +142,70 @@ def _value(value: Any) -> str:
 
 
 def _cell(text: str) -> str:
-    """One line that markdown takes for text."""
+    """Escape a text as one line of markdown."""
     return " ".join(text.split()).replace("<", "&lt;")[:300]
+
+
+STAGE = "evaluate-champion"  # the stage of a night whose results these stand for
+
+
+def of(evaluation: Artifact, name: str, store: ArtifactStore) -> dict[str, dict[str, Any]]:
+    """Return {STAGE: recorded scores of the champion of this name} on the same records and in suites; nothing is computed.
+
+    A night scores its champion on its own held-out data instead. Returns {} if the champion is the evaluated model,
+    if MLflow is reachable only over the network, or if the champion's evaluation is not in the local store.
+    """
+    key = tracking.champion_keys_here(store.root, name).get("evaluate")
+    champion = store.read(store.path("evaluate", key)) if key and key != evaluation.key else None
+    return {} if champion is None else {STAGE: _comparable_results(evaluation, champion)}
+
+
+def _comparable_results(evaluation: Artifact, champion: Artifact) -> dict[str, Any]:
+    """Select the champion's figures that are comparable: of the same records and counted alike. A loss per
+    token of another tokenizer is not comparable."""
+    evaluation_scores, champion_scores = (read_object(artifact.path / FILE) for artifact in (evaluation, champion))
+
+    def counts(metric: str) -> tuple[bool, bool]:
+        """Return (both scored the same records, both counted them alike)."""
+        first, second = sums_in(evaluation_scores, metric), sums_in(champion_scores, metric)
+        if first is None or second is None:
+            return False, False
+        return first[2] == second[2], first[1] == second[1]
+
+    result = champion.result
+    same = [metric for metric in result.get("metrics", {}) if all(counts(metric))]
+    comparable: dict[str, Any] = {
+        group: {name: result[group][name] for name in same if name in result.get(group, {})}
+        for group in ("metrics", "intervals")
+    }
+    if suites := result.get("suites"):
+        tasks = [
+            task
+            for task in suites["tasks"]
+            if not any(counts(f"{task['task']}/{task['figure']}/{model}") == (True, False) for model in task["models"])
+        ]
+        comparable["suites"] = {**suites, "tasks": tasks}
+    return comparable
+
+
+def log_curves(run: tracking.TrackedRun | tracking.NullRun, artifacts: Iterable[Artifact]) -> None:
+    """Log the loss curves of all trainings to the pipeline's tracked run, also of cached ones."""
+    for artifact in artifacts:
+        curve = artifact.path / "run" / "metrics.jsonl"
+        with contextlib.suppress(OSError):  # the stage did not train, or the file is elsewhere or unreadable
+            rows = curves(artifact.stage, curve.read_text(encoding="utf-8", errors="replace").splitlines())
+            run.keep_rows(f"{json.dumps(row)}\n".encode() for row in rows)
+
+
+def log_page(run: tracking.TrackedRun | tracking.NullRun, home: Path, name: str) -> None:
+    """Log the run's page as `report.html`. It is made from this disk alone; a failure does not end the run."""
+    if isinstance(run, tracking.NullRun):
+        return
+    try:
+        from ttrain.reports.report import report_of  # the import may fail if a library was changed during the run
+
+        page = report_of(home, tracking.read_local(home, name))
+    except Exception:
+        log.warning("the run's page could not be made; `ttrain report %s` tries again", name, exc_info=True)
+        return
+    run.log_text(page, REPORT)

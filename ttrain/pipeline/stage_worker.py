@@ -1,7 +1,7 @@
 """The process of one stage, or of one of its ranks: `python -m ttrain.pipeline.stage_worker WORK_DIRECTORY`.
 
-It reads `job.json`, runs the stage's module and writes how that ended; the exit code only says whether the process ended as
-it should: torchrun's agent exits 1 after a clean save on a signal.
+It reads `job.json`, runs the stage's module and writes the result; the exit code only says whether the process ended
+correctly: torchrun's agent exits 1 after a clean save on a signal.
 """
 
 from __future__ import annotations
@@ -13,43 +13,42 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import filelock
-
 from ttrain.core import redact
-from ttrain.core.files import read_json, read_object
-from ttrain.core.parent_process import PARENT, STOP_SIGNALS, end_with_parent, heeded_signals, ignore_hangup
-from ttrain.core.progress import Progress
-from ttrain.core.standard_streams import guard_streams, outlast_output
+from ttrain.core.files import ProgressWriter, read_json, read_object, write_json
+from ttrain.core.signals import PARENT, STOP_SIGNALS, end_with_parent, heeded_signals, ignore_hangup
+from ttrain.core.terminal import guard_streams, outlast_output
 from ttrain.errors import DamagedFile, Interrupted, RankLost, TTrainError
-from ttrain.pipeline import results
 from ttrain.pipeline.system_metrics import SystemMetrics, file_name
-from ttrain.stages.job import Job
+from ttrain.stages.job import StageContext
 from ttrain.store import integrity
 from ttrain.train import watchdog
 
 JOB, PROGRESS = "job.json", "progress.json"
-TRACKED = "tracking.json"  # in a work directory: which run of the tracker, and of ours, is at work there
-# A system that stops all processes (systemd, a batch queue) signals this one, and the one that started it passes its own on.
+
+TRACKED = "tracking.json"  # in a work directory: the tracked run and ttrain's run that work there
+# A system that stops all processes (systemd, a batch queue) signals this one, and its parent forwards its own signal.
 SAME_SIGNAL_SECONDS = 1.0
+
 PROCESS_NAME = "ttrain-worker"  # as `ps` and `top` show it; 15 characters at most
+
 log = logging.getLogger("ttrain")
 
 
 class _WithoutSecrets(logging.Formatter):
-    """What libraries log may name the URLs that they open, and so may tracebacks."""
+    """Redacts secrets: libraries' log lines and tracebacks may contain URLs."""
 
     def format(self, record: logging.LogRecord) -> str:
         return redact.text(super().format(record))
 
 
 class StopFlag:
-    """Set by SIGTERM, SIGINT and SIGHUP; one more, unless it comes so soon that it is the same, ends the process at once.
-    What is on disk is whole: it was renamed there.
+    """Set by SIGTERM, SIGINT and SIGHUP; another one, unless so soon that it is the same, ends the process at once.
+    Files on disk are complete: they were renamed into place.
 
     A signal that comes before `listen` waits for it, where the process was started with both blocked.
     """
@@ -63,13 +62,13 @@ class StopFlag:
         return self.signum != 0
 
     def listen(self) -> None:
-        """From now on; a stage that does not look at the flag is stopped by Interrupted, which may rise at once."""
+        """Install the handlers. A stage that does not check the flag is stopped by Interrupted, possibly at once."""
         for signum in heeded_signals():
             signal.signal(signum, self._handle)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
     def settle(self) -> None:
-        """Nothing is to be stopped any more: what is left is to say how it ended."""
+        """Raise no more: only the result is still to be written."""
         self._raises = False
 
     def _handle(self, signum: int, frame: object) -> None:
@@ -85,6 +84,8 @@ class StopFlag:
 
 def main() -> int:
     """Run the job whose work directory is the only argument."""
+    import filelock  # here: a run that is cached reads results without it
+
     work = Path(sys.argv[1])
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     end_with_parent(int(os.environ.get(PARENT, os.getppid())))  # it may be gone before this line is reached
@@ -96,18 +97,18 @@ def main() -> int:
     stop = StopFlag(stops_by_itself=not spec["uses_ranks"])
     with filelock.FileLock(work.with_name(f"{work.name}.process.lock")) if rank == 0 else contextlib.nullcontext():
         watchdog.start(work, rank, world, lambda why: _give_up(work, rank, why), spec["runtime"]["rank_timeout_seconds"])
-        with _system_metrics(work, spec):
+        with sample_system_metrics(work, spec):
             outcome = _run(work, spec, stop, rank)
-        results.write(work, rank, outcome)
+        write(work, rank, outcome)
         sys.stdout.flush()
         if world > 1 and outcome["outcome"] == "failed":
-            os._exit(1)  # at once: the group cannot be left in good order, and the others wait for this end
+            os._exit(1)  # at once: the process group cannot be left cleanly, and the other ranks wait for this one to end
         _leave_ranks()
     return int(outcome["outcome"] == "failed")
 
 
 def set_up(rank: int = 0, world: int = 1) -> None:
-    """The log, in which several ranks name themselves, and the name under which the process is listed."""
+    """Set up logging, with the rank if there are several, and the process name."""
     guard_streams()
     outlast_output()  # a full disk costs lines of the log, not the stage
     who = f"rank {rank}: " if world > 1 else ""
@@ -119,20 +120,20 @@ def set_up(rank: int = 0, world: int = 1) -> None:
         Path("/proc/self/comm").write_text(PROCESS_NAME)
 
 
-def job_of(work: Path, stop: Callable[[], bool] = lambda: False, *, progress: bool = True) -> tuple[Any, Job]:
-    """The configuration and the job that a work directory describes."""
+def job_of(work: Path, stop: Callable[[], bool] = lambda: False, *, progress: bool = True) -> tuple[Any, StageContext]:
+    """Read the configuration and the job of a work directory."""
     from ttrain.config import Runtime
     from ttrain.stages import RUNNABLE
 
     spec = read_json(work / JOB)
     stage = RUNNABLE[spec["stage"]]
-    job = Job(
+    job = StageContext(
         inputs={name: Path(path) for name, path in spec["inputs"].items()},
         files=spec["files"],
         arguments=stage.arguments,
         output=work / spec["output"],
         runtime=Runtime.model_validate(spec["runtime"]),
-        progress=Progress(work / PROGRESS if progress else None),
+        progress=ProgressWriter(work / PROGRESS if progress else None),
         stop_requested=stop,
         start_from=Path(spec["start_from"]) if spec["start_from"] else None,
         versions=spec["versions"],
@@ -169,16 +170,16 @@ def _run(work: Path, spec: dict[str, Any], stop: StopFlag, rank: int) -> dict[st
 
 
 @contextlib.contextmanager
-def _system_metrics(work: Path, spec: dict[str, Any]) -> Iterator[None]:
-    """Samples of the machine meanwhile: from the first process of each node."""
+def sample_system_metrics(work: Path, spec: dict[str, Any]) -> Iterator[None]:
+    """Sample system metrics meanwhile, in the first process of each node."""
     seconds = spec["runtime"]["system_metrics_seconds"]
     if not seconds or int(os.environ.get("LOCAL_RANK", "0")):
         yield
         return
     several = spec["runtime"]["nodes"] > 1
-    node = int(os.environ.get("GROUP_RANK", "0")) if several else 0  # torchrun's word
+    node = int(os.environ.get("GROUP_RANK", "0")) if several else 0  # set by torchrun
     directory = work / spec["output"] / "run"
-    with contextlib.suppress(OSError):  # the samples end with a warning, and the stage says what it cannot write
+    with contextlib.suppress(OSError):  # the metrics end with a warning, and the stage reports what it cannot write
         directory.mkdir(parents=True, exist_ok=True)
     metrics = SystemMetrics(directory / file_name(node), seconds, node=node if several else None)
     try:
@@ -188,11 +189,11 @@ def _system_metrics(work: Path, spec: dict[str, Any]) -> Iterator[None]:
 
 
 def _give_up(work: Path, rank: int, why: str) -> None:
-    """End this rank from its watching thread; the main one may wait for ever."""
-    message = f"{why}; all ranks were ended, the last checkpoint is whole: run the same command again"
+    """End this rank from the watchdog thread; the main thread may be blocked forever."""
+    message = f"{why}; all ranks were ended, the last checkpoint is complete: run the same command again"
     log.error("%s", message)
     sys.stdout.flush()
-    results.write(work, rank, {"outcome": "failed", "error": message, "kind": RankLost.__name__})
+    write(work, rank, {"outcome": "failed", "error": message, "kind": RankLost.__name__})
     os._exit(1)
 
 
@@ -202,6 +203,34 @@ def _leave_ranks() -> None:
 
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+RESULT = "result.json"
+
+LOST = "RankLost"  # kind of a failure that another rank's end or silence caused
+
+
+def write(work: Path, rank: int, outcome: Mapping[str, Any]) -> None:
+    """Write the outcome (completed, interrupted or failed) of a rank. Rank 0 stands for all, unless one fails."""
+    if rank == 0 or outcome["outcome"] == "failed":
+        name = RESULT if rank == 0 else f"result.rank{rank}.json"
+        write_json(work / name, {"rank": rank, "at": time.time(), **outcome})
+
+
+def clear(work: Path) -> None:
+    """Remove the result files of an earlier attempt."""
+    for path in [work / RESULT, *work.glob("result.rank*.json")]:
+        path.unlink(missing_ok=True)
+
+
+def read(work: Path) -> dict[str, Any] | None:
+    """Return rank 0's outcome, or the first failure that did not follow from another rank's; None if there is none."""
+    contents = [read_json(path) for path in (work / RESULT, *sorted(work.glob("result.rank*.json")))]
+    outcomes: list[dict[str, Any]] = [outcome for outcome in contents if outcome]
+    first = next((outcome for outcome in outcomes if outcome["rank"] == 0), None)
+    if first and first["outcome"] != "failed":
+        return first
+    return min(outcomes, key=lambda outcome: (outcome.get("kind") == LOST, outcome["at"]), default=None)
 
 
 if __name__ == "__main__":

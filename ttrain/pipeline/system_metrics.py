@@ -1,9 +1,9 @@
-"""What the machine does while a stage runs: CPU, memory, disk, network, and GPUs where there are some.
+"""System metrics while a stage runs: CPU, memory, disk, network and any GPUs.
 
 `run/system.jsonl` has the form of `metrics.jsonl`, and goes to the tracker the same way; names and units are those of
 MLflow's own system metrics, so that its tab shows them. The step of a row is the stage's running time in seconds: a training
 step would be the same for several samples of a slow one, and stages that do not train have none. A stage that continues goes
-on counting where it was stopped, so its rows are never cut: what the machine did for steps that were lost, it did.
+on counting where it was stopped, so its rows are never cut, not even those of steps that were lost.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ def file_name(node: int) -> str:
 
 
 def files(nodes: int) -> list[str]:
-    """Those of all nodes."""
+    """The files of all nodes."""
     return [file_name(node) for node in range(nodes)]
 
 
 class SystemMetrics:
-    """Appends a sample about every `seconds` to a file, from its own thread, and one at the end. Nothing it meets is raised.
+    """Appends a sample to a file about every `seconds`, from its own thread, and one at the end. Never raises.
 
     A sample takes about a millisecond, mostly in system calls that let the training's thread go on: with one every ten
     seconds 0.01 % of a core.
     """
 
     def __init__(self, path: Path, seconds: float, *, node: int | None = None) -> None:
-        """`node`: where several train together, whose names are told apart as in MLflow: `system/node_1/...`."""
+        """`node`: set if several train together; names the metrics as MLflow does: `system/node_1/...`."""
         self._path, self._seconds = path, seconds
         self._prefix = "system/" if node is None else f"system/node_{node}/"
         self._ending = threading.Event()
@@ -53,7 +53,7 @@ class SystemMetrics:
         self._thread.start()
 
     def stop(self) -> None:
-        """The last sample is written when this returns; a disk that hangs is not waited for longer than a second."""
+        """Stop after the last sample is written; waits at most a second for a disk that hangs."""
         self._ending.set()
         self._thread.join(1.0)
 
@@ -66,10 +66,10 @@ class SystemMetrics:
                 samples += 1
                 ended = self._ending.wait(max(0.0, began + samples * self._seconds - time.monotonic()))
                 step = first + round(time.monotonic() - began)
-                if step > last:  # else the end came in the second of a sample
+                if step > last:  # otherwise the end came in the same second as a sample
                     self._append(step, read(readers))
                     last = step
-        except Exception as error:  # a figure of the machine is worth no training
+        except Exception as error:  # never fail a training for a system metric
             log.warning("the system metrics end here: %r", error)
 
     def _append(self, step: int, figures: Mapping[str, float]) -> None:
@@ -79,7 +79,7 @@ class SystemMetrics:
 
 
 def last_step(path: Path) -> int:
-    """Step of the last row, -1 where there is none; a line that a crash left half-written is ended or cut off."""
+    """Step of the last row, -1 if there is none; cuts off a half-written line that a crash left."""
     try:
         data = path.read_bytes()
     except OSError:
@@ -94,26 +94,26 @@ def last_step(path: Path) -> int:
 
 
 def read(readers: Sequence[Callable[[], Figures]]) -> Figures:
-    """All that can be read now."""
-    found: Figures = {}
+    """Merge the figures of all readers that work."""
+    figures: Figures = {}
     for reader in readers:
         with contextlib.suppress(Exception):  # of a device that fell off the bus, a file system that is gone
-            found |= reader()
-    return found
+            figures |= reader()
+    return figures
 
 
 def machine(directory: Path) -> Callable[[], Figures]:
-    """Reads CPU, memory and network of the machine, and the disk that holds `directory`.
+    """Return a reader of CPU, memory and network, and of the disk that holds `directory`.
 
     CPU: percent of all cores since the last reading. Bytes through disks and network count from now on.
     """
     psutil: Any = import_module("psutil")
-    psutil.cpu_percent()  # the first answer has no time before it
+    psutil.cpu_percent()  # the first call has no earlier reading to compare with
     counters = {"network": _network(psutil), "disk": _disks(psutil)}
 
     def figures() -> Figures:
         memory, disk = psutil.virtual_memory(), psutil.disk_usage(str(directory))
-        found = {
+        values = {
             "cpu_utilization_percentage": psutil.cpu_percent(),
             "system_memory_usage_megabytes": memory.used / MEGA,
             "system_memory_usage_percentage": 100 * memory.used / memory.total,
@@ -122,30 +122,30 @@ def machine(directory: Path) -> Callable[[], Figures]:
             "disk_available_megabytes": disk.free / MEGA,
         }
         for now, since in ((_network(psutil), counters["network"]), (_disks(psutil), counters["disk"])):
-            found |= {name: (value - since.get(name, value)) / MEGA for name, value in now.items()}
-        return found
+            values |= {name: (value - since.get(name, value)) / MEGA for name, value in now.items()}
+        return values
 
     return figures
 
 
 def _network(psutil: Any) -> Figures:
-    """Bytes since the machine started; {} where it has no network."""
-    found = psutil.net_io_counters()
-    if found is None:
+    """Network bytes since the machine started; {} without a network."""
+    counters = psutil.net_io_counters()
+    if counters is None:
         return {}
-    return {"network_receive_megabytes": found.bytes_recv, "network_transmit_megabytes": found.bytes_sent}
+    return {"network_receive_megabytes": counters.bytes_recv, "network_transmit_megabytes": counters.bytes_sent}
 
 
 def _disks(psutil: Any) -> Figures:
-    """Bytes since the machine started; {} where the system tells none, as in some containers."""
+    """Disk bytes since the machine started; {} if unavailable, as in some containers."""
     with contextlib.suppress(Exception):
-        found = psutil.disk_io_counters()
-        return {"disk_read_megabytes": found.read_bytes, "disk_write_megabytes": found.write_bytes}
+        counters = psutil.disk_io_counters()
+        return {"disk_read_megabytes": counters.read_bytes, "disk_write_megabytes": counters.write_bytes}
     return {}
 
 
 def gpus() -> list[Callable[[], Figures]]:
-    """A reader for each NVIDIA GPU that this process may see; [] without one, its driver, or nvidia-ml-py."""
+    """A reader for each NVIDIA GPU that this process can see; [] without GPU, driver or nvidia-ml-py."""
     try:
         nvml: Any = import_module("pynvml")
         nvml.nvmlInit()
@@ -156,14 +156,14 @@ def gpus() -> list[Callable[[], Figures]]:
 
 
 def visible(count: int, chosen: str | None) -> list[int]:
-    """Numbers of the GPUs that CUDA_VISIBLE_DEVICES leaves, of `count`; all of them where it names them otherwise."""
+    """Indices of the `count` GPUs that CUDA_VISIBLE_DEVICES selects; all if it does not use indices."""
     if chosen is None:
         return list(range(count))
-    words = [word.strip() for word in chosen.split(",") if word.strip()]
-    if not all(word.lstrip("-").isdigit() for word in words):
+    entries = [entry.strip() for entry in chosen.split(",") if entry.strip()]
+    if not all(entry.lstrip("-").isdigit() for entry in entries):
         return list(range(count))
     numbers: list[int] = []
-    for number in map(int, words):
+    for number in map(int, entries):
         if not 0 <= number < count:
             break  # CUDA sees none of those after it
         numbers.append(number)
@@ -175,8 +175,8 @@ def _gpu(nvml: Any, number: int) -> Callable[[], Figures]:
     prefix = f"gpu_{number}_"
 
     def memory() -> Figures:
-        found = nvml.nvmlDeviceGetMemoryInfo(handle)
-        return {"memory_usage_megabytes": found.used / MEGA, "memory_usage_percentage": 100 * found.used / found.total}
+        usage = nvml.nvmlDeviceGetMemoryInfo(handle)
+        return {"memory_usage_megabytes": usage.used / MEGA, "memory_usage_percentage": 100 * usage.used / usage.total}
 
     def power() -> Figures:
         watts = nvml.nvmlDeviceGetPowerUsage(handle) / 1000

@@ -1,8 +1,8 @@
-"""The process that stands for one of several nodes, torchrun's agent.
+"""The torchrun agent: the process that represents one of several nodes.
 
 `python -m ttrain.pipeline.torchrun_agent TORCHRUN_ARGUMENT...`
 
-It starts this node's ranks, passes a signal to stop on to them and waits for their checkpoint.
+It starts this node's ranks, forwards stop signals to them and waits for their checkpoint.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ import sys
 import threading
 from pathlib import Path
 
-from ttrain.core.parent_process import PARENT, STOP_SIGNALS, end_with_parent, heeded_signals
+from ttrain.core.signals import PARENT, STOP_SIGNALS, end_with_parent, heeded_signals
 from ttrain.pipeline.stage_worker import set_up
 
 log = logging.getLogger("ttrain")
 
 
 def main() -> int:
-    """Be the agent; 1 where a rank failed. The ranks' result files tell what happened."""
+    """Run the agent; return 1 if a rank failed. The ranks' result files say what happened."""
     end_with_parent(int(os.environ.get(PARENT, os.getppid())))
     set_up()
     os.environ[PARENT] = str(os.getpid())
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # in the ranks too, until they listen
-    threading.Thread(target=_pass_on, name="signals", daemon=True).start()
+    threading.Thread(target=_forward_signals, name="signals", daemon=True).start()
     from torch.distributed import run
 
     try:
-        # Its own handlers would take the agent away, for which the other nodes' agents then wait 300 s.
+        # torchrun's own handlers would end this agent, and the other nodes' agents would then wait 300 s for it.
         run.main(["--signals-to-handle=SIGQUIT", *sys.argv[1:]])
     except BaseException as error:
         log.info("torchrun: %s", error.__class__.__name__)
@@ -39,9 +39,9 @@ def main() -> int:
     return 0
 
 
-def _pass_on() -> None:
-    """Signals to stop, to the ranks, which end in good order; where there are none yet, this process ends."""
-    signals = heeded_signals()  # an ignored one that is blocked would be waited for, too
+def _forward_signals() -> None:
+    """Forward stop signals to the ranks, which end cleanly; if there are none yet, end this process."""
+    signals = heeded_signals()  # not the ignored ones: sigwait would return a blocked one all the same
     while True:
         signum = signal.sigwait(signals)
         ranks = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()

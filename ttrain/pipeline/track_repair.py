@@ -1,7 +1,7 @@
-"""`ttrain track repair`: a damaged MLflow database set aside, and a new one told of all runs of the home.
+"""`ttrain track repair`: set a damaged MLflow database aside, and log all runs of the home to a new one.
 
-A run is told again from its record (`runs/`), the manifests and curves of its artifacts, and its log. It keeps its identity,
-so that what waits in its outbox joins it. What only the database knew is not told: `LOST` names it.
+A run is logged again from its record (`runs/`), the manifests and curves of its artifacts, and its log. It keeps its
+identity, so that what waits in its outbox joins it. What only the database knew is lost: see `NOT_RESTORED`.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from ttrain import tracking
 from ttrain.config import flatten
 from ttrain.core.hashing import digest_of
 from ttrain.errors import UsageError
-from ttrain.pipeline import earlier_settings, model_description, registration, run_summary, system_metrics
-from ttrain.pipeline.execution import REGISTERED, REPORT, tracked_path
-from ttrain.reports import evaluation_table, summary
+from ttrain.pipeline import names, registration, run_summary, system_metrics
+from ttrain.pipeline.run_models import REGISTERED, tracked_path
+from ttrain.pipeline.run_summary import REPORT
+from ttrain.reports import summary
 from ttrain.stages import STAGES
 from ttrain.store import runs
-from ttrain.store.artifacts import Store
+from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 
 log = logging.getLogger("ttrain")
 
-LOST: Final = (
+NOT_RESTORED: Final = (
     "champions (choose one: ttrain models promote), version numbers, descriptions, tags and deletions that were made in "
     "MLflow, runs of models that were evaluated or registered by hand, pages of sweeps"
 )
@@ -39,15 +40,15 @@ ENDED: Final = (*BUILT, "failed", "interrupted")
 
 @dataclass(frozen=True)
 class Repair:
-    """What a repair did."""
+    """The result of a repair."""
 
     damage: str | None  # in SQLite's words
     aside: Path | None  # the damaged file
-    runs: tuple[str, ...]  # told again
+    runs: tuple[str, ...]  # logged again
     without_files: tuple[str, ...]  # RUN:STAGE whose artifact is no longer in the store
-    unreadable: tuple[str, ...]  # runs whose records, of another version or damaged, cannot be told
-    waiting: int  # tracked runs that have something left to tell
-    by_servers: tuple[str, ...] = ()  # told to a server over HTTP, which may have had this database
+    unreadable: tuple[str, ...]  # runs whose records, of another version or damaged, cannot be logged
+    waiting: int  # tracked runs with undelivered entries
+    by_servers: tuple[str, ...] = ()  # logged to a server over HTTP, which may have used this database
 
     def to_json(self) -> dict[str, Any]:
         """What `track repair --json` prints."""
@@ -55,35 +56,39 @@ class Repair:
 
 
 def repair(home: Path, say: Callable[[str], object]) -> Repair:
-    """Set the home's own database aside where it is damaged, and tell the one that is there of every run that it lacks.
+    """Set the home's own database aside if it is damaged, and log every run that the current one lacks.
 
-    Killed in between, the same command continues. Raises UsageError while a run is in progress, TrackingError.
+    After a kill, the same command continues. Raises UsageError while a run is in progress, TrackingError.
     """
     if at_work := [run["run"] for run in runs.in_progress(home)]:
-        raise UsageError(f"{', '.join(at_work)} is in progress and tells MLflow; wait for its end, or stop it with Ctrl-C")
+        raise UsageError(
+            f"{', '.join(at_work)} is in progress and writes to MLflow; wait for its end, or stop it with Ctrl-C"
+        )
     damage, aside = tracking.set_damaged_database_aside(home) or (None, None)
     if aside is not None:
         say(f"the database is damaged ({damage}); it is kept as {aside}")
-    told = tracking.told_identities(home)
-    missing = [run for run in reversed(runs.history(home)) if (identity := _identity(run)) and identity not in told]
+    tracked_identities = tracking.delivered_identities(home)
+    missing = [
+        run for run in reversed(runs.history(home)) if (identity := _identity(run)) and identity not in tracked_identities
+    ]
     done, absent, unreadable = list[str](), list[str](), list[str]()
-    store, trackers = Store(home), dict[str, tracking.Store]()
+    store, trackers = ArtifactStore(home), dict[str, tracking.MlflowStore]()
     for number, record in enumerate(missing, 1):
         say(f"{record['run']}: {number} of {len(missing)}")
         try:
             experiment = str(record["settings"]["tracking"]["experiment"])
             if experiment not in trackers:
                 trackers[experiment] = tracking.open_own_store(home, experiment)
-            absent += _Again(record, store, trackers[experiment]).tell()
+            absent += _RunReplay(record, store, trackers[experiment]).replay()
         except (LookupError, TypeError, ValueError, AttributeError) as error:
-            log.warning("the record of %s cannot be told: %s: %s", record["run"], type(error).__name__, error)
+            log.warning("the record of %s cannot be logged: %s: %s", record["run"], type(error).__name__, error)
             unreadable.append(record["run"])
         else:
             done.append(record["run"])
     for tracker in trackers.values():
         tracker.close()
         tracking.refresh_views(tracker)
-    waiting = [one for one in tracking.sync(home) if one.things]
+    waiting = [report for report in tracking.sync(home) if report.things]
     by_servers = tuple(run["run"] for run in runs.history(home) if aside is not None and _by_server(run))
     return Repair(damage, aside, tuple(done), tuple(absent), tuple(unreadable), len(waiting), by_servers)
 
@@ -93,15 +98,15 @@ def _by_server(record: Mapping[str, Any]) -> bool:
 
 
 def _identity(record: Mapping[str, Any]) -> str | None:
-    """By which the home's own database knew the run; None where it was not tracked, or by a server."""
-    about = record.get("tracking") or {}
-    return None if _by_server(record) else about.get("identity")
+    """The run's identity in the home's own database; None if it was not tracked, or tracked by a server."""
+    tracked = record.get("tracking") or {}
+    return None if _by_server(record) else tracked.get("identity")
 
 
-class _Again:
-    """One run of the home that is told to MLflow again, with its stages."""
+class _RunReplay:
+    """Logs one run of the home to MLflow again, with its stages."""
 
-    def __init__(self, record: Mapping[str, Any], store: Store, tracker: tracking.Store) -> None:
+    def __init__(self, record: Mapping[str, Any], store: ArtifactStore, tracker: tracking.MlflowStore) -> None:
         self.record, self._store, self._tracker = record, store, tracker
         self._name = str(record["settings"]["name"])
         self._began = float(record["started_unix"])
@@ -114,16 +119,16 @@ class _Again:
             if entry.get("key") and (artifact := store.find(entry["name"], entry["key"]))
         }
 
-    def tell(self) -> list[str]:
-        """Tell it; returns the stages that it built and whose artifacts are gone, as RUN:STAGE."""
+    def replay(self) -> list[str]:
+        """Log the run; return the stages that it built and whose artifacts are gone, as RUN:STAGE."""
         record = self.record
-        changed = tracking.masked({given.key: given.value for given in earlier_settings.settings_of(record)})
+        changed = tracking.masked({setting.key: setting.value for setting in names.settings_of(record)})
         run = self._tracker.start_run(
             record["run"],
             identity=_identity(record),
             started=self._began,
             tags={"ttrain.pipeline": record["pipeline"], **tracking.source_tags(record["pipeline"]), **self._tags},
-            params={} if tracking.is_waiting(self._store.root, _identity(record)) else dict(flatten(record["settings"])),
+            params={} if tracking.has_outbox(self._store.root, _identity(record)) else dict(flatten(record["settings"])),
         )
         run.log_text(run_summary.as_yaml(changed), "settings.yaml")
         absent = [f"{record['run']}:{entry['name']}" for entry in record["stages"] if not self._stage(entry, run)]
@@ -133,10 +138,10 @@ class _Again:
         run.log_summary(record["metrics"])
         self._curves(run)
         results = {name: artifact.result for name, artifact in self._artifacts.items()}
-        rows = evaluation_table.rows(record["metrics"], results) if "evaluate" in results else []
+        rows = summary.rows(record["metrics"], results) if "evaluate" in results else []
         if rows:
-            run.log_text(summary.markdown(rows, ("what", "value", "")), "evaluation.md")
-            tables = registration.tables(rows, results["evaluate"].get("samples", {}))
+            run.log_text(summary.markdown(rows, ("metric", "value", "")), "evaluation.md")
+            tables = registration.evaluation_tables(rows, results["evaluate"].get("samples", {}))
             for name, text in tables.items():
                 run.log_text(text, name)
             run.set_tags(registration.tag_of_tables(tables))
@@ -148,13 +153,13 @@ class _Again:
         cached = " ".join(entry["name"] for entry in record["stages"] if entry["outcome"] == "cached")
         note = run_summary.description(record, changed, record["metrics"], rows)
         run.set_tags({tracking.NOTE: note, "ttrain.cached": cached})
-        run.set_tags({"ttrain.outcome": record["outcome"]})  # last: without it, a repair tells the run again
+        run.set_tags({"ttrain.outcome": record["outcome"]})  # last: without it, a repair logs the run again
         run.finish(STATUS.get(record["outcome"], "KILLED"), at=self._began + (record["seconds"] or 0.0))
-        tracking.note_tracked(self._store.root, run)
+        tracking.record_run_id(self._store.root, run)
         return absent
 
-    def _stage(self, entry: Mapping[str, Any], parent: tracking.Run | tracking.NullRun) -> bool:
-        """Tell of one stage; False where its artifact should be there and is not."""
+    def _stage(self, entry: Mapping[str, Any], parent: tracking.TrackedRun | tracking.NullRun) -> bool:
+        """Log one stage; return False if its artifact is missing."""
         artifact = self._artifacts.get(entry["name"])
         if entry["outcome"] == "cached" and artifact:
             parent.link_made_by(artifact.stage, artifact.key)
@@ -164,7 +169,7 @@ class _Again:
         ingredients = artifact.manifest["ingredients"] if artifact else {}
         inputs = self._inputs(artifact) if artifact else {}
         tags = {"ttrain.stage": entry["name"], "ttrain.key": entry.get("key") or "", **self._tags}
-        tags |= {f"ttrain.parent.{name}": f"{one.stage} {one.content}" for name, one in inputs.items()}
+        tags |= {f"ttrain.parent.{name}": f"{source.stage} {source.content}" for name, source in inputs.items()}
         if artifact:
             tags["ttrain.code"] = digest_of(ingredients["code"])
             tags["ttrain.commit"] = str(artifact.manifest.get("provenance", {}).get("commit") or "")
@@ -191,47 +196,47 @@ class _Again:
         return artifact is not None or entry["outcome"] not in BUILT
 
     def _inputs(self, artifact: Artifact) -> dict[str, Artifact]:
-        """The artifacts that this one was made from, as far as they are here."""
+        """The input artifacts that are in the store."""
         listed = artifact.manifest["inputs"].items()
-        return {name: there for name, one in listed if (there := self._store.find(one["stage"], one["key"]))}
+        return {name: source for name, entry in listed if (source := self._store.find(entry["stage"], entry["key"]))}
 
     def _rows(self, artifact: Artifact) -> Iterator[list[bytes]]:
-        """The lines of the artifact's curves, a file at a time."""
+        """The lines of the artifact's curves, one list per file."""
         nodes = int(self.record["settings"]["runtime"]["nodes"])
         for name in ("metrics.jsonl", *system_metrics.files(nodes)):
             path = artifact.path / "run" / name
             if path.is_file():
                 yield path.read_bytes().splitlines(keepends=True)
 
-    def _curves(self, run: tracking.Run | tracking.NullRun) -> None:
-        """The losses of all trainings on the pipeline's run."""
+    def _curves(self, run: tracking.TrackedRun | tracking.NullRun) -> None:
+        """Log the loss curves of all trainings to the pipeline's run."""
         for artifact in self._artifacts.values():
             path = artifact.path / "run" / "metrics.jsonl"
             if path.is_file():
                 rows = run_summary.curves(artifact.stage, path.read_text(encoding="utf-8", errors="replace").splitlines())
                 run.keep_rows([f"{json.dumps(row)}\n".encode() for row in rows])
 
-    def _register(self, artifact: Artifact, run: tracking.Run | tracking.NullRun) -> None:
-        """The artifact's files, and for a model or the tokenizer a registered version."""
+    def _register(self, artifact: Artifact, run: tracking.TrackedRun | tracking.NullRun) -> None:
+        """Log the artifact's files, and register a model or the tokenizer."""
         run.log_directory(artifact.path, artifact.stage)
         if artifact.stage not in REGISTERED:
             return
-        model = self._described(artifact, run)
+        model = self._registration(artifact, run)
         for file, text in model["texts"].items():
             run.log_text(text, f"{model['artifact_path']}/{file}")
         for file, source in model["files"].items():
             run.log_file(Path(source), str(Path(model["artifact_path"], file).parent))
-        words = {name: model[name] for name in ("description", "about") if name in model}
+        descriptions = {name: model[name] for name in ("description", "about") if name in model}
         self._tracker.register_model(
-            model["name"], run=run, artifact_path=model["artifact_path"], tags=model["tags"], **words
+            model["name"], run=run, artifact_path=model["artifact_path"], tags=model["tags"], **descriptions
         )
 
-    def _register_set(self, run: tracking.Run | tracking.NullRun) -> None:
-        """The run's models as a set, where all of them are here."""
+    def _register_set(self, run: tracking.TrackedRun | tracking.NullRun) -> None:
+        """Register the run's models as a set, if all of them are in the store."""
         if not {"tokenizer", "evaluate"} <= set(self._artifacts):
             return
         self._tracker.finish_uploads()
-        models = [self._described(model, run) for model in self._artifacts.values() if model.stage in REGISTERED]
+        models = [self._registration(model, run) for model in self._artifacts.values() if model.stage in REGISTERED]
         members = {f"{self._name}-{REGISTERED[a.stage][0]}": a for a in self._artifacts.values() if a.stage in REGISTERED}
         self._tracker.register_models(
             self._name,
@@ -240,29 +245,29 @@ class _Again:
             models=models,
             keys={name: artifact.key for name, artifact in self._artifacts.items()},
             metrics=dict(self._artifacts["evaluate"].result["metrics"]),
-            description=model_description.of_set(self._name, self.record["run"], members, self.record["metrics"]),
-            about=model_description.of_all_sets(self._name),
+            description=registration.of_set(self._name, self.record["run"], members, self.record["metrics"]),
+            about=registration.of_all_sets(self._name),
         )
 
-    def _described(self, model: Artifact, run: tracking.Run | tracking.NullRun) -> dict[str, Any]:
-        """A registered model: its name, tags, description, and what its directory gets beside its own files."""
+    def _registration(self, model: Artifact, run: tracking.TrackedRun | tracking.NullRun) -> dict[str, Any]:
+        """Name, tags, description and extra files of a registered model."""
         suffix, directory = REGISTERED[model.stage]
         name = f"{self._name}-{suffix}"
         prompts = self.record["settings"]["runtime"].get("sample_prompts") or ()
-        beside = registration.beside(model, directory, name, self._store, run, prompts)
+        extra_files = registration.extra_files(model, directory, name, self._store, run, prompts)
         return {
             "name": name,
             "stage": model.stage,
             "artifact_path": tracked_path(model),
-            "tags": {**registration.tags_of(model), **beside.tags},
-            "texts": dict(beside.texts),
-            "files": {file: str(path) for file, path in beside.files.items()},
+            "tags": {**registration.tags_of(model), **extra_files.tags},
+            "texts": dict(extra_files.texts),
+            "files": {file: str(path) for file, path in extra_files.files.items()},
             "path": None if model.absent else str(model.path),
-            **registration.words_of(model, directory, name, self._name, self._store, opens=beside.is_whole),
+            **registration.descriptions_of(model, directory, name, self._name, self._store, opens=extra_files.is_whole),
         }
 
-    def _page(self, run: tracking.Run | tracking.NullRun) -> None:
-        """The run's page among its files; without it, the run is told all the same."""
+    def _page(self, run: tracking.TrackedRun | tracking.NullRun) -> None:
+        """Log the run's page; a failure does not stop the repair."""
         from ttrain.reports.report import report_of
 
         try:

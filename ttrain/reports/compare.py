@@ -1,4 +1,4 @@
-"""What two or more runs have different: settings, data, code, figures, samples. Views in, plain values out; pure."""
+"""How two or more runs differ: settings, data, code, figures, samples. Views in, plain values out; pure."""
 
 from __future__ import annotations
 
@@ -9,34 +9,39 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeGuard
 
 from ttrain.config import SHAPE_NO_RESULT
+from ttrain.core.files import parse_json
 from ttrain.core.hashing import digest_of
-from ttrain.reports import figures, significance
+from ttrain.reports import figures
 from ttrain.reports.summary import rounded
 from ttrain.tracking import RunView
 
-# Settings that move no weight and no figure of a model: where and how fast a run goes, and who hears of it.
-ASIDE = frozenset({*SHAPE_NO_RESULT, "name", "run"})
-# Curves of the pipeline's run, also under their name of earlier versions: their last values are no figures of the result.
+# Settings that change no weight and no metric of a model: where and how fast a run goes, and who is notified.
+SECTIONS_WITHOUT_RESULT = frozenset({*SHAPE_NO_RESULT, "name", "run"})
+# Curves of the pipeline's run, also under their names in earlier versions: their last values are not metrics of the result.
 CURVES = re.compile(r"^(losses_by_tokens|Curves|system)/")
+
 MISSING = "–"
+
 SHOWN_DIGEST = 12
-# Where runs share a model, the figure of the next one decides.
-DECIDING = ("eval/bits_per_byte", "eval/chat_loss_sft", "eval/domain_loss_lora", "pretrain/validation_loss",
+# Where runs share a model, the metric of the next model decides.
+DECIDING_METRICS = ("eval/bits_per_byte", "eval/chat_loss_sft", "eval/domain_loss_lora", "pretrain/validation_loss",
             "sft/validation_loss", "lora/validation_loss")  # fmt: skip
+
 MODELS = ("base", "sft", "lora")
+
 HELD_OUT = ("documents", "document_bytes", "chats", "domain")
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Something that is not the same in all runs, with what it is in each."""
+    """A setting, file or library that is not the same in all runs, with its value in each."""
 
     name: str
     values: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Figure:
+class ComparedMetric:
     """A metric in each run."""
 
     name: str
@@ -47,8 +52,8 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Sample:
-    """What the runs' models of one stage make of a prompt."""
+class ComparedSample:
+    """The answers of the runs' models of one stage to a prompt."""
 
     model: str
     prompt: str
@@ -56,44 +61,48 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RunComparison:
     """Two or more runs side by side; each tuple of values has one entry a run, in their order."""
 
     runs: tuple[str, ...]
-    verdict: str  # which is better, by which figure
+    verdict: str  # which run is better, by which metric
     remarks: tuple[str, ...]  # what cannot be compared
     notes: tuple[str, ...]  # what could not be read, and what was read instead
     settings: tuple[Difference, ...]
     settings_aside: tuple[Difference, ...]  # those that shape no result
     data: tuple[Difference, ...]
     code: tuple[Difference, ...]  # and libraries, and the machine
-    metrics: tuple[Figure, ...]
+    metrics: tuple[ComparedMetric, ...]
     same_metrics: tuple[str, ...]
-    samples: tuple[Sample, ...]
+    samples: tuple[ComparedSample, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """What `compare --json` prints."""
+        """The object that `compare --json` prints."""
         return asdict(self)
 
 
-def compare(views: Sequence[RunView]) -> Comparison:
-    """What the runs have different; the first one is what the others are measured against."""
+def compare(views: Sequence[RunView]) -> RunComparison:
+    """Compare runs; percentages are relative to the first one."""
     manifests = [{name: view.manifest(name) for name in view.stages} for view in views]
     settings = list(_settings(views))
     data, code = list(_data(views, manifests)), list(_code(manifests))
     names = {name for view in views for name in view.metrics if not CURVES.search(name)}
-    found = [_figure(name, views) for name in sorted(names, key=figures.rank)]
-    same = [figure.name for figure in found if len(set(figure.values)) == 1]
-    return Comparison(
+    metrics = [_figure(name, views) for name in sorted(names, key=figures.rank)]
+    same = [figure.name for figure in metrics if len(set(figure.values)) == 1]
+    return RunComparison(
         runs=tuple(view.name for view in views),
-        verdict=_verdict(views, found),
-        remarks=tuple(_incomparable(views, manifests)),
+        verdict=_verdict(views, metrics),
+        remarks=tuple(_comparability_warnings(views, manifests)),
         notes=tuple(dict.fromkeys(note for view in views for note in view.notes)),
-        settings=tuple(one for one in settings if one.name.partition(".")[0] not in ASIDE),
-        settings_aside=tuple(one for one in settings if one.name.partition(".")[0] in ASIDE),
+        settings=tuple(
+            difference for difference in settings if difference.name.partition(".")[0] not in SECTIONS_WITHOUT_RESULT
+        ),
+        settings_aside=tuple(
+            difference for difference in settings if difference.name.partition(".")[0] in SECTIONS_WITHOUT_RESULT
+        ),
         data=tuple(data),
         code=tuple(code),
-        metrics=tuple(figure for figure in found if figure.name not in same),
+        metrics=tuple(figure for figure in metrics if figure.name not in same),
         same_metrics=tuple(same),
         samples=tuple(_samples(views, manifests)),
     )
@@ -101,14 +110,14 @@ def compare(views: Sequence[RunView]) -> Comparison:
 
 def labels(count: int) -> list[str]:
     """Short names of runs: A, B, ...; R27, R28, ... after Z."""
-    return [chr(ord("A") + place) if place < 26 else f"R{place + 1}" for place in range(count)]
+    return [chr(ord("A") + number) if number < 26 else f"R{number + 1}" for number in range(count)]
 
 
 def _settings(views: Sequence[RunView]) -> Iterator[Difference]:
-    yield from _different([view.params for view in views])
+    yield from _differences([view.params for view in views])
 
 
-def _different(tables: Sequence[Mapping[str, str]]) -> Iterator[Difference]:
+def _differences(tables: Sequence[Mapping[str, str]]) -> Iterator[Difference]:
     """A line for each name whose value is not the same in all tables, in the order of the names."""
     for name in sorted({name for table in tables for name in table}):
         values = tuple(table.get(name, MISSING) for table in tables)
@@ -117,20 +126,20 @@ def _different(tables: Sequence[Mapping[str, str]]) -> Iterator[Difference]:
 
 
 def _data(views: Sequence[RunView], manifests: Sequence[Mapping[str, Mapping[str, Any]]]) -> Iterator[Difference]:
-    """Files by their digests, and what became of their rows; of a stage whose manifest nobody has, what MLflow lists."""
+    """Files by their digests, and counts of their rows; the datasets in MLflow for a stage without a manifest."""
     tables: list[dict[str, str]] = []
     for view, stages in zip(views, manifests, strict=True):
         table: dict[str, str] = {}
         for name, stage in view.stages.items():
             if not (name == "tokenizer" or name.startswith("shards-") or name in ("heldout", "source")):
                 continue
-            table |= {f"{name}: {what}": value for what, value in _data_of(stages[name])}
+            table |= {f"{name}: {label}": value for label, value in _data_of(stages[name])}
             if not stages[name]:
-                for one in stage.inputs:
-                    counts = ", ".join(f"{what} {value}" for what, value in one.counts.items())
-                    table[f"{name}: {one.name}"] = f"{one.digest[:SHOWN_DIGEST]} {counts}".strip()
+                for dataset in stage.inputs:
+                    counts = ", ".join(f"{label} {value}" for label, value in dataset.counts.items())
+                    table[f"{name}: {dataset.name}"] = f"{dataset.digest[:SHOWN_DIGEST]} {counts}".strip()
         tables.append(table)
-    yield from _different(tables)
+    yield from _differences(tables)
 
 
 def _data_of(manifest: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -138,13 +147,13 @@ def _data_of(manifest: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for role, files in manifest.get("ingredients", {}).get("files", {}).items():
         for file in files:
             yield (f"{file['name']} ({role})" if role != "train" else file["name"]), file["sha256"][:SHOWN_DIGEST]
-    for part, label in (("train", ""), ("heldout", "held-out ")):
-        for what in ("rows", "tokens", "live_tokens", "bytes"):
-            if isinstance(result.get(part), dict) and what in result[part]:
-                yield f"{label}{what.replace('_', ' ')}", f"{result[part][what]:,}"
-    for what in ("vocab_size", "documents", "bytes", "bytes_per_token", "duplicates"):
-        if isinstance(result.get(what), int | float):
-            yield what.replace("_", " "), figures.number(result[what])
+    for split, label in (("train", ""), ("heldout", "held-out ")):
+        for field in ("rows", "tokens", "live_tokens", "bytes"):
+            if isinstance(result.get(split), dict) and field in result[split]:
+                yield f"{label}{field.replace('_', ' ')}", f"{result[split][field]:,}"
+    for field in ("vocab_size", "documents", "bytes", "bytes_per_token", "duplicates"):
+        if isinstance(result.get(field), int | float):
+            yield field.replace("_", " "), figures.number(result[field])
     tallies = result.get("rows", {})
     for role, tally in (tallies if "rows" not in tallies else {"train": tallies}).items():
         if isinstance(tally, dict):
@@ -154,7 +163,7 @@ def _data_of(manifest: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _code(manifests: Sequence[Mapping[str, Mapping[str, Any]]]) -> Iterator[Difference]:
-    """Code by its digest in each stage, then commits, libraries and machines, as the artifacts' makers noted them."""
+    """Code by its digest in each stage, then commits, libraries and machines, as the artifacts record them."""
     tables: list[dict[str, str]] = []
     for stages in manifests:
         table = {}
@@ -162,61 +171,69 @@ def _code(manifests: Sequence[Mapping[str, Mapping[str, Any]]]) -> Iterator[Diff
             if not manifest:
                 continue
             table[f"code of {name}"] = digest_of(manifest["ingredients"].get("code", {}))[:SHOWN_DIGEST]
-            made = manifest.get("provenance", {})
-            noted = {"python": made.get("python"), "platform": made.get("platform"), **made.get("libraries", {})}
-            for what, value in noted.items():
-                if value:  # stages of one run can be of several days: all that there were
-                    before = table.get(what, "").split(", ") if what in table else []
-                    table[what] = ", ".join(dict.fromkeys([*before, str(value)]))
+            provenance = manifest.get("provenance", {})
+            versions = {
+                "python": provenance.get("python"),
+                "platform": provenance.get("platform"),
+                **provenance.get("libraries", {}),
+            }
+            for component, value in versions.items():
+                if value:  # stages of one run can be made on different days: keep all versions
+                    earlier_values = table.get(component, "").split(", ") if component in table else []
+                    table[component] = ", ".join(dict.fromkeys([*earlier_values, str(value)]))
         tables.append(table)
-    for one in _different(tables):
-        if len({*one.values} - {MISSING}) < 2:
-            continue  # a stage that one of the runs has not made is no other code
-        modules = _modules(one.name.removeprefix("code of "), manifests) if one.name.startswith("code of ") else ""
-        yield Difference(f"{one.name} ({modules})" if modules else one.name, one.values)
+    for difference in _differences(tables):
+        if len({*difference.values} - {MISSING}) < 2:
+            continue  # a stage that only one run has made is not a difference
+        modules = (
+            _modules(difference.name.removeprefix("code of "), manifests) if difference.name.startswith("code of ") else ""
+        )
+        yield Difference(f"{difference.name} ({modules})" if modules else difference.name, difference.values)
 
 
 def _modules(stage: str, manifests: Sequence[Mapping[str, Mapping[str, Any]]]) -> str:
     """Names of the modules that are not the same in all runs that have them."""
-    codes = [one[stage]["ingredients"].get("code", {}) for one in manifests if one.get(stage)]
-    names = sorted({name for code in codes for name in code if len({other.get(name) for other in codes}) > 1})
+    codes = [run_manifests[stage]["ingredients"].get("code", {}) for run_manifests in manifests if run_manifests.get(stage)]
+    names = sorted({name for code in codes for name in code if len({digests.get(name) for digests in codes}) > 1})
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _figure(name: str, views: Sequence[RunView]) -> Figure:
-    given = [view.metrics.get(name) for view in views]
-    values = tuple(None if value is None else rounded(value) for value in given)  # equal but for the eighth digit is equal
+def _figure(name: str, views: Sequence[RunView]) -> ComparedMetric:
+    raw_values = [view.metrics.get(name) for view in views]
+    # Values that differ only in the eighth digit are equal
+    values = tuple(None if value is None else rounded(value) for value in raw_values)
     base = next((value for value in values if value is not None), None)
     shares = tuple(figures.percent(value, base) for value in values)
-    return Figure(name, values, figures.better(name), figures.best(name, values), shares)
+    return ComparedMetric(name, values, figures.better(name), figures.best(name, values), shares)
 
 
-def _verdict(views: Sequence[RunView], found: Sequence[Figure]) -> str:
-    """The best run by the first figure that is not the same in all, and by how much it beats the next best."""
-    by_name = {figure.name: figure for figure in found}
+def _verdict(views: Sequence[RunView], metrics: Sequence[ComparedMetric]) -> str:
+    """The best run by the first deciding metric that differs, and by how much it beats the next best."""
+    by_name = {figure.name: figure for figure in metrics}
     equal = ""
-    for name in DECIDING:
+    for name in DECIDING_METRICS:
         figure = by_name.get(name)
-        there = [(value, place) for place, value in enumerate(figure.values) if _is_number(value)] if figure else []
-        if figure is None or len(there) < 2:
+        numeric_values = [(value, run) for run, value in enumerate(figure.values) if _is_number(value)] if figure else []
+        if figure is None or len(numeric_values) < 2:
             continue
         if figure.best is None:
-            equal = equal or f"equal by {name}: {figures.number(there[0][0])}"
+            equal = equal or f"equal by {name}: {figures.number(numeric_values[0][0])}"
             continue
-        least, second = sorted({value for value, _ in there})[:2]
-        first, other = ([place for value, place in there if value == wanted] for wanted in (least, second))
+        least, second = sorted({value for value, _ in numeric_values})[:2]
+        winners, runners_up = ([run for value, run in numeric_values if value == target] for target in (least, second))
         names = labels(len(views))
-        told = (
-            f"{_few([names[place] for place in first])} {'are' if first[1:] else 'is'} better by {name}: "
-            f"{figures.number(least)} against {figures.number(second)} of {_few([names[place] for place in other])} "
+        best_names, next_names = (_joined_names([names[run] for run in runs]) for runs in (winners, runners_up))
+        comparison = (
+            f"{best_names} {'are' if winners[1:] else 'is'} better by {name}: "
+            f"{figures.number(least)} against {figures.number(second)} of {next_names} "
             f"({figures.change(figures.percent(least, second))})"
         )
-        sure = significance.said(views[first[0]], views[other[0]], name)
-        return "; ".join(filter(None, (equal, told, sure)))
-    return equal or "no figure is there that decides which run is better"
+        certainty = significance_text(views[winners[0]], views[runners_up[0]], name)
+        return "; ".join(filter(None, (equal, comparison, certainty)))
+    return equal or "the runs share no metric that decides which is better"
 
 
-def _few(names: Sequence[str]) -> str:
+def _joined_names(names: Sequence[str]) -> str:
     return " and ".join(names) if len(names) < 4 else f"{', '.join(names[:2])} and {len(names) - 2} more"
 
 
@@ -224,8 +241,8 @@ def _is_number(value: float | None) -> TypeGuard[float]:
     return value is not None and math.isfinite(value)
 
 
-def _incomparable(views: Sequence[RunView], manifests: Sequence[Mapping[str, Mapping[str, Any]]]) -> Iterator[str]:
-    """Where equal names do not mean equal things."""
+def _comparability_warnings(views: Sequence[RunView], manifests: Sequence[Mapping[str, Mapping[str, Any]]]) -> Iterator[str]:
+    """Reasons why metrics of the same name cannot be compared."""
     tokenizers = {_content(stages, "tokenizer") for stages in manifests} - {None}
     if len(tokenizers) > 1:
         yield "the tokenizers differ: losses are of different tokens and cannot be compared, bits per byte can"
@@ -241,7 +258,7 @@ def _incomparable(views: Sequence[RunView], manifests: Sequence[Mapping[str, Map
 
 
 def _content(stages: Mapping[str, Mapping[str, Any]], name: str) -> str | None:
-    """What identifies a stage's artifact, as those after it saw it."""
+    """The content digest of a stage's artifact, as later stages recorded it."""
     for manifest in stages.values():
         for used in manifest.get("inputs", {}).values():
             if used["stage"] == name:
@@ -250,27 +267,76 @@ def _content(stages: Mapping[str, Mapping[str, Any]], name: str) -> str | None:
 
 
 def _texts(views: Sequence[RunView], manifests: Sequence[Mapping[str, Mapping[str, Any]]], *, same_tokens: bool) -> set[str]:
-    """What identifies the held-out records of each evaluation, by what all of them have: the records' digests, else those of
-    the shards, which hold them as tokens, else how many and how large they are."""
+    """Digests that identify the held-out records of each evaluation, by what all runs have: the records, else the shards,
+    which hold them as tokens, else their number and size."""
     evaluated = [(view, stages["evaluate"]) for view, stages in zip(views, manifests, strict=True) if stages.get("evaluate")]
-    records = [significance.records_of(significance.scores_of(view)) for view, _ in evaluated]
+    records = [records_of(scores_of(view)) for view, _ in evaluated]
     if all(records):
-        return {digest_of(one) for one in records}
+        return {digest_of(entry) for entry in records}
     if same_tokens:
         inputs = [manifest["ingredients"].get("inputs", {}) for _, manifest in evaluated]
-        return {digest_of({name: one.get(name) for name in ("documents", "chats", "domain")}) for one in inputs}
+        return {digest_of({name: entry.get(name) for name in ("documents", "chats", "domain")}) for entry in inputs}
     return {digest_of([view.metrics.get(f"eval/{name}") for name in HELD_OUT]) for view, _ in evaluated}
 
 
-def _samples(views: Sequence[RunView], manifests: Sequence[Mapping[str, Mapping[str, Any]]]) -> Iterator[Sample]:
-    """What each run's models answered to the same prompts of the evaluation."""
+def _samples(views: Sequence[RunView], manifests: Sequence[Mapping[str, Mapping[str, Any]]]) -> Iterator[ComparedSample]:
+    """The answers of each run's models to the same prompts of the evaluation."""
     answers = [samples_of(stages.get("evaluate", {})) for stages in manifests]
-    asked = dict.fromkeys(key for found in answers for key in found)
-    for model, prompt in sorted(asked, key=lambda one: MODELS.index(one[0]) if one[0] in MODELS else len(MODELS)):
-        yield Sample(model, prompt, tuple(found.get((model, prompt), MISSING) for found in answers))
+    prompts = dict.fromkeys(key for run_answers in answers for key in run_answers)
+    for model, prompt in sorted(prompts, key=lambda key: MODELS.index(key[0]) if key[0] in MODELS else len(MODELS)):
+        yield ComparedSample(model, prompt, tuple(run_answers.get((model, prompt), MISSING) for run_answers in answers))
 
 
 def samples_of(manifest: Mapping[str, Any]) -> dict[tuple[str, str], str]:
     """{(model, prompt): answer} of an evaluation's manifest."""
-    written = manifest.get("result", {}).get("samples") or {}
-    return {(model, one["prompt"]): one["answer"] for model, found in written.items() for one in found}
+    answers = manifest.get("result", {}).get("samples") or {}
+    return {(model, sample["prompt"]): sample["answer"] for model, samples in answers.items() for sample in samples}
+
+
+EVALUATION, PREFIX = "evaluate", "eval/"
+
+
+def scores_of(view: RunView) -> Mapping[str, Any]:
+    """The scores of each held-out record in the run's evaluation (`ttrain.evaluate.task_result`); else empty."""
+    from ttrain.evaluate.task_result import FILE
+
+    try:
+        scores = parse_json(view.text(EVALUATION, FILE) or "{}")
+    except ValueError:
+        return {}
+    return scores if isinstance(scores, dict) else {}
+
+
+def records_of(scores: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Digests of the held-out records of each part, independent of the tokenizer."""
+    return {name: list(split_scores.get("records", ())) for name, split_scores in scores.get("parts", {}).items()}
+
+
+def significance_text(better: RunView, worse: RunView, name: str) -> str:
+    """How certain it is that one run is better than another by a metric; "" where the scores do not tell."""
+    if not name.startswith(PREFIX):
+        return ""
+    from ttrain.config import Promotion
+    from ttrain.evaluate.promotion import Scores, decide
+    from ttrain.evaluate.task_result import sums_in
+
+    metric = name.removeprefix(PREFIX)
+    both = []
+    for view in (better, worse):
+        record_sums = sums_in(scores_of(view), metric)
+        if record_sums is None:
+            return ""
+        sums, sizes, records = record_sums
+        both.append(Scores(metric, view.metrics[name], tuple(sums), tuple(sizes), tuple(records)))
+    if both[0].records != both[1].records or both[0].sizes != both[1].sizes:
+        return ""
+    rule = Promotion()
+    decision = decide(both[0], both[1], rule)
+    if decision.interval is None:
+        count = len(both[0].records)
+        record_count = "1 held-out record is" if count == 1 else f"{count} held-out records are"
+        return f"{record_count} too few to say that this is more than chance"
+    low, high = decision.interval
+    interval = f"the {rule.confidence:.0%} interval of the difference is {low:.4f} to {high:.4f}"
+    text = f"over {decision.samples:,} held-out records, {interval}"
+    return text if low > 0 else f"{text}, so this may be chance"

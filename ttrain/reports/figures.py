@@ -1,4 +1,4 @@
-"""What a figure's name says: whether less of it is better, its unit, how it is written."""
+"""Metrics by their names: whether lower is better, the unit, and the value as text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 
-# Figures of the data, not of a model: what a compressor makes of the held-out text, how much there is of it.
+# Metrics of the data, not of a model: the size of the held-out text, also compressed.
 NEITHER = re.compile(
     r"[_/](xz|zlib|order\d)$|/(items|left_out)$|^eval/(.*_)?(bytes|tokens|documents|chats|domain)$|/tokens$|^champion/"
 )
@@ -16,7 +16,7 @@ HIGHER = re.compile(
 LOWER = re.compile(
     r"loss|perplexity|bits_per_byte|seconds|hours|unk_rate|pad_fraction|data_wait|time_share|/(repeated|loops|empty|needless_calls)(/|$)"
 )
-# The order in which figures are told: what decides first.
+# The order of metrics in tables: those that decide come first.
 FIRST = (
     re.compile(r"^eval/bits_per_byte$"),
     re.compile(r"^eval/bits_per_byte_(sft|lora)$"),
@@ -29,28 +29,28 @@ FIRST = (
 
 
 def better(name: str) -> int:
-    """-1 where less of it is better, 1 where more is, 0 where neither."""
+    """-1 where lower is better, 1 where higher is, 0 where neither."""
     if NEITHER.search(name):
         return 0
     return 1 if HIGHER.search(name) else -1 if LOWER.search(name) else 0
 
 
 def rank(name: str) -> tuple[int, str]:
-    """A key to sort the names of figures by: what decides first, then by name."""
-    return next((place for place, pattern in enumerate(FIRST) if pattern.search(name)), len(FIRST)), name
+    """A sort key for names of metrics: those that decide first, then by name."""
+    return next((position for position, pattern in enumerate(FIRST) if pattern.search(name)), len(FIRST)), name
 
 
 def best(name: str, values: Sequence[float | None]) -> int | None:
-    """Which of the values is the best one; None where nothing is better, or all that there are are equal."""
+    """Index of the best value; None where no direction is better, or all values are equal."""
     sign = better(name)
-    there = [(sign * value, -place) for place, value in enumerate(values) if value is not None and math.isfinite(value)]
-    if not sign or len(there) < 2 or len({value for value, _ in there}) == 1:
+    candidates = [(sign * value, -index) for index, value in enumerate(values) if value is not None and math.isfinite(value)]
+    if not sign or len(candidates) < 2 or len({value for value, _ in candidates}) == 1:
         return None
-    return -max(there)[1]
+    return -max(candidates)[1]
 
 
 def number(value: float | None, name: str = "") -> str:
-    """A figure as a person reads it: four digits that count, large counts with separators, bytes and times in units."""
+    """A metric's value as text: four significant digits, large counts with separators, bytes and times in units."""
     if value is None:
         return "–"
     if not math.isfinite(value):
@@ -67,12 +67,12 @@ def number(value: float | None, name: str = "") -> str:
 
 
 def _scaled(value: float, units: Sequence[str]) -> str:
-    place = min(len(units) - 1, int(math.log10(abs(value)) // 3))
-    return f"{value / 1000**place:.3g} {units[place]}"
+    unit_index = min(len(units) - 1, int(math.log10(abs(value)) // 3))
+    return f"{value / 1000**unit_index:.3g} {units[unit_index]}"
 
 
 def short(value: float) -> str:
-    """A large count in few letters: "950", "12.8k", "1.5M"."""
+    """A large count in short form: "950", "12.8k", "1.5M"."""
     for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:.4g}{unit}"
@@ -80,18 +80,18 @@ def short(value: float) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """A time as a person reads it: "3.2 s", "4 min 10 s", "2 h 05 min"."""
+    """A duration as text: "3.2 s", "4 min 10 s", "2 h 05 min"."""
     if seconds is None:
         return "–"
     if seconds < 99.5:
         return f"{seconds:.3g} s" if seconds < 9.95 else f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, remainder = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours:,} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
+    return f"{hours:,} h {minutes:02d} min" if hours else f"{minutes} min {remainder:02d} s"
 
 
 def percent(value: float | None, base: float | None) -> float | None:
-    """By how much a value differs from another one, in percent of that; None where there is no such thing."""
+    """By how much a value differs from another one, in percent of that; None where it is undefined."""
     if value is None or base is None or not base or not (math.isfinite(value) and math.isfinite(base)):
         return None
     return 100 * (value - base) / abs(base)

@@ -1,60 +1,64 @@
-"""The page of one run: what it was to do, what came of it, what it cost, and what went wrong."""
+"""The page of one run: its stages, results, curves, lineage and problems."""
 
 from __future__ import annotations
 
+import json
+import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
-from ttrain.reports import charts, evaluation_table, figures
+from ttrain.config import Settings, flatten
+from ttrain.core.hashing import digest_of
+from ttrain.reports import charts, figures, summary
 from ttrain.reports import summary as tables
 from ttrain.reports.compare import samples_of
 from ttrain.reports.compare_page import TITLES
-from ttrain.reports.data_section import data
 from ttrain.reports.html import Markup, Page, details, joined, pill, table, tag, tiles
-from ttrain.reports.lineage_section import lineage, machine, settings
-from ttrain.reports.problems import Trouble, troubles
-from ttrain.reports.timeline import times
 from ttrain.store import runs
 from ttrain.tracking import RunView
 
 SAMPLE_FILES = re.compile(r"run/samples/step-0*(\d+)\.(txt|md)")
-SAMPLES_SHOWN = 12  # of those that were written while it learned: first, last, and evenly between
-EARLIER_RUNS = 200  # newest ones that are looked through for tries at the same work
+
+SAMPLES_SHOWN = 12  # of the samples written during training: first, last, and evenly between
+
+EARLIER_RUNS = 200  # newest runs that are searched for attempts at the same work
 
 
 def report_of(home: Path, view: RunView) -> str:
     """The page as HTML."""
     earlier = [run for run, _ in zip(runs.newest_first(home), range(EARLIER_RUNS), strict=False)]
-    found = troubles(view, earlier)
+    problems = find_problems(view, earlier)
     page = Page(f"{view.name}: report", runs=[view.name])
-    page.section("Stages", times(view), _stages(view))
-    page.section("What went wrong", _troubles(found))
+    page.section("Stages", stage_timeline(view), _stages(view))
+    page.section("What went wrong", _problem_table(problems))
     page.section("Curves", *_curves(page, view))
     page.section("Evaluation", _evaluation(view))
-    page.section("Data", *data(view))
+    page.section("Data", *data_tables(view))
     page.section("Samples", *_samples(view))
     page.section("Lineage", lineage(view))
     page.section("Settings", *settings(view))
     page.section("Machine and libraries", machine(view))
-    return page.render(_head(view, found))
+    return page.render(_head(view, problems))
 
 
-def _head(view: RunView, found: Sequence[Trouble]) -> Markup:
+def _head(view: RunView, problems: Sequence[Problem]) -> Markup:
     began = datetime.fromtimestamp(view.started, UTC).astimezone()
     took = f", took {figures.duration(view.seconds)}" if view.seconds else ""
     line = tag("p", f"pipeline {view.pipeline}, began {began:%Y-%m-%d %H:%M}{took}", class_="faint")
-    labels = [tag("p", line, class_="note") for line in tables.labels(view.noted)]
-    open_ones = [one for one in found if not one.mended]
-    notes = [tag("p", _told(one), class_="remark") for one in open_ones]
+    labels = [tag("p", line, class_="note") for line in tables.labels(view.record)]
+    open_problems = [problem for problem in problems if not problem.is_resolved]
+    notes = [tag("p", _problem_text(problem), class_="remark") for problem in open_problems]
     notes += [tag("p", note, class_="note") for note in view.notes]
     return joined([tag("h1", view.name, " ", pill(view.status)), line, *labels, *notes, tiles(_tiles(view))])
 
 
 def _tiles(view: RunView) -> Iterator[tuple[str, str]]:
-    """What one wants to know first."""
-    named = (
+    """The main metrics of the run."""
+    labelled_metrics = (
         ("eval/bits_per_byte", "bits per byte, base"),
         ("eval/bits_per_byte_sft", "bits per byte, SFT"),
         ("eval/chat_loss_sft", "chats loss, SFT"),
@@ -62,7 +66,7 @@ def _tiles(view: RunView) -> Iterator[tuple[str, str]]:
         ("pretrain/validation_loss", "validation loss"),
         ("total/train_seconds", "training"),
     )
-    for name, label in named:
+    for name, label in labelled_metrics:
         if name in view.metrics:
             yield label, figures.number(view.metrics[name], name)
     result = view.manifest("pretrain").get("result", {})
@@ -78,52 +82,52 @@ def _tiles(view: RunView) -> Iterator[tuple[str, str]]:
 def _stages(view: RunView) -> Markup:
     rows = []
     for name, stage in view.stages.items():
-        made = f"by {stage.made_by}" if stage.cached and stage.made_by and stage.made_by != view.name else ""
-        why = tables.shortened(stage.noted.get("why") or [])
+        maker = f"by {stage.made_by}" if stage.cached and stage.made_by and stage.made_by != view.name else ""
+        why = tables.shortened(stage.record.get("why") or [])
         manifest = view.manifest(name)
-        told = stage.noted.get("metric") or (tables.key_figures(name, manifest["result"]) if manifest else "")
+        figure_text = stage.record.get("metric") or (tables.key_figures(name, manifest["result"]) if manifest else "")
         rows.append(
             (
                 tag("td", name, class_="short"),
                 pill(stage.status),
                 figures.duration(stage.seconds),
-                told,
-                joined([why, " ", tag("small", made)]),
+                figure_text,
+                joined([why, " ", tag("small", maker)]),
             )
         )
     return table(("stage", "outcome", "took", "result", "why"), rows, numbers=(2,))
 
 
-def _told(trouble: Trouble) -> str:
-    return f"{trouble.stage}: {trouble.what}" if trouble.stage else trouble.what
+def _problem_text(problem: Problem) -> str:
+    return f"{problem.stage}: {problem.description}" if problem.stage else problem.description
 
 
-def _troubles(found: Sequence[Trouble]) -> Markup:
-    if not found:
-        return tag("p", "Nothing failed, nothing was repeated, no row was put aside.", class_="faint")
+def _problem_table(problems: Sequence[Problem]) -> Markup:
+    if not problems:
+        return tag("p", "Nothing failed, nothing was retried, no row was left out.", class_="faint")
     rows = (
         (
-            one.stage or "the run",
-            one.what,
-            tag("td", "mended" if one.mended else "open", class_="good" if one.mended else "bad"),
+            problem.stage or "the run",
+            problem.description,
+            tag("td", "resolved" if problem.is_resolved else "open", class_="good" if problem.is_resolved else "bad"),
         )
-        for one in found
+        for problem in problems
     )
-    return table(("where", "what", ""), rows)
+    return table(("stage", "problem", ""), rows)
 
 
 def _curves(page: Page, view: RunView) -> Iterator[Markup]:
     parts: list[Markup] = []
     for stage in view.stages:
-        first, more = charts.charts_of(view, stage)
-        if not first and not more:
+        first, others = charts.charts_of(view, stage)
+        if not first and not others:
             continue
-        folded = details(f"{len(more)} more charts", page.charts(more)) if more else Markup()
+        folded = details(f"{len(others)} more charts", page.charts(others)) if others else Markup()
         shown = page.charts(first)
         parts += (
             [tag("h3", TITLES.get(stage, stage)), shown, folded]
             if first
-            else [details(f"{stage}: {len(more)} charts", page.charts(more))]
+            else [details(f"{stage}: {len(others)} charts", page.charts(others))]
         )
     if parts:
         yield page.controls()
@@ -132,8 +136,8 @@ def _curves(page: Page, view: RunView) -> Iterator[Markup]:
 
 def _evaluation(view: RunView) -> Markup:
     results = {stage: view.manifest(stage).get("result", {}) for stage in ("evaluate", "evaluate-champion")}
-    rows = evaluation_table.rows(view.metrics, results)
-    return table(("what", "value", ""), rows, numbers=(1,)) if rows else Markup()
+    rows = summary.rows(view.metrics, results)
+    return table(("metric", "value", ""), rows, numbers=(1,)) if rows else Markup()
 
 
 def _samples(view: RunView) -> Iterator[Markup]:
@@ -142,24 +146,288 @@ def _samples(view: RunView) -> Iterator[Markup]:
     models.sort(key=lambda model: ("base", "sft", "lora").index(model) if model in ("base", "sft", "lora") else 9)
     for prompt in dict.fromkeys(prompt for _, prompt in answers):
         yield tag("p", prompt, class_="prompt")
-        told = ((model, answers[model, prompt]) for model in models if (model, prompt) in answers)
+        model_answers = ((model, answers[model, prompt]) for model in models if (model, prompt) in answers)
         yield tag(
-            "div", *(tag("div", tag("h4", f"{model} model"), tag("pre", text)) for model, text in told), class_="answers"
+            "div",
+            *(tag("div", tag("h4", f"{model} model"), tag("pre", text)) for model, text in model_answers),
+            class_="answers",
         )
     for stage in charts.TRAININGS:
-        written = _while_learning(view, stage)
+        written = _training_samples(view, stage)
         if written:
             parts = (tag("div", tag("h4", f"step {step:,}"), tag("pre", text.strip("\n"))) for step, text in written)
-            yield details(f"what it wrote while it learned: {TITLES[stage]}", tag("div", *parts, class_="answers"))
+            yield details(f"samples during training: {TITLES[stage]}", tag("div", *parts, class_="answers"))
 
 
-def _while_learning(view: RunView, stage: str) -> list[tuple[int, str]]:
+def _training_samples(view: RunView, stage: str) -> list[tuple[int, str]]:
     """(step, text) of the samples of a training: the first, the last and some between."""
     if stage not in view.stages:
         return []
-    found = [(int(match[1]), path) for path in view.files(stage, "run/samples") if (match := SAMPLE_FILES.fullmatch(path))]
-    found.sort()
-    if len(found) > SAMPLES_SHOWN:
-        places = {round(place * (len(found) - 1) / (SAMPLES_SHOWN - 1)) for place in range(SAMPLES_SHOWN)}
-        found = [found[place] for place in sorted(places)]
-    return [(step, view.text(stage, path) or "") for step, path in found]
+    samples = [(int(match[1]), path) for path in view.files(stage, "run/samples") if (match := SAMPLE_FILES.fullmatch(path))]
+    samples.sort()
+    if len(samples) > SAMPLES_SHOWN:
+        indices = {round(index * (len(samples) - 1) / (SAMPLES_SHOWN - 1)) for index in range(SAMPLES_SHOWN)}
+        samples = [samples[index] for index in sorted(indices)]
+    return [(step, view.text(stage, path) or "") for step, path in samples]
+
+
+def data_tables(view: RunView) -> Iterator[Markup]:
+    """One table of the data sets, one of the tokenizer's fit, one of the rows that training sees."""
+    sets, files = [], []
+    for stage in view.stages:
+        if not stage.startswith("shards-"):
+            continue
+        name, result = stage.removeprefix("shards-"), view.manifest(stage).get("result")
+        if not result:
+            continue
+        train, heldout = result.get("train", {}), result.get("heldout", {})
+        lost = "; ".join(filter(None, (_lost(tally) for tally in result.get("rows", {}).values())))
+        counts = [_count(train.get(field)) for field in ("rows", "tokens", "live_tokens")]
+        other_cells = [
+            figures.number(train.get("bytes"), "bytes"),
+            _count(heldout.get("rows")),
+            _count(result.get("duplicates")),
+        ]
+        sets.append((name, *counts, *other_cells, lost or "none"))
+        for file in result.get("files", ()):
+            counts = [_count(file.get(field)) for field in ("rows", "kept", "tokens")]
+            files.append((name, file["name"], *counts, figures.number(file.get("bytes"), "bytes"), _lost(file) or "none"))
+    if sets:
+        header = ("data set", "records", "tokens", "count in the loss", "bytes", "held out", "duplicates", "left out")
+        yield table(header, sets, numbers=range(1, 7))
+    if files:
+        shown = table(("data set", "file", "rows", "kept", "tokens", "bytes", "left out"), files, numbers=range(2, 6))
+        yield details(f"{len(files)} files", shown)
+    tokenizer = view.manifest("tokenizer").get("result", {})
+    if tokenizer:
+        ids, fit, unknown = (tokenizer.get(name, 0) for name in ("vocab_size", "bytes_per_token", "unk_rate"))
+        text = f"The tokenizer has {ids:,} ids, and a token stands for {fit:.3f} bytes of its training text; "
+        yield tag("p", f"{text}{100 * unknown:.3g} % of the tokens are unknown.")
+    rows = [row for name in charts.TRAININGS if (row := _rows(name, view.manifest(name).get("result", {})))]
+    if rows:
+        yield tag("h3", "Rows as the trainings see them")
+        yield table(
+            ("training", "rows", "of", "full to", "records", "cut", "tokens dropped", "epochs"), rows, numbers=range(1, 8)
+        )
+
+
+def _rows(name: str, result: Mapping[str, Any]) -> tuple[str, ...]:
+    rows = result.get("rows", {})
+    if not rows:
+        return ()
+    fill, epochs = rows.get("fill"), result.get("epochs")
+    return (
+        TITLES.get(name, name), _count(rows.get("rows")), f"{rows.get('row_length', 0):,} tokens",
+        f"{100 * fill:.1f} %" if fill is not None else "–", _count(rows.get("records")), _count(rows.get("cut_records")),
+        _count(rows.get("dropped_tokens")), f"{epochs:.3g}" if epochs is not None else "–",
+    )  # fmt: skip
+
+
+def _lost(tally: Mapping[str, Any]) -> str:
+    lost = {**tally.get("skipped", {}), **tally.get("rejected", {})}
+    return ", ".join(f"{reason} {count:,}" for reason, count in lost.items() if count)
+
+
+def _count(value: float | None) -> str:
+    return "–" if value is None else f"{value:,.0f}"
+
+
+SHOWN_KEY = 12
+
+
+def lineage(view: RunView) -> Markup:
+    """A table of the stages: the key, inputs, code, commit and run of each."""
+    rows = []
+    for name, stage in view.stages.items():
+        manifest = view.manifest(name)
+        if not manifest:
+            continue
+        used = (f"{entry['stage']} {entry['key'][:SHOWN_KEY]}" for entry in manifest.get("inputs", {}).values())
+        read = (
+            f"{entry['name']} {entry['sha256'][:SHOWN_KEY]}"
+            for files in manifest["ingredients"].get("files", {}).values()
+            for entry in files
+        )
+        provenance, sources = manifest.get("provenance", {}), [*used, *read]
+        shown = ", ".join(sources[:6]) + (f" and {len(sources) - 6} more" if sources[6:] else "")
+        code = digest_of(manifest["ingredients"].get("code", {}))[:SHOWN_KEY]
+        commit = str(provenance.get("commit") or "")
+        rows.append(
+            (
+                name,
+                _mono((stage.key or "")[:SHOWN_KEY]),
+                _mono(shown or "–"),
+                _mono(code),
+                _mono(commit[:SHOWN_KEY] + ("+" if "+" in commit else "")),
+                provenance.get("run") or stage.made_by or "",
+            )
+        )
+    if not rows:
+        return Markup()
+    hint = tag("p", "In full: ", tag("code", f"ttrain lineage {view.name}"), class_="faint")
+    return joined([table(("stage", "key", "made of", "code", "commit", "made by"), rows), hint])
+
+
+def _mono(text: str) -> Markup:
+    return tag("td", text, class_="mono")
+
+
+def settings(view: RunView) -> Iterator[Markup]:
+    """The settings that differ from the defaults; all settings are folded."""
+    if not view.params:
+        return
+    defaults = {name: str(value) for name, value in flatten(Settings().model_dump(mode="json"))}
+    changed = [
+        (name, value, defaults.get(name, "–")) for name, value in sorted(view.params.items()) if defaults.get(name) != value
+    ]
+    if changed:
+        yield table(("changed setting", "value", "default"), changed)
+    everything = json.dumps(dict(sorted(view.params.items())), indent=1, ensure_ascii=False)
+    yield details(f"all {len(view.params)} settings", tag("pre", everything))
+
+
+def machine(view: RunView) -> Markup:
+    """Versions, platforms and devices that the artifacts record, each value once."""
+    recorded_values: dict[str, list[str]] = {}
+    for name in view.stages:
+        provenance = view.manifest(name).get("provenance", {})
+        versions = {
+            **{field: provenance.get(field) for field in ("ttrain", "python", "platform")},
+            **provenance.get("libraries", {}),
+        }
+        for field, value in versions.items():
+            if value and str(value) not in recorded_values.setdefault(field, []):
+                recorded_values[field].append(str(value))
+        for field in ("device", "precision", "threads", "ranks", "compiled"):
+            value = view.manifest(name).get("result", {}).get(field)
+            if value is not None and str(value) not in recorded_values.setdefault(field, []):
+                recorded_values[field].append(str(value))
+    return (
+        table(("name", "value"), [(field, ", ".join(values)) for field, values in recorded_values.items() if values])
+        if recorded_values
+        else Markup()
+    )
+
+
+UNFINISHED = ("crashed", "failed", "interrupted")
+
+STATUS_PHRASES: Mapping[str, str] = {"crashed": "was killed", "failed": "failed", "interrupted": "was stopped"}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A problem: its stage ("" for the run), its description, and whether it is resolved."""
+
+    stage: str
+    description: str
+    is_resolved: bool = True
+
+
+def find_problems(view: RunView, earlier: Iterable[Mapping[str, Any]] = ()) -> list[Problem]:
+    """All recorded problems of a run. `earlier`: records of other runs, some of which worked on the same stages."""
+    problems = list(_of_run(view))
+    for name, stage in view.stages.items():
+        problems += (Problem(name, *problem) for problem in _of_attempts(view, name, earlier))
+        error, done = stage.record.get("error"), stage.status not in UNFINISHED
+        if error:
+            problems.append(
+                Problem(
+                    name,
+                    f"failed and was retried: {error}" if done else f"{STATUS_PHRASES[stage.status]}: {error}",
+                    done,
+                )
+            )
+        elif not done:
+            problems.append(Problem(name, STATUS_PHRASES[stage.status], is_resolved=False))
+        if step := stage.record.get("resumed_from_step"):
+            problems.append(Problem(name, f"resumed at step {step:,}"))
+        problems += (
+            Problem(name, description, is_resolved) for description, is_resolved in _of_artifact(view.manifest(name))
+        )
+        problems += (Problem(name, description) for description in _gaps(view, name))
+    return list(dict.fromkeys(problems))
+
+
+def _of_run(view: RunView) -> Iterator[Problem]:
+    if stopped := view.record.get("stopped"):
+        yield Problem("", f"the run was stopped: {stopped}", is_resolved=False)
+    error = view.record.get("error")
+    if error and not any(stage.record.get("error") == error for stage in view.stages.values()):
+        yield Problem("", str(error), is_resolved=False)
+    if view.status == "crashed":
+        yield Problem("", "the run's process was killed, or the machine went down", is_resolved=False)
+
+
+def _of_attempts(view: RunView, stage: str, earlier: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, bool]]:
+    """Earlier runs that began the same work and did not finish it."""
+    key = view.stages[stage].key
+    for run in earlier:
+        if run["run"] == view.name or run["started_unix"] > view.started or not key:
+            continue
+        for stage_record in run["stages"]:
+            if stage_record["name"] == stage and stage_record.get("key") == key and stage_record["outcome"] in UNFINISHED:
+                yield f"the run {run['run']} began the same work and {STATUS_PHRASES[stage_record['outcome']]}", True
+
+
+def _of_artifact(manifest: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
+    result = manifest.get("result", {})
+    for source in manifest.get("continued") or ():
+        key = str(source.get("key", source) if isinstance(source, dict) else source)
+        yield f"continued the work of {key[:12]}, made by other code", True
+    if skipped := result.get("skipped_steps"):
+        yield f"{skipped:,} steps were skipped: their gradient was not finite", True
+    for guard, count in (result.get("guard_warnings") or {}).items():
+        yield f"the guard {guard.replace('_', ' ')} warned {count:,} times", False
+    if result.get("stop_reason") not in (None, "completed"):
+        yield f"training ended early: {result['stop_reason']}", True
+    tallies = result.get("rows") or {}
+    for role, tally in ({"": tallies} if "rejected" in tallies else tallies).items():
+        if isinstance(tally, dict) and (rejected := tally.get("rejected")):
+            reasons = ", ".join(f"{reason} {count:,}" for reason, count in rejected.items())
+            of = f" of the {role} data" if role not in ("", "train") else ""
+            yield f"{sum(rejected.values()):,} bad rows{of} were left out: {reasons}", True
+
+
+def _gaps(view: RunView, stage: str) -> Iterator[str]:
+    for metric in ("loss", "validation_loss"):
+        steps = [point.step for point in view.curve(stage, metric) if not math.isfinite(point.value)]
+        if steps:
+            shown = ", ".join(f"{step:,}" for step in steps[:5]) + (", ..." if steps[5:] else "")
+            yield f"the {metric.replace('_', ' ')} was not finite at step {shown}"
+
+
+ROW, BAR, TEXT = 34, 9, 13  # pixels: of a stage, of its bar, of the line above it
+
+LEAST = 0.4  # percent of the width, so that a short bar can be seen
+
+
+def stage_timeline(view: RunView) -> Markup:
+    """A bar for each stage that this run built, from its start to its end; empty where none has recorded both."""
+    bars = [
+        (name, max(0.0, stage.ended - stage.seconds - view.started), stage.seconds, stage.status)
+        for name, stage in view.stages.items()
+        if stage.ended and stage.seconds and not stage.cached
+    ]
+    if not bars:
+        return Markup()
+    whole = max(view.seconds or 0.0, *(begin + took for _, begin, took, _ in bars))
+    parts = []
+    for row, (name, begin, took, status) in enumerate(bars):
+        y, share = ROW * row, max(LEAST, 100 * took / whole)
+        colour = "failed" if status in ("failed", "crashed", "interrupted") else "bar"
+        name_and_time = joined([name, " ", tag("tspan", figures.duration(took), class_="faint")])
+        parts += [
+            tag("text", name_and_time, x=0, y=y + TEXT),
+            tag("rect", x=0, y=y + TEXT + 5, width="100%", height=BAR, rx=3, class_="whole"),
+            tag(
+                "rect",
+                x=f"{100 * begin / whole:.2f}%",
+                y=y + TEXT + 5,
+                width=f"{share:.2f}%",
+                height=BAR,
+                rx=3,
+                class_=colour,
+            ),
+        ]
+    label = f"{len(bars)} stages over {figures.duration(whole)}"
+    return tag("svg", joined(parts), class_="times", height=ROW * len(bars), role="img", aria_label=label)

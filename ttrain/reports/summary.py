@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
+
+from ttrain.evaluate.items import counted
 
 SHOWN_REASONS = 3
 
 TRAININGS = ("pretrain", "sft", "lora")
 
-# The metric that stands for a stage in one line of `status`.
+# The metrics of a stage in its line of `status`.
 KEY_METRICS: Mapping[str, tuple[str, ...]] = {
     "tokenizer": ("vocab_size", "bytes_per_token"),
     "base-model": ("parameters", "vocab_size"),
@@ -25,51 +28,51 @@ KEY_METRICS: Mapping[str, tuple[str, ...]] = {
 
 def metrics_of(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     """The metrics of a pipeline run under their stable names, from the stages' results: the same whether cached or not."""
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for name in TRAININGS:
         for metric in ("validation_loss", "loss", "tokens", "tokens_per_second"):
             value = results.get(name, {}).get(metric)
             if value is not None:
-                found[f"{name}/{metric}"] = float(value)
-    found |= _total([results[name] for name in TRAININGS if name in results])
+                metrics[f"{name}/{metric}"] = float(value)
+    metrics |= _total([results[name] for name in TRAININGS if name in results])
     tokenizer = results.get("tokenizer", {})
-    found |= {f"tok/{name}": float(tokenizer[name]) for name in ("bytes_per_token", "unk_rate") if name in tokenizer}
+    metrics |= {f"tok/{name}": float(tokenizer[name]) for name in ("bytes_per_token", "unk_rate") if name in tokenizer}
     evaluation = results.get("evaluate", {})
     for group in ("metrics", "counts"):
         for name, value in evaluation.get(group, {}).items():
-            found[f"eval/{name}"] = float(value)
+            metrics[f"eval/{name}"] = float(value)
     for name, value in results.get("evaluate-champion", {}).get("metrics", {}).items():
-        found[f"champion/{name}"] = float(value)
-    return {name: rounded(value) for name, value in sorted(found.items())}
+        metrics[f"champion/{name}"] = float(value)
+    return {name: rounded(value) for name, value in sorted(metrics.items())}
 
 
 def rounded(value: float) -> float:
-    """A figure with the seven digits that fp32 has, for MLflow's tables show it as it is stored; a whole number as it is."""
+    """Round a metric to the seven digits of fp32, since MLflow's tables show it as stored; whole numbers are kept."""
     return float(value) if float(value).is_integer() else float(f"{value:.7g}")
 
 
 def _total(trainings: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """What the trainings took together, whichever runs they were made in; a device is a rank.
+    """The total time of the trainings, whichever runs made them; a device is a rank.
 
     A training that was continued knows the time of its last attempt: the steps before are taken to have been as fast.
     """
     seconds = device_seconds = 0.0
-    for one in trainings:
-        timed = one.get("steps", 0) - one.get("resumed_from_step", 0)
-        if timed > 0 and "train_seconds" in one:
-            took = one["train_seconds"] * one["steps"] / timed
-            seconds, device_seconds = seconds + took, device_seconds + took * one.get("ranks", 1)
+    for training in trainings:
+        timed = training.get("steps", 0) - training.get("resumed_from_step", 0)
+        if timed > 0 and "train_seconds" in training:
+            took = training["train_seconds"] * training["steps"] / timed
+            seconds, device_seconds = seconds + took, device_seconds + took * training.get("ranks", 1)
     if not seconds:
         return {}
     return {"total/train_seconds": seconds, "total/device_hours": device_seconds / 3600}
 
 
-def _overlaps(found: Mapping[str, Any] | None) -> str:
-    """How many items of evaluations training documents hold, where they were searched and stay as they are."""
-    if not found or found["removed"]:
+def _overlaps(contamination: Mapping[str, Any] | None) -> str:
+    """How many evaluation items occur in training rows, where these were searched and none was removed."""
+    if not contamination or contamination["removed"]:
         return ""
-    items, held = (sum(task[name] for task in found["tasks"].values()) for name in ("items", "overlapping"))
-    return f"; {held:,} of {items:,} evaluation items are in {found['documents']:,} training rows"
+    items, overlapping = (sum(task[name] for task in contamination["tasks"].values()) for name in ("items", "overlapping"))
+    return f"; {overlapping:,} of {items:,} evaluation items are in {contamination['documents']:,} training rows"
 
 
 def key_figures(stage: str, result: Mapping[str, Any]) -> str:
@@ -83,11 +86,10 @@ def key_figures(stage: str, result: Mapping[str, Any]) -> str:
             lost.update({**tally["skipped"], "bad": sum(tally["rejected"].values())})
         left_out = "".join(f"; left out {count:,}: {rule}" for rule, count in lost.items() if count)
         reused = result["blocks"] - result["encoded_blocks"]
-        taken = f"; {reused:,} of {result['blocks']:,} shards were there" if reused else ""
-        held = _overlaps(result.get("contamination"))
-        return (
-            f"{train['rows']:,} rows, {train['tokens']:,} tokens; held out {heldout['rows']:,} rows{left_out}{taken}{held}"
-        )
+        reused_text = f"; {reused:,} of {result['blocks']:,} shards were reused" if reused else ""
+        overlap_text = _overlaps(result.get("contamination"))
+        counts = f"{train['rows']:,} rows, {train['tokens']:,} tokens; held out {heldout['rows']:,} rows"
+        return f"{counts}{left_out}{reused_text}{overlap_text}"
     if stage == "heldout":
         return f"{result['records']:,} held-out documents of all nights, {result['new']:,} of them new"
     if stage in ("evaluate", "evaluate-champion"):
@@ -108,12 +110,14 @@ def markdown(rows: Iterable[Sequence[str]], header: Sequence[str]) -> str:
 
 def shortened(reasons: Sequence[str]) -> str:
     """One line for a terminal: the first reasons, and how many more there are."""
-    more = len(reasons) - SHOWN_REASONS
-    return "; ".join([*reasons[:SHOWN_REASONS], *([f"and {more} more, which `plan --json` has"] if more > 0 else [])])
+    hidden_count = len(reasons) - SHOWN_REASONS
+    return "; ".join(
+        [*reasons[:SHOWN_REASONS], *([f"and {hidden_count} more, which `plan --json` has"] if hidden_count > 0 else [])]
+    )
 
 
 def run_json(run: Mapping[str, Any]) -> dict[str, Any]:
-    """What `status --json` prints for one run."""
+    """The object that `status --json` prints for one run."""
     names = ("run", "pipeline", "outcome", "note", "tags", "started", "seconds", "stages", "metrics", "error", "equals",
              "tracking")  # fmt: skip
     return {name: run[name] for name in names if name in run}
@@ -126,7 +130,7 @@ def labels(run: Mapping[str, Any]) -> list[str]:
 
 
 def seconds(value: float | None) -> str:
-    """A duration as a person reads it."""
+    """A duration as text."""
     if value is None:
         return ""
     return f"{value:.1f} s" if value < 100 else f"{int(value) // 60} min {int(value) % 60:02d} s"
@@ -139,7 +143,7 @@ def _figure(value: Any) -> str:
 
 
 def status_row(stage: Mapping[str, Any]) -> tuple[str, str, str, str, str]:
-    """(stage, outcome, time, figures or error, log) of a stage of a recorded run; the log relative to where one stands."""
+    """(stage, outcome, time, figures or error, log) of a recorded stage; the log relative to the working directory."""
     log = stage.get("log") or ""
     if stage.get("key"):  # a shell's glob finds the rest of the key
         log = log.replace(stage["key"], f"{stage['key'][:12]}*")
@@ -147,3 +151,128 @@ def status_row(stage: Mapping[str, Any]) -> tuple[str, str, str, str, str]:
         log = str(Path(log).relative_to(Path.cwd())) if log else ""
     figures = stage.get("error") or stage.get("metric") or ""
     return stage["name"], stage["outcome"], seconds(stage.get("seconds")), figures, log
+
+
+BASELINES = (("_xz", "xz -9e"), ("_zlib", "zlib -9"), ("_order0", "order-0 bytes"), ("_order3", "order-3 bytes"))
+
+NO_SUITES: Mapping[str, Any] = {"models": (), "tasks": (), "comparisons": ()}
+# What a night's table shows of the champion beside its challenger.
+CHAMPION_METRICS: Mapping[str, str] = {
+    "bits_per_byte": "bits per byte, base model",
+    "chat_loss_sft": "chats loss, sft",
+    "domain_loss_lora": "domain loss, lora",
+}
+
+
+def rows(
+    metrics: Mapping[str, float], results: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
+) -> list[tuple[str, str, str]]:
+    """(metric, value, remark) of each evaluated metric of the run; with the results of its stages, also the metrics'
+    intervals and the tasks of its suites."""
+    intervals = _intervals(results)
+
+    def value(name: str) -> float | None:
+        return metrics.get(f"eval/{name}")
+
+    def shown(name: str, figure: float) -> str:
+        low, high = intervals.get(name, (None, None))
+        return f"{figure:.3f}" if low is None or high is None else f"{figure:.3f} ({low:.3f} to {high:.3f})"
+
+    table_rows: list[tuple[str, str, str]] = []
+    model, xz = value("bits_per_byte"), value("bits_per_byte_xz")
+    documents = f"{_count(value('documents'))} documents, {_count(value('document_bytes'))} bytes"
+    for name, label in (("", "base model"), *BASELINES):
+        bits = value(f"bits_per_byte{name}")
+        if bits is not None:
+            remark = documents if not name else ""
+            if not name and xz is not None and model is not None:
+                remark += f"; {'beats' if model < xz else 'does not beat'} xz"
+            table_rows.append((f"bits per byte, {label}", shown(f"eval/bits_per_byte{name}", bits), remark))
+            groups = [metric for metric in metrics if metric.startswith(f"eval/bits_per_byte{name}/")]
+            table_rows += [
+                (f"bits per byte, {label}, {_group(metric)}", shown(metric, metrics[metric]), "") for metric in groups
+            ]
+    for metric, label, count, tokens in (
+        ("chat_loss", "chats", "chats", "chat_tokens"),
+        ("domain_loss", "domain", "domain", "domain_tokens"),
+    ):
+        previous_loss: float | None = None
+        for name in ("base", "sft", "lora"):
+            loss = value(f"{metric}_{name}")
+            if loss is not None:
+                scored = f"{_count(value(count))} chats, {_count(value(tokens))} scored tokens"
+                shown_value = shown(f"eval/{metric}_{name}", loss)
+                table_rows.append(
+                    (
+                        f"{label} loss, {name}",
+                        shown_value,
+                        scored if previous_loss is None else f"{loss - previous_loss:+.3f}",
+                    )
+                )
+                previous_loss = loss
+    for metric, label in CHAMPION_METRICS.items():
+        old, new = metrics.get(f"champion/{metric}"), value(metric)
+        if old is not None:
+            shown_value = shown(f"champion/{metric}", old)
+            table_rows.append(
+                (f"{label}, champion", shown_value, "" if new is None else f"the challenger: {new - old:+.3f}")
+            )
+    suites, champion_suites = (
+        results.get(stage, {}).get("suites", NO_SUITES) for stage in ("evaluate", "evaluate-champion")
+    )
+    return [*table_rows, *_suites(suites), *_suites_of_champion(suites, champion_suites)]
+
+
+def _suites_of_champion(suites: Mapping[str, Any], champion_suites: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """The rows of the champion's suites, each with the difference of its challenger."""
+    challengers = {task["task"]: task for task in suites["tasks"]}
+    for task in champion_suites["tasks"]:
+        name, challenger = task["figure"], challengers.get(task["task"])
+        for model in (name for name in champion_suites["models"] if name in task["models"]):
+            figure, remark = task["models"][model]["figures"][name], ""
+            if challenger is not None and challenger["digest"] != task["digest"]:
+                remark = "not the same items"
+            elif challenger is not None and model in challenger["models"]:
+                new = challenger["models"][model]["figures"].get(name)
+                if new is None:
+                    remark = f"the challenger's is {challenger['figure'].replace('_', ' ')}"
+                elif None not in (new["value"], figure["value"]):
+                    remark = f"the challenger: {new['value'] - figure['value']:+.3f}"
+            yield f"{task['task']} {name.replace('_', ' ')}, {model}, champion", _with_interval(figure), remark
+
+
+def _suites(suites: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """The main metric of each task for each model, and its comparison with the first model."""
+    verdicts = {(comparison["task"], comparison["second"]): comparison for comparison in suites["comparisons"]}
+    for task in suites["tasks"]:
+        for model in (name for name in suites["models"] if name in task["models"]):
+            name, figure = task["figure"], task["models"][model]["figures"][task["figure"]]
+            left_out = sum(task["left_out"].values())
+            remark = f"{task['items']:,} items" + (f"; {counted(left_out, 'row')} left out" if left_out else "")
+            if versus := verdicts.get((task["task"], model)):
+                difference = versus.get("difference")
+                remark = ("" if difference is None else f"{0 - difference:+.3f}: ") + versus["verdict"]
+            yield f"{task['task']} {name.replace('_', ' ')}, {model}", _with_interval(figure), remark
+
+
+def _with_interval(figure: Mapping[str, Any]) -> str:
+    value = "no number" if figure["value"] is None else f"{figure['value']:.3f}"
+    return value + (f" ({figure['interval'][0]:.3f} to {figure['interval'][1]:.3f})" if figure["interval"] else "")
+
+
+def _intervals(results: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[float, float]]:
+    """The intervals of evaluated figures, under the names that `metrics_of` gives to the figures."""
+    return {
+        f"{prefix}/{name}": (bounds[0], bounds[1])
+        for stage, prefix in (("evaluate", "eval"), ("evaluate-champion", "champion"))
+        for name, bounds in results.get(stage, {}).get("intervals", {}).items()
+    }
+
+
+def _group(metric: str) -> str:
+    """ "lang=zh" of the metric eval/bits_per_byte/lang:zh."""
+    return metric.rpartition("/")[2].replace(":", "=", 1)
+
+
+def _count(value: float | None) -> str:
+    return f"{int(value or 0):,}"

@@ -35,7 +35,7 @@ class Stage:
 
     @property
     def loads_torch(self) -> bool:
-        """Whether seconds of its start would go into imports."""
+        """Whether its start would spend seconds on imports."""
         return self.uses_ranks or self.uses_model
 
 
@@ -96,7 +96,7 @@ EVALUATE = Stage(
     reads_suites=True,
     spreads=True,
 )
-# Of a night alone: what its models are measured on, and the champion measured on the same.
+# Stages of nights only: the held-out set that a night's models are evaluated on, and the champion's evaluation on it.
 HELDOUT = Stage(
     "heldout", "ttrain.stages.heldout", config.HeldoutConfig, {"earlier": ("heldout",), "documents": ("heldout",)}
 )
@@ -111,7 +111,7 @@ STAGES: Mapping[str, Stage] = {
     )
 }
 
-# What `ttrain train --task` and `ttrain gate train` run is no part of a pipeline, but it runs as stages do.
+# What `ttrain train --task` and `ttrain gate train` run is not part of a pipeline, but runs like a stage.
 TASK = Stage("task", "ttrain.stages.user_task", config.UserTaskConfig, uses_ranks=True)
 GATE = Stage("gate", "ttrain.stages.gate", config.GateConfig, uses_ranks=True)
 RUNNABLE: Mapping[str, Stage] = {**STAGES, TASK.name: TASK, GATE.name: GATE}

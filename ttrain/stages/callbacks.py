@@ -1,12 +1,15 @@
-"""What watches a training stage: curves, log, guards, samples, figures of the machine. None of it moves a weight."""
+"""Callbacks of a training stage: curves, log, guards, samples, machine metrics. None of them changes a weight."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -16,35 +19,41 @@ from ttrain.data.encoder import Encoder
 from ttrain.data.loader import Loader
 from ttrain.data.packing import Rows
 from ttrain.errors import UsageError
-from ttrain.evaluate import greedy_samples
+from ttrain.evaluate import baselines, statistics
 from ttrain.loggers.callback import Loggers
-from ttrain.stages.job import Job
+from ttrain.stages.job import StageContext
 from ttrain.train.callbacks import Callback, LogLines, MetricsFile, Perplexity, ProgressBar
 from ttrain.train.distributed import Ranks
-from ttrain.train.flops import flops_per_token, peak_flops
-from ttrain.train.guards import guards
-from ttrain.train.monitor import PerformanceMonitor
-from ttrain.train.periodic_evaluation import Evaluations
-from ttrain.train.periodic_samples import Samples
+from ttrain.train.guards import default_guards
+from ttrain.train.monitor import PerformanceMonitor, flops_per_token, peak_flops
+from ttrain.train.periodic_evaluation import PeriodicEvaluation, PeriodicSamples
 from ttrain.train.precision import Precision
 from ttrain.train.trainer import QUICK
 
+if TYPE_CHECKING:
+    from ttrain.evaluate.items import Items
+    from ttrain.evaluate.results import Results
+    from ttrain.inference.loading import LoadedModel
+
+
 METRICS, GUARDS = "metrics.jsonl", "guards.jsonl"  # under run/
+
 SAMPLE_TOKENS = 48
+
 LEAST_CHANGE = 0.001  # nats per target
 
 
-def watchers(
-    config: Training | TaskConfig, job: Job, *, loader: Loader, ranks: Ranks, precision: Precision, filled: float = 1.0,
-    flops_per_token: float = 0.0,
+def training_callbacks(
+    config: Training | TaskConfig, job: StageContext, *, loader: Loader, ranks: Ranks, precision: Precision,
+    filled: float = 1.0, flops_per_token: float = 0.0,
 ) -> list[Callback]:  # fmt: skip
-    """What any training can have of what the runtime settings ask for, in the order in which it is told things.
+    """The callbacks that the runtime settings ask for and every training supports, in the order in which they are called.
 
-    `filled`: share of `tokens_per_step` that is computed. `flops_per_token`: 0 where it is not known, and no MFU is told.
-    Raises UsageError where something cannot be had.
+    `filled`: share of `tokens_per_step` that is computed. `flops_per_token`: 0 where it is unknown; then MFU is not logged.
+    Raises UsageError where a logger is not installed.
     """
     run = job.run_directory
-    found: list[Callback] = [
+    callbacks: list[Callback] = [
         PerformanceMonitor(
             config.tokens_per_step * filled,
             device=ranks.device,
@@ -57,14 +66,14 @@ def watchers(
         LogLines(),
     ]
     if job.runtime.loggers:
-        found.append(Loggers(job.runtime.loggers, run, description(config, job.labels)))
+        callbacks.append(Loggers(job.runtime.loggers, run, description(config, job.labels)))
     if job.runtime.guards == "warn":
-        found += guards(run / GUARDS, loader)
-    return found
+        callbacks += default_guards(run / GUARDS, loader)
+    return callbacks
 
 
 def description(config: Training | TaskConfig, labels: Mapping[str, str]) -> dict[str, Any]:
-    """What loggers show of a training: project, group, kind and name, and its settings without what looks secret."""
+    """A training as loggers show it: project, group, kind and name, and its settings with secrets masked."""
     from ttrain.core.redact import masked
 
     stage, run = labels.get("stage", "training"), labels.get("run", "")
@@ -78,32 +87,32 @@ def description(config: Training | TaskConfig, labels: Mapping[str, str]) -> dic
     }
 
 
-def language_watchers(
-    config: Training, job: Job, *, model: nn.Module, loader: Loader, ranks: Ranks, precision: Precision, rows: Rows,
+def language_model_callbacks(
+    config: Training, job: StageContext, *, model: nn.Module, loader: Loader, ranks: Ranks, precision: Precision, rows: Rows,
     encoder: Encoder,
 ) -> list[Callback]:  # fmt: skip
-    """The same for a language model, with its perplexity and, where asked for, what it writes."""
+    """The callbacks of a language model's training: also perplexity, and where set samples and evaluations."""
     share = float(rows.lengths().mean()) / rows.row_length if rows.trimmed else 1.0
     flops = flops_per_token(model, config.row_length)
-    found = watchers(config, job, loader=loader, ranks=ranks, precision=precision, filled=share, flops_per_token=flops)
-    found.append(Perplexity())
+    callbacks = training_callbacks(
+        config, job, loader=loader, ranks=ranks, precision=precision, filled=share, flops_per_token=flops
+    )
+    callbacks.append(Perplexity())
     every = job.runtime.sample_every_steps
     if every:
         write = sampler(model, encoder, job.runtime, ranks, documents=isinstance(config, Pretrain))
-        found.append(Samples(job.run_directory / "samples", model, write, every=every))
+        callbacks.append(PeriodicSamples(job.run_directory / "samples", model, write, every=every))
     if job.runtime.eval_every_steps:
-        found.append(_evaluations(config, job, model, encoder, ranks, found))
-    return found
+        callbacks.append(_evaluations(config, job, model, encoder, ranks, callbacks))
+    return callbacks
 
 
 def _evaluations(
-    config: Training, job: Job, model: nn.Module, encoder: Encoder, ranks: Ranks, others: Sequence[Callback]
-) -> Evaluations:
-    from ttrain.stages import periodic_evaluation  # loads what no other training needs
-
-    return Evaluations(
+    config: Training, job: StageContext, model: nn.Module, encoder: Encoder, ranks: Ranks, others: Sequence[Callback]
+) -> PeriodicEvaluation:
+    return PeriodicEvaluation(
         model,
-        periodic_evaluation.measure_of(config, job, model, encoder, ranks),
+        measure_of(config, job, model, encoder, ranks),
         [callback for callback in others if isinstance(callback, MetricsFile | Loggers)],
         every=job.runtime.eval_every_steps,
         tokens_per_step=config.tokens_per_step,
@@ -113,7 +122,7 @@ def _evaluations(
 def sampler(
     model: nn.Module, encoder: Encoder, runtime: Runtime, ranks: Ranks, *, documents: bool
 ) -> Callable[[], Sequence[tuple[str, str]]]:
-    """Writes the most likely answer to each prompt: what follows in a document, or what an assistant says."""
+    """Return a function that generates the most likely continuation of each prompt, as a document or as an assistant."""
     if runtime.parallel == "fsdp" and ranks.world > 1:
         raise UsageError(
             f"runtime.sample_every_steps is {runtime.sample_every_steps}, but with runtime.parallel=fsdp no rank holds a "
@@ -122,26 +131,109 @@ def sampler(
     stops = [encoder.eos_id, encoder.end_id]
 
     def write() -> list[tuple[str, str]]:
-        said = []
+        samples = []
         for prompt in runtime.sample_prompts:
             ids = chat.prompt_ids(encoder, (chat_templates.Message("user", prompt),))
             if documents:
                 ids = [encoder.bos_id, *map(int, encoder.encode([prompt])[0])]
-            tokens = greedy_samples.greedy(model, ids, new_tokens=SAMPLE_TOKENS, stop_ids=stops, device=ranks.device)
-            said.append((prompt, encoder.decode(tokens)))
-        return said
+            tokens = baselines.greedy(model, ids, new_tokens=SAMPLE_TOKENS, stop_ids=stops, device=ranks.device)
+            samples.append((prompt, encoder.decode(tokens)))
+        return samples
 
     return write
 
 
 def is_without_effect(curve: Path) -> bool:
     """Whether the quick validations of a stage end where they began: nearer than two that follow each other usually are, or
-    by less than 0.1 % of the perplexity. Only of a stage whose curve has its beginning."""
-    from ttrain.store.metric_rows import read_rows
+    by less than 0.1 % of the perplexity. False for a curve that lacks its first step."""
+    from ttrain.store.runs import read_rows
 
     losses = [(row["step"], row["metrics"][QUICK]) for row in read_rows(curve) if row["metrics"].get(QUICK) is not None]
     if len(losses) < 3 or losses[0][0] != 0:
         return False
     values = [loss for _, loss in losses]
-    usual = median(abs(after - before) for before, after in pairwise(values))
+    usual = median(abs(current - previous) for previous, current in pairwise(values))
     return bool(abs(values[-1] - values[0]) < max(LEAST_CHANGE, usual))
+
+
+log = logging.getLogger("ttrain")
+
+MOST_BYTES = 100_000  # of text, in addition to the limit of items: a document has any length
+
+NAME = "model"  # of the one model in the results
+
+RULE = statistics.Rule()
+
+
+def measure_of(
+    config: Training, job: StageContext, model: nn.Module, encoder: Encoder, ranks: Ranks
+) -> Callable[[int], Mapping[str, float]]:
+    """The function that `train.periodic_evaluation` calls. Reads all items; raises UsageError or DataError for bad ones.
+
+    Each evaluation leaves `run/evaluations/step-00000100.json`, with the intervals of its figures.
+    """
+    import orjson
+
+    from ttrain.evaluate import run
+    from ttrain.evaluate.results import Results
+    from ttrain.inference.evaluated_model import as_evaluated_model
+
+    runtime = job.runtime
+    if runtime.parallel == "fsdp" and ranks.world > 1:
+        raise UsageError(
+            f"runtime.eval_every_steps is {runtime.eval_every_steps}, but with runtime.parallel=fsdp no rank holds a whole "
+            f"model that could be asked; set runtime.eval_every_steps=0, or runtime.parallel=ddp"
+        )
+    items = read_items(config, job) if ranks.first else []
+
+    def measure(step: int) -> Mapping[str, float]:
+        with generation_mode(model, encoder) as speaker:
+            outcomes = run.ask(items, as_evaluated_model(speaker), lambda task, done, total: None)
+        results = Results(outcomes, RULE)
+        log.info("evaluation at step %d: %s", step, "  ".join(map(results.line, outcomes)))
+        directory = job.run_directory / "evaluations"
+        directory.mkdir(exist_ok=True)
+        path = directory / f"step-{step:08d}.json"
+        temporary = path.with_suffix(".tmp")  # it is read while training goes on
+        temporary.write_bytes(orjson.dumps(results.to_json(), option=orjson.OPT_INDENT_2))
+        temporary.replace(path)
+        return figures_of(results)
+
+    return measure
+
+
+def read_items(config: Training, job: StageContext) -> list[Items[Any]]:
+    """The items of the suite that the settings name, at most `runtime.eval_limit` of each task. Tasks on held-out parts that
+    are not the stage's own are left out."""
+    from ttrain.config import Lora
+    from ttrain.config.evaluate import HELDOUT
+    from ttrain.evaluate import run, suites
+    from ttrain.stages.shards import heldout_records
+
+    part_name = "documents" if isinstance(config, Pretrain) else "domain" if isinstance(config, Lora) else "chats"
+    full_suite = suites.load(job.runtime.eval_suite or HELDOUT)
+    suite = suites.at_most(suites.with_parts(full_suite, [part_name]), job.runtime.eval_limit, MOST_BYTES)
+    log.info("evaluated on %s of %s", ", ".join(suite.suite.tasks), full_suite.name)
+    return run.read([suite], {part_name: heldout_records(job.inputs["shards"])})
+
+
+def figures_of(results: Results) -> dict[str, float]:
+    """Every figure as TASK/FIGURE, and the primary one of a group as TASK/FIGURE/KEY:VALUE; none without an item."""
+    model_infix = f"/{NAME}"
+    metrics = {name.replace(model_infix, "", 1): value for name, value in results.metrics().items() if model_infix in name}
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
+
+
+@contextlib.contextmanager
+def generation_mode(model: Any, encoder: Encoder) -> Iterator[LoadedModel]:
+    """Use the model in training for generation; afterwards its own generation settings, which are written beside its
+    weights, are restored."""
+    from ttrain.inference.loading import with_encoder
+
+    causal = model.get_base_model() if hasattr(model, "get_base_model") else model
+    generation_config = causal.generation_config
+    try:
+        yield with_encoder(NAME, model, encoder, (encoder.bos_id,), can_chat=True)
+    finally:
+        vars(model).pop("generation_config")  # PEFT's has the one of the model within it
+        causal.generation_config = generation_config

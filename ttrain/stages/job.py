@@ -1,4 +1,4 @@
-"""What a stage's process is given, apart from its settings."""
+"""The context in which a stage's process runs: all that it gets apart from its settings."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ttrain.config import Runtime
-from ttrain.core.progress import Progress
+from ttrain.core.files import ProgressWriter
 
 
 @dataclass(frozen=True)
-class Job:
+class StageContext:
     """Inputs, output and surroundings of one stage. A stage writes under `output` only."""
 
     inputs: Mapping[str, Path]
@@ -19,18 +19,18 @@ class Job:
     arguments: Mapping[str, str]
     output: Path
     runtime: Runtime
-    progress: Progress
+    progress: ProgressWriter
     stop_requested: Callable[[], bool]
     start_from: Path | None = None  # a checkpoint of a shorter run that this one extends
     versions: Mapping[str, list[str]] = field(default_factory=dict)  # what identifies the bytes of each of `files`
     groups: Mapping[str, list[int]] = field(default_factory=dict)  # which weighted source each of `files` belongs to
     weights: Sequence[float] = ()  # of those sources; empty: all rows alike
-    labels: Mapping[str, str] = field(default_factory=dict)  # stage, run and experiment, for those who log elsewhere
+    labels: Mapping[str, str] = field(default_factory=dict)  # stage, run and experiment, for loggers of other services
     reuse: tuple[str, ...] = ()  # earlier outputs of the stage, parts of which may be taken as they are
 
     @property
     def run_directory(self) -> Path:
-        """Logs, curves and quarantine: part of the artifact, but of nobody's key."""
+        """Directory of logs, curves and quarantine: part of the artifact, but of no key."""
         directory = self.output / "run"
         directory.mkdir(parents=True, exist_ok=True)
         return directory

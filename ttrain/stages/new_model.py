@@ -1,18 +1,64 @@
-"""Stage `new-model`: the model before its first step, for a stage other than pretraining that starts from none."""
+"""Whole models in stages: make one from the settings, read it, write it; and the stage `new-model`, which does no more."""
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from ttrain.config import NewModelConfig
+from ttrain.config import Model, NewModelConfig
 from ttrain.data.encoder import Encoder
-from ttrain.stages import models
-from ttrain.stages.job import Job
+from ttrain.model import factory, multi_token
+from ttrain.stages.job import StageContext
+from ttrain.store.model_files import MODEL
+from ttrain.train import checkpoint_format
+from ttrain.train.snapshots import copy_tensors
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+DIRECTORY = "model"  # of an artifact
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
-def run(config: NewModelConfig, job: Job) -> dict[str, Any]:
+def tokenizer_files(directory: Path) -> dict[str, bytes]:
+    """A tokenizer's files, to stand beside the weights."""
+    return {name: (directory / name).read_bytes() for name in TOKENIZER_FILES}
+
+
+def new(config: Model, encoder: Encoder, seed: int) -> PreTrainedModel:
+    """A freshly initialised model for this tokenizer."""
+    ids = {
+        "bos_token_id": encoder.bos_id,
+        "eos_token_id": encoder.eos_id,
+        "pad_token_id": encoder.pad_id,
+    }
+    stops = [encoder.eos_id, encoder.end_id]
+    model = factory.build(config, vocab_size=len(encoder), ids=ids, stop_ids=stops, seed=seed)
+    if config.multi_token is not None:
+        multi_token.attach(model, config.multi_token, seed)
+    return model
+
+
+def load(directory: Path) -> PreTrainedModel:
+    """A model from its Hugging Face directory, with the second head that may lie beside it."""
+    model = factory.load(directory)
+    multi_token.attach_from(model, directory)
+    return model
+
+
+def write(model: PreTrainedModel, tokenizer: Path, directory: Path) -> None:
+    """Write a Hugging Face directory, in the layout of the training stages."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, data in {**factory.files(model), **tokenizer_files(tokenizer)}.items():
+        (directory / name).write_bytes(data)
+    for file, tensors in checkpoint_format.by_file(copy_tensors(multi_token.state(model)), MODEL).items():
+        checkpoint_format.write(directory / file, checkpoint_format.tensor_parts(tensors, {"format": "pt"}))
+
+
+def run(config: NewModelConfig, job: StageContext) -> dict[str, Any]:
     """Write the model that pretraining would begin with as `model/`; returns its size."""
     tokenizer = job.inputs["tokenizer"]
-    model = models.new(config.model, Encoder(tokenizer, fast=False), config.pretrain.seed)
-    models.write(model, tokenizer, job.output / models.DIRECTORY)
+    model = new(config.model, Encoder(tokenizer, fast=False), config.pretrain.seed)
+    write(model, tokenizer, job.output / DIRECTORY)
     return {"parameters": sum(parameter.numel() for parameter in model.parameters())}

@@ -9,28 +9,30 @@ from typing import Any
 from ttrain.config import PretrainConfig, flatten
 from ttrain.data.encoder import Encoder
 from ttrain.model import factory, multi_token
-from ttrain.stages import models, training
-from ttrain.stages.job import Job
+from ttrain.stages import new_model, training
+from ttrain.stages.job import StageContext
 
 
-def run(config: PretrainConfig, job: Job) -> dict[str, Any]:
+def run(config: PretrainConfig, job: StageContext) -> dict[str, Any]:
     """Train a new model, or the base where there is one; leaves `model/` (Hugging Face), `checkpoints/` and the curves."""
     ranks = training.start(job.runtime)
     encoder = Encoder(job.inputs["tokenizer"], fast=False)  # its ids are asked for, no text is encoded
     return training.fit(config.pretrain, prepare(config, job.inputs, encoder), job, ranks, encoder)
 
 
-def prepare(config: PretrainConfig, inputs: Mapping[str, Path], encoder: Encoder) -> training.Trained:
+def prepare(config: PretrainConfig, inputs: Mapping[str, Path], encoder: Encoder) -> training.TrainableModel:
     """The model before its first step."""
     base = inputs.get("base")
-    model = models.load(base / models.DIRECTORY) if base else models.new(config.model, encoder, config.pretrain.seed)
+    model = (
+        new_model.load(base / new_model.DIRECTORY) if base else new_model.new(config.model, encoder, config.pretrain.seed)
+    )
     if base and config.model.multi_token is not None:
         multi_token.attach(model, config.model.multi_token, config.pretrain.seed)
-    return training.Trained(
+    return training.TrainableModel(
         model,
         state=lambda: multi_token.state(model),
         load=lambda weights: multi_token.load_state(model, weights),
         files={**factory.files(model), **training.tokenizer_files(inputs["tokenizer"])},
-        left_out=multi_token.left_out(model),
+        left_out=multi_token.discarded_files(model),
         identity={} if base else dict(flatten(config.model.model_dump(mode="json"), "model.")),
     )

@@ -1,4 +1,4 @@
-"""From a set of shards to the rows of a training stage, their order, and the batches that validate it."""
+"""The rows of a training stage from its shards, their order, and the validation batches."""
 
 from __future__ import annotations
 
@@ -9,13 +9,10 @@ import numpy as np
 
 from ttrain.config import Training
 from ttrain.core.hashing import digest_of
-from ttrain.data.chat_rows import ChatRows
-from ttrain.data.document_rows import DocumentRows, SeparateDocumentRows
 from ttrain.data.encoder import Encoder
-from ttrain.data.intervals import Intervals
-from ttrain.data.loader import BatchSource
-from ttrain.data.packing import MixedRows, Rows
-from ttrain.data.samplers import LengthGroupedOrder, Order, ShuffledOrder, WeightedOrder
+from ttrain.data.loader import BatchSource, LengthGroupedOrder, Order, ShuffledOrder, WeightedOrder
+from ttrain.data.packing import Intervals, MixedRows, Rows
+from ttrain.data.record_rows import ChatRows, DocumentRows, SeparateDocumentRows
 from ttrain.data.shards import ShardSet
 from ttrain.errors import ArtifactError, DataError, TooFewRows, UsageError
 from ttrain.train.schedules import steps_of
@@ -53,7 +50,7 @@ def _intervals(config: Training, encoder: Encoder) -> Intervals:
                 return encoder.special(marker)
             except ArtifactError:
                 raise UsageError(
-                    f"{config.section}.mask_intervals names {marker!r}, which is no token of the tokenizer; "
+                    f"{config.section}.mask_intervals names {marker!r}, which is not a token of the tokenizer; "
                     f"name one of its tokens, or give an id"
                 ) from None
         if not 0 <= marker < len(encoder):
@@ -82,13 +79,13 @@ def order_of(config: Training, rows: Rows) -> Order:
 
 
 def _check(config: Training, rows: Rows) -> None:
-    """Refuse data of which too much has nothing to learn from, or which is too little for one step."""
+    """Raise where too many chats have nothing to learn from, or the rows are too few for one step."""
     counts = rows.counts()
     dropped, records = counts.get("all_masked_dropped", 0), counts["records"]
     if dropped > config.dropped_fraction * records:
         raise DataError(
             f"{dropped} of {records} chats have no token to learn from: no answer, or all of it masked. That is more than "
-            f"{config.section}.dropped_fraction {config.dropped_fraction}; mend the data, or raise it"
+            f"{config.section}.dropped_fraction {config.dropped_fraction}; fix the data, or raise it"
         )
     if not len(rows):
         raise TooFewRows("the training data is empty: it gave no row to learn from")

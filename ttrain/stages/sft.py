@@ -9,25 +9,25 @@ from typing import Any
 from ttrain.config import SftConfig
 from ttrain.data.encoder import Encoder
 from ttrain.model import factory, multi_token
-from ttrain.stages import models, training
-from ttrain.stages.job import Job
+from ttrain.stages import new_model, training
+from ttrain.stages.job import StageContext
 
 
-def run(config: SftConfig, job: Job) -> dict[str, Any]:
+def run(config: SftConfig, job: StageContext) -> dict[str, Any]:
     """Train all weights of the base model on chats; leaves `model/` (Hugging Face), `checkpoints/` and the curves."""
     ranks = training.start(job.runtime)
     encoder = Encoder(job.inputs["base"] / "model", fast=False)  # its ids are asked for, no text is encoded
     return training.fit(config.sft, prepare(config, job.inputs, encoder), job, ranks, encoder)
 
 
-def prepare(config: SftConfig, inputs: Mapping[str, Path], encoder: Encoder) -> training.Trained:
+def prepare(config: SftConfig, inputs: Mapping[str, Path], encoder: Encoder) -> training.TrainableModel:
     """The model before its first step."""
     base = inputs["base"] / "model"
-    model = models.load(base)
-    return training.Trained(
+    model = new_model.load(base)
+    return training.TrainableModel(
         model,
         state=lambda: multi_token.state(model),
         load=lambda weights: multi_token.load_state(model, weights),
         files={**factory.files(model), **training.tokenizer_files(base)},
-        left_out=multi_token.left_out(model),
+        left_out=multi_token.discarded_files(model),
     )

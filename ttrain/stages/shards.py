@@ -11,20 +11,19 @@ import orjson
 
 from ttrain.config import Reading, ShardsConfig
 from ttrain.core.hashing import DigestCache, code_digests, digest_of
-from ttrain.data import chat_shapes, contamination, locations, sharding, shards, sources
-from ttrain.data.assembly import Built, DataFile
-from ttrain.data.blocks import Recipe
-from ttrain.data.contamination import Against
+from ttrain.data import chat_shapes, contamination, locations, records, sharding, shards
+from ttrain.data.assembly import DataFile, ShardSetResult
+from ttrain.data.blocks import BlockRecipe
+from ttrain.data.contamination import OverlapCheck
 from ttrain.data.encoder import Encoder
-from ttrain.data.sharding import Pool
-from ttrain.data.worker_pools import Processes
+from ttrain.data.sharding import Pool, Processes
 from ttrain.errors import DataError
-from ttrain.stages.job import Job
+from ttrain.stages.job import StageContext
 
 AGAINST = "against"  # the role of files with items of evaluations
 
 
-def run(config: ShardsConfig, job: Job) -> dict[str, Any]:
+def run(config: ShardsConfig, job: StageContext) -> dict[str, Any]:
     """Write `train/` and `heldout/` (with the records as text beside, for the evaluation); returns the counts."""
     with Processes(job.runtime.workers or os.cpu_count() or 1) as pool:
         built = build(config, job, pool)
@@ -32,15 +31,15 @@ def run(config: ShardsConfig, job: Job) -> dict[str, Any]:
     return built.to_json()
 
 
-def make_blocks(config: ShardsConfig, job: Job, pool: Pool) -> None:
-    """Make the blocks alone, which another process puts together."""
+def make_blocks(config: ShardsConfig, job: StageContext, pool: Pool) -> None:
+    """Make the blocks only; another process assembles them."""
     sharding.make_all(
         job.output, files_of(job), _recipe(config, job), config.reading, block_bytes=config.shards.block_bytes, pool=pool
     )
 
 
-def build(config: ShardsConfig, job: Job, pool: Pool) -> Built:
-    """Make the shards, or finish what a run before began."""
+def build(config: ShardsConfig, job: StageContext, pool: Pool) -> ShardSetResult:
+    """Make the shards, or finish those that an earlier run began."""
     return sharding.build(
         job.output,
         files_of(job),
@@ -50,23 +49,23 @@ def build(config: ShardsConfig, job: Job, pool: Pool) -> Built:
         pool=pool,
         weights=job.weights,
         against=_against(config, job),
-        progress=lambda rows, made: job.progress.update(rows, 0, "records", blocks=made),
+        progress=lambda rows, blocks: job.progress.update(rows, 0, "records", blocks=blocks),
     )
 
 
-def _against(config: ShardsConfig, job: Job) -> Against | None:
-    """The items of the evaluations that `shards.decontaminate` names; a task is called as its file is."""
+def _against(config: ShardsConfig, job: StageContext) -> OverlapCheck | None:
+    """The items of the evaluations that `shards.decontaminate` names; a task has the name of its file."""
     files, settings = job.files.get(AGAINST, ()), config.shards
-    rule = contamination.Rule(settings.overlap_bytes, settings.overlap_share)
-    return contamination.against(files, rule, remove=settings.overlapping == "remove") if files else None
+    rule = contamination.OverlapRule(settings.overlap_bytes, settings.overlap_share)
+    return contamination.overlap_check(files, rule, remove=settings.overlapping == "remove") if files else None
 
 
-def _recipe(config: ShardsConfig, job: Job) -> Recipe:
+def _recipe(config: ShardsConfig, job: StageContext) -> BlockRecipe:
     kind, tokenizer = job.arguments["kind"], job.inputs["tokenizer"]
     return recipe_of(config.reading, tokenizer, kind, own_data=bool(job.files.keys() - {AGAINST}), reuse=job.reuse)
 
 
-def files_of(job: Job) -> dict[str, list[DataFile]]:
+def files_of(job: StageContext) -> dict[str, list[DataFile]]:
     """The files by role; the quickstart's source brings both parts."""
     if not job.files.keys() - {AGAINST}:
         source, dataset = job.inputs["source"], job.arguments["dataset"]
@@ -75,17 +74,19 @@ def files_of(job: Job) -> dict[str, list[DataFile]]:
     return {
         role: [
             DataFile(location, locations.name(location), job.versions[role][n], job.groups[role][n])
-            for n, location in enumerate(found)
+            for n, location in enumerate(role_locations)
         ]
-        for role, found in job.files.items()
+        for role, role_locations in job.files.items()
         if role != AGAINST
     }
 
 
-def recipe_of(reading: Reading, tokenizer: Path, kind: str, *, own_data: bool = True, reuse: tuple[str, ...] = ()) -> Recipe:
-    """What a block becomes; the code that decides it is part of it."""
+def recipe_of(
+    reading: Reading, tokenizer: Path, kind: str, *, own_data: bool = True, reuse: tuple[str, ...] = ()
+) -> BlockRecipe:
+    """The recipe that blocks are made by; the digest of its code is part of it."""
     encoder = Encoder(tokenizer)
-    return Recipe(
+    return BlockRecipe(
         kind=kind,
         text_field=reading.text_field if own_data else "text",
         heldout_fraction=reading.heldout_fraction,
@@ -106,19 +107,19 @@ def _code() -> str:
     return digest_of(code_digests(__name__, DigestCache(Path(os.devnull))))
 
 
-def check(built: Built, reading: Reading, name: str, kind: str) -> None:
+def check(built: ShardSetResult, reading: Reading, name: str, kind: str) -> None:
     """Raise DataError where too many rows are bad, or none is left."""
-    wanted = chat_shapes.CHAT_FIELDS if kind == "chats" else sources.document_fields(reading.text_field)
+    expected_fields = chat_shapes.CHAT_FIELDS if kind == "chats" else records.document_fields(reading.text_field)
     for role, tally in built.tallies.items():
         if role == "train" or tally.rows:
-            tally.check(name if role == "train" else f"{name}_heldout", reading.rejected_fraction, wanted)
+            tally.check(name if role == "train" else f"{name}_heldout", reading.rejected_fraction, expected_fields)
     if not built.parts["train"]["rows"]:
-        where = "went to the held-out part" + (" or hold items of an evaluation" if built.contamination else "")
-        raise DataError(f"{name}: all {built.tallies['train'].kept} rows {where}; bring more rows")
+        reason = "went to the held-out part" + (" or hold items of an evaluation" if built.contamination else "")
+        raise DataError(f"{name}: all {built.tallies['train'].kept} rows {reason}; bring more rows")
 
 
 def heldout_records(directory: Path) -> list[dict[str, Any]]:
     """The held-out records of a set of shards, as text."""
-    part = directory / "heldout"
-    names = [shard["records"] for shard in shards.ShardSet(part).index["shards"]]
-    return [orjson.loads(line) for name in names for line in (part / name).read_bytes().split(b"\n") if line]
+    heldout = directory / "heldout"
+    names = [shard["records"] for shard in shards.ShardSet(heldout).index["shards"]]
+    return [orjson.loads(line) for name in names for line in (heldout / name).read_bytes().split(b"\n") if line]

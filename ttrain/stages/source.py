@@ -6,10 +6,10 @@ from typing import Any
 
 from ttrain.config import SourceConfig
 from ttrain.data import python_docs
-from ttrain.stages.job import Job
+from ttrain.stages.job import StageContext
 
 
-def run(config: SourceConfig, job: Job) -> dict[str, Any]:
+def run(config: SourceConfig, job: StageContext) -> dict[str, Any]:
     """Write pretrain, sft and lora JSONL with their held-out parts; returns the counts of rows and bytes."""
     settings = config.python_docs
     return python_docs.build(

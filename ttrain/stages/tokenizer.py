@@ -8,20 +8,20 @@ from pathlib import Path
 from typing import Any
 
 from ttrain.config import Reading, Tokenizer, TokenizerConfig
-from ttrain.data import existing_tokenizer, locations, sources
+from ttrain.data import existing, locations, records
 from ttrain.data import tokenizer as tokenizers
 from ttrain.data.encoder import Encoder
-from ttrain.data.jsonl import Tally
-from ttrain.data.sampling import Reservoir, sample
+from ttrain.data.records import Tally
+from ttrain.data.tokenizer import Reservoir, sample
 from ttrain.errors import DataError
-from ttrain.stages.job import Job
+from ttrain.stages.job import StageContext
 
 MEASURED_DOCUMENTS, MEASURED_BYTES = 200, 1_000_000  # of each file, to say how well the tokenizer fits it
-LOOKED_AT = 2000  # documents of each file that are read at all, where none is needed to learn from
+MAX_READ_DOCUMENTS = 2000  # documents of each file that are read at all, where none is needed to learn from
 SETTING = "data.pretrain (or data.tokenizer, where that is set)"
 
 
-def run(config: TokenizerConfig, job: Job) -> dict[str, Any]:
+def run(config: TokenizerConfig, job: StageContext) -> dict[str, Any]:
     """Write a Hugging Face tokenizer directory; returns vocabulary size, text read, and bytes per token."""
     reading, paths = config.reading, job.files.get("train")
     if paths is None and "source" in job.inputs:  # it has set its held-out part aside already
@@ -32,7 +32,7 @@ def run(config: TokenizerConfig, job: Job) -> dict[str, Any]:
         job.output,
         config.tokenizer,
         reading,
-        found=[Path(path) for path in job.files.get("existing", ())],
+        existing_files=[Path(path) for path in job.files.get("existing", ())],
         progress=lambda done: job.progress.update(done, 0, "documents"),
     )
 
@@ -43,20 +43,20 @@ def train_directory(
     config: Tokenizer,
     reading: Reading,
     *,
-    found: Sequence[Path] = (),
+    existing_files: Sequence[Path] = (),
     progress: Callable[[int], None] = lambda done: None,
     setting: str = SETTING,
 ) -> dict[str, Any]:
-    """Train on the files and write the tokenizer under `output`, or take `config.existing`; `found` are its files, if known.
+    """Train on the files and write the tokenizer under `output`, or copy `config.existing` (its `existing_files`, if known).
 
     An existing one needs no files, which only measure it. Returns the figures of the manifest. Raises DataError where too
     many rows are bad (`setting` is named), and UsageError where an existing tokenizer cannot be used.
     """
     tally = Tally()
     measured = {path: Reservoir(MEASURED_BYTES, MEASURED_DOCUMENTS, config.seed) for path in paths}
-    documents = _documents(paths, reading, tally, measured, LOOKED_AT if config.existing else None)
-    training = (record.text for heldout, record in sources.split(documents, reading.heldout_fraction)
-                if not heldout and isinstance(record, sources.Document))  # fmt: skip
+    documents = _documents(paths, reading, tally, measured, MAX_READ_DOCUMENTS if config.existing else None)
+    training = (record.text for heldout, record in records.split(documents, reading.heldout_fraction)
+                if not heldout and isinstance(record, records.TextDocument))  # fmt: skip
     counted = _counted(training, progress)
     if config.existing:
         for _ in counted:
@@ -64,24 +64,24 @@ def train_directory(
     else:
         chosen = sample(counted, config)
     if paths:
-        tally.check(setting, reading.rejected_fraction, sources.document_fields(reading.text_field))
+        tally.check(setting, reading.rejected_fraction, records.document_fields(reading.text_field))
     figures: dict[str, Any] = {}
     if config.existing:
-        existing_tokenizer.take(found or existing_tokenizer.files(config.existing), output, config.template)
+        existing.install(existing_files or existing.tokenizer_files(config.existing), output, config.template)
     else:
         if not chosen.texts:
             raise DataError(f"{setting}: all {tally.kept} documents went to the held-out part; bring more documents")
         tokenizers.save(tokenizers.train(chosen.texts, config.vocab_size, config.template), output, config.template)
-        figures = {"documents": len(chosen.texts), "documents_seen": chosen.seen, "bytes": chosen.bytes}
+        figures = {"documents": len(chosen.texts), "documents_seen": chosen.documents_seen, "bytes": chosen.bytes}
     encoder = Encoder(output)
     for path in paths:
-        if not measured[path].seen:  # "head" had enough before
-            for _ in _documents([path], reading, Tally(), measured, LOOKED_AT):
+        if not measured[path].documents_seen:  # "head" had enough before
+            for _ in _documents([path], reading, Tally(), measured, MAX_READ_DOCUMENTS):
                 pass
     texts = {path: reservoir.sample().texts for path, reservoir in measured.items()}
     whole = tokenizers.measure(encoder, list(itertools.chain.from_iterable(texts.values())))
     if whole["changed_texts"] and not config.existing:
-        raise DataError(f"the tokenizer does not give back {whole['changed_texts']} of {whole['documents']} texts")
+        raise DataError(f"the tokenizer does not reproduce {whole['changed_texts']} of {whole['documents']} texts")
     return {
         "vocab_size": len(encoder),
         "encoder": encoder.kind,
@@ -94,14 +94,14 @@ def train_directory(
 
 def _documents(
     paths: Sequence[str], reading: Reading, tally: Tally, measured: dict[str, Reservoir], limit: int | None
-) -> Iterator[sources.Record]:
+) -> Iterator[records.Record]:
     """The documents of all files, at most `limit` of each; a sample of each file stays in `measured`."""
-    parse = sources.document_parser(reading.text_field)
+    parse = records.document_parser(reading.text_field)
     for path in paths:
         for record in itertools.islice(
-            sources.read([path], parse, tally, reading.max_line_bytes, reading.text_field), limit
+            records.read([path], parse, tally, reading.max_line_bytes, reading.text_field), limit
         ):
-            if isinstance(record, sources.Document):
+            if isinstance(record, records.TextDocument):
                 measured[path].add(record.text)
             yield record
 

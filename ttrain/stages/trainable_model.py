@@ -1,4 +1,4 @@
-"""One training, whatever is trained: ranks, loader, checkpoints, the trainer, and the model that it leaves."""
+"""Run one training of any model: ranks, loader, checkpoints, the trainer, and the files of the trained model."""
 
 from __future__ import annotations
 
@@ -14,32 +14,29 @@ import torch
 from torch import Tensor, nn
 
 from ttrain.config import Runtime
-from ttrain.data.loader import BatchSource, Loader
-from ttrain.data.samplers import Order
+from ttrain.data.loader import BatchSource, Loader, Order
 from ttrain.errors import Interrupted
 from ttrain.stages.callbacks import GUARDS
-from ttrain.stages.job import Job
-from ttrain.train import checkpoint, guards, precision, tensor_files
+from ttrain.stages.job import StageContext
+from ttrain.train import checkpoint, checkpoint_format, guards, precision
 from ttrain.train.callbacks import Callback
 from ttrain.train.checkpoint import Checkpoints, Snapshot
-from ttrain.train.determinism import set_deterministic
 from ttrain.train.distributed import Ranks
-from ttrain.train.memory import explained, limit_memory, limit_of
-from ttrain.train.night_throttle import NightShift
-from ttrain.train.precision import Precision
+from ttrain.train.precision import Precision, set_deterministic
+from ttrain.train.resource_limits import NightThrottle, explain_out_of_memory, limit_bytes, limit_memory
 from ttrain.train.schedules import decay_start
 from ttrain.train.task import TrainingTask
-from ttrain.train.trainer import INTERRUPTED, Cadence, FitResult, How, Trainer
+from ttrain.train.trainer import INTERRUPTED, Cadence, FitResult, Trainer, TrainerOptions
 
 log = logging.getLogger("ttrain")
 
 
 @dataclass(frozen=True)
-class Trained:
-    """A model about to be trained, and how it is kept: `directory` under the output, weights file, files beside it.
+class TrainableModel:
+    """A model to train, and how it is stored: `directory` under the output, weights file, files beside it.
 
-    `identity`: the settings that shaped it, which a checkpoint must agree with as with those of the stage. What `state` has
-    as FILE.safetensors/NAME lies in that file, beside the other weights; files in `left_out` are in checkpoints only.
+    `identity`: the settings that shaped it, which a checkpoint must match as it must those of the stage. A tensor that
+    `state` names FILE.safetensors/NAME is stored in that file; files in `left_out` are in checkpoints only.
     """
 
     model: nn.Module
@@ -54,11 +51,11 @@ class Trained:
 
 def start(runtime: Runtime) -> Ranks:
     """Join the other ranks and share the cores among them."""
-    here, local = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
-    torch.set_num_threads(runtime.threads or max(1, (os.cpu_count() or 1) // here))
+    local_world_size, local_rank = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
+    torch.set_num_threads(runtime.threads or max(1, (os.cpu_count() or 1) // local_world_size))
     set_deterministic(runtime.deterministic)
-    device = precision.resolve_device(runtime.device, local)
-    limit_memory(limit_of(runtime), device)
+    device = precision.resolve_device(runtime.device, local_rank)
+    limit_memory(limit_bytes(runtime), device)
     return Ranks.join(device)
 
 
@@ -77,8 +74,8 @@ def loader_of(rows: BatchSource, order: Order, runtime: Runtime, ranks: Ranks) -
 def train(
     task: TrainingTask,
     loader: Loader,
-    trained: Trained,
-    job: Job,
+    trained: TrainableModel,
+    job: StageContext,
     ranks: Ranks,
     *,
     precision: Precision,
@@ -89,7 +86,7 @@ def train(
     quick: Sequence[Any] = (),
     start: Snapshot | None = None,
 ) -> dict[str, Any]:
-    """Train, leave the model under the output, return the figures. Raises Interrupted after saving."""
+    """Train, write the model under the output, return the figures. Raises Interrupted after saving."""
     config, order, runtime = task.config, loader.order, job.runtime
     checkpoints = Checkpoints(
         job.output / "checkpoints",
@@ -117,7 +114,7 @@ def train(
             quick_validations=runtime.quick_validations,
         ),
         stop_requested=job.stop_requested,
-        how=How(runtime.compile, runtime.parallel, runtime.reduction),
+        options=TrainerOptions(runtime.compile, runtime.parallel, runtime.reduction),
         night=_night(runtime, ranks),
         start=start,
         identity=identity,
@@ -125,7 +122,7 @@ def train(
     )
     log.info("optimizer groups %s", trainer.optimizers.groups())
     try:
-        with explained(limit_of(runtime), runtime.rows_per_device):
+        with explain_out_of_memory(limit_bytes(runtime), runtime.rows_per_device):
             result = trainer.fit()
     finally:
         with ranks.busy("saving"):
@@ -141,15 +138,15 @@ def train(
     return {**_figures(trainer, result, runtime, trained.model), "guard_warnings": warned}
 
 
-def _night(runtime: Runtime, ranks: Ranks) -> NightShift | None:
+def _night(runtime: Runtime, ranks: Ranks) -> NightThrottle | None:
     if runtime.night is None:
         return None
     day = runtime.rows_per_device
-    return NightShift(runtime.night, ranks.device, rows_per_device=day, memory_limit=limit_of(runtime))
+    return NightThrottle(runtime.night, ranks.device, rows_per_device=day, memory_limit=limit_bytes(runtime))
 
 
 def _figures(trainer: Trainer, result: FitResult, runtime: Runtime, model: nn.Module) -> dict[str, Any]:
-    """What became of a training, for the manifest."""
+    """The figures of a training, for the manifest."""
     order, ranks = trainer.loader.order, trainer.ranks
     return {
         "steps": result.step,
@@ -174,17 +171,17 @@ def _figures(trainer: Trainer, result: FitResult, runtime: Runtime, model: nn.Mo
     }
 
 
-def _write_model(directory: Path, trained: Trained, weights: dict[str, Tensor]) -> None:
+def _write_model(directory: Path, trained: TrainableModel, weights: dict[str, Tensor]) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     for name, data in trained.files.items():
         (directory / name).write_bytes(data)
-    for file, tensors in tensor_files.by_file(checkpoint.copy_tensors(weights), trained.weights_file).items():
+    for file, tensors in checkpoint_format.by_file(checkpoint.copy_tensors(weights), trained.weights_file).items():
         if file in trained.left_out:
             (directory / file).unlink(missing_ok=True)
             continue
         temporary = directory / f".{file}.writing"
         temporary.unlink(missing_ok=True)
-        tensor_files.write(temporary, tensor_files.tensor_parts(tensors, {"format": "pt"}))
+        checkpoint_format.write(temporary, checkpoint_format.tensor_parts(tensors, {"format": "pt"}))
         temporary.replace(directory / file)
 
 

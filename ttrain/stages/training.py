@@ -1,4 +1,4 @@
-"""What pretraining, SFT and LoRA do in the same way: rows and their order, the task, what watches, the figures."""
+"""The part of training that pretraining, SFT and LoRA share: rows and their order, task, callbacks, figures."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from ttrain.config import Runtime, Training, flatten
 from ttrain.data.encoder import Encoder
 from ttrain.data.loader import pad_fraction
 from ttrain.errors import UsageError
-from ttrain.stages.callbacks import METRICS, is_without_effect, language_watchers
-from ttrain.stages.job import Job
-from ttrain.stages.models import tokenizer_files
+from ttrain.stages.callbacks import METRICS, is_without_effect, language_model_callbacks
+from ttrain.stages.job import StageContext
+from ttrain.stages.new_model import tokenizer_files
 from ttrain.stages.rows import open_rows, order_of, validation_batches
-from ttrain.stages.trainable_model import Trained, loader_of, start, train
-from ttrain.train import checkpoint, leakage_check, precision
+from ttrain.stages.trainable_model import TrainableModel, loader_of, start, train
+from ttrain.train import checkpoint, language_modeling, precision
 from ttrain.train.distributed import Ranks
 from ttrain.train.early_stopping import early_stopping
 from ttrain.train.language_modeling import LanguageModeling
 from ttrain.train.schedules import BUDGET, RATES, quick_rows
 
-__all__ = ["Trained", "fit", "start", "task_of", "tokenizer_files"]
+__all__ = ["TrainableModel", "fit", "start", "task_of", "tokenizer_files"]
 
 log = logging.getLogger("ttrain")
 
 
 def task_of(config: Training, model: nn.Module, runtime: Runtime) -> LanguageModeling:
-    """What these stages train: next tokens."""
+    """The task of these stages: next-token prediction."""
     return LanguageModeling(
         config,
         model,
@@ -37,26 +37,26 @@ def task_of(config: Training, model: nn.Module, runtime: Runtime) -> LanguageMod
     )
 
 
-def fit(config: Training, trained: Trained, job: Job, ranks: Ranks, encoder: Encoder) -> dict[str, Any]:
-    """Train, leave the model under the output, return the figures of the manifest. Raises Interrupted after saving."""
+def fit(config: Training, trained: TrainableModel, job: StageContext, ranks: Ranks, encoder: Encoder) -> dict[str, Any]:
+    """Train, write the model under the output, return the figures of the manifest. Raises Interrupted after saving."""
     rows = open_rows(job.inputs["shards"] / "train", encoder, config)
     heldout = open_rows(job.inputs["shards"] / "heldout", encoder, config, heldout=True)
     order = order_of(config, rows)
     runtime = job.runtime
     loader = loader_of(rows, order, runtime, ranks)
-    computed_in = precision.resolve(config.precision, ranks.device)
+    computed_in = precision.resolve_precision(config.precision, ranks.device)
     validation = validation_batches(heldout, config.validation_rows, runtime.rows_per_device)
-    few = min(config.validation_rows, quick_rows(order.total_rows, runtime.quick_validations + 1))
-    quick = [] if config.validate_every_steps else validation_batches(heldout, few, runtime.rows_per_device)
+    quick_row_count = min(config.validation_rows, quick_rows(order.total_rows, runtime.quick_validations + 1))
+    quick = [] if config.validate_every_steps else validation_batches(heldout, quick_row_count, runtime.rows_per_device)
     if job.start_from and config.early_stopping:
         raise UsageError(
-            f"--extend and {config.prefix}early_stopping do not go together: the best weights may lie in the shorter run; "
-            f"leave one of them out"
+            f"--extend cannot be combined with {config.prefix}early_stopping: the best weights may lie in the shorter run; "
+            f"remove one of them"
         )
     extended = checkpoint.read(job.start_from, trained.weights_file) if job.start_from else None
     log.info("rows %s", rows.counts())
     task = task_of(config, trained.model, runtime)
-    leakage_check.check(task.build_model(), config)
+    language_modeling.check(task.build_model(), config)
     figures = train(
         task,
         loader,
@@ -68,7 +68,7 @@ def fit(config: Training, trained: Trained, job: Job, ranks: Ranks, encoder: Enc
         quick=quick,
         callbacks=[
             *early_stopping(config, validation),
-            *language_watchers(
+            *language_model_callbacks(
                 config,
                 job,
                 model=trained.model,
@@ -85,8 +85,8 @@ def fit(config: Training, trained: Trained, job: Job, ranks: Ranks, encoder: Enc
     )
     warned = dict(figures["guard_warnings"])
     if ranks.first and is_without_effect(job.run_directory / METRICS):
-        cure = f"{config.prefix}optim.lr is {config.optim.lr:g}: try a larger one, or train longer"
-        log.warning("the loss on held-out rows hardly changed in all of this stage; %s", cure)
+        fix = f"{config.prefix}optim.lr is {config.optim.lr:g}: try a larger one, or train longer"
+        log.warning("the loss on held-out rows hardly changed in all of this stage; %s", fix)
         warned["no_effect"] = 1
     return {
         **figures,

@@ -1,4 +1,4 @@
-"""What runs in the process of `ttrain train --task`: a user's task, trained as the stages are."""
+"""The process of `ttrain train --task`: train a user's task in the way of the stages."""
 
 from __future__ import annotations
 
@@ -15,28 +15,27 @@ import yaml
 from torch import Tensor, nn
 
 from ttrain.config import TaskConfig, UserTaskConfig, flatten
-from ttrain.config.loading import Given, merge, settable_keys
-from ttrain.data.samplers import ShuffledOrder
+from ttrain.config.loading import Override, merge, settable_keys
+from ttrain.data.loader import ShuffledOrder
 from ttrain.errors import DataError, TTrainError, UsageError
 from ttrain.model.factory import overwrite
 from ttrain.stages import trainable_model
-from ttrain.stages.callbacks import watchers
-from ttrain.stages.job import Job
+from ttrain.stages.callbacks import training_callbacks
+from ttrain.stages.job import StageContext
 from ttrain.stages.rows import validation_batches
-from ttrain.train import precision, task_registry
-from ttrain.train.custom_task import MapStyle, UserTask
+from ttrain.train import precision, task
 from ttrain.train.distributed import Ranks
 from ttrain.train.early_stopping import early_stopping
 from ttrain.train.optim import Optimizers
-from ttrain.train.task import LossSum, TrainingTask
+from ttrain.train.task import LossSum, MapStyle, TrainingTask, UserTask
 
 SETTINGS = "settings.yaml"
 
 
-def run(config: UserTaskConfig, job: Job) -> dict[str, Any]:
+def run(config: UserTaskConfig, job: StageContext) -> dict[str, Any]:
     """Train the task; leaves `model.safetensors`, `checkpoints/`, `settings.yaml` and the curves. Returns the figures."""
     kind = task_class(config.task)
-    settings, _ = merge(kind.Config, [Given(*given) for given in config.given])
+    settings, _ = merge(kind.Config, [Override(*override) for override in config.given])
     allow = allowed(config.allow, kind.Config)
     ranks = trainable_model.start(job.runtime)
     name = f"{kind.__module__}:{kind.__qualname__}"
@@ -44,22 +43,22 @@ def run(config: UserTaskConfig, job: Job) -> dict[str, Any]:
 
 
 def train(
-    task: UserTask, job: Job, ranks: Ranks, *, identity: Mapping[str, Any], allow: frozenset[str]
+    task: UserTask, job: StageContext, ranks: Ranks, *, identity: Mapping[str, Any], allow: frozenset[str]
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """(the trained model, the figures); leaves what `run` leaves. `identity`: what else a checkpoint must agree with."""
+    """Train, and write the files of `run`; returns (model, figures). `identity`: what else a checkpoint must match."""
     settings = task.config
-    rows, heldout = (Batches(found, task.collate) for found in (task.rows(), task.heldout_rows() or ()))
+    rows, heldout = (Batches(dataset, task.collate) for dataset in (task.rows(), task.heldout_rows() or ()))
     check_rows(rows, settings)
     order = ShuffledOrder(len(rows), settings.rows_per_step, math.ceil(settings.epochs * len(rows)), settings.seed)
     loader = trainable_model.loader_of(rows, order, job.runtime, ranks)
     validation = validation_batches(heldout, settings.validation_rows, job.runtime.rows_per_device)
-    computed_in = precision.resolve(settings.precision, ranks.device)
+    computed_in = precision.resolve_precision(settings.precision, ranks.device)
     torch.manual_seed(settings.seed)
     model = task.build_model()
     figures = trainable_model.train(
         Adapted(task, model),
         loader,
-        trainable_model.Trained(
+        trainable_model.TrainableModel(
             model, lambda: state(model), lambda weights: overwrite(state(model), weights), {}, directory="."
         ),
         job,
@@ -68,7 +67,7 @@ def train(
         validation=validation,
         callbacks=[
             *early_stopping(settings, validation),
-            *watchers(settings, job, loader=loader, ranks=ranks, precision=computed_in),
+            *training_callbacks(settings, job, loader=loader, ranks=ranks, precision=computed_in),
         ],
         identity={
             **identity,
@@ -87,43 +86,43 @@ def train(
 
 
 def task_class(name: str) -> type[UserTask]:
-    """Import the class of a task. Raises UsageError where it cannot be had, or is no task that can be run."""
-    point = task_registry.find(name)
+    """Import the class of a task. Raises UsageError where it cannot be imported, or is not a task that can be run."""
+    point = task.find_task(name)
     if ":" in name:
         sys.path.insert(0, str(Path.cwd()))
     try:
-        found = point.load()
+        task_type = point.load()
     except ModuleNotFoundError as error:
         if error.name != point.module.partition(".")[0] and error.name != point.module:
-            raise  # it is there, and itself imports what is not
+            raise  # the module exists, but one of its own imports does not
         raise UsageError(f"--task is '{name}' but there is no module {error.name}, here or among the packages") from None
     except AttributeError as error:
         if error.name not in point.attr.split("."):
             raise
         raise UsageError(f"--task is '{name}' but the module {point.module} has no {point.attr}") from None
-    if not (inspect.isclass(found) and issubclass(found, UserTask)):
-        raise UsageError(f"--task is '{name}', which is no subclass of ttrain.train.custom_task.UserTask")
-    if inspect.isabstract(found):
-        raise UsageError(f"the task {name} lacks {', '.join(sorted(found.__abstractmethods__))}; write them")
-    if not issubclass(found.Config, TaskConfig) or "runtime" in found.Config.model_fields:
+    if not (inspect.isclass(task_type) and issubclass(task_type, UserTask)):
+        raise UsageError(f"--task is '{name}', which is not a subclass of ttrain.train.task.UserTask")
+    if inspect.isabstract(task_type):
+        raise UsageError(f"the task {name} lacks {', '.join(sorted(task_type.__abstractmethods__))}; write them")
+    if not issubclass(task_type.Config, TaskConfig) or "runtime" in task_type.Config.model_fields:
         raise UsageError(f"the settings {name}.Config must derive from ttrain.config.TaskConfig, and have no 'runtime'")
-    return found
+    return task_type
 
 
 def allowed(names: Sequence[str], root: type[TaskConfig]) -> frozenset[str]:
-    """The settings that --allow names; `optim` stands for all of its own. Raises UsageError where there is none."""
-    known = [*settable_keys(root), "task"]
-    found: set[str] = set()
+    """The settings that --allow names; `optim` stands for all below it. Raises UsageError for an unknown name."""
+    setting_names = [*settable_keys(root), "task"]
+    allowed_names: set[str] = set()
     for name in names:
-        meant = [key for key in known if key == name or key.startswith(f"{name}.")]
+        meant = [key for key in setting_names if key == name or key.startswith(f"{name}.")]
         if not meant:
-            raise UsageError(f"--allow is '{name}', but there is no such setting{task_registry.near(name, known)}")
-        found.update(meant)
-    return frozenset(found)
+            raise UsageError(f"--allow is '{name}', but there is no such setting{task.did_you_mean(name, setting_names)}")
+        allowed_names.update(meant)
+    return frozenset(allowed_names)
 
 
 def check_rows(rows: Batches, config: TaskConfig) -> None:
-    """Raises DataError where there are too few for one step."""
+    """Raise DataError where there are too few rows for one step."""
     if not len(rows):
         raise DataError("the task's rows() are empty: there is nothing to learn from")
     if len(rows) < config.rows_per_step:
@@ -138,13 +137,13 @@ def check_rows(rows: Batches, config: TaskConfig) -> None:
 
 @dataclass(frozen=True)
 class RowBatch:
-    """What the task's `collate` made, and whether it counts in the loss."""
+    """A batch from the task's `collate`, and whether it counts in the loss."""
 
     content: Any
     counts: bool = True
 
     def without_targets(self) -> RowBatch:
-        """The same rows, none of which moves the loss."""
+        """The same rows, none of which counts in the loss."""
         return replace(self, counts=False)
 
 
@@ -167,7 +166,7 @@ class Batches:
 
 @final
 class Adapted(TrainingTask):
-    """A user's task as the trainer asks for it: its model, made once, and batches of which some do not count."""
+    """Adapts a user's task to the trainer's interface: its model, built once, and batches of which some do not count."""
 
     def __init__(self, task: UserTask, model: nn.Module) -> None:
         self.config, self._task, self._model = task.config, task, model
@@ -191,7 +190,7 @@ class Adapted(TrainingTask):
         return self._checked("validation_step", self._task.validation_step(model, batch.content, device), batch)
 
     def _checked(self, method: str, loss: LossSum, batch: RowBatch) -> LossSum:
-        """The loss, or nothing of it. Raises TTrainError where it is none."""
+        """The loss, or zero for a batch that does not count. Raises TTrainError where it is not a summed LossSum."""
         called = f"{type(self._task).__name__}.{method}"
         if not isinstance(loss, LossSum):
             raise TTrainError(f"{called} returned a {type(loss).__name__}; return LossSum(sum of the losses, their number)")
@@ -199,7 +198,7 @@ class Adapted(TrainingTask):
             raise TTrainError(f"{called} returned a loss of shape {list(loss.total.shape)}; return the sum of its numbers")
         if batch.counts:
             return loss
-        nothing = [{name: value * 0 for name, value in found.items()} for found in (loss.parts, loss.sums)]
+        nothing = [{name: value * 0 for name, value in tensors.items()} for tensors in (loss.parts, loss.sums)]
         return LossSum(loss.total * 0.0, 0, *nothing)
 
     def after_step(self, sums: Mapping[str, Sequence[float]]) -> None:
@@ -210,7 +209,7 @@ class Adapted(TrainingTask):
 
 
 def state(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name; one that has two names once, under the first."""
+    """Parameters and buffers by name; a tensor with two names appears once, under the first."""
     first = {name for name, _ in model.named_parameters()}
     again = {name for name, _ in model.named_parameters(remove_duplicate=False)} - first
     return {name: tensor for name, tensor in model.state_dict().items() if name not in again}

@@ -15,11 +15,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ttrain.core import piece_digests
 from ttrain.core.files import (
-    LEFT_BY_A_KILL,
+    INTERRUPTED_WRITE,
     exclusive,
     fsync,
     read_json,
@@ -43,26 +42,22 @@ from ttrain.store.layout import (
     write_manifest,
 )
 
-if TYPE_CHECKING:
-    pass
-
-
 SHOWN_KEY = 12  # characters of a key that a person reads
 SHOWN_DAMAGES = 3  # damaged artifacts that a message names
-DISTRUSTED = "distrusted.json"  # {STAGE/KEY: when it was published} of what is not to be fetched from elsewhere
+DISTRUSTED = "distrusted.json"  # {STAGE/KEY: time of publication} of artifacts that must not be fetched from elsewhere
 HOLDER = ".holder"  # beside a key's lock: which process has it
 LATER_SECONDS = 1e-3  # by which an artifact is newer than the one before it, whatever the clock says
 
 
-class Store:
-    """The artifacts under one home. What it lacks may be found `elsewhere`; a hit here asks nobody."""
+class ArtifactStore:
+    """The artifacts under one home. Those that it lacks may be found `elsewhere`, which is not asked after a hit here."""
 
     def __init__(self, root: Path, elsewhere: Elsewhere | None = None) -> None:
         self.root, self.elsewhere = root, elsewhere
         self.cache = DigestCache(root / "cache" / "digests.json")
 
     def path(self, stage: str, key: str) -> Path:
-        """Where the artifact of this key lives, or would live."""
+        """The directory of the artifact of this key, whether it exists or not."""
         return self.root / "store" / stage / key
 
     def work(self, stage: str, key: str) -> Path:
@@ -70,9 +65,9 @@ class Store:
         return self.root / "work" / stage / key
 
     def find(self, stage: str, key: str) -> Artifact | None:
-        """The artifact, if it is there and undamaged. One that is elsewhere is found, too, with all its files absent.
+        """The artifact, if it is here and undamaged; else the one that is elsewhere, with all its files absent.
 
-        A damaged one is not, although it may be elsewhere as a whole: what reads the store alone would never see that one.
+        For a damaged one none is taken from elsewhere: what reads the store alone would never see it.
         """
         path = self.path(stage, key)
         artifact = self.at(path)
@@ -81,7 +76,7 @@ class Store:
         return artifact if artifact and not self.damage(artifact) else None
 
     def manifest_elsewhere(self, stage: str, key: str) -> Mapping[str, Any] | None:
-        """What another place has of a key, unless that was set aside here, since it may have been made from wrong bytes."""
+        """The manifest of a key elsewhere, unless that was distrusted here, since it may have been made from wrong bytes."""
         manifest = self.elsewhere.manifest(stage, key) if self.elsewhere else None
         distrusted = read_object(self.root / DISTRUSTED).get(f"{stage}/{key}", 0.0) if manifest else 0.0
         return manifest if manifest and manifest["published"] > distrusted else None
@@ -93,19 +88,19 @@ class Store:
             write_json(self.root / DISTRUSTED, {**entries, f"{stage}/{key}": published})
 
     def complete(
-        self, artifact: Artifact, names: tuple[str, ...] = (), said: Callable[[str], object] = lambda line: None
+        self, artifact: Artifact, names: tuple[str, ...] = (), report: Callable[[str], object] = lambda line: None
     ) -> Artifact:
         """The artifact with its named files here (all that are not private, where none is named); fetches absent ones.
 
         Raises ArtifactError where one cannot be had, or is not what was published.
         """
         if artifact.absent.isdisjoint(artifact.files_of(names)):
-            if not (artifact.path / MANIFEST).is_file():  # cleaned away between the plan and now
+            if not (artifact.path / MANIFEST).is_file():  # removed by `clean` between the plan and now
                 raise ArtifactError(f"{artifact.path} was removed a moment ago; run the same command again")
             return artifact
         from ttrain.store.artifacts import fetch_absent
 
-        return fetch_absent(self, artifact, names, said)
+        return fetch_absent(self, artifact, names, report)
 
     def damage(self, artifact: Artifact) -> str | None:
         """The first file that is missing or differs from the manifest; None where all is well.
@@ -168,7 +163,7 @@ class Store:
         return self.damage(artifact) if artifact else self.manifest_problem(path)
 
     def damaged(self, stage: str = "*") -> dict[Path, str]:
-        """Places of artifacts (of one stage, or of all) in which something is damaged, and what."""
+        """Paths of damaged artifacts (of one stage, or of all), and what is wrong with each."""
         artifacts = self._sorted((self.root / "store").glob(f"{stage}/*"))
         return {artifact.path: why for artifact in artifacts if (why := self.damage(artifact))} | self.unreadable(stage)
 
@@ -198,19 +193,19 @@ class Store:
         """
         path = self.root / "work" / stage / f"{key}.lock"
         with exclusive(path, waiting):
-            named = path.with_suffix(HOLDER)
-            half = named.with_name(f".{named.name}.{os.getpid()}.tmp")
+            holder_file = path.with_suffix(HOLDER)
+            half = holder_file.with_name(f".{holder_file.name}.{os.getpid()}.tmp")
             with contextlib.suppress(OSError):  # a full disk
                 half.write_text(json.dumps({"pid": os.getpid(), "host": platform.node()}), encoding="utf-8")
-                half.replace(named)
+                half.replace(holder_file)
             try:
                 yield
             finally:
                 with contextlib.suppress(OSError):
-                    named.unlink(missing_ok=True)
+                    holder_file.unlink(missing_ok=True)
 
     def is_locked(self, stage: str, key: str) -> bool:
-        """Whether somebody has the key's lock at this moment."""
+        """Whether a process holds the key's lock at this moment."""
         import filelock
 
         path = self.root / "work" / stage / f"{key}.lock"
@@ -224,9 +219,9 @@ class Store:
         return False
 
     def holder(self, stage: str, key: str) -> tuple[int, str] | None:
-        """(process, host) that has the key's lock, as it says itself; None where nobody says so."""
-        named = read_json(self.root / "work" / stage / f"{key}{HOLDER}")
-        return (named["pid"], named["host"]) if isinstance(named, dict) and {"pid", "host"} <= named.keys() else None
+        """(process, host) that holds the key's lock, from the file that it wrote; None where there is none."""
+        record = read_json(self.root / "work" / stage / f"{key}{HOLDER}")
+        return (record["pid"], record["host"]) if isinstance(record, dict) and {"pid", "host"} <= record.keys() else None
 
     def compare(self, artifact: Artifact, output: Path) -> Artifact | None:
         """The stored artifact, where a rebuilt output has the same content; None where it differs."""
@@ -241,7 +236,7 @@ class Store:
         """
         files, stats = {}, {}
         for path in output.rglob(".*.tmp"):
-            if LEFT_BY_A_KILL.fullmatch(path.name):
+            if INTERRUPTED_WRITE.fullmatch(path.name):
                 path.unlink()
         for path in sorted(output.rglob("*")):
             if path.is_symlink():
@@ -251,7 +246,7 @@ class Store:
                 stat = path.stat()
                 name = path.relative_to(output).as_posix()
                 stats[name] = stat
-                files[name] = {"bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns, **piece_digests.measure(path)}
+                files[name] = {"bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns, **integrity.measure(path)}
             elif path.is_dir():
                 fsync(path)
         newest = max((artifact.manifest["published"] for artifact in self.artifacts(stage)), default=0.0)
@@ -266,7 +261,7 @@ class Store:
         return artifact
 
     def finish_publishing(self, stage: str, key: str) -> Artifact | None:
-        """The artifact that lacked nothing but its place in the store when its process was killed; None where none does."""
+        """Publish an output that was complete when its process was killed; None where there is none."""
         output = self.work(stage, key) / "output"
         artifact = self.read(output)
         if artifact is None or (artifact.manifest["stage"], artifact.manifest["key"]) != (stage, key):
@@ -287,7 +282,7 @@ class Store:
         return replace(artifact, path=destination)
 
     def set_aside(self, stage: str, key: str) -> Path:
-        """Move an artifact out of the store; nothing is lost, and nothing finds it any more."""
+        """Move an artifact out of the store: it is no longer found, but nothing is lost."""
         directory = self.root / "replaced" / stage
         directory.mkdir(parents=True, exist_ok=True)
         target = directory / f"{key}-{time.time_ns()}"
@@ -295,14 +290,14 @@ class Store:
         return target
 
     def _sorted(self, paths: Iterable[Path]) -> list[Artifact]:
-        found = [artifact for path in paths if (artifact := self.at(path))]
-        return sorted(found, key=lambda artifact: artifact.manifest["published"], reverse=True)
+        artifacts = [artifact for path in paths if (artifact := self.at(path))]
+        return sorted(artifacts, key=lambda artifact: artifact.manifest["published"], reverse=True)
 
     def at(self, path: Path) -> Artifact | None:
         """The artifact of this place in the store, not one that was copied there from another key's."""
         artifact = self.read(path)
-        named = artifact and (artifact.manifest["stage"], artifact.manifest["key"])
-        return artifact if named == (path.parent.name, path.name) else None
+        identity = artifact and (artifact.manifest["stage"], artifact.manifest["key"])
+        return artifact if identity == (path.parent.name, path.name) else None
 
     def read(self, path: Path) -> Artifact | None:
         """The artifact in a directory, whether undamaged or not; None where there is none."""
@@ -314,12 +309,12 @@ MEGABYTE = 1_000_000
 
 
 def fetch_absent(
-    store: Store, artifact: Artifact, names: tuple[str, ...], said: Callable[[str], object] = lambda line: None
+    store: ArtifactStore, artifact: Artifact, names: tuple[str, ...], report: Callable[[str], object] = lambda line: None
 ) -> Artifact:
     """The artifact, in the store, with all its files under `names` (none: all that are not private).
 
     They are fetched beside the store under the key's lock, compared with the manifest, and moved into their place; then
-    the manifest says so. A kill leaves whole files, which the next try takes. Raises ArtifactError.
+    the manifest lists them. A kill leaves whole files, which the next attempt reuses. Raises ArtifactError.
     """
     stage, key = artifact.stage, artifact.key
     if store.elsewhere is None:
@@ -327,32 +322,32 @@ def fetch_absent(
             f"the artifact {stage} {key[:12]} in {store.root} lacks {_lacking(artifact, names)[0]}, which stayed in MLflow, "
             f"and tracking is off; try tracking.enabled=true, or `ttrain pipeline rerun {stage}` to build it again"
         )
-    with store.lock(stage, key, waiting=lambda: said(f"another run is at work on {stage}; waiting to fetch its files")):
-        there = store.at(store.path(stage, key))  # another stage, thread or run may have fetched some of it
-        artifact = there or artifact
+    with store.lock(stage, key, waiting=lambda: report(f"another run is at work on {stage}; waiting to fetch its files")):
+        present = store.at(store.path(stage, key))  # another stage, thread or run may have fetched some of it
+        artifact = present or artifact
         missing = _lacking(artifact, names)
         if not missing:
             return artifact
         sizes = artifact.manifest["files"]
         size = sum(sizes[name]["bytes"] for name in missing) / MEGABYTE
-        said(f"fetching {len(missing)} files of {stage} ({size:.1f} MB)")
-        part = store.work(stage, key).with_name(f"{key}.fetch")
+        report(f"fetching {len(missing)} files of {stage} ({size:.1f} MB)")
+        fetch_directory = store.work(stage, key).with_name(f"{key}.fetch")
         for name in missing:
-            _fetch(store.elsewhere, artifact, name, part / name)
+            _fetch(store.elsewhere, artifact, name, fetch_directory / name)
         manifest = {**artifact.manifest, "absent": sorted(artifact.absent.difference(missing))}
-        if there:
-            for left in there.path.glob(f".{MANIFEST}.*.tmp"):  # by a process that was killed while it fetched
-                left.unlink()
-            _add(part, there.path, missing)
-            write_json(there.path / MANIFEST, manifest)
-            remove_tree(part)
+        if present:
+            for stale_file in present.path.glob(f".{MANIFEST}.*.tmp"):  # by a process that was killed while it fetched
+                stale_file.unlink()
+            _add(fetch_directory, present.path, missing)
+            write_json(present.path / MANIFEST, manifest)
+            remove_tree(fetch_directory)
         else:
-            _keep_only(part, missing)
-            write_json(part / MANIFEST, manifest)
+            _keep_only(fetch_directory, missing)
+            write_json(fetch_directory / MANIFEST, manifest)
             artifact.path.parent.mkdir(parents=True, exist_ok=True)
             if artifact.path.exists():  # what has no manifest, or another key's
                 store.set_aside(stage, key)
-            part.rename(artifact.path)
+            fetch_directory.rename(artifact.path)
             fsync(artifact.path.parent)
     return Artifact(stage, key, artifact.path, manifest)
 
@@ -363,7 +358,7 @@ def _lacking(artifact: Artifact, names: tuple[str, ...]) -> list[str]:
 
 
 def _fetch(elsewhere: Elsewhere, artifact: Artifact, name: str, target: Path) -> None:
-    """One file, with the bytes and the mtime of the manifest. One that an earlier try has fetched is taken."""
+    """Fetch a file, with the bytes and the mtime of the manifest. One that an earlier attempt fetched is reused."""
     entry = artifact.manifest["files"][name]
     stamp = (entry["mtime_ns"], entry["mtime_ns"])  # so that a hit costs a stat
     if target.is_file() and target.stat().st_size == entry["bytes"] and sha256_file(target) == entry["sha256"]:
@@ -384,21 +379,21 @@ def _fetch(elsewhere: Elsewhere, artifact: Artifact, name: str, target: Path) ->
     half.replace(target)
 
 
-def _add(part: Path, directory: Path, names: Iterable[str]) -> None:
+def _add(fetch_directory: Path, directory: Path, names: Iterable[str]) -> None:
     """Move fetched files into an artifact whose manifest does not count them as here yet."""
     for name in names:
         target = directory / name
         target.parent.mkdir(parents=True, exist_ok=True)
-        fsync(part / name)
-        (part / name).replace(target)
+        fsync(fetch_directory / name)
+        (fetch_directory / name).replace(target)
         fsync(target.parent)
 
 
 def _keep_only(directory: Path, names: Iterable[str]) -> None:
-    """Make a directory fit to be an artifact: what an earlier try wanted beside these files is removed, the rest is safe."""
-    wanted = {directory / name for name in names}
+    """Make a directory fit to be an artifact: remove other files that an earlier attempt fetched, and sync these to disk."""
+    kept_paths = {directory / name for name in names}
     for path in directory.rglob("*"):
-        if path.is_file() and path not in wanted:
+        if path.is_file() and path not in kept_paths:
             path.unlink()
         else:
             fsync(path)

@@ -7,27 +7,35 @@ after each start of the machine, and none where it was published since then.
 
 from __future__ import annotations
 
+import hashlib
+import os
 import time
 import uuid
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ttrain.core.hashing import DigestCache
+from ttrain.core.hashing import DigestCache, sha256_file
 from ttrain.core.machine import usable_cores
-from ttrain.core.piece_digests import DifferentBytes, pieces_of, verified_sha256
 from ttrain.errors import ArtifactError, DamagedFile
 
 if TYPE_CHECKING:
     from ttrain.store.layout import Artifact
 
+
 SHARD = ".arrow"  # what `data.shards` compares with its index when a row of it is first asked for
+
 CACHE = Path("cache", "verified.json")
+
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
 SAVE_SECONDS = 5.0  # between two writings of the cache, where files are verified one by one
+
 _saved_at = 0.0
+
 _memories: dict[Path, DigestCache] = {}  # by home
 
 
@@ -56,7 +64,7 @@ def verify_files(files: Sequence[tuple[Path, str]], home: Path | None) -> None:
 def verify_entries(files: Sequence[tuple[Path, Mapping[str, Any]]], home: Path | None) -> None:
     """Compare files with their manifest entries, on all cores. What was verified since the machine started is not read.
 
-    `home`: whose memory is asked; None: every file is read. Raises DamagedFile for one that differs or is missing, and
+    `home`: whose memory is used; None: every file is read. Raises DamagedFile for one that differs or is missing, and
     ArtifactError for one that cannot be read.
     """
     small = [(path, entry) for path, entry in files if pieces_of(entry) is None]
@@ -100,7 +108,7 @@ def _verify(path: Path, entry: Mapping[str, Any], home: Path | None) -> None:
     except FileNotFoundError:
         raise DamagedFile(f"{path} is missing", path, fix) from None
     except OSError as error:
-        raise ArtifactError(f"{path} cannot be read: {error.strerror}; see to the disk, and run the same command") from None
+        raise ArtifactError(f"{path} cannot be read: {error.strerror}; check the disk, and run the same command") from None
     if problem:
         raise DamagedFile(f"{path} is damaged: {problem}", path, fix)
     if home and time.monotonic() - _saved_at > SAVE_SECONDS:
@@ -108,8 +116,6 @@ def _verify(path: Path, entry: Mapping[str, Any], home: Path | None) -> None:
 
 
 # --- memory -------------------------------------------------------------------------------------------------------------
-
-
 def memory(home: Path) -> DigestCache:
     """The digests of files that were read since the machine started."""
     if home not in _memories:
@@ -128,7 +134,7 @@ def save() -> None:
 def home_of(directory: Path) -> Path | None:
     """The home of an artifact, or of the output of a stage at work; None for a directory elsewhere.
 
-    Of files elsewhere nothing is remembered.
+    Files elsewhere are not remembered.
     """
     if directory.name == "output" and (directory.parent / "job.json").is_file():
         directory = directory.parent
@@ -138,8 +144,127 @@ def home_of(directory: Path) -> Path | None:
 
 
 def _boot() -> str:
-    """What is another one after each start of the machine; of each process, where the system does not say."""
+    """An id that changes with each start of the machine; with each process, where the system has none."""
     try:
         return BOOT_ID.read_text(encoding="ascii").strip()
     except (OSError, ValueError):
         return uuid.uuid4().hex
+
+
+PIECES = "pieces"  # in a manifest entry: {"bytes": of each piece but the last, "blake2b": [hex digest of each]}
+
+LARGE_BYTES = 64 << 20  # files from this size on have pieces
+
+PIECE_BYTES = 32 << 20
+
+CHUNK_BYTES = 1 << 20  # read at once, by each thread that verifies
+
+MEASURED_BYTES = 8 << 20  # read at once to publish; two threads wait for each other after each, which takes ms under load
+
+DIGEST_BYTES = 32
+
+
+class DifferentBytes(Exception):
+    """The bytes of a file are not those of its manifest entry; the message says how."""
+
+
+class PieceDigests(NamedTuple):
+    """The pieces of a file: their size, the size of the file, and the digest of each."""
+
+    piece_bytes: int
+    file_bytes: int
+    digests: tuple[str, ...]
+
+    def range(self, number: int) -> tuple[int, int]:
+        """(first byte, byte after the last) of a piece."""
+        return number * self.piece_bytes, min((number + 1) * self.piece_bytes, self.file_bytes)
+
+
+def measure(path: Path) -> dict[str, Any]:
+    """{"sha256"} of a file, and "pieces" of a large one, by one reading. Raises OSError where it cannot be read."""
+    if path.stat().st_size < LARGE_BYTES:
+        return {"sha256": sha256_file(path)}
+    whole, piece, digests = hashlib.sha256(), _piece_hash(), list[str]()
+    buffer, remaining = memoryview(bytearray(MEASURED_BYTES)), PIECE_BYTES
+    with path.open("rb", buffering=0) as file, ThreadPoolExecutor(1, "pieces") as pool:
+        while size := file.readinto(buffer[: min(remaining, MEASURED_BYTES)]):
+            chunk = buffer[:size]
+            hashed = pool.submit(piece.update, chunk)  # beside the sha256, which takes longer
+            whole.update(chunk)
+            hashed.result()
+            remaining -= size
+            if not remaining:
+                digests.append(piece.hexdigest())
+                piece, remaining = _piece_hash(), PIECE_BYTES
+    if remaining < PIECE_BYTES:
+        digests.append(piece.hexdigest())
+    return {"sha256": whole.hexdigest(), PIECES: {"bytes": PIECE_BYTES, "blake2b": digests}}
+
+
+def verified_sha256(path: Path, entry: Mapping[str, Any]) -> str:
+    """The sha256 of a file as it is now; where the entry has pieces, these are compared instead, on all cores.
+
+    This alone decides how a file is compared with its manifest before something reads it. Raises DifferentBytes for a piece
+    that differs, OSError where the file cannot be read.
+    """
+    pieces = pieces_of(entry)
+    if pieces is None:
+        return sha256_file(path)
+    _compare(path, pieces)
+    return str(entry["sha256"])
+
+
+def pieces_of(entry: Mapping[str, Any]) -> PieceDigests | None:
+    """The pieces that an entry lists; None where it has none, or where they do not cover the whole file."""
+    try:
+        piece_bytes, file_bytes = entry[PIECES]["bytes"], entry["bytes"]
+        digests = tuple(map(str, entry[PIECES]["blake2b"]))
+        is_whole = piece_bytes > 0 and 0 < len(digests) == -(-file_bytes // piece_bytes)
+    except (KeyError, TypeError):
+        return None
+    return PieceDigests(int(piece_bytes), int(file_bytes), digests) if is_whole else None
+
+
+def _compare(path: Path, pieces: PieceDigests) -> None:
+    threads = min(usable_cores(), len(pieces.digests))
+    buffers: SimpleQueue[memoryview] = SimpleQueue()
+    for _ in range(threads):
+        buffers.put(memoryview(bytearray(CHUNK_BYTES)))
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+    try:
+        size = os.fstat(descriptor).st_size
+        if size != pieces.file_bytes:
+            raise DifferentBytes(f"it has {size:,} bytes, but {pieces.file_bytes:,} were published")
+
+        def digest(number: int) -> str:
+            buffer = buffers.get()
+            try:
+                return _digest_of_range(descriptor, buffer, *pieces.range(number))
+            finally:
+                buffers.put(buffer)
+
+        with ThreadPoolExecutor(threads, "verify") as pool:
+            digests = pool.map(digest, range(len(pieces.digests)))
+            for number, (actual, published) in enumerate(zip(digests, pieces.digests, strict=True)):
+                if actual != published:
+                    start, end = pieces.range(number)
+                    pool.shutdown(wait=False, cancel_futures=True)
+                    raise DifferentBytes(f"its bytes {start:,} to {end - 1:,} are not those that were published")
+    finally:
+        os.close(descriptor)
+
+
+def _digest_of_range(descriptor: int, buffer: memoryview, start: int, end: int) -> str:
+    """Digest of the bytes in a range, read into the buffer bit by bit. Raises DifferentBytes where the file ends before."""
+    piece = _piece_hash()
+    while start < end:
+        size = os.preadv(descriptor, [buffer[: min(end - start, len(buffer))]], start)
+        if not size:
+            raise DifferentBytes(f"it ended at byte {start:,} while it was read")
+        piece.update(buffer[:size])  # lets other threads run
+        start += size
+    return piece.hexdigest()
+
+
+def _piece_hash() -> hashlib.blake2b:
+    return hashlib.blake2b(digest_size=DIGEST_BYTES)

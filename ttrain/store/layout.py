@@ -1,4 +1,4 @@
-"""The home, and what lies in it: artifacts with their manifests."""
+"""The home directory, and the artifacts with their manifests in it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MANIFEST = "manifest.json"
 OWN_DIGEST = "manifest_sha256"  # in a manifest: of all else in it; those of earlier versions have none
 
 
-OBJECTS = {  # by section of a manifest: what is an object in it, where it is there
+OBJECTS = {  # by section of a manifest: its keys whose values, if present, are objects
     "ingredients": ("settings", "inputs", "files", "code"),
     "provenance": ("machine", "libraries", "runtime", "settings", "files"),
 }
@@ -43,7 +43,7 @@ PRIVATE = ("run", "checkpoints")
 
 @dataclass(frozen=True)
 class Artifact:
-    """What a stage left behind."""
+    """The published output of a stage."""
 
     stage: str
     key: str
@@ -78,17 +78,17 @@ class Artifact:
 
     @property
     def absent(self) -> frozenset[str]:
-        """Files that were published, but stayed where this artifact was fetched from (`Store.complete`)."""
+        """Files that were published, but stayed where this artifact was fetched from (`ArtifactStore.complete`)."""
         return frozenset(self.manifest.get("absent", ()))
 
 
 def home() -> Path:
-    """Where everything lives: TTRAIN_HOME, else `artifacts` in the working directory."""
+    """The home directory: TTRAIN_HOME, else `artifacts` in the working directory."""
     return Path(os.environ.get("TTRAIN_HOME") or "artifacts").absolute()
 
 
 def usable_home() -> Path:
-    """The same, made if it is missing. Raises UsageError where nothing can be written there, TTrainError on a full disk."""
+    """The home, made if it is missing. Raises UsageError where nothing can be written there, TTrainError on a full disk."""
     root = home()
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -110,10 +110,10 @@ class Elsewhere(Protocol):
     """Another place that holds artifacts by the same keys, such as the tracker."""
 
     def manifest(self, stage: str, key: str) -> Mapping[str, Any] | None:
-        """The manifest of an artifact that is there as a whole; None where there is none, or where nobody answers."""
+        """The manifest of an artifact that is there as a whole; None where there is none, or no answer."""
 
     def fetch(self, stage: str, key: str, name: str, to: Path) -> None:
-        """Write one file of an artifact that `manifest` found. Raises ArtifactError where it cannot be had."""
+        """Write one file of an artifact that `manifest` found. Raises ArtifactError where it cannot be fetched."""
 
 
 def read_manifest(path: Path) -> dict[str, Any] | None:
@@ -126,8 +126,8 @@ def read_manifest(path: Path) -> dict[str, Any] | None:
 
 
 def parse_manifest(data: bytes) -> Any:
-    """The JSON value of a manifest. Raises ValueError where it is none, or has half a surrogate pair in it, as `\\ud800` is:
-    that cannot be hashed, printed or written, so that nothing of ours was published with it."""
+    """The JSON value of a manifest. Raises ValueError where it is not JSON, or has half a surrogate pair, such as `\\ud800`:
+    that cannot be hashed, printed or written, so that ttrain published nothing with it."""
     manifest = parse_json(data)
     if b"\\ud" in data.lower():
         try:
@@ -167,14 +167,14 @@ def write_manifest(directory: Path, manifest: Mapping[str, Any]) -> dict[str, An
 
 
 def altered_manifest(manifest: Mapping[str, Any]) -> str | None:
-    """What is wrong with a manifest whose own digest is not that of what it says; None where nothing is."""
+    """What is wrong with a manifest whose own digest does not match its contents; None where nothing is."""
     digest = manifest.get(OWN_DIGEST)
     altered = digest is not None and digest != _manifest_digest(manifest)
     return f"{MANIFEST} was altered after it was written" if altered else None
 
 
 def _manifest_digest(manifest: Mapping[str, Any]) -> str:
-    """Of all that was published: which files were fetched since is none of it."""
-    told = {name: value for name, value in manifest.items() if name not in (OWN_DIGEST, "absent")}
-    text = json.dumps(told, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    """The digest of all that was published, which does not include which files were fetched since."""
+    published = {name: value for name, value in manifest.items() if name not in (OWN_DIGEST, "absent")}
+    text = json.dumps(published, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(text.encode("utf-8")).hexdigest()

@@ -7,6 +7,7 @@ import copy
 import logging
 import os
 import platform
+import re
 import secrets
 import threading
 import time
@@ -17,19 +18,21 @@ from types import MappingProxyType
 from typing import Any
 
 from ttrain.core.files import PRIVATE_FILE, exclusive, parse_json, private_directory, read_json, write_json
-from ttrain.store.artifacts import Store
+from ttrain.store.artifacts import ArtifactStore
 
 log = logging.getLogger("ttrain")
 
-CLEANING = Path("runs", "cleaning.lock")  # under the home: held while what nobody needs is told and moved away
+CLEANING = Path("runs", "cleaning.lock")  # under the home: held while what is no longer needed is listed and moved away
+
 NEEDED = frozenset({"run", "pipeline", "outcome", "started_unix", "process", "stages"})  # by those who read a record
+
 ELSEWHERE_DAYS = 7  # a run of another machine that noted nothing for so long is taken for ended
 
 
 class RunRecord:
     """The file of one run, rewritten at each change. A disk that is full then costs the note, not the run.
 
-    It is made under the lock that cleaning holds: what is removed was removed before, and what this run may need stays.
+    It is made under the lock that cleaning holds, so that cleaning removes nothing which this run may need.
     """
 
     def __init__(
@@ -63,13 +66,13 @@ class RunRecord:
             self._data.update(values)
             self._write()
 
-    def as_it_is(self) -> dict[str, Any]:
-        """All that is on record now."""
+    def snapshot(self) -> dict[str, Any]:
+        """A copy of the record as it is now."""
         with self._lock:
             return copy.deepcopy(self._data)
 
     def finish(self, outcome: str, metrics: Mapping[str, float]) -> None:
-        """The end of the run."""
+        """Record the end of the run."""
         self.note(outcome=outcome, seconds=round(time.monotonic() - self._began, 2), metrics=dict(metrics))
 
     def _write(self) -> None:
@@ -82,7 +85,7 @@ class RunRecord:
 
 
 def _new(pipeline: str, stages: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What is on record of a run that begins."""
+    """The record of a run that begins."""
     pid, now = os.getpid(), datetime.now(UTC)
     return {
         "pipeline": pipeline,
@@ -117,24 +120,24 @@ def history(home: Path) -> list[dict[str, Any]]:
 
 def in_progress(home: Path) -> list[dict[str, Any]]:
     """The runs whose processes are at work, newest first."""
-    return [run for run in _as_they_are(home, ['"running"']) if run["outcome"] == "running"]
+    return [run for run in _checked_records(home, ['"running"']) if run["outcome"] == "running"]
 
 
 def newest_first(home: Path) -> Iterator[dict[str, Any]]:
     """The runs by the time in their names, read one by one: for those who need the newest few of many."""
-    return _as_they_are(home, ())
+    return _checked_records(home, ())
 
 
-def _mentioning(home: Path, words: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """The records that contain all of the words, as they were written, by the time in their names, newest first.
+def _records_containing(home: Path, phrases: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """The records that contain all of the phrases, as they were written, by the time in their names, newest first.
 
-    Looking for words costs a tenth of reading JSON, which counts where there are thousands of runs.
+    Looking for phrases costs a tenth of reading JSON, which counts where there are thousands of runs.
     """
     paths = [Path(entry.path) for entry in _entries(home / "runs") if entry.name.endswith(".json")]
     for path in sorted(paths, key=_time_in_name, reverse=True):
         with contextlib.suppress(OSError, ValueError):
             data = path.read_bytes()
-            if not all(word.encode() in data for word in words):
+            if not all(phrase.encode() in data for phrase in phrases):
                 continue
             run = parse_json(data)
             if isinstance(run, dict) and run.keys() >= NEEDED:  # else of another version
@@ -142,8 +145,8 @@ def _mentioning(home: Path, words: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 
 def _entries(directory: Path) -> list[os.DirEntry[str]]:
-    with contextlib.suppress(OSError), os.scandir(directory) as found:
-        return list(found)
+    with contextlib.suppress(OSError), os.scandir(directory) as entries:
+        return list(entries)
     return []
 
 
@@ -155,15 +158,15 @@ def _time_in_name(path: Path) -> tuple[str, ...]:
 def read(home: Path, name: str) -> dict[str, Any] | None:
     """The record of the run with this name, as `history` lists it; None where there is none."""
     run = read_json(home / "runs" / f"{name}.json")
-    return _as_it_is(home, run) if isinstance(run, dict) else None
+    return _with_crash_marked(home, run) if isinstance(run, dict) else None
 
 
-def _as_they_are(home: Path, words: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """The records that contain the words; those whose process is gone say what that means."""
-    return (_as_it_is(home, run) for run in _mentioning(home, words))
+def _checked_records(home: Path, phrases: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """The records that contain the phrases; runs whose process is gone are marked as crashed."""
+    return (_with_crash_marked(home, run) for run in _records_containing(home, phrases))
 
 
-def _as_it_is(home: Path, run: dict[str, Any]) -> dict[str, Any]:
+def _with_crash_marked(home: Path, run: dict[str, Any]) -> dict[str, Any]:
     if run["outcome"] == "running" and not _seems_alive(home, run):
         run["outcome"] = "crashed"
         for stage in run["stages"]:
@@ -173,16 +176,16 @@ def _as_it_is(home: Path, run: dict[str, Any]) -> dict[str, Any]:
 
 
 def _seems_alive(home: Path, run: Mapping[str, Any]) -> bool:
-    """Whether its process runs; that of another machine, which shares this home, is believed for some days."""
+    """Whether a run's process runs; one of another machine, which shares this home, is assumed to for some days."""
     if run["process"].get("host", platform.node()) == platform.node():
         return is_alive(run["process"])
-    noted = (home / "runs" / f"{run['run']}.json").stat().st_mtime
-    return time.time() - noted < ELSEWHERE_DAYS * 86400
+    last_written = (home / "runs" / f"{run['run']}.json").stat().st_mtime
+    return time.time() - last_written < ELSEWHERE_DAYS * 86400
 
 
 def equal_run(home: Path, keys: Mapping[str, str | None]) -> str | None:
-    """The newest run that made these very artifacts. A cached run says which it equals, so that few records are read."""
-    for run in _mentioning(home, [key for key in keys.values() if key][-1:]):
+    """The newest run that made exactly these artifacts. A cached run names the one it equals, so that few are read."""
+    for run in _records_containing(home, [key for key in keys.values() if key][-1:]):
         if {stage["name"]: stage.get("key") for stage in run["stages"]} != keys:
             continue
         if run["outcome"] == "completed":
@@ -193,8 +196,8 @@ def equal_run(home: Path, keys: Mapping[str, str | None]) -> str | None:
 
 
 def cut_short(home: Path, keys: Mapping[str, str | None]) -> str | None:
-    """The newest run of these very artifacts, where it did not come to its own end: its models may not be registered."""
-    for run in _as_they_are(home, [key for key in keys.values() if key][-1:]):
+    """The newest run of exactly these artifacts, where it did not finish: its models may not be registered."""
+    for run in _checked_records(home, [key for key in keys.values() if key][-1:]):
         if {stage["name"]: stage.get("key") for stage in run["stages"]} == keys:
             return None if run["outcome"] in ("completed", "cached", "running") else str(run["run"])
     return None
@@ -209,36 +212,42 @@ def record_cached(
     equals: str | None,
     labels: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
-    """Note a run that found everything cached; it is listed, but not tracked. A home that cannot be written goes without."""
-    found = [
+    """Record a run that found everything cached; it is listed, but not tracked. Does nothing if the home is read-only."""
+    stage_entries = [
         {"name": planned.stage.name, "outcome": "cached", "key": planned.key, "path": str(planned.artifact.path)}
         for planned in stages
     ]
     with contextlib.suppress(OSError):
         _create(
             home,
-            {**_new(pipeline, found, settings), **labels, "outcome": "cached", "equals": equals, "metrics": dict(metrics)},
+            {
+                **_new(pipeline, stage_entries, settings),
+                **labels,
+                "outcome": "cached",
+                "equals": equals,
+                "metrics": dict(metrics),
+            },
         )
 
 
-def builder(store: Store, stage: str, key: str) -> str:
-    """Who has the lock of a key, in words: the run, its process, and the machine where that is another."""
-    held = store.holder(stage, key)
-    for _ in range(10):  # who has just taken it says so in the next moment
-        if held is not None:
+def builder(store: ArtifactStore, stage: str, key: str) -> str:
+    """A description of who holds the lock of a key: the run, its process, and the machine where that is another."""
+    holder = store.holder(stage, key)
+    for _ in range(10):  # who has just taken it writes its file in the next moment
+        if holder is not None:
             break
         time.sleep(0.02)
-        held = store.holder(stage, key)
-    if held is None:
+        holder = store.holder(stage, key)
+    if holder is None:
         return "another run"
-    pid, host = held
-    here = host == platform.node()
-    where = f"process {pid}" if here else f"process {pid} on {host}"
-    for words in ([key], []):  # a process may have several runs: the one that has noted the key builds it
-        for run in _mentioning(store.root, ['"running"', f'"pid": {pid},', *words]):
-            if run["outcome"] == "running" and run["process"]["pid"] == pid and (not here or is_alive(run["process"])):
-                return f"the run {run['run']} ({where})"
-    return where
+    pid, host = holder
+    is_local = host == platform.node()
+    process_text = f"process {pid}" if is_local else f"process {pid} on {host}"
+    for phrases in ([key], []):  # a process may have several runs: the one that has noted the key builds it
+        for run in _records_containing(store.root, ['"running"', f'"pid": {pid},', *phrases]):
+            if run["outcome"] == "running" and run["process"]["pid"] == pid and (not is_local or is_alive(run["process"])):
+                return f"the run {run['run']} ({process_text})"
+    return process_text
 
 
 def is_alive(process: Mapping[str, Any]) -> bool:
@@ -259,3 +268,57 @@ def process_started(pid: int) -> float | None:
         return round(float(psutil.Process(pid).create_time()), 1)
     except psutil.Error:
         return None
+
+
+TIMED = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(?:,\d+)? ")
+
+
+def _private(name: str, flags: int) -> int:
+    """Open a file; a new one is readable by its owner alone."""
+    return os.open(name, flags, PRIVATE_FILE)
+
+
+class RunLog:
+    """Appends lines, from several threads. A disk that is full costs the line, not the run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock, self._warned = threading.Lock(), False
+
+    def add(self, stage: str, line: str) -> None:
+        """Append a line of a stage, with the time that it begins with, or else the current one.
+
+        Control characters in it are shown as Python would, so that it stays one line.
+        """
+        timed = TIMED.match(line)
+        time, line = (timed[1], line[timed.end() :]) if timed else (f"{datetime.now():%Y-%m-%d %H:%M:%S}", line)
+        plain = "".join(letter if letter.isprintable() or letter == "\t" else repr(letter)[1:-1] for letter in line)
+        try:
+            with self._lock, open(self.path, "a", encoding="utf-8", opener=_private) as file:
+                file.write(f"{time} {stage}: {plain}\n")
+        except OSError as error:
+            if not self._warned:
+                log.warning("the run's log %s cannot be written, the pipeline goes on: %s", self.path, error.strerror)
+            self._warned = True
+
+
+MetricRow = Mapping[str, Any]
+
+
+def read_rows(path: Path) -> Iterator[MetricRow]:
+    """The rows of a `metrics.jsonl`, without invalid lines."""
+    with path.open("rb") as lines:
+        for line in lines:
+            if line.endswith(b"\n") and (row := parse_row(line)) is not None:
+                yield row
+
+
+def parse_row(line: bytes) -> MetricRow | None:
+    """The row of a line; None for an invalid line, which a crash of the machine can leave."""
+    try:
+        row = parse_json(line)
+    except ValueError:
+        return None
+    kinds = {"step": int, "metrics": dict, "time": int | float | None}
+    good = isinstance(row, dict) and all(isinstance(row.get(name), kind) for name, kind in kinds.items())
+    return row if good else None

@@ -1,4 +1,4 @@
-"""The servers that ttrain started: their records in the home, whether they live, and the token that they ask for.
+"""The servers that ttrain started: their records in the home, whether they run, and the token that they ask for.
 
 The token stands in `servers/token` of the home, which its owner alone can read; it is the same for all servers of the
 home and stays when they are started again, so that runs in progress and open pages go on. Remove the file, and start the
@@ -21,7 +21,8 @@ import psutil
 from ttrain.core.files import PRIVATE_FILE, read_json, write_bytes
 
 HOST: Final = "127.0.0.1"
-MARK: Final = "TTRAIN_SERVER_TOKEN"  # in the environment of a server's processes: not a secret, it tells them from others
+# In the environment of a server's processes, to tell them from others: not a secret.
+SERVER_MARK: Final = "TTRAIN_SERVER_TOKEN"
 ACCESS: Final = "TTRAIN_SERVER_ACCESS"  # the token that a server asks for, in its environment; "": none
 NO_AUTH: Final = (
     "servers.auth is off: every account of this machine, and every program on it, can change what the servers hold and have "
@@ -32,9 +33,9 @@ TOKEN_BYTES: Final = 32
 
 @dataclass(frozen=True)
 class Server:
-    """The file about a server that `up` started.
+    """The record of a server that `up` started.
 
-    Its processes share the session that `pid` leads and carry `token`, which is no secret, in their environment. A pid
+    Its processes share the session that `pid` leads and carry `token`, which is not secret, in their environment. A pid
     alone may be recycled, a start time moves with the clock, and a child may outlive its parent.
     """
 
@@ -47,7 +48,7 @@ class Server:
     def owns(self, pid: int) -> bool:
         """Two proofs, since what is owned gets killed: a mistake in one of them would end every process of the user."""
         try:
-            return os.getsid(pid) == self.pid and psutil.Process(pid).environ()[MARK] == self.token
+            return os.getsid(pid) == self.pid and psutil.Process(pid).environ()[SERVER_MARK] == self.token
         except (psutil.Error, LookupError, OSError, OverflowError):  # gone, a zombie, another's, or no pid at all
             return False
 
@@ -64,8 +65,8 @@ class Server:
             return False
 
 
-def living(home: Path, name: str) -> Server | None:
-    """The server of that name, if its process lives and its port answers."""
+def live_server(home: Path, name: str) -> Server | None:
+    """The server of that name, if its process runs and its port answers."""
     server = read(home, name)
     if server and server.owns(server.pid):
         with contextlib.suppress(OSError), socket.create_connection((HOST, server.port), timeout=2.0):
@@ -120,15 +121,15 @@ def read_token(home: Path) -> str | None:
 
 
 def token_for(home: Path, name: str, url: str) -> str | None:
-    """The token, where the address is that of the home's living server of that name; None for every other address."""
-    server = living(home, name) if url else None
+    """The token, where the address is that of the home's running server of that name; None for every other address."""
+    server = live_server(home, name) if url else None
     return read_token(home) if server and server.asks_token and server.is_at(url) else None
 
 
 def with_token(home: Path, url: str) -> str:
     """MLflow's address with the token in the place of a password, where it is that of the home's own server.
 
-    Not MLFLOW_TRACKING_TOKEN, which MLflow would send to every host that it is told of. What a user wrote there stays.
+    Not MLFLOW_TRACKING_TOKEN, which MLflow would send to every host. What a user wrote in the address stays.
     """
     if not url.startswith("http://") or "@" in url:
         return url

@@ -1,4 +1,4 @@
-"""Sweeps: many runs of one pipeline that differ in a few settings, chosen by Optuna, and what came of them.
+"""Sweeps: many runs of one pipeline that differ in a few settings, chosen by Optuna, and their results.
 
-Nothing here runs a stage (`flows/sweep.py` does) and only `study` imports Optuna.
+Stages are run by `flows/trials.py`; only `study` imports Optuna.
 """

@@ -1,4 +1,4 @@
-"""By what the trials of a sweep are compared, and which stages have to run for that."""
+"""The metric by which the trials of a sweep are compared, and the stages that it needs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Graph = Mapping[str, frozenset[str]]
 @dataclass(frozen=True)
 class Measure:
     """The metric `metric` of stage `stage`: lower is better, unless `maximize`. Stages up to `until` run; with `base_only`
-    no model is trained on top of the base model, which alone the metric is of."""
+    no model is trained on top of the base model, since the metric is of that alone."""
 
     metric: str
     stage: str
@@ -53,79 +53,81 @@ class Measure:
 def choose(
     settings: Settings, keys: Collection[str], graph: Graph, *, metric: str = "", until: str = "", maximize: bool = False
 ) -> Measure:
-    """What to compare by, where the settings `keys` vary: what was asked for, else the validation loss of the last training
-    that they shape, or bits per byte where the tokenizer is another.
+    """Choose the metric of a sweep over the settings `keys`: the requested one, else the validation loss of the last
+    training that they affect, or bits per byte where they change the tokenizer.
 
-    Raises UsageError where the settings cannot change it, or where it is not there.
+    Raises UsageError where the settings cannot change the metric, or where it does not exist.
     """
-    direct = {key: frozenset(name for name in graph if _sees(STAGES[name], key)) for key in keys}
+    direct = {key: frozenset(name for name in graph if _is_affected(STAGES[name], key)) for key in keys}
     for key, stages in direct.items():
         if not stages:
             raise UsageError(
-                f"{key} changes no result of this pipeline, so that all trials would be one; vary settings of "
+                f"{key} changes no result of this pipeline, so that all trials would be equal; vary settings of "
                 f"{', '.join(settings.trainings)}, model, tokenizer, reading, shards or data"
             )
-    named = metric or _usual(settings, direct, graph)
-    prefix, slash, _ = named.partition("/")
+    metric_name = metric or _default_metric(settings, direct, graph)
+    prefix, slash, _ = metric_name.partition("/")
     stage = PREFIXES.get(prefix, prefix)
     if not slash:
-        raise UsageError(f"--metric is {named}, but a metric is STAGE/FIGURE; try {settings.trainings[0]}/{LOSS}, or {BITS}")
+        raise UsageError(
+            f"--metric is {metric_name}, but a metric is STAGE/FIGURE; try {settings.trainings[0]}/{LOSS}, or {BITS}"
+        )
     for name in filter(None, (stage, until)):
         if name not in graph:
             raise no_stage(name, graph, settings)
-    shaped = shaped_by(frozenset().union(*direct.values()), graph)
+    shaped = affected_by(frozenset().union(*direct.values()), graph)
     if stage not in shaped:
         raise UsageError(
-            f"--metric {named} is of stage {stage}, which {', '.join(keys)} cannot change; it can change "
+            f"--metric {metric_name} is of stage {stage}, which {', '.join(keys)} cannot change; it can change "
             f"{', '.join(name for name in graph if name in shaped)}"
         )
-    if until and stage not in before(until, graph):
-        raise UsageError(f"--until {until} leaves out stage {stage}, which --metric {named} is of; leave out the one")
-    return Measure(named, stage, until or stage, maximize, base_only=named == BITS and not until)
+    if until and stage not in with_dependencies(until, graph):
+        raise UsageError(f"--until {until} leaves out stage {stage}, which --metric {metric_name} is of; remove one of them")
+    return Measure(metric_name, stage, until or stage, maximize, base_only=metric_name == BITS and not until)
 
 
-def shaped_by(stages: Collection[str], graph: Graph) -> frozenset[str]:
-    """These stages and all that depend on them: what is made anew for each trial."""
-    return frozenset(name for name in graph if not before(name, graph).isdisjoint(stages))
+def affected_by(stages: Collection[str], graph: Graph) -> frozenset[str]:
+    """These stages and all that depend on them: those that each trial makes anew."""
+    return frozenset(name for name in graph if not with_dependencies(name, graph).isdisjoint(stages))
 
 
-def directly(keys: Collection[str], graph: Graph) -> frozenset[str]:
-    """The stages that see one of the settings themselves."""
-    return frozenset(name for name in graph if any(_sees(STAGES[name], key) for key in keys))
+def directly_affected(keys: Collection[str], graph: Graph) -> frozenset[str]:
+    """The stages that read one of the settings themselves."""
+    return frozenset(name for name in graph if any(_is_affected(STAGES[name], key) for key in keys))
 
 
 def changes_heldout(keys: Collection[str], graph: Graph) -> list[str]:
-    """Of the settings those with which other records are held out, so that losses are of other text."""
+    """The settings that change which records are held out, so that losses are of other text."""
     splits = {SOURCE.name, *(name for name in graph if name.startswith("shards-"))}
-    return [key for key in keys if not splits.isdisjoint(directly([key], graph))]
+    return [key for key in keys if not splits.isdisjoint(directly_affected([key], graph))]
 
 
-def before(name: str, graph: Graph) -> frozenset[str]:
+def with_dependencies(name: str, graph: Graph) -> frozenset[str]:
     """The stage and all that it depends on."""
-    return frozenset({name}).union(*(before(earlier, graph) for earlier in graph[name]))
+    return frozenset({name}).union(*(with_dependencies(earlier, graph) for earlier in graph[name]))
 
 
-def _sees(stage: Stage, key: str) -> bool:
-    """Whether the setting may shape what the stage makes."""
-    section, _, part = key.partition(".")
+def _is_affected(stage: Stage, key: str) -> bool:
+    """Whether the setting may change what the stage makes."""
+    section, _, subkey = key.partition(".")
     if section == "data":
-        dataset = part.partition(".")[0]
+        dataset = subkey.partition(".")[0]
         return stage.dataset == dataset or (stage == TOKENIZER and dataset == "pretrain")
     return section in stage.config.model_fields
 
 
-def _usual(settings: Settings, direct: Mapping[str, frozenset[str]], graph: Graph) -> str:
-    """The metric that is taken where none is named."""
+def _default_metric(settings: Settings, direct: Mapping[str, frozenset[str]], graph: Graph) -> str:
+    """The metric of a sweep where none is requested."""
     stages = frozenset().union(*direct.values())
-    shaped = shaped_by(stages, graph)
-    if TOKENIZER.name in shaped:  # nats per token say nothing where tokens are others
+    shaped = affected_by(stages, graph)
+    if TOKENIZER.name in shaped:  # nats per token cannot be compared across tokenizers
         if "pretrain" in graph:
             return BITS
         raise UsageError(
             f"{', '.join(direct)} changes the tokenizer, so that losses per token cannot be compared; name another --metric"
         )
-    own = [name for name in settings.trainings if any(key.startswith(f"{name}.") for key in direct)]
+    varied_trainings = [name for name in settings.trainings if any(key.startswith(f"{name}.") for key in direct)]
     affected = [name for name in settings.trainings if name in shaped]
     if not affected:
         raise UsageError(f"{', '.join(direct)} shapes no training; name a metric: --metric eval/NAME")
-    return f"{(own or affected[:1])[-1]}/{LOSS}"
+    return f"{(varied_trainings or affected[:1])[-1]}/{LOSS}"

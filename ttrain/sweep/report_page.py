@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 from ttrain.reports import html
 from ttrain.reports import summary as report
 from ttrain.reports.charts import Chart, Line
+from ttrain.reports.html import Markup, tag
 from ttrain.sweep import summary
 from ttrain.sweep.records import Sweep
-from ttrain.sweep.scatter import Dot, scatter
-from ttrain.sweep.space import Dimension, Interval, Listed, Whole, shown
+from ttrain.sweep.space import Dimension, IntegerRange, Interval, ValueList, format_value
 from ttrain.sweep.study import COMPLETED, Trial, best_of
 from ttrain.tracking import Point
 
@@ -29,7 +30,7 @@ def render(sweep: Sweep, trials: Sequence[Trial], importances: Mapping[str, floa
     plots = [
         scatter(
             key,
-            [Dot(_place(dimension, t.values[key]), t.value or 0.0, _told(t, key), t == best) for t in done],
+            [Dot(_position(dimension, t.values[key]), t.value or 0.0, _tooltip(t, key), t == best) for t in done],
             labels=_labels(dimension),
             log=_is_log(dimension),
         )
@@ -38,7 +39,7 @@ def render(sweep: Sweep, trials: Sequence[Trial], importances: Mapping[str, floa
     if len(done) > 1:
         values = [trial.value or 0.0 for trial in done]
         standing = list(accumulate(values, max if measure.maximize else min))
-        dots = [Dot(trial.number, trial.value or 0.0, _told(trial, None), trial == best) for trial in done]
+        dots = [Dot(trial.number, trial.value or 0.0, _tooltip(trial, None), trial == best) for trial in done]
         line = [(float(trial.number), value) for trial, value in zip(done, standing, strict=True)]
         plots.append(scatter("trial, and the best so far", dots, line=line, whole=True))
     if done:
@@ -74,43 +75,138 @@ def _curves(trials: Sequence[Trial], metric: str) -> list[Chart]:
     lines = [
         Line(
             f"trial {trial.number}",
-            place,
+            number,
             tuple(Point(tokens, float(tokens), 0.0, value) for tokens, value in sorted(trial.curve.items())),
         )
-        for place, trial in enumerate(trials)
+        for number, trial in enumerate(trials)
     ]
     return [Chart(metric, "by tokens", tuple(lines))] if lines else []
 
 
-def _told(trial: Trial, key: str | None) -> str:
-    """What a dot says when it is pointed at."""
-    values = ", ".join(f"{name}={shown(value)}" for name, value in trial.values.items() if key is None or name == key)
+def _tooltip(trial: Trial, key: str | None) -> str:
+    """The tooltip of a trial's dot."""
+    values = ", ".join(f"{name}={format_value(value)}" for name, value in trial.values.items() if key is None or name == key)
     return f"trial {trial.number}: {summary.figure(trial)} with {values}"
 
 
-def _place(dimension: Dimension, value: object) -> float:
-    """Where a value stands on its axis; one of a list by its place in the list."""
-    if isinstance(dimension, Listed) and not _is_number(dimension):
+def _position(dimension: Dimension, value: object) -> float:
+    """The position of a value on its axis; a value of a list by its index."""
+    if isinstance(dimension, ValueList) and not _is_number(dimension):
         return float(dimension.values.index(value))
     assert isinstance(value, int | float), "the values of intervals are numbers"
     return float(value)
 
 
 def _labels(dimension: Dimension) -> dict[float, str]:
-    """Names of the places on the axis of a list; none where it is one of numbers."""
-    if isinstance(dimension, Listed) and not _is_number(dimension):
-        return {float(place): shown(value) for place, value in enumerate(dimension.values)}
+    """Labels by position on the axis of a list; none for a list of numbers."""
+    if isinstance(dimension, ValueList) and not _is_number(dimension):
+        return {float(position): format_value(value) for position, value in enumerate(dimension.values)}
     return {}
 
 
-def _is_number(dimension: Listed) -> bool:
+def _is_number(dimension: ValueList) -> bool:
     return all(isinstance(value, int | float) and not isinstance(value, bool) for value in dimension.values)
 
 
 def _is_log(dimension: Dimension) -> bool:
-    """Whether its axis is logarithmic: where it was drawn so, or where the listed numbers span a factor of ten."""
-    if isinstance(dimension, Interval | Whole):
+    """Whether its axis is logarithmic: where values were drawn so, or where the listed numbers span a factor of ten."""
+    if isinstance(dimension, Interval | IntegerRange):
         return dimension.log
     if not _is_number(dimension) or min(dimension.values) <= 0:
         return False
     return bool(math.log10(max(dimension.values) / min(dimension.values)) >= 1)
+
+
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 420, 240, 58, 14, 12, 34
+
+FAINT_LINE = {"stroke": "currentColor", "stroke_opacity": 0.15}
+
+TICKS = 5
+
+STEPS = (1, 2, 5, 10)
+
+MARGIN = 0.06  # of an axis, beyond its outermost values
+
+
+@dataclass(frozen=True)
+class Dot:
+    """One point of the plot, with its tooltip."""
+
+    x: float
+    y: float
+    tooltip: str
+    best: bool = False
+
+
+def scatter(
+    title: str,
+    dots: Sequence[Dot],
+    *,
+    labels: Mapping[float, str] | None = None,
+    log: bool = False,
+    line: Sequence[tuple[float, float]] = (),
+    whole: bool = False,
+) -> Markup:
+    """A figure with the dots, the best one marked, and a line where there is one; `labels` name positions on the x axis."""
+    x = _Axis([dot.x for dot in dots], LEFT, WIDTH - RIGHT, log=log)
+    y = _Axis([dot.y for dot in dots if math.isfinite(dot.y)], HEIGHT - BOTTOM, TOP)
+    ticks = labels or {tick: f"{tick:g}" for tick in x.ticks(whole=whole)}
+    parts: list[object] = []
+    for tick in y.ticks():
+        parts.append(tag("line", **FAINT_LINE, x1=LEFT, x2=WIDTH - RIGHT, y1=y.at(tick), y2=y.at(tick)))
+        parts.append(tag("text", f"{tick:g}", class_="faint", x=LEFT - 6, y=y.at(tick) + 4, text_anchor="end"))
+    for tick, label in ticks.items():
+        parts.append(tag("text", label, class_="faint", x=x.at(tick), y=HEIGHT - BOTTOM + 18, text_anchor="middle"))
+    if line:
+        points = " ".join(f"{x.at(px)},{y.at(py)}" for px, py in line)
+        drawn = {"fill": "none", "stroke": "currentColor", "stroke_width": 1.5}
+        parts.append(tag("polyline", class_="run0", points=points, **drawn))
+    for dot in sorted(dots, key=lambda dot: dot.best):
+        if math.isfinite(dot.y):
+            colour, radius = ("run1", 6) if dot.best else ("run0", 4)
+            tooltip = tag("title", dot.tooltip)
+            parts.append(
+                tag("circle", tooltip, class_=colour, fill="currentColor", cx=x.at(dot.x), cy=y.at(dot.y), r=radius)
+            )
+    shape = {"viewBox": f"0 0 {WIDTH} {HEIGHT}", "height": HEIGHT, "preserveAspectRatio": "xMinYMid meet"}  # never enlarged
+    drawing = tag("svg", *parts, class_="times", **shape, role="img", aria_label=title)
+    return tag("figure", tag("figcaption", title), drawing)
+
+
+class _Axis:
+    """Maps values to pixels."""
+
+    def __init__(self, values: Sequence[float], first: float, last: float, *, log: bool = False) -> None:
+        self._log = log
+        placed = [self._scaled(value) for value in values] or [0.0, 1.0]
+        low, high = min(placed), max(placed)
+        margin = MARGIN * (high - low) or abs(high) * MARGIN or 1.0
+        self._low, self._high, self._first, self._last = low - margin, high + margin, first, last
+
+    def at(self, value: float) -> float:
+        """The pixel of a value."""
+        share = (self._scaled(value) - self._low) / (self._high - self._low)
+        return round(self._first + share * (self._last - self._first), 1)
+
+    def ticks(self, *, whole: bool = False) -> list[float]:
+        """Round values within the axis."""
+        if self._log:
+            return self._powers()
+        size = (self._high - self._low) / TICKS
+        power = 10 ** math.floor(math.log10(size))
+        step = next(power * factor for factor in STEPS if power * factor >= size)
+        if whole:
+            step = max(1.0, round(step))
+        first = math.ceil(self._low / step)
+        return [round(multiple * step, 12) for multiple in range(first, math.floor(self._high / step) + 1)]
+
+    def _powers(self) -> list[float]:
+        """1, 2 and 5 times the powers of ten; the powers alone where these are many."""
+        exponents = range(math.floor(self._low), math.ceil(self._high) + 1)
+        candidates = [factor * 10.0**exponent for exponent in exponents for factor in STEPS[:3]]
+        inside = [value for value in candidates if self._low <= math.log10(value) <= self._high]
+        powers = [value for value in inside if math.log10(value) == round(math.log10(value))]
+        return inside if len(inside) <= TICKS + 1 or len(powers) < 2 else powers
+
+    def _scaled(self, value: float) -> float:
+        return math.log10(value) if self._log else value

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from ttrain.config import yaml_text
-from ttrain.config.loading import Given
+from ttrain.config.loading import Override
 from ttrain.config.yaml_text import InvalidYaml
 from ttrain.core import redact
 from ttrain.errors import UsageError
@@ -26,7 +26,7 @@ FORMS = {
     "logint": "logint(low,high)",
     "choice": "choice(a,b,...)",
 }
-OF_OTHERS = ("loguniform", "range", "randint", "interval", "linspace")  # what other programs call theirs
+FOREIGN_FORMS = ("loguniform", "range", "randint", "interval", "linspace")  # the names in other programs
 _EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")  # a number that YAML 1.1 takes for text
 _CALL = re.compile(r"\s*([A-Za-z_]+)\s*\((.*)\)\s*", re.DOTALL)
 _UNCLOSED = re.compile(rf"\s*({'|'.join(FORMS)})\s*\([^)]*")
@@ -64,7 +64,7 @@ class Interval:
 
 @final
 @dataclass(frozen=True)
-class Whole:
+class IntegerRange:
     """The whole numbers low, low + step, ... up to `high`; with `log` drawn evenly in their logarithm."""
 
     low: int
@@ -91,7 +91,7 @@ class Whole:
 
 @final
 @dataclass(frozen=True)
-class Listed:
+class ValueList:
     """The values that are listed; `ordered` where they are points of an interval, so that near ones are alike."""
 
     values: tuple[Any, ...]
@@ -107,7 +107,7 @@ class Listed:
         return self.values[min(int(share * len(self.values)), len(self.values) - 1)]
 
 
-Dimension = Interval | Whole | Listed
+Dimension = Interval | IntegerRange | ValueList
 
 
 @final
@@ -129,8 +129,8 @@ class Space:
         chosen: dict[str, Any] = {}
         for key, dimension in reversed(list(self.dimensions.items())):
             assert dimension.values is not None, "only what can be counted has combinations"
-            number, place = divmod(number, len(dimension.values))
-            chosen[key] = dimension.values[place]
+            number, index = divmod(number, len(dimension.values))
+            chosen[key] = dimension.values[index]
         return {key: chosen[key] for key in self.dimensions}
 
     def probes(self) -> Iterator[dict[str, Any]]:
@@ -141,37 +141,37 @@ class Space:
             yield from ({**first, key: value} for value in dimension.probes[1:])
 
 
-def ranges(given: Sequence[Given]) -> Space:
-    """What varies of what is given. A stronger layer's plain value takes a weaker one's range away. Raises UsageError where
-    a range cannot be read, or there is none."""
-    last = {item.key: item.value for item in given}
-    found = {key: value.strip() for key, value in last.items() if isinstance(value, str) and _looks_like_one(value)}
-    if not found:
+def parse_space(overrides: Sequence[Override]) -> Space:
+    """The settings that vary among the overrides. A plain value in a stronger layer removes a weaker layer's range. Raises
+    UsageError where a range cannot be read, or there is none."""
+    last = {item.key: item.value for item in overrides}
+    texts = {key: value.strip() for key, value in last.items() if isinstance(value, str) and _looks_like_range(value)}
+    if not texts:
         raise UsageError(
             f"a sweep needs a setting that varies; write one as {', '.join(FORMS.values())}, "
             f"for example 'pretrain.optim.lr=log(1e-4,3e-3)'"
         )
-    return Space({key: parse(key, text) for key, text in found.items()}, found)
+    return Space({key: parse(key, text) for key, text in texts.items()}, texts)
 
 
-def placed(given: Sequence[Given], space: Space, values: Mapping[str, Any]) -> list[Given]:
-    """All that was given, with one value for each setting that varies, in the place where its range stood."""
-    last = {item.key: place for place, item in enumerate(given)}
-    put: list[Given] = []
-    for place, item in enumerate(given):
+def with_values(overrides: Sequence[Override], space: Space, values: Mapping[str, Any]) -> list[Override]:
+    """The overrides, with one value for each setting that varies, in place of its range."""
+    last = {item.key: position for position, item in enumerate(overrides)}
+    placed_overrides: list[Override] = []
+    for position, item in enumerate(overrides):
         if item.key not in space.dimensions:
-            put.append(item)
-        elif place == last[item.key]:
-            put.append(item._replace(value=values[item.key]))
-    return put
+            placed_overrides.append(item)
+        elif position == last[item.key]:
+            placed_overrides.append(item._replace(value=values[item.key]))
+    return placed_overrides
 
 
-def written(key: str, value: Any) -> str:
+def assignment(key: str, value: Any) -> str:
     """`key=value` as the command line takes it."""
-    return f"{key}={shown(value)}"
+    return f"{key}={format_value(value)}"
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A value as the command line takes it, and as a table shows it."""
     if isinstance(value, str):
         return value
@@ -180,14 +180,14 @@ def shown(value: Any) -> str:
 
 
 def parse(key: str, text: str) -> Dimension:
-    """The values that `text` names for a setting. Raises UsageError that names setting, value, rule and cure."""
-    if (shown := redact.text(text)) != text:
+    """The values that `text` names for a setting. Raises UsageError that names setting, value, rule and fix."""
+    if (masked := redact.text(text)) != text:
         raise UsageError(
-            f"{key} is '{shown}', but the values of a sweep are on record, and secrets of URLs must not be; "
+            f"{key} is '{masked}', but the values of a sweep are on record, and secrets of URLs must not be; "
             f"put them where the library that opens the URL finds them, such as its environment variables"
         )
-    called = _CALL.fullmatch(text)
-    kind, inside = (called[1], called[2]) if called else ("", "")
+    match = _CALL.fullmatch(text)
+    kind, inside = (match[1], match[2]) if match else ("", "")
     if kind not in FORMS:
         raise UsageError(f"{key} is '{text}', but a sweep takes {', '.join(FORMS.values())}")
     try:
@@ -198,72 +198,73 @@ def parse(key: str, text: str) -> Dimension:
         if kind == "choice":
             return _choice(arguments)
         return _whole(kind, arguments) if kind in ("int", "logint") else _interval(kind, arguments)
-    except _Wrong as wrong:
+    except _InvalidArgumentsError as wrong:
         raise UsageError(f"{key} is '{text}', but {wrong}; write {FORMS[kind]}") from None
 
 
-class _Wrong(Exception):
-    """What is wrong with the arguments, in words."""
+class _InvalidArgumentsError(Exception):
+    """A range has wrong arguments; the message says which rule they break."""
 
 
-def _looks_like_one(text: str) -> bool:
-    """Whether it is a call, with a name that is one of ours or nearly, or the beginning of one: the words of a text are left
-    alone."""
-    if (called := _CALL.fullmatch(text)) is None:
+def _looks_like_range(text: str) -> bool:
+    """Whether the text is a call of a form or of a similar name, or the beginning of a form; other text is a plain value."""
+    if (match := _CALL.fullmatch(text)) is None:
         return _UNCLOSED.fullmatch(text) is not None
-    return bool(difflib.get_close_matches(called[1].lower(), [*FORMS, *OF_OTHERS], n=1))
+    return bool(difflib.get_close_matches(match[1].lower(), [*FORMS, *FOREIGN_FORMS], n=1))
 
 
-def _choice(arguments: Sequence[Any]) -> Listed:
+def _choice(arguments: Sequence[Any]) -> ValueList:
     if len(arguments) < 2:
-        raise _Wrong("a choice needs two values or more")
+        raise _InvalidArgumentsError("a choice needs two values or more")
     arguments = [float(a) if isinstance(a, str) and _EXPONENT.fullmatch(a) else a for a in arguments]
     twice = [a for a, b in itertools.pairwise(sorted(map(json.dumps, arguments))) if a == b]
     if twice:
-        raise _Wrong(f"{twice[0]} is there twice")
-    return Listed(tuple(arguments))
+        raise _InvalidArgumentsError(f"{twice[0]} is listed twice")
+    return ValueList(tuple(arguments))
 
 
-def _whole(kind: str, arguments: Sequence[Any]) -> Whole:
+def _whole(kind: str, arguments: Sequence[Any]) -> IntegerRange:
     numbers = _numbers(arguments, 2, 2 if kind == "logint" else 3)
     if any(number != int(number) for number in numbers):
-        raise _Wrong("it takes whole numbers")
+        raise _InvalidArgumentsError("it takes whole numbers")
     if max(map(abs, numbers)) > LARGEST:
-        raise _Wrong(f"a whole number is at most {LARGEST:,}")
+        raise _InvalidArgumentsError(f"a whole number is at most {LARGEST:,}")
     low, high, step = (*map(int, numbers), 1)[:3]
     if low >= high:
-        raise _Wrong("the first number must be below the second")
+        raise _InvalidArgumentsError("the first number must be below the second")
     if step < 1:
-        raise _Wrong("the step must be 1 or more")
+        raise _InvalidArgumentsError("the step must be 1 or more")
     if kind == "logint" and low < 1:
-        raise _Wrong("a logarithm needs numbers from 1 on")
-    return Whole(low, high, step, kind == "logint")
+        raise _InvalidArgumentsError("a logarithm needs numbers from 1 on")
+    return IntegerRange(low, high, step, kind == "logint")
 
 
-def _interval(kind: str, arguments: Sequence[Any]) -> Interval | Listed:
-    low, high, *rest = _numbers(arguments, 2, 3)
+def _interval(kind: str, arguments: Sequence[Any]) -> Interval | ValueList:
+    low, high, *count_arguments = _numbers(arguments, 2, 3)
     if low >= high:
-        raise _Wrong("the first number must be below the second")
+        raise _InvalidArgumentsError("the first number must be below the second")
     if kind == "log" and low <= 0:
-        raise _Wrong("a logarithm needs numbers above 0")
+        raise _InvalidArgumentsError("a logarithm needs numbers above 0")
     interval = Interval(low, high, kind == "log")
-    if not rest:
+    if not count_arguments:
         return interval
-    count = int(rest[0])
-    if count != rest[0] or not 2 <= count <= MOST_VALUES:
-        raise _Wrong(f"the count of values must be a whole number from 2 to {MOST_VALUES:,}")
-    shares = [place / (count - 1) for place in range(count)]
-    return Listed(tuple(dict.fromkeys([low, *map(interval.at, shares[1:-1]), high])), ordered=True)
+    count = int(count_arguments[0])
+    if count != count_arguments[0] or not 2 <= count <= MOST_VALUES:
+        raise _InvalidArgumentsError(f"the count of values must be a whole number from 2 to {MOST_VALUES:,}")
+    shares = [index / (count - 1) for index in range(count)]
+    return ValueList(tuple(dict.fromkeys([low, *map(interval.at, shares[1:-1]), high])), ordered=True)
 
 
 def _numbers(arguments: Sequence[Any], fewest: int, most: int) -> list[float]:
     """The arguments as finite numbers."""
     if not fewest <= len(arguments) <= most:
-        raise _Wrong(f"it has {len(arguments)} value{'' if len(arguments) == 1 else 's'}, with commas between")
+        raise _InvalidArgumentsError(
+            f"it has {len(arguments)} value{'' if len(arguments) == 1 else 's'}, with commas between"
+        )
     try:
         numbers = [float(argument) for argument in arguments if not isinstance(argument, bool)]
     except (TypeError, ValueError):
         numbers = []
     if len(numbers) < len(arguments) or not all(map(math.isfinite, numbers)):
-        raise _Wrong("it takes numbers")
+        raise _InvalidArgumentsError("it takes numbers")
     return numbers

@@ -23,7 +23,7 @@ from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
 from ttrain.sweep.records import Sweep
-from ttrain.sweep.space import Dimension, Interval, Space, Whole
+from ttrain.sweep.space import Dimension, IntegerRange, Interval, Space
 
 STARTUP_TRIALS = 4  # before TPE learns from them; Optuna's own 10 would leave nothing to learn in a sweep of eight
 DRAWS = 20  # of the same trial, where what is drawn was tried before
@@ -34,14 +34,14 @@ COMPLETED, PRUNED, DIVERGED, FAILED, RUNNING = "completed", "pruned", "diverged"
 STATES = {
     COMPLETED: TrialState.COMPLETE,
     PRUNED: TrialState.PRUNED,
-    DIVERGED: TrialState.PRUNED,  # so that the sampler learns from it, as from no failed one
+    DIVERGED: TrialState.PRUNED,  # the sampler learns from it, unlike from a failed one
     FAILED: TrialState.FAIL,
 }
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One choice of settings, and what came of it. `curve`: {tokens: value} of the metric while it trained."""
+    """One choice of settings, and its outcome. `curve`: {tokens: value} of the metric while it trained."""
 
     number: int  # from 1
     values: Mapping[str, Any]
@@ -74,57 +74,57 @@ class Study:
             _cut_torn_line(path)
         self._study = _opened(path if writes or (path and path.exists()) else None, maximize=maximize, writes=writes)
         self.space, self.sampler, self.seed, self.maximize = space, sampler, seed, maximize
-        self._shares: tuple[int, dict[str, float]] = (0, {})  # completed trials, and what was found of them
+        self._shares: tuple[int, dict[str, float]] = (0, {})  # completed trials, and the importances that they gave
         if writes:
-            self._drop_half_asked()
+            self._fail_half_drawn()
 
     @classmethod
     def of(cls, sweep: Sweep, *, writes: bool = False) -> Study:
-        """That of a sweep."""
-        asked = sweep["asked"]
-        options = {"sampler": asked["sampler"], "seed": asked["seed"], "maximize": sweep.measure.maximize}
+        """Open the study of a sweep."""
+        request = sweep["asked"]
+        options = {"sampler": request["sampler"], "seed": request["seed"], "maximize": sweep.measure.maximize}
         return cls(sweep.journal, sweep.space, **options, writes=writes)
 
     def trials(self) -> list[Trial]:
         """All trials, by their numbers."""
-        return [_trial_of(found) for _, found in sorted(self._found().items())]
+        return [_trial_of(optuna_trial) for _, optuna_trial in sorted(self._own_trials().items())]
 
     def best(self) -> Trial | None:
-        """The best of those that came to their end; None where none did."""
+        """The best completed trial; None where there is none."""
         return best_of(self.trials(), maximize=self.maximize)
 
     def ask(self) -> Trial:
-        """A new trial, of values that none had before. There must be some left (`Space.size`)."""
+        """Begin a new trial, with values that no trial had. There must be some left (`Space.size`)."""
         number = 1 + max((trial.number for trial in self.trials()), default=0)
-        return self._begun(number, *self._drawn(number))
+        return self._register(number, *self._drawn(number))
 
-    def again(self, failed: Trial) -> Trial:
-        """The trial once more; it takes the failed one's place."""
-        return self._begun(failed.number, *self._given(failed.values))
+    def retry(self, failed: Trial) -> Trial:
+        """Begin a failed trial again, under its number."""
+        return self._register(failed.number, *self._enqueued(failed.values))
 
-    def note(self, number: int, **said: Any) -> None:
-        """Keep something about a trial: run, seconds, error."""
+    def note(self, number: int, **attributes: Any) -> None:
+        """Record attributes of a trial: run, seconds, error."""
         trial = self._handle(number)
-        for name, value in said.items():
+        for name, value in attributes.items():
             trial.set_user_attr(name, value)
 
     def report(self, number: int, curve: Mapping[int, float]) -> None:
-        """Keep what is new of a trial's curve."""
-        known = self._frozen(number).intermediate_values
+        """Record the new points of a trial's curve."""
+        reported = self._frozen(number).intermediate_values
         trial = self._handle(number)
         for tokens, value in curve.items():
-            if tokens not in known:
+            if tokens not in reported:
                 trial.report(value, tokens)
 
     def is_hopeless(self, number: int) -> bool:
         """Whether the trial's best so far is worse than the median of the complete ones where it is now."""
         done = self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
-        longest = max((found.last_step or 0 for found in done), default=0)
+        longest = max((trial.last_step or 0 for trial in done), default=0)
         pruner = optuna.pruners.MedianPruner(PRUNING_TRIALS, round(PRUNING_SHARE * longest))
         return bool(pruner.prune(self._study, self._frozen(number)))
 
     def tell(self, number: int, outcome: str, value: float | None = None) -> None:
-        """How a trial ended; `value` of a completed one."""
+        """Record how a trial ended, with the `value` of a completed one."""
         self.note(number, outcome=outcome)
         self._study.tell(self._frozen(number).number, value, state=STATES[outcome])
 
@@ -138,50 +138,52 @@ class Study:
             return {}
         if self._shares[0] == len(done):
             return self._shares[1]
-        with contextlib.suppress(ValueError, RuntimeError):  # of values that are all alike
+        with contextlib.suppress(ValueError, RuntimeError):  # raised where all values are equal
             evaluator = optuna.importance.FanovaImportanceEvaluator(seed=self.seed)
             shares = optuna.importance.get_param_importances(self._study, evaluator=evaluator)
             self._shares = (len(done), {name: float(share) for name, share in shares.items()})
         return self._shares[1]
 
-    def _begun(self, number: int, asked: optuna.trial.Trial, values: Mapping[str, Any]) -> Trial:
-        asked.set_user_attr("values", dict(values))
-        asked.set_user_attr("trial", number)  # last: without it there is no trial
+    def _register(self, number: int, optuna_trial: optuna.trial.Trial, values: Mapping[str, Any]) -> Trial:
+        optuna_trial.set_user_attr("values", dict(values))
+        optuna_trial.set_user_attr("trial", number)  # last: without it there is no trial
         return Trial(number, values, RUNNING)
 
-    def _drop_half_asked(self) -> None:
-        """Trials whose process was killed while it drew them."""
+    def _fail_half_drawn(self) -> None:
+        """Mark as failed the trials whose process was killed while it drew them."""
         states = (TrialState.WAITING, TrialState.RUNNING)
         while half := [t for t in self._study.get_trials(deepcopy=False, states=states) if "trial" not in t.user_attrs]:
-            asked = self._study.ask() if half[0].state == TrialState.WAITING else half[0].number
-            self._study.tell(asked, state=TrialState.FAIL)
+            optuna_trial = self._study.ask() if half[0].state == TrialState.WAITING else half[0].number
+            self._study.tell(optuna_trial, state=TrialState.FAIL)
 
-    def _found(self) -> dict[int, FrozenTrial]:
-        """Optuna's trials that are ours; of one that was tried again the last."""
-        ours = (found for found in self._study.get_trials(deepcopy=False) if "trial" in found.user_attrs)
-        return {found.user_attrs["trial"]: found for found in ours}
+    def _own_trials(self) -> dict[int, FrozenTrial]:
+        """Optuna's trials by our numbers; of a retried one the last."""
+        ours = (
+            optuna_trial for optuna_trial in self._study.get_trials(deepcopy=False) if "trial" in optuna_trial.user_attrs
+        )
+        return {optuna_trial.user_attrs["trial"]: optuna_trial for optuna_trial in ours}
 
     def _frozen(self, number: int) -> FrozenTrial:
-        return self._found()[number]
+        return self._own_trials()[number]
 
     def _handle(self, number: int) -> optuna.trial.Trial:
         return optuna.trial.Trial(self._study, self._frozen(number)._trial_id)
 
     def _drawn(self, number: int) -> tuple[optuna.trial.Trial, Mapping[str, Any]]:
-        """Optuna's trial, and its values."""
+        """A new Optuna trial, and its values."""
         tried = [trial.values for trial in self.trials()]
         if self.sampler == "tpe" and number <= STARTUP_TRIALS and (values := self._spread(number)) not in tried:
-            return self._given(values)
+            return self._enqueued(values)
         for draw in range(DRAWS if self.sampler != "grid" else 0):
             self._study.sampler = self._sampler(number, draw)
-            asked = self._study.ask(self._distributions())
-            values = {key: _value(dimension, asked.params[key]) for key, dimension in self.space.dimensions.items()}
+            optuna_trial = self._study.ask(self._distributions())
+            values = {key: _value(dimension, optuna_trial.params[key]) for key, dimension in self.space.dimensions.items()}
             if values not in tried:
-                return asked, values
-            self._study.tell(asked, state=TrialState.FAIL)
-        return self._given(next(v for v in map(self.space.combination, range(self.space.size or 0)) if v not in tried))
+                return optuna_trial, values
+            self._study.tell(optuna_trial, state=TrialState.FAIL)
+        return self._enqueued(next(v for v in map(self.space.combination, range(self.space.size or 0)) if v not in tried))
 
-    def _given(self, values: Mapping[str, Any]) -> tuple[optuna.trial.Trial, Mapping[str, Any]]:
+    def _enqueued(self, values: Mapping[str, Any]) -> tuple[optuna.trial.Trial, Mapping[str, Any]]:
         """Optuna's trial of these values."""
         self._study.enqueue_trial({key: _drawn_for(d, values[key]) for key, d in self.space.dimensions.items()})
         return self._study.ask(self._distributions()), values
@@ -222,7 +224,7 @@ def best_of(trials: list[Trial], *, maximize: bool) -> Trial | None:
 
 
 class _SweepLock(JournalFileOpenLock):
-    """Nothing: who opens the study holds the sweep's lock. Optuna's own would stay for 30 s where its process was killed."""
+    """No lock: the sweep's is held already. Optuna's own would stay for 30 s where its process was killed."""
 
     def acquire(self) -> bool:
         return True
@@ -233,7 +235,7 @@ class _SweepLock(JournalFileOpenLock):
 
 def _opened(path: Path | None, *, maximize: bool, writes: bool) -> optuna.Study:
     storage = JournalStorage(JournalFileBackend(str(path), lock_obj=_SweepLock(str(path)))) if path else None
-    with contextlib.suppress(KeyError):  # there is none yet
+    with contextlib.suppress(KeyError):  # there is no study yet
         if storage:
             return optuna.load_study(study_name=NAME, storage=storage)
     direction = StudyDirection.MAXIMIZE if maximize else StudyDirection.MINIMIZE
@@ -241,32 +243,32 @@ def _opened(path: Path | None, *, maximize: bool, writes: bool) -> optuna.Study:
 
 
 def _cut_torn_line(path: Path) -> None:
-    """What a full disk or a power cut left of the last line: Optuna reads no journal with such a line in its middle."""
+    """Remove the part of a last line that a full disk or a power cut left: Optuna cannot read a journal with one inside."""
     with contextlib.suppress(FileNotFoundError):
         data = path.read_bytes()
         if whole := data[: data.rfind(b"\n") + 1] if not data.endswith(b"\n") else b"":
             path.write_bytes(whole)
 
 
-def _trial_of(found: FrozenTrial) -> Trial:
-    said = found.user_attrs
-    outcome = said.get("outcome", RUNNING) if found.state.is_finished() else RUNNING
+def _trial_of(optuna_trial: FrozenTrial) -> Trial:
+    attributes = optuna_trial.user_attrs
+    outcome = attributes.get("outcome", RUNNING) if optuna_trial.state.is_finished() else RUNNING
     return Trial(
-        number=said["trial"],
-        values=said["values"],
+        number=attributes["trial"],
+        values=attributes["values"],
         outcome=outcome,
-        value=found.value if outcome == COMPLETED else None,
-        seconds=said.get("seconds"),
-        run=said.get("run"),
-        error=said.get("error"),
-        curve=dict(found.intermediate_values),
+        value=optuna_trial.value if outcome == COMPLETED else None,
+        seconds=attributes.get("seconds"),
+        run=attributes.get("run"),
+        error=attributes.get("error"),
+        curve=dict(optuna_trial.intermediate_values),
     )
 
 
 def _distribution(dimension: Dimension) -> BaseDistribution:
     if isinstance(dimension, Interval):
         return FloatDistribution(dimension.low, dimension.high, log=dimension.log)
-    if isinstance(dimension, Whole):
+    if isinstance(dimension, IntegerRange):
         return IntDistribution(dimension.low, dimension.probes[-1], log=dimension.log, step=dimension.step)
     if dimension.ordered:
         return IntDistribution(0, len(dimension.values) - 1)
@@ -277,14 +279,14 @@ def _value(dimension: Dimension, drawn: Any) -> Any:
     """The setting's value for what Optuna drew."""
     if isinstance(dimension, Interval):
         return dimension.nearest(drawn)
-    if isinstance(dimension, Whole):
+    if isinstance(dimension, IntegerRange):
         return drawn
     return dimension.values[drawn if dimension.ordered else [_label(v) for v in dimension.values].index(drawn)]
 
 
 def _drawn_for(dimension: Dimension, value: Any) -> Any:
-    """What Optuna would have to draw for the value."""
-    if isinstance(dimension, Interval | Whole):
+    """The value in the form in which Optuna draws it."""
+    if isinstance(dimension, Interval | IntegerRange):
         return value
     return dimension.values.index(value) if dimension.ordered else _label(value)
 

@@ -10,7 +10,7 @@ from typing import Any
 from ttrain.reports import summary
 from ttrain.sweep.measure import Measure
 from ttrain.sweep.records import Sweep
-from ttrain.sweep.space import Space, shown, written
+from ttrain.sweep.space import Space, assignment, format_value
 from ttrain.sweep.study import COMPLETED, RUNNING, Trial, best_of
 
 Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
@@ -18,7 +18,7 @@ SHORT = 100  # characters of an error in a table
 
 
 def ranked(trials: Sequence[Trial], *, maximize: bool) -> list[Trial]:
-    """The trials that came to their end, the best first; then the others in their order."""
+    """The completed trials, the best first; then the others in their order."""
     done = [trial for trial in trials if trial.outcome == COMPLETED and trial.value is not None]
     done.sort(key=lambda trial: (-(trial.value or 0.0) if maximize else trial.value or 0.0, trial.number))
     return [*done, *(trial for trial in trials if trial not in done)]
@@ -31,7 +31,7 @@ def trial_table(trials: Sequence[Trial], space: Space, measure: Measure) -> Tabl
     rows = [
         (
             f"{trial.number}{' *' if trial == best else ''}",
-            *(shown(trial.values[key]) for key in space.dimensions),
+            *(format_value(trial.values[key]) for key in space.dimensions),
             figure(trial),
             outcome(trial),
             summary.seconds(trial.seconds),
@@ -43,14 +43,14 @@ def trial_table(trials: Sequence[Trial], space: Space, measure: Measure) -> Tabl
 
 
 def figure(trial: Trial) -> str:
-    """The metric of a trial; in brackets where it was ended before its end."""
+    """The metric of a trial; in brackets where the trial was stopped early."""
     if trial.value is not None:
         return f"{trial.value:.4f}"
     return f"({trial.last:.4f})" if trial.last is not None else ""
 
 
 def outcome(trial: Trial) -> str:
-    """How it ended, and why where it failed."""
+    """How a trial ended, and why it failed."""
     if trial.outcome == RUNNING:
         return "to go on" if trial.run else "begun"
     first = (trial.error or "").partition("\n")[0]
@@ -60,16 +60,16 @@ def outcome(trial: Trial) -> str:
 
 def counts(trials: Sequence[Trial]) -> str:
     """How many trials ended how: "6 completed, 2 pruned"."""
-    found = Counter("unfinished" if trial.outcome == RUNNING else trial.outcome for trial in trials)
-    return ", ".join(f"{count} {word}" for word, count in found.items()) or "no trials yet"
+    outcomes = Counter("unfinished" if trial.outcome == RUNNING else trial.outcome for trial in trials)
+    return ", ".join(f"{count} {word}" for word, count in outcomes.items()) or "no trials yet"
 
 
 def verdict(trials: Sequence[Trial], measure: Measure) -> str:
     """One sentence: which trial is best, and how far the others are from it."""
     best = best_of(list(trials), maximize=measure.maximize)
     if best is None or best.value is None:
-        return "no trial has come to its end"
-    settings = ", ".join(written(key, value) for key, value in best.values.items())
+        return "no trial has completed"
+    settings = ", ".join(assignment(key, value) for key, value in best.values.items())
     others = [trial.value for trial in trials if trial.outcome == COMPLETED and trial.value is not None]
     worst = min(others) if measure.maximize else max(others)
     spread = f"; the worst has {worst:.4f}" if len(others) > 1 else ""
@@ -77,14 +77,14 @@ def verdict(trials: Sequence[Trial], measure: Measure) -> str:
 
 
 def command(sweep: Sweep, trial: Trial) -> str:
-    """What runs the pipeline as the trial did, with all that comes after it; what it has made is taken from the store."""
-    words = ["ttrain", "pipeline", "run", sweep["asked"]["pipeline"], *(sweep["words"] or [])]
-    words += [written(key, value) for key, value in trial.values.items()]
-    return " ".join(map(shlex.quote, words))
+    """The command that runs the whole pipeline with a trial's settings; what the trial made comes from the store."""
+    arguments = ["ttrain", "pipeline", "run", sweep["asked"]["pipeline"], *(sweep["words"] or [])]
+    arguments += [assignment(key, value) for key, value in trial.values.items()]
+    return " ".join(map(shlex.quote, arguments))
 
 
 def sweep_json(sweep: Sweep, trials: Sequence[Trial], importances: Mapping[str, float]) -> dict[str, Any]:
-    """What `show --json` prints."""
+    """The object that `show --json` prints."""
     measure = sweep.measure
     best = best_of(list(trials), maximize=measure.maximize)
     return {

@@ -1,10 +1,10 @@
-"""MLflow behind one door: runs, curves, artifacts, registered models. No other module imports mlflow.
+"""The only interface to MLflow: runs, curves, artifacts, registered models. No other package imports mlflow.
 
-It runs in the orchestrating process; training children write `metrics.jsonl` and a follower carries it over. MLflow is
+It runs in the orchestrating process; training children write `metrics.jsonl` and a follower sends it to MLflow, which is
 imported when a store is opened (0.9 s, its SQL store 0.5 s, a fresh schema 0.6 s more), never by importing this module.
 
-The pipeline's result does not depend on the tracker, so its troubles become one warning each, never an exception: all
-that a run has to tell stands in its outbox in the home (`outbox`), curves in their file, until the server takes it.
+The pipeline's result does not depend on the tracker, so each failure becomes one warning, never an exception: everything
+for MLflow stays in the run's outbox in the home (`outbox`), curves in their file, until the server accepts it.
 """
 
 from __future__ import annotations
@@ -21,30 +21,28 @@ from typing import Any
 from ttrain.core.redact import masked, without_user
 from ttrain.errors import TrackingError
 from ttrain.store.server_records import with_token
-from ttrain.tracking.calls import first_line, is_out_of_use, outcome
+from ttrain.tracking.calls import attempt, first_line, is_out_of_use
 from ttrain.tracking.champions import Champions
-from ttrain.tracking.database import Later, artifacts_of, database_of, mend_moved_home, open_client
+from ttrain.tracking.client import ENVIRONMENT, check_installed, is_installed, silence, tracking_uri
+from ttrain.tracking.database import DeferredClient, artifacts_of, database_of, open_client, repair_moved_home
 from ttrain.tracking.database import set_damaged_aside as _set_damaged_aside
 from ttrain.tracking.datasets import data_of, of_tasks, read_by
-from ttrain.tracking.loading_snippets import CARD, Loadable
-from ttrain.tracking.metrics_follower import MetricsFollower
-from ttrain.tracking.mlflow_setup import ENVIRONMENT, check_installed, is_installed, silence, tracking_uri
 from ttrain.tracking.mlflow_views import NOTE, Addresses, addresses_of, refresh_views, source_tags
+from ttrain.tracking.model_description import CARD, LoadableModel
 from ttrain.tracking.model_sets import Member, ModelSet, keys_of, last_of
 from ttrain.tracking.null_tracker import NullRun, NullStore
 from ttrain.tracking.outbox import FOLDER
-from ttrain.tracking.outboxes import waiting_keys
+from ttrain.tracking.outboxes import note_run_id, undelivered_keys
 from ttrain.tracking.published import log_result
 from ttrain.tracking.reading import read_local, read_run, read_runs
-from ttrain.tracking.reading_database import Database
-from ttrain.tracking.records import note_run_id
+from ttrain.tracking.reading_sources import DatabaseSource
 from ttrain.tracking.registered_models import registered_keys as _registered_keys
 from ttrain.tracking.registry import CHAMPION, find_version
-from ttrain.tracking.runs import Run
-from ttrain.tracking.store import Store, open_reader
-from ttrain.tracking.sync import Waiting
+from ttrain.tracking.runs import TrackedRun
+from ttrain.tracking.sync import MetricsFollower, UndeliveredRun
 from ttrain.tracking.sync import sync as _sync
-from ttrain.tracking.sync import waiting as _waiting
+from ttrain.tracking.sync import undelivered_runs as _waiting
+from ttrain.tracking.tracker import MlflowStore, open_reader
 from ttrain.tracking.views import Point, RunView
 
 __all__ = [
@@ -53,32 +51,31 @@ __all__ = [
     "ENVIRONMENT",
     "NOTE",
     "Addresses",
-    "Loadable",
+    "LoadableModel",
     "Member",
     "MetricsFollower",
+    "MlflowStore",
     "ModelSet",
     "NullRun",
     "NullStore",
     "Point",
-    "Run",
     "RunView",
-    "Store",
+    "TrackedRun",
     "addresses",
     "champion",
     "champion_keys_here",
     "data_of",
     "database_of",
+    "delivered_identities",
+    "find_keys",
     "find_set",
     "find_version",
-    "is_waiting",
-    "keys_beginning",
+    "has_outbox",
     "last_of",
     "list_sets",
     "log_decision",
     "log_result",
     "masked",
-    "mend_moved_home",
-    "note_tracked",
     "of_tasks",
     "open_own_store",
     "open_reader",
@@ -89,146 +86,147 @@ __all__ = [
     "read_local",
     "read_run",
     "read_runs",
+    "record_run_id",
     "refresh_views",
     "registered_keys",
+    "repair_moved_home",
     "rollback",
     "server_app",
     "set_damaged_database_aside",
     "source_tags",
     "sync",
-    "told_identities",
     "tracking_uri",
-    "waiting",
+    "undelivered_runs",
 ]
 log = logging.getLogger("ttrain")
 
 
-def open_store(home: Path, experiment: str) -> Store | NullStore:
-    """Opens the tracker, with its database made, migrated and mended; call it once, before threads share the store.
+def open_store(home: Path, experiment: str) -> MlflowStore | NullStore:
+    """Open the tracker after creating, migrating or repairing its database; call it once, before threads share the store.
 
-    A server that does not answer still gives a Store, which asks again at each run.
+    A server that does not answer still gives a MlflowStore, which tries again at each run.
     """
     home = home.resolve()
     if not is_installed():
-        log.info("MLflow is not installed, nothing is tracked; to change that: pip install mlflow")
+        log.info("MLflow is not installed, so nothing is tracked; to track runs: pip install mlflow")
         return NullStore()
     uri = tracking_uri(home)
     silence()
-    client, error = outcome(lambda: open_client(uri, home))
+    client, error = attempt(lambda: open_client(uri, home))
     if error is not None and not is_out_of_use(error):
         log.warning("MLflow at %s cannot be opened, nothing is tracked: %s", without_user(uri), first_line(error))
         return NullStore()
-    store = Store(Later(uri, home) if error else client, uri, home, experiment)
-    store.asking.is_silent |= error is not None
-    store.asking.tried("opening the experiment", store.experiment_id)
-    store.tell_earlier()
+    store = MlflowStore(DeferredClient(uri, home) if error else client, uri, home, experiment)
+    store.caller.is_silent |= error is not None
+    store.caller.call_or_warn("opening the experiment", store.experiment_id)
+    store.deliver_orphans()
     return store
 
 
-def open_own_store(home: Path, experiment: str) -> Store:
-    """The home's own database, whatever MLFLOW_TRACKING_URI says, to be told what the home knows. Raises TrackingError."""
+def open_own_store(home: Path, experiment: str) -> MlflowStore:
+    """Open the home's own database, whatever MLFLOW_TRACKING_URI says, to restore its runs. Raises TrackingError."""
     home = home.resolve()
     check_installed()
     silence()
     uri = f"sqlite:///{database_of(home)}"
-    client, error = outcome(lambda: open_client(uri, home))
+    client, error = attempt(lambda: open_client(uri, home))
     if error is not None:
         raise TrackingError(f"MLflow's database cannot be opened: {first_line(error)}") from error
-    return Store(client, uri, home, experiment)
+    return MlflowStore(client, uri, home, experiment)
 
 
 def set_damaged_database_aside(home: Path) -> tuple[str, Path] | None:
-    """What is wrong with the home's own database and where it is now; None where it is whole, or there is none."""
+    """Move a damaged database of the home aside; return (damage, new path), or None if it is whole or missing."""
     return _set_damaged_aside(home.resolve())
 
 
-def told_identities(home: Path) -> frozenset[str]:
-    """Identities of the runs that the home's own database was told to their end. Raises TrackingError."""
+def delivered_identities(home: Path) -> frozenset[str]:
+    """Identities of the runs that are complete in the home's own database. Raises TrackingError."""
     home = home.resolve()
     try:
-        return Database(home).told_identities() if database_of(home).exists() else frozenset()
+        return DatabaseSource(home).delivered_identities() if database_of(home).exists() else frozenset()
     except sqlite3.Error as error:
         raise TrackingError(f"MLflow's database {database_of(home)} cannot be read: {error}") from error
 
 
-def is_waiting(home: Path, identity: str | None) -> bool:
-    """Whether the run of this identity has an outbox, which holds what it was begun with."""
+def has_outbox(home: Path, identity: str | None) -> bool:
+    """Whether the run of this identity has an outbox, with the data that it was started with."""
     return bool(identity) and (home / FOLDER / str(identity) / "run.json").exists()
 
 
-def note_tracked(home: Path, run: Run | NullRun) -> None:
-    """The record of a pipeline's run names the run that MLflow has of it now."""
-    if isinstance(run, Run):
-        note_run_id(home, run.box.about)
+def record_run_id(home: Path, run: TrackedRun | NullRun) -> None:
+    """Write MLflow's id of a pipeline run into the run's record."""
+    if isinstance(run, TrackedRun):
+        note_run_id(home, run.outbox.run_info)
 
 
 def addresses(home: Path, experiments: Iterable[str], run_ids: Sequence[str] = ()) -> Addresses | None:
-    """Where MLflow's pages show these runs, or else the first of these experiments that there is; its views are brought up
-    to date. None where there is none of them. Raises TrackingError where MLflow does not answer."""
+    """Addresses of MLflow's pages for these runs, else for the first of these experiments that exists, after updating its
+    views. None if none exists. Raises TrackingError if MLflow does not answer."""
     if not is_installed():
         raise TrackingError("MLflow is not installed; pip install mlflow")
     uri = tracking_uri(home.resolve())
     if uri == f"sqlite:///{database_of(home)}" and not database_of(home).exists():
         return None
-    store, error = outcome(lambda: open_reader(home))
-    found = None
+    store, error = attempt(lambda: open_reader(home))
+    pages = None
     if store is not None:
-        found, error = store.asking.once(lambda: addresses_of(store.client, experiments, run_ids))
+        pages, error = store.caller.try_call(lambda: addresses_of(store.client, experiments, run_ids))
     if error is not None:
-        cure = "; unset MLFLOW_TRACKING_URI to see what is in the home itself" if "MLFLOW_TRACKING_URI" in os.environ else ""
-        raise TrackingError(f"MLflow at {without_user(uri)} cannot be asked: {first_line(error)}{cure}") from error
-    return found
+        fix = "; unset MLFLOW_TRACKING_URI to see what is in the home itself" if "MLFLOW_TRACKING_URI" in os.environ else ""
+        raise TrackingError(f"MLflow at {without_user(uri)} cannot be queried: {first_line(error)}{fix}") from error
+    return pages
 
 
-def keys_beginning(home: Path, stage: str | None, prefix: str) -> list[tuple[str, str]]:
-    """(stage, key) of the artifacts that MLflow holds whose keys begin so; [] where it does not answer."""
-    from ttrain.tracking.artifact_source import Tracked
+def find_keys(home: Path, stage: str | None, prefix: str) -> list[tuple[str, str]]:
+    """(stage, key) of the artifacts in MLflow whose keys start with `prefix`; [] if it does not answer."""
+    from ttrain.tracking.artifact_source import MlflowArtifacts
 
-    return Tracked(home).keys_beginning(stage, prefix)
+    return MlflowArtifacts(home).find_keys(stage, prefix)
 
 
 def champion(home: Path, name: str) -> ModelSet | None:
-    """The set of models that is champion of this pipeline; None where none was promoted.
+    """The set of models that is champion of this pipeline; None if none was promoted.
 
-    Raises TrackingError where MLflow cannot be asked, as all that follow do: no answer is not the answer none.
+    Raises TrackingError if MLflow cannot be queried, as the functions below do: "no answer" does not mean "none".
     """
     return _champions(home).champion(name)
 
 
 def champion_keys_here(home: Path, name: str) -> dict[str, str]:
-    """Keys of the champion's artifacts by stage, read from the home's own database in milliseconds; {} where none was
-    promoted, where MLflow is elsewhere, and where it cannot be read: who asks goes on without it."""
+    """Keys of the champion's artifacts by stage, read from the home's own database in milliseconds; {} if none was
+    promoted, if MLflow is elsewhere, or if it cannot be read: callers can do without it."""
     if tracking_uri(home) != f"sqlite:///{database_of(home)}" or not database_of(home).exists():
         return {}
     with contextlib.suppress(sqlite3.Error):
-        return keys_of(Database(home).tags_under(name, CHAMPION))
+        return keys_of(DatabaseSource(home).tags_under(name, CHAMPION))
     return {}
 
 
 def list_sets(home: Path, name: str | None = None) -> list[ModelSet]:
-    """All sets of models, of one pipeline or of all, the newest first; mends what a kill left between two writes."""
+    """All sets of models, of one pipeline or of all, newest first; repairs aliases that a kill left half written."""
     return _champions(home).sets(name)
 
 
 def find_set(home: Path, name: str, version: str) -> ModelSet:
-    """One set of models. Raises UsageError that lists what there is."""
+    """One set of models. Raises UsageError that lists the existing sets."""
     return _champions(home).find(name, version)
 
 
 def promote(home: Path, name: str, version: str) -> ModelSet:
-    """Makes a set the champion; done twice it is done once. Raises UsageError where there is no such set."""
+    """Make a set the champion; idempotent. Raises UsageError if there is no such set."""
     return _champions(home).promote(name, version)
 
 
 def rollback(home: Path, name: str) -> ModelSet:
-    """Makes the champion before the present one champion again. Raises UsageError where there is none."""
+    """Make the previous champion champion again. Raises UsageError if there is none."""
     return _champions(home).rollback(name)
 
 
 def log_decision(
     home: Path, name: str, version: str, decision: Mapping[str, Any], table: str, *, run_id: str | None = None
 ) -> None:
-    """Puts a decision, as JSON and as a markdown table, on a set and on the run `run_id`, else on the set's own run."""
+    """Log a decision, as JSON and as a markdown table, on a set and on the run `run_id`, else on the set's own run."""
     _champions(home).log_decision(name, version, decision, table, run_id)
 
 
@@ -241,47 +239,51 @@ def _champions(home: Path) -> Champions:
 
 
 def registered_keys(home: Path) -> frozenset[str]:
-    """Keys of the artifacts that the registered models are, of what these need, and of those that wait to be uploaded.
+    """Keys of the artifacts behind registered models, of their inputs, and of those that wait to be uploaded.
 
     Raises TrackingError.
     """
     if not is_installed():
-        raise TrackingError("which models are registered is told by MLflow, which is not installed; pip install mlflow")
+        raise TrackingError("registered models are listed by MLflow, which is not installed; pip install mlflow")
     silence()
     home = home.resolve()
-    return _registered_keys(home, tracking_uri(home)) | waiting_keys(home)
+    return _registered_keys(home, tracking_uri(home)) | undelivered_keys(home)
 
 
-def waiting(home: Path, run: str | None = None) -> list[Waiting]:
-    """What runs have yet to tell MLflow, all or one; imports no MLflow. Raises UsageError where no run is called so."""
+def undelivered_runs(home: Path, run: str | None = None) -> list[UndeliveredRun]:
+    """Runs with data that MLflow has yet to receive, all or one; imports no MLflow. Raises UsageError for an unknown run."""
     return _waiting(home, run)
 
 
-def sync(home: Path, run: str | None = None, told: Callable[[int, int], object] = lambda done, total: None) -> list[Waiting]:
-    """Tells MLflow what ended runs could not; what became of each. Raises TrackingError, and UsageError as `waiting`.
+def sync(
+    home: Path, run: str | None = None, on_progress: Callable[[int, int], object] = lambda done, total: None
+) -> list[UndeliveredRun]:
+    """Deliver what ended runs could not; the new state of each. Raises TrackingError and, for an unknown run, UsageError.
 
-    `told(bytes done, bytes in all)` is called while files are uploaded.
+    `on_progress(bytes done, bytes in total)` is called while files are uploaded.
     """
     check_installed()
     silence()
     home = home.resolve()
-    named = tracking_uri(home)
+    current_uri = tracking_uri(home)
 
     def uri_of(tracker: str) -> str:
         if not tracker:
             return f"sqlite:///{database_of(home)}"
-        return named if without_user(named) == tracker else with_token(home, tracker)  # an outbox holds no password
+        return (
+            current_uri if without_user(current_uri) == tracker else with_token(home, tracker)
+        )  # an outbox holds no password
 
-    return _sync(home, uri_of, run, told)
+    return _sync(home, uri_of, run, on_progress)
 
 
 def prepare(home: Path) -> None:
-    """Makes the home's own database, or migrates and mends it, for a server that would do neither by our rules."""
+    """Create, migrate or repair the home's own database before a server opens it, which would do neither by our rules."""
     home = home.resolve()
     if not is_installed():
         return
     silence()
-    _, error = outcome(lambda: open_client(f"sqlite:///{database_of(home)}", home))
+    _, error = attempt(lambda: open_client(f"sqlite:///{database_of(home)}", home))
     if error is not None:
         log.warning("MLflow's database %s cannot be prepared: %s", database_of(home), first_line(error))
 
@@ -289,7 +291,7 @@ def prepare(home: Path) -> None:
 def server_app(home: Path) -> Any:
     """MLflow's server application over the home's own database and files, as `mlflow server` runs it, for uvicorn.
 
-    Without that command, which imports all of MLflow once more before it starts this. Raises what MLflow does.
+    Used instead of that command, which imports all of MLflow once more before it starts this. Raises MLflow's errors.
     """
     names: Any = import_module("mlflow.server.constants")
     uri, artifacts = f"sqlite:///{database_of(home)}", artifacts_of(home)

@@ -1,7 +1,7 @@
 """Artifacts that MLflow holds, by stage and key: the files of finished child runs, whose tags name both.
 
-The home's own database is read as it is, without MLflow (a miss costs a millisecond, not 1.5 s of imports). A server
-that does not answer is asked once and then left alone: the pipeline builds what it cannot fetch.
+The home's own database is read directly, without MLflow (a miss costs a millisecond, not 1.5 s of imports). A server
+that does not answer is queried once and then no more: the pipeline builds what it cannot fetch.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from typing import Any, final
 from ttrain.core.redact import without_user
 from ttrain.errors import ArtifactError
 from ttrain.store.layout import MANIFEST, Artifact, altered_manifest, read_manifest
-from ttrain.tracking.atomic_files import local_path, place
 from ttrain.tracking.calls import first_line
+from ttrain.tracking.client import tracking_uri
 from ttrain.tracking.database import database_of
-from ttrain.tracking.mlflow_setup import tracking_uri
-from ttrain.tracking.store import Store, open_reader
+from ttrain.tracking.tracker import MlflowStore, open_reader
+from ttrain.tracking.uploads import local_path, place_file
 
 log = logging.getLogger("ttrain")
 
 CANDIDATES = 5  # runs that may hold a key: more than one where it was forced, or built on two machines
-FINISHED = """
+FINISHED_RUNS_SQL = """
 SELECT runs.run_uuid, runs.artifact_uri FROM runs
 JOIN experiments ON experiments.experiment_id = runs.experiment_id
 JOIN tags AS key ON key.run_uuid = runs.run_uuid AND key.key = 'ttrain.key'
@@ -39,7 +39,7 @@ AND runs.status = 'FINISHED' AND runs.lifecycle_stage = 'active'
 ORDER BY runs.end_time DESC LIMIT ?
 """
 LISTED_KEYS = 100
-KEYS = """
+FINISHED_KEYS_SQL = """
 SELECT DISTINCT stage.value, key.value FROM runs
 JOIN tags AS key ON key.run_uuid = runs.run_uuid AND key.key = 'ttrain.key'
 JOIN tags AS stage ON stage.run_uuid = runs.run_uuid AND stage.key = 'ttrain.stage'
@@ -48,8 +48,8 @@ WHERE key.value LIKE ? AND runs.status = 'FINISHED' AND runs.lifecycle_stage = '
 
 
 @dataclass(frozen=True)
-class Held:
-    """An artifact in MLflow: the run, its directory where that is on a disk of this machine, and the manifest."""
+class TrackedArtifact:
+    """An artifact in MLflow: the run, its directory if that is on a disk of this machine, and the manifest."""
 
     run_id: str
     directory: Path | None
@@ -57,149 +57,151 @@ class Held:
 
 
 @final
-class Tracked:
-    """What one experiment of one MLflow holds, or all of them; a `ttrain.store.layout.Elsewhere`.
+class MlflowArtifacts:
+    """Artifacts of one MLflow experiment, or of all of them; a `ttrain.store.layout.Elsewhere`.
 
-    Each key is asked for once.
+    Each key is looked up once.
     """
 
     def __init__(self, home: Path, experiment: str | None = None) -> None:
         self._home, self._experiment = home.resolve(), experiment
         self._uri = tracking_uri(self._home)
-        self._found: dict[tuple[str, str], Held | None] = {}
+        self._found: dict[tuple[str, str], TrackedArtifact | None] = {}
         self._lock = threading.Lock()
-        self._opened: Store | None = None
+        self._opened: MlflowStore | None = None
         self._is_silent = False
 
     def manifest(self, stage: str, key: str) -> Mapping[str, Any] | None:
-        """The manifest of a whole artifact that MLflow holds; None where it holds none, or does not answer."""
+        """The manifest of a whole artifact in MLflow; None if MLflow has none, or does not answer."""
         with self._lock:
             if (stage, key) not in self._found:
                 self._found[stage, key] = next(self._search(stage, key), None)
-            held = self._found[stage, key]
-        return held.manifest if held else None
+            artifact = self._found[stage, key]
+        return artifact.manifest if artifact else None
 
     def fetch(self, stage: str, key: str, name: str, to: Path) -> None:
-        """Write one file of the artifact to `to`; linked, where it is big and on the same disk. Raises ArtifactError."""
+        """Write one file of the artifact to `to`; linked if it is big and on the same disk. Raises ArtifactError."""
         self.manifest(stage, key)
-        held = self._found[stage, key]
-        if held is None:
+        artifact = self._found[stage, key]
+        if artifact is None:
             raise ArtifactError(
                 f"MLflow at {without_user(self._uri)} does not hold {stage} {key[:12]}; run its pipeline again"
             )
         try:
-            if held.directory:
-                place(held.directory / name, to)
+            if artifact.directory:
+                place_file(artifact.directory / name, to)
             else:
-                self._download(held.run_id, f"{stage}/{name}", to)
+                self._download(artifact.run_id, f"{stage}/{name}", to)
         except OSError:
-            raise  # a full disk is no fault of MLflow's
+            raise  # a full disk is not MLflow's fault
         except Exception as error:
-            where = f"MLflow at {without_user(self._uri)}"
+            server = f"MLflow at {without_user(self._uri)}"
             raise ArtifactError(
-                f"{name} of {stage} {key[:12]} cannot be fetched from {where}: {first_line(error)}"
+                f"{name} of {stage} {key[:12]} cannot be fetched from {server}: {first_line(error)}"
             ) from None
 
     def recorded(self, stage: str, key: str) -> Mapping[str, Any] | None:
-        """The manifest that a finished run left, also where other files of the artifact are gone."""
-        return next((held.manifest for held in self._candidates(stage, key)), None)
+        """The manifest that a finished run left, even if other files of the artifact are gone."""
+        return next((artifact.manifest for artifact in self._candidates(stage, key)), None)
 
-    def keys_beginning(self, stage: str | None, prefix: str) -> list[tuple[str, str]]:
-        """(stage, key) of the finished runs whose keys begin so, in hex; [] where MLflow does not answer."""
+    def find_keys(self, stage: str | None, prefix: str) -> list[tuple[str, str]]:
+        """(stage, key) of the finished runs whose keys start with `prefix`, in hex; [] if MLflow does not answer."""
         if self._is_silent:
             return []
         try:
-            found = self._keys_in_own_database(prefix) if self._is_own else self._keys_asked(prefix)
+            pairs = self._keys_in_own_database(prefix) if self._is_own else self._keys_by_api(prefix)
         except Exception as error:
-            self._fell_silent(error)
+            self._mark_silent(error)
             return []
-        return sorted({one for one in found if stage in (None, one[0])})
+        return sorted({pair for pair in pairs if stage in (None, pair[0])})
 
-    def _search(self, stage: str, key: str) -> Iterator[Held]:
-        """Whole artifacts of that key, the newest first."""
-        for held in self._candidates(stage, key):
+    def _search(self, stage: str, key: str) -> Iterator[TrackedArtifact]:
+        """Whole artifacts of that key, newest first."""
+        for match in self._candidates(stage, key):
             try:
-                if _is_whole(held.manifest, stage, key, lambda at: self._sizes(held.run_id, stage, held.directory, at)):  # noqa: B023
-                    yield held
+                if _is_whole(match.manifest, stage, key, lambda at: self._sizes(match.run_id, stage, match.directory, at)):  # noqa: B023
+                    yield match
             except Exception as error:
-                self._fell_silent(error)
+                self._mark_silent(error)
                 return
 
-    def _candidates(self, stage: str, key: str) -> Iterator[Held]:
-        """Runs that left a manifest of that key, the newest first."""
+    def _candidates(self, stage: str, key: str) -> Iterator[TrackedArtifact]:
+        """Artifacts whose manifest has that key, newest first."""
         if self._is_silent:
             return
         try:
-            for run_id, artifact_uri in self._in_own_database(stage, key) if self._is_own else self._asked(stage, key):
+            for run_id, artifact_uri in (
+                self._runs_in_own_database(stage, key) if self._is_own else self._runs_by_api(stage, key)
+            ):
                 root = local_path(artifact_uri)
                 directory = root / stage if root else None
                 manifest = self._manifest_of(run_id, stage, directory)
                 if manifest and (manifest.get("stage"), manifest.get("key")) == (stage, key):
-                    yield Held(run_id, directory, manifest)
-        except Exception as error:  # nothing settles what MLflow may raise, and all it costs is to build again
-            self._fell_silent(error)
+                    yield TrackedArtifact(run_id, directory, manifest)
+        except Exception as error:  # MLflow may raise anything, and the only cost is to build again
+            self._mark_silent(error)
 
     @property
     def _is_own(self) -> bool:
         return self._uri == f"sqlite:///{database_of(self._home)}"
 
-    def _fell_silent(self, error: Exception) -> None:
+    def _mark_silent(self, error: Exception) -> None:
         self._is_silent = True
-        log.warning("MLflow at %s cannot be asked for artifacts: %s", without_user(self._uri), first_line(error))
+        log.warning("MLflow at %s cannot be queried for artifacts: %s", without_user(self._uri), first_line(error))
 
     def _keys_in_own_database(self, prefix: str) -> list[tuple[str, str]]:
         database = database_of(self._home)
         if not database.exists():
             return []
         with contextlib.closing(sqlite3.connect(f"{database.as_uri()}?mode=ro", uri=True, timeout=10)) as db:
-            return db.execute(KEYS, (f"{prefix}%",)).fetchall()
+            return db.execute(FINISHED_KEYS_SQL, (f"{prefix}%",)).fetchall()
 
-    def _keys_asked(self, prefix: str) -> list[tuple[str, str]]:
+    def _keys_by_api(self, prefix: str) -> list[tuple[str, str]]:
         client = self._store().client
         ids = [experiment.experiment_id for experiment in client.search_experiments()]
-        wanted = f"tags.`ttrain.key` LIKE '{prefix}%' AND attributes.status = 'FINISHED'"
-        runs = client.search_runs(ids, wanted, max_results=LISTED_KEYS) if ids else []
+        query = f"tags.`ttrain.key` LIKE '{prefix}%' AND attributes.status = 'FINISHED'"
+        runs = client.search_runs(ids, query, max_results=LISTED_KEYS) if ids else []
         return [(run.data.tags.get("ttrain.stage", ""), run.data.tags["ttrain.key"]) for run in runs]
 
-    def _in_own_database(self, stage: str, key: str) -> list[tuple[str, str]]:
-        """(run, place of its artifacts), read from the home's own file; a moved home's places are its own again."""
+    def _runs_in_own_database(self, stage: str, key: str) -> list[tuple[str, str]]:
+        """(run id, artifact URI) from the home's own database file, with the URIs of a moved home corrected."""
         database = database_of(self._home)
         if not database.exists():
             return []
         with contextlib.closing(sqlite3.connect(f"{database.as_uri()}?mode=ro", uri=True, timeout=10)) as db:
-            rows = db.execute(FINISHED, (key, stage, self._experiment, CANDIDATES)).fetchall()
+            rows = db.execute(FINISHED_RUNS_SQL, (key, stage, self._experiment, CANDIDATES)).fetchall()
             recorded = db.execute("SELECT path FROM ttrain_home").fetchone() if rows else None
         old, new = Path(recorded[0] if recorded else self._home).as_uri(), self._home.as_uri()
         return [(run_id, new + uri[len(old) :] if uri.startswith(f"{old}/") else uri) for run_id, uri in rows]
 
-    def _asked(self, stage: str, key: str) -> list[tuple[str, str]]:
-        """The same, by MLflow's API. Nothing is created there."""
+    def _runs_by_api(self, stage: str, key: str) -> list[tuple[str, str]]:
+        """(run id, artifact URI) of finished runs, by MLflow's API. Creates nothing there."""
         store = self._store()
-        wanted = f"tags.`ttrain.key` = '{key}' AND tags.`ttrain.stage` = '{stage}' AND attributes.status = 'FINISHED'"
+        query = f"tags.`ttrain.key` = '{key}' AND tags.`ttrain.stage` = '{stage}' AND attributes.status = 'FINISHED'"
 
         def ask() -> list[tuple[str, str]]:
             client, order = store.client, ["attributes.end_time DESC"]
-            one = self._experiment and client.get_experiment_by_name(self._experiment)
-            experiments = ([one] if one else []) if self._experiment else client.search_experiments()
+            experiment = self._experiment and client.get_experiment_by_name(self._experiment)
+            experiments = ([experiment] if experiment else []) if self._experiment else client.search_experiments()
             if not experiments:
                 return []
             ids = [experiment.experiment_id for experiment in experiments]
-            runs = client.search_runs(ids, wanted, max_results=CANDIDATES, order_by=order)
+            runs = client.search_runs(ids, query, max_results=CANDIDATES, order_by=order)
             return [(run.info.run_id, run.info.artifact_uri) for run in runs]
 
-        found, error = store.asking.once(ask)
+        rows, error = store.caller.try_call(ask)
         if error is not None:
             raise error
-        return found or []
+        return rows or []
 
-    def _store(self) -> Store:
-        """MLflow's client, opened at the first key that is not here; a server is asked for its health before."""
+    def _store(self) -> MlflowStore:
+        """The MLflow store, opened at the first key that is not here; a server's health is checked first."""
         if self._opened is None:
             self._opened = open_reader(self._home)
         return self._opened
 
     def _manifest_of(self, run_id: str, stage: str, directory: Path | None) -> Any:
-        """The manifest in a run; None where it holds none that this version reads."""
+        """The manifest in a run; None if there is none that this version reads."""
         with tempfile.TemporaryDirectory() as folder:
             path = directory / MANIFEST if directory else Path(folder) / MANIFEST
             try:
@@ -221,26 +223,26 @@ class Tracked:
 
     def _download(self, run_id: str, path: str, to: Path) -> None:
         with tempfile.TemporaryDirectory(dir=to.parent) as folder:
-            found = self._store().client.download_artifacts(run_id, path, folder)
-            shutil.move(found, to)
+            download_path = self._store().client.download_artifacts(run_id, path, folder)
+            shutil.move(download_path, to)
 
 
 def _is_whole(manifest: object, stage: str, key: str, sizes: Callable[[str], dict[str, int]]) -> bool:
-    """Whether a manifest from elsewhere is of this artifact, names plain places, and all its public files lie there.
+    """Whether a foreign manifest is of this artifact, has only relative paths, and all its public files are present.
 
-    `sizes(directory)` gives the bytes of each file in a directory of that artifact ("" is its own).
+    `sizes(directory)` gives the bytes of each file in a directory of that artifact ("" is its root).
     """
     if not isinstance(manifest, dict) or (manifest.get("stage"), manifest.get("key")) != (stage, key):
         return False
     artifact = Artifact(stage, key, Path(), manifest)
-    found: dict[str, dict[str, int]] = {}
+    known_sizes: dict[str, dict[str, int]] = {}
     for name in artifact.files_of(()):
-        place = PurePosixPath(name)
-        if place.is_absolute() or ".." in place.parts:
+        path = PurePosixPath(name)
+        if path.is_absolute() or ".." in path.parts:
             return False
-        directory = "" if place.parent == PurePosixPath() else str(place.parent)
-        if directory not in found:
-            found[directory] = sizes(directory)
-        if found[directory].get(place.name) != manifest["files"][name]["bytes"]:
+        directory = "" if path.parent == PurePosixPath() else str(path.parent)
+        if directory not in known_sizes:
+            known_sizes[directory] = sizes(directory)
+        if known_sizes[directory].get(path.name) != manifest["files"][name]["bytes"]:
             return False
     return True

@@ -1,31 +1,36 @@
-"""Calls to MLflow: what comes of them as a value, and what may stand in a name or in a log."""
+"""Helpers for calls to MLflow: errors as values, their classification, and valid names and texts."""
 
 from __future__ import annotations
 
 import errno
 import logging
 import re
+import unicodedata
 from collections.abc import Callable
-from typing import TypeVar
+from pathlib import Path
+from typing import Final, TypeVar
+from urllib.parse import unquote
 
 from ttrain.core import redact
 from ttrain.core.sqlite_files import is_damage
 
 log = logging.getLogger("ttrain")
+
 Result = TypeVar("Result")
 
 KEY_CHARACTERS = 250
+
 AUTOFLUSH = "(raised as a result of Query-invoked autoflush"
-# Of files whose names no file system, or not this one, can hold, or hold beside those that are there.
-NEVER = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.EINVAL, errno.EILSEQ)
+# Errors of file names that no file system, or not this one, can hold, or that clash with existing files.
+PERMANENT_ERRNOS = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.EINVAL, errno.EILSEQ)
 
 
 class RefusedError(Exception):
-    """What was asked makes no sense, so that asking again is of no use."""
+    """The request can never succeed, so it is not retried."""
 
 
-def outcome(action: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
-    """What a call gave, or its error as a value: nothing settles what MLflow may raise, and none of it may pass."""
+def attempt(action: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
+    """Call `action`; return (result, error) instead of raising, since MLflow may raise anything."""
     try:
         return action(), None
     except Exception as error:
@@ -34,8 +39,8 @@ def outcome(action: Callable[[], Result]) -> tuple[Result | None, Exception | No
 
 
 def is_refusal(error: Exception) -> bool:
-    """Whether MLflow understood and said no, so that asking again is of no use."""
-    if isinstance(error, OSError) and error.errno in NEVER:
+    """Whether MLflow understood and refused, so that a retry is useless."""
+    if isinstance(error, OSError) and error.errno in PERMANENT_ERRNOS:
         return True
     if isinstance(error, RefusedError | UnicodeEncodeError):
         return True
@@ -43,17 +48,17 @@ def is_refusal(error: Exception) -> bool:
 
 
 def is_locked(error: object) -> bool:
-    """Whether another program writes to the SQLite file, and did so for longer than was waited for."""
+    """Whether another program kept the SQLite file locked for longer than the timeout."""
     return "database is locked" in str(error)
 
 
 def is_out_of_use(error: object) -> bool:
-    """Whether it is the SQLite file, not what was asked: locked or damaged, so that the same may be asked later."""
+    """Whether the SQLite file is locked or damaged, so that the same call may succeed later."""
     return is_locked(error) or is_damage(error)
 
 
-def unless_there(create: Callable[[], object]) -> None:
-    """Creates what another thread or process may be creating, too."""
+def create_if_missing(create: Callable[[], object]) -> None:
+    """Call `create`, ignoring the error that another thread or process has created it already."""
     try:
         create()
     except Exception as error:
@@ -66,9 +71,9 @@ def code_of(error: Exception) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """What went wrong, on one line; of a long one the beginning and the end, where the cause stands.
+    """The error on one line; of a long one the beginning and the end, where the cause is.
 
-    SQLAlchemy may put a remark of its own before the database's words.
+    SQLAlchemy may put a remark of its own before the database's message.
     """
     lines = (line for line in str(error).split("\n") if not line.startswith(AUTOFLUSH))
     text = redact.text(next(lines, ""))
@@ -76,12 +81,73 @@ def first_line(error: Exception) -> str:
 
 
 def clean(key: str) -> str:
-    """A name that MLflow takes: of its characters, and no path that leads upward or says a part twice."""
+    """A name that MLflow accepts: only its characters, no upward path and no empty segments."""
     parts = re.sub(r"[^/\w.\- :]", "_", key).split("/")
-    name = "/".join(part for part in parts if part not in ("", ".", ".."))[:KEY_CHARACTERS].rstrip("/.") or "_"
+    name = "/".join(segment for segment in parts if segment not in ("", ".", ".."))[:KEY_CHARACTERS].rstrip("/.") or "_"
     return f"_{name[1:]}" if name.startswith("..") else name
 
 
 def plain(value: object) -> str:
-    """A text as databases and JSON take it: without NUL, and without the halves of letters that are no UTF-8."""
+    """A text that databases and JSON accept: without NUL and without lone surrogates."""
     return str(value).replace("\0", "\ufffd").encode("utf-8", "replace").decode()
+
+
+NAME_BYTES: Final = 240  # of one part of a path: file systems allow 255, and a temporary file has a longer name
+
+PATH_BYTES: Final = 2000
+
+RUN_NAME_CHARACTERS: Final = 250  # the limit of MLflow's databases
+
+CONTROLS: Final = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+
+
+def run_name(name: str) -> str:
+    """A run's name that MLflow and terminals accept: no control characters, not too long, not empty."""
+    plain = "".join(" " if unicodedata.category(letter)[0] == "C" else letter for letter in name)
+    return plain.strip()[:RUN_NAME_CHARACTERS] or "unnamed"
+
+
+def artifact_path(text: str) -> str:
+    """Return the path unchanged if it is safe below a run's directory. Raises ValueError if it could lead out of it.
+
+    Refuses whatever any layer could read that way: "..", absolute paths, backslashes and drives, control characters, and
+    the same after percent-decoding (as often as it changes something) or in Unicode's compatibility forms.
+    """
+    form = text
+    for _ in range(5):
+        for variant in (form, unicodedata.normalize("NFKC", form)):
+            _check(variant, text)
+        decoded = unquote(form, errors="replace")
+        if decoded == form:
+            break
+        form = decoded
+    else:
+        raise ValueError(f"{_quoted(text)} is not a path below a run: it is percent-encoded too many times")
+    return text
+
+
+def below(root: Path, path: str) -> Path:
+    """The location of a path below `root`. Raises ValueError if links lead it out of there."""
+    target = root / artifact_path(path) if path else root
+    if not target.resolve().is_relative_to(root.resolve()):
+        raise ValueError(f"{_quoted(path)} leads out of {root} through a link")
+    return target
+
+
+def _check(form: str, text: str) -> None:
+    parts = form.split("/")
+    problems = {
+        "is too long": len(form.encode(errors="replace")) > PATH_BYTES,
+        "is absolute": form.startswith(("/", "~")) or re.match(r"[A-Za-z]:", form) is not None,
+        "has a backslash": "\\" in form,
+        "has control characters": CONTROLS.search(form) is not None,
+        "has an empty part, '.' or '..'": any(segment.strip() in ("", ".", "..") for segment in parts),
+        "has a part that is too long": any(len(segment.encode(errors="replace")) > NAME_BYTES for segment in parts),
+    }
+    for problem, is_present in problems.items():
+        if is_present:
+            raise ValueError(f"{_quoted(text)} is not a path below a run: it {problem}")
+
+
+def _quoted(text: str) -> str:
+    return ascii(text[:80])

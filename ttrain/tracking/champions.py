@@ -1,8 +1,8 @@
-"""Which set of models is champion: promoted, rolled back, listed.
+"""Promote, roll back and list sets of models; one of them is the champion.
 
-A set is a version of the registered model that bears the pipeline's name. Its alias `champion` is the one truth, set by
-one write. The aliases of the same name on its base, SFT, LoRA and tokenizer versions follow it, for those who ask for one
-model; so does the list of earlier champions. Where a kill came between two writes, both are mended by what comes next.
+A set is a version of the registered model that bears the pipeline's name. Its alias `champion` is the single
+source of truth, set by one write. The aliases of the same name on its base, SFT, LoRA and tokenizer versions follow it, for
+users of one model; so does the list of earlier champions. After a kill between two writes, the next command repairs both.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Any, Final, TypeVar, final
 from ttrain.core.files import exclusive
 from ttrain.core.redact import without_user
 from ttrain.errors import TrackingError, UsageError
-from ttrain.tracking.calls import first_line, is_refusal, outcome
+from ttrain.tracking.calls import attempt, first_line, is_refusal
 from ttrain.tracking.database import REPAIR, UNWRITABLE, database_of, open_client
 from ttrain.tracking.model_description import add_decision
 from ttrain.tracking.model_sets import CHALLENGER, DECISION, KIND, SET, ModelSet, all_pages, lock_of, set_of
 from ttrain.tracking.registry import CHAMPION
-from ttrain.tracking.store import Store
+from ttrain.tracking.tracker import MlflowStore
 
 log = logging.getLogger("ttrain")
 Result = TypeVar("Result")
@@ -35,80 +35,80 @@ HISTORY_KEPT: Final = 200
 
 @final
 class Champions:
-    """The sets of one MLflow. Every method raises TrackingError where MLflow cannot be asked."""
+    """The sets of models of one MLflow. Every method raises TrackingError if MLflow cannot be queried."""
 
     def __init__(self, home: Path, uri: str) -> None:
         self._home, self._uri = home, uri
         self._opened: Any = None
 
     def sets(self, name: str | None = None) -> list[ModelSet]:
-        """All sets, of one name or of all, the newest first; aliases that a kill left behind are mended.
+        """All sets, of one name or of all, newest first; repairs aliases that a kill left behind.
 
         Reading needs no lock, so that it works in a home that cannot be written.
         """
-        seen = self._look(name)
-        if any(self._repairs(model, seen) for model in {one.name for one in seen.sets}):
+        snapshot = self._take_snapshot(name)
+        if any(self._repairs(model, snapshot) for model in {model_set.name for model_set in snapshot.sets}):
             try:
-                with self._alone():
-                    seen = self._look(name)
-                    for model in {one.name for one in seen.sets}:
-                        self._mend(model, seen)
+                with self._exclusive():
+                    snapshot = self._take_snapshot(name)
+                    for model in {model_set.name for model_set in snapshot.sets}:
+                        self._repair(model, snapshot)
             except OSError as error:
                 if error.errno not in UNWRITABLE:
                     raise
-        return seen.sets
+        return snapshot.sets
 
     def champion(self, name: str) -> ModelSet | None:
-        """The champion; None where none was promoted."""
-        if self._is_unused():
+        """The champion; None if none was promoted."""
+        if self._has_no_database():
             return None
-        found, error = outcome(lambda: self._client.get_model_version_by_alias(name, CHAMPION))
+        version, error = attempt(lambda: self._client.get_model_version_by_alias(name, CHAMPION))
         if error is not None and not is_refusal(error):
-            raise self._trouble(error)
-        return None if found is None or found.tags.get(KIND) != SET else set_of(found, (CHAMPION,))
+            raise self._tracking_error(error)
+        return None if version is None or version.tags.get(KIND) != SET else set_of(version, (CHAMPION,))
 
     def find(self, name: str, version: str) -> ModelSet:
-        """A set by its version. Raises UsageError that lists what there is."""
-        return self._look(name).chosen(name, version)
+        """A set by its version. Raises UsageError that lists the existing sets."""
+        return self._take_snapshot(name).chosen(name, version)
 
     def promote(self, name: str, version: str) -> ModelSet:
-        """Makes this set the champion; promoted again, it stays so. Raises UsageError where there is no such set."""
-        with self._alone():
-            seen = self._look(name)
-            chosen, before = seen.chosen(name, version), seen.history(name)
-            if before[-1:] != [version]:
-                self._write_history(name, [*before, version])  # first: without the alias, it is cut back to the truth
-            if CHAMPION not in chosen.aliases:  # also where a kill left the history of the very first champion alone
+        """Make this set the champion; idempotent. Raises UsageError if there is no such set."""
+        with self._exclusive():
+            snapshot = self._take_snapshot(name)
+            chosen, history = snapshot.chosen(name, version), snapshot.history(name)
+            if history[-1:] != [version]:
+                self.write_history(name, [*history, version])  # first: without the alias, the next repair cuts it back
+            if CHAMPION not in chosen.aliases:  # also if a kill left only the history of the very first champion
                 self._asked(partial(self._client.set_registered_model_alias, name, CHAMPION, version))
                 self._note(chosen, "ttrain.promoted")
             if CHALLENGER in chosen.aliases:
                 self._asked(partial(self._client.delete_registered_model_alias, name, CHALLENGER))
-            return self._settled(name, version)
+            return self._repaired_set(name, version)
 
     def rollback(self, name: str) -> ModelSet:
-        """Makes the champion before this one champion again. Raises UsageError where there is none."""
-        with self._alone():
-            seen = self._look(name)
-            history, there = seen.history(name), {one.version for one in seen.of(name)}
-            earlier = [version for version in history[:-1] if version in there and version != history[-1]]
+        """Make the previous champion champion again. Raises UsageError if there is none."""
+        with self._exclusive():
+            snapshot = self._take_snapshot(name)
+            history, registered = snapshot.history(name), {model_set.version for model_set in snapshot.of(name)}
+            earlier = [version for version in history[:-1] if version in registered and version != history[-1]]
             if not earlier:
-                raise UsageError(f"{name} has no earlier champion to go back to; {_listed(seen.of(name))}")
+                raise UsageError(f"{name} has no earlier champion to go back to; {_describe_sets(snapshot.of(name))}")
             self._asked(partial(self._client.set_registered_model_alias, name, CHAMPION, earlier[-1]))
-            if history[-1] in there:
-                self._note(seen.chosen(name, history[-1]), "ttrain.rolled_back")
-            return self._settled(name, earlier[-1])
+            if history[-1] in registered:
+                self._note(snapshot.chosen(name, history[-1]), "ttrain.rolled_back")
+            return self._repaired_set(name, earlier[-1])
 
     def log_decision(self, name: str, version: str, decision: Mapping[str, Any], table: str, run_id: str | None) -> None:
-        """Puts a decision about a set where people look: tags and description of the version, tags, figures and files of
-        the run. What is there is replaced, so it can be done again."""
+        """Log a decision about a set in the tags and the description of its version, and in the tags, metrics and files of
+        the run. Replaces an earlier one, so it can be repeated."""
         chosen = self.find(name, version)
         text = json.dumps(dict(decision), sort_keys=True)
         word = "promoted" if decision["promote"] else "kept"
         self._asked(partial(self._client.set_model_version_tag, name, version, DECISION, text))
-        found = self._asked(partial(self._client.get_model_version, name, version))
-        self._asked(partial(add_decision, self._client, found, table))
+        registered = self._asked(partial(self._client.get_model_version, name, version))
+        self._asked(partial(add_decision, self._client, registered, table))
         if run_id or chosen.run_id:
-            store = Store(self._client, self._uri, self._home, "")
+            store = MlflowStore(self._client, self._uri, self._home, "")
             run = store.run_of(run_id or str(chosen.run_id))
             run.set_tags({"ttrain.decision": word, "ttrain.decision.reason": str(decision["reason"])})
             figures = {key: decision[key] for key in ("challenger", "champion", "difference", "samples")}
@@ -120,48 +120,51 @@ class Champions:
             run.log_text(table, "decision.md")
             store.close()
 
-    def _settled(self, name: str, version: str) -> ModelSet:
-        """What follows the alias is brought in line; the set as it now is."""
-        seen = self._look(name)
-        self._mend(name, seen)
-        return seen.chosen(name, version)
+    def _repaired_set(self, name: str, version: str) -> ModelSet:
+        """Repair what follows the alias; return the set in its new state."""
+        snapshot = self._take_snapshot(name)
+        self._repair(name, snapshot)
+        return snapshot.chosen(name, version)
 
-    def _mend(self, name: str, seen: _Seen) -> None:
-        """The history and the members' aliases follow the set's own aliases; nothing is written where all is in line."""
-        for repair in self._repairs(name, seen):
+    def _repair(self, name: str, snapshot: _Snapshot) -> None:
+        """Align the history and the members' aliases with the set's own aliases; writes only what differs."""
+        for repair in self._repairs(name, snapshot):
             repair()
 
-    def _repairs(self, name: str, seen: _Seen) -> list[Callable[[], object]]:
-        """What brings history and aliases of the members in line; [] where they are."""
+    def _repairs(self, name: str, snapshot: _Snapshot) -> list[Callable[[], object]]:
+        """The calls that align the history and the members' aliases; [] if nothing differs."""
         repairs: list[Callable[[], object]] = []
-        history = seen.history(name)
-        if history != seen.histories.get(name, []):
-            repairs.append(partial(self._write_history, name, history))
-        champion, challenger = seen.holder(name, CHAMPION), seen.holder(name, CHALLENGER)
+        history = snapshot.history(name)
+        if history != snapshot.histories.get(name, []):
+            repairs.append(partial(self.write_history, name, history))
+        champion, challenger = snapshot.holder(name, CHAMPION), snapshot.holder(name, CHALLENGER)
         if challenger is not None and challenger is champion:  # promoted, and killed then
             repairs.append(partial(self._asked, partial(self._client.delete_registered_model_alias, name, CHALLENGER)))
             challenger = None
-        names = sorted({member.name for one in seen.of(name) for member in one.members.values()})
+        names = sorted({member.name for model_set in snapshot.of(name) for member in model_set.members.values()})
         for alias, holder in ((CHAMPION, champion), (CHALLENGER, challenger)):
-            wanted = {member.name: member.version for member in holder.members.values()} if holder else {}
+            member_versions = {member.name: member.version for member in holder.members.values()} if holder else {}
             for model in names:
-                if seen.aliases.get(model, {}).get(alias) != wanted.get(model):
-                    repairs.append(partial(self._point, model, alias, wanted.get(model)))
+                if snapshot.aliases.get(model, {}).get(alias) != member_versions.get(model):
+                    repairs.append(partial(self._move_alias, model, alias, member_versions.get(model)))
         return repairs
 
-    def _point(self, model: str, alias: str, version: str | None) -> None:
-        """Moves or removes one member's alias; a version that somebody deleted is passed over with a warning."""
+    def _move_alias(self, model: str, alias: str, version: str | None) -> None:
+        """Move or remove one member's alias; a version that somebody deleted is skipped with a warning."""
         if version is None:
             act = partial(self._client.delete_registered_model_alias, model, alias)
         else:
             act = partial(self._client.set_registered_model_alias, model, alias, version)
-        _, error = outcome(act)
+        _, error = attempt(act)
         if error is not None and not is_refusal(error):
-            raise self._trouble(error)
+            raise self._tracking_error(error)
         if error is not None:
-            log.warning("MLflow has no %s/%s, so it cannot be called %s: %s", model, version, alias, first_line(error))
+            log.warning(
+                "MLflow has no %s/%s, so the alias %s cannot be set on it: %s", model, version, alias, first_line(error)
+            )
 
-    def _write_history(self, name: str, versions: Sequence[str]) -> None:
+    def write_history(self, name: str, versions: Sequence[str]) -> None:
+        """Store the newest versions as the model's history of champions."""
         text = " ".join(versions[-HISTORY_KEPT:])
         self._asked(partial(self._client.set_registered_model_tag, name, HISTORY, text))
 
@@ -169,33 +172,37 @@ class Champions:
         now = datetime.now(UTC).isoformat(timespec="seconds")
         self._asked(partial(self._client.set_model_version_tag, chosen.name, chosen.version, tag, now))
 
-    def _look(self, name: str | None) -> _Seen:
-        """Two questions, whatever there is: one for each alias took 0.4 s of computing for a promotion."""
-        if self._is_unused():
-            return _Seen([], {}, {})
+    def _take_snapshot(self, name: str | None) -> _Snapshot:
+        """Read all sets and aliases in two requests: one for each alias took 0.4 s of computing for a promotion."""
+        if self._has_no_database():
+            return _Snapshot([], {}, {})
         text = f"tags.`{KIND}` = '{SET}'" + (f" and name = '{name}'" if name else "")
         versions = self._asked(partial(all_pages, partial(self._client.search_model_versions, text)))
         prefix = f"name LIKE '{name}%'" if name else None  # also the members, whose names begin with it
         models = self._asked(partial(all_pages, partial(self._client.search_registered_models, prefix)))
         aliases = {model.name: {alias: str(number) for alias, number in model.aliases.items()} for model in models}
         sets = [
-            set_of(one, (alias for alias, number in aliases.get(one.name, {}).items() if number == str(one.version)))
-            for one in versions
+            set_of(
+                version, (alias for alias, number in aliases.get(version.name, {}).items() if number == str(version.version))
+            )
+            for version in versions
         ]
-        sets.sort(key=lambda one: (one.created, int(one.version)), reverse=True)
+        sets.sort(key=lambda version: (version.created, int(version.version)), reverse=True)
         histories = {model.name: _numbers(model.tags.get(HISTORY, "")) for model in models}
-        return _Seen(sets, aliases, histories)
+        return _Snapshot(sets, aliases, histories)
 
     def _asked(self, action: Callable[[], Result]) -> Result:
         try:
             return action()
         except Exception as error:
-            raise self._trouble(error) from None
+            raise self._tracking_error(error) from None
 
-    def _trouble(self, error: Exception) -> TrackingError:
+    def _tracking_error(self, error: Exception) -> TrackingError:
         cause = first_line(error)
         fix = "" if REPAIR in cause else "; start it, or set MLFLOW_TRACKING_URI to the one that holds them"
-        return TrackingError(f"MLflow at {without_user(self._uri)} cannot be asked for the registered models: {cause}{fix}")
+        return TrackingError(
+            f"MLflow at {without_user(self._uri)} cannot be queried for the registered models: {cause}{fix}"
+        )
 
     @property
     def _client(self) -> Any:
@@ -203,18 +210,18 @@ class Champions:
             self._opened = self._asked(lambda: open_client(self._uri, self._home))
         return self._opened
 
-    def _is_unused(self) -> bool:
-        """Whether it is the home's own database, which nothing has made yet: asking would make it."""
+    def _has_no_database(self) -> bool:
+        """Whether it is the home's own database and does not exist yet: a query would create it."""
         return self._uri == f"sqlite:///{database_of(self._home)}" and not database_of(self._home).exists()
 
-    def _alone(self) -> Any:
-        """One process of this home at a time; MLflow itself would let two write in turns."""
+    def _exclusive(self) -> Any:
+        """Lock out other processes of this home; MLflow itself would let their writes interleave."""
         return exclusive(lock_of(self._home))
 
 
 @dataclass(frozen=True)
-class _Seen:
-    """What MLflow holds at one time: sets, the newest first; aliases and written histories by name of the model."""
+class _Snapshot:
+    """The state of MLflow at one time: sets, newest first; aliases and stored histories by name of the model."""
 
     sets: list[ModelSet]
     aliases: dict[str, dict[str, str]]
@@ -222,21 +229,21 @@ class _Seen:
 
     def of(self, name: str) -> list[ModelSet]:
         """The sets of one name."""
-        return [one for one in self.sets if one.name == name]
+        return [model_set for model_set in self.sets if model_set.name == name]
 
     def chosen(self, name: str, version: str) -> ModelSet:
-        """The set of this version. Raises UsageError that lists what there is."""
-        for one in self.of(name):
-            if one.version == version:
-                return one
-        raise UsageError(f"{name} has no version {version} that is a set of models; {_listed(self.of(name))}")
+        """The set of this version. Raises UsageError that lists the existing sets."""
+        for model_set in self.of(name):
+            if model_set.version == version:
+                return model_set
+        raise UsageError(f"{name} has no version {version} that is a set of models; {_describe_sets(self.of(name))}")
 
     def holder(self, name: str, alias: str) -> ModelSet | None:
         """The set that has this alias."""
-        return next((one for one in self.of(name) if alias in one.aliases), None)
+        return next((model_set for model_set in self.of(name) if alias in model_set.aliases), None)
 
     def history(self, name: str) -> list[str]:
-        """The champions, oldest first, ending with the present one: entries after it were never or are no longer true."""
+        """The champions, oldest first, ending with the current one; later entries are stale or were never valid."""
         written, champion = self.histories.get(name, []), self.holder(name, CHAMPION)
         if champion is None:
             return written
@@ -249,6 +256,6 @@ def _numbers(text: str) -> list[str]:
     return [word for word in text.split() if word.isdigit()]
 
 
-def _listed(sets: Iterable[ModelSet]) -> str:
-    names = [f"{one.version} ({', '.join([*one.aliases, one.run])})" for one in sets]
+def _describe_sets(sets: Iterable[ModelSet]) -> str:
+    names = [f"{model_set.version} ({', '.join([*model_set.aliases, model_set.run])})" for model_set in sets]
     return f"there are {', '.join(names)}" if names else "there are none yet; a run of `ttrain pipeline run full` makes one"

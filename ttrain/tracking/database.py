@@ -1,4 +1,4 @@
-"""The home's own MLflow database: made whole or not at all, upgraded with a copy kept, mended after a move."""
+"""The home's own MLflow database: created atomically, backed up before an upgrade, repaired after a move."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ttrain.tracking.calls import first_line
 
 log = logging.getLogger("ttrain")
 
-# Every column of MLflow 3.17's schema that holds a place on disk; a test reads the schema and names a new one.
+# Every column of MLflow 3.17's schema that holds a location on disk; a test reads the schema and names a new one.
 LOCATIONS: Final = (
     ("experiments", "artifact_location"),
     ("runs", "artifact_uri"),
@@ -33,7 +33,7 @@ LOCATIONS: Final = (
 
 REPAIR: Final = "`ttrain track repair` sets the file aside and brings MLflow up to date from the home"
 UNWRITABLE: Final = (errno.EROFS, errno.EACCES, errno.EPERM)
-LOCKED_SECONDS = 10.0  # that a file which another program is writing to is waited for
+LOCKED_SECONDS = 10.0  # to wait for a file that another program is writing
 
 
 def database_of(home: Path) -> Path:
@@ -41,12 +41,12 @@ def database_of(home: Path) -> Path:
 
 
 def artifacts_of(home: Path) -> str:
-    """As a URI, for a path with a space, % or # would be read wrongly."""
+    """The artifact root as a URI: a plain path with a space, % or # would be misread."""
     return (home.resolve() / "mlflow" / "artifacts").as_uri()
 
 
 def open_client(uri: str, home: Path) -> Any:
-    """A client; the home's own database is made, migrated and mended under a lock, since two may start at once."""
+    """Open a client; the home's own database is created, migrated and repaired under a lock, since two may start at once."""
     database = database_of(home)
     if uri != f"sqlite:///{database}":
         return _client(uri)
@@ -61,7 +61,7 @@ def open_client(uri: str, home: Path) -> Any:
         with FileLock(database.with_name("mlflow.lock")):
             _migrate(database)
             client = _client(uri)
-            mend_moved_home(home)
+            repair_moved_home(home)
             return client
     except OSError as error:
         if error.errno not in UNWRITABLE or not database.exists():
@@ -74,7 +74,7 @@ def open_client(uri: str, home: Path) -> Any:
 
 
 def set_damaged_aside(home: Path) -> tuple[str, Path] | None:
-    """What is wrong with the home's database and where it is now; None where it is whole, or there is none."""
+    """Move a damaged database aside; return (damage, new path), or None if it is whole or missing."""
     from filelock import FileLock
 
     database = database_of(home)
@@ -90,8 +90,8 @@ class DamagedDatabaseError(Exception):
 
 
 @final
-class Later:
-    """A client that could not be opened since its database is locked or damaged: it is opened when it is first used."""
+class DeferredClient:
+    """A client whose database is locked or damaged: it is opened when it is first used."""
 
     def __init__(self, uri: str, home: Path) -> None:
         self._uri, self._home = uri, home
@@ -106,17 +106,17 @@ class Later:
 def _client(uri: str) -> Any:
     client = import_module("mlflow").MlflowClient(uri, uri)
     if not uri.startswith(("http://", "https://")):
-        client.search_registered_models(max_results=1)  # the registry's half is opened here too, before threads come
+        client.search_registered_models(max_results=1)  # opens the registry's half too, before threads start
     return client
 
 
 def _migrate(database: Path) -> None:
-    """Makes the schema, or upgrades an older one after keeping a copy."""
+    """Create the schema, or back up and upgrade an older one."""
     tools = import_module("mlflow.store.db.utils")
     if not database.exists() or not database.stat().st_size:
-        _make(database, tools)
-    elif (found := revision_of(database)) != tools._get_latest_schema_revision():
-        backup = database.with_name(f"mlflow-{found}.db")
+        _create_database(database, tools)
+    elif (revision := revision_of(database)) != tools._get_latest_schema_revision():
+        backup = database.with_name(f"mlflow-{revision}.db")
         with contextlib.closing(sqlite3.connect(database)) as db, contextlib.closing(sqlite3.connect(backup)) as copy:
             db.backup(copy)
         engine = tools.create_sqlalchemy_engine(f"sqlite:///{database}")
@@ -125,21 +125,21 @@ def _migrate(database: Path) -> None:
         log.info("MLflow's schema is upgraded; the database as it was is kept in %s", backup)
 
 
-def _make(database: Path, tools: Any) -> None:
-    """A fresh database, made beside and renamed: a kill during the 67 migrations leaves what MLflow cannot go on from.
+def _create_database(database: Path, tools: Any) -> None:
+    """Create a database in a temporary file and rename it: a kill during the 67 migrations leaves an unusable file.
 
-    So it need not be safe before the rename, and the disk is spared some 400 flushes: 1 s, not 6 s, on a busy one.
+    So it need not be durable before the rename, which saves some 400 flushes: 1 s, not 6 s, on a busy disk.
     """
-    part = database.with_name("mlflow.db.part")
-    part.unlink(missing_ok=True)
-    engine = tools.create_sqlalchemy_engine(f"sqlite:///{part}")
+    temporary = database.with_name("mlflow.db.part")
+    temporary.unlink(missing_ok=True)
+    engine = tools.create_sqlalchemy_engine(f"sqlite:///{temporary}")
     hasty = "PRAGMA synchronous = OFF; PRAGMA journal_mode = MEMORY"
     import_module("sqlalchemy").event.listen(engine, "connect", lambda connection, _: connection.executescript(hasty))
     tools._initialize_tables(engine)
     engine.dispose()
-    with part.open("rb") as file:
+    with temporary.open("rb") as file:
         os.fsync(file.fileno())
-    part.replace(database)
+    temporary.replace(database)
 
 
 def revision_of(database: Path) -> str:
@@ -148,14 +148,14 @@ def revision_of(database: Path) -> str:
 
 
 def try_to_write(database: Path) -> None:
-    """Raises sqlite3.OperationalError where another program is writing."""
+    """Begin and end a write; raises sqlite3.OperationalError if another program is writing."""
     with contextlib.closing(sqlite3.connect(database, timeout=0.1, isolation_level=None)) as db:
         db.execute("BEGIN IMMEDIATE")
         db.execute("ROLLBACK")
 
 
-def mend_moved_home(home: Path) -> int:
-    """Points the database of a moved or copied home at this home instead of the one it was recorded under.
+def repair_moved_home(home: Path) -> int:
+    """Point the database of a moved or copied home at this home instead of the recorded one.
 
     MLflow stores absolute locations, so a copy would go on writing into the original. Only this database is touched, in
     one transaction with the record. Returns the number of values rewritten. Call it before a server opens the database.
@@ -164,17 +164,17 @@ def mend_moved_home(home: Path) -> int:
     if not database_of(home).exists():
         return 0
     with contextlib.closing(sqlite3.connect(database_of(home), timeout=LOCKED_SECONDS, isolation_level=None)) as db:
-        with contextlib.suppress(sqlite3.OperationalError):  # no such table: it was not ttrain that made it
+        with contextlib.suppress(sqlite3.OperationalError):  # no such table: ttrain did not create it
             if db.execute("SELECT path FROM ttrain_home").fetchone() == (str(home),):
-                return 0  # without the turn of a writer, for which others may have it wait
+                return 0  # without a write lock, for which it may have to wait
         db.execute("BEGIN IMMEDIATE")
         db.execute("CREATE TABLE IF NOT EXISTS ttrain_home (path TEXT NOT NULL)")
         recorded = db.execute("SELECT path FROM ttrain_home").fetchone()
         if recorded is None:
-            # MLflow puts the Default experiment, which it makes by itself, under the working directory
-            place = f"{artifacts_of(home)}/0"
+            # MLflow puts the Default experiment, which it creates itself, under the working directory
+            location = f"{artifacts_of(home)}/0"
             unused = "experiment_id = 0 AND NOT EXISTS (SELECT 1 FROM runs WHERE experiment_id = 0)"
-            db.execute(f"UPDATE experiments SET artifact_location = ? WHERE {unused}", (place,))
+            db.execute(f"UPDATE experiments SET artifact_location = ? WHERE {unused}", (location,))
         elif recorded[0] != str(home):
             changed = sum(_rewrite(db, table, column, Path(recorded[0]), home) for table, column in LOCATIONS)
         if recorded is None or recorded[0] != str(home):
@@ -185,13 +185,13 @@ def mend_moved_home(home: Path) -> int:
 
 
 def _rewrite(db: sqlite3.Connection, table: str, column: str, old: Path, new: Path) -> int:
-    """Rewrites one column, as a path, as a URI and inside JSON; returns the number of values."""
+    """Rewrite one column, as a path, as a URI and inside JSON; return the number of values."""
     if column not in {row[1] for row in db.execute(f"PRAGMA table_info({table})")}:
         return 0
     changed = 0
-    for before, after in ((f"{old}/", f"{new}/"), (f"{old.as_uri()}/", f"{new.as_uri()}/")):
+    for old_prefix, new_prefix in ((f"{old}/", f"{new}/"), (f"{old.as_uri()}/", f"{new.as_uri()}/")):
         prefix = f"UPDATE {table} SET {column} = ? || substr({column}, ?) WHERE substr({column}, 1, ?) = ?"
-        changed += db.execute(prefix, (after, len(before) + 1, len(before), before)).rowcount
+        changed += db.execute(prefix, (new_prefix, len(old_prefix) + 1, len(old_prefix), old_prefix)).rowcount
         inside = f"UPDATE {table} SET {column} = replace({column}, ?, ?) WHERE instr({column}, ?)"
-        changed += db.execute(inside, (f'"{before}', f'"{after}', f'"{before}')).rowcount
+        changed += db.execute(inside, (f'"{old_prefix}', f'"{new_prefix}', f'"{old_prefix}')).rowcount
     return changed

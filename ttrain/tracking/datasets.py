@@ -1,7 +1,7 @@
-"""The data sets that a run reads, as MLflow lists them: name, digest, what they are read for, counts, where they lie.
+"""The data sets that a run reads, as MLflow lists them: name, digest, context, counts, location.
 
-MLflow keeps one record of a data set for each name and digest of an experiment, so a digest stands for all that the record
-says: the bytes of the files, how they are read, and the counts of documents and bytes. How many tokens they are depends on
+MLflow keeps one record of a data set for each name and digest of an experiment, so a digest covers all that the record
+says: the bytes of the files, how they are read, and the counts of documents and bytes. The number of tokens depends on
 the tokenizer too, and is a tag of the link between run and data set.
 """
 
@@ -25,12 +25,12 @@ SOURCE_BYTES: Final = 60_000  # of MLflow's 65535
 SHARDS: Final = "shards-"
 COUNTED_AS: Final = {"rows": "documents", "bytes": "bytes"}
 HELD_OUT: Final = "heldout"
-TAKEN: Final = re.compile("unique constraint|duplicate (key|entry)", re.IGNORECASE)  # SQLite, PostgreSQL, MySQL
+DUPLICATE_KEY: Final = re.compile("unique constraint|duplicate (key|entry)", re.IGNORECASE)  # SQLite, PostgreSQL, MySQL
 
 
 @dataclass(frozen=True)
 class DataInput:
-    """One data set as a run reads it. `files`: name, sha256 and, where it is known, location of each."""
+    """One data set as a run reads it. `files`: name, sha256 and, if known, location of each."""
 
     name: str
     digest: str
@@ -41,16 +41,16 @@ class DataInput:
     made_by: str = ""  # the stage whose artifact the files are of, where they are not the user's own
 
     def source(self) -> str:
-        """Where it comes from, as JSON that MLflow takes; a list that is too long is cut, and says how many there are."""
-        told: dict[str, Any] = {"files": len(self.files), **({"made_by": self.made_by} if self.made_by else {})}
-        listed, room = [], SOURCE_BYTES
+        """The files it comes from, as JSON for MLflow; a list that is too long is cut, next to the total number."""
+        summary: dict[str, Any] = {"files": len(self.files), **({"made_by": self.made_by} if self.made_by else {})}
+        listed, bytes_left = [], SOURCE_BYTES
         for file in self.files:
             text = json.dumps(dict(file), ensure_ascii=False)
-            room -= len(text.encode()) + 2
-            if room < 0:
+            bytes_left -= len(text.encode()) + 2
+            if bytes_left < 0:
                 break
             listed.append(dict(file))
-        return json.dumps({**told, "listed": listed}, ensure_ascii=False)
+        return json.dumps({**summary, "listed": listed}, ensure_ascii=False)
 
 
 def data_of(artifact: Artifact) -> list[DataInput]:
@@ -64,37 +64,45 @@ def data_of(artifact: Artifact) -> list[DataInput]:
 
 
 def of_tasks(tasks: Iterable[Mapping[str, Any]]) -> list[DataInput]:
-    """The items of an evaluation's tasks, as its results tell them."""
+    """The data sets of an evaluation's tasks, from its results."""
     return [
-        DataInput(one["task"], one["digest"][:DIGEST_CHARACTERS], EVALUATION, {"items": one["items"]}, None) for one in tasks
+        DataInput(task["task"], task["digest"][:DIGEST_CHARACTERS], EVALUATION, {"items": task["items"]}, None)
+        for task in tasks
     ]
 
 
 def read_by(inputs: Mapping[str, Artifact], *, trains: bool) -> list[DataInput]:
-    """The data sets that a stage reads through its input artifacts: what it trains on, or else what it is measured on."""
-    wanted = TRAINING if trains else VALIDATION
+    """The data sets that a stage reads through its input artifacts: its training data, or else its validation data."""
+    context = TRAINING if trains else VALIDATION
     return [
-        data for one in inputs.values() if one.stage.startswith(SHARDS) for data in data_of(one) if data.context == wanted
+        data
+        for artifact in inputs.values()
+        if artifact.stage.startswith(SHARDS)
+        for data in data_of(artifact)
+        if data.context == context
     ]
 
 
 def log(client: Any, run_id: str, inputs: Iterable[DataInput]) -> None:
-    """Tell MLflow that a run reads these; one that it lists already is not listed twice.
+    """Log a run's data sets in MLflow, without those that the run lists already.
 
-    MLflow looks whether it has a data set, then makes it: runs side by side that read the same ones, as the trials of a
-    sweep, meet there, at most once for each data set.
+    MLflow looks whether it has a data set, then creates it: parallel runs that read the same ones, like the trials of a
+    sweep, can collide there, at most once for each data set.
     """
     entities = import_module("mlflow.entities")
-    known = client.get_run(run_id).inputs
-    there = {(one.dataset.name, one.dataset.digest) for one in (known.dataset_inputs if known else ())}
-    fresh = {(data.name, data.digest): data for data in inputs if (data.name, data.digest) not in there}
+    run_inputs = client.get_run(run_id).inputs
+    logged = {
+        (dataset_input.dataset.name, dataset_input.dataset.digest)
+        for dataset_input in (run_inputs.dataset_inputs if run_inputs else ())
+    }
+    fresh = {(data.name, data.digest): data for data in inputs if (data.name, data.digest) not in logged}
     datasets = [_entity(entities, data) for data in fresh.values()]
-    for left in reversed(range(len(datasets) + 1) if datasets else ()):
+    for retries_left in reversed(range(len(datasets) + 1) if datasets else ()):
         try:
             client.log_inputs(run_id, datasets=datasets)
             return
         except Exception as error:
-            if not left or not TAKEN.search(str(error)):
+            if not retries_left or not DUPLICATE_KEY.search(str(error)):
                 raise
 
 
@@ -114,14 +122,14 @@ def _entity(entities: Any, data: DataInput) -> Any:
 
 def _of_shards(artifact: Artifact) -> Iterator[DataInput]:
     dataset = artifact.stage.removeprefix(SHARDS)
-    for part, context in (("train", TRAINING), (HELD_OUT, VALIDATION)):
-        told = artifact.result.get(part, {})
-        if told.get("rows"):
-            # What is held out is taken from the training files, unless it has files of its own.
-            files = files_of(artifact, part) or files_of(artifact, "train")
-            counts = {name: told[key] for key, name in COUNTED_AS.items() if key in told}
-            name = dataset if part == "train" else f"{dataset}-{HELD_OUT}"
-            yield _data(artifact, name, context, counts, told.get("tokens"), files)
+    for split, context in (("train", TRAINING), (HELD_OUT, VALIDATION)):
+        totals = artifact.result.get(split, {})
+        if totals.get("rows"):
+            # Held-out rows are taken from the training files, unless there are held-out files.
+            files = files_of(artifact, split) or files_of(artifact, "train")
+            counts = {name: totals[key] for key, name in COUNTED_AS.items() if key in totals}
+            name = dataset if split == "train" else f"{dataset}-{HELD_OUT}"
+            yield _data(artifact, name, context, counts, totals.get("tokens"), files)
 
 
 def _of_tokenizer(artifact: Artifact) -> DataInput:
@@ -153,8 +161,8 @@ def _data(
 
 def files_of(artifact: Artifact, role: str) -> list[dict[str, Any]]:
     """Name, sha256, weight and location of the user's own files that an artifact was made from, of one role."""
-    known = artifact.manifest["ingredients"].get("files", {}).get(role, [])
-    places = artifact.manifest.get("provenance", {}).get("files", {}).get(role, [])
-    if len(places) != len(known):
-        return [dict(file) for file in known]
-    return [{**file, "location": place} for file, place in zip(known, places, strict=True)]
+    files = artifact.manifest["ingredients"].get("files", {}).get(role, [])
+    locations = artifact.manifest.get("provenance", {}).get("files", {}).get(role, [])
+    if len(locations) != len(files):
+        return [dict(file) for file in files]
+    return [{**file, "location": location} for file, location in zip(files, locations, strict=True)]

@@ -1,63 +1,67 @@
-"""What can be told to MLflow of a run, one function each: `entry.data` in, calls out. All can be done twice.
+"""Deliver outbox entries to MLflow, one function for each kind; all are idempotent.
 
-Each raises what MLflow does, or RefusedError where it will never come to anything.
+Each raises what MLflow does, or RefusedError if the entry can never be delivered.
 """
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
-from typing import Final
+from pathlib import Path, PurePosixPath
+from typing import Any, Final
 
-from ttrain.store.metric_rows import read_rows
-from ttrain.tracking import datasets, uploads
-from ttrain.tracking.atomic_files import local_path, place, place_tree, with_parent, write_text
-from ttrain.tracking.calls import RefusedError, plain
-from ttrain.tracking.journal import Entry
-from ttrain.tracking.runs import METRICS_PER_BATCH, Run
-from ttrain.tracking.safe_names import below
+from ttrain.core.files import exclusive, parse_json
+from ttrain.store.runs import read_rows
+from ttrain.tracking import datasets, model_sets, published, uploads
+from ttrain.tracking.calls import RefusedError, below, plain
+from ttrain.tracking.outbox import Entry
+from ttrain.tracking.runs import METRICS_PER_BATCH, TrackedRun
+from ttrain.tracking.uploads import local_path, place_file, place_tree, with_parent, write_text
 
 log = logging.getLogger("ttrain")
 
 PARENT: Final = "mlflow.parentRunId"  # by which MLflow's pages nest
+
 PARAMS_PER_BATCH: Final = 100  # MLflow refuses more
-BEGUN: Final = "begun"  # noted of a curve that is followed, once it has a row
+
+BEGUN: Final = "begun"  # part of a followed curve's entry, once the curve has a row
 
 
-def params(run: Run, entry: Entry) -> int:
-    """Parameters; those that the run has with another value keep it."""
-    given: Mapping[str, str] = entry.data["values"]
-    for key, value in given.items():
+def params(run: TrackedRun, entry: Entry) -> int:
+    """Log parameters; one that the run already has keeps its value."""
+    values: Mapping[str, str] = entry.data["values"]
+    for key, value in values.items():
         if run.params.get(key, value) != value:
             log.warning("MLflow run %s keeps %s = %s, now %s", run.id, key, run.params[key], value)
-    fresh = [(key, value) for key, value in given.items() if key not in run.params]
+    fresh = [(key, value) for key, value in values.items() if key not in run.params]
     kind = import_module("mlflow.entities").Param
     for first in range(0, len(fresh), PARAMS_PER_BATCH):
         batch = fresh[first : first + PARAMS_PER_BATCH]
-        run.call("log_batch", run.id, params=[kind(*one) for one in batch])
+        run.call("log_batch", run.id, params=[kind(*pair) for pair in batch])
         run.params.update(batch)
     return len(fresh)
 
 
-def tags(run: Run, entry: Entry) -> int:
-    """Tags, over old values."""
+def tags(run: TrackedRun, entry: Entry) -> int:
+    """Set tags, replacing old values."""
     kind = import_module("mlflow.entities").RunTag
-    run.call("log_batch", run.id, tags=[kind(*one) for one in entry.data["values"].items()])
+    run.call("log_batch", run.id, tags=[kind(*pair) for pair in entry.data["values"].items()])
     return len(entry.data["values"])
 
 
-def continued(run: Run, entry: Entry) -> None:
-    """A run that had ended goes on, perhaps for another parent."""
+def continued(run: TrackedRun, entry: Entry) -> None:
+    """Reopen an ended run, perhaps under another parent."""
     run.call("update_run", run.id, status="RUNNING")
     parent = run.store.parent_id(run)
     run_tags = {**entry.data["values"], **({PARENT: parent} if parent else {})}
     tags(run, Entry(entry.number, "tags", {"values": run_tags}))
 
 
-def summary(run: Run, entry: Entry) -> int:
-    """Figures of the whole run; one that it has already is not logged again."""
+def summary(run: TrackedRun, entry: Entry) -> int:
+    """Log metrics of the whole run, without those that it has already."""
     fresh = {key: value for key, value in entry.data["values"].items() if run.values.get(key) != value}
     points = [(key, value, entry.data["time"], 0) for key, value in fresh.items()]
     for first in range(0, len(points), METRICS_PER_BATCH):
@@ -66,78 +70,233 @@ def summary(run: Run, entry: Entry) -> int:
     return len(fresh)
 
 
-def rows(run: Run, entry: Entry) -> int:
-    """Lines of a `metrics.jsonl` that an outage left over."""
-    return run.send(read_rows(run.box.kept(entry.data["kept"])))
+def rows(run: TrackedRun, entry: Entry) -> int:
+    """Send lines of a `metrics.jsonl` that an outage left over."""
+    return run.send(read_rows(run.outbox.saved_path(entry.data["kept"])))
 
 
-def follow(run: Run, entry: Entry) -> int:
-    """The `metrics.jsonl` that a process followed until it was killed; nothing where it had not been begun.
+def follow(run: TrackedRun, entry: Entry) -> int:
+    """Send the `metrics.jsonl` that a process followed until it was killed; nothing if it was never started.
 
     Many stages write none, and the first sample of the machine comes after ten seconds.
     """
-    places = [run.store.absolute(place) for place in entry.data["places"]]
+    places = [run.store.absolute(location) for location in entry.data["places"]]
     for path in places:
         if path.is_file():
             return run.send(read_rows(path))
     if BEGUN not in entry.parts:
         return 0
-    raise RefusedError(f"the curve is gone: neither of {', '.join(map(str, places))} is there")
+    raise RefusedError(f"the curve is gone: none of {', '.join(map(str, places))} exists")
 
 
-def end(run: Run, entry: Entry) -> str:
-    """The run's end, at the time when it was."""
+def end(run: TrackedRun, entry: Entry) -> str:
+    """Set the run's status and end time."""
     run.call("set_terminated", run.id, entry.data["status"], entry.data["time"])
-    if run.box.about.get("doubtful"):
-        run.store.remove_twins(run)
+    if run.outbox.run_info.get("doubtful"):
+        run.store.delete_duplicates(run)
     return str(entry.data["status"])
 
 
-def log_inputs(run: Run, entry: Entry) -> int:
-    """The data sets that the run reads."""
-    given = [datasets.DataInput(**{**one, "files": tuple(one["files"])}) for one in entry.data["inputs"]]
-    with run.store.turn:
-        datasets.log(run.store.client, str(run.id), given)
-    return len(given)
+def log_inputs(run: TrackedRun, entry: Entry) -> int:
+    """Log the data sets that the run reads."""
+    inputs = [datasets.DataInput(**{**fields, "files": tuple(fields["files"])}) for fields in entry.data["inputs"]]
+    with run.store.lock:
+        datasets.log(run.store.client, str(run.id), inputs)
+    return len(inputs)
 
 
-def text(run: Run, entry: Entry) -> None:
-    """A text as a file of the run."""
-    kept = entry.data.get("kept")
-    content = run.box.kept(kept).read_text(encoding="utf-8") if kept else plain(entry.data["text"])
+def text(run: TrackedRun, entry: Entry) -> None:
+    """Log a text as a file of the run."""
+    saved_name = entry.data.get("kept")
+    content = run.outbox.saved_path(saved_name).read_text(encoding="utf-8") if saved_name else plain(entry.data["text"])
     if root := _root(run):
         write_text(with_parent(below(root, entry.data["to"])), content)
     else:
-        with uploads.patience():
+        with uploads.patient_uploads():
             run.store.client.log_text(run.id, content, entry.data["to"])
 
 
-def file(run: Run, entry: Entry) -> None:
-    """A file of the run."""
-    kept, to, name = entry.data.get("kept"), entry.data["to"], entry.data["name"]
-    source = run.box.kept(kept) if kept else _there(run.store.absolute(entry.data["path"]))
+def file(run: TrackedRun, entry: Entry) -> None:
+    """Log a file of the run."""
+    saved_name, to, name = entry.data.get("kept"), entry.data["to"], entry.data["name"]
+    source = run.outbox.saved_path(saved_name) if saved_name else _existing(run.store.absolute(entry.data["path"]))
     if root := _root(run):
-        place(source, below(root, f"{to}/{name}".lstrip("/")))
+        place_file(source, below(root, f"{to}/{name}".lstrip("/")))
     else:
         uploads.send(run, entry, [(source, to, name)])
 
 
-def directory(run: Run, entry: Entry) -> None:
-    """The files of a directory, which does not change any more."""
-    source, to = _there(run.store.absolute(entry.data["path"])), entry.data["to"]
+def directory(run: TrackedRun, entry: Entry) -> None:
+    """Log the files of a finished directory."""
+    source, to = _existing(run.store.absolute(entry.data["path"])), entry.data["to"]
     if root := _root(run):
         place_tree(source, below(root, to), root)
     else:
-        uploads.send(run, entry, uploads.listed(source, to))
+        uploads.send(run, entry, uploads.list_files(source, to))
 
 
-def _root(run: Run) -> Path | None:
-    """The run's directory, where it is on a disk of this machine."""
-    assert run.artifact_uri is not None, "the run is bound before anything is told of it"
+def _root(run: TrackedRun) -> Path | None:
+    """The run's directory; None if it is not on a disk of this machine."""
+    assert run.artifact_uri is not None, "the run is created in MLflow before anything is delivered"
     return local_path(run.artifact_uri)
 
 
-def _there(path: Path) -> Path:
+def _existing(path: Path) -> Path:
     if not path.exists():
         raise RefusedError(f"{path} is gone")
     return path
+
+
+STAGES: Final = "ttrain.stages"
+
+OLD_TAG_PREFIXES: Final = {
+    "ttrain.key.": "key",
+    "ttrain.child.": "run",
+}  # followed by the stage: a tag for each, until 2026-11
+
+LOCK: Final = Path("mlflow", "links.lock")  # in the home: stages, also of other processes, add to the same tag
+
+
+def stages_of(tags: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    """Artifact key and run id of each stage, from the tags of a pipeline run; also from those of older runs."""
+    stage_links: dict[str, dict[str, str]] = {}
+    for tag, value in tags.items():
+        for prefix, field in OLD_TAG_PREFIXES.items():
+            if tag.startswith(prefix):
+                stage_links.setdefault(tag.removeprefix(prefix), {})[field] = value
+    try:
+        parsed = parse_json(tags.get(STAGES, "{}"))
+    except ValueError:
+        parsed = {}
+    for stage, link in parsed.items() if isinstance(parsed, dict) else ():
+        if isinstance(link, dict):
+            stage_links.setdefault(stage, {}).update({str(name): str(value) for name, value in link.items()})
+    return stage_links
+
+
+def stages(run: TrackedRun, entry: Entry) -> None:
+    """Note the artifacts of the run's stages in its tag."""
+    _add(run, str(run.id), entry.data["values"])
+
+
+def to_parent(run: TrackedRun, entry: Entry) -> None:
+    """Note this run in the pipeline run's tag, as the one with this stage's curves."""
+    if parent := run.store.parent_id(run):
+        _add(run, parent, {entry.data["stage"]: {"run": str(run.id)}})
+
+
+def made_by(run: TrackedRun, entry: Entry) -> str | None:
+    """Note in the pipeline run's tag which run built a stage that came from the cache."""
+    stage, key = entry.data["stage"], entry.data["key"]
+    experiment = run.store.experiment_id(run.outbox.run_info.get("experiment"))
+    query = f"tags.`ttrain.key` = '{key}' AND tags.`ttrain.stage` = '{stage}' AND attributes.status = 'FINISHED'"
+    runs = run.call("search_runs", [experiment], query, max_results=1, order_by=["attributes.end_time DESC"])
+    runs = runs or _killed_after_publishing(run, experiment, query)
+    if not runs:
+        return None
+    _add(run, str(run.id), {stage: {"run": runs[0].info.run_id}})
+    return str(runs[0].info.run_id)
+
+
+def _killed_after_publishing(run: TrackedRun, experiment: str, query: str) -> list[Any]:
+    """The run that made a whole artifact but was marked as killed before it could report so; mark it as finished."""
+    killed = run.call("search_runs", [experiment], query.replace(published.FINISHED, "KILLED"))
+    runs = [candidate for candidate in killed if published.artifact_of(run.store.home, candidate.data.tags)][:1]
+    for candidate in runs:
+        run.call("set_terminated", candidate.info.run_id, published.FINISHED, candidate.info.end_time)
+    return runs
+
+
+def _add(run: TrackedRun, parent: str, new_links: Mapping[str, Mapping[str, str]]) -> None:
+    """Add links to the tag of `parent`, under a lock: parallel stages would overwrite each other's links."""
+    with exclusive(run.store.home / LOCK):
+        stage_links = stages_of(run.call("get_run", parent).data.tags)
+        for stage, link in new_links.items():
+            stage_links[stage] = {**stage_links.get(stage, {}), **link}
+        run.call("set_tag", parent, STAGES, json.dumps(stage_links))
+
+
+def register(run: TrackedRun, entry: Entry) -> str:
+    """Register a version of a model whose files the run holds."""
+    with run.store.lock:
+        return _register_version(run, {**entry.data, "artifact_path": entry.data["path"]})
+
+
+def register_models(run: TrackedRun, entry: Entry) -> str:
+    """Register the models of a run as one set, which can become champion; models not registered yet first, from this run."""
+    data, members = entry.data, []
+    with exclusive(model_sets.lock_of(run.store.home)):
+        for model in data["models"]:
+            with run.store.lock:
+                version = run.store.versions.find(model["name"], model["tags"])
+            if version is None:
+                if not model["path"]:
+                    raise RefusedError(f"{model['name']} is not registered, and its files are not on this machine")
+                directory(run, Entry(entry.number, "directory", {"path": model["path"], "to": model["stage"]}, entry.parts))
+                _log_extra_files(run, entry, model)
+            with run.store.lock:
+                version = _register_version(run, model)  # or only updates its description: there is an evaluation now
+            members.append(model_sets.Member(model["name"], version, model["stage"], model["tags"]["ttrain.key"]))
+        contents = {model["stage"]: model["tags"]["ttrain.content"] for model in data["models"]}
+        set_tags = model_sets.tags_of(
+            data["run_name"], members, contents=contents, keys=data["keys"], metrics=data["metrics"]
+        )
+        with run.store.lock:
+            return _register_set(run, data["name"], set_tags, data.get("description", ""), data.get("about", ""))
+
+
+def _log_extra_files(run: TrackedRun, entry: Entry, model: Mapping[str, Any]) -> None:
+    """Log the files that make a registered model loadable elsewhere, into its directory."""
+    target = PurePosixPath(model["artifact_path"])
+    for name, content in model.get("texts", {}).items():
+        text(run, Entry(entry.number, "text", {"to": str(target / name), "text": content}, entry.parts))
+    for name, source in model.get("files", {}).items():
+        file_data = {"path": source, "to": str((target / name).parent), "name": PurePosixPath(name).name}
+        file(run, Entry(entry.number, "file", file_data, entry.parts))
+
+
+def _register_version(run: TrackedRun, model: Mapping[str, Any]) -> str:
+    """Register a model from this run's files, or reuse its version. Entries of an earlier ttrain have no description."""
+    descriptions = (model.get("description", ""), model.get("about", ""))
+    version: str = run.store.versions.register(model["name"], run, model["artifact_path"], model["tags"], *descriptions)
+    return version
+
+
+def _register_set(run: TrackedRun, name: str, tags: Mapping[str, str], description: str, model_description: str) -> str:
+    try:
+        return model_sets.register(run.store.client, name, run, tags, description, model_description)
+    except ValueError as error:
+        if type(error) is ValueError:
+            raise RefusedError(str(error)) from None
+        raise
+
+
+@dataclass(frozen=True)
+class DeliveryType:
+    """How entries of one kind are delivered, and what a warning calls it."""
+
+    deliver: Callable[[TrackedRun, Entry], Any]
+    label: str
+    uploads: bool = False  # may take long: delivered in order by a thread of its own if files go over the network
+
+
+SENDING: Final = "sending metrics (they wait on disk)"
+
+DELIVERY_TYPES: Final[Mapping[str, DeliveryType]] = {
+    "params": DeliveryType(params, "logging parameters"),
+    "tags": DeliveryType(tags, "setting tags"),
+    "continued": DeliveryType(continued, "continuing a run"),
+    "summary": DeliveryType(summary, "logging a summary"),
+    "rows": DeliveryType(rows, SENDING),
+    "follow": DeliveryType(follow, SENDING),
+    "end": DeliveryType(end, "ending a run"),
+    "stages": DeliveryType(stages, "linking a stage's run"),
+    "to_parent": DeliveryType(to_parent, "linking a stage's run"),
+    "made_by": DeliveryType(made_by, "linking a stage's run"),
+    "inputs": DeliveryType(log_inputs, "logging data sets"),
+    "text": DeliveryType(text, "logging a text", uploads=True),
+    "file": DeliveryType(file, "logging a file", uploads=True),
+    "directory": DeliveryType(directory, "logging files", uploads=True),
+    "register": DeliveryType(register, "registering a model", uploads=True),
+    "register_models": DeliveryType(register_models, "registering a set of models", uploads=True),
+}

@@ -1,8 +1,8 @@
-"""How MLflow's own pages show the runs: saved views with the columns that matter, a description, and the addresses.
+"""How MLflow's own pages show the runs: saved views with useful columns, a description, and the addresses.
 
 MLflow's table shows no metric and no parameter until somebody chooses some of hundreds. So the experiment carries two
 views, as MLflow saves those of its users: a tag `mlflow.sharedViewState.<id>` with a name and the page's state as JSON
-(its browser code, 3.17: `selectedColumns` and so on). They stand under "Views" and have addresses.
+(its browser code, 3.17: `selectedColumns` and so on). They are listed under "Views" and have addresses.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from urllib.parse import quote
 
 from ttrain.core.files import parse_json
 from ttrain.tracking.null_tracker import NullStore
-from ttrain.tracking.store import Store
+from ttrain.tracking.tracker import MlflowStore
 
 TABLE, CURVES = "ttrain-table", "ttrain-curves"
 VIEW: Final = "mlflow.sharedViewState."
@@ -29,21 +29,21 @@ FEW_RUNS = 10  # at the end of each run
 MOST_SETTINGS = 4  # of the columns: with the figures before them a table of 1600 pixels is full
 LONGEST_SETTING = 24  # characters of a value that a column shows
 
-# Columns, where the runs have them. What a stage is judged by, and its validation loss for runs without that.
+# Columns, if the runs have them: the metric that a stage is judged by, and its validation loss for runs without it.
 JUDGED_BY: Final = {
     "eval/bits_per_byte": "pretrain/validation_loss",
     "eval/chat_loss_sft": "sft/validation_loss",
     "eval/domain_loss_lora": "lora/validation_loss",
 }
-BESIDE: Final = ("pretrain/tokens", "pretrain/tokens_per_second", "total/device_hours")
+EXTRA_METRICS: Final = ("pretrain/tokens", "pretrain/tokens_per_second", "total/device_hours")
 # Settings of these groups shape the models; those of others come after them. Data sets have MLflow's own column.
 SHAPING: Final = ("reading", "tokenizer", "model", "pretrain", "sft", "lora", "evaluate", "source")
-NAME: Final = "attributes.`Run Name`"  # which MLflow itself puts before "Created"
+NAME: Final = "attributes.`Run Name`"  # MLflow itself puts it before "Created"
 LETTER_WIDTH, MARGIN, LEAST_WIDTH = 5.7, 22, 84  # pixels of a column's title; MLflow's 100 a column cut the names off
 WIDTHS: Final = {NAME: 230, "attributes.`Description`": 260, "attributes.`Dataset`": 160}
 
 DESCRIPTION: Final = """\
-Each row is one run of a pipeline. Of bits per byte and losses less is better; the settings beside them say why.
+Each row is one run of a pipeline. Lower is better for bits per byte and losses; the settings beside them show why.
 
 - [**Which is better, and why**]({table}): the figures, then the settings that differ. Stages are the runs below a row.
 - [**Curves by tokens**]({curves}): the losses of all stages over the tokens trained on, whatever a step was.
@@ -54,7 +54,7 @@ In the terminal: `ttrain compare A B` and `ttrain report RUN`. `ttrain ui` bring
 
 @dataclass(frozen=True)
 class Addresses:
-    """Of MLflow's pages about one experiment, to be put behind the address of a server."""
+    """Addresses of MLflow's pages about one experiment, to append to the address of a server."""
 
     experiment: str
     experiment_id: str
@@ -62,7 +62,7 @@ class Addresses:
 
     @property
     def table(self) -> str:
-        """The runs with what was measured, and the settings that differ."""
+        """The table of runs with their metrics, and the settings that differ."""
         return f"{self._runs}?viewStateShareKey={TABLE}&workflowType=machine_learning"
 
     @property
@@ -71,7 +71,7 @@ class Addresses:
         return f"{self._runs}?viewStateShareKey={CURVES}&workflowType=machine_learning&compareRunsMode=CHART"
 
     def run(self, run_id: str) -> str:
-        """The page of one run, or of a stage's."""
+        """The page of one run, of a pipeline or of a stage."""
         return f"{self._runs}/{run_id}?workflowType=machine_learning"
 
     def compare(self, run_ids: Sequence[str]) -> str:
@@ -86,21 +86,21 @@ class Addresses:
 
 
 def source_tags(pipeline: str) -> dict[str, str]:
-    """Who started a run and how, for the columns and fields that MLflow has for it."""
+    """Tags for MLflow's own columns that say who started a run and how."""
     tags = {"mlflow.source.name": f"ttrain pipeline run {pipeline}", "mlflow.source.type": "LOCAL"}
     with contextlib.suppress(KeyError, OSError):  # a container's user may have no name
         tags["mlflow.user"] = getpass.getuser()
     return tags
 
 
-def refresh_views(store: Store | NullStore) -> None:
-    """Bring the views up to date at the end of a run; where MLflow does not answer, the next run or `ttrain ui` does."""
-    if isinstance(store, Store) and not store.asking.is_silent:
-        store.asking.once(lambda: write_views(store.client, store.experiment_id(), newest=FEW_RUNS))
+def refresh_views(store: MlflowStore | NullStore) -> None:
+    """Bring the views up to date at the end of a run; if MLflow does not answer, the next run or `ttrain ui` does it."""
+    if isinstance(store, MlflowStore) and not store.caller.is_silent:
+        store.caller.try_call(lambda: write_views(store.client, store.experiment_id(), newest=FEW_RUNS))
 
 
 def write_views(client: Any, experiment_id: str, newest: int = NEWEST_RUNS) -> None:
-    """Bring the views of an experiment up to date with its newest runs; writes nothing where nothing changed.
+    """Bring the views of an experiment up to date with its newest runs; writes only what changed.
 
     A description that a user wrote stays as it is. Raises what MLflow does.
     """
@@ -110,7 +110,7 @@ def write_views(client: Any, experiment_id: str, newest: int = NEWEST_RUNS) -> N
     first, others = figures(metrics)
     columns = [f"metrics.`{name}`" for name in first]
     columns += [f"params.`{name}`" for name in differing([run.data.params for run in runs])]
-    columns += [f"metrics.`{name}`" for name in (*others, *varying(BESIDE, metrics))]
+    columns += [f"metrics.`{name}`" for name in (*others, *varying(EXTRA_METRICS, metrics))]
     columns += ["attributes.`Description`", "attributes.`Dataset`"]
     views = {TABLE: ("ttrain: which is better, and why", columns), CURVES: ("ttrain: curves by tokens", columns)}
     for name, (title, shown) in views.items():
@@ -124,8 +124,8 @@ def write_views(client: Any, experiment_id: str, newest: int = NEWEST_RUNS) -> N
 def state_of(columns: Sequence[str]) -> dict[str, Any]:
     """The state of MLflow's page of runs: pipelines only, the newest first, these columns.
 
-    It names no charts, so that MLflow makes them as for a single run: sections by their names, of which that of the curves
-    is the first, and titles without the section.
+    It names no charts, so that MLflow draws them as for a single run: sections by their names, the curves' section
+    first, and titles without the section.
     """
     return {
         "searchFilter": PIPELINES,
@@ -138,8 +138,8 @@ def state_of(columns: Sequence[str]) -> dict[str, Any]:
 
 
 def figures(runs: Sequence[Mapping[str, float]]) -> tuple[list[str], list[str]]:
-    """(the metrics that say which run is better, at most one a model; those that stand for them in runs without an
-    evaluation, where other runs have one). Where none tells one from another, as of one run alone, all of the former."""
+    """(metrics that say which run is better, at most one for each model; their substitutes in runs without an evaluation,
+    if other runs have one). If no metric differs between runs, as with a single run, all of the former."""
     first, others = [], []
     for judged, instead in JUDGED_BY.items():
         is_measured = any(judged in run for run in runs)
@@ -149,28 +149,28 @@ def figures(runs: Sequence[Mapping[str, float]]) -> tuple[list[str], list[str]]:
 
 
 def varying(names: Sequence[str], runs: Sequence[Mapping[str, object]]) -> list[str]:
-    """Those of the names whose values are not the same in all runs that have them."""
+    """The names whose values differ between the runs that have them."""
     return [name for name in names if len({run[name] for run in runs if name in run}) > 1]
 
 
 def differing(runs: Sequence[Mapping[str, str]]) -> list[str]:
-    """The settings that are not the same in all runs that have them, and no more than fit a table: those that shape the
-    models first, and of those that tell the same runs apart one, as long as there are others.
+    """The settings that differ between runs, no more than fit a table: those that shape the models first, and only one of
+    those that split the runs in the same way, as long as there are others.
 
-    A column shows a number or a word: no list, no path, no text.
+    A column shows a number or a word: no lists, paths or texts.
     """
     names = {name for run in runs for name in run if not name.startswith("data.")}
-    found = [name for name in varying(list(names), runs) if all(_fits(run[name]) for run in runs if name in run)]
+    candidates = [name for name in varying(list(names), runs) if all(_fits(run[name]) for run in runs if name in run)]
     groupings: dict[tuple[int, ...], str] = {}
-    for name in sorted(found, key=_by_weight):
+    for name in sorted(candidates, key=_by_weight):
         groupings.setdefault(_grouping([run.get(name) for run in runs]), name)
     chosen = [*groupings.values()][:MOST_SETTINGS]
-    more = [name for name in sorted(found, key=_by_weight) if name not in chosen]
-    return sorted([*chosen, *more[: MOST_SETTINGS - len(chosen)]], key=_by_weight)
+    extra = [name for name in sorted(candidates, key=_by_weight) if name not in chosen]
+    return sorted([*chosen, *extra[: MOST_SETTINGS - len(chosen)]], key=_by_weight)
 
 
 def _grouping(values: Sequence[str | None]) -> tuple[int, ...]:
-    """Which of the values are equal: for each the place of the first one that it equals."""
+    """Which of the values are equal: for each the index of the first equal one."""
     return tuple(values.index(value) for value in values)
 
 
@@ -188,33 +188,37 @@ def _by_weight(name: str) -> tuple[int, str]:
 
 
 def _save(client: Any, experiment_id: str, present: str | None, name: str, title: str, state: Mapping[str, Any]) -> None:
-    """One view, unless it is there as it is. It keeps the time at which it was made, by which MLflow sorts them."""
+    """Save a view unless it is unchanged. It keeps its creation time, by which MLflow sorts views."""
     now = int(1000 * time.time())
     try:
-        known = parse_json(present or "{}")
-        if known.get("name") == title and parse_json(known["state"]) == state:
+        saved_view = parse_json(present or "{}")
+        if saved_view.get("name") == title and parse_json(saved_view["state"]) == state:
             return
-        made = int(known["createdAt"])
+        created = int(saved_view["createdAt"])
     except (ValueError, KeyError, TypeError):
-        made = now
-    view = {"name": title, "createdAt": made, "updatedAt": now, "state": compact(state)}
+        created = now
+    view = {"name": title, "createdAt": created, "updatedAt": now, "state": compact(state)}
     client.set_experiment_tag(experiment_id, f"{VIEW}{name}", compact(view))
 
 
 def compact(value: object) -> str:
-    """MLflow takes 5000 characters."""
+    """Compact JSON: MLflow accepts 5000 characters."""
     return json.dumps(value, separators=(",", ":"))
 
 
 def addresses_of(client: Any, experiments: Iterable[str], run_ids: Sequence[str]) -> Addresses | None:
-    """The pages of these runs' experiment, else of the first experiment with one of these names that there is; None where
-    there is none. Raises what MLflow does."""
+    """The pages of these runs' experiment, else of the first existing experiment with one of these names; None if there
+    is none. Raises MLflow's errors."""
     ids = list(dict.fromkeys(str(client.get_run(run_id).info.experiment_id) for run_id in run_ids))
-    named = (
-        (client.get_experiment(one) for one in ids) if ids else (client.get_experiment_by_name(one) for one in experiments)
+    candidates = (
+        (client.get_experiment(experiment) for experiment in ids)
+        if ids
+        else (client.get_experiment_by_name(experiment) for experiment in experiments)
     )
-    found = next((one for one in named if one is not None and one.lifecycle_stage == "active"), None)
-    if found is None:
+    experiment = next(
+        (experiment for experiment in candidates if experiment is not None and experiment.lifecycle_stage == "active"), None
+    )
+    if experiment is None:
         return None
-    write_views(client, found.experiment_id)
-    return Addresses(found.name, str(found.experiment_id), tuple(ids[1:]))
+    write_views(client, experiment.experiment_id)
+    return Addresses(experiment.name, str(experiment.experiment_id), tuple(ids[1:]))

@@ -12,11 +12,10 @@ from typing import Any, Final
 
 from ttrain.core.files import parse_json
 from ttrain.core.hashing import digest_of
-from ttrain.tracking.calls import unless_there
-from ttrain.tracking.loading_snippets import LOADS
-from ttrain.tracking.model_description import describe, marked
-from ttrain.tracking.registry import CHAMPION, Version
-from ttrain.tracking.runs import Run
+from ttrain.tracking.calls import create_if_missing
+from ttrain.tracking.model_description import LOADS, marked, set_description
+from ttrain.tracking.registry import CHAMPION, ModelVersion
+from ttrain.tracking.runs import TrackedRun
 
 CHALLENGER: Final = "challenger"
 KIND: Final = "ttrain.kind"
@@ -26,7 +25,7 @@ RUN_ID = "ttrain.run_id"  # MLflow's, of the pipeline's run; the version itself 
 MEMBER, KEY = "ttrain.member.", "ttrain.key."  # followed by the stage's name
 METRICS: Final = "ttrain.metrics"
 DECISION: Final = "ttrain.decision"
-LAST_FIRST: Final = ("lora", "sft", "pretrain")  # which of a set's models is the one to talk to
+LAST_FIRST: Final = ("lora", "sft", "pretrain")  # which of a set's models to chat with, the first that exists
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class ModelSet:
     run_id: str | None  # MLflow's, of the same run
     created: float  # seconds since 1970
     metrics: Mapping[str, float]  # of its evaluation
-    decision: Mapping[str, Any] | None  # the last one about it, as `promotion.Decision.to_json` gives it
+    decision: Mapping[str, Any] | None  # the last decision about it, as `promotion.Decision.to_json` gives it
     aliases: tuple[str, ...] = ()
     tags: Mapping[str, str] = field(default_factory=dict, repr=False)
 
@@ -72,7 +71,7 @@ class ModelSet:
 
 
 def set_of(version: Any, aliases: Iterable[str]) -> ModelSet:
-    """The set that MLflow's entity of a version describes."""
+    """The set that a model version of MLflow describes."""
     tags: dict[str, str] = dict(version.tags)
     return ModelSet(
         name=version.name,
@@ -90,22 +89,22 @@ def set_of(version: Any, aliases: Iterable[str]) -> ModelSet:
 
 
 def keys_of(tags: Mapping[str, str]) -> dict[str, str]:
-    """Keys of the artifacts of the run that made a set, by stage, from the tags of the set."""
+    """Artifact keys of the run that made a set, by stage, from the set's tags."""
     return {tag.removeprefix(KEY): value for tag, value in tags.items() if tag.startswith(KEY)}
 
 
 def members_of(tags: Mapping[str, str]) -> dict[str, Member]:
-    """The members that the tags of a set name, by stage."""
-    found = {}
+    """The members in the tags of a set, by stage."""
+    members = {}
     for tag, value in tags.items():
         if tag.startswith(MEMBER):
             stage, (name, _, version) = tag.removeprefix(MEMBER), value.rpartition("/")
-            found[stage] = Member(name, version, stage, tags.get(f"{KEY}{stage}", ""))
-    return found
+            members[stage] = Member(name, version, stage, tags.get(f"{KEY}{stage}", ""))
+    return members
 
 
-def last_of(version: Version) -> Member | None:
-    """The model at the end of the chain, where the version is a set: the adapter, else the SFT model, else the base."""
+def last_of(version: ModelVersion) -> Member | None:
+    """The last model of a set: the adapter, else the SFT model, else the base; None if the version is not a set."""
     members = members_of(version.tags) if version.tags.get(KIND) == SET else {}
     return next((members[stage] for stage in LAST_FIRST if stage in members), None)
 
@@ -113,7 +112,7 @@ def last_of(version: Version) -> Member | None:
 def tags_of(
     run: str, members: Iterable[Member], contents: Mapping[str, str], keys: Mapping[str, str], metrics: Mapping[str, float]
 ) -> dict[str, str]:
-    """The tags of a version that is a set. `contents` are the digests of what the members hold, by stage."""
+    """The tags of a version that is a set. `contents` are the members' content digests, by stage."""
     members = list(members)
     return {
         KIND: SET,
@@ -125,33 +124,37 @@ def tags_of(
     }
 
 
-def register(client: Any, name: str, run: Run, tags: Mapping[str, str], description: str = "", about: str = "") -> str:
-    """The version that is this set; one of the same models is taken, and told of its newest evaluation.
+def register(
+    client: Any, name: str, run: TrackedRun, tags: Mapping[str, str], description: str = "", model_description: str = ""
+) -> str:
+    """Register a set and return its version; a version with the same models is reused, with the newest evaluation.
 
-    `about` is told of the registered model, once. The set becomes challenger unless it is the champion. Raises ValueError
-    where models of another pipeline bear the name.
+    `model_description` is set on the registered model, once. The set becomes challenger unless it is the champion. Raises
+    ValueError if models of another pipeline bear the name.
     """
-    unless_there(partial(client.create_registered_model, name, description=marked(about) if about else None))
+    create_if_missing(
+        partial(client.create_registered_model, name, description=marked(model_description) if model_description else None)
+    )
     versions = _versions(client, name)
     if any(version.tags.get(KIND) != SET for version in versions):
         raise ValueError(f"the registered model {name} holds models of another pipeline; set another `name`")
     same = [version for version in versions if version.tags.get(IDENTITY) == tags[IDENTITY]]
     if same:
         number = str(min(int(version.version) for version in same))
-        known = next(version for version in same if str(version.version) == number)
+        registered = next(version for version in same if str(version.version) == number)
         for tag, value in tags.items():
-            if known.tags.get(tag) != value and tag != "ttrain.run":
+            if registered.tags.get(tag) != value and tag != "ttrain.run":
                 client.set_model_version_tag(name, number, tag, value)
     else:
         source, made_by = _source(client, tags) or (run.artifact_uri, run.id)
-        noted = {**tags, RUN_ID: str(run.id)}
-        made = client.create_model_version(name, source, made_by, tags=noted, await_creation_for=0)
+        version_tags = {**tags, RUN_ID: str(run.id)}
+        created = client.create_model_version(name, source, made_by, tags=version_tags, await_creation_for=0)
         equals = [version for version in _versions(client, name) if version.tags.get(IDENTITY) == tags[IDENTITY]]
-        known = min(equals, key=lambda version: int(version.version), default=made)
-        number = str(known.version)
-        if number != str(made.version):  # another home registered it between the question and the answer
-            client.delete_model_version(name, str(made.version))
-    describe(client, known, description)
+        registered = min(equals, key=lambda version: int(version.version), default=created)
+        number = str(registered.version)
+        if number != str(created.version):  # another home registered it between the question and the answer
+            client.delete_model_version(name, str(created.version))
+    set_description(client, registered, description)
     champion = client.get_registered_model(name).aliases.get(CHAMPION)
     if champion is None or str(champion) != number:
         client.set_registered_model_alias(name, CHALLENGER, number)
@@ -159,8 +162,8 @@ def register(client: Any, name: str, run: Run, tags: Mapping[str, str], descript
 
 
 def _source(client: Any, tags: Mapping[str, str]) -> tuple[str, str | None] | None:
-    """The last of the models that MLflow can open (the adapter with its base, or else the full model): what the whole set
-    opens as. It is named, not copied, with the run that made it: a server takes no other one. None where there is none."""
+    """The set's last model that MLflow can load (the adapter with its base, or else the full model): it is loaded for the
+    whole set. It is referenced, not copied, with its own run: a server accepts no other run. None if there is none."""
     members = members_of(tags)
     for stage in LAST_FIRST:
         member = members.get(stage)
@@ -171,7 +174,7 @@ def _source(client: Any, tags: Mapping[str, str]) -> tuple[str, str | None] | No
 
 
 def lock_of(home: Path) -> Path:
-    """Held by whoever registers or promotes sets."""
+    """The lock file for registering or promoting sets."""
     return home / "mlflow" / "sets.lock"
 
 
@@ -180,17 +183,17 @@ def _versions(client: Any, name: str) -> list[Any]:
 
 
 def all_pages(search: Callable[..., Any]) -> list[Any]:
-    """Everything that a search of MLflow finds."""
+    """All results of an MLflow search, from all pages."""
     page = search()
-    found = list(page)
+    entities = list(page)
     while page.token:
         page = search(page_token=page.token)
-        found += page
-    return found
+        entities += page
+    return entities
 
 
 def _object(text: str | None) -> dict[str, Any] | None:
-    """The JSON object in a tag, which anyone can edit; None where it is none."""
+    """The JSON object in a tag, which anyone can edit; None if it is not an object."""
     with contextlib.suppress(ValueError):
         value = parse_json(text or "null")
         return value if isinstance(value, dict) else None

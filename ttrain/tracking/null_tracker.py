@@ -1,4 +1,4 @@
-"""What stands in for runs and the store where nothing is tracked: MLflow is missing, or switched off."""
+"""Substitutes for the store and its runs if MLflow is missing or switched off."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import final
 
 @final
 class NullRun:
-    """A run that is not tracked; `id` keeps the one that was to be continued, so that a later start still finds it."""
+    """A run that is not tracked; `id` keeps the id of the run to continue, so that a later start still finds it."""
 
     url: str | None = None
     page: str | None = None
@@ -26,24 +26,24 @@ class NullRun:
 
 @final
 class NullStore:
-    """Stands in where MLflow is missing or switched off."""
+    """The store if MLflow is missing or switched off."""
 
     def start_run(self, name: str, *, run_id: str | None = None, identity: str | None = None, **_: object) -> NullRun:
         """A run that is not tracked."""
         return NullRun(run_id, identity)
 
     def register_model(self, name: str, **_: object) -> str | None:
-        """Registers nothing."""
+        """Register nothing."""
         return None
 
     register_models = register_model
 
     def finish_uploads(self) -> None:
-        """Uploads nothing."""
+        """Upload nothing."""
 
-    def on_upload(self, told: Callable[[int, int], object]) -> None:
-        """Never calls it."""
+    def on_upload(self, on_progress: Callable[[int, int], object]) -> None:
+        """Ignores the callback: nothing is uploaded."""
 
     def close(self) -> int:
-        """Has nothing open."""
+        """Return 0: nothing is open or undelivered."""
         return 0

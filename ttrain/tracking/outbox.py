@@ -1,13 +1,13 @@
-"""What a run has to tell its tracker, on disk until it was told: `tracking/<id>/` in the home.
+"""The outbox of a run: all data for its tracker, on disk until delivered, in `tracking/<id>/` of the home.
 
     run.json        what the run is, and its id in MLflow once it has one
-    journal.jsonl   {"number", "what", ...} for each thing to tell, {"told": number} when it was told
-    flight.json     the batch of metrics that is being sent: sent again as it is, it is the same points
+    journal.jsonl   {"number", "what", ...} for each entry, {"told": number} when it was delivered
+    flight.json     the batch of metrics that is being sent: sent again unchanged, it gives the same points
     files/          texts and curves that exist nowhere else
 
-One process at a time has an outbox, by a lock that dies with it: what a killed one leaves is told by the next command that
-opens the tracker, or by `ttrain track sync`. A directory with nothing more to tell is removed. Where the disk takes
-nothing, all of it happens in memory.
+One process at a time holds an outbox, by a lock that ends with it: what a killed one leaves is delivered by the next command
+that opens the tracker, or by `ttrain track sync`. A directory with nothing left to deliver is removed. If the disk cannot
+be written, the outbox is in memory.
 """
 
 from __future__ import annotations
@@ -15,142 +15,146 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import platform
 import re
 import secrets
 import shutil
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, final
 
-from ttrain.core.files import PRIVATE_DIRECTORY, private_directory, read_json
-from ttrain.tracking import journal
-from ttrain.tracking.journal import Entry
+from ttrain.core.files import PRIVATE_DIRECTORY, parse_json, private_directory, read_json
 
 log = logging.getLogger("ttrain")
 
 FOLDER: Final = "tracking"  # in the home
+
 ID: Final = re.compile(r"[0-9a-f]{32}")
-TURN_SECONDS: Final = 5.0  # until another process lets go of a directory that it removes, which takes milliseconds
+
+TURN_SECONDS: Final = 5.0  # to wait for another process that removes the directory, which takes milliseconds
 
 
 @final
 class Outbox:
     """The outbox of one run, held by this process; safe to use from several threads."""
 
-    def __init__(self, directory: Path | None, about: Mapping[str, Any], entries: Iterable[Entry] = ()) -> None:
-        """`directory`: None for one that is in memory alone. Use `create` and `take`."""
-        self.directory, self.about = directory, dict(about)
-        self.entries: list[Entry] = list(entries)  # still to be told
+    def __init__(self, directory: Path | None, run_info: Mapping[str, Any], entries: Iterable[Entry] = ()) -> None:
+        """`directory`: None for an outbox in memory. Use `create` and `take`."""
+        self.directory, self.run_info = directory, dict(run_info)
+        self.entries: list[Entry] = list(entries)  # not delivered yet
         self._next = 1 + max((entry.number for entry in self.entries), default=0)
-        self._lock, self._held, self._warned = threading.RLock(), contextlib.ExitStack(), False
+        self._lock, self._file_lock, self._warned = threading.RLock(), contextlib.ExitStack(), False
         self._is_kept = directory is not None
 
     @property
     def id(self) -> str:
-        return str(self.about["id"])
+        return str(self.run_info["id"])
 
     @property
     def is_kept(self) -> bool:
-        """Whether all of it is on disk, and so outlives this process."""
+        """Whether the whole outbox is on disk, and so outlives this process."""
         return self._is_kept
 
-    def note(self, **values: Any) -> None:
-        """Say more about the run."""
+    def update_run_info(self, **values: Any) -> None:
+        """Update `run.json` with these values."""
         with self._lock:
-            self.about |= values
-            self._write("run.json", self.about)
+            self.run_info |= values
+            self._write("run.json", self.run_info)
 
-    def add(self, what: str, **data: Any) -> Entry:
-        """Something to tell, at the end of what is there."""
+    def add(self, kind: str, **data: Any) -> Entry:
+        """Append an entry to deliver."""
         with self._lock:
-            entry = Entry(self._next, what, data)
+            entry = Entry(self._next, kind, data)
             self._next += 1
             self.entries.append(entry)
-            self._append({"number": entry.number, "what": what, **data})
+            self._append({"number": entry.number, "what": kind, **data})
             return entry
 
-    def told(self, entry: Entry) -> None:
-        """It arrived, or nobody wants it."""
+    def mark_delivered(self, entry: Entry) -> None:
+        """Mark the entry as delivered, or as no longer needed."""
         with self._lock, contextlib.suppress(ValueError):
             self.entries.remove(entry)
             self._append({"told": entry.number})
             self._remove(entry.data.get("kept"))
 
-    def arrived(self, entry: Entry, part: str) -> None:
-        """One file of several."""
+    def mark_part_delivered(self, entry: Entry, file: str) -> None:
+        """Mark one file of an entry as delivered."""
         with self._lock:
-            entry.parts.add(part)
-            self._append({"number": entry.number, "part": part})
+            entry.parts.add(file)
+            self._append({"number": entry.number, "part": file})
 
-    def keep(self, name: str, content: Iterable[bytes]) -> str | None:
-        """Keep bytes until their entry is told; the name to give with it as `kept`, None where they cannot be kept."""
+    def save_file(self, name: str, content: Iterable[bytes]) -> str | None:
+        """Save bytes until their entry is delivered; return the name for its field `kept`, None if they cannot be saved."""
         if self.directory is None:
             return None
-        kept = f"{secrets.token_hex(4)}-{name}"
+        file_name = f"{secrets.token_hex(4)}-{name}"
         try:
             (self.directory / "files").mkdir(exist_ok=True)
-            with (self.directory / "files" / kept).open("wb") as file:
+            with (self.directory / "files" / file_name).open("wb") as file:
                 file.writelines(content)
         except OSError as error:
             self._warn(error)
-            self._remove(kept)
+            self._remove(file_name)
             return None
-        return kept
+        return file_name
 
-    def kept(self, name: str) -> Path:
-        """Where that is."""
-        assert self.directory is not None, "nothing is kept in memory"
+    def saved_path(self, name: str) -> Path:
+        """The path of a file that `save_file` has saved."""
+        assert self.directory is not None, "an outbox in memory has no files"
         return self.directory / "files" / name
 
-    def sending(self, batch: list[Any]) -> None:
-        """Note what is being sent."""
+    def save_batch(self, batch: list[Any]) -> None:
+        """Save the batch that is being sent."""
         self._write("flight.json", batch)
 
-    def sent_last(self) -> list[Any]:
-        """What the process before this one was sending when it ended, or had just sent."""
-        found = read_json(self.directory / "flight.json") if self.directory else None
-        return found if isinstance(found, list) else []
+    def last_batch(self) -> list[Any]:
+        """The batch that the previous process was sending when it ended, or had just sent."""
+        batch = read_json(self.directory / "flight.json") if self.directory else None
+        return batch if isinstance(batch, list) else []
 
     def close(self) -> None:
-        """Let go of it: removed where everything is told, else left for another."""
+        """Release the outbox; remove its directory if everything is delivered."""
         with self._lock:
             if self.directory is not None and not self.entries:
-                gone = self.directory.with_name(f".{self.directory.name}.gone")
+                removed = self.directory.with_name(f".{self.directory.name}.gone")
                 with contextlib.suppress(OSError):
-                    self.directory.replace(gone)  # under the lock: who has opened the lock's file finds no run in it
-                    shutil.rmtree(gone)
+                    self.directory.replace(
+                        removed
+                    )  # under the lock: a process that has opened the lock file finds no run there
+                    shutil.rmtree(removed)
             self.directory = None
-            self._held.close()
+            self._file_lock.close()
 
     def _recall(self) -> None:
-        """What the process before this one left to tell."""
+        """Load the entries that the previous process left undelivered."""
         assert self.directory is not None, "an outbox on disk"
-        read = journal.read(self.directory)
+        read = read_journal(self.directory)
         self.entries, self._next = list(read.values()), 1 + max(read, default=0)
 
     def _lock_or_none(self, seconds: float) -> bool:
         import filelock
 
         assert self.directory is not None, "an outbox on disk"
-        # Taken in one thread, let go in another
+        # Acquired in one thread, released in another
         lock = filelock.FileLock(self.directory / "lock", thread_local=False)
         try:
             lock.acquire(timeout=seconds)
         except (filelock.Timeout, OSError):
             return False
-        self._held.callback(lock.release)
+        self._file_lock.callback(lock.release)
         return True
 
     def _write(self, name: str, value: object) -> None:
-        """The old file or the new one, also after a kill; without a flush, which takes 5 ms and more."""
+        """Write a JSON file atomically; without a flush, which takes 5 ms and more."""
         if self.directory is not None:
-            part = self.directory / f".{name}.part"
+            temporary = self.directory / f".{name}.part"
             try:
-                part.write_text(json.dumps(value), encoding="utf-8")
-                part.replace(self.directory / name)
+                temporary.write_text(json.dumps(value), encoding="utf-8")
+                temporary.replace(self.directory / name)
             except OSError as error:
                 self._warn(error)
 
@@ -158,55 +162,60 @@ class Outbox:
         if self.directory is None:
             return
         try:
-            journal.append(self.directory, row)
+            append(self.directory, row)
         except OSError as error:
             self._warn(error)
 
-    def _remove(self, kept: str | None) -> None:
-        if kept and self.directory is not None:
+    def _remove(self, file_name: str | None) -> None:
+        if file_name and self.directory is not None:
             with contextlib.suppress(OSError):
-                (self.directory / "files" / kept).unlink(missing_ok=True)
+                (self.directory / "files" / file_name).unlink(missing_ok=True)
 
     def _warn(self, error: OSError) -> None:
         self._is_kept = False
         if not self._warned:
-            log.warning("what MLflow has yet to be told cannot be kept in %s: %s", self.directory, error.strerror)
+            log.warning("data for MLflow cannot be saved in the outbox %s: %s", self.directory, error.strerror)
         self._warned = True
 
 
-def create(home: Path | None, **about: Any) -> Outbox:
-    """A new outbox; in memory where the home takes none. `id`: that of one that is gone, or was never whole.
+def create(home: Path | None, **run_info: Any) -> Outbox:
+    """Create an outbox; in memory if the home cannot be written. `id`: of an outbox that is gone, or was never completed.
 
-    A directory of that id that has no `run.json` is taken over: a process was killed while it made it. Where another
-    process has made it whole meanwhile, the new outbox has an id of its own.
+    A directory of that id without `run.json` is taken over: a process was killed while it made it. If another process has
+    completed it meanwhile, the new outbox gets another id.
     """
-    about = {"started": time.time(), **about, "id": about.get("id") or secrets.token_hex(16), "host": platform.node()}
+    run_info = {
+        "started": time.time(),
+        **run_info,
+        "id": run_info.get("id") or secrets.token_hex(16),
+        "host": platform.node(),
+    }
     if home is None:
-        return Outbox(None, about)
-    directory = home / FOLDER / str(about["id"])
-    for _ in range(2):  # once more where another was removing it
+        return Outbox(None, run_info)
+    directory = home / FOLDER / str(run_info["id"])
+    for _ in range(2):  # once more if another process was removing it
         try:
             private_directory(directory.parent)
             directory.mkdir(mode=PRIVATE_DIRECTORY, exist_ok=True)
         except OSError as error:
-            log.warning("what MLflow has yet to be told cannot be kept in %s: %s", directory, error.strerror)
-            return Outbox(None, about)
-        box = Outbox(directory, about)
+            log.warning("data for MLflow cannot be saved in the outbox %s: %s", directory, error.strerror)
+            return Outbox(None, run_info)
+        box = Outbox(directory, run_info)
         if box._lock_or_none(TURN_SECONDS):
             break
     else:
-        return Outbox(None, about)
+        return Outbox(None, run_info)
     if (directory / "run.json").exists():
         box.directory = None
         box.close()
-        return create(home, **{**about, "id": None})
+        return create(home, **{**run_info, "id": None})
     box._recall()
-    box.note()
+    box.update_run_info()
     return box
 
 
 def remove_unmade(directory: Path) -> None:
-    """Removes a directory without `run.json`, where nobody holds it: a process was killed while it made it."""
+    """Remove an unlocked directory without `run.json`: a process was killed while it made it."""
     box = Outbox(directory, {})
     if box._lock_or_none(0.0):
         box._recall()
@@ -216,17 +225,69 @@ def remove_unmade(directory: Path) -> None:
 
 
 def take(directory: Path, seconds: float = 0.0) -> Outbox | None:
-    """The outbox in a directory; None where there is none, or where another process, or this one, has it."""
+    """Lock and open the outbox in a directory; None if there is none, or if another process, or this one, holds it."""
     if not (directory / "run.json").exists():
         return None
     box = Outbox(directory, {})
     if not box._lock_or_none(seconds):
         return None
-    about = read_json(directory / "run.json")
-    if not isinstance(about, dict) or about.get("id") != directory.name:  # told and removed while we waited
+    run_info = read_json(directory / "run.json")
+    if not isinstance(run_info, dict) or run_info.get("id") != directory.name:  # delivered and removed while we waited
         box.directory = None
         box.close()
         return None
-    box.about = about
+    box.run_info = run_info
     box._recall()
     return box
+
+
+NAME: Final = "journal.jsonl"
+
+
+@dataclass(eq=False)
+class Entry:
+    """One thing to deliver; `parts` are those of its files that have arrived, `answer` is MLflow's answer."""
+
+    number: int
+    kind: str
+    data: Mapping[str, Any]
+    parts: set[str] = field(default_factory=set)
+    answer: Any = None
+
+
+def append(directory: Path, row: Mapping[str, Any]) -> None:
+    """Append a line in one write, so that a kill leaves whole lines; after a torn line of a machine crash, start a new one.
+
+    Raises OSError.
+    """
+    descriptor = os.open(directory / NAME, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+    try:
+        size = os.fstat(descriptor).st_size
+        torn = size and os.pread(descriptor, 1, size - 1) != b"\n"
+        os.write(descriptor, (b"\n" if torn else b"") + json.dumps(dict(row)).encode() + b"\n")
+    finally:
+        os.close(descriptor)
+
+
+def read_journal(directory: Path) -> dict[int, Entry]:
+    """Undelivered entries by number, in order; a torn line of a machine crash is skipped."""
+    entries: dict[int, Entry] = {}
+    for row in _rows(directory / NAME):
+        number = row.get("number")
+        if "told" in row:
+            entries.pop(row["told"], None)
+        elif "what" in row and isinstance(number, int):
+            data = {key: value for key, value in row.items() if key not in ("number", "what")}
+            entries[number] = Entry(number, row["what"], data)
+        elif "part" in row and number in entries:
+            entries[number].parts.add(row["part"])
+    return entries
+
+
+def _rows(journal: Path) -> Iterator[dict[str, Any]]:
+    with contextlib.suppress(OSError):
+        for line in journal.read_bytes().splitlines():
+            with contextlib.suppress(ValueError):
+                row = parse_json(line)
+                if isinstance(row, dict):
+                    yield row

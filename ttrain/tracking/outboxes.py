@@ -1,39 +1,39 @@
-"""All outboxes of a home: which there are, which may be taken, what they wait to tell; nothing is locked or changed."""
+"""List a home's outboxes, which of them may be taken, and their entries; locks and changes nothing."""
 
 from __future__ import annotations
 
 import contextlib
 import platform
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from ttrain.core.files import read_json
-from ttrain.tracking import journal
-from ttrain.tracking.journal import Entry
-from ttrain.tracking.outbox import FOLDER, ID
+from ttrain.core.files import read_json, write_json
+from ttrain.tracking import outbox, published
+from ttrain.tracking.outbox import FOLDER, ID, Entry
+from ttrain.tracking.runs import TrackedRun, TrackingStore
 
-IDLE_DAYS: Final = 7  # an outbox of another machine, which shares this home, is left alone for so long
+IDLE_DAYS: Final = 7  # an outbox of another machine that shares this home is left alone for this long
 
 
-def found(home: Path) -> list[Path]:
+def list_outboxes(home: Path) -> list[Path]:
     """The directories of all outboxes, the oldest run first."""
     with contextlib.suppress(OSError):
-        return sorted((path for path in (home / FOLDER).iterdir() if ID.fullmatch(path.name)), key=_began)
+        return sorted((path for path in (home / FOLDER).iterdir() if ID.fullmatch(path.name)), key=_start_time)
     return []
 
 
 def may_be_taken(directory: Path) -> bool:
-    """Whether its process may be gone: locks of other machines are not to be relied on, so those are left a week."""
-    about = read_json(directory / "run.json")
-    if not isinstance(about, dict):
+    """Whether its process may have ended: locks of other machines are unreliable, so theirs are left for a week."""
+    run_info = read_json(directory / "run.json")
+    if not isinstance(run_info, dict):
         return False
-    return about.get("host") == platform.node() or time.time() - last_change(directory) > 86400 * IDLE_DAYS
+    return run_info.get("host") == platform.node() or time.time() - last_change(directory) > 86400 * IDLE_DAYS
 
 
 def last_change(directory: Path) -> float:
-    """Seconds since 1970."""
+    """Time of the last change in an outbox, in seconds since 1970."""
     with contextlib.suppress(OSError):
         changes = (path.stat().st_mtime for path in directory.iterdir() if path.name != "lock")
         return max(changes, default=time.time())
@@ -41,30 +41,104 @@ def last_change(directory: Path) -> float:
 
 
 def children_first(directories: Iterable[Path]) -> list[Path]:
-    """The same, each run after those that are parts of it: its models are registered from their runs, not once more."""
-    known = {path: read_json(path / "run.json") for path in directories}
-    about = {path: told for path, told in known.items() if isinstance(told, dict)}
-    roots = {str(told.get("id")): float(told.get("started", 0)) for told in about.values() if not told.get("parent")}
+    """Sort outboxes, each run after its children: its models are registered from the children's runs, not once more."""
+    contents = {path: read_json(path / "run.json") for path in directories}
+    run_infos = {path: run_info for path, run_info in contents.items() if isinstance(run_info, dict)}
+    roots = {
+        str(run_info.get("id")): float(run_info.get("started", 0))
+        for run_info in run_infos.values()
+        if not run_info.get("parent")
+    }
 
-    def place(path: Path) -> tuple[float, bool]:
-        told = about.get(path, {})
-        return roots.get(str(told.get("parent") or told.get("id")), float(told.get("started", 0))), not told.get("parent")
+    def sort_key(path: Path) -> tuple[float, bool]:
+        run_info = run_infos.get(path, {})
+        return roots.get(
+            str(run_info.get("parent") or run_info.get("id")), float(run_info.get("started", 0))
+        ), not run_info.get("parent")
 
-    return sorted(known, key=place)
+    return sorted(contents, key=sort_key)
 
 
 def entries_of(directory: Path) -> list[Entry]:
-    """What is still to be told, also where a process has the outbox."""
-    return list(journal.read(directory).values())
+    """The undelivered entries, even if a process holds the outbox."""
+    return list(outbox.read_journal(directory).values())
 
 
-def waiting_keys(home: Path) -> frozenset[str]:
+def undelivered_keys(home: Path) -> frozenset[str]:
     """Keys of the artifacts whose files are still to be sent."""
-    paths = [entry.data.get("path") for box in found(home) for entry in entries_of(box)]
-    parts = [Path(path).parts for path in paths if path]
-    return frozenset(part[2] for part in parts if len(part) > 2 and part[0] == "store")
+    paths = [entry.data.get("path") for box in list_outboxes(home) for entry in entries_of(box)]
+    path_parts = [Path(path).parts for path in paths if path]
+    return frozenset(segments[2] for segments in path_parts if len(segments) > 2 and segments[0] == "store")
 
 
-def _began(directory: Path) -> float:
-    about = read_json(directory / "run.json")
-    return float(about.get("started", 0)) if isinstance(about, dict) else 0.0
+def _start_time(directory: Path) -> float:
+    run_info = read_json(directory / "run.json")
+    return float(run_info.get("started", 0)) if isinstance(run_info, dict) else 0.0
+
+
+UNMADE_SECONDS: Final = 60.0  # an outbox is made in milliseconds; locks of other machines are unreliable
+
+
+def deliver_orphaned_outbox(
+    store: TrackingStore, directory: Path, *, uploads: bool = True, elsewhere: bool = False
+) -> bool | None:
+    """Deliver an outbox that an ended process left; return whether all of it arrived, None if a process still has it or if
+    it is for another MLflow.
+
+    With `elsewhere`, also that of a process of another machine.
+    """
+    if not elsewhere and not may_be_taken(directory):
+        return None
+    run_info = read_json(directory / "run.json")
+    if not isinstance(run_info, dict) or run_info.get("tracker") != store.tracker:
+        return None  # before it is taken: an outbox without entries is removed when it is released
+    changed = last_change(directory)
+    box = outbox.take(directory)
+    if box is None:
+        return None
+    try:
+        run = TrackedRun(store, box)
+        run.is_again = run.is_orphan = True
+        if run.id is None:
+            box.run_info["doubtful"] = True
+        if not box.run_info.get("ended"):
+            artifact = published.artifact_of(store.home, box.run_info.get("tags", {}))
+            if artifact:  # killed after it was published
+                published.log_result(run, artifact)
+                if box.run_info.get("keeps_files"):
+                    run.log_directory(artifact.path, artifact.stage)
+            box.update_run_info(ended=True)
+            box.add("end", status=published.FINISHED if artifact else "KILLED", time=int(1000 * changed))
+        done = store.deliver(run, again=True)
+        return done and (not uploads or store.deliver(run, uploads=True, again=True))
+    finally:
+        note_run_id(store.home, box.run_info)
+        box.close()
+
+
+def remove_unmade(home: Path) -> None:
+    """Remove outbox directories whose process was killed before it wrote `run.json`."""
+    for directory in list_outboxes(home):
+        with contextlib.suppress(OSError):
+            age = time.time() - directory.stat().st_mtime
+            if age > UNMADE_SECONDS and not (directory / "run.json").exists():
+                outbox.remove_unmade(directory)
+
+
+def run_exists(home: Path, beginning: str) -> bool:
+    """Whether there is a run whose name starts with `beginning`."""
+    return any((home / "runs").glob(f"{_plain(beginning)}*.json"))
+
+
+def note_run_id(home: Path, run_info: Mapping[str, Any]) -> None:
+    """Write the MLflow id that an ended run got later into its record. `run_info`: from its outbox."""
+    path = home / "runs" / f"{_plain(str(run_info.get('name')))}.json"
+    record = read_json(path) if run_info.get("run_id") else None
+    if isinstance(record, dict) and (record.get("tracking") or {}).get("identity") == run_info.get("id"):
+        with contextlib.suppress(OSError):
+            write_json(path, {**record, "tracking": {**record["tracking"], "run_id": run_info["run_id"]}})
+
+
+def _plain(name: str) -> str:
+    """The name of a run as a file name: never a path, never a pattern."""
+    return "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in name).lstrip(".") or "_"

@@ -1,4 +1,4 @@
-"""What a stage's tracked run is told of the artifact that it left, also where its process was killed right after that."""
+"""Log a stage's artifact on its tracked run, also after a kill right after publishing."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ttrain.config import flatten
-from ttrain.store.artifacts import Store as ArtifactStore
+from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 from ttrain.tracking.datasets import data_of
 
 if TYPE_CHECKING:
     from ttrain.tracking.null_tracker import NullRun
-    from ttrain.tracking.runs import Run
+    from ttrain.tracking.runs import TrackedRun
 
 RUN, STAGE, KEY = "ttrain.run", "ttrain.stage", "ttrain.key"  # tags of a stage's run
 FINISHED: Final = "FINISHED"
-FIT: Final = ("bytes_per_token", "unk_rate")  # of a tokenizer: metrics, by which tokenizers are compared
+FIT: Final = ("bytes_per_token", "unk_rate")  # metrics of a tokenizer, by which tokenizers are compared
 
 
-def log_result(run: Run | NullRun, artifact: Artifact) -> None:
-    """The figures of a finished stage, and the data behind it."""
+def log_result(run: TrackedRun | NullRun, artifact: Artifact) -> None:
+    """Log the figures of a finished stage, and its data sets."""
     run.log_params({**group_params(artifact.result), **_figures(artifact.result)})
     fit = {f"tok/{name}": float(artifact.result[name]) for name in FIT if name in artifact.result}
     run.log_summary(fit)
@@ -29,7 +29,7 @@ def log_result(run: Run | NullRun, artifact: Artifact) -> None:
 
 
 def artifact_of(home: Path, tags: Mapping[str, str]) -> Artifact | None:
-    """The whole artifact that the run with these tags published; None where another run made it, or there is none."""
+    """The whole artifact that the run with these tags published; None if another run made it, or there is none."""
     stage, key, name = (str(tags.get(tag, "")) for tag in (STAGE, KEY, RUN))
     artifact = ArtifactStore(home).find(stage, key) if stage and key else None
     made_by = artifact.manifest.get("provenance", {}).get("run") if artifact else None

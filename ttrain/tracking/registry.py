@@ -1,4 +1,4 @@
-"""Looks registered models up: a version by its number or its alias. Reads only, and makes no database."""
+"""Look up a version of a registered model by number or alias. Only reads, and creates no database."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any, Final
 
 from ttrain.core.redact import without_user
 from ttrain.errors import UsageError
-from ttrain.tracking.atomic_files import local_path
-from ttrain.tracking.calls import code_of, first_line, outcome
+from ttrain.tracking.calls import attempt, code_of, first_line
+from ttrain.tracking.client import is_installed, silence, tracking_uri
 from ttrain.tracking.database import database_of, open_client
-from ttrain.tracking.mlflow_setup import is_installed, silence, tracking_uri
+from ttrain.tracking.uploads import local_path
 
 CHAMPION: Final = "champion"  # alias of the set of models that is in use
 
 
 @dataclass(frozen=True)
-class Version:
-    """One version of a registered model; `source` is None where its files lie on no disk of this machine."""
+class ModelVersion:
+    """One version of a registered model; `source` is None if its files are not on a disk of this machine."""
 
     name: str
     version: str
@@ -28,7 +28,7 @@ class Version:
     run_id: str | None = None
 
 
-def find_version(home: Path, name: str, *, version: str | None = None, alias: str | None = None) -> Version:
+def find_version(home: Path, name: str, *, version: str | None = None, alias: str | None = None) -> ModelVersion:
     """The version with this number, or this alias. Raises UsageError that lists what is registered."""
     if not is_installed():
         raise UsageError(
@@ -37,34 +37,40 @@ def find_version(home: Path, name: str, *, version: str | None = None, alias: st
     silence()
     home = home.resolve()
     uri = tracking_uri(home)
-    asked = f"{name}@{alias}" if alias else f"{name}/{version}"
+    reference = f"{name}@{alias}" if alias else f"{name}/{version}"
     if uri == f"sqlite:///{database_of(home)}" and not database_of(home).exists():
-        raise UsageError(f"there is no registered model '{asked}': nothing is registered in {home} yet")
-    client, error = outcome(lambda: open_client(uri, home))
+        raise UsageError(f"there is no registered model '{reference}': nothing is registered in {home} yet")
+    client, error = attempt(lambda: open_client(uri, home))
     if client is None:
-        raise UsageError(f"MLflow at {without_user(uri)} cannot be asked for '{asked}': {error and first_line(error)}")
+        raise UsageError(f"MLflow at {without_user(uri)} cannot be queried for '{reference}': {error and first_line(error)}")
 
     def ask() -> Any:
         return client.get_model_version_by_alias(name, alias) if alias else client.get_model_version(name, str(version))
 
-    found, error = outcome(ask)
-    if found is None:
+    entity, error = attempt(ask)
+    if entity is None:
         unknown = error is not None and code_of(error) in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")
         if not unknown:
-            raise UsageError(f"MLflow at {without_user(uri)} cannot be asked for '{asked}': {error and first_line(error)}")
-        raise UsageError(f"there is no registered model '{asked}'; registered are {_listed(client) or 'none'}{_cure(alias)}")
-    return Version(name, str(found.version), local_path(found.source), dict(found.tags), found.run_id or None)
+            raise UsageError(
+                f"MLflow at {without_user(uri)} cannot be queried for '{reference}': {error and first_line(error)}"
+            )
+        raise UsageError(
+            f"there is no registered model '{reference}'; registered are {_describe_models(client) or 'none'}{_fix(alias)}"
+        )
+    return ModelVersion(name, str(entity.version), local_path(entity.source), dict(entity.tags), entity.run_id or None)
 
 
-def _cure(alias: str | None) -> str:
+def _fix(alias: str | None) -> str:
     return (
-        "; no set of models is champion before `ttrain models promote`, or a night, makes it so" if alias == CHAMPION else ""
+        "; no set of models is champion before `ttrain models promote` or a nightly run promotes one"
+        if alias == CHAMPION
+        else ""
     )
 
 
-def _listed(client: Any) -> str:
+def _describe_models(client: Any) -> str:
     """Names, newest version and aliases: "a/3 (champion: 2), b/1"."""
-    models, _ = outcome(lambda: client.search_registered_models(max_results=50))
+    models, _ = attempt(lambda: client.search_registered_models(max_results=50))
     lines = []
     for model in models or ():
         newest = max((int(version.version) for version in model.latest_versions or ()), default=0)

@@ -1,4 +1,4 @@
-"""One MLflow run: its curves, figures, parameters and files, each first in its outbox, and from there to MLflow."""
+"""One MLflow run: its curves, figures, parameters and files, first written to its outbox, then delivered to MLflow."""
 
 from __future__ import annotations
 
@@ -13,45 +13,50 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol, final
 
+from ttrain.core.files import read_json
 from ttrain.core.redact import masked, without_user
-from ttrain.store.metric_rows import Row
-from ttrain.tracking.calls import RefusedError, clean, code_of, outcome, plain
-from ttrain.tracking.journal import Entry
-from ttrain.tracking.outbox import Outbox
-from ttrain.tracking.safe_names import artifact_path as checked
+from ttrain.store.runs import MetricRow
+from ttrain.tracking import outbox
+from ttrain.tracking.calls import RefusedError, attempt, clean, code_of, is_refusal, plain
+from ttrain.tracking.calls import artifact_path as checked
+from ttrain.tracking.outbox import Entry, Outbox
 
 if TYPE_CHECKING:
-    from ttrain.tracking.client import Asking
+    from ttrain.tracking.client import MlflowCaller
     from ttrain.tracking.datasets import DataInput
 
+
 log = logging.getLogger("ttrain")
-Point = tuple[str, float, int, int]  # name, value, milliseconds since 1970, step
+
+MetricPoint = tuple[str, float, int, int]  # name, value, milliseconds since 1970, step
 
 METRICS_PER_BATCH: Final = 1000  # MLflow refuses more
+
 VALUE_CHARACTERS: Final = 6000  # of a parameter, by MLflow's rule
+
 INLINE_CHARACTERS: Final = 20_000  # of a text; a longer one has a file of its own in the outbox
 
 
 class TrackingStore(Protocol):
-    """What a run needs of the store that made it: the MLflow that is asked, and the order in which it is told."""
+    """What a run needs of the store that created it: access to MLflow, and the order of deliveries."""
 
     client: Any
     uri: str
     home: Path
     is_http: bool
-    asking: Asking
-    turn: contextlib.AbstractContextManager[object]
-    versions: Any  # `model_versions.Versions`, and `uploads.Progress`: both need this module
+    caller: MlflowCaller
+    lock: contextlib.AbstractContextManager[object]
+    versions: Any  # `model_versions.ModelRegistry`, and `uploads.UploadProgress`: both import this module
     progress: Any
 
     @property
     def tracker(self) -> str: ...
 
-    def told(self, what: str, action: Callable[[], object], run: Run) -> bool: ...
+    def call_for_run(self, label: str, action: Callable[[], object], run: TrackedRun) -> bool: ...
 
-    def deliver(self, run: Run, *, uploads: bool = False, again: bool = False) -> bool: ...
+    def deliver(self, run: TrackedRun, *, uploads: bool = False, again: bool = False) -> bool: ...
 
-    def deliver_soon(self, run: Run, entry: Entry) -> None: ...
+    def deliver_soon(self, run: TrackedRun, entry: Entry) -> None: ...
 
     def relative(self, path: Path) -> str: ...
 
@@ -59,44 +64,44 @@ class TrackingStore(Protocol):
 
     def experiment_id(self, name: str | None = None) -> str: ...
 
-    def parent_id(self, run: Run) -> str | None: ...
+    def parent_id(self, run: TrackedRun) -> str | None: ...
 
     def forget_experiments(self) -> None: ...
 
-    def remove_twins(self, run: Run) -> None: ...
+    def delete_duplicates(self, run: TrackedRun) -> None: ...
 
 
 @final
-class Run:
-    """One MLflow run; made by `Store`. Until MLflow has it, `id`, `artifact_uri`, `page` and `url` are None."""
+class TrackedRun:
+    """One MLflow run, created by `MlflowStore`. Until it is in MLflow, `id`, `artifact_uri`, `page` and `url` are None."""
 
-    def __init__(self, store: TrackingStore, box: Outbox, parent: Run | None = None) -> None:
-        self.store, self.box, self.parent = store, box, parent
-        self.id: str | None = box.about.get("run_id")
+    def __init__(self, store: TrackingStore, box: Outbox, parent: TrackedRun | None = None) -> None:
+        self.store, self.outbox, self.parent = store, box, parent
+        self.id: str | None = box.run_info.get("run_id")
         self.artifact_uri: str | None = None
-        self.page: str | None = None  # on whatever server shows this store
+        self.page: str | None = None  # relative to any server that shows this store
         self.is_bound = False
-        self.is_again = False  # it was begun before: MLflow may have it already
-        self.failed: set[int] = set()  # entries that are not tried again at once
-        self.is_orphan = False  # its process has ended, and this one tells what that left
+        self.is_again = False  # it was started before: MLflow may have it already
+        self.failed: set[int] = set()  # numbers of entries that are not retried at once
+        self.is_orphan = False  # its process has ended, and this one delivers what it left
         self.steps: dict[str, int] = {}
         self.params: dict[str, str] = {}
         self.values: dict[str, float] = {}
-        self.turn, self.upload_turn = threading.RLock(), threading.RLock()  # who tells MLflow of this run, and sends files
-        self._flight = [tuple(point) for point in box.sent_last()]
+        self.lock, self.upload_lock = threading.RLock(), threading.RLock()  # for deliveries of this run, and for its uploads
+        self._flight = [tuple(point) for point in box.last_batch()]
 
     @property
     def identity(self) -> str:
-        """By which this run is found again, also while MLflow has none."""
-        return self.box.id
+        """Id of the outbox, by which this run is found again, also before it is in MLflow."""
+        return self.outbox.id
 
     @property
     def url(self) -> str | None:
-        """Of its page, where the tracker is a server."""
+        """URL of the run's page, if the tracker is a server."""
         return f"{without_user(self.store.uri).rstrip('/')}/{self.page}" if self.store.is_http and self.page else None
 
     def bind(self, entity: Any) -> None:
-        """MLflow has it. Its own record of each metric's last step is right even where a kill came after a send."""
+        """Take over MLflow's state of the run. Its last step of each metric is right even after a kill during a send."""
         self.id, self.artifact_uri = entity.info.run_id, entity.info.artifact_uri
         self.page = f"#/experiments/{entity.info.experiment_id}/runs/{self.id}"
         self.params, self.values = dict(entity.data.params), dict(entity.data.metrics)
@@ -104,31 +109,31 @@ class Run:
             self.steps[metric.key] = max(metric.step, self.steps.get(metric.key, -1))
         self.is_bound = True
 
-    def log_metrics(self, rows: Iterable[Row]) -> bool:
-        """Logs rows of `metrics.jsonl`; a step that a metric has already passed is not logged again.
+    def log_metrics(self, rows: Iterable[MetricRow]) -> bool:
+        """Log rows of `metrics.jsonl`; a step that a metric has already passed is not logged again.
 
-        False when MLflow did not take them all; what it took is remembered, so the same rows can be given again.
+        False if MLflow did not accept them all; accepted ones are remembered, so the same rows can be passed again.
         """
-        with self.turn:
+        with self.lock:
             if self._has_older_rows():  # of an earlier outage: their steps come first
                 self.store.deliver(self, again=True)
                 if self._has_older_rows():
                     return False
-            return self.store.told("sending metrics (they wait on disk)", lambda: self.send(rows), run=self)
+            return self.store.call_for_run("sending metrics (they wait on disk)", lambda: self.send(rows), run=self)
 
-    def send(self, rows: Iterable[Row]) -> int:
-        """Sends rows now, and before them again the batch of which nobody knows whether it arrived. Raises what MLflow does.
+    def send(self, rows: Iterable[MetricRow]) -> int:
+        """Send rows now, and before them the last batch again if it may not have arrived. Raises MLflow's errors.
 
-        That batch is sent as it was: MLflow's key of a point is its step, time and value, so it is there once. Its steps
-        count as sent, also where training has made them anew meanwhile. Returns the number of points.
+        That batch is sent unchanged: MLflow's key of a point is its step, time and value, so it is stored once. Its steps
+        count as sent, even if training has repeated them meanwhile. Returns the number of points.
         """
-        with self.turn:
+        with self.lock:
             self._send(self._flight)
-            sent, batch, seen = 0, list[Point](), dict(self.steps)
+            sent, batch, last_steps = 0, list[MetricPoint](), dict(self.steps)
             for row in rows:
                 for key, value in _values_of(row):
-                    if row["step"] > seen.get(key, -1):
-                        seen[key] = row["step"]
+                    if row["step"] > last_steps.get(key, -1):
+                        last_steps[key] = row["step"]
                         batch.append((key, value, int(1000 * (row.get("time") or time.time())), row["step"]))
                     if len(batch) == METRICS_PER_BATCH:
                         sent += self._send(batch)
@@ -136,104 +141,106 @@ class Run:
             return sent + self._send(batch)
 
     def log_summary(self, values: Mapping[str, float]) -> None:
-        """Logs figures of the whole run, at step 0; one that the run has already is left as it is."""
+        """Log metrics of the whole run, at step 0; without those that the run has already."""
         finite = {key: value for key, value in _values_of({"metrics": values}) if math.isfinite(value)}
         if finite:
-            self._tell("summary", values=finite, time=int(1000 * time.time()))
+            self._enqueue("summary", values=finite, time=int(1000 * time.time()))
 
     def log_params(self, params: Mapping[str, object]) -> None:
-        """Logs parameters, without secrets; one that the run has with another value keeps it: MLflow's cannot change."""
+        """Log parameters, without secrets; one that the run already has keeps its value: MLflow's cannot change."""
         values = {clean(key): plain(value)[:VALUE_CHARACTERS] for key, value in masked(params).items()}
         if values:
-            self._tell("params", values=values)
+            self._enqueue("params", values=values)
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
-        """Sets tags, over old values."""
-        self._tell("tags", values=clean_tags(tags))
+        """Set tags, replacing old values."""
+        self._enqueue("tags", values=clean_tags(tags))
 
     def log_inputs(self, inputs: Iterable[DataInput]) -> None:
-        """Notes which data sets the run reads."""
-        if listed := [asdict(one) for one in inputs]:
-            self._tell("inputs", inputs=listed)
+        """Log the data sets that the run reads."""
+        if listed := [asdict(data_input) for data_input in inputs]:
+            self._enqueue("inputs", inputs=listed)
 
     def log_file(self, path: Path, artifact_path: str = "", *, changes: bool = False) -> None:
-        """Keeps a file under the run's directory `artifact_path`; linked, not copied, where that can be.
+        """Log a file under the run's directory `artifact_path`; linked, not copied, if possible.
 
-        One that `changes`, or goes, is kept as it is now.
+        A file that `changes`, or will be removed, is saved as it is now.
         """
-        if self._may_be(f"{artifact_path}/{path.name}".lstrip("/")):
-            content, error = outcome(path.read_bytes) if changes else (None, None)
+        if self._is_safe_path(f"{artifact_path}/{path.name}".lstrip("/")):
+            content, error = attempt(path.read_bytes) if changes else (None, None)
             if error is not None:
-                self.store.asking.warn(f"keeping {path}", error)
+                self.store.caller.warn(f"logging {path}", error)
                 return
-            kept = None if content is None else self.box.keep("file", [content])
-            self._tell("file", path=self.store.relative(path), to=artifact_path, name=path.name, kept=kept)
+            saved_name = None if content is None else self.outbox.save_file("file", [content])
+            self._enqueue("file", path=self.store.relative(path), to=artifact_path, name=path.name, kept=saved_name)
 
     def log_directory(self, directory: Path, artifact_path: str = "") -> None:
-        """Keeps a finished directory's files under the run's `artifact_path`, as `log_file` does."""
-        if self._may_be(artifact_path):
-            self._tell("directory", path=self.store.relative(directory), to=artifact_path)
+        """Log a finished directory's files under the run's `artifact_path`, as `log_file` does."""
+        if self._is_safe_path(artifact_path):
+            self._enqueue("directory", path=self.store.relative(directory), to=artifact_path)
 
     def log_text(self, text: str, artifact_file: str) -> None:
-        """Keeps a text as the file `artifact_file` of the run."""
-        if self._may_be(artifact_file):
-            kept = self.box.keep("text", [text.encode(errors="replace")]) if len(text) > INLINE_CHARACTERS else None
-            self._tell("text", to=artifact_file, text=None if kept else text, kept=kept)
+        """Log a text as the file `artifact_file` of the run."""
+        if self._is_safe_path(artifact_file):
+            saved_name = (
+                self.outbox.save_file("text", [text.encode(errors="replace")]) if len(text) > INLINE_CHARACTERS else None
+            )
+            self._enqueue("text", to=artifact_file, text=None if saved_name else text, kept=saved_name)
 
     def keep_rows(self, chunks: Iterable[bytes]) -> bool:
-        """Keeps lines of a `metrics.jsonl` that are still to be sent; False where the disk takes none."""
-        kept = self.box.keep("rows.jsonl", chunks)
-        if kept:
-            self._tell("rows", kept=kept)
-        return kept is not None
+        """Save unsent lines of a `metrics.jsonl` in the outbox; False if the disk cannot be written."""
+        saved_name = self.outbox.save_file("rows.jsonl", chunks)
+        if saved_name:
+            self._enqueue("rows", kept=saved_name)
+        return saved_name is not None
 
     def note_stages(self, keys: Mapping[str, str]) -> None:
-        """Notes the keys of the artifacts that the run's stages stand for, by their names."""
+        """Note the artifact keys of the run's stages, by stage name."""
         if keys:
-            self._tell("stages", values={stage: {"key": key} for stage, key in keys.items()})
+            self._enqueue("stages", values={stage: {"key": key} for stage, key in keys.items()})
 
     def link_to_parent(self, stage: str) -> None:
-        """The parent names this run as the one of its stage."""
-        self._tell("to_parent", stage=stage)
+        """Note this run in its parent's tag, as the one of its stage."""
+        self._enqueue("to_parent", stage=stage)
 
     def link_made_by(self, stage: str, key: str) -> None:
-        """Names the run that made a stage's artifact, where one is found, as the one of this stage."""
-        self._tell("made_by", stage=stage, key=key)
+        """Note the run that made a stage's artifact, if one is found, as the one of this stage."""
+        self._enqueue("made_by", stage=stage, key=key)
 
     def finish(self, status: str, *, at: float | None = None) -> None:
-        """Ends the run as FINISHED, FAILED or KILLED, now or `at` an earlier time; it can still be continued."""
-        self.box.note(ended=True)
-        self._tell("end", status=status, time=int(1000 * (time.time() if at is None else at)))
+        """End the run as FINISHED, FAILED or KILLED, now or `at` an earlier time; it can still be continued."""
+        self.outbox.update_run_info(ended=True)
+        self._enqueue("end", status=status, time=int(1000 * (time.time() if at is None else at)))
 
     def waiting(self) -> list[Entry]:
-        """What is to be told now: all but the curve that a follower still follows."""
-        return [entry for entry in list(self.box.entries) if entry.what != "follow" or self.is_orphan]
+        """The entries to deliver now: all but the curve that a follower still follows."""
+        return [entry for entry in list(self.outbox.entries) if entry.kind != "follow" or self.is_orphan]
 
     def _has_older_rows(self) -> bool:
-        return any(entry.what == "rows" for entry in list(self.box.entries))
+        return any(entry.kind == "rows" for entry in list(self.outbox.entries))
 
-    def _tell(self, what: str, **data: Any) -> Entry:
-        entry = self.box.add(what, **data)
+    def _enqueue(self, kind: str, **data: Any) -> Entry:
+        entry = self.outbox.add(kind, **data)
         self.store.deliver_soon(self, entry)
         return entry
 
-    tell = _tell  # for the store's own things: what to register, whom to point to
+    enqueue = _enqueue  # for the store's own entries, such as registrations
 
-    def _may_be(self, path: str) -> bool:
+    def _is_safe_path(self, path: str) -> bool:
         try:
             checked(path) if path else None
         except ValueError as error:
-            self.store.asking.warn(f"keeping {path[:80]!a}", error)
+            self.store.caller.warn(f"logging {path[:80]!a}", error)
             return False
         return True
 
     def _send(self, batch: list[Any]) -> int:
-        """One batch. Where MLflow refuses it, its halves are sent, until what it refuses stands alone and is dropped."""
+        """Send one batch. If MLflow refuses it, send its halves, until the refused point is alone and is dropped."""
         if not batch:
             return 0
-        if self.store.is_http:  # where a request may arrive, and its answer not
+        if self.store.is_http:  # a request may arrive although its answer does not
             self._flight = batch
-            self.box.sending(batch)
+            self.outbox.save_batch(batch)
         sent = self._send_parts(batch)
         self._flight = []
         for key, _, _, step in batch:
@@ -247,37 +254,125 @@ class Run:
             if code_of(error) != "INVALID_PARAMETER_VALUE":
                 raise
             if whole and self.call("get_run", self.id).info.lifecycle_stage != "active":
-                raise RefusedError("the run was deleted in MLflow; restored there, it takes what comes after") from None
+                raise RefusedError("the run was deleted in MLflow; restore it there to log what follows") from None
             if len(batch) == 1:
-                self.store.asking.warn(f"logging {batch[0][0]}", error)
+                self.store.caller.warn(f"logging {batch[0][0]}", error)
                 return 0
             half = len(batch) // 2
             return self._send_parts(batch[:half], whole=False) + self._send_parts(batch[half:], whole=False)
         return len(batch)
 
-    def call(self, method: str, *arguments: Any, **named: Any) -> Any:
-        """Asks MLflow's client, in turn. Raises what MLflow does."""
-        with self.store.turn:
-            return getattr(self.store.client, method)(*arguments, **named)
+    def call(self, method: str, *arguments: Any, **keywords: Any) -> Any:
+        """Call a method of MLflow's client, under the lock. Raises MLflow's errors."""
+        with self.store.lock:
+            return getattr(self.store.client, method)(*arguments, **keywords)
 
     def log_batch(self, batch: list[Any]) -> None:
-        """Points to MLflow, now."""
+        """Send points to MLflow now."""
         kind = import_module("mlflow.entities").Metric
         self.call("log_batch", self.id, metrics=[kind(*metric) for metric in batch])
 
 
 def clean_tags(tags: Mapping[str, str]) -> dict[str, str]:
-    """Tags as MLflow takes them, without secrets."""
+    """Tags as MLflow accepts them, without secrets."""
     return {clean(key): plain(value) for key, value in masked(tags).items()}
 
 
-def _values_of(row: Row) -> Iterator[tuple[str, float]]:
-    """The figures of a row; `tokens` is one of them, so that curves can be compared by it.
+def _values_of(row: MetricRow) -> Iterator[tuple[str, float]]:
+    """The metrics of a row; `tokens` is one of them, so that curves can be compared by it.
 
-    What was no finite number, which JSON lines hold as null, is NaN: the curve has a gap there, and no straight line.
+    A value that was not finite, null in JSON Lines, is NaN: the curve has a gap there instead of a straight line.
     """
     for key, value in {"tokens": row.get("tokens"), **row["metrics"]}.items():
         if isinstance(value, int | float) and not isinstance(value, bool):
             yield clean(key), float(value) if math.isfinite(value) else math.nan
         elif value is None and key != "tokens":
             yield clean(key), math.nan
+
+
+ID: Final = "ttrain.id"  # tag: the id of the run's outbox, to find the run if the answer to its creation was lost
+
+PARENT: Final = "mlflow.parentRunId"  # tag by which MLflow's pages nest
+
+
+def ensure_run(store: TrackingStore, run: TrackedRun) -> None:
+    """Bind the run to the one in MLflow, creating it if there is none. Raises MLflow's errors."""
+    with run.lock:
+        if run.is_bound:
+            return
+        parent = parent_id(store, run)
+        with store.lock:
+            entity = _find_run(store, run)
+            if entity is None and run.outbox.run_info.get("is_made"):
+                raise RefusedError(f"MLflow has no run {run.id} any more")
+            if entity is None:
+                entity = _create_run(store, run, parent)
+        run.bind(entity)
+        if run.outbox.run_info.get("run_id") != run.id:
+            run.outbox.update_run_info(run_id=run.id)
+
+
+def parent_id(store: TrackingStore, run: TrackedRun) -> str | None:
+    """MLflow's id of the run's parent, which is created first if needed. Raises MLflow's errors."""
+    if run.parent is not None:
+        ensure_run(store, run.parent)
+        return run.parent.id
+    run_info = run.outbox.run_info
+    identity = str(run_info.get("parent"))
+    if run_info.get("parent_run_id") or not outbox.ID.fullmatch(identity):
+        return run_info.get("parent_run_id")
+    waiting = read_json(store.home / outbox.FOLDER / identity / "run.json")
+    if isinstance(waiting, dict) and waiting.get("run_id"):
+        return str(waiting["run_id"])
+    with store.lock:
+        runs = _runs_of_identity(store, run, identity)
+    if not runs and isinstance(waiting, dict):
+        raise ConnectionError(f"the parent of {run_info['name']} is not in MLflow yet")
+    return runs[0].info.run_id if runs else None
+
+
+def delete_duplicates(store: TrackingStore, run: TrackedRun) -> None:
+    """Delete duplicates of this run, which were created because the answer to its first creation was lost."""
+    with store.lock:
+        for twin in _runs_of_identity(store, run, run.identity):
+            if twin.info.run_id != run.id:
+                store.client.delete_run(twin.info.run_id)
+    run.outbox.update_run_info(doubtful=False)
+
+
+def _find_run(store: TrackingStore, run: TrackedRun) -> Any:
+    """The run in MLflow; None if there is none, or if the user deleted it."""
+    if run.id is None:
+        runs = _runs_of_identity(store, run, run.identity) if run.is_again or run.outbox.run_info.get("doubtful") else []
+        return runs[0] if runs else None
+    try:
+        entity = store.client.get_run(run.id)
+    except Exception as error:
+        if code_of(error) == "RESOURCE_DOES_NOT_EXIST":
+            return None
+        raise
+    return entity if entity.info.lifecycle_stage == "active" else None
+
+
+def _create_run(store: TrackingStore, run: TrackedRun, parent: str | None) -> Any:
+    run_info = run.outbox.run_info
+    tags = {**run_info["tags"], ID: run.identity, **({PARENT: parent} if parent else {})}
+    started = int(1000 * float(run_info.get("started", time.time())))
+    try:
+        return store.client.create_run(
+            store.experiment_id(run.outbox.run_info.get("experiment")), started, tags, run_info["name"]
+        )
+    except Exception as error:
+        if is_refusal(error):
+            store.forget_experiments()  # the cached one is gone
+        elif store.is_http:
+            run.outbox.update_run_info(doubtful=True)
+        raise
+
+
+def _runs_of_identity(store: TrackingStore, run: TrackedRun, identity: str) -> list[Any]:
+    """The runs of this outbox in MLflow; duplicates of the first one are deleted later."""
+    runs = store.client.search_runs(
+        [store.experiment_id(run.outbox.run_info.get("experiment"))], f"tags.`{ID}` = '{identity}'"
+    )
+    return sorted(runs, key=lambda run: str(run.info.run_id))

@@ -1,56 +1,65 @@
-"""`ttrain track sync`: tells MLflow what ended runs could not, and says what that was and what is left."""
+"""Carry metrics to MLflow: follow the files of running stages; `ttrain track sync` delivers what ended runs could not."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import platform
-from collections.abc import Callable, Iterable, Mapping
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, final
 
-from ttrain.core.files import read_json, read_object
+from ttrain.core.files import parse_json, read_json, read_object
 from ttrain.core.redact import without_user
 from ttrain.errors import UsageError
-from ttrain.tracking import outboxes, records
-from ttrain.tracking.calls import first_line, outcome
+from ttrain.store.runs import parse_row
+from ttrain.tracking import outboxes
+from ttrain.tracking.calls import attempt, first_line
 from ttrain.tracking.database import open_client
-from ttrain.tracking.orphaned_outbox import remove_unmade, tell_one
-from ttrain.tracking.store import Store
+from ttrain.tracking.delivery import BEGUN
+from ttrain.tracking.null_tracker import NullRun
+from ttrain.tracking.outboxes import deliver_orphaned_outbox, remove_unmade
+from ttrain.tracking.runs import TrackedRun
+from ttrain.tracking.tracker import MlflowStore
+from ttrain.tracking.uploads import write_text
 
 log = logging.getLogger("ttrain")
 
-TRIES: Final = 3  # while the server answers when it is asked for its health
+TRIES: Final = 3  # while the server passes its health check
 
 
 @dataclass(frozen=True)
-class Waiting:
-    """What one tracked run has yet to tell: how many things of each kind, and why they still wait."""
+class UndeliveredRun:
+    """The undelivered entries of one tracked run: how many of each kind, and why they still wait."""
 
     run: str  # the pipeline's run
     name: str  # of the tracked run: the same, or its stage's
     tracker: str  # "" is the home's own database
     directory: Path = field(repr=False)
     things: Mapping[str, int] = field(default_factory=dict)
-    told: Mapping[str, int] = field(default_factory=dict)  # what arrived now: metrics, params, file, ...
+    delivered: Mapping[str, int] = field(default_factory=dict)  # delivered by this sync: metrics, params, file, ...
     why: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """What `track sync --json` prints of it."""
-        told = {"run": self.run, "name": self.name, "tracker": self.tracker or "the home's own"}
-        return told | {"waiting": dict(self.things), "told": dict(self.told), "why": self.why}
+        """The run as `track sync --json` prints it."""
+        row = {"run": self.run, "name": self.name, "tracker": self.tracker or "the home's own"}
+        return row | {"waiting": dict(self.things), "told": dict(self.delivered), "why": self.why}
 
 
-def waiting(home: Path, run: str | None = None) -> list[Waiting]:
-    """All that waits in this home, the oldest run first. Raises UsageError where nothing is known of `run`."""
-    listed = [one for one in map(_look, outboxes.found(home.resolve())) if one is not None]
+def undelivered_runs(home: Path, run: str | None = None) -> list[UndeliveredRun]:
+    """The runs with undelivered entries in this home, oldest first. Raises UsageError if `run` is unknown."""
+    listed = [candidate for candidate in map(_read_outbox, outboxes.list_outboxes(home.resolve())) if candidate is not None]
     if run is None:
         return listed
-    chosen = [one for one in listed if run in (one.run, one.name)]
-    chosen = chosen or [one for one in listed if one.run.startswith(run)]
-    if not chosen and not records.there_are(home, run):
-        names = ", ".join(dict.fromkeys(one.run for one in listed))
-        raise UsageError(f"no run is called '{run}'; waiting are {names or 'none'}")
+    chosen = [candidate for candidate in listed if run in (candidate.run, candidate.name)]
+    chosen = chosen or [candidate for candidate in listed if candidate.run.startswith(run)]
+    if not chosen and not outboxes.run_exists(home, run):
+        names = ", ".join(dict.fromkeys(candidate.run for candidate in listed))
+        raise UsageError(f"there is no run '{run}'; runs with undelivered data: {names or 'none'}")
     return chosen
 
 
@@ -58,82 +67,179 @@ def sync(
     home: Path,
     uri_of: Callable[[str], str],
     run: str | None = None,
-    told: Callable[[int, int], object] = lambda done, total: None,
-) -> list[Waiting]:
-    """Tells what waits; what became of each. `uri_of(tracker)`: with the password that no outbox holds.
+    on_progress: Callable[[int, int], object] = lambda done, total: None,
+) -> list[UndeliveredRun]:
+    """Deliver what waits; return the new state of each run. `uri_of(tracker)`: with the password, which no outbox holds.
 
-    `told(bytes done, bytes in all)` is called while files are uploaded.
+    `on_progress(bytes done, bytes in total)` is called while files are uploaded.
     """
     home = home.resolve()
     remove_unmade(home)
-    found = waiting(home, run)
-    done: list[Waiting] = []
-    for tracker in dict.fromkeys(one.tracker for one in found):
-        of_it = [one for one in found if one.tracker == tracker]
+    pending_runs = undelivered_runs(home, run)
+    done: list[UndeliveredRun] = []
+    for tracker in dict.fromkeys(pending.tracker for pending in pending_runs):
+        runs_of_tracker = [pending for pending in pending_runs if pending.tracker == tracker]
         uri = uri_of(tracker)
-        client, error = outcome(lambda: open_client(uri, home))  # noqa: B023
+        client, error = attempt(lambda: open_client(uri, home))  # noqa: B023
         if client is None:
-            done += [_left(one, {}, (error and first_line(error)) or "") for one in of_it]
+            done += [_undelivered(pending, {}, (error and first_line(error)) or "") for pending in runs_of_tracker]
             continue
-        store = Store(client, uri, home, "")
-        store.on_upload(told)
-        _, silence = store.asking.once(lambda: None)
-        done += _all_told(store, of_it, silence, elsewhere=run is not None)
+        store = MlflowStore(client, uri, home, "")
+        store.on_upload(on_progress)
+        _, silence = store.caller.try_call(lambda: None)
+        done += _deliver_all(store, runs_of_tracker, silence, elsewhere=run is not None)
         store.close()
     return done
 
 
-def _all_told(store: Store, found: list[Waiting], silence: Exception | None, *, elsewhere: bool) -> list[Waiting]:
-    """What is small of all of them, then the files, those of a run after those of its stages."""
+def _deliver_all(
+    store: MlflowStore, pending_runs: list[UndeliveredRun], silence: Exception | None, *, elsewhere: bool
+) -> list[UndeliveredRun]:
+    """Deliver the small entries of all runs, then the files, those of a run after those of its stages."""
     done = {}
-    for one in found:
-        done[one.directory] = _told(store, one, silence, elsewhere=elsewhere, uploads=False)
+    for pending in pending_runs:
+        done[pending.directory] = _deliver_one(store, pending, silence, elsewhere=elsewhere, uploads=False)
     for directory in outboxes.children_first(done):
-        before = done[directory]
-        if before.things and not before.why:
-            now = _told(store, before, None, elsewhere=elsewhere, uploads=True)
-            done[directory] = replace(now, told={**before.told, **now.told})
+        earlier = done[directory]
+        if earlier.things and not earlier.why:
+            now = _deliver_one(store, earlier, None, elsewhere=elsewhere, uploads=True)
+            done[directory] = replace(now, delivered={**earlier.delivered, **now.delivered})
     return list(done.values())
 
 
-def _told(store: Store, one: Waiting, silence: Exception | None, *, elsewhere: bool, uploads: bool) -> Waiting:
-    before, result = dict(store.counts), None
+def _deliver_one(
+    store: MlflowStore, pending: UndeliveredRun, silence: Exception | None, *, elsewhere: bool, uploads: bool
+) -> UndeliveredRun:
+    counts_before, result = dict(store.counts), None
     for _ in range(TRIES):
         if silence is None:
-            result = tell_one(store, one.directory, elsewhere=elsewhere, uploads=uploads)
+            result = deliver_orphaned_outbox(store, pending.directory, elsewhere=elsewhere, uploads=uploads)
         if result is not False or silence is not None:
             break
-        _, silence = store.asking.once(lambda: None)
-    arrived = {name: number - before.get(name, 0) for name, number in store.counts.items()}
+        _, silence = store.caller.try_call(lambda: None)
+    arrived = {name: number - counts_before.get(name, 0) for name, number in store.counts.items()}
     arrived = {name: number for name, number in arrived.items() if number}
     if result:
-        return _left(one, arrived, "")
+        return _undelivered(pending, arrived, "")
     if result is None and silence is None:
-        host = read_object(one.directory / "run.json").get("host")
-        where = "" if host == platform.node() else f" on {host}; name the run to tell it all the same"
-        return _left(one, arrived, f"a process has it, which tells it itself{where}")
-    why = first_line(silence) if silence else store.asking.last_error
-    return _left(one, arrived, f"MLflow at {without_user(store.uri)}: {why}")
+        host = read_object(pending.directory / "run.json").get("host")
+        host_note = "" if host == platform.node() else f" on {host}; name the run to deliver it all the same"
+        return _undelivered(pending, arrived, f"a process still has its outbox and delivers it itself{host_note}")
+    why = first_line(silence) if silence else store.caller.last_error
+    return _undelivered(pending, arrived, f"MLflow at {without_user(store.uri)}: {why}")
 
 
-def _left(one: Waiting, told: Mapping[str, int], why: str) -> Waiting:
-    now = _look(one.directory)
-    return Waiting(one.run, one.name, one.tracker, one.directory, now.things if now else {}, told, why)
+def _undelivered(pending: UndeliveredRun, delivered: Mapping[str, int], why: str) -> UndeliveredRun:
+    now = _read_outbox(pending.directory)
+    return UndeliveredRun(
+        pending.run, pending.name, pending.tracker, pending.directory, now.things if now else {}, delivered, why
+    )
 
 
-def _look(directory: Path) -> Waiting | None:
-    about = read_json(directory / "run.json")
-    if not isinstance(about, dict):
+def _read_outbox(directory: Path) -> UndeliveredRun | None:
+    run_info = read_json(directory / "run.json")
+    if not isinstance(run_info, dict):
         return None
-    things = _counted(entry.what for entry in outboxes.entries_of(directory))
-    if not about.get("ended"):
+    things = _count_by_name(entry.kind for entry in outboxes.entries_of(directory))
+    if not run_info.get("ended"):
         things["end"] = 1
-    run = str(about.get("tags", {}).get("ttrain.run") or about.get("name"))
-    return Waiting(run, str(about.get("name")), str(about.get("tracker", "")), directory, things)
+    run = str(run_info.get("tags", {}).get("ttrain.run") or run_info.get("name"))
+    return UndeliveredRun(run, str(run_info.get("name")), str(run_info.get("tracker", "")), directory, things)
 
 
-def _counted(names: Iterable[str]) -> dict[str, int]:
+def _count_by_name(names: Iterable[str]) -> dict[str, int]:
     counts: dict[str, int] = {}
     for name in names:
         counts[name] = counts.get(name, 0) + 1
     return counts
+
+
+READ_BYTES: Final = 1 << 22
+
+PATIENCE_SECONDS = 15.0
+
+
+@final
+class MetricsFollower:
+    """Sends the lines that a stage appends to its `metrics.jsonl` to a run, about once a second, from its own thread.
+
+    `state_file` remembers which step each metric reached, for this run. A resumed stage may cut the file back to its
+    checkpoint and write the same steps again: they are skipped, and no step is logged twice or left out. A
+    half-written last line waits for the next read. Starts at once; `stop()` before the files move. `later_at`: where
+    the file will be then, for a later process that delivers the rest.
+    """
+
+    def __init__(
+        self, path: Path, run: TrackedRun | NullRun, state_file: Path, *, later_at: Sequence[Path] = (), seconds: float = 1.0
+    ) -> None:
+        self._path, self._run, self._state_file, self._seconds = path, run, state_file, seconds
+        self._offset, self._tail = 0, b""
+        self._stopping, self._drained, self._given_up = threading.Event(), False, False
+        self._thread: threading.Thread | None = None
+        if isinstance(run, TrackedRun):
+            self._entry = run.outbox.add("follow", places=[run.store.relative(location) for location in (path, *later_at)])
+            self._recall(run)
+            self._thread = threading.Thread(target=self._follow, args=(run,), name="metrics-follower", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Send what is there; rows that a server does not take within 15 s are kept for later."""
+        if self._thread is None or not isinstance(self._run, TrackedRun):
+            return
+        self._stopping.set()
+        self._thread.join(PATIENCE_SECONDS)
+        self._thread, self._given_up = None, True
+        if self._drained or self._run.keep_rows(self._rest()):
+            self._run.outbox.mark_delivered(self._entry)
+        else:
+            last = max(self._run.steps.values(), default=None)
+            uri = without_user(self._run.store.uri)
+            log.warning("MLflow at %s has the metrics up to step %s; the rest is in %s", uri, last, self._path)
+
+    def _follow(self, run: TrackedRun) -> None:
+        while not self._drained and not self._given_up:
+            stopping = self._stopping.is_set()  # read before draining, so that the last drain sees every line
+            all_sent = self._drain(run)
+            self._drained = all_sent and stopping
+            if stopping and not all_sent:
+                if run.store.caller.is_silent:  # it may be so for hours
+                    return
+                time.sleep(0.5)
+            self._stopping.wait(self._seconds)
+
+    def _drain(self, run: TrackedRun) -> bool:
+        while not self._given_up and (chunk := self._read()):
+            if BEGUN not in self._entry.parts:
+                run.outbox.mark_part_delivered(self._entry, BEGUN)
+            if not run.log_metrics(row for line in chunk.splitlines() if (row := parse_row(line)) is not None):
+                return False
+            self._offset, self._tail = self._offset + len(chunk), (self._tail + chunk)[-256:]
+            with contextlib.suppress(OSError):  # MLflow's own record of the steps is enough
+                write_text(self._state_file, json.dumps({"run": run.id, "steps": run.steps}))
+        return True
+
+    def _read(self) -> bytes:
+        """Read the whole lines after the last ones sent; from the start if the file was cut or replaced."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset - len(self._tail))
+                if file.read(len(self._tail)) != self._tail:
+                    self._offset, self._tail = 0, b""
+                    file.seek(0)
+                chunk = file.read(READ_BYTES)
+        except OSError:
+            return b""
+        return chunk[: chunk.rfind(b"\n") + 1]
+
+    def _rest(self) -> Iterator[bytes]:
+        """The unsent lines; all lines if that is unknown."""
+        while chunk := self._read():
+            yield chunk
+            self._offset, self._tail = self._offset + len(chunk), (self._tail + chunk)[-256:]
+
+    def _recall(self, run: TrackedRun) -> None:
+        """Add the steps of the state file, if it is of this run, to those that MLflow reported."""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            state = parse_json(self._state_file.read_text(encoding="utf-8"))
+            for key, step in state["steps"].items() if run.id and state["run"] == run.id else ():
+                run.steps[key] = max(int(step), run.steps.get(key, -1))

@@ -1,8 +1,10 @@
-"""Sends files to where a run's artifacts are, file by file, so that what arrived is not sent again."""
+"""Upload a run's files one by one, so that those that arrived are not sent again."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,75 +13,80 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final, final
+from urllib.parse import unquote, urlsplit
 
-from ttrain.tracking.journal import Entry
-from ttrain.tracking.safe_names import artifact_path
+from ttrain.tracking.calls import artifact_path, below
+from ttrain.tracking.outbox import Entry
 
 if TYPE_CHECKING:
-    from ttrain.tracking.runs import Run
+    from ttrain.tracking.runs import TrackedRun
 
-File = tuple[Path, str, str]  # where it is, the directory below the run that it goes to, its name there
 
-# From the last byte of a file to the answer: a server that hands 10 GB on to S3 answers when that is done.
+File = tuple[Path, str, str]  # source, target directory below the run, name there
+
+# From the last byte of a file to the answer: a server that passes 10 GB on to S3 answers when that is done.
 ANSWER_SECONDS: Final = 600.0
+
 SECONDS_BETWEEN: Final = 0.2
+
 _patience = threading.local()
+
 _changed = threading.Lock()
 
 
 @dataclass
-class Progress:
-    """How far the uploads of this process are."""
+class UploadProgress:
+    """The progress of this process's uploads."""
 
-    done: int = 0  # bytes, of files that are done and of the one that goes
+    done: int = 0  # bytes, of finished files and of the current one
     total: int = 0
-    moved: float = 0.0  # when a byte last went, by the monotonic clock
-    told: Callable[[int, int], object] = lambda done, total: None
+    moved: float = 0.0  # time of the last byte sent, by the monotonic clock
+    on_progress: Callable[[int, int], object] = lambda done, total: None
     _next: float = 0.0
 
     def at(self, done: int) -> None:
-        """So many bytes went."""
+        """Set the bytes sent so far, and call the callback every `SECONDS_BETWEEN`."""
         self.done, self.moved = done, time.monotonic()
         if self.moved >= self._next or done == self.total:
             self._next = self.moved + SECONDS_BETWEEN
-            self.told(done, self.total)
+            self.on_progress(done, self.total)
 
 
-def listed(directory: Path, to: str) -> list[File]:
-    """The files below a directory with their places. Raises ValueError where one is no place below a run."""
-    found = []
+def list_files(directory: Path, to: str) -> list[File]:
+    """The files below a directory with their targets. Raises ValueError if one is not a path below a run."""
+    files = []
     for path in sorted(directory.rglob("*")):
         if path.is_file():
-            place = artifact_path("/".join(filter(None, (to, path.relative_to(directory).as_posix()))))
-            found.append((path, place.rpartition("/")[0], path.name))
-    return found
+            target = artifact_path("/".join(filter(None, (to, path.relative_to(directory).as_posix()))))
+            files.append((path, target.rpartition("/")[0], path.name))
+    return files
 
 
-def send(run: Run, entry: Entry, files: list[File]) -> None:
-    """Uploads what has not arrived yet. Raises what MLflow does; what arrived stays noted."""
+def send(run: TrackedRun, entry: Entry, files: list[File]) -> None:
+    """Upload the files that have not arrived yet. Raises MLflow's errors; files that arrived stay marked."""
     progress = run.store.progress
-    waiting = [one for one in files if f"{one[1]}/{one[2]}" not in entry.parts]
+    waiting = [file for file in files if f"{file[1]}/{file[2]}" not in entry.parts]
     ahead = sum(path.stat().st_size for path, _, _ in waiting)
     progress.total += ahead
     for path, to, name in waiting:
-        before, size = progress.done, path.stat().st_size
-        progress.at(before)
+        done_before, size = progress.done, path.stat().st_size
+        progress.at(done_before)
         try:
-            with patience(progress), _named(path, name) as source:
+            with patient_uploads(progress), _linked_as(path, name) as source:
                 run.store.client.log_artifact(run.id, str(source), to or None)
         except Exception:
-            progress.done, progress.total = before, progress.total - ahead
+            progress.done, progress.total = done_before, progress.total - ahead
             raise
-        progress.at(before + size)
+        progress.at(done_before + size)
         ahead -= size
-        run.box.arrived(entry, f"{to}/{name}")
+        run.outbox.mark_part_delivered(entry, f"{to}/{name}")
 
 
 @contextlib.contextmanager
-def patience(progress: Progress | None = None) -> Iterator[None]:
-    """In here, this thread's uploads may take longer than other questions, and are counted as they go."""
-    _teach()
-    _patience.progress = progress or Progress()
+def patient_uploads(progress: UploadProgress | None = None) -> Iterator[None]:
+    """Within this context, the thread's uploads may take longer than other requests, and their bytes are counted."""
+    _patch_time_limit()
+    _patience.progress = progress or UploadProgress()
     try:
         yield
     finally:
@@ -87,8 +94,8 @@ def patience(progress: Progress | None = None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _named(path: Path, name: str) -> Iterator[Path]:
-    """The file under the name that it is to have, which MLflow takes from the path."""
+def _linked_as(path: Path, name: str) -> Iterator[Path]:
+    """The file by a path that ends in its target name, which MLflow takes from the path."""
     if path.name == name:
         yield path
         return
@@ -100,35 +107,35 @@ def _named(path: Path, name: str) -> Iterator[Path]:
         yield link
 
 
-def _teach() -> None:
-    """MLflow has one time limit for all requests (ours: 10 s); its uploads ask this function of their module for it."""
+def _patch_time_limit() -> None:
+    """Replace the request function of MLflow's uploads: MLflow has one time limit for all requests (ours: 10 s)."""
     module: Any = import_module("mlflow.store.artifact.http_artifact_repo")
     with _changed:
-        if not isinstance(module.http_request, _Patient):
-            module.http_request = _Patient(module.http_request)
+        if not isinstance(module.http_request, _PatientRequest):
+            module.http_request = _PatientRequest(module.http_request)
 
 
 @final
-class _Patient:
-    """MLflow's `http_request`; in a thread that uploads, with a limit of its own and counted bytes."""
+class _PatientRequest:
+    """MLflow's `http_request`; in an uploading thread with its own time limit and counted bytes."""
 
     def __init__(self, original: Callable[..., Any]) -> None:
         self._original = original
 
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         progress = getattr(_patience, "progress", None)
         if progress is None:
-            return self._original(*arguments, **named)
-        if hasattr(named.get("data"), "fileno"):
-            named["data"] = _Counted(named["data"], progress)
-        return partial(self._original, timeout=(10.0, ANSWER_SECONDS))(*arguments, **named)
+            return self._original(*arguments, **keywords)
+        if hasattr(keywords.get("data"), "fileno"):
+            keywords["data"] = _CountedFile(keywords["data"], progress)
+        return partial(self._original, timeout=(10.0, ANSWER_SECONDS))(*arguments, **keywords)
 
 
 @final
-class _Counted:
-    """A file that says how far it was read; with what `requests` asks of a body that it streams."""
+class _CountedFile:
+    """A file that reports how far it was read; has the methods that `requests` needs to stream a body."""
 
-    def __init__(self, file: IO[bytes], progress: Progress) -> None:
+    def __init__(self, file: IO[bytes], progress: UploadProgress) -> None:
         self._file, self._progress, self._before = file, progress, progress.done
 
     def __len__(self) -> int:
@@ -138,15 +145,69 @@ class _Counted:
         return iter(partial(self.read, 1 << 20), b"")
 
     def read(self, size: int = -1) -> bytes:
-        """Bytes, and a note that they went."""
+        """Read bytes and report them as sent."""
         data = self._file.read(size)
         self._progress.at(self._before + self._file.tell())
         return data
 
     def tell(self) -> int:
-        """Where it stands."""
+        """The position in the file."""
         return self._file.tell()
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        """Back to the start, where a request is sent again."""
+        """Change the position: to the start, if a request is sent again."""
         return self._file.seek(offset, whence)
+
+
+LINK_FROM_BYTES: Final = 1 << 20  # linking a smaller file saves nothing, and a copy cannot change under MLflow
+
+
+def local_path(uri: str) -> Path | None:
+    """The local directory that an artifact URI names; None if it is not on this machine."""
+    parts = urlsplit(uri)
+    if parts.scheme == "file":
+        return Path(unquote(parts.path))
+    return None if parts.scheme else Path(uri)
+
+
+def place_file(source: Path, target: Path) -> None:
+    """Put a file into the artifacts; a big one as a hard link, if both are on one disk."""
+    if target.exists() and target.samefile(source):
+        return
+    source = source.resolve()
+
+    def link_or_copy(temporary: Path) -> None:
+        if source.stat().st_size >= LINK_FROM_BYTES:
+            with contextlib.suppress(OSError):  # another disk, or one without links
+                os.link(source, temporary)
+                return
+        shutil.copy2(source, temporary)
+
+    _replace(with_parent(target), link_or_copy)
+
+
+def place_tree(directory: Path, target: Path, root: Path) -> None:
+    """Put a directory's files below `target`. Raises ValueError if a path would be outside `root`."""
+    for path in sorted(directory.rglob("*")):
+        if path.is_file():
+            relative = (target / path.relative_to(directory)).relative_to(root)
+            place_file(path, below(root, relative.as_posix()))
+
+
+def with_parent(target: Path) -> Path:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    return target
+
+
+def write_text(target: Path, text: str) -> None:
+    _replace(target, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def _replace(target: Path, write: Callable[[Path], object]) -> None:
+    """Write a temporary file beside the target and rename it; MLflow's listings leave out its name."""
+    temporary = target.with_name(f".artifact.uploading.{target.name}.{os.getpid()}.{threading.get_ident()}")
+    try:
+        write(temporary)
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,1 +1,1 @@
-"""The one trainer under every stage, and its parts."""
+"""The trainer that all training stages share, and its parts."""

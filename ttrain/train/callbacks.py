@@ -1,4 +1,4 @@
-"""Callbacks watch: they get frozen records of what happened, and nothing they do moves the training."""
+"""Callbacks: observers that get frozen records of each event and cannot change the training."""
 
 from __future__ import annotations
 
@@ -7,20 +7,32 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ttrain.core.files import parse_json
-from ttrain.core.progress import Progress
+from ttrain.core.files import ProgressWriter, parse_json
+from ttrain.data.loader import Order
 from ttrain.errors import TTrainError
 
-SHOWN = ("loss", "grad_norm", "lr_", "skipped_steps", "validation_loss", "perplexity")  # in the log; prefixes of names
-LARGEST_EXPONENT = 709.0  # exp of more than 709.78 is no float
+if TYPE_CHECKING:
+    from ttrain.train.distributed import Ranks
+
+LOGGED_PREFIXES = (
+    "loss",
+    "grad_norm",
+    "lr_",
+    "skipped_steps",
+    "validation_loss",
+    "perplexity",
+)  # in the log; prefixes of names
+
+LARGEST_EXPONENT = 709.0  # exp of more than 709.78 overflows a float
+
 log = logging.getLogger("ttrain")
 
 
@@ -33,7 +45,7 @@ class StepRecord:
     loss: float  # mean per target
     grad_norm: float  # before the clip
     live_tokens: int
-    skipped: bool  # its gradient was no number, and the weights stayed
+    skipped: bool  # its gradient was not finite, and the weights were not updated
     seconds: float
     data_seconds: float  # of them, waiting for the loader
     rows: Callable[[], npt.NDArray[np.int64]]  # row numbers
@@ -50,12 +62,12 @@ class LogRecord:
 
 
 class Callback:
-    """Called on rank 0 only: start, (epoch_start, (step_start, step_end, log, validated, saved)*, epoch_end)*, end.
+    """Hooks, called on rank 0 only: start, (epoch_start, (step_start, step_end, log, validated, saved)*, epoch_end)*, end.
 
-    Wherever an error rises, `failed` is the last call, for all of them.
+    After an error anywhere, `failed` is the last call on every callback.
 
-    Callbacks watch. What they may do is add figures to the log, ask for a stop, and keep a state of their own in the
-    checkpoint. One that raises ends the run with an error that names it.
+    A callback may add figures to the log, ask for a stop, and keep a state of its own in the checkpoint. One that raises
+    ends the run with an error that names it.
     """
 
     def start(self, step: int, steps: int) -> None:
@@ -91,37 +103,37 @@ class Callback:
         """The last step held the last row of an epoch."""
 
     def stop_reason(self) -> str | None:
-        """Asked after each step and each validation: a word, if the run should end here and its state be saved.
+        """Reason to stop the run here and save its state, else None. Asked after each step and each validation.
 
-        After a step the question travels with the next one's collective, so that the run ends one step later.
+        After a step the answer travels with the next step's collective, so that the run ends one step later.
         """
         return None
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of this callback, as JSON."""
+        """State of this callback for the checkpoint, as JSON."""
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Put back what `state()` gave."""
+        """Restore what `state()` returned."""
 
     def end(self, step: int) -> None:
         """The loop ended as planned, or stopped after saving."""
 
     def failed(self, error: BaseException) -> None:
-        """The loop raised `error`, which goes on rising."""
+        """The loop raised `error`, which is raised again afterwards."""
 
 
-def continued(path: Path, step: int) -> None:
-    """Cut off a file of JSON lines what comes again when a run continues at `step`: the lines of later steps, torn ones; all
-    where it begins."""
-    kept = []
+def truncate_after(path: Path, step: int) -> None:
+    """Truncate a file of JSON lines for a run that continues at `step`: drop lines of later steps and torn lines; all
+    lines if step is 0."""
+    kept_lines = []
     if path.exists():
         for line in path.read_text().splitlines(keepends=True):
             if line.endswith("\n") and step and _step_of(line) <= step:
-                kept.append(line)
+                kept_lines.append(line)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(kept))
+    temporary.write_text("".join(kept_lines))
     temporary.replace(path)
 
 
@@ -133,14 +145,14 @@ def _step_of(line: str) -> float:
 
 
 class MetricsFile(Callback):
-    """Curves as JSON lines, the truth from which trackers are fed. Continuing cuts off what lies after the checkpoint."""
+    """Writes metrics as JSON lines, the source from which trackers are fed. Resuming drops lines after the checkpoint."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file: IO[str] | None = None
 
     def start(self, step: int, steps: int) -> None:
-        continued(self.path, step)
+        truncate_after(self.path, step)
         self._file = self.path.open("a")
 
     def log(self, record: LogRecord) -> None:
@@ -168,9 +180,9 @@ class MetricsFile(Callback):
 
 
 class ProgressBar(Callback):
-    """Tells the parent process, which draws the bar."""
+    """Sends progress to the parent process, which draws the bar."""
 
-    def __init__(self, progress: Progress, tokens_per_step: int, unit: str = "tokens") -> None:
+    def __init__(self, progress: ProgressWriter, tokens_per_step: int, unit: str = "tokens") -> None:
         self._progress, self._tokens_per_step, self._unit = progress, tokens_per_step, unit
 
     def start(self, step: int, steps: int) -> None:
@@ -185,20 +197,20 @@ class ProgressBar(Callback):
 
 
 class Perplexity(Callback):
-    """The perplexity beside a validation loss that is a mean cross entropy: its exponential."""
+    """Adds the perplexity, exp(loss), to a validation loss that is a mean cross entropy."""
 
     def validation_figures(self, loss: float) -> Mapping[str, float]:
         return {"perplexity": math.exp(loss) if loss < LARGEST_EXPONENT else math.inf}
 
 
 class LogLines(Callback):
-    """Plain lines in the stage's log: what a person follows; the metrics file has the rest."""
+    """Writes plain lines for people to the stage's log; the metrics file has all metrics."""
 
     def start(self, step: int, steps: int) -> None:
         log.info("training from step %d to %d", step, steps)
 
     def log(self, record: LogRecord) -> None:
-        shown = [f"{name} {value:.4g}" for name, value in record.metrics.items() if name.startswith(SHOWN)]
+        shown = [f"{name} {value:.4g}" for name, value in record.metrics.items() if name.startswith(LOGGED_PREFIXES)]
         if "tokens_per_second" in record.metrics:
             shown.append(f"{record.metrics['tokens_per_second']:.0f} tokens/s")
         if "eta_seconds" in record.metrics:
@@ -212,6 +224,81 @@ class LogLines(Callback):
 def _duration(seconds: float) -> str:
     if not math.isfinite(seconds):
         return "unknown"
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, remainder = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {remainder:02d} s" if minutes else f"{remainder} s"
+
+
+class CallbackList:
+    """Dispatches events to the callbacks of rank 0, the only rank with any, and announces this to the waiting ranks."""
+
+    def __init__(self, callbacks: Sequence[Callback], ranks: Ranks, order: Order) -> None:
+        self.callbacks = list(callbacks) if ranks.first else []
+        self._ranks, self._order = ranks, order
+
+    def dispatch(self, event: str, *arguments: Any) -> None:
+        """Call the hook of this name on every callback."""
+        with self._ranks.busy(event):
+            for callback in self.callbacks:
+                _call(callback, event, *arguments)
+
+    def epoch_start(self, step: int, *, continued: bool) -> None:
+        """Dispatch `epoch_start` for epochs whose first row is in this step, or in which the run begins."""
+        first_row_epoch, last_row_epoch, start, _ = self._epochs(step)
+        first = first_row_epoch if continued or start % self._order.rows == 0 else first_row_epoch + 1
+        for epoch in range(first, last_row_epoch + 1):
+            self.dispatch("epoch_start", epoch)
+
+    def epoch_end(self, step: int) -> None:
+        """Dispatch `epoch_end` for epochs whose last row is in this step, or with which the run ends."""
+        first_row_epoch, last_row_epoch, _, end = self._epochs(step)
+        over = end % self._order.rows == 0 or end == self._order.total_rows
+        for epoch in range(first_row_epoch, last_row_epoch + 1 if over else last_row_epoch):
+            self.dispatch("epoch_end", epoch)
+
+    def figures(self, event: str, *arguments: Any) -> dict[str, float]:
+        """Metrics that the callbacks add to the log."""
+        metrics: dict[str, float] = {}
+        for callback in self.callbacks:
+            metrics |= _call(callback, event, *arguments)
+        return metrics
+
+    def wants_stop(self) -> bool:
+        """Whether any callback asks to stop the run."""
+        return any(_call(callback, "stop_reason") for callback in self.callbacks)
+
+    def failed(self, error: BaseException) -> None:
+        """Call `failed` on every callback; an error raised by one of them is logged and does not hide `error`."""
+        for callback in self.callbacks:
+            try:
+                callback.failed(error)
+            except Exception as second:
+                log.warning("the callback %s.failed raised %r", type(callback).__name__, second)
+
+    def state(self) -> list[dict[str, Any]]:
+        """Callback states for the checkpoint; callbacks with an empty state are left out."""
+        entries = [{"name": type(callback).__name__, "state": _call(callback, "state")} for callback in self.callbacks]
+        return [entry for entry in entries if entry["state"]]
+
+    def load_state(self, entries: Sequence[Mapping[str, Any]]) -> None:
+        """Restore callback states, matched by class name."""
+        states = {entry["name"]: entry["state"] for entry in entries}
+        for callback in self.callbacks:
+            if type(callback).__name__ in states:
+                callback.load_state(states[type(callback).__name__])
+
+    def _epochs(self, step: int) -> tuple[int, int, int, int]:
+        """(epoch of the first row, of the last row, index of the first row, index after the last row) of a step."""
+        order = self._order
+        start = step * order.rows_per_step
+        end = min(start + order.rows_per_step, order.total_rows)
+        return start // order.rows, (end - 1) // order.rows, start, end
+
+
+def _call(callback: Callback, event: str, *arguments: Any) -> Any:
+    try:
+        return getattr(callback, event)(*arguments)
+    except TTrainError:
+        raise
+    except Exception as error:
+        raise TTrainError(f"the callback {type(callback).__name__}.{event} raised {error!r}") from error

@@ -1,16 +1,22 @@
 """Checkpoints: Hugging Face directories that also hold all that a run needs to continue bit for bit.
 
-`checkpoints/step-00000100/` = weights (safetensors, fp32) with the files that make it open with `from_pretrained`,
+`checkpoints/step-00000100/` = weights (safetensors, fp32) with the files that `from_pretrained` needs,
 `optimizer.safetensors`, and `state.json`, written last, with position, counters, the validation loss where there is one, its
 own digest and that of every other file. It is written under a temporary name, fsynced and renamed, in a background
 thread, from a snapshot in memory. Beside the directories lie `latest`, `best` and, once training has ended, `final`, which
-name a step for people and tools and are believed by nobody here.
+name a step for people and tools; nothing here relies on them.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
 import math
+import os
+import shutil
+import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
@@ -19,12 +25,24 @@ from concurrent.futures import wait as wait_for
 from pathlib import Path
 from typing import Any
 
-from ttrain.core.files import read_json, remove_tree, write_json
+from ttrain.core.files import fsync, read_json, remove_tree, write_json
 from ttrain.errors import ArtifactError
-from ttrain.train.checkpoint_format import OPTIMIZER, STATE, WEIGHTS, found, is_unnamed, logged_metric, read, step_of
-from ttrain.train.checkpoint_writer import give_way, not_written, remove_trash, write_checkpoint
+from ttrain.train.checkpoint_format import (
+    OPTIMIZER,
+    STATE,
+    WEIGHTS,
+    by_file,
+    is_unnamed,
+    list_checkpoints,
+    logged_metric,
+    name_file_in_errors,
+    read,
+    step_of,
+    tensor_parts,
+    with_digest,
+    write,
+)
 from ttrain.train.snapshots import Snapshot, SnapshotBuffers, copy_tensors, needed_bytes
-from ttrain.train.tensor_files import naming
 
 __all__ = [
     "OPTIMIZER",
@@ -39,14 +57,16 @@ __all__ = [
 ]
 
 LATEST, BEST, FINAL = "latest", "best", "final"
+
 UNDER_WAY = 2  # snapshots that may exist at once: one being written, one that waits
+
 log = logging.getLogger("ttrain")
 
 
 class Checkpoints:
-    """The checkpoints of one run, all of which one process writes.
+    """The checkpoints of one run, written by one process.
 
-    These stay: the `keep` newest, every `keep_every` steps (0: none), the steps in `permanent`, the best.
+    Retained: the `keep` newest, every `keep_every` steps (0: none), the steps in `permanent`, the best.
     """
 
     def __init__(
@@ -61,18 +81,18 @@ class Checkpoints:
     ) -> None:
         self.directory = directory
         self.waited_seconds = 0.0  # that the trainer waited for the writer
-        self._files, self._weights_file = files, weights_file
+        self.files, self._weights_file = files, weights_file
         self._keep, self._keep_every, self._permanent = keep, keep_every, permanent
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=give_way)
-        self._pending: deque[Future[None]] = deque()
-        self._damaged: set[Path] = set()  # passed over by newest() or best()
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=lower_priority)
+        self.pending: deque[Future[None]] = deque()
+        self._damaged: set[Path] = set()  # skipped by newest() or best()
         self._durable: int | None = None  # step of the last one that was written
 
     def save(self, snapshot: Snapshot, *, metric: float | None = None) -> None:
-        """Write in the background, and release the snapshot then.
+        """Write a checkpoint in the background, then release the snapshot.
 
-        `metric` is the validation loss at this step; None or a number that is not finite is never the best.
-        Waits where two snapshots are under way already. Raises ArtifactError where an earlier write failed.
+        `metric` is the validation loss at this step; None or a non-finite number is never the best.
+        Waits while two snapshots are being written. Raises ArtifactError if an earlier write failed.
         """
         try:
             self._finish(but=UNDER_WAY - 1)
@@ -80,10 +100,10 @@ class Checkpoints:
             snapshot.release()
             raise
         finite = metric if metric is not None and math.isfinite(metric) else None
-        self._pending.append(self._pool.submit(self._save, snapshot, finite))
+        self.pending.append(self._pool.submit(self._save, snapshot, finite))
 
     def wait(self) -> None:
-        """Until nothing is being written. Raises ArtifactError where a write failed."""
+        """Wait until nothing is being written. Raises ArtifactError if a write failed."""
         self._finish(but=0)
 
     def close(self) -> None:
@@ -94,135 +114,141 @@ class Checkpoints:
             self._pool.shutdown()
 
     def newest(self) -> Snapshot | None:
-        """The newest checkpoint whose every byte verifies; a damaged one is named and passed over. None where there is none.
+        """The newest checkpoint whose digests match; damaged ones are logged and skipped. None if there is no checkpoint.
 
-        Raises ArtifactError where there are some and all are damaged: training must not begin anew in silence.
+        Raises ArtifactError if all are damaged: training must not silently restart.
         """
         damaged = []
-        for path in reversed(found(self.directory)):
+        for path in reversed(list_checkpoints(self.directory)):
             try:
                 return read(path, self._weights_file)
             except ArtifactError as error:
-                log.warning("%s; the one before it is tried", error)
+                log.warning("%s; trying the one before it", error)
                 self._damaged.add(path)
                 damaged.append(str(error))
         if not damaged and (self.directory / LATEST).exists():
             damaged = [f"the one that {self.directory / LATEST} names is gone"]
         if damaged:
             raise ArtifactError(
-                f"no checkpoint in {self.directory} is whole: {'; '.join(damaged)}; "
-                f"put one back, or delete the directory to train from the start"
+                f"every checkpoint in {self.directory} is damaged: {'; '.join(damaged)}; "
+                f"restore one, or delete the directory to train from the start"
             )
         return None
 
     def best(self) -> Snapshot | None:
-        """The checkpoint with the smallest logged metric of those that verify, the earlier of equals. None without any.
+        """The undamaged checkpoint with the smallest logged metric, the earlier of equals. None if there is none.
 
-        Waits for the writer. Another process must know that nothing is being written.
+        Waits for this process's writer; the caller must make sure that no other process is writing.
         """
         self.wait()
         ranked = self._ranked()
         pointed = self._pointed_best()
         if pointed is not None and all(step != pointed for _, step, _ in ranked):
-            log.warning("the best checkpoint, of step %d, is gone or damaged; the next best is tried", pointed)
+            log.warning("the best checkpoint, of step %d, is gone or damaged; trying the next best", pointed)
         for _, _, path in ranked:
             try:
                 return read(path, self._weights_file)
             except ArtifactError as error:
-                log.warning("%s; the next best is tried", error)
+                log.warning("%s; trying the next best", error)
                 self._damaged.add(path)
         return None
 
     def begin(self) -> None:
-        """A training goes on here: what it leaves is not known yet."""
+        """Remove the `final` pointer, since training continues."""
         (self.directory / FINAL).unlink(missing_ok=True)
 
     def end(self, step: int) -> None:
-        """The training has ended, and its model has the weights of this step. Waits for the writer."""
+        """Write the `final` pointer: the trained model has the weights of this step. Waits for the writer."""
         self.wait()
-        with naming(self.directory / FINAL):
+        with name_file_in_errors(self.directory / FINAL):
             write_json(self.directory / FINAL, {"step": step})
 
     def keep(self, step: int) -> None:
-        """Never remove the checkpoint of this step while this run lasts, be it written already or not."""
+        """Never prune the checkpoint of this step during this run, whether it is written yet or not."""
         self._permanent = self._permanent | {step}
 
     def forget_after(self, step: int) -> None:
-        """Remove the checkpoints that a run with another count of steps left beyond this one."""
+        """Remove checkpoints after this step, left by a run with another number of steps."""
         self.wait()
-        for path in found(self.directory):
+        for path in list_checkpoints(self.directory):
             if step_of(path) > step:
                 remove_tree(path)
 
     def _finish(self, but: int) -> None:
-        """Wait until so many writes are under way, and raise what those that ended raised."""
-        while len(self._pending) > but or (self._pending and self._pending[0].done()):
+        """Wait until at most `but` writes are pending; raise the errors of finished ones."""
+        while len(self.pending) > but or (self.pending and self.pending[0].done()):
             began = time.monotonic()
-            wait_for([self._pending[0]])
+            wait_for([self.pending[0]])
             self.waited_seconds += time.monotonic() - began
-            self._pending.popleft().result()
+            self.pending.popleft().result()
 
     # --- in the writer thread ---------------------------------------------------------------------------------------------
 
     def _save(self, snapshot: Snapshot, metric: float | None) -> None:
         try:
-            write_checkpoint(self.directory, snapshot, metric, files=self._files(), weights_file=self._weights_file)
+            write_checkpoint(self.directory, snapshot, metric, files=self.files(), weights_file=self._weights_file)
             self._durable = snapshot.step
             self._damaged.discard(self.directory / f"step-{snapshot.step:08d}")
-            self._point(snapshot.step, metric)
+            self._update_pointers(snapshot.step, metric)
             self._prune()
         except OSError as error:
-            raise ArtifactError(not_written(self.directory, snapshot, error, self._whole_beside(snapshot.step))) from error
+            raise ArtifactError(
+                write_failure_message(self.directory, snapshot, error, self._newest_other(snapshot.step))
+            ) from error
         finally:
             snapshot.release()
 
-    def _point(self, step: int, metric: float | None) -> None:
-        with naming(self.directory / LATEST):
+    def _update_pointers(self, step: int, metric: float | None) -> None:
+        with name_file_in_errors(self.directory / LATEST):
             write_json(self.directory / LATEST, {"step": step, "metric": metric})
         ranked = self._ranked()
         if ranked and read_json(self.directory / BEST) != (best := {"step": ranked[0][1], "metric": ranked[0][0]}):
-            with naming(self.directory / BEST):
+            with name_file_in_errors(self.directory / BEST):
                 write_json(self.directory / BEST, best)
 
     def _prune(self) -> None:
-        """Remove what need not stay, damaged ones too, once the newest is durable."""
+        """Remove checkpoints that are not retained, and damaged ones, once the newest is durable."""
         ranked = self._ranked()
-        steps = [step_of(path) for path in found(self.directory) if path not in self._damaged]
-        kept = kept_steps(
+        steps = [step_of(path) for path in list_checkpoints(self.directory) if path not in self._damaged]
+        retained_steps = kept_steps(
             steps,
             keep=self._keep,
             keep_every=self._keep_every,
             permanent=self._permanent,
             best=ranked[0][1] if ranked else None,
         )
-        for path in found(self.directory):
-            if step_of(path) not in kept:
+        for path in list_checkpoints(self.directory):
+            if step_of(path) not in retained_steps:
                 remove_tree(path)
         remove_trash(self.directory)
 
-    # --- what is there ----------------------------------------------------------------------------------------------------
+    # --- lookup ----------------------------------------------------------------------------------------------------------
 
-    def _whole_beside(self, step: int) -> int | None:
-        """The newest checkpoint but the one that is being written, unless that one is durable already."""
-        steps = [step_of(path) for path in found(self.directory) if path not in self._damaged and not is_unnamed(path)]
-        return max((other for other in steps if other != step or other == self._durable), default=None)
+    def _newest_other(self, step: int) -> int | None:
+        """Step of the newest intact checkpoint, other than the one being written unless that is durable already."""
+        steps = [
+            step_of(path) for path in list_checkpoints(self.directory) if path not in self._damaged and not is_unnamed(path)
+        ]
+        return max((candidate for candidate in steps if candidate != step or candidate == self._durable), default=None)
 
     def _ranked(self) -> list[tuple[float, int, Path]]:
         """(metric, step, path) of the checkpoints that have a metric, the best first."""
         measured = [
-            (logged_metric(path), step_of(path), path) for path in found(self.directory) if path not in self._damaged
+            (logged_metric(path), step_of(path), path)
+            for path in list_checkpoints(self.directory)
+            if path not in self._damaged
         ]
         return sorted((metric, step, path) for metric, step, path in measured if metric is not None)
 
     def _pointed_best(self) -> int | None:
-        """The step that `best` names; None where there is no such file, and with a warning where it is damaged."""
+        """The step that `best` names; None if there is no such file, or (with a warning) if it is damaged."""
         path = self.directory / BEST
         if not path.exists():
             return None
         pointer = read_json(path)
         step: Any = pointer.get("step") if isinstance(pointer, dict) else None
         if type(step) is not int:
-            log.warning("the file %s is damaged; the best is sought among the checkpoints", path)
+            log.warning("the file %s is damaged; searching the checkpoints for the best", path)
             return None
         return step
 
@@ -230,10 +256,108 @@ class Checkpoints:
 def kept_steps(
     steps: Collection[int], *, keep: int, keep_every: int, permanent: Collection[int], best: int | None
 ) -> frozenset[int]:
-    """Those that stay: the newest, those of the cadence, the permanent ones, the best."""
+    """Steps to retain: the newest, those of the cadence, the permanent ones, the best."""
     newest = sorted({*steps})[-keep:]
     return frozenset(
         step
         for step in steps
         if step in newest or step in permanent or step == best or (keep_every > 0 and step % keep_every == 0)
     )
+
+
+NICENESS = 10  # of 19
+
+
+def write_checkpoint(
+    directory: Path, snapshot: Snapshot, metric: float | None, *, files: Mapping[str, bytes], weights_file: str
+) -> None:
+    """Write `directory/step-N`, durably: its files, `state.json`, the name. Raises OSError, which names the file.
+
+    Leftovers of killed writers are removed, or renamed to their final name if complete.
+    """
+    if not directory.exists():
+        directory.mkdir(parents=True)
+        fsync(directory.parent)
+    _clear_interrupted_writes(directory, weights_file)
+    temporary = directory / f".writing-{snapshot.step:08d}"
+    try:
+        temporary.mkdir()
+        written = {name: write(temporary / name, [data]) for name, data in files.items()}
+        for name, tensors in by_file(snapshot.weights, weights_file).items():
+            written[name] = write(temporary / name, tensor_parts(tensors, {"format": "pt"}))
+        written[OPTIMIZER] = write(temporary / OPTIMIZER, tensor_parts(snapshot.optimizer))
+        with name_file_in_errors(temporary / STATE):
+            write_json(
+                temporary / STATE, with_digest({**snapshot.state, "step": snapshot.step, "metric": metric, "files": written})
+            )
+        _publish(temporary)
+    except BaseException:
+        if not (temporary / STATE).exists():  # else it is complete, and is listed
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def remove_trash(directory: Path) -> None:
+    """Finish interrupted removals."""
+    for trash in directory.glob(".trash-*"):
+        shutil.rmtree(trash, ignore_errors=True)
+
+
+def write_failure_message(directory: Path, snapshot: Snapshot, error: OSError, whole: int | None) -> str:
+    """Error message: what could not be written and why, which step's checkpoint is intact, and what to do."""
+    message = (
+        f"cannot write the checkpoint of step {snapshot.step}: {error.filename or directory}: {error.strerror or error}; "
+    )
+    if whole is None:
+        message += "there is no other checkpoint, so the same command starts from the beginning"
+    else:
+        message += f"the checkpoint of step {whole} is intact, and the same command continues from it"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return (
+            f"{message}. It needs {needed_bytes(snapshot) / 1e6:.0f} MB, and {_free(directory)}: make room, set "
+            f"runtime.keep_checkpoints=1, or set TTRAIN_HOME to a larger disk"
+        )
+    if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+        return f"{message}. Make the directory writable, or set TTRAIN_HOME to one that is"
+    return f"{message}. Check whether the disk is failing (see `dmesg`), or set TTRAIN_HOME to another one"
+
+
+def _free(directory: Path) -> str:
+    try:
+        return f"{shutil.disk_usage(directory).free / 1e6:.0f} MB are free"
+    except OSError as error:
+        return f"the free space is unknown ({error.strerror})"
+
+
+def lower_priority() -> None:
+    """Lower the writer thread's priority, so that it runs when training leaves a core idle or waits for it.
+
+    Linux keeps a niceness per thread; elsewhere it belongs to the whole process, and is left as it is.
+    """
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):  # where a sandbox forbids it, the writer keeps its priority
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+
+
+def _clear_interrupted_writes(directory: Path, weights_file: str) -> None:
+    for temporary in directory.glob(".writing-*"):
+        if (temporary / STATE).exists():
+            try:
+                read(temporary, weights_file)
+                _publish(temporary)
+            except ArtifactError:
+                pass
+        remove_tree(temporary)
+    remove_trash(directory)
+    for pointer in directory.glob(".*.tmp"):
+        pointer.unlink(missing_ok=True)
+
+
+def _publish(temporary: Path) -> None:
+    """Rename a complete checkpoint to its final name; only then move an older one of the same step to the trash."""
+    final = temporary.with_name(f"step-{step_of(temporary):08d}")
+    if final.exists():
+        final.rename(final.with_name(f".trash-{final.name}-{time.time_ns()}"))
+    temporary.rename(final)
+    with name_file_in_errors(final.parent):
+        fsync(final.parent)

@@ -1,16 +1,20 @@
-"""Checkpoint directories as they lie there: found, read, verified to the byte. Nothing in them can run code."""
+"""Checkpoint directories on disk: listed, read, verified byte by byte. Nothing in them can run code."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch import Tensor
 
 from ttrain.core.files import parse_json
 from ttrain.core.hashing import sha256_file
@@ -18,27 +22,30 @@ from ttrain.errors import ArtifactError
 from ttrain.train.snapshots import Snapshot
 
 STATE = "state.json"
+
 OPTIMIZER = "optimizer.safetensors"
+
 WEIGHTS = "model.safetensors"
+
 SAFETENSORS = ".safetensors"
 
 
 def read(path: Path, weights_file: str = WEIGHTS) -> Snapshot:
-    """A checkpoint, verified against its own `state.json`. Raises ArtifactError that names the damaged file."""
+    """Read a checkpoint, verified against its own `state.json`. Raises ArtifactError that names the damaged file."""
     state = _read_state(path)
     for name in {*state["files"], weights_file, OPTIMIZER}:
         _verify(path / name, state["files"].get(name))
     weights = dict(_tensors(path / weights_file))
     for name in state["files"]:
-        if name.endswith(SAFETENSORS) and name not in (weights_file, OPTIMIZER):  # as `tensor_files.by_file` laid them out
-            weights |= {f"{name}/{own}": tensor for own, tensor in _tensors(path / name).items()}
+        if name.endswith(SAFETENSORS) and name not in (weights_file, OPTIMIZER):  # as `by_file` laid them out
+            weights |= {f"{name}/{tensor_name}": tensor for tensor_name, tensor in _tensors(path / name).items()}
     return Snapshot(int(state["step"]), weights, _tensors(path / OPTIMIZER), state)
 
 
-def found(directory: Path) -> list[Path]:
-    """The checkpoints in the order of their steps.
+def list_checkpoints(directory: Path) -> list[Path]:
+    """Paths of the checkpoints in the order of their steps.
 
-    Among them are directories whose writer was killed when only their name was missing: `state.json` is written last.
+    Includes directories whose writer was killed just before the final rename: `state.json` is written last.
     """
     paths = [path for path in directory.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name)]
     paths += [path for path in directory.glob(".writing-*") if (path / STATE).exists()]
@@ -51,12 +58,12 @@ def step_of(path: Path) -> int:
 
 
 def is_unnamed(path: Path) -> bool:
-    """Whether it still has the name under which it was written."""
+    """Whether the checkpoint still has its temporary name."""
     return path.name.startswith(".writing-")
 
 
 def logged_metric(path: Path) -> float | None:
-    """The validation loss that a checkpoint was saved with; None where there is none, or its `state.json` is damaged."""
+    """The validation loss that a checkpoint was saved with; None if it has none or its `state.json` is damaged."""
     try:
         metric = _read_state(path).get("metric")
     except ArtifactError:
@@ -64,7 +71,7 @@ def logged_metric(path: Path) -> float | None:
     return None if metric is None else float(metric)
 
 
-def signed(state: Mapping[str, Any]) -> dict[str, Any]:
+def with_digest(state: Mapping[str, Any]) -> dict[str, Any]:
     """A state with its own digest, as `state.json` holds it."""
     return {**state, "sha256": _digest(state)}
 
@@ -73,8 +80,8 @@ def _read_state(path: Path) -> dict[str, Any]:
     file = path / STATE
     try:
         state: dict[str, Any] = parse_json(file.read_bytes())
-        named = path.name in (f"step-{state['step']:08d}", f".writing-{state['step']:08d}")
-        whole = state.pop("sha256") == _digest(state) and named and isinstance(state["files"], dict)
+        name_matches = path.name in (f"step-{state['step']:08d}", f".writing-{state['step']:08d}")
+        whole = state.pop("sha256") == _digest(state) and name_matches and isinstance(state["files"], dict)
     except OSError as error:
         raise ArtifactError(f"the checkpoint file {file} is damaged: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -98,7 +105,7 @@ def _verify(file: Path, entry: Any) -> None:
 
 
 def _tensors(file: Path) -> dict[str, Any]:
-    """Into memory of their own: pages mapped from the file would be read, or gone, long after they were verified."""
+    """Load tensors into memory of their own: memory-mapped pages could change or vanish after they were verified."""
     try:
         tensors: dict[str, Any] = load_file(file, backend="pread")
     except (OSError, ValueError, KeyError, SafetensorError) as error:
@@ -107,5 +114,77 @@ def _tensors(file: Path) -> dict[str, Any]:
 
 
 def _digest(state: Mapping[str, Any]) -> str:
-    """Of the state's own JSON, which unlike a key may hold an infinite figure."""
+    """Digest of the state's own JSON, which unlike a stage's key may hold an infinite number."""
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
+
+
+# Digest and copy to the page cache read the same bytes one after the other. 300 MB on two EPYC cores: 0.84 s by 256 KiB,
+# 0.52 s by 1 MiB, 0.41 s by 4 MiB.
+CHUNK_BYTES = 4 << 20
+
+ALIGNMENT = 8
+
+TYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+
+
+def tensor_parts(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> Iterator[bytes | memoryview]:
+    """Yield the bytes of a safetensors file in pieces. The tensors are on the CPU and must not change meanwhile."""
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # so that all are aligned
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name in names:
+        tensor = tensors[name]
+        assert tensor.device.type == "cpu", f"{name} is on {tensor.device}"
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    yield len(text).to_bytes(8, "little") + text
+    for name in names:
+        yield tensors[name].detach().reshape(-1).view(torch.uint8).numpy().data
+
+
+def by_file(tensors: Mapping[str, Tensor], default: str) -> dict[str, dict[str, Tensor]]:
+    """Group tensors by file: those named FILE.safetensors/NAME in that file, all others in `default`."""
+    grouped: dict[str, dict[str, Tensor]] = {default: {}}
+    for name, tensor in tensors.items():
+        file, _, tensor_name = name.rpartition("/")
+        has_own_file = file.endswith(".safetensors")
+        grouped.setdefault(file if has_own_file else default, {})[tensor_name if has_own_file else name] = tensor
+    return grouped
+
+
+def write(path: Path, parts: Iterable[bytes | memoryview]) -> dict[str, Any]:
+    """Write a new file and fsync it; returns {"bytes", "sha256"}. An OSError carries the path."""
+    digest, size = hashlib.sha256(), 0
+    with name_file_in_errors(path):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
+        try:
+            for piece in parts:
+                view = memoryview(piece)
+                for begin in range(0, len(view), CHUNK_BYTES):
+                    chunk = view[begin : begin + CHUNK_BYTES]
+                    digest.update(chunk)  # this, `write` and `fsync` let other threads run
+                    while chunk:
+                        chunk = chunk[os.write(descriptor, chunk) :]
+                size += len(view)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    return {"bytes": size, "sha256": digest.hexdigest()}
+
+
+@contextlib.contextmanager
+def name_file_in_errors(path: Path) -> Iterator[None]:
+    """Add the file name to an OSError raised for a file descriptor."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise

@@ -1,4 +1,4 @@
-"""The processes that train together, and the few things they tell each other."""
+"""The processes that train together (ranks), and their collectives."""
 
 from __future__ import annotations
 
@@ -7,24 +7,26 @@ import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ttrain.core.parent_process import RENDEZVOUS
+from ttrain.core.signals import RENDEZVOUS
 from ttrain.errors import RankLost
 from ttrain.train import watchdog
 from ttrain.train.watchdog import Watchdog
 
-# The last net, under the watchdog: for a lost machine, and for waits in which a GPU keeps the process busy.
+# Fallback below the watchdog: for a lost machine, and for waits in which a GPU keeps the process busy.
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+
 NETWORK_WORDS = ("gloo", "nccl", "connection closed by peer", "connection reset")
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among `world` equal ones; alone where the environment gives it no place."""
+    """This process among `world` equal ones; a single process unless the environment gives a rank."""
 
     rank: int
     world: int
@@ -33,7 +35,7 @@ class Ranks:
 
     @classmethod
     def join(cls, device: torch.device) -> Ranks:
-        """Take the place that the environment gives, in torchrun's words: NCCL on CUDA, gloo otherwise."""
+        """Join the process group with the rank from torchrun's environment variables: NCCL on CUDA, gloo otherwise."""
         world = int(os.environ.get("WORLD_SIZE", "1"))
         rank = int(os.environ.get("RANK", "0"))
         ranks = cls(rank, world, device, watchdog.current())
@@ -43,7 +45,7 @@ class Ranks:
             file = os.environ.get(RENDEZVOUS)
             store = dist.FileStore(file, world) if file else None  # type: ignore[attr-defined]  # torch's export
             backend = "nccl" if device.type == "cuda" else "gloo"
-            with ranks._together("joining"):
+            with ranks._naming_lost_ranks("joining"):
                 dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=COLLECTIVE_TIMEOUT)
         return ranks
 
@@ -53,12 +55,12 @@ class Ranks:
         return self.rank == 0
 
     def sum(self, values: list[float]) -> list[float]:
-        """Sums over all ranks, in fp64: the one collective in which all agreement travels."""
+        """Sums over all ranks, in fp64: the one collective that a step uses to agree on anything."""
         if self.world == 1:
             return values
         kind = torch.float32 if self.device.type == "mps" else torch.float64
         tensor = torch.tensor(values, dtype=kind, device=self.device)
-        with self.watch.arriving() if self.watch else contextlib.nullcontext(), self._together():
+        with self.watch.arriving() if self.watch else contextlib.nullcontext(), self._naming_lost_ranks():
             dist.all_reduce(tensor)
             return [float(value) for value in tensor.tolist()]
 
@@ -66,45 +68,45 @@ class Ranks:
         """All names that any rank has, sorted; the same list on all of them."""
         if self.world == 1:
             return sorted(names)
-        found: list[list[str]] = [[] for _ in range(self.world)]
-        with self.watch.doing(watchdog.WAITING) if self.watch else contextlib.nullcontext(), self._together():
-            dist.all_gather_object(found, sorted(names))
-        return sorted({name for some in found for name in some})
+        gathered: list[list[str]] = [[] for _ in range(self.world)]
+        with self.watch.doing(watchdog.WAITING) if self.watch else contextlib.nullcontext(), self._naming_lost_ranks():
+            dist.all_gather_object(gathered, sorted(names))
+        return sorted({name for some in gathered for name in some})
 
     @contextlib.contextmanager
-    def busy(self, what: str) -> Iterator[None]:
-        """Announce work that is no step, such as "saving", so that the others wait for it with more patience."""
-        with self.watch.doing(what, busy=True) if self.watch else contextlib.nullcontext():
+    def busy(self, activity: str) -> Iterator[None]:
+        """Announce work other than a step, such as "saving", for which the other ranks wait longer."""
+        with self.watch.doing(activity, busy=True) if self.watch else contextlib.nullcontext():
             yield
 
     def barrier(self) -> None:
-        """Wait for all."""
+        """Wait for all ranks."""
         if self.world > 1:
-            with self.watch.doing(watchdog.WAITING) if self.watch else contextlib.nullcontext(), self._together():
+            with self.watch.doing(watchdog.WAITING) if self.watch else contextlib.nullcontext(), self._naming_lost_ranks():
                 dist.barrier()
 
     @contextlib.contextmanager
-    def _together(self, what: str = "waiting for the others") -> Iterator[None]:
-        """Around what fails where another rank has ended: RankLost says so instead of the network's words."""
+    def _naming_lost_ranks(self, activity: str = "waiting for the others") -> Iterator[None]:
+        """Turn the network error that a lost rank causes into RankLost."""
         try:
             yield
         except RuntimeError as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise RankLost(f"another rank ended while rank {self.rank} was {what}: {reason}") from error
+            raise RankLost(f"another rank ended while rank {self.rank} was {activity}: {reason}") from error
 
     @contextlib.contextmanager
     def exchanging(self) -> Iterator[None]:
-        """Around backward passes, in which gradients are exchanged: the network's words for a lost rank become RankLost."""
+        """Turn network errors for a lost rank into RankLost; used around backward passes, which exchange gradients."""
         try:
             yield
         except RuntimeError as error:
             if self.world > 1 and any(word in str(error).lower() for word in NETWORK_WORDS):
-                with self._together("exchanging gradients"):
+                with self._naming_lost_ranks("exchanging gradients"):
                     raise
             raise
 
     def leave(self) -> None:
-        """End the group."""
+        """Leave the process group."""
         if self.world > 1 and dist.is_initialized():
             dist.destroy_process_group()
 
@@ -113,3 +115,21 @@ def global_norm(parameters: list[Tensor]) -> Tensor:
     """L2 norm of all gradients together."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     return torch.nn.utils.get_total_norm(gradients)
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Gather a sharded tensor from all ranks, which must all call this; return any other tensor unchanged."""
+    gather: Any = getattr(tensor, "full_tensor", None)
+    gathered: Tensor = gather() if gather else tensor
+    return gathered
+
+
+def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
+    """Move a full tensor to the device of `like`; where `like` is sharded, return this rank's shard."""
+    tensor = tensor.to(like.device)
+    sharded: Any = like
+    if not hasattr(like, "full_tensor") or tensor.shape != like.shape:
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(tensor, sharded.device_mesh, sharded.placements, src_data_rank=None)

@@ -1,6 +1,6 @@
-"""Ends a training whose validation loss no longer falls; the trainer then keeps the best weights.
+"""End a training whose validation loss no longer falls; the trainer then keeps the best weights.
 
-A module of its own, since it shapes what a stage leaves, which the callbacks that only watch do not.
+A module of its own, because it shapes the result of a stage, unlike the guards, which only observe.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class EarlyStopping(Callback):
         self._waited = 0
 
     def validated(self, step: int, loss: float) -> None:
-        """A loss that is no number is never the best."""
+        """Count validations without improvement; a NaN loss is never the best."""
         if loss == loss and (self._best is None or loss < self._best - self.min_delta):
             self._best, self._waited = loss, 0
             return
@@ -44,13 +44,13 @@ class EarlyStopping(Callback):
 
 
 def early_stopping(config: Loop, validation: Sequence[Any]) -> list[Callback]:
-    """What the settings ask for: one callback, or none. Raises UsageError where there is nothing to validate on."""
+    """The callback for the settings, or none. Raises UsageError if there is no held-out data to validate on."""
     settings = config.early_stopping
     if settings is None:
         return []
     if not validation:
         raise UsageError(
-            f"{config.prefix}early_stopping is set, but there is no held-out row to validate on; hold some out "
+            f"{config.prefix}early_stopping is set, but there are no held-out rows to validate on; hold some out "
             f"(reading.heldout_fraction, or held-out data), or set {config.prefix}early_stopping to null"
         )
     return [EarlyStopping(settings.patience, settings.min_delta)]

@@ -1,6 +1,6 @@
-"""Guards look out for what usually means a mistake in the data or the settings, say so with the rows, and end nothing.
+"""Guards: warn about signs of a mistake in the data or the settings, naming the rows; they never stop a run.
 
-What they said stands in `run/guards.jsonl`: {"step", "guard", "message", "rows", "time"}, all rows of the step by number.
+The warnings are in `run/guards.jsonl`: {"step", "guard", "message", "rows", "time"}, all rows of the step by number.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ import numpy as np
 import numpy.typing as npt
 
 from ttrain.core.files import parse_json
-from ttrain.data.loader import Loader
-from ttrain.data.samplers import Order
-from ttrain.train.callbacks import Callback, StepRecord, continued
+from ttrain.data.loader import Loader, Order
+from ttrain.train.callbacks import Callback, StepRecord, truncate_after
 
 ROWS_SHOWN = 8
+
 log = logging.getLogger("ttrain")
 
 
 class GuardLog:
-    """The file of warnings, which also go to the log. A full disk costs the file a line and the training nothing."""
+    """Writes warnings to a file and to the log. On a full disk a line of the file is lost; training continues."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def cut(self, step: int) -> None:
-        """Leave out what comes again when the run continues at `step`."""
+        """Drop the lines that are written again when the run continues at `step`."""
         try:
-            continued(self.path, step)
+            truncate_after(self.path, step)
         except OSError as error:
             log.warning("the guards cannot write %s: %s", self.path, error)
 
     def warn(self, guard: str, step: int, message: str, rows: Sequence[int]) -> None:
-        """Say it, in the log with the first rows only."""
+        """Write a warning; the log gets the first rows only."""
         shown = ", ".join(map(str, rows[:ROWS_SHOWN])) + (f" and {len(rows) - ROWS_SHOWN} more" if rows[ROWS_SHOWN:] else "")
         log.warning("guard %s: step %d: %s; rows %s", guard, step, message, shown)
         line = {"step": step, "guard": guard, "message": message, "rows": list(rows), "time": time.time()}
@@ -53,7 +53,7 @@ class GuardLog:
 
 
 def counts(path: Path) -> dict[str, int]:
-    """{guard: warnings} of a file of warnings; empty where there is none."""
+    """{guard: number of warnings} in a file of warnings; empty if there is no file."""
     try:
         return dict(Counter(parse_json(line)["guard"] for line in path.read_text().splitlines()))
     except (OSError, ValueError, KeyError, TypeError):
@@ -61,25 +61,25 @@ def counts(path: Path) -> dict[str, int]:
 
 
 class Guard(Callback):
-    """A callback with a name that warns."""
+    """Base class of guards: a named callback that warns."""
 
     name: str
 
     def __init__(self, book: GuardLog) -> None:
-        self._book = book
+        self._guard_log = book
 
     def start(self, step: int, steps: int) -> None:
-        self._book.cut(step)
+        self._guard_log.cut(step)
 
     def _warn(self, step: int, message: str, rows: Callable[[], npt.NDArray[np.int64]]) -> None:
-        self._book.warn(self.name, step, message, rows().tolist())
+        self._guard_log.warn(self.name, step, message, rows().tolist())
 
 
 class LossSpike(Guard):
     """A loss far above those of the steps before it: broken rows, or a learning rate that is too high.
 
-    Far is `DEVIATIONS` standard deviations, of at least `LEAST_DEVIATION` of the mean each. A loss that stays high is told
-    once, and counts for what comes after it.
+    Far is `DEVIATIONS` standard deviations, of at least `LEAST_DEVIATION` of the mean each. A loss that stays high is
+    reported once, and enters the statistics of later steps.
     """
 
     name = "loss-spike"
@@ -93,13 +93,13 @@ class LossSpike(Guard):
 
     def step_end(self, record: StepRecord) -> None:
         if not math.isfinite(record.loss):
-            return  # the trainer's own rule for what is no number
+            return  # the trainer handles non-finite losses
         if len(self._losses) >= self.FEWEST:
             mean, deviation = float(np.mean(self._losses)), float(np.std(self._losses, ddof=1))
             high = record.loss > mean + self.DEVIATIONS * max(deviation, self.LEAST_DEVIATION * abs(mean))
             if high and not self._high:
-                before = f"{mean:.3g} ± {deviation:.2g} over the {len(self._losses)} steps before"
-                self._warn(record.step, f"the loss is {record.loss:.4g}, after {before}", record.rows)
+                baseline = f"{mean:.3g} ± {deviation:.2g} over the {len(self._losses)} steps before"
+                self._warn(record.step, f"the loss is {record.loss:.4g}, after {baseline}", record.rows)
             self._high = high
         self._losses = [*self._losses, record.loss][-self.WINDOW :]
 
@@ -141,13 +141,13 @@ class Overfit(Guard):
         else:
             self._rises += 1
         self._before = loss
-        since, train_then, then = self._low
-        if self._rises >= self.RISES and loss > (1 + self.LEAST_RISE) * then and train < train_then and not self._told:
+        since, train_then, low = self._low
+        if self._rises >= self.RISES and loss > (1 + self.LEAST_RISE) * low and train < train_then and not self._told:
             self._told = True
             times = min(step * self._order.rows_per_step, self._order.total_rows) / self._order.rows
             self._warn(
                 step,
-                f"the validation loss has risen since step {since}, {then:.4g} → {loss:.4g}, while the training loss fell, "
+                f"the validation loss has risen since step {since}, {low:.4g} → {loss:.4g}, while the training loss fell, "
                 f"{train_then:.4g} → {train:.4g}; each row was read {times:.1f} times: set early_stopping, train for fewer "
                 f"tokens, or bring more data",
                 self._record.rows,
@@ -166,8 +166,8 @@ class Overfit(Guard):
 class DeadLoader(Guard):
     """A loader that gives nothing for half a minute, the same rows again, or rows with hardly a token to learn from.
 
-    The first is told by a thread, while the training waits: what the first rank waits for, which is its own part of the
-    rows named. Few targets are told against the fewest of the steps before, a row.
+    A thread reports the first while training waits, for the first rank only, which loads its own share of the rows
+    named. Few targets means few per row compared with the fewest of the previous steps.
     """
 
     name = "dead-loader"
@@ -195,14 +195,14 @@ class DeadLoader(Guard):
 
     def step_end(self, record: StepRecord) -> None:
         self._waiting = None
-        order, before = self._loader.order, record.step - 1
+        order, step_index = self._loader.order, record.step - 1
         looks = record.step % self.REPEATS_EVERY == 2 and order.rows > order.rows_per_step
-        if looks and np.array_equal(record.rows(), order.step_rows(before - 1)):
-            self._warn(record.step, "the same rows came as in the step before", record.rows)
-        live = record.live_tokens / min(order.rows_per_step, order.total_rows - before * order.rows_per_step)
+        if looks and np.array_equal(record.rows(), order.step_rows(step_index - 1)):
+            self._warn(record.step, "the rows are the same as in the previous step", record.rows)
+        live = record.live_tokens / min(order.rows_per_step, order.total_rows - step_index * order.rows_per_step)
         if len(self._live) >= self.FEWEST and live < self.FEW * min(self._live):
-            found = f"its rows have {live:.3g} tokens to learn from each; of the steps before, none had less than"
-            self._warn(record.step, f"{found} {min(self._live):.3g}", record.rows)
+            message = f"its rows have {live:.3g} tokens to learn from each; no previous step had fewer than"
+            self._warn(record.step, f"{message} {min(self._live):.3g}", record.rows)
         else:
             self._live = [*self._live, live][-self.WINDOW :]
 
@@ -215,19 +215,19 @@ class DeadLoader(Guard):
         self.end(0)
 
     def _watch(self) -> None:
-        told = 0
+        warned_step = 0
         while not self._over.wait(min(1.0, self._seconds / 4)):
             waiting = self._waiting
-            if waiting is None or waiting[0] == told or self._loader.consumed >= waiting[0]:
+            if waiting is None or waiting[0] == warned_step or self._loader.consumed >= waiting[0]:
                 continue
             step, since = waiting
             if time.monotonic() - since >= self._seconds:
-                told = step
+                warned_step = step
                 message = f"the loader has given no rows for {self._seconds:g} s"
                 self._warn(step, message, lambda step=step: self._loader.order.step_rows(step - 1))  # type: ignore[misc]
 
 
-def guards(path: Path, loader: Loader) -> list[Callback]:
-    """All of them, writing to `path`."""
+def default_guards(path: Path, loader: Loader) -> list[Callback]:
+    """All guards, writing to `path`."""
     book = GuardLog(path)
     return [LossSpike(book), Overfit(book, loader.order), DeadLoader(book, loader)]

@@ -15,28 +15,30 @@ from torch import Tensor, nn
 
 from ttrain.config import Training
 from ttrain.data.packing import IGNORE, Batch
-from ttrain.train import attention, moe, moe_balance, optim, schedules, virtual_tokens
-from ttrain.train.attention import segment_mask
-from ttrain.train.fused_layers import fuse
+from ttrain.errors import UsageError
+from ttrain.train import kernels, moe, optim, schedules
+from ttrain.train.kernels import fuse, segment_mask
 from ttrain.train.losses import labels_after_next, linear_token_loss_sum, token_loss_sum
-from ttrain.train.moe_balance import Balancing, Routers
+from ttrain.train.moe import Balancing, Routers
 from ttrain.train.task import LossSum, TrainingTask
 
-# Whose logits are the hidden states times the weight of the output embedding and nothing more.
+# Architectures whose logits are just the hidden states times the weight of the output embedding.
 PLAIN_HEADS = frozenset({
     "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM",
     "MixtralForCausalLM", "Qwen3MoeForCausalLM", "Ernie4_5_MoeForCausalLM", "Glm4MoeForCausalLM",
 })  # fmt: skip
-Measured = tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]  # total, its parts, other sums
+
+LossTerms = tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]  # total, its parts, other sums
+
 log = logging.getLogger("ttrain")
 
 
 @final
 class LanguageModeling(TrainingTask):
-    """Next-token prediction; pretraining, SFT and LoRA differ in their rows and in the model they are given.
+    """Next-token prediction; pretraining, SFT and LoRA differ only in their rows and their model.
 
-    `chunk_tokens`: tokens whose logits are in memory at once; None: chosen, 0: those of the whole micro-batch.
-    `gradient_checkpointing`: compute each layer again in the backward pass instead of keeping what is inside it
+    `chunk_tokens`: tokens whose logits are in memory at once; None: chosen by device, 0: the whole micro-batch.
+    `gradient_checkpointing`: recompute each layer in the backward pass instead of keeping its activations
     (arXiv:1604.06174); the gradients are the same to the last bit.
     """
 
@@ -51,7 +53,7 @@ class LanguageModeling(TrainingTask):
         self.config = config
         self._model = NextTokenLoss(model, self.build_criterion(), chunk_tokens)
         if gradient_checkpointing:
-            virtual_tokens.check_checkpointing(model)
+            check_checkpointing(model)
             causal: Any = self._model.causal
             causal.activation_checkpointing_enable({"use_reentrant": False})
 
@@ -72,7 +74,7 @@ class LanguageModeling(TrainingTask):
         return LossSum(total, batch.live_tokens, parts, sums)
 
     def validation_step(self, model: nn.Module, batch: Batch, device: torch.device) -> LossSum:
-        """The cross entropy of the next tokens alone, which is what perplexity and the best checkpoint are about."""
+        """The cross entropy of the next tokens alone, from which perplexity and the best checkpoint are derived."""
         with torch.no_grad():
             total, _, _ = model(*_arrays(batch, device), next_only=True)
         return LossSum(total, batch.live_tokens)
@@ -81,10 +83,10 @@ class LanguageModeling(TrainingTask):
         self._model.move_biases(sums)
 
     def figures(self, sums: Mapping[str, Sequence[float]]) -> Mapping[str, float]:
-        return moe_balance.figures(sums)
+        return moe.figures(sums)
 
     def derived(self, losses: Mapping[str, float]) -> Mapping[str, float]:
-        """The cross entropy of the next tokens, and what is added to it; together they are the loss."""
+        """The two parts of the loss: cross entropy of the next tokens, and everything added to it."""
         if "loss" not in losses:
             return {}
         entropy = losses.get("loss_ce1", losses["loss"])
@@ -92,8 +94,8 @@ class LanguageModeling(TrainingTask):
 
 
 @functools.cache
-def _tell_of_logits(architecture: str) -> None:
-    """Once in a process: the doctor alone makes 15 such models."""
+def warn_unchunked_logits(architecture: str) -> None:
+    """Warn once per process that all logits are held in memory: the doctor alone makes 15 such models."""
     log.warning("the output head of %s may do more than a product; all its logits are held in memory", architecture)
 
 
@@ -121,7 +123,7 @@ class NextTokenLoss(nn.Module):
         if plain:
             fuse(self.causal)
         else:
-            _tell_of_logits(type(self.causal).__name__)
+            warn_unchunked_logits(type(self.causal).__name__)
         moe.group(self.causal)
         self._routers = Routers(self.causal)
         self._balancing = Balancing.of(self.causal, self._routers)
@@ -130,8 +132,8 @@ class NextTokenLoss(nn.Module):
     def causal(self) -> nn.Module:
         """The model of transformers, within PEFT's where there is one."""
         inner = getattr(self.model, "get_base_model", None)
-        found: nn.Module = self.model if inner is None else inner()
-        return found
+        causal_model: nn.Module = self.model if inner is None else inner()
+        return causal_model
 
     def get_output_embeddings(self) -> nn.Module:
         """The output head, as transformers' models name it."""
@@ -145,10 +147,10 @@ class NextTokenLoss(nn.Module):
 
     def forward(
         self, input_ids_BT: Tensor, positions_BT: Tensor, segments_BT: Tensor, labels_BT: Tensor, next_only: bool = False
-    ) -> Measured:
-        """Loss in nats, summed over the positions with a label; its parts where it has several, and what routers chose.
+    ) -> LossTerms:
+        """Loss in nats, summed over the positions with a label; its parts if several, and sums over the routers' choices.
 
-        `next_only`: the cross entropy of the first head and nothing else.
+        `next_only`: only the cross entropy of the first head.
         """
         if next_only:
             return self._first_head(input_ids_BT, positions_BT, segments_BT, labels_BT)[1], {}, {}
@@ -163,36 +165,38 @@ class NextTokenLoss(nn.Module):
         if choices:
             live_B = (labels_BT != IGNORE).sum(1)
             inside_BT = segments_BT >= 0
-            sums = moe_balance.sums(self._routers, choices, inside_BT & (live_B > 0)[:, None])
+            sums = moe.sums(self._routers, choices, inside_BT & (live_B > 0)[:, None])
             if self._routers.trained:
                 loss = loss + self._balance(choices, inside_BT, live_B, parts)
         return loss, parts if len(parts) > 1 else {}, sums
 
     def move_biases(self, sums: Mapping[str, Sequence[float]]) -> None:
-        """After a step, where the experts are balanced without a loss."""
+        """Update the routers' balancing biases after a step, if experts are balanced without a loss."""
         if self._balancing.bias_rate:
-            moe_balance.move_biases(self._routers, sums, self._balancing.bias_rate)
+            moe.move_biases(self._routers, sums, self._balancing.bias_rate)
 
     def _first_head(
         self, input_ids_BT: Tensor, positions_BT: Tensor, segments_BT: Tensor, labels_BT: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """What the decoder gives, [B, T, D], and the loss of the next tokens."""
+        """Hidden states of the decoder, [B, T, D], and the loss of the next tokens."""
         model: Any = self.causal
         inputs = {"input_ids": input_ids_BT, "position_ids": positions_BT, "attention_mask": segment_mask(segments_BT)}
-        inputs = attention.suited(model, virtual_tokens.prepend(self.model, inputs))
+        inputs = kernels.with_attention_mask(model, prepend(self.model, inputs))
         if self._chunked:
-            if not virtual_tokens.count(self.model):  # whose keys stand before the row, where those blocks do not look
-                inputs |= attention.arguments(model, segments_BT)
+            if not count(self.model):  # their keys stand before the row, which those blocks do not cover
+                inputs |= kernels.block_arguments(model, segments_BT)
             hidden_BTD = model.get_decoder()(**inputs, use_cache=False).last_hidden_state
             weight_VD = model.get_output_embeddings().weight
             return hidden_BTD, linear_token_loss_sum(hidden_BTD, weight_VD, labels_BT, self._chunk_tokens)
-        found: list[Tensor] = []
-        seen = model.get_output_embeddings().register_forward_pre_hook(lambda head, given: found.append(given[0]))
+        hidden_states: list[Tensor] = []
+        hook = model.get_output_embeddings().register_forward_pre_hook(
+            lambda head, head_inputs: hidden_states.append(head_inputs[0])
+        )
         try:
             loss = self._criterion(model(**inputs, use_cache=False).logits, labels_BT)
         finally:
-            seen.remove()
-        return found[0], loss
+            hook.remove()
+        return hidden_states[0], loss
 
     def _second_head(self, head: Any, hidden_BTD: Tensor, labels_BT: Tensor) -> Tensor:
         loss: Tensor
@@ -202,14 +206,108 @@ class NextTokenLoss(nn.Module):
             loss = linear_token_loss_sum(hidden_BTD, head.weight, labels_BT, self._chunk_tokens)
         return loss
 
-    def _balance(
-        self, choices: list[moe_balance.Choice], inside_BT: Tensor, live_B: Tensor, parts: dict[str, Tensor]
-    ) -> Tensor:
-        """What routers add to the loss; its parts are put with the others, each without its weight."""
-        asked = self._balancing
-        with torch.set_grad_enabled(torch.is_grad_enabled() and max(asked.balance, asked.z_loss) > 0):
-            even, z = moe_balance.row_losses(self._routers, choices, inside_BT, live_B, z_loss=asked.z_loss > 0)
+    def _balance(self, choices: list[moe.RouterCall], inside_BT: Tensor, live_B: Tensor, parts: dict[str, Tensor]) -> Tensor:
+        """Balance terms that routers add to the loss; also stored unweighted in `parts`."""
+        balancing = self._balancing
+        with torch.set_grad_enabled(torch.is_grad_enabled() and max(balancing.balance, balancing.z_loss) > 0):
+            even, z = moe.row_losses(self._routers, choices, inside_BT, live_B, z_loss=balancing.z_loss > 0)
         parts["balance"] = even
-        if asked.z_loss:
+        if balancing.z_loss:
             parts["z"] = z
-        return asked.balance * even + asked.z_loss * z
+        return balancing.balance * even + balancing.z_loss * z
+
+
+def count(model: nn.Module) -> int:
+    """Number of virtual tokens that a PEFT model puts before a text; 0 for other models."""
+    settings = getattr(model, "active_peft_config", None)
+    return int(settings.num_virtual_tokens) if settings is not None and settings.is_prompt_learning else 0
+
+
+def prepend(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Add the prefix of a PEFT model, if it has one, to the causal model's inputs, as if each record stood alone.
+
+    The keys and values of P virtual tokens stand once before the row. The mask, [B, 1, T, T], is widened to [B, 1, T, P + T]
+    so that all positions see them, and every record begins at position P, as PEFT has it for a single text.
+    """
+    virtual = count(model)
+    if not virtual:
+        return dict(inputs)
+    mask: Tensor = inputs["attention_mask"]
+    B, _, T, _ = mask.shape
+    return {
+        **inputs,
+        "past_key_values": model.get_prompt(B, max_cache_len=virtual + T),
+        "position_ids": inputs["position_ids"] + virtual,
+        "attention_mask": torch.cat([mask.new_ones(B, 1, T, virtual), mask], -1),
+    }
+
+
+def check_checkpointing(model: nn.Module) -> None:
+    """Raise UsageError if the model has a prefix: recomputed layers do not get its keys a second time."""
+    if count(model):
+        raise UsageError(
+            "runtime.gradient_checkpointing is true but lora.kind is prefix, whose keys and values a recomputed layer "
+            "does not see; set runtime.gradient_checkpointing=false, or lora.kind=lora"
+        )
+
+
+RECORD = 6  # tokens of each of the two records in the test row
+
+SLACK = 3e-6  # relative change of the loss: 0 with masks; at least 9e-6 in eleven recurrent models
+
+
+def check(objective: nn.Module, config: Training) -> None:
+    """Raise UsageError if the model cannot be trained on packed rows. `objective`: a language model with its loss.
+
+    Four forward passes of twelve tokens without dropout. The model is unchanged, and no random number is drawn.
+    """
+    was_training = objective.training
+    objective.eval()
+    try:
+        with torch.no_grad():
+            future, neighbour = _loss_shifts(objective)
+    except (RuntimeError, ValueError, TypeError, AttributeError, AssertionError, LookupError) as error:
+        message = " ".join(str(error).split()) or type(error).__name__
+        raise UsageError(
+            f"{_name(objective)} cannot be called with the mask and the positions of packed rows: {message}; choose another "
+            f"model.kind, such as llama or qwen3"
+        ) from error
+    finally:
+        objective.train(was_training)
+    if future > SLACK:
+        raise UsageError(
+            f"{_name(objective)} sees the tokens that it should predict: changing a token changes the loss before it "
+            f"by {future:.1e} (relative); choose another model.kind, such as llama or qwen3"
+        )
+    if neighbour > SLACK and config.packing != "none":
+        raise UsageError(
+            f"{config.prefix}packing is {config.packing}, but {_name(objective)} carries state from one record of a row "
+            f"into the next: changing the first record changes the loss of the second by {neighbour:.1e} (relative); set "
+            f"{config.prefix}packing=none"
+        )
+
+
+def _loss_shifts(objective: nn.Module) -> tuple[float, float]:
+    """Relative change of the loss when a later token, and when another record of the row, is changed."""
+    causal: Any = getattr(objective, "causal", objective)
+    embedding = causal.get_input_embeddings()
+    vocab, device = embedding.num_embeddings, embedding.weight.device
+    ids_BT = (torch.arange(2 * RECORD, device=device) * 7 % (vocab - 1))[None] + 1
+    segments_BT = (torch.arange(2 * RECORD, device=device) // RECORD)[None]
+    positions_BT = (torch.arange(2 * RECORD, device=device) % RECORD)[None]
+    labels_BT = ids_BT.roll(-1, 1)
+    labels_BT[:, :RECORD] = IGNORE
+    labels_BT[:, -2:] = IGNORE
+
+    def loss(ids: Tensor) -> float:
+        return float(objective(ids, positions_BT, segments_BT, labels_BT, next_only=True)[0])
+
+    later, other_record = ids_BT.clone(), ids_BT.clone()
+    later[:, -1] = ids_BT[:, -1] % (vocab - 1) + 1
+    other_record[:, :RECORD] = ids_BT[:, :RECORD] % (vocab - 1) + 1
+    usual = loss(ids_BT)
+    return tuple(abs(loss(ids) - usual) / max(abs(usual), 1e-9) for ids in (later, other_record))  # type: ignore[return-value]
+
+
+def _name(objective: nn.Module) -> str:
+    return type(getattr(objective, "causal", objective)).__name__

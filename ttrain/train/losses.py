@@ -6,31 +6,41 @@ vocabulary.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ttrain.config import Loop
 from ttrain.data.packing import IGNORE
+from ttrain.errors import TTrainError
+from ttrain.train.distributed import Ranks
 
-# The weight's gradient is added up once a chunk, which larger ones do less often; smaller ones hold fewer logits.
+# The weight's gradient is accumulated once per chunk: large chunks do so less often, small ones hold fewer logits.
 CHUNK_TOKENS = {"cpu": 512}
+
 CHUNK_TOKENS_ELSEWHERE = 2048
+
 SLICE_ENTRIES = 1 << 18  # of softmax on a CPU: a megabyte of fp32, so that its passes stay in the cache of a core
+
 FP16_GRADIENT_SCALE = 4096.0  # entries of softmax minus one-hot are at most 1, and 1/V underflows in fp16
 
 
 def token_loss_sum(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
-    """Summed cross entropy in nats, in fp32; labels of IGNORE do not count, and all of them ignored gives 0, not NaN."""
+    """Summed cross entropy in nats, in fp32; labels of IGNORE do not count; if all are ignored, the sum is 0, not NaN."""
     return F.cross_entropy(logits_BTV.flatten(0, 1).float(), labels_BT.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
 def labels_after_next(labels_BT: Tensor, segments_BT: Tensor) -> Tensor:
     """Targets of a head that predicts the token after the next one (arXiv:2404.19737), from those of the next ones.
 
-    Position t gets the label of position t+1, where that is in the same record; so a token that is no target of the first
-    head is none of the second. The last position of a row has none: what comes after the row is not known.
+    Position t gets the label of position t+1, where that is in the same record; so a token that is not a target of the
+    first head is not one of the second. The last position of a row has none: the token after the row is unknown.
     """
     found_BT = torch.full_like(labels_BT, IGNORE)
     same_BT = segments_BT[:, 1:] == segments_BT[:, :-1]
@@ -42,7 +52,7 @@ def labels_after_next(labels_BT: Tensor, segments_BT: Tensor) -> Tensor:
 def linear_token_loss_sum(
     hidden_BTD: Tensor, weight_VD: Tensor, labels_BT: Tensor, chunk_tokens: int | None = None
 ) -> Tensor:
-    """`token_loss_sum(hidden @ weight.T, labels)` that holds the logits of `chunk_tokens` tokens at a time.
+    """`token_loss_sum(hidden @ weight.T, labels)` holding the logits of only `chunk_tokens` tokens at a time.
 
     The gradients of both inputs are computed chunk by chunk in the forward pass and only multiplied in the backward
     pass (fused linear cross entropy, arXiv:2410.10989, section 3.2), so no logits are kept or computed twice. The
@@ -68,11 +78,11 @@ class _LinearTokenLoss(torch.autograd.Function):
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_ND.dtype
         wide = torch.promote_types(dtype, torch.float32)
         weight = weight_VD.to(dtype)
-        kept = wide if hidden_ND.dtype == torch.float16 else hidden_ND.dtype  # the loss scale is yet to come
-        grad_hidden = torch.zeros_like(hidden_ND, dtype=kept) if gradients and ctx.needs_input_grad[0] else None
+        grad_dtype = wide if hidden_ND.dtype == torch.float16 else hidden_ND.dtype  # the loss scale is applied later
+        grad_hidden = torch.zeros_like(hidden_ND, dtype=grad_dtype) if gradients and ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight_VD, dtype=wide) if gradients and ctx.needs_input_grad[1] else None
         total = torch.zeros((), dtype=wide, device=hidden_ND.device)
-        rows_N, all_live = _rows(labels_N)
+        rows_N, all_live = live_rows(labels_N)
         scale = FP16_GRADIENT_SCALE if dtype == torch.float16 else 1.0
         with torch.autocast(kind, enabled=False):
             for rows in _parts(rows_N, chunk_tokens):
@@ -90,21 +100,21 @@ class _LinearTokenLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor | None, ...]:
-        found = zip(ctx.saved_tensors, ctx.types, strict=True)
-        gradients = (None if gradient is None else gradient.mul_(grad_total).to(dtype) for gradient, dtype in found)
+        pairs = zip(ctx.saved_tensors, ctx.types, strict=True)
+        gradients = (None if gradient is None else gradient.mul_(grad_total).to(dtype) for gradient, dtype in pairs)
         return (*gradients, None, None, None)
 
 
 def _score(logits_CV: Tensor, labels_C: Tensor, wide: torch.dtype, scale: float | None, all_live: bool) -> Tensor:
-    """The loss of a chunk. With a scale, the logits become that times the slope of the loss in them.
+    """The loss of a chunk. With a scale, overwrites the logits by scale times the gradient of the loss.
 
-    That is softmax minus one-hot, and 0 where there is no target.
+    The gradient is softmax minus one-hot, and 0 where there is no target.
     """
     total = torch.zeros((), dtype=wide, device=logits_CV.device)
     dead_C = labels_C == IGNORE
     targets_C1 = labels_C.masked_fill(dead_C, 0)[:, None]
     tokens = max(1, SLICE_ENTRIES // logits_CV.shape[1]) if logits_CV.device.type == "cpu" else len(logits_CV)
-    for logits, dead, targets in zip(*(_parts(part, tokens) for part in (logits_CV, dead_C, targets_C1)), strict=True):
+    for logits, dead, targets in zip(*(_parts(tensor, tokens) for tensor in (logits_CV, dead_C, targets_C1)), strict=True):
         scores = torch.log_softmax(logits, -1, dtype=wide)
         total -= scores.gather(1, targets)[:, 0].masked_fill_(dead, 0).sum()
         if scale is None:
@@ -116,22 +126,93 @@ def _score(logits_CV: Tensor, labels_C: Tensor, wide: torch.dtype, scale: float 
     return total
 
 
-def _rows(labels_N: Tensor) -> tuple[Tensor, bool]:
-    """Positions to compute, and whether all have a target: elsewhere than on a CPU, to count them would be to wait."""
+def live_rows(labels_N: Tensor) -> tuple[Tensor, bool]:
+    """Positions to compute, and whether all have a target. Only on a CPU: elsewhere counting them would synchronise."""
     if labels_N.device.type == "cpu":
         return (labels_N != IGNORE).nonzero()[:, 0], True
     return torch.arange(len(labels_N), device=labels_N.device), False
 
 
 def _parts(tensor: Tensor, most: int) -> list[Tensor]:
-    """Consecutive parts of at most `most`; none of an empty one."""
+    """Consecutive parts of at most `most` rows; none for an empty tensor."""
     return [tensor[start : start + most] for start in range(0, len(tensor), most)]
 
 
 def _product(first: Tensor, second: Tensor) -> Tensor:
-    """first @ second; of fp16, whose range a sum can leave, in fp32."""
+    """first @ second; for fp16, whose range a sum can exceed, in fp32."""
     if first.dtype != torch.float16:
         return first @ second
     if first.device.type == "cuda":
         return torch.mm(first, second, out_dtype=torch.float32)
     return first.float() @ second.float()
+
+
+SHOWN_ROWS = 16
+
+SKIPS_IN_A_ROW = 20  # a run that only skips learns nothing: the weights are non-finite, or the data is bad
+
+
+class NonFinite(TTrainError):
+    """The loss or the gradient of a step is not finite; `rows` are those of the micro-batches to blame."""
+
+    def __init__(self, step: int, loss: float, norm: float, rows: Sequence[int], config: Loop) -> None:
+        self.step, self.rows = step + 1, list(rows)
+        shown = ", ".join(map(str, self.rows[:SHOWN_ROWS])) + (", ..." if len(self.rows) > SHOWN_ROWS else "")
+        remedy = (
+            f"; {SKIPS_IN_A_ROW} steps in a row were skipped before"
+            if config.nonfinite == "skip"
+            else (f", or set {config.prefix}nonfinite=skip (it is {config.nonfinite})")
+        )
+        super().__init__(
+            f"the loss of step {step + 1} is not finite ({loss}, gradient norm {norm}); its {len(self.rows)} rows: {shown}. "
+            f"The weights are unchanged. Check these rows, lower {config.prefix}optim.lr ({config.optim.lr}){remedy}"
+        )
+
+
+def rows_to_blame(parts: Sequence[npt.NDArray[np.int64]], losses: Mapping[int, Tensor], ranks: Ranks) -> list[int]:
+    """Rows of the micro-batches with a non-finite loss, on any rank; all rows of the step if only the gradient is."""
+    bad = [float(number in losses and not math.isfinite(float(losses[number]))) for number in range(len(parts))]
+    blamed = [micro_batch_rows for micro_batch_rows, is_bad in zip(parts, ranks.sum(bad), strict=True) if is_bad]
+    return [int(row) for micro_batch_rows in blamed or parts for row in micro_batch_rows]
+
+
+Sums = Mapping[str, Sequence[float]]
+
+
+class ReducedSums:
+    """Packs the parts of the loss and other sums into one list of numbers. The first step fixes the names."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._parts: list[str] | None = None
+        self._sums: list[tuple[str, int]] = []
+
+    def flat(self, parts: Mapping[str, float], sums: Sums) -> list[float]:
+        """All numbers in the agreed order, 0 for missing ones. Raises TTrainError for a part not in the first step."""
+        if self._parts is None:
+            agreed_names = self._ranks.union(
+                [f"0/{name}" for name in parts] + [f"{len(sums[name])}/{name}" for name in sums]
+            )
+            split = [(name.partition("/")[2], int(name.partition("/")[0])) for name in agreed_names]
+            self._parts = [name for name, length in split if not length]
+            self._sums = [(name, length) for name, length in split if length]
+        unknown = sorted({*parts} - {*self._parts}) or sorted({*sums} - {name for name, _ in self._sums})
+        if unknown:
+            raise TTrainError(
+                f"the loss has the part {unknown[0]!r}, which the first step did not have; return the same parts from "
+                f"every training step, with 0 for an absent one"
+            )
+        values = [parts.get(name, 0.0) for name in self._parts]
+        for name, length in self._sums:
+            values += sums.get(name, [0.0] * length)
+        return values
+
+    def named(self, values: Sequence[float]) -> tuple[dict[str, float], dict[str, list[float]]]:
+        """Unpack a list made by `flat`: the parts, and the other sums."""
+        assert self._parts is not None, "flat() comes first"
+        start = len(self._parts)
+        parts, sums = dict(zip(self._parts, values[:start], strict=True)), dict[str, list[float]]()
+        for name, length in self._sums:
+            sums[name] = [*values[start : start + length]]
+            start += length
+        return parts, sums

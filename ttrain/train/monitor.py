@@ -1,4 +1,4 @@
-"""How fast a training runs and what it uses: figures that depend on the clock and the machine, and move nothing."""
+"""Performance metrics of a training: speed and memory; they do not influence the training."""
 
 from __future__ import annotations
 
@@ -10,14 +10,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from ttrain.train.callbacks import Callback, StepRecord
+from ttrain.train.precision import DTYPES, Precision
 
-# Names that two runs of the same training do not share.
+# Metrics that differ between two runs of the same training.
 PERFORMANCE = ("tokens_per_second", "step_seconds", "data_wait_fraction", "memory_bytes", "mfu", "eta_seconds", "epoch_time")
-RECENT_STEPS = 200  # whose time tells that of the steps to come
+
+RECENT_STEPS = 200  # from which the time of later steps is estimated
+
 TRIMMED = 0.05  # share of them left out at either end: a stall, a first step that compiles
 
 
@@ -27,7 +32,7 @@ class PerformanceMonitor(Callback):
     tokens_per_second     by the wall clock, so validations, checkpoints and samples count
     step_seconds          mean of the steps' own time
     data_wait_fraction    share of that time that waited for rows
-    mfu                   share of `peak_flops`, where there is one, that the model's own FLOPs of these tokens are
+    mfu                   the model's FLOP/s as a share of `peak_flops`, if known
     memory_bytes          the most so far, of the process, or of tensors on CUDA and MPS
     eta_seconds           until the last step
     epoch_time            seconds that all rows take once at this pace, validations and the like counted
@@ -43,7 +48,7 @@ class PerformanceMonitor(Callback):
         peak_flops: Callable[[], float] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`peak_flops`: of all ranks together; asked for when training starts."""
+        """`peak_flops`: of all ranks together; called when training starts."""
         self._tokens_per_step, self._device, self._clock = tokens_per_step, device, clock
         self._steps_per_epoch = steps_per_epoch
         self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
@@ -66,7 +71,7 @@ class PerformanceMonitor(Callback):
     def figures(self, record: StepRecord) -> Mapping[str, float]:
         now = self._clock()
         rate = self._steps * self._tokens_per_step / max(now - self._logged, 1e-9)
-        found = {
+        metrics = {
             "tokens_per_second": rate,
             "step_seconds": self._seconds / max(1, self._steps),
             "data_wait_fraction": self._data_seconds / max(self._seconds, 1e-9),
@@ -75,25 +80,25 @@ class PerformanceMonitor(Callback):
             "epoch_time": self._steps_per_epoch * (now - self._logged) / max(1, self._steps),
         }
         if self._peak:
-            found["mfu"] = rate * self._flops_per_token / self._peak
+            metrics["mfu"] = rate * self._flops_per_token / self._peak
         self._logged, self._steps, self._seconds, self._data_seconds = now, 0, 0.0, 0.0
-        return found
+        return metrics
 
     def _eta(self, record: StepRecord, now: float) -> float:
-        """What the steps to come take, as the recent ones did, and what lies between steps, as in all of this run."""
-        between = max(0.0, now - self._began - self._all_seconds) / max(1, self._all_steps)
-        return (record.steps - record.step) * (trimmed_mean(self._recent) + between)
+        """Estimated seconds left: step time as in recent steps, plus time between steps as in this whole run."""
+        overhead_seconds = max(0.0, now - self._began - self._all_seconds) / max(1, self._all_steps)
+        return (record.steps - record.step) * (trimmed_mean(self._recent) + overhead_seconds)
 
 
 def trimmed_mean(values: deque[float]) -> float:
     """The mean without the least and the greatest twentieth, at least one of each where there are more than two.
 
-    Unlike the median it is right where steps are of two kinds, as with rows grouped by length.
+    Unlike the median it is right when steps are of two kinds, as with rows grouped by length.
     """
     ordered = sorted(values)
     cut = math.ceil(TRIMMED * len(ordered)) if len(ordered) > 2 else 0
-    kept = ordered[cut : len(ordered) - cut]
-    return sum(kept) / max(1, len(kept))
+    middle = ordered[cut : len(ordered) - cut]
+    return sum(middle) / max(1, len(middle))
 
 
 def peak_memory(device: torch.device) -> int:
@@ -106,3 +111,123 @@ def peak_memory(device: torch.device) -> int:
         lines = Path("/proc/self/status").read_text().splitlines()  # getrusage has the peak of the parent's image too
         return 1024 * int(next(line for line in lines if line.startswith("VmHWM:")).split()[1])
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+TERA = 1e12
+# Dense TFLOP/s, accumulated in fp32, by a word of the name that torch.cuda.get_device_name gives. Sources:
+#   T4     nvidia.com/content/dam/en-zz/Solutions/Data-Center/tesla-t4/t4-tensor-core-datasheet-951643.pdf
+#   A10, A100, L4, L40S, H100, H200, B200: the data sheets at nvidia.com/en-us/data-center; half of the figures with
+#          sparsity. GH200 holds the same chip as H100 SXM.
+#   3090   "NVIDIA Ampere GA102 GPU Architecture", appendix A; 4090: "NVIDIA Ada GPU Architecture", appendix A
+# Boards of the same name that are slower (PCIe, NVL) have lines of their own, or are measured.
+TFLOPS: dict[str, dict[str, float]] = {
+    "T4": {"fp16": 65, "fp32": 8.1},
+    "A10": {"bf16": 125, "fp16": 125, "tf32": 62.5, "fp32": 31.2},
+    "A100": {"bf16": 312, "fp16": 312, "tf32": 156, "fp32": 19.5},
+    "A100 PCIe": {"bf16": 312, "fp16": 312, "tf32": 156, "fp32": 19.5},
+    "L4": {"bf16": 121, "fp16": 121, "tf32": 60, "fp32": 30.3},
+    "L40S": {"bf16": 362, "fp16": 362, "tf32": 183, "fp32": 91.6},
+    "3090": {"bf16": 71, "fp16": 71, "tf32": 35.6, "fp32": 35.6},
+    "4090": {"bf16": 165.2, "fp16": 165.2, "tf32": 82.6, "fp32": 82.6},
+    "H100": {"bf16": 989.4, "fp16": 989.4, "tf32": 494.7, "fp32": 66.9},
+    "H100 PCIe": {"bf16": 756, "fp16": 756, "tf32": 378, "fp32": 51.2},
+    "H200": {"bf16": 989.4, "fp16": 989.4, "tf32": 494.7, "fp32": 66.9},
+    "GH200": {"bf16": 989.4, "fp16": 989.4, "tf32": 494.7, "fp32": 66.9},
+    "B200": {"bf16": 2250, "fp16": 2250, "tf32": 1125, "fp32": 75},
+}
+
+OTHER_BOARDS = frozenset({"PCIe", "NVL", "Laptop", "D", "MIG"})  # not covered by the line of the plain chip
+
+SIZES = (512, 1024, 2048, 4096, 8192)
+
+LONGEST_SECONDS = 0.05  # of one product; three of each size
+
+
+def peak_flops(precision: Precision) -> float:
+    """Peak FLOP/s of a rank's device in matrix products: from the table, else measured in under 0.3 s."""
+    if precision.device.type == "cuda":
+        flops = datasheet_flops(torch.cuda.get_device_name(precision.device), precision.word)
+        if flops is not None:
+            return flops
+    return measured_flops(DTYPES[precision.word], precision.device)
+
+
+def datasheet_flops(name: str, word: str) -> float | None:
+    """The table's FLOP/s for a device name and a precision; None if not listed."""
+    name_parts = {*name.replace("-", " ").split()}
+    for chip, tflops in TFLOPS.items():
+        chip_parts = {*chip.split()}
+        if chip_parts <= name_parts and name_parts & OTHER_BOARDS <= chip_parts:
+            return tflops[word] * TERA if word in tflops else None
+    return None
+
+
+def measured_flops(dtype: torch.dtype, device: torch.device) -> float:
+    """Best rate of a few square matrix products of growing size, in FLOP/s. Draws no random numbers."""
+    best = 0.0
+    for size in SIZES:
+        factor = torch.full((size, size), 1 / size, dtype=dtype, device=device)
+        seconds = min(_seconds_of_product(factor) for _ in range(3))
+        best = max(best, 2 * size**3 / seconds)
+        if 8 * seconds > LONGEST_SECONDS:
+            break
+    return best
+
+
+def _seconds_of_product(factor: Tensor) -> float:
+    _wait(factor.device)
+    began = time.perf_counter()
+    torch.mm(factor, factor)
+    _wait(factor.device)
+    return max(time.perf_counter() - began, 1e-9)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
+def flops_per_token(model: nn.Module, positions: int) -> float:
+    """FLOPs of the forward and backward pass per token of a row of `positions` (PaLM, arXiv:2204.02311, appendix B).
+
+    6 for each weight that multiplies, 4 for a frozen one, which needs no gradient of its own; 12 for each layer, head
+    width and position in attention. An embedding is looked up, not multiplied, and of the experts count those that a token
+    visits. What gradient checkpointing computes twice does not count.
+    """
+    looked_up = looked_up_weights(model)
+    shares = visited_shares(model)
+    weights = sum(
+        p.numel() * shares.get(name, 1.0) * (6 if p.requires_grad else 4)
+        for name, p in model.named_parameters()
+        if name not in looked_up
+    )
+    config: Any = getattr(model, "config", None)
+    heads = getattr(config, "num_attention_heads", 0)
+    if not heads:
+        return float(weights)
+    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    return float(weights + 12 * config.num_hidden_layers * width * positions)
+
+
+def looked_up_weights(model: nn.Module) -> set[str]:
+    """Names of the embeddings, of tokens or positions, that are not the output head's weight as well."""
+    causal_model: Any = model
+    head = causal_model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    multiplied = None if head is None else head.weight
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    return {name for name, p in model.named_parameters() if id(p) in tables and p is not multiplied}
+
+
+def visited_shares(model: nn.Module) -> dict[str, float]:
+    """Share of each routed expert weight that a token uses, k of E, by name; {} if there are no experts.
+
+    transformers stacks the experts of a layer in tensors [E, ...] named `experts`.
+    """
+    config: Any = getattr(model, "config", None)
+    visited = getattr(config, "num_experts_per_tok", None)
+    if not visited:
+        return {}
+    stacked = {name: p for name, p in model.named_parameters() if ".experts." in name and p.ndim > 1}
+    return {name: min(1.0, visited / len(p)) for name, p in stacked.items()}

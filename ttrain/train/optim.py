@@ -1,19 +1,20 @@
-"""Optimizers with their groups, and state that saves without pickle."""
+"""Optimizers with their parameter groups, and state that is saved without pickle."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
 from ttrain.config import Optim
 from ttrain.errors import ArtifactError, UsageError
-from ttrain.train.dtensor import placed
-from ttrain.train.muon import StackedMuon
+from ttrain.train.distributed import shard_like
 
 FUSED_DEVICES = frozenset({"cpu", "cuda"})  # where torch's fused kernels were run and are faster
+
 SHOWN_NAMES = 3
 
 
@@ -22,7 +23,7 @@ class Optimizers:
 
     def __init__(self, optimizers: list[torch.optim.Optimizer], names: dict[Tensor, str]) -> None:
         self.optimizers = optimizers
-        self._names = names
+        self.names = names
         self._peaks = [[_peak(optimizer, group) for group in optimizer.param_groups] for optimizer in optimizers]
 
     @property
@@ -40,11 +41,11 @@ class Optimizers:
                     group["lr"] = peak * factor
 
     def learning_rates(self) -> dict[str, float]:
-        """Present rate by optimizer: {"muon": 0.02, "adamw": 0.004}, both kinds of Muon have the same; last, where there is
-        one, that of `optim.lr`.
+        """Current rate by optimizer: {"muon": 0.02, "adamw": 0.004}; both kinds of Muon share one. The last is that of
+        `optim.lr`, if an optimizer has it.
         """
-        named = {type(o).__name__.lower().removeprefix("stacked"): o for o in self.optimizers}
-        return {name: float(optimizer.param_groups[0]["lr"]) for name, optimizer in named.items()}
+        by_name = {type(o).__name__.lower().removeprefix("stacked"): o for o in self.optimizers}
+        return {name: float(optimizer.param_groups[0]["lr"]) for name, optimizer in by_name.items()}
 
     def step(self) -> None:
         for optimizer in self.optimizers:
@@ -55,7 +56,7 @@ class Optimizers:
             optimizer.zero_grad(set_to_none=True)
 
     def groups(self) -> list[dict[str, Any]]:
-        """What is in each group, for the log: optimizer, peak rate, weight decay, tensors, parameters, the first names."""
+        """Description of each parameter group for the log."""
         return [
             {
                 "optimizer": type(optimizer).__name__,
@@ -63,7 +64,7 @@ class Optimizers:
                 "weight_decay": group["weight_decay"],
                 "tensors": len(group["params"]),
                 "parameters": sum(p.numel() for p in group["params"]),
-                "names": [self._names[p] for p in group["params"][:SHOWN_NAMES]],
+                "names": [self.names[p] for p in group["params"][:SHOWN_NAMES]],
             }
             for optimizer, peaks in zip(self.optimizers, self._peaks, strict=True)
             for group, peak in zip(optimizer.param_groups, peaks, strict=True)
@@ -71,11 +72,11 @@ class Optimizers:
 
     def state(self) -> dict[str, Tensor]:
         """All state as named plain tensors: {"exp_avg|model.norm.weight": ...}, or the parts {"exp_avg.codes|...": ...}."""
-        return {f"{key}|{self._names[p]}": value for p, key, value in self._entries()}
+        return {f"{key}|{self.names[p]}": value for p, key, value in self._entries()}
 
     def load_state(self, tensors: dict[str, Tensor]) -> None:
-        """Put back what `state()` gave. Raises ArtifactError where a name is unknown, or a part is missing."""
-        parameters = {name: p for p, name in self._names.items()}
+        """Restore what `state()` returned. Raises ArtifactError if a name is unknown or a part is missing."""
+        parameters = {name: p for p, name in self.names.items()}
         owner = {id(p): o for o in self.optimizers for group in o.param_groups for p in group["params"]}
         parts: dict[tuple[str, str], dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
@@ -85,29 +86,29 @@ class Optimizers:
                 raise ArtifactError(f"the checkpoint has optimizer state for {parameter_name}, which is not trained here")
             optimizer = owner[id(parameter)]
             stays = key == "step" and not optimizer.defaults.get("fused")  # only a fused optimizer counts on the device
-            value = tensor if stays else placed(tensor, parameter)
-            whole, _, part = key.partition(".")
-            if part:
-                parts.setdefault((whole, parameter_name), {})[part] = value
+            value = tensor if stays else shard_like(tensor, parameter)
+            whole, _, component = key.partition(".")
+            if component:
+                parts.setdefault((whole, parameter_name), {})[component] = value
             else:
                 optimizer.state[parameter][key] = value
-        for (whole, parameter_name), found in parts.items():
+        for (whole, parameter_name), components in parts.items():
             parameter = parameters[parameter_name]
-            owner[id(parameter)].state[parameter][whole] = _join_8bit(whole, parameter_name, found)
+            owner[id(parameter)].state[parameter][whole] = _join_8bit(whole, parameter_name, components)
 
     def _entries(self) -> Iterator[tuple[Tensor, str, Tensor]]:
         for optimizer in self.optimizers:
             for parameter, entries in optimizer.state.items():
                 for key, value in entries.items():
                     if _is_8bit(value):
-                        for part in value.tensor_attrs:
-                            yield parameter, f"{key}.{part}", getattr(value, part)
+                        for attribute in value.tensor_attrs:
+                            yield parameter, f"{key}.{attribute}", getattr(value, attribute)
                     elif value is not None:
                         yield parameter, key, value if isinstance(value, Tensor) else torch.tensor(value)
 
 
 def build(model: nn.Module, config: Optim) -> Optimizers:
-    """The optimizers of a model's trainable parameters. Raises UsageError where one cannot be had.
+    """Build the optimizers of a model's trainable parameters. Raises UsageError if one is not available.
 
     `adamw` decouples weight decay from the gradient (arXiv:1711.05101); `adam` (arXiv:1412.6980) adds it there, as L2.
     `adamw8bit` keeps both means in 8 bits (arXiv:2110.02861), of tensors with 4096 numbers or more. `muon` (Jordan 2024,
@@ -130,9 +131,9 @@ def build(model: nn.Module, config: Optim) -> Optimizers:
     is_muon = config.kind == "muon"
     hidden = [p for p in decayed if is_muon and p.ndim == 2]
     stacked = [p for name, p in trained if is_muon and p.ndim == 3 and id(p) in matrices and "experts" in name.split(".")]
-    taken = {id(p) for p in (*hidden, *stacked)}
+    muon_ids = {id(p) for p in (*hidden, *stacked)}
     groups = [
-        {"params": [p for p in decayed if id(p) not in taken], "weight_decay": config.weight_decay},
+        {"params": [p for p in decayed if id(p) not in muon_ids], "weight_decay": config.weight_decay},
         {"params": [p for _, p in trained if id(p) not in matrices], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
@@ -154,7 +155,7 @@ def build(model: nn.Module, config: Optim) -> Optimizers:
 
 
 def _adam(groups: list[dict[str, Any]], config: Optim, trained: list[Tensor]) -> torch.optim.Optimizer:
-    """The member of Adam's family that the settings name."""
+    """Adam, AdamW or 8-bit AdamW, as the settings say."""
     if config.kind == "adamw8bit":
         return _adamw_8bit(groups, config, trained)
     kind = torch.optim.Adam if config.kind == "adam" else torch.optim.AdamW
@@ -163,7 +164,7 @@ def _adam(groups: list[dict[str, Any]], config: Optim, trained: list[Tensor]) ->
 
 
 def _adamw_8bit(groups: list[dict[str, Any]], config: Optim, trained: list[Tensor]) -> torch.optim.Optimizer:
-    """torchao's; its step is compiled, which costs half a minute once. Raises UsageError where it cannot be had."""
+    """torchao's 8-bit AdamW; its step is compiled, half a minute once. Raises UsageError if it is not available."""
     if any(hasattr(p, "full_tensor") for p in trained):  # sharded; DTensor itself takes half a second to import
         raise UsageError(
             "optim.kind is adamw8bit but runtime.parallel is fsdp, whose checkpoints cannot hold 8-bit state; "
@@ -175,22 +176,22 @@ def _adamw_8bit(groups: list[dict[str, Any]], config: Optim, trained: list[Tenso
         raise UsageError(
             f"optim.kind is adamw8bit, which needs torchao ({error}); try: pip install torchao, or set optim.kind=adamw"
         ) from None
-    made: torch.optim.Optimizer = AdamW8bit(groups, lr=config.lr, betas=config.betas, eps=config.eps)
-    return made
+    optimizer: torch.optim.Optimizer = AdamW8bit(groups, lr=config.lr, betas=config.betas, eps=config.eps)
+    return optimizer
 
 
 def _peak(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> float:
-    """The rate that a group was given, before torchao rounds it to fp32."""
+    """Peak learning rate of a group, before torchao rounds it to fp32."""
     return float(optimizer.defaults["lr"] if isinstance(group["lr"], Tensor) else group["lr"])
 
 
 def _is_8bit(value: object) -> bool:
-    """Whether it is torchao's tensor of codes, their scales and the map of what codes mean."""
+    """Whether a value is torchao's 8-bit tensor: codes, scales and the map of the codes."""
     return type(value).__name__ == "OptimState8bit"
 
 
 def _join_8bit(key: str, parameter_name: str, parts: dict[str, Tensor]) -> Tensor:
-    """The 8-bit tensor of its parts; the mean of the gradients has a sign, that of their squares has none."""
+    """Join the parts of an 8-bit tensor; the mean of the gradients is signed, that of their squares is not."""
     from torchao.optim.subclass_8bit import OptimState8bit
 
     missing = {"codes", "scale", "qmap"} - set(parts)
@@ -199,3 +200,59 @@ def _join_8bit(key: str, parameter_name: str, parts: dict[str, Tensor]) -> Tenso
     signed = key == "exp_avg"
     joined: Tensor = OptimState8bit(parts["codes"], parts["scale"], parts["qmap"], signed, dtype=torch.float32)
     return joined
+
+
+COEFFICIENTS, STEPS, EPS = (3.4445, -4.7750, 2.0315), 5, 1e-7  # those of torch.optim.Muon
+
+
+@final
+class StackedMuon(torch.optim.Optimizer):
+    """torch.optim.Muon (Jordan 2024, kellerjordan.github.io/posts/muon) for tensors [E, A, B] of E matrices.
+
+    All E matrices are updated in one batch of products. An expert that no token visited is updated by its momentum only.
+    """
+
+    def __init__(
+        self, params: Iterable[Tensor], *, lr: float, momentum: float, weight_decay: float, adjust_lr_fn: str
+    ) -> None:
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "adjust_lr_fn": adjust_lr_fn}
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # there is no closure
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group)
+
+    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        state, momentum = self.state[parameter], group["momentum"]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        weights_EAB, grad_EAB, mean_EAB = map(_local_experts, (parameter, parameter.grad, state["momentum_buffer"]))
+        mean_EAB.lerp_(grad_EAB, 1 - momentum)
+        direction_EAB = orthogonal(grad_EAB.lerp(mean_EAB, momentum))
+        A, B = parameter.shape[1:]
+        matched = group["adjust_lr_fn"] == "match_rms_adamw"
+        scale = 0.2 * math.sqrt(max(A, B)) if matched else math.sqrt(max(1, A / B))
+        weights_EAB.mul_(1 - group["lr"] * group["weight_decay"])
+        weights_EAB.add_(direction_EAB, alpha=-group["lr"] * scale)
+
+
+def _local_experts(tensor: Any) -> Tensor:
+    """This rank's experts: a sharded tensor is split between experts, so each is complete on one rank."""
+    local_tensor: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local_tensor
+
+
+def orthogonal(matrices_EAB: Tensor) -> Tensor:
+    """Each matrix with singular values near 1, by five Newton-Schulz steps in bf16."""
+    a, b, c = COEFFICIENTS
+    tall = matrices_EAB.shape[1] > matrices_EAB.shape[2]
+    x = (matrices_EAB.transpose(1, 2) if tall else matrices_EAB).bfloat16()
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=EPS)
+    for _ in range(STEPS):
+        gram = torch.bmm(x, x.transpose(1, 2))
+        gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, gram, x, beta=a)
+    return x.transpose(1, 2) if tall else x

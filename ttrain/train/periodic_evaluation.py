@@ -1,37 +1,44 @@
-"""What a small suite of tasks says of the model while it learns: figures beside the loss, which they do not move."""
+"""Periodic evaluation on a small suite of tasks during training, without influence on the training."""
 
 from __future__ import annotations
 
 import logging
+import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
+import numpy as np
+import torch
 from torch import nn
 
 from ttrain.train.callbacks import Callback, LogRecord, StepRecord
-from ttrain.train.periodic_samples import undisturbed
 
 PREFIX = "eval/"  # of every figure
-TIMED = (f"{PREFIX}seconds", f"{PREFIX}time_share")  # which two runs of the same training do not share
-MUCH = 0.2  # share of the time from which on it is told how to spend less
+
+TIMED = (f"{PREFIX}seconds", f"{PREFIX}time_share")  # these differ between two runs of the same training
+
+MUCH = 0.2  # share of the time above which a warning says how to spend less
+
 log = logging.getLogger("ttrain")
 
 
-class Evaluations(Callback):
-    """Every so many steps, and after the last one, a line of figures of its own: `eval/TASK/FIGURE`, and
+class PeriodicEvaluation(Callback):
+    """Logs an evaluation every so many steps and after the last one: `eval/TASK/FIGURE`, and
 
     eval/seconds      that this evaluation took
     eval/time_share   of all evaluations since this process began to train, of its time
 
-    `measure(step)` gives the figures; `told` are the callbacks that write lines down. The training after it is the same to
-    the last bit as without it.
+    `measure(step)` returns the figures; `writers` are the callbacks that log them. Training continues bit for bit as
+    without the evaluation.
     """
 
     def __init__(
-        self, model: nn.Module, measure: Callable[[int], Mapping[str, float]], told: Sequence[Callback], *, every: int,
+        self, model: nn.Module, measure: Callable[[int], Mapping[str, float]], writers: Sequence[Callback], *, every: int,
         tokens_per_step: int, clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
-        self._model, self._measure, self._told = model, measure, told
+        self._model, self._measure, self._writers = model, measure, writers
         self._every, self._tokens_per_step, self._clock = every, tokens_per_step, clock
         self._began = self._spent = 0.0
         self._warned = False
@@ -42,19 +49,65 @@ class Evaluations(Callback):
     def step_end(self, record: StepRecord) -> None:
         if record.step % self._every and record.step != record.steps:
             return
-        before = self._clock()
-        with undisturbed(self._model):
+        began = self._clock()
+        with preserve_rng_and_modes(self._model):
             figures = {PREFIX + name: value for name, value in self._measure(record.step).items()}
         now = self._clock()
-        self._spent += now - before
+        self._spent += now - began
         share = self._spent / max(now - self._began, 1e-9)
-        figures |= dict(zip(TIMED, (now - before, share), strict=True))
+        figures |= dict(zip(TIMED, (now - began, share), strict=True))
         tokens = record.step * self._tokens_per_step
-        for callback in self._told:
+        for callback in self._writers:
             callback.log(LogRecord(record.step, record.steps, tokens, figures))
         if share > MUCH and not self._warned:
             self._warned = True
             log.warning(
                 "evaluations take %.0f %% of the time (%.1f s each); raise runtime.eval_every_steps, which is %d, or "
-                "lower runtime.eval_limit", 100 * share, now - before, self._every,
+                "lower runtime.eval_limit", 100 * share, now - began, self._every,
             )  # fmt: skip
+
+
+SampleWriter = Callable[[], Sequence[tuple[str, str]]]
+
+
+class PeriodicSamples(Callback):
+    """Every so many steps, writes the model's answers to some prompts: `directory/step-00000100.txt`.
+
+    `write` returns (prompt, answer) pairs. Training continues bit for bit as without the samples.
+    """
+
+    def __init__(self, directory: Path, model: nn.Module, write: SampleWriter, *, every: int) -> None:
+        self._directory, self._model, self._write, self._every = directory, model, write, every
+
+    def step_end(self, record: StepRecord) -> None:
+        if record.step % self._every:
+            return
+        with preserve_rng_and_modes(self._model):
+            written = self._write()
+        path = self._directory / f"step-{record.step:08d}.txt"
+        temporary = path.with_suffix(".tmp")  # it is read while training goes on
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            temporary.write_text("".join(f"=== {prompt}\n{answer}\n\n" for prompt, answer in written), encoding="utf-8")
+            temporary.replace(path)
+        except OSError as error:  # best effort: nothing depends on the file
+            log.warning("cannot write the sample %s, training continues: %s", path, error.strerror)
+
+
+@contextmanager
+def preserve_rng_and_modes(model: nn.Module) -> Iterator[None]:
+    """Disable gradients inside; afterwards restore the random state and each module's training mode."""
+    modes = [(module, module.training) for module in model.modules()]
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]  # torch's
+    states = (torch.get_rng_state(), np.random.get_state(), random.getstate())
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda)

@@ -1,33 +1,43 @@
-"""Which number format a stage computes in, and on which device. Master weights, gradients and optimizer state stay fp32.
+"""Precision and device of a stage. Master weights, gradients and optimizer state stay fp32.
 
 `precision` changes the weights, so it is part of a stage's key: also `tf32`, which is fp32 but for matrix products on CUDA,
-whose factors are rounded to 10 bits of mantissa. One word says it all; there is no second switch to forget.
+whose factors are rounded to 10 bits of mantissa. There is no other switch.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from ttrain.errors import TTrainError, UsageError
+from ttrain.train.distributed import Ranks
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "tf32": torch.float32}
+
 GROWTH_INTERVAL = 2000
+
 OVERFLOWS_IN_A_ROW = 32  # halve 2^16, or a scale that has grown for 32 000 steps, down to 1 and below
+
 LOWEST_SCALE = 2.0**-16
+
 AMPERE = (8, 0)  # the first compute capability with bf16 and tf32
+
 BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  # the last is arm's
+
 log = logging.getLogger("ttrain")
 
 
 @dataclass
 class LossScale:
-    """Dynamic loss scaling (arXiv:1710.03740): halved where a gradient overflows, doubled after 2000 steps that did not.
+    """Dynamic loss scaling (arXiv:1710.03740): halved when a gradient overflows, doubled after 2000 steps that did not.
 
     torch's GradScaler unscales one optimizer at a time, and on some devices only; here the factor joins the division by
     targets. All of it is saved in the checkpoint.
@@ -36,10 +46,10 @@ class LossScale:
     scale: float
     enabled: bool
     good_steps: int = 0
-    overflows: int = 0  # one after the other
+    overflows: int = 0  # in a row
 
     def update(self, finite: bool) -> None:
-        """Note the outcome of a step. Raises TTrainError where no scale helps."""
+        """Update the scale after a step. Raises TTrainError if no scale helps."""
         if not self.enabled:
             return
         self.good_steps = self.good_steps + 1 if finite else 0
@@ -57,7 +67,7 @@ class LossScale:
 
 @dataclass(frozen=True)
 class Precision:
-    """A resolved word: never `auto`."""
+    """A resolved precision, never `auto`, with its device."""
 
     word: str
     device: torch.device
@@ -69,40 +79,38 @@ class Precision:
         return torch.autocast(self.device.type, dtype=DTYPES[self.word])
 
     def loss_scale(self) -> LossScale:
-        """Scales the loss in fp16, and does nothing otherwise."""
+        """A loss scale that is enabled in fp16 only."""
         return LossScale(2.0**16 if self.word == "fp16" else 1.0, enabled=self.word == "fp16")
 
 
-def resolve(word: str, device: torch.device) -> Precision:
-    """The precision that a word means on a device: `auto` is bf16 where the chip has it, else fp16 on CUDA, else fp32.
+def resolve_precision(word: str, device: torch.device) -> Precision:
+    """Resolve a precision setting on a device: `auto` is bf16 if the chip has it, else fp16 on CUDA, else fp32.
 
-    Sets how this process multiplies fp32 matrices, for the forward and the backward pass alike. Raises UsageError where
-    tf32 is asked for and the device has none.
+    Sets how this process multiplies fp32 matrices, for the forward and the backward pass alike. Raises UsageError if
+    tf32 is requested and the device has none.
     """
-    asked = word
+    requested = word
     if word == "auto":
         word = "bf16" if has_bf16(device) else "fp16" if device.type == "cuda" else "fp32"
     if word == "tf32" and not _is_ampere(device):
-        raise UsageError(
-            f"precision is tf32, which only CUDA from Ampere on has, and not {device}; set precision=fp32 or auto"
-        )
-    if asked == "bf16" and device.type == "cuda" and not _is_ampere(device):
+        raise UsageError(f"precision is tf32, which needs CUDA on Ampere or newer, not {device}; set precision=fp32 or auto")
+    if requested == "bf16" and device.type == "cuda" and not _is_ampere(device):
         log.warning("precision is bf16, which %s only emulates; fp16 is faster there", device)
     torch.set_float32_matmul_precision("high" if word == "tf32" else "highest")
-    log.info("precision %s on %s%s", word, device, " (from auto)" if asked == "auto" else "")
+    log.info("precision %s on %s%s", word, device, " (from auto)" if requested == "auto" else "")
     return Precision(word, device)
 
 
 def has_bf16(device: torch.device) -> bool:
-    """Whether bf16 is computed in hardware; emulated, it is slower than fp32. On MPS no: Apple's M1 has none."""
+    """Whether the device computes bf16 in hardware; emulated, it is slower than fp32. Not on MPS: Apple's M1 has none."""
     if device.type == "cuda":
         return _is_ampere(device)
     if device.type == "cpu":
         try:
-            words = Path("/proc/cpuinfo").read_text().split()
+            flags = Path("/proc/cpuinfo").read_text().split()
         except OSError:
             return False
-        return not BF16_FLAGS.isdisjoint(words)
+        return not BF16_FLAGS.isdisjoint(flags)
     return False
 
 
@@ -111,10 +119,10 @@ def _is_ampere(device: torch.device) -> bool:
 
 
 def resolve_device(word: str, local_rank: int = 0) -> torch.device:
-    """`auto`: cuda, then mps, then cpu. Raises UsageError where the device, or one for this rank, is not there."""
-    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    asked, word = word, next(name for name in there if there[name]) if word == "auto" else word
-    if not there[word]:
+    """`auto`: cuda, then mps, then cpu. Raises UsageError if the device, or one for this rank, does not exist."""
+    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    requested, word = word, next(name for name in available if available[name]) if word == "auto" else word
+    if not available[word]:
         raise UsageError(
             f"runtime.device is {word}, but torch {torch.__version__} finds no such device here; "
             f"set runtime.device=auto, or install the driver and a torch that is built for it"
@@ -122,7 +130,39 @@ def resolve_device(word: str, local_rank: int = 0) -> torch.device:
     count = torch.cuda.device_count() if word == "cuda" else 1
     if word != "cpu" and local_rank >= count:
         raise UsageError(
-            f"runtime.device is {asked} and runtime.devices is more than the {count} of {word} here; "
+            f"runtime.device is {requested} and runtime.devices is more than the {count} of {word} here; "
             f"set runtime.devices={count}, or runtime.device=cpu"
         )
     return torch.device(word, local_rank) if word == "cuda" else torch.device(word)
+
+
+def set_deterministic(on: bool) -> None:
+    """Use deterministic kernels; call before the first one runs. Operations without one warn.
+
+    Eager code on a CPU is deterministic as it is. Compiled code is not: on two threads it gave six results in six runs,
+    and with this setting one. On CUDA cuBLAS also needs a fixed workspace (docs.nvidia.com/cuda/cublas,
+    "Results reproducibility").
+    """
+    if on:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(on, warn_only=True)
+    # A debugging aid that fills every new tensor with NaN.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # set through a module class
+
+
+def try_compile(attempt: Callable[[nn.Module], None], module: nn.Module, ranks: Ranks) -> tuple[nn.Module, bool]:
+    """Compile the module: (compiled module, True), or (module, False) if any rank cannot compile it.
+
+    `attempt` runs one forward and backward pass, since that is when the compiler works.
+    """
+    compiled_module: nn.Module = torch.compile(module, dynamic=False)  # type: ignore[assignment]
+    failure = ""
+    try:
+        attempt(compiled_module)
+    except Exception as error:
+        failure = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    if ranks.sum([float(bool(failure))])[0]:
+        log.warning("torch.compile failed (%s); training continues without it", failure or "on another rank")
+        torch._dynamo.reset()
+        return module, False
+    return compiled_module, True

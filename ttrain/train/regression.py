@@ -1,4 +1,4 @@
-"""The example of a user's task: a small network learns a function of two numbers, in seconds."""
+"""Example of a user-defined task: a small network learns a function of two numbers, in seconds."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from torch.utils.data import TensorDataset
 
 from ttrain.config import Optim, TaskConfig
 from ttrain.train import optim, schedules
-from ttrain.train.custom_task import UserTask
-from ttrain.train.task import LossSum
+from ttrain.train.task import LossSum, UserTask
 
 
 @final
@@ -21,7 +20,7 @@ class Regression(UserTask):
     """Learns y = sin(3a) + ab for a and b between -1 and 1; the loss is the squared error, whose mean is the MSE."""
 
     class Config(TaskConfig):
-        """Settings of its own, and other defaults of those that all tasks have."""
+        """The task's own settings, and other defaults for common ones."""
 
         hidden: int = Field(64, ge=1, description="width of the two hidden layers")
         examples: int = Field(2048, ge=1, description="rows to learn from")
@@ -49,7 +48,7 @@ class Regression(UserTask):
         return nn.MSELoss(reduction="sum")
 
     def train_step(self, model: nn.Module, batch: list[Tensor], device: torch.device) -> LossSum:
-        x, y = (part.to(device) for part in batch)
+        x, y = (tensor.to(device) for tensor in batch)
         return LossSum(self.criterion(model(x).squeeze(1), y), count=len(y))
 
     def validation_step(self, model: nn.Module, batch: list[Tensor], device: torch.device) -> LossSum:

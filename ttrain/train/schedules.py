@@ -1,4 +1,4 @@
-"""Learning-rate schedules, in optimizer steps; plain arithmetic, so that the plan can ask them without torch."""
+"""Learning-rate schedules, in optimizer steps; plain arithmetic, so that the plan can use them without torch."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ WARMUP_STEPS = 10
 MINIMIND_FLOOR = 0.1
 QUICK_SHARE = 0.02  # of the time of a training's steps that its quick validations may take; LoRA's took up to 2.9 %
 FEWEST_QUICK_ROWS, MOST_QUICK_ROWS = 4, 64
-BUDGET = frozenset({"tokens", "epochs"})  # settings of a training that a checkpoint may be continued under other values of
+BUDGET = frozenset({"tokens", "epochs"})  # settings that may change when a checkpoint is continued
 
 
-RATES = frozenset({"optim.lr", "optim.muon_lr"})  # the same, where the user names the work that goes on
+RATES = frozenset({"optim.lr", "optim.muon_lr"})  # may also change if the user names the run to continue
 
 
 def steps_of(config: Training, rows: int) -> tuple[int, int]:
@@ -28,7 +28,7 @@ def steps_of(config: Training, rows: int) -> tuple[int, int]:
 
 
 def spread_steps(steps: int, times: int) -> frozenset[int]:
-    """So many steps of a run, evenly spread, the last among them; all of them where there are no more."""
+    """`times` evenly spread steps of a run, including the last; all steps if there are fewer."""
     return frozenset(-(-steps * number // times) for number in range(1, times + 1))
 
 
@@ -52,7 +52,7 @@ def warmup_steps(config: Schedule) -> int:
 def decay_start(config: Schedule, steps: int) -> int:
     """First step at which the learning rate depends on the length of the run; before it, runs of any length agree.
 
-    Constant and exponential rates never ask for the length: all steps agree.
+    Constant and exponential rates do not depend on the length: all steps agree.
     """
     return steps if config.kind in ("constant", "exponential") else _peak_end(config, steps)
 
@@ -81,15 +81,15 @@ def schedule(config: Schedule, steps: int) -> Callable[[int], float]:
 
 
 def _peak_end(config: Schedule, steps: int) -> int:
-    """First step that may be below the peak, once the warm-up is over; `steps` where there is none."""
-    held = min(warmup_steps(config) + config.hold_steps, steps)
+    """First step after the warm-up that may be below the peak; `steps` if there is none."""
+    hold_end = min(warmup_steps(config) + config.hold_steps, steps)
     if config.kind in ("linear", "wsd"):
-        return max(held, steps - round(config.decay_fraction * steps))
-    return held
+        return max(hold_end, steps - round(config.decay_fraction * steps))
+    return hold_end
 
 
 def _shape(config: Schedule, step: int, steps: int) -> float:
-    """What a decay of `steps` steps has left, 1 to 0, at its own step counted from 0."""
+    """Remaining share, 1 to 0, of a decay over `steps` steps, at its own step counted from 0."""
     done = step / steps
     if config.kind == "linear":
         return 1 - done

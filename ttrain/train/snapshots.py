@@ -1,4 +1,4 @@
-"""Snapshots: a run at the end of a step, copied out of the trainer's way into memory that is used again and again."""
+"""Snapshots of a run at the end of a step, copied into reusable memory so that training can continue."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-HEADERS_BYTES = 1 << 20  # headers and JSON files, of which no checkpoint so far had half
+HEADERS_BYTES = 1 << 20  # headers and JSON files; every checkpoint so far had less than half of it
 
 Memory = tuple[dict[str, Tensor], dict[str, Tensor]]  # held for weights, and for the optimizer's state
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A run at the end of a step, copied out of the trainer's way. `release()` gives its memory back."""
+    """Copy of a run's state at the end of a step. `release()` gives its memory back."""
 
     step: int
     weights: Mapping[str, Tensor]
@@ -31,23 +31,23 @@ class SnapshotBuffers:
     """Memory for the snapshots of one run: CPU copies that stay allocated, pinned where the tensors come from CUDA.
 
     Memory that is new costs a page fault every 4 KiB: 300 MB took 90 to 500 ms to copy into new memory on two EPYC cores,
-    and 17 ms into memory that was there. The second set is made only where a snapshot is taken while the first is being
-    written; where both are, the trainer waits, and `waited_seconds` says how long in all.
+    and 17 ms into memory that was there. The second set is allocated only if a snapshot is taken while the first is being
+    written; if both are in use, the trainer waits, and `waited_seconds` is the total.
     """
 
     def __init__(self, sets: int = 2) -> None:
         self.waited_seconds = 0.0
-        self._most = sets
-        self._made = 0
+        self._max_sets = sets
+        self._allocated_sets = 0
         self._free: list[Memory] = []
         self._changed = threading.Condition()
 
     def take(
         self, step: int, weights: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], state: Mapping[str, Any]
     ) -> Snapshot:
-        """Copy the tensors, from whatever device. Waits while all sets are in use.
+        """Copy the tensors, from any device. Waits while all sets are in use.
 
-        Whoever takes a snapshot hands it to `Checkpoints.save`, or calls its `release`.
+        The caller passes the snapshot to `Checkpoints.save`, or calls its `release`.
         """
         memory = self._acquire()
         try:
@@ -62,8 +62,8 @@ class SnapshotBuffers:
     def _acquire(self) -> Memory:
         began = time.monotonic()
         with self._changed:
-            if not self._free and self._made < self._most:
-                self._made += 1
+            if not self._free and self._allocated_sets < self._max_sets:
+                self._allocated_sets += 1
                 return {}, {}
             while not self._free:
                 self._changed.wait()
@@ -71,7 +71,7 @@ class SnapshotBuffers:
             return self._free.pop()
 
     def _release(self, lent: list[Memory]) -> None:
-        """Take a set back, once: what is released again may be another snapshot's by then."""
+        """Return a set to the pool, once: a second release must not free another snapshot's memory."""
         with self._changed:
             if lent:
                 self._free.append(lent.pop())
@@ -79,29 +79,29 @@ class SnapshotBuffers:
 
 
 def copy_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A snapshot in CPU memory: contiguous copies that training no longer touches."""
+    """Copy tensors to CPU memory: contiguous copies that training no longer changes."""
     return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
 
 
 def needed_bytes(snapshot: Snapshot) -> int:
-    """Disk space of one checkpoint, a little too much rather than too little."""
+    """Disk space of one checkpoint in bytes, slightly overestimated."""
     tensors = [*snapshot.weights.values(), *snapshot.optimizer.values()]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors) + HEADERS_BYTES
 
 
-def _copy_into(held: dict[str, Tensor], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous copies by name, in memory that is held for them; where shape or type changed, it is made anew."""
-    for name in [name for name in held if name not in tensors]:
-        del held[name]
+def _copy_into(buffers: dict[str, Tensor], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copy tensors into reusable buffers by name; a buffer is reallocated if shape or type changed."""
+    for name in [name for name in buffers if name not in tensors]:
+        del buffers[name]
     for name, tensor in tensors.items():
-        memory = held.get(name)
+        memory = buffers.get(name)
         if memory is None or memory.shape != tensor.shape or memory.dtype != tensor.dtype:
-            memory = held[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            memory = buffers[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
         memory.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
-    return dict(held)
+    return dict(buffers)
 
 
 def _finish_copies(tensors: list[Tensor]) -> None:
-    """Copies into pinned memory run behind the CPU: the next step must not change what they still read."""
+    """Wait for asynchronous copies into pinned memory, before the next step changes their sources."""
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
         torch.cuda.synchronize(device)

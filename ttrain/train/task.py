@@ -1,16 +1,21 @@
-"""What is trained: the model, its optimizer, its loss as a sum and a count."""
+"""Base class of training tasks: the model, its optimizer, its loss as a sum and a count."""
 
 from __future__ import annotations
 
+import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import default_collate
 
 from ttrain.config import TaskConfig, Training
+from ttrain.errors import UsageError
 from ttrain.train import optim
 
 
@@ -50,16 +55,16 @@ class TrainingTask(ABC):
 
     @abstractmethod
     def train_step(self, model: nn.Module, batch: Any, device: torch.device) -> LossSum:
-        """Forward pass of one micro-batch; the trainer does the rest."""
+        """Forward pass and loss of one micro-batch."""
 
     @abstractmethod
     def validation_step(self, model: nn.Module, batch: Any, device: torch.device) -> LossSum:
-        """The same without gradients."""
+        """Forward pass and loss of one validation batch, without gradients."""
 
     def after_step(self, sums: Mapping[str, Sequence[float]]) -> None:  # noqa: B027  # most tasks have nothing to do
-        """The optimizers made a step: what changes tensors that they do not train belongs here.
+        """Update tensors that the optimizers do not train, after an optimizer step.
 
-        `sums`: those of the step, over its micro-batches and all ranks. Called on every rank, not for skipped steps.
+        `sums`: the sums of the step, over its micro-batches and all ranks. Called on every rank, not for skipped steps.
         """
 
     def figures(self, sums: Mapping[str, Sequence[float]]) -> Mapping[str, float]:
@@ -69,3 +74,71 @@ class TrainingTask(ABC):
     def derived(self, losses: Mapping[str, float]) -> Mapping[str, float]:
         """Figures for the log, from the means of the loss and its parts (`loss`, `loss_NAME`) since the last one."""
         return {}
+
+
+GROUP = "ttrain.tasks"
+
+
+def installed_tasks() -> dict[str, EntryPoint]:
+    """The tasks of the installed packages, by name."""
+    return {point.name: point for point in sorted(entry_points(group=GROUP))}
+
+
+def find_task(name: str) -> EntryPoint:
+    """The entry point of a task, not imported yet. Raises UsageError with the known names if there is none."""
+    if ":" in name:
+        return EntryPoint(name, name, GROUP)
+    tasks = installed_tasks()
+    if name not in tasks:
+        raise UsageError(f"there is no task '{name}'{did_you_mean(name, [*tasks])}; the tasks are {describe_tasks()}")
+    return tasks[name]
+
+
+def did_you_mean(name: str, names: Sequence[str]) -> str:
+    """A hint " (did you mean ...?)" with the closest name; "" if none is close."""
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
+    return f" (did you mean '{close[0]}'?)" if close else ""
+
+
+def describe_tasks() -> str:
+    """List of all tasks, for an error message."""
+    names = ", ".join(installed_tasks()) or "none"
+    return f"{names}, or any module:Class; a package adds one by an entry point of the group {GROUP}"
+
+
+class MapStyle(Protocol):
+    """Rows as PyTorch's map-style data sets have them; `__getitems__`, where there is one, reads many at a time."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, row: int, /) -> Any: ...
+
+
+class UserTask(TrainingTask):
+    """A task that brings its own rows and settings; docs/tasks.md shows one.
+
+    Rows are read in a thread, in an order that only the seed decides, and may be read again: row n must always be the same.
+    """
+
+    Config: ClassVar[type[TaskConfig]] = TaskConfig
+    config: TaskConfig
+
+    def __init__(self, config: TaskConfig) -> None:
+        self.config = config
+
+    @abstractmethod
+    def rows(self) -> MapStyle:
+        """The rows to learn from."""
+
+    def heldout_rows(self) -> MapStyle | None:
+        """Rows for validation only; None: no validation."""
+        return None
+
+    def collate(self, rows: list[Any]) -> Any:
+        """Combine rows to the batch passed to the steps: by default stacked into tensors, as PyTorch's DataLoader does."""
+        return default_collate(rows)
+
+    @cached_property
+    def criterion(self) -> Callable[[Tensor, Tensor], Tensor]:
+        """The result of `build_criterion`, cached."""
+        return self.build_criterion()

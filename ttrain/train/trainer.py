@@ -1,4 +1,4 @@
-"""The one training loop, under every stage.
+"""The training loop of every stage.
 
 The gradient of a step is the sum over all its targets, divided once by their number over all ranks and micro-batches. Data,
 dropout and position are functions of (seed, step, micro-batch), so a run continues bit for bit from any checkpoint.
@@ -20,18 +20,14 @@ from torch import Tensor, nn
 from ttrain.data.loader import Loader, MicroBatch
 from ttrain.errors import TTrainError, UsageError
 from ttrain.train import resume
-from ttrain.train.callback_list import Listeners
-from ttrain.train.callbacks import Callback, LogRecord, StepRecord
+from ttrain.train.callbacks import Callback, CallbackList, LogRecord, StepRecord
 from ttrain.train.checkpoint import Checkpoints, Snapshot, SnapshotBuffers
-from ttrain.train.compile import compiled
-from ttrain.train.distributed import Ranks, global_norm
-from ttrain.train.dtensor import whole
-from ttrain.train.night_throttle import NightShift
-from ttrain.train.non_finite import SKIPS_IN_A_ROW, NonFinite, rows_of
-from ttrain.train.parallel import spread
-from ttrain.train.precision import LossScale, Precision
-from ttrain.train.progress import Counters
-from ttrain.train.reduced_sums import Totals
+from ttrain.train.distributed import Ranks, full_tensor, global_norm
+from ttrain.train.losses import SKIPS_IN_A_ROW, NonFinite, ReducedSums, rows_to_blame
+from ttrain.train.parallel import parallelize
+from ttrain.train.precision import LossScale, Precision, try_compile
+from ttrain.train.resource_limits import NightThrottle
+from ttrain.train.resume import Counters
 from ttrain.train.schedules import decay_start, spread_steps
 from ttrain.train.task import TrainingTask
 
@@ -41,7 +37,7 @@ log = logging.getLogger("ttrain")
 
 
 class Weights(Protocol):
-    """How the trained weights leave and enter the model."""
+    """Reads the trained weights of a model and loads them."""
 
     def state(self) -> dict[str, Tensor]: ...
 
@@ -50,18 +46,18 @@ class Weights(Protocol):
 
 @dataclass(frozen=True)
 class Cadence:
-    """How often things happen that do not move the weights, in steps; 0 is never."""
+    """Intervals of logging, checkpoints and validation, in steps; 0 is never."""
 
     log: int = 10
     checkpoint: int = 100
-    checkpoint_steps: frozenset[int] = frozenset()  # beside those of the cadence
+    checkpoint_steps: frozenset[int] = frozenset()  # in addition to those of the cadence
     validate: int = 0
     quick_validations: int = 0  # over the whole run, on the few rows of `Trainer.quick`
 
 
 @dataclass(frozen=True)
-class How:
-    """What changes only speed and memory; equal up to the order of summation."""
+class TrainerOptions:
+    """Options that change only speed and memory; results are equal up to the order of summation."""
 
     compile: bool = False
     parallel: str = "ddp"
@@ -70,7 +66,7 @@ class How:
 
 @dataclass
 class FitResult:
-    """What a run did."""
+    """Result of a training run."""
 
     step: int
     stop_reason: str  # COMPLETED, INTERRUPTED or STOPPED
@@ -83,7 +79,7 @@ class FitResult:
 
 
 class Trainer:
-    """Trains the task's model on the loader's rows. Parts come finished; nothing is chosen inside the loop."""
+    """Trains the task's model on the loader's rows."""
 
     def __init__(
         self,
@@ -99,38 +95,38 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         cadence: Cadence = Cadence(),
         stop_requested: Callable[[], bool] = lambda: False,
-        how: How = How(),
-        night: NightShift | None = None,
+        options: TrainerOptions = TrainerOptions(),
+        night: NightThrottle | None = None,
         start: Snapshot | None = None,
         identity: Mapping[str, Any] | None = None,
         allow: frozenset[str] = frozenset(),
     ) -> None:
-        """`quick`: batches of the few rows whose loss is a curve while training; it chooses no checkpoint and stops nothing.
-        `start`: a checkpoint of a shorter run. `identity`: settings that a checkpoint remembers and must find again when
-        it is continued, but for those in `allow`. Raises UsageError where they differ.
+        """`quick`: batches of a few rows whose loss is logged while training; it selects no checkpoint and stops nothing.
+        `start`: a checkpoint of a shorter run. `identity`: settings that are saved in checkpoints and must be equal when
+        one is continued, except those in `allow`. Raises UsageError if they differ.
         """
         self.task, self.loader, self.ranks, self.precision = task, loader, ranks, precision
         self.weights, self.checkpoints, self.validation = weights, checkpoints, validation
-        self.listeners, self.night = Listeners(callbacks, ranks, loader.order), night
+        self.callback_list, self.night = CallbackList(callbacks, ranks, loader.order), night
         self.cadence, self.stop_requested, self.identity = cadence, stop_requested, dict(identity or {})
         self.steps = loader.order.steps
         self.quick, self._quick_steps = quick, spread_steps(self.steps, cadence.quick_validations if quick else 0)
         snapshot = (checkpoints.newest() if checkpoints else None) or start
         self.bare = task.build_model()
-        self.first = self.step = resume.check(self, snapshot, allow) if snapshot else 0
+        self.first = self.step = resume.check_resumable(self, snapshot, allow) if snapshot else 0
         if snapshot:
             weights.load(dict(snapshot.weights))
-        if how.parallel != "fsdp" or ranks.world == 1:  # else each rank moves its part only
+        if options.parallel != "fsdp" or ranks.world == 1:  # else each rank moves only its shard
             self.bare = self.bare.to(ranks.device)
-        if how.compile and how.parallel == "fsdp" and ranks.world > 1:
-            raise UsageError("runtime.compile and runtime.parallel=fsdp do not go together yet; set one of them")
-        self._wants_compiled = how.compile
-        called, self.compiled = compiled(self._try, self.bare, ranks) if how.compile else (self.bare, False)
-        self.parallel = spread(called, ranks, parallel=how.parallel, reduction=how.reduction)
+        if options.compile and options.parallel == "fsdp" and ranks.world > 1:
+            raise UsageError("runtime.compile and runtime.parallel=fsdp cannot be combined yet; set one of them")
+        self._wants_compiled = options.compile
+        called, self.compiled = try_compile(self._trial_pass, self.bare, ranks) if options.compile else (self.bare, False)
+        self.parallel = parallelize(called, ranks, parallel=options.parallel, reduction=options.reduction)
         self.optimizers = task.build_optimizer(self.bare)
         self.factor = task.build_scheduler(self.steps)
         self.counters, self.loss_scale, self._buffers = Counters(), precision.loss_scale(), SnapshotBuffers()
-        self._totals = Totals(ranks)
+        self._totals = ReducedSums(ranks)
         # The loss is scaled by about 1/targets before the backward pass, so that fp16 gradients of a sum do not overflow.
         self._scale = 1.0 / task.config.tokens_per_step
         resume.check_same(self, snapshot)
@@ -141,40 +137,40 @@ class Trainer:
         self._recount = bool(snapshot and snapshot is not start and self.first < snapshot.step)
 
     def fit(self) -> FitResult:
-        """Train to the end of the order, or until a stop is asked for."""
+        """Train to the end of the order, or until a stop is requested."""
         began = time.monotonic()
         try:
             if self.checkpoints and self.ranks.first:
                 self.checkpoints.begin()
-            self.listeners.tell("start", self.first, self.steps)
+            self.callback_list.dispatch("start", self.first, self.steps)
             if self._recount:
-                self._begin_anew_count()
-            self._night_due = self.ranks.sum([float(self._dusk())])[0]
-            signalled, asked = self._agree(False, False)  # a callback may remember that the run was over
-            reason = INTERRUPTED if signalled else STOPPED if asked else self._loop()
-            kept = self.step
+                self._drop_outdated_checkpoints()
+            self._night_due = self.ranks.sum([float(self._is_night())])[0]
+            signalled, callback_stop = self._agree_on_stop(False, False)  # a callback may remember that the run was over
+            reason = INTERRUPTED if signalled else STOPPED if callback_stop else self._loop()
+            final_step = self.step
             if reason == STOPPED or (reason == COMPLETED and self.task.config.early_stopping):
-                kept = self._restore_best()
+                final_step = self._restore_best()
             if self.checkpoints and self.ranks.first:
                 with self.ranks.busy("saving"):
-                    self.checkpoints.wait() if reason == INTERRUPTED else self.checkpoints.end(kept)
-            self.listeners.tell("end", self.step)
+                    self.checkpoints.wait() if reason == INTERRUPTED else self.checkpoints.end(final_step)
+            self.callback_list.dispatch("end", self.step)
         except BaseException as error:
-            self.listeners.failed(error)
+            self.callback_list.failed(error)
             raise
-        found = self.counters
+        totals = self.counters
         return FitResult(
-            self.step, reason, self.first, found.last_loss, found.validation_loss, found.skipped, found.live_tokens,
+            self.step, reason, self.first, totals.last_loss, totals.validation_loss, totals.skipped, totals.live_tokens,
             time.monotonic() - began,
         )  # fmt: skip
 
     def validate(self, batches: Sequence[Any]) -> float:
-        """Mean loss per target over the batches, which all ranks share; NaN where there is none."""
+        """Mean loss per target over the batches, split over the ranks; NaN if there are none."""
         was_training = self.bare.training
         self.bare.eval()
         total, count, world = 0.0, 0, self.ranks.world
         for number in range(self.ranks.rank, -(-len(batches) // world) * world, world):
-            filler = number >= len(batches)  # sharded models are asked equally often on all ranks
+            filler = number >= len(batches)  # sharded models must be called equally often on all ranks
             batch = batches[0].without_targets() if filler else batches[number]
             with self.precision.autocast():
                 loss = self.task.validation_step(self.bare, batch, self.ranks.device)
@@ -183,8 +179,8 @@ class Trainer:
         total, live = self.ranks.sum([total, float(count)])
         return total / live if live else math.nan
 
-    def _try(self, module: nn.Module) -> None:
-        """One forward and backward pass that leaves no trace."""
+    def _trial_pass(self, module: nn.Module) -> None:
+        """Run one forward and backward pass without side effects, for the compiler."""
         with self.precision.autocast():
             loss = self.task.train_step(module, self.loader.step(0)[0].batch, self.ranks.device)
         loss.total.backward()  # type: ignore[no-untyped-call]  # torch's
@@ -195,12 +191,12 @@ class Trainer:
         if self.first == 0 and self._quick_steps:
             self._validate_quickly()
         for step in range(self.first, self.steps):
-            batches = self._follow_the_clock(batches)
-            self.listeners.epoch_start(step, continued=step == self.first)
-            self.listeners.tell("step_start", step + 1)
+            batches = self._apply_night_throttle(batches)
+            self.callback_list.epoch_start(step, continued=step == self.first)
+            self.callback_list.dispatch("step_start", step + 1)
             began = time.monotonic()
             micro_batches = next(batches)
-            signalled, asked = self._train_step(step, micro_batches, began, time.monotonic() - began)
+            signalled, callback_stop = self._train_step(step, micro_batches, began, time.monotonic() - began)
             self.step = step + 1
             last = self.step == self.steps
             improved = False
@@ -208,37 +204,37 @@ class Trainer:
                 self._validate_quickly()
             if self.validation and (last or self._due(self.cadence.validate, self.step)):
                 improved = self._validated(self.validate(self.validation))
-                signalled, asked = self._agree(signalled, asked)
-            reason = INTERRUPTED if signalled and not last else STOPPED if asked else None
+                signalled, callback_stop = self._agree_on_stop(signalled, callback_stop)
+            reason = INTERRUPTED if signalled and not last else STOPPED if callback_stop else None
             if last or reason or improved or self._save_due(self.step):
                 self._save(self.step)
-            self.listeners.epoch_end(step)
+            self.callback_list.epoch_end(step)
             if reason:
                 return reason
         return COMPLETED
 
-    def _dusk(self) -> bool:
-        """Whether it is night by the clock of rank 0, which counts for all."""
-        return self.night is not None and self.ranks.first and self.night.due()
+    def _is_night(self) -> bool:
+        """Whether it is night by the clock of rank 0, which decides for all ranks."""
+        return self.night is not None and self.ranks.first and self.night.is_night()
 
-    def _follow_the_clock(self, batches: Iterator[list[MicroBatch]]) -> Iterator[list[MicroBatch]]:
-        """Where night begins or ends, micro-batches get another size; what was made ahead in the old one is made again."""
+    def _apply_night_throttle(self, batches: Iterator[list[MicroBatch]]) -> Iterator[list[MicroBatch]]:
+        """Switch the micro-batch size when night begins or ends; batches prefetched in the old size are made again."""
         if self.night is None or self.night.on == bool(self._night_due):
             return batches
-        self.loader.rows_per_device = self.night.turn(bool(self._night_due))
+        self.loader.rows_per_device = self.night.set(bool(self._night_due))
         return iter(self.loader)
 
     def _train_step(
         self, step: int, micro_batches: Sequence[MicroBatch], began: float, data_seconds: float
     ) -> tuple[bool, bool]:
-        """One optimizer step; returns whether a signal, or a callback, asked any rank to stop."""
+        """Do one optimizer step; returns whether a signal, and whether a callback, asked any rank to stop."""
         self.bare.train()
         with self.ranks.exchanging():
             total, live, parts, sums, losses = self._backward(step, micro_batches)
         others = self._totals.flat(parts, sums)
-        asks = [float(self.stop_requested()), float(self.listeners.ask()), float(self._dusk())]
+        asks = [float(self.stop_requested()), float(self.callback_list.wants_stop()), float(self._is_night())]
         summed = self.ranks.sum([float(total), float(live), *asks, *others])
-        total_sum, live_sum, signalled, asked, self._night_due = summed[:5]
+        total_sum, live_sum, signalled, callback_stop, self._night_due = summed[:5]
         if live_sum == 0:
             raise TTrainError(f"step {step + 1} has no token to learn from; every label of its rows is masked")
         norm, finite = self._apply(step, live_sum, total_sum, losses)
@@ -253,10 +249,10 @@ class Trainer:
         record = StepRecord(
             done, self.steps, total_sum / live_sum, norm, int(live_sum), not finite, seconds, data_seconds, rows
         )
-        self.listeners.tell("step_end", record)
+        self.callback_list.dispatch("step_end", record)
         if self._due(self.cadence.log, done) or done == self.steps:
             self._log_window(record)
-        return signalled > 0, asked > 0
+        return signalled > 0, callback_stop > 0
 
     def _backward(
         self, step: int, micro_batches: Sequence[MicroBatch]
@@ -286,12 +282,12 @@ class Trainer:
         return total, live, {name: float(value) for name, value in parts.items()}, listed, losses
 
     def _apply(self, step: int, live: float, total: float, losses: dict[int, Tensor]) -> tuple[float, bool]:
-        """Divide by the targets of the whole step, clip, update; returns the norm before the clip and whether it was one."""
+        """Divide by the targets of the whole step, clip, update; returns the norm before the clip and if it was finite."""
         parameters = self.optimizers.parameters
         factor = 1.0 / (self._scale * self.loss_scale.scale * live)
         torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], factor)
         norm = global_norm(parameters)
-        whole_norm = float(whole(norm))
+        whole_norm = float(full_tensor(norm))
         finite = math.isfinite(total) and math.isfinite(whole_norm)
         clip = self.task.config.optim.clip
         if finite:
@@ -303,7 +299,7 @@ class Trainer:
         if not finite:
             self.counters.skipped += 1
             self.counters.skipped_in_a_row += 1
-            if not self.loss_scale.enabled:  # fp16 overflows now and then, which a smaller scale cures
+            if not self.loss_scale.enabled:  # fp16 overflows now and then, which a smaller scale fixes
                 self._not_finite(step, total / live, whole_norm, losses)
         else:
             self.counters.skipped_in_a_row = 0
@@ -311,8 +307,8 @@ class Trainer:
         return whole_norm, finite
 
     def _not_finite(self, step: int, loss: float, norm: float, losses: dict[int, Tensor]) -> None:
-        """Skip the step, or end the run with an error that names its rows; the weights are those before it."""
-        rows = rows_of(self.loader.parts(step), losses, self.ranks)
+        """Skip the step, or end the run with an error that names its rows; the weights are unchanged."""
+        rows = rows_to_blame(self.loader.parts(step), losses, self.ranks)
         error = NonFinite(step, loss, norm, rows, self.task.config)
         policy = self.task.config.nonfinite
         if policy == "skip" and self.counters.skipped_in_a_row <= SKIPS_IN_A_ROW:
@@ -327,14 +323,14 @@ class Trainer:
         raise error
 
     def _validate_quickly(self) -> None:
-        """One more point of the curve on few rows; it is no validation that decides anything."""
+        """Log the loss on the quick rows; it does not influence checkpoints or early stopping."""
         self._log(self.step, {QUICK: self.validate(self.quick)})
 
     def _validated(self, loss: float) -> bool:
-        """Note a validation; returns whether it is the best so far."""
+        """Record and log a validation loss; returns whether it is the best so far."""
         improved = self.counters.validated(loss)
-        self.listeners.tell("validated", self.step, loss)
-        self._log(self.step, {"validation_loss": loss, **self.listeners.figures("validation_figures", loss)})
+        self.callback_list.dispatch("validated", self.step, loss)
+        self._log(self.step, {"validation_loss": loss, **self.callback_list.figures("validation_figures", loss)})
         return improved
 
     def _log_window(self, record: StepRecord) -> None:
@@ -350,14 +346,16 @@ class Trainer:
             metrics["compiled"] = float(self.compiled)
         if self.loss_scale.enabled:
             metrics["loss_scale"] = self.loss_scale.scale
-        self._log(record.step, metrics | self.listeners.figures("figures", record))
+        self._log(record.step, metrics | self.callback_list.figures("figures", record))
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:
-        self.listeners.tell("log", LogRecord(step, self.steps, step * self.task.config.tokens_per_step, metrics))
+        self.callback_list.dispatch("log", LogRecord(step, self.steps, step * self.task.config.tokens_per_step, metrics))
 
-    def _agree(self, signalled: bool, asked: bool) -> tuple[bool, bool]:
+    def _agree_on_stop(self, signalled: bool, callback_stop: bool) -> tuple[bool, bool]:
         """Whether any rank has meanwhile been asked to stop, by a signal or by a callback."""
-        sums = self.ranks.sum([float(signalled or self.stop_requested()), float(asked or self.listeners.ask())])
+        sums = self.ranks.sum(
+            [float(signalled or self.stop_requested()), float(callback_stop or self.callback_list.wants_stop())]
+        )
         return sums[0] > 0, sums[1] > 0
 
     def _due(self, every: int, step: int) -> bool:
@@ -378,23 +376,23 @@ class Trainer:
         state = resume.state_of(self, step)
         with self.ranks.busy("saving"):
             self.checkpoints.save(self._buffers.take(step, weights, optimizer, state), metric=metric)
-        self.listeners.tell("saved", step)
+        self.callback_list.dispatch("saved", step)
 
     def _validated_at(self, step: int) -> bool:
         return bool(self.validation) and (step == self.steps or self._due(self.cadence.validate, step))
 
     def _restore(self, snapshot: Snapshot) -> None:
-        """Put back all but the weights."""
+        """Restore everything but the weights from a snapshot."""
         resume.check_optimizers(self, snapshot)
         self.optimizers.load_state(dict(snapshot.optimizer))
         if snapshot.state["precision"] == self.precision.word:
             self.loss_scale = LossScale(**snapshot.state["loss_scale"])
         self.counters = Counters.of(snapshot.state["counters"])
-        self.listeners.load_state(snapshot.state["callbacks"])
-        log.info("continues at step %d", self.first)
+        self.callback_list.load_state(snapshot.state["callbacks"])
+        log.info("continuing at step %d", self.first)
 
-    def _begin_anew_count(self) -> None:
-        """With larger steps, fewer of them were done: checkpoints of the old count would pass for later ones."""
+    def _drop_outdated_checkpoints(self) -> None:
+        """Remove checkpoints with a higher step count after the step size grew: they would pass for later ones."""
         if self.checkpoints is None:
             return
         self.checkpoints.keep(self.first)
@@ -403,7 +401,7 @@ class Trainer:
             self.checkpoints.forget_after(self.first)
 
     def _restore_best(self) -> int:
-        """The weights of the checkpoint with the least validation loss, on all ranks; returns their step."""
+        """Load the checkpoint with the lowest validation loss on all ranks; returns its step."""
         if self.checkpoints is None:
             return self.step
         if self.ranks.first:
@@ -412,11 +410,11 @@ class Trainer:
         self.ranks.barrier()
         best = self.checkpoints.best()
         if best is not None:
-            log.info("the weights of step %d, whose validation loss was the least, are kept", best.step)
+            log.info("keeping the weights of step %d, which had the lowest validation loss", best.step)
             self.parallel.load(self.weights.state(), best.weights)
         return best.step if best is not None else self.step
 
 
 def _seed(seed: int, step: int, micro_batch: int) -> int:
-    """Seed of dropout: a function of what is computed, not of who computes it."""
+    """Seed of dropout: a function of the micro-batch, not of the rank that computes it."""
     return (seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9 + micro_batch * 0x94D049BB133111EB) % (1 << 63)

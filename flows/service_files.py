@@ -1,0 +1,238 @@
+"""Service definitions that keep `ttrain pipeline serve` up over reboots and crashes: for systemd, launchd or cron."""
+
+from __future__ import annotations
+
+import os
+import plistlib
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from ttrain import __version__
+from ttrain.data import locations
+from ttrain.errors import UsageError
+from ttrain.flows import schedule_files, schedules, servers
+from ttrain.flows.flow_runs import TAG, home_tag
+from ttrain.flows.schedule_files import Schedule
+
+LABEL: Final = "ttrain"
+
+STOP_SECONDS: Final = 660  # a little more than serving waits for a checkpoint
+
+RESTART_SECONDS: Final = 30
+
+INHERITED: Final = ("PREFECT_API_URL", "MLFLOW_TRACKING_URI")
+
+SECRETS: Final = ("PREFECT_API_KEY", "PREFECT_API_AUTH_STRING", "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD",
+                  "MLFLOW_TRACKING_TOKEN", "HF_TOKEN")  # fmt: skip
+
+SECRETS_FILE: Final = Path(".config", "ttrain", "environment")  # below the user's own home: NAME=value, one a line
+
+
+def unit(kind: str, home: Path) -> str:
+    """The text of that kind for this home, this Python, and the servers that the environment names.
+
+    Raises UsageError for another kind, and for a path that a unit cannot hold.
+    """
+    makers: dict[str, Callable[[Path], str]] = {"systemd": _systemd, "launchd": _launchd, "cron": _cron}
+    if kind not in makers:
+        raise UsageError(f"--unit is '{kind}' but must be one of {', '.join(makers)}")
+    for text in (*command(), *environment(home).values()):
+        if not text.isprintable():
+            raise UsageError(f"{text!r} has characters that a unit cannot hold; choose another directory")
+    return makers[kind](home.resolve())
+
+
+def command() -> list[str]:
+    """The command that serves, in full: the script of this environment, else this Python."""
+    script = Path(sys.executable).with_name("ttrain")
+    if script.is_file():
+        return [str(script), "pipeline", "serve"]
+    return [sys.executable, "-P", "-c", "from ttrain.cli.main import main; main()", "pipeline", "serve"]
+
+
+def environment(home: Path) -> dict[str, str]:
+    """The variables that the service needs; settings are in the schedules."""
+    return {"TTRAIN_HOME": str(home.resolve()), **addresses()}
+
+
+def addresses() -> dict[str, str]:
+    """The servers that the environment names; without those whose address holds a password."""
+    return {name: os.environ[name] for name in INHERITED if os.environ.get(name) and not _has_password(os.environ[name])}
+
+
+def secrets() -> list[str]:
+    """Names of the variables that are set here, are needed there too, and must not be in a file that others may read."""
+    return [name for name in (*SECRETS, *INHERITED) if os.environ.get(name) and name not in addresses()]
+
+
+def _has_password(address: str) -> bool:
+    return "@" in address.partition("://")[2].partition("/")[0]
+
+
+def _about_secrets(prefix: str = "# ", suffix: str = "\n") -> str:
+    """What to do about secrets, as a comment; nothing where there are none."""
+    if not secrets():
+        return ""
+    text = f"Not written here: {', '.join(secrets())}. Put NAME=value lines into ~/{SECRETS_FILE}, and chmod 600 it."
+    return f"{prefix}{text}{suffix}"
+
+
+def _with_secrets(shell_command: str) -> str:
+    """A shell command with the variables of the secrets' file; the command alone where there are none."""
+    path = shlex.quote(str(Path.home() / SECRETS_FILE))
+    return f"set -a && . {path} && set +a && exec {shell_command}" if secrets() else shell_command
+
+
+def _systemd(home: Path) -> str:
+    """A unit of the user's own systemd; see systemd.service(5) for the quoting.
+
+    KillMode=mixed: only `serve` gets SIGTERM, which passes it on once. OOMPolicy=continue: a stage that runs out of memory
+    fails alone. The file of EnvironmentFile=- may be missing.
+    """
+    variables = "\n".join(f"Environment={_quoted(f'{name}={value}')}" for name, value in environment(home).items())
+    return f"""\
+# ttrain pipeline serve --unit systemd > ~/.config/systemd/user/{LABEL}.service
+# systemctl --user daemon-reload && systemctl --user enable --now {LABEL}
+# loginctl enable-linger    (so that it starts with the machine, before you log in)
+{_about_secrets()}[Unit]
+Description=ttrain: what is scheduled in {_specifiers(str(home))}
+After=network-online.target
+Wants=network-online.target
+StartLimitIntervalSec=0
+
+[Service]
+ExecStart={" ".join(_quoted(word).replace("$", "$$") for word in command())}
+WorkingDirectory={_specifiers(str(home))}
+{variables}
+EnvironmentFile=-%h/{SECRETS_FILE}
+Restart=on-failure
+RestartSec={RESTART_SECONDS}
+KillMode=mixed
+TimeoutStopSec={STOP_SECONDS}
+OOMPolicy=continue
+
+[Install]
+WantedBy=default.target
+"""
+
+
+def _launchd(home: Path) -> str:
+    """An agent of the user's; see launchd.plist(5)."""
+    log = str(home / "schedules" / "serve.log")
+    agent = {
+        "Label": LABEL,
+        "ProgramArguments": ["/bin/sh", "-c", _with_secrets(shlex.join(command()))] if secrets() else command(),
+        "EnvironmentVariables": environment(home),
+        "WorkingDirectory": str(home),
+        "RunAtLoad": True,
+        "KeepAlive": {"SuccessfulExit": False},
+        "ThrottleInterval": RESTART_SECONDS,
+        "ExitTimeOut": STOP_SECONDS,
+        "StandardOutPath": log,
+        "StandardErrorPath": log,
+    }
+    head, first, body = plistlib.dumps(agent, sort_keys=False).decode().partition("<plist")
+    return head + _about_secrets("<!-- ", " -->\n") + first + body
+
+
+def _cron(home: Path) -> str:
+    """A line for `crontab -e`: starts `serve` every five minutes; where one is up, the second ends at once."""
+    serve_command = shlex.join([*command(), "--unless-served"])
+    variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in environment(home).items())
+    log = shlex.quote(str(home / "schedules" / "serve.log"))
+    folder = shlex.quote(str(home / "schedules"))
+    line = f"mkdir -p {folder} && cd {folder} && ( {_with_secrets(f'env {variables} {serve_command}')} ) >> {log} 2>&1"
+    return f"{_about_secrets()}*/5 * * * * " + line.replace("%", "\\%") + "\n"  # cron takes a % for the end of the line
+
+
+def _quoted(word: str) -> str:
+    escaped = word.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{_specifiers(escaped)}"'
+
+
+def _specifiers(text: str) -> str:
+    return text.replace("%", "%%")
+
+
+KINDS: Final = ("process", "docker", "kubernetes")
+
+HOME_INSIDE: Final = "/ttrain"  # of the container; a volume of the host or of the cluster
+
+
+def prefect_yaml(home: Path, schedule: Schedule) -> str:
+    """The text for one schedule in a pool of the kind `schedule.pool`. Raises UsageError for another kind."""
+    kind = schedule.pool
+    if kind not in KINDS:
+        raise UsageError(f"--prefect-yaml is '{kind}' but must be one of {', '.join(KINDS)}")
+    if schedule.cron:
+        os.environ.update(servers.prefect_environment(home))
+        schedules.check(schedule.cron, schedule.timezone)
+    pool, schedule = f"ttrain-{kind}", replace(schedule, settings=schedule_files.parameters(schedule))
+    deployment = {
+        "name": schedule.name,
+        "entrypoint": f"ttrain.flows.deployments.{schedule.kind}",
+        "tags": [TAG, home_tag(home)],
+        "version": __version__,
+        "schedules": [{"cron": schedule.cron, "timezone": schedule.timezone, "active": True}] if schedule.cron else [],
+        "parameters": {"settings": schedule.settings},
+        "work_pool": {"name": pool, "job_variables": _job_variables(home, schedule)},
+        "pull": [],
+    }
+    schedule_files.write(home, schedule)
+    text = yaml.safe_dump(
+        {"name": "ttrain", "build": None, "push": None, "pull": None, "deployments": [deployment]},
+        sort_keys=False,
+        allow_unicode=True,
+        width=120,
+    )
+    return f"{_head(kind, pool)}{text}"
+
+
+def _head(kind: str, pool: str) -> str:
+    needs = {
+        "process": "# Workers need ttrain installed and this directory at the same path.\n",
+        "docker": "# The image has ttrain, and its name stands below; folders of data are mounted where they are.\n",
+        "kubernetes": "# The image has ttrain; the pool's base job template must mount a volume at /ttrain, and the data.\n",
+    }
+    left_out = f"# Set where the worker runs, not here: {', '.join(secrets())}\n" if secrets() else ""
+    return (
+        f"# prefect work-pool create --type {kind} {pool}\n"
+        f"# prefect deploy --all --prefect-file prefect.yaml\n"
+        f"# prefect worker start --pool {pool}\n{needs[kind]}{left_out}"
+    )
+
+
+def _job_variables(home: Path, schedule: Schedule) -> dict[str, Any]:
+    server_addresses = addresses()
+    if schedule.pool == "process":
+        return {"env": {"TTRAIN_HOME": str(home.resolve()), **server_addresses}, "working_dir": str(home.resolve())}
+    inside = {"image": f"ttrain:{__version__}", "env": {"TTRAIN_HOME": HOME_INSIDE, **server_addresses}}
+    if schedule.pool == "kubernetes":
+        return {**inside, "namespace": "default", "finished_job_ttl": 86_400, "image_pull_policy": "IfNotPresent"}
+    mounts = [f"{home.resolve()}:{HOME_INSIDE}", *(f"{folder}:{folder}:ro" for folder in _data_folders(schedule))]
+    return {**inside, "volumes": mounts, "auto_remove": True, "image_pull_policy": "IfNotPresent"}
+
+
+def _data_folders(schedule: Schedule) -> list[str]:
+    """The folders of this machine that the data lies in, each once; of a glob the part without wildcards."""
+    folders: dict[str, None] = {}
+    for sources in schedule.settings["data"].values():
+        for source in sources:
+            location = source["path"] if isinstance(source, dict) else source
+            if locations.is_remote(location) or not location.startswith("/"):
+                continue
+            path = Path(location)
+            while any(letter in component for component in path.parts for letter in "*?["):
+                path = path.parent
+            if not path.is_dir() and path.suffix:  # a file, here or where the worker runs
+                path = path.parent
+            if path == Path(path.anchor):
+                raise UsageError(f"'{location}' lies in {path}, which a container cannot mount; put the data into a folder")
+            folders[str(path)] = None
+    return list(folders)

@@ -1,0 +1,368 @@
+"""`ttrain eval`: any model, two side by side, bad rows left out and said; and the suites of the pipeline's own stage."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from support.doubles import Home, run_here, stage_settings
+from support.tiny_models import write_model
+
+from ttrain.cli.evaluate import default_suite, heldout_of
+from ttrain.cli.main import main
+from ttrain.config import Evaluate, EvaluateConfig, Promotion
+from ttrain.core.files import write_json
+from ttrain.errors import UsageError
+from ttrain.evaluate import baselines
+from ttrain.evaluate.promotion import decide, scores_of
+from ttrain.pipeline.names import resolve
+from ttrain.stages import evaluate
+from ttrain.store.artifacts import ArtifactStore
+from ttrain.store.layout import Artifact
+from ttrain.store.model_files import Reference, weights_digest
+from ttrain.store.runs import RunRecord
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+WORDS = ("list", "file", "name", "code", "time", "line", "path", "test")
+CHOICES: list[dict[str, Any]] = [
+    {"question": f"Return the {word} of", "choices": ["a list", "a file", "a name"], "answer": number % 3, "lang": "en"}
+    for number, word in enumerate(WORDS)
+]
+BAD = [{"question": "of", "choices": ["a"], "answer": 0}, {"question": "of", "choices": ["a", "b"], "answer": 2}]
+
+
+def write_lines(path: Path, rows: Sequence[object]) -> Path:
+    path.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A home with a pretrained model and its shards, and a model in a directory of its own."""
+    root = tmp_path_factory.mktemp("eval")
+    home = Home.make(root / "home")
+    write_model(root / "made" / "model", max_length=64)
+    inputs = {"shards": {"stage": home.documents.stage, "key": home.documents.key, "content": home.documents.content}}
+    manifest = {"result": {}, "ingredients": {}, "inputs": inputs, "provenance": {"run": "full-1"}}
+    home.store.publish("pretrain", "3" * 64, root / "made", manifest)
+    write_model(root / "tuned" / "model", seed=3, max_length=64)
+    inputs = {"base": {"stage": "pretrain", "key": "3" * 64}, "shards": {"stage": home.chats.stage, "key": home.chats.key}}
+    home.store.publish("sft", "4" * 64, root / "tuned", {**manifest, "inputs": inputs})
+    write_model(root / "other", seed=2, max_length=64)
+    write_lines(root / "words.jsonl", [*CHOICES, *BAD])
+    return root
+
+
+@pytest.fixture
+def here(root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TTRAIN_HOME", str(root / "home"))
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.chdir(root)
+    return root
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
+    """What the command prints; it must end with the code."""
+    with pytest.raises(SystemExit) as ended:
+        main(["eval", *words])
+    told = capsys.readouterr()
+    assert (ended.value.code or 0) == code, told
+    return told.err if code else told.out
+
+
+def test_two_models_stand_side_by_side_on_the_same_items(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = json.loads(said(capsys, "pretrain", "./other", "--choices", "words.jsonl", "--json", "--items", "items.jsonl"))
+    (task,) = told["tasks"]
+    assert (task["task"], task["items"], told["models"]) == ("words", len(CHOICES), ["pretrain", "./other"])
+    assert sum(task["left_out"].values()) == len(BAD)
+    first, second = (task["models"][name]["figures"]["accuracy"] for name in told["models"])
+    for figure in (first, second):
+        assert figure["interval"][0] <= figure["value"] <= figure["interval"][1]
+    (compared,) = told["comparisons"]
+    assert compared["difference"] == pytest.approx(first["value"] - second["value"])
+    rows = [json.loads(line) for line in (here / "items.jsonl").read_bytes().splitlines()]
+    assert [row["model"] for row in rows] == ["pretrain"] * len(CHOICES) + ["./other"] * len(CHOICES)
+    assert len({row["item"] for row in rows}) == len(CHOICES)
+
+
+def test_the_table_says_what_was_left_out_and_what_the_items_can_show(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = said(capsys, "pretrain", "pretrain", "--choices", "words.jsonl")
+    places = "fewer than two choices (1: words.jsonl:9), answer is out of range (1: words.jsonl:10)"
+    assert f"words: 2 rows left out: {places}" in text
+    assert "pretrain (1) - pretrain (2)" in text and "no significant difference (minimum detectable: 0.7500)" in text
+
+
+def test_without_a_task_the_held_out_data_of_the_models_run_is_scored(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = json.loads(said(capsys, "./other", "pretrain", "--json"))
+    (task,) = told["tasks"]
+    store = ArtifactStore(here / "home")
+    heldout = heldout_of([resolve("pretrain", here / "home")], store)
+    assert set(heldout) == {"documents"}
+    assert (task["task"], task["items"]) == ("documents", len(heldout["documents"]))
+    assert set(task["baselines"]) == set(baselines.BASELINES)
+
+
+def test_a_full_disk_loses_no_result(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["eval", "pretrain", "--choices", "words.jsonl", "--items", "/dev/full"])
+    told = capsys.readouterr()
+    assert ended.value.code == 2 and "--items is /dev/full, which cannot be written: No space left on device" in told.err
+    assert "accuracy" in told.out
+
+
+def test_each_held_out_part_is_of_the_first_model_that_has_it(here: Path) -> None:
+    """A base model has no chats, its fine-tuned one has: asked about both, chats are asked, too."""
+    store = ArtifactStore(here / "home")
+    base, fine = (store.latest(stage) for stage in ("pretrain", "sft"))
+    found = heldout_of([Reference("a", base.path, None, base), Reference("b", fine.path, None, fine)], store)
+    assert list(found) == ["documents", "chats"]
+
+
+def test_a_model_without_held_out_data_asks_what_to_ask(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, "./other", code=2)
+    assert "there is no held-out data of ./other in this store" in text and "--choices" in text and "english" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "cure"),
+    [
+        (("nothing",), "there is no model 'nothing'"),
+        (("pretrain", "--choices", "none.jsonl"), "--choices is none.jsonl, which is not a file; name a JSON Lines file"),
+        (("pretrain", "--last-word", "other"), "is other, which is a directory; name each file in it with --last-word"),
+        (("pretrain", "--choices", "words.jsonl", "--choices", "./words.jsonl"), "--choices names words.jsonl twice, so"),
+        (("pretrain", "--suite", "heldot"), "did you mean 'heldout'"),
+        (("pretrain", "--suite", "heldout"), "but the model's own run held out no chats"),
+        (("pretrain", "--choices", "words.jsonl", "--track"), "'pretrain' is not from a tracked run"),
+        (("pretrain", "--choices", "words.jsonl", "--items", "."), "--items is ., which cannot be written: Is a directory"),
+        (("pretrain", "--choices", "words.jsonl", "--match", "exact"), "--match is exact, but no task has that setting"),
+        (("pretrain", "--shots", "2"), "--shots is 2, but no task has that setting; the tasks are of kind text"),
+    ],
+)
+def test_what_cannot_be_asked_is_told_before_a_model_is_loaded(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], cure: str
+) -> None:
+    monkeypatch.setattr("ttrain.inference.loading.load", lambda *_, **__: pytest.fail("a model was loaded"))
+    assert cure in said(capsys, *words, code=2)
+
+
+@pytest.mark.parametrize(
+    ("words", "cure"),
+    [
+        (("--text", "words.jsonl"), "--text {here}/words.jsonl has no document; a row needs"),
+        (
+            ("--last-word", "words.jsonl"),
+            "--last-word {here}/words.jsonl has no usable row ({here}/words.jsonl:1: ",
+        ),
+        (("--choices", "words.jsonl", "--shots", "8"), "--shots is 8, but the file of words has 7 rows besides the item"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_told_by_the_option_that_named_it(
+    here: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], cure: str
+) -> None:
+    text = said(capsys, "pretrain", *words, code=1)
+    assert cure.format(here=here) in text and "tasks." not in text.partition("; a row needs")[0]
+
+
+@pytest.mark.parametrize("place", ["words.jsonl", "link.jsonl", "shots.jsonl", "mine.yaml", "./../{name}/words.jsonl"])
+def test_items_never_overwrite_what_is_read(root: Path, here: Path, capsys: pytest.CaptureFixture[str], place: str) -> None:
+    (here / "link.jsonl").unlink(missing_ok=True)
+    (here / "link.jsonl").symlink_to("words.jsonl")
+    write_lines(here / "shots.jsonl", CHOICES)
+    suite = "tasks:\n  words: {kind: choices, file: words.jsonl, shots: 1, shots_file: shots.jsonl}\n"
+    (here / "mine.yaml").write_text(suite)
+    before = {name: (here / name).read_bytes() for name in ("words.jsonl", "shots.jsonl", "mine.yaml")}
+    text = said(capsys, "pretrain", "--suite", "mine.yaml", "--items", place.format(name=here.name), code=2)
+    assert "which would be overwritten; name another file" in text
+    assert before == {name: (here / name).read_bytes() for name in before}
+
+
+def test_items_never_overwrite_a_file_of_the_command_line(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, "pretrain", "--choices", "words.jsonl", "--items", "words.jsonl", code=2)
+    assert f"--items is words.jsonl, but --choices is {here}/words.jsonl, which would be overwritten" in text
+
+
+def test_every_row_that_is_left_out_is_in_the_json(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = json.loads(said(capsys, "pretrain", "--choices", "words.jsonl", "--json"))
+    (task,) = told["tasks"]
+    assert [(row["file"], row["line"]) for row in task["left_out_rows"]] == [
+        (str(here / "words.jsonl"), line) for line in (9, 10)
+    ]
+    assert len(told["notes"]) == 1 and told["notes"][0].startswith("words: 2 rows left out")
+
+
+def test_chats_are_not_asked_of_a_model_without_a_template_where_nobody_named_them(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = here / "plain"
+    shutil.copytree(here / "other", plain, dirs_exist_ok=True)
+    (plain / "chat_template.jinja").unlink(missing_ok=True)
+    config = json.loads((plain / "tokenizer_config.json").read_bytes())
+    config.pop("chat_template", None)
+    (plain / "tokenizer_config.json").write_text(json.dumps(config))
+    text = said(capsys, "sft", "./plain")
+    assert "documents  bits_per_byte" in text
+    assert "not asked: chats, for the tokenizer of ./plain has no chat template" in text
+    assert "not asked" not in said(capsys, "sft", "./other", "--limit", "1")
+    with pytest.raises(UsageError, match=r"are chats, but the tokenizer of \./plain has no chat template, so name tasks"):
+        default_suite({"chats": []}, [Reference("./plain", plain)])
+
+
+def test_a_nights_newer_model_is_not_compared_with_the_users_adapter(
+    here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(here / "home", tmp_path / "home")
+    monkeypatch.setenv("TTRAIN_HOME", str(tmp_path / "home"))
+    store = ArtifactStore(tmp_path / "home")
+    base, tuned = store.latest("pretrain"), store.latest("sft")
+    mine = RunRecord(store.root, "full", ["pretrain", "sft"], {"name": "mine"})
+    for made in (base, tuned):
+        mine.stage(made.stage, outcome="completed", key=made.key)
+    mine.finish("completed", {})
+    write_model(tmp_path / "made" / "model", seed=7, max_length=64)
+    newer = store.publish("pretrain", "7" * 64, tmp_path / "made", {**base.manifest, "inputs": {}})
+    write_model(tmp_path / "made" / "model", seed=8, max_length=64)
+    inputs = {"base": {"stage": "pretrain", "key": newer.key, "content": newer.content}}
+    newest = store.publish("sft", "8" * 64, tmp_path / "made", {**tuned.manifest, "inputs": inputs})
+    night = RunRecord(store.root, "nightly", ["pretrain", "sft"], {"name": "mine"})
+    for made in (newer, newest):
+        night.stage(made.stage, outcome="completed", key=made.key)  # and it goes on
+
+    words = ("pretrain", "sft", "--choices", "words.jsonl")
+    text = said(capsys, *words)
+    assert f"pretrain = mine, {mine.run}:pretrain, {'3' * 12} (there is a newer pretrain, {'7' * 12}: " in text
+    assert f"sft = mine, {mine.run}:sft, {'4' * 12} (there is a newer sft, " in text and "lineage" not in text
+    told = json.loads(said(capsys, *words, "--json"))["identities"]
+    assert {name: (one["run"], one["key"]) for name, one in told.items()} == {
+        "pretrain": (f"{mine.run}:pretrain", base.key), "sft": (f"{mine.run}:sft", tuned.key)
+    }  # fmt: skip
+    assert told["sft"]["digest"] == weights_digest(tuned.path / "model")
+    told = json.loads(said(capsys, *words, "--json", "--run", night.run))["identities"]
+    assert [one["key"] for one in told.values()] == [newer.key, newest.key]
+    assert "not of one lineage: pretrain, " in said(capsys, "pretrain", f"{night.run}:sft", "--choices", "words.jsonl")
+
+
+def test_a_name_on_the_hub_is_taken_from_its_cache(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def from_hub(text: str, *_: object) -> Path:
+        asked.append(text)
+        return here / "other"
+
+    monkeypatch.setattr("ttrain.data.existing.from_hub", from_hub)
+    assert resolve("owner/name@v1", here / "home", from_hub=True).model == here / "other"
+    assert asked == ["owner/name@v1"]
+    with pytest.raises(UsageError, match="there is no model 'owner/name'"):
+        resolve("owner/name", here / "home")
+
+
+def test_results_are_kept_below_the_run_that_made_the_model(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from ttrain import tracking
+
+    tracker = tracking.open_store(here / "home", "ttrain")
+    run = tracker.start_run("full-1", tags={"ttrain.run": "full-1"}, params={})
+    run.finish("FINISHED")
+    tracker.close()
+    record = {
+        "run": "full-1",
+        "stages": [],
+        "tracking": {"run_id": run.id},
+        "settings": {"tracking": {"experiment": "ttrain"}},
+    }
+    (here / "home" / "runs").mkdir(exist_ok=True)
+    write_json(here / "home" / "runs" / "full-1.json", record)
+    try:
+        assert "in MLflow: eval pretrain" in said(capsys, "pretrain", "--choices", "words.jsonl", "--track")
+    finally:
+        (here / "home" / "runs" / "full-1.json").unlink()
+    client = tracking.open_reader(here / "home").client
+    experiment = client.get_experiment_by_name("ttrain").experiment_id
+    (found,) = client.search_runs([experiment], f"tags.mlflow.parentRunId = '{run.id}'")
+    assert 0 <= found.data.metrics["eval/words/accuracy/pretrain"] <= 1
+    (data,) = found.inputs.dataset_inputs
+    assert (data.dataset.name, json.loads(data.dataset.profile)) == ("words", {"items": len(CHOICES)})
+    names = {file.path for file in client.list_artifacts(found.info.run_id)}
+    assert {"evaluation_table.json", "evaluation.json", "items.jsonl"} <= names
+    tables = [table["path"] for table in json.loads(found.data.tags["mlflow.loggedArtifacts"])]
+    assert tables == ["evaluation_table.json"], "MLflow's pages show those that are named here as tables"
+
+
+# --- the stage -----------------------------------------------------------------------------------------------------------
+
+
+def evaluated(root: Path, output: Path, **changes: Any) -> dict[str, Any]:
+    """What the stage says of the pretrained model."""
+    settings = stage_settings()
+    config = EvaluateConfig(evaluate=Evaluate.model_validate({**settings.evaluate.model_dump(), "new_tokens": 2, **changes}))
+    store = ArtifactStore(root / "home")
+    output.mkdir(exist_ok=True)
+    inputs = {"base": store.latest("pretrain").path, "documents": store.latest("shards-pretrain").path}
+    found: dict[str, Any] = run_here(evaluate, config, output, inputs, settings.runtime)
+    return found
+
+
+def test_suites_add_figures_to_the_stage_and_change_none(here: Path, tmp_path: Path) -> None:
+    (here / "mine.yaml").write_text(
+        "tasks:\n  words: {kind: choices, file: words.jsonl, by: [lang]}\n  prose: {kind: text}\n"
+    )
+    plain = evaluated(here, tmp_path / "plain")
+    found = evaluated(here, tmp_path / "found", suites="mine.yaml")
+    assert {name: found["metrics"][name] for name in plain["metrics"]} == plain["metrics"]
+    assert "suites" not in plain and not (tmp_path / "plain" / "items.jsonl").exists()
+    accuracy = found["metrics"]["words/accuracy/base"]
+    assert found["counts"]["words/items"] == len(CHOICES) and found["counts"]["words/left_out"] == len(BAD)
+    low, high = found["intervals"]["words/accuracy/base"]
+    assert low <= accuracy <= high
+    low, high = plain["intervals"]["bits_per_byte"]
+    assert low < plain["metrics"]["bits_per_byte"] < high
+    lines = (tmp_path / "found" / "items.jsonl").read_bytes().splitlines()
+    assert len(lines) == len(CHOICES) + found["counts"]["documents"]
+    assert json.loads((tmp_path / "found" / "evaluation.json").read_bytes())["suites"] == found["suites"]
+
+
+def test_a_model_is_asked_its_own_suites_only(here: Path, tmp_path: Path) -> None:
+    (here / "mine.yaml").write_text("tasks:\n  words: {kind: choices, file: words.jsonl}\n")
+    found = evaluated(here, tmp_path, suites={"sft": "mine.yaml"})
+    assert not any(name.startswith("words") for name in found["metrics"])
+
+
+def test_a_suites_figure_can_decide_about_the_champion(here: Path, tmp_path: Path) -> None:
+    (here / "mine.yaml").write_text("tasks:\n  words: {kind: choices, file: words.jsonl}\n")
+    found = evaluated(here, tmp_path, suites="mine.yaml")
+    one = scores_of(Artifact("evaluate", "key", tmp_path, {"result": found}), "words/accuracy/base")
+    assert (one.higher_is_better, len(one.records), set(one.sums) <= {0.0, 1.0}) == (True, len(CHOICES), True)
+    decision = decide(one, one, Promotion(metric="words/accuracy/base", min_samples=5))
+    assert (decision.promote, decision.difference, decision.samples) == (False, 0.0, len(CHOICES))
+    assert decision.interval is not None and decision.smallest_difference is not None
+
+
+def test_a_perplexity_and_a_group_decide_by_their_own_items_and_direction(here: Path, tmp_path: Path) -> None:
+    """A figure without items would be decided by itself alone, and an accuracy the wrong way round."""
+    rows = [{**row, "lang": ("en", "zh")[number % 2]} for number, row in enumerate(CHOICES)]
+    write_lines(here / "groups.jsonl", rows)
+    (here / "groups.yaml").write_text(
+        "tasks:\n  words: {kind: choices, file: groups.jsonl, by: [lang]}\n  prose: {kind: text}\n"
+    )
+    found = evaluated(here, tmp_path, suites="groups.yaml")
+    evaluation = Artifact("evaluate", "key", tmp_path, {"result": found})
+    of_group, whole = (scores_of(evaluation, f"words/accuracy/base{group}") for group in ("/lang:zh", ""))
+    assert of_group.records == whole.records[1::2] and of_group.higher_is_better is True
+    low, high = found["intervals"]["words/accuracy/base"]
+    assert low <= whole.value <= high
+    perplexity = scores_of(evaluation, "prose/perplexity/base")
+    assert (perplexity.shown, len(perplexity.records)) == ("exp", found["counts"]["prose/items"])
+    rules = Promotion(metric="prose/perplexity/base", min_samples=2)
+    worse = replace(perplexity, sums=tuple(1.1 * nats for nats in perplexity.sums), value=perplexity.value**1.1)
+    decision = decide(perplexity, worse, rules)
+    assert decision.promote and decision.interval is not None
+    assert decision.interval[0] < worse.value - perplexity.value < decision.interval[1]

@@ -1,0 +1,168 @@
+"""`ttrain model show`: every figure against the real model, its real optimizer and what torch counts."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from support.doubles import VOCAB, tiny_model
+from torch.utils.flop_counter import FlopCounterMode
+from typer.testing import CliRunner
+
+from ttrain.cli.main import app, main
+from ttrain.cli.model import cost, of_presets
+from ttrain.config import Model, MultiToken, Optim
+from ttrain.config.model import names
+from ttrain.model import multi_token
+from ttrain.train import optim
+from ttrain.train.language_modeling import NextTokenLoss
+from ttrain.train.losses import token_loss_sum
+from ttrain.train.monitor import flops_per_token, visited_shares
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SIZES: dict[str, Any] = {"hidden_size": 32, "layers": 3, "heads": 4, "max_length": 64}
+MODELS: tuple[dict[str, Any], ...] = (
+    {"kind": "llama", "kv_heads": 2}, {"kind": "llama", "tie_embeddings": False}, {"kind": "gpt2"}, {"kind": "moyun"},
+    {"kind": "llama", "moe": {"experts": 8, "top_k": 2, "expert_size": 24}},
+    {"kind": "qwen3", "moe": {"experts": 6, "top_k": 3, "expert_size": 16, "shared_experts": 1, "dense_layers": 1}},
+)  # fmt: skip
+
+
+def shown(*words: str) -> Any:
+    result = CliRunner().invoke(app, ["model", "show", *words, "--json"])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+@pytest.mark.parametrize("options", MODELS, ids=str)
+def test_parameters_memory_and_checkpoint_are_those_of_the_real_model(options: dict[str, Any]) -> None:
+    found = cost(Model(**SIZES, **options), vocab_size=VOCAB, row_length=16)
+    model = tiny_model(**SIZES, **options)
+    weights = sum(p.numel() for p in model.parameters())
+    assert found.parameters == weights
+    assert found.model_bytes == 4 * weights
+    for kind in ("adamw", "muon"):
+        optimizers = optim.build(model, Optim(kind=kind))
+        for p in model.parameters():
+            p.grad = torch.randn_like(p)
+        optimizers.step()
+        state = sum(tensor.numel() for tensor in optimizers.state().values() if tensor.numel() > 1)
+        assert found.checkpoint_bytes[kind] == pytest.approx(4 * (weights + state), rel=1e-3), kind
+        assert found.memory_bytes[kind] == pytest.approx(4 * (2 * weights + state), rel=1e-3), kind
+    assert found.memory_bytes["muon"] < found.memory_bytes["adamw"]
+
+
+def test_the_active_parameters_are_those_that_get_a_gradient_from_one_token() -> None:
+    """Whole experts get none where the token does not visit them."""
+    options = {"moe": {"experts": 8, "top_k": 2, "expert_size": 24, "shared_experts": 1}}
+    model = tiny_model(**SIZES, **options)
+    model(input_ids=torch.tensor([[11]])).logits.square().sum().backward()
+    met = 0
+    for name, p in model.named_parameters():
+        assert p.grad is not None or "bias" in name, name
+        gradient = torch.zeros_like(p) if p.grad is None else p.grad
+        stacked = ".experts." in name
+        met += sum(one.numel() for one in gradient if one.abs().max() > 0) if stacked else p.numel()
+    found = cost(Model(**SIZES, **options), vocab_size=VOCAB, row_length=16)
+    assert found.active_parameters == met < found.parameters
+
+
+def test_a_second_head_is_counted_beside_the_model() -> None:
+    """Trained by AdamW whatever trains the rest: weight, gradient and two numbers of state, and 6 FLOPs a weight."""
+    dense, both = (
+        cost(Model(**SIZES, multi_token=more), vocab_size=VOCAB, row_length=16) for more in (None, {"weight": 0.3})
+    )  # fmt: skip
+    head = VOCAB * 32
+    assert (dense.second_head_parameters, both.second_head_parameters) == (0, head)
+    assert (both.parameters, both.model_bytes) == (dense.parameters, dense.model_bytes)
+    assert both.flops_per_token == dense.flops_per_token + 6 * head
+    model = tiny_model(**SIZES)
+    multi_token.attach(model, MultiToken(), seed=1)
+    groups = optim.build(NextTokenLoss(model, token_loss_sum), Optim(kind="muon")).groups()
+    state = sum((1 if group["optimizer"] == "Muon" else 2) * group["parameters"] for group in groups)
+    assert both.memory_bytes["muon"] == 4 * (2 * (both.parameters + head) + state)
+
+
+def test_a_dense_model_is_active_as_a_whole() -> None:
+    found = cost(Model(**SIZES), vocab_size=VOCAB, row_length=16)
+    assert found.active_parameters == found.parameters
+    assert visited_shares(tiny_model()) == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "embeddings"),
+    [({}, VOCAB * 32), ({"tie_embeddings": False}, 2 * VOCAB * 32), ({"kind": "gpt2"}, (VOCAB + 64) * 32)],
+)  # fmt: skip
+def test_embeddings_are_counted_once_where_they_are_tied(options: dict[str, Any], embeddings: int) -> None:
+    assert cost(Model(**SIZES, **options), vocab_size=VOCAB, row_length=16).embedding_parameters == embeddings
+
+
+@pytest.mark.parametrize("options", MODELS, ids=str)
+def test_flops_of_a_token_are_those_that_torch_counts(options: dict[str, Any]) -> None:
+    """Of eager attention and experts one by one, which torch counts. Here biases and norms are 3 % of the formula."""
+    T = 32
+    model = tiny_model(**SIZES, **options)
+    model.set_attn_implementation("eager")
+    if "moe" in options:
+        model.set_experts_implementation("eager")
+    ids = torch.arange(9, 9 + T)[None]
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids, labels=ids).loss.backward()
+    assert flops_per_token(model, T) == pytest.approx(counter.get_total_flops() / T, rel=0.05)
+
+
+def test_a_preset_has_about_the_parameters_that_it_is_named_after() -> None:
+    found = of_presets()
+    assert list(found) == names()
+    for name, one in found.items():
+        wanted = float(name[:-1]) * {"m": 1e6, "b": 1e9}[name[-1]]
+        assert one.parameters == pytest.approx(wanted, rel=0.07), name
+
+
+def test_what_is_given_beside_a_preset_wins_and_its_vocabulary_is_the_presets_unless_given() -> None:
+    assert shown("1m") == {**shown("model.preset=1m", "tokenizer.vocab_size=2048"), "vocab_size": 2048}
+    assert shown("10m")["vocab_size"] == 8192
+    assert shown("model.preset=10m")["vocab_size"] == 2048, "the settings say so"
+    assert shown("10m", "tokenizer.vocab_size=500")["vocab_size"] == 500
+    assert shown("1m", "model.layers=1")["parameters"] < shown("1m")["parameters"]
+    assert shown("1m", "model.kind=gpt2")["kind"] == "gpt2"
+
+
+def test_without_a_word_all_presets_are_listed_with_their_settings() -> None:
+    found = shown()
+    assert list(found) == names()
+    assert found["124m"]["settings"]["hidden_size"] == 768
+    text = CliRunner().invoke(app, ["model", "show"]).stdout
+    assert all(name in text for name in names()) and "model.preset=NAME" in text
+
+
+def test_the_table_says_which_formula_and_whose_vocabulary() -> None:
+    text = CliRunner().invoke(app, ["model", "show", "1m", "pretrain.row_length=128"]).stdout
+    assert "arXiv:2204.02311" in text and "head_dim 128" in text
+    assert "1,066,112" in text and "of the preset" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["3m"], "model.preset is '3m' but must be one of"),
+        (["1m", "5m"], "2 presets are given: 1m, 5m; give one"),
+        (["model.kind=gtp2"], "did you mean gpt2"),
+        (["1m", "model.heads=3"], "model.heads"),
+        (["sft.start_from=some/where"], "this command shows new models, with the sizes in model"),
+    ],
+)
+def test_what_cannot_be_shown_is_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["model", "show", *words])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_kinds_are_listed_as_words_and_as_json() -> None:
+    found = CliRunner().invoke(app, ["model", "show", "--kinds", "--json"])
+    kinds = json.loads(found.stdout)
+    assert {"llama", "qwen3", "gpt2", "moyun"} <= set(kinds)
+    assert CliRunner().invoke(app, ["model", "show", "--kinds"]).stdout.split() == kinds

@@ -1,0 +1,223 @@
+"""`rerun` takes the settings of an earlier run: the exact ones, the run that was meant, and what is given on top."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.planned_homes import House
+from typer.testing import CliRunner
+
+from ttrain.cli import pipeline as cli_pipeline
+from ttrain.cli.main import app, main
+from ttrain.cli.options import settings_of_run
+from ttrain.config import Settings
+from ttrain.config.loading import LoadedSettings, Override, load
+from ttrain.data import locations
+from ttrain.errors import UsageError
+from ttrain.pipeline.names import newest_with, run_named, settings_of
+from ttrain.store.runs import RunRecord
+
+
+def record(home: Path, settings: Settings, stages: list[str] | None = None, pipeline: str = "full") -> str:
+    made = RunRecord(home, pipeline, stages or ["tokenizer", "sft"], settings.model_dump(mode="json"))
+    made.finish("failed", {})
+    return made.run
+
+
+def loaded(*overrides: str, files: Any = (), base: Any = ()) -> LoadedSettings:
+    return load(overrides, files=files, environment={}, base=base)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        (),
+        ("sft.optim.lr=2e-4", "name=mine", "pretrain.epochs=3"),
+        ("sft.tokens=9000",),  # which takes the default of sft.epochs away
+        ("data.pretrain=[{path: a.jsonl, weight: 2}, {path: b.jsonl, weight: 1}]", "data.sft=c.jsonl,d.jsonl"),
+        ("runtime.night.start='23:00'", "sft.early_stopping.patience=3", "sft.validate_every_steps=50"),
+        ("model.preset=25m", "model.layers=3"),
+        ("model.kind=llama", "model.fields.attention_bias=true"),
+        ("pretrain.mask_intervals=[[1, 2], ['a', 'b']]",),
+    ],
+    ids=lambda given: " ".join(given) or "defaults",
+)
+def test_the_settings_of_a_run_come_back_as_they_were(tmp_path: Path, given: tuple[str, ...]) -> None:
+    settings = loaded(*given).settings
+    run = record(tmp_path, settings)
+    again = loaded(base=settings_of(run_named(tmp_path, run)))
+    assert again.settings == settings
+    assert set(again.sources.values()) <= {f"run {run}", "sft.tokens is set", "pretrain.epochs is set"}
+    assert bool(settings_of(run_named(tmp_path, run))) == bool(given)
+
+
+def test_the_settings_of_a_run_that_started_from_a_model_come_back(tmp_path: Path) -> None:
+    sizes = tmp_path / "sizes.yaml"
+    sizes.write_text("model: {layers: 2}\n")
+    given = ("sft.start_from=models/one", "tokenizer.existing=models/other", "tokenizer.template=own")
+    settings = loaded(*given, files=[sizes]).settings
+    base = settings_of({"run": "x", "settings": settings.model_dump(mode="json")})
+    assert loaded(base=base).settings == settings
+    another = loaded("sft.start_from=models/two", base=base).settings
+    assert (another.sft.start_from, another.tokenizer.existing) == ("models/two", "models/two")
+    with pytest.raises(UsageError, match=r"model.layers \(from command line\) describes a new model"):
+        loaded("model.layers=3", base=base)
+
+
+def test_what_is_given_wins_over_the_run_and_is_weaker_nowhere(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("sft: {seed: 7}\nlora: {seed: 7}\n")
+    base = settings_of(
+        {"run": "x", "settings": loaded("sft.seed=2", "lora.seed=2", "name=n").settings.model_dump(mode="json")}
+    )
+    found = loaded("lora.seed=9", files=[mine], base=base)
+    assert (found.settings.sft.seed, found.settings.lora.seed, found.settings.name) == (7, 9, "n")
+    assert found.sources == {"sft.seed": str(mine), "lora.seed": "command line", "name": "run x"}
+
+
+def test_a_budget_on_top_of_a_runs_takes_its_place() -> None:
+    base = settings_of({"run": "x", "settings": loaded("sft.tokens=9000").settings.model_dump(mode="json")})
+    found = loaded("sft.epochs=2", base=base).settings.sft
+    assert (found.tokens, found.epochs) == (None, 2.0)
+
+
+def test_a_setting_that_is_no_more_is_named_with_the_run_it_is_from() -> None:
+    with pytest.raises(UsageError, match=r"unknown setting 'sft.optimm' \(from run x\)"):
+        loaded(base=settings_of({"run": "x", "settings": {"sft": {"optimm": 1}}}))
+
+
+def test_a_default_that_changed_since_does_not_change_a_run_that_had_the_old_one() -> None:
+    settings = Settings().model_dump(mode="json")
+    settings["evaluate"]["seed"] = 1234
+    assert settings_of({"run": "x", "settings": settings}) == [Override("run x", "evaluate.seed", 1234)]
+
+
+# --- which run
+
+
+def test_a_run_is_found_by_its_name_or_by_a_part_that_only_it_has(tmp_path: Path) -> None:
+    one, two = record(tmp_path, Settings()), record(tmp_path, Settings(), pipeline="stage-sft")
+    for name in (one, one[:-1], one.rpartition("-")[2]):
+        assert run_named(tmp_path, name)["run"] == one
+    assert run_named(tmp_path, "stage")["run"] == two
+    with pytest.raises(UsageError, match=r"--run nope matches no run: .*`ttrain pipeline status` lists them"):
+        run_named(tmp_path, "nope")
+    record(tmp_path, Settings())
+    with pytest.raises(UsageError, match="--run full matches several runs: full-"):
+        run_named(tmp_path, "full")
+    with pytest.raises(UsageError, match="none yet"):
+        run_named(tmp_path / "elsewhere", "full")
+
+
+def test_the_newest_run_that_has_the_stage_is_meant(tmp_path: Path) -> None:
+    record(tmp_path, Settings())
+    newest = record(tmp_path, Settings(), ["sft", "lora"])
+    path = tmp_path / "runs" / f"{newest}.json"
+    path.rename(path.with_name(f"full-29991231-000000-{newest[-4:]}.json"))  # names tell seconds, and both are of this one
+    assert newest_with(tmp_path, "sft")["run"] == newest_with(tmp_path, "lora")["run"] == newest
+    assert newest_with(tmp_path, "tokenizer")["run"] != newest
+    with pytest.raises(UsageError, match="no run has a stage evaluate yet"):
+        newest_with(tmp_path, "evaluate")
+    with pytest.raises(UsageError, match="there is no stage sftt; the stages are source"):
+        newest_with(tmp_path, "sftt")
+
+
+def test_a_night_lends_its_settings_only_where_it_is_named(tmp_path: Path) -> None:
+    asked = record(tmp_path, Settings())
+    night = record(tmp_path, Settings(), ["sft", "heldout", "evaluate-champion"], pipeline="nightly")
+    path = tmp_path / "runs" / f"{night}.json"
+    path.rename(path.with_name(f"nightly-29991231-000000-{night[-4:]}.json"))
+    assert newest_with(tmp_path, "sft")["run"] == asked
+    assert run_named(tmp_path, "nightly")["run"] == night
+    for stage in ("heldout", "evaluate-champion"):
+        with pytest.raises(UsageError, match=f"stage {stage} belongs to nights; try `ttrain pipeline run nightly`"):
+            newest_with(tmp_path, stage)
+
+
+# --- the command
+
+
+@pytest.fixture
+def asked(built: House, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What a command would have run."""
+    calls: list[dict[str, Any]] = []
+    monkeypatch.setenv("TTRAIN_HOME", str(built.store.root))
+    monkeypatch.setattr(
+        cli_pipeline, "plan_and_run", lambda pipeline, loaded, **options: calls.append({"loaded": loaded, **options})
+    )
+    return calls
+
+
+def rerun(*arguments: str) -> str:
+    done = CliRunner().invoke(app, ["pipeline", "rerun", *arguments])
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_rerun_forces_the_stage_with_the_settings_of_its_newest_run(built: House, asked: list[dict[str, Any]]) -> None:
+    settings = built.settings("sft.seed=3")
+    run = record(built.store.root, settings)
+    said = rerun("sft")
+    assert asked[0]["loaded"].settings == settings and asked[0]["force"] == {"sft"}
+    assert said.startswith(f"settings of {run}, apart from the defaults: data.lora=[") and said.endswith(" sft.seed=3\n")
+
+
+def test_rerun_takes_overrides_on_top_and_the_run_that_is_named(built: House, asked: list[dict[str, Any]]) -> None:
+    first = record(built.store.root, built.settings("sft.seed=3"), pipeline="first")
+    record(built.store.root, built.settings("sft.seed=4"), pipeline="second")
+    rerun("sft", "--run", first, "lora.seed=9")
+    assert asked[0]["loaded"].settings == built.settings("sft.seed=3", "lora.seed=9")
+    config = built.write("mine.yaml", "sft: {optim: {lr: 0.5}}\n")
+    rerun("sft", "--run", "first", "-c", str(config))
+    assert asked[1]["loaded"].settings == built.settings("sft.seed=3", "sft.optim.lr=0.5")
+
+
+def test_a_stage_of_nights_is_refused_whichever_settings_are_taken(
+    built: House, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TTRAIN_HOME", str(built.store.root))
+    record(built.store.root, built.settings(), pipeline="nightly")
+    for options in ((), ("--run", "nightly"), ("-c", str(built.write("mine.yaml", "lora: {seed: 9}\n")))):
+        with pytest.raises(SystemExit) as ended:
+            main(["pipeline", "rerun", "evaluate-champion", *options])
+        assert ended.value.code == UsageError.exit_code
+        assert "stage evaluate-champion belongs to nights; try `ttrain pipeline run nightly`" in capsys.readouterr().err
+
+
+def test_files_and_profiles_alone_say_the_settings_anew(built: House, asked: list[dict[str, Any]]) -> None:
+    record(built.store.root, built.settings("sft.seed=3"))
+    config = built.write("mine.yaml", "lora: {seed: 9}\n")
+    assert "settings of" not in rerun("sft", "-c", str(config))
+    assert asked[0]["loaded"].settings == load(["lora.seed=9"], environment={}).settings
+
+
+def test_the_environment_speaks_of_a_rerun_s_runtime_alone(
+    built: House, asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record(built.store.root, built.settings("sft.seed=3"))
+    monkeypatch.setenv("TTRAIN__SFT__SEED", "8")
+    monkeypatch.setenv("TTRAIN__RUNTIME__THREADS", "1")
+    rerun("sft")
+    settings = asked[0]["loaded"].settings
+    assert (settings.sft.seed, settings.runtime.threads) == (3, 1)
+
+
+# --- secrets of sources, which no record holds ---
+
+
+def test_a_hidden_source_is_refused_by_name_unless_the_environment_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, shown = "https://user:hunter2@host/chats.jsonl?sig=1", "https://***@host/chats.jsonl?***"
+    tree = Settings.model_validate({"data": {"sft": [whole], "lora": ["mine.jsonl"]}}).model_dump(mode="json")
+    record = {"run": "full-1", "settings": tree}
+    hidden = settings_of_run(record, None, None, None).settings.data
+    assert hidden.sft == (shown,) and hidden.lora == ("mine.jsonl",)
+    with pytest.raises(UsageError, match=r"data\.sft=URL, or TTRAIN__DATA__SFT in the environment"):
+        locations.expand(hidden.sft, "data.sft")
+    monkeypatch.setenv("TTRAIN__DATA__SFT", whole)
+    monkeypatch.setenv("TTRAIN__DATA__LORA", "other.jsonl")
+    data = settings_of_run(record, None, None, None).settings.data
+    assert data.sft == (whole,) and data.lora == ("mine.jsonl",), "it fills in what is hidden, and changes nothing else"
+    monkeypatch.setenv("TTRAIN__DATA__SFT", whole.replace("host", "elsewhere"))
+    assert settings_of_run(record, None, None, None).settings.data.sft == (shown,), "another file is not that one"

@@ -1,0 +1,360 @@
+"""`ttrain ui` and the views that it writes: real MLflow, its server, and its pages in a real browser where there is one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urldefrag, urlsplit
+
+import pytest
+from support.browser import Browser, executable
+from support.waiting import stopwatch
+
+from ttrain import tracking
+from ttrain.cli import tracking as ui
+from ttrain.cli.main import main
+from ttrain.store.runs import RunRecord, record_cached
+from ttrain.tracking import MlflowStore, TrackedRun, mlflow_views, open_store
+
+SETTINGS = {"model.layers": 2, "sft.optim.lr": 1e-3, "runtime.devices": 1}
+FIGURES = {"eval/bits_per_byte": 1.5, "eval/chat_loss_sft": 4.1, "sft/validation_loss": 4.2, "total/device_hours": 0.5}
+CURVE = [{"step": tokens, "metrics": {"Curves/sft loss": 9 - tokens / 1000}} for tokens in (512, 1024, 1536)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def environment() -> Iterator[None]:
+    """Before anything imports MLflow: it would write an installation id into the user's ~/.config."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in tracking.ENVIRONMENT.items():
+            patch.setenv(name, value)
+        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        yield
+
+
+def track(home: Path, params: Mapping[str, object], metrics: Mapping[str, float]) -> tuple[str, str]:
+    """(name, id) of a finished run of a pipeline with one stage, on record and tracked."""
+    store = open_store(home, "ttrain")
+    assert isinstance(store, MlflowStore)
+    record = RunRecord(home, "full", ["sft"], {"tracking": {"experiment": "ttrain"}})
+    parent = store.start_run(record.run, tags={"ttrain.pipeline": "full", "ttrain.run": record.run}, params=params)
+    child = store.start_run("sft", parent=parent, tags={"ttrain.stage": "sft", "ttrain.key": record.run}, params={})
+    assert isinstance(parent, TrackedRun) and isinstance(child, TrackedRun) and parent.id is not None
+    assert parent.log_metrics(CURVE)
+    parent.log_summary(metrics)
+    for run in (child, parent):
+        run.finish("FINISHED")
+    record.stage("sft", outcome="completed", key=record.run)
+    record.note(tracking={"run_id": parent.id})
+    record.finish("completed", metrics)
+    store.close()
+    return record.run, parent.id
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    """(home, {name: id}) with two runs, the newer one with another learning rate."""
+    home = tmp_path_factory.mktemp("two") / "a home #1 50%"
+    home.mkdir()
+    runs = [
+        track(home, SETTINGS, FIGURES),
+        track(home, {**SETTINGS, "sft.optim.lr": 2e-4}, {**FIGURES, "eval/chat_loss_sft": 4.4}),
+    ]
+    return home, dict(runs)
+
+
+def experiment(home: Path) -> tuple[Any, Any]:
+    """(client, experiment)"""
+    client = tracking.open_reader(home).client
+    return client, client.get_experiment_by_name("ttrain")
+
+
+def view(home: Path, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(experiment(home)[1].tags[f"mlflow.sharedViewState.{name}"])
+    return found
+
+
+@pytest.fixture(scope="module")
+def served(two: tuple[Path, dict[str, str]]) -> Iterator[dict[str, Any]]:
+    """What `ttrain ui A B --json` says, while its server runs; it ends with 0 at Ctrl-C, and its server with it."""
+    home, runs = two
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-P", "-c", "from ttrain.cli.main import main; main()", "ui", *runs, "--no-browser", "--json"]
+    process = subprocess.Popen(
+        [*command, "--port", str(port)], env={**os.environ, "TTRAIN_HOME": str(home)}, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    lines = []
+    while not lines or lines[-1] != "}\n":
+        lines.append(process.stdout.readline())
+        assert lines[-1], f"it ended with {process.wait()}: {lines}"
+    said = json.loads("".join(lines))
+    yield said
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 0
+    with socket.socket() as probe, pytest.raises(OSError):
+        probe.connect((urlsplit(said["url"]).hostname, urlsplit(said["url"]).port))
+
+
+def test_the_table_has_the_figures_that_differ_then_the_settings(two: tuple[Path, dict[str, str]]) -> None:
+    home, runs = two
+    pages = tracking.addresses(home, ["ttrain"])
+    assert pages is not None and pages.experiment == "ttrain"
+    saved = view(home, mlflow_views.TABLE)
+    state = json.loads(saved["state"])
+    assert state["selectedColumns"][:-2] == ["metrics.`eval/chat_loss_sft`", "params.`sft.optim.lr`"], "no constant column"
+    assert state["columnOrder"][1:] == state["selectedColumns"]
+    assert (
+        pages.table.endswith("&workflowType=machine_learning") and f"viewStateShareKey={mlflow_views.TABLE}" in pages.table
+    )
+    client, found = experiment(home)
+    listed = client.search_runs([found.experiment_id], state["searchFilter"], order_by=[f"{state['orderByKey']} DESC"])
+    assert [run.info.run_name for run in listed] == list(runs)[::-1]  # pipelines alone, the newest first
+
+
+def test_what_did_not_change_is_not_written_and_what_a_user_wrote_stays(two: tuple[Path, dict[str, str]]) -> None:
+    home, _ = two
+    tracking.addresses(home, ["ttrain"])
+    before = view(home, mlflow_views.TABLE)
+    client, found = experiment(home)
+    client.set_experiment_tag(found.experiment_id, tracking.NOTE, "mine")
+    tracking.addresses(home, ["ttrain"])
+    assert view(home, mlflow_views.TABLE) == before
+    assert experiment(home)[1].tags[tracking.NOTE] == "mine"
+
+
+def test_the_end_of_a_run_brings_the_views_up_to_date_and_a_silent_server_is_left_alone(
+    two: tuple[Path, dict[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, _ = two
+    client, found = experiment(home)
+    client.set_experiment_tag(found.experiment_id, f"mlflow.sharedViewState.{mlflow_views.TABLE}", "")
+    store = open_store(home, "ttrain")
+    tracking.refresh_views(store)
+    assert "params.`sft.optim.lr`" in json.loads(view(home, mlflow_views.TABLE)["state"])["selectedColumns"]
+    tracking.refresh_views(tracking.NullStore())
+    with socket.socket() as deaf:  # takes connections, and never answers
+        deaf.bind(("127.0.0.1", 0))
+        deaf.listen()
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{deaf.getsockname()[1]}")
+        silent = open_store(home, "ttrain")
+        waited = stopwatch()
+        tracking.refresh_views(silent)
+        assert waited() < 1
+
+
+def test_a_damaged_view_is_written_anew(two: tuple[Path, dict[str, str]]) -> None:
+    home, _ = two
+    client, found = experiment(home)
+    client.set_experiment_tag(found.experiment_id, f"mlflow.sharedViewState.{mlflow_views.CURVES}", '{"name": 7')
+    tracking.addresses(home, ["ttrain"])
+    assert json.loads(view(home, mlflow_views.CURVES)["state"])["selectedColumns"]
+
+
+def test_runs_without_an_evaluation_are_judged_by_their_validation() -> None:
+    only_trained = {"pretrain/validation_loss": 3.0, "pretrain/tokens": 5.0}
+    evaluated = {**only_trained, "eval/bits_per_byte": 1.0}
+    assert mlflow_views.figures([evaluated]) == (["eval/bits_per_byte"], [])
+    assert mlflow_views.figures([only_trained]) == (["pretrain/validation_loss"], [])
+    assert mlflow_views.figures([evaluated, {**only_trained, "pretrain/validation_loss": 2.0}]) == (
+        ["eval/bits_per_byte"], ["pretrain/validation_loss"],
+    )  # fmt: skip
+    assert mlflow_views.figures([]) == ([], [])
+
+
+def test_what_is_the_same_in_all_runs_that_have_it_is_no_column() -> None:
+    same = {"eval/bits_per_byte": 1.0, "pretrain/tokens": 5.0}
+    runs = [{**same, "eval/chat_loss_sft": 2.0}, {**same, "eval/chat_loss_sft": 3.0}, {}]
+    assert mlflow_views.figures(runs) == (["eval/chat_loss_sft"], [])
+    assert mlflow_views.varying(mlflow_views.EXTRA_METRICS, runs) == []
+
+
+def test_settings_that_shape_the_models_come_before_those_that_do_not() -> None:
+    first = {"runtime.devices": "1", "lora.rank": "4", "model.layers": "2", "same": "x"}
+    second = {"runtime.devices": "2", "lora.rank": "8", "model.layers": "3", "same": "x", "tokenizer.seed": "1"}
+    assert mlflow_views.differing([first, second]) == ["model.layers", "lora.rank", "runtime.devices"]
+    many = [{f"sft.{number}": str(run) for number in range(30)} for run in range(2)]
+    assert len(mlflow_views.differing(many)) == mlflow_views.MOST_SETTINGS == 4
+
+
+def test_paths_lists_and_data_are_no_columns() -> None:
+    lists = {"data.sft": "['a.jsonl']", "lora.targets": "['q_proj']", "evaluate.suites.sft": "('mine.yaml',)"}
+    texts = {"sft.start_from": "runs/mine", "notify.webhook_file": "C:\\hook", "evaluate.prompt": "what is it " * 9}
+    first = {**lists, **texts, "data.weights": "1", "sft.optim.lr": "0.001"}
+    second = {**dict.fromkeys([*lists, *texts], "[]"), "data.weights": "2", "sft.optim.lr": "0.002"}
+    assert mlflow_views.differing([first, second]) == ["sft.optim.lr"]
+
+
+def test_of_settings_that_tell_the_same_runs_apart_one_gives_way_to_others() -> None:
+    base = {"model.heads": "2", "model.hidden_size": "32", "model.layers": "2", "pretrain.seed": "1", "sft.seed": "1"}
+    others = (
+        {"model.heads": "3", "model.hidden_size": "48"},
+        {"model.layers": "3"},
+        {"pretrain.seed": "2"},
+        {"sft.seed": "2"},
+    )
+    runs = [base, *({**base, **other} for other in others)]
+    assert mlflow_views.differing(runs) == ["model.heads", "model.layers", "pretrain.seed", "sft.seed"]
+    assert mlflow_views.differing(runs[:2]) == ["model.heads", "model.hidden_size"]
+
+
+def test_the_largest_view_fits_into_a_tag() -> None:
+    longest = [f"params.`{'x' * 60}{number}`" for number in range(mlflow_views.MOST_SETTINGS)]
+    longest += [
+        f"metrics.`{name}`"
+        for name in (*mlflow_views.JUDGED_BY, *mlflow_views.JUDGED_BY.values(), *mlflow_views.EXTRA_METRICS)
+    ]
+    state = mlflow_views.compact(mlflow_views.state_of(longest))
+    assert len(mlflow_views.compact({"name": "x" * 60, "createdAt": 1, "updatedAt": 1, "state": state})) < 5000
+
+
+def test_ui_names_the_pages_of_its_runs(served: dict[str, Any], two: tuple[Path, dict[str, str]]) -> None:
+    _, runs = two
+    assert served["until_stopped"] and served["experiment"] == "ttrain"
+    assert all(run_id in served["url"] for run_id in runs.values()) and "#/compare-runs?" in served["url"]
+    page, _, token = urldefrag(served["table"]).url.partition("?token=")  # all before the # is one page
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        urllib.request.urlopen(page, timeout=30)
+    shown = urllib.request.Request(page, headers={"Authorization": f"Bearer {token}"})
+    with urllib.request.urlopen(shown, timeout=30) as answer:
+        assert b"<title>MLflow</title>" in answer.read()
+
+
+def test_a_browser_gets_the_token_in_a_file_that_no_other_account_can_read_not_as_an_argument(
+    served: dict[str, Any], two: tuple[Path, dict[str, str]]
+) -> None:
+    home, _ = two
+    there = ui.redirect_page(home, served["url"])
+    token = (home / "servers" / "token").read_text().strip()
+    path = home / "servers" / "open.html"
+    assert there == path.as_uri() and token not in there and token in path.read_text()
+    assert [stat.S_IMODE(file.stat().st_mode) for file in (path, path.parent)] == [0o600, 0o700]
+    assert ui.redirect_page(home, "http://elsewhere:5000/#/") == "http://elsewhere:5000/#/"
+
+
+def test_ui_takes_the_server_that_runs(
+    served: dict[str, Any],
+    two: tuple[Path, dict[str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    home, runs = two
+    monkeypatch.setenv("TTRAIN_HOME", str(home))
+    main_ends(["ui", "latest", "--no-browser", "--json"], None)
+    said = json.loads(capsys.readouterr().out)
+    newest = list(runs.values())[-1]
+    assert not said["until_stopped"] and said["table"] == served["table"]
+    assert urlsplit(said["url"]).fragment.startswith(f"/experiments/1/runs/{newest}?")
+
+
+def test_ui_of_a_cached_run_is_that_of_the_run_it_equals(
+    served: dict[str, Any],
+    two: tuple[Path, dict[str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    home, runs = two
+    monkeypatch.setenv("TTRAIN_HOME", str(home))
+    older = next(iter(runs))
+    record_cached(home, "again", [], {}, {}, older)
+    try:
+        main_ends(["ui", "again", "--no-browser", "--json"], None)
+    finally:
+        [path] = (home / "runs").glob("again-*.json")
+        path.unlink()
+    assert f"/runs/{runs[older]}?" in json.loads(capsys.readouterr().out)["url"]
+
+
+def main_ends(arguments: list[str], code: int | None) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert (end.value.code or None) == code
+
+
+@pytest.mark.soak  # a browser, for what only another version of MLflow breaks
+@pytest.mark.skipif(executable() is None, reason="no Chromium is installed")
+def test_mlflows_own_pages_show_which_run_is_better_and_why(
+    served: dict[str, Any], two: tuple[Path, dict[str, str]]
+) -> None:
+    _, runs = two
+    header = "[...document.querySelectorAll('[role=columnheader][col-id*=\"`\"]')].map(one => one.getAttribute('col-id'))"
+    with Browser() as browser:
+        browser.open(served["table"])
+        browser.wait_for("document.querySelectorAll('[col-id=\"metrics.`eval/chat_loss_sft`\"]').length > 1")
+        assert browser.evaluate(header)[1:3] == ["metrics.`eval/chat_loss_sft`", "params.`sft.optim.lr`"]
+        cells = (
+            "[...document.querySelectorAll('[role=gridcell][col-id=\"params.`sft.optim.lr`\"]')].map(one => one.innerText)"
+        )
+        assert browser.evaluate(cells) == ["0.0002", "0.001"]  # of two rows: the stages' runs are none of them
+
+        browser.open("about:blank")
+        browser.open(served["curves"])
+        text = browser.wait_for("document.body.innerText.includes('Step') && document.body.innerText")
+        assert text.index("Curves\n(1)") < text.index("eval\n(2)")
+        assert all(f"{name} (Curves/sft loss)" in text for name in runs)
+
+        browser.open("about:blank")
+        browser.open(served["url"])
+        switches = "document.querySelectorAll('button[role=switch]')"
+        browser.wait_for(f"{switches}.length > 1")
+        browser.evaluate(f"{switches}[0].click()")  # show differences only
+        rows = (
+            "[...document.querySelectorAll('table')].map(one => one.innerText).filter(one => one.includes('sft.optim.lr'))"
+        )
+        [differing] = browser.wait_for(f"{rows}.length && !{rows}[0].includes('model.layers') && {rows}")
+        assert differing.split() == ["sft.optim.lr", "0.001", "0.0002"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "uri", "code", "message"),
+    [
+        (["nope"], None, 2, "there is no run 'nope'"),
+        (["latest:nope"], None, 2, "has no stage 'nope'; it has sft"),
+        ([], "sqlite:///elsewhere.db", 2, "which is not a server; `ttrain ui` opens servers and the home's own database"),
+        ([], "http://me:hidden@127.0.0.1:9", 1, "MLflow at http://127.0.0.1:9 cannot be queried"),
+    ],
+    ids=["no run", "no stage", "no server", "silent"],
+)
+def test_what_cannot_be_shown_is_said(
+    two: tuple[Path, dict[str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    uri: str | None,
+    code: int,
+    message: str,
+) -> None:
+    monkeypatch.setenv("TTRAIN_HOME", str(two[0]))
+    if uri:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    main_ends(["ui", *arguments, "--no-browser"], code)
+    said = capsys.readouterr().err
+    assert message in said and "hidden" not in said
+
+
+def test_a_home_where_nothing_was_tracked_is_left_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TTRAIN_HOME", str(tmp_path / "none"))
+    main_ends(["ui"], 2)
+    assert "begin with `ttrain pipeline run full`" in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
+
+
+def test_no_browser_is_asked_that_would_take_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.platform", "linux")
+    for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("webbrowser.open", lambda url: pytest.fail("it was asked"))
+    assert not ui.open_browser("http://127.0.0.1:1")

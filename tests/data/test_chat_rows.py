@@ -1,0 +1,181 @@
+"""Rows of conversations: every live token a target once, cut at turns, packed or alone, and what is dropped is counted."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.doubles import write_shards
+
+from ttrain.data.packing import IGNORE
+from ttrain.data.record_rows import ChatRows, cut
+from ttrain.data.shards import ShardSet
+
+PAD, BOS, END = 0, 1, 2
+Record = tuple[list[int], list[bool]]
+Piece = tuple[list[int], list[int], list[int]]
+
+
+def chat(chance: random.Random, turns: int, longest: int) -> Record:
+    """bos, then turns of a role token, a text and an end; every second one is an answer, whose text and end are live."""
+    ids, live = [BOS], [False]
+    for turn in range(turns):
+        text = [chance.randrange(10, 100) for _ in range(chance.randint(0, longest))]
+        ids += [3 + turn % 2, *text, END]
+        live += [False] + [turn % 2 == 1] * (len(text) + 1)
+    return ids, live
+
+
+def some_chats(seed: int, count: int, turns: int, longest: int) -> list[Record]:
+    chance = random.Random(seed)
+    return [chat(chance, chance.randint(2, 2 * turns), longest) for _ in range(count)]
+
+
+def chat_rows(path: Path, chats: list[Record], row_length: int, *, packed: bool = True, per_shard: int = 10**6) -> ChatRows:
+    write_shards(path, chats, kind="chats", vocab_size=1 << 20, tokens_per_shard=per_shard)
+    return ChatRows(ShardSet(path), row_length, PAD, END, packed=packed)
+
+
+def pieces_of(rows: ChatRows) -> list[Piece]:
+    """(input ids, labels, positions) of every piece in every row."""
+    found = []
+    for row in range(len(rows)):
+        batch = rows.batch([row])
+        segments = batch.segments_BT[0]
+        assert (segments >= 0).sum() == rows.lengths()[row]
+        for segment in range(segments.max() + 1):
+            there = np.flatnonzero(segments == segment)
+            assert np.array_equal(there, np.arange(there[0], there[-1] + 1)), "a piece lies in one stretch"
+            found.append(
+                tuple(array[0][there].tolist() for array in (batch.input_ids_BT, batch.labels_BT, batch.positions_BT))
+            )
+    return found
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("per_shard", [10**6, 100, 1])
+def test_chats_that_fit_come_whole_and_once_with_their_mask(tmp_path: Path, packed: bool, per_shard: int) -> None:
+    chats = some_chats(1, 60, turns=2, longest=6)
+    rows = chat_rows(tmp_path, chats, row_length=48, packed=packed, per_shard=per_shard)
+    expected = []
+    for ids, live in chats:
+        labels = [token if scored else IGNORE for token, scored in zip(ids[1:], live[1:], strict=True)]
+        expected.append((ids[:-1], labels, list(range(len(ids) - 1))))
+    assert sorted(pieces_of(rows)) == sorted(expected)
+    counts = rows.counts()
+    assert counts["records"] == counts["pieces"] == 60
+    assert counts["cut_records"] == counts["dropped_tokens"] == counts["all_masked_dropped"] == 0
+    assert counts["target_tokens"] == sum(sum(live[1:]) for _, live in chats)
+    assert counts["fill"] == pytest.approx(sum(len(ids) - 1 for ids, _ in chats) / (48 * len(rows)))
+    assert len(rows) == 60 if not packed else len(rows) < 30
+
+
+def test_padding_is_no_input_no_target_and_a_segment_of_its_own(tmp_path: Path) -> None:
+    rows = chat_rows(tmp_path, some_chats(1, 3, turns=1, longest=3), row_length=64)
+    batch = rows.batch(range(len(rows)))
+    padding = batch.segments_BT == -1
+    assert padding.any()
+    assert set(batch.input_ids_BT[padding].tolist()) == {PAD}
+    assert set(batch.labels_BT[padding].tolist()) == {IGNORE}
+
+
+# --- long ones
+
+
+def numbered(chats: list[Record]) -> tuple[list[Record], list[int]]:
+    """The chats with every token but the ends made unique, and the place of every such token among all."""
+    unique = [([10_000 * (n + 1) + at if ids[at] != END else END for at in range(len(ids))], live)
+              for n, (ids, live) in enumerate(chats)]  # fmt: skip
+    return unique, [token for ids, _ in unique for token in ids if token != END]
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("row_length", [8, 12, 20, 33])
+@pytest.mark.parametrize("seed", range(3))
+def test_every_live_token_is_a_target_once_and_no_piece_is_without(
+    tmp_path: Path, packed: bool, row_length: int, seed: int
+) -> None:
+    chats, tokens = numbered(some_chats(seed, 50, turns=4, longest=25))
+    rows = chat_rows(tmp_path, chats, row_length, packed=packed, per_shard=300)
+    pieces, counts = pieces_of(rows), rows.counts()
+    learnt = Counter(label for _, labels, _ in pieces for label in labels if label != IGNORE)
+    assert learnt == Counter(token for ids, live in chats for token, flag in zip(ids, live, strict=True) if flag)
+    assert all(any(label != IGNORE for label in labels) for _, labels, _ in pieces)
+    assert len(pieces) == counts["pieces"] > 60
+    assert counts["target_tokens"] == learnt.total()
+    assert counts["cut_records"] == sum(len(ids) > row_length + 1 for ids, _ in chats) > 0
+    assert counts["all_masked_dropped"] == 0
+    seen = {token for inputs, labels, _ in pieces for token in inputs + labels}
+    gone = [token for token in tokens if token not in seen]
+    ends_dropped = counts["dropped_tokens"] - len(gone)
+    assert 0 <= ends_dropped <= len(gone), "what is dropped is whole turns of context, with their ends"
+
+
+@pytest.mark.parametrize("row_length", [8, 16, 33])
+def test_a_piece_is_a_stretch_of_its_chat_and_an_answer_that_fits_is_in_one_piece(tmp_path: Path, row_length: int) -> None:
+    chats, _ = numbered(some_chats(7, 40, turns=4, longest=30))
+    rows = chat_rows(tmp_path, chats, row_length)
+    stretches = []
+    for inputs, labels, positions in pieces_of(rows):
+        ids, live = next((ids, live) for ids, live in chats if {*inputs} - {END} <= {*ids})
+        start = next(at for at in range(len(ids)) if ids[at : at + len(inputs)] == inputs)
+        end = start + len(inputs)
+        assert labels == [ids[at] if live[at] else IGNORE for at in range(start + 1, end + 1)]
+        assert positions == list(range(len(inputs)))
+        stretches.append((ids, start, end + 1))
+    whole = 0
+    for ids, live in chats:
+        places = [at for at in range(len(ids)) if live[at]]
+        borders = [at for at in places if at - 1 not in places]
+        for first in borders:
+            last = next(at for at in range(first, len(ids)) if ids[at] == END)
+            if last + 1 - first <= row_length:
+                whole += 1
+                assert any(at is ids and start < first and last < end for at, start, end in stretches)
+    assert whole > 15
+
+
+def spans(turns: list[tuple[bool, int]], row_length: int) -> list[tuple[int, int]]:
+    """Pieces of a conversation given as (whether it is an answer, tokens) of each turn; a turn's first token is its role."""
+    live = np.concatenate([[answer and at > 0 for at in range(size)] for answer, size in turns])
+    return cut(live, np.cumsum([size for _, size in turns]), row_length)
+
+
+def test_where_chats_are_cut() -> None:
+    question, answer = (False, 5), (True, 5)
+    assert spans([question, answer, question, answer], 16) == [(0, 10), (10, 20)], "a question stays with its answer"
+    assert spans([question, answer] * 4, 20) == [(0, 20), (20, 40)], "as many whole turns as fit"
+    assert spans([question, answer, question], 8) == [(1, 10)], "as much context as fits; nothing is made of what follows"
+    assert spans([(False, 100), answer], 16) == [(88, 105)], "of a long prompt, what stands before the answer"
+    long = spans([(False, 100), (True, 41)], 16)
+    assert long == [(93, 110), (109, 126), (125, 141)], "half a row of prompt, then pieces that share a token"
+    assert spans([question, (True, 30), question, answer], 16) == [(0, 17), (16, 33), (32, 45)]
+
+
+def test_chats_without_an_answer_are_dropped_and_counted(tmp_path: Path) -> None:
+    asked = ([BOS, 3, 11, 12, END], [False] * 5)
+    answered = ([BOS, 3, 13, END, 4, 21, END], [False] * 5 + [True] * 2)
+    only_first = ([99, 98], [True, False])  # the first token of a record has nothing that could predict it
+    rows = chat_rows(tmp_path, [asked, answered, asked, only_first], 16, per_shard=1)
+    counts = rows.counts()
+    assert (len(rows), counts["pieces"], counts["all_masked_dropped"], counts["dropped_tokens"]) == (1, 1, 3, 12)
+    assert rows.batch([0]).input_ids_BT[0, :6].tolist() == answered[0][:-1]
+
+
+def test_a_set_in_which_nothing_is_live_has_no_rows(tmp_path: Path) -> None:
+    for packed in (True, False):
+        rows = chat_rows(tmp_path / str(packed), [([BOS, 3, 11, END], [False] * 4)] * 3, 16, packed=packed)
+        assert len(rows) == len(rows.lengths()) == 0
+        assert rows.counts()["all_masked_dropped"] == 3
+
+
+def test_a_batch_without_targets_keeps_its_inputs(tmp_path: Path) -> None:
+    batch = chat_rows(tmp_path, some_chats(1, 9, turns=1, longest=3), 16).batch([0, 1])
+    muted = batch.without_targets()
+    assert batch.live_tokens > 0
+    assert muted.live_tokens == 0
+    assert np.array_equal(muted.input_ids_BT, batch.input_ids_BT)
+    assert np.array_equal(muted.segments_BT, batch.segments_BT)

@@ -1,0 +1,157 @@
+"""Rows of documents: no token lost, none counted twice, compared with a loop that a child could write."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.doubles import write_shards
+
+from ttrain.data.packing import IGNORE, Batch
+from ttrain.data.record_rows import DocumentRows, SeparateDocumentRows
+from ttrain.data.shards import ShardSet
+from ttrain.errors import ArtifactError
+
+PAD = 0
+KINDS = [DocumentRows, SeparateDocumentRows]
+
+
+def shard_set(path: Path, documents: list[list[int]], tokens_per_shard: int = 10**6) -> ShardSet:
+    records: list[Any] = [(ids, []) for ids in documents]
+    write_shards(path, records, kind="documents", vocab_size=1 << 20, tokens_per_shard=tokens_per_shard)
+    return ShardSet(path)
+
+
+def lines(batch: Batch, row: int = 0) -> tuple[list[int], ...]:
+    arrays = (batch.input_ids_BT, batch.labels_BT, batch.positions_BT, batch.segments_BT)
+    return tuple(array[row].tolist() for array in arrays)
+
+
+def some_documents(seed: int, count: int, longest: int) -> list[list[int]]:
+    chance = random.Random(seed)
+    return [[chance.randrange(3, 100) for _ in range(chance.randint(1, longest))] for _ in range(count)]
+
+
+def naive_rows(documents: list[list[int]], row_length: int, stride: int, kind: Any) -> list[tuple[list[int], ...]]:
+    """Token by token: what stands at each place, what comes after it in the same document, and where it stands there."""
+    places = [[(number, at) for at in range(len(document))] for number, document in enumerate(documents)]
+    streams = [list(itertools.chain.from_iterable(places))] if kind is DocumentRows else places
+    rows: list[tuple[list[int], ...]] = []
+    for stream in streams:
+        start = 0
+        while start < len(stream) - 1:
+            row: tuple[list[int], ...] = ([], [], [], [])
+            for number, at in stream[start : min(start + row_length, len(stream) - 1)]:
+                ids, labels, positions, segments = row
+                ids.append(documents[number][at])
+                labels.append(documents[number][at + 1] if at + 1 < len(documents[number]) else IGNORE)
+                positions.append(positions[-1] + 1 if segments and segments[-1] == number else 0)
+                segments.append(number)
+            missing = row_length - len(row[0])
+            padding = (PAD, IGNORE, 0, -1)
+            rows.append(tuple(part + [value] * missing for part, value in zip(row, padding, strict=True)))
+            if start + row_length >= len(stream) - 1:
+                break
+            start += stride
+    return rows
+
+
+SHAPES = [(8, 8, 5), (8, 8, 8), (8, 4, 40), (16, 16, 3), (9, 5, 9), (64, 64, 10), (10, 1, 25), (8, 8, 40)]
+CASES = [  # each shape with both kinds and with every size of a shard, each kind with every size of a shard
+    (KINDS[(shape + size) % 2], tokens_per_shard, *SHAPES[shape])
+    for shape in range(len(SHAPES))
+    for size, tokens_per_shard in enumerate([10**6, 20, 1])
+]
+
+
+@pytest.mark.parametrize(("kind", "tokens_per_shard", "row_length", "stride", "longest"), CASES)
+def test_document_rows_equal_a_naive_loop(
+    tmp_path: Path, kind: Any, tokens_per_shard: int, row_length: int, stride: int, longest: int
+) -> None:
+    documents = some_documents(row_length * longest, 30, longest)
+    rows = kind(shard_set(tmp_path, documents, tokens_per_shard), row_length, PAD, stride=stride)
+    rows.trimmed = False
+    expected = naive_rows(documents, row_length, stride, kind)
+    batch = rows.batch(range(len(rows)))
+    assert [lines(batch, row) for row in range(len(rows))] == expected
+    assert [lines(rows.batch([row])) for row in range(len(rows))] == expected, "a row does not depend on those beside it"
+    assert rows.lengths().tolist() == [sum(segment >= 0 for segment in line[3]) for line in expected]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), row_length=st.integers(1, 9))
+def test_each_token_but_a_documents_first_is_a_target_exactly_once(kind: Any, data: Any, row_length: int) -> None:
+    """With every token of another id, the targets are the ids of all but the first tokens; nothing is dropped."""
+    lengths = data.draw(st.lists(st.integers(1, 2 * row_length), min_size=1, max_size=20))
+    ids = iter(range(1, 1000))
+    documents = [[next(ids) for _ in range(length)] for length in lengths]
+    with tempfile.TemporaryDirectory() as folder:
+        rows = kind(shard_set(Path(folder), documents, tokens_per_shard=30), row_length, PAD)
+        batch, counts = rows.batch(range(len(rows))), rows.counts()
+    labels, inputs = batch.labels_BT, (batch.segments_BT >= 0).sum()
+    expected = [token for document in documents for token in document[1:]]
+    assert sorted(labels[labels != IGNORE].tolist()) == expected
+    assert (counts["rows"], counts["target_tokens"], counts["target_multiplicity"]) == (len(rows), len(expected), 1.0)
+    assert counts["dropped_tokens"] == counts["cut_records"] == counts["masked_tokens"] == 0
+    assert counts["fill"] == pytest.approx(inputs / max(1, row_length * len(rows)))
+
+
+def test_windows_of_eight_every_four_over_twenty_tokens(tmp_path: Path) -> None:
+    rows = DocumentRows(shard_set(tmp_path, [[*range(100, 120)]]), 8, PAD, stride=4)
+    batch = rows.batch(range(len(rows)))
+    assert batch.input_ids_BT.tolist() == [
+        [100, 101, 102, 103, 104, 105, 106, 107],
+        [104, 105, 106, 107, 108, 109, 110, 111],
+        [108, 109, 110, 111, 112, 113, 114, 115],
+        [112, 113, 114, 115, 116, 117, 118, PAD],
+    ]
+    assert batch.labels_BT.tolist() == [
+        [101, 102, 103, 104, 105, 106, 107, 108],
+        [105, 106, 107, 108, 109, 110, 111, 112],
+        [109, 110, 111, 112, 113, 114, 115, 116],
+        [113, 114, 115, 116, 117, 118, 119, IGNORE],
+    ]
+    assert rows.counts()["target_multiplicity"] == pytest.approx(31 / 19)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("row_length", "stride"), [(8, 4), (8, 1), (9, 5), (6, 6)])
+def test_the_multiplicity_is_what_a_count_of_all_labels_gives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, row_length: int, stride: int
+) -> None:
+    monkeypatch.setattr("ttrain.data.record_rows.TOKENS_PER_PASS", 13)
+    documents = some_documents(3, 25, 20)
+    rows = kind(shard_set(tmp_path, documents, 50), row_length, PAD, stride=stride)
+    counts, live = rows.counts(), rows.batch(range(len(rows))).live_tokens
+    assert counts["target_tokens"] == live
+    assert counts["target_multiplicity"] == pytest.approx(live / sum(len(document) - 1 for document in documents))
+
+
+@pytest.mark.parametrize(("lengths", "rows"), [([], 0), ([1], 0), ([2], 1), ([9], 1), ([10], 2), ([1, 1], 1), ([4, 5], 1)])
+def test_the_number_of_rows_is_what_the_stream_needs(tmp_path: Path, lengths: list[int], rows: int) -> None:
+    assert len(DocumentRows(shard_set(tmp_path, [[5] * length for length in lengths]), 8, PAD)) == rows
+
+
+def test_opening_reads_the_index_only_and_a_row_only_its_shard(tmp_path: Path) -> None:
+    shards = shard_set(tmp_path, some_documents(1, 40, 30), tokens_per_shard=100)
+    last = sorted(tmp_path.glob("*.arrow"))[-1]
+    for path in tmp_path.glob("*.arrow"):
+        if path != last:
+            path.unlink()
+    rows = DocumentRows(shards, 8, PAD)
+    assert rows.counts()["rows"] == len(rows) == len(rows.lengths())
+    rows.batch([len(rows) - 1])
+    with pytest.raises(ArtifactError):
+        rows.batch([0])
+
+
+def test_a_stride_that_leaves_tokens_out_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="stride 9 with rows of 8"):
+        DocumentRows(shard_set(tmp_path, [[1, 2, 3]]), 8, PAD, stride=9)

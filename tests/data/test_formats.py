@@ -1,0 +1,314 @@
+"""Files that are not JSON Lines: read where that is possible, else named for what they are, with a command that works."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from support.packed_files import PACKS, PEAK
+from support.paths import ROOT
+
+from ttrain.config import Reading
+from ttrain.data import locations, records
+from ttrain.data.formats import HEAD_BYTES, Format, as_json_lines, format_of
+from ttrain.data.records import Tally, TextDocument, document_parser, read
+from ttrain.data.sharding import Here
+from ttrain.data.validate import Report, kind_of, validate
+from ttrain.errors import DataError
+
+TEXTS = ("他是这里的一个人，我们不在。", 'A "quoted"\nline, with a comma.', "Last.")
+LINES = "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in TEXTS)
+CSV = "id,text\n" + "".join('1,"{}"\n'.format(text.replace('"', '""')) for text in TEXTS)
+READING = Reading(heldout_fraction=0.0, rejected_fraction=0.0)
+
+
+def report_on(path: Path, reading: Reading = READING) -> Report:
+    (report,) = validate([str(path)], reading, pool=Here())
+    return report
+
+
+def texts_of(path: Path, text_field: str = "text") -> list[str]:
+    tally = Tally()
+    found = list(read([str(path)], document_parser(text_field), tally, 1 << 20, text_field))
+    assert tally.rows == tally.kept == len(found), tally.to_json()
+    return [record.text for record in found if isinstance(record, TextDocument)]
+
+
+# --- named, with the command
+
+NAMED: dict[str, tuple[str, bytes, str, Sequence[str]]] = {
+    **{
+        encoding: ("rows.jsonl", LINES.encode(encoding), f"is {name}, but ttrain reads UTF-8", TEXTS)
+        for encoding, name in (
+            ("utf-16", "UTF-16"), ("utf-16-le", "UTF-16LE"), ("utf-16-be", "UTF-16BE"), ("utf-32", "UTF-32"),
+            ("utf-32-le", "UTF-32LE"), ("utf-32-be", "UTF-32BE"), ("gb18030", "GB18030"), ("gbk", "GB18030"),
+        )
+    },
+    "UTF-16, big end first": ("rows.jsonl", b"\xfe\xff" + LINES.encode("utf-16-be"), "is UTF-16, but", TEXTS),
+    "pretty-printed": (
+        "rows.json", "".join(json.dumps({"text": text}, indent=2) + "\n" for text in TEXTS).encode(),
+        "is pretty-printed JSON", TEXTS,
+    ),
+    "spread after a value": (
+        "rows.jsonl", "".join(f'{{"n": 1,\n"text": {json.dumps(text)}}}\n' for text in TEXTS).encode(),
+        "is pretty-printed JSON", TEXTS,
+    ),
+    "pretty-printed, a long first row": (
+        "rows.json", json.dumps({"text": "a" * HEAD_BYTES}, indent=1).encode(), "is pretty-printed", ["a" * HEAD_BYTES],
+    ),
+    "CR alone": ("rows.jsonl", LINES.replace("\n", "\r").encode(), "ends its lines with a carriage return alone", TEXTS),
+    "CSV": ("rows.csv", CSV.encode(), "is CSV, not JSON Lines", TEXTS),
+    "CSV with a mark and CRLF": ("rows.csv", b"\xef\xbb\xbfid,text\r\n1,a\r\n2,b\r\n", "is CSV", ["a", "b"]),
+    "CSV by its content": ("rows.data", CSV.encode(), "is CSV, not JSON Lines", TEXTS),
+    "CSV with semicolons": ("rows.data", b"id;text\n1;a\n2;b\n", "is CSV, not JSON Lines", ["a", "b"]),
+    "CSV with semicolons by its name": ("rows.csv", b'id;text\n1;"a;b, c"\n2;"d\n;e"\n', "is CSV", ["a;b, c", "d\n;e"]),
+    "CSV with tabs by its name": ("rows.csv", b'id\ttext\n1\t"a\tb"\n2\tc\n', "is tab-separated values", ["a\tb", "c"]),
+    "CSV with semicolons and rows of any length": ("rows.csv", b"id;text\n1;a,b\n2;c;3\n", "is CSV", ["a,b", "c"]),
+    "CSV with commas in its cells": ("rows.csv", b'"text";"n,m"\n"a, b";"1,5"\n"c, d";"2,5"\n', "is CSV", ["a, b", "c, d"]),
+    "TSV": ("rows.tsv", b"id\ttext\n1\ta\n2\tb\n", "is tab-separated values, not JSON Lines", ["a", "b"]),
+    "plain text": ("notes.md", b"# A note\n\nNot JSON.\n", "is plain text, not JSON Lines", ["# A note\n\nNot JSON.\n"]),
+    "plain text in UTF-16": ("notes.txt", "Words of a note.\n".encode("utf-16"), "is UTF-16", ["Words of a note.\n"]),
+    "plain text in GB18030": ("notes.txt", TEXTS[0].encode("gb18030"), "is GB18030", TEXTS[:1]),
+}  # fmt: skip
+
+
+CASES = [(case, packed) for case in NAMED for packed in ("", ".gz")] + [("CR alone", end) for end in (".bz2", ".xz", ".zst")]
+
+
+@pytest.mark.parametrize(("case", "packed"), CASES)
+def test_what_is_not_json_lines_is_named_and_the_advised_command_makes_it_readable(
+    tmp_path: Path, case: str, packed: str
+) -> None:
+    name, data, says, texts = NAMED[case]
+    directory = tmp_path / "it's here $HOME"
+    directory.mkdir()
+    path = directory / f"{name}{packed}"
+    path.write_bytes(PACKS[packed[1:]](data) if packed else data)
+    report = report_on(path)
+    assert report.error is not None
+    assert re.search(f"^{re.escape(str(path))} {says}", report.error)
+    advised = re.search(r"run `(.*)`$", report.error, flags=re.DOTALL)
+    assert advised, report.error
+    programs = [words.split()[0] for words in advised[1].split(" | ")]
+    if missing := [program for program in programs if not shutil.which(program)]:
+        pytest.skip(f"{missing[0]} is not installed")
+    subprocess.run(advised[1], shell=True, check=True, timeout=60)
+    (converted,) = [other for other in directory.iterdir() if other != path]
+    assert texts_of(converted) == list(texts)
+    assert report_on(converted).error is None
+
+
+def test_nul_bytes_are_called_no_encoding(tmp_path: Path) -> None:
+    """Three of them before a newline look like UTF-32 to whoever counts zeros alone."""
+    path = tmp_path / "rows.jsonl"
+    for nuls in range(1, 9):
+        path.write_bytes(bytes(nuls) + b"\n" + LINES.encode())
+        report = report_on(path)
+        assert report.tally.rejected == {records.NULS: 1}
+        assert report.tally.kept == len(TEXTS)
+    for data in (b"\xff\xfe\0\0\0\0", b"\xff\xfe\0", b"\0\0\xfe\xff\n"):
+        path.write_bytes(data)
+        assert "UTF-" not in (report_on(path).error or "").replace("UTF-8", "")
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "shift-jis", "euc-kr", "big5", "koi8-r"])
+def test_another_eight_bit_encoding_is_not_taken_for_chinese(tmp_path: Path, encoding: str) -> None:
+    samples = {"latin-1": "café déjà vu à été Ünïcödé", "shift-jis": "日本語です", "euc-kr": "이것은 한국어 문장입니다",
+               "big5": "這個文章寫在這裡，我們看見", "koi8-r": "это русский текст"}  # fmt: skip
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes((json.dumps({"text": samples[encoding]}, ensure_ascii=False) + "\n").encode(encoding))
+    report = report_on(path)
+    assert report.tally.rejected == {records.NOT_UTF8: 1}
+
+
+def test_a_bad_first_line_costs_that_line_alone(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    for first in (
+        '{"text": "cut off',
+        "broken",
+        "[broken",
+        '[{"a": 1}]',
+        "{",
+        "{\n",
+        "1",
+        '"a"',
+        "[1]",
+        "[]",
+        "name, text",
+        "}",
+    ):
+        path.write_text(f"{first}\n{LINES}", encoding="utf-8")
+        report = report_on(path)
+        assert (report.tally.kept, report.tally.rejected.total()) == (len(TEXTS), 1), first
+
+
+# --- JSON arrays
+
+
+def cut(data: bytes, sizes: Sequence[int]) -> list[bytes]:
+    pieces, at, number = [], 0, 0
+    while at < len(data):
+        size = sizes[number % len(sizes)]
+        pieces.append(data[at : at + size])
+        at, number = at + size, number + 1
+    return pieces
+
+
+JSON = st.recursive(
+    st.sampled_from(['"', "\\", "\\\\", '\\"', "a,b", "[", "]}", "{", "\n", "é中", None, True, 1, -1.5e3, [], {}]),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(['"k"', "\\", "a]", "b"]), inner, max_size=4)
+    ),
+    max_leaves=20,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    rows=st.lists(st.dictionaries(st.sampled_from(["text", "x\\", '"']), JSON, max_size=3), max_size=6),
+    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=5),
+    indent=st.sampled_from([None, 0, 2]),
+    ascii_only=st.booleans(),
+)
+@example(rows=[{"text": "\\"}, {"x\\": '\\"'}], sizes=[1], indent=None, ascii_only=True)
+def test_the_elements_of_an_array_are_its_lines_wherever_pieces_are_cut(
+    rows: list[Any], sizes: list[int], indent: int | None, ascii_only: bool
+) -> None:
+    data = f" {json.dumps(rows, indent=indent, ensure_ascii=ascii_only)}\r\n ".encode()
+    lines = b"".join(as_json_lines(cut(data, sizes), Format.ARRAY, "rows.json", "text"))
+    assert len(lines) == len(data), "byte for byte"
+    assert [json.loads(line) for line in lines.split(b"\n") if line.strip()] == rows
+    if rows:
+        assert format_of(data.strip(), "rows.json", bytes) is Format.ARRAY
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+@pytest.mark.parametrize("name", ["rows.json", "rows.jsonl", "rows.json.gz", "rows.txt"])
+def test_an_array_is_read_as_json_lines_are(tmp_path: Path, name: str, indent: int | None) -> None:
+    path, rows = tmp_path / name, [{"text": text} for text in TEXTS]
+    data = json.dumps(rows, indent=indent).encode()
+    path.write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+    assert texts_of(path) == list(TEXTS)
+    assert report_on(path).error is None
+    bad = json.dumps([*rows, 3, {"text": 4}, {"txt": 5}], indent=indent).encode()
+    path.write_bytes(bad)
+    report = report_on(path)
+    assert (report.tally.rows, report.tally.kept) == (6, 3)
+    assert [line.split(":")[1] for line in report.tally.first_rejected] == ["4", "5", "6"], "numbered by element"
+
+
+def test_an_array_that_is_cut_or_followed_by_something_is_refused(tmp_path: Path) -> None:
+    path, whole = tmp_path / "rows.json", json.dumps([{"text": text} for text in TEXTS], indent=1)
+    for size in range(whole.index("{") + 12, len(whole)):
+        path.write_text(whole[:size], encoding="utf-8")
+        assert f"{path} is truncated: the JSON array" in (report_on(path).error or ""), whole[:size]
+    path.write_text(whole + "\n[]", encoding="utf-8")
+    assert f"{path} has more after the JSON array that it begins with, at byte {len(whole)}" in (report_on(path).error or "")
+
+
+def test_a_raw_newline_within_a_string_of_an_array_is_as_wrong_as_elsewhere(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    path.write_bytes(b'[{"text": "a"},\n{"text": "b\nc"}]')
+    report = report_on(path)
+    assert report.tally.kept == 1
+    assert [*report.tally.rejected] == ["not valid JSON: unexpected control character in string"]
+
+
+ARRAY = f"""{PEAK}
+from ttrain.data.records import Tally, records
+def rows(path):
+    return sum(len(value["text"]) for _, _, value in records([path], Tally(), 1 << 20))
+rows(sys.argv[2])
+before = peak()
+print(rows(sys.argv[1]), peak() - before)
+"""
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress], ids=["plain", "gzip"])
+def test_an_array_in_one_line_costs_no_memory(tmp_path: Path, pack: Callable[[bytes], bytes]) -> None:
+    element = json.dumps({"text": 'a "b" [c] ' * 1000}).encode()
+    large, small = tmp_path / "large", tmp_path / "small"
+    for path, count in ((large, 10_000), (small, 100)):
+        path.write_bytes(pack(b"[" + b", ".join([element] * count) + b"]"))
+    done = subprocess.run(
+        [sys.executable, "-c", ARRAY, str(large), str(small)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    total, more_kib = map(int, done.stdout.split())
+    assert total == 10_000 * 10_000
+    assert more_kib < 16 << 10
+
+
+# --- documents in .txt files
+
+
+def test_a_txt_file_is_one_document_to_the_byte(tmp_path: Path) -> None:
+    for number, text in enumerate(
+        (*TEXTS, " spaces \r\n\t\\ \\n \x01\x1f\x7f\u2028 'x' {", "{not JSON}", "[1] A footnote.", "1", '"a"')
+    ):
+        path = tmp_path / f"{number}.txt"
+        path.write_bytes(text.encode())
+        packed = tmp_path / f"{number}.txt.gz"
+        packed.write_bytes(gzip.compress(b"\xef\xbb\xbf" + text.encode()))
+        assert texts_of(path) == texts_of(packed) == texts_of(path, "body") == [text]
+        assert report_on(path).to_json() == {**report_on(packed).to_json(), "file": str(path)}
+        assert kind_of(str(path), 1 << 20) == "documents"
+
+
+def test_json_lines_named_txt_are_rows(tmp_path: Path) -> None:
+    path = tmp_path / "rows.txt"
+    path.write_text(LINES, encoding="utf-8")
+    assert texts_of(path) == list(TEXTS)
+
+
+def test_a_txt_file_without_text_is_skipped_and_what_is_too_long_or_no_text_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    for blank in (b"", b" \n", b"\xef\xbb\xbf"):
+        path.write_bytes(blank)
+        assert report_on(path).tally.skipped == {"empty text": 1}
+    path.write_bytes(b"a" * 5000 + b"\n")
+    small = READING.model_copy(update={"max_line_bytes": 5000})
+    assert report_on(path, small).tally.rejected == {records.TOO_LONG.format(5000): 1}
+    assert report_on(path).error is None
+    path.write_bytes(b"a" * 2_000_000 + b"\xff")
+    assert report_on(path).tally.rejected == {records.NOT_UTF8: 1}
+    path.write_bytes(b"a" * 2_000_000 + b"\0a")
+    assert report_on(path).error == f"{path} is binary, not text: its byte 2000000 is NUL; leave it out"
+
+
+def test_a_folder_of_texts_is_documents_unless_it_holds_rows(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    for name in ("b.txt", "deep/a.txt.gz", ".hidden.txt", "c.md"):
+        (tmp_path / name).write_bytes(gzip.compress(b"a") if name.endswith("gz") else b"b")
+    expected = [str(tmp_path / name) for name in ("b.txt", "deep/a.txt.gz")]
+    assert locations.expand([str(tmp_path)], "FILE") == expected
+    (tmp_path / "deep/rows.jsonl").write_text(LINES, encoding="utf-8")
+    assert locations.expand([str(tmp_path)], "FILE") == [str(tmp_path / "deep/rows.jsonl")], "a licence is no document"
+    assert locations.expand([str(tmp_path), str(tmp_path / "*.txt")], "FILE")[1:] == [str(tmp_path / "b.txt")]
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.binary(max_size=60) | st.text(st.sampled_from('{}[]",:\\ \n\r\tab1é中\0'), max_size=60).map(str.encode))
+def test_any_bytes_have_a_format_or_are_refused_by_name(data: bytes) -> None:
+    for name in ("rows.jsonl", "a.txt", "t.csv"):
+        try:
+            form = format_of(data, name, bytes)
+            lines = b"".join(as_json_lines(cut(data, [7]), form, name, "text"))
+        except DataError as error:
+            assert name in str(error)
+        else:
+            assert form is not Format.DOCUMENT or lines.count(b"\n") == 1

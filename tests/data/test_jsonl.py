@@ -1,0 +1,310 @@
+"""JSON Lines: what ends a line, what a bad one costs, and that nothing but a DataError ever comes out."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from ttrain.data.records import (
+    FIRST_REJECTED,
+    KEYS_LOOKED_AT,
+    KEYS_OF_A_ROW,
+    OTHER_REASONS,
+    REASONS,
+    Tally,
+    document_parser,
+    lines,
+    parse_conversation,
+    read,
+    records,
+)
+from ttrain.data.streams import CHUNK_BYTES
+from ttrain.errors import DataError
+
+MIB = 1 << 20
+GOOD = b'{"text":"a"}\n{"text":"b"}\n'
+
+
+def rows_of(path: Path, *more: Path, limit: int = MIB) -> tuple[list[tuple[int, Any]], Tally]:
+    """[(line number, object)] and the tally."""
+    tally = Tally()
+    found = [(number, value) for _, number, value in records([str(path), *map(str, more)], tally, limit)]
+    tally.kept += len(found)
+    return found, tally
+
+
+def written(tmp_path: Path, data: bytes, name: str = "rows.jsonl") -> Path:
+    path = tmp_path / name
+    path.write_bytes(data)
+    return path
+
+
+def texts(path: Path, **named: Any) -> list[str]:
+    return [value["text"] for _, value in rows_of(path, **named)[0]]
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (b'{"text":"a"}\n{"text":"b"}\n', ["a", "b"]),
+        (b'{"text":"a"}\n{"text":"b"}', ["a", "b"]),
+        (b'{"text":"a"}\r\n{"text":"b"}\r\n', ["a", "b"]),
+        (b'\xef\xbb\xbf{"text":"a"}\n', ["a"]),
+        (b'\n  \n{"text":"a"}\n\t\r\n\n', ["a"]),
+        ('{"text":"a\u2028b\u2029c\x85d"}\n{"text":"\u2028"}\n'.encode(), ["a\u2028b\u2029c\x85d", "\u2028"]),
+        (b'{"text":"a\\u0000\\n\\u001c"}\n', ["a\0\n\x1c"]),
+        (b' {"text":"a"} \n', ["a"]),
+        (b'{"text":"1","text":"2"}\n', ["2"]),
+        (b'{"text":"\\ud83d\\ude00"}\n', ["\U0001f600"]),
+    ],
+    ids=["plain", "no last newline", "crlf", "bom", "blank", "u2028", "escaped control", "spaces", "doubled key", "pair"],
+)  # fmt: skip
+def test_only_a_newline_ends_a_line_and_good_lines_arrive_whole(tmp_path: Path, data: bytes, expected: list[str]) -> None:
+    found, tally = rows_of(written(tmp_path, data))
+    assert [value["text"] for _, value in found] == expected
+    assert tally.rows == len(expected)
+    assert not tally.rejected
+
+
+def test_a_mark_is_stripped_at_the_start_of_a_file_only_and_named_elsewhere(tmp_path: Path) -> None:
+    found, tally = rows_of(written(tmp_path, '\ufeff{"text":"\ufeffa"}\n\ufeff{"text":"b"}\n'.encode()))
+    assert [value["text"] for _, value in found] == ["\ufeffa"]
+    assert ["byte order mark" in reason for reason in tally.rejected.elements()] == [True]
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b'{"text": "a"', "not valid JSON"),
+        (b"not json", "not valid JSON"),
+        (b'{"text": NaN}', "not valid JSON"),
+        (b'{"text": Infinity}', "not valid JSON"),
+        (b'{"text": "\\ud800"}', "not valid JSON"),
+        (b'{"text": "\xed\xa0\x80"}', "not valid UTF-8"),
+        (b'{"text": "\xff"}', "not valid UTF-8"),
+        (b'{"text": "a\x01"}', "not valid JSON"),
+        (b"[" * 100_000 + b"]" * 100_000, "not valid JSON"),
+        (b'{"a":' * 5_000 + b"1" + b"}" * 5_000, "not valid JSON"),
+        (b"[1, 2]", "not a JSON object but a list"),
+        (b'"text"', "not a JSON object but text"),
+        (b"1", "not a JSON object but a number"),
+        (b"true", "not a JSON object but a boolean"),
+        (b"null", "not a JSON object but null"),
+        (b'{"text": "a"} {"text": "b"}', "not valid JSON"),
+        (b'{"text": "' + b"x" * MIB + b'"}', f"line longer than reading.max_line_bytes={MIB}"),
+        (b" " * (MIB + 1), f"line longer than reading.max_line_bytes={MIB}"),
+    ],
+    ids=lambda value: repr(value[:24]),
+)
+def test_a_bad_line_is_counted_with_its_place_and_costs_its_neighbours_nothing(
+    tmp_path: Path, line: bytes, reason: str
+) -> None:
+    path = written(tmp_path, b'{"text": "before"}\n' + line + b'\n{"text": "after"}\n')
+    aside: list[dict[str, Any]] = []
+    tally = Tally(quarantine=aside.append)
+    found = [(number, value["text"]) for _, number, value in records([str(path)], tally, MIB)]
+    assert found == [(1, "before"), (3, "after")]
+    assert (tally.rows, tally.rejected.total()) == (3, 1)
+    (told,) = tally.rejected
+    assert told.startswith(reason)
+    assert tally.first_rejected == [f"{path}:2: {told}"]
+    text = line[:800].decode("utf-8", "replace")[:200]
+    assert aside == [{"file": str(path), "line": 2, "reason": told, "text": text}]
+    assert json.loads(json.dumps(aside)) == aside
+
+
+def test_a_number_of_any_size_ends_in_a_row_or_a_rejection(tmp_path: Path) -> None:
+    data = b'{"text": "a", "n": ' + b"9" * 5000 + b'}\n{"text": "b", "n": 1e999}\n{"text": "c", "n": -0}\n'
+    found, tally = rows_of(written(tmp_path, data))
+    assert [value["text"] for _, value in found] == ["c"]
+    assert tally.rejected.total() == 2
+
+
+@pytest.mark.parametrize("extra", [0, 1])
+@pytest.mark.parametrize("end", [b"\n", b""])
+def test_the_limit_of_a_line_is_exact_whether_or_not_it_ends(tmp_path: Path, extra: int, end: bytes) -> None:
+    line = b'{"text": "xxxx"}'
+    found, tally = rows_of(written(tmp_path, line + end), limit=len(line) - extra)
+    assert (len(found), tally.rejected.total()) == (1 - extra, extra)
+
+
+def test_lines_are_whole_wherever_the_chunks_are_cut(tmp_path: Path) -> None:
+    """Around the border of the first chunk: a line that ends before it, at it, after it, and one that spans three."""
+    for shift in (-2, -1, 0, 1, 2):
+        first = json.dumps({"text": "x" * (CHUNK_BYTES - 12 + shift)}).encode()
+        long = json.dumps({"text": "y" * (2 * CHUNK_BYTES)}).encode()
+        path = written(tmp_path, b"\n".join((first, b'{"text": "a"}', long, b'{"text": "b"}')))
+        found = texts(path, limit=4 * CHUNK_BYTES)
+        assert [len(text) for text in found] == [CHUNK_BYTES - 12 + shift, 1, 2 * CHUNK_BYTES, 1]
+        assert texts(path, limit=100) == ["a", "b"]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    data=st.lists(st.sampled_from([b"a", b"bb", b"\n", b"\r", b"\n\n", b" "]), max_size=30),
+    cuts=st.lists(st.integers(0, 40)),
+)
+def test_any_cutting_into_chunks_gives_the_lines_of_the_whole(data: list[bytes], cuts: list[int]) -> None:
+    whole = b"".join(data)
+    borders = [0, *sorted(min(cut, len(whole)) for cut in cuts), len(whole)]
+    chunks = [whole[start:end] for start, end in itertools.pairwise(borders)]
+    expected = whole.split(b"\n")
+    found = list(lines(chunks, 1000))
+    assert found == list(enumerate(expected if expected[-1] else expected[:-1], start=1))
+    short = [line[:4] for _, line in lines(chunks, 3)]
+    assert short == [line[:4] for _, line in found], "of a long line, enough to tell that it is"
+
+
+def test_a_file_that_becomes_shorter_while_it_is_read_is_no_shorter_file(tmp_path: Path) -> None:
+    path = written(tmp_path, GOOD * 200_000)
+    found = records([str(path)], Tally(), MIB)
+    next(found)
+    os.truncate(path, 2 * MIB)
+    with pytest.raises(DataError, match="truncated: it became shorter") as raised:
+        list(found)
+    assert str(path) in str(raised.value)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    for path in (tmp_path / "missing.jsonl", tmp_path):
+        with pytest.raises(DataError, match="cannot read") as raised:
+            rows_of(path)
+        assert str(path) in str(raised.value)
+
+
+def test_several_files_are_read_in_the_given_order_with_their_own_line_numbers(tmp_path: Path) -> None:
+    one, two = written(tmp_path, gzip.compress(GOOD), "1"), written(tmp_path, b'\n{"text":"c"}\nbad\n', "2")
+    three = tmp_path / "3"
+    pq.write_table(pa.table({"text": ["d", "e"]}), three)
+    found, tally = rows_of(two, one, three)
+    assert [(number, value["text"]) for number, value in found] == [(2, "c"), (1, "a"), (2, "b"), (1, "d"), (2, "e")]
+    assert tally.rows == 6
+    assert [place.startswith(f"{two}:3: ") for place in tally.first_rejected] == [True]
+
+
+# --- what is told of it
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"\n \n", b"\xef\xbb\xbf", gzip.compress(b"")], ids=["nothing", "blank", "mark", "gzip"]
+)
+def test_an_empty_file_has_no_rows_and_the_check_says_so(tmp_path: Path, data: bytes) -> None:
+    found, tally = rows_of(written(tmp_path, data))
+    assert (found, tally.rows) == ([], 0)
+    with pytest.raises(DataError, match=r"data\.pretrain: no rows are left of 0"):
+        tally.check("data.pretrain", 1.0, "the key 'text'")
+
+
+def test_too_many_bad_rows_name_the_first_the_field_and_the_keys_that_are_there(tmp_path: Path) -> None:
+    path = written(tmp_path, b'{"text":"a"}\n' * 99 + b'{"txet":"b", "id": 1}\n')
+    tally = Tally()
+    assert len(list(read([str(path)], document_parser("text"), tally, MIB))) == 99
+    tally.check("data.pretrain", 0.01, "the key 'text'")
+    with pytest.raises(DataError) as raised:
+        tally.check("data.pretrain", 0.009, "the key 'text'")
+    message = str(raised.value)
+    expected = (
+        "data.pretrain",
+        "1 of 100",
+        "rejected_fraction=0.009",
+        f"{path}:100",
+        "one JSON object a line",
+        "'text'",
+        "txet",
+        "id",
+    )
+    for part in expected:
+        assert part in message
+
+
+def test_nothing_kept_names_the_keys_although_any_share_of_bad_rows_is_allowed(tmp_path: Path) -> None:
+    path, tally = written(tmp_path, b'{"txet":"a"}\n{"text": ""}\n'), Tally()
+    assert list(read([str(path)], document_parser("text"), tally, MIB)) == []
+    with pytest.raises(DataError, match=r"no rows are left of 2; 1 skipped: empty text.*keys seen: txet, text"):
+        tally.check("data.pretrain", 1.0, "the key 'text'")
+
+
+def test_a_tally_adds_up_over_parts_and_stays_small() -> None:
+    """Reasons that name what differs in every row, and rows of thousands of keys, are noted up to a number."""
+    total = Tally()
+    for part in range(3):
+        tally = Tally()
+        for row in range(1000):
+            tally.rows += 1
+            tally.see({f"key {row} {n}": 0 for n in range(2 * KEYS_OF_A_ROW)})
+            tally.reject(f"file {part}", row, f"unknown role {part} {row}")
+        assert len(tally.keys_seen) == min(1000, KEYS_LOOKED_AT) * KEYS_OF_A_ROW
+        total.add(tally)
+    assert (total.rows, total.rejected.total()) == (3000, 3000)
+    assert len(total.rejected) <= REASONS + 1
+    assert total.rejected[OTHER_REASONS] >= 3000 - REASONS
+    assert total.first_rejected == [f"file 0:{row}: unknown role 0 {row}" for row in range(FIRST_REJECTED)]
+
+
+def assert_adds_up(tally: Tally, kept: int) -> None:
+    assert tally.kept == kept
+    assert tally.rows == tally.kept + tally.skipped.total() + tally.rejected.total()
+    json.dumps(tally.to_json())
+
+
+SHAPED = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                ["text", "messages", "conversations", "role", "content", "from", "value", "instruction", "output"]
+            ),
+            inner | st.sampled_from(["user", "assistant", "system", "human", "gpt"]),
+            max_size=4,
+        )
+    ),
+    max_leaves=12,
+)
+SOME_LINES = st.lists(st.binary(max_size=40) | SHAPED.map(lambda value: json.dumps(value).encode()), max_size=12)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(some=SOME_LINES, packed=st.booleans())
+@example(some=[b"\x1f\x8b\x08"], packed=False)
+@example(some=[b"\x28\xb5\x2f\xfd\x00"], packed=False)
+@example(some=[b"PAR1"], packed=False)
+@example(some=[b"\xff\xfe"], packed=True)
+def test_whatever_the_bytes_are_the_rows_add_up_or_a_data_error_says_why(
+    tmp_path: Path, some: list[bytes], packed: bool
+) -> None:
+    data = b"\n".join(some)
+    path = written(tmp_path, gzip.compress(data) if packed else data)
+    for parse in (document_parser("text"), parse_conversation):
+        tally = Tally()
+        try:
+            kept = len(list(read([str(path)], parse, tally, 1024)))
+        except DataError as error:
+            assert str(path) in str(error)
+            continue
+        assert_adds_up(tally, kept)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    data=st.binary(max_size=60),
+    head=st.sampled_from([gzip.compress(GOOD)[:10], b"\x28\xb5\x2f\xfd\x00", b"BZh9", b"\xfd7zXZ\0"]),
+)
+def test_a_broken_archive_never_ends_in_anything_but_a_data_error(tmp_path: Path, data: bytes, head: bytes) -> None:
+    path, tally = written(tmp_path, head + data), Tally()
+    try:
+        kept = len(list(read([str(path)], document_parser("text"), tally, 1024)))
+    except DataError as error:
+        assert str(path) in str(error)
+    else:
+        assert_adds_up(tally, kept)

@@ -1,0 +1,562 @@
+"""What a setting names as input: found wherever it lies, pinned, told from later versions, and missed in words."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+from huggingface_hub import constants
+from support.paths import ROOT
+from support.web import FakeHub, Site, served, served_hub
+
+from ttrain.core.hashing import digest_of
+from ttrain.data import locations, remote, streams
+from ttrain.errors import DataError, UsageError
+
+ROW = b'{"text":"a"}\n'
+OLD, NEW, CONVERTED = "0" * 39 + "1", "0" * 39 + "2", "c" * 40
+
+
+def expand(*patterns: str) -> list[str]:
+    return locations.expand(patterns, "data.pretrain")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Data files and others, at several depths."""
+    for name in (
+        "b.jsonl", "a.jsonl.gz", "deep/c.jsonl.zst", "deep/er/d.ndjson", "e.ndjson.gz", "f.parquet", "g.jsonl.bz2",
+        "h.jsonl.xz", "[1] 文件?.jsonl", "notes.txt", "i.json", "j.jsonl.old", ".hidden.jsonl", ".hidden/k.jsonl",
+        "deep/._l.jsonl", "m.jsonl/n.txt",
+    ):  # fmt: skip
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(ROW)
+    return tmp_path
+
+
+DATA = [
+    "[1] 文件?.jsonl", "a.jsonl.gz", "b.jsonl", "deep/c.jsonl.zst", "deep/er/d.ndjson",
+    "e.ndjson.gz", "f.parquet", "g.jsonl.bz2", "h.jsonl.xz",
+]  # fmt: skip
+
+
+# --- files of this machine
+
+
+def test_a_folder_is_its_data_files_of_any_depth_in_sorted_order_without_hidden_ones(folder: Path) -> None:
+    assert expand(str(folder)) == [str(folder / name) for name in DATA]
+    assert expand(f"file://{folder}") == expand(str(folder))
+
+
+def test_what_looks_like_data_and_is_left_out_of_a_folder_is_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("a.txt", "b.jsonl", "c.csv", "deep/d.csv", "notes.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(ROW)
+    for _ in range(2):
+        assert expand(str(tmp_path)) == [str(tmp_path / "b.jsonl")]
+    assert caplog.messages == [f"left out of {tmp_path}: 1 .txt, 2 .csv; name {tmp_path}/*.txt too"]
+    (tmp_path / "b.jsonl").unlink()
+    assert expand(str(tmp_path)) == [str(tmp_path / "a.txt")]
+    assert caplog.messages[1:] == [f"left out of {tmp_path}: 2 .csv; name {tmp_path}/*.csv too"]
+
+
+def test_a_file_is_itself_whatever_its_name_and_a_glob_what_it_matches(folder: Path) -> None:
+    for name in ("notes.txt", "[1] 文件?.jsonl", ".hidden.jsonl"):
+        assert expand(str(folder / name)) == [str(folder / name)]
+    assert expand(f"{folder}/*.jsonl") == [str(folder / "[1] 文件?.jsonl"), str(folder / "b.jsonl")]
+    assert expand(f"{folder}/**/*.ndjson") == [str(folder / "deep/er/d.ndjson")]
+
+
+def test_several_patterns_keep_their_order_and_name_a_file_once(folder: Path) -> None:
+    expected = [str(folder / name) for name in ("f.parquet", "b.jsonl", "[1] 文件?.jsonl", "a.jsonl.gz")]
+    patterns = (f"{folder}/f.*", f"{folder}/b.jsonl", f"{folder}/*.jsonl", f"file://{folder}/b.jsonl", f"{folder}/[ab]*")
+    assert expand(*patterns) == expected
+
+
+def test_a_home_is_written_as_a_tilde(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(folder))
+    assert expand("~/b.jsonl", "~/deep") == [
+        str(folder / name) for name in ("b.jsonl", "deep/c.jsonl.zst", "deep/er/d.ndjson")
+    ]
+
+
+def test_linked_files_and_folders_count_once_and_a_circle_ends(folder: Path) -> None:
+    data = folder / "linked"
+    data.mkdir()
+    (data / "deep").symlink_to(folder / "deep")
+    (data / "again").symlink_to(folder / "deep")
+    (data / "x.jsonl").symlink_to(folder / "b.jsonl")
+    (folder / "deep" / "circle").symlink_to(data)
+    assert expand(str(data)) == [str(data / name) for name in ("again/c.jsonl.zst", "again/er/d.ndjson", "x.jsonl")]
+
+
+@pytest.mark.parametrize("pattern", ["nowhere.jsonl", "nowhere/*.jsonl", "*.nothing", "", "a\0b"])
+def test_what_is_not_there_is_said_with_setting_value_and_cure(folder: Path, pattern: str) -> None:
+    named = f"{folder}/{pattern}" if pattern else f"{folder}/.hidden/nothing"
+    with pytest.raises(UsageError) as raised:
+        expand(str(folder / "b.jsonl"), named)
+    assert f"data.pretrain is '{named}' but there is no such file; name a" in str(raised.value)
+
+
+def test_a_folder_without_data_and_a_file_that_is_looked_for_in_the_wrong_one_are_told(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "none").mkdir()
+    (folder / "none" / "table.csv").touch()
+    with pytest.raises(UsageError, match="but no file in that folder ends in"):
+        expand(str(folder / "none"))
+    monkeypatch.chdir(folder / "deep")
+    with pytest.raises(UsageError, match=rf"is 'b.jsonl' but there is no such file in {re.escape(str(folder / 'deep'))}; "):
+        expand("b.jsonl")
+
+
+@pytest.mark.parametrize("pattern", ["pipe.jsonl", "", "p*.jsonl", "dangling.jsonl"])
+def test_a_pipe_or_a_link_to_nothing_is_refused_and_never_waited_for(tmp_path: Path, pattern: str) -> None:
+    if pattern.startswith("dangling"):
+        (tmp_path / pattern).symlink_to(tmp_path / "nothing")
+    else:
+        os.mkfifo(tmp_path / "pipe.jsonl")
+    with pytest.raises(UsageError, match=r"data\.pretrain is .*(pipe\.jsonl is a pipe|dangling\.jsonl cannot be read)"):
+        expand(str(tmp_path / pattern))
+
+
+def test_local_locations_are_told_from_remote_ones_and_have_no_version(folder: Path) -> None:
+    for location in (str(folder / "b.jsonl"), f"file://{folder}/b.jsonl", "b.jsonl", "a:b.jsonl", "~/x", "./hf:/x"):
+        assert not locations.is_remote(location)
+        assert locations.version(location) is None
+    for location in ("hf://o/n", "s3://bucket/key", "https://host/x", "memory://x"):
+        assert locations.is_remote(location)
+
+
+@pytest.mark.parametrize(
+    ("location", "name"),
+    [
+        ("/a/文件 1.jsonl", "文件 1.jsonl"),
+        ("b.jsonl", "b.jsonl"),
+        ("https://host/a/b%20c.jsonl.gz?token=x/y#z", "b c.jsonl.gz"),
+        ("s3://bucket/a/b#c.jsonl", "b#c.jsonl"),
+        (f"hf://o/n@{NEW}/data/train 1.parquet", "train 1.parquet"),
+    ],
+)
+def test_a_name_is_the_last_part_of_the_path(location: str, name: str) -> None:
+    assert locations.name(location) == name
+
+
+def test_local_files_are_named_without_loading_what_only_urls_need(folder: Path) -> None:
+    code = f"""
+import sys, ttrain.pipeline.plan
+from ttrain.data import locations
+assert locations.expand([{str(folder)!r}], "x") and locations.version({str(folder / "b.jsonl")!r}) is None
+print([name for name in ("fsspec", "huggingface_hub", "aiohttp", "pyarrow", "torch") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+# --- URLs
+
+
+@pytest.fixture
+def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    """A server with files at several depths; what fails is tried again at once."""
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(remote, "PAUSES_SECONDS", (0.0, 0.0, 0.0))
+    names = ("b.jsonl", "a.jsonl.gz", "deep/c.jsonl", "deep/er/d.parquet", "notes.txt", ".hidden.jsonl", "page.html")
+    with served(Site({f"/data/{name}": ROW for name in names})) as opened:
+        yield opened
+
+
+def test_a_url_is_a_file_a_glob_or_a_folder_as_a_path_is(site: Site) -> None:
+    url = f"{site.url}/data"
+    everything = [f"{url}/{name}" for name in ("a.jsonl.gz", "b.jsonl", "deep/c.jsonl", "deep/er/d.parquet")]
+    assert expand(f"{url}/b.jsonl?token=1") == [f"{url}/b.jsonl?token=1"]
+    assert expand(f"{url}/") == everything
+    assert expand(f"{url}/*.jsonl") == [f"{url}/.hidden.jsonl", f"{url}/b.jsonl"]
+    assert expand(f"{url}/**/[cd].*") == everything[2:]
+    assert expand(f"{url}/deep/*") == everything[2:3]
+    assert expand(url) == everything, "the server names the folder with its slash"
+
+
+def test_a_glob_lists_no_more_folders_than_it_can_match(site: Site) -> None:
+    expand(f"{site.url}/data/*.jsonl")
+    assert site.requests("GET") == [("/data/", "")]
+    expand(f"{site.url}/data/*/*.jsonl")
+    assert [path for path, _ in site.requests("GET")][1:] == ["/data/", "/data/deep/"]
+
+
+def test_a_bucket_is_listed_as_a_folder_is() -> None:
+    memory = fsspec.filesystem("memory")
+    for name in ("b.jsonl", "a.jsonl.gz", "deep/c.jsonl", "notes.txt"):
+        memory.pipe(f"/bucket/{name}", ROW)
+    assert expand("memory://bucket") == [f"memory:///bucket/{name}" for name in ("a.jsonl.gz", "b.jsonl", "deep/c.jsonl")]
+    assert expand("memory://bucket/*.jsonl") == ["memory:///bucket/b.jsonl"]
+    assert expand("memory://bucket/?.jsonl*") == [f"memory:///bucket/{name}" for name in ("a.jsonl.gz", "b.jsonl")]
+    assert expand("memory://bucket/**/c*") == ["memory:///bucket/deep/c.jsonl"]
+    assert expand("memory://bucket/notes.txt") == ["memory://bucket/notes.txt"]
+
+
+class Remembering(MemoryFileSystem):
+    """Answers as it did before until it is told to forget, as the file systems of buckets do."""
+
+    protocol = "remembering"
+    told: ClassVar[dict[tuple[str, str], Any]] = {}
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return str(super()._strip_protocol(path.replace("remembering://", "memory://")))
+
+    def invalidate_cache(self, path: str | None = None) -> None:
+        self.told.clear()
+
+    def ls(self, path: str, detail: bool = True, **options: Any) -> Any:
+        return self.told.setdefault(("ls", path), super().ls(path, detail, **options))
+
+    def info(self, path: str, **options: Any) -> Any:
+        return self.told.setdefault(("info", path), super().info(path, **options))
+
+
+def test_what_a_file_system_remembers_is_not_taken_for_what_is_there() -> None:
+    fsspec.register_implementation("remembering", Remembering, clobber=True)
+    memory = fsspec.filesystem("memory")
+    memory.pipe("/remembered/a.jsonl", ROW)
+    assert len(expand("remembering://remembered/*")) == 1
+    before = locations.version("remembering://remembered/a.jsonl")
+    memory.pipe("/remembered/a.jsonl", ROW * 2)
+    assert locations.version("remembering://remembered/a.jsonl") != before
+    for number, name in enumerate("bcd", 2):
+        memory.pipe(f"/remembered/{name}.jsonl", ROW)
+        assert len(expand("remembering://remembered/*")) == number
+
+
+def test_a_folder_that_cannot_be_listed_is_an_error_and_not_less_data(site: Site) -> None:
+    site.failing = "/data/deep/er/"
+    for pattern in (f"{site.url}/data/", f"{site.url}/data/**/*.jsonl"):
+        with pytest.raises(UsageError, match=r"data\.pretrain is .* but it cannot be read: .*503"):
+            expand(pattern)
+
+
+@pytest.mark.parametrize("pattern", ["data/nowhere.jsonl", "nowhere/", "nowhere/*.jsonl", "data/*.nothing"])
+def test_a_url_that_is_not_there_is_said_as_of_a_path(site: Site, pattern: str) -> None:
+    with pytest.raises(UsageError, match=rf"data\.pretrain is '{site.url}/.*' but there is no such file; name a"):
+        expand(f"{site.url}/{pattern}")
+
+
+def test_a_server_that_refuses_or_is_gone_and_an_unknown_protocol_are_told_apart(site: Site) -> None:
+    site.statuses = [403, 403]
+    with pytest.raises(UsageError, match=r"data\.pretrain is .*403"):
+        expand(f"{site.url}/data/b.jsonl")
+    with pytest.raises(UsageError, match=r"data\.pretrain is .*connect"):
+        expand("http://127.0.0.1:1/b.jsonl")
+    with pytest.raises(UsageError, match=r"data\.pretrain is 'foo://b\.jsonl'.*foo"):
+        expand("foo://b.jsonl")
+
+
+def version_of(url: str) -> str:
+    found = locations.version(url)
+    assert found
+    return found
+
+
+def test_a_version_changes_with_the_bytes_and_is_asked_for_anew_each_time(site: Site) -> None:
+    url = f"{site.url}/data/b.jsonl"
+    before = version_of(url)
+    assert version_of(url) == before
+    assert not site.requests("GET"), "without reading the file"
+    site.files["/data/b.jsonl"] = b'{"text":"b"}\n'
+    assert version_of(url) != before
+
+
+def test_two_files_with_the_same_mark_are_two_versions(site: Site) -> None:
+    assert version_of(f"{site.url}/data/b.jsonl") != version_of(f"{site.url}/data/deep/c.jsonl")
+
+
+def test_a_version_is_of_date_and_size_where_there_is_no_mark_and_an_error_where_there_is_neither(site: Site) -> None:
+    url = f"{site.url}/data/b.jsonl"
+    site.etags, site.dates = False, True
+    before = version_of(url)
+    site.files["/data/b.jsonl"] = ROW * 2
+    assert version_of(url) != before
+    site.dates = False
+    with pytest.raises(UsageError, match="no ETag, checksum or date; download it") as raised:
+        locations.version(url)
+    assert url in str(raised.value)
+
+
+def test_a_version_survives_a_server_that_fails_for_a_while(site: Site) -> None:
+    url = f"{site.url}/data/b.jsonl"
+    before = version_of(url)
+    site.statuses = [503, 503, 500, 500]
+    assert version_of(url) == before
+    site.statuses = [503] * 100
+    with pytest.raises(UsageError, match="503"):
+        locations.version(url)
+    site.statuses = []
+    with pytest.raises(UsageError, match="no such file"):
+        locations.version(f"{site.url}/data/nowhere.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"ETag": "a", "size": 1}, {"ETag": "b", "size": 1}),
+        ({"etag": "a", "size": 1, "mtime": 1}, {"etag": "a", "size": 2, "mtime": 1}),
+        ({"md5Hash": "a", "size": 1}, {"md5Hash": "b", "size": 1}),
+        ({"LastModified": "1", "size": 1}, {"LastModified": "2", "size": 1}),
+        ({"mtime": 1.0, "size": 1}, {"mtime": 1.0, "size": 2}),
+    ],
+    ids=["s3", "etag with size", "gcs", "date", "date with size"],
+)
+def test_what_file_systems_tell_is_understood(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert remote.version_in(one, "x") == remote.version_in(dict(one), "x") != remote.version_in(other, "x")
+    assert remote.version_in(one, "x") != remote.version_in(one, "y")
+    assert remote.version_in({"size": 1, "name": "x", "type": "file"}, "x") is None
+    assert remote.version_in({"mtime": 1.0, "size": None}, "x") is None
+
+
+S3_OLD = (
+    "X-Amz-Algorithm=AWS4&X-Amz-Credential=A%2Fx&X-Amz-Date=1&X-Amz-Expires=9&X-Amz-SignedHeaders=host&X-Amz-Signature=a"
+)
+S3_NEW = f"{S3_OLD.replace('Date=1', 'Date=2').replace('Signature=a', 'Signature=b')}&X-Amz-Security-Token=t"
+SAS_OLD, SAS_NEW = "sv=2022&sr=b&sp=r&se=1&sig=a", "sv=2023&sr=b&sp=r&st=1&se=2&spr=https&sig=b"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (f"https://b.s3.amazonaws.com/x.jsonl?{S3_OLD}", f"https://b.s3.amazonaws.com/x.jsonl?{S3_NEW}"),
+        (f"https://host/x?{S3_OLD}&versionId=7", f"https://host/x?versionId=7&{S3_NEW}"),
+        ("https://host/x?AWSAccessKeyId=A&Signature=a&Expires=1", "https://host/x?AWSAccessKeyId=B&Signature=b&Expires=2"),
+        ("https://host/x?Expires=1&Signature=a&Key-Pair-Id=K", "https://host/x?Policy=p&Signature=b&Key-Pair-Id=K"),
+        ("https://host/x?X-Goog-Date=1&X-Goog-Signature=a", "https://host/x?X-Goog-Date=2&X-Goog-Signature=b"),
+        ("https://host/x?GoogleAccessId=i&Expires=1&Signature=a", "https://host/x?GoogleAccessId=i&Expires=2&Signature=b"),
+        (f"https://a.blob.core.windows.net/c/x?{SAS_OLD}", f"https://a.blob.core.windows.net/c/x?{SAS_NEW}"),
+        ("https://me:old@host/x", "https://me:new@host/x"),
+        ("sftp://me:old@host/x", "sftp://me:new@host/x"),
+        (f"zip://a.jsonl::https://host/x.zip?{SAS_OLD}", f"zip://a.jsonl::https://host/x.zip?{SAS_NEW}"),
+    ],
+)
+def test_a_renewed_signature_or_password_is_the_same_version(old: str, new: str) -> None:
+    details = {"ETag": "a", "size": 1}
+    assert remote.version_in(details, old) == remote.version_in(details, new)
+    assert remote.version_in(details, old) != remote.version_in(details, new.replace("/x", "/y"))
+
+
+@pytest.mark.parametrize(
+    ("location", "other"),
+    [
+        ("https://host/x?file=1", "https://host/x?file=2"),
+        ("https://host/x?sig=a&se=1", "https://host/x?sig=b&se=2"),
+        ("https://host/x?Expires=1&Signature=a", "https://host/x?Expires=1&Signature=b"),
+        ("https://host/x?X-Amz-Date=1", "https://host/x?X-Amz-Date=2"),
+        (f"https://host/x?{SAS_OLD}&snapshot=1", f"https://host/x?{SAS_OLD}&snapshot=2"),
+        ("sftp://me@host/x", "sftp://you@host/x"),
+        ("abfs://one@account.dfs.core.windows.net/x", "abfs://two@account.dfs.core.windows.net/x"),
+        (f"s3://bucket/x?{S3_OLD}", f"s3://bucket/x?{S3_NEW}"),
+        ("https://host/x#a", "https://host/x#b"),
+    ],
+)
+def test_whatever_else_a_location_says_tells_versions_apart(location: str, other: str) -> None:
+    details = {"ETag": "a", "size": 1}
+    assert remote.version_in(details, location) != remote.version_in(details, other)
+
+
+@pytest.mark.parametrize(
+    "location", ["https://host/x?file=1&sp=2", "s3://b/x?versionId=7", "sftp://me@host/x", "https://host/x?"]
+)
+def test_the_version_of_a_location_without_a_signature_is_that_of_earlier_releases(location: str) -> None:
+    assert remote.version_in({"ETag": "a", "size": 1}, location) == digest_of([location, "etag", "a", 1])
+
+
+# --- the Hub
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of the Hub, without a network."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    remote.listing.cache_clear()
+    return tmp_path / "hub"
+
+
+@pytest.fixture
+def online(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    """A Hub that holds one data set with two commits, and a converted copy."""
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    names = (
+        "README.md", "data/train-00000-of-00002.jsonl", "data/train-00001-of-00002.jsonl", "data/test.jsonl",
+        "constraints.jsonl", "strain.jsonl",
+    )  # fmt: skip
+    commits = {
+        OLD: {"only.jsonl.gz": b"old"},
+        NEW: {name: name.encode() + b"\n" for name in names},
+        CONVERTED: {"default/train/0.parquet": b"p", "default/test/0.parquet": b"p"},
+    }
+    revisions = {"main": NEW, "v1": OLD, "refs/convert/parquet": CONVERTED}
+    with served_hub(FakeHub({"owner/some-set": revisions}, commits)) as opened:
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "ENDPOINT", opened.site.url)
+        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.partition("{")
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{opened.site.url}/{''.join(template[1:])}")
+        yield opened
+
+
+TRAIN = [f"hf://owner/some-set@{NEW}/data/train-0000{n}-of-00002.jsonl" for n in (0, 1)]
+
+
+def test_a_data_set_is_its_training_split_at_a_commit(online: FakeHub) -> None:
+    assert expand("hf://owner/some-set") == TRAIN
+    assert expand("hf://datasets/owner/some-set", "hf://owner/some-set@main") == TRAIN
+    assert [locations.version(location) for location in TRAIN] == TRAIN
+
+
+@pytest.mark.parametrize(
+    ("pattern", "commit", "names"),
+    [
+        ("/constraints.jsonl", NEW, ["constraints.jsonl"]),
+        ("/README.md", NEW, ["README.md"]),
+        ("/data", NEW, ["data/test.jsonl", "data/train-00000-of-00002.jsonl", "data/train-00001-of-00002.jsonl"]),
+        ("/data/t*0*.jsonl", NEW, ["data/train-00000-of-00002.jsonl", "data/train-00001-of-00002.jsonl"]),
+        ("/*.jsonl", NEW, ["constraints.jsonl", "strain.jsonl"]),
+        ("/**/test.*", NEW, ["data/test.jsonl"]),
+        ("@v1", OLD, ["only.jsonl.gz"]),
+        (f"@{OLD}/only.jsonl.gz", OLD, ["only.jsonl.gz"]),
+        ("@refs/convert/parquet", CONVERTED, ["default/train/0.parquet"]),
+        ("@refs%2Fconvert%2Fparquet/default/test", CONVERTED, ["default/test/0.parquet"]),
+    ],
+)
+def test_files_of_a_data_set_are_named_by_revision_path_folder_or_glob(
+    online: FakeHub, pattern: str, commit: str, names: list[str]
+) -> None:
+    assert expand(f"hf://owner/some-set{pattern}") == [f"hf://owner/some-set@{commit}/{name}" for name in names]
+
+
+def test_one_process_sees_one_commit_and_asks_once(online: FakeHub) -> None:
+    assert expand("hf://owner/some-set") == TRAIN
+    online.repos["owner/some-set"]["main"] = OLD
+    asked = len(online.site.asked)
+    assert expand("hf://owner/some-set/data") == [f"hf://owner/some-set@{NEW}/data/test.jsonl", *TRAIN]
+    assert len(online.site.asked) == asked
+
+
+@pytest.mark.parametrize(
+    ("pattern", "says"),
+    [
+        ("hf://owner/other", "no data set owner/other.*hf auth login"),
+        ("hf://owner/gated", "gated.*accept its conditions"),
+        ("hf://owner/some-set@v9", "no branch, tag or commit 'v9'"),
+        ("hf://owner/some-set/nowhere", "there is no such file: owner/some-set holds .*README.md"),
+        ("hf://owner", "not the name of a data set.*hf://owner/name"),
+        ("hf://", "not the name of a data set"),
+        ("hf://owner/.some--set", "does not allow this name"),
+    ],
+)
+def test_what_the_hub_does_not_have_is_said_with_its_cure(online: FakeHub, pattern: str, says: str) -> None:
+    with pytest.raises(UsageError, match=rf"data\.pretrain is '{pattern}' but .*{says}"):
+        expand(pattern)
+
+
+def test_a_file_is_fetched_once_and_read_from_the_cache_without_a_network(
+    online: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = ROW * 10_000
+    online.commits[NEW]["data/train-00000-of-00002.jsonl"] = data
+    location = expand("hf://owner/some-set")[0]
+    assert b"".join(streams.chunks(location)) == data
+    asked = len(online.site.asked)
+    assert b"".join(streams.chunks(location)) == data
+    assert len(online.site.asked) == asked
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert b"".join(streams.chunks(location)) == data
+    with pytest.raises(DataError, match=r"not in the cache.*HF_HUB_OFFLINE.*hf download") as raised:
+        list(streams.chunks(TRAIN[1]))
+    assert TRAIN[1] in str(raised.value)
+
+
+def test_a_download_that_fails_on_the_server_is_tried_again(online: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "PAUSES_SECONDS", (0.0, 0.0, 0.0))
+    location = expand("hf://owner/some-set")[0]
+    online.failing_downloads = 2
+    assert b"".join(streams.chunks(location)) == b"data/train-00000-of-00002.jsonl\n"
+    online.failing_downloads = 100
+    with pytest.raises(DataError, match="500") as raised:
+        list(streams.chunks(TRAIN[1]))
+    assert TRAIN[1] in str(raised.value)
+
+
+def test_without_a_network_a_part_of_a_data_set_is_not_taken_for_the_whole(
+    online: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of two files is fetched; then the machine is offline, with the Hub's setting or without its knowledge."""
+    list(streams.chunks(expand("hf://owner/some-set")[0]))
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
+    for offline in (True, False):
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+        remote.listing.cache_clear()
+        assert expand("hf://owner/some-set") == TRAIN
+
+
+def laid_out(cache: Path, repo: str, commit: str, files: dict[str, bytes], *refs: str) -> None:
+    """A data set in the cache, as other tools leave it: blobs, a snapshot of links, and refs."""
+    folder = cache / f"datasets--{repo.replace('/', '--')}"
+    for number, (name, data) in enumerate(files.items()):
+        blob, link = folder / "blobs" / f"{commit[-1]}{number}", folder / "snapshots" / commit / name
+        for path in (blob, link):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        blob.write_bytes(data)
+        link.symlink_to(os.path.relpath(blob, link.parent))
+    for ref in refs:
+        (folder / "refs" / ref).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "refs" / ref).write_text(commit)
+
+
+def test_without_a_network_the_cache_of_other_tools_serves(cache: Path) -> None:
+    laid_out(cache, "owner/name", NEW, {"a/train.jsonl": ROW, "a/test.jsonl": ROW, "README.md": b"x"}, "main")
+    laid_out(cache, "owner/name", OLD, {"b.jsonl": b"old\n"}, "v1", "refs/pr/7")
+    assert expand("hf://owner/name") == [f"hf://owner/name@{NEW}/a/train.jsonl"]
+    assert expand("hf://owner/name/a/*.jsonl") == [f"hf://owner/name@{NEW}/a/{name}.jsonl" for name in ("test", "train")]
+    for revision in ("v1", "refs/pr/7", OLD):
+        assert expand(f"hf://owner/name@{revision}") == [f"hf://owner/name@{OLD}/b.jsonl"]
+    assert b"".join(streams.chunks(f"hf://owner/name@{OLD}/b.jsonl")) == b"old\n"
+    with pytest.raises(
+        UsageError, match=r"data\.pretrain is 'hf://owner/name@v2' but the Hub cannot be reached.*hf download"
+    ):
+        expand("hf://owner/name@v2")
+    with pytest.raises(UsageError, match="its cache does not hold owner/other"):
+        expand("hf://owner/other")
+
+
+def test_the_hub_is_found_and_its_files_are_kept_where_the_environment_says(tmp_path: Path) -> None:
+    code = """
+import json, sys
+from ttrain.data import locations, streams
+found = locations.expand(["hf://owner/name"], "data.pretrain")
+print(json.dumps([found, b"".join(streams.chunks(found[0])).decode()]))
+"""
+    with served_hub(FakeHub({"owner/name": {"main": NEW}}, {NEW: {"rows.jsonl": ROW}})) as opened:
+        environment = {**os.environ, "HF_ENDPOINT": opened.site.url, "HF_HOME": str(tmp_path), "NO_PROXY": "127.0.0.1"}
+        environment = {name: value for name, value in environment.items() if name not in ("HF_HUB_OFFLINE", "HF_HUB_CACHE")}
+        command = [sys.executable, "-c", code]
+        outputs = []
+        for offline in ("0", "1"):
+            environment["HF_HUB_OFFLINE"] = offline
+            done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=True)
+            outputs.append(json.loads(done.stdout))
+    assert outputs == [[[f"hf://owner/name@{NEW}/rows.jsonl"], ROW.decode()]] * 2
+
+
+@pytest.mark.parametrize("location", ["dask://127.0.0.1:1::file:///x.jsonl", "DASK://127.0.0.1:1/x.jsonl"])
+def test_a_protocol_whose_servers_run_code_is_refused(location: str) -> None:
+    with pytest.raises(UsageError, match="dask:// is refused, since its servers may run code here"):
+        locations.expand([location], "data.pretrain")

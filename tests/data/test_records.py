@@ -1,0 +1,553 @@
+"""Records: the shapes of chats that are known, the rules for those that are not, and the split by content."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ttrain.data.chat_shapes import is_chat, messages_of
+from ttrain.data.chat_templates import Message, is_live
+from ttrain.data.jinja_templates import ROLES
+from ttrain.data.records import (
+    Conversation,
+    Record,
+    Rejected,
+    Skipped,
+    Tally,
+    TextDocument,
+    content_hash,
+    document_fields,
+    document_parser,
+    parse_conversation,
+    position,
+    read,
+    split,
+)
+
+HELLO = Conversation((Message("user", "Hi"), Message("assistant", "Hello")))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]},
+        {"conversations": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]},
+        {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]},
+        {"conversations": [{"from": "user", "value": "Hi"}, {"from": "assistant", "value": "Hello"}]},
+        {"messages": [{"from": "human", "value": "Hi"}, {"role": "assistant", "content": "Hello"}]},
+        {"messages": [
+            {"role": "user", "content": [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]},
+            {"role": "assistant", "content": "Hello", "tool_calls": None},
+        ]},
+        {"instruction": "Hi", "output": "Hello"},
+        {"instruction": "Hi", "input": "", "output": "Hello"},
+        {"instruction": "Hi", "input": " \n", "output": "Hello"},
+        {"instruction": "Hi", "input": None, "output": "Hello", "system": None, "tools": []},
+        {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}], "conversations": 1,
+         "instruction": "x", "prompt": "y"},
+        {"instruction": "Hi", "output": "Hello", "history": None, "prompt": "y", "completion": "z"},
+        {"instruction": "Hi", "output": "Hello", "history": []},
+        {"prompt": "Hi", "completion": "Hello"},
+        {"prompt": [{"role": "user", "content": "Hi"}], "completion": [{"role": "assistant", "content": "Hello"}]},
+        {"prompt": [{"from": "human", "value": "Hi"}], "completion": "Hello", "tools": None},
+        {"prompt": "Hi", "completion": [{"role": "assistant", "content": "Hello", "weight": 1}]},
+        {"messages": None, "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}],
+         "instruction": "x", "output": "y", "tools": None, "system": ""},
+    ],
+    ids=["messages", "conversations", "sharegpt", "sharegpt with plain names", "mixed", "parts", "alpaca", "empty input",
+         "blank input", "null input", "messages come first", "instruction comes first", "no history",
+         "prompt", "prompt of turns", "turns and a text", "a text and turns", "null is as good as absent"],
+)  # fmt: skip
+def test_every_known_shape_gives_the_same_chat(row: dict[str, Any]) -> None:
+    assert parse_conversation(row) == HELLO
+
+
+def test_an_alpaca_input_follows_its_instruction() -> None:
+    parsed = parse_conversation({"instruction": "Add", "input": "1 2", "output": "3", "system": "S"})
+    assert parsed == Conversation((Message("system", "S"), Message("user", "Add\n\n1 2"), Message("assistant", "3")))
+
+
+def test_an_alpaca_history_is_the_turns_before_its_instruction() -> None:
+    row = {
+        "instruction": "3?",
+        "input": "x",
+        "output": "c",
+        "history": [["1?", "a"], ["2?", ""]],
+        "system": "S",
+        "tools": [],
+    }
+    turns = [("system", "S"), ("user", "1?"), ("assistant", "a"), ("user", "2?"), ("assistant", ""), ("user", "3?\n\nx"),
+             ("assistant", "c")]  # fmt: skip
+    assert parse_conversation(row) == Conversation(tuple(Message(*turn) for turn in turns))
+
+
+def test_of_a_prompt_and_its_completion_the_completion_alone_is_learnt() -> None:
+    """As TRL trains them by default (`completion_only_loss`), also where the prompt holds answers."""
+    before = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "a"}, {"role": "user", "content": "2?"}]
+    row = {"prompt": before, "completion": [{"role": "assistant", "content": "b"}], "system": "S", "tools": [ADD]}
+    parsed = parse_conversation(row)
+    assert isinstance(parsed, Conversation)
+    assert [(turn.role, turn.in_loss) for turn in parsed.messages] == [
+        ("system", True), ("user", True), ("assistant", False), ("user", True), ("assistant", True),
+    ]  # fmt: skip
+    assert parsed.messages[0].content.startswith("S\n\nYou may call these functions")
+    assert [turn.content for turn in parsed.messages if is_live(turn)] == ["b"]
+    learnt_whole = parse_conversation({"messages": [*before, *row["completion"]], "system": "S", "tools": [ADD]})
+    assert isinstance(learnt_whole, Conversation)
+    assert content_hash(learnt_whole) != content_hash(parsed), "another loss mask is another row"
+    assert parse_conversation({"prompt": before, "completion": [{"role": "user", "content": "b"}]}) == Skipped("no answer")
+    called = {"role": "assistant", "tool_calls": [{"id": "1", "name": "f", "arguments": {}}]}
+    result = {"role": "tool", "content": "2", "tool_call_id": "1"}
+    parsed = parse_conversation(
+        {"prompt": [*before, called], "completion": [result, {"role": "assistant", "content": "2."}]}
+    )
+    assert isinstance(parsed, Conversation), "a result answers a call that stands in the prompt"
+
+
+def test_a_weight_of_0_makes_an_answer_context() -> None:
+    for turn in ({"role": "assistant", "content": "a"}, {"from": "gpt", "value": "a"},
+                 {"from": "function_call", "value": '{"name": "f", "arguments": {}}'}):  # fmt: skip
+        for weight, in_loss in ((0, False), (0.0, False), (False, False), (1, True), (None, True)):
+            parsed = parse_conversation(chat({**turn, "weight": weight}))
+            assert isinstance(parsed, Conversation)
+            assert [message.in_loss for message in parsed.messages] == [True, in_loss, True]
+    assert parse_conversation(chat({"role": "user", "content": "a", "weight": 7})) != parse_conversation(chat())
+    only = {"messages": [{"role": "assistant", "content": "a", "weight": 0}]}
+    assert parse_conversation(only) == Skipped("no answer")
+
+
+def test_a_prompt_alone_makes_no_chat_of_a_document() -> None:
+    assert not is_chat({"text": "a", "prompt": "b"})
+    assert is_chat({"prompt": "a", "completion": "b"})
+    assert is_chat({"history": [], "instruction": "b"})
+
+
+def test_roles_may_come_in_any_order() -> None:
+    for roles in (("assistant", "user", "user"), ("user", "assistant", "assistant", "system"), ("assistant",)):
+        turns = [{"role": role, "content": role.upper()} for role in roles]
+        parsed = parse_conversation({"messages": turns})
+        assert parsed == Conversation(tuple(Message(turn["role"], turn["content"]) for turn in turns))
+
+
+@pytest.mark.parametrize("role", ["bot", "User", "ASSISTANT", " user", "user ", "human", "gpt", "", None, 3, ["user"], {}])
+def test_an_unknown_role_is_rejected_by_name_and_never_taken_for_another(role: Any) -> None:
+    parsed = parse_conversation({"messages": [{"role": role, "content": "x"}, {"role": "assistant", "content": "y"}]})
+    assert parsed == Rejected(f"unknown role {str(role)!r}; write one of system, user, assistant, tool")
+    if role not in ("human", "gpt"):
+        parsed = parse_conversation({"conversations": [{"from": role, "value": "x"}]})
+        assert isinstance(parsed, Rejected)
+        assert parsed.reason.startswith(f"unknown role {str(role)!r}; write one of system, human, user, gpt")
+
+
+def chat(*turns: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """A row of these turns, with a question before and an answer after them."""
+    return {"messages": [{"role": "user", "content": "Hi"}, *turns, {"role": "assistant", "content": "Hello"}], **more}
+
+
+@pytest.mark.parametrize("history", [None, "", " ", []])
+def test_an_empty_history_is_none(history: object) -> None:
+    row = {"instruction": "x", "output": "y", "history": history}
+    assert messages_of(row) == [Message("user", "x"), Message("assistant", "y")]
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({}, "none of the keys"),
+        ({"text": "a"}, "none of the keys"),
+        ({"messages": None, "conversations": None}, "none of the keys"),
+        ({"messages": []}, "'messages' has no turns"),
+        ({"conversations": "Hi"}, "'conversations' is text, not a list of turns"),
+        ({"messages": {"role": "user"}}, "'messages' is an object, not a list of turns"),
+        ({"messages": ["Hi"]}, "a turn is text, not an object"),
+        ({"messages": [{"content": "x"}]}, "a turn without a role; write 'role' as one of system, user, assistant, tool"),
+        (chat({"role": "user"}), "the 'content' of a turn of role 'user' is missing, not text"),
+        (chat({"role": "user", "value": "x"}), "the 'content' of a turn of role 'user' is missing, not text"),
+        (chat({"from": "human", "content": "x"}), "the 'value' of a turn of role 'user' is missing, not text"),
+        (chat({"role": "system", "content": None}), "the 'content' of a turn of role 'system' is null, not text"),
+        (chat({"role": "assistant", "content": None}), "the 'content' of a turn of role 'assistant' is null, not text"),
+        (chat({"role": "user", "content": 1}), "is a number, not text"),
+        (chat({"role": "user", "content": True}), "is a boolean, not text"),
+        (chat({"role": "user", "content": {"text": "x"}}), "is an object, not text"),
+        (chat({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}),
+         "the 'type' of a content part is 'image_url'; only text is read: write"),
+        (chat({"role": "user", "content": [{"type": "text", "text": 1}]}),
+         "the 'text' of a content part is a number; write {\"type\": \"text\""),
+        (chat({"role": "user", "content": ["x"]}), 'a content part is a bare text; write {"type": "text", "text": "..."}'),
+        (chat({"role": "user", "content": [1]}), "a content part is a number; write"),
+        (chat({"role": "user", "content": [{"text": "x"}]}), "the 'type' of a content part is missing; only text"),
+        (chat({"role": "user", "content": [{"type": "text"}]}), "the 'text' of a content part is missing; write"),
+        (chat({"role": "assistant", "content": "a", "weight": 0.5}), "the 'weight' of a turn is 0.5; write 1"),
+        (chat({"role": "assistant", "content": "a", "weight": "0"}), "the 'weight' of a turn is 0; write 1"),
+        (chat(system=1), "'system' is a number, not text"),
+        (chat({"role": "system", "content": "a"}, system="b"), "both the key 'system' and a system turn"),
+        ({"instruction": "x"}, "no key 'output'"),
+        ({"instruction": "x", "output": None}, "'output' is null, not text"),
+        ({"instruction": "x", "output": " "}, "'output' is empty"),
+        ({"instruction": "", "output": "x"}, "'instruction' is empty"),
+        ({"instruction": ["x"], "input": "y", "output": "x"}, "'instruction' is a list, not text"),
+        ({"instruction": "x", "output": "y", "history": "z"}, "'history' is text; write a list of pairs"),
+        ({"instruction": "x", "output": "y", "history": {"a": "b"}}, "'history' is an object; write a list of pairs"),
+        ({"instruction": "x", "output": "y", "history": ["a", "b"]}, "'history' holds text; write a list of pairs"),
+        ({"instruction": "x", "output": "y", "history": [{"role": "user"}]}, "'history' holds an object; write a list"),
+        ({"instruction": "x", "output": "y", "history": [["a"]]}, "'history' holds a list of 1; write a list of pairs"),
+        ({"instruction": "x", "output": "y", "history": [["a", "b"], []]}, "'history' holds a list of 0; write"),
+        ({"instruction": "x", "output": "y", "history": [["a", None]]}, "'history' holds a pair with null; write"),
+        ({"prompt": "x"}, "no key 'completion' beside 'prompt'"),
+        ({"completion": "x"}, "no key 'prompt' beside 'completion'"),
+        ({"prompt": "x", "completion": None}, "'completion' is null, not text or a list of turns"),
+        ({"prompt": 1, "completion": "x"}, "'prompt' is a number, not text or a list of turns"),
+        ({"prompt": " ", "completion": "x"}, "'prompt' is empty; write a text"),
+        ({"prompt": "x", "completion": ""}, "'completion' is empty; write a text"),
+        ({"prompt": [], "completion": "x"}, "'prompt' has no turns"),
+        ({"prompt": ["x"], "completion": "x"}, "a turn is text, not an object such as"),
+        ({"prompt": "x", "chosen": "y", "rejected": "z"}, "no key 'completion' beside 'prompt'"),
+        ({"instruction": "x", "input": 1, "output": "x"}, "'input' is a number, not text"),
+    ],
+)  # fmt: skip
+def test_a_wrong_chat_is_rejected_with_its_reason(row: dict[str, Any], reason: str) -> None:
+    parsed = parse_conversation(row)
+    assert isinstance(parsed, Rejected)
+    assert reason in parsed.reason
+
+
+@pytest.mark.parametrize(
+    "turns",
+    [
+        [("user", "Hi")],
+        [("system", "Hi")],
+        [("user", "Hi"), ("assistant", " \n")],
+        [("user", "Hi"), ("assistant", "\u200b\ufeff")],
+        [("assistant", ""), ("user", "Hi")],
+    ],
+)
+def test_a_chat_without_an_answer_is_skipped(turns: list[tuple[str, str]]) -> None:
+    assert parse_conversation({"messages": [{"role": a, "content": b} for a, b in turns]}) == Skipped("no answer")
+
+
+def test_an_empty_turn_beside_an_answer_is_kept() -> None:
+    turns = [("system", ""), ("user", ""), ("assistant", "Hello")]
+    parsed = parse_conversation({"messages": [{"role": role, "content": content} for role, content in turns]})
+    assert parsed == Conversation(tuple(Message(*turn) for turn in turns))
+
+
+# --- functions and their calls
+
+ADD = {"type": "function", "function": {"name": "add", "description": "à + b", "parameters": {}}}
+CALLED = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "é"}}\n</tool_call>'
+SYSTEM = (
+    "You may call these functions; put each call as JSON between <tool_call> and </tool_call>.\n<tools>\n"
+    '{"type": "function", "function": {"name": "add", "description": "à + b", "parameters": {}}}\n{"name": "sub"}\n</tools>'
+)
+ARGUMENTS = {"a": 1, "b": "é"}
+TALK = Conversation((
+    Message("system", f"Be kind.\n\n{SYSTEM}"), Message("user", "1+é?"), Message("assistant", f"Well.\n{CALLED}\n{CALLED}"),
+    Message("tool", "2"), Message("assistant", "2."),
+))  # fmt: skip
+
+
+def openai(arguments: Any) -> dict[str, Any]:
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    turns = [
+        {"role": "system", "content": "Be kind."}, {"role": "user", "content": "1+é?"},
+        {"role": "assistant", "content": "Well.", "tool_calls": [call, call]},
+        {"role": "tool", "content": "2", "tool_call_id": "c1"}, {"role": "assistant", "content": "2."},
+    ]  # fmt: skip
+    return {"messages": turns, "tools": [ADD, {"name": "sub"}]}
+
+
+def minimind() -> dict[str, Any]:
+    calls = json.dumps([{"name": "add", "arguments": ARGUMENTS}] * 2)
+    turns = [
+        {"role": "system", "content": "Be kind.", "tools": json.dumps([ADD, {"name": "sub"}])},
+        {"role": "user", "content": "1+é?"}, {"role": "assistant", "content": "Well.", "tool_calls": calls},
+        {"role": "tool", "content": "2"}, {"role": "assistant", "content": "2."},
+    ]  # fmt: skip
+    return {"conversations": turns}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [openai(ARGUMENTS), openai('{"a": 1, "b": "é"}'), minimind(), {**minimind(), "tools": None}],
+    ids=["arguments as an object", "arguments as text", "MiniMind", "null beside"],
+)
+def test_every_form_of_functions_and_calls_gives_the_same_text(row: dict[str, Any]) -> None:
+    assert parse_conversation(row) == TALK
+
+
+def test_sharegpt_calls_are_turns_of_their_own() -> None:
+    call = {"from": "function_call", "value": json.dumps({"name": "add", "arguments": ARGUMENTS}, ensure_ascii=False)}
+    row = {
+        "conversations": [
+            {"from": "human", "value": "1+é?"}, call, {"from": "observation", "value": "2"}, {"from": "gpt", "value": "2."},
+        ],
+        "tools": json.dumps([ADD, {"name": "sub"}]), "system": "Be kind.",
+    }  # fmt: skip
+    expected = (TALK.messages[0], TALK.messages[1], Message("assistant", CALLED), *TALK.messages[3:])
+    assert parse_conversation(row) == Conversation(expected)
+    call["value"] = f"[{call['value']}, {call['value']}]"
+    expected = (*expected[:2], Message("assistant", f"{CALLED}\n{CALLED}"), *TALK.messages[3:])
+    assert parse_conversation(row) == Conversation(expected)
+
+
+def test_functions_without_a_system_turn_make_one() -> None:
+    row = openai(ARGUMENTS)
+    row["messages"][0]["content"] = ""
+    parsed = parse_conversation(row)
+    del row["messages"][0]
+    assert parsed == parse_conversation(row) == Conversation((Message("system", SYSTEM), *TALK.messages[1:]))
+
+
+def test_arguments_as_text_stay_as_they_are_written() -> None:
+    for arguments in ('{ "a":1,\n "a": 2 }', '{"x": "\\u00e9 </tool_call>"}', "{}"):
+        call = {"function": {"name": 'a"b', "arguments": arguments}}
+        parsed = parse_conversation({"messages": [{"role": "assistant", "tool_calls": [call]}]})
+        text = f'<tool_call>\n{{"name": "a\\"b", "arguments": {arguments}}}\n</tool_call>'
+        assert parsed == Conversation((Message("assistant", text),))
+
+
+def test_a_call_is_an_answer_also_where_nothing_is_said() -> None:
+    for content in (None, "", "absent"):
+        turn = {"role": "assistant", "content": content, "tool_calls": [{"name": "f", "arguments": {}}]}
+        if content == "absent":
+            del turn["content"]
+        text = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+        assert parse_conversation({"messages": [turn]}) == Conversation((Message("assistant", text),))
+
+
+def call(**changes: Any) -> dict[str, Any]:
+    """An assistant's turn with one call."""
+    return {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "name": "f", "arguments": {}, **changes}]}
+
+
+RESULT = {"role": "tool", "content": "2"}
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        (chat(RESULT), "a tool turn without a call before it"),
+        (chat(RESULT, call()), "a tool turn without a call before it"),
+        (chat(call(), {**RESULT, "tool_call_id": "2"}), "tool_call_id '2', which no call before it has"),
+        (chat(call(), {**RESULT, "tool_call_id": ["1"]}), "which no call before it has"),
+        (chat(call(id=None), {**RESULT, "tool_call_id": "1"}), "which no call before it has"),
+        (chat({**call(), "tool_calls": "f()"}), "'tool_calls': not valid JSON"),
+        (chat({**call(), "tool_calls": '{"name": "f"}'}), "'tool_calls' is an object, not a list"),
+        (chat({**call(), "tool_calls": 3}), "'tool_calls' is a number, not a list"),
+        (chat({**call(), "tool_calls": ["f"]}), "a tool call is text, not an object"),
+        (chat({**call(), "tool_calls": [{"function": "f"}]}), "a tool call has no name"),
+        (chat(call(name=" ")), "a tool call has no name"),
+        (chat(call(name=1)), "a tool call has no name"),
+        (chat(call(arguments="{not json")), "the arguments of a tool call: not valid JSON"),
+        (chat(call(arguments="")), "the arguments of a tool call: not valid JSON"),
+        (chat(call(arguments="[1]")), "the arguments of a tool call are a list, not an object"),
+        (chat(call(arguments=None)), "the arguments of a tool call are null, not an object"),
+        (chat({**call(), "role": "user", "content": "x"}), "'tool_calls' on a turn of role 'user'"),
+        (chat({"from": "function_call", "value": "f()"}), "'function_call': not valid JSON"),
+        (chat({"from": "function_call", "value": "{}"}), "a tool call has no name"),
+        (chat(tools="{broken"), "'tools': not valid JSON"),
+        (chat(tools={"name": "f"}), "'tools' is an object, not a list"),
+        (chat(tools=[{"type": "function"}]), "a tool has no name"),
+        (chat(tools=["f"]), "a tool is text, not an object"),
+        (chat({"role": "system", "content": "s", "tools": "{broken"}), "'tools': not valid JSON"),
+        (chat({"role": "user", "content": "s", "tools": [ADD]}), "'tools' on a turn of role 'user'; write it beside"),
+        (chat({"role": "system", "content": "s", "tools": [ADD]}, tools=[ADD]), "'tools' both beside the turns and on"),
+    ],
+)
+def test_broken_calls_are_rejected_with_their_reason(row: dict[str, Any], reason: str) -> None:
+    parsed = parse_conversation(row)
+    assert isinstance(parsed, Rejected)
+    assert reason in parsed.reason
+
+
+def test_arguments_nested_without_end_are_rejected() -> None:
+    nested: Any = {}
+    for _ in range(2000):
+        nested = {"a": nested}
+    assert parse_conversation(chat(call(arguments=nested))) == Rejected(
+        "the functions or the arguments of a call are nested too deeply"
+    )
+    assert isinstance(parse_conversation(chat(call(arguments='{"a":' * 2000 + "1" + "}" * 2000))), Rejected)
+
+
+KEYS = (
+    "messages", "conversations", "role", "content", "from", "value", "tools", "tool_calls", "function", "name", "arguments",
+    "tool_call_id", "id", "type", "text", "instruction", "input", "output", "system", "history",
+    "prompt", "completion", "weight",
+)  # fmt: skip
+WORDS = ("user", "assistant", "tool", "system", "human", "gpt", "function_call", "observation", "text", "f", "{}", "[]", "")
+JSON = st.recursive(
+    st.sampled_from([*WORDS, None, True, 1, 1.5]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=5),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=500, deadline=None)
+@given(row=st.dictionaries(st.sampled_from(KEYS), JSON, max_size=4))
+def test_no_row_is_beyond_the_parsers(row: dict[str, Any]) -> None:
+    for parse in (parse_conversation, document_parser("text"), document_parser("content")):
+        parsed = parse(row)
+        if isinstance(parsed, TextDocument | Conversation):
+            again = document_parser("text") if isinstance(parsed, TextDocument) else parse_conversation
+            assert again(parsed.to_json()) == parsed
+        else:
+            assert isinstance(parsed, Skipped | Rejected)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    turns=st.lists(
+        st.fixed_dictionaries({"role": st.sampled_from(ROLES), "content": st.sampled_from(["", " ", "x", None])}, optional={
+            "tool_calls": st.sampled_from([None, [], [{"name": "f", "arguments": {}}], [{"name": "f", "arguments": 1}]]),
+            "tools": st.sampled_from([None, "[]", [{"name": "f"}]]), "weight": st.sampled_from([None, 0, 1.0, True, 2]),
+        }), max_size=5,
+    )
+)  # fmt: skip
+def test_what_is_kept_is_read_back_equal(turns: list[dict[str, Any]]) -> None:
+    parsed = parse_conversation({"messages": turns})
+    if isinstance(parsed, Conversation):
+        assert parse_conversation(parsed.to_json()) == parsed
+        assert {message.role for message in parsed.messages} <= set(ROLES)
+
+
+# --- documents
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"text": "a"}, TextDocument("a")),
+        ({"text": " a\n"}, TextDocument(" a\n")),
+        ({"text": "\ufeffa\ufeff"}, TextDocument("a\ufeff")),
+        ({"text": "\0"}, TextDocument("\0")),
+        ({"text": "a", "content": "b"}, TextDocument("a")),
+        ({"paragraphs": ["x"], "body": "c", "content": "b"}, TextDocument("b")),
+        ({"paragraphs": ["x"], "body": "c"}, TextDocument("c")),
+        ({"paragraphs": ["x", "", "y z"]}, TextDocument("x\n\ny z")),
+        ({"paragraphs": "x"}, TextDocument("x")),
+        ({"paragraphs": ["", " "]}, Skipped("empty text")),
+        ({"paragraphs": []}, Skipped("empty text")),
+        ({"text": ""}, Skipped("empty text")),
+        ({"text": " \n\t\u3000\x85"}, Skipped("empty text")),
+        ({"text": "\u200b\u200d\ufeff \u2060"}, Skipped("empty text")),
+        ({"text": None}, Rejected("'text' is null, not text")),
+        ({"text": None, "content": "b"}, Rejected("'text' is null, not text")),
+        ({"text": 1}, Rejected("'text' is a number, not text")),
+        ({"text": 1.5}, Rejected("'text' is a number, not text")),
+        ({"text": True}, Rejected("'text' is a boolean, not text")),
+        ({"text": ["a"]}, Rejected("'text' is a list, not text")),
+        ({"content": {"t": "x"}}, Rejected("'content' is an object, not text")),
+        ({"paragraphs": ["a", 1]}, Rejected("'paragraphs' holds a number; write a text, or a list of texts")),
+        ({"Text": "a"}, Rejected("no key 'text' or 'content' or 'body' or 'paragraphs'")),
+    ],
+)
+def test_a_document_is_a_text_under_its_field(row: dict[str, Any], expected: Record | Skipped | Rejected) -> None:
+    assert document_parser("text")(row) == expected
+
+
+def test_the_field_of_a_document_has_the_name_that_is_asked_for_and_no_other() -> None:
+    assert document_parser("body")({"body": "a", "text": 1}) == TextDocument("a")
+    assert document_parser("body")({"text": "a", "content": "b"}) == Rejected("no key 'body'")
+    assert document_parser("content")({"text": "a", "content": "b"}) == TextDocument("b")
+    assert document_fields("body") == "the key 'body' (reading.text_field) with a text"
+
+
+def test_every_row_is_kept_skipped_or_rejected(tmp_path: Path) -> None:
+    rows = [{"text": "a"}, {"text": ""}, {"text": 1}, {"txt": "b"}, {"text": "c"}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tally = Tally()
+    assert list(read([str(path)], document_parser("text"), tally, 1000)) == [TextDocument("a"), TextDocument("c")]
+    assert tally.to_json() == {
+        "rows": 5, "kept": 2, "skipped": {"empty text": 1},
+        "rejected": {"'text' is a number, not text": 1, "no key 'text' or 'content' or 'body' or 'paragraphs'": 1},
+        "first_rejected": [
+            f"{path}:3: 'text' is a number, not text", f"{path}:4: no key 'text' or 'content' or 'body' or 'paragraphs'",
+        ],
+    }  # fmt: skip
+
+
+def test_a_record_written_as_json_is_read_back_equal() -> None:
+    document = TextDocument("a\u2028b")
+    assert document_parser("text")(document.to_json()) == document
+    context = Conversation((Message("assistant", "a", in_loss=False), *HELLO.messages))
+    assert tuple(map(Message.from_json, context.to_json()["messages"])) == context.messages
+    for talk in (HELLO, TALK, context):
+        assert parse_conversation(json.loads(json.dumps(talk.to_json()))) == talk
+
+
+# --- the split
+
+
+def documents(count: int, prefix: str = "document") -> list[TextDocument]:
+    return [TextDocument(f"{prefix} {number}") for number in range(count)]
+
+
+def heldout(rows: list[TextDocument], fraction: float) -> set[Record]:
+    return {record for held, record in split(iter(rows), fraction) if held}
+
+
+def test_the_split_loses_and_doubles_nothing() -> None:
+    for count in (0, 1, 2, 3, 50, 500):
+        for fraction in (0.0, 0.001, 0.1, 0.9):
+            rows = documents(count)
+            after = [record for _, record in split(iter(rows), fraction)]
+            assert sorted(after, key=position) == sorted(rows, key=position)
+
+
+def test_the_split_does_not_depend_on_the_order_of_the_rows() -> None:
+    for count, fraction in ((300, 0.1), (5, 0.01), (40, 0.001)):
+        rows = documents(count)
+        expected = heldout(rows, fraction)
+        for seed in range(5):
+            shuffled = random.Random(seed).sample(rows, count)
+            assert heldout(shuffled, fraction) == expected
+
+
+def test_files_that_are_added_move_no_row_to_the_other_side() -> None:
+    before, more = documents(300), documents(300, "another")
+    assert heldout(more + before, 0.1) == heldout(before, 0.1) | heldout(more, 0.1)
+
+
+def test_the_fraction_is_respected() -> None:
+    rows = documents(20_000)
+    for fraction in (0.01, 0.1, 0.5):
+        expected = 20_000 * fraction
+        assert abs(len(heldout(rows, fraction)) - expected) < 5 * expected**0.5
+    assert heldout(rows, 0.0) == set()
+    assert heldout(rows, 0.01) < heldout(rows, 0.1) < heldout(rows, 0.5), "a larger part contains the smaller"
+
+
+def test_at_least_one_row_is_held_out_of_a_small_set() -> None:
+    for count in range(1, 30):
+        rows = documents(count)
+        assert heldout(rows, 1e-6) == {min(rows, key=position)}
+
+
+@pytest.mark.parametrize("fraction", [1e-6, 0.02, 0.3])
+def test_no_content_stands_on_both_sides(fraction: float) -> None:
+    """Copies of a row go where it goes, also when it is the one that is held out for want of others."""
+    for count in (1, 3, 20):
+        for seed in range(10):
+            rows = random.Random(seed).sample(documents(count) * 3, 3 * count)
+            sides: dict[bool, set[Record]] = {True: set(), False: set()}
+            for held, record in split(iter(rows), fraction):
+                sides[held].add(record)
+            assert not sides[True] & sides[False]
+
+
+def test_a_place_depends_on_the_content_alone_and_is_uniform() -> None:
+    assert position(TextDocument("a")) == position(TextDocument("a")) != position(TextDocument("b"))
+    assert position(HELLO) == position(Conversation(HELLO.messages))
+    assert position(HELLO) != position(Conversation((Message("user", "HiHello"), Message("assistant", ""))))
+    assert len(content_hash(HELLO)) == 16
+    assert position(HELLO) == int.from_bytes(content_hash(HELLO)[:8], "big") / 2**64
+    places = sorted(position(row) for row in documents(5000))
+    assert max(abs(place - number / 5000) for number, place in enumerate(places)) < 0.03

@@ -1,0 +1,557 @@
+"""Reading input files: nothing is lost, changed or held in memory whole, and what is damaged says so with its name."""
+
+from __future__ import annotations
+
+import bz2
+import errno
+import gzip
+import io
+import json
+import lzma
+import os
+import socket
+import subprocess
+import sys
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pyarrow as pa
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from pyarrow import parquet as pq
+from support.packed_files import PACKS, PEAK, Pack, gzip_bomb, zstd, zstd_bomb
+from support.paths import ROOT
+from support.web import Site, served
+
+from ttrain.data import decompress, remote, streams
+from ttrain.data.streams import CHUNK_BYTES
+from ttrain.errors import DataError
+
+TEXT = b"".join(b'{"text":"%d"}\n' % (n * n) for n in range(110_000))  # 2.4 MB, three pieces
+SMALL = b"".join(b'{"text":"%d"}\n' % n for n in range(12))
+# SMALL as the zstd command packs it, with its checksum, which pyarrow does not write.
+ZSTD_SMALL = bytes.fromhex(
+    "28b52ffd0468850100d87b2274657874223a2230227d0a3132333435363738393131227d0a0ba810"
+    "f0fa3bb023eb109684781c861154704d0622bb2725"
+)
+SKIPPABLE = b"\x53\x2a\x4d\x18" + (5).to_bytes(4, "little") + b"aside"
+
+
+def written(directory: Path, data: bytes, name: str = "rows.jsonl") -> Path:
+    path = directory / name
+    path.write_bytes(data)
+    return path
+
+
+def read(location: str | Path, start: int = 0) -> bytes:
+    return b"".join(streams.chunks(str(location), start))
+
+
+@pytest.fixture
+def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    """An empty server; what fails is tried again at once."""
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(remote, "PAUSES_SECONDS", (0.0, 0.0, 0.0))
+    with served(Site({})) as opened:
+        yield opened
+
+
+# --- whole files
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        TEXT,
+        gzip.compress(TEXT, 1),
+        gzip.compress(TEXT[:999], 1) + gzip.compress(b"") + gzip.compress(TEXT[999:], 1),
+        gzip.compress(TEXT[:999]) + bytes(700_000) + gzip.compress(TEXT[999:], 1) + bytes(512),
+        bz2.compress(TEXT[:999]) + bz2.compress(TEXT[999:], 1),
+        lzma.compress(TEXT[:999]) + bytes(8) + lzma.compress(TEXT[999:], preset=0) + bytes(4),
+        zstd(TEXT),
+        SKIPPABLE + zstd(TEXT[:999]) + SKIPPABLE + zstd(b"") + zstd(TEXT[999:]) + SKIPPABLE,
+    ],
+    ids=["plain", "gzip", "members", "padded members", "bzip2", "xz", "zstd", "frames"],
+)
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz", "文件 名 (1) #%20.zst"])
+def test_every_member_and_frame_arrives_in_bounded_pieces_whatever_the_name(tmp_path: Path, data: bytes, name: str) -> None:
+    pieces = list(streams.chunks(str(written(tmp_path, data, name))))
+    assert b"".join(pieces) == TEXT
+    assert all(0 < len(piece) <= CHUNK_BYTES for piece in pieces)
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress, zstd], ids=["plain", "gz", "zst"])
+def test_reading_from_a_place_is_the_rest_of_the_text_from_there(tmp_path: Path, pack: Pack) -> None:
+    path = written(tmp_path, pack(TEXT))
+    for start in (1, 511, 513, CHUNK_BYTES, 2 * CHUNK_BYTES + 7, len(TEXT) - 1, len(TEXT), len(TEXT) + 9):
+        assert read(path, start) == TEXT[start:]
+
+
+@pytest.mark.parametrize(
+    "pack", [bytes, *PACKS.values(), lambda data: b"".join(gzip.compress(data[n : n + 1]) for n in range(len(data)))],
+    ids=["plain", *PACKS, "one byte a member"],
+)  # fmt: skip
+def test_a_mark_is_left_out_at_the_very_start_only(tmp_path: Path, pack: Pack) -> None:
+    path = written(tmp_path, pack("\ufeffa\ufeffb\n".encode()))
+    assert read(path).decode() == "a\ufeffb\n"
+    assert read(path, 3).decode() == "a\ufeffb\n"
+    assert read(path, 4).decode() == "\ufeffb\n"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", gzip.compress(b""), zstd(b""), SKIPPABLE, bz2.compress(b"")],
+    ids=["plain", "gz", "zst", "skippable", "bz2"],  # gzip writes the time: an id of the bytes differs between processes
+)
+def test_nothing_is_no_piece(tmp_path: Path, data: bytes) -> None:
+    assert list(streams.chunks(str(written(tmp_path, data, "empty.jsonl.gz")))) == []
+
+
+def test_plain_is_said_of_uncompressed_text_on_this_machine_alone(tmp_path: Path) -> None:
+    assert streams.is_plain(str(written(tmp_path, SMALL)))
+    assert streams.is_plain(f"file://{written(tmp_path, b'')}")
+    assert not any(streams.is_plain(str(written(tmp_path, pack(SMALL)))) for pack in PACKS.values())
+    assert not streams.is_plain("memory://rows.jsonl")
+    with pytest.raises(DataError, match="UTF-16"):
+        streams.is_plain(str(written(tmp_path, SMALL.decode().encode("utf-16"))))
+
+
+# --- cut and damaged
+
+
+@pytest.mark.parametrize("ending", PACKS)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(share=st.floats(0, 1), members=st.integers(1, 3), border=st.booleans())
+@example(share=0.0005, members=1, border=False)
+@example(share=0.001, members=1, border=False)
+def test_a_cut_archive_is_an_error_unless_whole_members_are_left(
+    tmp_path: Path, ending: str, share: float, members: int, border: bool
+) -> None:
+    packed = [PACKS[ending](TEXT[n * 9000 : n * 9000 + 9000]) for n in range(members)]
+    borders = [sum(map(len, packed[:n])) for n in range(members + 1)]
+    size = borders[-1]
+    cut = borders[int(share * members)] if border else int(share * size)
+    path = written(tmp_path, b"".join(packed)[:cut], f"rows.jsonl.{ending}")
+    if cut in borders:
+        assert read(path) == TEXT[: 9000 * borders.index(cut)]
+    else:
+        with pytest.raises(DataError) as raised:
+            read(path)
+        assert str(path) in str(raised.value)
+        assert "truncated" in str(raised.value) or cut < 6, "too little to tell what it is"
+
+
+@pytest.mark.parametrize(
+    ("data", "ending"),
+    [(gzip.compress(SMALL), "gz"), (bz2.compress(SMALL), "bz2"), (lzma.compress(SMALL), "xz"), (ZSTD_SMALL, "zst")],
+    ids=["gz", "bz2", "xz", "zst"],
+)
+def test_any_flipped_byte_is_an_error_or_changes_nothing(tmp_path: Path, data: bytes, ending: str) -> None:
+    assert read(written(tmp_path, data)) == SMALL
+    path, refused = tmp_path / f"rows.jsonl.{ending}", 0
+    for flip in range(2 * len(data)):
+        flipped = bytearray(data)
+        flipped[flip // 2] ^= (1, 0xFF)[flip % 2]
+        path.write_bytes(flipped)
+        try:
+            assert read(path) == SMALL
+        except DataError as error:
+            assert str(path) in str(error)
+            refused += 1
+    assert refused > 0.8 * 2 * len(data), "most bytes matter"
+
+
+PACKED = gzip.compress(TEXT[:200_000])
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(place=st.floats(0, 1, exclude_max=True), flip=st.integers(1, 255))
+def test_a_flipped_byte_far_inside_a_gzip_archive_is_an_error(tmp_path: Path, place: float, flip: int) -> None:
+    data = bytearray(PACKED)
+    data[10 + int(place * (len(data) - 10))] ^= flip
+    with pytest.raises(DataError, match=r"corrupt|truncated"):
+        read(written(tmp_path, bytes(data)))
+
+
+@pytest.mark.parametrize("pack", PACKS.values(), ids=list(PACKS))
+@pytest.mark.parametrize("garbage", [b"garbage", b"\x1f", b"\n", bytes(3) + b"x", b"\x1f\x8b"])
+def test_what_follows_an_archive_and_is_none_is_an_error(tmp_path: Path, pack: Pack, garbage: bytes) -> None:
+    with pytest.raises(DataError, match=r"corrupt|truncated"):
+        read(written(tmp_path, pack(SMALL) + garbage))
+
+
+class Failing(io.BytesIO):
+    """A disk that fails after some bytes."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        data = super().read(size)
+        if self.tell() > 300_000:
+            raise OSError(errno.EIO, "the disk is broken")
+        return data
+
+
+@pytest.mark.parametrize("pack", PACKS.values(), ids=list(PACKS))
+def test_a_disk_that_fails_is_not_taken_for_a_damaged_archive(pack: Pack) -> None:
+    data = pack(os.urandom(600_000))
+    pieces = decompress.unpacked(Failing(data), data[:512])
+    assert pieces is not None
+    with pytest.raises(OSError, match="the disk is broken"):
+        list(pieces)
+
+
+def test_a_wrong_checksum_at_the_end_is_an_error_although_all_bytes_are_there(tmp_path: Path) -> None:
+    for data in (gzip.compress(SMALL)[:-8] + bytes(4) + gzip.compress(SMALL)[-4:], ZSTD_SMALL[:-4] + bytes(4)):
+        with pytest.raises(DataError, match="corrupt"):
+            read(written(tmp_path, data))
+
+
+def test_a_damaged_beginning_is_not_taken_for_text_where_the_name_says_archive(tmp_path: Path) -> None:
+    for ending, pack in PACKS.items():
+        with pytest.raises(DataError, match="corrupt"):
+            read(written(tmp_path, b"X" + pack(SMALL)[1:], f"rows.jsonl.{ending}"))
+        assert read(written(tmp_path, SMALL, f"rows.jsonl.{ending}")) == SMALL, "a wrong name alone does no harm"
+        long = b'{"text":"' + "é".encode() * 400 + b'"}\n'
+        assert read(written(tmp_path, long, f"rows.jsonl.{ending}")) == long, "a character across the end of the head"
+
+
+def test_an_archive_that_asks_for_too_much_memory_is_told_from_a_damaged_one(tmp_path: Path) -> None:
+    """The header of an xz block says with one byte, after 21 01, how large its dictionary is (xz format, 3.1 and 5.3.1)."""
+    data = lzma.compress(SMALL)
+    header = bytearray(data[12 : 12 + 4 * data[12]])
+    header[header.index(b"\x21\x01") + 2] = 36  # 1 GiB
+    patched = data[:12] + header + zlib.crc32(header).to_bytes(4, "little") + data[12 + len(header) + 4 :]
+    with pytest.raises(DataError, match="smaller dictionary"):
+        read(written(tmp_path, patched))
+
+
+BOMB = f"""{PEAK}
+list(streams.chunks(sys.argv[2]))
+before = peak()
+total = sum(len(piece) for piece in streams.chunks(sys.argv[1]))
+print(total, peak() - before)
+"""
+
+
+@pytest.mark.parametrize(("bomb", "mebibytes"), [(gzip_bomb, 256), (zstd_bomb, 1024)])
+def test_zeros_without_end_in_a_small_archive_cost_no_memory(
+    tmp_path: Path, bomb: Callable[[int], bytes], mebibytes: int
+) -> None:
+    path, first = written(tmp_path, bomb(mebibytes)), written(tmp_path, bomb(1), "first")
+    assert path.stat().st_size < 1 << 20
+    command = [sys.executable, "-c", BOMB, str(path), str(first)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    total, more_kib = map(int, done.stdout.split())
+    assert total == mebibytes << 20
+    assert more_kib < 32 << 10
+
+
+# --- what is no text
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress, zstd], ids=["plain", "gzip", "zstd"])
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be"])
+@pytest.mark.parametrize("text", ['{"text": "a"}\n', '{"文": "東京"}\n'])
+def test_another_encoding_is_one_error_with_the_command_that_converts_it(
+    tmp_path: Path, pack: Pack, encoding: str, text: str
+) -> None:
+    path = written(tmp_path, pack(text.encode(encoding)))
+    with pytest.raises(DataError, match="reads UTF-8") as raised:
+        read(path)
+    assert str(path) in str(raised.value)
+    named = str(raised.value).split("iconv -f ")[1].split()[0]
+    assert text.encode(encoding).decode(named) == text
+
+
+def test_zeros_within_text_are_left_to_its_lines(tmp_path: Path) -> None:
+    for data in (b'{"text": "a\0b"}\n', b'{"text":\0"\0a"}\n', b"\0\0\0\0\n", b"\0", b""):
+        assert read(written(tmp_path, data)) == data
+
+
+def zipped() -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as file:
+        file.writestr("rows.jsonl", SMALL)
+    return buffer.getvalue()
+
+
+def tarred() -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as file:
+        member = tarfile.TarInfo("rows.jsonl")
+        member.size = len(SMALL)
+        file.addfile(member, io.BytesIO(SMALL))
+    return buffer.getvalue()
+
+
+def table_bytes(table: pa.Table, **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    pq.write_table(table, buffer, **options)
+    return buffer.getvalue()
+
+
+def arrow_bytes(table: pa.Table) -> bytes:
+    buffer = io.BytesIO()
+    with pa.ipc.new_file(buffer, table.schema) as writer:
+        writer.write_table(table)
+    return buffer.getvalue()
+
+
+TABLE = pa.table({"text": [f"row {n}" for n in range(2500)], "n": list(range(2500))})
+
+
+@pytest.mark.parametrize(
+    ("data", "what"),
+    [
+        (zipped(), "zip archive"),
+        (tarred(), "tar archive"),
+        (table_bytes(TABLE), "parquet"),
+        (arrow_bytes(TABLE), "Arrow"),
+        (b"\x04\x22\x4d\x18" + bytes(20), "lz4"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "git lfs pull"),
+        (b"<!DOCTYPE html>\n<html></html>\n", "web page"),
+        (gzip.compress(gzip.compress(SMALL)), "compressed twice"),
+        (gzip.compress(table_bytes(TABLE)), "parquet"),
+    ],
+    ids=["zip", "tar", "parquet", "arrow", "lz4", "lfs", "html", "twice", "packed parquet"],
+)
+def test_another_format_is_named_instead_of_read_as_lines(tmp_path: Path, data: bytes, what: str) -> None:
+    path = written(tmp_path, data)
+    with pytest.raises(DataError, match=what) as raised:
+        read(path)
+    assert str(path) in str(raised.value)
+
+
+@pytest.mark.parametrize("kind", ["missing", "folder", "pipe", "socket", "device", "loop", "below a file"])
+def test_what_is_no_regular_file_is_refused_by_name_and_never_waited_for(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "socket":
+        socket.socket(socket.AF_UNIX).bind(str(path))
+    elif kind == "device":
+        path = Path(os.devnull)
+    elif kind == "loop":
+        path.symlink_to(path)
+    elif kind == "below a file":
+        path = written(tmp_path, b"") / "rows.jsonl"
+    for function in (streams.open_stream, streams.is_plain, streams.is_parquet, streams.parquet_groups, read):
+        with pytest.raises(DataError, match="cannot read") as raised:
+            function(str(path))
+        assert str(path) in str(raised.value)
+
+
+# --- URLs
+
+
+def test_files_behind_urls_of_any_kind_are_read(tmp_path: Path, site: Site) -> None:
+    packed = gzip.compress(TEXT)
+    site.files = {"/rows.jsonl.gz": packed}
+    fsspec.filesystem("memory").pipe("/streams/rows.jsonl.gz", packed)
+    path = written(tmp_path, packed)
+    for location in (f"{site.url}/rows.jsonl.gz", "memory://streams/rows.jsonl.gz", f"file://{path}", f"local://{path}"):
+        assert read(location) == TEXT
+        with streams.open_stream(location) as stream:
+            assert stream.read(100) == packed[:100]
+            assert stream.seek(50) == 50
+            assert stream.read() == packed[50:], "as it is stored"
+
+
+def test_a_file_over_http_is_one_request_for_its_bytes(site: Site) -> None:
+    site.files = {"/a b.jsonl": TEXT}
+    assert read(f"{site.url}/a%20b.jsonl?key=1") == TEXT
+    assert site.requests("GET") == [("/a b.jsonl", "")]
+
+
+@pytest.mark.parametrize("data", [TEXT, gzip.compress(TEXT, 1), zstd(TEXT)], ids=["plain", "gzip", "zstd"])
+@pytest.mark.parametrize("ranges", [True, False])
+def test_a_broken_connection_is_taken_up_where_it_broke(site: Site, data: bytes, ranges: bool) -> None:
+    site.files, site.ranges = {"/rows": data}, ranges
+    third = len(data) // 3
+    site.breaks = [third, third if ranges else 2 * third]
+    assert read(f"{site.url}/rows") == TEXT
+    assert [wanted for _, wanted in site.requests("GET")] == ["", f"bytes={third}-", f"bytes={2 * third}-"]
+
+
+def test_an_archive_that_its_server_calls_an_encoding_is_read_as_it_is_stored(site: Site) -> None:
+    data = gzip.compress(TEXT, 1)
+    site.files, site.encoding = {"/rows.jsonl.gz": data}, "gzip"
+    site.breaks = [len(data), len(data) // 3]  # the first request looks for its size, which the header of an encoding hides
+    assert read(f"{site.url}/rows.jsonl.gz") == TEXT
+    assert site.requests("GET")[-1] == ("/rows.jsonl.gz", f"bytes={len(data) // 3}-")
+
+
+def test_a_server_that_fails_for_a_while_is_asked_again_and_one_that_always_fails_is_an_error(site: Site) -> None:
+    site.files = {"/rows.jsonl": SMALL}
+    site.statuses = [503, 503, 500, 502, 429, 408]  # each time the two requests for its size, too
+    assert read(f"{site.url}/rows.jsonl") == SMALL
+    site.asked.clear()
+    site.breaks = [0] * 100
+    with pytest.raises(DataError) as raised:
+        read(f"{site.url}/rows.jsonl")
+    assert f"{site.url}/rows.jsonl" in str(raised.value)
+    assert len(site.requests("GET")) == 4, "once, and three times more"
+
+
+@pytest.mark.parametrize(("status", "says"), [(404, "no such file"), (403, "403"), (401, "401")])
+def test_a_refusal_is_told_at_once(site: Site, status: int, says: str) -> None:
+    site.statuses = [status] * 100
+    with pytest.raises(DataError, match=says) as raised:
+        read(f"{site.url}/rows.jsonl")
+    assert f"{site.url}/rows.jsonl" in str(raised.value)
+    assert len(site.requests("HEAD")) == 1
+
+
+def test_a_server_that_is_gone_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "PAUSES_SECONDS", (0.0,))
+    with served(Site({})) as site:
+        pass
+    with pytest.raises(DataError, match="connect"):
+        read(f"{site.url}/rows.jsonl")
+
+
+def test_a_file_that_changes_between_two_parts_is_not_put_together(site: Site) -> None:
+    site.files, site.breaks = {"/rows.jsonl": TEXT}, [1_500_000]
+    with pytest.raises(DataError, match="changed while it was read"):
+        for _ in streams.chunks(f"{site.url}/rows.jsonl"):
+            site.files["/rows.jsonl"] = TEXT[::-1]
+
+
+# --- parquet
+
+
+def test_parquet_rows_are_numbered_through_the_file_and_come_by_group(tmp_path: Path) -> None:
+    path = str(written(tmp_path, table_bytes(TABLE, row_group_size=1000), "no ending"))
+    assert streams.is_parquet(path)
+    groups = streams.parquet_groups(path)
+    assert [rows for rows, _ in groups] == [1000, 1000, 500]
+    assert all(size > 1000 for _, size in groups)
+    rows = list(streams.parquet_rows(path, 0, 3))
+    assert [number for number, _ in rows] == list(range(1, 2501))
+    assert [row for _, row in rows] == TABLE.to_pylist()
+    assert list(streams.parquet_rows(path, 1, 2)) == rows[1000:2000]
+    assert list(streams.parquet_rows(path, 1, 1)) == []
+    assert next(streams.parquet_rows(path, 2, 3, ["n"])) == (2001, {"n": 2000})
+
+
+def test_a_file_of_text_is_no_parquet(tmp_path: Path) -> None:
+    for data in (SMALL, b"", b"PAR", gzip.compress(SMALL)):
+        assert not streams.is_parquet(str(written(tmp_path, data)))
+
+
+def test_nested_and_missing_values_of_parquet_arrive(tmp_path: Path) -> None:
+    rows = [{"messages": [{"role": "user", "content": None}], "x": None}, {"messages": [], "x": 1.5}]
+    path = str(written(tmp_path, table_bytes(pa.Table.from_pylist(rows))))
+    assert [row for _, row in streams.parquet_rows(path, 0, 1)] == rows
+
+
+def test_text_of_parquet_that_is_no_utf8_costs_its_value_alone(tmp_path: Path) -> None:
+    text = pa.array([b"before", b"\xff", b"after"]).view(pa.string())
+    nested = pa.ListArray.from_arrays(pa.array([0, 1, 2, 3]), pa.array([b"a", b"\xff", b"c"]).view(pa.string()))
+    path = str(written(tmp_path, table_bytes(pa.table({"text": text, "list": nested}))))
+    assert [row["text"] for _, row in streams.parquet_rows(path, 0, 1)] == ["before", None, "after"]
+    assert [row["list"] for _, row in streams.parquet_rows(path, 0, 1)] == [["a"], None, ["c"]]
+
+
+def parquet_rows(path: str) -> list[dict[str, Any]]:
+    return [row for _, row in streams.parquet_rows(path, 0, len(streams.parquet_groups(path)))]
+
+
+PARQUET = table_bytes(TABLE, row_group_size=1000, write_page_checksum=True)
+FOOTER = int.from_bytes(PARQUET[-8:-4], "little")
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), is_cut=st.booleans())
+def test_cut_or_damaged_parquet_is_a_data_error(tmp_path: Path, place: float, bit: int, is_cut: bool) -> None:
+    """What a flip in the footer changes (the name of a column, say) is not covered by a checksum, that in a page is."""
+    data = bytearray(PARQUET)
+    at = int(place * len(data))
+    if is_cut:
+        del data[at:]
+    else:
+        data[at] ^= 1 << bit
+    path = str(written(tmp_path, bytes(data)))
+    try:
+        rows = parquet_rows(path)
+        assert rows == TABLE.to_pylist() or at > len(data) - 8 - FOOTER
+        assert not is_cut
+    except DataError as error:
+        assert path in str(error)
+
+
+def test_a_page_whose_header_one_bit_alters_is_missed(tmp_path: Path) -> None:
+    """The header is in no checksum, and a page of an unknown kind is passed over, with a thousand rows."""
+    data = bytearray(PARQUET)
+    kind = pq.ParquetFile(io.BytesIO(PARQUET)).metadata.row_group(0).column(0).data_page_offset + 1
+    data[kind] ^= 1
+    with pytest.raises(DataError, match="the row count of a group is wrong"):
+        parquet_rows(str(written(tmp_path, bytes(data))))
+
+
+def test_parquet_that_counts_its_rows_wrongly_is_a_data_error(tmp_path: Path) -> None:
+    """In the footer 3000 is written as 16 f0 2e: for the file, for the column (which nobody minds), for the group."""
+    data = table_bytes(pa.table({"n": list(range(3000))}), use_dictionary=False, store_schema=False)
+    footer = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
+    right, wrong = b"\x16\xf0\x2e", b"\x16\xf0\x2d"
+    parts = data[footer:].split(right)
+    assert len(parts) == 4
+    for place in (1, 3):
+        altered = right.join(parts[:place]) + wrong + right.join(parts[place:])
+        with pytest.raises(DataError, match="corrupt"):
+            parquet_rows(str(written(tmp_path, data[:footer] + altered)))
+
+
+MEMORY = f"""{PEAK}
+path, count = sys.argv[1], 0
+for _ in streams.parquet_rows(path, 0, 1):
+    break
+before = peak()
+for _, row in streams.parquet_rows(path, 1, 2):
+    count += len(row["text"])
+print(count, peak() - before)
+"""
+
+
+@pytest.mark.parametrize(("rows", "size"), [(60_000, 1000), (60, 1_000_000)], ids=["many rows", "long rows"])
+def test_a_large_group_of_parquet_costs_no_memory(tmp_path: Path, rows: int, size: int) -> None:
+    half = os.urandom(size // 2).hex()
+    texts = pa.array([f"{n:08}{half[8:]}" for n in range(rows)])
+    path = tmp_path / "large.parquet"
+    options = {"use_dictionary": False, "compression": "none", "write_batch_size": 1}  # so that pages are of a megabyte
+    with pq.ParquetWriter(path, pa.schema({"text": pa.string()}), **options) as writer:
+        writer.write_table(pa.table({"text": texts[:1]}))
+        writer.write_table(pa.table({"text": texts}))
+    command = [sys.executable, "-c", MEMORY, str(path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    count, more_kib = map(int, done.stdout.split())
+    assert count == rows * size
+    assert more_kib < 50 << 10
+
+
+def test_parquet_over_http_is_read_by_parts_and_refused_where_the_server_gives_none(site: Site) -> None:
+    wide = pa.table({"text": TABLE["text"], "noise": [os.urandom(2000) for _ in range(2500)]})
+    site.files = {"/rows.parquet": table_bytes(wide, row_group_size=500)}
+    location = f"{site.url}/rows.parquet"
+    assert streams.is_parquet(location)
+    site.asked.clear()
+    site.breaks = [10, 10]
+    assert list(streams.parquet_rows(location, 1, 2, ["text"])) == [(n + 1, {"text": f"row {n}"}) for n in range(500, 1000)]
+    spans = [wanted.removeprefix("bytes=").split("-") for _, wanted in site.requests("GET")]
+    assert sum(int(last) - int(first) for first, last in spans) < 0.6 * len(site.files["/rows.parquet"])
+    site.ranges = False
+    with pytest.raises(DataError, match="whole files only") as raised:
+        parquet_rows(location)
+    assert location in str(raised.value)
+
+
+def test_json_of_a_parquet_row_is_the_row(tmp_path: Path) -> None:
+    path = str(written(tmp_path, table_bytes(TABLE)))
+    assert [json.loads(json.dumps(row)) for row in parquet_rows(path)] == TABLE.to_pylist()

@@ -1,0 +1,369 @@
+"""The tokenizer: the same bytes every time, nothing lost on the way there and back, and no text that turns special."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from support.paths import ROOT
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+from ttrain import config as config_module
+from ttrain.config import Reading
+from ttrain.data import jinja_templates, tokenizer
+from ttrain.data.encoder import Encoder
+from ttrain.data.records import TextDocument, position
+from ttrain.data.tokenizer import TextSample, sample
+from ttrain.errors import DataError
+from ttrain.stages.tokenizer import train_directory
+
+SPECIAL_TOKENS = jinja_templates.SPECIAL_TOKENS["ttrain"]
+SMALL = config_module.Tokenizer(vocab_size=700, max_bytes=30_000)
+WORDS = ("the", "quick", "brown", "fox", "jumps", "über", "日本", "don't", "42", "x_1", "<|end|>", "<|assistant|>", "🙂")
+TRAIN = """
+import hashlib, sys
+from pathlib import Path
+from ttrain.config import Reading, Tokenizer
+from ttrain.stages.tokenizer import train_directory
+train_directory(sys.argv[1:2], Path(sys.argv[2]), Tokenizer(vocab_size=700, max_bytes=30_000), Reading())
+print(hashlib.sha256(Path(sys.argv[2], "tokenizer.json").read_bytes()).hexdigest())
+"""
+
+
+def write_rows(path: Path, texts: list[str]) -> None:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+
+
+def corpus(count: int = 400) -> list[str]:
+    """Made-up words beside the real ones; many are equally frequent, so that merges tie."""
+    chance = random.Random(1)
+    words = [*WORDS, *("".join(chance.choices("abcdefghijklmno", k=chance.randint(2, 7))) for _ in range(400))]
+    return [" ".join(chance.choices(words, k=20)) + chance.choice(["\n", ".", "!  "]) for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tokenizer")
+    tokenizer.save(tokenizer.train(corpus(), 400), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def corpus_encoder(directory: Path) -> Encoder:
+    return Encoder(directory)
+
+
+def test_the_same_files_give_the_same_bytes_whatever_the_number_of_threads(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    write_rows(rows, corpus())
+    digests = []
+    for number, threads in enumerate(("1", "2", "2")):
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAYON_NUM_THREADS": threads, "PYTHONHASHSEED": str(number)}
+        command = [sys.executable, "-P", "-c", TRAIN, str(rows), str(tmp_path / f"out-{number}")]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
+        digests.append(done.stdout.strip())
+    train_directory([str(rows)], tmp_path / "here", SMALL, Reading())
+    digests.append(hashlib.sha256((tmp_path / "here" / "tokenizer.json").read_bytes()).hexdigest())
+    assert len(set(digests)) == 1
+    train_directory([str(rows)], tmp_path / "other", SMALL.model_copy(update={"seed": 2}), Reading())
+    assert hashlib.sha256((tmp_path / "other" / "tokenizer.json").read_bytes()).hexdigest() not in digests
+
+
+def test_the_vocabulary_has_the_size_that_was_asked_for_when_the_text_suffices(corpus_encoder: Encoder) -> None:
+    assert len(corpus_encoder) == 400
+
+
+def test_the_special_tokens_come_first_and_apart(corpus_encoder: Encoder) -> None:
+    assert [corpus_encoder.special(token) for token in SPECIAL_TOKENS] == list(range(9))
+    assert (
+        corpus_encoder.pad_id,
+        corpus_encoder.unk_id,
+        corpus_encoder.bos_id,
+        corpus_encoder.eos_id,
+        corpus_encoder.end_id,
+    ) == (0, 1, 2, 3, 8)
+
+
+def test_tinyseek_has_its_own_special_tokens(tmp_path: Path) -> None:
+    tokenizer.save(tokenizer.train(corpus(50), 300, "tinyseek"), tmp_path, "tinyseek")
+    encoder = Encoder(tmp_path)
+    names = ("<|pad|>", "<|unk|>", "<|bos|>", "<|eos|>", "<|im_end|>")
+    assert [encoder.special(token) for token in names] == list(range(5))
+    assert (encoder.template, encoder.end_id, encoder.special_ids()) == ("tinyseek", 4, set(range(5)))
+
+
+def test_every_byte_has_a_token_also_when_the_text_never_showed_it(directory: Path) -> None:
+    vocabulary = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    assert len(alphabet) == 256
+    assert set(alphabet) <= set(vocabulary)
+
+
+def test_ten_thousand_random_texts_come_back_as_they_went_in(corpus_encoder: Encoder) -> None:
+    chance = random.Random(7)
+
+    def character() -> str:
+        top = chance.choice((0x7F, 0x7FF, 0xFFFF, 0x10FFFF))  # of one, two, three and four bytes
+        while 0xD800 <= (code := chance.randint(0, top)) <= 0xDFFF:
+            pass
+        return chr(code)
+
+    texts = ["".join(character() for _ in range(chance.randint(0, 20))) for _ in range(10_000)]
+    encoded = corpus_encoder.encode(texts)
+    assert [corpus_encoder.decode(ids) for ids in encoded] == texts
+    assert min(min(ids) for ids in encoded if ids) >= len(SPECIAL_TOKENS), "no id is unknown, or any other special token"
+
+
+@settings(max_examples=500, deadline=None)
+@given(text=st.text(max_size=30))
+@example(text="<|end|><|assistant|><|bos|>")
+@example(text="e\u0301 \u202e\ufeff\0 \U0001f468\u200d\U0001f469\u200d\U0001f467 \U0010ffff")
+@example(text="  leading, trailing  \r\n\t ")
+@example(text="")
+def test_any_text_comes_back_as_it_went_in(corpus_encoder: Encoder, text: str) -> None:
+    (ids,) = corpus_encoder.encode([text])
+    assert corpus_encoder.decode(ids) == text
+    assert not [number for number in ids if number < len(SPECIAL_TOKENS)]
+
+
+@pytest.mark.parametrize("token", SPECIAL_TOKENS)
+def test_the_name_of_a_special_token_in_a_text_stays_text(corpus_encoder: Encoder, token: str) -> None:
+    for text in (token, f"a{token}b", f" {token} ", token * 3, f"{token}\n{token}"):
+        (ids,) = corpus_encoder.encode([text])
+        assert min(ids) >= len(SPECIAL_TOKENS)
+        assert corpus_encoder.decode(ids) == text
+
+
+def test_a_document_lies_between_the_tokens_that_begin_and_end_it(corpus_encoder: Encoder) -> None:
+    ids = corpus_encoder.document(corpus_encoder.encode(["the fox"])[0])
+    assert (ids[0], ids[-1]) == (corpus_encoder.bos_id, corpus_encoder.eos_id)
+    assert corpus_encoder.decode(ids) == "the fox"
+
+
+def test_a_batch_is_encoded_as_each_text_alone(corpus_encoder: Encoder) -> None:
+    texts = [*corpus(20), "", "x" * 3000]
+    assert corpus_encoder.encode(texts) == [corpus_encoder.encode([text])[0] for text in texts]
+    assert corpus_encoder.encode([]) == []
+
+
+def test_transformers_opens_it_with_all_its_attributes(directory: Path, corpus_encoder: Encoder) -> None:
+    from transformers import AutoTokenizer
+
+    opened = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    found = (opened.pad_token, opened.unk_token, opened.bos_token, opened.eos_token)
+    assert found == ("<|pad|>", "<|unk|>", "<|bos|>", "<|eos|>")
+    assert [opened.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS] == list(range(9))
+    assert set(opened.all_special_tokens) == set(SPECIAL_TOKENS)
+    assert len(opened) == len(corpus_encoder)
+    assert opened.model_max_length == 32768
+    assert opened.padding_side == "right"
+    assert opened.clean_up_tokenization_spaces is False
+    assert opened.chat_template == jinja_templates.JINJA["ttrain"]
+    for text in (*(text for text in corpus(40) if "<|" not in text), " a b ,  c . don't über 日本🙂\n"):
+        assert opened(text, add_special_tokens=False)["input_ids"] == corpus_encoder.encode([text])[0]
+        assert opened(text)["input_ids"] == [corpus_encoder.bos_id, *corpus_encoder.encode([text])[0]]
+        assert opened.decode(opened(text)["input_ids"], skip_special_tokens=True) == text
+
+
+def test_another_tokenizer_has_another_digest(corpus_encoder: Encoder, tmp_path: Path) -> None:
+    tokenizer.save(tokenizer.train(corpus(), 401), tmp_path)
+    assert Encoder(tmp_path).digest != corpus_encoder.digest
+
+
+def test_a_word_without_end_is_cut_for_learning_only_and_loses_nothing() -> None:
+    word = "".join(chr(0x4E00 + (i * i) % 900) for i in range(1000))
+    text = f"ab {word} cd\n{word}"
+    cut = tokenizer.pieces(text)
+    assert "".join(cut) == text and max(len(run) for piece in cut for run in piece.split()) == tokenizer.RUN_CHARACTERS
+    assert tokenizer.pieces("short words only") == ["short words only"]
+
+
+@pytest.mark.parametrize(
+    ("letters", "start"),  # every fourth character is looked at
+    [
+        ("x", 0), ("x", 1), ("字", 2), ("字", 3), ("7", 0), ("7", 3), (" ", 1), (" ", 2), ("\n", 0), ("\n", 3),
+        ("=", 0), ("=", 1), ("_", 2), ("_", 7),
+    ],
+)  # fmt: skip
+def test_every_long_word_is_found_wherever_it_stands(letters: str, start: int) -> None:
+    before, longest = "." * start if letters not in "=_" else "a" * start, tokenizer.RUN_CHARACTERS
+    assert len(tokenizer.pieces(f"{before}{letters * (longest + 1)}é")) == 2
+    assert (
+        len(tokenizer.pieces(f"{before}{letters * longest}é" if letters not in "x字" else f"{before}{letters * longest}."))
+        == 1
+    )
+
+
+def test_where_no_word_is_that_long_the_merges_are_those_of_the_library() -> None:
+    texts = ["山高月小，水落石出。" * 60, "a-b_c d, 1234 e" * 80, *corpus()]
+    own = json.loads(tokenizer.train(texts, 400).to_str())["model"]
+    plain = Tokenizer(models.BPE(unk_token=jinja_templates.UNK))
+    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=list(jinja_templates.SPECIAL_TOKENS["ttrain"]),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    plain.train_from_iterator(texts, trainer)
+    assert own["merges"] == json.loads(plain.to_str())["model"]["merges"]
+
+
+# --- the sample that it learns from
+
+
+def texts(count: int, size: int = 100) -> list[str]:
+    return [f"{number:06d}".ljust(size, ".") for number in range(count)]
+
+
+def config(**values: Any) -> config_module.Tokenizer:
+    return config_module.Tokenizer(**values)
+
+
+@pytest.mark.parametrize("kind", ["reservoir", "head"])
+def test_a_small_input_is_taken_whole_and_in_order(kind: Any) -> None:
+    rows = texts(100)
+    assert sample(rows, config(sample=kind, max_bytes=10_000)) == TextSample(rows, 10_000, 100)
+    assert sample(rows, config(sample=kind, max_bytes=10_000, max_documents=100)) == TextSample(rows, 10_000, 100)
+    assert sample([], config(sample=kind)) == TextSample([], 0, 0)
+
+
+def lowest(rows: list[str], settings: config_module.Tokenizer) -> list[str]:
+    """By sorting all of them: as many as fit, in the order of their keyed hash; the first whatever its size."""
+
+    def place(row: str) -> bytes:
+        return hashlib.blake2b(row.encode(), digest_size=8, key=settings.seed.to_bytes(8, "big")).digest()
+
+    kept, size = [], 0
+    for row in sorted(rows, key=place):
+        size += len(row.encode())
+        if kept and (size > settings.max_bytes or len(kept) == settings.max_documents):
+            break
+        kept.append(row)
+        if size > settings.max_bytes:
+            break
+    return kept
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 12_000), min_size=1, max_size=60),
+    documents=st.none() | st.integers(1, 40),
+    seed=st.integers(0, 3),
+    chance=st.randoms(),
+)
+def test_a_reservoir_holds_the_lowest_by_hash_whatever_the_order(
+    sizes: list[int], documents: int | None, seed: int, chance: random.Random
+) -> None:
+    rows = [f"{number}:".ljust(size, "ü") for number, size in enumerate(sizes)]
+    limits = config(max_bytes=20_000, max_documents=documents, seed=seed)
+    expected = lowest(rows, limits)
+    found = sample(rows, limits)
+    assert found.texts == [row for row in rows if row in expected], "in the order of the input"
+    assert (found.documents_seen, found.bytes) == (len(rows), sum(len(row.encode()) for row in expected))
+    shuffled = chance.sample(rows, len(rows))
+    assert sample(shuffled, limits).texts == [row for row in shuffled if row in expected]
+
+
+def test_where_every_document_is_too_large_one_is_taken() -> None:
+    rows = [letter * 20_000 for letter in "abcd"]
+    limits = config(max_bytes=10_000)
+    assert sample(rows, limits).texts == sample(rows[::-1], limits).texts == lowest(rows, limits)
+    assert len(lowest(rows, limits)) == 1
+
+
+def test_copies_are_counted_one_by_one() -> None:
+    assert sample(["a"] * 100, config(max_documents=30)) == TextSample(["a"] * 30, 30, 100)
+
+
+def test_a_reservoir_is_spread_over_the_whole_input_and_exact() -> None:
+    rows = texts(20_000, 10)
+    kept = sample(rows, config(max_documents=2000))
+    assert (len(kept.texts), kept.documents_seen) == (2000, 20_000)
+    tenths = [0] * 10
+    for row in kept.texts:
+        tenths[int(row[:6]) // 2000] += 1
+    assert all(abs(tenth - 200) < 4 * 200**0.5 for tenth in tenths)
+    again = sample(rows, config(max_documents=2000, seed=2)).texts
+    assert 100 < len({*again} & {*kept.texts}) < 300, "another seed takes others"
+
+
+def test_the_head_is_the_head_and_nothing_after_it_is_read() -> None:
+    rows = iter(texts(1000))
+    assert sample(rows, config(sample="head", max_documents=30)) == TextSample(texts(30), 3000, 30)
+    assert next(rows).startswith("000030")
+    assert sample(texts(1000), config(sample="head", max_bytes=10_050)) == TextSample(texts(100), 10_000, 101)
+    assert sample(["x" * 20_000, "y"], config(sample="head", max_bytes=10_000)).texts == ["x" * 20_000]
+
+
+# --- from files to a directory
+
+
+def test_the_result_says_what_was_read_and_how_well_it_fits_each_file(tmp_path: Path) -> None:
+    first, second = tmp_path / "first.jsonl", tmp_path / "second.jsonl"
+    write_rows(first, [*corpus(), "", " "])
+    write_rows(second, ["日本語のテキスト" * 30 + str(number) for number in range(20)])
+    paths = [str(first), str(second)]
+    result = train_directory(
+        paths, tmp_path / "out", config(vocab_size=600, max_documents=300), Reading(heldout_fraction=0.1)
+    )
+    encoder = Encoder(tmp_path / "out")
+    kept = corpus() + json_texts(second)
+    training = [text for text in kept if position(TextDocument(text)) >= 0.1]
+    assert result["vocab_size"] == len(encoder) == 600
+    assert (result["documents"], result["documents_seen"]) == (300, len(training))
+    assert (result["unk_rate"], result["changed_texts"]) == (0.0, 0)
+    assert result["rows"] == {"rows": 422, "kept": 420, "skipped": {"empty text": 2}, "rejected": {}}
+    assert [(entry["name"], entry["documents"]) for entry in result["files"]] == [("first.jsonl", 200), ("second.jsonl", 20)]
+    ids, _ = encoder.encode_flat(json_texts(second))
+    size = sum(len(text.encode()) for text in json_texts(second))
+    assert result["files"][1]["bytes_per_token"] == size / len(ids)
+    assert result["bytes_per_token"] == sum(e["bytes"] for e in result["files"]) / sum(e["tokens"] for e in result["files"])
+    chosen = sample(training, config(max_documents=300)).texts
+    tokenizer.save(tokenizer.train(chosen, 600), tmp_path / "expected")
+    assert Encoder(tmp_path / "expected").digest == encoder.digest, "it learns from the sample of the training part alone"
+
+
+def json_texts(path: Path) -> list[str]:
+    return [json.loads(line)["text"] for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_files_that_the_head_does_not_reach_are_measured_too(tmp_path: Path) -> None:
+    paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    for path in paths:
+        write_rows(path, corpus(50))
+    settings = config(vocab_size=400, sample="head", max_documents=10)
+    result = train_directory([str(path) for path in paths], tmp_path / "out", settings, Reading())
+    assert (result["documents"], result["documents_seen"]) == (10, 10)
+    assert all(entry["documents"] and entry["bytes_per_token"] > 1 for entry in result["files"])
+
+
+def test_a_few_bad_lines_are_counted_and_many_or_no_text_end_it_naming_the_field(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    write_rows(rows, corpus(1000))
+    with rows.open("a") as file:
+        file.write('{broken\n{"text": 1}\n{"txt": "x"}\n')
+    result = train_directory([str(rows)], tmp_path / "out", config(vocab_size=400), Reading())
+    assert (result["rows"]["rows"], sum(result["rows"]["rejected"].values())) == (1003, 3)
+    assert result["rows"]["first_rejected"][0].startswith(f"{rows}:1001:")
+    for reading in (Reading(rejected_fraction=0.001), Reading(text_field="body")):
+        with pytest.raises(DataError, match=reading.text_field):
+            train_directory([str(rows)], tmp_path / "no", config(vocab_size=400), reading)
+    write_rows(rows, [" "])
+    with pytest.raises(DataError, match=r"data\.pretrain.*no rows are left of 1"):
+        train_directory([str(rows)], tmp_path / "no", config(vocab_size=400), Reading())
+    assert not (tmp_path / "no").exists()
+
+
+def test_own_needs_a_tokenizer_that_exists() -> None:
+    with pytest.raises(ValueError, match=r"tokenizer\.template is 'own' but tokenizer\.existing names no tokenizer"):
+        config(template="own")

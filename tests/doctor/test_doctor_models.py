@@ -1,0 +1,207 @@
+"""Every architecture and every adapter passes the checks of `ttrain doctor`, in tiny sizes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.doubles import CPU, NumberedRows, in_ranks, settings_of_training, tiny_model
+from torch import Tensor, nn
+
+from ttrain.config import Lora, Optim, Runtime, Training
+from ttrain.config.model import MultiToken
+from ttrain.doctor import model
+from ttrain.doctor.parts import Check, InMemoryRows, Learner, trainer_of
+from ttrain.model import adapters, factory, multi_token
+from ttrain.train.checkpoint import WEIGHTS, Checkpoints
+from ttrain.train.checkpoint_format import list_checkpoints
+from ttrain.train.distributed import Ranks
+from ttrain.train.language_modeling import LanguageModeling
+from ttrain.train.precision import Precision
+from ttrain.train.task import TrainingTask
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+FP32 = Precision("fp32", CPU)
+ROWS = NumberedRows(12)
+MOE = {"experts": 4, "top_k": 2, "z_loss": 0.001}
+SHARED = {**MOE, "shared_experts": 1, "bias_rate": 0.001}
+TINYSEEK = {"kind": "tinyseek", "moe": {"experts": 4, "top_k": 2, "shared_experts": 1, "expert_size": 8}}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama, grouped queries, own head": {"kv_heads": 1, "tie_embeddings": False},
+    "llama, yarn": {"rope_type": "yarn", "rope_factor": 4.0},
+    "qwen3": {"kind": "qwen3", "scaled_residuals": True},
+    "gpt2": {"kind": "gpt2"},
+    "gemma2": {"kind": "gemma2", "fields": {"sliding_window": 5}},
+    "moyun": {"kind": "moyun"},
+    "tinyseek": TINYSEEK,
+    "tinyseek, one layer": {  # and experts of a size that no groups can be made of
+        **TINYSEEK,
+        "moe": {**TINYSEEK["moe"], "expert_size": 9},
+        "fields": {"share_layers": True},
+    },
+    "llama with experts": {"moe": MOE},
+    "llama with shared experts": {"moe": SHARED, "dropout": 0.0},  # the architecture has none
+    "qwen3 with experts": {"kind": "qwen3", "moe": MOE},
+    "qwen3 with shared experts": {"kind": "qwen3", "moe": SHARED},
+    "two heads": {"multi_token": True},
+    "two heads and experts": {"multi_token": True, "moe": MOE},
+}
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "lora": {"kind": "lora"},
+    "lora on attention": {"kind": "lora", "targets": ("attention",), "dropout": 0.1},
+    "dora": {"kind": "dora"},
+    "prefix": {"kind": "prefix", "virtual_tokens": 3},
+}
+ADAPTED: list[tuple[str, str]] = [
+    ("llama", "lora"), ("llama", "dora"), ("llama", "prefix"), ("qwen3", "lora on attention"), ("gpt2", "lora"),
+    ("gpt2", "dora"), ("gpt2", "prefix"), ("moyun", "lora"), ("moyun", "prefix"), ("tinyseek", "lora"),
+    ("tinyseek, one layer", "lora"), ("llama with experts", "lora"), ("llama with shared experts", "lora on attention"),
+]  # fmt: skip
+MIXTURES = [name for name in MODELS if "experts" in name or "tinyseek" in name]
+CASES = [(name, "") for name in MODELS] + ADAPTED
+# To train and to resume: dense ones from transformers and of our own, experts without and with biases that move, noise of
+# the router and shared layers, a second head, and each way of PEFT: layers, stacked experts, transposed layers, prefixes.
+TRAINED: list[tuple[str, str]] = [
+    ("llama", ""), ("moyun", ""), ("tinyseek, one layer", ""), ("qwen3 with shared experts", ""),
+    ("two heads and experts", ""), ("qwen3", "lora on attention"), ("llama with experts", "lora"), ("gpt2", "dora"),
+    ("llama", "prefix"),
+]  # fmt: skip
+
+
+@dataclass
+class Subject:
+    """A model, or an adapter on one, as the stages keep it."""
+
+    model: Any
+    weights_file: str = WEIGHTS
+    files: Mapping[str, bytes] = field(default_factory=dict)
+
+    def state(self) -> dict[str, Tensor]:
+        return adapters.state(self.model) if self.weights_file == adapters.WEIGHTS else multi_token.state(self.model)
+
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        load = adapters.load_state if self.weights_file == adapters.WEIGHTS else multi_token.load_state
+        load(self.model, weights)
+
+
+def build(name: str, adapter: str) -> Subject:
+    settings = dict(MODELS[name])
+    has_two_heads = settings.pop("multi_token", False)
+    if adapter == "prefix":
+        settings["init_std"] = 0.2  # or attention is so even that nothing put before the text could steer it
+    made = tiny_model(**{"dropout": 0.1, **settings})
+    if has_two_heads:
+        multi_token.attach(made, MultiToken(), 1)
+    if not adapter:
+        return Subject(made)
+    config = Lora(rank=3, row_length=16, tokens_per_step=96, **ADAPTERS[adapter])
+    return Subject(adapters.attach(made, config), adapters.WEIGHTS)
+
+
+def language(config: Training, module: nn.Module, runtime: Runtime) -> TrainingTask:
+    return LanguageModeling(config, module)
+
+
+def case_id(case: tuple[str, str]) -> str:
+    name, adapter = case
+    return f"{adapter} on {name}" if adapter else name
+
+
+@pytest.fixture
+def learner(request: pytest.FixtureRequest) -> Learner:
+    config = settings_of_training(optim=Optim(lr=0.2 if "prefix" in request.param else 2e-2))
+    return Learner(config, Runtime(device="cpu", rows_per_device=4), partial(build, *request.param), language)
+
+
+def ok(check: Check | None) -> None:
+    assert check is not None
+    assert check.ok, f"{check.name}: {check.figure}"
+
+
+@pytest.mark.parametrize("learner", CASES, indirect=True, ids=case_id)
+def test_it_sees_neither_the_future_nor_other_records_and_starts_at_knowing_nothing(learner: Learner) -> None:
+    ok(model.future(learner, ROWS, FP32))
+    ok(model.documents(learner, ROWS, FP32))
+    ok(model.first_loss(learner, ROWS, FP32, trained=False))
+
+
+@pytest.mark.parametrize("learner", TRAINED, indirect=True, ids=case_id)
+def test_how_rows_are_divided_over_micro_batches_and_ranks_does_not_matter(learner: Learner, tmp_path: Path) -> None:
+    def launch(learner: Learner, rows: InMemoryRows) -> list[model.Step]:
+        steps: list[model.Step] = in_ranks(2, tmp_path, partial(model.first_step, learner, rows, rows_per_device=1))
+        return steps
+
+    ok(model.accumulation(learner, ROWS, CPU))
+    ok(model.two_ranks(learner, ROWS, launch))
+
+
+@pytest.mark.parametrize("learner", TRAINED, indirect=True, ids=case_id)
+def test_it_resumes_to_the_bit_and_learns(learner: Learner) -> None:
+    """With dropout, and with the noise of routers that have it."""
+    ok(model.resume(learner, ROWS, FP32))
+    ok(model.learns(learner, ROWS, FP32))
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_experts_in_groups_do_not_look_like_a_leak(name: str) -> None:
+    """So many experts that groups of one or two tokens are common, of which another token changes the last bits."""
+    settings = {key: value for key, value in MODELS[name].items() if key != "multi_token"}
+    many = {**settings, "moe": {**settings["moe"], "experts": 32}, "init_std": 0.3, "hidden_size": 64}
+    learner = Learner(settings_of_training(), Runtime(device="cpu"), lambda: Subject(tiny_model(**many)), language)
+    ok(model.future(learner, ROWS, FP32))
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_the_routers_of_mixtures_are_examined(name: str) -> None:
+    config = settings_of_training()
+    ok(model.routers(Learner(config, Runtime(device="cpu"), partial(build, name, ""), language), ROWS, FP32))
+
+
+OPEN = """
+import json, sys, torch
+from transformers import AutoModelForCausalLM
+found = []
+for directory in sys.argv[1:]:
+    ours = "modeling_" in json.load(open(directory + "/config.json")).get("auto_map", {}).get("AutoConfig", "")
+    model = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=ours).eval()
+    with torch.no_grad():
+        found.append(model(torch.arange(9, 25)[None]).logits[0, -1].tolist())
+assert not any(name.partition(".")[0] == "ttrain" for name in sys.modules)
+print(json.dumps(found))
+"""
+
+
+def test_a_checkpoint_of_every_architecture_opens_in_a_process_without_ttrain(tmp_path: Path) -> None:
+    """Of a training after two steps, its optimizer's state and all beside it."""
+    expected, directories = [], []
+    config = settings_of_training(tokens=192, optim=Optim(lr=2e-2))
+    for number, name in enumerate(MODELS):
+        subject = build(name, "")
+        checkpoints = Checkpoints(tmp_path / str(number), files=partial(factory.files, subject.model))
+        learner = Learner(config, Runtime(device="cpu"), partial(build, name, ""), language)
+        trainer_of(
+            learner, subject, ROWS, ranks=Ranks(0, 1, CPU), precision=FP32, rows_per_step=6, rows_per_device=6, steps=2,
+            checkpoints=checkpoints, save_every=2,
+        ).fit()  # fmt: skip
+        checkpoints.close()
+        directories.append(str(list_checkpoints(tmp_path / str(number))[-1]))
+        with torch.no_grad():
+            expected.append(subject.model.eval()(torch.arange(9, 25)[None]).logits[0, -1])
+    environment = {"HF_HOME": str(tmp_path / "hf"), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", OPEN, *directories], env=environment, capture_output=True, text=True, timeout=240,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for name, ours, theirs in zip(MODELS, expected, json.loads(done.stdout), strict=True):
+        torch.testing.assert_close(torch.tensor(theirs), ours, rtol=1e-4, atol=1e-5, msg=f"the logits of {name}")

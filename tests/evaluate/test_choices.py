@@ -1,0 +1,409 @@
+"""Multiple choice and last words: shared rows score as rows apart do, bad rows never count, no item is its own example."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.doubles import LINES, tiny_model
+from support.evaluated_models import subject_of
+from torch import Tensor, nn
+
+from ttrain.config.evaluate import ChoicesTask, LastWordTask
+from ttrain.data.encoder import Encoder
+from ttrain.errors import DataError
+from ttrain.evaluate import choices, tree_attention
+from ttrain.evaluate.evaluated_model import EvaluatedModel
+from ttrain.evaluate.items import BadRow, SuiteFiles
+from ttrain.evaluate.log_likelihood import Likelihood, beginning, encode_pairs, fit, log_likelihoods
+from ttrain.evaluate.tree_attention import BranchedRow, Scorer
+
+PASSAGE = "A list is a sequence of items; a tuple is one that cannot change. " * 2
+TEXTS = [
+    (context, f" {line[:length]}")
+    for context in ("", "Return the number", f"{PASSAGE}What is a list?", f"{PASSAGE}What is a tuple? ", PASSAGE, "a")
+    for length, line in enumerate(LINES, 4)
+]
+
+
+def model_of(encoder: Encoder, **more: Any) -> Any:
+    return tiny_model(vocab=len(encoder), init_std=0.4, tie_embeddings=False, **more)
+
+
+@pytest.fixture(scope="module")
+def subject(encoder: Encoder) -> EvaluatedModel:
+    return subject_of(model_of(encoder), encoder)
+
+
+def quiet(done: int, total: int) -> None:
+    pass
+
+
+def naive(subject: EvaluatedModel, context: Sequence[int], continuation: Sequence[int]) -> tuple[float, bool]:
+    """A pass over the whole row, whose logits are all made."""
+    ids = torch.tensor([[*context, *continuation]])
+    with torch.no_grad():
+        logits = subject.model(input_ids=ids[:, :-1]).logits[0].double().log_softmax(-1)[-len(continuation) :]
+    targets = ids[0, -len(continuation) :]
+    return -float(logits.gather(1, targets[:, None]).sum()), bool((logits.argmax(-1) == targets).all())
+
+
+class Watched(nn.Module):
+    """Counts the tokens that a model is given."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.tokens = 0
+        model.get_decoder().register_forward_pre_hook(self._count, with_kwargs=True)
+
+    def _count(self, module: nn.Module, given: Any, named: dict[str, Tensor]) -> None:
+        self.tokens += named["input_ids"].numel()
+
+
+# --- scores -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "kind", ["llama", "moyun", "mistral", "bloom"], ids=["shares", "few positions", "windows", "takes no mask"]
+)
+def test_what_is_shared_scores_as_rows_of_their_own(encoder: Encoder, kind: str) -> None:
+    subject = subject_of(model_of(encoder, kind=kind), encoder, max_length=128)
+    pairs = encode_pairs(subject, TEXTS)
+    wanted = [naive(subject, *pair) for pair in pairs]
+    for alone in (True, False):
+        found = log_likelihoods(subject, TEXTS, quiet, alone=alone)
+        assert [one.nats for one in found] == pytest.approx([nats for nats, _ in wanted], abs=1e-4)
+        assert [one.greedy for one in found] == [greedy for _, greedy in wanted]
+        assert [one.tokens for one in found] == [len(continuation) for _, continuation in pairs]
+
+
+def test_contexts_and_what_they_begin_with_are_computed_once(encoder: Encoder) -> None:
+    texts = [(f"{PASSAGE}What is {number}?", choice) for number in range(60) for choice in (" a", " list", " or", " items")]
+    tokens = {}
+    for alone in (True, False):
+        model = model_of(encoder)
+        watched = Watched(model)
+        log_likelihoods(subject_of(model, encoder), texts, quiet, alone=alone)
+        tokens[alone] = watched.tokens
+    assert tokens[False] < 0.2 * tokens[True]  # 0.3 where questions are computed once, but not their passage
+
+
+def test_a_window_that_hides_the_beginning_of_a_context_hides_it_in_branches_too(encoder: Encoder) -> None:
+    model = model_of(encoder, kind="mistral", fields={"sliding_window": 8})
+    subject = subject_of(model, encoder)
+    assert subject.model.config.sliding_window == 8
+    pairs = encode_pairs(subject, TEXTS)
+    found = log_likelihoods(subject, TEXTS, quiet)
+    assert [one.nats for one in found] == pytest.approx([naive(subject, *pair)[0] for pair in pairs], abs=1e-4)
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 100, 10**6])
+def test_a_score_does_not_depend_on_its_batch(subject: EvaluatedModel, encoder: Encoder, batch_tokens: int) -> None:
+    other = subject_of(subject.model, encoder, batch_tokens=batch_tokens)
+    wanted = [one.nats for one in log_likelihoods(subject, TEXTS, quiet)]
+    assert [one.nats for one in log_likelihoods(other, TEXTS, quiet)] == pytest.approx(wanted, abs=1e-4)
+
+
+def test_a_model_whose_mask_does_nothing_is_found_out(encoder: Encoder) -> None:
+    class Deaf(type(model_of(encoder))):  # type: ignore[misc]
+        """Drops the mask that it is given."""
+
+        def get_decoder(self) -> Any:
+            raise AttributeError("none")
+
+        def forward(self, input_ids: Tensor, attention_mask: Any = None, **others: Any) -> Any:
+            return super().forward(input_ids=input_ids, **others)
+
+    model = model_of(encoder)
+    model.__class__ = Deaf
+    subject = subject_of(model, encoder)
+    pairs = encode_pairs(subject, TEXTS)
+    found = log_likelihoods(subject, TEXTS, quiet)
+    assert [one.nats for one in found] == pytest.approx([naive(subject, *pair)[0] for pair in pairs], abs=1e-4)
+
+
+def test_tokens_at_the_border_are_those_of_the_whole_text(subject: EvaluatedModel) -> None:
+    encoder, begin = subject.encoder, subject.begin_ids
+    ((context, continuation),) = encode_pairs(subject, [("Return the ", "number")])
+    assert context == (*begin, *encoder.encode(["Return the"])[0])
+    assert (*context, *continuation) == (*begin, *encoder.encode(["Return the number"])[0])
+
+
+def test_a_text_without_a_context_stands_after_what_the_model_knows(encoder: Encoder) -> None:
+    # A tokenizer without bos gets one from ttrain, for which the model has no row.
+    model = model_of(encoder)
+    begins = {(): (encoder.eos_id,), (encoder.bos_id,): (encoder.bos_id,), (len(encoder),): (encoder.eos_id,)}
+    for given_ids, expected in begins.items():
+        subject = subject_of(model, encoder, begin_ids=given_ids)
+        assert beginning(subject) == expected
+    for empty in ("", "  "):
+        ((context, continuation),) = encode_pairs(subject_of(model, encoder, begin_ids=()), [(empty, "number")])
+        assert context == (encoder.eos_id,)
+        assert continuation == tuple(encoder.encode([empty + "number"])[0])
+
+
+def test_a_continuation_that_melts_into_its_context_costs_what_it_does_by_itself(subject: EvaluatedModel) -> None:
+    (whole,), (one, other) = subject.encoder.encode(["th"]), subject.encoder.encode(["t", "h"])
+    assert len(whole) == 1
+    assert encode_pairs(subject, [("t", "h")]) == [((*subject.begin_ids, *one), tuple(other))]
+    with pytest.raises(DataError, match="the continuation '' has no token in the tokenizer of tiny"):
+        log_likelihoods(subject, [("a", "")], quiet)
+
+
+@given(context=st.integers(1, 40), continuation=st.integers(1, 40), max_length=st.integers(1, 20))
+@settings(max_examples=200, deadline=None)
+def test_what_is_too_long_is_cut_on_the_left_and_every_token_is_scored_once(
+    context: int, continuation: int, max_length: int
+) -> None:
+    before, after = tuple(range(context)), tuple(range(100, 100 + continuation))
+    pieces, cut = fit(before, after, max_length)
+    assert [token for _, piece in pieces for token in piece] == [*after]
+    done = 0
+    for kept, piece in pieces:
+        assert kept
+        assert len(kept) + len(piece) - 1 <= max_length
+        assert (*before, *after[:done])[-len(kept) :] == kept
+        done += len(piece)
+    assert cut == context - sum(token < 100 for token in pieces[0][0])
+
+
+@given(
+    st.lists(st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=6), st.integers(1, 4)), min_size=1, max_size=12),
+    st.integers(1, 6), st.integers(4, 30),
+)  # fmt: skip
+@settings(max_examples=200, deadline=None)
+def test_every_pair_is_in_one_batch_after_its_own_context(drawn: list[tuple[list[int], int]], least: int, most: int) -> None:
+    pairs = [(tuple(context), (7,) * length) for context, length in drawn]
+    seen: list[int] = []
+    for start, some in tree_attention.prefix_clusters(tree_attention.by_context(pairs), least):
+        rows = [one for row in some for one in tree_attention.split(row, width=1, most=most)]
+        assert all(row.context[: len(start)] == start and len(row.context) > len(start) for row in rows)
+        for batch in tree_attention.batches(rows, prefix=len(start), most=most):
+            assert len(batch) == 1 or len(batch) * (max(row.tokens for row in batch) - len(start)) <= most
+            for row in batch:
+                assert len(row.branches) == 1 or row.tokens <= most
+                seen += [number for number, _ in row.branches]
+                assert all(pairs[number] == (row.context, ids) for number, ids in row.branches)
+    assert sorted(seen) == list(range(len(pairs)))
+
+
+def test_branches_see_their_context_and_themselves() -> None:
+    laid = tree_attention.lay_out([BranchedRow((1, 2, 3), ((0, (4, 5, 6)), (1, (7, 8))))], prefix=1)
+    assert laid.input_ids_BT.tolist() == [[2, 3, 4, 5, 7]]
+    assert laid.positions_BT.tolist() == [[1, 2, 3, 4, 3]]
+    assert laid.mask(1)[0, 0].int().tolist() == [
+        [1, 1, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0],
+        [1, 1, 1, 1, 0, 0],
+        [1, 1, 1, 1, 1, 0],
+        [1, 1, 1, 0, 0, 1],
+    ]
+
+
+def test_nothing_to_score_is_no_error(subject: EvaluatedModel) -> None:
+    assert Scorer(subject).score([], quiet) == []
+
+
+# --- items --------------------------------------------------------------------------------------------------------------
+
+
+def write(path: Path, rows: Sequence[Any]) -> Path:
+    path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def question(number: int, **changes: Any) -> dict[str, Any]:
+    return {"question": f"Question {number}?", "choices": ["yes", "no", f"{number}"], "answer": number % 3, **changes}
+
+
+BAD = {
+    "no question": {"choices": ["a", "b"], "answer": 0},
+    "question is not a string": question(0, question=5),
+    "question is empty": question(0, question=" \n"),
+    "choices is not a list of strings": question(0, choices="yes"),
+    "fewer than two choices": question(0, choices=["yes"]),
+    "an empty choice": question(0, choices=["yes", " "]),
+    "two choices are the same": question(0, choices=["yes", "yes "]),
+    "no answer": question(0, answer=None),
+    "answer is neither a whole number, a letter nor a choice": question(0, answer=True),
+    "answer is out of range": question(0, answer=3),
+    "answer is not one of the choices": question(0, answer="Z"),
+    "answer is the letter of one choice and the text of another": question(0, choices=["B", "A"], answer="A"),
+    "not a JSON object but a list": [1],
+}  # fmt: skip
+
+
+def test_bad_rows_are_told_with_their_place_and_never_count(tmp_path: Path, subject: EvaluatedModel) -> None:
+    path = write(
+        tmp_path / "a.jsonl", [question(0), *BAD.values(), "{broken\n", question(0, answer=float("nan")), question(1)]
+    )
+    items = choices.read_choices("quiz", ChoicesTask(file="a.jsonl"), SuiteFiles(tmp_path))
+    assert [one.choice.answer for one in items.items] == [0, 1]
+    assert [row.reason for row in items.left_out[: len(BAD)]] == list(BAD)
+    assert [row.location for row in items.left_out] == [f"{path}:{line}" for line in range(2, len(BAD) + 4)]
+    outcome = choices.score_choices(items, subject, quiet)
+    assert sum(outcome.left_out.values()) == len(BAD) + 2
+    assert all(figure.sizes == (1.0, 1.0) for figure in outcome.figures)
+
+
+@pytest.mark.parametrize("answer", [1.5, float("inf"), [1]])
+def test_what_is_no_whole_number_is_no_index(answer: Any) -> None:
+    with pytest.raises(BadRow, match="answer is neither a whole number, a letter nor a choice"):
+        choices.parse_choice(question(0, answer=answer))
+
+
+@pytest.mark.parametrize("answer", [1, 1.0, "no", " no ", "B", "b"])
+def test_an_answer_is_a_number_a_letter_or_a_text(answer: Any) -> None:
+    assert choices.parse_choice(question(0, answer=answer)).answer == 1
+
+
+def test_a_file_without_an_item_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", [BAD["no answer"]])
+    with pytest.raises(DataError, match=r"tasks.quiz.file a.jsonl has no usable row .*a.jsonl:1: no answer"):
+        choices.read_choices("quiz", ChoicesTask(file="a.jsonl"), SuiteFiles(tmp_path))
+
+
+def test_figures_are_those_of_a_naive_loop(tmp_path: Path, subject: EvaluatedModel) -> None:
+    rows = [question(number, source="odd" if number % 2 else "even") for number in range(12)]
+    write(tmp_path / "a.jsonl", rows)
+    items = choices.read_choices(
+        "quiz", ChoicesTask(file="a.jsonl", normalise="bytes", by=("source",)), SuiteFiles(tmp_path)
+    )
+    outcome = choices.score_choices(items, subject, quiet)
+    right, by_byte, losses = [], [], []
+    for row in rows:
+        texts = [(row["question"], f" {choice}") for choice in row["choices"]]
+        scores = [-naive(subject, *pair)[0] for pair in encode_pairs(subject, texts)]
+        right.append(float(scores.index(max(scores)) == row["answer"]))
+        shares = [score / len(choice) for score, choice in zip(scores, row["choices"], strict=True)]
+        by_byte.append(float(shares.index(max(shares)) == row["answer"]))
+        losses.append(-scores[row["answer"]] + math.log(sum(map(math.exp, scores))))
+    found = {figure.name: figure for figure in outcome.figures}
+    assert outcome.primary.name == "accuracy_bytes"
+    assert found["accuracy"].sums == tuple(right)
+    assert found["accuracy_bytes"].sums == tuple(by_byte)
+    assert found["choice_loss"].sums == pytest.approx(losses, abs=1e-4)
+    assert outcome.groups == {"source=even": (0, 2, 4, 6, 8, 10), "source=odd": (1, 3, 5, 7, 9, 11)}
+    assert [row["right"] for row in outcome.rows] == [bool(one) for one in by_byte]
+
+
+def test_each_length_has_a_choice_of_its_own() -> None:
+    texts = ["abcdefghij", "日日日日", "abcdefghijklmnop", "abc"]
+    found = [Likelihood(nats, tokens, False, 0) for nats, tokens in ((5.0, 2), (4.4, 4), (7.0, 4), (4.2, 1))]
+    assert choices.chosen_by(texts, found) == {"none": 3, "characters": 2, "bytes": 1, "tokens": 1}
+
+
+def test_scores_that_are_no_numbers_are_wrong_answers(tmp_path: Path, encoder: Encoder) -> None:
+    model = model_of(encoder)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.fill_(math.nan)
+    write(tmp_path / "a.jsonl", [question(number) for number in range(3)])
+    outcome = choices.score_choices(
+        choices.read_choices("quiz", ChoicesTask(file="a.jsonl"), SuiteFiles(tmp_path)), subject_of(model, encoder), quiet
+    )
+    assert outcome.primary.value == 0
+    assert math.isnan(outcome.figures[-1].value)
+    assert json.dumps(outcome.rows, allow_nan=False)
+
+
+# --- examples -----------------------------------------------------------------------------------------------------------
+
+
+def test_no_item_is_its_own_example(tmp_path: Path) -> None:
+    rows = [question(number) for number in range(5)]
+    write(tmp_path / "a.jsonl", [rows[0], *rows])  # the first one twice
+    items = choices.read_choices("quiz", ChoicesTask(file="a.jsonl", shots=2), SuiteFiles(tmp_path))
+    for one in items.items:
+        *examples, asked = one.context.split("\n\n")
+        assert asked == one.choice.question
+        assert len(examples) == 2
+        assert not any(example.startswith(one.choice.question) for example in examples)
+    assert items.items[0].context == "Question 1? no\n\nQuestion 2? 2\n\nQuestion 0?"
+    assert items.items[5].context == "Question 0? yes\n\nQuestion 0? yes\n\nQuestion 4?"
+
+
+def test_examples_of_another_file_and_its_bad_rows(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", [question(number) for number in range(3)])
+    write(tmp_path / "b.jsonl", [BAD["no answer"], question(0), question(7)])
+    spec = ChoicesTask(file="a.jsonl", shots=1, shots_file="b.jsonl", template="Q: {question}\nA:", shots_separator="\n")
+    items = choices.read_choices("quiz", spec, SuiteFiles(tmp_path))
+    assert [one.context for one in items.items] == [
+        "Q: Question 7?\nA: no\nQ: Question 0?\nA:",
+        "Q: Question 0?\nA: yes\nQ: Question 1?\nA:",
+        "Q: Question 0?\nA: yes\nQ: Question 2?\nA:",
+    ]
+    assert items.reasons == {"as an example: no answer": 1}
+    with pytest.raises(DataError, match=r"tasks.quiz.shots is 2, but b.jsonl has 1 row besides the item itself"):
+        choices.read_choices("quiz", spec.model_copy(update={"shots": 2}), SuiteFiles(tmp_path))
+
+
+def test_what_is_asked_is_what_digests_tell_apart(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", [question(number) for number in range(9)])
+
+    def read(**changes: Any) -> tuple[str, ...]:
+        return choices.read_choices("quiz", ChoicesTask(file="a.jsonl", **changes), SuiteFiles(tmp_path)).digests
+
+    assert read() == read(seed=5)
+    assert len(set(read())) == 9
+    assert not {*read()} & {*read(shots=1)}
+    assert not {*read()} & {*read(delimiter="\n")}
+    assert {*read(limit=4)} < {*read()}
+    assert read(limit=4) == read(limit=4)
+    assert read(limit=4) != read(limit=4, seed=3)
+
+
+@pytest.mark.parametrize(
+    ("text", "choice", "continuation"),
+    [
+        ("What", "yes", " yes"), ("What\n", "yes", "yes"), ("什么？", "yes", "yes"),
+        ("뭐", "yes", " yes"), ("ที่", "yes", "yes"),
+        ("What", " yes", " yes"), ("What", "\nyes", "\nyes"), ("什么？", " yes", " yes"),
+    ],
+)  # fmt: skip
+def test_one_space_stands_where_the_script_has_one(tmp_path: Path, text: str, choice: str, continuation: str) -> None:
+    rows = [question(0, question=text, choices=[choice, "no"]), question(1, choices=[choice, "no"], answer=0)]
+    write(tmp_path / "a.jsonl", rows)
+    one, _ = choices.read_choices("quiz", ChoicesTask(file="a.jsonl"), SuiteFiles(tmp_path)).items
+    assert one.continuations[0] == continuation
+    one, _ = choices.read_choices(
+        "quiz", ChoicesTask(file="a.jsonl", shots=1, template="{question} ="), SuiteFiles(tmp_path)
+    ).items
+    assert one.context == f"Question 1? ={choice if choice[0].isspace() else f' {choice}'}\n\n{text} ="
+    one, _ = choices.read_choices("quiz", ChoicesTask(file="a.jsonl", delimiter=" "), SuiteFiles(tmp_path)).items
+    assert one.continuations[0] == f" {choice}", "a delimiter that is set is taken as it is"
+
+
+# --- last words ---------------------------------------------------------------------------------------------------------
+
+
+def test_last_words_are_those_that_the_model_would_say(tmp_path: Path, subject: EvaluatedModel) -> None:
+    contexts = [line.rsplit(" ", 1)[0] for line in LINES[:3]]
+    said = [subject.generate([[*subject.begin_ids, *subject.encoder.encode([text])[0]]], 1)[0][0] for text in contexts]
+    rows = [{"context": text, "target": subject.encoder.decode(ids)} for text, ids in zip(contexts, said, strict=True)]
+    rows += [{"context": contexts[0], "target": "fox"}, {"context": "", "target": "fox"}, {"context": "a", "target": 5}]
+    write(tmp_path / "a.jsonl", rows)
+    items = choices.read_passages("words", LastWordTask(file="a.jsonl"), SuiteFiles(tmp_path))
+    assert items.reasons == {"context is empty": 1, "target is not a string": 1}
+    outcome = choices.score_passages(items, subject, quiet)
+    pairs = encode_pairs(subject, choices.passage_texts(items.items))
+    wanted = [naive(subject, *pair) for pair in pairs]
+    assert outcome.primary.sums == tuple(float(greedy) for _, greedy in wanted)
+    perplexity = math.exp(sum(nats for nats, _ in wanted) / len(wanted))
+    assert outcome.figures[1].value == pytest.approx(perplexity, rel=1e-4)
+
+
+def test_contexts_that_are_cut_are_told(tmp_path: Path, encoder: Encoder, subject: EvaluatedModel) -> None:
+    write(tmp_path / "a.jsonl", [{"context": "word " * 200, "target": "end"}, {"context": "word", "target": "end"}])
+    outcome = choices.score_passages(
+        choices.read_passages("words", LastWordTask(file="a.jsonl"), SuiteFiles(tmp_path)), subject, quiet
+    )
+    assert outcome.figures[-1].name == "cut"
+    assert outcome.figures[-1].sums == (1.0, 0.0)
+    assert outcome.rows[0]["cut"] > 0

@@ -1,0 +1,277 @@
+"""lm-evaluation-harness judges our models as it judges them through its own Hugging Face backend, item by item."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from support.doubles import LINES
+from support.tiny_models import speaker, write_model
+
+from ttrain.config.evaluate import ChoicesTask, HarnessTask
+from ttrain.errors import DataError, UsageError
+from ttrain.evaluate import choices, lm_eval_code, lm_eval_tasks, run, suites
+from ttrain.evaluate.evaluated_model import EvaluatedModel
+from ttrain.evaluate.items import Items, SuiteFiles
+from ttrain.evaluate.task_result import TaskResult
+from ttrain.inference.evaluated_model import as_evaluated_model
+
+lm_eval = pytest.importorskip("lm_eval")
+ITEMS, SHOTS = 12, 2
+ROWS = [
+    {"question": f"{number}. {LINES[number % 6]}",
+     "choices": [LINES[(number + k) % 6][: 5 + k] for k in range(2 + number % 3)],
+     "answer": number % 2, "text": f"{number} {LINES[number % 6] * 4}"}
+    for number in range(ITEMS)
+]  # fmt: skip
+COMMON = {
+    "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": "items.jsonl"}}, "test_split": "test",
+    "num_fewshot": 0, "doc_to_text": "{{question}}",
+}  # fmt: skip
+TASKS: dict[str, dict[str, Any]] = {
+    "choices": {
+        "output_type": "multiple_choice", "doc_to_choice": "{{choices}}", "doc_to_target": "{{answer}}",
+        "num_fewshot": SHOTS, "fewshot_split": "test", "fewshot_config": {"sampler": "first_n"},
+        "metric_list": [{"metric": name} for name in ("acc", "acc_norm", "acc_bytes", "mcc")],
+    },
+    "words": {
+        "output_type": "loglikelihood", "doc_to_target": " {{choices[0]}}",
+        "metric_list": [{"metric": "perplexity"}, {"metric": "acc"}],
+    },
+    "texts": {
+        "output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}",
+        "metric_list": [{"metric": name} for name in ("word_perplexity", "bits_per_byte")],
+    },
+    "answers": {
+        "output_type": "generate_until", "doc_to_target": "{{choices[0]}}",
+        "generation_kwargs": {"until": [" ", "e"], "max_gen_toks": 12, "do_sample": False},
+        "metric_list": [{"metric": "exact_match"}],
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, items, and task files beside them."""
+    directory = tmp_path_factory.mktemp("harness")
+    write_model(directory / "model")
+    (directory / "items.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    for name, task in TASKS.items():
+        (directory / f"{name}.yaml").write_text(json.dumps({"task": name, **COMMON, **task}))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def subject(place: Path) -> EvaluatedModel:
+    return as_evaluated_model(speaker(place / "model"))
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is asked of the Hub, and the files of `datasets` go away with the test."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    lm_eval_tasks.task_index.cache_clear()
+    monkeypatch.chdir(tmp_path)  # a task file finds its data beside itself, wherever the command is run
+
+
+def read(place: Path, name: str, **settings: Any) -> Items[lm_eval_tasks.HarnessDocument]:
+    return lm_eval_tasks.read("theirs", HarnessTask(task=f"{name}.yaml", **settings), SuiteFiles(place))
+
+
+def asked(place: Path, name: str, subject: EvaluatedModel, **settings: Any) -> TaskResult:
+    return lm_eval_tasks.run(read(place, name, **settings), subject, lambda done, total: None)
+
+
+def theirs(place: Path, name: str) -> dict[str, Any]:
+    """What `lm_eval` makes of the same task and model by itself."""
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(place / "model")
+    backend = HFLM(model, tokenizer=AutoTokenizer.from_pretrained(place / "model"), batch_size=4, device="cpu")
+    task = json.loads((place / f"{name}.yaml").read_text())
+    task["dataset_kwargs"] = {"data_files": {"test": str(place / "items.jsonl")}}
+    found: dict[str, Any] = lm_eval.simple_evaluate(
+        backend, tasks=[task], bootstrap_iters=0, task_manager=TaskManager(include_defaults=False)
+    )
+    return {"figures": found["results"][name], "samples": sorted(found["samples"][name], key=lambda one: one["doc_id"])}
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_every_item_is_judged_as_by_its_own_backend(place: Path, subject: EvaluatedModel, name: str) -> None:
+    outcome, found = asked(place, name, subject), theirs(place, name)
+    assert len(outcome.items) == len(set(outcome.items)) == ITEMS
+    for figure in outcome.figures:
+        assert figure.value == pytest.approx(found["figures"][f"{figure.name},none"], rel=1e-4)
+        if figure.shown is None and figure.factor == 1:
+            assert figure.sums == tuple(sample[figure.name] for sample in found["samples"])
+    assert [figure.name for figure in outcome.figures] == [
+        metric["metric"] for metric in TASKS[name]["metric_list"] if metric["metric"] != "mcc"
+    ]  # Matthews' correlation is no mean over items
+
+
+def test_our_multiple_choice_is_the_harness_s(place: Path, subject: EvaluatedModel) -> None:
+    spec = ChoicesTask(file="items.jsonl", delimiter=" ", shots=SHOTS)
+    ours = choices.score_choices(choices.read_choices("ours", spec, SuiteFiles(place)), subject, lambda done, total: None)
+    samples = theirs(place, "choices")["samples"]
+    for name, metric in (("accuracy", "acc"), ("accuracy_characters", "acc_norm"), ("accuracy_bytes", "acc_bytes")):
+        (figure,) = (figure for figure in ours.figures if figure.name == name)
+        assert figure.sums == tuple(sample[metric] for sample in samples)
+    for row, sample in zip(ours.rows, samples, strict=True):
+        assert row["nats"] == pytest.approx([-one[0] for one in sample["filtered_resps"]], abs=1e-4)
+
+
+def test_a_model_in_bf16_is_the_one_that_transformers_opens(place: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    ids_BT = torch.arange(120)[None]  # far enough for rounded frequencies of rotary positions to show
+    theirs = AutoModelForCausalLM.from_pretrained(place / "model", dtype=torch.bfloat16)
+    with torch.no_grad():
+        assert torch.equal(speaker(place / "model", dtype="bf16").model(ids_BT).logits, theirs(ids_BT).logits)
+
+
+def test_a_limit_draws_items_by_the_seed(place: Path) -> None:
+    every = read(place, "words").digests
+    some = read(place, "words", limit=4)
+    assert len(some.digests) == 4
+    assert [digest for digest in every if digest in some.digests] == list(some.digests)
+    assert read(place, "words", limit=4, seed=2).digests != some.digests
+    assert read(place, "choices", shots=1).digests != read(place, "choices").digests
+
+
+def test_two_models_are_asked_the_same_items(place: Path, subject: EvaluatedModel, tmp_path: Path) -> None:
+    items = read(place, "words")
+    first = lm_eval_tasks.run(items, subject, lambda done, total: None)
+    other = as_evaluated_model(speaker(write_model(tmp_path / "other", seed=2)))
+    second = lm_eval_tasks.run(items, other, lambda done, total: None)
+    again = lm_eval_tasks.run(items, subject, lambda done, total: None)
+    assert first.figures == again.figures != second.figures
+    assert not math.isnan(second.primary.value)
+
+
+def test_what_the_harness_does_not_have_is_refused(place: Path) -> None:
+    with pytest.raises(UsageError, match=r"tasks.theirs.task is .*absent.yaml, which is not a file"):
+        read(place, "absent")
+    (place / "broken.yaml").write_text(json.dumps({"task": "broken", **COMMON, **TASKS["words"], "dataset_kwargs": {
+        "data_files": {"test": "absent.jsonl"}}}))  # fmt: skip
+    with pytest.raises(DataError, match=r"tasks.theirs.task is broken.yaml, whose data or task file cannot be read"):
+        read(place, "broken")
+
+
+RUNS = "!function evil.run"
+BODY = json.dumps({**COMMON, **TASKS["words"]})[1:-1]
+
+
+@pytest.mark.parametrize(
+    ("files", "where"),
+    [
+        ({"task.yaml": f"task: mine\nprocess_docs: {RUNS}\n"}, "task.yaml, line 2"),
+        ({"task.yaml": f"{{task: mine, {BODY}, process_docs: {RUNS}}}"}, "task.yaml, line 1"),
+        ({"task.yaml": "task: mine\nprocess_docs: !<!function> evil.run\n"}, "task.yaml, line 2"),
+        ({"task.yaml": f"task: mine\nunused: [&a {{b: {RUNS}}}]\nprocess_docs: *a\n"}, "task.yaml, line 2"),
+        ({"task.yaml": "task: mine\ninclude: sub/base.yaml\n", "sub/base.yaml": "include: [more.yaml]\n",
+          "sub/more.yaml": f"\n\nclass: {RUNS}\n"}, "sub/more.yaml, line 3"),
+        ({"task.yaml": "x: &x {include: base}\ntask: mine\n<<: *x\n", "base": f"a: {RUNS}\n"}, "base, line 1"),
+        ({"task.yaml": "include: task.yaml\ntask: mine\nmetric_list: [{metric: acc, aggregation: !function evil.run}]\n"},
+         "task.yaml, line 3"),
+        ({"task.yaml": "group: all\ntask:\n- other.yaml\n", "other.yaml": f"task: mine\ndoc_to_text: {RUNS}\n"},
+         "other.yaml, line 2"),
+        ({"task.yaml": f"group: all\ntask:\n- task: words\n  doc_to_text: {RUNS}\n"}, "task.yaml, line 4"),
+        ({"task.yaml": "task: mine\nmetric_list: [{metric: ./evil.py}]\n"}, "task.yaml is not the harness's own"),
+        ({"task.yaml": "task: mine\nmetric_list: [{metric: acc, hf_evaluate: true}]\n"}, "task.yaml is not the harness"),
+    ],
+    ids=range(11),
+)  # fmt: skip
+def test_a_task_file_that_runs_python_is_refused_with_its_line_and_runs_none(
+    tmp_path: Path, files: dict[str, str], where: str
+) -> None:
+    (tmp_path / "sub").mkdir()
+    for code in (tmp_path / "evil.py", tmp_path / "sub" / "evil.py"):
+        code.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\ndef run(*given): return given[0]\n")
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(UsageError, match=r"theirs\.task is .*task\.yaml, which runs Python: .*allow_code: true") as refusal:
+        read(tmp_path, "task")
+    assert where in str(refusal.value)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_suite_that_allows_code_runs_the_python_of_its_task_files(place: Path, tmp_path: Path) -> None:
+    task = {"task": "mine", **COMMON, **TASKS["words"]}
+    (tmp_path / "items.jsonl").write_bytes((place / "items.jsonl").read_bytes())
+    (tmp_path / "mine.yaml").write_text(f"{yaml.safe_dump(task)}process_docs: !function mine.first\n")
+    (tmp_path / "mine.py").write_text("def first(documents): return documents.select(range(1))\n")
+    suite = tmp_path / "suite.yaml"
+    suite.write_text("allow_code: true\ntasks: {theirs: {kind: harness, task: mine.yaml}}\n")
+    loaded = suites.with_parts(suites.load(str(suite)), ["documents"])
+    [items] = run.read([loaded], {"documents": []})
+    assert len(items.items) == 1
+    suite.write_text("tasks: {theirs: {kind: harness, task: mine.yaml}}\n")
+    with pytest.raises(UsageError, match=r"line .*; to run it with your full rights, .* set allow_code: true"):
+        run.read([suites.load(str(suite))], {})
+
+
+def test_what_includes_itself_or_is_no_yaml_is_an_error_and_no_loop(tmp_path: Path) -> None:
+    (tmp_path / "task.yaml").write_text("include: task.yaml\ntask: mine\n")
+    with pytest.raises(DataError, match="Include cycle"):
+        read(tmp_path, "task")
+    for text in ("a: [", "[" * 2000, "a: !unknown b"):
+        (tmp_path / "task.yaml").write_text(text)
+        with pytest.raises(DataError, match=r"theirs\.task: cannot read .*task\.yaml"):
+            read(tmp_path, "task")
+
+
+def test_tasks_are_known_by_name(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lm_eval.tasks.manager.__file__", str(place / "manager.py"))  # its 14,000 files take 8 s to read
+    monkeypatch.chdir(place)
+    found = lm_eval_tasks.read("theirs", HarnessTask(task="words"), SuiteFiles(place / "elsewhere"))
+    assert found.digests == read(place, "words").digests
+    with pytest.raises(UsageError, match=r"'wordz', which lm-evaluation-harness does not know; did you mean words\?"):
+        lm_eval_tasks.read("theirs", HarnessTask(task="wordz"), SuiteFiles(place))
+
+
+def test_a_group_counts_every_item_and_shows_each_task(
+    place: Path, subject: EvaluatedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lm_eval.tasks.manager.__file__", str(place / "manager.py"))
+    (place / "both.yaml").write_text("group: both\ntask:\n- words\n- answers\n")
+    monkeypatch.chdir(place)
+    outcome = asked(place, "both", subject)
+    assert outcome.groups == {"task=words": tuple(range(ITEMS)), "task=answers": tuple(range(ITEMS, 2 * ITEMS))}
+    accuracy, exact = (next(one for one in outcome.figures if one.name == name) for name in ("acc", "exact_match"))
+    assert (sum(accuracy.sizes), sum(exact.sizes)) == (ITEMS, ITEMS)
+    (place / "both.yaml").unlink()
+
+
+def test_without_the_harness_the_command_that_installs_it_is_told(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "lm_eval.tasks", None)
+    with pytest.raises(UsageError, match=r"pip install 'ttrain\[harness\]'"):
+        read(place, "words")
+
+
+def test_a_template_of_a_task_file_reaches_no_module(tmp_path: Path) -> None:
+    from lm_eval import utils
+
+    lm_eval_code.sandbox_templates()
+    touched = tmp_path / "touched"
+    with pytest.raises(Exception, match=r"unsafe|undefined|access"):
+        utils.apply_template(f"{{{{ cycler.__init__.__globals__.os.system('touch {touched}') }}}}", {})
+    assert not touched.exists()
+    assert utils.apply_template("{{ question | regex_replace('b', 'c') }} {{ choices | join(', ') }}", {
+        "question": "abc", "choices": ["x", "y"]
+    }) == "acc x, y"  # fmt: skip
+
+
+def test_merges_that_stand_for_billions_are_refused(tmp_path: Path) -> None:
+    lines = ["a0: &a0 {x: 1}", *(f"a{n}: &a{n}\n  <<: [*a{n - 1}, *a{n - 1}]" for n in range(1, 26))]
+    (tmp_path / "bomb.yaml").write_text("\n".join(lines))
+    with pytest.raises(DataError, match="it holds more than 25,000 values"):
+        lm_eval_code.check(tmp_path / "bomb.yaml", "tasks.theirs.task")

@@ -1,0 +1,203 @@
+"""Text tasks: every byte counts once whatever the tokenizer, special tokens are text, bad rows never count."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.doubles import documents, score_of, tiny_model
+from support.evaluated_models import subject_of
+from torch import nn
+
+from ttrain.config.evaluate import TextTask
+from ttrain.data import tokenizer
+from ttrain.data.encoder import Encoder
+from ttrain.errors import DataError, UsageError
+from ttrain.evaluate import baselines, perplexity, task_result
+from ttrain.evaluate.items import SuiteFiles
+from ttrain.evaluate.task_result import LN2, TaskResult
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+ROWS = [{"text": one, "source": f"s{number % 3}"} for number, one in enumerate(documents(12, seed=5))]
+
+
+def places(tmp_path: Path, lines: Sequence[Any]) -> SuiteFiles:
+    """A directory with `file.jsonl`; what is no text becomes JSON."""
+    content = "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
+    (tmp_path / "file.jsonl").write_text(content, encoding="utf-8")
+    return SuiteFiles(tmp_path)
+
+
+def task(**settings: Any) -> TextTask:
+    return TextTask.model_validate({"kind": "text", "file": "file.jsonl", "row_length": 32, "stride": 16, **settings})
+
+
+def model_for(encoder: Encoder, **settings: Any) -> Any:
+    return tiny_model(vocab=len(encoder), init_std=0.3, **settings)
+
+
+def evaluated(tmp_path: Path, rows: Sequence[Any], subject: Any, **settings: Any) -> TaskResult:
+    items = perplexity.read("prose", task(**settings), places(tmp_path, rows))
+    return perplexity.run(items, subject, lambda done, total: None)
+
+
+class Uniform(nn.Module):
+    """Finds every token equally likely."""
+
+    def __init__(self, vocab: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab, 1)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embedding
+
+    def forward(self, input_ids: torch.Tensor, use_cache: bool) -> Any:
+        return SimpleNamespace(logits=torch.zeros(*input_ids.shape, self.embedding.num_embeddings))
+
+
+def test_the_figures_are_those_of_all_texts_together_and_of_each_group(tmp_path: Path, encoder: Encoder) -> None:
+    model = model_for(encoder)
+    found = evaluated(tmp_path, ROWS, subject_of(model, encoder), by=("source", "lang"))
+    sequences = [([encoder.bos_id, *ids], [False] + [True] * len(ids)) for ids in encoder.encode([r["text"] for r in ROWS])]
+    nats, tokens = score_of(model, sequences, 32, 16)
+    size = sum(len(row["text"].encode()) for row in ROWS)
+    figures = {figure.name: figure for figure in found.figures}
+    assert found.primary.value == figures["bits_per_byte"].value == pytest.approx(nats / math.log(2) / size, rel=1e-6)
+    assert figures["loss"].value == pytest.approx(nats / tokens, rel=1e-6)
+    assert figures["perplexity"].value == pytest.approx(math.exp(nats / tokens), rel=1e-6)
+    assert not any(figure.higher_is_better for figure in found.figures)
+    assert {name: len(numbers) for name, numbers in found.groups.items()} == {"source=s0": 4, "source=s1": 4, "source=s2": 4}
+    assert found.baselines == baselines.bits_per_byte("".join(row["text"] for row in ROWS).encode())
+    for name, numbers in found.groups.items():
+        rows = [row for row in ROWS if f"source={row['source']}" == name]
+        alone = evaluated(tmp_path, rows, subject_of(model, encoder))
+        assert found.primary.restricted(numbers).value == pytest.approx(alone.primary.value, rel=1e-6)
+
+
+def test_every_token_of_a_text_counts_also_the_first(tmp_path: Path, encoder: Encoder) -> None:
+    rows = [{"text": "T"}, {"text": "Two lines\nof text."}, {"text": "x" * 300}]
+    found = evaluated(tmp_path, rows, subject_of(Uniform(len(encoder)), encoder))
+    tokens = [len(ids) for ids in encoder.encode([row["text"] for row in rows])]
+    assert found.primary.sums == pytest.approx([count * math.log(len(encoder)) for count in tokens])
+    assert found.primary.sizes == (1, 18, 300)
+    assert found.primary.value * LN2 == pytest.approx(sum(tokens) * math.log(len(encoder)) / 319)
+    assert [(row["bytes"], row["tokens"], row["lossy"]) for row in found.rows] == [
+        (1, 1, False),
+        (18, tokens[1], False),
+        (300, tokens[2], False),
+    ]
+
+
+def test_special_tokens_in_a_text_are_text(tmp_path: Path, encoder: Encoder) -> None:
+    said = f"{encoder.tokens['bos_token']} is no start, {encoder.tokens['eos_token']} no end"
+    found = evaluated(tmp_path, [{"text": said}], subject_of(Uniform(len(encoder)), encoder))
+    (ids,) = encoder.encode([said])
+    assert not set(ids) & encoder.special_ids()
+    assert found.rows[0] == {
+        "text": said, "bytes": len(said), "tokens": len(ids), "nats": found.primary.sums[0], "lossy": False,
+    }  # fmt: skip
+
+
+def test_models_with_other_tokenizers_are_asked_the_same_bytes(tmp_path: Path, encoder: Encoder) -> None:
+    tokenizer.save(tokenizer.train([row["text"] for row in ROWS], 400), tmp_path / "other")
+    other = Encoder(tmp_path / "other")
+    first, second = (evaluated(tmp_path, ROWS, subject_of(model_for(one), one)) for one in (encoder, other))
+    assert first.items == second.items
+    assert first.primary.sizes == second.primary.sizes
+    assert [f.sizes for f in first.figures[1:]] != [f.sizes for f in second.figures[1:]], "tokens are not the same"
+
+
+def test_what_a_tokenizer_does_not_give_back_is_told(
+    tmp_path: Path, encoder: Encoder, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Lowering:
+        """A tokenizer that writes all in small letters."""
+
+        bos_id, eos_id, end_id = encoder.bos_id, encoder.eos_id, encoder.end_id
+        decode, tokens = staticmethod(encoder.decode), encoder.tokens
+
+        def encode(self, texts: Sequence[str]) -> list[list[int]]:
+            return encoder.encode([text.lower() for text in texts])
+
+    rows = [{"text": "Capitals"}, {"text": "none"}]
+    lossy: Any = Lowering()
+    with caplog.at_level(logging.WARNING, "ttrain"):
+        found = evaluated(tmp_path, rows, subject_of(model_for(encoder), lossy))
+    assert [row["lossy"] for row in found.rows] == [True, False]
+    assert "does not reproduce 1 of 2 documents" in caplog.text
+    assert found.primary.sizes == (8, 4), "its bytes count all the same"
+
+
+def test_bad_rows_are_told_with_their_line_and_do_not_count(tmp_path: Path) -> None:
+    rows = [{"text": "good"}, '{"text": ', {"texts": "bad"}, {"text": 7}, {"text": "  "}, {"text": "good too"}]
+    items = perplexity.read("prose", task(), places(tmp_path, rows))
+    assert items.items == ("good", "good too")
+    name = tmp_path / "file.jsonl"
+    assert [where for where, _ in items.left_out] == [f"{name}:{line}" for line in (2, 3, 4, 5)]
+    reasons = [reason for _, reason in items.left_out]
+    assert "not valid JSON" in reasons[0] and "'text' is a number, not text" in reasons[2:3]
+    assert reasons[3] == "empty text"
+    assert sum(items.reasons.values()) == 4
+
+
+def test_a_set_without_a_document_is_refused_with_its_first_bad_row(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"tasks.prose.file file.jsonl has no document.*file.jsonl:1: no key 'text'"):
+        perplexity.read("prose", task(), places(tmp_path, [{"prose": "here"}]))
+    with pytest.raises(DataError, match="has no document; a row needs the key 'body'"):
+        perplexity.read("prose", task(text_field="body"), places(tmp_path, []))
+
+
+def test_a_limit_draws_by_the_seed_and_max_bytes_takes_the_beginning(tmp_path: Path) -> None:
+    where = places(tmp_path, ROWS)
+    texts = tuple(row["text"] for row in ROWS)
+    drawn = perplexity.read("prose", task(limit=4), where).items
+    assert len(drawn) == 4 and drawn == perplexity.read("prose", task(limit=4), where).items
+    assert drawn != texts[:4]
+    sizes = [len(one.encode()) for one in texts]
+    assert perplexity.read("prose", task(max_bytes=sum(sizes[:3])), where).items == texts[:3]
+    assert perplexity.read("prose", task(max_bytes=sum(sizes[:3]) - 1), where).items == texts[:2]
+    assert perplexity.read("prose", task(max_bytes=1), where).items == texts[:1]
+
+
+def test_held_out_documents_are_named_as_the_records_of_an_evaluation_are(tmp_path: Path) -> None:
+    items = perplexity.read("prose", task(file="heldout", by=("source",)), SuiteFiles(tmp_path, {"documents": ROWS}))
+    table = task_result.ScoreTable()
+    table.part("documents", [row["text"] for row in ROWS])
+    table.write(tmp_path)
+    assert list(items.digests) == json.loads((tmp_path / task_result.FILE).read_text())["parts"]["documents"]["records"]
+    assert sorted(items.groups) == ["source=s0", "source=s1", "source=s2"]
+
+
+def test_a_key_that_tells_most_rows_apart_makes_no_groups(tmp_path: Path) -> None:
+    rows = [
+        {"text": f"text {number}", "source": f"page {number}", "lang": "zh" if number % 2 else "en"} for number in range(21)
+    ]
+    items = perplexity.read("prose", task(by=("source", "lang")), places(tmp_path, rows))
+    assert {name: len(numbers) for name, numbers in items.groups.items()} == {"lang=en": 11, "lang=zh": 10}
+    few = perplexity.read("prose", task(), places(tmp_path, rows[:20]))
+    assert len(few.groups) == 22, "these keys are looked at by themselves"
+    assert perplexity.read("prose", task(), places(tmp_path, rows[1:20:2])).groups.keys() == {
+        f"source=page {n}" for n in range(1, 20, 2)
+    }
+
+
+def test_a_model_that_knows_no_begin_is_refused(tmp_path: Path, encoder: Encoder) -> None:
+    subject = subject_of(tiny_model(vocab=2), encoder)
+    with pytest.raises(UsageError, match="the model tiny knows no token that begins or ends a text"):
+        evaluated(tmp_path, ROWS[:1], subject)
+
+
+def test_windows_are_no_longer_than_the_model_accepts(tmp_path: Path, encoder: Encoder) -> None:
+    model = model_for(encoder, kind="gpt2", max_length=24)  # whose positions are a table that ends
+    rows = [{"text": "A long text. " * 20}]
+    found = evaluated(tmp_path, rows, subject_of(model, encoder, max_length=24), row_length=64, stride=64)
+    (ids,) = encoder.encode([rows[0]["text"]])
+    alone = score_of(model, [([encoder.bos_id, *ids], [False] + [True] * len(ids))], 24, 24)
+    assert found.primary.sums[0] == pytest.approx(alone.nats, rel=1e-6)

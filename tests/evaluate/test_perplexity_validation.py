@@ -1,0 +1,106 @@
+"""The validation loss of a training is what anybody computes from the model that it leaves and the held-out records."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.doubles import CPU, Home, make_trainer, run_here, score_of, stage_settings
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
+
+from ttrain.config import PretrainConfig, Settings, SftConfig
+from ttrain.data.chat import encode_chat
+from ttrain.data.chat_templates import Message
+from ttrain.data.encoder import Encoder
+from ttrain.stages import pretrain, sft
+from ttrain.stages.rows import open_rows, validation_batches
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+ROW_LENGTH = 160
+Piece = tuple[Sequence[int], Sequence[bool]]  # ids, and which of them are targets
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A pretraining and an SFT that were validated on all that was held out."""
+    root = tmp_path_factory.mktemp("trained")
+    home, tree = Home.make(root / "home"), stage_settings().model_dump(mode="json")
+    rows = {"validation_rows": 1000, "row_length": ROW_LENGTH, "tokens_per_step": 4 * ROW_LENGTH}
+    tree["pretrain"] |= {**rows, "row_length": 32, "tokens": 32 * ROW_LENGTH}
+    tree["sft"] |= rows
+    tree["model"]["max_length"] = ROW_LENGTH
+    settings = Settings.model_validate(tree)
+    paths = {"pretrain": root / "base", "sft": root / "sft"}
+    inputs = {"tokenizer": home.tokenizer.path, "shards": home.documents.path}
+    config = PretrainConfig(model=settings.model, pretrain=settings.pretrain)
+    results = {"pretrain": run_here(pretrain, config, paths["pretrain"], inputs, settings.runtime)}
+    inputs = {"base": paths["pretrain"], "shards": home.chats.path}
+    results["sft"] = run_here(sft, SftConfig(sft=settings.sft), paths["sft"], inputs, settings.runtime)
+    shards = {"pretrain": home.documents.path, "sft": home.chats.path}
+    return SimpleNamespace(paths=paths, results=results, settings=settings, shards=shards)
+
+
+def records(directory: Path) -> list[Any]:
+    names = [shard["records"] for shard in json.loads((directory / "heldout" / "index.json").read_text())["shards"]]
+    return [json.loads(line) for name in names for line in (directory / "heldout" / name).read_text().splitlines()]
+
+
+def pieces_of_documents(encoder: Encoder, directory: Path) -> Iterator[Piece]:
+    """The stream of all documents is cut every 32 tokens, and where a document begins; a target is any but its first."""
+    texts = [record["text"] for record in records(directory)]
+    stream: list[tuple[int, int]] = []  # (number of the document, id)
+    for number, ids in enumerate(encoder.encode(texts)):
+        stream += [(number, token) for token in (encoder.bos_id, *ids, encoder.eos_id)]
+    for start in range(0, len(stream) - 1, 32):
+        window = stream[start : start + 33]  # the last one is a target only
+        for _, part in itertools.groupby(window, key=lambda place: place[0]):
+            ids = [token for _, token in part]
+            yield ids, [False] + [True] * (len(ids) - 1)
+
+
+def pieces_of_chats(encoder: Encoder, directory: Path) -> Iterator[Piece]:
+    for record in records(directory):
+        ids, live = encode_chat(encoder, [Message(**turn) for turn in record["messages"]])
+        assert len(ids) <= ROW_LENGTH
+        yield ids, live
+
+
+@pytest.mark.parametrize(("stage", "pieces"), [("pretrain", pieces_of_documents), ("sft", pieces_of_chats)])
+def test_the_validation_loss_is_that_of_each_held_out_record_alone_under_transformers(
+    trained: Any, stage: str, pieces: Any
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(trained.paths[stage] / "model").eval()
+    found = list(pieces(Encoder(trained.paths[stage] / "model"), trained.shards[stage]))
+    total, count = 0.0, 0
+    for ids, live in found:
+        targets = torch.tensor([token if is_target else -100 for token, is_target in zip(ids, live, strict=True)])
+        with torch.no_grad():
+            logits = model(torch.tensor([ids])).logits[0].double()
+        total += float(F.cross_entropy(logits[:-1], targets[1:], reduction="sum", ignore_index=-100))
+        count += sum(live[1:])
+    assert count > 200
+    assert trained.results[stage]["validation_loss"] == pytest.approx(total / count, rel=1e-6)
+    nats, tokens = score_of(model, found, ROW_LENGTH, ROW_LENGTH)
+    assert (tokens, nats / tokens) == (count, pytest.approx(total / count, rel=1e-6)), "an evaluation says the same"
+
+
+@pytest.mark.parametrize("stage", ["pretrain", "sft"])
+def test_the_validation_loss_is_the_same_at_any_batch_size(trained: Any, stage: str) -> None:
+    config = getattr(trained.settings, stage)
+    model = AutoModelForCausalLM.from_pretrained(trained.paths[stage] / "model")
+    encoder = Encoder(trained.paths[stage] / "model")
+    rows = open_rows(trained.shards[stage] / "heldout", encoder, config, heldout=True)
+    training = config.model_copy(update={"tokens": config.tokens_per_step})
+    for rows_per_batch in (1, 3, 64):
+        batches = validation_batches(rows, config.validation_rows, rows_per_batch)
+        assert len(batches) == -(-len(rows) // rows_per_batch)
+        found = make_trainer(training, model, rows, validation=batches).validate(batches)
+        assert found == pytest.approx(trained.results[stage]["validation_loss"], rel=1e-6), rows_per_batch
+    assert model.device == CPU

@@ -1,0 +1,210 @@
+"""Promotion: the decision follows its table, the interval covers as often as it says, and pairs are what is resampled."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+
+from ttrain.config import Promotion, Settings
+from ttrain.config.evaluate import GenerationTask
+from ttrain.errors import ArtifactError, UsageError
+from ttrain.evaluate import choices, statistics
+from ttrain.evaluate.promotion import FIGURES, Scores, check_metric, decide, scores_of
+from ttrain.evaluate.task_result import FILE, Metric, ScoreTable
+from ttrain.store.layout import Artifact
+
+RECORDS = 60
+
+
+def scores(
+    better_by: float = 0.0, *, spread: float = 0.0, count: int = RECORDS, seed: int = 1, metric: str = "bits_per_byte"
+) -> Scores:
+    """A model whose every record costs 2 bits a byte less `better_by`, give or take `spread`."""
+    random = np.random.default_rng(seed)
+    sizes = np.random.default_rng(7).integers(50, 500, count).astype(float)
+    sums = sizes * (2.0 - better_by + spread * random.standard_normal(count))
+    return Scores(metric, float(sums.sum() / sizes.sum()), tuple(sums), tuple(sizes), tuple(map(str, range(count))))
+
+
+def figure(value: float) -> Scores:
+    return Scores("bits_per_byte", value)
+
+
+@pytest.mark.parametrize(
+    ("challenger", "champion", "changes", "promote", "why"),
+    [
+        (scores(), None, {}, True, "no champion yet"),
+        (figure(math.nan), None, {}, False, "challenger's bits_per_byte is nan"),
+        (figure(math.inf), figure(2.0), {}, False, "challenger's bits_per_byte is inf"),
+        (figure(9.0), figure(math.nan), {}, True, "champion's bits_per_byte is nan"),
+        (scores(0.1, spread=0.02), scores(spread=0.02, seed=2), {}, True, "above the margin 0"),
+        (scores(0.1, spread=0.02), scores(spread=0.02, seed=2), {"margin": 0.2}, False, "not above the margin 0.2"),
+        (scores(0.1, spread=0.02), scores(spread=0.02, seed=2), {"margin": 0.099}, False, "not above the margin 0.099"),
+        (scores(0.001, spread=0.5), scores(spread=0.5, seed=2), {}, False, "not above the margin"),
+        (scores(-0.1, spread=0.02), scores(spread=0.02, seed=2), {}, False, "worse by 0."),
+        (scores(-0.1, spread=0.02), scores(spread=0.02, seed=2), {"higher_is_better": True}, True, "above the margin"),
+        (scores(), scores(), {}, False, "better by 0.00000"),
+        (scores(0.1, spread=0.5), scores(spread=0.5, seed=2), {"resamples": 0}, True, "resamples is 0"),
+        (scores(0.1, count=19), scores(count=19), {}, True, "19 held-out records are too few"),
+        (scores(0.1, count=19), scores(count=19), {"margin": 0.2}, False, "not more than the margin 0.2"),
+        (scores(0.1, count=20), scores(count=20), {}, True, "lower end of the interval"),
+        (figure(1.9), figure(2.0), {}, True, "0 held-out records are too few"),
+        (figure(2.0), figure(2.0), {}, False, "not more than the margin"),
+        (scores(0.1), scores(count=RECORDS - 1), {}, False, "not evaluated on the same held-out records"),
+        (scores(0.1), figure(2.0), {}, False, "not evaluated on the same held-out records"),
+    ],
+)  # fmt: skip
+def test_decisions_follow_the_table(
+    challenger: Scores, champion: Scores | None, changes: dict[str, Any], promote: bool, why: str
+) -> None:
+    found = decide(challenger, champion, Promotion(**changes))
+    assert (found.promote, found.word) == (promote, "promoted" if promote else "kept")
+    assert why in found.reason, found.reason
+
+
+def test_what_two_tokenizers_count_differently_is_not_compared() -> None:
+    ours = scores(0.5, metric="chat_loss_sft")
+    theirs = Scores(ours.metric, 3.0, ours.sums, tuple(size + 1 for size in ours.sizes), ours.records)
+    found = decide(ours, theirs, Promotion(metric="chat_loss_sft"))
+    assert not found.promote
+    assert "promotion.metric=bits_per_byte" in found.reason
+
+
+def test_the_figures_of_a_decision_are_those_that_it_was_made_from() -> None:
+    challenger, champion = scores(0.1, spread=0.05), scores(spread=0.05, seed=2)
+    found = decide(challenger, champion, Promotion(margin=0.01))
+    assert (found.challenger, found.champion, found.samples, found.margin) == (
+        challenger.value,
+        champion.value,
+        RECORDS,
+        0.01,
+    )
+    assert found.difference == pytest.approx(champion.value - challenger.value)
+    assert found.interval is not None
+    assert found.interval[0] < found.difference < found.interval[1]
+    again = json.loads(json.dumps(found.to_json()))
+    assert again["interval"] == list(found.interval)
+    assert dict(found.rows())["decision"] == "promoted"
+    assert decide(challenger, champion, Promotion(margin=0.01)) == found, "the same draws each time"
+    assert json.dumps(decide(figure(math.nan), champion, Promotion()).to_json(), allow_nan=False)
+
+
+def test_pairing_sees_what_two_separate_intervals_would_not() -> None:
+    """Records differ by 0.5 bits, the two models on each by 0.01: unpaired, that difference would drown."""
+    random, base = np.random.default_rng(4), scores()
+    sizes, hard = np.array(base.sizes), 2 + 0.5 * np.random.default_rng(8).standard_normal(RECORDS)
+    old = sizes * hard
+    new = sizes * (hard - 0.01 + 0.002 * random.standard_normal(RECORDS))
+    paired = decide(
+        Scores("bits_per_byte", float(new.sum() / sizes.sum()), tuple(new), base.sizes, base.records),
+        Scores("bits_per_byte", float(old.sum() / sizes.sum()), tuple(old), base.sizes, base.records),
+        Promotion(),
+    )
+    assert paired.promote
+    alone = statistics.interval(Metric("bits_per_byte", tuple(new), base.sizes, False, "bits"), statistics.Rule())
+    assert alone is not None
+    assert alone[1] - alone[0] > 10 * (paired.difference or 0)
+
+
+def test_a_decision_says_which_difference_its_records_would_show() -> None:
+    """What was found beyond it is promoted, what lies below half of it mostly is not: the decision names the border."""
+    champion = scores(spread=0.05, seed=2)
+    near, far = (decide(scores(by, spread=0.05), champion, Promotion()) for by in (0.001, 0.1))
+    assert near.smallest_difference is not None and far.smallest_difference is not None
+    assert not near.promote and f"the minimum detectable difference is about {near.smallest_difference:.5f}" in near.reason
+    assert far.promote and (far.difference or 0) > far.smallest_difference
+    assert dict(far.rows())["minimum detectable"] == f"{far.smallest_difference:.5f}"
+    assert far.to_json()["smallest_difference"] == far.smallest_difference
+
+
+def test_what_the_evaluation_knows_of_the_direction_wins_over_the_setting() -> None:
+    better, worse = (
+        Scores("poems/accuracy/base", sum(sums) / 100, sums, (1.0,) * 100, tuple(map(str, range(100))), True)
+        for sums in ((1.0,) * 70 + (0.0,) * 30, (1.0,) * 40 + (0.0,) * 60)
+    )
+    assert decide(better, worse, Promotion(metric="poems/accuracy/base")).promote
+    assert not decide(worse, better, Promotion(metric="poems/accuracy/base")).promote
+
+
+# --- scores of an evaluation ------------------------------------------------------------------------------------------
+
+
+def evaluation(directory: Path, **metrics: float) -> Artifact:
+    """Three documents that cost 6, 3 and 1 nats over 2, 2 and 1 bytes: 2 a byte, in nats."""
+    table = ScoreTable()
+    table.part("documents", ["ab", "cd", "e"], [2, 2, 1])
+    value = table.figure("bits_per_byte", "documents", "base", [(6.0, 2), (3.0, 1), (1.0, 1)], per="bytes")
+    assert value == 2.0
+    table.write(directory)
+    return Artifact(
+        "evaluate", "key", directory, {"result": {"metrics": {"bits_per_byte": 2.0, "bits_per_byte_xz": 3.0, **metrics}}}
+    )
+
+
+def test_the_scores_of_an_evaluation_are_its_records(tmp_path: Path) -> None:
+    found = scores_of(evaluation(tmp_path), "bits_per_byte")
+    assert (found.value, found.sums, found.sizes) == (2.0, (6.0, 3.0, 1.0), (2.0, 2.0, 1.0))
+    assert len(set(found.records)) == 3
+    assert scores_of(evaluation(tmp_path), "bits_per_byte_xz") == Scores("bits_per_byte_xz", 3.0)
+
+
+def test_a_figure_that_there_is_not_is_named_with_those_there_are(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"promotion\.metric is accuracy.*choose one of bits_per_byte, bits_per_byte_xz"):
+        scores_of(evaluation(tmp_path), "accuracy")
+
+
+def test_an_evaluation_whose_records_were_not_fetched_is_not_taken_for_one_without(tmp_path: Path) -> None:
+    found = evaluation(tmp_path)
+    (tmp_path / FILE).unlink()
+    elsewhere = Artifact(found.stage, found.key, found.path, {**found.manifest, "absent": [FILE]})
+    with pytest.raises(ArtifactError, match="was not fetched yet"):
+        scores_of(elsewhere, "bits_per_byte")
+
+
+def test_records_that_do_not_give_the_figure_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match=r"the evaluation says 2\.5"):
+        scores_of(evaluation(tmp_path, bits_per_byte=2.5), "bits_per_byte")
+    found = json.loads((tmp_path / FILE).read_text())
+    found["parts"]["documents"]["records"].pop()
+    (tmp_path / FILE).write_text(json.dumps(found))
+    with pytest.raises(ArtifactError, match="a digest for each record"):
+        scores_of(Artifact("evaluate", "key", tmp_path, {"result": {"metrics": {"bits_per_byte": 2.0}}}), "bits_per_byte")
+
+
+def test_a_metric_that_no_evaluation_can_have_is_refused_before_anything_is_trained(tmp_path: Path) -> None:
+    suite = tmp_path / "exams.yaml"
+    suite.write_text("tasks:\n  poems: {kind: choices, file: poems.jsonl}\n  talks: {kind: chats}\n")
+    suites = {"evaluate": {"suites": {"sft": [str(suite)]}}}
+
+    def check(metric: str) -> None:
+        check_metric(Settings.model_validate({"promotion": {"metric": metric}, **suites}))
+
+    for metric in (
+        "bits_per_byte",
+        "bits_per_byte/lang:zh",
+        "domain_loss_lora",
+        "poems/accuracy/sft",
+        "poems/accuracy/sft/lang:zh",
+    ):
+        check(metric)
+    check("talks/distinct_2/sft")
+    for metric in (
+        "bits_per_bite", "poems/accuracy", "poems/accuracy/lora", "poem/accuracy/sft", "poems/acuracy/sft",
+        "bits_per_byte_xz", "bits_per_byte/x", "chat_loss_sft/x", "talks/loss/lora",
+    ):  # fmt: skip
+        with pytest.raises(UsageError, match=rf"promotion.metric is {metric}, .* poems/accuracy/sft, .* talks/FIGURE/sft"):
+            check(metric)
+    alone = {"lora": {"start_from": "pretrain"}, "promotion": {"metric": "chat_loss_base"}}
+    with pytest.raises(UsageError, match=r"promotion.metric is chat_loss_base, .* TASK/FIGURE/MODEL"):
+        check_metric(Settings.model_validate(alone))
+
+
+def test_the_figures_that_a_night_may_follow_are_those_of_the_tasks() -> None:
+    assert set(FIGURES["choices"]) == {*choices.FIGURES.values(), "choice_loss"}
+    ways = set(get_args(GenerationTask.model_fields["match"].annotation)) - {"auto"}
+    assert set(FIGURES["generation"]) == {*(f"accuracy_{way}" for way in ways), "ended"}

@@ -1,0 +1,211 @@
+"""Results: the table and the JSON say the same, and no difference is claimed that the items do not show."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ttrain.config.evaluate import ChoicesTask, TextTask
+from ttrain.evaluate.items import Items, LeftOut, groups
+from ttrain.evaluate.results import OTHER_COUNTS, OTHER_ITEMS, Results
+from ttrain.evaluate.statistics import Rule
+from ttrain.evaluate.task_result import LN2, Metric, TaskResult
+from ttrain.reports import summary
+
+ITEMS = tuple(f"item{number}" for number in range(100))
+
+
+def choices(model: str, right: int, task: str = "poems", **changes: Any) -> TaskResult:
+    """The first `right` of a hundred questions were answered right."""
+    figure = Metric("accuracy", (1.0,) * right + (0.0,) * (100 - right), (1.0,) * 100, higher_is_better=True, unit="")
+    rows = [{"question": str(number)} for number in range(100)]
+    return TaskResult(task, "choices", model, **{"items": ITEMS, "figures": (figure,), "rows": rows, **changes})
+
+
+def text(model: str, nats: float, tokens: float = 30.0) -> TaskResult:
+    """Documents of 100 bytes; those of odd numbers cost a tenth more."""
+    sums = tuple(nats * (1.1 if number % 2 else 1.0) for number in range(100))
+    figures = (
+        Metric("bits_per_byte", sums, (100.0,) * 100, False, "bits per byte", factor=1 / LN2),
+        Metric("perplexity", sums, (tokens,) * 100, False, "per token", shown="exp"),
+    )
+    groups = {"lang=en": tuple(range(0, 100, 2)), "lang=zh/tw": tuple(range(1, 100, 2))}
+    return TaskResult("prose", "text", model, ITEMS, figures, rows=[{}] * 100, groups=groups, left_out={"no text": 2})
+
+
+def test_a_difference_is_claimed_only_where_the_items_show_it() -> None:
+    near, far = (Results([choices("a", 50), choices("b", right)], Rule()).comparisons()[0] for right in (52, 70))
+    assert near.verdict(Rule()) == "no significant difference (minimum detectable: 0.0600)"
+    assert far.verdict(Rule()) == "b is better"
+    assert near.compared is not None and far.compared is not None
+    assert (near.compared.p, round(far.compared.difference, 9)) == (0.5, -0.2)
+
+
+def test_many_comparisons_need_more_than_one() -> None:
+    """6 of 6 disagreements for one model: p 0.03 alone, 0.3 among ten such comparisons, of which each needs 9 of 9."""
+    one = Results([choices("a", 50), choices("b", 56)], Rule())
+    assert one.comparisons()[0].verdict(Rule()) == "b is better"
+    tasks = [choices(model, right, f"task{number}") for number in range(10) for model, right in (("a", 50), ("b", 56))]
+    found = Results(tasks, Rule()).comparisons()
+    assert [versus.p_of_all for versus in found] == pytest.approx([0.3125] * 10)
+    assert {versus.verdict(Rule()) for versus in found} == {"no significant difference (minimum detectable: 0.0900)"}
+
+
+def test_what_cannot_be_compared_says_why() -> None:
+    other = choices("b", 60, items=tuple(f"other{number}" for number in range(100)))
+    assert Results([choices("a", 50), other], Rule()).comparisons()[0].why == OTHER_ITEMS
+    perplexity_first = [
+        TaskResult("prose", "text", name, ITEMS, text(name, 70.0, tokens).figures[1:], rows=[{}] * 100)
+        for name, tokens in (("a", 30.0), ("b", 20.0))
+    ]
+    assert Results(perplexity_first, Rule()).comparisons()[0].why == OTHER_COUNTS
+    broken = Results([text("a", 70.0), text("b", math.nan)], Rule()).comparisons()[0]
+    assert broken.verdict(Rule()) == "the metric of b is not finite" and json.dumps(broken.to_json(Rule()), allow_nan=False)
+    untested = Results([text("a", 70.0), text("b", 60.0)], Rule(resamples=0)).comparisons()[0]
+    assert untested.verdict(Rule(resamples=0)) == "not tested: resamples is 0"
+    same = Results([text("a", 70.3), text("b", 70.3)], Rule()).comparisons()[0]
+    assert same.verdict(Rule()) == "no significant difference"
+    by_bytes = Results([text("a", 70.0, 30.0), text("b", 60.0, 20.0)], Rule()).comparisons()[0]
+    assert by_bytes.verdict(Rule()) == "b is better"
+
+
+def test_below_five_items_the_verdict_is_that_they_are_too_few() -> None:
+    """Two models that differ on every item of four, and would on five."""
+    for count, said in (
+        (4, "too few items: 4; a comparison needs at least 5"),
+        (5, "no significant difference"),
+    ):
+        some = [
+            TaskResult(
+                "poems", "choices", name, ITEMS[:count],
+                (Metric("accuracy", (right,) * count, (1.0,) * count, True, "share"),), rows=[{}] * count,
+            )
+            for name, right in (("a", 0.0), ("b", 1.0))
+        ]  # fmt: skip
+        (versus,) = Results(some, Rule()).comparisons()
+        assert versus.verdict(Rule()).startswith(said) and versus.to_json(Rule())["verdict"].startswith(said)
+
+
+def test_rows_that_are_left_out_are_said_with_their_places() -> None:
+    left_out = [LeftOut(f"/data/a.jsonl:{line}", "no text") for line in (3, 7)]
+    left_out += [
+        LeftOut(f"/data/{file}:{line}", "empty") for file, line in (("a.jsonl", 9), ("b.jsonl", 9), ("b.jsonl", 10))
+    ]
+    left_out += [LeftOut(f"/data/b.jsonl:{line}", "empty") for line in range(11, 1211)]
+    read = Items("poems", TextTask(), ("x",), ("d",), tuple(left_out))
+    results = Results([choices("a", 50)], Rule(), [read])
+    assert results.notes() == [
+        "poems: 1,205 rows left out: no text (2: a.jsonl:3, 7), empty (1,203: a.jsonl:9, b.jsonl:9, 10 and 1,200 more)"
+    ]
+    (task,) = results.to_json()["tasks"]
+    assert len(task["left_out_rows"]) == 1205
+    assert task["left_out_rows"][1] == {"file": "/data/a.jsonl", "line": 7, "reason": "no text"}
+    one = Results([choices("a", 50)], Rule(), [Items("poems", TextTask(), ("x",), ("d",), tuple(left_out[:1]))])
+    assert one.notes() == ["poems: 1 row left out: no text (1: a.jsonl:3)"]
+
+
+def test_copies_of_an_item_are_said() -> None:
+    for names, said in (
+        ("abcde", []),
+        ("abcda", ["poems: 1 of 5 items is a copy of another; intervals are narrower than they should be"]),
+        ("aabaa", ["poems: 3 of 5 items are copies of others; intervals are narrower than they should be"]),
+    ):
+        assert Results([], Rule(), [Items("poems", TextTask(), tuple(names), tuple(names))]).notes() == said
+
+
+def test_a_key_that_groups_nothing_is_said_where_the_user_wrote_it() -> None:
+    rows = [{"lang": "ab"[number % 2], "id": number, "same": 1} for number in range(30)]
+    by = ("lang", "langg", "id", "same")
+    found = groups(rows, by)
+    assert set(found) == {"lang=a", "lang=b"}
+    read = Items("poems", ChoicesTask(file="x", by=by), tuple(rows), tuple(map(str, range(30))), groups=found)
+    assert Results([], Rule(), [read]).notes() == [
+        "poems: by names 'langg', which forms no groups: no item has it as a text or a whole number",
+        "poems: by names 'id', which forms no groups: it has 30 values, more than 20",
+        "poems: by names 'same', which forms no groups: it is the same for every item",
+    ]
+    own = Items("prose", TextTask(), ("x",), ("d",), groups=groups([{}], ("source", "lang")))
+    assert Results([], Rule(), [own]).notes() == [], "nobody named them"
+
+
+def test_the_table_has_a_column_for_each_model_and_groups_below_the_figure() -> None:
+    header, rows = Results([text("a", 70.0), text("b", 60.0)], Rule()).table()
+    assert header == ["task", "figure", "a", "b", "items"]
+    assert [row[1] for row in rows] == ["bits_per_byte", "  lang=en", "  lang=zh/tw", "perplexity"]
+    value = 70.0 * 1.05 / 100 / LN2
+    assert rows[0][2].startswith(f"{value:.4f} (") and rows[0][4] == "100"
+    assert rows[1][2].startswith(f"{70 / 100 / LN2:.4f} (") and rows[1][4] == "50"
+    alone, _ = Results([text("a", 70.0)], Rule()).table()
+    assert alone == ["task", "figure", "a", "items", "detectable"]
+
+
+def test_the_metrics_name_task_figure_model_and_group_as_mlflow_takes_them() -> None:
+    found = Results([text("sft", 70.0), choices("sft", 40)], Rule())
+    assert set(found.metrics()) == {
+        "prose/bits_per_byte/sft", "prose/perplexity/sft", "poems/accuracy/sft",
+        "prose/bits_per_byte/sft/lang:en", "prose/bits_per_byte/sft/lang:zh_tw",
+    }  # fmt: skip
+    assert found.metrics()["poems/accuracy/sft"] == 0.4
+    assert found.counts() == {"prose/items": 100, "prose/left_out": 2, "poems/items": 100, "poems/left_out": 0}
+
+
+def test_the_json_holds_what_the_table_shows_and_is_json() -> None:
+    endless = text("b", math.inf)
+    told = json.loads(json.dumps(Results([text("a", 70.0), endless], Rule()).to_json(), allow_nan=False))
+    (task,) = told["tasks"]
+    figure = task["models"]["a"]["figures"]["bits_per_byte"]
+    assert figure["value"] == pytest.approx(70.0 * 1.05 / 100 / LN2)
+    assert figure["interval"][0] < figure["value"] < figure["interval"][1]
+    assert figure["smallest"] > 0 and figure["items"] == 100 and not figure["higher_is_better"]
+    assert task["models"]["b"]["figures"]["bits_per_byte"] == {**figure, "value": None, "interval": None, "smallest": None}
+    assert set(task["models"]["a"]["groups"]) == {"lang=en", "lang=zh/tw"}
+    assert (task["left_out"], told["models"]) == ({"no text": 2}, ["a", "b"])
+    assert told["comparisons"][0]["interval"] is None
+
+
+def test_every_item_of_every_model_is_a_row() -> None:
+    rows = list(Results([choices("a", 50), choices("b", 60)], Rule()).rows())
+    assert len(rows) == 200
+    assert rows[100] == {"task": "poems", "model": "b", "item": "item0", "question": "0"}
+
+
+@pytest.mark.parametrize("value", [0.5, 9.99994, 12345.678, 6.05e9, math.nan, np.inf])
+def test_numbers_are_short(value: float) -> None:
+    from ttrain.evaluate.results import number
+
+    assert len(number(value)) <= 10
+
+
+def test_the_runs_table_shows_the_main_figure_of_each_model_and_what_the_items_say_of_two() -> None:
+    """Also from a manifest, which sorts names."""
+    results = Results([choices("base", 50, left_out={"one choice": 3}), choices("sft", 70), choices("lora", 50)], Rule())
+    told = json.loads(json.dumps({"suites": results.to_json()}, sort_keys=True))
+    rows = summary.rows({"eval/bits_per_byte": 1.5}, {"evaluate": {**told, "intervals": {"bits_per_byte": [1.25, 2]}}})
+    assert rows[0][:2] == ("bits per byte, base model", "1.500 (1.250 to 2.000)")
+    assert [(what, value.split()[0], remark) for what, value, remark in rows[1:]] == [
+        ("poems accuracy, base", "0.500", "100 items; 3 rows left out"),
+        ("poems accuracy, sft", "0.700", "+0.200: sft is better"),
+        ("poems accuracy, lora", "0.500", "+0.000: no significant difference (minimum detectable: 0.0700)"),
+    ]
+
+
+def test_the_champion_stands_below_its_challenger_in_the_suites_too() -> None:
+    new = Results([choices("base", 70), choices("sft", 60)], Rule()).to_json()
+    old = Results([choices("base", 50), choices("sft", 80)], Rule()).to_json()
+    results = {"evaluate": {"suites": new}, "evaluate-champion": {"suites": old}}
+    rows = [(what, value.split()[0], remark) for what, value, remark in summary.rows({}, results)]
+    assert rows[2:] == [
+        ("poems accuracy, base, champion", "0.500", "the challenger: +0.200"),
+        ("poems accuracy, sft, champion", "0.800", "the challenger: -0.200"),
+    ]
+    other = Results([choices("base", 50, items=ITEMS[::-1])], Rule()).to_json()
+    rows = summary.rows({}, {"evaluate": {"suites": new}, "evaluate-champion": {"suites": other}})
+    assert rows[2][0::2] == ("poems accuracy, base, champion", "not the same items")
+    assert len(summary.rows({}, {"evaluate": {"suites": new}})) == 2
+    old = json.loads(json.dumps(other).replace("accuracy", "accuracy_exact"))
+    remarks = [row[2] for row in summary.rows({}, {"evaluate": {"suites": other}, "evaluate-champion": {"suites": old}})]
+    assert remarks.count("the challenger's is accuracy") == 1, "an earlier one may have called its figure otherwise"

@@ -1,0 +1,237 @@
+"""The token before a server, and the size of what it takes: a real server with a small application."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.sync.client import connect
+from websockets.typing import Subprotocol
+
+from ttrain.errors import UsageError
+from ttrain.flows import servers
+from ttrain.flows.access_control import UPLOADS, BodyLimited, TokenRequired
+from ttrain.flows.server_processes import HOST
+from ttrain.store import server_records
+
+TOKEN = "a-token_1"
+LIMIT_BYTES = 1000
+SLEEP_SECONDS = 0.01
+
+
+class Application:
+    """Tells how many bytes it got; its web socket answers each message, and says something by itself at the beginning."""
+
+    def __init__(self) -> None:
+        self.most_bytes = 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "websocket":
+            await self._socket(scope, receive, send)
+            return
+        count = 0
+        message: Any = {"more_body": True}
+        while message.get("more_body"):
+            message = await receive()
+            count += len(message.get("body", b""))
+            self.most_bytes = max(self.most_bytes, count)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": str(count).encode()})
+
+    async def _socket(self, scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        subprotocol = "prefect" if "prefect" in scope["subprotocols"] else None
+        await send({"type": "websocket.accept", "subprotocol": subprotocol})
+        if subprotocol is None:
+            await send({"type": "websocket.send", "text": "said before it was asked"})
+        while (message := await receive())["type"] == "websocket.receive":
+            await send({"type": "websocket.send", "text": f"heard {message['text']}"})
+
+
+@contextlib.contextmanager
+def served(app: Any) -> Iterator[None]:
+    """The application behind the port of the environment."""
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
+    with socket.socket() as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((HOST, PORT[0]))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+        thread.start()
+        while not server.started:
+            time.sleep(SLEEP_SECONDS)
+        yield
+        server.should_exit = True
+        thread.join(10)
+
+
+PORT: list[int] = []
+
+
+@pytest.fixture(scope="module")
+def application() -> Iterator[Application]:
+    """What `up` puts before Prefect, before a small application."""
+    app = Application()
+    with socket.socket() as probe, pytest.MonkeyPatch.context() as patch:
+        probe.bind((HOST, 0))
+        PORT[:] = [probe.getsockname()[1]]
+        patch.setenv(servers.PORT, str(PORT[0]))
+        patch.setenv(server_records.ACCESS, TOKEN)
+        guarded = servers.guarded_app(BodyLimited(app, LIMIT_BYTES, UPLOADS), "prefect")
+    with served(guarded):
+        yield app
+
+
+def ask(
+    path: str = "/api/flows", method: str = "GET", body: Any = None, **headers: str
+) -> tuple[int, dict[str, str], bytes]:
+    """(status, headers, body)"""
+    with contextlib.closing(HTTPConnection(HOST, PORT[0], timeout=10)) as connection:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # an answer came before all of a body was sent
+            connection.request(method, path, body, headers)
+        reply = connection.getresponse()
+        return reply.status, {name.lower(): value for name, value in reply.getheaders()}, reply.read()
+
+
+def status_of(app: Any, cookie: str) -> int:
+    """The status that the application gives a request with this cookie, without a server."""
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    headers = [(b"cookie", cookie.encode())]
+    asyncio.run(app({"type": "http", "method": "GET", "path": "/runs", "headers": headers}, receive, send))
+    return int(sent[0]["status"])
+
+
+def basic(text: str) -> str:
+    return f"Basic {base64.b64encode(text.encode()).decode()}"
+
+
+@pytest.mark.parametrize(
+    "authorization",
+    [f"Bearer {TOKEN}", f"bearer  {TOKEN} ", basic(TOKEN), basic(f"ttrain:{TOKEN}"), basic(f"any:{TOKEN}")],
+)
+def test_a_program_shows_the_token_as_prefect_and_mlflow_do(application: Application, authorization: str) -> None:
+    assert ask(Authorization=authorization)[0] == 200
+    with connect(f"ws://{HOST}:{PORT[0]}/api/events/in", additional_headers={"Authorization": authorization}) as there:
+        assert there.recv(timeout=10) == "said before it was asked"
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"Authorization": "Bearer"},
+        {"Authorization": f"Bearer {TOKEN}x"},
+        {"Authorization": f"Bearer {TOKEN[:-1]}"},
+        {"Authorization": TOKEN},
+        {"Authorization": "Basic !"},
+        {"Authorization": basic(f"{TOKEN}:")},
+        {"Authorization": "Bearer \xff\xfe"},
+        {"Cookie": f"ttrain={TOKEN}"},
+        {"Cookie": "; ;=; a"},
+    ],
+)
+def test_who_shows_it_not_is_told_how_and_reaches_nothing(application: Application, headers: dict[str, str]) -> None:
+    for path, method in (
+        ("/api/flows", "GET"),
+        ("/", "GET"),
+        ("/api/flows", "POST"),
+        ("/api/health", "POST"),
+        ("//x", "PUT"),
+    ):
+        status, _, text = ask(path, method, **headers)
+        assert status == 401 and b"`ttrain up` prints" in text and TOKEN.encode() not in text
+    named = {name: value for name, value in headers.items() if value.isascii()}
+    for subprotocols in (None, [Subprotocol("other")]):
+        with pytest.raises(InvalidStatus, match="403"):
+            connect(f"ws://{HOST}:{PORT[0]}/api/events/out", additional_headers=named, subprotocols=subprotocols)
+
+
+def test_a_server_of_another_home_is_refused_with_what_to_set(
+    application: Application, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", f"http://{HOST}:{PORT[0]}/api")
+    for text in ("", "another"):
+        monkeypatch.setenv("PREFECT_API_AUTH_STRING", text)
+        with pytest.raises(UsageError, match=r"PREFECT_API_AUTH_STRING says \(401\); set it .* servers/token there"):
+            servers.check_prefect_api_url(tmp_path)
+    monkeypatch.setenv("PREFECT_API_AUTH_STRING", TOKEN)
+    servers.check_prefect_api_url(tmp_path)
+
+
+def test_whether_it_is_there_everybody_may_know(application: Application) -> None:
+    assert ask("/api/health")[0] == 200
+    assert ask("/api/health/x")[0] == ask("/x/api/health")[0] == 401
+
+
+def test_a_browser_shows_it_once_in_the_address_and_then_in_a_cookie_of_this_server(application: Application) -> None:
+    status, headers, page = ask(f"/runs?a=b&token={TOKEN}")
+    assert status == 200 and b"location.replace" in page and TOKEN.encode() not in page
+    assert headers["cache-control"] == "no-store" and headers["referrer-policy"] == "no-referrer"
+    cookie, *attributes = headers["set-cookie"].split("; ")
+    assert {"HttpOnly", "SameSite=Strict", "Path=/"} <= set(attributes)
+    assert TOKEN not in cookie and cookie.startswith(f"ttrain-{PORT[0]}=")
+    assert ask("/runs", Cookie=f"other=1; {cookie}")[0] == 200
+    assert ask("/runs", "POST", Cookie=cookie)[0] == 200
+    with connect(f"ws://{HOST}:{PORT[0]}/api/events/out", additional_headers={"Cookie": cookie}) as there:
+        assert there.recv(timeout=10) == "said before it was asked"
+    assert ask("/runs", Cookie=f"{cookie}0")[0] == ask("/runs?token=another")[0] == 401
+    assert ask(f"/runs?token={TOKEN}", "POST")[0] == 401, "an address leads a browser in, nothing else"
+    value = cookie.partition("=")[2]
+    there = TokenRequired(application, TOKEN, PORT[0] + 1)
+    assert status_of(there, f"ttrain-{PORT[0] + 1}={value}; {cookie}") == 401, "of another server"
+
+
+def test_prefects_first_message_may_bring_it(application: Application) -> None:
+    url, prefect = f"ws://{HOST}:{PORT[0]}/api/events/out", [Subprotocol("prefect")]
+    with connect(url, subprotocols=prefect) as there:
+        there.send(first := json.dumps({"type": "auth", "token": TOKEN}))
+        assert there.recv(timeout=10) == f"heard {first}"
+        there.send("more")
+        assert there.recv(timeout=10) == "heard more"
+    wrong = [
+        json.dumps({"type": "auth", "token": "another"}), json.dumps({"type": "auth"}), json.dumps({"token": TOKEN}),
+        json.dumps({"type": "auth", "token": [TOKEN]}), "[" * 4000, "[" * 100_000, "no json", "7", TOKEN,
+    ]  # fmt: skip
+    for message in [*wrong, b"bytes"]:
+        with connect(url, subprotocols=prefect) as there, pytest.raises(ConnectionClosed, match="1008"):
+            there.send(message)
+            there.send(json.dumps({"type": "auth", "token": TOKEN}))
+            there.recv(timeout=10)
+
+
+@pytest.mark.parametrize("path", ["/api/flows", f"{UPLOADS[0]}../../x"])
+def test_a_body_beyond_the_limit_is_refused_unread_or_as_it_comes(application: Application, path: str) -> None:
+    application.most_bytes = 0
+    shown = {"Authorization": f"Bearer {TOKEN}"}
+    assert ask(path, "POST", b"x" * LIMIT_BYTES, **shown)[::2] == (200, str(LIMIT_BYTES).encode())
+    status, _, text = ask(path, "POST", b"x" * (LIMIT_BYTES + 1), **shown)
+    assert status == 413 and str(LIMIT_BYTES).encode() in text
+    assert ask(path, "POST", iter([b"x" * 300] * 4), **shown)[0] == 413, "in chunks, which say no size"
+    assert ask(path, "POST", iter([b"x" * 300] * 3), **shown)[::2] == (200, b"900")
+    assert application.most_bytes <= LIMIT_BYTES
+    assert ask(path, "POST", b"x" * (LIMIT_BYTES + 1))[0] == 401, "who may not ask learns nothing of limits"
+
+
+def test_a_file_that_mlflow_writes_as_it_comes_may_have_any_size(application: Application) -> None:
+    shown = {"Authorization": f"Bearer {TOKEN}"}
+    for path in UPLOADS:
+        assert ask(f"{path}1/model.safetensors", "PUT", b"x" * 5 * LIMIT_BYTES, **shown)[2] == str(5 * LIMIT_BYTES).encode()
+    assert ask("/api/flows", "PUT", b"x" * 5 * LIMIT_BYTES, **shown)[0] == 413

@@ -1,0 +1,310 @@
+"""Runs of a served deployment: the form of their settings, changes, cancelling, a retry, a kill."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import stat
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal, get_origin
+
+import pytest
+from support.deployments import call, ended, run_of, start
+from support.pipeline_home import Cli
+from support.served import Served, processes_of, serving, wait_until
+
+from ttrain.config import DATASETS, NAMES_CODE, Settings
+from ttrain.flows import flow_runs, server_processes
+from ttrain.flows.schedule_files import Schedule
+from ttrain.pipeline.stage_worker import PROCESS_NAME
+
+LONG = "pretrain.tokens=61440"
+
+
+def set_state(cli: Cli, id_: str, type_: str, name: str) -> None:
+    """As the UI does it."""
+    answer = call(cli, f"flow_runs/{id_}/set_state", {"state": {"type": type_, "name": name}})
+    assert answer["status"] == "ACCEPT", answer
+
+
+def tasks_of(cli: Cli, id_: str, attempt: int) -> dict[str, str]:
+    """State by stage, of one try of a flow run."""
+    found = call(cli, "task_runs/filter", {"flow_runs": {"id": {"any_": [id_]}}})
+    return {task["name"]: task["state"]["name"] for task in found if task["flow_run_run_count"] == attempt}
+
+
+def checkpoints(cli: Cli) -> list[Path]:
+    return list(cli.home.glob("work/pretrain/*/output/checkpoints/step-*"))
+
+
+@pytest.fixture
+def deployed(copy_of: Callable[..., Cli]) -> Iterator[tuple[Cli, Served]]:
+    """A home in which the pipeline ran once, and its deployment, served."""
+    cli = copy_of()
+    cli("pipeline", "schedule", "full", "evaluate.new_tokens=1")
+    with serving(cli) as served:
+        served.wait_for("scheduled: full/tiny-test")
+        yield cli, served
+
+
+def test_the_form_of_the_settings_is_typed_and_refuses_what_does_not_fit() -> None:
+    from prefect.utilities.schema_tools import validate
+
+    from ttrain.flows import deployments as deployed
+
+    for flow in (deployed.full, deployed.nightly):
+        schema = flow.parameters.model_dump()
+        sections = schema["definitions"]
+        assert set(schema["properties"]) == {"settings", "changes"} and not schema.get("required")
+        assert set(sections["Settings"]["properties"]) == set(Settings.model_fields)
+        optimizer = sections["Optim"]["properties"]
+        assert optimizer["lr"]["type"] == "number" and {"muon", "adamw"} < set(optimizer["kind"]["enum"])
+        described = sections["Runtime"]["properties"]["retries"]["description"]
+        assert "how often" in described
+        assert not validate({"settings": Settings().model_dump(mode="json")}, schema)
+        assert not validate({"settings": {"sft": {"epochs": 2}}, "changes": ["sft.epochs=3"]}, schema)
+        for wrong in ({"sft": {"optim": {"lr": "fast"}}}, {"sft": {"optim": {"lr": -1}}}, {"srt": {}}):
+            assert validate({"settings": wrong}, schema), wrong
+
+
+def test_changes_are_of_one_setting_and_leave_the_others() -> None:
+    from ttrain.config.loading import load
+    from ttrain.errors import UsageError
+    from ttrain.flows.deployments import settings_with_changes
+
+    given = ["data.sft=[{path: a.jsonl, weight: 3}]", "notify.webhook=https://host/token", "pretrain.epochs=2"]
+    settings = load([*given, "runtime.night={start: '23:00'}", "sft.optim.betas=[0.8, 0.9]"], environment={}).settings
+    changed = settings_with_changes(settings, ["sft.optim.lr=2e-4"])
+    assert changed.sft.optim.lr == 2e-4 and changed.sft.optim.betas == (0.8, 0.9)
+    assert changed.model_copy(update={"sft": settings.sft}) == settings
+    assert settings_with_changes(settings, ()) is settings
+    with pytest.raises(UsageError, match=r"did you mean 'sft\.optim\.lr'"):
+        settings_with_changes(settings, ["sft.optim.lrr=1"])
+
+
+CODE = [
+    "notify.command=[touch, /tmp/theirs]", "notify.webhook=https://theirs.example/hook", "notify.webhook_file=/theirs",
+    "notify.on=[kept]", "runtime.loggers=wandb", "runtime.dask_address=tcp://theirs:8786", "runtime.rendezvous=theirs:1",
+    "runtime.eval_suite=/theirs.yaml", "evaluate.suites=/theirs.yaml", "evaluate.suites.lora=/theirs.yaml",
+    "shards.decontaminate=/theirs.yaml", "servers.auth=off",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CODE)
+def test_no_parameter_of_a_flow_run_names_code(change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither as a change nor among the settings, whether the deployment has a value of its own or none."""
+    from prefect.runtime import deployment
+
+    from ttrain.config.loading import load
+    from ttrain.errors import UsageError
+    from ttrain.flows import schedule_files
+    from ttrain.flows.deployments import settings_to_run, settings_with_changes
+
+    mine = ["sft.epochs=2", "notify.command=[bin/tell, me]", "evaluate.suites.sft=mine.yaml", "runtime.loggers=tensorboard"]
+    own = load(mine, environment={}).settings
+    assert settings_to_run(tmp_path, "nightly", settings_with_changes(own, [change])) == settings_with_changes(
+        own, [change]
+    ), "called by a program"
+    monkeypatch.setenv("PREFECT__FLOW_RUN_ID", "as a runner sets it")
+    monkeypatch.setitem(vars(deployment), "name", "quickstart")  # which it would ask a server for
+    key = change.partition("=")[0]
+    expected = rf"^{re.escape(key)}[a-z.]* is .*parameters of this flow run.*nightly-quickstart\.json; leave it out"
+    for kept in (False, True):
+        if kept:
+            tree = own.model_dump(mode="json")
+            path = schedule_files.write(tmp_path, Schedule("nightly", "quickstart", None, "UTC", tree))
+            assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        base = own if kept else Settings()
+        for settings in (settings_with_changes(base, [change]), load([change], environment={}).settings):
+            with pytest.raises(UsageError, match=expected) as refused:
+                settings_to_run(tmp_path, "nightly", settings)
+            assert "/hook" not in str(refused.value)
+    for settings in (
+        own,
+        settings_with_changes(own, ["sft.epochs=3"]),
+        Settings(),
+    ):  # the UI's form repeats all, the API may leave out
+        ran = settings_to_run(tmp_path, "nightly", settings)
+        assert (ran.sft, ran.notify, ran.evaluate) == (settings.sft, own.notify, own.evaluate)
+        assert ran.runtime.loggers == ("tensorboard",)
+
+
+def test_every_setting_that_holds_a_text_names_code_or_is_known_to_be_harmless() -> None:
+    """A new one is to be judged: can it name code, a command, a file with code, or a machine that sends code?"""
+    from typing import get_args
+
+    from ttrain.config.loading import leaf_fields
+
+    def holds_text(kind: Any) -> bool:
+        return kind in (str, Any) or (any(map(holds_text, get_args(kind))) and get_origin(kind) is not Literal)
+
+    harmless = {
+        "name", "tracking.experiment",  # names
+        *(f"data.{name}" for name in DATASETS), "reading.text_field",  # data
+        "tokenizer.existing", *(f"{name}.start_from" for name in ("pretrain", "sft", "lora")),  # JSON and safetensors alone
+        "model.preset", "model.kind", "model.fields",  # of transformers; `fields` takes the architecture's own alone
+        "pretrain.mask_intervals", "sft.mask_intervals", "lora.mask_intervals", "lora.targets",
+        "evaluate.documents", "evaluate.chats", "runtime.sample_prompts", "promotion.metric",  # texts
+        "nightly.deadline", "nightly.timezone", "runtime.night.start", "runtime.night.end", "runtime.night.timezone",
+    }  # fmt: skip
+    texts = {key for key, kind in leaf_fields(Settings) if holds_text(kind)}
+    naming = {key for key in texts if any(key == name or key.startswith(f"{name}.") for name in NAMES_CODE)}
+    assert texts - naming == harmless
+    assert {name.split(".")[0] for name in NAMES_CODE} <= set(Settings.model_fields)
+
+
+def test_a_returned_state_leaves_no_traceback_in_the_log_and_a_bug_does() -> None:
+    from prefect.exceptions import CancelledRun
+
+    from ttrain.flows.deployments import is_not_own_state
+
+    def record(error: Exception) -> logging.LogRecord:
+        return logging.LogRecord("prefect.flow_runs", 40, "", 0, "said", (), (type(error), error, None))
+
+    assert not is_not_own_state(record(CancelledRun("stopped")))
+    assert is_not_own_state(record(ValueError("a bug")))
+
+
+def test_a_run_names_its_end_in_a_way_that_the_server_expects() -> None:
+    """Else the server would take a run that has ended under another name for one that fell silent."""
+    from ttrain.flows.flow_runs import FINAL_STATES, NIGHT_STATES, UNFINISHED
+
+    assert {"Completed", "Failed", "Cancelled", "Crashed", UNFINISHED, *NIGHT_STATES.values()} <= set(FINAL_STATES)
+    assert set(NIGHT_STATES) == {"promoted", "kept", "nothing-new", "skipped"}
+
+
+def test_whose_process_is_gone_is_told_from_who_lives_who_is_elsewhere_and_who_begins_again(tmp_path: Path) -> None:
+    from ttrain.store.runs import process_started
+
+    me = {flow_runs.LABEL_PID: os.getpid(), flow_runs.LABEL_STARTED: process_started(os.getpid()), flow_runs.LABEL_TRY: 1}
+    mine = {**flow_runs.machine_labels(tmp_path), **me}
+    dead = {**mine, flow_runs.LABEL_STARTED: 1.0}  # its number has been taken by another
+    assert not flow_runs.is_process_gone(mine, 1, tmp_path)
+    assert flow_runs.is_process_gone(dead, 1, tmp_path)
+    assert not flow_runs.is_process_gone(dead, 2, tmp_path), "a second try has not yet said which process it is"
+    assert not flow_runs.is_process_gone({**dead, flow_runs.LABEL_HOST: "another"}, 1, tmp_path)
+    assert not flow_runs.is_process_gone(dead, 1, tmp_path / "another")
+    assert not flow_runs.is_process_gone({}, 1, tmp_path)
+
+
+def test_a_run_has_ended_where_its_record_says_so_or_its_process_is_gone(tmp_path: Path) -> None:
+    from ttrain.core.files import write_json
+    from ttrain.store.runs import process_started
+
+    (tmp_path / "runs").mkdir()
+
+    def ended(outcome: str, started: float | None, *, deployment: str | None = None, name: str = "full-1") -> bool:
+        record = {"outcome": outcome, "process": {"pid": os.getpid(), "started": started}}
+        write_json(tmp_path / "runs" / "full-1.json", record)
+        run: Any = SimpleNamespace(name=name, deployment_id=deployment)
+        return flow_runs.has_ended(run, tmp_path)
+
+    alive = process_started(os.getpid())
+    assert not ended("running", alive) and ended("running", 1.0) and ended("completed", alive)
+    assert not ended("crashed", 1.0, deployment="its second try keeps the name of the first for a moment")
+    assert not ended("crashed", 1.0, name="of-another-home") and not ended("crashed", 1.0, name="../runs/full-1")
+
+
+def test_a_run_that_was_taken_and_never_began_is_told_from_one_that_is_just_beginning(tmp_path: Path) -> None:
+    from datetime import UTC, datetime, timedelta
+
+    from prefect.states import Pending, Running
+
+    def never_began(state: Any, minutes: float, tag: str, pool: str | None = None) -> bool:
+        state.timestamp = datetime.now(UTC) - timedelta(minutes=minutes)
+        run: Any = SimpleNamespace(state=state, tags=["ttrain", tag], work_pool_name=pool)
+        return flow_runs.never_began(run, tmp_path)
+
+    mine = flow_runs.home_tag(tmp_path)
+    assert never_began(Pending(name="Submitting"), 11, mine) and not never_began(Pending(name="Submitting"), 1, mine)
+    assert not never_began(Pending(), 11, mine, "ttrain-kubernetes"), "its pod may wait for a node"
+    assert not never_began(Running(), 11, mine) and not never_began(Pending(), 11, "home:/elsewhere")
+
+
+@pytest.mark.long
+@pytest.mark.soak
+def test_cancelling_in_the_ui_saves_the_state_and_its_retry_continues(deployed: tuple[Cli, Served]) -> None:
+    cli, served = deployed
+    id_ = start(cli, LONG)
+    wait_until(lambda: checkpoints(cli), 200, lambda: served.said)
+    set_state(cli, id_, "CANCELLING", "Cancelling")
+    run = ended(cli, id_, served)
+    assert run["state"]["name"] == "Cancelled" and "cancelled in Prefect" in run["state"]["message"]
+    assert not [process for process in processes_of(cli.home) if process.name() == PROCESS_NAME]
+    assert tasks_of(cli, id_, 1)["pretrain"] == "Cancelled"
+    stopped = cli.runs()[0]
+    assert stopped["run"] == run["name"] and stopped["outcome"] == "interrupted"
+    saved = max(int(path.name.removeprefix("step-")) for path in checkpoints(cli))
+
+    set_state(cli, id_, "SCHEDULED", "AwaitingRetry")
+    run = ended(cli, id_, served, run_count=2)
+    assert run["state"]["name"] == "Completed", run["state"]
+    result = cli.manifest("pretrain", LONG, "evaluate.new_tokens=1")["result"]
+    assert result["resumed_from_step"] == saved > 0 and result["steps"] == 120
+    tasks = tasks_of(cli, id_, 2)
+    assert tasks["tokenizer"] == tasks["shards-pretrain"] == "Cached" and tasks["lora"] == "Completed"
+    assert "Traceback" not in served.said
+    logs = call(cli, "logs/filter", {"logs": {"flow_run_id": {"any_": [id_]}}, "sort": "TIMESTAMP_DESC", "limit": 200})
+    said = [line["message"] for line in logs]
+    assert any("step 120/120" in line for line in said) and any(line.startswith("✓ pretrain") for line in said)
+
+
+@pytest.mark.long
+@pytest.mark.soak
+def test_the_api_changes_one_setting_and_refuses_what_is_none(deployed: tuple[Cli, Served]) -> None:
+    cli, served = deployed
+    run = ended(cli, start(cli, "lora.optim.lr=2e-3"), served)
+    assert run["state"]["name"] == "Completed" and run["name"] == cli.runs()[0]["run"]
+    states = tasks_of(cli, run["id"], 1)
+    assert {name for name, state in states.items() if state == "Completed"} == {"lora", "evaluate"}
+    artifacts = call(cli, "artifacts/filter", {"flow_runs": {"id": {"any_": [run["id"]]}}})
+    assert {artifact["key"] for artifact in artifacts} == {"plan", "report", "evaluation"}
+    run = ended(cli, start(cli, "lora.optim.lrr=1"), served)
+    assert run["state"]["name"] == "Failed" and "did you mean 'lora.optim.lr'?" in run["state"]["message"]
+    run = ended(cli, start(cli, f"notify.command=[touch, {cli.home / 'theirs'}]", "notify.on=[failed]"), served)
+    assert run["state"]["name"] == "Failed" and "notify.command is ['touch'" in run["state"]["message"]
+    assert not (cli.home / "theirs").exists()
+    [deployment] = call(cli, "deployments/filter", {})
+    asked = {"state": {"type": "SCHEDULED"}, "parameters": {"settings": {"lora": {"rank": "many"}}}}
+    with pytest.raises(urllib.error.HTTPError, match="409"):
+        call(cli, f"deployments/{deployment['id']}/create_flow_run", asked)
+
+
+@pytest.mark.long
+@pytest.mark.soak
+def test_a_killed_flow_process_is_crashed_leaves_nothing_and_its_retry_continues(deployed: tuple[Cli, Served]) -> None:
+    cli, served = deployed
+    id_ = start(cli, LONG)
+    wait_until(lambda: checkpoints(cli), 200, lambda: served.said)
+    os.kill(run_of(cli, id_)["labels"][flow_runs.LABEL_PID], signal.SIGKILL)
+    run = ended(cli, id_, served)
+    assert run["state"]["name"] == "Crashed"
+    wait_until(lambda: not [p for p in processes_of(cli.home) if p.name() == PROCESS_NAME], 20)
+    set_state(cli, id_, "SCHEDULED", "AwaitingRetry")
+    run = ended(cli, id_, served, run_count=2)
+    assert run["state"]["name"] == "Completed"
+    assert cli.manifest("pretrain", LONG, "evaluate.new_tokens=1")["result"]["resumed_from_step"] > 0
+    left = call(cli, "task_runs/filter", {"task_runs": {"state": {"type": {"any_": ["RUNNING", "PENDING"]}}}})
+    assert not left, "the second try's start ended what the first one left"
+
+
+@pytest.mark.long
+@pytest.mark.soak
+def test_the_server_itself_finds_a_run_crashed_within_two_minutes_where_nothing_else_is_left(
+    deployed: tuple[Cli, Served],
+) -> None:
+    cli, served = deployed
+    id_ = start(cli, LONG)
+    wait_until(lambda: checkpoints(cli), 200, lambda: served.said)
+    served.process.kill()
+    os.kill(run_of(cli, id_)["labels"][flow_runs.LABEL_PID], signal.SIGKILL)
+    run = wait_until(lambda: run if (run := run_of(cli, id_))["state"]["type"] == "CRASHED" else None, 120)
+    assert "no heartbeat" in run["state"]["message"]
+    assert not [process for process in processes_of(cli.home) if process.name() == PROCESS_NAME]
+    server_processes.stop(cli.home, "prefect")

@@ -1,0 +1,106 @@
+"""A pipeline whose store is gone, or on another machine: nothing is built twice, and only what is read is fetched."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.pipeline_home import Cli, write_corpus
+
+from ttrain.stages import EVALUATE
+
+READ = {
+    "base": "pretrain",
+    "sft": "sft",
+    "lora": "lora",
+    "documents": "shards-pretrain",
+    "chats": "shards-sft",
+    "domain": "shards-lora",
+}
+
+
+def here(home: Path) -> dict[str, set[str]]:
+    """Files in the store by stage."""
+    found: dict[str, set[str]] = {}
+    for path in (home / "store").glob("*/*/**/*"):
+        stage, _, name = path.relative_to(home / "store").as_posix().split("/", 2)
+        if path.is_file() and name != "manifest.json":
+            found.setdefault(stage, set()).add(name)
+    return found
+
+
+def read_by_evaluation(files: dict[str, set[str]]) -> dict[str, set[str]]:
+    """What of a full store the evaluation reads, by its row in the table of stages."""
+    wanted: dict[str, set[str]] = {}
+    for name, stage in READ.items():
+        parts = EVALUATE.inputs[name]
+        public = {file for file in files[stage] if file.split("/")[0] not in ("run", "checkpoints")}
+        wanted[stage] = {file for file in public if not parts or file.split("/")[0] in parts}
+    return wanted
+
+
+def evaluated(home: Path) -> Any:
+    [path] = (home / "store" / "evaluate").iterdir()
+    return json.loads((path / "evaluation.json").read_bytes())["metrics"]
+
+
+@pytest.mark.soak
+def test_without_the_store_a_pipeline_is_cached_and_a_stage_alone_fetches_what_it_reads(copy_of: Callable[..., Cli]) -> None:
+    cli = copy_of()
+    files, before = here(cli.home), evaluated(cli.home)
+    shutil.rmtree(cli.home / "store")
+    shutil.rmtree(cli.home / "work")
+    plan = cli.plan()
+    assert {stage["state"] for stage in plan.values()} == {"cached"}
+    assert all("in MLflow, fetched when a stage reads it" in stage["why"] for stage in plan.values())
+    said = cli("pipeline", "run", "full")
+    assert "everything is cached" in said and "in MLflow" in said
+    assert here(cli.home) == {}, "a plan fetches nothing"
+    said = cli("pipeline", "rerun", "evaluate", "--engine", "none")
+    assert "evaluate: fetching" in said and "of pretrain (" in said
+    wanted = read_by_evaluation(files)
+    fetched = here(cli.home)
+    built = fetched.pop("evaluate")
+    assert fetched == wanted and "evaluation.json" in built and "run/log.txt" in built
+    assert evaluated(cli.home) == before
+    stages = {stage["name"]: stage["outcome"] for stage in cli.runs()[0]["stages"]}
+    assert stages.pop("evaluate") == "equal" and {*stages.values()} == {"cached"}
+    said = cli("stage", "run", "shards-sft")  # asked for by name: the whole of it
+    assert here(cli.home)["shards-sft"] == {name for name in files["shards-sft"] if name.split("/")[0] != "run"}, said
+
+
+@pytest.mark.soak
+def test_a_damaged_copy_ends_the_stage_with_what_to_do(copy_of: Callable[..., Cli]) -> None:
+    cli = copy_of()
+    shutil.rmtree(cli.home / "store")
+    [config] = (cli.home / "mlflow" / "artifacts").glob("*/artifacts/sft/model/config.json")
+    config.write_bytes(b"{" + config.read_bytes()[1:-1] + b" ")
+    said = cli("pipeline", "rerun", "evaluate", "--engine", "none", code=1)
+    assert "model/config.json of sft" in said and "is not what was published" in said
+    assert "`ttrain pipeline rerun sft`" in said and "Traceback" not in said
+    assert "evaluate" not in here(cli.home)
+
+
+@pytest.mark.long
+@pytest.mark.soak
+def test_another_machine_takes_all_from_the_server(tmp_path: Path, server: str) -> None:
+    write_corpus(tmp_path / "data")
+    first, second = (Cli(tmp_path / name, tmp_path / "data") for name in ("first", "second"))
+    for cli in (first, second):
+        cli.environment["MLFLOW_TRACKING_URI"] = server
+    first("pipeline", "run", "full", "--engine", "none")
+    assert {stage["state"] for stage in second.plan().values()} == {"cached"}
+    second("pipeline", "rerun", "evaluate", "--engine", "none")
+    fetched = here(second.home)
+    fetched.pop("evaluate")
+    assert fetched == read_by_evaluation(here(first.home))
+    assert evaluated(second.home) == evaluated(first.home)
+    assert not (second.home / "mlflow" / "mlflow.db").exists()
+    second("pipeline", "run", "full", "--engine", "none", "lora.rank=2")
+    outcomes = {stage["name"]: stage["outcome"] for stage in second.runs()[0]["stages"]}
+    assert [name for name, outcome in outcomes.items() if outcome != "cached"] == ["lora", "evaluate"]
+    assert not (second.home / "store" / "tokenizer").exists()

@@ -1,0 +1,181 @@
+"""Of a whole pipeline: what MLflow lists as its data, models that MLflow opens, lineage without a store, and made again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.pipeline_home import Cli
+
+DATA = {
+    "tokenizer": "training", "pretrain": "training", "pretrain-heldout": "validation", "sft": "training",
+    "sft-heldout": "validation", "lora": "training", "lora-heldout": "validation",
+}  # fmt: skip
+KINDS = ("tokenizer", "base", "sft", "lora")
+STAGES = ["tokenizer", "shards-pretrain", "pretrain", "shards-sft", "sft", "shards-lora", "lora"]
+# What someone does who has MLflow, transformers and PEFT, and nothing of ttrain.
+PLAIN = """
+import json
+import mlflow
+from mlflow import MlflowClient
+from mlflow.models import get_model_info
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+client, said = MlflowClient(), {}
+chat = [{"role": "user", "content": "1 + 2?"}]
+for name in ("tiny-test@challenger", "tiny-test-lora/1", "tiny-test-sft/1", "tiny-test-base/1"):
+    pipe = mlflow.transformers.load_model(f"models:/{name}")
+    said[name] = pipe(chat, max_new_tokens=6, do_sample=False)[0]["generated_text"][-1]["content"]
+model = mlflow.pyfunc.load_model("models:/tiny-test@challenger")
+assert isinstance(model.predict(["The man"])[0], str)
+info = get_model_info("models:/tiny-test@challenger")
+assert info.signature and info.saved_input_example_info and info.metadata["ttrain.stage"] == "lora"
+for version in client.search_model_versions():
+    place = mlflow.artifacts.download_artifacts(f"models:/{version.name}/{version.version}")
+    AutoTokenizer.from_pretrained(place)
+    if version.name in ("tiny-test-sft", "tiny-test-base"):
+        AutoModelForCausalLM.from_pretrained(place)
+        assert open(f"{place}/README.md").read().count("bits per byte, base model") == 1, "the card has the evaluation"
+[run] = client.search_runs([client.get_experiment_by_name("ttrain").experiment_id], "tags.`ttrain.pipeline` = 'full'")
+for name in ("evaluation_table.json", "samples_table.json"):
+    said[name] = client.load_table(run.info.experiment_id, name, [run.info.run_id]).to_dict("split")
+print("SAID", json.dumps(said))
+"""
+
+
+@pytest.fixture(scope="module")
+def opened(finished: Cli, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What a process without ttrain finds in the run's MLflow. It works on a copy, since MLflow notes what was opened."""
+    home = tmp_path_factory.mktemp("opened") / "home"
+    shutil.copytree(finished.home / "mlflow", home / "mlflow")
+    moved = Cli(home, finished.data)
+    moved("models", "list", settings=False)  # which points a copied home's places at itself
+    environment = {**moved.environment, "MLFLOW_TRACKING_URI": f"sqlite:///{home}/mlflow/mlflow.db", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-P", "-c", PLAIN]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=home)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.partition("SAID")[2])
+    return found
+
+
+def rows(home: Path, query: str, *values: str) -> list[tuple[Any, ...]]:
+    with closing(sqlite3.connect(f"file:{home / 'mlflow' / 'mlflow.db'}?mode=ro", uri=True)) as db:
+        return db.execute(query, values).fetchall()
+
+
+def datasets(home: Path, tag: str, value: str) -> dict[str, str]:
+    """Name and context of the data sets of the runs with this tag."""
+    query = """
+    SELECT datasets.name, context.value FROM tags JOIN inputs ON inputs.destination_id = tags.run_uuid
+    JOIN datasets ON datasets.dataset_uuid = inputs.source_id
+    JOIN input_tags AS context ON context.input_uuid = inputs.input_uuid AND context.name = 'mlflow.data.context'
+    WHERE tags.key = ? AND tags.value = ?
+    """
+    return {str(name): str(context) for name, context in rows(home, query, tag, value)}
+
+
+def test_mlflow_lists_the_data_of_the_pipeline_and_of_each_stage(finished: Cli) -> None:
+    assert datasets(finished.home, "ttrain.pipeline", "full") == DATA
+    assert datasets(finished.home, "ttrain.stage", "sft") == {"sft": "training"}
+    assert datasets(finished.home, "ttrain.stage", "tokenizer") == {"tokenizer": "training"}
+    held_out = {name: context for name, context in DATA.items() if context == "validation"}
+    assert datasets(finished.home, "ttrain.stage", "evaluate") == held_out
+    both = {name: context for name, context in DATA.items() if name.startswith("pretrain")}
+    assert datasets(finished.home, "ttrain.stage", "shards-pretrain") == both
+    [(profile, source)] = rows(finished.home, "SELECT dataset_profile, dataset_source FROM datasets WHERE name = 'pretrain'")
+    shards = finished.manifest("shards-pretrain")["result"]["train"]
+    assert json.loads(profile) == {"documents": shards["rows"], "bytes": shards["bytes"]}
+    places = [file["location"] for file in json.loads(source)["listed"]]
+    assert places == [str(finished.data / f"docs-{number}.jsonl") for number in (1, 2)]
+
+
+def test_the_tokenizer_is_an_artifact_with_its_figures_and_a_registered_model(finished: Cli) -> None:
+    query = "SELECT run_uuid FROM tags WHERE key = 'ttrain.stage' AND value = 'tokenizer'"
+    [(run_id,)] = rows(finished.home, query)
+    environment = {**finished.environment, "MLFLOW_TRACKING_URI": f"sqlite:///{finished.home}/mlflow/mlflow.db"}
+    command = [sys.executable, "-m", "mlflow", "artifacts", "list", "--run-id", run_id]
+    listed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, cwd=finished.data)
+    assert "tokenizer" in [entry["path"] for entry in json.loads(listed.stdout) if entry["is_dir"]]
+    metrics = dict(rows(finished.home, "SELECT key, value FROM latest_metrics WHERE run_uuid = ?", run_id))
+    assert metrics["tok/unk_rate"] == 0 and metrics["tok/bytes_per_token"] > 1
+    assert rows(finished.home, "SELECT version FROM model_versions WHERE name = 'tiny-test-tokenizer'") == [(1,)]
+
+
+def test_every_version_and_every_registered_model_says_what_it_is(finished: Cli) -> None:
+    versions = {str(name): str(text) for name, text in rows(finished.home, "SELECT name, description FROM model_versions")}
+    models = {str(name): str(text) for name, text in rows(finished.home, "SELECT name, description FROM registered_models")}
+    assert versions.keys() == models.keys() == {"tiny-test", *(f"tiny-test-{kind}" for kind in KINDS)}
+    assert all("pipeline `tiny-test`" in text for text in models.values())
+    assert all(f"ttrain lineage {name}/1" in text for name, text in versions.items())
+    for name in ("tiny-test-base", "tiny-test-sft", "tiny-test-lora", "tiny-test"):
+        assert "- bits per byte, base model: **" in versions[name], "the evaluation came after they were registered"
+
+
+def test_every_registered_model_opens_without_ttrain_and_the_set_is_its_adapter_with_its_base(
+    opened: dict[str, Any],
+) -> None:
+    assert opened["tiny-test@challenger"] == opened["tiny-test-lora/1"] != opened["tiny-test-sft/1"]
+
+
+def test_the_evaluation_is_a_table_in_mlflow(opened: dict[str, Any]) -> None:
+    assert opened["evaluation_table.json"]["data"][0][0] == "bits per byte, base model"
+    assert opened["samples_table.json"]["columns"] == ["prompt", "base", "sft", "lora"]
+
+
+def test_no_weights_are_in_mlflow_a_second_time_where_a_link_will_do(finished: Cli) -> None:
+    """Small files are copied; what counts is that the base beside an adapter is the store's own file, or of its size."""
+    [beside] = finished.home.glob("mlflow/artifacts/*/artifacts/lora/adapter/base/model.safetensors")
+    [own] = finished.home.glob("store/sft/*/model/model.safetensors")
+    assert beside.read_bytes() == own.read_bytes()
+    assert beside.samefile(own) == (own.stat().st_size >= 1 << 20)
+
+
+def test_the_lineage_of_a_registered_version_is_told_without_the_store(finished: Cli, tmp_path: Path) -> None:
+    told = json.loads(finished("lineage", "tiny-test@challenger", "--json", settings=False))
+    assert [stage["stage"] for stage in told["stages"]] == STAGES
+    [run] = {stage["run"] for stage in told["stages"]}
+    assert run == told["run"] == finished.runs()[-1]["run"]
+    shutil.copytree(finished.home / "mlflow", tmp_path / "home" / "mlflow")
+    alone = json.loads(Cli(tmp_path / "home", finished.data)("lineage", "tiny-test/1", "--json", settings=False))
+    assert {stage.pop("known_from") for stage in alone["stages"]} == {"mlflow"}
+    assert {stage.pop("known_from") for stage in told["stages"]} == {"store"}
+    assert alone["stages"] == told["stages"]
+    for stage in told["stages"]:
+        assert stage["code"] and stage["made_unix"] and stage["run_id"] and stage["machine"]["cores"]
+        assert (stage["seed"], bool(stage["data"])) == (1, stage["stage"].startswith(("tokenizer", "shards")))
+
+
+@pytest.mark.soak
+def test_a_registered_set_is_made_again_bit_for_bit_also_from_mlflow_alone(finished: Cli, tmp_path: Path) -> None:
+    shutil.copytree(finished.home / "mlflow", tmp_path / "home" / "mlflow")
+    cli = Cli(tmp_path / "home", finished.data)
+    said = cli("reproduce", "tiny-test@challenger", "--json", "--home", str(tmp_path / "new"), settings=False)
+    told = json.loads(said[said.index("\n{") :])  # after what went to standard error
+    assert told["equal"] is True and [stage["stage"] for stage in told["stages"]] == STAGES
+    for stage in told["stages"]:
+        assert stage["content"] == stage["rebuilt_content"] and stage["differences"] == [], stage["stage"]
+    weights = "model/model.safetensors"
+    [made] = (tmp_path / "new" / "store" / "sft").glob(f"*/{weights}")
+    [before] = finished.home.glob(f"store/sft/*/{weights}")
+    assert made.read_bytes() == before.read_bytes()
+
+
+@pytest.mark.soak
+def test_two_ranks_and_their_micro_batches_are_restored(copy_of: Callable[..., Cli]) -> None:
+    """The other run's settings differ: only what the manifests say can give the same bytes."""
+    cli = copy_of()
+    changes = ("runtime.devices=2", "runtime.rows_per_device=2", "runtime.deterministic=true", "pretrain.seed=9")
+    cli("pipeline", "run", "full", "--only", "pretrain", "--engine", "none", *changes)
+    key = cli.manifest("pretrain", *changes)["key"]
+    query = "SELECT run_uuid FROM tags WHERE key = 'ttrain.key' AND value = ?"
+    assert len(rows(cli.home, query, key)) == 1, "two ranks are one run"
+    said = cli("reproduce", "pretrain", settings=False)
+    assert "the same: all 3 stages of pretrain/" in said and "not as it was" not in said

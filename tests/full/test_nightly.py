@@ -1,0 +1,340 @@
+"""Nights on a real store, with real training, a real MLflow and real kills."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from support.pipeline_home import CHINESE, ENGLISH, Cli
+
+from ttrain import tracking
+from ttrain.nightly.records import NightRecord, Nights
+
+NAME = "tiny-test"
+NONE = ("--engine", "none")
+
+
+def nights(cli: Cli) -> list[NightRecord]:
+    return Nights(cli.home, NAME).all()
+
+
+def champion(cli: Cli) -> str | None:
+    found = tracking.champion(cli.home, NAME)
+    return found.version if found else None
+
+
+def add_documents(cli: Cli, name: str, seed: int) -> None:
+    rng = random.Random(seed)
+    words = (list(CHINESE), "", "。"), (ENGLISH, " ", ".")  # as those before, so that the model gets better at them too
+    texts = [
+        between.join(rng.choices(vocabulary, k=rng.randint(5, 80))) + end
+        for vocabulary, between, end in (rng.choice(words) for _ in range(150))
+    ]
+    lines = (json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts)
+    (cli.data / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+
+
+def night(cli: Cli, *overrides: str, code: int = 0) -> str:
+    return cli("pipeline", "run", "nightly", *NONE, *overrides, code=code)
+
+
+def files_of(one: NightRecord) -> list[str]:
+    return [Path(file["location"]).name for file in one.frozen.files["pretrain"]]
+
+
+@pytest.fixture(scope="module")
+def house(finished: Cli, tmp_path_factory: pytest.TempPathFactory) -> Cli:
+    """A pipeline whose first night found all its stages finished by an ordinary run, and became champion."""
+    root = tmp_path_factory.mktemp("nights")
+    shutil.copytree(finished.data, root / "data")
+    shutil.copytree(finished.home, root / "home")
+    cli = Cli(root / "home", root / "data")
+    cli.first_output = night(cli)
+    return cli
+
+
+@pytest.fixture(scope="module")
+def second(house: Cli) -> Cli:
+    """Then new documents came, and the night that learnt them was killed in the middle, through Prefect."""
+    add_documents(house, "docs-3", 3)
+    process = house.start("pipeline", "run", "nightly")
+    deadline, family = time.monotonic() + 240, list[psutil.Process]()
+    try:
+        while not list(house.home.glob("work/pretrain/*/output/checkpoints/step-*")):
+            assert time.monotonic() < deadline and process.poll() is None, process.communicate()[0]
+            time.sleep(0.02)
+        family = psutil.Process(process.pid).children(recursive=True)
+        for one in (psutil.Process(process.pid), *family):  # else it would have finished before the other was refused
+            one.suspend()
+        house.while_running = night(house)  # type: ignore[attr-defined]
+    finally:
+        process.kill()
+        process.wait()
+        for one in family:
+            with contextlib.suppress(psutil.Error):
+                one.resume()
+    add_documents(house, "docs-4", 4)
+    house.after_kill = nights(house)[0].data  # type: ignore[attr-defined]
+    house.output = night(house)  # type: ignore[attr-defined]
+    return house
+
+
+@pytest.fixture
+def copy(second: Cli, tmp_path: Path) -> Callable[[], Cli]:
+    """The house after two nights, to change at will."""
+
+    def copied() -> Cli:
+        shutil.copytree(second.data, tmp_path / "data")
+        shutil.copytree(second.home, tmp_path / "home")
+        return Cli(tmp_path / "home", tmp_path / "data")
+
+    return copied
+
+
+@pytest.mark.soak
+def test_the_first_night_makes_the_first_champion(house: Cli) -> None:
+    first = nights(house)[-1]
+    assert (first.name, first.outcome, first.is_open) == ("night-000001", "promoted", False)
+    assert files_of(first) == ["docs-1.jsonl", "docs-2.jsonl"]
+    assert "there is no champion yet" in house.first_output and "promoted" in house.first_output
+
+
+@pytest.mark.soak
+def test_a_second_night_at_the_same_time_is_skipped_and_says_who_runs(second: Any) -> None:
+    assert "skipped: night-000002 is still running" in second.while_running
+    lines = (second.home / "nightly" / NAME / "skipped.jsonl").read_text(encoding="utf-8").splitlines()
+    assert len(lines) == 1 and "still running" in lines[0]
+
+
+@pytest.mark.soak
+def test_a_killed_night_goes_on_with_its_own_list_where_it_stood(second: Any) -> None:
+    assert (second.after_kill["state"], second.after_kill["outcome"]) == ("open", "running")
+    found = next(one for one in nights(second) if one.name == "night-000002")
+    assert [one["outcome"] for one in found.data["tries"]] == ["crashed", "promoted"]
+    assert files_of(found) == ["docs-3.jsonl"]  # not docs-4, which came after it had begun
+    assert "night-000002 goes on (crashed" in second.output
+    run = next(run for run in second.runs() if run["run"] == found.data["run"])
+    stages = {stage["name"]: stage for stage in run["stages"]}
+    assert stages["shards-pretrain"]["outcome"] == "cached"
+    assert stages["pretrain"]["outcome"] == "completed" and stages["pretrain"]["resumed_from_step"] > 0
+    assert (champion(second), found.data["version"]) == ("2", "2")
+
+
+@pytest.mark.soak
+def test_the_challenger_continues_the_champion_s_base_with_its_tokenizer(second: Any) -> None:
+    first, found = (tracking.find_set(second.home, NAME, version) for version in ("1", "2"))
+    assert first.keys["tokenizer"] == found.keys["tokenizer"]
+    assert first.members["tokenizer"].version == found.members["tokenizer"].version == "1"
+    base = json.loads((second.home / "store/base-model" / found.keys["base-model"] / "manifest.json").read_bytes())
+    files = base["ingredients"]["files"]
+    weights = second.home / "store/pretrain" / first.keys["pretrain"] / "model/model.safetensors"
+    manifest = json.loads((weights.parents[1] / "manifest.json").read_bytes())
+    assert manifest["files"]["model/model.safetensors"]["sha256"] in [f["sha256"] for f in files["weights"]]
+
+
+@pytest.mark.soak
+def test_both_are_measured_on_the_same_held_out_data_of_all_nights(second: Any) -> None:
+    keys = tracking.find_set(second.home, NAME, "2").keys
+
+    def inputs(stage: str) -> dict[str, Any]:
+        manifest = json.loads((second.home / "store" / stage / keys[stage] / "manifest.json").read_bytes())
+        return {name: manifest["inputs"][name]["content"] for name in manifest["inputs"]}
+
+    new, old = inputs("evaluate"), inputs("evaluate-champion")
+    assert {name: new[name] for name in ("documents", "chats", "domain")} == {
+        name: old[name] for name in ("documents", "chats", "domain")
+    }
+    assert all(new[name] != old[name] for name in ("base", "sft", "lora"))
+    manifest = json.loads((second.home / "store/heldout" / keys["heldout"] / "manifest.json").read_bytes())
+    assert manifest["result"]["records"] > manifest["result"]["new"] > 0
+
+
+@pytest.mark.soak
+def test_the_decision_stands_in_the_record_and_in_mlflow(second: Any) -> None:
+    found = next(one for one in nights(second) if one.name == "night-000002")
+    decision = found.data["decision"]
+    assert decision["promote"] and decision["difference"] == pytest.approx(decision["champion"] - decision["challenger"])
+    assert tracking.find_set(second.home, NAME, "2").decision == decision
+    assert "champion" in second.output and "the challenger: -" in second.output
+
+
+@pytest.mark.soak
+def test_a_plan_shows_what_the_next_night_reads_and_changes_nothing(second: Any) -> None:
+    before = [one.data for one in nights(second)]
+    planned = json.loads(second("pipeline", "plan", "nightly", "--json"))
+    assert planned["champion"] == "2" and [Path(name).name for name in planned["files"]["pretrain"]] == ["docs-4.jsonl"]
+    assert {stage["name"] for stage in planned["stages"]} >= {"shards-pretrain", "pretrain", "evaluate-champion"}
+    assert [one.data for one in nights(second)] == before
+    assert "docs-4.jsonl" in second("pipeline", "plan", "nightly")
+    assert "leave it out" in second("pipeline", "plan", "nightly", "--only", "sft", code=2)
+
+
+@pytest.mark.soak
+def test_a_night_without_news_is_short_and_makes_no_run(copy: Callable[[], Cli]) -> None:
+    cli = copy()
+    (cli.data / "docs-4.jsonl").unlink()
+    runs = len(cli.runs())
+    assert "nothing new: all 5 files have been read" in night(cli)
+    assert nights(cli)[0].outcome == "nothing-new" and len(cli.runs()) == runs
+
+
+@pytest.mark.long
+@pytest.mark.soak
+def test_a_deadline_leaves_the_night_open_and_says_so(copy: Callable[[], Cli], tmp_path: Path) -> None:
+    cli = copy()
+    told, program = tmp_path / "told.json", tmp_path / "tell.py"
+    program.write_text(f"import sys; open({str(told)!r}, 'w').write(sys.stdin.read())", encoding="utf-8")
+    command = f"notify.command=[{sys.executable}, {program}]"
+    said = night(cli, "nightly.deadline_hours=0.0001", command, "notify.on=[unfinished]")
+    assert "unfinished" in said
+    left = nights(cli)[0]
+    assert left.is_open and left.failures == 0 and files_of(left) == ["docs-4.jsonl"]
+    assert json.loads(told.read_text(encoding="utf-8"))["event"] == "unfinished"
+    add_documents(cli, "docs-5", 5)
+    planned = json.loads(cli("pipeline", "plan", "nightly", "--json"))
+    assert "goes on" in planned["reason"] and [Path(name).name for name in planned["files"]["pretrain"]] == ["docs-4.jsonl"]
+
+
+@pytest.mark.long
+@pytest.mark.soak
+def test_a_list_that_fails_too_often_is_given_up_and_the_next_night_takes_a_new_one(copy: Callable[[], Cli]) -> None:
+    cli = copy()
+    (cli.data / "docs-4.jsonl").write_text("no JSON\n" * 50, encoding="utf-8")
+    night(cli, code=1)
+    failed = nights(cli)[0]
+    assert failed.is_open and failed.outcome == "failed" and failed.data["reason"]
+    assert "its list is given up" in night(cli, code=1)
+    assert not nights(cli)[0].is_open and nights(cli)[0].failures == 2
+    assert champion(cli) == "2"
+    planned = json.loads(cli("pipeline", "plan", "nightly", "--json"))
+    assert "1 new: docs-4.jsonl" in planned["reason"]
+
+
+# Kills this process before or after the n-th write of a kind: a rename of a night's record, or what is told to MLflow.
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from ttrain.flows import nightly
+from ttrain import tracking
+from ttrain.cli.main import main
+kind, number, when = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+seen = 0
+def around(action, wanted):
+    def act(*arguments, **named):
+        global seen
+        mine = wanted(*arguments)
+        seen += mine
+        if mine and seen == number and when == "before":
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = action(*arguments, **named)
+        if mine and seen == number and when == "after":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+    return act
+if kind == "record":
+    Path.replace = around(Path.replace, lambda source, target: Path(target).name.startswith("night-"))
+else:
+    setattr(tracking, kind, around(getattr(tracking, kind), lambda *_: True))
+try:
+    main(sys.argv[4:])
+finally:
+    print("writes:", seen)
+"""
+RECORDS = 6  # begun, its run, decided, held-out set, closed, told
+POINTS = [
+    *[("record", number, when) for number in range(1, RECORDS + 1) for when in ("before", "after")],
+    *[(kind, 1, when) for kind in ("log_decision", "promote") for when in ("before", "after")],
+]
+IN_SHORT = {("promote", 1, "after")}  # the sample
+
+
+def killed(cli: Cli, *point: Any) -> subprocess.CompletedProcess[str]:
+    command = cli.command("pipeline", "run", "nightly", *NONE)
+    arguments = command[command.index("from ttrain.cli.main import main; main()") + 1 :]
+    return subprocess.run(
+        [sys.executable, "-P", "-c", KILLED, *map(str, point), *arguments],
+        env=cli.environment,
+        cwd=cli.data,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+@pytest.fixture
+def before_second(copy: Callable[[], Cli]) -> Cli:
+    """As before the second night's record was written: its stages are finished, the first champion is champion."""
+    cli = copy()
+    (cli.data / "docs-4.jsonl").unlink()
+    (cli.home / "nightly" / NAME / "night-000002.json").unlink()
+    tracking.rollback(cli.home, NAME)
+    assert champion(cli) == "1"
+    return cli
+
+
+def points() -> Iterator[Any]:
+    for point in POINTS:
+        long = [] if point in IN_SHORT else [pytest.mark.long]
+        yield pytest.param(point, id="-".join(map(str, point)), marks=[pytest.mark.soak, *long])
+
+
+@pytest.mark.parametrize("point", list(points()))
+def test_a_kill_between_any_two_writes_leads_to_the_same_end(before_second: Cli, point: tuple[str, int, str]) -> None:
+    cli = before_second
+    done = killed(cli, *point)
+    assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
+    night(cli)
+    night(cli)
+    outcomes = [one.outcome for one in nights(cli)]
+    assert outcomes == ["nothing-new", "promoted", "promoted"]
+    assert champion(cli) == "2" and nights(cli)[1].data["version"] == "2"
+    assert [one.version for one in tracking.list_sets(cli.home, NAME)] == ["2", "1"]  # nothing is registered twice
+    assert not any(one.data.get("untold") for one in nights(cli))
+
+
+@pytest.mark.long
+@pytest.mark.soak
+def test_the_kills_reach_every_write_of_a_record(before_second: Cli) -> None:
+    done = killed(before_second, "record", 99, "before")
+    assert f"writes: {RECORDS}" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.long
+@pytest.mark.soak
+def test_a_champion_that_was_changed_by_hand_meanwhile_is_not_replaced(copy: Callable[[], Cli]) -> None:
+    cli = copy()
+    night(cli, "nightly.deadline_hours=0.0001")
+    tracking.promote(cli.home, NAME, "1")
+    said = night(cli)
+    assert "version 1 became champion during the night" in said and champion(cli) == "1"
+    assert nights(cli)[0].outcome == "kept"
+
+
+@pytest.mark.long
+@pytest.mark.soak
+def test_a_night_of_new_chats_alone_keeps_the_base_and_is_decided_by_the_chats(copy: Callable[[], Cli]) -> None:
+    cli = copy()
+    (cli.data / "docs-4.jsonl").unlink()
+    turns = [
+        [{"role": "user", "content": f"Count to {n}"}, {"role": "assistant", "content": " ".join(map(str, range(n)))}]
+        for n in range(2, 60)
+    ]
+    with (cli.data / "chats.jsonl").open("a", encoding="utf-8") as file:
+        file.write("".join(json.dumps({"messages": one}) + "\n" for one in turns))
+    night(cli)
+    found = nights(cli)[0]
+    assert found.outcome in ("promoted", "kept") and found.data["decision"]["metric"] == "chat_loss_sft"
+    old, new = (tracking.find_set(cli.home, NAME, version).keys for version in ("2", "3"))
+    assert old["pretrain"] == new["pretrain"] and old["sft"] != new["sft"]

@@ -1,0 +1,200 @@
+"""What Prefect is told of a run, when it tries a stage again, and that none of it is needed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.pipeline_home import Cli
+
+from ttrain.errors import StageFailed
+from ttrain.stages import STAGES
+
+WITHOUT_PREFECT = (
+    "import sys\nsys.modules['prefect'] = None  # importing it raises ImportError, as where it is not installed\n"
+    "from ttrain.cli.main import main\nmain()"
+)
+LIMIT_ON_TAG = """
+import sys
+from pathlib import Path
+from ttrain.flows import schedules
+with schedules.prefect_client(Path(sys.argv[1])) as client:
+    client.create_concurrency_limit(tag="trains", concurrency_limit=1)
+"""
+# A night as a schedule runs it, of settings that no night can have
+REFUSED_NIGHT = """
+import os, sys
+from pathlib import Path
+from ttrain.flows import orchestrate, servers
+home = Path(sys.argv[1])
+os.environ.update(servers.prefect_environment(home))
+orchestrate.start_temporary_server(home)()
+from ttrain.flows import deployments
+print(deployments.nightly(changes=("model.kind=lama",), return_state=True).message)
+"""
+
+
+def rows(cli: Cli, query: str) -> list[tuple[Any, ...]]:
+    database = f"file:{cli.home / 'prefect' / 'prefect.db'}?mode=ro"
+    with contextlib.closing(sqlite3.connect(database, uri=True)) as db:
+        return db.execute(query).fetchall()
+
+
+def newest_run(cli: Cli) -> tuple[Any, ...]:
+    """(id, name, state, labels) of the newest flow run."""
+    query = "select id, name, state_name, labels from flow_run order by created desc limit 1"
+    [found] = rows(cli, query)
+    return found
+
+
+def tries(cli: Cli, stage: str) -> tuple[str, int, list[str]]:
+    """(state, number of tries, what the log says of waiting) of a stage in the newest flow run."""
+    flow_run = newest_run(cli)[0]
+    [(id_, state, count)] = rows(
+        cli, f"select id, state_name, run_count from task_run where flow_run_id = '{flow_run}' and name = '{stage}'"
+    )
+    query = f"select message from log where task_run_id = '{id_}' and message like 'waiting %' order by timestamp"
+    return state, count, [message for (message,) in rows(cli, query)]
+
+
+def test_a_run_names_its_process_and_its_plan(finished: Cli) -> None:
+    id_, name, state, labels = newest_run(finished)
+    assert state == "Completed" and json.loads(labels)["ttrain.home"] == str(finished.home)
+    assert json.loads(labels)["ttrain.pid"] > 1
+    [plan] = rows(finished, f"select data from artifact where key = 'plan' and flow_run_id = '{id_}'")
+    planned = json.loads(json.loads(plan[0]))
+    assert [stage["stage"] for stage in planned] == [stage["name"] for stage in finished.runs()[-1]["stages"]]
+    assert planned[0]["why"] == "never run before" and len(planned[0]["key"]) == 12
+    tags = rows(finished, f"select name, tags from task_run where flow_run_id = '{id_}'")
+    assert [found for _, found in tags if json.loads(found)] == [], "for each tag Prefect asks its server for a slot"
+    record = json.loads((finished.home / "runs" / f"{name}.json").read_bytes())
+    assert record["prefect"]["flow_run_id"].replace("-", "") == id_.replace("-", "")
+
+
+@pytest.mark.soak
+def test_a_failed_stage_is_tried_again_after_longer_and_longer_and_a_mistake_is_not(copy_of: Any) -> None:
+    cli = copy_of()
+    overrides = ("runtime.stages.evaluate.timeout_seconds=0.05", "runtime.stages.evaluate.retries=2")
+    said = cli("pipeline", "run", "full", *overrides, "runtime.retry_delay_seconds=0.3", "evaluate.new_tokens=1", code=1)
+    assert "runtime.stages.evaluate.timeout_seconds=0.05" in said and "Traceback" not in said
+    waits = ["waiting 0.3 s before retry 1 of 2", "waiting 0.6 s before retry 2 of 2"]
+    assert tries(cli, "evaluate") == ("Failed", 3, waits)
+    assert newest_run(cli)[2] == "Failed"
+
+    (cli.data / "chats.jsonl").write_text("not JSON\n" * 20)
+    cli("pipeline", "run", "full", "runtime.retries=2", "runtime.retry_delay_seconds=60", code=1)
+    assert tries(cli, "shards-sft") == ("Failed", 1, [])
+
+
+@pytest.mark.long
+@pytest.mark.soak
+def test_a_signal_ends_the_wait_for_a_retry(copy_of: Any) -> None:
+    cli = copy_of()
+    overrides = ("runtime.timeout_seconds=0.05", "runtime.retries=1", "runtime.retry_delay_seconds=600")
+    process = cli.start("pipeline", "run", "full", "evaluate.new_tokens=1", *overrides)
+    deadline = time.monotonic() + 120
+    while cli.runs()[0]["stages"][-1]["outcome"] != "failed" and time.monotonic() < deadline:
+        time.sleep(0.2)
+    time.sleep(1)
+    process.terminate()
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 143, said
+    assert newest_run(cli)[2] == "Cancelled"
+
+
+@pytest.mark.soak
+def test_prefect_retries_no_refused_night_by_itself(fresh: Cli) -> None:
+    environment = {**fresh.environment, "PREFECT_FLOW_DEFAULT_RETRIES": "2"}
+    command = [sys.executable, "-c", REFUSED_NIGHT, str(fresh.home)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert "model.kind is 'lama'" in done.stdout, done.stdout + done.stderr
+    [(state, tries)] = rows(fresh, "select state_name, run_count from flow_run")
+    assert (state, tries) == ("Failed", 1)
+
+
+@pytest.mark.soak
+def test_without_prefect_the_same_recipe_runs(copy_of: Any) -> None:
+    cli = copy_of()
+    command = cli.command("pipeline", "run", "full", "--engine", "none", "evaluate.new_tokens=1")
+    command[command.index("-c") + 1] = WITHOUT_PREFECT
+    done = subprocess.run(command, env=cli.environment, cwd=cli.data, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    outcomes = {stage["name"]: stage["outcome"] for stage in cli.runs()[0]["stages"]}
+    assert outcomes.pop("evaluate") == "completed" and set(outcomes.values()) == {"cached"}
+    with_prefect = cli.command("pipeline", "run", "full", "evaluate.new_tokens=2")
+    with_prefect[with_prefect.index("-c") + 1] = WITHOUT_PREFECT
+    done = subprocess.run(with_prefect, env=cli.environment, cwd=cli.data, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "--engine none" in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("stage", [pytest.param(stage, id=stage.name) for stage in STAGES.values()])
+def test_a_stage_s_task_has_its_attempts_and_no_cache_of_prefect_s(stage: Any, tmp_path: Path) -> None:
+    from prefect.cache_policies import NO_CACHE
+    from prefect.states import Failed
+
+    from ttrain.config.loading import load
+    from ttrain.tasks.stage import stage_task
+
+    class Run:
+        settings = load([f"runtime.stages.{stage.name}.retries=3"], environment={}).settings
+        signum = 0
+
+    run: Any = Run()
+    task = stage_task(stage, run)
+    assert (task.name, task.retries, task.cache_policy, task.persist_result) == (stage.name, 3, NO_CACHE, False)
+    tries_again = task.retry_condition_fn
+    assert tries_again(task, None, Failed(data=StageFailed("its process was killed")))
+    assert not tries_again(task, None, Failed(data=StageFailed("bad.jsonl:3", "DataError")))
+    run.signum = 15
+    assert not tries_again(task, None, Failed(data=StageFailed("its process was killed")))
+
+
+def test_a_stage_that_ends_otherwise_than_by_its_own_word_fails_the_run() -> None:
+    """Such as by a mistake in the task around it: Prefect knows of it, the run's own record does not."""
+    from types import SimpleNamespace
+
+    from prefect.states import Completed, Failed
+
+    from ttrain.errors import TTrainError
+    from ttrain.flows.orchestrate import check_all_completed
+
+    futures = [SimpleNamespace(state=state) for state in (Completed(), Failed(message="AttributeError: x"))]
+    run: Any = SimpleNamespace(signum=0, failures={})
+    with pytest.raises(TTrainError, match="Failed: AttributeError: x"):
+        check_all_completed(run, futures)
+    check_all_completed(run, futures[:1])
+    run.failures = {"sft": StageFailed("told already")}
+    check_all_completed(run, futures)
+
+
+@pytest.mark.long
+@pytest.mark.soak
+def test_a_killed_run_holds_no_slot_of_a_limit_for_long(fresh: Cli) -> None:
+    """Who limits what trains at once, by Prefect's tag, is not locked out by a run that was killed."""
+    fresh("up", settings=False)
+    try:
+        subprocess.run([sys.executable, "-c", LIMIT_ON_TAG, str(fresh.home)], env=fresh.environment, check=True)
+        process = fresh.start("pipeline", "run", "full", "pretrain.tokens=61440", "evaluate.new_tokens=0")
+        deadline = time.monotonic() + 120
+        while not list(fresh.home.glob("work/pretrain/*/output/checkpoints/step-*")) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        process.kill()
+        process.wait()
+        began = time.monotonic()
+        fresh("pipeline", "run", "full", "pretrain.tokens=61440", "evaluate.new_tokens=0")
+        assert time.monotonic() - began < 180
+        states = [state for (state,) in rows(fresh, "select state_name from flow_run order by created")]
+        assert states == ["Crashed", "Completed"]
+        assert rows(fresh, "select count(*) from task_run where state_name in ('Running', 'Pending')") == [(0,)]
+        tags = rows(fresh, "select name, tags from task_run")
+        # Prefect makes up the end of the name of one that has not begun
+        assert {task.partition("-")[0] for task, found in tags if json.loads(found)} == {"pretrain", "sft", "lora"}
+    finally:
+        fresh("down", settings=False)

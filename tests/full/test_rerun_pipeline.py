@@ -1,0 +1,131 @@
+"""What failed or was killed is run again: with the settings of its run, under other code, in branches side by side."""
+
+from __future__ import annotations
+
+import shutil
+import sqlite3
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.paths import ROOT
+
+from ttrain import tracking
+
+LONGER = "pretrain.tokens=61440"  # 120 steps
+UPSTREAM = ("tokenizer", "shards-pretrain", "shards-lora", "pretrain")
+
+
+def outcomes(cli: Any) -> dict[str, str]:
+    """Of the stages of the newest run."""
+    return {stage["name"]: stage["outcome"] for stage in cli.runs()[0]["stages"]}
+
+
+def logs(cli: Any, stages: tuple[str, ...]) -> dict[str, tuple[int, int]]:
+    """Size and time of the logs of all artifacts of these stages: what their bodies write first."""
+    paths = [path for stage in stages for path in (cli.home / "store" / stage).glob("*/run/log.txt")]
+    assert len(paths) >= len(stages)
+    return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in paths}
+
+
+@pytest.mark.soak
+def test_a_stage_that_failed_on_a_bad_file_is_rerun_alone_and_what_follows(copy_of: Callable[..., Any]) -> None:
+    cli = copy_of()
+    chats = cli.data / "chats.jsonl"
+    good = chats.read_text(encoding="utf-8").replace("Say", "Tell")
+    chats.write_text("not JSON\n" * 20 + good, encoding="utf-8")
+    cli("pipeline", "run", "full", "--engine", "none", code=1)
+    failed = cli.runs()[0]
+    assert failed["outcome"] == "failed" and outcomes(cli)["shards-sft"] == "failed"
+    before = logs(cli, UPSTREAM)
+    chats.write_text(good, encoding="utf-8")
+    said = cli("pipeline", "rerun", "sft", "--run", failed["run"], "--engine", "none", settings=False)
+    assert f"settings of {failed['run']}, apart from the defaults: " in said and 'name="tiny-test"' in said
+    assert logs(cli, UPSTREAM) == before
+    done = dict.fromkeys(("shards-sft", "sft", "lora", "evaluate"), "completed")
+    assert outcomes(cli) == {**dict.fromkeys(UPSTREAM, "cached"), **done}
+    assert cli.to_run() == []
+
+
+@pytest.mark.soak
+def test_work_that_older_code_began_goes_on_under_the_new(copy_of: Callable[..., Any], tmp_path: Path) -> None:
+    """A training is killed, a module that it reads is changed, and the checkpoint is kept all the same."""
+    cli = copy_of()
+    process = cli.start("train", "pretrain", LONGER)
+    wait_for(lambda: list(cli.home.glob("work/pretrain/*/output/checkpoints/step-*")))
+    process.kill()
+    process.communicate()
+    [work] = [path.parent for path in cli.home.glob("work/pretrain/*/ingredients.json")]
+    code = tmp_path / "code"
+    for package in ("ttrain", "flows", "tasks", "configs"):
+        shutil.copytree(ROOT / package, code / package, ignore=shutil.ignore_patterns("__pycache__"))
+    with (code / "ttrain" / "train" / "schedules.py").open("a") as file:
+        file.write("\nA_CONSTANT_THAT_NOTHING_READS = 1\n")
+    cli.environment["PYTHONPATH"] = str(code)
+
+    why = cli.plan(LONGER)["pretrain"]["why"]
+    assert f"unfinished work {work.name[:12]} at step" in why[0] and f"--continue {work.name[:12]} resumes it" in why[0]
+    part = ("pipeline", "run", "full", "--only", "pretrain", "--continue", work.name[:12], "--engine", "none")
+    said = cli(*part, LONGER)
+    manifest = cli.manifest("pretrain", LONGER)
+    [continued] = manifest["continued"]
+    assert continued["key"] == work.name and continued["differences"] == ["module ttrain.train.schedules changed"]
+    assert 0 < continued["step"] <= manifest["result"]["resumed_from_step"] and manifest["result"]["steps"] == 120
+    assert f"continues the unfinished work {work.name[:12]}" in said and not work.exists()
+    assert set(outcomes(cli)) == {"tokenizer", "shards-pretrain", "pretrain"}
+
+    never_killed = copy_of("never-killed")
+    never_killed("train", "pretrain", LONGER)
+    weights = "model/model.safetensors"
+    assert manifest["files"][weights]["sha256"] == never_killed.manifest("pretrain", LONGER)["files"][weights]["sha256"]
+    assert "everything is cached" in cli(*part, LONGER)
+
+
+@pytest.mark.long
+@pytest.mark.soak
+def test_two_variants_at_once_build_what_they_share_once(copy_of: Callable[..., Any]) -> None:
+    cli = copy_of()
+    base = ("pipeline", "run", "full", "--until", "sft", "--engine", "none", "pretrain.seed=5")
+    rates = ("sft.optim.lr=1e-4", "sft.optim.lr=2e-4")
+    both = [cli.start(*base, rate) for rate in rates]
+    said = [process.communicate(timeout=240)[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0], said
+    found = [{stage["name"]: stage for stage in run["stages"]} for run in cli.runs()[:2]]
+    assert sorted(run["pretrain"]["outcome"] for run in found) == ["cached", "completed"]
+    assert [run["sft"]["outcome"] for run in found] == ["completed", "completed"]
+    assert found[0]["pretrain"]["key"] == found[1]["pretrain"]["key"] and found[0]["sft"]["key"] != found[1]["sft"]["key"]
+    assert "lora" not in found[0]
+    for rate in rates:
+        assert cli.to_run("pretrain.seed=5", rate) == ["lora", "evaluate"]
+
+    views = [tracking.read_run(cli.home, run["run"]) for run in cli.runs()[:2]]
+    assert {name for name in views[0].params if views[0].params[name] != views[1].params[name]} == {"sft.optim.lr"}
+    with closing(sqlite3.connect(cli.home / "mlflow" / "mlflow.db")) as db:
+        logged = [dict(db.execute("SELECT key, value FROM params WHERE run_uuid = ?", (view.run_id,))) for view in views]
+        curve = "SELECT step, value FROM metrics WHERE run_uuid = ? AND key = 'Curves/pretrain loss' ORDER BY step"
+        curves = [db.execute(curve, (view.run_id,)).fetchall() for view in views]
+    assert {name for name in logged[0] if logged[0][name] != logged[1].get(name)} == {"sft.optim.lr"}
+    assert curves[0] == curves[1] and len(curves[0]) > 3  # also of the run that found the stage cached
+
+
+@pytest.mark.soak
+def test_a_forced_stage_is_compared_and_a_part_of_the_pipeline_is_recorded_as_one(copy_of: Callable[..., Any]) -> None:
+    cli = copy_of()
+    said = cli("pipeline", "run", "full", "--force", "evaluate", "--only", "evaluate", "--engine", "none")
+    assert "equal to what was stored" in said
+    found = outcomes(cli)
+    assert found.pop("evaluate") == "equal" and set(found.values()) == {"cached"}
+    metrics = cli.runs()[0]["metrics"]
+    assert metrics["eval/bits_per_byte"] > 0 and metrics["sft/validation_loss"] > 0
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 240) -> Any:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if found := condition():
+            return found
+        time.sleep(0.02)
+    raise AssertionError("it did not happen")

@@ -1,0 +1,136 @@
+"""Schedules on a real Prefect server, served by the real command: a cron fires, slots run once, a stop leaves no process."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from datetime import datetime
+
+import psutil
+import pytest
+from support.pipeline_home import Cli
+from support.served import ask, flow_runs, processes_of, serving, slot, wait_until
+
+from ttrain.flows import server_processes
+
+MISSING = "data.pretrain=missing.jsonl"  # a run that fails as soon as it has begun
+# A cron of every five seconds, which the command line does not take, so that the test need not wait for minutes
+EVERY_FIVE_SECONDS = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+from ttrain.flows import schedules
+home = Path(sys.argv[1])
+kept = schedules.find_schedule(home, None)
+with schedules.prefect_client(home):
+    schedules.apply(home, replace(kept, cron="* * * * * */5"))
+"""
+
+
+@pytest.mark.soak
+def test_a_cron_really_fires_and_a_stop_leaves_the_schedule_and_no_process(fresh: Cli) -> None:
+    """On the versions that are pinned: with other ones of what Prefect stands on, its scheduler never schedules."""
+    with serving(fresh) as served:
+        assert "scheduled: full/tiny-test" in fresh("pipeline", "schedule", "full", "--cron", "0 2 1 1 *", MISSING)
+        served.wait_for("scheduled: full/tiny-test")
+        assert "is served already, by process" in fresh("pipeline", "serve", code=2, settings=False)
+        [deployment] = ask(fresh.home, "deployments/filter", {})
+        assert len(deployment["schedules"]) == 1, "what serves, and sees it in the home, makes no second one"
+        every_five_seconds(fresh)
+        [first, *_] = wait_until(lambda: flow_runs(fresh.home, "Failed"), 90, lambda: served.said)
+        assert "missing.jsonl" in first["state"]["message"] and first["auto_scheduled"]
+        assert served.stop() == 0
+    assert not processes_of(fresh.home), "neither a run nor the server outlives what serves"
+    database = f"file:{fresh.home / 'prefect' / 'prefect.db'}?mode=ro"
+    with contextlib.closing(sqlite3.connect(database, uri=True)) as db:
+        paused, active = db.execute(
+            "SELECT paused, active FROM deployment JOIN deployment_schedule ON deployment.id = deployment_id"
+        ).fetchone()
+    assert (paused, active) == (0, 1)
+
+
+@pytest.mark.soak
+def test_the_server_of_one_that_served_and_was_killed_ends_with_the_next_one(fresh: Cli) -> None:
+    with serving(fresh) as served:
+        served.wait_for("stop with Ctrl-C")
+        served.process.kill()
+        served.process.wait()
+    assert server_processes.live_server(fresh.home, "prefect")
+    with serving(fresh) as served:
+        served.wait_for("stop with Ctrl-C")
+        assert served.stop() == 0, served.said  # at once: whatever it still imports or asks
+    assert not processes_of(fresh.home)
+
+
+@pytest.mark.long
+@pytest.mark.soak
+def test_late_slots_run_once_and_a_schedule_is_listed_paused_changed_resumed_and_removed(fresh: Cli) -> None:
+    with serving(fresh):
+        fresh("pipeline", "schedule", "full", "--cron", "0 2 1 1 *", MISSING)
+        fresh("pipeline", "serve", "--unless-served", settings=False)
+        every_five_seconds(fresh)
+        # Prefect's scheduler makes the slots to come some seconds later
+        wait_until(lambda: any(slot(run) < time.time() + 10 for run in flow_runs(fresh.home, "Scheduled")), 60)
+    stopped = time.time()
+    time.sleep(11)  # slots pass: two, or three
+
+    with serving(fresh) as served:
+        began = time.time()
+        newest = wait_until(lambda: flow_runs(fresh.home, "Skipped"), 60, lambda: served.said)
+        wait_until(lambda: [run for run in flow_runs(fresh.home, "Failed") if slot(run) > slot(newest[-1])], 60)
+        skipped = [run for run in flow_runs(fresh.home, "Skipped") if stopped < slot(run) < began]
+        ran = [run for run in flow_runs(fresh.home, "Failed", "Running", "Pending") if stopped < slot(run) < began]
+        assert len(skipped) >= 1 and len(ran) <= 1, "of the late slots the newest at most"
+        assert "covers it" in skipped[0]["state"]["message"]
+
+        [listed] = json.loads(fresh("pipeline", "schedule", "list", "--json", settings=False))
+        assert (listed["schedule"], listed["paused"], listed["on_server"]) == ("full/tiny-test", False, True)
+        assert listed["served_by"] == served.process.pid and listed["last"]["outcome"] in ("Failed", "Skipped")
+        assert datetime.fromisoformat(listed["next"]).timestamp() > began
+        fresh("pipeline", "schedule", "pause", settings=False)
+        assert not flow_runs(fresh.home, "Scheduled"), "no slot is to come while it is paused"
+        fresh("pipeline", "schedule", "full", "--cron", "0 3 1 1 *", "--timezone", "UTC", MISSING)
+        [listed] = json.loads(fresh("pipeline", "schedule", "list", "--json", settings=False))
+        assert listed["paused"] and listed["next"].endswith("-01-01T03:00:00+00:00"), "what changes it leaves it paused"
+        fresh("pipeline", "schedule", "resume", "full", settings=False)
+        wait_until(lambda: flow_runs(fresh.home, "Scheduled"), 30)
+        fresh("pipeline", "schedule", "remove", settings=False)
+        assert not ask(fresh.home, "deployments/filter", {}) and not flow_runs(fresh.home, "Scheduled")
+        assert "nothing is scheduled" in fresh("pipeline", "schedule", "list", settings=False)
+        assert served.stop(signal.SIGINT) == 130
+
+
+def every_five_seconds(cli: Cli) -> None:
+    subprocess.run([sys.executable, "-c", EVERY_FIVE_SECONDS, str(cli.home)], env=cli.environment, check=True)
+
+
+@pytest.mark.long
+@pytest.mark.soak
+def test_a_night_by_a_cron_is_stopped_continued_and_outlives_its_server(fresh: Cli) -> None:
+    """Each minute: stopped in pretraining by a SIGTERM to what serves, continued by the next slot; the server is killed."""
+    slow = ("pretrain.tokens=61440", "evaluate.new_tokens=0")
+    with serving(fresh) as served:
+        assert "next: " in fresh("pipeline", "schedule", "nightly", "--cron", "* * * * *", "--timezone", "UTC", *slow)
+        wait_until(lambda: list(fresh.home.glob("work/pretrain/*/output/checkpoints/step-*")), 240, lambda: served.said)
+        assert served.stop() == 0
+        assert "Unfinished" in served.said or "Cancelled" in served.said, served.said
+    assert not processes_of(fresh.home)
+
+    with serving(fresh) as served:
+        wait_until(lambda: flow_runs(fresh.home, "Running"), 120, lambda: served.said)
+        wait_until(lambda: list(fresh.home.glob("work/pretrain/*/output")) or flow_runs(fresh.home, "Promoted"), 60)
+        server = server_processes.live_server(fresh.home, "prefect")
+        assert server is not None
+        psutil.Process(server.pid).kill()
+        served.wait_for("the Prefect server is gone; starting it again", 60)
+        promoted = wait_until(lambda: flow_runs(fresh.home, "Promoted"), 240, lambda: served.said)
+        wait_until(lambda: flow_runs(fresh.home, "NothingNew"), 180, lambda: served.said)
+        assert len(promoted) == 1
+        result = fresh.manifest("pretrain", *slow)["result"]
+        assert result["resumed_from_step"] > 0
+    assert served.process.returncode == 0 and not processes_of(fresh.home)

@@ -1,0 +1,487 @@
+"""`up` and `down` with the real servers once, and with two tiny doubles where only the bookkeeping matters."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import socket
+import sqlite3
+import stat
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from support.browser import Browser, executable
+from support.paths import ROOT
+
+from ttrain import tracking
+from ttrain.errors import TTrainError
+from ttrain.flows import orchestrate, server_processes, servers
+from ttrain.flows.access_control import BODY_BYTES
+from ttrain.store import server_records
+
+STARTED_BY_THE_RUN = """
+import os, sys, time
+from pathlib import Path
+from ttrain.flows import orchestrate, servers
+home = Path(sys.argv[1])
+os.environ.update(servers.prefect_environment(home))
+ready = orchestrate.start_temporary_server(home)
+from prefect import flow, get_run_logger
+ready()
+@flow
+def greet():
+    get_run_logger().info("said to the API")
+greet()
+print(os.environ["PREFECT_API_URL"], os.environ["PREFECT_API_AUTH_STRING"], flush=True)
+time.sleep(60)
+"""
+# A double of a server: answers everything with 200
+DOUBLE = """
+import http.server, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+    def log_message(self, *args): pass
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+@pytest.fixture(autouse=True)
+def nothing_set_by_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith(("PREFECT_", "MLFLOW_", "DO_NOT_TRACK")) or name.upper().endswith("_PROXY"):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="module")
+def real_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    home = tmp_path_factory.mktemp("home")
+    yield home
+    servers.down(home)
+
+
+@pytest.fixture
+def faked_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A home whose servers are doubles."""
+    (tmp_path / "servers").mkdir()
+    (tmp_path / "servers" / "double.py").write_text(DOUBLE)
+    for name in ("prefect_command", "mlflow_command"):
+        monkeypatch.setattr(servers, name, lambda home, port: (["double", str(port)], {}))
+    yield tmp_path
+    servers.down(tmp_path)
+
+
+@pytest.fixture
+def stranger() -> Iterator[subprocess.Popen[bytes]]:
+    """Another program, which leads a session, as a server does."""
+    command = [sys.executable, "-c", "import time; time.sleep(60)"]
+    with subprocess.Popen(command, start_new_session=True) as process:
+        yield process
+        process.kill()
+
+
+def ports() -> tuple[int, int]:
+    """Two free ones, below those that outgoing connections take."""
+    return server_processes.free_port(random.randrange(20_000, 25_000)), server_processes.free_port(
+        random.randrange(25_000, 30_000)
+    )
+
+
+def processes_of(home: Path) -> set[int]:
+    """All whose command line or working directory names this home."""
+    found = set()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if str(home) in " ".join(process.cmdline()) or process.cwd().startswith(str(home)):
+                found.add(process.pid)
+    return found - {os.getpid()}
+
+
+def answers(url: str, token: str | None = None) -> bool:
+    with contextlib.suppress(OSError), urllib.request.urlopen(asking(url, token), timeout=5):
+        return True
+    return False
+
+
+def asking(url: str, token: str | None, data: bytes | None = None, **headers: str) -> urllib.request.Request:
+    shown = {"Authorization": f"Bearer {token}"} if token else {}
+    return urllib.request.Request(url, data, {**shown, **headers})
+
+
+def within(seconds: float, condition: Any) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return bool(condition())
+
+
+@pytest.mark.soak
+def test_the_real_servers_start_show_a_run_to_who_has_the_token_and_leave_nothing(
+    real_home: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = tracking.open_store(real_home, "test")
+    run: Any = store.start_run("run", run_id=None, parent_run_id=None, tags={}, params={})
+    run.store.client.log_text(run.id, "kept", "report.md")
+    port, other = ports()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", port))
+        taken.listen()
+        found = servers.up(real_home, prefect_port=port, mlflow_port=other)
+        assert f":{port}" not in found.prefect_url and f"port {port} is taken" in caplog.text
+        assert servers.up(real_home, prefect_port=port) == found == servers.running(real_home)
+
+    token = server_records.read_token(real_home)
+    assert answers(f"{found.prefect_api_url}/health") and answers(f"{found.mlflow_url}/health")
+    for url in (found.prefect_url, f"{found.prefect_api_url}/version", found.mlflow_url, f"{found.mlflow_url}/version"):
+        assert answers(url, token) and not answers(url) and not answers(url, "another")
+    for url in (f"{found.prefect_api_url}/flows/", f"{found.mlflow_url}/ajax-api/2.0/mlflow/experiments/create"):
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            urllib.request.urlopen(
+                asking(url, None, b'{"name": "of another account"}', **{"Content-Type": "application/json"})
+            )
+        large = {"Content-Type": "application/json", "Content-Length": str(300_000_000)}
+        with pytest.raises(urllib.error.HTTPError, match="413"):
+            urllib.request.urlopen(asking(url, token, b"", **large))
+    chosen = servers.prefect_environment(real_home)
+    assert chosen["PREFECT_API_URL"] == found.prefect_api_url and chosen["PREFECT_API_AUTH_STRING"] == token
+    with urllib.request.urlopen(
+        asking(f"{found.mlflow_url}/ajax-api/2.0/mlflow/artifacts/list?run_id={run.id}", token)
+    ) as reply:
+        assert [file["path"] for file in json.load(reply)["files"]] == ["report.md"]
+    with urllib.request.urlopen(asking(f"{found.mlflow_url}/get-artifact?path=report.md&run_uuid={run.id}", token)) as reply:
+        assert reply.read() == b"kept"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", found.mlflow_url)  # the home's own server, by its address
+    there: Any = tracking.open_store(real_home, "by address")
+    told = there.start_run("told", run_id=None, parent_run_id=None, tags={}, params={})
+    large_file = real_home / "weights.bin"
+    large_file.write_bytes(bytes(BODY_BYTES + 1))
+    told.store.client.log_artifact(told.id, str(large_file))
+    assert told.store.client.list_artifacts(told.id)[0].file_size == BODY_BYTES + 1
+    there.close()
+    monkeypatch.delenv("MLFLOW_TRACKING_URI")
+    large_file.unlink()
+    databases = [real_home / "mlflow" / "mlflow.db", real_home / "prefect" / "prefect.db"]
+    logs = [real_home / "servers" / name for name in ("mlflow.log", "prefect.log")]
+    assert token and not [path for path in (*databases, *logs) if token.encode() in path.read_bytes()]
+    for url in (found.mlflow_url, f"{found.prefect_api_url}/health", f"{found.mlflow_url}/ajax-api/2.0/mlflow/runs/create"):
+        sent = b"{}" if url.endswith("create") else None
+        for headers in ({"Host": "evil.example"}, {"Origin": "http://evil.example"}):
+            foreign = asking(url, token, sent, **headers)
+            with pytest.raises(urllib.error.HTTPError, match="403"):
+                urllib.request.urlopen(foreign)
+
+    for path, sent in (("config", None), ("providers", None), ("message", b'{"message": "run this"}')):  # MLflow's assistant
+        asked = asking(f"{found.mlflow_url}/ajax-api/3.0/mlflow/assistant/{path}", token, sent)
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            urllib.request.urlopen(asked)
+
+    family = processes_of(real_home)
+    assert not [pid for pid in family if token in " ".join(psutil.Process(pid).cmdline())]
+    listening = {c.laddr.ip for pid in family for c in psutil.Process(pid).net_connections() if c.status == "LISTEN"}
+    assert len(family) >= 2 and listening == {"127.0.0.1"}
+    assert servers.down(real_home) == ["prefect", "mlflow"]
+    assert not processes_of(real_home) and not any(map(psutil.pid_exists, family))
+    assert servers.down(real_home) == [] and servers.running(real_home) is None
+
+
+# Whether a web socket of that address may be tried at all: one that a policy forbids throws, or is closed without a try
+FORBIDDEN_SOCKET = """new Promise(done => {
+    document.addEventListener("securitypolicyviolation", () => done(true), {once: true});
+    setTimeout(() => done(false), 2000);
+    try { new WebSocket("ADDRESS", "prefect").onopen = () => done(false); } catch { done(true); }
+})"""
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(executable() is None, reason="no Chromium is installed")
+def test_the_pages_of_the_servers_load_and_contact_nothing_else(real_home: Path) -> None:
+    found = servers.up(real_home, prefect_port=ports()[0], mlflow_port=ports()[1])
+    token, socket_url = server_records.read_token(real_home), found.prefect_url.replace("http", "ws")
+    pages = {"/dashboard": "Work Pools", "/runs": "Runs", "/v2/dashboard": "Work Pools", "/v2/runs": "Runs"}
+    with Browser() as browser:
+        for address, words in {f"{found.prefect_url}{path}": words for path, words in pages.items()}.items():
+            browser.open(f"{found.prefect_url}/?token={token}")
+            browser.open(address)
+            browser.wait_for(f"document.body.innerText.includes('{words}')")
+            browser.settle()
+        assert browser.evaluate(FORBIDDEN_SOCKET.replace("ADDRESS", f"{socket_url}/api/events/out")) is False
+        assert browser.evaluate(FORBIDDEN_SOCKET.replace("ADDRESS", "ws://127.0.0.1:9/")) is True
+        browser.open(f"{found.mlflow_url}/?token={token}")
+        browser.wait_for("document.body.innerText.includes('Experiments')")
+        browser.settle()
+        own = (found.prefect_url, found.mlflow_url, "data:", "blob:", "about:")
+        assert browser.requests and not [url for url in browser.requests if not url.startswith(own)]
+        refused = [error for error in browser.errors if "violates" in error]
+        assert all("amplitude" in error or "ws://127.0.0.1:9/" in error for error in refused), refused
+    servers.down(real_home)
+
+
+@pytest.mark.soak
+def test_a_run_has_its_own_server_which_hears_its_logs_and_dies_with_it(real_home: Path) -> None:
+    servers.down(real_home)
+    command = [sys.executable, "-c", STARTED_BY_THE_RUN, str(real_home)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=subprocess.STDOUT, start_new_session=True) as run:
+        try:
+            assert run.stdout is not None
+            url, _, token = run.stdout.readline().decode().strip().partition(" ")
+            assert url.startswith("http://127.0.0.1:"), "the first line in the terminal is ours: no log came before it"
+            assert answers(f"{url}/version", token) and not answers(f"{url}/version")
+            assert not (real_home / "servers" / "token").exists() or server_records.read_token(real_home) != token
+            database = f"file:{real_home / 'prefect' / 'prefect.db'}?mode=ro"
+
+            def logged() -> bool:
+                with contextlib.closing(sqlite3.connect(database, uri=True)) as db:
+                    return bool(db.execute("SELECT 1 FROM log WHERE message = 'said to the API'").fetchone())
+
+            assert within(10, logged)
+        finally:
+            run.kill()
+    assert within(10, lambda: not answers(f"{url}/health")) and within(10, lambda: not processes_of(real_home))
+
+
+@contextlib.contextmanager
+def run_with_its_own_server(home: Path, environment: dict[str, str] | None = None, nice: int = 0) -> Iterator[str]:
+    """A process that starts a server where it needs one and runs a flow through it; yields the address that it used, and
+    its token."""
+    command = [*(("nice", "-n", str(nice)) if nice else ()), sys.executable, "-c", STARTED_BY_THE_RUN, str(home)]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, start_new_session=True, env={**os.environ, **(environment or {})}
+    ) as run:
+        try:
+            assert run.stdout is not None
+            yield run.stdout.readline().decode().strip()
+        finally:
+            run.kill()
+
+
+def flow_states(home: Path) -> list[str]:
+    with contextlib.closing(sqlite3.connect(f"file:{home / 'prefect' / 'prefect.db'}?mode=ro", uri=True)) as db:
+        return [state for (state,) in db.execute("SELECT state_name FROM flow_run")]
+
+
+@pytest.mark.long
+@pytest.mark.soak
+def test_two_first_runs_at_once_on_a_fresh_home_share_its_database(tmp_path: Path) -> None:
+    home, urls = tmp_path / "home", list[str]()
+
+    def run() -> None:
+        with run_with_its_own_server(home) as used:
+            urls.append(used)
+
+    both = [threading.Thread(target=run) for _ in range(2)]
+    for one in both:
+        one.start()
+    for one in both:
+        one.join()
+    assert len(set(urls)) == 2 and all(url.startswith("http://127.0.0.1:") for url in urls)
+    assert flow_states(home) == ["Completed", "Completed"]
+    assert "locked" not in (home / "servers" / "own.log").read_text()
+    assert within(20, lambda: not processes_of(home)), "neither server outlives the run that started it"
+
+
+@pytest.mark.long
+@pytest.mark.soak
+def test_a_server_starts_on_a_busy_machine(tmp_path: Path) -> None:
+    """Prefect's own limit is 20 s, which a first start passes where others compute."""
+    hogs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2 * (os.cpu_count() or 1))]
+    try:
+        with run_with_its_own_server(tmp_path / "home", nice=10) as url:
+            assert url.startswith("http://127.0.0.1:")
+            assert flow_states(tmp_path / "home") == ["Completed"]
+    finally:
+        for hog in hogs:
+            hog.kill()
+            hog.wait()
+    assert within(30, lambda: not processes_of(tmp_path / "home"))
+
+
+@pytest.mark.long
+@pytest.mark.soak
+def test_a_server_elsewhere_is_used_and_none_is_started(tmp_path: Path) -> None:
+    with run_with_its_own_server(tmp_path / "there") as there:
+        url, token = there.split()
+        with run_with_its_own_server(tmp_path / "here", {"PREFECT_API_URL": url, "PREFECT_API_AUTH_STRING": token}) as used:
+            assert used == there
+            assert not (tmp_path / "here" / "servers" / "own.log").exists()
+        assert flow_states(tmp_path / "there") == ["Completed", "Completed"]
+    assert within(20, lambda: not processes_of(tmp_path))
+
+
+def test_two_ups_at_once_start_one_of_each(faked_home: Path) -> None:
+    found: list[servers.ServerAddresses] = []
+    wanted = ports()
+    both = [
+        threading.Thread(target=lambda: found.append(servers.up(faked_home, prefect_port=wanted[0], mlflow_port=wanted[1])))
+        for _ in range(2)
+    ]
+    for one in both:
+        one.start()
+    for one in both:
+        one.join()
+    assert len(found) == 2 and found[0] == found[1]
+    assert len(processes_of(faked_home)) == 2
+
+
+def test_a_port_that_another_program_takes_meanwhile_is_passed_over(
+    faked_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two servers that start at once may find the same port free; the other one's answer is not taken for our own."""
+    port, free_port = ports()[0], server_processes.free_port
+    with subprocess.Popen([sys.executable, faked_home / "servers" / "double.py", str(port)]) as faster:
+        assert within(10, lambda: answers(f"http://127.0.0.1:{port}/api/health"))
+        monkeypatch.setattr(server_processes, "free_port", lambda wanted: port if wanted == port else free_port(wanted))
+        try:
+            servers.start(faked_home, {"prefect": port})
+        finally:
+            faster.kill()
+    server = server_processes.live_server(faked_home, "prefect")
+    assert server is not None and server.port > port and server.owns(server.pid)
+
+
+def test_a_server_that_was_killed_is_started_again_and_the_other_is_kept(faked_home: Path) -> None:
+    first = servers.up(faked_home, prefect_port=ports()[0], mlflow_port=ports()[1])
+    pids = {name: json.loads((faked_home / "servers" / f"{name}.json").read_text())["pid"] for name in ("prefect", "mlflow")}
+    psutil.Process(pids["prefect"]).kill()
+    assert within(5, lambda: servers.running(faked_home) is None)
+    assert "PREFECT_API_URL" not in servers.prefect_environment(faked_home)
+    second = servers.up(faked_home, prefect_port=ports()[0])
+    assert second.mlflow_url == first.mlflow_url and psutil.pid_exists(pids["mlflow"])
+    assert servers.down(faked_home) == ["prefect", "mlflow"] and not processes_of(faked_home)
+
+
+def test_a_recycled_pid_is_neither_taken_for_a_server_nor_killed(
+    faked_home: Path, stranger: subprocess.Popen[bytes]
+) -> None:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        record = {"name": "prefect", "pid": stranger.pid, "port": listening.getsockname()[1], "token": "of old"}
+        (faked_home / "servers" / "prefect.json").write_text(json.dumps(record))
+        assert "PREFECT_API_URL" not in servers.prefect_environment(faked_home)
+    assert servers.down(faked_home) == []
+    assert stranger.poll() is None and not (faked_home / "servers" / "prefect.json").exists()
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"pid": 1}', "not json", '{"pid": PID, "port": 1, "token": null}'])
+def test_a_damaged_file_owns_no_process(faked_home: Path, text: str, stranger: subprocess.Popen[bytes]) -> None:
+    path = faked_home / "servers" / "prefect.json"
+    path.write_text(text.replace("PID", str(stranger.pid)))  # null is also what asking for an absent token gives
+    server = server_processes.read(faked_home, "prefect")
+    if server and server.processes():
+        path.unlink()  # before `down` would end them
+        pytest.fail(f"owns {server.processes()}")
+    assert servers.running(faked_home) is None and servers.down(faked_home) == []
+    assert stranger.poll() is None and not path.exists()
+
+
+def test_a_server_that_dies_says_why_and_takes_the_other_along(faked_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers, "mlflow_command", lambda home, port: (["there_is_no_such_module"], {}))
+    with pytest.raises(TTrainError, match=r"(?s)mlflow server ended with exit code 1.*No module named there_is_no"):
+        servers.up(faked_home, prefect_port=ports()[0], mlflow_port=ports()[1])
+    assert not processes_of(faked_home) and servers.running(faked_home) is None
+
+
+def test_the_environment_prefers_what_the_user_has_set(faked_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    servers.up(faked_home, prefect_port=ports()[0], mlflow_port=ports()[1])
+    monkeypatch.setenv("PREFECT_API_URL", "http://elsewhere:4200/api")
+    monkeypatch.setenv("PREFECT_HOME", "/users/choice")
+    chosen = servers.prefect_environment(faked_home)
+    assert not {"PREFECT_API_URL", "PREFECT_HOME", "PREFECT_SERVER_EPHEMERAL_ENABLED"} & set(chosen)
+    orchestrate.start_temporary_server(faked_home)()
+    assert os.environ["PREFECT_API_URL"] == "http://elsewhere:4200/api"
+
+
+def test_the_token_is_for_the_homes_own_servers_alone(faked_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = servers.up(faked_home, prefect_port=ports()[0], mlflow_port=ports()[1])
+    token = server_records.read_token(faked_home)
+    assert token and servers.prefect_environment(faked_home)["PREFECT_API_AUTH_STRING"] == token
+    monkeypatch.setenv("PREFECT_API_AUTH_STRING", "of another server")
+    assert servers.prefect_environment(faked_home)["PREFECT_API_AUTH_STRING"] == token, "the other's is not sent to this one"
+    for url in ("http://elsewhere:4200/api", found.prefect_api_url.replace("127.0.0.1", "127.0.0.1.elsewhere"), "nonsense"):
+        monkeypatch.setenv("PREFECT_API_URL", url)
+        assert "PREFECT_API_AUTH_STRING" not in servers.prefect_environment(faked_home)
+    monkeypatch.setenv("PREFECT_API_URL", found.prefect_api_url)  # as a child of a run has it
+    assert servers.prefect_environment(faked_home)["PREFECT_API_AUTH_STRING"] == token
+
+    port = found.mlflow_url.rpartition(":")[2]
+    for url in (found.mlflow_url, f"{found.mlflow_url}/"):
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", url)
+        assert tracking.tracking_uri(faked_home) == url.replace("//", f"//ttrain:{token}@")
+        assert server_records.page_with_token(faked_home, f"{url}#/runs").endswith(f":{port}/?token={token}#/runs")
+    others = [
+        found.prefect_url,
+        f"http://elsewhere:{port}",
+        f"http://localhost:{port}",
+        f"http://127.0.0.1:{port}0",
+        f"https://127.0.0.1:{port}",
+        f"http://127.0.0.1:{port}@elsewhere",
+        f"http://me:mine@127.0.0.1:{port}",
+        f"http://[::1]:{port}",
+        "sqlite:///a.db",
+    ]
+    for url in others:  # fmt: skip
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", url)
+        assert tracking.tracking_uri(faked_home) == url
+    servers.down(faked_home)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", found.mlflow_url)
+    assert tracking.tracking_uri(faked_home) == found.mlflow_url, "another account's program may have its port now"
+
+
+def test_the_token_is_in_a_file_of_its_owner_and_in_no_argument(faked_home: Path) -> None:
+    servers.up(faked_home, prefect_port=ports()[0], mlflow_port=ports()[1])
+    path = faked_home / "servers" / "token"
+    token = path.read_text().strip()
+    assert len(token) > 40 and [stat.S_IMODE(one.stat().st_mode) for one in (path, path.parent)] == [0o600, 0o700]
+    for pid in processes_of(faked_home):
+        process = psutil.Process(pid)
+        assert token not in " ".join(process.cmdline()) and process.environ()[server_records.ACCESS] == token
+    servers.down(faked_home)
+    servers.up(faked_home, prefect_port=ports()[0], mlflow_port=ports()[1])
+    assert server_records.read_token(faked_home) == token, "open pages and runs in progress go on"
+    servers.down(faked_home)
+    path.chmod(0o644)
+    assert server_records.read_token(faked_home) is None
+    assert server_records.make_token(faked_home) != token and stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_servers_without_a_token_are_asked_for_and_warned_of(faked_home: Path, caplog: pytest.LogCaptureFixture) -> None:
+    servers.up(faked_home, prefect_port=ports()[0], mlflow_port=ports()[1], auth="off")
+    assert caplog.text.count("servers.auth is off: every account of this machine") == 1
+    assert not (faked_home / "servers" / "token").exists()
+    assert {psutil.Process(pid).environ()[server_records.ACCESS] for pid in processes_of(faked_home)} == {""}
+    server_records.make_token(faked_home)  # of servers that ask for one
+    server = server_processes.live_server(faked_home, "mlflow")
+    assert server and server_records.page_with_token(faked_home, url := f"http://127.0.0.1:{server.port}") == url
+
+
+def test_without_a_server_the_environment_allows_an_ephemeral_one_that_is_silent(tmp_path: Path) -> None:
+    chosen = servers.prefect_environment(tmp_path / "home")
+    assert chosen["PREFECT_SERVER_EPHEMERAL_ENABLED"] == "true" and "PREFECT_API_URL" not in chosen
+    assert chosen["DO_NOT_TRACK"] == "true" and chosen["PREFECT_SERVER_ANALYTICS_ENABLED"] == "false"
+    assert chosen["PREFECT_HOME"] == str(tmp_path.resolve() / "home" / "prefect")
+    assert not (tmp_path / "home").exists(), "asking leaves no trace"
+    assert servers.down(tmp_path / "home") == [] and not (tmp_path / "home").exists()
+
+
+def test_a_proxy_does_not_stand_before_our_own_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://proxy.example:3128")
+    monkeypatch.setenv("NO_PROXY", "intranet.example")
+    assert servers.prefect_environment(tmp_path)["NO_PROXY"] == "intranet.example,127.0.0.1,localhost"
+
+
+def test_neither_prefect_nor_mlflow_is_imported() -> None:
+    code = "import sys, ttrain.flows.servers; assert not {'prefect', 'mlflow', 'torch'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

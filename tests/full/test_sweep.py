@@ -1,0 +1,176 @@
+"""`ttrain sweep` as a user runs it: killed and continued, side by side, pruned; what the study and MLflow have of it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import signal
+import sqlite3
+import subprocess
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.pipeline_home import Cli, write_corpus
+
+from ttrain.core.files import read_json
+
+LONGER = "pretrain.tokens=61440"  # 120 steps
+ADAMW = "pretrain.optim.kind=adamw"
+SHARED = {"tokenizer", "shards-pretrain"}
+
+
+def sweeps(cli: Cli, command: str, *arguments: str) -> Any:
+    return json.loads(cli("sweep", command, *arguments, "--json", settings=False))
+
+
+def trials_of(cli: Cli) -> list[dict[str, Any]]:
+    """Records of all runs of trials, the oldest first."""
+    paths = sorted((cli.home / "runs").glob("*.json"), key=lambda path: path.name)
+    return [record for path in paths if "sweep" in (record := read_json(path) or {})]
+
+
+def built(cli: Cli) -> Counter[str]:
+    """How often each stage was built by a trial."""
+    stages = [stage for record in trials_of(cli) for stage in record["stages"]]
+    return Counter(stage["name"] for stage in stages if stage["outcome"] == "completed")
+
+
+def kill_in_trial(cli: Cli, process: subprocess.Popen[str], number: int) -> None:
+    """SIGKILL once the trial has saved a checkpoint of its training."""
+    deadline = time.monotonic() + 240
+    while time.monotonic() < deadline:
+        assert process.poll() is None, process.stdout and process.stdout.read()
+        running = [r for r in trials_of(cli) if r["sweep"]["trial"] == number]
+        keys = [stage.get("key") for r in running for stage in r["stages"] if stage["outcome"] == "running"]
+        if any((cli.home / "work" / "pretrain" / str(key) / "output" / "checkpoints" / "latest").exists() for key in keys):
+            process.kill()
+            process.communicate()
+            return
+        time.sleep(0.01)
+    raise AssertionError("the trial has saved nothing")
+
+
+def tracked(cli: Cli) -> list[dict[str, Any]]:
+    """MLflow's runs with their tags."""
+    with sqlite3.connect(cli.home / "mlflow" / "mlflow.db") as database:
+        runs = database.execute("select run_uuid, name, status from runs where lifecycle_stage = 'active'").fetchall()
+        tags = database.execute("select run_uuid, key, value from tags").fetchall()
+    found = [{"id": run, "name": name, "status": status} for run, name, status in runs]
+    return [{**run, **{key: value for owner, key, value in tags if owner == run["id"]}} for run in found]
+
+
+@pytest.mark.soak
+def test_a_sweep_that_is_killed_goes_on_inside_its_trial_and_its_best_is_what_the_pipeline_makes(fresh: Cli) -> None:
+    """Trial 2 is killed in its middle; then the same command, which repeats nothing that was finished."""
+    command = ("sweep", "full", "pretrain.optim.lr=log(1e-6,1e-2,3)", ADAMW, LONGER, "--sampler", "grid")
+    kill_in_trial(fresh, fresh.start(*command), 2)
+    (stopped,) = sweeps(fresh, "list")
+    assert stopped["outcome"] == "crashed"
+    assert [trial["outcome"] for trial in stopped["trials"]] == ["completed", "running"]
+
+    said = fresh(*command)
+    assert "2 of 3 goes on" in said
+    shown = sweeps(fresh, "show")
+    assert [(trial["number"], trial["outcome"]) for trial in shown["trials"]] == [(n, "completed") for n in (1, 2, 3)]
+    values = [trial["value"] for trial in shown["trials"]]
+    assert shown["best"]["number"] == values.index(min(values)) + 1 == 3
+    assert Path(shown["page"]).stat().st_size > 10_000
+    assert [trial["sweep"]["trial"] for trial in trials_of(fresh)] == [1, 2, 2, 3]
+    assert built(fresh) == {"tokenizer": 1, "shards-pretrain": 1, "pretrain": 3}
+    (continued,) = [s for s in trials_of(fresh)[2]["stages"] if s["name"] == "pretrain"]
+    assert continued["resumed_from_step"] > 0
+
+    runs = tracked(fresh)
+    (parent,) = [run for run in runs if run["name"] == shown["sweep"]]
+    children = [run for run in runs if run.get("ttrain.trial") and "ttrain.stage" not in run]
+    assert {run["status"] for run in runs} == {"FINISHED"}
+    assert sorted(run["ttrain.trial"] for run in children) == ["1", "2", "3"]
+    assert {run["mlflow.parentRunId"] for run in children} == {parent["id"]}
+    with sqlite3.connect(fresh.home / "mlflow" / "mlflow.db") as database:
+        doubled = "select count(*) from (select 1 from metrics group by run_uuid, key, step having count(*) > 1)"
+        assert database.execute(doubled).fetchone() == (0,)
+        assert database.execute("select count(*) from model_versions").fetchone() == (0,)
+        latest = f"select key, value from latest_metrics where run_uuid = '{parent['id']}'"
+        figures = dict(database.execute(latest).fetchall())
+    best = next(trial["metrics"] for trial in trials_of(fresh)[::-1] if trial["sweep"]["trial"] == 3)
+    assert {name: figures[name] for name in best} == pytest.approx(best) and figures["sweep/best_trial"] == 3
+
+    words = shlex.split(sweeps(fresh, "best")["command"])[2:]
+    assert words[:2] == ["run", "full"]
+    plan = json.loads(fresh("pipeline", "plan", *words[1:], "--json", settings=False))["stages"]
+    assert {stage["name"] for stage in plan if stage["state"] == "cached"} == {*SHARED, "pretrain"}
+    fresh(*command)  # all is done: the table alone
+    assert len(trials_of(fresh)) == 4
+
+
+@pytest.mark.soak
+def test_trials_side_by_side_build_what_they_share_once_and_give_what_one_after_the_other_gives(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "data")
+    found = {}
+    for name, options in {"beside": ("--parallel", "2"), "after": ()}.items():
+        cli = Cli(tmp_path / name, tmp_path / "data")
+        said = cli("sweep", "full", "pretrain.optim.muon_lr=choice(0.01,0.02,0.05)", "--sampler", "grid", *options, "--json")
+        found[name] = [trial["value"] for trial in json.loads(said[said.index("\n{") :])["trials"]]
+        assert built(cli) == {"tokenizer": 1, "shards-pretrain": 1, "pretrain": 3}
+        starts = [(record["started_unix"], record["started_unix"] + record["seconds"]) for record in trials_of(cli)]
+        overlaps = sum(a < end and start < b for n, (a, b) in enumerate(starts) for start, end in starts[:n])
+        assert (overlaps > 0) == (name == "beside")
+    assert found["beside"] == found["after"]
+
+
+def test_a_dry_run_tells_what_is_tried_and_leaves_nothing(fresh: Cli) -> None:
+    command = ("sweep", "full", "tokenizer.vocab_size=choice(300,400)", "--sampler", "grid")
+    told = json.loads(fresh(*command, "--dry-run", "--json"))
+    assert told["metric"] == "eval/bits_per_byte"
+    assert (told["once"], told["each"]) == ([], ["tokenizer", "shards-pretrain", "pretrain", "evaluate"])
+    assert [trial["values"] for trial in told["trials"]] == [{"tokenizer.vocab_size": size} for size in (300, 400)]
+    assert not (fresh.home / "sweeps").exists() and not (fresh.home / "runs").exists()
+    assert "log(low,high)" in fresh("sweep", "full", "pretrain.optim.lr=1e-3", code=2)
+
+
+@pytest.mark.soak
+def test_trials_that_are_behind_end_early_that_diverge_are_bad_and_that_are_stopped_go_on(fresh: Cli) -> None:
+    rates = "pretrain.optim.lr=choice(0.01,0.02,0.03,0.000001,1e30)"
+    command = ("sweep", "full", rates, ADAMW, "pretrain.tokens=122880", "pretrain.validate_every_steps=10", "--prune")
+    command = (*command, "--sampler", "grid")
+    process = fresh.start(*command)
+    while process.poll() is None and not any(r["sweep"]["trial"] == 2 for r in trials_of(fresh)):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=120) == 130
+    assert sweeps(fresh, "list")[0]["outcome"] == "interrupted"
+    fresh(*command)
+    shown = sweeps(fresh, "show")
+    assert [trial["outcome"] for trial in shown["trials"]] == [*["completed"] * 3, "pruned", "diverged"]
+    assert "is not finite" in shown["trials"][4]["error"]
+    pruned = shown["trials"][3]
+    assert 0.2 * 122880 <= pruned["curve"][-1][0] < 122880
+    stages = next(record["stages"] for record in trials_of(fresh) if record["run"] == pruned["run"])
+    key = next(stage["key"] for stage in stages if stage["name"] == "pretrain")
+    assert (fresh.home / "work" / "pretrain" / key / "output" / "checkpoints" / "latest").exists()
+    best = shown["best"]["values"]["pretrain.optim.lr"]
+    assert best in (0.01, 0.02, 0.03)
+
+
+@pytest.mark.soak
+def test_vocabularies_are_compared_by_bits_per_byte_of_the_base_model_alone(fresh: Cli) -> None:
+    fresh("sweep", "full", "tokenizer.vocab_size=choice(300,400)", "--sampler", "grid")
+    shown = sweeps(fresh, "show")
+    assert shown["metric"] == "eval/bits_per_byte"
+    assert all(1 < trial["value"] < 8 for trial in shown["trials"])
+    assert built(fresh) == {"tokenizer": 2, "shards-pretrain": 2, "pretrain": 2, "evaluate": 2}
+
+
+@pytest.mark.soak
+def test_a_fault_that_no_trial_would_escape_ends_the_sweep_at_once(fresh: Cli) -> None:
+    (fresh.data / "docs-1.jsonl").write_text("not JSON\n" * 50, encoding="utf-8")
+    said = fresh("sweep", "full", "pretrain.optim.muon_lr=choice(0.01,0.02)", code=1)
+    assert len(trials_of(fresh)) == 1
+    assert "docs-1.jsonl" in said
+    write_corpus(fresh.data.with_name("again"))
+    (fresh.data.with_name("again") / "docs-1.jsonl").rename(fresh.data / "docs-1.jsonl")
+    fresh("sweep", "full", "pretrain.optim.muon_lr=choice(0.01,0.02)")
+    assert [trial["outcome"] for trial in sweeps(fresh, "show")["trials"]] == ["completed"] * 2

@@ -1,0 +1,313 @@
+"""Answers: the same in a batch as alone, the same with the second head as without, and a sample of the model's shares."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from support.tiny_models import NEVER, ending_with, greedy, reference, speaker, write_model
+from torch import nn
+
+from ttrain.config import Lora, Moe
+from ttrain.errors import ArtifactError, DataError, UsageError
+from ttrain.inference.generate import KVCache, TextStream, generate
+from ttrain.inference.loading import load
+from ttrain.inference.sampling import Sampling, sampling
+from ttrain.model import adapters, factory
+from ttrain.store.model_files import ADAPTER, SECOND_HEAD, Reference, weights_digest
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gpt2": {"kind": "gpt2", "tie_embeddings": True},  # learnt positions, which padding must not shift
+    "moyun": {"kind": "moyun"},
+    "tinyseek": {"kind": "tinyseek"},
+    "experts": {"kind": "qwen3", "moe": Moe(experts=4, top_k=2)},
+    "window": {"kind": "mistral", "fields": {"sliding_window": 8}},
+}
+PROMPTS = [[2, 40, 41], [2, 17, 200, 33, 90, 12, 61], [2], [2, 99, 98, 97, 96, 95, 94, 93, 92, 91, 90, 89, 88]]
+LONG = Sampling(max_tokens=24)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_greedy_answers_are_those_of_whole_passes_alone_and_in_a_padded_batch(shape: str, tmp_path: Path) -> None:
+    one = speaker(write_model(tmp_path, **SHAPES[shape]))
+    expected = [greedy(one.model, prompt, 24) for prompt in PROMPTS]
+    assert len({tuple(ids) for ids in expected}) == len(PROMPTS)
+    one = ending_with(one)
+    assert [generate(one, [prompt], LONG)[0].ids for prompt in PROMPTS] == expected
+    assert [said.ids for said in generate(one, PROMPTS, LONG)] == expected
+
+
+def test_an_answer_ends_with_any_of_the_stop_tokens_and_leaves_it_out(directory: Path) -> None:
+    one = speaker(directory)
+    free = greedy(one.model, PROMPTS[0], 24)
+    stop = next(token for at, token in enumerate(free) if at > 5 and token not in free[:at])
+    heard: list[int] = []
+    (said,) = generate(ending_with(one, stop, NEVER), [PROMPTS[0]], LONG, on_tokens=heard.extend)
+    assert said.ended
+    assert said.ids == heard == free[: free.index(stop)]
+    (cut,) = generate(ending_with(one, stop), [PROMPTS[0]], Sampling(max_tokens=free.index(stop)))
+    assert not cut.ended
+    assert cut.ids == said.ids
+    together = generate(ending_with(one, stop), PROMPTS, LONG)
+    assert (together[0].ids, together[0].ended) == (said.ids, True)
+
+
+def test_the_models_stop_tokens_are_its_own_and_those_of_the_tokenizer(directory: Path) -> None:
+    one = speaker(directory)
+    own = json.loads((directory / "generation_config.json").read_bytes())["eos_token_id"]
+    assert {*own, one.encoder.eos_id, one.encoder.end_id} == set(one.stop_ids)
+
+
+def test_generation_settings_that_a_model_brings_do_nothing(directory: Path, tmp_path: Path) -> None:
+    write_model(tmp_path)
+    path = tmp_path / "generation_config.json"
+    own = {"do_sample": True, "temperature": 5.0, "repetition_penalty": 3.0, "no_repeat_ngram_size": 1, "min_new_tokens": 20}
+    path.write_text(json.dumps({**json.loads(path.read_bytes()), **own}))
+    answers = [generate(speaker(place), [PROMPTS[1]], LONG)[0].ids for place in (directory, tmp_path)]
+    assert answers[0] == answers[1]
+
+
+# --- sampling -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_sampled_answer_depends_on_seed_and_number_and_not_on_the_batch(directory: Path) -> None:
+    one = speaker(directory)
+    warm = Sampling(max_tokens=12, temperature=1.0)
+    together = [said.ids for said in generate(one, PROMPTS, warm, numbers=[7, 8, 9, 10])]
+    alone = [generate(one, [prompt], warm, numbers=[7 + at])[0].ids for at, prompt in enumerate(PROMPTS)]
+    assert together == alone
+    same = [generate(one, [PROMPTS[0]], warm, numbers=[number])[0].ids for number in (7, 8)]
+    assert same[0] != same[1]
+    assert generate(one, [PROMPTS[0]], warm.changed("seed", "2"), numbers=[7])[0].ids != same[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "shares"),
+    [
+        ({"temperature": 1.0}, [0.5, 0.3, 0.15, 0.05]),
+        ({"temperature": 0.5}, [0.6849, 0.2466, 0.0616, 0.0068]),  # squares, made to sum to 1
+        ({"temperature": 1.0, "top_k": 2}, [0.625, 0.375, 0, 0]),
+        ({"temperature": 1.0, "top_p": 0.9}, [0.5263, 0.3158, 0.1579, 0]),
+    ],
+)
+def test_samples_have_the_shares_of_the_settings(settings: dict[str, float], shares: list[float]) -> None:
+    from ttrain.inference.generate import logits_processors
+
+    draws = 4000
+    scores = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log().repeat(draws, 1)
+    chosen = logits_processors(sampling(**settings), range(draws), 1)(
+        torch.zeros(draws, 1, dtype=torch.long), scores
+    ).argmax(-1)
+    found = torch.bincount(chosen, minlength=4) / draws
+    assert found.tolist() == pytest.approx(shares, abs=0.03)  # four standard deviations
+    assert [share for share, wanted in zip(found.tolist(), shares, strict=True) if wanted == 0] == [0] * shares.count(0)
+
+
+def test_the_repetition_penalty_counts_the_answer_and_not_the_prompt() -> None:
+    from ttrain.inference.generate import logits_processors
+
+    processors = logits_processors(Sampling(repetition_penalty=2.0), [0], 2)
+    scores = processors(torch.tensor([[0, 1, 3]]), torch.tensor([[1.0, 1.0, 1.0, 1.0]]))
+    assert scores.tolist() == [[1.0, 1.0, 1.0, 0.5]]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [("temperature", "-1", "temperature is '-1'"), ("top_p", "x", "top_p is 'x'"), ("warmth", "1", "the settings are")],
+)
+def test_a_wrong_setting_is_named(name: str, value: str, told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        Sampling().changed(name, value)
+
+
+# --- room and text ------------------------------------------------------------------------------------------------------
+
+
+def test_an_answer_has_the_room_that_the_prompt_leaves(directory: Path) -> None:
+    one = speaker(directory)
+    assert one.max_length == 128
+    (said,) = generate(one, [[2] * 120], Sampling(max_tokens=50))
+    assert len(said.ids) <= 8
+    with pytest.raises(DataError, match=r"128 tokens, but the model .* takes 128"):
+        generate(one, [[2] * 128], LONG)
+
+
+def test_a_character_is_shown_when_all_its_bytes_are_there(directory: Path) -> None:
+    encoder = speaker(directory).encoder
+    text = "a 東 🙂 é\ufffd!"
+    ids = encoder.encode([text])[0]
+    shown = TextStream(encoder)
+    pieces = [shown.add([number]) for number in ids]
+    assert len(ids) > len(text)
+    assert all("\ufffd" not in piece for piece in pieces[:-4])
+    assert "".join([*pieces, shown.end()]) == text
+    cut = TextStream(encoder)
+    assert cut.add(encoder.encode(["東"])[0][:-1]) == ""
+    assert cut.end() == "\ufffd"
+
+
+# --- the second head ----------------------------------------------------------------------------------------------------
+
+
+def fitted_head(one: Any, prompt: list[int], tokens: int) -> nn.Linear:
+    """A head that knows, for the states that the model passes through, which token it says after the next one."""
+    ids = [*prompt, *greedy(one.model, prompt, tokens)]
+    found: list[torch.Tensor] = []
+    handle = one.model.get_output_embeddings().register_forward_pre_hook(lambda module, inputs: found.append(inputs[0]))
+    with torch.inference_mode():
+        one.model(input_ids=torch.tensor([ids]))
+    handle.remove()
+    hidden_TD = found[0][0, len(prompt) - 1 : -2]
+    wanted_TV = nn.functional.one_hot(torch.tensor(ids[len(prompt) + 1 :]), one.model.config.vocab_size).float()
+    head = nn.Linear(hidden_TD.shape[1], wanted_TV.shape[1], bias=False)
+    head.weight.data = torch.linalg.lstsq(hidden_TD, wanted_TV).solution.T.contiguous()
+    return head
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_the_second_head_changes_no_token(shape: str, temperature: float, tmp_path: Path) -> None:
+    write_model(tmp_path, **SHAPES[shape])
+    one = speaker(tmp_path)
+    save_file(fitted_head(one, PROMPTS[1], 14).state_dict(), tmp_path / SECOND_HEAD)
+    one = ending_with(speaker(tmp_path))
+    settings = Sampling(max_tokens=60, temperature=temperature, top_p=0.9, repetition_penalty=1.1 if temperature else 1.0)
+    for prompt in PROMPTS[:2]:
+        heard: list[int] = []
+        (plain,) = generate(one, [prompt], settings)
+        (said,) = generate(one, [prompt], settings, draft=True, on_tokens=heard.extend)
+        assert said.ids == plain.ids == heard
+        assert len(said.ids) == 60
+        assert said.drafts is not None
+        assert said.drafts.passes + said.drafts.accepted in (60, 61)  # the last guess may be one too many
+        assert said.drafts.drafted == said.drafts.passes - 1
+        if prompt == PROMPTS[1] and not temperature:
+            assert said.drafts.accepted >= 6  # it knows the first fourteen states, of which it is asked at every second
+
+
+def test_a_right_guess_that_ends_the_answer_ends_it(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    save_file(fitted_head(speaker(tmp_path), PROMPTS[1], 14).state_dict(), tmp_path / SECOND_HEAD)
+    one = speaker(tmp_path)
+    free = greedy(one.model, PROMPTS[1], 14)
+    for stop in free[1:13]:  # said on its own, or as a guess
+        (plain,) = generate(ending_with(one, stop), [PROMPTS[1]], LONG)
+        (said,) = generate(ending_with(one, stop), [PROMPTS[1]], LONG, draft=True)
+        assert (said.ids, said.ended) == (plain.ids, True)
+
+
+def test_without_a_second_head_or_with_a_damaged_one_it_is_said(directory: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"model.multi_token.keep_head=true"):
+        generate(speaker(directory), [[2]], LONG, draft=True)
+    write_model(tmp_path)
+    (tmp_path / SECOND_HEAD).write_bytes(b"nothing")
+    with pytest.raises(ArtifactError, match=SECOND_HEAD):
+        speaker(tmp_path)
+
+
+# --- what a conversation keeps ------------------------------------------------------------------------------------------
+
+
+def positions_of(one: Any) -> list[int]:
+    """Fills with how many positions each pass embeds."""
+    found: list[int] = []
+    one.model.get_input_embeddings().register_forward_hook(lambda module, inputs, out: found.append(inputs[0].shape[1]))
+    return found
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_later_turns_are_answered_as_from_scratch(shape: str, tmp_path: Path) -> None:
+    write_model(tmp_path, **SHAPES[shape])
+    save_file(fitted_head(speaker(tmp_path), PROMPTS[1], 14).state_dict(), tmp_path / SECOND_HEAD)
+    one = ending_with(speaker(tmp_path))
+    short = Sampling(max_tokens=8)
+    kept, history = KVCache(one), list(PROMPTS[1])
+    for turn in range(6):
+        if turn == 3:
+            history = [*PROMPTS[1], 50, 51]  # the oldest exchanges were left out
+        if turn == 5:
+            history = [77]  # nothing is in common
+        (fresh,) = generate(one, [history], short)
+        (said,) = generate(one, [history], short, kv_cache=kept, draft=turn % 2 == 1)
+        assert said.ids == fresh.ids
+        history += [*said.ids, 60 + turn, 70 + turn]
+
+
+@pytest.mark.parametrize("draft", [False, True])
+def test_a_turn_computes_what_is_new_in_it(draft: bool, tmp_path: Path) -> None:
+    write_model(tmp_path)
+    save_file(nn.Linear(16, 300).state_dict(), tmp_path / SECOND_HEAD)
+    one = ending_with(speaker(tmp_path))
+    kept, short = KVCache(one), Sampling(max_tokens=4)
+    (first,) = generate(one, [PROMPTS[1]], short, kv_cache=kept, draft=draft)
+    seen = positions_of(one)
+    generate(one, [[*PROMPTS[1], *first.ids, 60, 61, 62]], short, kv_cache=kept, draft=draft)
+    assert seen[0] == 4  # three new tokens, and the last one of the answer, which went through no pass
+    seen.clear()
+    generate(one, [PROMPTS[1][:5]], short, kv_cache=kept, draft=draft)
+    assert seen[0] == 1
+
+
+def test_an_answer_that_was_interrupted_leaves_nothing_behind(directory: Path) -> None:
+    one = ending_with(speaker(directory))
+    kept = KVCache(one)
+
+    def stop(tokens: list[int]) -> None:
+        raise KeyboardInterrupt
+
+    generate(one, [PROMPTS[1]], LONG, kv_cache=kept)
+    with pytest.raises(KeyboardInterrupt):
+        generate(one, [PROMPTS[1]], LONG, kv_cache=kept, on_tokens=stop)
+    seen = positions_of(one)
+    generate(one, [PROMPTS[1]], LONG, kv_cache=kept)
+    assert seen[0] == len(PROMPTS[1])
+
+
+# --- what is loaded -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["lora", "prefix"])
+def test_an_adapter_answers_as_peft_does(kind: str, directory: Path, tmp_path: Path) -> None:
+    config = Lora(kind=kind, rank=2, targets=("q_proj", "v_proj"), virtual_tokens=3, row_length=32)
+    adapted: Any = adapters.attach(factory.load(directory), config)
+    with torch.no_grad():
+        for tensor in adapters.state(adapted).values():
+            tensor.add_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(3)))
+    for name, content in adapters.files(adapted, base="b", base_digest=weights_digest(directory)).items():
+        (tmp_path / name).write_bytes(content)
+    save_file({name: tensor.detach().clone() for name, tensor in adapters.state(adapted).items()}, tmp_path / ADAPTER)
+    base = tmp_path / "base"
+    shutil.copytree(directory, base)
+    save_file(nn.Linear(16, 300).state_dict(), base / SECOND_HEAD)
+    one = ending_with(load(Reference("mine", base, tmp_path), device="cpu"))
+    expected = [greedy(adapted.eval(), prompt, 12) for prompt in PROMPTS]
+    assert [said.ids for said in generate(one, PROMPTS, Sampling(max_tokens=12))] == expected
+    assert expected[0] != greedy(factory.load(directory), PROMPTS[0], 12)
+    assert [generate(one, [prompt], Sampling(max_tokens=12), draft=True)[0].ids for prompt in PROMPTS] == expected
+    assert one.max_length == 128 - (3 if kind == "prefix" else 0)
+
+
+def test_a_tokenizer_from_elsewhere_is_completed_aside(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|eos|>"}))
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    one = speaker(tmp_path)
+    assert not one.can_chat
+    assert one.encoder.decode(one.encoder.encode(["a text"])[0]) == "a text"
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(ArtifactError, match=r"no tokenizer\.json"):
+        load(reference(tmp_path))

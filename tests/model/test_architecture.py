@@ -1,0 +1,130 @@
+"""Settings of a model: presets by layer, fields that only an architecture knows, and what enters the key."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ttrain.config import Model, PretrainConfig, Settings
+from ttrain.config.loading import load
+from ttrain.config.model import names, sizes_of
+from ttrain.core.hashing import digest_of
+from ttrain.errors import UsageError
+
+SMALL, LARGE = sizes_of("1m"), sizes_of("124m")
+
+
+def model_of(*overrides: str, **layers: Any) -> Model:
+    return load(overrides, **{"environment": {}, **layers}).settings.model
+
+
+def settings_file(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "settings.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_preset_sets_the_sizes(name: str) -> None:
+    model = model_of(f"model.preset={name}")
+    assert {key: getattr(model, key) for key in sizes_of(name)} == sizes_of(name)
+    assert model == Model(preset=name) == Model(**sizes_of(name))
+
+
+PLACES = {"file": 0, "environment": 1, "command line": 2}
+
+
+@pytest.mark.parametrize(("preset", "size"), list(product(PLACES, repeat=2)))
+@pytest.mark.parametrize("first", [True, False], ids=["preset first", "size first"])
+def test_a_size_beside_a_preset_wins_where_its_layer_is_as_strong_or_stronger(
+    tmp_path: Path, preset: str, size: str, first: bool
+) -> None:
+    given: dict[str, list[tuple[str, Any]]] = {place: [] for place in PLACES}
+    given[preset].append(("preset", "124m"))
+    given[size].append(("layers", 7))
+    for place in given.values():
+        place.sort(reverse=first)  # "preset" after "layers", else before it
+    path = settings_file(tmp_path, "model:\n" + "".join(f"  {key}: {value}\n" for key, value in given["file"]))
+    loaded = load(
+        [f"model.{key}={value}" for key, value in given["command line"]],
+        files=[path] if given["file"] else [],
+        environment={f"TTRAIN__MODEL__{key.upper()}": str(value) for key, value in given["environment"]},
+    )
+    wins = PLACES[size] >= PLACES[preset]
+    assert loaded.settings.model.layers == (7 if wins else LARGE["layers"])
+    assert loaded.settings.model.hidden_size == LARGE["hidden_size"]
+    assert loaded.sources["model.hidden_size"] == "preset 124m"
+    assert (loaded.sources["model.layers"] == "preset 124m") is not wins
+
+
+def test_only_the_strongest_preset_counts_and_null_is_none(tmp_path: Path) -> None:
+    path = settings_file(tmp_path, "model: {preset: 500m, heads: 4}")
+    assert model_of("model.preset=1m", files=[path]) == Model(**SMALL), "nothing of 500m, such as its kv_heads"
+    assert model_of("model.preset=null", files=[path]) == Model(heads=4)
+
+
+def test_a_preset_that_does_not_exist_names_those_there_are() -> None:
+    with pytest.raises(UsageError, match=r"model\.preset is '3m' but must be one of: 1m, 5m"):
+        model_of("model.preset=3m")
+    with pytest.raises(UsageError, match=r"model\.preset is '3m'"):
+        Model(preset="3m")
+
+
+def test_a_preset_is_not_in_the_key_but_its_sizes_are() -> None:
+    def key(*overrides: str) -> str:
+        settings = load(overrides, environment={}).settings
+        return digest_of(PretrainConfig(model=settings.model, pretrain=settings.pretrain).model_dump(mode="json"))
+
+    by_hand = [f"model.{name}={'null' if value is None else value}" for name, value in sizes_of("10m").items()]
+    assert key("model.preset=10m") == key(*by_hand) != key()
+    settings = load(["model.preset=10m"], environment={}).settings
+    assert Settings.model_validate(settings.model_dump(mode="json")) == settings
+
+
+# --- fields -------------------------------------------------------------------------------------------------------------
+
+
+def test_fields_of_an_architecture_come_from_every_layer(tmp_path: Path) -> None:
+    path = settings_file(tmp_path, "model: {kind: gpt2, fields: {resid_pdrop: 0.1, embd_pdrop: 0.2, summary_type: mean}}")
+    loaded = load(
+        ["model.fields.embd_pdrop=0.4"], files=[path], environment={"TTRAIN__MODEL__FIELDS__SUMMARY_TYPE": "first"}
+    )
+    assert loaded.settings.model.fields == {"resid_pdrop": 0.1, "embd_pdrop": 0.4, "summary_type": "first"}
+    assert loaded.sources["model.fields.embd_pdrop"] == "command line"
+    assert loaded.sources["model.fields.resid_pdrop"] == str(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("null", None), ("{}", {}), ("[1, 2]", [1, 2]), ("true", True), ("1e-5", "1e-5"), ("gelu", "gelu")]
+)
+def test_a_field_takes_any_value_that_json_has(text: str, value: Any) -> None:
+    assert model_of(f"model.fields.any={text}").fields == {"any": value}
+
+
+def test_a_field_within_a_mapping_may_be_set_alone(tmp_path: Path) -> None:
+    path = settings_file(tmp_path, "model: {fields: {rope_parameters: {rope_type: linear, factor: 2.0}}}")
+    model = model_of("model.fields.rope_parameters.factor=4.0", files=[path])
+    assert model.fields == {"rope_parameters": {"rope_type": "linear", "factor": 4.0}}
+    assert model_of("model.fields={}", files=[path]).fields == {}
+
+
+@pytest.mark.parametrize("text", [".nan", ".inf", "2001-01-01", "!!binary aGk="])
+def test_a_field_that_json_cannot_hold_is_refused(text: str) -> None:
+    """It could not enter the key, nor config.json."""
+    with pytest.raises(UsageError, match=r"model\.fields\.any"):
+        model_of(f"model.fields.any={text}")
+
+
+def test_a_factor_that_would_stretch_nothing_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"model\.rope_factor is 2\.0 but model\.rope_type is default"):
+        model_of("model.rope_factor=2")
+    assert model_of("model.rope_factor=2", "model.rope_type=yarn").rope_factor == 2
+
+
+@pytest.mark.parametrize("key", ["model.field.any", "model.layers.any", "fields.any", "sft.fields.any"])
+def test_only_model_fields_takes_any_name(key: str) -> None:
+    with pytest.raises(UsageError, match=f"unknown setting '{key}'"):
+        model_of(f"{key}=1")

@@ -1,0 +1,402 @@
+"""Models and adapters: causal, separate within a row, strict when loaded, and open to transformers and PEFT."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.doubles import VOCAB, Home, copies, make_tokenizer, run_here, same, stage_settings, tiny_model, write_shards
+
+from ttrain.config import Lora, LoraConfig, PretrainConfig, SftConfig
+from ttrain.core.hashing import sha256_file
+from ttrain.data.record_rows import DocumentRows
+from ttrain.data.shards import ShardSet
+from ttrain.errors import ArtifactError, UsageError
+from ttrain.model import adapters, factory
+from ttrain.stages import lora, pretrain, sft
+from ttrain.train.checkpoint import copy_tensors
+from ttrain.train.kernels import segment_mask
+
+KINDS: tuple[dict[str, Any], ...] = (
+    {"kind": "llama"}, {"kind": "llama", "kv_heads": 1}, {"kind": "qwen3"}, {"kind": "qwen3", "kv_heads": 1},
+)  # fmt: skip
+T = 24
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def random_ids(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randint(9, VOCAB, shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["causal", "segments"])
+@pytest.mark.parametrize("options", KINDS, ids=str)
+def test_no_position_sees_a_later_one(options: dict[str, Any], masked: bool) -> None:
+    model = tiny_model(**options).eval()
+    extra = {"attention_mask": segment_mask(torch.zeros(1, T, dtype=torch.long))} if masked else {}
+    ids = random_ids(1, 1, T)
+    with torch.no_grad():
+        before = model(input_ids=ids, **extra).logits
+        for t in range(T):
+            other = ids.clone()
+            other[0, t] = (ids[0, t] - 9 + 1) % (VOCAB - 9) + 9
+            after = model(input_ids=other, **extra).logits
+            assert torch.equal(before[:, :t], after[:, :t]), f"a change at {t} is seen before it"
+            assert not torch.equal(before[:, t:], after[:, t:])
+
+
+@pytest.mark.parametrize("options", KINDS, ids=str)
+def test_a_document_does_not_see_its_neighbours_in_a_row(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Packed by the real rows; the second of three documents is another text of the same length."""
+    lengths = (9, 8, 10)
+
+    def batch(name: str, second: int) -> Any:
+        rows = [(random_ids(seed, length).tolist(), ()) for seed, length in zip((1, second, 3), lengths, strict=True)]
+        write_shards(tmp_path / name, rows, kind="documents")
+        return DocumentRows(ShardSet(tmp_path / name), 26, 0).batch([0])
+
+    model = tiny_model(**options).eval()
+    logits = []
+    first, other = batch("a", 2), batch("b", 7)
+    for rows in (first, other):
+        mask = segment_mask(torch.from_numpy(rows.segments_BT))
+        with torch.no_grad():
+            out = model(
+                input_ids=torch.from_numpy(rows.input_ids_BT), position_ids=torch.from_numpy(rows.positions_BT),
+                attention_mask=mask,
+            )  # fmt: skip
+        logits.append(out.logits[0])
+    segments = torch.from_numpy(first.segments_BT[0])
+    assert np.array_equal(first.segments_BT, other.segments_BT)
+    assert torch.equal(logits[0][segments != 1], logits[1][segments != 1])
+    assert not torch.equal(logits[0][segments == 1], logits[1][segments == 1])
+    alone = torch.from_numpy(first.input_ids_BT[0][segments.numpy() == 2])[None]
+    with torch.no_grad():
+        torch.testing.assert_close(model(input_ids=alone).logits[0], logits[0][segments == 2], rtol=1e-5, atol=1e-6)
+
+
+def test_the_segment_mask_is_that_of_a_naive_loop() -> None:
+    segments = torch.tensor([[0, 0, 1, 1, 1, -1], [2, 2, 2, 3, -1, -1]])
+    expected = [
+        [[s[i] == s[j] and j <= i for j in range(6)] for i in range(6)] for s in segments.tolist()
+    ]  # fmt: skip
+    assert segment_mask(segments).tolist() == [[rows] for rows in expected]
+
+
+def test_the_same_seed_gives_the_same_model_and_another_another() -> None:
+    first, second, other = (factory.state(tiny_model(seed=seed)) for seed in (1, 1, 2))
+    assert same(first, second)
+    assert not same(first, other)
+
+
+# --- loading ------------------------------------------------------------------------------------------------------------
+
+
+def save_model(model: Any, directory: Path) -> Path:
+    directory.mkdir()
+    for name, data in factory.files(model).items():
+        (directory / name).write_bytes(data)
+    save_file(copy_tensors(factory.state(model)), directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+@pytest.mark.parametrize("options", [*KINDS, {"tie_embeddings": False}], ids=str)
+def test_a_model_that_was_saved_loads_to_the_same_logits(tmp_path: Path, options: dict[str, Any]) -> None:
+    model = tiny_model(**options).eval()
+    loaded = factory.load(save_model(model, tmp_path / "model")).eval()
+    ids = random_ids(1, 2, T)
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, loaded(ids).logits)
+    assert loaded.generation_config.eos_token_id == [3, 8]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_tied_embedding_is_saved_once(tmp_path: Path, tied: bool) -> None:
+    directory = save_model(tiny_model(tie_embeddings=tied), tmp_path / "model")
+    names = {*load_file(directory / "model.safetensors")}
+    assert "model.embed_tokens.weight" in names
+    assert ("lm_head.weight" in names) is not tied
+    loaded = factory.load(directory)
+    assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) is tied
+
+
+NORM, EMBEDDING = "model.norm.weight", "model.embed_tokens.weight"
+
+
+def spoil(weights: dict[str, torch.Tensor], how: str) -> str:
+    """Change the weights; returns the name that an error must hold."""
+    if how == "missing":
+        del weights[NORM]
+        return NORM
+    if how == "unexpected":
+        weights["model.router.weight"] = torch.zeros(2)
+        return "model.router.weight"
+    weights[EMBEDDING] = torch.zeros(VOCAB + 1, 16)
+    return EMBEDDING
+
+
+@pytest.mark.parametrize("how", ["missing", "unexpected", "misshaped"])
+def test_weights_that_do_not_fit_are_refused_by_name(tmp_path: Path, how: str) -> None:
+    model = tiny_model()
+    directory = save_model(model, tmp_path / "model")
+    weights = load_file(directory / "model.safetensors")
+    name = spoil(weights, how)
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ArtifactError, match=name.replace(".", r"\.")):
+        factory.load(directory)
+    before = copies(factory.state(model))
+    with pytest.raises(ArtifactError, match=name.replace(".", r"\.")):
+        factory.load_state(model, weights)
+    assert same(before, factory.state(model)), "nothing was loaded"
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_model_without_one_of_its_files_is_refused(tmp_path: Path, name: str) -> None:
+    directory = save_model(tiny_model(), tmp_path / "model")
+    (directory / name).unlink()
+    with pytest.raises(ArtifactError, match="cannot load a model from"):
+        factory.load(directory)
+
+
+def test_a_torn_weights_file_is_refused(tmp_path: Path) -> None:
+    path = save_model(tiny_model(), tmp_path / "model") / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-7])
+    with pytest.raises(ArtifactError, match="cannot load a model from"):
+        factory.load(path.parent)
+
+
+def test_code_beside_weights_is_never_run_whatever_the_next_line_of_input_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = save_model(tiny_model(), tmp_path / "model")
+    described = json.loads((directory / "config.json").read_bytes())
+    described |= {"model_type": "theirs", "auto_map": {"AutoConfig": "code.Theirs", "AutoModelForCausalLM": "code.Model"}}
+    (directory / "config.json").write_text(json.dumps(described))
+    ran = tmp_path / "ran"
+    (directory / "code.py").write_text(
+        f"open({str(ran)!r}, 'w').close()\nfrom transformers import LlamaConfig as Theirs, LlamaForCausalLM as Model\n"
+    )
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\ny\n"))
+    with pytest.raises(ArtifactError, match="which ttrain never runs"):
+        factory.load(directory)
+    assert not ran.exists()
+
+
+# --- adapters -----------------------------------------------------------------------------------------------------------
+
+ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def config_of(**changes: Any) -> Lora:
+    return Lora(**{"rank": 3, "alpha": 12.0, **changes})
+
+
+@pytest.mark.parametrize("options", KINDS, ids=str)
+def test_a_fresh_adapter_changes_no_bit_of_the_logits(options: dict[str, Any]) -> None:
+    model, ids = tiny_model(**options).eval(), random_ids(1, 2, T)
+    with torch.no_grad():
+        before = model(ids).logits
+        after = adapters.attach(model, config_of()).eval()(ids).logits
+    assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize("targets", [ALL, ("q_proj", "v_proj"), ("down_proj",)], ids=len)
+def test_the_trained_parameters_are_rank_times_in_plus_out_of_the_targets(targets: tuple[str, ...]) -> None:
+    base = tiny_model(kv_heads=1)
+    linear = {name: m for name, m in base.named_modules() if isinstance(m, torch.nn.Linear) and name.endswith(targets)}
+    assert len(linear) == 2 * len(targets), "grouped-query keys and values are not square, and are among them"
+    expected = sum(3 * (m.in_features + m.out_features) for m in linear.values())
+    model = adapters.attach(base, config_of(targets=targets))
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert sum(p.numel() for p in trained.values()) == expected
+    assert all("lora_" in name for name in trained)
+    assert {*adapters.state(model)} == {name.replace(".default", "") for name in trained}
+
+
+def test_an_adapter_adds_alpha_over_rank_times_b_times_a() -> None:
+    base = tiny_model()
+    weight = base.model.layers[1].mlp.up_proj.weight.detach().clone()
+    model = adapters.attach(base, config_of())
+    layer = model.base_model.model.model.layers[1].mlp.up_proj
+    A, B = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    assert float(B.detach().abs().max()) == 0
+    torch.nn.init.normal_(B)
+    x = torch.randn(4, 16)
+    expected = x @ weight.T + (12.0 / 3) * (x @ A.T) @ B.T
+    torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_an_unknown_target_is_refused_by_name() -> None:
+    with pytest.raises(UsageError, match=r"lora\.targets names qkv_proj, .* are down_proj, gate_proj, k_proj"):
+        adapters.attach(tiny_model(), config_of(targets=("q_proj", "qkv_proj")))
+
+
+@pytest.mark.parametrize("how", ["missing", "unexpected", "misshaped"])
+def test_weights_of_another_adapter_are_refused_by_name(how: str) -> None:
+    model = adapters.attach(tiny_model(), config_of())
+    weights = copies(adapters.state(model))
+    name = sorted(weights)[0]
+    if how == "missing":
+        del weights[name]
+    elif how == "misshaped":
+        weights[name] = weights[name][:1]
+    else:
+        name = "base_model.model.other.lora_A.weight"
+        weights[name] = torch.zeros(1)
+    with pytest.raises(ArtifactError, match=name.replace(".", r"\.")):
+        adapters.load_state(model, weights)
+
+
+@pytest.fixture(scope="module")
+def stages(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A pretraining, an SFT on it and an adapter on that, by their stages; {"pretrain": directory, ...}."""
+    root = tmp_path_factory.mktemp("stages")
+    home, settings = Home.make(root / "home"), stage_settings(steps=6)
+    outputs = {name: root / name for name in ("pretrain", "sft", "lora")}
+    results = {}
+    chats = home.chats.path
+    for name, module, config, inputs in (
+        ("pretrain", pretrain, PretrainConfig(model=settings.model, pretrain=settings.pretrain),
+         {"tokenizer": home.tokenizer.path, "shards": home.documents.path}),
+        ("sft", sft, SftConfig(sft=settings.sft), {"base": outputs["pretrain"], "shards": chats}),
+        ("lora", lora, LoraConfig(lora=settings.lora), {"base": outputs["sft"], "shards": chats}),
+    ):  # fmt: skip
+        results[name] = run_here(module, config, outputs[name], inputs, settings.runtime)
+    return {"outputs": outputs, "results": results, "home": home, "settings": settings}
+
+
+def test_training_an_adapter_leaves_the_base_as_it_was(stages: Any) -> None:
+    """Digest of the base's file, and the weights within PEFT's model after training."""
+    settings, outputs = stages["settings"], stages["outputs"]
+    base = factory.load(outputs["sft"] / "model")
+    digest = sha256_file(outputs["sft"] / "model" / "model.safetensors")
+    recorded = json.loads((outputs["lora"] / "adapter" / "base.json").read_text())["base_weights_sha256"]
+    assert recorded == digest
+    frozen = copies(base.state_dict())
+    model = adapters.attach(base, settings.lora)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+    for step in range(20):
+        ids = random_ids(step, 2, T)
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    kept = {
+        name.removeprefix("base_model.model.").replace(".base_layer", ""): tensor
+        for name, tensor in model.state_dict().items()
+        if "lora_" not in name
+    }
+    assert same(frozen, kept)
+    moved = adapters.state(model)
+    assert all(float(moved[name].abs().max()) > 0 for name in moved if "lora_B" in name), "every adapter learnt"
+
+
+def test_an_adapter_opens_with_peft_and_moves_the_logits(stages: Any) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    outputs = stages["outputs"]
+    base = AutoModelForCausalLM.from_pretrained(outputs["sft"] / "model").eval()
+    ids = random_ids(1, 2, T)
+    with torch.no_grad():
+        before = base(ids).logits
+        theirs = PeftModel.from_pretrained(base, outputs["lora"] / "adapter").eval()(ids).logits
+        digest = sha256_file(outputs["sft"] / "model" / "model.safetensors")
+        ours = adapters.load(factory.load(outputs["sft"] / "model"), outputs["lora"] / "adapter", digest).eval()
+        assert torch.equal(ours(ids).logits, theirs)
+        assert not torch.allclose(before, theirs, atol=1e-3)
+        merged = ours.merge_and_unload()(ids).logits
+    torch.testing.assert_close(merged, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_an_adapter_file_holds_the_adapter_only(stages: Any) -> None:
+    outputs, results = stages["outputs"], stages["results"]
+    weights = load_file(outputs["lora"] / "adapter" / "adapter_model.safetensors")
+    assert all(".lora_A." in name or ".lora_B." in name for name in weights)
+    assert sum(tensor.numel() for tensor in weights.values()) == results["lora"]["trainable_parameters"]
+    settings = json.loads((outputs["lora"] / "adapter" / "adapter_config.json").read_text())
+    assert (settings["r"], settings["lora_alpha"], sorted(settings["target_modules"])) == (2, 32.0, sorted(ALL))
+    size = (outputs["lora"] / "adapter" / "adapter_model.safetensors").stat().st_size
+    assert size < 0.2 * (outputs["sft"] / "model" / "model.safetensors").stat().st_size
+
+
+def test_an_adapter_is_refused_on_another_base(stages: Any) -> None:
+    outputs = stages["outputs"]
+    base = outputs["pretrain"] / "model"
+    with pytest.raises(ArtifactError, match="was trained on the base"):
+        adapters.load(factory.load(base), outputs["lora"] / "adapter", sha256_file(base / "model.safetensors"))
+
+
+@pytest.mark.parametrize("name", ["pretrain", "sft", "lora"])
+def test_what_a_stage_leaves_is_its_last_checkpoint(stages: Any, name: str) -> None:
+    output, result = stages["outputs"][name], stages["results"][name]
+    folder, file = ("adapter", "adapter_model.safetensors") if name == "lora" else ("model", "model.safetensors")
+    last = output / "checkpoints" / f"step-{result['steps']:08d}"
+    assert (output / folder / file).read_bytes() == (last / file).read_bytes()
+    assert result["loss"] is not None and result["validation_loss"] is not None
+    assert (output / folder / "tokenizer.json").read_bytes() == (
+        stages["home"].tokenizer.path / "tokenizer.json"
+    ).read_bytes()
+
+
+@pytest.mark.parametrize(("name", "module"), [("sft", sft), ("lora", lora)])
+def test_a_stage_with_the_same_settings_gives_the_same_bytes_and_continues_to_them(
+    stages: Any, tmp_path: Path, name: str, module: Any
+) -> None:
+    settings, outputs = stages["settings"], stages["outputs"]
+    config = SftConfig(sft=settings.sft) if name == "sft" else LoraConfig(lora=settings.lora)
+    inputs = {"base": outputs["pretrain" if name == "sft" else "sft"], "shards": stages["home"].chats.path}
+    folder, file = ("adapter", "adapter_model.safetensors") if name == "lora" else ("model", "model.safetensors")
+    wanted = (outputs[name] / folder / file).read_bytes()
+    run_here(module, config, tmp_path / "anew", inputs, settings.runtime)
+    assert (tmp_path / "anew" / folder / file).read_bytes() == wanted
+    checkpoints = sorted((outputs[name] / "checkpoints").glob("step-*"))
+    assert len(checkpoints) > 1
+    shutil.copytree(checkpoints[0], tmp_path / "again" / "checkpoints" / checkpoints[0].name)
+    result = run_here(module, config, tmp_path / "again", inputs, settings.runtime)
+    assert 0 < result["resumed_from_step"] < result["steps"]
+    assert (tmp_path / "again" / folder / file).read_bytes() == wanted
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_two_runs_with_the_same_settings_give_the_same_bytes(stages: Any, tmp_path: Path, precision: str) -> None:
+    home, settings = stages["home"], stages["settings"]
+    training = settings.pretrain.model_copy(update={"precision": precision})
+    config = PretrainConfig(model=settings.model, pretrain=training)
+    digests = []
+    for name in ("first", "second"):
+        inputs = {"tokenizer": home.tokenizer.path, "shards": home.documents.path}
+        run_here(pretrain, config, tmp_path / name, inputs, settings.runtime)
+        digests.append(sha256_file(tmp_path / name / "model" / "model.safetensors"))
+    assert digests[0] == digests[1]
+    fp32 = sha256_file(stages["outputs"]["pretrain"] / "model" / "model.safetensors")
+    assert (digests[0] == fp32) is (precision == "fp32")
+
+
+def test_another_seed_gives_other_weights(stages: Any, tmp_path: Path) -> None:
+    home, settings = stages["home"], stages["settings"]
+    training = settings.pretrain.model_copy(update={"seed": 2})
+    inputs = {"tokenizer": home.tokenizer.path, "shards": home.documents.path}
+    run_here(pretrain, PretrainConfig(model=settings.model, pretrain=training), tmp_path, inputs, settings.runtime)
+    first = stages["outputs"]["pretrain"] / "model" / "model.safetensors"
+    assert sha256_file(tmp_path / "model" / "model.safetensors") != sha256_file(first)
+
+
+def test_shards_of_another_tokenizer_are_refused(stages: Any, tmp_path: Path) -> None:
+    home, settings = stages["home"], stages["settings"]
+    make_tokenizer(tmp_path / "other")
+    path = tmp_path / "other" / "tokenizer.json"
+    tree = json.loads(path.read_text())
+    tree["model"]["merges"].pop()
+    path.write_text(json.dumps(tree))
+    config = PretrainConfig(model=settings.model, pretrain=settings.pretrain)
+    inputs = {"tokenizer": tmp_path / "other", "shards": home.documents.path}
+    with pytest.raises(ArtifactError, match="were made with the tokenizer"):
+        run_here(pretrain, config, tmp_path / "output", inputs, settings.runtime)

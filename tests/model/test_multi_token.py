@@ -1,0 +1,265 @@
+"""A second head for the token after the next: its labels, its loss, where its weights lie, and what goes on with it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.doubles import (
+    ALONE,
+    CPU,
+    VOCAB,
+    Home,
+    NumberedRows,
+    Recorder,
+    copies,
+    distance,
+    in_ranks,
+    make_trainer,
+    run_here,
+    same,
+    settings_of_training,
+    stage_settings,
+    tiny_model,
+)
+from torch import Tensor, nn
+
+from ttrain.config import Lora, Optim, PretrainConfig, SftConfig
+from ttrain.config.model import MultiToken
+from ttrain.data.packing import IGNORE, Batch
+from ttrain.errors import ArtifactError
+from ttrain.model import adapters, multi_token
+from ttrain.stages import pretrain, sft
+from ttrain.store.model_files import SECOND_HEAD
+from ttrain.train import optim
+from ttrain.train.distributed import Ranks
+from ttrain.train.language_modeling import LanguageModeling
+from ttrain.train.losses import labels_after_next
+from ttrain.train.trainer import Cadence
+
+pytestmark = pytest.mark.usefixtures("one_thread")  # as each of two ranks has, which are compared to the bit
+
+
+@dataclass
+class Held:
+    """The `Weights` of a model with its second head."""
+
+    model: Any
+
+    def state(self) -> dict[str, Tensor]:
+        return multi_token.state(self.model)
+
+    def load(self, weights: dict[str, Tensor]) -> None:
+        multi_token.load_state(self.model, weights)
+
+
+def two_heads(weight: float = 0.3, **settings: Any) -> Any:
+    """A tiny model with a second head."""
+    model = tiny_model(**settings)
+    multi_token.attach(model, MultiToken(weight=weight), seed=1)
+    return model
+
+
+def trainer_of(model: Any, **options: Any) -> Any:
+    """A trainer whose checkpoints hold both heads."""
+    return make_trainer(settings_of_training(), model, NumberedRows(60), weights=Held(model), **options)
+
+
+# --- labels and loss ----------------------------------------------------------------------------------------------------
+
+
+def test_the_second_labels_are_the_tokens_two_places_on_of_the_same_record() -> None:
+    """Against the plain definition, from the tokens of records that end anywhere in a row, some of them not learnt."""
+    generator = np.random.default_rng(0)
+    for _ in range(20):
+        tokens, segments = generator.integers(9, VOCAB, 17), np.sort(generator.integers(0, 4, 17))
+        live = generator.random(17) < 0.7
+        labels = np.where(live[1:] & (segments[1:] == segments[:-1]), tokens[1:], IGNORE)
+        expected = [
+            tokens[t + 2] if t + 2 < 17 and segments[t] == segments[t + 1] == segments[t + 2] and live[t + 2] else IGNORE
+            for t in range(15)
+        ]
+        found = labels_after_next(torch.from_numpy(labels[None]), torch.from_numpy(segments[None, :16]))[0]
+        assert found[:15].tolist() == [int(token) for token in expected] and found[15] == IGNORE
+
+
+def by_hand(model: Any, batch: Batch) -> tuple[float, float]:
+    """Both cross entropies, summed by a loop over positions; the model sees each row's records apart."""
+    first = second = 0.0
+    for ids, labels, segments in zip(batch.input_ids_BT, batch.labels_BT, batch.segments_BT, strict=True):
+        for segment in np.unique(segments):
+            places = np.flatnonzero(segments == segment)
+            text = torch.from_numpy(ids[places])[None]
+            hidden = model.get_decoder()(input_ids=text).last_hidden_state[0].double()
+            heads = [model.get_output_embeddings().weight.double(), model.multi_token.weight.double()]
+            one, two = (torch.log_softmax(hidden @ head.T, -1) for head in heads)
+            for at, place in enumerate(places):
+                if labels[place] != IGNORE:
+                    first -= float(one[at, labels[place]])
+                if at + 1 < len(places) and labels[places[at + 1]] != IGNORE:
+                    second -= float(two[at, labels[places[at + 1]]])
+    return first, second
+
+
+@pytest.mark.parametrize("chunk", [0, 5, None])
+@pytest.mark.parametrize("settings", [{}, {"tie_embeddings": False}, {"kind": "granite"}], ids=["tied", "untied", "foreign"])
+@torch.no_grad()
+def test_the_loss_is_that_of_both_heads_by_hand(settings: dict[str, Any], chunk: int | None) -> None:
+    model, batch = two_heads(0.4, **settings), NumberedRows(3).batch(range(3))
+    if settings.get("kind") == "granite":
+        model.config.logits_scaling = 1.0
+    task = LanguageModeling(settings_of_training(), model, chunk_tokens=chunk)
+    found = task.train_step(task.build_model(), batch, CPU)
+    first, second = by_hand(model, batch)
+    assert float(found.parts["ce1"]) == pytest.approx(first, rel=1e-5)
+    assert float(found.parts["ce2"]) == pytest.approx(second, rel=1e-5)
+    assert float(found.total) == pytest.approx(first + 0.4 * second, rel=1e-5)
+    assert found.count == batch.live_tokens, "both are divided by the targets of the first head"
+    alone = task.validation_step(task.build_model(), batch, CPU)
+    assert float(alone.total) == pytest.approx(first, rel=1e-5) and not alone.parts, "validation is of the next tokens alone"
+
+
+@pytest.mark.parametrize("moe", [None, {"experts": 4, "balance": 0.2}], ids=["dense", "moe"])
+def test_the_logged_loss_is_the_sum_of_its_logged_parts(moe: dict[str, Any] | None) -> None:
+    recorder = Recorder()
+    trainer_of(two_heads(0.4, moe=moe), callbacks=[recorder]).fit()
+    for record in recorder.records:
+        m = record.metrics
+        balance = 0.2 * m["loss_balance"] if moe else 0.0
+        assert m["loss"] == pytest.approx(m["loss_ce1"] + 0.4 * m["loss_ce2"] + balance, abs=1e-6)
+
+
+def gradients(model: Any, parts: list[list[int]], chunk: int | None) -> dict[str, Tensor]:
+    """Of six rows, cut into these micro-batches."""
+    task = LanguageModeling(settings_of_training(), model, chunk_tokens=chunk)
+    for rows in parts:
+        task.train_step(task.build_model().train(), NumberedRows(6).batch(rows), CPU).total.backward()  # type: ignore[no-untyped-call]
+    found = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    return found
+
+
+def test_micro_batches_and_chunks_change_no_gradient() -> None:
+    model = two_heads()
+    whole = gradients(model, [[0, 1, 2, 3, 4, 5]], 0)
+    assert distance(whole, gradients(model, [[0], [1, 2], [3, 4, 5]], 0)) < 1e-6
+    assert distance(whole, gradients(model, [[0, 1], [2, 3, 4, 5]], 7)) < 1e-6
+
+
+def test_without_the_second_head_the_model_begins_with_the_same_numbers() -> None:
+    alone, both = tiny_model().state_dict(), two_heads().state_dict()
+    assert same(alone, {name: tensor for name, tensor in both.items() if not name.startswith("multi_token")})
+    assert both["multi_token.weight"].std() == pytest.approx(0.02, rel=0.1)
+
+
+def test_the_head_is_trained_as_the_first_one_is() -> None:
+    model = LanguageModeling(settings_of_training(), two_heads(tie_embeddings=False)).build_model()
+    groups = optim.build(model, Optim(kind="muon")).optimizers
+    by_name = dict(model.named_parameters())
+    (adamw,) = [group for o in groups for group in o.param_groups if group["weight_decay"] == 0]
+    assert any(p is by_name["model.multi_token.weight"] for p in adamw["params"]), "AdamW, without decay, never Muon"
+
+
+# --- weights ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_resumed_run_is_the_uninterrupted_one_to_the_last_bit(tmp_path: Path) -> None:
+    def run(**options: Any) -> tuple[dict[str, Tensor], list[Any]]:
+        model, recorder = two_heads(), Recorder()
+        trainer_of(model, callbacks=[recorder], cadence=Cadence(log=3, checkpoint=100), **options).fit()
+        return copies(multi_token.state(model)), [record.metrics for record in recorder.records]
+
+    expected, curve = run()
+    run(directory=tmp_path, stop_after=10)
+    (checkpoint,) = tmp_path.glob("step-*")
+    assert {*load_file(checkpoint / SECOND_HEAD)} == {"weight"}
+    assert not [name for name in load_file(checkpoint / "model.safetensors") if "multi_token" in name]
+    found, rest = run(directory=tmp_path)
+    assert same(expected, found)
+    assert rest == curve[-len(rest) :] and 0 < len(rest) < len(curve)
+
+
+def test_two_ranks_train_both_heads_as_one_does(tmp_path: Path) -> None:
+    def run(ranks: Ranks) -> dict[str, Tensor]:
+        model = two_heads()
+        trainer_of(model, ranks=ranks).fit()
+        return copies(model.state_dict())
+
+    alone = run(ALONE)
+    for found in in_ranks(2, tmp_path, run):
+        assert distance(alone, found) < 1e-5
+
+
+def test_a_head_with_a_bias_is_loaded_and_trained(tmp_path: Path) -> None:
+    model = tiny_model()
+    weights = {"weight": torch.randn(VOCAB, 16), "bias": torch.randn(VOCAB)}
+    save_file(weights, tmp_path / SECOND_HEAD)
+    assert multi_token.attach_from(model, tmp_path)
+    assert torch.equal(model.multi_token.bias, weights["bias"])
+    task = LanguageModeling(settings_of_training(), model)
+    batch = NumberedRows(2).batch([0, 1])
+    task.train_step(task.build_model().train(), batch, CPU).total.backward()  # type: ignore[no-untyped-call]
+    assert float(model.multi_token.bias.grad.abs().max()) > 0
+
+
+def test_a_head_of_another_size_is_refused_by_name(tmp_path: Path) -> None:
+    save_file({"weight": torch.randn(VOCAB + 1, 16)}, tmp_path / SECOND_HEAD)
+    with pytest.raises(ArtifactError, match=r"mis-shaped: weight is \[62, 16\] but must be \[61, 16\]"):
+        multi_token.attach_from(tiny_model(), tmp_path)
+
+
+def test_an_adapter_leaves_the_second_head_out() -> None:
+    model = adapters.attach(tiny_model(), Lora(rank=2, targets=("q_proj",)))
+    head = nn.Linear(16, VOCAB)
+    model.get_base_model().multi_token = head
+    task = LanguageModeling(settings_of_training(), model)
+    assert not task.train_step(task.build_model(), NumberedRows(2).batch([0, 1]), CPU).parts
+
+
+# --- whole stages -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keep", [True, False], ids=["kept", "dropped"])
+def test_stages_keep_the_head_beside_the_model_or_drop_it(keep: bool, tmp_path: Path) -> None:
+    home = Home.make(tmp_path / "home")
+    settings = stage_settings(steps=4)
+    model = settings.model.model_copy(update={"multi_token": MultiToken(weight=0.5, keep_head=keep)})
+    inputs = {name: artifact.path for name, artifact in home.pretrain_inputs().items()}
+    config = PretrainConfig(model=model, pretrain=settings.pretrain)
+    run_here(pretrain, config, tmp_path / "base", inputs, settings.runtime)
+    left = tmp_path / "base" / "model"
+    assert (left / SECOND_HEAD).exists() == keep
+    assert not [name for name in load_file(left / "model.safetensors") if "multi_token" in name]
+    checkpoint = max((tmp_path / "base" / "checkpoints").glob("step-*"))
+    assert (checkpoint / SECOND_HEAD).exists(), "a run that is continued needs it"
+
+    inputs = {"base": tmp_path / "base", "shards": home.chats.path}
+    run_here(sft, SftConfig(sft=settings.sft), tmp_path / "tuned", inputs, settings.runtime)
+    lines = [json.loads(line)["metrics"] for line in (tmp_path / "tuned" / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert any("loss_ce2" in line for line in lines) == keep, "fine-tuning goes on with it where it is there"
+    if keep:
+        assert all(
+            line["loss"] == pytest.approx(line["loss_ce1"] + 0.5 * line["loss_ce2"], abs=1e-6)
+            for line in lines
+            if "loss_ce2" in line
+        )
+        before, after = load_file(left / SECOND_HEAD), load_file(tmp_path / "tuned" / "model" / SECOND_HEAD)
+        assert {*before} == {*after} == {"weight"} and not torch.equal(before["weight"], after["weight"])
+
+
+def test_the_finished_model_opens_with_transformers_and_holds_one_head(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    home = Home.make(tmp_path / "home")
+    settings = stage_settings(steps=2)
+    model = settings.model.model_copy(update={"multi_token": MultiToken()})
+    inputs = {name: artifact.path for name, artifact in home.pretrain_inputs().items()}
+    run_here(pretrain, PretrainConfig(model=model, pretrain=settings.pretrain), tmp_path / "out", inputs, settings.runtime)
+    loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model", output_loading_info=True)
+    assert not any(report.values()) and not hasattr(loaded, "multi_token")

@@ -1,0 +1,327 @@
+"""Shapes that transformers does not have: what they compute, and that they train, generate and open as its own do."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from support.doubles import VOCAB, NumberedRows, make_trainer, settings_of_training, tiny_model
+from torch import Tensor, nn
+
+from ttrain.errors import UsageError
+from ttrain.model import factory
+from ttrain.train.checkpoint import copy_tensors
+from ttrain.train.kernels import segment_mask
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+EXPERTS = {"experts": 6, "top_k": 2, "shared_experts": 1, "expert_size": 8}
+SHAPES: dict[str, dict[str, Any]] = {
+    "moyun": {"kind": "moyun"},
+    "moyun, heads of its own": {"kind": "moyun", "tie_embeddings": False, "init_std": 0.2},
+    "tinyseek": {"kind": "tinyseek", "moe": EXPERTS, "init_std": 0.2},
+    "tinyseek, one layer": {"kind": "tinyseek", "moe": EXPERTS, "fields": {"share_layers": True, "rope_head_dim": 4}},
+    "tinyseek, odd sizes": {"kind": "tinyseek", "moe": {**EXPERTS, "shared_experts": 0, "expert_size": 9}},
+}
+T = 20
+
+
+@pytest.fixture(params=SHAPES.values(), ids=SHAPES)
+def model(request: pytest.FixtureRequest) -> Any:
+    return tiny_model(**request.param).eval()
+
+
+def ids_of(seed: int, *shape: int) -> Tensor:
+    return torch.randint(9, VOCAB, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def save(model: Any, directory: Path) -> Path:
+    directory.mkdir()
+    for name, data in factory.files(model).items():
+        (directory / name).write_bytes(data)
+    save_file(copy_tensors(factory.state(model)), directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+# --- Moyun --------------------------------------------------------------------------------------------------------------
+
+
+def test_positions_are_sines_and_cosines_in_turn() -> None:
+    table = tiny_model(kind="moyun").model.positions.table
+    assert table.shape == (128, 16)
+    assert float(table[0, 0]) == 0.0 and float(table[0, 1]) == 1.0
+    assert float(table[1, 0]) == pytest.approx(0.8414709848, abs=1e-6)
+    assert float(table[7, 5]) == pytest.approx(math.cos(7 / 10_000 ** (4 / 16)), abs=1e-6)
+    assert float(table[7, 5]) == pytest.approx(0.7648421873, abs=1e-6)
+
+
+def test_positions_are_no_parameter_and_not_saved() -> None:
+    model = tiny_model(kind="moyun")
+    assert [name for name, _ in model.named_parameters() if "position" in name] == []
+    assert [name for name in factory.state(model) if "position" in name or "table" in name] == []
+
+
+def test_a_text_longer_than_the_table_is_refused() -> None:
+    model = tiny_model(kind="moyun", max_length=16).eval()
+    model(ids_of(1, 1, 16))
+    with pytest.raises(ValueError, match=r"position 16 is beyond the 16 that the model has"):
+        model(ids_of(1, 1, 17))
+    with pytest.raises(ValueError, match=r"position 16 is beyond the 16"):
+        model.generate(ids_of(1, 1, 10), max_new_tokens=20, do_sample=False, eos_token_id=[0])
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_moyun_is_torchs_encoder_with_a_causal_mask(implementation: str) -> None:
+    """Embeddings times the root of the width, sinusoids, post-norm layers with ReLU and biases, a head."""
+    model = tiny_model(kind="moyun", tie_embeddings=False, init_std=0.3).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                parameter.normal_(float("norm.weight" in name), 0.2)
+    layer = nn.TransformerEncoderLayer(16, 2, model.config.intermediate_size, 0.0, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    state = {}
+    for number, ours in enumerate(model.model.layers):
+        attention = ours.self_attn
+        of_torch = {
+            "linear1": ours.mlp.up_proj, "linear2": ours.mlp.down_proj, "norm1": ours.post_attention_layernorm,
+            "norm2": ours.post_mlp_layernorm, "self_attn.out_proj": attention.o_proj,
+        }  # fmt: skip
+        for kind in ("weight", "bias"):
+            parts = [getattr(projection, kind) for projection in (attention.q_proj, attention.k_proj, attention.v_proj)]
+            state[f"layers.{number}.self_attn.in_proj_{kind}"] = torch.cat(parts)
+            state |= {f"layers.{number}.{name}.{kind}": getattr(module, kind) for name, module in of_torch.items()}
+    encoder.load_state_dict(state)
+    model.set_attn_implementation(implementation)
+    ids = ids_of(1, 2, T)
+    with torch.no_grad():
+        x = model.model.embed_tokens(ids) * 4 + model.model.positions.table[:T]
+        expected = model.lm_head(encoder(x, mask=nn.Transformer.generate_square_subsequent_mask(T), is_causal=True))
+        torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+# --- TinySeek -----------------------------------------------------------------------------------------------------------
+
+
+def router_of(model: Any) -> Any:
+    return model.model.layers[0].mlp.gate
+
+
+def test_every_token_visits_k_experts_whose_weights_sum_to_one() -> None:
+    router = router_of(tiny_model(**SHAPES["tinyseek"]).eval())
+    logits, weights, experts = router(torch.randn(50, 16))
+    assert logits.shape == (50, 6) and experts.shape == (50, 2)
+    assert all(len({*pair}) == 2 for pair in experts.tolist())
+    torch.testing.assert_close(weights.sum(-1), torch.ones(50))
+    assert torch.equal(experts, logits.topk(2).indices)
+
+
+def test_noise_moves_routes_in_training_only() -> None:
+    """And 0 as its scale turns it off, with its weight still in the graph."""
+    router, x = router_of(tiny_model(**SHAPES["tinyseek"])), torch.randn(50, 16)
+    router.eval()
+    clean = router(x)[0]
+    assert torch.equal(clean, router(x)[0])
+    router.train()
+    assert not torch.equal(router(x)[0], router(x)[0])
+    router.noise_scale = 0.0
+    assert torch.equal(clean, router(x)[0])
+    router(x)[0].sum().backward()
+    assert router.noise_weight.grad is not None and float(router.noise_weight.grad.abs().max()) == 0
+
+
+def test_the_noise_has_the_size_that_its_weight_says() -> None:
+    router = router_of(tiny_model(**SHAPES["tinyseek"]))
+    x = torch.randn(1, 16).expand(20_000, 16)
+    torch.manual_seed(1)
+    found = (router(x)[0] - nn.functional.linear(x, router.weight)).std(0)
+    expected = nn.functional.softplus(nn.functional.linear(x[:1], router.noise_weight))[0]
+    torch.testing.assert_close(found, expected, rtol=0.03, atol=0)
+
+
+def test_without_noise_there_is_no_weight_of_it() -> None:
+    model = tiny_model(kind="tinyseek", moe=EXPERTS, fields={"router_noise": False}).train()
+    assert [name for name in factory.state(model) if "noise" in name] == []
+    assert torch.equal(model(ids_of(1, 1, T)).logits, model(ids_of(1, 1, T)).logits)
+
+
+def test_experts_in_groups_compute_what_they_do_one_by_one() -> None:
+    model = tiny_model(**SHAPES["tinyseek"])
+    moe, x = model.model.layers[0].mlp, torch.randn(1, 50, 16)
+    with torch.no_grad():
+        moe.experts.up_proj_bias.normal_()
+        moe.experts.down_proj_bias.normal_()
+    moe.gate.noise_scale = 0.0
+    found = []
+    for implementation in ("grouped_mm", "eager"):
+        model.set_experts_implementation(implementation)
+        moe.zero_grad()
+        out = moe(x)
+        out.square().sum().backward()
+        found.append((out.detach(), *(parameter.grad.clone() for parameter in moe.parameters())))
+    assert all(float(tensor.abs().max()) > 0 for tensor in found[0][:1])
+    for grouped, plain in zip(*found, strict=True):
+        torch.testing.assert_close(grouped, plain, rtol=1e-4, atol=1e-5)
+
+
+def test_every_expert_gets_a_gradient_within_fifty_steps() -> None:
+    model = tiny_model(**SHAPES["tinyseek"]).train()
+    touched = torch.zeros(2, 6, dtype=torch.bool)
+    for step in range(50):
+        ids = ids_of(step, 2, T)
+        model(input_ids=ids, labels=ids).loss.backward()
+    for number, layer in enumerate(model.model.layers):
+        touched[number] = layer.mlp.experts.up_proj.grad.abs().amax((1, 2)) > 0
+    assert touched.all()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kind": "tinyseek", "kv_heads": 1}, r"model\.kv_heads is 1 but the architecture tinyseek has no such setting"),
+        ({"kind": "tinyseek", "intermediate_size": 64}, r"model\.intermediate_size is 64"),
+        ({"kind": "tinyseek", "rope_type": "yarn", "rope_factor": 2.0}, "tinyseek has the plain rotation only"),
+        ({"kind": "tinyseek", "fields": {"rope_head_dim": 3}}, "rope_head_dim is 3 but must be even"),
+        ({"kind": "tinyseek", "fields": {"latent": 3}}, "did you mean latent_size"),
+        ({"kind": "tinyseek", "fields": {"rope_head_dim": "wide"}}, "rope_head_dim.* expected int"),
+        ({"kind": "moyun", "rope_theta": 500.0}, r"model\.rope_theta is 500"),
+        ({"kind": "moyun", "moe": EXPERTS}, "moyun, which has no experts"),
+    ],
+)
+def test_settings_that_a_shape_has_not_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        tiny_model(**settings)
+
+
+# --- both ---------------------------------------------------------------------------------------------------------------
+
+
+def test_no_position_sees_a_later_one(model: Any) -> None:
+    """To the last bit; of experts each token by itself, since the sums of a group depend on how many are in it."""
+    if "tinyseek" in model.config.model_type:
+        model.set_experts_implementation("batched_mm")
+    ids = ids_of(1, 1, T)
+    with torch.no_grad():
+        before = model(ids).logits
+        for t in range(T):
+            other = ids.clone()
+            other[0, t] = (ids[0, t] - 9 + 1) % (VOCAB - 9) + 9
+            after = model(other).logits
+            assert torch.equal(before[:, :t], after[:, :t]), f"a change at {t} is seen before it"
+            assert not torch.equal(before[:, t:], after[:, t:])
+
+
+def test_records_in_one_row_are_as_if_alone(model: Any) -> None:
+    first, second = ids_of(1, 1, 7), ids_of(2, 1, 9)
+    segments = torch.tensor([[0] * 7 + [1] * 9])
+    positions = torch.tensor([[*range(7), *range(9)]])
+    with torch.no_grad():
+        packed = model(
+            input_ids=torch.cat((first, second), 1), position_ids=positions, attention_mask=segment_mask(segments)
+        ).logits
+        torch.testing.assert_close(packed[:, :7], model(first).logits, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(packed[:, 7:], model(second).logits, rtol=1e-5, atol=1e-6)
+
+
+def test_generation_is_the_same_with_a_cache_without_and_with_padding_on_the_left(model: Any) -> None:
+    ids = ids_of(3, 2, 6)
+    how = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None}
+    plain = model.generate(ids, use_cache=False, **how)
+    assert torch.equal(model.generate(ids, use_cache=True, **how), plain)
+    mask = torch.tensor([[0] * 3 + [1] * 6] * 2)
+    padded = torch.cat((torch.zeros(2, 3, dtype=torch.long), ids), 1)
+    assert torch.equal(model.generate(padded, attention_mask=mask, **how)[:, 3:], plain)
+
+
+def test_a_cache_gives_the_logits_of_the_whole_text(model: Any) -> None:
+    ids = ids_of(3, 1, T)
+    with torch.no_grad():
+        whole = model(ids).logits
+        start = model(ids[:, :13], use_cache=True)
+        rest = model(ids[:, 13:], past_key_values=start.past_key_values, use_cache=True).logits
+    torch.testing.assert_close(torch.cat((start.logits, rest), 1), whole, rtol=1e-5, atol=1e-6)
+
+
+def test_a_saved_model_loads_strictly_to_the_same_logits(model: Any, tmp_path: Path) -> None:
+    ids = ids_of(1, 2, T)
+    loaded = factory.load(save(model, tmp_path / "model")).eval()
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+
+def test_code_beside_weights_is_never_run_here(tmp_path: Path) -> None:
+    model = tiny_model(kind="moyun")
+    directory = save(model, tmp_path / "model")
+    (directory / "modeling_moyun.py").write_text("raise SystemExit('this ran')\n")
+    assert type(factory.load(directory)) is type(model)
+
+
+ELSEWHERE = """
+import sys
+import torch
+from transformers import AutoModelForCausalLM
+for directory in sys.argv[1:]:
+    model = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)
+    ids = torch.arange(9, 15)[None]
+    print(model.generate(ids, max_new_tokens=9, do_sample=False, eos_token_id=None).tolist())
+assert not any(name.partition(".")[0] == "ttrain" for name in sys.modules)
+"""
+
+
+def test_a_process_without_ttrain_opens_the_directory_and_generates_the_same(tmp_path: Path) -> None:
+    expected, directories = [], []
+    for number, name in enumerate(("moyun", "tinyseek", "tinyseek, one layer")):
+        model = tiny_model(**SHAPES[name]).eval()
+        directories.append(str(save(model, tmp_path / str(number))))
+        ids = torch.arange(9, 15)[None]
+        expected.append(str(model.generate(ids, max_new_tokens=9, do_sample=False, eos_token_id=None).tolist()))
+    environment = {"HF_HOME": str(tmp_path / "hf"), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", ELSEWHERE, *directories], env=environment, capture_output=True, text=True, timeout=120,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == expected
+
+
+@pytest.mark.parametrize("name", ["moyun", "tinyseek"])
+def test_gradient_checkpointing_leaves_the_gradients_as_they_are(name: str) -> None:
+    """With dropout and with the router's noise, both of which are drawn again in the backward pass."""
+    ids, found = ids_of(1, 2, T), []
+    for again in (False, True):
+        model = tiny_model(**SHAPES[name], dropout=0.1).train()
+        if again:
+            model.activation_checkpointing_enable({"use_reentrant": False})
+        torch.manual_seed(3)
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        found.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def test_nothing_is_learnt_from_random_tokens_and_a_fixed_row_is() -> None:
+    """A model that sees what it should predict would fall below ln(V) on tokens that nothing tells."""
+    uniform = math.log(VOCAB - 9)  # ids from 9 on
+    for steps, rows in ((300, 2000), (60, 2)):
+        config = settings_of_training(tokens=steps * 96)
+        done = make_trainer(config, tiny_model(**SHAPES["tinyseek"]), NumberedRows(rows), rows_per_device=6).fit()
+        assert (done.loss >= 0.98 * uniform) if rows > 2 else (done.loss < 0.5 * uniform)
+
+
+def test_scaled_residuals_reach_what_writes_into_the_stream() -> None:
+    for settings in (SHAPES["moyun"], {**SHAPES["tinyseek"], "init_std": 0.02}):
+        model = tiny_model(**settings, hidden_size=64, scaled_residuals=True)
+        for layer in model.model.layers:
+            for weight in (layer.self_attn.o_proj.weight, _down(layer)):
+                assert float(weight.detach().std()) == pytest.approx(0.02 / 2, rel=0.1)
+
+
+def _down(layer: Any) -> Tensor:
+    mlp = layer.mlp
+    found: Tensor = mlp.experts.down_proj if hasattr(mlp, "experts") else mlp.down_proj.weight
+    return found

@@ -1,0 +1,194 @@
+"""Prefix tuning: in packed rows as for each record alone, token by token as at once, from a start that is a text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModelForCausalLM
+from support.doubles import VOCAB, tiny_model
+from support.tiny_adapters import CPU, SHAPES, disturb, random_ids, save_adapter, save_base, settings
+from torch import Tensor
+
+from ttrain.config import Settings
+from ttrain.data.packing import IGNORE, Batch
+from ttrain.errors import UsageError
+from ttrain.evaluate.baselines import greedy
+from ttrain.model import adapters, factory
+from ttrain.model.adapter_layers import PrefixModel, weight
+from ttrain.store.model_files import weights_digest
+from ttrain.train.language_modeling import LanguageModeling
+from ttrain.train.losses import token_loss_sum
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+T = 30
+
+
+def packed(lengths: tuple[int, ...]) -> Batch:
+    """One row of random records of these lengths, the rest of it padding."""
+    ids = random_ids(7, 1, T).numpy()
+    labels, positions, segments = np.full((1, T), IGNORE), np.zeros((1, T), dtype=np.int64), np.full((1, T), -1)
+    start = 0
+    for number, length in enumerate(lengths):
+        rows = slice(start, start + length)
+        labels[0, start : start + length - 1] = ids[0, start + 1 : start + length]
+        positions[0, rows], segments[0, rows] = np.arange(length), number
+        start += length
+    return Batch(ids, labels, positions, segments)
+
+
+def alone(model: Any, batch: Batch) -> Tensor:
+    """The summed loss of the records, each given to PEFT's own model by itself."""
+    total = torch.zeros(())
+    for number in range(int(batch.segments_BT.max()) + 1):
+        places = batch.segments_BT[0] == number
+        ids, labels = (torch.from_numpy(array[:, places]) for array in (batch.input_ids_BT, batch.labels_BT))
+        total = total + token_loss_sum(PeftModelForCausalLM.forward(model, input_ids=ids, use_cache=False).logits, labels)
+    return total
+
+
+@pytest.mark.parametrize("chunk_tokens", [None, 0], ids=["chunked", "all logits"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_records_in_a_row_have_the_loss_and_gradient_that_peft_gives_each(shape: str, chunk_tokens: int | None) -> None:
+    config = settings(kind="prefix")
+    model = disturb(adapters.attach(tiny_model(**SHAPES[shape]), config))
+    batch = packed((11, 4, 12))
+    task, found = LanguageModeling(config, model, chunk_tokens=chunk_tokens), []
+    for loss in (lambda: task.train_step(task.build_model(), batch, CPU).total, lambda: alone(model, batch)):
+        value = loss()
+        value.backward()
+        gradient = weight(model).grad
+        assert gradient is not None and float(gradient.abs().max()) > 0
+        found.append((value.detach(), gradient.clone()))
+        weight(model).grad = None
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_prefix_of_the_keys_and_values_of_a_text_is_that_text(shape: str) -> None:
+    base, text, ids = tiny_model(**SHAPES[shape]).eval(), random_ids(2, 1, 4), random_ids(3, 1, 9)
+    with torch.no_grad():
+        expected = base(input_ids=torch.cat([text, ids], 1)).logits[:, 4:]
+        layers = base(input_ids=text, use_cache=True).past_key_values.layers
+        model = adapters.attach(base, settings(kind="prefix")).eval()
+        parts = [part[0].transpose(0, 1).flatten(1) for layer in layers for part in (layer.keys, layer.values)]
+        weight(model).copy_(torch.cat(parts, 1))
+        torch.testing.assert_close(model(input_ids=ids).logits, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_fresh_prefix_is_random_under_the_seed() -> None:
+    first, again, other = (weight(adapters.attach(tiny_model(), settings(kind="prefix", seed=seed))) for seed in (1, 1, 2))
+    assert torch.equal(first, again) and not torch.equal(first, other)
+    assert 0.8 < float(first.std()) < 1.2
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_token_by_token_is_as_all_at_once_also_with_a_mask_and_positions(shape: str) -> None:
+    model = disturb(adapters.attach(tiny_model(**SHAPES[shape]), settings(kind="prefix"))).eval()
+    ids = random_ids(3, 2, 9)
+    with torch.no_grad():
+        whole = model(input_ids=ids).logits
+        plain, masked = None, None
+        for t in range(9):
+            one = ids[:, t : t + 1]
+            out = model(input_ids=one, past_key_values=plain, use_cache=True)
+            told = model(
+                input_ids=one, past_key_values=masked, use_cache=True, attention_mask=torch.ones(2, t + 1),
+                position_ids=torch.full((2, 1), t),
+            )  # fmt: skip
+            plain, masked = out.past_key_values, told.past_key_values
+            torch.testing.assert_close(out.logits[:, 0], whole[:, t], rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(told.logits[:, 0], whole[:, t], rtol=1e-5, atol=1e-5)
+
+
+def test_samples_are_those_that_generate_gives(tmp_path: Path) -> None:
+    base = save_base(tiny_model(), tmp_path / "base")
+    made = disturb(adapters.attach(factory.load(base), settings(kind="prefix")), by=2.0)
+    directory = save_adapter(made, tmp_path / "adapter", base)
+    model: Any = adapters.load(factory.load(base), directory, weights_digest(base)).eval()
+    prompt = random_ids(3, 1, 5)
+    said = greedy(model, prompt[0].tolist(), new_tokens=8, stop_ids=[], device=CPU)
+    asked = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    generated = model.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), **asked)
+    assert generated[0, 5:].tolist() == said
+    assert greedy(factory.load(base), prompt[0].tolist(), new_tokens=8, stop_ids=[], device=CPU) != said
+
+
+def test_the_parameters_are_keys_and_values_of_every_layer() -> None:
+    model = adapters.attach(tiny_model(kv_heads=1), settings(kind="prefix", virtual_tokens=5))
+    assert isinstance(model, PrefixModel)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert [*trained] == ["prompt_encoder.default.embedding.weight"]
+    assert weight(model).shape == (5, 2 * 2 * 8), "keys and values of two layers, one head of eight"
+
+
+MAMBA = {"state_size": 4}
+LATENT = {
+    "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 32, "first_k_dense_replace": 2,
+    "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "why"),
+    [
+        ("mamba", MAMBA, "caches other things than keys and values of every layer"),
+        ("deepseek_v3", LATENT, "caches keys and values of different shapes"),
+    ],
+)
+def test_an_architecture_that_cannot_take_a_prefix_is_refused(kind: str, fields: dict[str, Any], why: str) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 2, "pad_token_id": 0}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, **fields))
+    with pytest.raises(UsageError, match=f"lora.kind is prefix, but a model of the kind {kind} {why}; set lora.kind=lora"):
+        adapters.attach(model, settings(kind="prefix"))
+
+
+def test_positions_that_do_not_suffice_are_refused_with_the_length_that_would() -> None:
+    with pytest.raises(UsageError, match=r"together 132 positions, but the base model has 128; set lora\.row_length=64"):
+        adapters.attach(tiny_model(), settings(kind="prefix", row_length=128, tokens_per_step=128))
+
+
+@pytest.mark.parametrize("section", ["lora", "evaluate"])
+def test_settings_leave_room_for_the_prefix_before_rows_that_are_as_long_as_the_model(section: str) -> None:
+    rows = {name: {"row_length": 32} for name in ("pretrain", "sft", "lora", "evaluate")}
+    rows["evaluate"]["stride"] = 32
+    rows[section]["row_length"] = 64
+    tree: dict[str, Any] = {"model": {"max_length": 64}, **rows}
+    Settings.model_validate(tree)
+    tree["lora"]["kind"] = "prefix"
+    with pytest.raises(ValueError, match=rf"{section}\.row_length is 64, after lora\.virtual_tokens 8, .*max_length=72"):
+        Settings.model_validate(tree)
+
+
+def test_computing_layers_again_is_refused_with_a_prefix() -> None:
+    model = adapters.attach(tiny_model(), settings(kind="prefix"))
+    with pytest.raises(UsageError, match=r"runtime\.gradient_checkpointing is true but lora\.kind is prefix"):
+        LanguageModeling(settings(kind="prefix"), model, gradient_checkpointing=True)
+
+
+def test_a_prefix_cannot_be_merged() -> None:
+    with pytest.raises(UsageError, match="a prefix cannot be merged"):
+        adapters.merge(adapters.attach(tiny_model(), settings(kind="prefix")))
+
+
+@pytest.mark.parametrize("computed_in", [torch.bfloat16])
+def test_a_prefix_trains_under_autocast(computed_in: torch.dtype) -> None:
+    config = settings(kind="prefix")
+    model = disturb(adapters.attach(tiny_model(), config))
+    task, batch = LanguageModeling(config, model), packed((11, 4, 12))
+    with torch.autocast("cpu", computed_in):
+        loss = task.train_step(task.build_model().train(), batch, CPU)
+    loss.total.backward()  # type: ignore[no-untyped-call]
+    gradient = weight(model).grad
+    assert gradient is not None and gradient.dtype == torch.float32
+    expected = alone(model, batch)
+    weight(model).grad = None
+    expected.backward()  # type: ignore[no-untyped-call]
+    assert float(loss.total.detach()) == pytest.approx(float(expected.detach()), rel=1e-2)
+    torch.testing.assert_close(gradient, weight(model).grad, rtol=0.1, atol=0.05)

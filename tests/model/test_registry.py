@@ -1,0 +1,509 @@
+"""Architectures by name: each takes the settings' sizes, keeps to the past and to its record of a row, and opens again."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from safetensors.torch import load_file, save_file
+from support.doubles import VOCAB, settings_of_training, tiny_model
+from torch.nn import functional as F
+
+from ttrain.config import Model
+from ttrain.config.loading import load
+from ttrain.errors import ArtifactError, UsageError
+from ttrain.model import factory, own_architectures, registry, shape_check
+from ttrain.model.architecture import build_config, suitable_kinds
+from ttrain.model.factory import residual_weights
+from ttrain.train.checkpoint import copy_tensors
+from ttrain.train.language_modeling import LanguageModeling, NextTokenLoss
+from ttrain.train.losses import token_loss_sum
+
+LENGTHS = (9, 8, 7)
+T = sum(LENGTHS)
+IDS = {"bos_token_id": 2, "eos_token_id": 3, "pad_token_id": 0}
+WINDOW = {"sliding_window": 5}
+# What differs in how transformers makes it: names of sizes, learnt positions, eager attention only, windows in some or all
+# layers, chunks, sinks, a soft cap, several norms, experts, an architecture of our own.
+ARCHITECTURES: tuple[dict[str, Any], ...] = (
+    {"kind": "llama"}, {"kind": "gpt2"}, {"kind": "gpt_neox"}, {"kind": "opt"}, {"kind": "phi3", "fields": WINDOW},
+    {"kind": "mistral", "fields": WINDOW}, {"kind": "gemma2", "fields": WINDOW},
+    {"kind": "gemma3_text", "layers": 6, "fields": WINDOW},
+    {"kind": "gpt_oss", "fields": {**WINDOW, "num_local_experts": 4}},
+    {"kind": "llama4_text", "fields": {"attention_chunk_size": 5}},
+    {"kind": "olmo2"}, {"kind": "mixtral"}, {"kind": "moyun"},
+)  # fmt: skip
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def model_of(options: dict[str, Any], **more: Any) -> Any:
+    return tiny_model(**{"hidden_size": 32, **options, **more}).eval()
+
+
+def packed() -> tuple[torch.Tensor, ...]:
+    """One row of three records: input ids, positions, segments, labels; the last of a record has none."""
+    ids = torch.randint(9, VOCAB, (1, T), generator=torch.Generator().manual_seed(1))
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+    segments = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))[None]
+    labels = ids.roll(-1, 1)
+    labels[0, torch.tensor(LENGTHS).cumsum(0) - 1] = -100
+    return ids, positions, segments, labels
+
+
+def loss_of(model: Any, *row: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = NextTokenLoss(model, token_loss_sum)(*row, next_only=True)[0]
+    return found
+
+
+@pytest.mark.parametrize("options", ARCHITECTURES, ids=lambda options: options["kind"])
+def test_a_packed_row_costs_what_its_records_cost_alone(options: dict[str, Any]) -> None:
+    """The masks are ours, and those of a record alone are transformers': windows, chunks and all."""
+    model = model_of(options)
+    ids, positions, segments, labels = packed()
+    with torch.no_grad():
+        together = loss_of(model, ids, positions, segments, labels)
+        alone = sum(
+            F.cross_entropy(model(record, use_cache=False).logits[0, :-1], record[0, 1:], reduction="sum")
+            for record in ids.split(LENGTHS, 1)
+        )
+    assert float(together) == pytest.approx(float(alone), abs=1e-4)
+
+
+@pytest.mark.parametrize("options", ARCHITECTURES, ids=lambda options: options["kind"])
+def test_what_comes_later_or_stands_in_another_record_moves_no_loss(options: dict[str, Any]) -> None:
+    """To the last bit, but for experts, whose products are grouped in another way: there to 1e-5."""
+    model = model_of(options)
+    ids, positions, segments, labels = packed()
+    t = LENGTHS[0] + 4  # in the second record
+    other = ids.clone()
+    other[0, t] = (ids[0, t] - 9 + 1) % (VOCAB - 9) + 9
+    before, own, after = (torch.full_like(labels, -100) for _ in range(3))
+    before[0, :t] = labels[0, :t]
+    own[0, t : LENGTHS[0] + LENGTHS[1]] = labels[0, t : LENGTHS[0] + LENGTHS[1]]
+    after[0, LENGTHS[0] + LENGTHS[1] :] = labels[0, LENGTHS[0] + LENGTHS[1] :]
+    tolerance = 1e-5 if any("experts" in name for name, _ in model.named_parameters()) else 0.0
+    with torch.no_grad():
+        losses = [[loss_of(model, some, positions, segments, of) for some in (ids, other)] for of in (before, own, after)]
+    moved = [abs(float(one - two)) for one, two in losses]
+    assert moved[0] <= tolerance, "a position sees a later one"
+    assert moved[1] > 1e-3, "a position sees what is before it in its record"
+    assert moved[2] <= tolerance, "a record sees another"
+
+
+@pytest.mark.parametrize("options", ARCHITECTURES, ids=lambda options: options["kind"])
+def test_a_training_step_reaches_every_parameter_the_same_with_gradient_checkpointing(options: dict[str, Any]) -> None:
+    """In bf16 as in fp32: the masks of eager attention are scores, which autocast must not spoil."""
+    found = []
+    for again in (False, True):
+        model = model_of(options).train()
+        objective = LanguageModeling(settings_of_training(), model, gradient_checkpointing=again).build_model()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = objective(*packed())[0]
+        loss.backward()
+        found.append({name: p.grad for name, p in model.named_parameters()})
+    with torch.no_grad():
+        assert float(loss.detach()) == pytest.approx(float(objective(*packed())[0]), rel=1e-3)
+    for name, gradient in found[0].items():
+        assert gradient is not None and bool(gradient.isfinite().all()), name
+        assert torch.equal(gradient, found[1][name]), name
+
+
+def loss_after_training(options: dict[str, Any], *, shown: bool) -> float:
+    """The mean of the last 50 of 300 steps on new random tokens each; `shown`: the inputs are the labels."""
+    model = tiny_model(**options)
+    objective = NextTokenLoss(model, token_loss_sum)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    generator = torch.Generator().manual_seed(3)
+    places = torch.arange(16).expand(2, -1)
+    found = []
+    for _ in range(300):
+        ids = torch.randint(9, VOCAB, (2, 17), generator=generator)
+        labels = ids[:, 1:]
+        loss = objective(labels if shown else ids[:, :-1], places, torch.zeros_like(places), labels)[0] / labels.numel()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(float(loss.detach()))
+    return sum(found[-50:]) / 50
+
+
+@pytest.mark.parametrize("options", [{"kind": "llama"}, {"kind": "gemma2"}, {"kind": "moyun"}], ids=lambda one: one["kind"])
+def test_nothing_is_learnt_from_random_tokens(options: dict[str, Any]) -> None:
+    """Whoever knows more of them than ln V has seen the future."""
+    assert loss_after_training(options, shown=False) >= 0.98 * math.log(VOCAB - 9)
+
+
+def test_whoever_sees_the_future_learns_from_random_tokens() -> None:
+    """So the test above can tell."""
+    assert loss_after_training({"kind": "llama"}, shown=True) < 0.9 * math.log(VOCAB - 9)
+
+
+# --- settings to configs ------------------------------------------------------------------------------------------------
+
+
+def config_of(**settings: Any) -> dict[str, Any]:
+    found: dict[str, Any] = build_config(Model(**settings), vocab_size=VOCAB, ids=IDS).to_dict()
+    return found
+
+
+def refused(**settings: Any) -> str:
+    with pytest.raises(UsageError) as raised:
+        factory.build(Model(**settings), vocab_size=VOCAB, ids=IDS, stop_ids=[3], seed=1)
+    return str(raised.value)
+
+
+SIZES = {"hidden_size": 96, "layers": 3, "heads": 4, "max_length": 77, "init_std": 0.01, "intermediate_size": 160}
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        ("llama", ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings", "initializer_range",
+                   "intermediate_size")),
+        ("gpt2", ("n_embd", "n_layer", "n_head", "n_positions", "initializer_range", "n_inner")),
+        ("opt", ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings", "init_std",
+                 "ffn_dim")),
+        ("falcon", ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings",
+                    "initializer_range", "ffn_hidden_size")),
+    ],
+)  # fmt: skip
+def test_sizes_have_the_architectures_own_names(kind: str, names: tuple[str, ...]) -> None:
+    found = config_of(kind=kind, **SIZES)
+    assert [found[name] for name in names] == list(SIZES.values())
+    assert (found["vocab_size"], found["bos_token_id"], found["eos_token_id"], found["pad_token_id"]) == (VOCAB, 2, 3, 0)
+
+
+def test_grouped_queries_and_the_width_of_a_head_follow_the_settings() -> None:
+    found = config_of(kind="qwen3", hidden_size=96, heads=4, kv_heads=2)
+    assert (found["num_key_value_heads"], found["head_dim"]) == (2, 24)
+    assert config_of(kind="qwen3", hidden_size=96, heads=4)["num_key_value_heads"] == 4
+    assert config_of(kind="llama", fields={"head_dim": 8})["head_dim"] == 8
+
+
+def test_no_architecture_brings_a_dropout_that_nobody_asked_for() -> None:
+    found = config_of(kind="gpt2")
+    assert [found[name] for name in ("attn_pdrop", "resid_pdrop", "embd_pdrop")] == [0, 0, 0]
+    found = config_of(kind="gpt2", dropout=0.2, fields={"resid_pdrop": 0.1})
+    assert [found[name] for name in ("attn_pdrop", "resid_pdrop", "embd_pdrop")] == [0.2, 0.1, 0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "parts"),
+    [
+        ({"kind": "lama"}, ["model.kind is 'lama'", "did you mean llama"]),
+        ({"kind": "zzzz"}, ["model.kind is 'zzzz'", "ttrain model show --kinds"]),
+        ({"kind": "gemma3"}, ["made of several models", "model.kind=gemma3_text"]),
+        ({"kind": "bart"}, ["has an encoder", "llama"]),
+        ({"kind": "roberta"}, ["counts positions from pad_token_id"]),
+        ({"kind": "gpt2", "kv_heads": 1}, ["model.kv_heads is 1", "gpt2 has no such setting", "leave it empty"]),
+        ({"kind": "gpt2", "rope_theta": 5.0}, ["model.rope_theta is 5.0", "leave it at 10000.0"]),
+        ({"kind": "gpt2", "rope_type": "linear", "rope_factor": 2}, ["model.rope_type is linear", "gpt2"]),
+        ({"rope_theta": 5.0, "fields": {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}},
+         ["model.rope_theta is set", "model.fields.rope_parameters"]),
+        ({"fields": {"hiden_act": "silu"}}, ["model.fields.hiden_act", "did you mean hidden_act"]),
+        ({"fields": {"hidden_act": 3}}, ["'hidden_act' expected str, got int"]),
+        ({"fields": {"mlp_bias": "perhaps"}}, ["'mlp_bias' expected bool"]),
+        ({"fields": {"num_hidden_layers": 3}}, ["model.fields.num_hidden_layers", "model.layers", "leave it out"]),
+        ({"kind": "gpt2", "fields": {"hidden_size": 3}}, ["model.fields.hidden_size", "model.hidden_size"]),
+        ({"fields": {"vocab_size": 3}}, ["model.fields.vocab_size", "tokenizer"]),
+        ({"fields": {"dtype": "float16"}}, ["model.fields.dtype is not a field"]),
+        ({"fields": {"hidden_act": "nothing"}}, ["model.kind is llama", "nothing"]),
+        ({"kind": "dots1"}, ["model.kind is dots1", "model.fields"]),
+    ],
+    ids=lambda value: json.dumps(value) if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_what_an_architecture_cannot_be_is_refused_by_name(settings: dict[str, Any], parts: list[str]) -> None:
+    message = refused(**settings)
+    assert [part for part in parts if part not in message] == [], message
+
+
+OTHER_SIZES = [
+    {"intermediate_size": 33}, {"layers": 1, "max_length": 16}, {"tie_embeddings": False, "dropout": 0.1},
+    {"rope_theta": 0.5, "init_std": 1.0, "scaled_residuals": True}, {"hidden_size": 8, "heads": 4}, {"preset": "1m"},
+]  # fmt: skip
+# Widths that heads divide, which is our own rule; and no heads of one number, which broadcasting makes two wide.
+GRID = [
+    {"kind": kind, "hidden_size": width, "heads": heads, "kv_heads": kv_heads, "layers": 2}
+    for kind in registry.RULED_KINDS
+    for width, heads, kv_heads in product((24, 25, 36, 48, 129, 132), (1, 2, 3, 4, 6, 8, 12, 24), (None, 1, 2, 3))
+    if width % heads == 0 and width > heads
+]
+
+
+def verdict(settings: dict[str, Any]) -> str:
+    """Why there is no such model: what the settings say, which is all that the plan asks where it has all rules."""
+    try:
+        model = Model.model_validate(settings)
+    except ValidationError as error:
+        return str(error.errors()[0]["msg"])
+    assert registry.has_all_rules(model)
+    return ""
+
+
+def builds(settings: dict[str, Any]) -> bool:
+    """Whether the model can be built and reads a row, whatever our own rules say of it."""
+    return shape_check.problem_of(Model.model_construct(**{**Model().model_dump(), "moe": None, **settings})) == ""
+
+
+@pytest.mark.parametrize("settings", [*GRID[::29], *OTHER_SIZES], ids=str)
+def test_the_settings_accept_exactly_the_shapes_that_can_be_built(settings: dict[str, Any]) -> None:
+    assert (verdict(settings) == "") == builds(settings), verdict(settings)
+
+
+@pytest.mark.soak
+def test_the_settings_accept_exactly_the_shapes_of_a_grid_that_can_be_built() -> None:
+    """But for 3 heads of keys beside 8 of 48 units, which torch computes as 2: nobody means that."""
+    differing = [settings for settings in GRID if (verdict(settings) == "") != builds(settings)]
+    assert [settings for settings in differing if "must divide model.heads" not in verdict(settings)] == []
+    assert len(differing) <= 2
+
+
+def planned(settings: dict[str, Any], *advised: str) -> str:
+    """Why a plan refuses these settings with what was advised after them; "" where it does not."""
+    overrides = [f"model.{name}={'null' if value is None else value}" for name, value in settings.items()]
+    try:
+        return shape_check.problem_of(load([*overrides, *advised], environment={}).settings.model)
+    except UsageError as error:
+        return str(error)
+
+
+def advised(message: str) -> list[str]:
+    """The settings that a refusal says to try."""
+    return message.splitlines()[0].rpartition("; try ")[2].split()
+
+
+WRONG_SIZES = [
+    {"kind": kind, "hidden_size": width, "heads": heads, "kv_heads": kv_heads, "layers": 1}
+    for kind, (width, heads, kv_heads) in product(
+        ("llama", "qwen3", "phi3", "gpt2", "moyun"), [(128, 3, 2), (129, 3, 2), (132, 3, 2), (128, 6, 4), (129, 3, None)]
+    )
+]
+
+
+@pytest.mark.parametrize("settings", WRONG_SIZES, ids=str)
+def test_what_is_advised_for_a_shape_is_planned_at_once(settings: dict[str, Any]) -> None:
+    message = planned(settings)
+    assert not message or planned(settings, *advised(message)) == "", message
+
+
+def test_every_size_that_is_advised_is_accepted_and_can_be_built() -> None:
+    grid = product(range(1, 13), range(8, 140), (None, 1, 2, 3, 4, 5, 8))
+    refused_sizes = {
+        (heads, width, kv_heads): advised(message)
+        for heads, width, kv_heads in grid
+        if (message := verdict({"heads": heads, "hidden_size": width, "kv_heads": kv_heads}))
+    }
+    assert len(refused_sizes) > 5000 and refused_sizes[3, 129, 2] == ["model.hidden_size=132", "model.kv_heads=1"]
+    unplanned = []
+    for (heads, width, kv_heads), advice in refused_sizes.items():
+        changes = {name.removeprefix("model."): int(value) for name, _, value in (word.partition("=") for word in advice)}
+        if verdict({"heads": heads, "hidden_size": width, "kv_heads": kv_heads, **changes}):
+            unplanned.append((heads, width, kv_heads))
+    assert unplanned == []
+    assert builds({"heads": 3, "hidden_size": 132, "kv_heads": 1, "layers": 1})
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"kind": "phi3", "heads": 3, "hidden_size": 129}, "model.kind is phi3, which cannot compute in these sizes"),
+        ({"kind": "phi3", "heads": 3, "hidden_size": 132}, ""),
+        ({"kind": "moyun", "heads": 3, "hidden_size": 129}, ""),
+        ({"kind": "tinyseek", "heads": 4}, ""),
+        ({"kind": "gpt2", "kv_heads": 1}, "model.kv_heads is 1"),
+        ({"fields": {"head_dim": 43}, "heads": 3, "hidden_size": 129}, "model.kind is llama"),
+        ({"fields": {"head_dim": 44}, "heads": 3, "hidden_size": 129}, ""),
+        ({"moe": {}}, ""),
+        ({"moe": {"dense_layers": 4}}, "model.moe.dense_layers is 4"),
+        ({"kind": "qwen3", "moe": {"bias_rate": 0.1}}, "set model.moe.shared_experts=1"),
+    ],
+    ids=str,
+)
+def test_a_model_without_rules_of_its_own_is_built_to_see(settings: dict[str, Any], problem: str) -> None:
+    model = Model.model_validate(settings)
+    assert not registry.has_all_rules(model)
+    answer = shape_check.problem_of(model)
+    assert answer.startswith(problem) if problem.startswith("model") else problem in answer
+    assert bool(answer) == bool(problem)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    "kind", ["llama", "qwen3", "gpt2", "mistral", "mixtral", "olmoe", "mamba", "opt", "gpt_neox", "falcon"]
+)
+def test_no_kind_of_default_sizes_is_refused(kind: str) -> None:
+    assert shape_check.problem_of(Model(kind=kind)) == ""
+
+
+def test_numbers_in_fields_may_be_written_as_people_write_them() -> None:
+    """PyYAML reads 1e-4 as a word, and 1 as no float."""
+    found = config_of(fields={"rms_norm_eps": "1e-4"})
+    assert found["rms_norm_eps"] == 1e-4
+    assert isinstance(config_of(fields={"rms_norm_eps": 1})["rms_norm_eps"], float)
+
+
+def test_building_a_config_leaves_the_settings_as_they_are() -> None:
+    """transformers completes mappings in place; what enters a key would change with the first build."""
+    model = Model(fields={"rope_parameters": {"rope_type": "linear", "factor": 2.0}})
+    before = model.model_dump(mode="json")
+    build_config(model, vocab_size=VOCAB, ids=IDS)
+    assert model.model_dump(mode="json") == before
+
+
+def test_kinds_are_those_of_transformers_own_table_and_ours_without_importing_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as TABLE
+
+    own = set(own_architectures.KINDS)
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "transformers.models.auto", None)  # an import of it would end in an ImportError
+        registry.names.cache_clear()
+        assert registry.names() == {*TABLE, *own}
+    monkeypatch.setattr(registry, "TABLE", "MODEL_FOR_MASKED_LM_MAPPING_NAMES")
+    registry.names.cache_clear()
+    assert "modernbert" in registry.names() and "llama" not in registry.names()
+    monkeypatch.setattr(registry, "read_table", lambda: {}["moved"])
+    registry.names.cache_clear()
+    assert "modernbert" in registry.names(), "where the file is written otherwise, the table is imported"
+    monkeypatch.undo()
+    registry.names.cache_clear()
+
+
+def test_every_suitable_kind_is_one_and_the_usual_ones_are_among_them() -> None:
+    found = suitable_kinds()
+    assert set(found) < registry.names()
+    assert {"llama", "qwen3", "gpt2", "moyun", "tinyseek", "gemma3_text"} <= set(found)
+    assert not {"bart", "gemma3", "roberta", "whisper"} & set(found)
+
+
+# --- positions ----------------------------------------------------------------------------------------------------------
+
+
+def frequencies(**settings: Any) -> torch.Tensor:
+    found: torch.Tensor = tiny_model(**settings).model.rotary_emb.inv_freq
+    return found
+
+
+def test_rope_follows_its_base_type_and_factor() -> None:
+    plain = frequencies()
+    expected = torch.tensor([10_000.0 ** (-2 * i / 8) for i in range(4)])
+    torch.testing.assert_close(plain, expected)
+    torch.testing.assert_close(frequencies(rope_theta=100.0), torch.tensor([100.0 ** (-2 * i / 8) for i in range(4)]))
+    torch.testing.assert_close(frequencies(rope_type="linear", rope_factor=4.0), plain / 4)
+    for kind in ("yarn", "llama3"):
+        scaled = frequencies(rope_type=kind, rope_factor=4.0) / plain
+        assert float(scaled[0]) == pytest.approx(1.0), "what turns fast within the trained length stays"
+        assert float(scaled[-1]) == pytest.approx(0.25), "what never turned there is stretched"
+        assert (
+            config_of(rope_type=kind, rope_factor=4.0, max_length=128)["rope_parameters"]["original_max_position_embeddings"]
+            == 32
+        )
+
+
+def test_an_architectures_own_share_of_turning_dimensions_stays() -> None:
+    found = config_of(kind="gpt_neox", rope_theta=500.0)["rope_parameters"]
+    assert found == {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25}
+
+
+# --- initialisation -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral", "gpt_neox", "bert", "modernbert-decoder"])
+def test_scaled_residuals_are_smaller_by_the_root_of_twice_the_layers_and_all_else_is_the_same(kind: str) -> None:
+    sizes = {"kind": kind, "hidden_size": 64, "layers": 8, "init_std": 0.05}
+    scaled, plain = tiny_model(**sizes, scaled_residuals=True), tiny_model(**sizes)
+    writers = residual_weights(scaled)
+    assert len(writers) == 16, "attention's and the feed-forward layer's, of every layer"
+    for name, parameter in scaled.named_parameters():
+        if name in writers:
+            assert float(parameter.detach().std()) == pytest.approx(0.05 / 4, rel=0.1), name
+        else:
+            assert torch.equal(parameter, dict(plain.named_parameters())[name]), name
+
+
+def test_init_std_is_that_of_the_weights() -> None:
+    model = tiny_model(hidden_size=64, init_std=0.07)
+    assert float(model.model.layers[0].mlp.up_proj.weight.detach().std()) == pytest.approx(0.07, rel=0.05)
+    assert float(model.model.embed_tokens.weight.detach().std()) == pytest.approx(0.07, rel=0.05)
+
+
+# --- files --------------------------------------------------------------------------------------------------------------
+
+OPEN = """
+import json, sys, torch
+from transformers import AutoModelForCausalLM
+assert "ttrain" not in sys.modules
+found = {}
+for name in sys.argv[2:]:
+    ours = name == "moyun"
+    model = AutoModelForCausalLM.from_pretrained(f"{sys.argv[1]}/{name}", trust_remote_code=ours).eval()
+    with torch.no_grad():
+        found[name] = model(torch.arange(9, 25)[None]).logits.double().sum((0, 1)).tolist()
+assert not any(name.split(".")[0] == "ttrain" for name in sys.modules)
+print(json.dumps(found))
+"""
+
+
+def save(model: Any, directory: Path) -> Path:
+    directory.mkdir()
+    for name, data in factory.files(model).items():
+        (directory / name).write_bytes(data)
+    save_file(copy_tensors(factory.state(model)), directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def test_every_architecture_opens_again_and_in_a_process_without_ttrain(tmp_path: Path) -> None:
+    expected = {}
+    for options in ARCHITECTURES:
+        model, name = model_of(options), options["kind"]
+        loaded = factory.load(save(model, tmp_path / name)).eval()
+        with torch.no_grad():
+            ids = torch.arange(9, 25)[None]
+            assert torch.equal(model(ids).logits, loaded(ids).logits), name
+            expected[name] = model(ids).logits.double().sum((0, 1)).tolist()
+    expected = {name: expected[name] for name in ("gpt2", "gemma2", "mixtral", "moyun")}  # a second each there
+    environment = {**os.environ, "PYTHONPATH": "", "HF_MODULES_CACHE": str(tmp_path / "modules"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", OPEN, str(tmp_path), *expected], env=environment, cwd=tmp_path,
+        capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == {
+        name: pytest.approx(sums, abs=1e-4) for name, sums in expected.items()
+    }
+
+
+def test_a_model_in_several_files_of_weights_loads_and_every_wrong_tensor_is_listed(tmp_path: Path) -> None:
+    model = tiny_model()
+    model.save_pretrained(tmp_path / "sharded", max_shard_size="8KB")
+    files = sorted((tmp_path / "sharded").glob("model-*.safetensors"))
+    assert len(files) > 2
+    loaded = factory.load(tmp_path / "sharded")
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), loaded.state_dict().values(), strict=True))
+    wrong = {}
+    for file in files:
+        weights = load_file(file)
+        for name in [name for name in weights if "k_proj" in name]:
+            wrong[name] = "mis-shaped"
+            weights[name] = torch.zeros(3, 16)
+        for name in [name for name in weights if "q_proj" in name]:
+            wrong[name] = "missing"
+            del weights[name]
+        save_file(weights, file, metadata={"format": "pt"})
+    assert len(wrong) == 4
+    with pytest.raises(ArtifactError) as raised:
+        factory.load(tmp_path / "sharded")
+    for name, what in wrong.items():
+        assert f"{what}: {name} " in str(raised.value)
+    assert "[3, 16] but must be [16, 16]" in str(raised.value)
+    with pytest.raises(ArtifactError, match=r"missing: .*q_proj\.weight \[16, 16\]"):
+        factory.load_state(model, {})

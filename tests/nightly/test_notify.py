@@ -1,0 +1,217 @@
+"""Notifications: whom the settings name is told, nobody else; their trouble is not the night's, and no address is shown."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import logging
+import shlex
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.waiting import stopwatch
+
+from ttrain.config import Notify, Settings, flatten
+from ttrain.config.loading import load
+from ttrain.errors import UsageError
+from ttrain.nightly.notify import send
+from ttrain.store.runs import process_started
+
+SECRET = "T0KEN-of-the-hook"
+
+
+class Hook:
+    """A server on loopback that keeps what it is sent; `status` is its answer, `seconds` how long it drips before it."""
+
+    def __init__(self) -> None:
+        self.bodies: list[dict[str, Any]] = []
+        self.paths: list[str] = []
+        self.status, self.seconds = 200, 0.0
+        hook = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                hook.paths.append(self.path)
+                hook.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+                deadline = time.monotonic() + hook.seconds
+                while time.monotonic() < deadline:  # within urllib's own limit, which is for each read
+                    self.wfile.write(b"HTTP/1.0 100 Continue\r\n\r\n")
+                    time.sleep(0.05)
+                self.send_response(hook.status)
+                self.send_header("Location", f"/elsewhere/{SECRET}")
+                self.end_headers()
+
+            do_GET = do_POST
+
+            def log_message(self, *_: object) -> None:
+                """Says nothing."""
+
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}/{SECRET}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+
+@pytest.fixture
+def hook() -> Iterator[Hook]:
+    hook = Hook()
+    yield hook
+    hook.server.shutdown()
+    hook.server.server_close()
+
+
+def writer(path: Path) -> tuple[str, ...]:
+    """A program that keeps its standard input, and says where it was started."""
+    return (sys.executable, "-c", f"import sys; open({str(path)!r}, 'w').write(sys.stdin.read())")
+
+
+def test_the_program_gets_the_message_on_its_standard_input(tmp_path: Path) -> None:
+    send(
+        Notify(command=writer(tmp_path / "got")), "promoted", {"name": "mine", "reason": "天 better", "figures": {"a": 1.5}}
+    )
+    got = json.loads((tmp_path / "got").read_text())
+    assert (got["event"], got["name"], got["reason"], got["figures"]) == ("promoted", "mine", "天 better", {"a": 1.5})
+    assert got["text"] == "ttrain: promoted"
+    assert got["host"] == socket.gethostname()
+    assert got["time"].endswith("+00:00")
+
+
+def test_the_arguments_of_the_program_are_no_shells_words(tmp_path: Path) -> None:
+    send(Notify(command=(*writer(tmp_path / "got"), "; touch $HOME `touch x` > y")), "failed", {})
+    assert [path.name for path in tmp_path.iterdir()] == ["got"]
+
+
+def test_the_address_gets_the_message_once_as_json(hook: Hook) -> None:
+    send(Notify(webhook=hook.url), "failed", {"text": "night 3 failed", "path": Path("/a")})
+    (body,) = hook.bodies
+    assert (body["event"], body["text"], body["path"]) == ("failed", "night 3 failed", "/a")
+    assert hook.paths == [f"/{SECRET}"]
+
+
+def test_only_the_events_that_were_asked_for_are_told(hook: Hook) -> None:
+    for event in ("failed", "promoted", "kept", "skipped", "unfinished"):
+        send(Notify(webhook=hook.url, on=("kept", "failed")), event, {})
+    assert [body["event"] for body in hook.bodies] == ["failed", "kept"]
+
+
+def test_nothing_is_sent_unless_it_is_set(hook: Hook, monkeypatch: pytest.MonkeyPatch) -> None:
+    def connects(*_: object) -> None:
+        raise AssertionError("a connection was made")
+
+    monkeypatch.setattr(socket.socket, "connect", connects)
+    send(Settings().notify, "failed", {})
+    assert hook.bodies == []
+
+
+def test_a_redirect_is_not_followed(hook: Hook, caplog: pytest.LogCaptureFixture) -> None:
+    hook.status = 302
+    send(Notify(webhook=hook.url), "failed", {})
+    assert hook.paths == [f"/{SECRET}"]
+    assert "HTTP 302" in caplog.text
+
+
+def closed_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+@pytest.mark.parametrize(
+    ("settings", "warning"),
+    [
+        ({"command": ("/no/such/program", SECRET)}, "/no/such/program cannot be started: No such file"),
+        ({"command": (sys.executable, "-c", "import sys; sys.exit('no pager')")}, "ended with exit code 1: no pager"),
+        ({"command": (sys.executable, "-c", "import time; time.sleep(60)")}, "did not end within 0.4 s"),
+        ({"command": ("/bin/true",)}, None),  # does not read its input
+        ({"webhook": f"http://127.0.0.1:{closed_port()}/{SECRET}"}, "127.0.0.1: Connection refused"),
+        ({"webhook": f"http://no-such-host.invalid/{SECRET}"}, "no-such-host.invalid"),
+        ({"webhook": f"http://[::1/{SECRET}"}, "the webhook was not notified"),
+        ({"webhook_file": "/no/such/file"}, "notify.webhook_file is /no/such/file, which cannot be read"),
+    ],
+)
+def test_trouble_is_one_warning_that_shows_no_secret(
+    settings: dict[str, Any], warning: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    waited = stopwatch()
+    send(
+        Notify.model_construct(**{**Notify().model_dump(), "timeout_seconds": 0.4, **settings}),
+        "failed",
+        {"x": "y" * 100_000},
+    )
+    assert waited() < 10
+    assert SECRET not in caplog.text
+    assert len(caplog.records) == (warning is not None)
+    assert (warning or "") in caplog.text
+    assert all(record.levelno == logging.WARNING for record in caplog.records)
+
+
+@pytest.mark.parametrize("status", [404, 500])
+def test_an_address_that_refuses_is_a_warning_without_its_path(
+    hook: Hook, status: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    hook.status = status
+    send(Notify(webhook=hook.url), "failed", {})
+    assert f"127.0.0.1: it answered with HTTP {status}" in caplog.text
+    assert SECRET not in caplog.text
+
+
+def test_a_server_that_drips_does_not_hold_the_night_up(hook: Hook, caplog: pytest.LogCaptureFixture) -> None:
+    hook.seconds = 5
+    waited = stopwatch()
+    send(Notify(webhook=hook.url, timeout_seconds=0.5), "failed", {})
+    assert waited() < 3
+    assert "did not answer within 0.5 s" in caplog.text
+
+
+def test_what_a_program_started_ends_with_the_time_limit(tmp_path: Path) -> None:
+    child = f"echo $$ > {shlex.quote(str(tmp_path / 'pid'))}; exec sleep 60"
+    send(Notify(command=("sh", "-c", f"sh -c {shlex.quote(child)}; true"), timeout_seconds=2), "failed", {})
+    pid = int((tmp_path / "pid").read_text())
+    deadline = time.monotonic() + 10
+    while process_started(pid) is not None:
+        assert time.monotonic() < deadline, "the program's child outlived it"
+        time.sleep(0.02)
+
+
+# --- the address is a secret --------------------------------------------------------------------------------------------
+
+
+def test_the_address_is_used_whole_and_shown_without_its_path() -> None:
+    settings = load([f"notify.webhook=https://user:{SECRET}@hooks.example.com:8443/{SECRET}?t={SECRET}"]).settings
+    assert settings.notify.webhook is not None
+    assert settings.notify.webhook.endswith(SECRET)
+    shown = dict(flatten(settings.model_dump(mode="json")))
+    assert shown["notify.webhook"] == "https://hooks.example.com/***"
+    assert SECRET not in json.dumps(shown, default=str)
+
+
+def test_a_record_that_hides_the_address_has_none(tmp_path: Path) -> None:
+    """A run's settings can be loaded again: then nobody is told, rather than some page of that host."""
+    settings = load([f"notify.webhook=https://hooks.example.com/{SECRET}"]).settings
+    again = Settings.model_validate(settings.model_dump(mode="json"))
+    assert again.notify.webhook is None
+
+
+def test_the_address_can_come_from_a_file(hook: Hook, tmp_path: Path) -> None:
+    (tmp_path / "hook").write_text(f"{hook.url}\n")
+    send(Notify(webhook_file=str(tmp_path / "hook")), "failed", {})
+    assert hook.paths == [f"/{SECRET}"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [f"notify.webhook=https://a.example/{SECRET}", "notify.webhook_file=/c"],
+        [f"notify.webhook=a.example/{SECRET}"],
+        [f"notify.webhook=https://a.example/{SECRET}", "notify.nothing=1"],
+    ],
+)
+def test_what_is_refused_does_not_show_the_address_either(words: list[str]) -> None:
+    with pytest.raises(UsageError, match="notify") as refused:
+        load(words)
+    assert SECRET not in str(refused.value)

@@ -1,0 +1,114 @@
+"""How often a stage is tried, how long it may take, and what asks a run to stop."""
+
+from __future__ import annotations
+
+import io
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from support.waiting import stopwatch
+
+from ttrain.config import Runtime, Settings
+from ttrain.config.loading import load, settable_keys
+from ttrain.config.runtime import StageRuntime
+from ttrain.errors import ArtifactError, DataError, Interrupted, StageFailed, TooFewRows, UsageError
+from ttrain.pipeline import names
+from ttrain.pipeline.execution import PipelineRun
+from ttrain.pipeline.progress_display import Display
+from ttrain.stages import STAGES
+from ttrain.store.artifacts import ArtifactStore
+
+
+@pytest.fixture
+def execution(tmp_path: Path) -> PipelineRun:
+    settings = load(["tracking.enabled=false"], environment={}).settings
+    console = Console(file=io.StringIO(), width=200)
+    return PipelineRun("full", settings, ArtifactStore(tmp_path), Display(console), ["sft"])
+
+
+def said(execution: PipelineRun) -> str:
+    assert isinstance(execution.display.console.file, io.StringIO)
+    return execution.display.console.file.getvalue()
+
+
+def test_a_stage_s_own_attempts_stand_before_those_of_all_stages() -> None:
+    given = ["runtime.retries=1", "runtime.timeout_seconds=60", "runtime.stages.sft.retries=3"]
+    runtime = load([*given, "runtime.stages.shards-sft.timeout_seconds=5"], environment={}).settings.runtime
+    assert runtime.attempts_of("sft") == StageRuntime(retries=3, retry_delay_seconds=10, timeout_seconds=60)
+    assert runtime.attempts_of("shards-sft") == StageRuntime(retries=1, retry_delay_seconds=10, timeout_seconds=5)
+    assert runtime.attempts_of("lora") == StageRuntime(retries=1, retry_delay_seconds=10, timeout_seconds=60)
+
+
+def test_no_retries_of_its_own_are_not_those_of_all() -> None:
+    assert Runtime(retries=2, stages={"sft": StageRuntime(retries=0)}).attempts_of("sft").retries == 0
+
+
+def test_each_stage_of_the_table_can_have_its_own_and_no_other_name_can() -> None:
+    known = settable_keys(Settings)
+    assert {key.split(".")[2] for key in known if key.startswith("runtime.stages.")} == set(STAGES)
+    with pytest.raises(UsageError, match=r"runtime\.stages\.sftt\.retries.*did you mean 'runtime\.stages\.sft\.retries'"):
+        load(["runtime.stages.sftt.retries=1"], environment={})
+    with pytest.raises(UsageError, match=r"runtime\.stages\.sft\.retries is -1"):
+        load(["runtime.stages.sft.retries=-1"], environment={})
+
+
+def test_a_mistake_is_told_from_what_a_second_try_may_mend() -> None:
+    usage = (UsageError("x"), TooFewRows("x"), StageFailed("x", "UsageError"), StageFailed("x", "TooFewRows"))
+    data = (DataError("x"), StageFailed("x", "DataError"))
+    assert all(error.is_mistake for error in (*usage, *data))
+    assert all(error.is_usage_error for error in usage) and not any(error.is_usage_error for error in data)
+    others = (ArtifactError("x"), Interrupted("x"), StageFailed("x"), StageFailed("x", "unexpected"))
+    assert not any(error.is_mistake for error in others)
+
+
+def test_the_first_reason_to_stop_is_the_one_that_is_told(execution: PipelineRun) -> None:
+    execution.ask_to_stop(15, "deadline reached")
+    execution.ask_to_stop(2, "cancelled in Prefect")
+    assert (execution.signum, execution.stop_reason) == (15, "deadline reached")
+    assert said(execution) == "deadline reached: the running stages save their state\n"
+    with pytest.raises(Interrupted, match="deadline reached before a stage began"):
+        execution.raise_if_signalled()
+
+
+def test_the_deadline_stops_a_run_and_one_that_is_over_does_not(execution: PipelineRun) -> None:
+    began, waited = time.time(), stopwatch()
+    with execution.stopping_at(began + 0.3):
+        execution.wait(10)  # which ends with the request to stop
+        assert time.time() - began >= 0.3 and waited() < 5
+    assert execution.stop_reason == "deadline reached"
+
+
+def test_a_run_that_ends_before_its_deadline_is_not_stopped(execution: PipelineRun) -> None:
+    with execution.stopping_at(time.time() + 0.2):
+        pass
+    time.sleep(0.4)
+    assert not execution.signum
+
+
+def test_a_deadline_that_the_clock_jumps_over_stops_at_once(execution: PipelineRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine slept, or its clock was set: what counts is what it shows, not how much time has passed."""
+    now = time.time
+    waited = stopwatch()
+    with execution.stopping_at(now() + 3600):
+        monkeypatch.setattr(time, "time", lambda: now() + 7200)
+        execution.wait(20)
+    assert execution.stop_reason == "deadline reached" and waited() < 10
+
+
+def test_a_waiting_stage_waits_as_long_as_it_should(execution: PipelineRun) -> None:
+    began, waited = time.monotonic(), stopwatch()
+    execution.wait(0.25)
+    assert time.monotonic() - began >= 0.25 and waited() < 5
+
+
+def test_a_run_s_record_means_the_same_files_wherever_its_stage_is_rerun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = load(["data.sft=chats*.jsonl", "tracking.enabled=false"], environment={}).settings
+    made = PipelineRun("full", settings, ArtifactStore(tmp_path), Display(Console(quiet=True)), ["sft"])
+    monkeypatch.chdir("/")
+    again = load(base=names.settings_of(names.run_named(tmp_path, made.record.run)), environment={}).settings
+    assert again.data.sft == (str(tmp_path / "chats*.jsonl"),)

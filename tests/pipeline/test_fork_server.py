@@ -1,0 +1,337 @@
+"""The fork server: what it forks is a process like any other, and none of them outlives who waits for it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import IO, Any
+
+import psutil
+import pytest
+from support.doubles import Watcher, stage_settings
+
+from ttrain.core.signals import PARENT
+from ttrain.pipeline import fork_server, processes
+from ttrain.pipeline.fork_server import ForkedProcess, ForkServer, ForkServerError
+from ttrain.pipeline.stage_worker import SAME_SIGNAL_SECONDS
+from ttrain.stages import PRETRAIN
+
+PACKAGE = Path(fork_server.__file__).parents[1]
+ERRAND = """
+import json, os, random, signal, sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+import numpy
+from ttrain import VALUE
+
+def main():
+    what = sys.argv[1]
+    if what == "tell":
+        print(json.dumps({
+            "session": os.getsid(0) == os.getpid(), "parent": os.getppid(), "environment": dict(os.environ),
+            "directory": os.getcwd(), "random": [random.random(), numpy.random.random()], "value": VALUE,
+            "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])), "threads": threading.active_count(),
+            "handler": signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, "input": sys.stdin.read(),
+            "descriptors": sorted(os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if int(fd) > 2
+                                  and os.path.lexists(f"/proc/self/fd/{fd}")),
+        }))
+        print("to the error output", file=sys.stderr)
+        return 3
+    if what == "raise":
+        raise ValueError("of its own")
+    if what == "late":
+        threading.Thread(target=lambda: (time.sleep(0.3), Path(sys.argv[2]).touch())).start()
+        return 0
+    if what == "pool":
+        global pool
+        pool = ThreadPoolExecutor(1)
+        pool.submit(int).result()
+        return 0
+    if what == "listen":
+        time.sleep(0.3)  # as imports do
+        from ttrain.pipeline.stage_worker import StopFlag
+        stop = StopFlag(stops_by_itself=False)
+        stop.listen()
+        print("stopped" if stop() else "never told", flush=True)
+        time.sleep(60 if sys.argv[2:] else 0)
+        return 0
+    os.write(1, b"up\\n")  # two of them may share a pipe, and print writes the end of the line by itself
+    time.sleep(60)
+"""
+LAUNCHER = """
+import os, sys, time
+from ttrain.pipeline.fork_server import ForkServer
+server = ForkServer(dict(os.environ), sys.argv[1:])
+print(server.pid, flush=True)
+for _ in range(2):
+    print(server.start("errand", ["sleep"], dict(os.environ), 1).pid, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the package and the module `errand`, in front of the path of every new process."""
+    shutil.copytree(PACKAGE, tmp_path / "ttrain", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "ttrain" / "__init__.py").write_text("VALUE = 1\n")
+    (tmp_path / "errand.py").write_text(ERRAND)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1")
+    return tmp_path
+
+
+@pytest.fixture
+def server(place: Path) -> Iterator[ForkServer]:
+    """One that has loaded next to nothing, hence starts at once."""
+    server = ForkServer(dict(os.environ), ["json", "numpy"])
+    yield server
+    with contextlib.suppress(OSError):
+        server.close()
+
+
+@contextlib.contextmanager
+def errand(server: ForkServer, *arguments: str, **options: Any) -> Iterator[tuple[ForkedProcess, IO[bytes]]]:
+    """A forked process and what it has said."""
+    with tempfile.TemporaryFile() as output:
+        process = server.start("errand", arguments, {**os.environ, "MARK": "a b\udcff"}, output.fileno(), **options)
+        assert process is not None
+        try:
+            yield process, output
+        finally:
+            process.kill()
+            process.wait()
+
+
+def said(output: IO[bytes], wanted: str = "") -> str:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        output.seek(0)
+        if wanted in (text := output.read().decode()):
+            return text
+        time.sleep(0.02)
+    raise AssertionError(f"it never said {wanted}, but: {text}")
+
+
+def gone(*pids: int, seconds: float = 20.0) -> bool:
+    """Whether all of them ended in time; zombies have. A machine with other work may take seconds to tell."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if not any(_runs(pid) for pid in pids):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def test_a_forked_process_is_as_one_that_was_started(server: ForkServer, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LATER", "than the server")
+    with errand(server, "sleep"), errand(server, "tell") as (process, output):
+        assert process.wait() == 3
+        told, error = said(output).splitlines()
+    found = json.loads(told)
+    assert error == "to the error output"
+    assert found["session"] and found["parent"] == server.pid and found["directory"] == str(tmp_path)
+    expected = {**os.environ, "MARK": "a b\udcff", PARENT: str(server.pid)}
+    assert {name: found["environment"].get(name) for name in expected} == expected
+    assert {*found["environment"]} - {*expected} == set(), "what keeps the server at one thread is its own"
+    assert found["handler"] and found["input"] == "" and found["threads"] == 1
+    assert found["blocked"] == [signal.SIGHUP, signal.SIGINT, signal.SIGTERM], "until it has handlers"
+    assert [name for name in found["descriptors"] if "socket" in name or "pidfd" in name] == []
+
+
+def test_forked_processes_draw_different_random_numbers(server: ForkServer) -> None:
+    drawn = []
+    for _ in range(2):
+        with errand(server, "tell") as (process, output):
+            process.wait()
+            drawn.append(json.loads(said(output).splitlines()[0])["random"])
+    assert drawn[0][0] != drawn[1][0] and drawn[0][1] != drawn[1][1]
+
+
+def test_it_serves_no_stale_code(server: ForkServer, place: Path) -> None:
+    for value in (1, 2):
+        (place / "ttrain" / "__init__.py").write_text(f"VALUE = {value}\n")
+        with errand(server, "tell") as (process, output):
+            process.wait()
+            assert json.loads(said(output).splitlines()[0])["value"] == value
+
+
+def test_how_it_ended_comes_back(server: ForkServer, tmp_path: Path) -> None:
+    with errand(server, "raise") as (process, output):
+        assert process.wait() == 1 and "ValueError: of its own" in said(output)
+    with errand(server, "late", str(tmp_path / "late")) as (process, _):
+        assert process.wait() == 0 and (tmp_path / "late").exists(), "a thread that is no daemon is waited for"
+    with errand(server, "pool") as (process, _):
+        deadline = time.monotonic() + 10
+        while process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert process.returncode == 0, "a pool whose thread waits for work, and that nobody closed, does not hold it up"
+    with errand(server, "sleep") as (process, output):
+        said(output, "up")
+        assert process.poll() is None
+        psutil.Process(process.pid).kill()
+        assert process.wait() == -signal.SIGKILL
+        process.send_signal(signal.SIGTERM)  # harmless
+
+
+def test_several_threads_may_ask_at_once(server: ForkServer) -> None:
+    def tell(_: int) -> tuple[int, int]:
+        with errand(server, "tell") as (process, _output):
+            return process.pid, process.wait()
+
+    with ThreadPoolExecutor(4) as pool:
+        ended = [*pool.map(tell, range(8))]
+    assert len({pid for pid, _ in ended}) == 8 and {code for _, code in ended} == {3}
+
+
+def test_a_killed_server_takes_what_it_forked_along_and_is_named(server: ForkServer) -> None:
+    with errand(server, "sleep") as (stopped, output), errand(server, "sleep") as (process, _):
+        said(output, "up")
+        psutil.Process(stopped.pid).suspend()  # which hears of nothing any more
+        psutil.Process(server.pid).kill()
+        assert gone(stopped.pid, process.pid)
+        assert (process.wait(), stopped.wait()) == (-signal.SIGKILL, -signal.SIGKILL)
+    assert not server.alive
+    with pytest.raises(ForkServerError, match="the fork server was killed by SIGKILL"):
+        server.start("errand", ["tell"], os.environ, 1)
+
+
+@pytest.mark.parametrize("moment", ["while it loads", "with children"])
+def test_nothing_outlives_a_killed_launcher(place: Path, moment: str) -> None:
+    (place / "slow.py").write_text("import time; time.sleep(30)\n")
+    preloaded = ["slow"] if moment == "while it loads" else ["json"]
+    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, *preloaded], stdout=subprocess.PIPE, text=True)
+    assert launcher.stdout is not None
+    pids = [int(launcher.stdout.readline())]
+    if moment == "with children":
+        # Both must be up: a child that is stopped before its first instruction cannot have asked to end with the server.
+        lines = sorted(launcher.stdout.readline() for _ in range(4))
+        assert lines[2:] == ["up\n", "up\n"]
+        pids += [*map(int, lines[:2])]
+        psutil.Process(pids[1]).suspend()
+    assert all(map(_runs, pids))
+    launcher.kill()
+    launcher.wait()
+    launcher.stdout.close()
+    assert gone(*pids)
+
+
+def test_it_refuses_to_fork_from_threads_and_says_what_did_not_load(place: Path) -> None:
+    (place / "threaded.py").write_text(
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(30,), daemon=True).start()\n"
+    )
+    for preloaded, said in (("threaded", "2 threads run after loading threaded"), ("missing", "No module named 'missing'")):
+        server = ForkServer(os.environ, [preloaded])
+        with pytest.raises(ForkServerError, match=said):
+            server.start("errand", ["tell"], os.environ, 1)
+
+
+def test_the_libraries_of_training_start_no_thread() -> None:
+    """Else no stage would be forked: all of them must load here."""
+    environment = processes.environment_of(stage_settings())
+    with tempfile.TemporaryFile() as output:
+        process = processes.fork_server_for(environment).start("platform", [], environment, output.fileno())
+        assert process is not None
+        process.kill()
+        process.wait()
+
+
+def test_a_wait_for_the_libraries_can_be_given_up(place: Path) -> None:
+    (place / "slow.py").write_text("import time; time.sleep(30)\n")
+    server = ForkServer(os.environ, ["slow"])
+    began = time.monotonic()
+    assert server.start("errand", ["sleep"], os.environ, 1, lambda: time.monotonic() > began + 0.3) is None
+    assert time.monotonic() - began < 20
+    server.close()
+    assert gone(server.pid)
+
+
+def test_a_signal_before_it_listens_is_not_lost_and_the_second_ends_it(server: ForkServer) -> None:
+    """One that comes at once does not: whoever signals all processes signals the launching one too, which passes it on."""
+    with errand(server, "listen", "on") as (process, output):
+        process.send_signal(signal.SIGTERM)
+        said(output, "stopped")
+        process.send_signal(signal.SIGTERM)
+        time.sleep(SAME_SIGNAL_SECONDS + 0.1)
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert process.wait() == 128 + signal.SIGINT
+
+
+def test_a_fresh_process_keeps_an_early_signal_too(place: Path) -> None:
+    with tempfile.TemporaryFile() as output:
+        (place / "runpy_errand.py").write_text("import sys, errand; sys.argv[1:] = ['listen']; sys.exit(errand.main())")
+        process = processes.spawn("runpy_errand", [], {**os.environ}, output)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait() == 0
+        said(output, "stopped")
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
+
+
+def started(work: Path, observer: Watcher, **runtime: Any) -> tuple[processes.ProcessGroup, str]:
+    """The processes of a stage without a job, which end at once, and what is in their log."""
+    group = processes.ProcessGroup()
+    with (work / "log.txt").open("w+b") as log:
+        try:
+            processes.start(group, PRETRAIN, stage_settings(**runtime), work, log, observer)
+            for process in group.processes:
+                process.wait()
+        finally:
+            group.end()
+        log.seek(0)
+        return group, log.read().decode()
+
+
+def test_where_there_is_no_server_a_fresh_process_is_started_and_the_log_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cheap_server: Callable[..., None]
+) -> None:
+    cheap_server("missing")
+    group, log = started(tmp_path, Watcher())
+    assert isinstance(group.processes[0], subprocess.Popen)
+    assert "No module named 'missing'; a fresh process loads its libraries itself" in log
+    assert "there is no" in log, "and it ran"
+
+
+def test_a_server_that_was_killed_between_two_stages_is_replaced(tmp_path: Path, cheap_server: Callable[..., None]) -> None:
+    cheap_server("json", "numpy")
+    environment = processes.environment_of(stage_settings())
+    first = processes.fork_server_for(environment)
+    assert isinstance(started(tmp_path, Watcher())[0].processes[0], ForkedProcess)
+    assert processes.fork_server_for(environment) is first, "one for all stages"
+    psutil.Process(first.pid).kill()
+    assert gone(first.pid)
+    group, log = started(tmp_path, Watcher())
+    assert isinstance(group.processes[0], ForkedProcess) and "there is no" in log
+    assert isinstance(started(tmp_path, Watcher(), fork_server=False)[0].processes[0], subprocess.Popen)
+
+
+@pytest.fixture
+def cheap_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Have stages use servers of their own in this test, which load what it says."""
+    servers: list[Any] = []
+
+    def use(*preloaded: str) -> None:
+        monkeypatch.setattr(processes, "fork_servers", servers)
+        monkeypatch.setattr(processes, "ForkServer", lambda environment: ForkServer(environment, preloaded))
+
+    yield use
+    for _, server in servers:
+        server.close()

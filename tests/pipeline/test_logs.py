@@ -1,0 +1,63 @@
+"""One log a run: whole lines of all stages, in their order, and of no other run."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+from pathlib import Path
+
+import pytest
+
+from ttrain.store.runs import RunLog
+
+LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (\S+): (.*)")
+
+
+def test_a_line_has_the_time_that_it_says_itself_or_that_it_is(tmp_path: Path) -> None:
+    log = RunLog(tmp_path / "full-1.log")
+    log.add("pretrain", "2026-11-21 22:59:54,854 rank 1: step 5/40")
+    log.add("pretrain", "a library's own line")
+    first, second = log.path.read_text().splitlines()
+    assert first == "2026-11-21 22:59:54 pretrain: rank 1: step 5/40"
+    assert LINE.fullmatch(second) and second.endswith(" pretrain: a library's own line")
+
+
+def test_what_a_line_holds_can_make_no_other_line_and_move_no_cursor(tmp_path: Path) -> None:
+    log = RunLog(tmp_path / "full-1.log")
+    log.add("sft", "bar\rbaz\n2026-11-21 00:00:00 lora: forged \x1b[31m\u2028 東京\tok")
+    (line,) = log.path.read_text(encoding="utf-8").split("\n")[:-1]
+    assert line.endswith(r"sft: bar\rbaz\n2026-11-21 00:00:00 lora: forged \x1b[31m\u2028 東京" + "\tok")
+
+
+def test_lines_of_stages_side_by_side_stay_whole_and_runs_do_not_mix(tmp_path: Path) -> None:
+    logs = [RunLog(tmp_path / f"full-{number}.log") for number in range(2)]
+
+    def stage(number: int, name: str) -> None:
+        for line in range(200):
+            logs[number].add(name, f"{number} {line} " + "x" * 500)
+
+    threads = [threading.Thread(target=stage, args=(n, name)) for n in range(2) for name in ("shards-sft", "shards-lora")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number, log in enumerate(logs):
+        found = [LINE.fullmatch(line) for line in log.path.read_text().splitlines()]
+        told = [(match[1], match[2].split()) for match in found if match]
+        assert len(told) == len(found) == 400
+        for name in ("shards-sft", "shards-lora"):
+            lines = [words for stage_name, words in told if stage_name == name]
+            assert [words[:2] for words in lines] == [[str(number), str(line)] for line in range(200)]
+
+
+def test_a_disk_that_takes_nothing_costs_the_lines_and_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "ttrain")
+    log = RunLog(tmp_path / "gone" / "full-1.log")
+    for _ in range(3):
+        log.add("sft", "line")
+    assert [record.message for record in caplog.records] == [
+        f"the run's log {log.path} cannot be written, the pipeline goes on: No such file or directory"
+    ]

@@ -1,0 +1,438 @@
+"""Keys and plans: what changes a key and what does not, and why a stage runs, in words."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.planned_homes import AFTER_SFT, EVERYTHING, House, append, running, tokens
+
+from ttrain.config.loading import load
+from ttrain.core import hashing
+from ttrain.core.hashing import canonical_json
+from ttrain.errors import UsageError
+from ttrain.flows.full import full
+from ttrain.model import registry
+from ttrain.pipeline.plan import is_all_cached, plan, plan_json, plan_stage
+from ttrain.pipeline.recipe import Planned
+from ttrain.stages import EVALUATE_CHAMPION, EXISTING_MODEL, HELDOUT, NEW_MODEL, PRETRAIN, SFT, STAGES
+from ttrain.store.artifacts import ArtifactStore
+from ttrain.store.layout import Artifact
+
+# --- what a key is made of
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["runtime.devices=2", "runtime.rows_per_device=3", "runtime.device=cpu", "runtime.compile=true"],
+        ["runtime.threads=1", "runtime.retries=5", "runtime.timeout_seconds=9", "runtime.checkpoint_every_steps=7"],
+        ["runtime.workers=3", "runtime.sharding=dask", "runtime.dask_address=tcp://127.0.0.1:1"],
+        ["tracking.enabled=false", "tracking.experiment=other"],
+        ["name=another"],
+        ["python_docs.chat_rows=500"],  # nothing is read from there
+    ],
+    ids=lambda overrides: overrides[0],
+)
+def test_where_how_fast_and_under_what_name_does_not_change_a_key(built: House, overrides: list[str]) -> None:
+    assert running(built.plan(*overrides)) == set()
+
+
+def weighed(house: House, first: float, second: float) -> str:
+    weights = {"documents": first, "more": second}
+    entries = [f"{{path: {house.data / name}.jsonl, weight: {weight}}}" for name, weight in weights.items()]
+    return f"data.pretrain=[{', '.join(entries)}]"
+
+
+def test_a_weight_belongs_to_the_shards_and_not_to_the_tokenizer(house: House) -> None:
+    house.write("more.jsonl", '{"text": "b"}\n')
+    house.build(house.settings(weighed(house, 1, 1)))
+    assert running(house.plan(weighed(house, 1.0, 1))) == set()
+    changed = house.plan(weighed(house, 1, 3))
+    assert running(changed) == EVERYTHING - {"tokenizer", "shards-sft", "shards-lora"}
+    assert changed["shards-pretrain"].why == ("weight of train file more.jsonl: 1.0 → 3.0",)
+    plain = house.plan(f"data.pretrain={house.data / 'documents.jsonl'},{house.data / 'more.jsonl'}")
+    assert "weight of train file more.jsonl: 1.0 → none" in plain["shards-pretrain"].why
+
+
+def test_an_existing_tokenizer_counts_by_its_bytes(house: House) -> None:
+    first, copy = (house.write(f"{name}/tokenizer.json", "{}").parent for name in ("first", "copy"))
+    house.build(house.settings(f"tokenizer.existing={first}"))
+    house.write("first/tokenizer.json", '{"other": 1}')
+    assert "tokenizer" in running(house.plan(f"tokenizer.existing={first}"))
+    house.write("first/tokenizer.json", "{}")
+    assert running(house.plan(f"tokenizer.existing={first}")) == set()
+    assert running(house.plan(f"tokenizer.existing={copy}")) == set()
+    assert running(house.plan()) == EVERYTHING
+
+
+@pytest.mark.parametrize(
+    ("override", "stages"),
+    [
+        ("tokenizer.vocab_size=300", EVERYTHING),
+        ("reading.heldout_fraction=0.1", EVERYTHING),
+        ("shards.block_bytes=2048", EVERYTHING - {"tokenizer"}),
+        ("model.layers=2", {"pretrain", *AFTER_SFT}),
+        ("pretrain.seed=2", {"pretrain", *AFTER_SFT}),
+        ("pretrain.precision=fp32", {"pretrain", *AFTER_SFT}),
+        ("sft.optim.lr=2e-4", AFTER_SFT),
+        ("lora.rank=4", {"lora", "evaluate"}),
+        ("evaluate.stride=64", {"evaluate"}),
+    ],
+)
+def test_a_setting_reruns_its_stage_and_what_depends_on_it(built: House, override: str, stages: set[str]) -> None:
+    assert running(built.plan(override)) == stages
+
+
+def test_files_count_by_their_bytes_not_by_their_names_or_times(built: House) -> None:
+    path = built.data / "documents.jsonl"
+    os.utime(path, ns=(10**18, 10**18))
+    assert running(built.plan()) == set()
+    moved = path.rename(built.data / "other name.jsonl")
+    assert running(built.plan(f"data.pretrain={moved}")) == set()
+
+
+@pytest.mark.parametrize(
+    ("name", "stages"),
+    [
+        ("documents", EVERYTHING),
+        ("chats", {"shards-sft", *AFTER_SFT}),
+        ("domain", {"shards-lora", "lora", "evaluate"}),
+    ],
+)
+def test_one_byte_of_an_input_reruns_what_reads_it_and_what_follows(built: House, name: str, stages: set[str]) -> None:
+    path = built.data / f"{name}.jsonl"
+    path.write_bytes(path.read_bytes().replace(b": ", b":  ", 1))
+    assert running(built.plan()) == stages
+
+
+def test_an_edit_that_leaves_size_and_time_as_they_were_is_seen_while_the_clock_could_hide_it(house: House) -> None:
+    """A digest is not remembered while the file is so fresh that another write may carry the same mtime."""
+    path, cache = house.data / "documents.jsonl", house.store.cache
+    before, stat = cache.file(path), path.stat()
+    path.write_text('{"text": "b"}\n')
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert cache.file(path) != before
+
+
+def test_a_remembered_digest_survives_the_process_and_a_broken_cache_costs_only_time(house: House) -> None:
+    path = house.data / "documents.jsonl"
+    os.utime(path, ns=(10**18, 10**18))
+    digest = house.store.cache.file(path)
+    house.store.cache.save()
+    where = house.store.root / "cache" / "digests.json"
+    assert digest in where.read_text()
+    where.write_text("{")
+    assert ArtifactStore(house.store.root).cache.file(path) == digest
+
+
+def test_the_order_of_the_files_counts(house: House) -> None:
+    one, two = house.write("1.jsonl", "1\n"), house.write("2.jsonl", "2\n")
+    house.build(house.settings(f"data.pretrain=[{one}, {two}]"))
+    stages = house.plan(f"data.pretrain=[{two}, {one}]")
+    assert stages["tokenizer"].why == ("train files come in another order",)
+    assert stages["shards-sft"].state == "run"
+
+
+def test_a_folder_is_its_jsonl_files_in_sorted_order_and_a_glob_what_it_matches(house: House) -> None:
+    for name in ("b.jsonl.gz", "a.jsonl", "deep/c.jsonl.zst", "notes.txt"):
+        house.write(f"folder/{name}", name)
+    folder = house.data / "folder"
+    listed = [str(folder / name) for name in ("a.jsonl", "b.jsonl.gz", "deep/c.jsonl.zst")]
+    house.build(house.settings(f"data.pretrain={','.join(listed)}"))
+    assert running(house.plan(f"data.pretrain={folder}")) == set()
+    assert "tokenizer" in running(house.plan(f"data.pretrain={folder}/*.jsonl"))
+
+
+def test_a_file_that_is_not_there_is_named_with_its_setting(house: House) -> None:
+    with pytest.raises(UsageError, match=r"data\.sft is '.*nowhere\.jsonl'"):
+        house.plan(f"data.sft={house.data / 'nowhere.jsonl'}")
+
+
+def test_a_heldout_file_and_a_tokenizer_file_enter_the_keys_of_their_readers(built: House) -> None:
+    held = built.write("held.jsonl", "x\n")
+    assert running(built.plan(f"data.lora_heldout={held}")) == {"shards-lora", "lora", "evaluate"}
+    assert running(built.plan(f"data.tokenizer={held}")) == EVERYTHING
+
+
+def test_a_stage_rebuilt_to_the_same_bytes_leaves_what_depends_on_it_cached(house: House) -> None:
+    house.build(house.settings(), says=lambda stage, key: stage)
+    house.build(house.settings("pretrain.seed=2"), says=lambda stage, key: stage)
+    stages = house.plan("pretrain.seed=2", "sft.seed=1")
+    assert running(stages) == set()
+    assert len(house.store.artifacts("pretrain")) == 2
+    assert len(house.store.artifacts("sft")) == 1
+
+
+def test_canonical_json_spells_a_value_in_one_way() -> None:
+    assert canonical_json({"b": 1, "a": [1.5, None, "ü"]}) == canonical_json({"a": [1.5, None, "ü"], "b": 1})
+    assert canonical_json({"a": 1}) != canonical_json({"a": 1.0})
+    with pytest.raises(ValueError, match="JSON compliant"):
+        canonical_json({"a": float("nan")})
+
+
+# --- code
+
+
+def test_a_stages_own_module_changes_its_key_alone(built: House, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hashing, "PACKAGE_DIRECTORY", copy)
+    assert running(built.plan()) == set()
+    append(copy / "stages" / "sft.py", "\nSOMETHING = 1\n")
+    stages = built.plan()
+    assert stages["sft"].why == ("module ttrain.stages.sft changed",)
+    assert {name for name in running(stages) if stages[name].key} == {"sft"}
+    assert running(stages) == AFTER_SFT
+
+
+# --- why
+
+
+def test_a_changed_setting_is_explained_with_its_old_and_new_value(built: House) -> None:
+    stages = built.plan("sft.optim.lr=2e-4", "sft.epochs=null", "sft.tokens=9000")
+    assert stages["sft"].why == ("sft.epochs: 1.0 → null", "sft.optim.lr: 0.001 → 0.0002", "sft.tokens: null → 9000")
+    assert stages["lora"].why == ("waits for sft",)
+    assert stages["evaluate"].why == ("waits for sft, lora",)
+
+
+def test_a_changed_file_is_explained_by_its_name_and_role(built: House) -> None:
+    built.write("chats.jsonl", "other\n")
+    assert built.plan()["shards-sft"].why == ("train file chats.jsonl changed",)
+    held = built.write("held.jsonl", "x\n")
+    assert built.plan(f"data.lora_heldout={held}")["shards-lora"].why == ("heldout file held.jsonl is new",)
+
+
+def test_a_changed_file_among_two_of_the_same_name_is_not_taken_for_another_order(house: House) -> None:
+    for folder in ("a", "b"):
+        house.write(f"{folder}/x.jsonl", folder)
+    house.build(house.settings(f"data.sft={house.data}/*/x.jsonl"))
+    house.write("a/x.jsonl", "changed")
+    assert house.plan(f"data.sft={house.data}/*/x.jsonl")["shards-sft"].why == ("train file x.jsonl changed",)
+
+
+def test_a_changed_input_artifact_is_explained(built: House) -> None:
+    settings = built.settings()
+    inputs = {"base": built.store.latest("pretrain"), "shards": built.store.latest("shards-sft")}
+    before = plan_stage(SFT, settings, built.store, inputs)
+    inputs["base"] = built.build(built.settings("pretrain.seed=2"))["pretrain"]
+    after = plan_stage(SFT, built.settings("sft.seed=9"), built.store, inputs)
+    old, new = before.ingredients["inputs"]["base"][:12], after.ingredients["inputs"]["base"][:12]
+    other = "sft.seed: 1 → 9"
+    assert after.why in ((other,), (other, f"input base: {old} → {new}"))
+    assert old != new
+    shutil.rmtree(built.store.root / "store" / "sft")
+    built.publish(before)
+    assert plan_stage(SFT, settings, built.store, inputs).why == (f"input base: {old} → {new}",)
+
+
+def test_a_first_run_and_a_damaged_artifact_are_told_apart(house: House) -> None:
+    assert house.plan()["tokenizer"].why == ("never run before",)
+    built = house.build(house.settings())
+    (built["tokenizer"].path / "heldout" / "file").unlink()
+    stages = house.plan()
+    assert stages["tokenizer"].why == ("its artifact is damaged: heldout/file is missing",)
+    assert stages["shards-sft"].why == ("waits for tokenizer",)
+    assert running(stages) == EVERYTHING
+
+
+def test_unfinished_work_is_said_to_go_on_where_a_checkpoint_is(built: House) -> None:
+    key = built.plan("sft.seed=5")["sft"].key
+    checkpoints = built.store.work("sft", str(key)) / "output" / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    assert built.plan("sft.seed=5")["sft"].why == ("sft.seed: 1 → 5",)
+    (checkpoints / "step-00000120").mkdir()
+    assert built.plan("sft.seed=5")["sft"].why == ("continues its unfinished work at step 120", "sft.seed: 1 → 5")
+
+
+def test_the_most_similar_artifact_is_the_one_compared_with(built: House) -> None:
+    built.build(built.settings("evaluate.seed=5", "evaluate.stride=64", "evaluate.new_tokens=1"))
+    assert built.plan("evaluate.seed=6")["evaluate"].why == ("evaluate.seed: 1 → 6",)
+    near = built.plan("evaluate.seed=5", "evaluate.stride=64", "evaluate.new_tokens=2")
+    assert near["evaluate"].why == ("evaluate.new_tokens: 1 → 2",)
+
+
+def test_among_equally_similar_artifacts_the_newest_is_compared_with(built: House) -> None:
+    for seed in (2, 3, 4):
+        built.build(built.settings(f"evaluate.seed={seed}"))
+    assert built.plan("evaluate.seed=9")["evaluate"].why == ("evaluate.seed: 4 → 9",)
+
+
+# --- the planner
+
+
+def test_when_all_is_finished_all_is_cached(built: House) -> None:
+    stages = built.plan()
+    assert is_all_cached(list(stages.values()))
+    assert {planned.why for planned in stages.values()} == {("same settings, inputs and code",)}
+    assert not is_all_cached(list(built.plan("evaluate.seed=2").values()))
+
+
+@pytest.mark.parametrize(
+    ("force", "stages"),
+    [
+        ({"sft"}, AFTER_SFT),
+        ({"evaluate"}, {"evaluate"}),
+        ({"shards-lora"}, {"shards-lora", "lora", "evaluate"}),
+        ({"tokenizer"}, EVERYTHING),
+        ({"evaluate", "shards-sft"}, {"shards-sft", *AFTER_SFT}),
+    ],
+)
+def test_force_follows_to_what_depends_on_a_stage_and_nowhere_else(built: House, force: set[str], stages: set[str]) -> None:
+    planned = built.plan(force=frozenset(force))
+    assert running(planned) == {name for name, stage in planned.items() if stage.forced} == stages
+    assert {planned[name].why for name in stages} == {("asked to run again",)}
+
+
+def test_forcing_a_stage_that_does_not_exist_names_those_that_do(built: House) -> None:
+    with pytest.raises(UsageError, match=r"there is no stage sfft; the stages are tokenizer, .*evaluate"):
+        built.plan(force=frozenset({"sfft"}))
+
+
+def test_a_stage_whose_inputs_are_not_built_has_no_key_and_says_for_what_it_waits(house: House) -> None:
+    stages = house.plan()
+    assert stages["tokenizer"].key
+    for name, waits in {
+        "shards-sft": "tokenizer",
+        "pretrain": "tokenizer, shards-pretrain",
+        "sft": "pretrain, shards-sft",
+    }.items():
+        assert stages[name].key is None
+        assert stages[name].why == (f"waits for {waits}",)
+
+
+def test_the_quickstart_begins_with_its_source_and_own_files_do_without(house: House) -> None:
+    quickstart = plan(full, load([], environment={}).settings, house.store)
+    others = {EXISTING_MODEL.name, NEW_MODEL.name}  # in the place of one of them, where a stage starts from another model
+    others |= {HELDOUT.name, EVALUATE_CHAMPION.name}  # of nights
+    assert [planned.stage.name for planned in quickstart] == [name for name in STAGES if name not in others]
+    assert quickstart[0].ingredients["python"]
+    assert "source" not in house.plan()
+
+
+@pytest.mark.soak  # loads torch in a process of its own
+def test_a_model_that_cannot_exist_is_refused_before_anything_is_built(house: House) -> None:
+    settings = house.settings("model.kind=phi3", "model.heads=3", "model.hidden_size=129")
+    for _ in range(2):
+        with pytest.raises(UsageError, match=r"model\.kind is phi3, which cannot compute in these sizes"):
+            plan(full, settings, house.store)
+
+
+def test_a_model_whose_rules_are_the_settings_is_not_built_to_see_whether_it_can_exist(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "BUILDER", "no.such.module")
+    plan(full, house.settings("model.hidden_size=132", "model.heads=3", "model.preset=1m"), house.store)
+    assert not (house.store.root / "cache" / "shapes").exists()
+
+
+def test_a_model_is_built_once_to_see_whether_it_can_exist(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = house.data / "calls"
+    answer = "'not with three' if '\"heads\": 3' in sys.stdin.read() else ''"
+    (house.data / "builder.py").write_text(
+        f"import json, sys\nopen({str(calls)!r}, 'a').write('x')\nprint(json.dumps({answer}))"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(house.data))
+    monkeypatch.setattr(registry, "BUILDER", "builder")
+    for _ in range(2):
+        plan(full, house.settings("model.kind=gpt2"), house.store)
+        with pytest.raises(UsageError, match="not with three"):
+            plan(full, house.settings("model.kind=gpt2", "model.heads=3", "model.hidden_size=129"), house.store)
+    assert calls.read_text() == "xx"
+
+
+def test_planning_writes_nothing_but_the_cache_of_digests(built: House) -> None:
+    before = sorted(built.store.root.rglob("*"))
+    built.plan("sft.seed=7")
+    new = {path.relative_to(built.store.root).parts[0] for path in set(built.store.root.rglob("*")) - set(before)}
+    assert new <= {"cache"}
+
+
+def test_the_plan_as_json_has_its_shape(built: House) -> None:
+    stages = built.plan("sft.seed=7")
+    printed = json.loads(json.dumps(plan_json("full", stages.values())))
+    assert set(printed) == {"pipeline", "stages"}
+    assert printed["pipeline"] == "full"
+    assert [stage["name"] for stage in printed["stages"]] == list(stages)
+    shape = frozenset({"name", "state", "key", "path", "why", "notes"})
+    assert {frozenset(stage) for stage in printed["stages"]} == {shape}
+    shown = {stage["name"]: stage for stage in printed["stages"]}
+    assert shown["pretrain"]["state"] == "cached"
+    assert shown["pretrain"]["path"] == str(built.store.path("pretrain", shown["pretrain"]["key"]))
+    assert shown["sft"] == {**shown["sft"], "state": "run", "path": None, "why": ["sft.seed: 1 → 7"]}
+    lora = {"name": "lora", "state": "run", "key": None, "path": None, "why": ["waits for sft"], "notes": []}
+    assert shown["lora"] == lora
+
+
+# --- a larger budget
+
+
+def pretrain_planned(house: House, *overrides: str, extend: bool = False) -> Planned:
+    store = house.store
+    inputs = {"tokenizer": store.latest("tokenizer"), "shards": store.latest("shards-pretrain")}
+    return plan_stage(PRETRAIN, house.settings(*overrides), store, inputs, extend=extend)
+
+
+def trained(house: House, steps: int, *overrides: str, checkpoints: Any = (10, 25, 50, 75, 100)) -> Artifact:
+    """A finished run of that many steps, with checkpoints."""
+    planned = pretrain_planned(house, *tokens(steps), *overrides)
+    result = {"rows": {"rows": 1000}, "steps": steps, "tokens": steps * 4096}
+    return house.publish(planned, str(steps), result, [step for step in checkpoints if step <= steps])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "old_steps", "new_steps", "step"),
+    [
+        (["pretrain.schedule.kind=linear", "pretrain.schedule.decay_fraction=0.5"], 100, 200, 50),
+        (["pretrain.schedule.kind=linear", "pretrain.schedule.decay_fraction=0.5"], 100, 60, 25),
+        (["pretrain.schedule.kind=linear", "pretrain.schedule.decay_fraction=0.2"], 100, 200, 75),
+        (["pretrain.schedule.kind=constant"], 100, 200, 100),
+        (["pretrain.schedule.kind=constant"], 100, 30, 25),
+        (["pretrain.schedule.kind=cosine"], 100, 200, 10),
+        (["pretrain.schedule.kind=cosine", "pretrain.schedule.warmup_steps=5"], 100, 200, None),
+        (["pretrain.schedule.kind=linear", "pretrain.schedule.decay_fraction=1"], 100, 200, 10),
+    ],
+)
+def test_extending_starts_at_the_last_checkpoint_before_either_runs_decay(
+    built: House, schedule: list[str], old_steps: int, new_steps: int, step: int | None
+) -> None:
+    artifact = trained(built, old_steps, *schedule)
+    planned = pretrain_planned(built, *tokens(new_steps), *schedule, extend=True)
+    assert planned.state == "run"
+    if step is None:
+        assert planned.start_from is None
+        assert "starts from scratch" in planned.why[0]
+    else:
+        assert planned.start_from == artifact.path / "checkpoints" / f"step-{step:08d}"
+        assert f"step {step}" in planned.why[0]
+    assert pretrain_planned(built, *tokens(new_steps), *schedule).start_from is None, "only where it is asked for"
+
+
+@pytest.mark.parametrize(
+    "other", ["pretrain.optim.lr=0.5", "pretrain.seed=2", "model.layers=2", "pretrain.schedule.floor=0.1"]
+)
+def test_extending_refuses_a_run_that_differs_in_more_than_its_budget(built: House, other: str) -> None:
+    trained(built, 100)
+    assert pretrain_planned(built, *tokens(200), extend=True).start_from
+    refused = pretrain_planned(built, *tokens(200), other, extend=True)
+    assert refused.start_from is None
+    assert "starts from scratch" in refused.why[0]
+
+
+def test_extending_takes_the_furthest_of_several_runs_and_passes_over_a_damaged_one(built: House) -> None:
+    short, long = trained(built, 100), trained(built, 150, checkpoints=(10, 70))
+    assert pretrain_planned(built, *tokens(400), extend=True).start_from == long.path / "checkpoints" / "step-00000070"
+    (long.path / "heldout" / "file").unlink()
+    assert pretrain_planned(built, *tokens(400), extend=True).start_from == short.path / "checkpoints" / "step-00000050"
+
+
+def test_extending_does_not_continue_code_or_inputs_that_changed(
+    built: House, copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained(built, 100)
+    monkeypatch.setattr(hashing, "PACKAGE_DIRECTORY", copy)
+    assert pretrain_planned(built, *tokens(200), extend=True).start_from
+    append(copy / "train" / "optim.py", "\nSOMETHING = 1\n")
+    assert pretrain_planned(built, *tokens(200), extend=True).start_from is None

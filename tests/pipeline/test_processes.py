@@ -1,0 +1,209 @@
+"""Ranks that are killed, stopped, dead-locked or fail end the others and say why; nothing is left of them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+from support.doubles import Home, Watcher, stage_settings
+
+from ttrain.errors import Interrupted, StageFailed
+from ttrain.pipeline import launch, processes
+from ttrain.pipeline.stage_worker import PROCESS_NAME
+from ttrain.stages import PRETRAIN
+from ttrain.store.layout import Artifact
+
+LIMIT_SECONDS = 2.0
+# A worker whose rank 1 does something else when it comes to its sixth sum.
+SABOTAGE = """
+import os, sys, time
+from ttrain.pipeline import stage_worker as worker
+from ttrain.train.distributed import Ranks
+
+def main():
+    what, sums, proper = os.environ["SABOTAGE"], [], Ranks.sum
+    def sum(self, values):
+        sums.append(values)
+        if self.rank == 1 and len(sums) == 6:
+            print("now", flush=True)
+            if what == "raise":
+                raise ZeroDivisionError("of rank 1")
+            if what == "hang":
+                time.sleep(600)
+        if self.rank == 0 and len(sums) == 6 and what == "save slowly":
+            with self.busy("saving"):
+                time.sleep(5)
+        return proper(self, values)
+    Ranks.sum = sum
+    if what == "a slow disk":
+        fsync, begin = os.fsync, Ranks.__init__
+        def of_rank(self, *words, **named):
+            begin(self, *words, **named)
+            os.fsync = slowly if self.rank == 0 else refused
+        def slowly(file):
+            print("rank 0 writes", flush=True)
+            time.sleep(0.6)
+            fsync(file)
+        def refused(file):
+            raise RuntimeError("a file of another rank than the first")
+        Ranks.__init__ = of_rank
+    if what == "write the curve slowly":
+        from ttrain.train.callbacks import MetricsFile
+        log = MetricsFile.log
+        def slowly(self, record):
+            if record.step == 6:
+                time.sleep(5)
+            log(self, record)
+        MetricsFile.log = slowly
+    return worker.main()
+
+if __name__ == "__main__":
+    sys.exit(main())
+"""
+
+
+SEEDS = itertools.count(1)
+
+
+@dataclass
+class Bed:
+    """A stage on two ranks that no other test has begun."""
+
+    home: Home
+    seed: int = field(default_factory=lambda: next(SEEDS))
+
+    def run(self, act: Callable[[str], None] = lambda line: None, steps: int = 400, signum: int = 0) -> Artifact:
+        training = {"optim": {"kind": "adamw"}, "seed": self.seed}
+        settings = stage_settings(steps, training, devices=2, rank_timeout_seconds=LIMIT_SECONDS)
+        inputs = self.home.pretrain_inputs()
+        return launch.build(PRETRAIN, settings, self.home.store, inputs, Watcher(act, signum)).artifact
+
+    def fail(self, act: Callable[[str], None] = lambda line: None, steps: int = 400) -> tuple[str, float]:
+        """The stage's message, and the seconds from `act` (or the line "now") to the end."""
+        began = [0.0]
+
+        def once(line: str) -> None:
+            if not began[0] and ("now" in line or "step 6/" in line):
+                began[0] = time.monotonic()
+                act(line)
+
+        with pytest.raises(StageFailed) as failed:
+            self.run(once, steps)
+        return str(failed.value), time.monotonic() - began[0]
+
+
+def workers() -> list[psutil.Process]:
+    """The ranks that this process has started, rank 0 first."""
+    found = [child for child in psutil.Process().children(recursive=True) if child.name() == PROCESS_NAME]
+    return sorted(found, key=lambda child: child.pid)
+
+
+@pytest.fixture
+def bed(stage_home: Home, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bed]:
+    """Afterwards no rank is left, and no address that one listened at."""
+    monkeypatch.setattr(processes, "OTHERS_SECONDS", 1.0)
+    yield Bed(stage_home)
+    assert workers() == []
+    ours = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
+    listening = [found for found in psutil.net_connections("tcp") if found.pid in ours and found.status == "LISTEN"]
+    assert listening == []
+
+
+@pytest.fixture(scope="module")
+def saboteur(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("saboteur")
+    (place / "saboteur.py").write_text(SABOTAGE)
+    return place
+
+
+@pytest.fixture
+def sabotage(saboteur: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Have rank 1 do what is said."""
+
+    def choose(what: str) -> None:
+        path = [str(saboteur), str(Path(launch.__file__).parents[2])]
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
+        monkeypatch.setenv("SABOTAGE", what)
+        monkeypatch.setattr(processes, "WORKER", "saboteur")
+
+    return choose
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_ends_the_others_and_is_named(bed: Bed, rank: int) -> None:
+    message, seconds = bed.fail(lambda line: workers()[rank].kill())
+    assert f"rank {rank} was killed by SIGKILL without a result, and the others were ended" in message
+    assert "log.txt" in message and seconds < 20
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stopped_rank_ends_the_others_and_is_named(bed: Bed, rank: int) -> None:
+    message, seconds = bed.fail(lambda line: workers()[rank].suspend())
+    assert re.search(rf"failed on rank {1 - rank}: rank {rank} has not answered for \d+ s at sum \d+", message), message
+    assert "the last checkpoint is complete: run the same command again" in message
+    assert LIMIT_SECONDS < seconds < LIMIT_SECONDS + 15
+
+
+@pytest.mark.soak
+def test_a_rank_that_hangs_ends_the_others_and_is_named(bed: Bed, sabotage: Callable[[str], None]) -> None:
+    sabotage("hang")
+    message, seconds = bed.fail()
+    assert re.search(r"rank 1 has not come for \d+ s at sum 6, and does not compute either", message), message
+    assert LIMIT_SECONDS < seconds < LIMIT_SECONDS + 15
+
+
+def test_a_rank_that_raises_ends_the_others_and_its_own_reason_is_told(bed: Bed, sabotage: Callable[[str], None]) -> None:
+    sabotage("raise")
+    message, seconds = bed.fail()
+    assert "failed on rank 1: ZeroDivisionError: of rank 1; the traceback is in" in message
+    assert seconds < 20
+
+
+@pytest.mark.parametrize("what", ["save slowly", pytest.param("write the curve slowly", marks=pytest.mark.soak)])
+def test_a_first_rank_whose_disk_is_slow_is_waited_for(bed: Bed, sabotage: Callable[[str], None], what: str) -> None:
+    sabotage(what)
+    artifact = bed.run(steps=8)
+    assert artifact.result["steps"] == 8
+    lines = (artifact.path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines if '"loss"' in line] == [*range(1, 9)], "one rank writes, once"
+
+
+@pytest.mark.soak
+def test_two_ranks_leave_one_checkpoint_of_a_step_however_slow_the_disk_of_the_first_is(
+    bed: Bed, sabotage: Callable[[str], None]
+) -> None:
+    """Each file takes 0.6 s, a checkpoint longer than a rank may be silent; the second rank may write none."""
+    sabotage("a slow disk")
+    artifact = bed.run(steps=8)
+    writes = (artifact.path / "run" / "log.txt").read_text().count("rank 0 writes")
+    assert 0.6 * writes / 2 > LIMIT_SECONDS, "each of two checkpoints took longer"
+    kept = sorted(path.name for path in (artifact.path / "checkpoints").iterdir() if path.is_dir())
+    assert kept == ["step-00000004", "step-00000008"]
+    assert all((artifact.path / "checkpoints" / name / "state.json").is_file() for name in kept)
+    lines = (artifact.path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines if '"loss"' in line] == [*range(1, 9)], "one rank writes, once"
+
+
+def test_a_stage_that_is_told_to_stop_at_its_very_start_stops_and_is_continued(bed: Bed) -> None:
+    """The signal comes while the ranks are forked, before they have looked at anything."""
+    with pytest.raises(Interrupted) as stopped:
+        bed.run(steps=9, signum=signal.SIGTERM)
+    assert stopped.value.exit_code == 143
+    assert bed.run(steps=9).result["steps"] == 9
+
+
+def test_a_try_after_a_killed_one_finds_its_checkpoint_and_nothing_else(bed: Bed) -> None:
+    bed.fail(lambda line: workers()[1].kill(), steps=60)
+    artifact = bed.run(steps=60)
+    assert 0 < artifact.result["resumed_from_step"] < 60
+    assert not bed.home.store.work("pretrain", artifact.key).exists()
+    assert sorted(path.name for path in artifact.path.iterdir()) == ["checkpoints", "manifest.json", "model", "run"]

@@ -1,0 +1,276 @@
+"""A model is made again as its manifests say: the same bytes, or what differs; refused where its raw data are gone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.doubles import Watcher
+
+from ttrain.cli.main import main
+from ttrain.config import Settings
+from ttrain.config.loading import load
+from ttrain.core.files import read_json, write_json
+from ttrain.errors import ArtifactError, Interrupted, UsageError
+from ttrain.pipeline import launch
+from ttrain.pipeline.lineage import lineage_of
+from ttrain.pipeline.reproduce import MARK_FILE, RebuildRecipe, home_for, recipes_of, reproduce
+from ttrain.stages import SHARDS_PRETRAIN, TOKENIZER
+from ttrain.store.artifacts import ArtifactStore
+from ttrain.store.layout import MANIFEST, Artifact, write_manifest
+
+
+@dataclass
+class Screen:
+    """What the user is told."""
+
+    said: list[str] = field(default_factory=list)
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+    def started(self, name: str, why: str) -> None: ...
+
+    def progressed(self, name: str, progress: Mapping[str, Any]) -> None: ...
+
+    def ended(self, name: str, state: str, took: float, figures: str) -> None:
+        self.said.append(f"{name} {state}")
+
+    def failed(self, name: str, message: str) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A home with a tokenizer and shards, built by the real processes from two files, beside those."""
+    root = tmp_path_factory.mktemp("made")
+    (root / "data").mkdir()
+    for name in ("a", "b"):
+        rows = (json.dumps({"text": f"{name} {number} the man and the sea " * 5}) for number in range(60))
+        (root / "data" / f"{name}.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    data = str(root / "data" / "*.jsonl")
+    given = [f"data.{name}={data}" for name in ("pretrain", "sft", "lora")]
+    given += [
+        "tokenizer.vocab_size=300",
+        "reading.seed=5",
+        "runtime.threads=1",
+        "runtime.rows_per_device=4",
+        "runtime.workers=1",
+    ]
+    settings = load(given, environment={}).settings
+    store = ArtifactStore(root / "home")
+    tokenizer = launch.build(TOKENIZER, settings, store, {}, Watcher()).artifact
+    launch.build(SHARDS_PRETRAIN, settings, store, {"tokenizer": tokenizer}, Watcher())
+    return root
+
+
+@pytest.fixture
+def root(made: Path, tmp_path: Path) -> Path:
+    """A copy of all of it, whose manifests name the copied files."""
+    shutil.copytree(made, tmp_path / "root")
+    for path in tmp_path.glob(f"root/home/store/*/*/{MANIFEST}"):
+        write_manifest(path.parent, json.loads(path.read_text().replace(str(made), str(tmp_path / "root"))))
+    return tmp_path / "root"
+
+
+def artifact(root: Path, stage: str = "tokenizer") -> Artifact:
+    return ArtifactStore(root / "home").artifacts(stage)[0]
+
+
+def alter(root: Path, stage: str, change: Any) -> None:
+    """Have the manifest of a stage say something else."""
+    directory = artifact(root, stage).path
+    manifest = read_json(directory / MANIFEST)
+    change(manifest)
+    write_manifest(directory, manifest)
+
+
+def recipes(root: Path, text: str = "shards-pretrain") -> list[RebuildRecipe]:
+    return recipes_of(lineage_of(root / "home", text), root / "home")
+
+
+def again(root: Path, to: Path, text: str = "shards-pretrain", screen: Screen | None = None) -> Any:
+    found = lineage_of(root / "home", text)
+    return reproduce(found, recipes_of(found, root / "home"), to, screen or Screen())
+
+
+def test_a_rebuild_has_the_same_bytes_and_leaves_the_home_alone(root: Path, tmp_path: Path) -> None:
+    before = sorted(path for path in (root / "home" / "store").rglob("*"))
+    result = again(root, tmp_path / "new")
+    assert result.is_equal and [stage.stage for stage in result.stages] == ["tokenizer", "shards-pretrain"]
+    for stage in result.stages:
+        assert (stage.rebuilt_key, stage.differences, stage.files) == (stage.key, (), ())
+        new = ArtifactStore(tmp_path / "new").find(stage.stage, stage.key)
+        assert new and new.content == stage.content and stage.seconds > 0, "it was built, and is there"
+    assert sorted(path for path in (root / "home" / "store").rglob("*")) == before
+
+
+def test_settings_come_from_the_manifest_whatever_the_defaults_and_the_record_say(root: Path) -> None:
+    tokenizer, shards = recipes(root)
+    assert tokenizer.settings.tokenizer.vocab_size == 300 and shards.settings.reading.seed == 5
+    assert (shards.settings.runtime.threads, shards.settings.runtime.rows_per_device) == (1, 4)
+    assert tokenizer.settings.data.paths("sft") == (str(root / "data" / "*.jsonl"),)
+    assert not (root / "home" / "runs").exists()
+
+
+def test_threads_ranks_kernels_and_micro_batches_are_those_of_the_training(root: Path) -> None:
+    def trained(manifest: dict[str, Any]) -> None:
+        manifest["result"] |= {"ranks": 4, "threads": 3, "device": "cpu"}
+        runtime = manifest["provenance"]["runtime"]
+        runtime |= {"threads": None, "devices": 2, "nodes": 2, "node_rank": 1, "rendezvous": "other:1"}
+        runtime |= {"compile": True, "rows_per_device": 7, "reduction": "tree", "parallel": "fsdp", "gone_by_now": 1}
+
+    alter(root, "tokenizer", trained)
+    [recipe] = recipes(root, "tokenizer")
+    runtime = recipe.settings.runtime
+    assert (runtime.devices, runtime.threads, runtime.device, runtime.nodes, runtime.node_rank) == (4, 3, "cpu", 1, 0)
+    assert (runtime.compile, runtime.rows_per_device, runtime.reduction, runtime.parallel) == (True, 7, "tree", "fsdp")
+    assert "2 machines trained together, here one does" in recipe.remarks
+    assert "this ttrain has no runtime.gone_by_now" in recipe.remarks
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda data: (data / "a.jsonl").unlink(), "a.jsonl' but there is no such file"),
+        (lambda data: shutil.rmtree(data), "there is no such file"),
+        (lambda data: (data / "a.jsonl").rename(data / "c.jsonl"), "a.jsonl' but there is no such file"),
+        (lambda data: (data / "b.jsonl").write_text('{"text": "other"}\n'), "train file b.jsonl changed"),
+    ],
+)
+def test_raw_data_that_are_gone_or_changed_are_refused_before_anything_is_built(root: Path, change: Any, said: str) -> None:
+    change(root / "data")
+    with pytest.raises(ArtifactError, match=r"cannot be made again: .*tokenizer: ") as refused:
+        recipes(root)
+    assert said in str(refused.value) and "shards-pretrain: " in str(refused.value), "each stage that reads them is named"
+
+
+def test_files_that_came_later_into_the_same_folder_do_not_count(root: Path) -> None:
+    (root / "data" / "0.jsonl").write_text('{"text": "more"}\n')
+    files = tuple(str(root / "data" / f"{name}.jsonl") for name in ("a", "b"))
+    assert [recipe.settings.data.paths("pretrain") for recipe in recipes(root)] == [files, files]
+
+    def weighted(manifest: dict[str, Any]) -> None:
+        manifest["provenance"]["settings"]["data"]["pretrain"] = [{"path": str(root / "data" / "*.jsonl"), "weight": 2.0}]
+
+    for stage in ("tokenizer", "shards-pretrain"):
+        alter(root, stage, weighted)
+    with pytest.raises(ArtifactError, match=r"shards-pretrain: train file 0\.jsonl is new"):
+        recipes(root)
+
+
+def test_data_that_were_the_files_of_another_python_are_refused(root: Path) -> None:
+    alter(root, "tokenizer", lambda manifest: manifest["ingredients"].update(python="2.7.18"))
+    with pytest.raises(ArtifactError, match=r"files of Python 2\.7\.18, and this is Python 3"):
+        recipes(root)
+
+
+def test_a_manifest_without_settings_takes_those_of_its_run_and_is_refused_without_them(root: Path) -> None:
+    settings: dict[str, Any] = {}
+    for stage in ("tokenizer", "shards-pretrain"):
+        alter(root, stage, lambda manifest: settings.update(manifest["provenance"].pop("settings")))
+    with pytest.raises(ArtifactError, match=r"neither its manifest nor the record of a run in .* says where its data were"):
+        recipes(root)
+    (root / "home" / "runs").mkdir()
+    stages = [{"name": name, "key": artifact(root, name).key, "outcome": "completed"} for name in ("tokenizer",)]
+    stages.append({"name": "shards-pretrain", "key": artifact(root, "shards-pretrain").key, "outcome": "completed"})
+    record = {"run": "full-1", "outcome": "completed", "started_unix": 1.0, "stages": stages, "settings": settings}
+    record |= {"pipeline": "full", "metrics": {}, "process": {"host": "here", "pid": 1}}
+    write_json(root / "home" / "runs" / "full-1.json", record)
+    assert [one.settings.tokenizer.vocab_size for one in recipes(root)] == [300, 300]
+
+
+def test_other_code_libraries_and_machine_are_told_although_the_bytes_are_the_same(root: Path, tmp_path: Path) -> None:
+    def older(manifest: dict[str, Any]) -> None:
+        manifest["ingredients"]["code"]["ttrain.data.tokenizer"] = "0" * 64
+        manifest["provenance"]["libraries"]["tokenizers"] = "0.1.0"
+        manifest["provenance"]["machine"] = {"processor": "an abacus", "cores": 99}
+
+    alter(root, "tokenizer", older)
+    [stage] = again(root, tmp_path / "new", "tokenizer").stages
+    assert stage.is_equal
+    told = "; ".join(stage.differences)
+    for word in ("module ttrain.data.tokenizer changed", "tokenizers 0.1.0", "processor: an abacus → ", "cores: 99 → "):
+        assert word in told
+
+
+def test_the_first_stage_that_comes_out_otherwise_ends_it_with_its_files(root: Path, tmp_path: Path) -> None:
+    alter(root, "tokenizer", lambda manifest: manifest["files"]["tokenizer.json"].update(sha256="0" * 64))
+    screen = Screen()
+    result = again(root, tmp_path / "new", screen=screen)
+    assert not result.is_equal and result.not_rebuilt == ("shards-pretrain",) and screen.said == ["tokenizer different"]
+    [stage] = result.stages
+    assert stage.files == ("tokenizer.json",) and stage.content != stage.rebuilt_content
+    assert json.loads(json.dumps(result.to_json()))["stages"][0]["equal"] is False
+
+
+def test_an_interrupted_reproduction_goes_on_in_its_home_and_no_other_takes_it(root: Path, tmp_path: Path) -> None:
+    place = tmp_path / "again"
+
+    class Impatient(Screen):
+        def ended(self, name: str, state: str, took: float, figures: str) -> None:
+            import os
+            import signal
+
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with home_for(place, "mine/1") as home, pytest.raises(Interrupted):
+        again(root, home, screen=Impatient())
+    first = ArtifactStore(place).artifacts("tokenizer")[0].path.stat().st_ino
+    with home_for(place, "mine/1") as home:
+        assert again(root, home, "tokenizer").is_equal
+    assert ArtifactStore(place).artifacts("tokenizer")[0].path.stat().st_ino == first and (place / MARK_FILE).exists()
+    for name in ("mine/2", "mine/10"):
+        with (
+            pytest.raises(UsageError, match=r"--home is .*again, which holds a reproduction of mine/1"),
+            home_for(place, name),
+        ):
+            pass
+
+
+def test_a_home_with_other_files_is_refused_and_a_temporary_one_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "x").touch()
+    with pytest.raises(UsageError, match="which holds other files; name a directory that is new or empty"):
+        with home_for(tmp_path / "full", "mine/1"):
+            pass
+    with pytest.raises(UsageError, match="which is a file"), home_for(tmp_path / "full" / "x", "mine/1"):
+        pass
+    with home_for(None, "mine/1") as home:
+        (home / "x").touch()
+    assert not home.exists()
+
+
+def test_the_command_says_what_came_of_it_and_ends_with_1_where_that_differs(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TTRAIN_HOME", str(root / "home"))
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    assert run(["reproduce", "tokenizer", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["equal"] is True and told["stages"][0]["content"] == told["stages"][0]["rebuilt_content"]
+    alter(root, "tokenizer", lambda manifest: manifest["files"]["tokenizer.json"].update(sha256="0" * 64))
+    assert run(["reproduce", "shards-pretrain"]) == 1
+    said = capsys.readouterr().out
+    assert "tokenizer: tokenizer.json differs: content " in said and "DIFFERENT: tokenizer of shards-pretrain/" in said
+    assert "not rebuilt, because their inputs differ: shards-pretrain" in said
+    (root / "data" / "a.jsonl").unlink()
+    assert run(["reproduce", "tokenizer"]) == 1
+    assert "cannot be made again: tokenizer: data.pretrain is " in capsys.readouterr().err
+
+
+def run(words: list[str]) -> Any:
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    return end.value.code
+
+
+def test_the_settings_of_a_run_are_whole_in_its_manifests_without_what_is_secret(root: Path) -> None:
+    made = artifact(root).manifest["provenance"]
+    assert Settings.model_validate({**made["settings"], "notify": {}}).reading.seed == 5
+    assert made["files"] == {"train": [str(root / "data" / f"{name}.jsonl") for name in ("a", "b")]}
+    assert made["machine"]["cores"] >= 1 and made["runtime"]["threads"] == 1

@@ -1,0 +1,228 @@
+"""Parts of a pipeline: what `--only`, `--from` and `--until` build, take and leave out; artifacts as given inputs."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from support.doubles import Home, stage_settings
+from support.planned_homes import House, running
+from typer.testing import CliRunner
+
+from ttrain.cli.options import stage_names
+from ttrain.config import Tracking
+from ttrain.errors import TooFewRows, UsageError
+from ttrain.flows.engine import run_pipeline, run_plain
+from ttrain.flows.full import full
+from ttrain.pipeline.plan import Planner, plan
+from ttrain.pipeline.recipe import Planned, Selection, graph_of, planned_part
+from ttrain.stages import EVALUATE, PRETRAIN, SFT, SHARDS_PRETRAIN, TOKENIZER, Stage
+from ttrain.store import runs
+from ttrain.store.layout import Artifact
+
+SHARDS = {"shards-pretrain", "shards-sft", "shards-lora"}
+BASE = {"tokenizer", "shards-pretrain", "pretrain"}
+
+
+def only(*names: str) -> Selection:
+    return Selection(only=frozenset(names))
+
+
+CASES: list[tuple[Selection, set[str], set[str]]] = [  # selection, built, taken; all others are left out
+    (Selection(), {*BASE, *SHARDS, "sft", "lora", "evaluate"}, set()),
+    (only("tokenizer"), {"tokenizer"}, set()),
+    (only("sft"), {"sft"}, {*BASE, "shards-sft"}),
+    (only("sft", "shards-sft"), {"sft", "shards-sft"}, BASE),
+    (only("evaluate"), {"evaluate"}, {*BASE, *SHARDS, "sft", "lora"}),
+    (only("tokenizer", "sft"), {"tokenizer", "sft"}, {"shards-pretrain", "pretrain", "shards-sft"}),
+    (Selection(since="sft"), {"sft", "lora", "evaluate"}, {*BASE, *SHARDS}),
+    (Selection(since="shards-lora"), {"shards-lora", "lora", "evaluate"}, {*BASE, "shards-sft", "sft"}),
+    (Selection(until="pretrain"), BASE, set()),
+    (Selection(until="shards-lora"), {"tokenizer", "shards-lora"}, set()),
+    (Selection(since="pretrain", until="sft"), {"pretrain", "sft"}, {"tokenizer", "shards-pretrain", "shards-sft"}),
+    (Selection(since="sft", until="sft"), {"sft"}, {*BASE, "shards-sft"}),
+]
+
+
+IDS = [str(selection) or "everything" for selection, _, _ in CASES]
+
+
+@pytest.mark.parametrize(("selection", "built_", "taken"), CASES, ids=IDS)
+def test_a_selection_builds_its_stages_and_takes_what_they_need(
+    house: House, selection: Selection, built_: set[str], taken: set[str]
+) -> None:
+    graph = graph_of(full, house.settings())
+    parts = selection.of(graph)
+    assert (parts.built, parts.reused) == (built_, taken)
+    assert parts.left_out == {*graph} - built_ - taken
+
+
+@pytest.mark.parametrize(("selection", "built_", "taken"), CASES, ids=IDS)
+def test_the_plan_has_what_is_built_and_what_is_taken_and_nothing_else(
+    built: House, selection: Selection, built_: set[str], taken: set[str]
+) -> None:
+    stages = built.plan("pretrain.seed=1", selection=selection)
+    assert {name for name, planned in stages.items() if planned.reused} == taken
+    assert {*stages} == built_ | taken and running(stages) == set()
+
+
+def test_what_is_left_out_does_not_change_what_the_recipe_calls(built: House) -> None:
+    """Without documents the recipe makes a model of random weights; a selection without them must not look like that."""
+    assert {*built.plan(selection=only("shards-sft"))} == {"tokenizer", "shards-sft"}
+
+
+def test_what_is_left_out_and_not_there_is_named_with_the_command_that_makes_it(built: House) -> None:
+    shutil.rmtree(built.store.root / "store")
+    house = built
+    wanted = only("lora")
+    with pytest.raises(UsageError, match="never run before") as refused:
+        house.plan(selection=wanted)
+    command = shlex.split(str(refused.value).split("`")[1])
+    assert command[:4] == ["ttrain", "pipeline", "run", "full"] and command[4] == "--only"
+    planned = plan(full, house.settings(), house.store, selection=Selection(stage_names([command[5]])))
+    made = house.build(house.settings(), stages={p.stage.name for p in planned if not p.reused})
+    assert "lora" not in made
+    stages = house.plan(selection=wanted)
+    assert running(stages) == {"lora"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "options", "words"),
+    [
+        ({"only": frozenset({"sftt"})}, {}, "there is no stage sftt; the stages are tokenizer"),
+        ({"since": "shards"}, {}, "there is no stage shards"),
+        ({"until": "base-model"}, {}, "stage base-model is not needed here"),
+        ({"since": "sft", "until": "pretrain"}, {}, "--from sft --until pretrain leaves no stage to build"),
+        (
+            {"only": frozenset({"sft"})},
+            {"force": frozenset({"lora"})},
+            "--force lora refers to stage lora, which --only sft",
+        ),
+    ],
+)
+def test_a_selection_that_cannot_be_is_refused(
+    built: House, asked: dict[str, Any], options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UsageError, match=words):
+        built.plan(selection=Selection(**asked), **options)
+
+
+def test_only_goes_with_neither_from_nor_until() -> None:
+    for other in ({"since": "sft"}, {"until": "sft"}):
+        with pytest.raises(UsageError, match="--only lora,sft cannot be combined with --from or --until"):
+            Selection(only=frozenset({"sft", "lora"}), **other)
+
+
+def test_forcing_what_is_selected_leaves_what_is_taken_as_it_is(built: House) -> None:
+    stages = built.plan(force=frozenset({"tokenizer"}), selection=only("tokenizer", "sft"))
+    assert {name for name, planned in stages.items() if planned.forced} == running(stages) == {"tokenizer"}
+    assert stages["pretrain"].reused and stages["sft"].state == "cached"
+    assert running(built.plan(force=frozenset({"sft"}), selection=Selection(until="sft"))) == {"sft"}
+
+
+def test_a_part_of_a_recipe_calls_what_is_built_on_what_was_taken(built: House) -> None:
+    stages = built.plan("sft.seed=2", selection=Selection(since="sft", until="lora"))
+    called: dict[str, dict[str, Any]] = {}
+
+    def stage(stage: Stage, **inputs: Any) -> str:
+        called[stage.name] = inputs
+        return f"made {stage.name}"
+
+    planned_part(full, list(stages.values()))(stage, built.settings())
+    assert {*called} == {"sft", "lora"}
+    assert called["sft"] == {"base": stages["pretrain"].artifact, "shards": stages["shards-sft"].artifact}
+    assert called["lora"] == {"base": "made sft", "shards": stages["shards-lora"].artifact}
+
+
+# --- artifacts that exist as inputs
+
+
+def test_the_planner_takes_an_artifact_that_exists_as_an_input(built: House) -> None:
+    settings, base = built.settings(), built.store.latest("pretrain")
+    planner = Planner(settings, built.store)
+    shards = planner(SFT, base=base, shards=built.store.latest("shards-sft"))
+    assert shards.state == "cached" and shards.inputs["base"] == base
+    waits = Planned(SFT, "run", ())
+    assert planner(EVALUATE, base=base, sft=waits).why == ("waits for sft",)
+
+
+def test_a_recipe_without_prefect_takes_artifacts_and_what_it_made(built: House) -> None:
+    given = {name: built.store.latest(name) for name in ("pretrain", "sft")}
+    seen: list[dict[str, Artifact]] = []
+
+    class Execution:
+        settings, signum = built.settings(), 0
+
+        def run_stage(self, stage: Stage, inputs: dict[str, Artifact], logged: object) -> tuple[Artifact, str]:
+            seen.append(inputs)
+            return given["sft"], "completed"
+
+    def recipe(stage: Any, settings: object) -> None:
+        made = stage(SFT, base=given["pretrain"], shards=None)
+        stage(EVALUATE, base=given["pretrain"], sft=made)
+
+    run_plain(Execution(), recipe)  # type: ignore[arg-type]
+    assert seen == [{"base": given["pretrain"]}, {"base": given["pretrain"], "sft": given["sft"]}]
+
+
+def test_a_training_whose_shards_are_taken_and_too_few_is_refused_before_it_begins(tmp_path: Path) -> None:
+    home = Home.make(tmp_path)
+    settings = stage_settings(pretrain={"tokens_per_step": 256_000, "tokens": 512_000})
+    settings = settings.model_copy(update={"tracking": Tracking(enabled=False)})
+    tokenizer = Planned(TOKENIZER, "cached", (), home.tokenizer.key, home.tokenizer, reused=True)
+    inputs = {"tokenizer": home.tokenizer}
+    counts = {"rows": 60, "tokens": 900}
+    result = {"train": counts, "heldout": counts, "rows": {}, "blocks": 1, "encoded_blocks": 1}
+    documents = replace(home.documents, manifest={**home.documents.manifest, "result": result})
+    shards = Planned(SHARDS_PRETRAIN, "cached", (), documents.key, documents, inputs=inputs, reused=True)
+
+    def recipe(stage: Any, settings: object) -> None:
+        made = stage(TOKENIZER)
+        stage(PRETRAIN, tokenizer=made, shards=stage(SHARDS_PRETRAIN, tokenizer=made))
+
+    stages = [tokenizer, shards, Planned(PRETRAIN, "run", ())]
+    with pytest.raises(TooFewRows, match=r"pretrain\.tokens_per_step is 256000, 8000 rows of 32 tokens"):
+        run_pipeline("full", settings, home.store, stages, Console(quiet=True), engine="none", own_recipe=recipe)
+    assert not list(home.store.root.glob("work/pretrain/*")), "no process was started for it"
+    [record] = runs.history(home.store.root)
+    assert {stage["name"]: stage["outcome"] for stage in record["stages"]}["pretrain"] == "failed"
+
+
+# --- the commands
+
+
+def test_plan_shows_the_part_and_what_it_leaves_out(built: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ttrain.cli.main import app
+
+    monkeypatch.setenv("TTRAIN_HOME", str(built.store.root))
+    files = {"pretrain": "documents", "sft": "chats", "lora": "domain"}
+    own = [f"data.{name}={built.data / file}.jsonl" for name, file in files.items()]
+    done = CliRunner().invoke(app, ["pipeline", "plan", "full", "--only", "sft, shards-sft", "--only", "lora", *own])
+    assert done.exit_code == 0, done.output
+    rows = {line.split()[0]: line for line in done.output.splitlines() if line.startswith(("sft", "pretrain", "lora"))}
+    assert "taken from the store" in rows["pretrain"] and "taken" not in rows["sft"] + rows["lora"]
+    assert "left out by --only lora,sft,shards-sft: evaluate" in done.output
+
+
+def test_names_may_be_given_with_commas_and_again_and_again() -> None:
+    assert stage_names(["a, b", "c", ""]) == {"a", "b", "c"}
+    assert stage_names(None) == frozenset()
+
+
+def test_a_selection_reads_as_it_was_asked_for() -> None:
+    assert [str(selection) for selection, _, _ in CASES[2:4]] == ["--only sft", "--only sft,shards-sft"]
+    assert str(Selection(since="a", until="b")) == "--from a --until b"
+    assert not Selection() and Selection(until="a")
+
+
+@pytest.mark.parametrize("option", ["--only", "--from", "--until", "--force", "--continue"])
+def test_an_empty_variable_of_a_shell_means_no_stage_not_all_of_them(option: str) -> None:
+    from ttrain.cli.main import app
+
+    done = CliRunner().invoke(app, ["pipeline", "plan", "full", option, ""])
+    assert isinstance(done.exception, UsageError) and "got an empty one" in str(done.exception)

@@ -1,0 +1,302 @@
+"""Runs side by side: every difference a line, the better figure named, and a word where figures cannot be compared."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+from support.recorded_homes import Made, falling, make_run
+from typer.testing import CliRunner
+
+from ttrain.cli.main import app
+from ttrain.errors import UsageError
+from ttrain.reports import figures
+from ttrain.reports.compare import RunComparison, compare, labels
+from ttrain.tracking import read_runs
+
+A, B, C = "full-20261121-100000-0001a", "full-20261121-110000-0002b", "full-20261121-120000-0003c"
+NOTE = "nothing is in MLflow yet: taken from the home's records and artifacts"
+METRICS = {"eval/bits_per_byte": 2.5, "eval/documents": 5.0, "eval/document_bytes": 740.0, "tok/unk_rate": 0.0}
+TEXTS = ("shards-pretrain", "d" * 64)
+
+
+def tokenizer(content: str = "t1") -> Made:
+    return Made(
+        "tokenizer", files={"docs.jsonl": "a" * 64}, result={"vocab_size": 400, "bytes_per_token": 3.5}, key=content * 32
+    )
+
+
+def shards(rows: int = 295, digest: str = "a", rejected: int = 0) -> Made:
+    result = {
+        "train": {"rows": rows, "tokens": 43 * rows, "live_tokens": 42 * rows, "bytes": 100 * rows},
+        "heldout": {"rows": 5},
+        "blocks": 1,
+        "encoded_blocks": 1,
+        "rows": {"train": {"rows": 300, "skipped": {}, "rejected": {"not JSON": rejected} if rejected else {}}},
+    }
+    inputs = {"tokenizer": ("tokenizer", "t1" * 32, "t1")}
+    return Made("shards-pretrain", result=result, files={"docs.jsonl": digest * 64}, inputs=inputs)
+
+
+def evaluation(answers: dict[str, str], heldout: str = "h1", tokenizer_content: str = "t1") -> Made:
+    samples = {"base": [{"prompt": prompt, "answer": answer} for prompt, answer in answers.items()]}
+    inputs = {
+        "documents": ("shards-pretrain", "d" * 64, heldout),
+        "tokenizer": ("tokenizer", "t1" * 32, tokenizer_content),
+    }
+    return Made("evaluate", result={"samples": samples, "metrics": {}}, inputs=inputs)
+
+
+def scored(bits: list[float], first: str = "r0") -> Made:
+    """An evaluation with the bits of each held-out document, each of eight bytes."""
+    records = [first, *(f"r{number}" for number in range(1, len(bits)))]
+    part = {"records": records, "bytes": [8] * len(bits), "tokens": [2] * len(bits), "nats": {"base": bits}}
+    figure = {"part": "documents", "model": "base", "per": "bytes", "factor": 1.0}
+    scores = {"parts": {"documents": part}, "metrics": {"bits_per_byte": figure}}
+    made = evaluation({}, heldout=f"{bits} {first}")
+    return Made("evaluate", result=made.result, inputs=made.inputs, texts={"scores.json": json.dumps(scores)})
+
+
+def compared(home: Path, *names: str) -> RunComparison:
+    return compare(read_runs(home, names))
+
+
+def lines(found: tuple[object, ...]) -> dict[str, tuple[object, ...]]:
+    return {one.name: one.values for one in found}  # type: ignore[attr-defined]
+
+
+def test_each_setting_that_differs_is_one_line_and_the_rest_are_none(tmp_path: Path) -> None:
+    make_run(tmp_path, A, [Made("pretrain")], settings={"pretrain": {"optim": {"lr": 0.004}}})
+    make_run(tmp_path, B, [Made("pretrain")], settings={"pretrain": {"optim": {"lr": 0.003}}, "runtime": {"threads": 3}})
+    found = compared(tmp_path, A, B)
+    assert lines(found.settings) == {"pretrain.optim.lr": ("0.004", "0.003")}
+    assert lines(found.settings_aside) == {"runtime.threads": ("None", "3")}
+    assert lines(compared(tmp_path, A, A).settings) == {}
+
+
+def test_the_better_figure_is_named_by_its_direction_with_its_difference_in_percent(tmp_path: Path) -> None:
+    figures_of = {
+        "eval/bits_per_byte": 2.0,
+        "pretrain/tokens_per_second": 100.0,
+        "eval/documents": 5.0,
+        "tok/bytes_per_token": 3.0,
+    }
+    make_run(tmp_path, A, [], metrics=figures_of)
+    others = {
+        "eval/bits_per_byte": 1.5,
+        "pretrain/tokens_per_second": 150.0,
+        "eval/documents": 6.0,
+        "tok/bytes_per_token": 3.0,
+    }
+    make_run(tmp_path, B, [], metrics=others)
+    found = {one.name: one for one in compared(tmp_path, A, B).metrics}
+    assert (found["eval/bits_per_byte"].best, found["eval/bits_per_byte"].percent) == (1, (0.0, -25.0))
+    assert (found["pretrain/tokens_per_second"].best, found["pretrain/tokens_per_second"].percent) == (1, (0.0, 50.0))
+    assert found["eval/documents"].best is None and found["eval/documents"].better == 0
+    assert compared(tmp_path, A, B).same_metrics == ("tok/bytes_per_token",)
+    assert next(iter(found)) == "eval/bits_per_byte"  # what decides stands first
+
+
+@pytest.mark.parametrize(
+    ("values", "verdict"),
+    [
+        ((2.0, 1.5), "B is better by eval/bits_per_byte: 1.5000 against 2 of A (-25 %)"),
+        ((1.5, 1.5), "equal by eval/bits_per_byte: 1.5000"),
+        ((1.50000001, 1.5, 1.49999999), "equal by eval/bits_per_byte: 1.5000"),
+        ((2.0, 1.5, 1.5), "B and C are better by eval/bits_per_byte: 1.5000 against 2 of A (-25 %)"),
+        ((2.0, math.nan), "the runs share no metric that decides which is better"),
+    ],
+)
+def test_the_verdict_names_who_is_better_by_what(tmp_path: Path, values: tuple[float, ...], verdict: str) -> None:
+    names = [A, B, C][: len(values)]
+    for name, value in zip(names, values, strict=True):
+        make_run(tmp_path, name, [], metrics={"eval/bits_per_byte": value})
+    assert compared(tmp_path, *names).verdict == verdict
+
+
+def test_runs_that_share_a_base_are_told_apart_by_the_model_after_it(tmp_path: Path) -> None:
+    for name, value in ((A, 4.5), (B, 4.0)):
+        make_run(tmp_path, name, [], metrics={"eval/bits_per_byte": 1.5, "eval/chat_loss_sft": value})
+    verdict = compared(tmp_path, A, B).verdict
+    assert verdict.startswith("equal by eval/bits_per_byte: 1.5000; B is better by eval/chat_loss_sft: 4 against 4.5")
+
+
+def test_without_an_evaluation_the_validation_loss_decides(tmp_path: Path) -> None:
+    for name, value in ((A, 3.5), (B, 3.25)):
+        make_run(tmp_path, name, [], metrics={"pretrain/validation_loss": value, "pretrain/tokens": 5.0})
+    assert compared(tmp_path, A, B).verdict.startswith("B is better by pretrain/validation_loss")
+
+
+def test_data_that_differs_is_told_by_digests_and_counts(tmp_path: Path) -> None:
+    make_run(tmp_path, A, [tokenizer(), shards()])
+    make_run(tmp_path, B, [tokenizer(), shards(rows=200, digest="b", rejected=7)])
+    found = lines(compared(tmp_path, A, B).data)
+    assert found["shards-pretrain: docs.jsonl"] == ("a" * 12, "b" * 12)
+    assert found["shards-pretrain: rows"] == ("295", "200")
+    assert found["shards-pretrain: train rows left out, not JSON"] == ("–", "7")
+    assert not any(name.startswith("tokenizer") for name in found)
+
+
+def test_other_tokenizers_and_other_held_out_data_are_warned_of(tmp_path: Path) -> None:
+    make_run(tmp_path, A, [evaluation({})], metrics=METRICS)
+    make_run(tmp_path, B, [evaluation({}, tokenizer_content="t2", heldout="h2")], metrics=METRICS)
+    assert compared(tmp_path, A, B).remarks == (
+        "the tokenizers differ: losses are of different tokens and cannot be compared, bits per byte can",
+    )  # the same texts, by their number and bytes
+    make_run(tmp_path, B, [evaluation({}, heldout="h2")], metrics=METRICS)
+    assert "the held-out data differ" in compared(tmp_path, A, B).remarks[0]
+    other = evaluation({}, tokenizer_content="t2", heldout="h2")
+    make_run(tmp_path, C, [other], metrics={**METRICS, "eval/document_bytes": 741.0})
+    assert "the held-out data differ" in compared(tmp_path, A, C).remarks[1]
+    make_run(tmp_path, B, [evaluation({})], metrics=METRICS)
+    assert compared(tmp_path, A, B).remarks == ()
+
+
+@pytest.mark.parametrize(
+    ("bits", "told"),
+    [
+        (
+            [8.0 + 0.1 * (number % 3) for number in range(40)],
+            "over 40 held-out records, the 95% interval .* 0.98.* to 0.99.*$",
+        ),
+        ([24.0 if number % 2 else 7.0 for number in range(40)], "so this may be chance$"),
+        ([8.0] * 5, "5 held-out records are too few to say that this is more than chance$"),
+    ],
+)
+def test_the_verdict_says_how_sure_it_is(tmp_path: Path, bits: list[float], told: str) -> None:
+    worse = [16.0] * len(bits)
+    for name, found in ((A, worse), (B, bits)):
+        make_run(tmp_path, name, [scored(found)], metrics={"eval/bits_per_byte": sum(found) / (8 * len(found))})
+    verdict = compared(tmp_path, A, B).verdict
+    assert verdict.startswith("B is better") and re.search(told, verdict), verdict
+
+
+def test_one_other_held_out_record_makes_evaluations_incomparable(tmp_path: Path) -> None:
+    for name, found in ((A, scored([16.0] * 40)), (B, scored([8.0] * 40, first="another"))):
+        make_run(tmp_path, name, [found], metrics={"eval/bits_per_byte": 1.0 if name == B else 2.0})
+    found = compared(tmp_path, A, B)
+    assert "the held-out data differ" in found.remarks[0]
+    assert found.verdict.endswith("(-50 %)")
+
+
+def test_a_run_that_did_not_end_well_is_said_to_be_no_whole_one(tmp_path: Path) -> None:
+    make_run(tmp_path, A, [], metrics=METRICS)
+    make_run(tmp_path, B, [], outcome="failed")
+    assert compared(tmp_path, A, B).remarks == ("not all runs are complete: B failed",)
+
+
+def test_samples_stand_side_by_side_by_their_prompts(tmp_path: Path) -> None:
+    make_run(tmp_path, A, [evaluation({"Hello": "world", "Only A": "yes"})])
+    make_run(tmp_path, B, [evaluation({"Hello": "moon"})])
+    found = {one.prompt: one.answers for one in compared(tmp_path, A, B).samples}
+    assert found == {"Hello": ("world", "moon"), "Only A": ("yes", "–")}
+
+
+def test_code_that_differs_names_its_modules(tmp_path: Path) -> None:
+    make_run(tmp_path, A, [Made("pretrain", code={"ttrain.a": "1", "ttrain.b": "1"}, key="1" * 64)])
+    make_run(tmp_path, B, [Made("pretrain", code={"ttrain.a": "1", "ttrain.b": "2"}, key="2" * 64)])
+    assert [one.name for one in compared(tmp_path, A, B).code] == ["code of pretrain (ttrain.b)"]
+    make_run(tmp_path, C, [Made("pretrain", outcome="failed")])  # what was not made is no other code
+    assert compared(tmp_path, A, C).code == ()
+
+
+@pytest.mark.parametrize(
+    ("value", "name", "written"),
+    [
+        (None, "loss", "–"), (math.nan, "loss", "nan"), (1.40958, "eval/bits_per_byte", "1.4096"),
+        (12_829.0, "tokens", "12,829"), (0.00066712, "lr", "0.0006671"), (42.123, "pretrain/perplexity", "42.12"),
+        (150.0, "total/train_seconds", "2 min 30 s"), (3.21, "total/train_seconds", "3.21 s"),
+        (7_384.0, "total/train_seconds", "2 h 03 min"), (1.5e9, "memory_bytes", "1.5 GB"),
+        (740.0, "eval/document_bytes", "740"), (-0.0371, "difference", "-0.0371"),
+    ],
+)  # fmt: skip
+def test_figures_are_written_as_a_person_reads_them(value: float | None, name: str, written: str) -> None:
+    assert figures.number(value, name) == written
+
+
+def test_runs_have_letters_as_far_as_these_go() -> None:
+    assert labels(3) == ["A", "B", "C"]
+    assert labels(28)[25:] == ["Z", "R27", "R28"]
+
+
+@pytest.fixture
+def compared_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TTRAIN_HOME", str(tmp_path))
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.chdir(tmp_path)
+    for number, name in enumerate((A, B, C)):
+        made = [
+            shards(rows=295 - number),
+            Made("pretrain", falling(8, 3.0 - number)),
+            evaluation({"Hello": f"world {number}"}),
+        ]
+        metrics = {**METRICS, "eval/bits_per_byte": 2.5 - number / 4}
+        make_run(
+            tmp_path, name, made, number=number, metrics=metrics, settings={"pretrain": {"optim": {"lr": 0.001 + number}}}
+        )
+    return tmp_path
+
+
+def said(*arguments: str) -> str:
+    done = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def test_the_command_prints_settings_data_figures_and_samples(compared_home: Path) -> None:
+    told = said("compare", A, B)
+    for words in (
+        "B is better by eval/bits_per_byte",
+        "pretrain.optim.lr",
+        "shards-pretrain: rows",
+        "2.2500  -10 %  *",
+        "world 1",
+    ):
+        assert words in told, words
+
+
+def test_the_json_is_the_comparison(compared_home: Path) -> None:
+    told = json.loads(said("compare", A, B, "--json"))
+    assert told.pop("page") is None
+    assert told == json.loads(json.dumps(compared(compared_home, A, B).to_json()))
+    assert told["settings"] == [{"name": "pretrain.optim.lr", "values": ["0.001", "1.001"]}]
+
+
+def test_many_runs_are_lines_with_the_best_first(compared_home: Path) -> None:
+    names = [A, B, C]
+    for number in (3, 4):
+        names.append(f"full-20261121-13000{number}-0001a")
+        make_run(compared_home, names[-1], [], number=number, metrics={"eval/bits_per_byte": 3.0 - number})
+    told = said("compare", *names).splitlines()
+    order = [line.split()[0] for line in told[told.index("") + 1 :] if line[:2] in ("A ", "B ", "C ", "D ", "E ")]
+    assert order[-5:] == ["E", "D", "C", "B", "A"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["compare", A], "needs two or more"),
+        (["compare", A, A], "names the same run as an earlier argument"),
+        (["compare", A, B, "--html", "none/such.html"], "does not exist"),
+        (["report", A, "--out", "."], "is a directory"),
+        (["plot", A, "--metric", "nothing"], "the curves are grad_norm, loss, lr, validation_loss"),
+        (["plot", A, "--stage", "sft"], "those that have are pretrain"),
+        (["plot", A, "--axis", "epochs"], "--axis is epochs, but must be one of tokens, step, time"),
+    ],
+)
+def test_mistakes_are_refused_with_what_there_is(compared_home: Path, arguments: list[str], told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        CliRunner().invoke(app, arguments, catch_exceptions=False)
+
+
+def test_the_commands_write_where_they_are_told_and_say_where(compared_home: Path) -> None:
+    assert json.loads(said("report", "latest", "--json")) == {"run": C, "page": f"{C}.html", "notes": [NOTE]}
+    assert said("compare", A, B, "--html", "both.html").strip().endswith("written to both.html")
+    assert (compared_home / "both.html").read_text(encoding="utf-8").startswith("<!doctype html>")
+    told = json.loads(said("plot", A, "--json"))
+    assert [panel["title"] for panel in told["panels"]] == ["pretraining: loss", "pretraining: learning rate"]
+    assert told["panels"][0]["points"] == {"loss": 8, "validation_loss": 2}
+    assert (compared_home / f"{A}.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"

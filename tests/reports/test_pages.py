@@ -1,0 +1,396 @@
+"""Pages and pictures of runs: opened in a browser, which reads the numbers back and obeys no text of a run."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import math
+import re
+from collections.abc import Iterator
+from importlib import metadata, resources
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+from PIL import Image
+from support.browser import Browser, executable
+from support.recorded_homes import BEGAN, NONE_SUCH, TOKENS_PER_STEP, Made, falling, make_run
+
+from ttrain.errors import TTrainError, UsageError
+from ttrain.reports import charts, compare_page
+from ttrain.reports import html as vega
+from ttrain.reports.compare_page import page_of
+from ttrain.reports.html import script_json
+from ttrain.reports.report import find_problems, report_of
+from ttrain.store import runs
+from ttrain.tracking import Point, RunView, read_run, read_runs
+
+A, B = "full-20261121-100000-0001a", "full-20261121-110000-0002b"
+HOSTILE = '</script><script>window.hit = 1</script><img src=x onerror="window.hit = 2">\u202e\x1b[31m{{7*7}}&amp;'
+STEPS, GAP = 40, 7
+
+needs_browser = pytest.mark.skipif(executable() is None, reason="no Chromium is installed")
+
+
+def make_two(home: Path) -> list[RunView]:
+    """Two runs with curves, an evaluation, and texts that would like to be more than texts."""
+    settings: dict[str, Any] = {"data": {"pretrain": [HOSTILE]}}
+    for number, name in enumerate((A, B)):
+        samples = {
+            "base": [{"prompt": HOSTILE, "answer": f"{HOSTILE} {number}"}, {"prompt": "Hello", "answer": "一二三 world"}]
+        }
+        counts = {"rows": 295, "tokens": 12829, "live_tokens": 12534, "bytes": 42519}
+        file = {"name": HOSTILE, "rows": 300, "kept": 297, "tokens": 12829, "bytes": 42519}
+        tally = {"train": {"rows": 300, "skipped": {}, "rejected": {"not JSON": 3}}}
+        sharded = {"train": counts, "heldout": {"rows": 5}, "rows": tally, "blocks": 1, "encoded_blocks": 1, "files": [file]}
+        texts = {"run/samples/step-00000010.txt": f"=== {HOSTILE}\nfirst words\n", "run/samples/step-00000020.txt": "later"}
+        trained = {"tokens": STEPS * TOKENS_PER_STEP, "parameters": 39584, "skipped_steps": 2, "stop_reason": "completed"}
+        losses = falling(STEPS, 3.0 - number / 2, gap=GAP)
+        made = [
+            Made("shards-pretrain", files={HOSTILE: "a" * 64}, result=sharded),
+            Made("pretrain", losses, texts=texts, result=trained, noted={"resumed_from_step": 20}),
+            Made("evaluate", result={"samples": samples, "metrics": {"bits_per_byte": 1.5}}),
+        ]
+        metrics = {"eval/bits_per_byte": 1.5 - number / 8, "pretrain/validation_loss": 3.25}
+        make_run(home, name, made, number=number, metrics=metrics, settings=settings)
+    return read_runs(home, [A, B])
+
+
+@pytest.fixture(scope="module")
+def pages_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        home = tmp_path_factory.mktemp("home")
+        first, second = make_two(home)
+        (home / "both.html").write_text(page_of([first, second]), encoding="utf-8")
+        (home / "report.html").write_text(report_of(home, first), encoding="utf-8")
+        yield home
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with Browser(width=1200) as opened:
+        yield opened
+
+
+def opened(browser: Browser, path: Path) -> None:
+    """Go there, and wait until its charts are drawn."""
+    browser.errors.clear()
+    browser.open(path.as_uri())
+    drawn(browser)
+
+
+def drawn(browser: Browser) -> None:
+    """Wait until all charts are drawn."""
+    browser.wait_for("document.documentElement.dataset.drawn > 0")
+
+
+def chart(number: int) -> str:
+    return f"document.querySelectorAll('figure[data-chart]')[{number}]"
+
+
+@needs_browser
+def test_the_browser_reads_the_numbers_of_a_comparison_back(browser: Browser, pages_home: Path) -> None:
+    views = read_runs(pages_home, [A, B])
+    opened(browser, pages_home / "both.html")
+    legend = f"[...{chart(0)}.querySelectorAll('.legend button')].map(one => [one.textContent, {chart(0)}.dataset.points])"
+    last = [view.curve("pretrain", "validation_loss")[-1].value for view in views]
+    points = str(sum(len(view.curve("pretrain", "validation_loss")) for view in views))
+    assert browser.evaluate(f"{chart(0)}.querySelector('figcaption').textContent") == "validation_lossnats per target"
+    assert browser.evaluate(legend) == [[f"{name}{value:.5g}", points] for name, value in zip("AB", last, strict=True)]
+    rows = "Object.fromEntries([...document.querySelectorAll('tr')].map(row => [row.cells[0].textContent, row.innerText]))"
+    found = browser.evaluate(rows)
+    assert found["eval/bits_per_byte"].split() == ["eval/bits_per_byte", "1.5000", "1.3750", "-8.33", "%"]
+    assert "B is better by eval/bits_per_byte" in browser.evaluate("document.querySelector('.verdict').textContent")
+    assert browser.errors == []
+
+
+@needs_browser
+def test_the_lines_on_the_screen_are_where_their_numbers_are(browser: Browser, pages_home: Path) -> None:
+    """The points of the drawn paths, a stretch before the gap and one after it, are the tokens and losses but for scale."""
+    opened(browser, pages_home / "both.html")
+    paths = browser.evaluate(f"[...{chart(1)}.querySelectorAll('.mark-line path')].map(one => one.getAttribute('d'))")
+    views = read_runs(pages_home, [A, B])
+    known = [(point.tokens, point.value) for view in views for point in view.curve("pretrain", "loss") if point.step != GAP]
+    seen = [tuple(map(float, pair)) for path in paths for pair in re.findall(r"(-?[\d.]+),(-?[\d.]+)", path)]
+    assert [path.count("M") for path in paths] == [2, 2] and len(seen) == len(known)
+    for numbers, pixels in zip(zip(*known, strict=True), zip(*seen, strict=True), strict=True):
+        slope, start = numpy.polyfit(numbers, pixels, 1)
+        assert slope * start != 0 and numpy.allclose(slope * numpy.array(numbers) + start, pixels, atol=0.01)
+    assert (seen[0][0], seen[0][1] > seen[-1][1]) == (0, False)  # from the left, and higher losses stand higher
+
+
+@needs_browser
+def test_the_pointer_tells_values_and_a_drag_zooms_until_a_double_click(browser: Browser, pages_home: Path) -> None:
+    opened(browser, pages_home / "both.html")
+    browser.evaluate(f"{chart(1)}.scrollIntoView()")
+    box = browser.evaluate(f"{chart(1)}.querySelector('path.background').getBoundingClientRect().toJSON()")
+
+    def mouse(kind: str, share: float, clicks: int = 0) -> None:
+        where = {"x": box["left"] + share * box["width"], "y": box["top"] + 20}
+        button = {"button": "left", "buttons": 1, "clickCount": clicks} if clicks else {}
+        browser.send("Input.dispatchMouseEvent", type=kind, **where, **button)
+
+    points = [view.curve("pretrain", "loss")[20] for view in read_runs(pages_home, [A, B])]
+    mouse("mouseMoved", 20 / (STEPS - 1))
+    values = f"[...{chart(1)}.querySelectorAll('.value')].map(one => one.textContent)"
+    told = f"[{chart(1)}.querySelector('.where').textContent, ...{values}]"
+    assert browser.evaluate(told) == ["tokens 10.75k", *(f"{point.value:.5g}" for point in points)]
+    assert browser.evaluate(f"{chart(2)}.querySelector('.where').textContent") == "tokens 10.75k"
+    assert browser.evaluate(f"!{chart(2)}.querySelector('.rule').hidden")
+    reach = f"+{chart(1)}.dataset.reach"
+    mouse("mousePressed", 0.25, 1)
+    mouse("mouseMoved", 0.5, 1)
+    mouse("mouseReleased", 0.5, 1)
+    assert browser.wait_for(f"{reach} < {STEPS * TOKENS_PER_STEP} && {reach}") == pytest.approx(
+        STEPS * TOKENS_PER_STEP / 2, rel=0.1
+    )
+    for clicks in (1, 2):
+        mouse("mousePressed", 0.5, clicks)
+        mouse("mouseReleased", 0.5, clicks)
+    assert browser.wait_for(f"{reach} == {STEPS * TOKENS_PER_STEP}")
+    assert browser.errors == []
+
+
+@needs_browser
+def test_a_gap_stays_a_gap_and_the_axis_is_what_one_chooses(browser: Browser, pages_home: Path) -> None:
+    opened(browser, pages_home / "both.html")
+    state = f"[1].map(() => {{ const d = {chart(1)}.dataset; return [d.axis, +d.reach, +d.points, +d.gaps]; }})[0]"
+    assert browser.evaluate(state) == ["tokens", STEPS * TOKENS_PER_STEP, 2 * (STEPS - 1), 2]
+    for axis, reach in (("step", STEPS), ("time", 2.0 * (STEPS - 1))):
+        browser.evaluate(f"document.querySelector('input[value={axis}]').click()")
+        drawn(browser)
+        assert browser.evaluate(state) == [axis, reach, 2 * (STEPS - 1), 2]
+    browser.evaluate("document.getElementById('log').click()")
+    browser.evaluate("{ const s = document.getElementById('smooth'); s.value = 0.9; s.dispatchEvent(new Event('input')); }")
+    drawn(browser)
+    assert browser.evaluate(state)[2:] == [2 * (STEPS - 1), 2]
+    button = f"{chart(1)}.querySelector('.legend button')"
+    browser.evaluate(f"{button}.click()")
+    assert browser.wait_for(f"+{chart(1)}.dataset.points === {STEPS - 1}")
+    assert browser.evaluate(f"{button}.getAttribute('aria-pressed')") == "false"
+    assert browser.errors == []
+
+
+@needs_browser
+def test_what_is_folded_away_is_drawn_when_it_is_opened(browser: Browser, pages_home: Path) -> None:
+    opened(browser, pages_home / "both.html")
+    folded = "document.querySelector('details figure[data-chart]')"
+    assert browser.evaluate(f"{folded}.dataset.points === undefined")
+    browser.evaluate(f"{folded}.closest('details').open = true")
+    assert browser.wait_for(f"+{folded}.dataset.points") == 2 * STEPS
+    assert browser.errors == []
+
+
+@needs_browser
+@pytest.mark.parametrize("name", ["both.html", "report.html"])
+def test_no_text_of_a_run_is_obeyed_and_nothing_is_loaded(browser: Browser, pages_home: Path, name: str) -> None:
+    opened(browser, pages_home / name)
+    browser.evaluate("document.querySelectorAll('details').forEach(one => { one.open = true; })")
+    text = browser.evaluate("document.body.innerText")
+    assert '</script><script>window.hit = 1</script><img src=x onerror="window.hit = 2">\\u202e\\x1b[31m{{7*7}}&amp;' in text
+    assert browser.evaluate("window.hit === undefined && document.querySelectorAll('img').length === 0")
+    assert browser.evaluate("performance.getEntriesByType('resource').length") == 0
+    assert browser.errors == []
+    browser.evaluate(
+        "document.body.append(Object.assign(document.createElement('script'), {textContent: 'window.hit = 3'}))"
+    )
+    assert browser.evaluate("window.hit === undefined")  # also where somebody found a hole, the policy of the page stands
+    assert browser.evaluate("fetch('data:text/plain,x').then(() => 'fetched', () => 'refused')") == "refused"
+    compiled = "setTimeout(() => { try { Function('1'); done('compiled'); } catch { done('refused'); } })"  # as a page does
+    assert browser.evaluate(f"new Promise(done => {compiled})") == "refused"
+
+
+@needs_browser
+@pytest.mark.parametrize("name", ["both.html", "report.html"])
+@pytest.mark.parametrize("width", [390, 1200])
+def test_a_page_fits_a_phone_and_a_desk(browser: Browser, pages_home: Path, name: str, width: int) -> None:
+    browser.resize(width, 800)
+    opened(browser, pages_home / name)
+    browser.evaluate("document.querySelectorAll('details').forEach(one => { one.open = true; })")
+    assert browser.evaluate("document.documentElement.scrollWidth") == width
+    plot = browser.evaluate(f"{chart(0)}.querySelector('.drawing svg').getBoundingClientRect().right")
+    assert 100 < plot <= width
+    browser.resize(1200, 800)
+    assert browser.errors == []
+
+
+@needs_browser
+def test_a_page_is_light_or_dark_as_the_reader_has_it(browser: Browser, pages_home: Path) -> None:
+    def brightness(expression: str) -> float:
+        return sum(map(int, re.findall(r"\d+", browser.evaluate(expression))[:3])) / 3
+
+    ground, ink = "getComputedStyle(document.body).backgroundColor", "getComputedStyle(document.body).color"
+    opened(browser, pages_home / "report.html")
+    line = f"{chart(0)}.querySelector('.legend i').style.background"
+    before = browser.evaluate(line)
+    assert brightness(ground) > 200 > 100 > brightness(ink)
+    browser.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
+    try:
+        assert brightness(ground) < 50 < 200 < brightness(ink)
+        browser.wait_for(f"{line} !== '{before}'")
+        stroke = f"getComputedStyle({chart(0)}.querySelector('.mark-line path')).stroke"
+        assert browser.evaluate(stroke) == browser.evaluate(line)
+        assert brightness(line) > 120  # drawn again in the colours for the dark
+        assert browser.errors == []
+    finally:
+        browser.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "light"}])
+
+
+@needs_browser
+def test_the_report_shows_stages_data_samples_and_what_went_wrong(browser: Browser, pages_home: Path) -> None:
+    opened(browser, pages_home / "report.html")
+    headings = browser.evaluate("[...document.querySelectorAll('h2')].map(one => one.textContent)")
+    assert headings[:4] == ["Stages", "What went wrong", "Curves", "Evaluation"]
+    assert {"Data", "Samples", "Lineage", "Settings", "Machine and libraries"} <= set(headings)
+    text = browser.evaluate("document.body.textContent")
+    for words in (
+        "resumed at step 20", "2 steps were skipped", "3 bad rows were left out: not JSON 3",
+        "the loss was not finite at step 7", "12,829", "一二三 world", "step 10", "first words", "39.58k",
+    ):  # fmt: skip
+        assert words in text, words
+    assert browser.evaluate("document.querySelectorAll('svg.times rect.bar').length") == 3
+
+
+def test_a_page_is_whole_and_small(pages_home: Path) -> None:
+    for name in ("both.html", "report.html"):
+        page = (pages_home / name).read_text(encoding="utf-8")
+        assert len(vega.script()) < 1_000_000
+        assert len(page) < 150_000 + len(vega.script())
+        assert not re.search(r"""(src|href)=["']?(https?:)?//""", page)
+        (policy,) = re.findall('Content-Security-Policy" content="([^"]*)"', page)
+        assert policy.startswith("default-src 'none'; script-src 'sha256-") and "unsafe" not in policy
+        for script in re.findall(r"<script>(.*?)</script>", page, re.DOTALL):
+            assert base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() in page
+
+
+def test_the_data_of_a_page_cannot_end_its_script() -> None:
+    value = {"a": "</script><!--\u2028\u2029&", "b": [1.5, None], "c": "\ud800"}
+    text = script_json(value)
+    assert not set("<>&\u2028\u2029") & set(text)
+    assert json.loads(text) == {**value, "c": "?"}
+
+
+def test_the_library_is_made_once_a_version_and_where_it_cannot_be_kept_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(vega, "BUNDLE", "print('first')")
+    first = vega.script()
+    assert first == f"{vega.LICENCES}\nfirst"
+    monkeypatch.setattr(vega, "BUNDLE", "print('second')")
+    assert vega.script() == first
+    (kept,) = vega.cache_directory().iterdir()
+    assert kept.name == f"charts-{metadata.version(vega.PACKAGE)}.js"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(kept))  # a file, in which nothing can be kept
+    assert vega.script().endswith("second")
+    monkeypatch.setattr(vega, "BUNDLE", "print('</SCRIPT>')")
+    with pytest.raises(TTrainError, match="a page cannot embed"):
+        vega.script()
+    monkeypatch.setattr(vega, "BUNDLE", "raise SystemExit('no engine')")
+    with pytest.raises(
+        TTrainError, match="does not work here: no engine; `pip install --force-reinstall vl-convert-python`"
+    ):
+        vega.script()
+
+
+def test_pictures_have_the_colours_of_pages() -> None:
+    style = resources.files("ttrain.reports").joinpath("page.css").read_text(encoding="utf-8")
+    assert tuple(re.findall(r"--run\d: (#\w+)", style)[: len(compare_page.COLOURS)]) == compare_page.COLOURS
+
+
+def points(values: list[float]) -> list[Point]:
+    return [Point(step, 512.0 * step, BEGAN + step, value) for step, value in enumerate(values, start=1)]
+
+
+def test_a_long_curve_keeps_its_ends_its_extremes_and_its_gaps() -> None:
+    values = [math.sin(step / 700) for step in range(10_000)]
+    values[4321], values[7777], values[1234] = 50.0, -50.0, math.nan
+    kept = charts.thinned(points(values))
+    assert len(kept) <= 1.1 * charts.POINTS
+    assert [point.step for point in kept] == sorted({point.step for point in kept})
+    assert {1, 4322, 7778, 1235, 10_000} <= {point.step for point in kept}
+    assert charts.thinned(points(values[:100])) == points(values[:100])
+
+
+def test_a_picture_has_a_gap_where_there_was_no_number_and_each_step_once(pages_home: Path, tmp_path: Path) -> None:
+    rows = compare_page.panels_of([read_run(pages_home, A)])
+    picture = compare_page.draw(rows, axis="step")
+    drawn_points = picture["vconcat"][0]["hconcat"][0]["data"]["values"]
+    losses = {point["x"]: point["y"] for point in drawn_points if point["label"] == "loss"}
+    assert list(losses) == list(range(1, STEPS + 1))
+    assert [step for step, value in losses.items() if value is None] == [GAP]
+    compare_page.save(picture, tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_a_text_of_a_run_cannot_break_a_picture(tmp_path: Path) -> None:
+    hostile = f"{HOSTILE}\x00\ufffe\ud800\n$x_{{$"
+    panel = charts.Chart(hostile, "", tuple(charts.Line(f"{name}{hostile}", 0, tuple(points([2.0, 1.0]))) for name in "ab"))
+    compare_page.save(compare_page.draw([[panel]], title=hostile), tmp_path / "hostile.png")
+    assert Image.open(tmp_path / "hostile.png").width > compare_page.SCALE * compare_page.WIDTH
+
+
+def test_the_gap_is_seen_in_the_picture(tmp_path: Path) -> None:
+    """The pixels of the line's colour, in the columns of the picture: none of a stretch without numbers."""
+    values = [1.0] * 20 + [math.nan] * 20 + [1.0] * 20
+    panel = charts.Chart("loss", "", (charts.Line("loss", 0, tuple(points(values))),))
+    compare_page.save(compare_page.draw([[panel]], axis="step"), tmp_path / "gap.png")
+    image = numpy.asarray(Image.open(tmp_path / "gap.png").convert("RGB"), dtype=float)
+    blue = (abs(image - [0x25, 0x63, 0xEB]).max(axis=2) < 25).any(axis=0).nonzero()[0]
+    steps = blue[1:] - blue[:-1]
+    assert steps.max() > 0.25 * (blue[-1] - blue[0])
+    assert sorted(steps)[-2] <= 2
+
+
+def test_curves_of_several_runs_are_lines_of_one_picture(pages_home: Path) -> None:
+    rows = compare_page.panels_of(read_runs(pages_home, [A, B]), ["loss"])
+    assert [[(line.label, len(line.points)) for line in chart.lines] for chart in rows[0]] == [
+        [(f"A  {A}", STEPS), (f"B  {B}", STEPS)]
+    ]
+    with pytest.raises(UsageError, match="no stage has a curve nothing; the curves are grad_norm"):
+        compare_page.panels_of(read_runs(pages_home, [A, B]), ["nothing"])
+
+
+def test_kills_failures_and_earlier_tries_are_told(tmp_path: Path) -> None:
+    key = "c" * 64
+    broken = Made("pretrain", outcome="crashed", key=key)
+    make_run(tmp_path, A, [broken], outcome="running", process=NONE_SUCH)
+    failed = Made(
+        "pretrain",
+        outcome="completed",
+        key=key,
+        result={"guard_warnings": {"loss_spike": 3}},
+        noted={"error": "the disk was full"},
+    )
+    sft = Made("sft", outcome="failed", noted={"error": "no memory"})
+    make_run(tmp_path, B, [failed, sft], number=1, outcome="failed", error="no memory")
+    told = [
+        (one.stage, one.description, one.is_resolved) for one in find_problems(read_run(tmp_path, B), runs.history(tmp_path))
+    ]
+    assert told == [
+        ("pretrain", f"the run {A} began the same work and was killed", True),
+        ("pretrain", "failed and was retried: the disk was full", True),
+        ("pretrain", "the guard loss spike warned 3 times", False),
+        ("sft", "failed: no memory", False),
+    ]
+    assert ("", "the run's process was killed, or the machine went down", False) in [
+        (one.stage, one.description, one.is_resolved) for one in find_problems(read_run(tmp_path, A))
+    ]
+
+
+def test_a_run_that_ended_before_its_first_stage_has_a_page_too(tmp_path: Path) -> None:
+    stages = [Made(name, outcome="pending") for name in ("tokenizer", "shards-pretrain", "pretrain", "evaluate")]
+    make_run(tmp_path, A, stages, outcome="failed", error="the server <b>did</b> not answer")
+    page = report_of(tmp_path, read_run(tmp_path, A))
+    assert "the server &lt;b&gt;did&lt;/b&gt; not answer" in page
+    assert "<script" not in page and "script-src 'none'" in page
+    assert '<h2 id="s2">Settings</h2>' in page  # after the stages and what went wrong: no data, no curves, no samples
+
+
+def test_a_run_without_troubles_says_so(tmp_path: Path) -> None:
+    make_run(tmp_path, A, [Made("pretrain", falling(8))])
+    assert "Nothing failed" in html.unescape(report_of(tmp_path, read_run(tmp_path, A)))

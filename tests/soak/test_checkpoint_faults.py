@@ -1,0 +1,351 @@
+"""A disk that fails at any call, a full one, and kills at any moment: a whole checkpoint remains, and is found.
+
+The processes that are killed come from one that has loaded torch once, by fork.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.checkpoints import checkpoints, is_snapshot, names, snapshot, steps, write
+from support.paths import ROOT, TESTS
+
+from ttrain.errors import ArtifactError
+from ttrain.train import checkpoint
+
+SYSTEM_CALLS = ("mkdir", "open", "write", "fsync", "rename", "replace")
+
+
+def run_child(code: str, *arguments: object, command: tuple[str, ...] = ()) -> str:
+    """What the code prints, run where the tests' doubles can be imported. Raises where it fails."""
+    environment = {"PYTHONPATH": f"{TESTS}:{ROOT}", "OMP_NUM_THREADS": "1", "PATH": os.environ["PATH"]}
+    done = subprocess.run(
+        [*command, sys.executable, "-c", code, *map(str, arguments)],
+        env=environment,
+        timeout=300,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# --- a failing disk -----------------------------------------------------------------------------------------------------
+
+
+class FailingDisk:
+    """Counts the system calls that write, and fails the one of a number: alone, or with all after it."""
+
+    def __init__(self, at: int | None, error: int, *, lasting: bool) -> None:
+        self.at, self.error, self.lasting, self.calls = at, error, lasting, 0
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[FailingDisk]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "fsync", lambda descriptor: None)  # there are some thousands of them
+            for name in SYSTEM_CALLS:
+                patch.setattr(os, name, self._failing(getattr(os, name)))
+            opened, failing = io.open, self._failing(io.open)
+            patch.setattr(
+                io, "open", lambda path, mode="r", *a, **n: (failing if "w" in mode else opened)(path, mode, *a, **n)
+            )
+            yield self
+
+    def _failing(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **named: Any) -> Any:
+            number, self.calls = self.calls, self.calls + 1
+            if self.at is not None and (number >= self.at if self.lasting else number == self.at):
+                raise OSError(self.error, os.strerror(self.error))
+            return function(*arguments, **named)
+
+        return call
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Steps 4 and 8; 4 is the best so far, and pruned once 12 is better."""
+    directory = tmp_path_factory.mktemp("saved")
+    write(directory, 4, 8, metrics={4: 0.5})
+    return directory
+
+
+def save_next(directory: Path) -> str | None:
+    """Save step 12; the message of what was raised."""
+    ours = checkpoints(directory)
+    try:
+        ours.save(snapshot(12), metric=0.1)
+        ours.close()
+    except ArtifactError as error:
+        return str(error)
+    return None
+
+
+def calls_of_a_save(saved: Path, directory: Path) -> int:
+    shutil.copytree(saved, directory)
+    with FailingDisk(None, 0, lasting=False)() as disk:
+        assert save_next(directory) is None
+    assert names(directory) == ["best", "latest", "step-00000008", "step-00000012"]
+    return disk.calls
+
+
+@pytest.mark.parametrize("lasting", [False, True], ids=["once", "from then on"])
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO, errno.EROFS], ids=["full", "failing", "read-only"])
+def test_a_disk_that_fails_at_any_call_leaves_the_checkpoint_before_and_says_what_to_do(
+    tmp_path: Path, saved: Path, error: int, lasting: bool
+) -> None:
+    calls = calls_of_a_save(saved, tmp_path / "all")
+    assert calls >= 30, "three files, the state, two pointers, two names, their directories"
+    cure = {errno.ENOSPC: "It needs 1 MB, and .* MB are free: make room, set runtime.keep_checkpoints=1",
+            errno.EIO: "dmesg", errno.EROFS: "Make the directory writable"}[error]  # fmt: skip
+    raised = []
+    for at in range(calls):
+        directory = tmp_path / str(at)
+        shutil.copytree(saved, directory)
+        with FailingDisk(at, error, lasting=lasting)():
+            said = save_next(directory)
+        found = checkpoints(directory).newest()
+        assert found is not None
+        assert is_snapshot(found, found.step)
+        assert found.step in (8, 12)
+        raised.append(said is not None)
+        if said is None:
+            assert found.step == 12, "what is not said has not happened"
+        else:
+            whole = 12 if "of step 12 is intact" in said else 8
+            assert f"cannot write the checkpoint of step 12: {directory}" in said
+            assert (
+                f": {os.strerror(error)}; the checkpoint of step {whole} is intact, and the same command continues" in said
+            )
+            assert re.search(cure, said)
+            assert found.step >= whole
+        best = checkpoints(directory).best()
+        assert best is not None
+        assert best.step == (12 if found.step == 12 else 4), "the best is not removed before there is a better one"
+        with FailingDisk(None, 0, lasting=False)():  # the disk is well again
+            write(directory, 12, 16, metrics={12: 0.1})
+        assert names(directory) == ["best", "latest", "step-00000012", "step-00000016"]
+    assert sum(raised) > calls - 12, "all but the removal of what is in the trash"
+    assert raised[0]
+
+
+def test_a_name_that_a_power_cut_may_take_away_is_not_called_whole(
+    tmp_path: Path, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Path) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    shutil.copytree(saved, tmp_path / "checkpoints")
+    monkeypatch.setattr(checkpoint, "fsync", fail)
+    said = save_next(tmp_path / "checkpoints")
+    assert said is not None
+    assert f"{tmp_path / 'checkpoints'}: {os.strerror(errno.EIO)}; the checkpoint of step 8 is intact" in said
+
+
+def test_a_disk_that_fails_at_the_first_checkpoint_says_that_there_is_no_other(tmp_path: Path) -> None:
+    with FailingDisk(6, errno.ENOSPC, lasting=True)():
+        said = save_next(tmp_path / "checkpoints")
+    assert said is not None
+    assert "there is no other checkpoint, so the same command starts from the beginning" in said
+    assert checkpoints(tmp_path / "checkpoints").newest() is None
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="the system does not tell which file is synced")
+def test_a_checkpoint_gets_its_name_after_every_byte_is_synced_and_nothing_goes_before(
+    tmp_path: Path, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, done = tmp_path / "checkpoints", list[str]()
+    shutil.copytree(saved, directory)
+    sync, rename = os.fsync, os.rename
+
+    def record_sync(descriptor: int) -> None:
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        done.append(f"sync {path.relative_to(tmp_path)} {path.stat().st_size if path.is_file() else '/'}")
+        sync(descriptor)
+
+    def record_rename(source: Path, target: Path) -> None:
+        done.append(
+            f"rename {source.name} {re.sub(r'-[0-9]+$', '', target.name) if '.trash' in target.name else target.name}"
+        )
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", record_sync)
+    monkeypatch.setattr(os, "rename", record_rename)
+    assert save_next(directory) is None
+    new, named = directory / "step-00000012", done.index("rename .writing-00000012 step-00000012")
+    sizes = {path.name: path.stat().st_size for path in new.iterdir()}
+    state = sizes.pop("state.json")
+    synced = {f"sync checkpoints/.writing-00000012/{name} {size}" for name, size in sizes.items()}
+    assert {*done[: len(sizes)]} == synced, "all files"
+    assert re.fullmatch(rf"sync checkpoints/\.writing-00000012/\.state\.json\.\d+\.tmp {state}", done[len(sizes)])
+    assert done[len(sizes) + 1 : named] == ["sync checkpoints/.writing-00000012 /"], "then the state, then their names"
+    assert done[named + 1] == "sync checkpoints /"
+    assert done[-1] == "rename step-00000004 .trash-step-00000004"
+    assert [line.split()[1].split("/")[-1].split(".")[1] for line in done[named + 2 : -1 : 2]] == ["latest", "best"]
+
+
+FULL = """
+import os, resource, subprocess, sys
+from pathlib import Path
+from support import checkpoints as checkpointing
+from ttrain.errors import ArtifactError
+
+directory, how = Path(sys.argv[1]), sys.argv[2]
+if how == "tmpfs":
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(directory)], check=True)
+else:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+directory /= "checkpoints"
+checkpointing.write(directory, 4)
+ours = checkpointing.checkpoints(directory)
+for _ in range(2):
+    ours.save(checkpointing.snapshot(8, rows=200_000))
+    try:
+        ours.wait()
+        raise SystemExit("3 MB went into 2")
+    except ArtifactError as error:
+        print(error)
+    assert checkpointing.is_snapshot(checkpointing.checkpoints(directory).newest(), 4)
+    assert checkpointing.names(directory) == ["latest", "step-00000004"], "half a checkpoint fills no disk"
+ours.save(checkpointing.snapshot(8))
+ours.close()
+assert checkpointing.is_snapshot(checkpointing.checkpoints(directory).newest(), 8)
+"""
+
+
+@pytest.mark.parametrize("how", ["tmpfs", "limit"])
+def test_a_disk_that_is_really_full(tmp_path: Path, how: str) -> None:
+    """A file system of 2 MB in a mount namespace of its own, where the system allows it; a limit on a file's size."""
+    alone = ("unshare", "--map-root-user", "--mount")
+    if how == "tmpfs" and not (shutil.which("unshare") and mounts(alone, tmp_path)):
+        pytest.skip("the system allows no mount; the limit on a file's size shows the same")
+    said = run_child(FULL, tmp_path, how, command=alone if how == "tmpfs" else ())
+    strerror = os.strerror(errno.ENOSPC if how == "tmpfs" else errno.EFBIG)
+    assert said.count(f".writing-00000008/model.safetensors: {strerror}") == 2
+    assert said.count("the checkpoint of step 4 is intact") == 2
+    assert said.count("It needs 6 MB, and ") == 2
+
+
+def mounts(alone: tuple[str, ...], directory: Path) -> bool:
+    command = [*alone, "mount", "-t", "tmpfs", "tmpfs", str(directory)]
+    return subprocess.run(command, capture_output=True).returncode == 0
+
+
+# --- kills --------------------------------------------------------------------------------------------------------------
+
+AT_EVERY_CALL = """
+import os, shutil, signal, sys
+from pathlib import Path
+from support import checkpoints as checkpointing
+
+def prepare(directory, again):
+    checkpointing.write(directory, 4, 8, metrics={4: 0.5})
+    if again:  # the newest is damaged, so that the same step is written once more
+        (directory / "step-00000008" / "config.json").unlink()
+
+def work(directory, step, kill_at):
+    ours, calls = checkpointing.checkpoints(directory), 0
+    def counted(function):
+        def call(*arguments, **named):
+            nonlocal calls
+            calls += 1
+            if calls == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*arguments, **named)
+        return call
+    os.fsync = lambda descriptor: None  # a kill leaves the system alone, and with it what it was given
+    for name in ("mkdir", "open", "write", "fsync", "rename", "replace", "unlink", "rmdir"):
+        setattr(os, name, counted(getattr(os, name)))
+    ours.save(checkpointing.snapshot(step), metric=0.1)
+    ours.close()
+
+for scenario in ("next", "again", "whole again"):
+    kill_at, killed, root = 0, True, Path(sys.argv[1]) / scenario
+    prepare(root / "whole", scenario == "again")
+    while killed:
+        kill_at += 1
+        directory = root / f"{kill_at:03d}"
+        shutil.copytree(root / "whole", directory)
+        child = os.fork()
+        if not child:
+            work(directory, 12 if scenario == "next" else 8, kill_at)
+            os._exit(0)
+        killed = os.WIFSIGNALED(os.waitpid(child, 0)[1])
+"""
+
+
+def test_a_process_killed_at_any_call_of_a_write_leaves_a_whole_newest(tmp_path: Path) -> None:
+    run_child(AT_EVERY_CALL, tmp_path)
+    for scenario, before, wanted in (("next", 8, 12), ("again", 4, 8), ("whole again", 8, 8)):
+        tried = sorted(path for path in (tmp_path / scenario).iterdir() if path.name != "whole")
+        assert len(tried) > 30, "every file, rename and removal is a point to die at"
+        found = []
+        for directory in tried:
+            ours = checkpoints(directory)
+            newest, best = ours.newest(), ours.best()
+            assert newest is not None and best is not None
+            assert is_snapshot(newest, newest.step)
+            assert best.step in ({wanted} if newest.step > before else {4, wanted})
+            found.append(newest.step)
+            with FailingDisk(None, 0, lasting=False)():
+                ours.save(snapshot(20), metric=0.3)
+                ours.close()
+            assert steps(directory) == [newest.step, 20]
+            assert not [name for name in names(directory) if name.startswith(".")]
+        assert {*found} == {before, wanted}
+        assert found == sorted(found), "once the new one is there, it stays"
+
+
+AT_RANDOM = """
+import os, random, signal, sys, time
+from pathlib import Path
+from support import checkpoints as checkpointing
+
+directory, kills, dice = Path(sys.argv[1]), int(sys.argv[2]), random.Random(int(sys.argv[3]))
+ROWS, begins, while_saving = 60_000, 0, 0
+for _ in range(kills):
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        ours = checkpointing.checkpoints(directory, keep=2)
+        step = begins
+        while True:
+            step += 1
+            ours.save(checkpointing.snapshot(step, ROWS), metric=1 / step)
+            ours.wait()
+            os.write(writer, step.to_bytes(4, "little"))
+    os.close(writer)
+    os.read(reader, 4)  # so that it has begun
+    time.sleep(dice.uniform(0, 0.05))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    data = b""
+    while part := os.read(reader, 4096):
+        data += part
+    os.close(reader)
+    durable = int.from_bytes(data[-4:], "little") if data else begins + 1
+    while_saving += any(name.startswith(".") for name in checkpointing.names(directory))
+    ours = checkpointing.checkpoints(directory)
+    found = ours.newest()
+    assert checkpointing.is_snapshot(found, found.step) and len(found.weights["w"]) == ROWS
+    assert found.step in (durable, durable + 1), (found.step, durable)
+    assert ours.best().step == found.step
+    begins = found.step
+print(while_saving)
+"""
+
+
+@pytest.mark.parametrize("kills", [10, pytest.param(50, marks=pytest.mark.soak)])
+def test_a_chain_of_kills_while_saving_loses_nothing_that_was_saved(tmp_path: Path, kills: int) -> None:
+    while_saving = int(run_child(AT_RANDOM, tmp_path, kills, 7))
+    assert while_saving > kills / 3, "most of the time it saves"

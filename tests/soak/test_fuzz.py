@@ -1,0 +1,399 @@
+"""Mutated lines of every shape go through the whole way from a file to shards, in a process of their own.
+
+Whatever the bytes are, a TTrainError names the file, or every row is accounted for and what was kept is exactly what the
+line said. `make soak` sends 100,000 lines (TTRAIN_FUZZ_LINES says how many), the default run some thousands.
+"""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.doubles import LINES, make_tokenizer
+from support.paths import TESTS
+
+from ttrain.config import Reading
+from ttrain.data import blocks, sharding
+from ttrain.data.assembly import DataFile, ShardSetResult
+from ttrain.data.blocks import BlockRecipe
+from ttrain.data.chat import prompt_ids
+from ttrain.data.chat_templates import Message
+from ttrain.data.encoder import Encoder
+from ttrain.data.jinja_templates import ROLES, SPECIAL_TOKENS
+from ttrain.data.records import Conversation, Record, Tally, TextDocument, document_parser, parse_conversation
+from ttrain.data.sharding import Here
+from ttrain.data.shards import ShardSet
+from ttrain.errors import TTrainError
+from ttrain.stages.shards import recipe_of
+
+LINES_PER_FILE = 1000
+READING = Reading(heldout_fraction=0.0)
+MAX_LINE_BYTES = 4096
+SPECIAL = SPECIAL_TOKENS["ttrain"]
+WORDS = (
+    *LINES, *SPECIAL, "<|im_start|>system", "<|im_end|>", "{{ 7*7 }}", "{% raw %}", "[INST]", "</s>", "\ufeff", "\u200b",
+    " ", "\n", "\r\n", "\t", "\0", "\u2028", "\x85", "e\u0301", "👩\u200d👧", "\U0010ffff", "<tool_call>", "\\", '"',
+    "a" * 300,
+)  # fmt: skip
+JUNK: tuple[Any, ...] = (
+    None, True, False, 0, -1, 1.5, 10**30, "", " ", "user", "assistant", "text", [], {}, [[]], {"role": "user"}, ["a", 1],
+    {"type": "text", "text": "x"}, {"function": {"name": "f"}}, "{}", "[]", "[{}]", '{"name": "f"}', "{", "tool",
+)  # fmt: skip
+KEYS = (
+    "text", "content", "body", "paragraphs", "messages", "conversations", "instruction", "input", "output", "role", "from",
+    "value", "system", "tools", "tool_calls", "tool_call_id", "function", "name", "arguments", "type", "id", "x", "",
+)  # fmt: skip
+RAW = (
+    b"\xff", b"\xc3", b"\xed\xa0\x80", b"\xf4\x90\x80\x80", b"\0", b"\x01", b"\r", b"\n", b"\n\n", b"\xef\xbb\xbf", b",",
+    b"\\", b"\\u0000", b"\\ud800", b"\\udc00\\ud800", b"\\x", b'"', b"{", b"}", b"[", b"[" * 300, b"NaN", b"-", b"01",
+    b"\x1e", b"1e400", b"9" * 5000, b"\xe2\x80\xa8", b" " * 5000, b"\x1f\x8b", b"PAR1", b"//", b"'",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def recipes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, BlockRecipe]:
+    directory = tmp_path_factory.mktemp("tokenizer")
+    make_tokenizer(directory)
+    return {kind: recipe_of(READING, directory, kind) for kind in ("documents", "chats")}
+
+
+# --- rows as they should be
+
+
+def words(chance: random.Random) -> str:
+    return " ".join(chance.choices(WORDS, k=chance.randint(1, 4)))
+
+
+def call(chance: random.Random) -> dict[str, Any]:
+    arguments: Any = {"x": chance.choice([1, None, words(chance), [[]]])}
+    function = {"name": "f", "arguments": chance.choice([arguments, json.dumps(arguments)])}
+    return {"id": f"c{chance.randint(0, 2)}", "type": "function", "function": function}
+
+
+def document(chance: random.Random) -> Any:
+    key = chance.choice(["text", "text", "text", "content", "body", "paragraphs"])
+    text: Any = [words(chance), words(chance)] if key == "paragraphs" else words(chance)
+    return {"id": chance.randint(0, 9), key: text}
+
+
+def messages(chance: random.Random) -> Any:
+    asked = call(chance)
+    turns: list[dict[str, Any]] = [
+        {"role": "user", "content": chance.choice([words(chance), [{"type": "text", "text": words(chance)}]])},
+        {"role": "assistant", "content": chance.choice([None, words(chance)]), "tool_calls": [asked]},
+        {"role": "tool", "tool_call_id": asked["id"], "content": words(chance)},
+        {"role": "assistant", "content": words(chance)},
+    ]
+    found: dict[str, Any] = {"messages": turns}
+    if chance.random() < 0.5:
+        found["tools"] = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    return found
+
+
+def conversations(chance: random.Random) -> Any:
+    roles = chance.choice([("user", "assistant"), ("system", "user", "assistant", "user", "assistant"), ROLES[1:3]])
+    return {"conversations": [{"role": role, "content": words(chance)} for role in roles]}
+
+
+def sharegpt(chance: random.Random) -> Any:
+    asked = {"name": "f", "arguments": {"x": words(chance)}}
+    turns = [("human", words(chance)), ("function_call", json.dumps(asked)), ("observation", "1"), ("gpt", words(chance))]
+    return {"conversations": [{"from": name, "value": text} for name, text in turns], "system": words(chance)}
+
+
+def alpaca(chance: random.Random) -> Any:
+    return {"instruction": words(chance), "input": chance.choice(["", None, words(chance)]), "output": words(chance)}
+
+
+def choices(chance: random.Random) -> Any:
+    return {"question": words(chance), "choices": [words(chance), words(chance)], "answer": chance.randint(0, 2)}
+
+
+SHAPES: tuple[Callable[[random.Random], Any], ...] = (
+    document, document, messages, conversations, sharegpt, alpaca, choices,
+)  # fmt: skip
+
+
+# --- and as they should not
+
+
+def nodes(value: Any) -> Iterator[tuple[Any, Any]]:
+    """(container, key or index) of everything in it."""
+    for key in list(value) if isinstance(value, dict) else range(len(value)):
+        yield value, key
+        if isinstance(value[key], dict | list):
+            yield from nodes(value[key])
+
+
+def mutate_structure(value: Any, chance: random.Random) -> Any:
+    """One node is another value, gone, doubled, renamed or put one level deeper."""
+    found = list(nodes(value))
+    junk = deepcopy(chance.choice(JUNK))
+    if not found:
+        return junk
+    holder, key = chance.choice(found)
+    how = chance.randrange(6)
+    if how == 0:
+        holder[key] = junk
+    elif how == 1:
+        del holder[key]
+    elif how == 2 and isinstance(holder, list):
+        holder.insert(key, holder[key])
+    elif how == 3 and isinstance(holder, dict):
+        holder[chance.choice(KEYS)] = holder.pop(key)
+    elif how == 4:
+        holder[key] = chance.choice([[holder[key]], {chance.choice(KEYS): holder[key]}, json.dumps(holder[key])])
+    else:
+        holder[key] = words(chance)
+    return value
+
+
+def mutate_bytes(line: bytes, chance: random.Random) -> bytes:
+    """One place is another byte, gone, doubled, or has something put in."""
+    start = chance.randint(0, len(line))
+    end = min(len(line), start + chance.choice([1, 1, 2, 8, 40, 400]))
+    how = chance.randrange(6)
+    if how == 0 and start < end:
+        return line[:start] + bytes([line[start] ^ 1 << chance.randrange(8)]) + line[start + 1 :]
+    if how == 1:
+        return line[:start] + line[end:]
+    if how == 2:
+        return line[:end] + line[start:]
+    if how == 3:
+        return line[:start]
+    if how == 4:
+        return line[:start] + chance.randbytes(end - start) + line[end:]
+    return line[:start] + chance.choice(RAW) + line[start:]
+
+
+def mutated_line(chance: random.Random) -> bytes:
+    value = chance.choice(SHAPES)(chance)
+    for _ in range(chance.choice([0, 0, 0, 1, 1, 3])):
+        value = mutate_structure(value, chance) if isinstance(value, dict | list) else value
+    line = json.dumps(value, ensure_ascii=chance.random() < 0.3).encode("utf-8")
+    if line.startswith(b"{") and chance.random() < 0.01:
+        depth = chance.choice([200, 300, 1000, 2000])
+        line = b'{"%s": %s%s, ' % (chance.choice(KEYS).encode(), b"[" * depth, b"]" * depth) + line[1:]
+    for _ in range(chance.choice([0, 0, 0, 0, 1, 2])):
+        line = mutate_bytes(line, chance)
+    return line
+
+
+def mutated_file(chance: random.Random, lines: int) -> bytes:
+    """Its bytes: plain, or packed and now and then damaged."""
+    data = b"\n".join(mutated_line(chance) for _ in range(lines)) + chance.choice([b"", b"\n"])
+    how = chance.randrange(12)
+    if how == 0:
+        data = gzip.compress(data)
+    elif how == 1:
+        data = pa.compress(data, codec="zstd", asbytes=True)
+    elif how == 2:
+        data = mutate_bytes(gzip.compress(data), chance)
+    elif how == 3:
+        data = mutate_bytes(pa.compress(data, codec="zstd", asbytes=True), chance)
+    return data
+
+
+# --- what has to hold
+
+
+def build(path: Path, output: Path, recipe: BlockRecipe, block_bytes: int = 1 << 14) -> ShardSetResult:
+    return sharding.build(
+        output, {"train": [DataFile(str(path), path.name)]}, recipe, READING, block_bytes=block_bytes, pool=Here()
+    )
+
+
+def whole_number(digits: str) -> float:
+    """What is longer than 64 bits is read as a float."""
+    return int(digits) if -(2**63) <= int(digits) < 2**64 else float(digits)
+
+
+def understood(line: bytes, kind: str) -> Record | None:
+    """The record of a line, by Python's own JSON; None where it is none."""
+    if len(line) > MAX_LINE_BYTES:
+        return None
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(10_000)  # orjson reads 1024 levels
+    try:
+        value = json.loads(line.decode("utf-8"), parse_int=whole_number)
+    except ValueError:
+        return None
+    finally:
+        sys.setrecursionlimit(limit)
+    if not isinstance(value, dict):
+        return None
+    parsed = (document_parser("text") if kind == "documents" else parse_conversation)(value)
+    return parsed if isinstance(parsed, TextDocument | Conversation) else None
+
+
+def expected_chat(encoder: Encoder, turns: Sequence[Message]) -> tuple[list[int], list[bool]]:
+    """Ids and mask, turn by turn: what the template of ttrain is."""
+    ids, live = [encoder.bos_id], [False]
+    for turn in turns:
+        (text,) = encoder.encode([turn.content])
+        learnt = turn.role == "assistant" and bool(turn.content.strip())
+        ids += [encoder.special(f"<|{turn.role}|>"), *text, encoder.special("<|end|>")]
+        live += [False, *[learnt] * len(text), learnt]
+    return ids, live
+
+
+def check_build(path: Path, output: Path, recipe: BlockRecipe, encoder: Encoder, block_bytes: int) -> Counter[str]:
+    """Build a file's shards and compare them with its lines; returns the counts."""
+    try:
+        built = build(path, output, recipe, block_bytes)
+    except TTrainError as error:
+        assert str(path) in str(error), error
+        return Counter({"refused files": 1})
+    (tally,) = built.tallies.values()
+    assert tally.rows == tally.kept + tally.skipped.total() + tally.rejected.total()
+    listed = [json.loads(line) for line in (output / "run" / "rejected.jsonl").read_bytes().splitlines()]
+    assert len(listed) == tally.rejected.total()
+    data = path.read_bytes()
+    if data[:2] == b"\x1f\x8b":
+        data = gzip.decompress(data)
+    elif data[:4] == b"\x28\xb5\x2f\xfd":
+        data = pa.CompressedInputStream(pa.py_buffer(data), "zstd").read()
+    lines = data.removeprefix(b"\xef\xbb\xbf").split(b"\n")
+    assert tally.rows == sum(bool(line.strip()) or len(line) > MAX_LINE_BYTES for line in lines)
+    bad = {row["line"]: row["reason"] for row in listed}
+    assert len(bad) == len(listed)
+    records: dict[Record, None] = {}
+    for number, line in enumerate(lines, start=1):
+        record = understood(line, recipe.kind)
+        if number not in bad and record is not None:
+            records[record] = None
+    found = ShardSet(output / "train")
+    assert len(found) == tally.kept == len(records)
+    check_rows([found.row(number) for number in range(len(found))], list(records), encoder)
+    return Counter(rows=tally.rows, kept=tally.kept, skipped=tally.skipped.total(), rejected=len(bad))
+
+
+def check_rows(rows: Sequence[tuple[Any, Any]], records: Sequence[Record], encoder: Encoder) -> None:
+    """(ids, live) are what the records say, word for word, and no special token comes from a text."""
+    special = {encoder.special(token) for token in SPECIAL}
+    for (ids, live), record in zip(rows, records, strict=True):
+        if isinstance(record, TextDocument):
+            begin, *text, end = ids.tolist()
+            assert (begin, end, live) == (encoder.bos_id, encoder.eos_id, None)
+            assert encoder.decode(text) == record.text
+            assert not special.intersection(text)
+            continue
+        assert (ids.tolist(), (live != 0).tolist()) == expected_chat(encoder, record.messages)
+        assert live.any()
+        assert sum(number in special for number in ids.tolist()) == 1 + 2 * len(record.messages)
+        assert prompt_ids(encoder, record.messages) == [*ids.tolist(), encoder.special("<|assistant|>")]
+
+
+def fuzz(seed: int, lines: int) -> None:
+    """Print the counts of all files; any exception but a TTrainError leaves."""
+    chance, total = random.Random(seed), Counter[str]()
+    with tempfile.TemporaryDirectory() as directory:
+        home = Path(directory)
+        encoder = make_tokenizer(home / "tokenizer")
+        recipes = [recipe_of(READING, home / "tokenizer", kind) for kind in ("documents", "chats")]
+        for number in range(-(-lines // LINES_PER_FILE)):
+            path = home / f"{number}.jsonl"
+            path.write_bytes(mutated_file(chance, min(LINES_PER_FILE, lines)))
+            for recipe in recipes:
+                small, output = replace(recipe, max_line_bytes=MAX_LINE_BYTES), home / f"{number}-{recipe.kind}"
+                try:
+                    total += check_build(path, output, small, encoder, chance.choice([1 << 14, 1 << 16, 1 << 20]))
+                except BaseException:
+                    keep = Path(tempfile.gettempdir()) / f"fuzz-{seed}-{number}.jsonl"
+                    keep.write_bytes(path.read_bytes())
+                    print(f"seed {seed}, file {number} as {recipe.kind}, kept in {keep}", file=sys.stderr)
+                    raise
+            total += Counter(files=1)
+    print(json.dumps(total))
+
+
+def fuzz_elsewhere(seed: int, lines: int) -> dict[str, int]:
+    """The counts of `fuzz` in a process of its own, so that one that dies is seen."""
+    places = [str(Path(__file__).parent), str(TESTS)]
+    code = f"import sys; sys.path[:0] = {places!r}; import test_fuzz; test_fuzz.fuzz({seed}, {lines})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stderr[-6000:]}"
+    found: dict[str, int] = json.loads(done.stdout)
+    return found
+
+
+LEAVES = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(WORDS) | st.sampled_from(ROLES)
+    | st.text(st.characters(exclude_categories=()), max_size=8)
+)  # fmt: skip
+ANYTHING = st.recursive(
+    LEAVES,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=4),
+    max_leaves=8,
+)
+TEXTS = st.sampled_from(WORDS) | st.text(max_size=8) | ANYTHING
+CALLS = st.fixed_dictionaries({}, optional={"name": TEXTS, "arguments": ANYTHING, "function": ANYTHING, "id": TEXTS})
+TURNS = st.fixed_dictionaries(
+    {"role": st.sampled_from(ROLES)},
+    optional={"content": TEXTS, "tool_calls": st.lists(CALLS, max_size=2) | ANYTHING, "tool_call_id": ANYTHING},
+) | st.fixed_dictionaries({"from": st.sampled_from(["human", "gpt", "function_call", "observation"]), "value": TEXTS})
+CHATS = st.lists(TURNS | ANYTHING, max_size=4) | st.lists(TURNS, min_size=1, max_size=4)
+ROWS = ANYTHING | st.fixed_dictionaries({"text": TEXTS}) | st.fixed_dictionaries(
+    {}, optional={"messages": CHATS, "conversations": CHATS, "instruction": TEXTS, "input": TEXTS, "output": TEXTS,
+                  "system": TEXTS, "tools": st.lists(CALLS, max_size=2) | ANYTHING, "paragraphs": ANYTHING},
+)  # fmt: skip
+
+
+@settings(max_examples=200, deadline=None)
+@given(rows=st.lists(ROWS, max_size=6), kind=st.sampled_from(["documents", "chats"]))
+def test_rows_of_any_json_are_kept_exactly_skipped_or_rejected(
+    recipes: dict[str, BlockRecipe], rows: list[Any], kind: str
+) -> None:
+    recipe = recipes[kind]
+    encoder = blocks.encoder_of(recipe.tokenizer, fast=True)
+    lines = [json.dumps(row).encode() for row in rows]
+    block, tally = blocks.Block("a.jsonl", 0, 0, 0, 0), Tally()
+    bad: list[dict[str, Any]] = []
+    tally.quarantine = bad.append
+    records = list(blocks.records(b"\n".join(lines), block, recipe, tally))
+    assert tally.rows == len(rows) == len(records) + tally.skipped.total() + tally.rejected.total()
+    assert len(bad) == tally.rejected.total()
+    rejected = {row["line"] for row in bad}
+    expected = [understood(line, kind) for number, line in enumerate(lines, start=1) if number not in rejected]
+    assert records == [record for record in expected if record]
+    if records:
+        column = blocks.encode_records(encoder, kind, records)
+        live = column.live
+        spans = list(itertools.pairwise(column.offsets.tolist()))
+        check_rows([(column.tokens[a:b], None if live is None else live[a:b]) for a, b in spans], records, encoder)
+
+
+def assert_spread(found: dict[str, int]) -> None:
+    """Every outcome happened, and often: a fuzzer whose rows are all bad proves little."""
+    assert found["rows"] == found["kept"] + found["skipped"] + found["rejected"]
+    assert min(found["kept"], found["rejected"]) > 0.1 * found["rows"], found
+    assert found["skipped"], found
+
+
+@pytest.mark.soak
+def test_a_sample_of_mutated_lines_is_kept_exactly_skipped_or_rejected() -> None:
+    assert_spread(fuzz_elsewhere(7, 4000))
+
+
+@pytest.mark.soak
+def test_a_hundred_thousand_mutated_lines_are_kept_exactly_skipped_or_rejected() -> None:
+    lines, seed = int(os.environ.get("TTRAIN_FUZZ_LINES", "100000")), int(os.environ.get("TTRAIN_FUZZ_SEED", "1"))
+    found = fuzz_elsewhere(seed, lines)
+    assert_spread(found)
+    print(f"seed {seed}: {found}")

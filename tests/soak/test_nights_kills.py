@@ -1,0 +1,209 @@
+"""Nights by a cron each minute, while everything that takes part is killed at random. `make soak` runs it.
+
+TTRAIN_SOAK_SLOTS says for how many slots. Whatever is killed - the night's flow, a stage, what serves, the server, all at
+once - no two nights overlap, none wedges the next one, each file is learnt by one completed night, and nothing is registered
+twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import sqlite3
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from support.pipeline_home import Cli, write_corpus
+from support.served import Served, flow_runs, processes_of, slot, wait_until
+
+from ttrain import tracking
+from ttrain.flows import server_processes
+from ttrain.flows.flow_runs import FINAL_STATES
+from ttrain.nightly.records import COMPLETED, NightRecord, Nights
+from ttrain.pipeline.stage_worker import PROCESS_NAME
+
+pytestmark = [pytest.mark.soak, pytest.mark.long]
+SLOTS = int(os.environ.get("TTRAIN_SOAK_SLOTS", "2"))
+NAME = "tiny-test"
+TINY = ("pretrain.tokens=10240", "evaluate.new_tokens=0", "nightly.attempts=50")
+SETTLE_SECONDS = 600  # for the last night to be finished without kills; one takes half a minute on two idle cores
+CRASHED_SECONDS = 180  # the server's automation needs two minutes at most
+
+
+def named(home: Path, what: Callable[[psutil.Process], bool]) -> list[psutil.Process]:
+    found = []
+    for process in processes_of(home):
+        try:
+            if what(process):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def described(home: Path) -> list[str]:
+    """Each process of the home, by its own command line and its parent's."""
+    found = []
+    for process in processes_of(home):
+        with contextlib.suppress(psutil.Error):
+            parent = process.parent()
+            found.append(f"{process.pid} {process.status()} {process.cmdline()} of {parent and parent.cmdline()}")
+    return found
+
+
+def flows(home: Path) -> list[psutil.Process]:
+    return named(home, lambda process: "prefect.engine" in " ".join(process.cmdline()))
+
+
+def workers(home: Path) -> list[psutil.Process]:
+    return named(home, lambda process: process.name() == PROCESS_NAME)
+
+
+class Chaos:
+    """Kills one part at a time, and starts again what only a supervisor would."""
+
+    def __init__(self, cli: Cli, rng: random.Random) -> None:
+        self.cli, self.rng, self.home = cli, rng, cli.home
+        self.served = Served(cli)
+        self.kills: Counter[str] = Counter()
+        self.said = ""
+
+    def strike(self) -> None:
+        what = self.rng.choice(["flow", "flow", "stage", "serve", "server", "machine"])
+        victims = {
+            "flow": lambda: flows(self.home),
+            "stage": lambda: workers(self.home),
+            "serve": lambda: [psutil.Process(self.served.process.pid)],
+            "server": self._server,
+            "machine": lambda: processes_of(self.home),
+        }[what]()
+        for process in victims:
+            try:
+                process.kill()
+                self.kills[what] += 1
+            except psutil.Error:
+                continue
+
+    def keep_up(self) -> None:
+        """What systemd would do."""
+        if self.served.process.poll() is not None:
+            self.said += self.served.said
+            time.sleep(self.rng.uniform(0, 8))
+            self.served = Served(self.cli)
+
+    def _server(self) -> list[psutil.Process]:
+        server = server_processes.live_server(self.home, "prefect")
+        return [psutil.Process(server.pid)] if server else []
+
+
+def add_documents(data: Path, number: int, rng: random.Random) -> None:
+    lines = [json.dumps({"text": f"night {number}: {rng.random()} " + "the water of the hill " * rng.randint(3, 9)})
+             for _ in range(40)]  # fmt: skip
+    path = data / f"docs-night-{number}.jsonl"
+    (partial := path.with_suffix(".part")).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    partial.rename(path)
+
+
+@pytest.fixture
+def cli(tmp_path: Path) -> Iterator[Cli]:
+    """An empty home, and the corpus; whatever the test came to, no process of that home stays."""
+    write_corpus(tmp_path / "data")
+    yield Cli(tmp_path / "home", tmp_path / "data")
+    for process in processes_of(tmp_path / "home"):
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+
+
+def test_nights_of_every_minute_stand_any_kill(cli: Cli) -> None:
+    rng = random.Random(6)
+    chaos = Chaos(cli, rng)
+    cli("pipeline", "schedule", "nightly", "--cron", "* * * * *", "--timezone", "UTC", *TINY)
+    nights = Nights(cli.home, NAME)
+    began, next_strike, next_documents, documents = time.time(), time.time() + 20, time.time() + 60, 0
+    while time.time() < began + 60 * SLOTS:
+        if time.time() > next_strike:
+            chaos.strike()
+            next_strike = time.time() + rng.uniform(5, 90)
+        if time.time() > next_documents:
+            documents += 1
+            add_documents(cli.data, documents, rng)
+            next_documents = time.time() + rng.uniform(40, 200)
+        assert_none_overlaps(cli.home)
+        chaos.keep_up()
+        time.sleep(0.3)
+
+    chaos.keep_up()
+    quiet = time.time()
+    wait_until(lambda: is_settled(cli, quiet), SETTLE_SECONDS, lambda: chaos.said + chaos.served.said)
+    wait_until(lambda: not stuck(cli.home), CRASHED_SECONDS, lambda: str([run["name"] for run in stuck(cli.home)]))
+    ended = flow_runs(cli.home, *FINAL_STATES)
+    assert max(Counter(map(slot, ended)).values()) == 1, "a slot came twice"
+    states = Counter(run["state"]["name"] for run in ended)
+    assert chaos.served.stop() == 0
+    wait_until(lambda: not processes_of(cli.home), 10, lambda: "\n".join(described(cli.home)))
+
+    completed = [night for night in nights.all() if night.outcome in COMPLETED]
+    assert documents_of(completed).keys() == files(cli)
+    promoted = documents_of([night for night in completed if night.outcome == "promoted"])
+    assert max(promoted.values()) == 1, "what the champion has learnt is not new"
+    assert_registered_once(cli.home, len(completed))
+    tries = Counter(one["outcome"] for night in nights.all() for one in night.data["tries"])
+    print(f"{SLOTS} slots, kills {dict(chaos.kills)}, {len(completed)} nights, tries {dict(tries)}, slots {dict(states)}")
+
+
+def files(cli: Cli) -> set[str]:
+    """All documents that are there to be learnt."""
+    return {str(path) for path in cli.data.glob("docs*.jsonl")}
+
+
+def documents_of(nights: list[NightRecord]) -> Counter[str]:
+    """How many of these nights read each file of documents."""
+    return Counter(file["location"] for night in nights for file in night.data["frozen"]["files"].get("pretrain", ()))
+
+
+def assert_none_overlaps(home: Path) -> None:
+    """The stages of one night run side by side; those of two never do, not even an orphan's."""
+    parents = {process.ppid() for process in workers(home) if process.is_running()}
+    if len(parents) > 1:
+        time.sleep(1.5)  # one whose parent was killed just now has 0.2 s, on a busy machine more, to notice
+        remaining = Counter()
+        for process in workers(home):
+            try:
+                remaining[process.ppid()] += 1
+            except psutil.Error:
+                continue
+        assert len(remaining) <= 1, f"stages of {len(remaining)} nights at once: {remaining}"
+
+
+def is_settled(cli: Cli, since: float) -> bool:
+    """Whether all documents are learnt, and a slot after the last kill found that nothing is new."""
+    nights = Nights(cli.home, NAME).all()
+    completed = [night for night in nights if night.outcome in COMPLETED]
+    if any(night.is_open for night in nights) or documents_of(completed).keys() < files(cli):
+        return False
+    with contextlib.suppress(OSError, AssertionError):  # the server is being started again
+        return any(slot(run) > since for run in flow_runs(cli.home, "NothingNew"))
+    return False
+
+
+def stuck(home: Path) -> list[dict[str, Any]]:
+    """Flow runs that Prefect takes to be in progress, other than those whose process is just at it."""
+    return [] if flows(home) else flow_runs(home, "Running", "Cancelling")
+
+
+def assert_registered_once(home: Path, completed: int) -> None:
+    sets = tracking.list_sets(home, NAME)
+    assert len(sets) == completed and len({json.dumps(dict(one.keys), sort_keys=True) for one in sets}) == completed
+    assert sum("champion" in one.aliases for one in sets) == 1
+    with sqlite3.connect(home / "mlflow" / "mlflow.db") as db:
+        keys = db.execute(
+            "SELECT name, value, COUNT(*) FROM model_version_tags WHERE key = 'ttrain.key' GROUP BY name, value"
+        )
+        assert [row for row in keys if row[2] > 1] == []

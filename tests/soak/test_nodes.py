@@ -1,0 +1,239 @@
+"""Two nodes on this machine, through torchrun: the losses of one rank, one artifact; a lost node ends the other.
+
+From the flow they have addresses of their own: two of the loopback device, or each a network namespace (which takes root).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from support.doubles import Home, Watcher, curve, run_here, stage_settings
+from support.paths import ROOT, TESTS
+from support.pipeline_home import Cli, write_corpus
+
+from ttrain.config import PretrainConfig
+from ttrain.errors import StageFailed
+from ttrain.pipeline import launch
+from ttrain.stages import NEW_MODEL, pretrain
+from ttrain.store.artifacts import ArtifactStore
+
+pytestmark = pytest.mark.soak
+NODE = """
+import pickle, signal, sys
+from pathlib import Path
+from support.doubles import Watcher
+from ttrain.pipeline import launch
+from ttrain.stages import PRETRAIN
+from ttrain.store.artifacts import ArtifactStore
+root, inputs, settings = pickle.loads(Path(sys.argv[1]).read_bytes())
+watcher = Watcher(lambda line: print(line, flush=True))
+signal.signal(signal.SIGTERM, lambda *_: watcher.stop())
+outcome = launch.build(PRETRAIN, settings, ArtifactStore(root), inputs, watcher)
+print("outcome", outcome.state, outcome.artifact.path, flush=True)
+"""
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+class Nodes:
+    """Launching processes of two nodes that share a home."""
+
+    def __init__(self, root: Path, steps: int, **runtime: Any) -> None:
+        self.home = Home.make(root / "home")
+        environment = {**os.environ, "PYTHONPATH": f"{TESTS}:{ROOT}", "OMP_NUM_THREADS": "1"}
+        where = {"nodes": 2, "rendezvous": f"127.0.0.1:{free_port()}", "rows_per_device": 3, **runtime}
+        self.processes = []
+        for rank in (0, 1):
+            self.settings = stage_settings(steps, {"optim": {"kind": "adamw"}}, node_rank=rank, **where)
+            (root / f"job{rank}").write_bytes(
+                pickle.dumps((self.home.store.root, self.home.pretrain_inputs(), self.settings))
+            )
+            with (root / f"said{rank}").open("w") as said:
+                command = [sys.executable, "-c", NODE, str(root / f"job{rank}")]
+                self.processes.append(subprocess.Popen(command, env=environment, stdout=said, stderr=said))
+        self.root = root
+
+    def said(self, rank: int) -> str:
+        return (self.root / f"said{rank}").read_text()
+
+    def wait(self, text: str, rank: int = 0, seconds: float = 120) -> None:
+        deadline = time.monotonic() + seconds
+        while text not in self.said(rank):
+            assert time.monotonic() < deadline, self.said(0) + self.said(1)
+            time.sleep(0.05)
+
+    def end(self, seconds: float = 120) -> list[int]:
+        """Exit codes; nothing may be left of either node."""
+        codes = [process.wait(timeout=seconds) for process in self.processes]
+        deadline = time.monotonic() + 10
+        while left := [p.pid for p in psutil.process_iter() if str(self.root) in " ".join(_command(p))]:
+            assert time.monotonic() < deadline, left
+            time.sleep(0.1)
+        return codes
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return [*process.cmdline()]
+    except psutil.Error:
+        return []
+
+
+def test_two_nodes_give_the_losses_of_one_rank_and_one_artifact(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, 20)
+    assert nodes.end() == [0, 0], nodes.said(0) + nodes.said(1)
+    home, settings = nodes.home, nodes.settings
+    paths = {name: artifact.path for name, artifact in home.pretrain_inputs().items()}
+    config = PretrainConfig(model=settings.model, pretrain=settings.pretrain)
+    run_here(pretrain, config, tmp_path / "alone", paths, settings.runtime)
+    [artifact] = home.store.artifacts("pretrain")
+    assert artifact.result["ranks"] == 2
+    ours, theirs = curve(artifact.path / "run" / "metrics.jsonl"), curve(tmp_path / "alone" / "run" / "metrics.jsonl")
+    assert [line["step"] for line in ours] == [line["step"] for line in theirs]
+    for first, second in zip(ours, theirs, strict=True):
+        for name in {"loss", "validation_loss"} & {*second["metrics"]}:
+            assert first["metrics"][name] == pytest.approx(second["metrics"][name], rel=1e-5)
+    for rank in (0, 1):
+        assert f"outcome completed {artifact.path}" in nodes.said(rank)
+    assert "step 20/20" in nodes.said(0) and "step 20/20" not in nodes.said(1), "rank 0 alone logs"
+    assert not [path for path in (home.store.root / "work" / "pretrain").iterdir() if path.suffix != ".lock"]
+
+
+def test_a_signal_to_one_node_stops_both_after_one_save(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, 2000)
+    nodes.wait("checkpoint of step")
+    nodes.processes[1].send_signal(signal.SIGTERM)
+    assert nodes.end() == [1, 1]
+    for rank in (0, 1):
+        assert "Interrupted: stage pretrain: stopped after step" in nodes.said(rank)
+
+
+def test_a_killed_node_ends_the_other(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, 2000)
+    nodes.wait("checkpoint of step")
+    began = time.monotonic()
+    nodes.processes[1].kill()
+    assert nodes.end() == [1, -signal.SIGKILL]
+    assert time.monotonic() - began < 30
+    assert "another rank ended" in nodes.said(0) or "Connection" in nodes.said(0)
+
+
+@contextlib.contextmanager
+def network(kind: str) -> Iterator[tuple[list[list[str]], str]]:
+    """(what each node's command begins with, the address of node 0)."""
+    if kind == "loopback":
+        yield [[], []], f"127.0.0.2:{free_port('127.0.0.2')}"
+        return
+    names = [f"ttrain{os.getpid()}n{node}" for node in (0, 1)]
+    ends = [f"tt{os.getpid() % 100_000}n{node}" for node in (0, 1)]
+    if subprocess.run(["ip", "netns", "add", names[0]], capture_output=True, check=False).returncode:
+        pytest.skip("network namespaces cannot be made here: that takes root, and the program ip")
+    try:
+        commands = [["netns", "add", names[1]], ["link", "add", ends[0], "type", "veth", "peer", "name", ends[1]]]
+        for node in (0, 1):
+            inside = ["-n", names[node]]
+            commands += [
+                ["link", "set", ends[node], "netns", names[node]],
+                [*inside, "address", "add", f"10.213.0.{node + 1}/24", "dev", ends[node]],
+                [*inside, "link", "set", ends[node], "up"],
+                [*inside, "link", "set", "lo", "up"],
+            ]
+        for command in commands:
+            done = subprocess.run(["ip", *command], capture_output=True, text=True, check=False)
+            if done.returncode:
+                pytest.skip(f"two network namespaces cannot be joined here: {done.stderr.strip()}")
+        prefixes = [
+            ["ip", "netns", "exec", name, "env", f"GLOO_SOCKET_IFNAME={end}"] for name, end in zip(names, ends, strict=True)
+        ]
+        yield prefixes, "10.213.0.1:29500"
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("kind", "last"), [("loopback", "sft"), ("namespaces", "pretrain")])
+def test_a_pipeline_of_two_nodes_trains_as_one_of_one_and_node_0_tracks_it_all(tmp_path: Path, kind: str, last: str) -> None:
+    write_corpus(tmp_path / "data")
+    both, alone = (Cli(tmp_path / name, tmp_path / "data") for name in ("both", "alone"))
+    arguments = ["pipeline", "run", "full", "--until", last, "runtime.reduction=tree", "runtime.rows_per_device=2"]
+    with network(kind) as (prefixes, rendezvous):
+        nodes = []
+        for node, prefix in enumerate(prefixes):
+            place = ["runtime.nodes=2", f"runtime.node_rank={node}", f"runtime.rendezvous={rendezvous}"]
+            with (tmp_path / f"said{node}").open("w") as said:
+                options: dict[str, Any] = {"env": both.environment, "cwd": both.data, "stdout": said, "stderr": said}
+                nodes.append(subprocess.Popen([*prefix, *both.command(*arguments, *place)], **options))
+        try:
+            codes = [node.wait(timeout=600) for node in nodes]
+        finally:
+            for one in nodes:
+                one.kill()
+    assert codes == [0, 0], (tmp_path / "said0").read_text() + (tmp_path / "said1").read_text()
+    alone(*arguments, "--engine", "none")
+    ours, theirs = ({(a.stage, a.key): a.content for a in ArtifactStore(cli.home).everything()} for cli in (both, alone))
+    assert ours == theirs, "with sums in one order, nothing tells how many nodes there were"
+    built = {stage for stage, _ in ours}
+    assert len(built) == len(ours) and {"pretrain", last} <= built, "each stage once"
+    assert {ArtifactStore(both.home).latest(stage).result["ranks"] for stage in built & {"pretrain", "sft"}} == {2}
+    first, second = sorted(both.runs(), key=lambda run: (run["tracking"] or {}).get("run_id") is None)
+    assert {stage["outcome"] for stage in first["stages"] if stage["name"] in built} == {"completed"}, (
+        "node 0 built all of it"
+    )
+    assert second["tracking"]["run_id"] is None
+    with contextlib.closing(sqlite3.connect(both.home / "mlflow" / "mlflow.db")) as db:
+        query = "SELECT value FROM tags JOIN runs USING (run_uuid) WHERE key = 'ttrain.stage' AND status = 'FINISHED'"
+        assert sorted(row[0] for row in db.execute(query)) == sorted(built)
+
+
+def test_a_node_that_is_not_the_first_waits_for_what_does_not_train(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "data")
+    home = Cli(tmp_path / "home", tmp_path / "data")
+    place = ["--engine", "none", "runtime.nodes=2", "runtime.node_rank=1", "runtime.rendezvous=127.0.0.2:1"]
+    second = home.start("pipeline", "run", "full", *place)
+    try:
+        assert second.stdout is not None
+        assert any("tokenizer: node 0 is building it" in line for line in second.stdout)
+        time.sleep(1)
+        assert second.poll() is None and not (home.home / "store" / "tokenizer").exists()
+        home("stage", "run", "tokenizer")
+        deadline = time.monotonic() + 60
+        while not list((home.home / "runs").glob("full-*")) or "cached" not in _outcomes(home):
+            assert time.monotonic() < deadline, _outcomes(home)
+            time.sleep(0.2)
+        second.send_signal(signal.SIGTERM)
+        assert second.wait(timeout=60) == 128 + signal.SIGTERM
+    finally:
+        second.kill()
+
+
+def test_a_node_that_is_not_the_first_says_when_nobody_builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "NODE_SECONDS", 0.5)
+    home = Home.make(tmp_path / "home")
+    settings = stage_settings(4, nodes=2, node_rank=1, rendezvous="127.0.0.2:1")
+    inputs = {"tokenizer": home.pretrain_inputs()["tokenizer"]}
+    with pytest.raises(StageFailed, match="new-model: node 0 has not begun it"):
+        launch.build(NEW_MODEL, settings, home.store, inputs, Watcher())
+    assert not home.store.artifacts("new-model")
+
+
+def _outcomes(home: Cli) -> list[str]:
+    [run] = [run for run in home.runs() if run["pipeline"] == "full"]
+    return [stage["outcome"] for stage in run["stages"]]

@@ -1,0 +1,231 @@
+"""Two machines on one real PostgreSQL: a pipeline each at the same time, through one Prefect and one MLflow server; nothing
+is lost."""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import pwd
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.pipeline_home import Cli, write_corpus
+
+pytestmark = [pytest.mark.soak, pytest.mark.long]
+STAGES = ["tokenizer", "shards-pretrain", "shards-sft", "shards-lora", "pretrain", "sft", "lora", "evaluate"]
+MODELS = ("tokenizer", "base", "sft", "lora")
+USER = "ttrain"
+
+
+def programs() -> Path:
+    """Where PostgreSQL's programs lie; Debian keeps them out of PATH. Skips where there are none."""
+    found = shutil.which("initdb")
+    places = [Path(found).resolve().parent] if found else []
+    places += [Path(path) for path in sorted(glob.glob("/usr/lib/postgresql/*/bin"), reverse=True)]
+    for place in places:
+        if all((place / name).is_file() for name in ("initdb", "postgres", "createdb", "psql")):
+            return place
+    pytest.skip("PostgreSQL is not installed; on Debian: apt install postgresql")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass(frozen=True)
+class Postgres:
+    """A database server of the test's own."""
+
+    bin: Path
+    port: int
+
+    def url(self, database: str, driver: str = "postgresql") -> str:
+        return f"{driver}://{USER}@127.0.0.1:{self.port}/{database}"
+
+    def ask(self, database: str, query: str) -> list[list[str]]:
+        command = [str(self.bin / "psql"), "-XAtF", "\t", "-d", self.url(database), "-c", query]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        return [line.split("\t") for line in done.stdout.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def postgres() -> Iterator[Postgres]:
+    """In a directory that its own user may enter: it refuses to run as root."""
+    pytest.importorskip("psycopg2", reason="MLflow's driver is not installed: pip install 'ttrain[postgres]'")
+    place = programs()
+    root = Path(tempfile.mkdtemp(prefix="ttrain-postgres-"))
+    user: dict[str, Any] = {}
+    if os.getuid() == 0:
+        account = next(
+            (name for name in ("postgres", "nobody") if name in {entry.pw_name for entry in pwd.getpwall()}), None
+        )
+        if account is None:
+            pytest.skip("PostgreSQL refuses to run as root, and there is neither the user postgres nor nobody")
+        shutil.chown(root, account)
+        user = {"user": account, "group": pwd.getpwnam(account).pw_gid, "extra_groups": []}
+    server = Postgres(place, free_port())
+    data, where = root / "data", {"cwd": root, **user}
+    try:
+        init = [str(place / "initdb"), "-D", str(data), "-U", USER, "-A", "trust", "-E", "UTF8", "--locale=C", "--no-sync"]
+        done = subprocess.run(init, capture_output=True, text=True, **where)
+        assert done.returncode == 0, done.stdout + done.stderr
+        command = [str(place / "postgres"), "-D", str(data), "-p", str(server.port), "-h", "127.0.0.1", "-k", str(root)]
+        with (root / "log").open("wb") as log:
+            process = subprocess.Popen([*command, "-c", "fsync=off"], stdout=log, stderr=log, **where)
+        try:
+            deadline = time.monotonic() + 60
+            for database in ("prefect", "mlflow"):
+                create = [str(place / "createdb"), "-h", "127.0.0.1", "-p", str(server.port), "-U", USER, database]
+                while subprocess.run(create, capture_output=True).returncode:
+                    assert process.poll() is None and time.monotonic() < deadline, (root / "log").read_text()
+                    time.sleep(0.2)
+            yield server
+        finally:
+            process.send_signal(signal.SIGINT)  # "fast": without waiting for those who are connected
+            process.wait(timeout=30)
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def servers(postgres: Postgres, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Prefect's and MLflow's servers on it; the variables that name them."""
+    root = tmp_path_factory.mktemp("servers")
+    prefect, mlflow = free_port(), free_port()
+    api = f"http://127.0.0.1:{prefect}/api"
+    environment = {
+        **os.environ,
+        "PREFECT_HOME": str(root / "prefect"),
+        "PREFECT_API_URL": api,
+        "PREFECT_SERVER_DATABASE_CONNECTION_URL": postgres.url("prefect", "postgresql+asyncpg"),
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "PREFECT_SERVER_UI_ENABLED": "false",
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "DO_NOT_TRACK": "true",
+    }
+    store = ["--backend-store-uri", postgres.url("mlflow"), "--artifacts-destination", str(root / "artifacts")]
+    commands = {
+        f"{api}/health": ["prefect", "server", "start", "--host", "127.0.0.1", "--port", str(prefect)],
+        f"http://127.0.0.1:{mlflow}/health": ["mlflow", "server", "--port", str(mlflow), "--workers", "2", *store],
+    }
+    processes = []
+    try:
+        for number, command in enumerate(commands.values()):
+            with (root / f"log{number}").open("wb") as log:
+                words = [sys.executable, "-m", *command]
+                options: dict[str, Any] = {"env": environment, "cwd": root, "start_new_session": True}
+                processes.append(subprocess.Popen(words, stdout=log, stderr=log, **options))
+        deadline = time.monotonic() + 240
+        for number, url in enumerate(commands):
+            while not _answers(url):
+                alive = processes[number].poll() is None and time.monotonic() < deadline
+                assert alive, (root / f"log{number}").read_text()[-4000:]
+                time.sleep(0.2)
+        yield {"PREFECT_API_URL": api, "MLFLOW_TRACKING_URI": f"http://127.0.0.1:{mlflow}"}
+    finally:
+        for process in processes:
+            os.killpg(process.pid, signal.SIGTERM)
+        for process in processes:
+            process.wait(timeout=30)
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5):
+            return True
+    except OSError:
+        return False
+
+
+def test_two_pipelines_on_two_stores_at_once_lose_nothing(
+    tmp_path: Path, postgres: Postgres, servers: dict[str, str]
+) -> None:
+    write_corpus(tmp_path / "data")
+    workers = [Cli(tmp_path / name, tmp_path / "data") for name in ("one", "two")]
+    for worker in workers:
+        worker.environment.update(servers)
+    # Other tokens, so that no stage of the one could come from what the other has put into MLflow meanwhile
+    running = [
+        worker.start("pipeline", "run", "full", f"tokenizer.vocab_size={400 + n}") for n, worker in enumerate(workers)
+    ]
+    for process in running:
+        said, _ = process.communicate(timeout=500)
+        assert process.returncode == 0, said
+    records = [worker.runs()[0] for worker in workers]
+    assert [[stage["outcome"] for stage in record["stages"]] for record in records] == [["completed"] * len(STAGES)] * 2
+    _prefect_has(postgres, dict(zip((record["run"] for record in records), workers, strict=True)))
+    _mlflow_has(postgres, workers, records)
+    for worker in workers:
+        assert not (worker.home / "mlflow" / "mlflow.db").exists() and not (worker.home / "prefect" / "prefect.db").exists()
+
+
+def test_a_batch_that_is_sent_twice_is_there_once(postgres: Postgres) -> None:
+    """What tracking rests on where the answer to a batch was lost; SQLite's side: tests/tracking/test_outages.py."""
+    from mlflow import MlflowClient
+    from mlflow.entities import Metric
+
+    client: Any = MlflowClient(postgres.url("mlflow"))
+    run = client.create_run(client.create_experiment("twice")).info.run_id
+    batch = [Metric("loss", float("nan") if step % 2 else 1 / step, 1000 * step, step) for step in range(1, 101)]
+    for points in (batch, batch[:50] + batch[50:], batch[30:70]):
+        client.log_batch(run, metrics=points)
+    assert sorted(point.step for point in client.get_metric_history(run, "loss")) == list(range(1, 101))
+
+
+def _prefect_has(postgres: Postgres, runs: dict[str, Cli]) -> None:
+    """Two completed flow runs of eight completed task runs each, and every line that said how far a training was."""
+    flow_runs = postgres.ask("prefect", "SELECT id, name, state_type FROM flow_run")
+    assert sorted((name, state) for _, name, state in flow_runs) == sorted((run, "COMPLETED") for run in runs)
+    for identity, name, _ in flow_runs:
+        # what tasks report goes through the events, a moment after the flow has ended
+        query = f"SELECT name, state_type FROM task_run WHERE flow_run_id = '{identity}'"
+        wanted = sorted([stage, "COMPLETED"] for stage in STAGES)
+        deadline = time.monotonic() + 60
+        while sorted(found := postgres.ask("prefect", query)) != wanted and time.monotonic() < deadline:
+            time.sleep(0.5)
+        assert sorted(found) == wanted, name
+        logs = (runs[name].home / "store").glob("*/*/run/log.txt")
+        said = sum(" step " in line for log in logs for line in log.read_text().splitlines())
+        count = f"SELECT count(*) FROM log WHERE flow_run_id = '{identity}' AND message LIKE '% step %'"
+        assert int(postgres.ask("prefect", count)[0][0]) == said > 10, name
+
+
+def _mlflow_has(postgres: Postgres, workers: list[Cli], records: list[dict[str, Any]]) -> None:
+    """A parent and a child per stage, every point of every curve, and one version of each model, for each of the two."""
+    query = "SELECT status, (SELECT value FROM tags WHERE run_uuid = runs.run_uuid AND key = 'ttrain.key') FROM runs"
+    runs = postgres.ask("mlflow", query)
+    keys = {stage["key"] for record in records for stage in record["stages"]}
+    assert len(runs) == 2 * (1 + len(STAGES)) and {status for status, _ in runs} == {"FINISHED"}
+    assert {key for _, key in runs if key} == keys and len(keys) == 2 * len(STAGES)
+    for worker in workers:
+        for stage in ("pretrain", "sft", "lora"):
+            [artifact] = (worker.home / "store" / stage).iterdir()
+            lines = (artifact / "run" / "metrics.jsonl").read_text().splitlines()
+            written = Counter(
+                name for line in lines for name, value in json.loads(line)["metrics"].items() if value is not None
+            )
+            query = (
+                "SELECT metrics.key, count(*) FROM metrics JOIN tags ON tags.run_uuid = metrics.run_uuid "
+                f"WHERE tags.key = 'ttrain.key' AND tags.value = '{artifact.name}' GROUP BY metrics.key"
+            )
+            sent = {name: int(count) for name, count in postgres.ask("mlflow", query)}
+            assert written["loss"] >= 2 and {name: sent.get(name) for name in written} == written, (stage, sent)
+    query = "SELECT name, count(*), count(DISTINCT run_id) FROM model_versions GROUP BY name"
+    versions = {name: (count, from_runs) for name, count, from_runs in postgres.ask("mlflow", query)}
+    assert {name: versions.get(f"tiny-test-{name}") for name in MODELS} == dict.fromkeys(MODELS, ("2", "2"))

@@ -1,0 +1,153 @@
+"""The store under attack, from the command line: two runs at once, a full disk, a disk that cannot be written, damage."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from support.pipeline_home import Cli, write_corpus
+
+from ttrain.store.runs import history
+
+# A stage of a second; the others are made in the same way.
+TOKENIZER = ("pipeline", "run", "full", "--engine", "none", "--until", "tokenizer", "tracking.enabled=false")
+
+# In a mount namespace of its own: a home on a disk of so many kilobytes; then of 64 MB; then one that cannot be written.
+DISK = """
+set -u
+mount -t tmpfs -o size=$1k none "$TTRAIN_HOME" || exit 99
+shift
+"$@" > small.txt 2>&1; echo "small $?"
+mount -o remount,size=64m "$TTRAIN_HOME"
+"$@" > large.txt 2>&1; echo "large $?"
+mount -o remount,ro "$TTRAIN_HOME"
+"$@" > cached.txt 2>&1; echo "cached $?"
+"$@" tokenizer.vocab_size=390 > refused.txt 2>&1; echo "refused $?"
+%s artifacts verify > verify.txt 2>&1; echo "verify $?"
+%s artifacts list --json > list.txt 2>&1; echo "list $?"
+""".replace("%s", f"{sys.executable} -P -c 'from ttrain.cli.main import main; main()'")
+
+
+@pytest.fixture
+def cli(tmp_path: Path) -> Cli:
+    write_corpus(tmp_path / "data")
+    return Cli(tmp_path / "home", tmp_path / "data")
+
+
+def own_mounts() -> list[str]:
+    """The command that gives a process mounts of its own; none where the machine does not allow it."""
+    for command in (["unshare", "-m"], ["unshare", "-Urm"]):
+        try:
+            tried = subprocess.run([*command, "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True)
+        except OSError:
+            return []
+        if tried.returncode == 0:
+            return command
+    return []
+
+
+def until(condition: object, process: subprocess.Popen[str]) -> None:
+    """Wait for it while the process lives."""
+    for _ in range(3000):
+        if condition():  # type: ignore[operator]
+            return
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    raise AssertionError("it did not happen in a minute")
+
+
+def test_of_two_identical_runs_one_builds_and_the_other_says_for_whom_it_waits(cli: Cli) -> None:
+    first = cli.start(*TOKENIZER)
+    until(lambda: list(cli.home.glob("work/tokenizer/*.holder")), first)
+    first.send_signal(signal.SIGSTOP)  # so that it holds the key for as long as the test wants
+    try:
+        second = cli.start(*TOKENIZER)
+        assert second.stdout is not None
+        said: list[str] = []
+        while not said or "waiting for it to finish" not in said[-1]:
+            said.append(second.stdout.readline())
+            assert said[-1], f"it ended without waiting: {said}"
+    finally:
+        first.send_signal(signal.SIGCONT)
+    (builder,) = [run for run in history(cli.home) if run["process"]["pid"] == first.pid]
+    assert f"tokenizer: the run {builder['run']} (process {first.pid}) is building it" in said[-1]
+    for process in (first, second):
+        output, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, output
+    outcomes = {run["process"]["pid"]: run["stages"][0]["outcome"] for run in history(cli.home)}
+    assert outcomes == {first.pid: "completed", second.pid: "cached"}
+    assert len(list(cli.home.glob("store/tokenizer/*/manifest.json"))) == 1
+    assert not list(cli.home.glob("replaced/*/*"))
+
+
+@pytest.mark.parametrize("harm", ["altered", "deleted"])
+def test_an_output_that_was_altered_or_deleted_is_built_anew_and_the_user_is_told(cli: Cli, harm: str) -> None:
+    cli(*TOKENIZER)
+    (manifest,) = cli.home.glob("store/tokenizer/*/manifest.json")
+    file = manifest.with_name("tokenizer.json")
+    whole = file.read_bytes()
+    if harm == "deleted":
+        file.unlink()
+    else:
+        file.write_bytes(whole.replace(b"a", b"b", 1))
+    said = cli(*TOKENIZER)
+    assert f"its artifact is damaged: tokenizer.json {'is missing' if harm == 'deleted' else 'was altered'}" in said
+    assert file.read_bytes() == whole
+    assert len(list(cli.home.glob("replaced/tokenizer/*/manifest.json"))) == 1
+    assert "everything is cached" in cli(*TOKENIZER)
+
+
+@pytest.mark.parametrize(
+    "kilobytes", [4, *(pytest.param(size, marks=[pytest.mark.soak, pytest.mark.long]) for size in (24, 48, 64))]
+)
+def test_a_full_disk_ends_a_run_in_order_and_with_room_it_goes_on_and_a_cached_one_needs_none(
+    cli: Cli, kilobytes: int
+) -> None:
+    isolated = own_mounts()
+    if not isolated:
+        pytest.skip("this machine lets no process mount a disk of its own")
+    cli.home.mkdir()
+    command = [*isolated, "sh", "-c", DISK, "sh", str(kilobytes), *cli.command(*TOKENIZER)]
+    done = subprocess.run(
+        command, env=cli.environment, cwd=cli.data, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300
+    )
+    texts = {path.stem: path.read_text() for path in cli.data.glob("*.txt")}
+    codes = dict(line.split() for line in done.stdout.splitlines())
+    assert "Traceback" not in "".join(texts.values())
+    assert codes["small"] == "1" and "No space left on device" in texts["small"], texts["small"]
+    assert codes["large"] == "0", texts["large"]
+    assert codes["cached"] == "0" and "everything is cached" in texts["cached"], texts["cached"]
+    assert codes["refused"] == "2" and "set TTRAIN_HOME to a directory of yours" in texts["refused"], texts["refused"]
+    assert codes["verify"] == "0", texts["verify"]
+    assert Counter(row["state"] for row in json.loads(texts["list"])) == {"finished": 1}
+
+
+def test_a_home_that_was_copied_or_moved_has_what_the_old_one_had(cli: Cli, tmp_path: Path) -> None:
+    cli(*TOKENIZER)
+    subprocess.run(["cp", "-r", cli.home, tmp_path / "copy"], check=True)  # new times, new inodes
+    copy = Cli(tmp_path / "copy", cli.data)
+    os.rename(cli.home, tmp_path / "moved")  # noqa: PTH104
+    moved = Cli(tmp_path / "moved", cli.data)
+    for there in (copy, moved):
+        assert "everything is cached" in there(*TOKENIZER)
+        assert there("artifacts", "path", "tokenizer", settings=False).startswith(str(there.home))
+
+
+def test_a_stage_that_lacked_only_its_place_in_the_store_when_its_run_was_killed_is_not_done_again(cli: Cli) -> None:
+    cli(*TOKENIZER)
+    (manifest,) = cli.home.glob("store/tokenizer/*/manifest.json")
+    told = manifest.read_bytes()
+    work = cli.home / "work" / "tokenizer" / manifest.parent.name
+    work.mkdir()
+    manifest.parent.rename(work / "output")  # as it is before the last step of publishing
+    cli(*TOKENIZER)
+    assert manifest.read_bytes() == told, "it says when it was made: that was the first time"
+    assert not work.exists()
+    assert [run["stages"][0]["outcome"] for run in cli.runs()] == ["cached", "completed"]

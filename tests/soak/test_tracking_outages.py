@@ -1,0 +1,36 @@
+"""The long proof of `tests/tracking/test_outages.py`: 100,000 metrics, 20 outages of every kind, a kill in each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.outage_proxy import Proxy, mlflow_server
+from support.tracked_writer import assert_whole, write_through
+
+from ttrain import tracking
+
+pytestmark = [pytest.mark.soak, pytest.mark.long]  # 100,000 metrics: over four minutes
+
+MODES = ("no replies", "dead", "hanging", "error")
+OUTAGES, STEPS = 20, 50_000  # two metrics a step: the loss and the tokens
+
+
+@pytest.fixture
+def proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    for name, value in tracking.ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "server").mkdir()
+    with mlflow_server(tmp_path / "server") as url:
+        found = Proxy(url)
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", found.url)
+        yield found
+        found.close()
+
+
+def test_a_hundred_thousand_metrics_come_through_twenty_outages_and_kills(proxy: Proxy, tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir()
+    modes = tuple(MODES[number % len(MODES)] for number in range(OUTAGES))
+    write_through(proxy, tmp_path / "home", steps_in_all=STEPS, modes=modes, seconds=6.0)
+    assert_whole(proxy.url, tmp_path / "home", STEPS)

@@ -1,0 +1,166 @@
+"""The stage `evaluate`: every figure from the records behind it; greedy as transformers does it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.doubles import CPU, Home, in_ranks, run_here, score_of, sequence, stage_settings, tiny_model
+from torch import nn
+
+from ttrain.config import EvaluateConfig, LoraConfig, PretrainConfig, SftConfig
+from ttrain.data.encoder import Encoder
+from ttrain.evaluate import baselines
+from ttrain.evaluate.task_result import sums_of
+from ttrain.model import factory
+from ttrain.stages import evaluate, lora, pretrain, sft
+from ttrain.train.distributed import Ranks
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+# --- samples ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_greedy_says_what_transformers_generates(kind: str) -> None:
+    model = tiny_model(kind=kind, init_std=0.5).eval()
+    stopped = 0
+    for seed in range(12):
+        prompt = sequence(seed, 6)[0]
+        free = baselines.greedy(model, prompt, new_tokens=20, stop_ids=(), device=CPU)
+        stops = [free[9]] if seed % 2 else [1]  # a token that will be said, or one that perhaps is not
+        said = baselines.greedy(model, prompt, new_tokens=20, stop_ids=stops, device=CPU)
+        theirs = model.generate(
+            torch.tensor([prompt]), attention_mask=torch.ones(1, 6, dtype=torch.long), max_new_tokens=20, do_sample=False,
+            eos_token_id=stops, pad_token_id=0,
+        )[0, 6:].tolist()  # fmt: skip
+        if theirs[-1] in stops:
+            stopped += 1
+            theirs = theirs[:-1]
+        assert said == theirs
+        assert said == free[: len(said)]
+    assert stopped >= 6
+
+
+class Counts(nn.Module):
+    """Says the number after the last one."""
+
+    def forward(self, input_ids: torch.Tensor, past_key_values: Any, use_cache: bool) -> Any:
+        logits = nn.functional.one_hot(input_ids + 1, 40).float()
+        return SimpleNamespace(logits=logits, past_key_values=None)
+
+
+@pytest.mark.parametrize(
+    ("stops", "new_tokens", "said"),
+    [((), 3, [6, 7, 8]), ((8, 9), 9, [6, 7]), ((6,), 9, []), ((3,), 2, [6, 7]), ((), 0, [])],
+)
+def test_greedy_ends_at_a_stop_id_without_saying_it(stops: Sequence[int], new_tokens: int, said: list[int]) -> None:
+    assert baselines.greedy(Counts(), [4, 5], new_tokens=new_tokens, stop_ids=stops, device=CPU) == said
+
+
+# --- the stage ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The evaluation of three tiny models, by the stages; every path that it read."""
+    root = tmp_path_factory.mktemp("evaluated")
+    home, settings = Home.make(root / "home"), stage_settings(steps=4)
+    paths = {"base": root / "base", "sft": root / "sft", "lora": root / "lora"}
+    chats, runtime = home.chats.path, settings.runtime
+    documents = {"tokenizer": home.tokenizer.path, "shards": home.documents.path}
+    run_here(pretrain, PretrainConfig(model=settings.model, pretrain=settings.pretrain), paths["base"], documents, runtime)
+    run_here(sft, SftConfig(sft=settings.sft), paths["sft"], {"base": paths["base"], "shards": chats}, runtime)
+    run_here(lora, LoraConfig(lora=settings.lora), paths["lora"], {"base": paths["sft"], "shards": chats}, runtime)
+    inputs = {**paths, "documents": home.documents.path, "chats": chats, "domain": chats}
+    (root / "output").mkdir()
+    result = run_here(evaluate, EvaluateConfig(evaluate=settings.evaluate), root / "output", inputs, runtime)
+    return SimpleNamespace(root=root, inputs=inputs, settings=settings, result=result)
+
+
+def held_out_texts(evaluated: Any) -> list[str]:
+    files = sorted((evaluated.inputs["documents"] / "heldout").glob("*.jsonl"))
+    return [json.loads(line)["text"] for path in files for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_bits_per_byte_are_those_of_the_held_out_text(evaluated: Any) -> None:
+    """By hand: every document after its first token, its own tokens only, over the bytes of the text."""
+    texts = held_out_texts(evaluated)
+    encoder, model = Encoder(evaluated.inputs["base"] / "model"), factory.load(evaluated.inputs["base"] / "model")
+    sequences = [([encoder.special("<|bos|>"), *ids], [False] + [True] * len(ids)) for ids in encoder.encode(texts)]
+    size = sum(len(text.encode()) for text in texts)
+    bits = score_of(model, sequences, 32, 16).nats / math.log(2) / size
+    metrics, counts = evaluated.result["metrics"], evaluated.result["counts"]
+    assert metrics["bits_per_byte"] == pytest.approx(bits, rel=1e-6)
+    assert counts["document_bytes"] == size
+    assert counts["document_tokens"] == sum(len(ids) - 1 for ids, _ in sequences)
+    assert metrics["bits_per_byte_order0"] == baselines.adaptive_bits("".join(texts).encode(), 0).mean()
+
+
+def test_the_evaluation_has_every_figure_and_gives_the_same_ones_again(evaluated: Any, tmp_path: Path) -> None:
+    names = {*evaluated.result["metrics"]}
+    assert {"bits_per_byte", "bits_per_byte_sft", "bits_per_byte_lora"} < names
+    assert {f"{part}_loss_{model}" for part in ("chat", "domain") for model in ("base", "sft", "lora")} < names
+    assert all(math.isfinite(value) for value in evaluated.result["metrics"].values())
+    config = EvaluateConfig(evaluate=evaluated.settings.evaluate)
+    again = run_here(evaluate, config, tmp_path, evaluated.inputs, evaluated.settings.runtime)
+    assert again == evaluated.result
+    for name in ("evaluation.json", "samples.json", "scores.json"):
+        assert (tmp_path / name).read_bytes() == (evaluated.root / "output" / name).read_bytes()
+
+
+def test_chats_cost_what_the_assistants_tokens_cost(evaluated: Any) -> None:
+    counts, metrics = evaluated.result["counts"], evaluated.result["metrics"]
+    index = json.loads((evaluated.inputs["chats"] / "heldout" / "index.json").read_text())
+    assert counts["chat_tokens"] == index["live_tokens"]
+    assert metrics["chat_loss_sft"] == metrics["domain_loss_sft"], "both parts are the same chats here"
+    assert metrics["chat_loss_sft"] < metrics["chat_loss_base"], "the fine-tuned model knows chats better than its base"
+
+
+def test_the_records_behind_a_figure_give_it_and_each_costs_what_it_costs_alone(evaluated: Any) -> None:
+    metrics, output = evaluated.result["metrics"], evaluated.root / "output"
+    for metric in (name for name in metrics if name.split("_")[-1] not in baselines.BASELINES):
+        found = sums_of(output, metric)
+        assert found is not None
+        sums, sizes, records = found
+        assert len(sums) == len(sizes) == len(records) > 1
+        assert sum(sums) / sum(sizes) == pytest.approx(metrics[metric], rel=1e-12), metric
+    assert sums_of(output, "bits_per_byte_xz") is None, "a compressor reads all as one stream"
+    model = factory.load(evaluated.inputs["base"] / "model")
+    (text, *_), encoder = held_out_texts(evaluated), Encoder(evaluated.inputs["base"] / "model")
+    ids = encoder.encode([text])[0]
+    alone = score_of(model, [([encoder.bos_id, *ids], [False] + [True] * len(ids))], 32, 16).nats / math.log(2)
+    sums, sizes, _ = sums_of(output, "bits_per_byte") or ([], [], [])
+    assert (sums[0], sizes[0]) == (pytest.approx(alone, rel=1e-6), len(text.encode()))
+
+
+def test_records_are_named_by_what_they_say_whoever_is_scored(evaluated: Any, tmp_path: Path) -> None:
+    """Another model on the same data has the same names in the same order, so that two evaluations can be paired."""
+    inputs = {**evaluated.inputs, "base": evaluated.inputs["sft"]}
+    run_here(evaluate, EvaluateConfig(evaluate=evaluated.settings.evaluate), tmp_path, inputs, evaluated.settings.runtime)
+    ours, theirs = sums_of(evaluated.root / "output", "bits_per_byte"), sums_of(tmp_path, "bits_per_byte")
+    assert ours is not None and theirs is not None
+    assert ours[1:] == theirs[1:]
+    assert ours[0] != theirs[0]
+
+
+def test_two_ranks_leave_the_bytes_of_one(evaluated: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = tmp_path / "output"
+    output.mkdir()
+
+    def work(ranks: Ranks) -> Any:
+        monkeypatch.setattr(evaluate, "join_ranks", lambda runtime: ranks)  # in a fork of this process
+        config = EvaluateConfig(evaluate=evaluated.settings.evaluate)
+        return run_here(evaluate, config, output, evaluated.inputs, evaluated.settings.runtime)
+
+    first, second = in_ranks(2, tmp_path / "ranks", work)
+    assert (first, second) == (evaluated.result, {})
+    for name in ("evaluation.json", "samples.json", "scores.json"):
+        assert (output / name).read_bytes() == (evaluated.root / "output" / name).read_bytes()

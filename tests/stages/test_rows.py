@@ -1,0 +1,201 @@
+"""What the settings make of a set of shards: its rows, their order, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+from support.doubles import make_tokenizer, write_shards
+
+from ttrain.config import Sft, Training
+from ttrain.core.files import read_json, write_json
+from ttrain.core.hashing import digest_of
+from ttrain.data.encoder import Encoder
+from ttrain.data.loader import LengthGroupedOrder, ShuffledOrder, WeightedOrder
+from ttrain.data.packing import IGNORE, MixedRows, Rows
+from ttrain.data.record_rows import ChatRows, DocumentRows, SeparateDocumentRows
+from ttrain.errors import ArtifactError, DataError, UsageError
+from ttrain.pipeline import launch
+from ttrain.stages.rows import open_rows, order_of, validation_batches
+
+DOCUMENTS: list[Any] = [([*range(20, 40)], []), ([*range(40, 45)], []), ([*range(50, 66)], [])]
+
+
+def settings(**changes: Any) -> Training:
+    return Training.model_validate({"epochs": 1.0, "row_length": 8, "tokens_per_step": 16, **changes})
+
+
+def documents(path: Path, encoder: Encoder, **more: Any) -> Path:
+    write_shards(path, DOCUMENTS, kind="documents", tokenizer=encoder.digest, tokens_per_shard=1, **more)
+    return path
+
+
+def chats(path: Path, encoder: Encoder, answered: int, unanswered: int = 0, **more: Any) -> Path:
+    one = [encoder.bos_id, 30, 31, encoder.end_id, 32, 33, encoder.end_id]
+    records = [(one, [False] * 4 + [True] * 3)] * answered + [(one, [False] * 7)] * unanswered
+    write_shards(path, records, kind="chats", tokenizer=encoder.digest, tokens_per_shard=35, **more)
+    return path
+
+
+def test_rows_follow_the_kind_and_the_packing(tmp_path: Path, encoder: Encoder) -> None:
+    sets = documents(tmp_path / "documents", encoder), chats(tmp_path / "chats", encoder, 9)
+    kinds = [
+        [type(open_rows(path, encoder, settings(packing=packing))) for path in sets] for packing in ("best-fit", "none")
+    ]
+    assert kinds == [[DocumentRows, ChatRows], [SeparateDocumentRows, ChatRows]]
+    alone = open_rows(sets[1], encoder, settings(packing="none"))
+    assert (len(alone), alone.batch([0]).input_ids_BT.shape) == (9, (1, 8))
+    assert alone.pad_id == encoder.pad_id
+
+
+def test_a_stride_overlaps_the_training_rows_and_not_the_held_out_ones(tmp_path: Path, encoder: Encoder) -> None:
+    path = documents(tmp_path, encoder)
+    config = settings(stride=4)
+    assert open_rows(path, encoder, config).counts()["target_multiplicity"] > 1.5
+    assert open_rows(path, encoder, config, heldout=True).counts()["target_multiplicity"] == 1
+
+
+def test_a_stride_for_chats_is_refused(tmp_path: Path, encoder: Encoder) -> None:
+    config = Sft.model_validate({"row_length": 8, "tokens_per_step": 16, "stride": 4})
+    with pytest.raises(UsageError, match=r"sft\.stride is 4, but chats .* set it to null"):
+        open_rows(chats(tmp_path, encoder, 9), encoder, config)
+
+
+def test_intervals_are_named_by_word_or_by_id(tmp_path: Path, encoder: Encoder) -> None:
+    word = next(text for text in ("t", "e", "a") if encoder.encode([text])[0] == [encoder.special(text)])
+    path = documents(tmp_path, encoder)
+    first, last = encoder.special(word), 44
+    for pair in ([word, last], [first, last]):
+        rows = open_rows(path, encoder, settings(mask_intervals=[pair]))
+        assert rows.masks.pairs == ((first, last),)  # type: ignore[attr-defined]
+    rows = open_rows(path, encoder, settings(mask_intervals=[[25, 30]]))
+    labels = rows.batch(range(len(rows))).labels_BT
+    live = labels[labels != IGNORE].tolist()
+    assert not {*range(25, 31)} & {*live}
+    assert {24, 31} <= {*live}
+
+
+def test_intervals_that_mean_nothing_are_refused(tmp_path: Path, encoder: Encoder) -> None:
+    path = documents(tmp_path, encoder)
+    with pytest.raises(UsageError, match=r"training\.mask_intervals names '<nowhere>', which is not a token"):
+        open_rows(path, encoder, settings(mask_intervals=[["<nowhere>", 7]]))
+    with pytest.raises(
+        UsageError, match=rf"has the id {len(encoder)}, but the tokenizer has the ids 0 to {len(encoder) - 1}"
+    ):
+        open_rows(path, encoder, settings(mask_intervals=[[5, len(encoder)]]))
+
+
+def test_weights_mix_the_training_rows_and_not_the_held_out_ones(tmp_path: Path, encoder: Encoder) -> None:
+    path = documents(tmp_path, encoder, groups=[0, 1, 0], weights=[0.25, 0.75])
+    config = settings()
+    rows = open_rows(path, encoder, config)
+    assert isinstance(rows, MixedRows)
+    assert [len(group) for group in rows.groups] == [5, 1]
+    order = order_of(config, rows)
+    assert isinstance(order, WeightedOrder)
+    assert order.quotas == [2500, 7500]
+    assert isinstance(open_rows(path, encoder, config, heldout=True), DocumentRows)
+
+
+@pytest.mark.parametrize("other", ["tokenizer", "template"])
+def test_chats_of_another_tokenizer_or_template_are_refused(tmp_path: Path, encoder: Encoder, other: str) -> None:
+    directory = chats(tmp_path / "chats", encoder, 20)
+    index = {**read_json(directory / "index.json"), "template": digest_of(encoder.jinja)}
+    write_json(directory / "index.json", index)
+    assert len(open_rows(directory, encoder, settings()))
+    write_json(directory / "index.json", {**index, other: "e" * 64})
+    with pytest.raises(
+        ArtifactError, match=f"with another chat {other}" if other == "template" else "with the tokenizer eeee"
+    ):
+        open_rows(directory, encoder, settings())
+
+
+def test_the_order_follows_the_setting(tmp_path: Path, encoder: Encoder) -> None:
+    path = documents(tmp_path, encoder)
+    config = settings(epochs=2.5)
+    order = order_of(config, open_rows(path, encoder, config))
+    assert isinstance(order, ShuffledOrder)
+    assert (order.rows, order.rows_per_step, order.total_rows, order.seed) == (5, 2, 13, 1)
+    config = settings(packing="none", order="length-grouped")
+    assert isinstance(order_of(config, open_rows(path, encoder, config)), LengthGroupedOrder)
+
+
+def test_weights_with_length_grouping_are_refused(tmp_path: Path, encoder: Encoder) -> None:
+    path = documents(tmp_path, encoder, groups=[0, 1, 0], weights=[0.25, 0.75])
+    config = settings(packing="none", order="length-grouped")
+    with pytest.raises(UsageError, match=r"training\.order is length-grouped, but the data is mixed by weight; .*=shuffled"):
+        order_of(config, open_rows(path, encoder, config))
+
+
+def test_too_many_chats_without_an_answer_end_the_stage(tmp_path: Path, encoder: Encoder) -> None:
+    rows = open_rows(chats(tmp_path, encoder, 95, 5), encoder, settings())
+    with pytest.raises(DataError, match=r"5 of 100 chats have no token .* training\.dropped_fraction 0\.01"):
+        order_of(settings(), rows)
+    order_of(settings(dropped_fraction=0.05), rows)
+
+
+def test_less_data_than_one_step_is_refused_with_both_numbers_and_a_cure_that_works(
+    tmp_path: Path, encoder: Encoder
+) -> None:
+    config = settings(tokens_per_step=64)
+    rows = open_rows(documents(tmp_path, encoder), encoder, config)
+    message = (
+        r"training\.tokens_per_step is 64, 8 rows of 8 tokens, .* gives 5 rows; set training\.tokens_per_step=40 or less"
+    )
+    with pytest.raises(DataError, match=message):
+        order_of(config, rows)
+    assert order_of(settings(tokens_per_step=40), rows).steps == 1
+
+
+@pytest.mark.parametrize("kind", ["documents", "chats"])
+@pytest.mark.parametrize("tokens_per_step", [8, 40, 48, 64, 1600])
+@pytest.mark.parametrize("more", [{}, {"packing": "none"}, {"mask_intervals": [[1, 4]]}], ids=str)
+def test_too_few_rows_are_known_from_the_shards_as_the_stage_finds_them(
+    tmp_path: Path, encoder: Encoder, kind: str, tokens_per_step: int, more: dict[str, Any]
+) -> None:
+    write = documents if kind == "documents" else partial(chats, answered=6)
+    shards = write(tmp_path / "train", encoder)
+    make_tokenizer(tmp_path)
+    config = settings(tokens_per_step=tokens_per_step, **more)
+
+    def message(check: Callable[[], object]) -> str:
+        try:
+            check()
+        except DataError as error:
+            return str(error)
+        return ""
+
+    own = message(lambda: order_of(config, open_rows(shards, encoder, config)))
+    assert message(lambda: launch.check(config, tmp_path, tmp_path)) == own
+
+
+def test_shards_of_many_steps_are_not_packed_to_count_their_rows(tmp_path: Path, encoder: Encoder) -> None:
+    for file in documents(tmp_path / "train", encoder).glob("*.arrow"):
+        file.unlink()
+    launch.check(settings(tokens_per_step=8), tmp_path, tmp_path / "no tokenizer")
+
+
+@pytest.mark.parametrize("limit", [1, 2, 5, 100])
+def test_validation_takes_rows_from_all_over_the_held_out_part(tmp_path: Path, encoder: Encoder, limit: int) -> None:
+    rows: Rows = open_rows(documents(tmp_path, encoder), encoder, settings(), heldout=True)
+    batches = validation_batches(rows, limit, rows_per_batch=2)
+    chosen = np.concatenate([batch.input_ids_BT for batch in batches])
+    numbers = {1: [0], 2: [0, 2], 5: range(5), 100: range(5)}[limit]
+    assert np.array_equal(chosen, rows.batch(numbers).input_ids_BT)
+    assert max(len(batch.input_ids_BT) for batch in batches) <= 2
+
+
+def test_settings_that_contradict_each_other_are_refused() -> None:
+    for changes, message in (
+        ({"stride": 9}, "stride is 9 but must not exceed row_length 8"),
+        ({"order": "length-grouped"}, "packing is best-fit.*set packing=none"),
+        ({"mask_intervals": [["<a>", "<a>"]]}, "must not open and close alike"),
+        ({"stride": 0}, "greater than or equal to 1"),
+    ):
+        with pytest.raises(ValidationError, match=message):
+            settings(**changes)

@@ -1,0 +1,752 @@
+"""`ttrain artifacts`: every byte verified, kept across code changes alone, and never cleaned away while anyone needs it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.paths import ROOT
+
+from ttrain import tracking
+from ttrain.cli.main import main
+from ttrain.config.loading import load
+from ttrain.core.files import exclusive, read_json, write_json
+from ttrain.core.hashing import digest_of
+from ttrain.errors import ArtifactError, TrackingError, UsageError
+from ttrain.flows.full import full
+from ttrain.nightly import records
+from ttrain.pipeline import artifact_commands, garbage_collection
+from ttrain.pipeline.plan import key_of, plan
+from ttrain.pipeline.recipe import Planned
+from ttrain.pipeline.stage_worker import JOB
+from ttrain.store import runs
+from ttrain.store.artifacts import ArtifactStore
+from ttrain.store.layout import Artifact, write_manifest
+
+DAY = 86400
+LONG_AGO = 100 * DAY
+HOLD_LOCK = """
+import sys
+from pathlib import Path
+from ttrain.store.artifacts import ArtifactStore
+with ArtifactStore(Path(sys.argv[1])).lock(sys.argv[2], sys.argv[3]):
+    print("held", flush=True)
+    sys.stdin.readline()
+"""
+# In a process of its own, since it forks: cleans copies of a home, each killed one call later.
+KILLED_CLEAN = """
+import sys
+from pathlib import Path
+from support.kill_points import killed_everywhere
+from ttrain.pipeline.garbage_collection import clean
+from ttrain.nightly.records import needed_keys
+from ttrain.store.artifacts import ArtifactStore
+def act(home):
+    clean(ArtifactStore(home), (), keep_runs=1, older_than_days=14, needed_by_nights=needed_keys)
+print(killed_everywhere(Path(sys.argv[1]), Path(sys.argv[2]), ("rename", "unlink", "rmdir", "mkdir"), act))
+"""
+
+
+class Home:
+    """A home with artifacts and runs of any age; what stages leave is a file with its key's name in it."""
+
+    def __init__(self, root: Path) -> None:
+        self.store = ArtifactStore(root)
+
+    def publish(self, stage: str, name: str, age: float = LONG_AGO, **inputs: Artifact) -> Artifact:
+        """An artifact whose key is that of its ingredients, which have the name among their settings."""
+        ingredients = {"stage": stage, "arguments": {}, "settings": {"name": name}, "inputs": {}, "files": {}, "code": {}}
+        key = key_of(ingredients)
+        output = self.store.work(stage, key) / "output"
+        (output / "model").mkdir(parents=True)
+        (output / "model" / "weights.bin").write_bytes(name.encode() * 1000)
+        manifest = {
+            "result": {"loss": 1.5},
+            "ingredients": ingredients,
+            "inputs": {of: {"stage": a.stage, "key": a.key, "content": a.content} for of, a in inputs.items()},
+            "seconds": 1.0,
+            "provenance": {"libraries": {"torch": "2.13"}},
+        }
+        made = self.store.publish(stage, key, output, manifest)
+        shutil.rmtree(self.store.work(stage, key))
+        write_manifest(made.path, {**made.manifest, "published": time.time() - age})
+        found = self.store.find(stage, key)
+        assert found is not None
+        return found
+
+    def run(self, *made: Artifact, age: float = 0.0, outcome: str = "completed", **pending: str) -> runs.RunRecord:
+        """A run that made or used these; `pending`: outcome of a further stage, by its name."""
+        record = runs.RunRecord(self.store.root, "full", [*(a.stage for a in made), *pending], {})
+        for artifact in made:
+            record.stage(artifact.stage, outcome="completed", key=artifact.key)
+        for stage, state in pending.items():
+            record.stage(stage, outcome=state)
+        began = time.time() - age
+        record.note(outcome=outcome, started_unix=began, started=datetime.fromtimestamp(began, UTC).isoformat())
+        name = f"full-{datetime.fromtimestamp(began, UTC):%Y%m%d-%H%M%S}-{record.run[-4:]}"
+        told = {**read_json(record.path), "run": name}
+        record.path.unlink()
+        write_json(self.store.root / "runs" / f"{name}.json", told)
+        return record
+
+    def work(self, stage: str, key: str, age: float = LONG_AGO, reads: Mapping[str, Artifact] | None = None) -> Path:
+        """Unfinished work with a saved state, laid out to read these artifacts."""
+        work = self.store.work(stage, key)
+        state = work / "output" / "checkpoints" / "step-7" / "state.json"
+        state.parent.mkdir(parents=True)
+        state.write_text("{}")
+        inputs = {name: str(artifact.path) for name, artifact in (reads or {}).items()}
+        write_json(work / JOB, {"inputs": inputs, "reuse": [], "start_from": None})
+        for path in [work, *work.rglob("*")]:
+            os.utime(path, (time.time() - age, time.time() - age))
+        return work
+
+    def clean(
+        self, registered: Any = (), keep: int = 1, days: float = 14, *, dry_run: bool = False
+    ) -> garbage_collection.CleanupResult:
+        return garbage_collection.clean(
+            self.store,
+            registered,
+            keep_runs=keep,
+            older_than_days=days,
+            needed_by_nights=records.needed_keys,
+            dry_run=dry_run,
+        )
+
+    @property
+    def keys(self) -> set[str]:
+        return {artifact.key for artifact in self.store.everything()}
+
+
+@pytest.fixture
+def user_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Home:
+    monkeypatch.setenv("TTRAIN_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    return Home(tmp_path / "home")
+
+
+def keys(*made: Artifact) -> set[str]:
+    return {artifact.key for artifact in made}
+
+
+def size_on_disk(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
+    """What the command prints; it must end with the code."""
+    with pytest.raises(SystemExit) as ended:
+        main(list(arguments))
+    assert (ended.value.code or 0) == code, capsys.readouterr()
+    return capsys.readouterr().out
+
+
+# --- clean --------------------------------------------------------------------------------------------------------------
+
+
+def test_what_the_newest_runs_used_is_kept_and_what_only_older_ones_did_is_not(user_home: Home) -> None:
+    tokenizer = user_home.publish("tokenizer", "t")
+    old, middle, new = (user_home.publish("pretrain", name, tokenizer=tokenizer) for name in ("old", "middle", "new"))
+    for age, pretrain in ((90, old), (80, middle), (70, new), (60, new), (50, new)):
+        user_home.run(tokenizer, pretrain, age=age * DAY)
+    cleaned = user_home.clean(keep=2)
+    assert user_home.keys == keys(tokenizer, middle, new), "runs with the same artifacts count once"
+    assert [(removal.kind, removal.key) for removal in cleaned.removed] == [("artifact", old.key)]
+    assert user_home.clean(keep=2).removed == []
+
+
+def test_what_a_recent_run_used_or_what_is_young_is_kept_whatever_the_number_of_runs(user_home: Home) -> None:
+    old, used, young = (
+        user_home.publish("pretrain", name, age) for name, age in (("a", 90 * DAY), ("b", 90 * DAY), ("c", DAY))
+    )
+    user_home.run(old, age=80 * DAY)
+    user_home.run(used, age=3 * DAY)
+    user_home.run(user_home.publish("sft", "d"), age=2 * DAY)
+    user_home.clean(keep=1, days=14)
+    assert user_home.keys >= keys(used, young)
+    assert old.key not in user_home.keys
+
+
+def test_the_inputs_of_what_is_kept_are_kept_although_the_run_does_not_name_them(user_home: Home) -> None:
+    tokenizer = user_home.publish("tokenizer", "t")
+    shards = user_home.publish("shards-sft", "s", tokenizer=tokenizer)
+    base = user_home.publish("pretrain", "p", tokenizer=tokenizer)
+    sft = user_home.publish("sft", "m", base=base, shards=shards)
+    user_home.run(sft)  # as `ttrain stage run sft` leaves it
+    user_home.clean()
+    assert user_home.keys == keys(tokenizer, shards, base, sft)
+
+
+def test_while_a_run_is_in_progress_no_artifact_goes_and_no_work(user_home: Home) -> None:
+    """Which ones its coming stages take is not known before they begin."""
+    tokenizer, sft, other = (
+        user_home.publish("tokenizer", "t"),
+        user_home.publish("sft", "s"),
+        user_home.publish("lora", "l"),
+    )
+    work = user_home.work("pretrain", "a" * 64)
+    leftover = user_home.work("sft", sft.key)
+    user_home.run(tokenizer, age=90 * DAY, outcome="running", sft="pending", lora="running")
+    for age in (30, 20):
+        user_home.run(user_home.publish("pretrain", str(age)), age=age * DAY)
+    cleaned = user_home.clean(keep=1)
+    assert user_home.keys >= keys(tokenizer, sft, other)
+    assert [removal.path for removal in cleaned.removed] == [leftover]
+    assert work.exists()
+
+
+def test_a_run_whose_process_is_gone_is_not_in_progress(user_home: Home) -> None:
+    sft = user_home.publish("sft", "s")
+    record = user_home.run(age=90 * DAY, outcome="running", sft="pending")
+    (path,) = (user_home.store.root / "runs").glob("full-*.json")
+    write_json(path, {**read_json(path), "process": {"pid": os.getpid(), "started": 1.0}})
+    assert not record.path.exists()
+    user_home.run(user_home.publish("pretrain", "p"))
+    user_home.clean()
+    assert sft.key not in user_home.keys
+
+
+def test_a_registered_model_keeps_itself_and_the_models_below_but_not_the_data_it_was_trained_on(user_home: Home) -> None:
+    tokenizer = user_home.publish("tokenizer", "t")
+    shards = user_home.publish("shards-lora", "h", tokenizer=tokenizer)
+    base = user_home.publish("pretrain", "p", tokenizer=tokenizer, shards=shards)
+    sft = user_home.publish("sft", "s", base=base, shards=shards)
+    lora = user_home.publish("lora", "l", base=sft, shards=shards)
+    other = user_home.publish("lora", "o", base=sft)
+    cleaned = user_home.clean([lora.key])
+    assert user_home.keys == keys(tokenizer, base, sft, lora)
+    assert keys(other, shards) == {removal.key for removal in cleaned.removed}
+    assert cleaned.kept_counts == {"a registered model": 4}
+
+
+def test_what_was_replaced_stays_while_it_is_young_or_registered(user_home: Home) -> None:
+    old, young, registered = (user_home.publish("sft", name) for name in ("old", "young", "registered"))
+    for artifact, age in ((old, 90), (young, 1), (registered, 90)):
+        path = user_home.store.set_aside("sft", artifact.key)
+        path.rename(path.with_name(f"{artifact.key}-{time.time_ns() - age * DAY * 10**9}"))
+    user_home.clean([registered.key])
+    left = {path.name.partition("-")[0] for path in (user_home.store.root / "replaced").glob("*/*")}
+    assert left == keys(young, registered)
+
+
+def test_unfinished_work_of_a_kept_run_stays_with_what_it_reads_and_dead_work_goes(user_home: Home) -> None:
+    base, gone = user_home.publish("pretrain", "p"), user_home.publish("pretrain", "gone")
+    wanted, dead, finished = (
+        user_home.work("sft", "a" * 64, reads={"base": base}),
+        user_home.work("sft", "b" * 64),
+        user_home.publish("sft", "f"),
+    )
+    leftover = user_home.work("sft", finished.key, age=0)  # killed right after it was published
+    record = user_home.run(age=80 * DAY, outcome="crashed", sft="crashed")
+    (path,) = (user_home.store.root / "runs").glob("full-*.json")
+    told = read_json(path)
+    told["stages"][0]["key"] = wanted.name
+    write_json(path, told)
+    assert not record.path.exists()
+    user_home.run(finished)
+    cleaned = user_home.clean(keep=2)
+    assert wanted.exists() and (wanted / "output" / "checkpoints" / "step-7" / "state.json").exists()
+    assert not dead.exists() and not leftover.exists()
+    assert base.key in user_home.keys and gone.key not in user_home.keys
+    assert {removal.why for removal in cleaned.removed if removal.kind == "work"} == {
+        "its artifact is finished",
+        "no recent run left it",
+    }
+
+
+def test_work_that_mends_a_damaged_artifact_stays(user_home: Home) -> None:
+    damaged = user_home.publish("pretrain", "p")
+    (damaged.path / "model" / "weights.bin").unlink()
+    mending = user_home.work("pretrain", damaged.key, age=DAY)
+    user_home.run(damaged)
+    user_home.clean()
+    assert (mending / "output" / "checkpoints" / "step-7" / "state.json").exists()
+
+
+@pytest.fixture
+def locked(user_home: Home) -> Iterator[str]:
+    """The key of (sft, key) whose lock another process has."""
+    command = [sys.executable, "-P", "-c", HOLD_LOCK, str(user_home.store.root), "sft", "c" * 64]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        yield "c" * 64
+        process.kill()
+
+
+def test_work_that_a_process_is_at_stays_with_all_that_it_reads(user_home: Home, locked: str) -> None:
+    base = user_home.publish("pretrain", "p", tokenizer=user_home.publish("tokenizer", "t"))
+    work = user_home.work("sft", locked, reads={"base": base})
+    user_home.clean()
+    assert work.exists()
+    assert base.key in user_home.keys
+
+
+def test_a_dry_run_says_the_same_and_removes_nothing(user_home: Home) -> None:
+    user_home.run(user_home.publish("pretrain", "kept"))
+    user_home.publish("pretrain", "gone")
+    user_home.work("sft", "b" * 64)
+    before = sorted(path for path in user_home.store.root.rglob("*") if path.suffix not in (".lock", ".holder"))
+    said = user_home.clean(dry_run=True)
+    assert sorted(path for path in user_home.store.root.rglob("*") if path.suffix not in (".lock", ".holder")) == before
+    done = user_home.clean()
+    assert said == done
+    assert len(done.removed) == 2
+
+
+def test_the_bytes_that_it_tells_are_those_that_are_free_afterwards(user_home: Home) -> None:
+    kept, first, second = (user_home.publish("pretrain", name) for name in ("kept", "first", "second"))
+    os.link(first.path / "model" / "weights.bin", user_home.store.root / "elsewhere")  # as MLflow keeps big files
+    twin = second.path / "model" / "twin.bin"
+    os.link(second.path / "model" / "weights.bin", twin)
+    user_home.run(kept)
+    shared = twin.stat().st_size + (user_home.store.root / "elsewhere").stat().st_size
+    before = size_on_disk(user_home.store.root)
+    cleaned = user_home.clean()
+    assert len(cleaned.removed) == 2
+    assert cleaned.bytes == before - size_on_disk(user_home.store.root) - shared
+
+
+def test_a_clean_that_is_killed_leaves_whole_artifacts_and_the_next_one_finishes(user_home: Home, tmp_path: Path) -> None:
+    kept, *gone = user_home.publish("pretrain", "kept"), user_home.publish("sft", "a"), user_home.publish("sft", "b")
+    user_home.run(kept)
+    user_home.work("lora", "d" * 64)
+    command = [sys.executable, "-P", "-c", KILLED_CLEAN, str(user_home.store.root), str(tmp_path / "copies")]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=60, check=True)
+    assert int(done.stdout) > 15, "it was killed at each of its calls"
+    for number in range(1, int(done.stdout) + 1):
+        copy = Home(tmp_path / "copies" / str(number))
+        for artifact in (kept, *gone):
+            found = copy.store.read(copy.store.path(artifact.stage, artifact.key))
+            assert found is None or copy.store.damage(found) is None, "all of it or nothing"
+        assert kept.key in copy.keys
+        copy.clean()
+        assert copy.keys == keys(kept)
+        assert size_on_disk(copy.store.root / "trash") == size_on_disk(copy.store.root / "work") == 0
+
+
+def test_a_run_that_starts_meanwhile_waits_until_what_is_removed_is_out_of_sight(user_home: Home) -> None:
+    began, ended = threading.Event(), threading.Event()
+
+    def start() -> None:
+        began.set()
+        runs.RunRecord(user_home.store.root, "full", ["sft"], {})
+        ended.set()
+
+    with exclusive(user_home.store.root / runs.CLEANING):
+        thread = threading.Thread(target=start)
+        thread.start()
+        assert began.wait(10)
+        assert not ended.wait(0.3)
+    thread.join(10)
+    assert ended.is_set()
+
+
+def test_locks_of_forgotten_keys_go_unless_a_run_is_in_progress(user_home: Home) -> None:
+    kept = user_home.publish("sft", "kept")
+    for key in (kept.key, "e" * 64):
+        with user_home.store.lock("sft", key):
+            pass
+    user_home.run(kept)
+    running = user_home.run(outcome="running", lora="pending")
+    user_home.clean()
+    locks = user_home.store.root / "work" / "sft"
+    assert {path.stem for path in locks.glob("*.lock")} == {kept.key, "e" * 64}
+    for path in (user_home.store.root / "runs").glob("full-*.json"):
+        write_json(path, {**read_json(path), "outcome": "completed"})
+    assert running
+    user_home.clean()
+    assert {path.stem for path in locks.glob("*.lock")} == {kept.key}
+
+
+def test_a_lock_that_somebody_has_stays(user_home: Home) -> None:
+    """Such as one that adopts an artifact, which is no run. Without its name the lock would keep nobody out."""
+    user_home.run(user_home.publish("sft", "kept"))
+    gone = "d" * 64
+    with user_home.store.lock("sft", gone):
+        pass
+    for held in (gone, "e" * 64, "f" * 64 + ".process"):
+        command = [sys.executable, "-c", HOLD_LOCK, user_home.store.root, "sft", held]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None and process.stdout.readline() == "held\n"
+            user_home.clean()
+            assert user_home.store.is_locked("sft", held)
+            process.communicate("\n")
+    user_home.clean()
+    assert not list((user_home.store.root / "work").glob("*/*.lock"))
+    assert not list((user_home.store.root / "work").glob("*/*.holder"))
+
+
+def test_who_opened_a_lock_before_it_was_removed_has_the_one_that_is_there(
+    user_home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two processes, each with a lock of its own, would write to one work directory."""
+    path, flock, opened = user_home.store.root / "work" / "sft" / "a.lock", fcntl.flock, []
+
+    def late(descriptor: int, operation: int) -> None:
+        if not opened:  # the first to open it is slow, and another removes it
+            opened.append(os.fstat(descriptor).st_ino)
+            path.unlink()
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with user_home.store.lock("sft", "a"):
+        assert opened and path.exists(), "else the next one would make another, and have it at once"
+
+
+def test_the_command_tells_what_it_removed_and_how_much_that_was(
+    user_home: Home, capsys: pytest.CaptureFixture[str]
+) -> None:
+    user_home.run(user_home.publish("pretrain", "kept"))
+    gone = user_home.publish("pretrain", "gone")
+    told = json.loads(printed(capsys, "artifacts", "clean", "--dry-run", "--json"))
+    assert (told["dry_run"], [one["key"] for one in told["removed"]]) == (True, [gone.key])
+    assert told["bytes"] == size_on_disk(gone.path)
+    assert "1 would be removed" in printed(capsys, "artifacts", "clean", "--dry-run", "--keep-runs", "1")
+    assert gone.path.exists()
+    text = printed(capsys, "artifacts", "clean", "--older-than", "20")
+    assert gone.key[:12] in text
+    assert "1 removed" in text
+    assert not gone.path.exists()
+    assert "--keep-runs" in printed(capsys, "artifacts", "clean", "--help")
+
+
+def test_the_command_names_the_run_that_keeps_everything_and_believes_another_machine_for_a_week(
+    user_home: Home, capsys: pytest.CaptureFixture[str]
+) -> None:
+    user_home.publish("pretrain", "gone")
+    user_home.run(outcome="running", age=30 * DAY, lora="running")
+    (path,) = (user_home.store.root / "runs").glob("full-*.json")
+    write_json(path, {**read_json(path), "process": {"pid": 1, "started": 1.0, "host": "elsewhere"}})
+    os.utime(path, (time.time() - 6 * DAY, time.time() - 6 * DAY))
+    told = json.loads(printed(capsys, "artifacts", "clean", "--dry-run", "--json"))
+    assert (told["removed"], told["running"]) == ([], {path.stem: "elsewhere"})
+    text = " ".join(printed(capsys, "artifacts", "clean").split())
+    assert (
+        f"no artifact is removed while runs are in progress: {path.stem} on elsewhere" in text
+        and "7 days; if it has ended, remove that file" in text
+    )
+    os.utime(path, (time.time() - 8 * DAY, time.time() - 8 * DAY))
+    told = json.loads(printed(capsys, "artifacts", "clean", "--dry-run", "--json"))
+    assert (len(told["removed"]), told["running"]) == (1, {})
+
+
+def test_nothing_is_removed_where_mlflow_cannot_be_asked(
+    user_home: Home, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    user_home.run(user_home.publish("pretrain", "kept"))
+    gone = user_home.publish("pretrain", "gone")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with pytest.raises(SystemExit) as ended:
+        main(["artifacts", "clean"])
+    assert ended.value.code == TrackingError.exit_code
+    assert "MLFLOW_TRACKING_URI" in capsys.readouterr().err
+    assert gone.path.exists()
+
+
+def test_the_registered_keys_are_those_of_all_versions_and_of_what_they_stand_on(user_home: Home) -> None:
+    assert tracking.registered_keys(user_home.store.root) == frozenset(), "no database is made by asking"
+    assert not (user_home.store.root / "mlflow").exists()
+    tracked = tracking.open_store(user_home.store.root, "test")
+    for number in range(3):
+        run = tracked.start_run(f"run-{number}", run_id=None, parent_run_id=None, tags={}, params={})
+        tags = {
+            "ttrain.stage": "lora",
+            "ttrain.key": f"lora-{number}",
+            "ttrain.content": f"content-{number}",
+            "ttrain.input.base": f"sft-{number}",
+            "ttrain.input.shards": f"shards-{number}",
+        }
+        assert tracked.register_model("mine-lora", run=run, artifact_path="lora", tags=tags)
+    members = [
+        tracking.Member("mine-pretrain", "1", "pretrain", "base-9"),
+        tracking.Member("mine-lora", "3", "lora", "lora-2"),
+    ]
+    made = {"pretrain": "base-9", "lora": "lora-2", "evaluate": "evaluate-9", "shards-lora": "shards-9"}
+    tags = tracking.model_sets.tags_of("run", members, {"pretrain": "a", "lora": "b"}, made, {})
+    assert tracked.register_model("mine", run=run, artifact_path="", tags=tags), "a set, by which champions are compared"
+    expected = {f"{stage}-{number}" for stage in ("lora", "sft") for number in range(3)} | {"base-9", "evaluate-9"}
+    assert tracking.registered_keys(user_home.store.root) == expected
+    tracking.promote(user_home.store.root, "mine", "1")  # whose files a night must not take for new ones
+    assert tracking.registered_keys(user_home.store.root) == expected | {"shards-9"}
+
+
+# --- verify -------------------------------------------------------------------------------------------------------------
+
+
+def flip(path: Path) -> None:
+    """As a disk may do: other bytes, nothing else tells."""
+    stat = path.stat()
+    path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+def test_verify_notices_what_a_hit_cannot(user_home: Home, capsys: pytest.CaptureFixture[str]) -> None:
+    whole, rotten = user_home.publish("sft", "whole"), user_home.publish("sft", "rotten")
+    assert "2 artifacts" in printed(capsys, "artifacts", "verify")
+    flip(rotten.path / "model" / "weights.bin")
+    assert user_home.store.find("sft", rotten.key), "a hit looks at sizes and times"
+    told = json.loads(printed(capsys, "artifacts", "verify", "--json", code=1))
+    assert [(one["key"], one["problems"]) for one in told["damaged"]] == [
+        (rotten.key, ["model/weights.bin was altered after it was published"])
+    ]
+    text = printed(capsys, "artifacts", "verify", "sft", "--set-aside", code=1)
+    assert rotten.key[:12] in text
+    assert user_home.keys == keys(whole)
+    assert "none damaged" in printed(capsys, "artifacts", "verify", "sft")
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (lambda path: (path / "model/weights.bin").unlink(), "cannot be read"),
+        (lambda path: (path / "model/weights.bin").write_bytes(b"x"), "has 1 bytes"),
+        (
+            lambda path: write_manifest(
+                path, {**read_json(path / "manifest.json"), "ingredients": {"files": {}, "settings": {"name": "other"}}}
+            ),
+            "made of other things",
+        ),
+    ],
+    ids=["missing", "short", "manifest"],
+)
+def test_verify_names_each_kind_of_damage(user_home: Home, harm: Callable[[Path], None], said: str) -> None:
+    artifact = user_home.publish("sft", "x")
+    assert artifact_commands.verify(artifact) == []
+    harm(artifact.path)
+    (again,) = user_home.store.everything()
+    (problem,) = artifact_commands.verify(again)
+    assert said in problem
+
+
+def alter(manifest: Path, **values: Any) -> None:
+    """As a manifest of an earlier version may have been: it has no digest of itself."""
+    told = {**read_json(manifest), **values}
+    del told["manifest_sha256"]
+    manifest.write_text(json.dumps(told))  # half a pair is an escape in it
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (lambda manifest: manifest.unlink(), "manifest.json is missing"),
+        (lambda manifest: os.truncate(manifest, 40), "manifest.json cannot be read: "),
+        (lambda manifest: manifest.write_text("[" * 100_000), "manifest.json cannot be read: it is nested too deeply"),
+        (lambda manifest: manifest.write_text("[]"), "manifest.json is not one that this version of ttrain writes"),
+        (lambda manifest: write_json(manifest, {"format": 1}), "manifest.json lacks what every artifact has"),
+        (lambda manifest: alter(manifest, note="\ud800"), "manifest.json cannot be read: it holds half a surrogate pair"),
+        (lambda manifest: alter(manifest, provenance=3), "manifest.json lacks what every artifact has"),
+        (lambda manifest: alter(manifest, provenance={"settings": 3}), "manifest.json lacks what every artifact has"),
+        (lambda manifest: alter(manifest, ingredients={"inputs": []}), "manifest.json lacks what every artifact has"),
+        (lambda manifest: alter(manifest, inputs={"base": 3}), "manifest.json lacks what every artifact has"),
+        (lambda manifest: alter(manifest, inputs={"base": {"key": "k"}}), "manifest.json lacks what every artifact has"),
+        (lambda manifest: alter(manifest, absent=3), "manifest.json lacks what every artifact has"),
+        (
+            lambda manifest: write_json(manifest, {**read_json(manifest), "result": {"loss": 1.4}}),
+            "manifest.json was altered after it was written",
+        ),
+    ],
+    ids=[
+        *("missing", "truncated", "nested", "another value", "empty", "surrogate", "provenance", "settings", "ingredients"),
+        *("inputs", "input without a stage", "absent", "another figure"),
+    ],
+)
+def test_an_artifact_whose_manifest_is_damaged_is_named_by_list_and_verify(
+    user_home: Home, capsys: pytest.CaptureFixture[str], harm: Callable[[Path], None], said: str
+) -> None:
+    whole, harmed = user_home.publish("sft", "whole"), user_home.publish("sft", "harmed")
+    harm(harmed.path / "manifest.json")
+    assert user_home.store.find("sft", harmed.key) is None
+    rows = json.loads(printed(capsys, "artifacts", "list", "--json"))
+    assert {(row["key"], row["state"].startswith(f"damaged: {said}")) for row in rows} == {
+        (whole.key, False), (harmed.key, True)
+    }  # fmt: skip
+    told = json.loads(printed(capsys, "artifacts", "verify", "--json", code=1))
+    (entry,) = told["damaged"]
+    assert (told["artifacts"], entry["key"]) == (2, harmed.key) and entry["problems"][0].startswith(said)
+    assert ": 1 damaged; moved to replaced" in printed(capsys, "artifacts", "verify", "--set-aside", code=1)
+    assert not harmed.path.exists() and "1 artifacts" in printed(capsys, "artifacts", "verify")
+
+
+def test_verify_names_what_was_made_from_damaged_bytes_and_sets_it_aside_too(
+    user_home: Home, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = user_home.publish("pretrain", "base")
+    sft = user_home.publish("sft", "sft", base=base)
+    user_home.publish("lora", "lora", base=sft)
+    flip(base.path / "model" / "weights.bin")
+    told = json.loads(printed(capsys, "artifacts", "verify", "--json", code=1))
+    assert [entry["stage"] for entry in told["damaged"]] == ["pretrain"]
+    assert {entry["stage"]: entry["problems"] for entry in told["suspects"]} == {
+        "sft": [f"made from pretrain {base.key[:12]} without a look at its digests"],
+        "lora": [f"made from sft {sft.key[:12]}, which may be wrong"],
+    }
+    text = printed(capsys, "artifacts", "verify", "--set-aside", code=1)
+    assert "1 damaged, 2 that depend on them and may be wrong; moved to replaced" in text
+    assert user_home.store.everything() == []
+
+
+# --- adopt --------------------------------------------------------------------------------------------------------------
+
+
+class Pipeline:
+    """A home where the first stages of `full` are finished, as if made by other code than today's."""
+
+    def __init__(self, directory: Path) -> None:
+        self.data, self.store = directory / "data", ArtifactStore(directory / "home")
+        self.data.mkdir()
+        for name in ("documents", "chats", "domain"):
+            (self.data / f"{name}.jsonl").write_text('{"text": "a"}\n')
+
+    @property
+    def overrides(self) -> list[str]:
+        files = {"pretrain": "documents", "sft": "chats", "lora": "domain"}
+        return [f"data.{name}={self.data / file}.jsonl" for name, file in files.items()]
+
+    def plan(self, *overrides: str) -> dict[str, Planned]:
+        settings = load([*self.overrides, *overrides], environment={}).settings
+        return {planned.stage.name: planned for planned in plan(full, settings, self.store)}
+
+    def publish(self, planned: Planned, **ingredients: Any) -> Artifact:
+        """What the plan would build, but made of these other ingredients."""
+        made = {**planned.ingredients, **ingredients}
+        key = key_of(made)
+        output = self.store.work(planned.stage.name, key) / "output"
+        output.mkdir(parents=True)
+        (output / "tokenizer.json").write_text("{}")
+        rest = {"result": {}, "inputs": {}, "seconds": 1.0, "provenance": {"libraries": {"torch": "2.12"}}}
+        return self.store.publish(planned.stage.name, key, output, {**rest, "ingredients": made})
+
+
+@pytest.fixture
+def pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pipeline:
+    monkeypatch.setenv("TTRAIN_HOME", str(tmp_path / "home"))
+    return Pipeline(tmp_path)
+
+
+def older(planned: Planned) -> dict[str, str]:
+    """The code of a stage before one of its modules was changed."""
+    return {**planned.ingredients["code"], "ttrain.data.tokenizer": digest_of("old")}
+
+
+def test_what_differs_in_code_alone_is_kept_under_the_new_key_and_says_so(
+    pipeline: Pipeline, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planned = pipeline.plan()["tokenizer"]
+    old = pipeline.publish(planned, code=older(planned), python="3.11.0")
+    assert pipeline.plan()["tokenizer"].state == "run"
+    text = printed(capsys, "artifacts", "adopt", "tokenizer", old.key[:8], *pipeline.overrides)
+    assert "module ttrain.data.tokenizer changed" in text
+    after = pipeline.plan()["tokenizer"]
+    assert (after.state, after.key) == ("cached", planned.key)
+    assert after.why[0].startswith(f"adopted from {old.key[:12]}, although module ttrain.data.tokenizer changed")
+    assert after.artifact is not None
+    (entry,) = after.artifact.manifest["adopted"]
+    assert entry["key"] == old.key
+    assert entry["differences"][0] == "module ttrain.data.tokenizer changed"
+    assert after.artifact.manifest["provenance"] == old.manifest["provenance"], "it is still the work of that day"
+    assert after.artifact.content == old.content
+    assert (after.artifact.path / "tokenizer.json").samefile(old.path / "tokenizer.json")
+    assert pipeline.store.find("tokenizer", old.key) == old
+    assert artifact_commands.verify(after.artifact) == []
+    assert after.artifact.key == pipeline.store.latest("tokenizer").key
+    with pytest.raises(UsageError, match="nothing to adopt"):
+        artifact_commands.adopt(pipeline.store, after, after.artifact.key)
+
+
+def test_what_was_adopted_before_tells_all_of_its_past(pipeline: Pipeline) -> None:
+    planned = pipeline.plan()["tokenizer"]
+    first = pipeline.publish(planned, code=older(planned))
+    between = {**planned.ingredients, "code": {**older(planned), "ttrain.data.records": digest_of("older")}}
+    second = artifact_commands.adopt(
+        pipeline.store, Planned(planned.stage, "run", (), key_of(between), None, between), first.key
+    )
+    third = artifact_commands.adopt(pipeline.store, planned, second.key)
+    assert [entry["key"] for entry in third.manifest["adopted"]] == [first.key, second.key]
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"settings": {"tokenizer.vocab_size": 7}}, "tokenizer.vocab_size: 7 → "),
+        ({"files": {"train": [{"name": "documents.jsonl", "sha256": "0" * 64}]}}, "train file documents.jsonl changed"),
+        ({"inputs": {"source": "0" * 64}}, "input source"),
+        ({"arguments": {"kind": "other"}}, "argument kind"),
+    ],
+    ids=["settings", "files", "inputs", "arguments"],
+)
+def test_what_differs_in_more_than_code_is_refused_with_the_difference(
+    pipeline: Pipeline, changed: dict[str, Any], said: str
+) -> None:
+    planned = pipeline.plan()["tokenizer"]
+    old = pipeline.publish(planned, code=older(planned), **changed)
+    with pytest.raises(UsageError, match="more than code differs") as error:
+        artifact_commands.adopt(pipeline.store, planned, old.key)
+    assert said in str(error.value)
+    assert "module" not in str(error.value)
+    assert pipeline.plan()["tokenizer"].state == "run"
+
+
+def test_a_damaged_artifact_is_not_adopted(pipeline: Pipeline) -> None:
+    planned = pipeline.plan()["tokenizer"]
+    old = pipeline.publish(planned, code=older(planned))
+    flip(old.path / "tokenizer.json")
+    with pytest.raises(ArtifactError, match=r"tokenizer\.json was altered"):
+        artifact_commands.adopt(pipeline.store, planned, old.key)
+
+
+def test_a_stage_whose_inputs_are_to_be_built_first_cannot_adopt_yet(pipeline: Pipeline) -> None:
+    with pytest.raises(UsageError, match="waits for pretrain, shards-sft"):
+        artifact_commands.adopt(pipeline.store, pipeline.plan()["sft"], "abc")
+
+
+# --- list, show, path -----------------------------------------------------------------------------------------------------
+
+
+def test_the_list_names_state_size_and_the_newest_run_of_each_and_what_could_go_on(
+    user_home: Home, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, broken = user_home.publish("sft", "whole"), user_home.publish("sft", "broken", age=2 * LONG_AGO)
+    (broken.path / "model" / "weights.bin").unlink()
+    user_home.run(whole, age=DAY)
+    user_home.run(whole)
+    work = user_home.work("pretrain", "a" * 64)
+    write_json(work / "ingredients.json", {"stage": "pretrain"})
+    found = json.loads(printed(capsys, "artifacts", "list", "--json"))
+    assert [(row["key"], row["state"].partition(":")[0]) for row in found] == [
+        (whole.key, "finished"),
+        (broken.key, "damaged"),
+        ("a" * 64, "unfinished at step 7"),
+    ]
+    assert found[0]["run"] == runs.history(user_home.store.root)[0]["run"]
+    assert found[0]["bytes"] == 5000
+    assert json.loads(printed(capsys, "artifacts", "list", "lora", "--json")) == []
+    assert "2 artifacts" in printed(capsys, "artifacts", "list", "sft")
+
+
+def test_an_artifact_is_found_by_the_beginning_of_its_key(user_home: Home, capsys: pytest.CaptureFixture[str]) -> None:
+    made = [user_home.publish("sft", str(number), age=(20 - number) * DAY) for number in range(17)]
+    assert printed(capsys, "artifacts", "path", "sft") == f"{made[-1].path}\n"
+    assert printed(capsys, "artifacts", "path", "sft", made[0].key[:10]) == f"{made[0].path}\n"
+    shown = json.loads(printed(capsys, "artifacts", "show", "sft", made[0].key[:10], "--json"))
+    assert (shown["key"], shown["damage"], shown["result"]) == (made[0].key, None, {"loss": 1.5})
+    assert made[0].key in printed(capsys, "artifacts", "show", "sft", made[0].key[:10])
+    twice = next(letter for letter in "0123456789abcdef" if sum(one.key[0] == letter for one in made) > 1)
+    for prefix, said in (("xyz", "no artifact"), (twice, "several")):
+        with pytest.raises(UsageError, match=said):
+            artifact_commands.find_artifact(user_home.store, "sft", prefix)
+    with pytest.raises(UsageError, match="there is no stage 'stf'"):
+        artifact_commands.find_artifact(user_home.store, "stf")

@@ -1,0 +1,344 @@
+"""No stage computes from bytes that were not published: weights, shards, tokenizers, whatever a disk makes of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from hashlib import blake2b, sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from support.doubles import Home, Watcher, flip_bit, stage_settings
+
+from ttrain.config import Settings
+from ttrain.core.hashing import DigestCache, sha256_file
+from ttrain.data import blocks
+from ttrain.data.shards import ShardSet
+from ttrain.errors import ArtifactError, DamagedFile, StageFailed
+from ttrain.inference import loading
+from ttrain.pipeline import artifact_commands, launch, names
+from ttrain.pipeline import artifact_commands as artifacts
+from ttrain.pipeline.artifact_commands import UntrustedArtifact
+from ttrain.pipeline.execution import PipelineRun
+from ttrain.pipeline.progress_display import Display
+from ttrain.pipeline.recipe import Planned
+from ttrain.stages import PRETRAIN, SFT, SHARDS_SFT, Stage
+from ttrain.store import integrity
+from ttrain.store.artifacts import ArtifactStore
+from ttrain.store.layout import Artifact, altered_manifest
+
+LONG_AGO = 10**18  # nanoseconds since 1970, in 2001
+
+
+def build(stage: Stage, settings: Settings, home: Home, inputs: Mapping[str, Artifact]) -> Artifact:
+    return launch.build(stage, settings, home.store, inputs, Watcher()).artifact
+
+
+@pytest.fixture
+def fresh_home(tmp_path: Path) -> Home:
+    return Home.make(tmp_path)
+
+
+def test_weights_of_which_a_bit_flipped_are_refused_and_the_next_run_builds_them_anew(fresh_home: Home) -> None:
+    settings = stage_settings(1)
+    base = build(PRETRAIN, settings, fresh_home, fresh_home.pretrain_inputs())
+    flip_bit(base.path / "model" / "model.safetensors")
+    assert fresh_home.store.find("pretrain", base.key) == base, "a look at sizes and times sees nothing"
+    with pytest.raises(DamagedFile, match=r"model\.safetensors is damaged"):
+        loading.load(names.resolve(str(base.path), fresh_home.store.root))
+    with pytest.raises(StageFailed, match=r"model\.safetensors is damaged: its sha256 is \w{64}, but \w{64} was") as failed:
+        build(SFT, settings, fresh_home, {"base": base, "shards": fresh_home.chats})
+    assert f"moved to {fresh_home.store.root / 'replaced'}: pretrain {base.key[:12]} (damaged); run the same" in str(
+        failed.value
+    )
+    assert failed.value.is_mistake, "the same stage would find the same"
+    assert fresh_home.store.artifacts("sft") == [] and fresh_home.store.find("pretrain", base.key) is None
+    again = build(PRETRAIN, settings, fresh_home, fresh_home.pretrain_inputs())
+    assert again.content == base.content and again.manifest["inputs_verified"]
+
+
+def test_a_shard_of_which_a_bit_flipped_is_refused_where_it_is_read_and_set_aside(fresh_home: Home) -> None:
+    index = ShardSet(fresh_home.documents.path / "train").index
+    flip_bit(fresh_home.documents.path / "train" / index["shards"][0]["file"])
+    with pytest.raises(StageFailed, match=r"\.arrow is damaged: its sha256 is .* moved to .*shards-pretrain 1111"):
+        build(PRETRAIN, stage_settings(1), fresh_home, fresh_home.pretrain_inputs())
+    assert fresh_home.store.artifacts("pretrain") == [] and fresh_home.store.artifacts("shards-pretrain") == []
+    assert not list(fresh_home.store.root.glob("work/pretrain/*/output/checkpoints/*")), "no step was made of it"
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "train/index.json"])
+def test_every_other_file_is_compared_before_a_process_starts(fresh_home: Home, name: str) -> None:
+    artifact = fresh_home.tokenizer if name == "tokenizer.json" else fresh_home.documents
+    flip_bit(artifact.path / name)
+    with pytest.raises(StageFailed, match=f"{name} is damaged"):
+        build(PRETRAIN, stage_settings(1), fresh_home, fresh_home.pretrain_inputs())
+    assert not list(fresh_home.store.root.glob("work/pretrain/*/job.json"))
+
+
+@pytest.mark.parametrize("name", ["train/index.json", "SHARD", "tokenizer.json"])
+def test_damage_that_the_check_of_rows_meets_is_set_aside_so_that_the_next_run_heals_it(fresh_home: Home, name: str) -> None:
+    settings = stage_settings(1)
+    sft = settings.sft.model_copy(update={"tokens_per_step": 10**6})  # so that the rows have to be counted
+    settings = settings.model_copy(update={"sft": sft, "tracking": settings.tracking.model_copy(update={"enabled": False})})
+    damaged = fresh_home.tokenizer if name == "tokenizer.json" else fresh_home.chats
+    shard = ShardSet(fresh_home.chats.path / "train").index["shards"][0]["file"]
+    flip_bit(damaged.path / name.replace("SHARD", f"train/{shard}"))
+    execution = PipelineRun("full", settings, fresh_home.store, Display(Console(quiet=True)), ["shards-sft", "sft"])
+    shards = Planned(
+        SHARDS_SFT,
+        "cached",
+        (),
+        fresh_home.chats.key,
+        fresh_home.chats,
+        inputs={"tokenizer": fresh_home.tokenizer},
+        reused=True,
+    )
+    execution.planned = [shards, Planned(SFT, "run", ())]
+    with pytest.raises(StageFailed, match=rf"stage sft: .* is damaged: .* moved to .*: {damaged.stage} {damaged.key[:12]}"):
+        execution.check_reused()
+    assert execution.failures.keys() == {"sft"} and fresh_home.store.artifacts(damaged.stage) == []
+    assert fresh_home.store.manifest_problem(damaged.path) is None, "the next run finds its place empty"
+
+
+def test_a_file_that_cannot_be_read_for_a_moment_is_not_set_aside(fresh_home: Home) -> None:
+    path = fresh_home.tokenizer.path / "tokenizer.json"
+    path.unlink()
+    path.mkdir()  # an error that is not a missing file
+    with pytest.raises(ArtifactError, match="cannot be read: Is a directory") as refused:
+        integrity.verify_artifact(fresh_home.tokenizer)
+    assert not isinstance(refused.value, DamagedFile)
+
+
+# --- memory -------------------------------------------------------------------------------------------------------------
+
+
+def read_bytes() -> int:
+    """What this process has read from files so far."""
+    counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(counts["rchar"])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells how much was read")
+def test_a_file_is_read_once_after_each_start_of_the_machine_and_when_its_inode_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = 16 << 20
+    path, memory = tmp_path / "weights", tmp_path / "verified.json"
+    path.write_bytes(bytes(size))
+    os.utime(path, ns=(LONG_AGO, LONG_AGO))
+    monkeypatch.setattr("ttrain.core.hashing.RACY_SECONDS", -1.0)  # else a file is remembered when it is two seconds old
+
+    def bytes_to_verify(boot: str) -> int:
+        cache, before = DigestCache(memory, boot=boot), read_bytes()
+        assert cache.file(path) == sha256_file(path)
+        cache.save()
+        return read_bytes() - before - size  # of which the comparison itself has read one
+
+    assert bytes_to_verify("monday") >= size
+    assert bytes_to_verify("monday") < 100_000
+    assert bytes_to_verify("tuesday") >= size
+    flip_bit(path)
+    assert bytes_to_verify("tuesday") >= size
+    assert stat.S_IMODE(memory.stat().st_mode) == 0o600
+
+
+def test_a_file_that_changed_a_moment_ago_is_not_remembered_whatever_its_mtime_says(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"data")
+    os.utime(path, ns=(LONG_AGO, LONG_AGO))
+    cache = DigestCache(tmp_path / "verified.json", boot="monday")
+    cache.file(path)
+    cache.save()
+    assert not (tmp_path / "verified.json").exists()
+
+
+# --- large files --------------------------------------------------------------------------------------------------------
+
+
+def publish_file(home: Home, size: int, key: str = "k" * 64) -> Artifact:
+    """An artifact with one file of bytes that differ from piece to piece."""
+    output = home.store.work("pretrain", key) / "output"
+    output.mkdir(parents=True)
+    megabytes = [number.to_bytes(4, "big") * (1 << 18) for number in range(-(-size >> 20))]
+    (output / "weights").write_bytes(b"".join(megabytes)[:size])
+    return home.store.publish("pretrain", key, output, {"result": {}, "ingredients": {"files": {}}, "inputs": {}})
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(integrity, "LARGE_BYTES", 4 << 20)
+    monkeypatch.setattr(integrity, "PIECE_BYTES", 2 << 20)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells how much was read")
+def test_publishing_a_large_file_reads_it_once_and_records_digests_of_its_pieces(fresh_home: Home) -> None:
+    size, before = integrity.LARGE_BYTES + 5, read_bytes()
+    artifact = publish_file(fresh_home, size)
+    assert size <= read_bytes() - before < 1.1 * size
+    entry = artifact.manifest["files"]["weights"]
+    data = (artifact.path / "weights").read_bytes()
+    starts = range(0, size, integrity.PIECE_BYTES)
+    digests = [blake2b(data[at : at + integrity.PIECE_BYTES], digest_size=32).hexdigest() for at in starts]
+    assert entry["pieces"] == {"bytes": integrity.PIECE_BYTES, "blake2b": digests}
+    assert entry["sha256"] == sha256(data).hexdigest()
+    before = read_bytes()
+    integrity.verify_entries([(artifact.path / "weights", entry)], None)
+    assert size <= read_bytes() - before < 1.1 * size
+
+
+def test_pieces_change_no_entry_of_a_small_file_and_no_content(fresh_home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = publish_file(fresh_home, 6 << 20)
+    assert small.manifest["files"]["weights"].keys() == {"bytes", "sha256", "mtime_ns"}
+    monkeypatch.setattr(integrity, "LARGE_BYTES", 4 << 20)
+    large = publish_file(fresh_home, 6 << 20, key="l" * 64)
+    assert "pieces" in large.manifest["files"]["weights"]
+    assert large.content == small.content
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_a_flipped_bit_of_a_large_file_is_told_by_the_bytes_of_its_piece(fresh_home: Home) -> None:
+    artifact = publish_file(fresh_home, 5 << 20)
+    integrity.verify_artifact(artifact)
+    flip_bit(artifact.path / "weights")
+    with pytest.raises(DamagedFile, match=r"weights is damaged: its bytes 2,097,152 to 4,194,303 are not those that"):
+        integrity.verify_artifact(artifact)
+    assert artifacts.verify(artifact) == [
+        "manifest.json says that it was made of other things than its key does",
+        "weights was altered after it was published",
+    ]
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_a_large_file_that_is_cut_while_it_is_read_is_damaged(fresh_home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = publish_file(fresh_home, 5 << 20).path / "weights"
+    entry = integrity.measure(path) | {"bytes": 5 << 20}
+    stat_of = os.fstat
+
+    def cut_after_its_size_was_read(descriptor: int) -> os.stat_result:
+        stat = stat_of(descriptor)
+        os.truncate(path, 3 << 20)
+        return stat
+
+    monkeypatch.setattr("os.fstat", cut_after_its_size_was_read)
+    with pytest.raises(DamagedFile, match="damaged: it ended at byte 3,145,728 while it was read"):
+        integrity.verify_entries([(path, entry)], None)
+    monkeypatch.undo()
+    with pytest.raises(DamagedFile, match="damaged: it has 3,145,728 bytes, but 5,242,880 were published"):
+        integrity.verify_entries([(path, entry)], None)
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_the_digest_of_a_manifest_covers_pieces(fresh_home: Home) -> None:
+    artifact = publish_file(fresh_home, 5 << 20)
+    manifest = json.loads((artifact.path / "manifest.json").read_bytes())
+    manifest["files"]["weights"]["pieces"]["blake2b"][1] = "0" * 64
+    assert altered_manifest(manifest) == "manifest.json was altered after it was written"
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize(
+    "pieces",
+    [None, {}, [], {"bytes": 0, "blake2b": []}, {"bytes": 2 << 20, "blake2b": ["0" * 64]}, {"bytes": "2", "blake2b": [1]}],
+)
+def test_a_large_file_whose_pieces_are_not_recorded_is_compared_by_its_sha256(fresh_home: Home, pieces: Any) -> None:
+    artifact = publish_file(fresh_home, 5 << 20)
+    entry = {**artifact.manifest["files"]["weights"], "pieces": pieces}
+    integrity.verify_entries([(artifact.path / "weights", entry)], None)
+    flip_bit(artifact.path / "weights")
+    with pytest.raises(DamagedFile, match="damaged: its sha256 is"):
+        integrity.verify_entries([(artifact.path / "weights", entry)], None)
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_a_large_file_of_a_copied_home_is_compared_by_its_pieces(fresh_home: Home) -> None:
+    artifact = publish_file(fresh_home, 5 << 20)
+    os.utime(artifact.path / "weights", ns=(LONG_AGO, LONG_AGO))
+    assert fresh_home.store.damage(artifact) is None
+    flip_bit(artifact.path / "weights")
+    assert fresh_home.store.damage(artifact) == "weights was altered after it was published"
+
+
+# --- what was made from it ----------------------------------------------------------------------------------------------
+
+
+def chain(home: Home, *, is_verified: bool) -> list[Artifact]:
+    """A model, one made from it, and one made from that, as this version or as an earlier one published them."""
+    artifacts: list[Artifact] = []
+    for stage in ("pretrain", "sft", "lora"):
+        output = home.store.work(stage, "k" * 64) / "output"
+        (output / "model").mkdir(parents=True)
+        (output / "model" / "weights.bin").write_bytes(stage.encode())
+        base = artifacts[-1] if artifacts else None
+        inputs = {"base": {"stage": base.stage, "key": base.key, "content": base.content}} if base else {}
+        manifest: dict[str, Any] = {"result": {}, "ingredients": {}, "inputs": inputs}
+        verified = {"inputs_verified": True} if is_verified else {}
+        artifacts.append(home.store.publish(stage, "k" * 64, output, {**manifest, **verified}))
+    return artifacts
+
+
+def stages(removals: list[UntrustedArtifact]) -> list[str]:
+    return [removal.stage for removal in removals]
+
+
+def test_what_was_made_from_a_damaged_artifact_without_a_look_at_its_bytes_is_set_aside_with_it(fresh_home: Home) -> None:
+    base, sft, lora = chain(fresh_home, is_verified=False)
+    flip_bit(base.path / "model" / "weights.bin")
+    moved = artifact_commands.set_aside(fresh_home.store, [UntrustedArtifact(base.path, "damaged", base)])
+    assert stages(moved) == ["pretrain", "sft", "lora"]
+    assert "made from pretrain kkkkkkkkkkkk without a look at its digests" in str(moved[1])
+    assert [fresh_home.store.find(one.stage, one.key) for one in (base, sft, lora)] == [None, None, None]
+
+
+def test_what_was_made_from_verified_bytes_stays(fresh_home: Home) -> None:
+    base, sft, lora = chain(fresh_home, is_verified=True)
+    flip_bit(base.path / "model" / "weights.bin")
+    assert stages(artifact_commands.set_aside(fresh_home.store, [UntrustedArtifact(base.path, "damaged", base)])) == [
+        "pretrain"
+    ]
+    assert fresh_home.store.find("sft", sft.key) and fresh_home.store.find("lora", lora.key)
+
+
+def test_what_was_made_from_an_artifact_whose_manifest_alone_is_lost_stays(fresh_home: Home) -> None:
+    base, *_ = chain(fresh_home, is_verified=False)
+    (base.path / "manifest.json").write_bytes(b"[" * 100_000)
+    (problem,) = fresh_home.store.unreadable().values()
+    assert "nested too deeply" in problem
+    assert stages(artifact_commands.set_aside(fresh_home.store, [UntrustedArtifact(base.path, problem)])) == ["pretrain"]
+
+
+def test_a_suspect_is_not_taken_from_mlflow_until_it_was_built_anew(fresh_home: Home) -> None:
+    base, sft, _ = chain(fresh_home, is_verified=False)
+
+    class Copies:
+        """Another place that has a copy of the adapted model."""
+
+        def manifest(self, stage: str, key: str) -> Mapping[str, Any] | None:
+            return sft.manifest if (stage, key) == (sft.stage, sft.key) else None
+
+        def fetch(self, stage: str, key: str, name: str, to: Path) -> None:
+            raise AssertionError
+
+    elsewhere = ArtifactStore(fresh_home.store.root, Copies())
+    flip_bit(base.path / "model" / "weights.bin")
+    artifact_commands.set_aside(fresh_home.store, [UntrustedArtifact(base.path, "damaged", base)])
+    assert elsewhere.find("sft", sft.key) is None
+    sft = replace(sft, manifest={**sft.manifest, "published": sft.manifest["published"] + 60})
+    assert elsewhere.find("sft", sft.key)
+
+
+def test_a_rotten_block_of_an_earlier_set_is_not_taken_over(fresh_home: Home, tmp_path: Path) -> None:
+    column = ShardSet(fresh_home.documents.path / "train").columns()[0]
+    entry, data = blocks.shards.shard_of("block.arrow", column, 400)
+    path = tmp_path / "train" / "block.arrow"
+    path.parent.mkdir()
+    path.write_bytes(data)
+    described = {"bytes": path.stat().st_size, "sha256": entry["sha256"]}
+    assert blocks.is_whole(path, described, None)
+    flip_bit(path)
+    assert not blocks.is_whole(path, described, None)

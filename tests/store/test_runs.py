@@ -1,0 +1,240 @@
+"""The history of runs: newest first, readable while they go on, and honest about those whose process is gone."""
+
+from __future__ import annotations
+
+import os
+import resource
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from ttrain.core.files import PRIVATE_FILE, private_directory, read_json, write_json
+from ttrain.flows import schedule_files, serving
+from ttrain.nightly.records import InputSnapshot, Nights
+from ttrain.store import runs
+from ttrain.store.artifacts import ArtifactStore
+from ttrain.store.runs import RunLog, RunRecord, history
+
+
+def record(home: Path, started: float = 0.0, **notes: object) -> RunRecord:
+    made = RunRecord(home, "full", ["tokenizer", "pretrain"], {"name": "x"})
+    made.note(started_unix=started, **notes)
+    return made
+
+
+def test_runs_are_listed_newest_first(tmp_path: Path) -> None:
+    names = [record(tmp_path, started=started).run for started in (2.0, 3.0, 1.0)]
+    assert [run["run"] for run in history(tmp_path)] == [names[1], names[0], names[2]]
+    assert history(tmp_path / "empty") == []
+
+
+def test_a_run_is_on_record_from_its_first_moment_to_its_end(tmp_path: Path) -> None:
+    made = RunRecord(tmp_path, "full", ["tokenizer", "pretrain"], {"name": "x"})
+    assert [stage["outcome"] for stage in history(tmp_path)[0]["stages"]] == ["pending", "pending"]
+    made.stage("pretrain", outcome="running", key="k")
+    (run,) = history(tmp_path)
+    assert (run["outcome"], run["stages"][1]) == ("running", {"name": "pretrain", "outcome": "running", "key": "k"})
+    made.finish("completed", {"eval/x": 1.0})
+    (run,) = history(tmp_path)
+    assert (run["outcome"], run["metrics"]) == ("completed", {"eval/x": 1.0})
+    assert run["seconds"] >= 0
+
+
+def test_a_run_whose_process_was_killed_is_shown_as_crashed(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        started = runs.process_started(process.pid)
+        made = record(tmp_path, process={"pid": process.pid, "started": started})
+        made.stage("pretrain", outcome="running")
+        assert history(tmp_path)[0]["outcome"] == "running"
+        process.kill()
+        process.wait()
+    (run,) = history(tmp_path)
+    assert run["outcome"] == "crashed"
+    assert [stage["outcome"] for stage in run["stages"]] == ["pending", "crashed"]
+
+
+def test_a_recycled_process_number_does_not_count_as_alive(tmp_path: Path) -> None:
+    own = runs.process_started(os.getpid())
+    assert own is not None
+    record(tmp_path, process={"pid": os.getpid(), "started": own - 1000})
+    assert history(tmp_path)[0]["outcome"] == "crashed"
+
+
+@pytest.mark.parametrize("outcome", ["completed", "failed", "interrupted", "cached"])
+def test_a_run_that_ended_keeps_its_outcome_when_its_process_is_gone(tmp_path: Path, outcome: str) -> None:
+    record(tmp_path, process={"pid": os.getpid(), "started": 1.0}).finish(outcome, {})
+    assert history(tmp_path)[0]["outcome"] == outcome
+
+
+def test_a_broken_record_does_not_hide_the_others(tmp_path: Path) -> None:
+    made = record(tmp_path)
+    (tmp_path / "runs" / "broken.json").write_text('{"run": ')
+    (tmp_path / "runs" / "older.json").write_text('{"run": "older", "outcome": "completed"}')
+    assert [run["run"] for run in history(tmp_path)] == [made.run]
+    assert read_json(made.path)["run"] == made.run
+
+
+def test_the_run_that_a_cached_one_equals_is_the_newest_completed_with_these_artifacts(tmp_path: Path) -> None:
+    keys = {"tokenizer": "a", "pretrain": "b"}
+    assert runs.equal_run(tmp_path, keys) is None
+    names = {}
+    for started, outcome, pretrain in (
+        (1, "completed", "b"),
+        (2, "completed", "b"),
+        (3, "completed", "c"),
+        (4, "failed", "b"),
+    ):
+        made = record(tmp_path, started=float(started))
+        made.stage("tokenizer", key="a")
+        made.stage("pretrain", key=pretrain)
+        made.finish(outcome, {})
+        names[started] = made.run
+        values = read_json(made.path)
+        write_json(made.path, {**values, "started_unix": float(started)})
+    assert runs.equal_run(tmp_path, keys) == names[2]
+    assert runs.equal_run(tmp_path, {"tokenizer": "a"}) is None
+
+
+def test_a_cached_run_leads_to_the_one_it_equals_without_a_look_at_older_ones(tmp_path: Path) -> None:
+    keys: dict[str, str | None] = {"tokenizer": "a", "pretrain": "b"}
+    first = record(tmp_path, started=1.0)
+    for stage, key in keys.items():
+        first.stage(stage, key=key)
+    first.finish("completed", {})
+    planned = [
+        SimpleNamespace(stage=SimpleNamespace(name=name), key=key, artifact=SimpleNamespace(path=tmp_path))
+        for name, key in keys.items()
+    ]
+    assert runs.equal_run(tmp_path, keys) == first.run
+    runs.record_cached(tmp_path, "full", planned, {}, {"eval/x": 1.0}, first.run)
+    cached = history(tmp_path)[0]
+    assert (cached["outcome"], cached["equals"], cached["metrics"]) == ("cached", first.run, {"eval/x": 1.0})
+    first.path.write_text("{")
+    assert runs.equal_run(tmp_path, keys) == first.run, "the newest record says it"
+    (tmp_path / "runs" / f"{cached['run']}.json").unlink()
+    assert runs.equal_run(tmp_path, {**keys, "pretrain": "c"}) is None
+
+
+@pytest.mark.parametrize(("outcome", "is_cut_short"), [("running", True), ("interrupted", True), ("completed", False)])
+def test_a_run_that_was_killed_after_its_last_stage_is_not_taken_for_a_whole_one(
+    tmp_path: Path, outcome: str, is_cut_short: bool
+) -> None:
+    made = record(tmp_path, process={"pid": os.getpid(), "started": 1.0})
+    made.stage("tokenizer", key="a")
+    made.stage("pretrain", key="b")
+    if outcome != "running":
+        made.finish(outcome, {})
+    assert runs.cut_short(tmp_path, {"tokenizer": "a", "pretrain": "b"}) == (made.run if is_cut_short else None)
+    assert runs.cut_short(tmp_path, {"tokenizer": "a", "pretrain": "c"}) is None
+
+
+def test_two_runs_of_the_same_second_never_share_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = iter(["0000", "0000", "0000", "0001"])
+    monkeypatch.setattr(secrets, "token_hex", lambda count: next(words))
+    one, other = record(tmp_path), record(tmp_path)
+    assert one.run != other.run
+    assert {run["run"] for run in history(tmp_path)} == {one.run, other.run}
+
+
+def test_a_run_takes_as_long_as_it_takes_whatever_happens_to_the_clock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = record(tmp_path)
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now - 86400)
+    made.finish("completed", {})
+    assert 0 <= history(tmp_path)[0]["seconds"] < 60
+
+
+@pytest.mark.parametrize(("age", "outcome"), [(0, "running"), (6, "running"), (8, "crashed")])
+def test_a_run_of_another_machine_is_believed_while_it_notes_something(tmp_path: Path, age: int, outcome: str) -> None:
+    """Its process cannot be asked for here: the same number may be anybody's."""
+    made = record(tmp_path, process={"pid": 1, "started": 1.0, "host": "another"})
+    when = made.path.stat().st_mtime - age * 86400
+    os.utime(made.path, (when, when))
+    assert history(tmp_path)[0]["outcome"] == outcome
+    assert runs.in_progress(tmp_path) == ([] if outcome == "crashed" else history(tmp_path))
+
+
+def test_who_builds_a_key_is_told_by_run_and_process(tmp_path: Path) -> None:
+    store = ArtifactStore(tmp_path)
+    assert runs.builder(store, "sft", "k") == "another run"
+    with store.lock("sft", "k"):
+        assert runs.builder(store, "sft", "k") == f"process {os.getpid()}"
+        made = record(tmp_path)
+        assert runs.builder(store, "sft", "k") == f"the run {made.run} (process {os.getpid()})"
+        made.finish("completed", {})
+        assert runs.builder(store, "sft", "k") == f"process {os.getpid()}"
+
+
+def test_a_full_disk_costs_the_note_and_not_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made = record(tmp_path)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limit[1]))
+    try:
+        made.stage("pretrain", outcome="running", key="k")
+        made.note(error="x")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert len([entry for entry in caplog.records if "cannot be written" in entry.message]) == 1
+    assert history(tmp_path)[0]["stages"][1] == {"name": "pretrain", "outcome": "pending"}
+    made.finish("completed", {})
+    assert history(tmp_path)[0]["stages"][1] == {"name": "pretrain", "outcome": "running", "key": "k"}, "nothing is lost"
+
+
+def test_records_and_logs_are_for_their_owner_alone_and_what_was_open_is_closed(tmp_path: Path) -> None:
+    runs_directory, night = tmp_path / "runs", tmp_path / "nightly" / "mine"
+    for path in (runs_directory / "old.json", runs_directory / "old.log", night / "night-000001.json"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("{}")
+        path.chmod(0o644)
+    for directory in (runs_directory, night, night.parent):
+        directory.chmod(0o755)
+    made = record(tmp_path)
+    RunLog(made.path.with_suffix(".log")).add("sft", "a line")
+    nights = Nights(tmp_path, "mine")
+    with nights.lock():
+        nights.begin(InputSnapshot({}, {}), None)
+    nights.skipped(None, "a reason")
+    paths = [path for root in (runs_directory, night.parent) for path in (root, *root.rglob("*"))]
+    assert len(paths) == 12
+    assert {path: oct(path.stat().st_mode & 0o777) for path in paths if path.stat().st_mode & 0o077} == {}
+
+
+def test_who_serves_is_for_the_owner_alone_also_in_an_older_home(tmp_path: Path) -> None:
+    folder = schedule_files.folder_of(tmp_path)
+    folder.mkdir()
+    (folder / serving.SERVING).write_text("{}")
+    folder.chmod(0o755)
+    (folder / serving.SERVING).chmod(0o644)
+    with serving.serve_lock(tmp_path):
+        assert [path.stat().st_mode & 0o777 for path in (folder, folder / serving.SERVING)] == [0o700, 0o600]
+
+
+def test_names_below_a_closed_directory_keep_their_modes_where_they_are_shared(tmp_path: Path) -> None:
+    weights = tmp_path / "mlflow" / "weights"
+    weights.parent.mkdir()
+    weights.write_bytes(b"w")
+    weights.parent.chmod(0o755)
+    weights.chmod(0o644)
+    private_directory(weights.parent, closes_files=False)
+    assert [path.stat().st_mode & 0o777 for path in (weights.parent, weights)] == [0o700, 0o644]
+
+
+def test_a_private_file_is_private_before_it_has_a_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    modes = []
+    monkeypatch.setattr(os, "fsync", lambda number: modes.append(os.fstat(number).st_mode & 0o777))
+    left = tmp_path / f".x.json.{os.getpid()}.tmp"
+    left.write_text("of a process of the same number that was killed")
+    left.chmod(0o644)
+    write_json(tmp_path / "x.json", {}, PRIVATE_FILE)
+    write_json(tmp_path / "x.json", {}, PRIVATE_FILE)
+    assert modes[::2] == [0o600, 0o600] and (tmp_path / "x.json").stat().st_mode & 0o777 == 0o600

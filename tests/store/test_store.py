@@ -1,0 +1,465 @@
+"""The store: all or nothing, noticed when altered, found again when copied, one writer at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.paths import ROOT
+
+from ttrain.core.files import read_json, remove_tree, write_json
+from ttrain.core.hashing import DigestCache
+from ttrain.errors import ArtifactError
+from ttrain.pipeline.names import base_digest_of
+from ttrain.store import runs
+from ttrain.store.artifacts import ArtifactStore
+from ttrain.store.layout import Artifact, home
+from ttrain.store.model_files import weight_files
+from ttrain.tracking import outbox
+
+STAGE, KEY = "pretrain", "k" * 64
+FILES = {
+    "model/weights.bin": b"weights",
+    "tokenizer.json": b"{}",
+    "run/log.txt": b"log",
+    "checkpoints/step-1/state.json": b"1",
+}
+MANIFEST = {"result": {"loss": 1.5}, "ingredients": {"settings": {}}}
+
+# In a process of its own, since it forks: publishes the work in copies of a home, each killed one call later.
+KILLED_PUBLISH = f"""
+import sys
+from pathlib import Path
+from support.kill_points import killed_everywhere
+from ttrain.store.artifacts import ArtifactStore
+def publish(home):
+    store = ArtifactStore(home)
+    store.publish({STAGE!r}, {KEY!r}, store.work({STAGE!r}, {KEY!r}) / "output", {MANIFEST!r})
+names = ("fsync", "rename", "replace", "mkdir", "unlink")
+print(killed_everywhere(Path(sys.argv[1]), Path(sys.argv[2]), names, publish, writing=True))
+"""
+HOLD_LOCK = """
+import sys
+from pathlib import Path
+from ttrain.store.artifacts import ArtifactStore
+with ArtifactStore(Path(sys.argv[1])).lock("pretrain", "key"):
+    print("held", flush=True)
+    sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ArtifactStore:
+    return ArtifactStore(tmp_path / "home")
+
+
+def make_output(path: Path, changed: Mapping[str, bytes] | None = None) -> Path:
+    """What a stage leaves: files that others read, a log, a checkpoint."""
+    for name, data in {**FILES, **(changed or {})}.items():
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_bytes(data)
+    return path
+
+
+def publish(store: ArtifactStore, key: str = KEY, changed: Mapping[str, bytes] | None = None) -> Artifact:
+    return store.publish(STAGE, key, make_output(store.work(STAGE, key) / "output", changed), MANIFEST)
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {p.relative_to(directory).as_posix(): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
+
+
+def snapshot(directory: Path) -> dict[str, tuple[int, int, bytes]]:
+    found = {}
+    for path in sorted(directory.rglob("*")):
+        stat = path.stat()
+        found[str(path)] = (stat.st_mtime_ns, stat.st_ino, path.read_bytes() if path.is_file() else b"")
+    return found
+
+
+def python(code: str, *arguments: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-P", "-c", code, *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("replaces", [False, True], ids=["fresh", "in place of another"])
+def test_publishing_is_all_or_nothing_wherever_it_is_killed(tmp_path: Path, replaces: bool) -> None:
+    new = {"model/weights.bin": b"rebuilt"}
+    whole = {**FILES, **new}
+    template = ArtifactStore(tmp_path / "home")
+    if replaces:
+        publish(template)
+    make_output(template.work(STAGE, KEY) / "output", new)
+    with python(KILLED_PUBLISH, template.root, tmp_path / "copies") as process:
+        printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert int(printed) >= 12, "it was killed at each of its calls"
+    for number in range(1, int(printed) + 1):
+        store = ArtifactStore(tmp_path / "copies" / str(number))
+        found = store.find(STAGE, KEY)
+        assert found or not store.path(STAGE, KEY).exists(), "nothing half published lies in the store"
+        if found:
+            assert published_files(found) in ([whole, FILES] if replaces else [whole])
+        finished = store.finish_publishing(STAGE, KEY)
+        if finished:
+            assert store.find(STAGE, KEY) == finished, "what lacked only its place is not built again"
+            assert published_files(finished) == whole
+        output = store.work(STAGE, KEY) / "output"
+        if not output.exists():
+            assert found or finished, "nothing is lost"
+            make_output(output, new)
+        assert published_files(store.publish(STAGE, KEY, output, MANIFEST)) == whole
+        assert store.find(STAGE, KEY)
+
+
+def published_files(artifact: Artifact) -> dict[str, bytes]:
+    """What lies in an artifact, which is what its manifest says."""
+    seen = contents(artifact.path)
+    assert json.loads(seen.pop("manifest.json"))["files"].keys() == seen.keys()
+    return seen
+
+
+def test_what_a_kill_left_of_a_file_s_writing_is_not_published(store: ArtifactStore) -> None:
+    output = store.work(STAGE, KEY) / "output"
+    make_output(output, {"model/.config.json.4242.tmp": b"{", ".manifest.json.77.tmp": b"", "model/.mine.tmp": b"kept"})
+    published = store.publish(STAGE, KEY, output, MANIFEST)
+    assert published_files(published).keys() == {*FILES, "model/.mine.tmp"}
+
+
+def test_a_published_artifact_is_found_with_what_was_said_about_it(store: ArtifactStore) -> None:
+    published = publish(store)
+    assert ArtifactStore(store.root).find(STAGE, KEY) == published
+    assert published.result == {"loss": 1.5}
+    assert not store.work(STAGE, KEY).joinpath("output").exists()
+    assert store.find(STAGE, "another") is None
+    assert store.find("sft", KEY) is None
+
+
+def test_without_a_manifest_it_does_not_exist(store: ArtifactStore) -> None:
+    make_output(store.path(STAGE, KEY))
+    assert store.find(STAGE, KEY) is None
+    assert store.artifacts(STAGE) == []
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"format": 2}', '{"format": 1}', '"x"', "[" * 100_000])
+def test_a_manifest_that_is_broken_or_of_another_format_is_not_trusted(store: ArtifactStore, text: str) -> None:
+    (publish(store).path / "manifest.json").write_text(text)
+    assert store.find(STAGE, KEY) is None
+
+
+def test_a_changed_figure_in_a_manifest_is_damage_and_one_of_an_earlier_version_is_read(store: ArtifactStore) -> None:
+    path = publish(store).path / "manifest.json"
+    told = json.loads(path.read_bytes())
+    write_json(path, {**told, "result": {"loss": 1.4}})
+    assert store.find(STAGE, KEY) is None
+    (artifact,) = store.artifacts(STAGE)
+    assert store.damage(artifact) == "manifest.json was altered after it was written"
+    write_json(path, {name: value for name, value in told.items() if name != "manifest_sha256"})
+    assert store.find(STAGE, KEY), "it has no digest of its own"
+
+
+def test_the_digest_of_a_manifest_is_that_of_what_a_reader_gets(store: ArtifactStore) -> None:
+    """Keys that are numbers, tuples, and figures that are no numbers are written as JSON has them."""
+    result = {2: "two", 10: ("ten", 1e22), "loss": float("nan"), "half": "caf\u00e9"}
+    store.publish(STAGE, KEY, make_output(store.work(STAGE, KEY) / "output"), {**MANIFEST, "result": result})
+    assert store.find(STAGE, KEY)
+
+
+def test_json_that_is_nested_without_end_is_a_file_that_cannot_be_read(store: ArtifactStore) -> None:
+    """Not a traceback: a run's record, what is remembered of files, an adapter's base, an outbox, an index of weights."""
+    nested = "[" * 100_000
+    for name in (
+        "runs/full-1.json",
+        "cache/digests.json",
+        "a/base.json",
+        "a/journal.jsonl",
+        "a/model.safetensors.index.json",
+    ):
+        (store.root / name).parent.mkdir(parents=True, exist_ok=True)
+        (store.root / name).write_text(nested)
+    assert read_json(store.root / "runs/full-1.json") is None and list(runs.history(store.root)) == []
+    assert DigestCache(store.root / "cache/digests.json").file(store.root / "a/base.json")
+    assert base_digest_of(store.root / "a") is None and outbox.read_journal(store.root / "a") == {}
+    with pytest.raises(ArtifactError, match="is not an index of shards: ValueError: it is nested too deeply"):
+        weight_files(store.root / "a")
+
+
+def alter(path: Path) -> None:
+    path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
+    os.utime(path, ns=(1, 1))  # not left to the clock's granularity
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (alter, "altered"),
+        (lambda path: path.unlink(), "missing"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "bytes"),
+        (lambda path: path.write_bytes(path.read_bytes() + b"."), "bytes"),
+    ],
+    ids=["altered", "deleted", "truncated", "lengthened"],
+)
+@pytest.mark.parametrize("name", sorted(FILES))
+def test_damage_to_any_file_is_noticed_and_named(
+    store: ArtifactStore, harm: Callable[[Path], None], said: str, name: str
+) -> None:
+    artifact = publish(store)
+    harm(artifact.path / name)
+    assert store.find(STAGE, KEY) is None
+    damage = store.damage(artifact)
+    assert damage is not None
+    assert name in damage
+    assert said in damage
+    assert [found.key for found in store.artifacts(STAGE)] == [KEY], "listed all the same, so that it can be explained"
+    with pytest.raises(ArtifactError, match=STAGE):
+        store.latest(STAGE)
+
+
+def test_touching_a_file_is_no_damage(store: ArtifactStore) -> None:
+    artifact = publish(store)
+    for name in FILES:
+        os.utime(artifact.path / name, ns=(10**18, 10**18))
+    assert store.find(STAGE, KEY) == artifact
+
+
+def test_a_copied_home_is_found_and_never_written_through_to_the_original(store: ArtifactStore, tmp_path: Path) -> None:
+    keys = [letter * 64 for letter in "abc"]
+    for key in keys:
+        publish(store, key)
+    store.cache.save()
+    before = snapshot(store.root)
+    shutil.copytree(store.root, tmp_path / "copy", copy_function=shutil.copyfile)  # new mtimes, other inodes
+    copy = ArtifactStore(tmp_path / "copy")
+    found = [copy.find(STAGE, key) for key in keys]
+    assert [artifact and artifact.path.is_relative_to(copy.root) for artifact in found] == [True] * 3
+    publish(copy, keys[0], {"model/weights.bin": b"other"})
+    publish(copy, "d" * 64)
+    copy.cache.save()
+    assert snapshot(store.root) == before
+
+
+def test_a_moved_home_works_when_the_old_place_is_gone(store: ArtifactStore, tmp_path: Path) -> None:
+    publish(store)
+    store.root.rename(tmp_path / "moved")
+    moved = ArtifactStore(tmp_path / "moved")
+    assert moved.latest(STAGE).path == tmp_path / "moved" / "store" / STAGE / KEY
+
+
+def test_the_newest_whole_artifact_is_the_latest(store: ArtifactStore) -> None:
+    for key in ("old", "middle", "new"):
+        publish(store, key)
+    assert [artifact.key for artifact in store.artifacts(STAGE)] == ["new", "middle", "old"]
+    (store.path(STAGE, "new") / "tokenizer.json").unlink()
+    assert store.latest(STAGE).key == "middle"
+
+
+def test_what_no_other_stage_reads_does_not_count_in_the_content(store: ArtifactStore) -> None:
+    first = publish(store, "first")
+    private = publish(store, "private", {"run/log.txt": b"other", "checkpoints/step-1/state.json": b"2"})
+    public = publish(store, "public", {"model/weights.bin": b"other"})
+    renamed = publish(store, "renamed", {"model/weights2.bin": b""})
+    assert first.content == private.content
+    assert len({first.content, public.content, renamed.content}) == 3
+    assert first.part(("tokenizer.json",)) == public.part(("tokenizer.json",))
+    assert first.part(("model",)) != public.part(("model",))
+
+
+def test_rebuilt_output_is_compared_by_what_others_read(store: ArtifactStore, tmp_path: Path) -> None:
+    artifact = publish(store)
+    assert store.compare(artifact, make_output(tmp_path / "same", {"run/log.txt": b"other"})) is artifact
+    assert store.compare(artifact, make_output(tmp_path / "other", {"tokenizer.json": b"[]"})) is None
+
+
+def test_what_is_replaced_is_set_aside_and_not_lost(store: ArtifactStore) -> None:
+    publish(store)
+    publish(store, KEY, {"model/weights.bin": b"second"})
+    kept = list((store.root / "replaced" / STAGE).iterdir())
+    assert [(path / "model/weights.bin").read_bytes() for path in kept] == [b"weights"]
+    found = store.find(STAGE, KEY)
+    assert found is not None
+    assert (found.path / "model/weights.bin").read_bytes() == b"second"
+
+
+def test_a_symbolic_link_is_refused(store: ArtifactStore, tmp_path: Path) -> None:
+    output = make_output(tmp_path / "output")
+    (output / "link").symlink_to(output / "tokenizer.json")
+    with pytest.raises(ArtifactError, match="symbolic link"):
+        store.publish(STAGE, KEY, output, MANIFEST)
+    assert store.find(STAGE, KEY) is None
+
+
+@pytest.fixture
+def holder(store: ArtifactStore) -> Iterator[subprocess.Popen[str]]:
+    """Another process that holds the lock of (pretrain, key)."""
+    process = python(HOLD_LOCK, store.root)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+@pytest.mark.parametrize("end", ["leaves", "is killed"])
+def test_the_second_process_waits_for_the_lock_until_the_first_one(
+    store: ArtifactStore, holder: subprocess.Popen[str], end: str
+) -> None:
+    waiting, taken, order = threading.Event(), threading.Event(), []
+
+    def take() -> None:
+        with store.lock("pretrain", "key", waiting=waiting.set):
+            order.append("taken")
+            taken.set()
+
+    thread = threading.Thread(target=take, daemon=True)
+    thread.start()
+    assert waiting.wait(30)
+    assert not taken.wait(0.3), "it is still held by the other process"
+    order.append("ended")
+    if end == "leaves":
+        assert holder.stdin is not None
+        holder.stdin.write("\n")
+        holder.stdin.flush()
+    else:
+        holder.send_signal(signal.SIGKILL)
+    assert taken.wait(30)
+    assert order == ["ended", "taken"]
+    thread.join(30)
+
+
+def test_other_keys_and_stages_are_not_locked(store: ArtifactStore, holder: subprocess.Popen[str]) -> None:
+    asked: list[str] = []
+    with store.lock("pretrain", "other", waiting=lambda: asked.append("other")):
+        with store.lock("sft", "key", waiting=lambda: asked.append("sft")):
+            assert holder.poll() is None
+    assert asked == []
+
+
+def test_who_waits_is_told_which_process_has_the_lock(store: ArtifactStore, holder: subprocess.Popen[str]) -> None:
+    assert store.holder("pretrain", "key") == (holder.pid, platform.node())
+    told: list[tuple[int, str] | None] = []
+    assert holder.stdin is not None
+
+    def waiting() -> None:
+        told.append(store.holder("pretrain", "key"))
+        holder.stdin.write("\n")  # type: ignore[union-attr]
+        holder.stdin.flush()  # type: ignore[union-attr]
+
+    with store.lock("pretrain", "key", waiting=waiting):
+        assert store.holder("pretrain", "key") == (os.getpid(), platform.node())
+    assert told == [(holder.pid, platform.node())]
+    assert store.holder("pretrain", "key") is None
+
+
+def test_an_artifact_is_newer_than_those_before_it_also_where_the_clock_was_set_back(
+    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for key, clock in (("first", 2e9), ("second", 1e9), ("third", 1e9), ("fourth", 2e9 + 60)):
+        monkeypatch.setattr(time, "time", lambda now=clock: now)
+        publish(store, key)
+    assert [artifact.key for artifact in store.artifacts(STAGE)] == ["fourth", "third", "second", "first"]
+    assert store.latest(STAGE).manifest["published"] == 2e9 + 60, "and it shows the time again once that is later"
+
+
+def test_all_that_is_published_is_on_disk_before_its_name_is(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each file and directory is waited for after its last change, and the new names after the rename."""
+    order: list[tuple[str, int]] = []
+    fsync, rename = os.fsync, os.rename
+
+    def synced(descriptor: int) -> None:
+        order.append(("fsync", os.fstat(descriptor).st_ino))
+        fsync(descriptor)
+
+    def renamed(source: Any, target: Any) -> None:
+        order.append(("rename", Path(source).stat().st_ino))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "rename", renamed)
+    path = publish(store).path
+    before, after = (
+        order[: order.index(("rename", path.stat().st_ino))],
+        order[order.index(("rename", path.stat().st_ino)) :],
+    )
+    assert {inode for _, inode in before} >= {entry.stat().st_ino for entry in [path, *path.rglob("*")]}
+    assert ("fsync", path.parent.stat().st_ino) in after
+    assert ("fsync", path.parent.parent.stat().st_ino) in order, "the stage's own directory is new, too"
+    manifest = (path / "manifest.json").stat().st_ino
+    assert [inode for _, inode in before].index(manifest) > max(
+        [inode for _, inode in before].index((path / name).stat().st_ino) for name in FILES
+    ), "the manifest is last"
+
+
+def test_work_that_changed_after_its_manifest_was_written_is_not_taken_for_finished(store: ArtifactStore) -> None:
+    whole = publish(store).path
+    output = store.work(STAGE, KEY) / "output"
+    whole.rename(output)  # as it is before the last step
+    (output / "tokenizer.json").write_bytes(b"[]")
+    assert store.finish_publishing(STAGE, KEY) is None
+    (output / "tokenizer.json").write_bytes(b"{}")
+    assert store.finish_publishing("sft", KEY) is None
+    assert store.finish_publishing(STAGE, KEY) == store.find(STAGE, KEY)
+    assert store.find(STAGE, KEY) is not None
+
+
+def test_an_artifact_that_was_copied_to_the_place_of_another_key_is_not_found_there(store: ArtifactStore) -> None:
+    artifact = publish(store)
+    shutil.copytree(artifact.path, store.path(STAGE, "other"))
+    shutil.copytree(artifact.path, store.path("sft", KEY))
+    assert store.find(STAGE, "other") is None
+    assert store.find("sft", KEY) is None
+    assert [found.key for found in store.everything()] == [KEY]
+
+
+def test_a_file_that_cannot_be_written_leaves_the_old_one_and_nothing_else(tmp_path: Path) -> None:
+    write_json(tmp_path / "value.json", {"old": 1})
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
+    try:
+        with pytest.raises(OSError, match=r"value\.json"):
+            write_json(tmp_path / "value.json", {"new": "x" * 5000})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert read_json(tmp_path / "value.json") == {"old": 1}
+    assert [path.name for path in tmp_path.iterdir()] == ["value.json"]
+
+
+def test_json_is_written_whole_and_what_is_not_json_reads_as_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "value.json"
+    write_json(path, {"text": "ü\u2028", "number": 1})
+    assert read_json(path) == {"text": "ü\u2028", "number": 1}
+    assert [found.name for found in tmp_path.iterdir()] == ["value.json"]
+    path.write_bytes(b"{")
+    assert read_json(path) is None
+    assert read_json(tmp_path / "missing.json") is None
+
+
+def test_a_removed_tree_is_gone_and_a_missing_one_is_no_error(tmp_path: Path) -> None:
+    make_output(tmp_path / "tree")
+    remove_tree(tmp_path / "tree")
+    remove_tree(tmp_path / "tree")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_home_is_absolute_whatever_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TTRAIN_HOME", raising=False)
+    assert home() == tmp_path / "artifacts"
+    monkeypatch.setenv("TTRAIN_HOME", "elsewhere")
+    assert home() == tmp_path / "elsewhere"

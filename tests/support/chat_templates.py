@@ -1,0 +1,39 @@
+"""Chat templates for tests."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def make(directory: Path, template: str | None, **config: Any) -> Path:
+    """A tokenizer as ChatML models bring it: three special tokens, no padding of its own."""
+    trained = Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trained.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    trained.train_from_iterator(["the quick brown fox jumps over the lazy dog; user assistant system tool"] * 5, trainer)
+    directory.mkdir(parents=True, exist_ok=True)
+    trained.save(str(directory / "tokenizer.json"))
+    settings = {
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "bos_token": None,
+        "chat_template": template,
+        **config,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    return directory

@@ -1,0 +1,45 @@
+"""Tiny models that MLflow opens."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from support.doubles import make_tokenizer
+
+from ttrain.config import Lora, Model
+from ttrain.model import adapters, factory
+from ttrain.stages import new_model
+from ttrain.store.model_files import weights_digest
+from ttrain.tracking.model_description import ADAPTER, MODEL
+
+TALKATIVE = {"tie_embeddings": False, "init_std": 0.3}  # small weights repeat the last token for ever
+
+
+def fresh(directory: Path, **settings: Any) -> Path:
+    """A model of random weights, as stages leave theirs."""
+    encoder = make_tokenizer(directory / "tokenizer")
+    config = Model.model_validate({"hidden_size": 32, "layers": 2, "heads": 2, "max_length": 64, **TALKATIVE, **settings})
+    new_model.write(new_model.new(config, encoder, seed=3), directory / "tokenizer", directory / MODEL)
+    return directory / MODEL
+
+
+def adapted(directory: Path, base: Path, **settings: Any) -> Path:
+    """An adapter with random weights onto it."""
+    (directory / ADAPTER).mkdir(parents=True)
+    config = Lora.model_validate({"rank": 2, "virtual_tokens": 4, "row_length": 32, **settings})
+    model = adapters.attach(factory.load(base), config)
+    torch.manual_seed(5)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data.add_(0.2 * torch.randn_like(parameter))
+    for name, data in adapters.files(model, base="ttrain-sft", base_digest=weights_digest(base)).items():
+        (directory / ADAPTER / name).write_bytes(data)
+    from safetensors.torch import save_file
+
+    save_file(adapters.state(model), directory / ADAPTER / adapters.WEIGHTS, metadata={"format": "pt"})
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copyfile(base / name, directory / ADAPTER / name)
+    return directory / ADAPTER

@@ -1,0 +1,133 @@
+"""Homes whose stages are published without being run, for tests of plans."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.paths import ROOT
+
+from ttrain.config import Settings
+from ttrain.config.loading import load
+from ttrain.flows.full import full
+from ttrain.pipeline.plan import plan, plan_stage
+from ttrain.pipeline.recipe import Planned
+from ttrain.stages import STAGES, Stage
+from ttrain.store.artifacts import ArtifactStore
+from ttrain.store.layout import Artifact
+
+SHARDS = {"shards-pretrain", "shards-sft", "shards-lora"}
+
+
+AFTER_SFT = {"sft", "lora", "evaluate"}
+
+
+EVERYTHING = {"tokenizer", *SHARDS, "pretrain", *AFTER_SFT}
+
+
+RESULT = {"rows": {"rows": 10}, "steps": 1, "tokens": 4096}
+
+
+class House:
+    """A home with the user's own files, and stages that leave a file with their key in it instead of working."""
+
+    def __init__(self, directory: Path) -> None:
+        self.data, self.store = directory / "data", ArtifactStore(directory / "home")
+        self.data.mkdir()
+        self.write("documents.jsonl", '{"text": "a"}\n')
+        self.write("chats.jsonl", '{"messages": []}\n')
+        self.write("domain.jsonl", '{"messages": [1]}\n')
+
+    def write(self, name: str, text: str) -> Path:
+        path = self.data / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        return path
+
+    def settings(self, *overrides: str, files: Sequence[Path] = ()) -> Settings:
+        data = {"pretrain": "documents", "sft": "chats", "lora": "domain"}
+        own = [f"data.{name}={self.data / file}.jsonl" for name, file in data.items()]
+        return load([*own, *overrides], files=files, environment={}).settings
+
+    def build(
+        self,
+        settings: Settings,
+        says: Callable[[str, str], str] = lambda stage, key: key,
+        stages: Collection[str] = tuple(STAGES),
+    ) -> dict[str, Artifact]:
+        """Publish what is missing of these stages, in the recipe's order."""
+        built: dict[str, Artifact] = {}
+
+        def stage_(stage: Stage, **inputs: Artifact | None) -> Artifact | None:
+            if stage.name not in stages:
+                return None
+            given = {name: artifact for name, artifact in inputs.items() if artifact}
+            planned = plan_stage(stage, settings, self.store, given)
+            built[stage.name] = planned.artifact or self.publish(planned, says(stage.name, str(planned.key)))
+            return built[stage.name]
+
+        full(stage_, settings)
+        return built
+
+    def publish(
+        self, planned: Planned, text: str = "", result: dict[str, Any] | None = None, steps: Any = (), **more: Any
+    ) -> Artifact:
+        assert planned.key
+        output = self.store.work(planned.stage.name, planned.key) / "output"
+        (output / "heldout").mkdir(parents=True)
+        (output / "heldout" / "file").write_text(text)
+        for step in steps:
+            (output / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
+            (output / "checkpoints" / f"step-{step:08d}" / "state.json").write_text(str(step))
+        manifest = {"result": result or RESULT, "ingredients": planned.ingredients, **more}
+        return self.store.publish(planned.stage.name, planned.key, output, manifest)
+
+    def plan(
+        self, *overrides: str, files: Sequence[Path] = (), force: frozenset[str] = frozenset(), **options: Any
+    ) -> dict[str, Planned]:
+        stages = plan(full, self.settings(*overrides, files=files), ArtifactStore(self.store.root), force, **options)
+        return {planned.stage.name: planned for planned in stages}
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> House:
+    return House(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The home of a house where everything is finished, to be copied."""
+    house = House(tmp_path_factory.mktemp("finished"))
+    house.build(house.settings())
+    house.plan()
+    return house.store.root
+
+
+@pytest.fixture
+def built(house: House, finished: Path) -> House:
+    """A house where everything is finished."""
+    shutil.copytree(finished, house.store.root)
+    house.store = ArtifactStore(house.store.root)
+    return house
+
+
+def running(stages: dict[str, Planned]) -> set[str]:
+    return {name for name, planned in stages.items() if planned.state == "run"}
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """A copy of the package, to be altered."""
+    shutil.copytree(ROOT / "ttrain", tmp_path / "code" / "ttrain", ignore=shutil.ignore_patterns("__pycache__", "configs"))
+    return tmp_path / "code" / "ttrain"
+
+
+def append(path: Path, code: str) -> None:
+    path.write_text(path.read_text(encoding="utf-8") + code, encoding="utf-8")
+
+
+def tokens(steps: int) -> list[str]:
+    return [f"pretrain.tokens={steps * 4096}", "pretrain.tokens_per_step=4096"]

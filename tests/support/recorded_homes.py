@@ -1,0 +1,173 @@
+"""Homes with runs on record, made in milliseconds: records, artifacts with curves, and the same in a real MLflow."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ttrain import tracking
+from ttrain.config import Settings
+from ttrain.core.files import write_json
+from ttrain.core.hashing import digest_of
+from ttrain.store.layout import FORMAT
+from ttrain.store.runs import process_started
+
+BEGAN = 1_795_000_000.0  # seconds since 1970, of the first run
+TOKENS_PER_STEP = 512
+NONE_SUCH = {"pid": 2**22 + 1, "started": 1.0, "host": platform.node()}  # a process that is gone
+
+
+@dataclass
+class Made:
+    """A stage of a run to be made: `losses` by step, None where there was no number."""
+
+    stage: str
+    losses: Sequence[float | None] = ()
+    outcome: str = "completed"
+    key: str = ""
+    result: Mapping[str, Any] = field(default_factory=dict)
+    inputs: Mapping[str, tuple[str, str, str]] = field(default_factory=dict)  # name: stage, key, content
+    files: Mapping[str, str] = field(default_factory=dict)  # name: sha256
+    code: Mapping[str, str] = field(default_factory=dict)
+    noted: Mapping[str, Any] = field(default_factory=dict)
+    texts: Mapping[str, str] = field(default_factory=dict)  # files of the artifact
+
+    def __post_init__(self) -> None:
+        self.key = self.key or digest_of(
+            [self.stage, list(self.losses), dict(self.result), dict(self.files), dict(self.inputs)]
+        )
+
+
+def rows_of(losses: Sequence[float | None], began: float) -> list[dict[str, Any]]:
+    """Lines of `metrics.jsonl`: a loss a step, and a validation at every fourth."""
+    rows = []
+    for step, loss in enumerate(losses, start=1):
+        metrics: dict[str, float | None] = {"loss": loss, "lr": 0.001 * step, "grad_norm": 1 / step}
+        if step % 4 == 0:
+            metrics["validation_loss"] = None if loss is None else loss + 0.125
+        rows.append({"step": step, "tokens": TOKENS_PER_STEP * step, "time": began + 2.0 * step, "metrics": metrics})
+    return rows
+
+
+def make_run(
+    home: Path,
+    name: str,
+    stages: Sequence[Made],
+    *,
+    number: int = 0,
+    outcome: str = "completed",
+    settings: Mapping[str, Any] | None = None,
+    metrics: Mapping[str, float] | None = None,
+    tracked: bool = False,
+    **noted: Any,
+) -> str | None:
+    """Put a run on record, its artifacts into the store, and where `tracked` all of it into MLflow; MLflow's id of it."""
+    began = BEGAN + 1000 * number
+    for made in stages:
+        if made.outcome == "completed":
+            _artifact(home, made, began)
+    tree = Settings.model_validate(dict(settings or {})).model_dump(mode="json")
+    run_id = _track(home, name, stages, tree, metrics or {}, outcome, began) if tracked else None
+    record = {
+        "run": name,
+        "pipeline": name.split("-")[0],
+        "outcome": outcome,
+        "started": "",
+        "started_unix": began,
+        "seconds": 60.5,
+        "process": NONE_SUCH,
+        "stages": [
+            {"name": one.stage, "outcome": one.outcome, "key": one.key, "seconds": 5.5, **one.noted} for one in stages
+        ],
+        "metrics": dict(metrics or {}),
+        "settings": tree,
+        "tracking": {"run_id": run_id, "url": None},
+        **noted,
+    }
+    (home / "runs").mkdir(parents=True, exist_ok=True)
+    write_json(home / "runs" / f"{name}.json", record)
+    return run_id
+
+
+def _artifact(home: Path, made: Made, began: float) -> None:
+    directory = home / "store" / made.stage / made.key
+    (directory / "run").mkdir(parents=True, exist_ok=True)
+    for name, text in made.texts.items():
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_text(text, encoding="utf-8")
+    if made.losses:
+        lines = (json.dumps(row) + "\n" for row in rows_of(made.losses, began))
+        (directory / "run" / "metrics.jsonl").write_text("".join(lines))
+    inputs = {name: {"stage": stage, "key": key, "content": content} for name, (stage, key, content) in made.inputs.items()}
+    manifest = {
+        "format": FORMAT,
+        "stage": made.stage,
+        "key": made.key,
+        "published": began + 30.0,
+        "seconds": 5.5,
+        "files": {},
+        "inputs": inputs,
+        "result": dict(made.result),
+        "continued": [],
+        "extends": None,
+        "ingredients": {
+            "stage": made.stage,
+            "settings": {},
+            "code": dict(made.code),
+            "inputs": {name: content for name, (_, _, content) in made.inputs.items()},
+            "files": {"train": [{"name": name, "sha256": digest} for name, digest in made.files.items()]}
+            if made.files
+            else {},
+        },
+        "provenance": {"ttrain": "0", "python": "3.11.9", "platform": "Linux", "libraries": {"torch": "2.13.0"}},
+    }
+    write_json(directory / "manifest.json", manifest)
+
+
+def _track(
+    home: Path,
+    name: str,
+    stages: Sequence[Made],
+    settings: Mapping[str, Any],
+    metrics: Mapping[str, float],
+    outcome: str,
+    began: float,
+) -> str:
+    """By the client that the pipeline uses."""
+    store = tracking.open_store(home, "ttrain")
+    assert isinstance(store, tracking.MlflowStore)
+    parent = store.start_run(name, run_id=None, parent_run_id=None, tags={"ttrain.pipeline": "full"}, params={})
+    assert isinstance(parent, tracking.TrackedRun)
+    for made in stages:
+        if made.outcome != "completed":
+            continue
+        tags = {"ttrain.stage": made.stage, "ttrain.key": made.key, "ttrain.run": name}
+        child = store.start_run(made.stage, run_id=None, parent_run_id=parent.id, tags=tags, params={"stage": made.stage})
+        assert isinstance(child, tracking.TrackedRun)
+        assert child.log_metrics(rows_of(made.losses, began))
+        child.log_summary({"final/loss": 1.5})
+        child.log_directory(home / "store" / made.stage / made.key, made.stage)
+        child.finish("FINISHED")
+    parent.log_summary(metrics)
+    parent.finish("FINISHED" if outcome == "completed" else "KILLED")
+    store.close()
+    assert parent.id is not None
+    return parent.id
+
+
+def alive() -> dict[str, Any]:
+    """The process of the test itself, for the record of a run that goes on."""
+    import os
+
+    return {"pid": os.getpid(), "started": process_started(os.getpid()), "host": platform.node()}
+
+
+def falling(steps: int, to: float = 3.0, *, gap: int = 0) -> list[float | None]:
+    """Losses that fall from about 8; none at the step `gap`."""
+    losses = [to + 5 * math.exp(-step / (steps / 4)) for step in range(1, steps + 1)]
+    return [None if step == gap else round(loss, 6) for step, loss in enumerate(losses, start=1)]

@@ -1,0 +1,112 @@
+"""`ttrain pipeline serve` as a process of its own, and what its Prefect server says."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+from support.pipeline_home import Cli
+
+from ttrain.flows import server_processes
+from ttrain.store import server_records
+
+
+class Served:
+    """`ttrain pipeline serve` in a process of its own, whose output is read as it comes."""
+
+    def __init__(self, cli: Cli) -> None:
+        self.cli, self.lines = cli, list[str]()
+        self.process = subprocess.Popen(
+            cli.command("pipeline", "serve", settings=False),
+            env=cli.environment, cwd=cli.data, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        threading.Thread(target=self._read, daemon=True).start()
+        try:  # on a machine with much other work a server takes minutes to start
+            self.wait_for("stop with Ctrl-C", 400)
+        except BaseException:
+            self.process.kill()
+            raise
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        self.lines.extend(self.process.stdout)
+
+    @property
+    def said(self) -> str:
+        return "".join(self.lines)
+
+    def wait_for(self, text: str, seconds: float = 60) -> None:
+        wait_until(lambda: text in self.said or self.process.poll() is not None, seconds, lambda: self.said)
+        assert text in self.said, self.said
+
+    def stop(self, signum: int = signal.SIGTERM, seconds: float = 60) -> int:
+        self.process.send_signal(signum)
+        return self.process.wait(seconds)
+
+
+def wait_until(condition: Callable[[], Any], seconds: float, said: Callable[[], str] = lambda: "") -> Any:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError):  # a server that is being started
+            if found := condition():
+                return found
+        time.sleep(0.1)
+    raise AssertionError(f"it did not happen in {seconds} s: {said()}")
+
+
+@contextlib.contextmanager
+def serving(cli: Cli) -> Iterator[Served]:
+    served = Served(cli)
+    try:
+        yield served
+    finally:
+        if served.process.poll() is None:
+            served.stop()
+
+
+def access(home: Path) -> dict[str, str]:
+    """The header that a server of this home asks for."""
+    return {"Authorization": f"Bearer {server_records.read_token(home)}"}
+
+
+def ask(home: Path, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """What the server of this home answers to a POST."""
+    server = server_processes.live_server(home, "prefect")
+    if server is None:
+        raise ConnectionError(f"no Prefect server of {home} answers")
+    url, headers = f"http://127.0.0.1:{server.port}/api/{path}", {"Content-Type": "application/json", **access(home)}
+    with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=30) as reply:
+        found: list[dict[str, Any]] = json.load(reply)
+    return found
+
+
+def flow_runs(home: Path, *states: str) -> list[dict[str, Any]]:
+    """Flow runs in states of these names, oldest slot first."""
+    only = {"flow_runs": {"state": {"name": {"any_": list(states)}}}, "sort": "EXPECTED_START_TIME_ASC"}
+    return ask(home, "flow_runs/filter", only)
+
+
+def processes_of(home: Path) -> list[psutil.Process]:
+    """All that have this home in their environment or in their command."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("TTRAIN_HOME") == str(home) or str(home) in " ".join(process.cmdline()):
+                found.append(process)
+    return [process for process in found if process.pid != os.getpid()]
+
+
+def slot(run: dict[str, Any]) -> float:
+    """When a flow run was scheduled for, in seconds since the epoch."""
+    return datetime.fromisoformat(run["expected_start_time"]).timestamp()

@@ -1,0 +1,96 @@
+"""The snippets of README, docs and artifacts/README: fenced blocks, and the `ttrain` commands within them."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from support.paths import ROOT
+
+PAGES = ("README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")), "artifacts/README.md")
+FENCED = re.compile(r"^(?P<indent> *)```(?P<language>\w*)\n(?P<text>.*?)^(?P=indent)```$", re.MULTILINE | re.DOTALL)
+SHELL = ("console", "sh")
+OUTPUT = {"", "text"}  # of commands, lists of files; of such a block only its commands are tried
+
+
+class Snippet(NamedTuple):
+    """A fenced block: where it stands, its language and text."""
+
+    page: str
+    line: int
+    language: str
+    text: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+class Command(NamedTuple):
+    """A `ttrain` command of a page, as a shell would split it."""
+
+    name: str
+    words: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        return shlex.join(self.words)
+
+
+def snippets(*languages: str) -> list[Snippet]:
+    """The blocks of all pages in these languages; without any all blocks."""
+    found = []
+    for page in PAGES:
+        text = (ROOT / page).read_text(encoding="utf-8")
+        for match in FENCED.finditer(text):
+            line = text[: match.start()].count("\n") + 1
+            found.append(Snippet(page, line, match["language"], match["text"]))
+    return [snippet for snippet in found if not languages or snippet.language in languages]
+
+
+def shell_lines(snippet: Snippet) -> Iterator[str]:
+    """The lines that a shell would run: of a console those behind a prompt, else all that hold a command of ttrain."""
+    text = snippet.text.replace("\\\n", " ")
+    for line in text.splitlines():
+        if snippet.language == "console":
+            if line.startswith("$ "):
+                yield line[2:]
+        elif snippet.language in SHELL or line.startswith("ttrain ") or "; ttrain " in line:
+            yield line
+
+
+def commands(*pages: str) -> list[Command]:
+    """Every `ttrain` command of the pages (of all, without any), also within others."""
+    found = []
+    for snippet in snippets(*SHELL, *OUTPUT):
+        if pages and snippet.page not in pages:
+            continue
+        for line in shell_lines(snippet):
+            found += [Command(snippet.name, words) for words in _calls(line)]
+    return found
+
+
+def _calls(line: str) -> Iterator[tuple[str, ...]]:
+    """The words after each `ttrain` of a line, up to where the shell ends the command."""
+    while nested := re.search(r"\$\(([^()]*)\)", line):
+        yield from _calls(nested[1])
+        line = line.replace(nested[0], "NESTED")
+    quoted = re.search(r'bash -c "exec (.*)"', line)
+    if quoted:
+        line = quoted[1].replace("\\$", "$")
+    line = re.sub(r"\$\w*NODES", "2", line)
+    line = re.sub(r"\$\w+", "1", line)
+    reader = shlex.shlex(line, posix=True, punctuation_chars=True)
+    reader.whitespace_split = True
+    words: list[str] | None = None
+    for word in (*reader, ";"):
+        if set(word) <= set("();<>|&"):
+            if words is not None:
+                yield tuple(words)
+            words = None
+        elif words is not None:
+            words.append(word)
+        elif word == "ttrain":
+            words = []

@@ -1,0 +1,76 @@
+"""Tiny models of every shape with adapters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from support.doubles import (
+    VOCAB,
+)
+from torch import Tensor
+
+from ttrain.config import Lora, Optim, Schedule
+from ttrain.model import adapters, factory
+from ttrain.store.model_files import weights_digest
+from ttrain.train.checkpoint import copy_tensors
+
+CPU = torch.device("cpu")
+
+
+SHARED: dict[str, Any] = {"kind": "llama", "moe": {"experts": 4, "shared_experts": 1, "dense_layers": 1, "bias_rate": 0.01}}
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": {"kind": "llama", "kv_heads": 1},
+    "gpt2": {"kind": "gpt2"},
+    "experts": {"kind": "qwen3", "moe": {"experts": 4}},
+    "shared experts": SHARED,
+}
+
+
+def settings(**changes: Any) -> Lora:
+    """Eight steps of six rows of sixteen tokens, in fp32, at a rate that moves every logit."""
+    values: dict[str, Any] = {
+        "rank": 2, "alpha": 8.0, "virtual_tokens": 4, "row_length": 16, "tokens": 8 * 96, "epochs": None,
+        "tokens_per_step": 96, "precision": "fp32", "optim": Optim(lr=3e-2, weight_decay=0.0),
+        "schedule": Schedule(warmup_steps=1), **changes,
+    }  # fmt: skip
+    return Lora(**values)
+
+
+def random_ids(seed: int, *shape: int) -> Tensor:
+    return torch.randint(9, VOCAB, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def disturb(model: Any, seed: int = 1, by: float = 0.3) -> Any:
+    """Give an adapter weights that move the logits."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for tensor in adapters.state(model).values():
+            tensor.add_(by * torch.randn(tensor.shape, generator=generator))
+    return model
+
+
+def save_base(model: Any, directory: Path) -> Path:
+    directory.mkdir(parents=True)
+    for name, data in factory.files(model).items():
+        (directory / name).write_bytes(data)
+    save_file(copy_tensors(factory.state(model)), directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def save_adapter(model: Any, directory: Path, base: Path) -> Path:
+    directory.mkdir(parents=True)
+    for name, data in adapters.files(model, base="a-base", base_digest=weights_digest(base)).items():
+        (directory / name).write_bytes(data)
+    save_file(copy_tensors(adapters.state(model)), directory / adapters.WEIGHTS, metadata={"format": "pt"})
+    return directory
+
+
+def logits(model: Any, ids: Tensor | None = None) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = model.eval()(input_ids=random_ids(5, 2, 12) if ids is None else ids).logits
+    return found

@@ -1,0 +1,51 @@
+"""Tiny models in directories, as `ttrain chat` finds them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from support.doubles import make_tokenizer, tiny_model
+from torch import nn
+
+from ttrain.inference.loading import LoadedModel, load
+from ttrain.model import factory
+from ttrain.pipeline.names import resolve
+from ttrain.store.model_files import MODEL, Reference
+
+NEVER = 10**6  # an id that no model here says
+
+
+def write_model(directory: Path, *, seed: int = 1, **settings: Any) -> Path:
+    """A random model with a tokenizer of 300 tokens."""
+    encoder = make_tokenizer(directory)
+    model = tiny_model(seed=seed, vocab=len(encoder), **{"init_std": 0.4, "tie_embeddings": False, **settings})
+    save_file({name: tensor.contiguous() for name, tensor in factory.state(model).items()}, directory / MODEL)
+    for name, content in factory.files(model).items():
+        (directory / name).write_bytes(content)
+    return directory
+
+
+def speaker(directory: Path, **options: Any) -> LoadedModel:
+    return load(reference(directory), device="cpu", **options)
+
+
+def ending_with(one: LoadedModel, *tokens: int) -> LoadedModel:
+    """The same, whose answers end with these tokens only."""
+    return replace(one, stop_ids=tokens or (NEVER,))
+
+
+def reference(directory: Path) -> Reference:
+    return resolve(str(directory), directory / "home")
+
+
+def greedy(model: nn.Module, prompt: list[int], count: int) -> list[int]:
+    """The most likely tokens by whole passes, without a cache, stops or anything else."""
+    ids = list(prompt)
+    with torch.inference_mode():
+        for _ in range(count):
+            ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]

@@ -1,0 +1,200 @@
+"""What a sweep compares by and which stages it runs, from the settings that vary; what is refused before anything runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from ttrain.cli.main import app
+from ttrain.config import Runtime
+from ttrain.config.loading import layers, settings_of
+from ttrain.errors import UsageError
+from ttrain.flows import sweep
+from ttrain.pipeline import names, processes
+from ttrain.store import runs
+from ttrain.store.artifacts import ArtifactStore
+from ttrain.sweep import measure, records
+
+LR = "pretrain.optim.lr=log(1e-4,3e-3)"
+
+
+def asked(*overrides: str, **options: Any) -> sweep.SweepRequest:
+    return sweep.sweep_request("full", layers(overrides), **options)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "metric", "own"),
+    [
+        ([LR], "pretrain/validation_loss", ["pretrain"]),
+        (["model.hidden_size=choice(64,128)"], "pretrain/validation_loss", ["pretrain"]),
+        (["sft.optim.lr=log(1e-4,1e-2)"], "sft/validation_loss", ["sft"]),
+        ([LR, "sft.epochs=choice(1,2)"], "sft/validation_loss", ["pretrain", "sft"]),
+        (["lora.rank=choice(4,8)"], "lora/validation_loss", ["lora"]),
+        (["data.sft=choice(a.jsonl,b.jsonl)"], "sft/validation_loss", ["shards-sft", "sft"]),
+        (
+            ["tokenizer.vocab_size=choice(1024,2048)"],
+            "eval/bits_per_byte",
+            ["tokenizer", "shards-pretrain", "pretrain", "evaluate"],
+        ),
+    ],
+)
+def test_the_metric_is_that_of_the_last_training_and_only_what_it_needs_is_run(
+    overrides: list[str], metric: str, own: list[str]
+) -> None:
+    found = asked(*overrides)
+    assert found.measure.metric == metric
+    assert found.stages()[1] == own
+    assert not {"lora", "evaluate"} & {*found.stages()[0]}
+
+
+def test_until_runs_more_and_bits_per_byte_need_no_model_but_the_base() -> None:
+    assert asked(LR).stages() == (["source", "tokenizer", "shards-pretrain"], ["pretrain"])
+    assert asked(LR, until="evaluate").stages()[1] == ["pretrain", "sft", "lora", "evaluate"]
+    assert asked(LR, metric="eval/bits_per_byte").stages()[1] == ["pretrain", "evaluate"]
+    assert asked(LR, metric="eval/chat_loss_sft").stages()[1] == ["pretrain", "sft", "lora", "evaluate"]
+
+
+def test_more_is_better_where_the_metric_says_so_or_the_user() -> None:
+    assert not asked(LR).measure.maximize
+    assert asked(LR, metric="pretrain/tokens_per_second").measure.maximize
+    assert asked(LR, maximize=True).measure.maximize
+    assert not asked(LR, metric="pretrain/tokens_per_second", maximize=False).measure.maximize
+
+
+@pytest.mark.parametrize(
+    ("overrides", "options", "said"),
+    [
+        (["runtime.threads=int(1,4)"], {}, "runtime.threads changes no result"),
+        ([LR, "runtime.nodes=2", "runtime.rendezvous=a:1"], {}, "runtime.nodes is 2, but a sweep runs on one machine"),
+        ([LR, "runtime.sharding=dask"], {}, "runtime.sharding is dask"),
+        ([LR], {"sampler": "best"}, "--sampler is best but must be one of tpe, random, grid"),
+        ([LR], {"sampler": "grid"}, "add a count: log(1e-4,3e-3,5)"),
+        ([LR], {"metric": "validation_loss"}, "a metric is STAGE/FIGURE"),
+        ([LR], {"metric": "tok/bytes_per_token"}, "pretrain.optim.lr cannot change"),
+        ([LR], {"metric": "sft/validation_loss", "until": "pretrain"}, "--until pretrain leaves out stage sft"),
+        ([LR], {"metric": "nothing/loss"}, "there is no stage nothing"),
+        ([LR], {"prune": True}, "pretrain.validate_every_steps is 0"),
+        ([LR, "pretrain.validate_every_steps=9"], {"prune": True, "metric": "eval/bits_per_byte"}, "known at the end only"),
+        (["pretrain.optim.lr=log(1e-4,1e-3)", "pretrain.optim.lrr=1"], {}, "unknown setting 'pretrain.optim.lrr'"),
+        (["lr=log(1e-5,1e-3)"], {}, "did you mean 'pretrain.optim.lr' or 'sft.optim.lr' or 'lora.optim.lr'?"),
+        (["lora.rank=uniform(4,9)"], {}, "the sweep cannot try lora.rank=6.5"),
+        (["pretrain.tokens_per_step=choice(4096,1000)"], {}, "cannot try pretrain.tokens_per_step=1000"),
+        (["pretrain.optim.kind=choice(muon,sgd)"], {}, "cannot try pretrain.optim.kind=sgd"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_runs(overrides: list[str], options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError) as error:
+        asked(*overrides, **options)
+    assert said in str(error.value)
+
+
+def test_the_name_of_the_pipeline_may_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TTRAIN_HOME", str(tmp_path / "home"))
+    options = [LR, "-n", "3", "--dry-run", "--json"]
+    with_it, without = (CliRunner().invoke(app, ["sweep", *name, *options]) for name in (["full"], []))
+    assert without.exit_code == 0, without.output
+    assert json.loads(without.stdout) == json.loads(with_it.stdout)
+    assert len(json.loads(without.stdout)["trials"]) == 3
+    assert "No such command 'shwo'. Did you mean 'show'?" in CliRunner().invoke(app, ["sweep", "shwo"]).output
+
+
+def test_settings_that_change_the_held_out_records_are_named() -> None:
+    found = asked("reading.heldout_fraction=uniform(0.01,0.1)", LR, metric="pretrain/validation_loss")
+    assert measure.changes_heldout(list(found.space.dimensions), found.graph()) == ["reading.heldout_fraction"]
+
+
+def test_a_grid_is_all_of_its_combinations_and_no_sweep_is_larger_than_its_space() -> None:
+    grid = ["pretrain.optim.lr=log(1e-4,1e-2,3)", "pretrain.seed=int(1,2)"]
+    assert asked(*grid, sampler="grid").trials == 6
+    assert asked(*grid, sampler="grid", trials=4).trials == 4
+    assert asked(*grid, trials=50).trials == 6
+    assert asked(LR).trials == sweep.TRIALS
+
+
+def test_the_same_command_is_the_same_sweep_until_a_question_the_data_or_the_code_is_another(tmp_path: Path) -> None:
+    docs = tmp_path / "docs.jsonl"
+    docs.write_text(json.dumps({"text": "one"}) + "\n", encoding="utf-8")
+    store, data = ArtifactStore(tmp_path / "home"), f"data.pretrain={docs}"
+    first = asked(LR, data)
+    begun = records.begin(store.root, first.to_json(), first.ingredients(store))
+    for same in (asked(LR, data, trials=20), asked(LR, data, parallel=2), asked(data, LR, "runtime.threads=1")):
+        found, changed = sweep.find_resumable(same, store)
+        assert found is not None and (found.name, changed) == (begun.name, [])
+    for other in (asked(LR, data, seed=2), asked(LR, data, "pretrain.tokens=5000"), asked(LR, data, sampler="random")):
+        assert sweep.find_resumable(other, store) == (None, [])
+    docs.write_text(json.dumps({"text": "another"}) + "\n", encoding="utf-8")
+    found, changed = sweep.find_resumable(asked(LR, data), store)
+    assert found is None
+    assert changed == [f"{begun.name} was of other data of tokenizer, data of shards-pretrain"]
+
+
+def test_a_sweep_is_named_by_a_part_of_its_name_and_one_process_has_it(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"there is no sweep in .* yet; begin one with"):
+        records.find_sweep(tmp_path)
+    found = asked(LR)
+    first, second = (records.begin(tmp_path, found.to_json(), {}) for _ in range(2))
+    assert records.find_sweep(tmp_path, first.name[-5:]).name == first.name
+    assert records.find_sweep(tmp_path).name == second.name
+    with pytest.raises(UsageError, match="means several sweeps"):
+        records.find_sweep(tmp_path, "sweep-")
+    with pytest.raises(UsageError, match=f"'yesterday' is not a sweep; the newest are: {second.name}, {first.name}"):
+        records.find_sweep(tmp_path, "yesterday")
+    with first.lock(), pytest.raises(UsageError, match=f"{first.name} is running in process"):
+        with records.find_sweep(tmp_path, first.name).lock():
+            raise AssertionError("two have it")
+    records.find_sweep(tmp_path, first.name).note(words=["a"])
+    with first.lock():
+        assert first["words"] == ["a"]  # what another process noted meanwhile
+    assert records.find_sweep(tmp_path, first.name).measure == found.measure
+    assert records.find_sweep(tmp_path, first.name).space == found.space
+
+
+def test_trials_share_the_gpus_or_the_cores(tmp_path: Path) -> None:
+    for number in range(4):
+        (tmp_path / f"nvidia{number}").touch()
+    (tmp_path / "nvidiactl").touch()
+    pairs = Runtime(devices=2)
+    found = sweep.assigned_gpus(pairs, devices=tmp_path)
+    assert found == [0, 1, 2, 3]
+    assert sweep.parallel_trials(pairs, found) == 2
+    assert [sweep.trial_device(pairs, found, slot, 3) for slot in range(3)] == [
+        {"runtime.gpus": [0, 1]}, {"runtime.gpus": [2, 3]}, {"runtime.gpus": [0, 1]},
+    ]  # fmt: skip
+    assert sweep.assigned_gpus(pairs, devices=tmp_path, chosen="2,3") == [2, 3]
+    assert sweep.assigned_gpus(pairs, devices=tmp_path, chosen="GPU-8f6a") == [], "the numbers of the machine may be others'"
+    assert sweep.assigned_gpus(Runtime(device="cpu"), devices=tmp_path) == []
+    assert sweep.parallel_trials(Runtime(), []) == 1
+    assert sweep.trial_device(Runtime(), [], 0, 1) == {}
+    assert sweep.trial_device(Runtime(), [], 0, 10_000) == {"runtime.threads": 1}
+    assert sweep.trial_device(Runtime(threads=3), [], 0, 2) == {}
+
+
+def test_the_place_of_a_trial_is_no_part_of_what_it_computes() -> None:
+    found = asked(LR, parallel=4)
+    one, other = (found.settings({"pretrain.optim.lr": 1e-3}, slot) for slot in (0, 3))
+    assert one.model_copy(update={"runtime": other.runtime}) == other
+
+
+def test_a_stage_sees_the_gpus_of_its_trial_and_no_others() -> None:
+    chosen = settings_of(layers(["runtime.gpus=[2,3]"])).settings
+    assert processes.environment_of(chosen)["CUDA_VISIBLE_DEVICES"] == "2,3"
+
+
+def test_a_rerun_takes_the_settings_of_no_trial(tmp_path: Path) -> None:
+    settings = settings_of([]).settings.model_dump(mode="json")
+    whole = runs.RunRecord(tmp_path, "full", ["pretrain"], settings)
+    runs.RunRecord(tmp_path, "full", ["pretrain"], settings).note(sweep={"name": "sweep-1", "trial": 1})
+    assert names.newest_with(tmp_path, "pretrain")["run"] == whole.run
+
+
+def test_who_waits_for_a_stage_is_told_which_run_of_a_process_with_several_builds_it(tmp_path: Path) -> None:
+    store, key = ArtifactStore(tmp_path), "a" * 64
+    builds, waits = (runs.RunRecord(tmp_path, "full", ["pretrain"], {}) for _ in range(2))
+    builds.stage("pretrain", outcome="running", key=key)
+    with store.lock("pretrain", key):
+        assert runs.builder(store, "pretrain", key).startswith(f"the run {builds.run} (process ")
+    assert waits.run != builds.run

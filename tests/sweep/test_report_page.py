@@ -1,0 +1,114 @@
+"""What a sweep shows: its table, its command, its page, which a browser reads back."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from pathlib import Path
+
+import pytest
+from support.browser import Browser, executable
+
+from ttrain.sweep import records, report_page, summary
+from ttrain.sweep.measure import Measure
+from ttrain.sweep.report_page import Dot, scatter
+from ttrain.sweep.study import COMPLETED, DIVERGED, PRUNED, Study
+
+LR, KIND = "pretrain.optim.lr", "pretrain.optim.kind"
+HOSTILE = "</script><script>document.title='owned'</script>"
+MEASURE = Measure("pretrain/validation_loss", "pretrain", "pretrain")
+VALUES = [3.25, 3.0, 3.5]  # of the trials that came to their end
+
+
+def sweep_of(home: Path, measure: Measure = MEASURE) -> tuple[records.Sweep, Study]:
+    """Five trials of a grid: three complete, one pruned, one diverged with a hostile message; a sixth is unfinished."""
+    space = {LR: "log(1e-4,1e-2,3)", KIND: f"choice(muon,{HOSTILE!r})"}
+    asked = {"pipeline": "full", "space": space, "measure": dataclasses.asdict(measure), "sampler": "grid", "seed": 1}
+    sweep = records.begin(home, asked, {})
+    sweep.note(outcome="completed", words=["--config=my file.yaml", "data.pretrain=*.jsonl"])
+    study = Study(sweep.journal, sweep.space, sampler="grid", seed=1, maximize=measure.maximize)
+    for value in VALUES:
+        trial = study.ask()
+        study.report(trial.number, {1000: value + 1, 2000: value + 0.5, 3000: value})
+        study.note(trial.number, run=f"full-{trial.number}", seconds=10.0)
+        study.tell(trial.number, COMPLETED, value)
+    for outcome in (PRUNED, DIVERGED):
+        trial = study.ask()
+        study.report(trial.number, {1000: 6.125})
+        study.note(trial.number, error=HOSTILE if outcome == DIVERGED else None)
+        study.tell(trial.number, outcome)
+    study.ask()
+    return sweep, study
+
+
+def test_the_table_has_the_best_first_and_says_how_the_others_ended(tmp_path: Path) -> None:
+    sweep, study = sweep_of(tmp_path)
+    header, rows = summary.trial_table(study.trials(), sweep.space, sweep.measure)
+    assert header == ("trial", LR, KIND, "pretrain/validation_loss", "outcome", "time", "run")
+    assert [row[0] for row in rows] == ["2 *", "1", "3", "4", "5", "6"]
+    assert rows[0] == ("2 *", "0.0001", HOSTILE, "3.0000", "completed", "10.0 s", "full-2")
+    assert [row[3] for row in rows[3:]] == ["(6.1250)", "(6.1250)", ""]
+    assert [row[4] for row in rows[3:]] == ["pruned", f"diverged: {HOSTILE}", "begun"]
+    assert summary.counts(study.trials()) == "3 completed, 1 pruned, 1 diverged, 1 unfinished"
+    verdict = summary.verdict(study.trials(), sweep.measure)
+    assert verdict.startswith("trial 2 is best: pretrain/validation_loss 3.0000 with pretrain.optim.lr=0.0001")
+    assert verdict.endswith("the worst has 3.5000")
+
+
+def test_where_more_is_better_the_highest_is_first(tmp_path: Path) -> None:
+    sweep, study = sweep_of(tmp_path, dataclasses.replace(MEASURE, maximize=True))
+    _, rows = summary.trial_table(study.trials(), sweep.space, sweep.measure)
+    assert [row[0] for row in rows[:3]] == ["3 *", "1", "2"]
+    assert summary.verdict(study.trials(), sweep.measure).endswith("the worst has 3.0000")
+
+
+def test_the_command_of_a_trial_is_one_that_a_shell_takes_as_it_was_meant(tmp_path: Path) -> None:
+    sweep, study = sweep_of(tmp_path)
+    best = study.best()
+    assert best is not None
+    assert shlex.split(summary.command(sweep, best)) == [
+        *("ttrain", "pipeline", "run", "full", "--config=my file.yaml", "data.pretrain=*.jsonl"),
+        *(f"{LR}=0.0001", f"{KIND}={HOSTILE}"),
+    ]
+
+
+def test_a_page_without_a_finished_trial_says_so(tmp_path: Path) -> None:
+    sweep, _ = sweep_of(tmp_path)
+    assert "no trial has completed" in report_page.render(sweep, [], {})
+
+
+@pytest.mark.parametrize("log", [False, True])
+def test_dots_stand_where_their_values_are(log: bool) -> None:
+    """Equal steps of the axis lie equally far apart; a higher value stands higher."""
+    xs = [0.001, 0.01, 0.1] if log else [1.0, 2.0, 3.0]
+    drawn = scatter("x", [Dot(x, y, f"dot {y}") for x, y in zip(xs, (3.0, 2.0, 1.0), strict=True)], log=log)
+    circles = [part.split("</circle>")[0] for part in drawn.split("<circle")[1:]]
+    places = [[float(circle.split(f'{name}="')[1].split('"')[0]) for name in ("cx", "cy")] for circle in circles]
+    across, down = zip(*places, strict=True)
+    assert across[1] - across[0] == pytest.approx(across[2] - across[1], abs=0.2) and across[0] < across[1]
+    assert down[1] - down[0] == pytest.approx(down[2] - down[1], abs=0.2) and down[0] < down[1]
+
+
+def test_one_dot_and_values_that_are_all_alike_are_drawn_too() -> None:
+    for dots in ([Dot(1.0, 3.0, "one")], [Dot(0.0, 0.0, "a"), Dot(0.0, 0.0, "b")]):
+        assert scatter("x", dots).count("<circle") == len(dots)
+
+
+@pytest.mark.skipif(executable() is None, reason="no Chromium is installed")
+@pytest.mark.parametrize(("width", "dark"), [(1200, False), (390, True)])
+def test_a_browser_shows_the_numbers_of_the_page_and_no_error(tmp_path: Path, width: int, dark: bool) -> None:
+    sweep, study = sweep_of(tmp_path)
+    sweep.page.write_text(report_page.render(sweep, study.trials(), {LR: 0.75, KIND: 0.25}), encoding="utf-8")
+    with Browser(width=width, dark=dark) as browser:
+        browser.open(sweep.page.as_uri())
+        assert browser.evaluate("document.title") == sweep.name
+        assert browser.evaluate("document.documentElement.scrollWidth") <= width
+        cells = browser.evaluate("[...document.querySelectorAll('td')].map(cell => cell.textContent)")
+        told = browser.evaluate("[...document.querySelectorAll('circle title')].map(title => title.textContent)")
+        browser.wait_for("document.querySelector('.legend button') !== null")
+        legend = browser.evaluate("document.querySelector('.legend').textContent")
+        assert browser.errors == []
+    assert {"2 *", "3.0000", "(6.1250)", "75 %", "full-2"} <= set(cells)
+    assert f"diverged: {HOSTILE}" in cells
+    assert sum("trial 2: 3.0000" in text for text in told) == 3  # on both settings' plots, and among the trials
+    assert "trial 2" in legend and "trial 5" not in legend

@@ -1,0 +1,140 @@
+"""What a sweep varies: ranges as they are written, the values that they mean, and what is said of those that mean none."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ttrain.config.loading import layers, settings_of
+from ttrain.errors import UsageError
+from ttrain.sweep.space import (
+    IntegerRange,
+    Interval,
+    Space,
+    ValueList,
+    assignment,
+    format_value,
+    parse,
+    parse_space,
+    with_values,
+)
+
+LR = "pretrain.optim.lr"
+
+
+@pytest.mark.parametrize(
+    ("text", "dimension"),
+    [
+        ("log(1e-4,3e-3)", Interval(1e-4, 3e-3, log=True)),
+        (" log( 0.0001 , 3.0e-3 ) ", Interval(1e-4, 3e-3, log=True)),
+        ("uniform(0,0.2)", Interval(0.0, 0.2)),
+        ("int(2,8)", IntegerRange(2, 8)),
+        ("int(64,256,64)", IntegerRange(64, 256, 64)),
+        ("logint(4,64)", IntegerRange(4, 64, log=True)),
+        ("choice(muon,adamw)", ValueList(("muon", "adamw"))),
+        ("choice(1,2.5,null,true)", ValueList((1, 2.5, None, True))),
+        ("choice(1e-3,2e-3)", ValueList((1e-3, 2e-3))),
+        ("choice([0.9,0.95],[0.9,0.99])", ValueList(([0.9, 0.95], [0.9, 0.99]))),
+        ("choice('a,b',c)", ValueList(("a,b", "c"))),
+        ("log(1e-4,1e-1,4)", ValueList((1e-4, 1e-3, 1e-2, 1e-1), ordered=True)),
+        ("uniform(0,1,5)", ValueList((0.0, 0.25, 0.5, 0.75, 1.0), ordered=True)),
+    ],
+)
+def test_a_range_means_these_values(text: str, dimension: Any) -> None:
+    assert parse("x", text) == dimension
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("log(0,1)", "a logarithm needs numbers above 0"),
+        ("log(1e-3,1e-4)", "the first number must be below the second"),
+        ("uniform(1,1)", "the first number must be below the second"),
+        ("uniform(0,a)", "it takes numbers"),
+        ("uniform(0,true)", "it takes numbers"),
+        ("uniform(0,.inf)", "it takes numbers"),
+        ("uniform(1)", "it has 1 value, with"),
+        ("log(1,2,3,4)", "it has 4 values"),
+        ("log(1,2,1)", "whole number from 2 to 10,000"),
+        ("log(1,2,1000000000)", "whole number from 2 to 10,000"),
+        ("int(0,9223372036854775807)", "a whole number is at most 9,007,199,254,740,992"),
+        ("choice(&a [*a],1)", "values cannot be read"),
+        ("int(1,2.5)", "it takes whole numbers"),
+        ("int(1,9,0)", "the step must be 1 or more"),
+        ("logint(0,8)", "numbers from 1 on"),
+        ("choice(a)", "two values or more"),
+        ("choice(a,b,a)", '"a" is listed twice'),
+        ("choice([a,b)", "cannot be read"),
+        ("loguniform(1e-4,1e-3)", "a sweep takes log(low,high)"),
+        ("range(1,3)", "int(low,high)"),
+        ("logg(1e-4,1e-3)", "a sweep takes log(low,high)"),
+        ("log(1e-4,1e-3", "a sweep takes log(low,high)"),
+        ("log(1e-4;1e-3)", "it has 1 value, with commas between"),
+        ("log(0,1)", "a logarithm needs numbers above 0"),
+        ("int(5,2)", "the first number must be below the second"),
+        ("choice()", "a choice needs two values or more"),
+    ],
+)
+def test_a_range_that_means_nothing_is_refused_with_setting_value_and_rule(text: str, said: str) -> None:
+    with pytest.raises(UsageError) as error:
+        parse_space(layers([f"{LR}={text}"]))
+    assert str(error.value).startswith(f"{LR} is '{text}'")
+    assert said in str(error.value)
+
+
+def test_without_a_range_there_is_no_sweep() -> None:
+    with pytest.raises(UsageError, match="a sweep needs a setting that varies"):
+        parse_space(layers([f"{LR}=1e-3", "name=log"]))
+
+
+def test_ranges_stand_in_files_too_and_a_stronger_value_takes_one_away(tmp_path: Path) -> None:
+    file = tmp_path / "sweep.yaml"
+    file.write_text("pretrain: {optim: {lr: 'log(1e-4,1e-2)', kind: 'choice(muon,adamw)'}}\n", encoding="utf-8")
+    assert list(parse_space(layers([], [file])).dimensions) == [LR, "pretrain.optim.kind"]
+    assert list(parse_space(layers([f"{LR}=1e-3"], [file])).dimensions) == ["pretrain.optim.kind"]
+    assert parse_space(layers([f"{LR}=log(1e-3,1e-1)"], [file])).texts[LR] == "log(1e-3,1e-1)"
+
+
+def test_drawn_values_take_the_place_of_their_ranges_in_the_settings() -> None:
+    given = layers([f"{LR}=log(1e-4,1e-2)", "pretrain.optim.betas=choice([0.9,0.95],[0.8,0.9])", "sft.epochs=2"])
+    space = parse_space(given)
+    loaded = settings_of(with_values(given, space, {LR: 0.0021, "pretrain.optim.betas": [0.8, 0.9]}))
+    assert loaded.settings.pretrain.optim.lr == 0.0021
+    assert loaded.settings.pretrain.optim.betas == (0.8, 0.9)
+    assert loaded.settings.sft.epochs == 2
+    assert loaded.sources[LR] == "command line"
+
+
+def test_a_preset_can_vary_and_what_is_given_beside_it_wins() -> None:
+    given = layers(["model.preset=choice(5m,10m)", "model.layers=3"])
+    found = [
+        settings_of(with_values(given, parse_space(given), {"model.preset": name})).settings.model for name in ("5m", "10m")
+    ]
+    assert [(model.hidden_size, model.layers) for model in found] == [(256, 3), (320, 3)]
+
+
+def test_a_grid_has_each_combination_once_the_last_setting_fastest() -> None:
+    space = Space({"a": IntegerRange(1, 2), "b": ValueList(("x", "y", "z"))}, {})
+    assert space.size == 6
+    found = [space.combination(number) for number in range(6)]
+    assert found == [{"a": a, "b": b} for a in (1, 2) for b in ("x", "y", "z")]
+    assert Space({"a": IntegerRange(1, 2), "b": Interval(0.0, 1.0)}, {}).size is None
+
+
+def test_drawn_numbers_are_short_and_stay_within_their_ends() -> None:
+    interval = Interval(1.23456e-4, 9.87654e-4, log=True)
+    assert interval.nearest(4.56789123e-4) == 4.568e-4
+    assert interval.nearest(1.234e-4) == 1.23456e-4
+    assert interval.nearest(9.87654e-4) == 9.87654e-4
+    assert parse("x", "log(1.23456e-4,9.87654e-4,3)").values == (1.23456e-4, 3.492e-4, 9.87654e-4)
+    assert math.isclose(interval.at(0.5), math.sqrt(1.23456e-4 * 9.87654e-4), rel_tol=1e-3)
+
+
+@pytest.mark.parametrize("value", [0.002134, 1e-5, 3, True, None, "adamw", [0.9, 0.95], 0.1234567890123])
+def test_what_is_written_is_read_back_as_the_same_value(value: Any) -> None:
+    (item,) = layers([assignment("sft.optim.lr", value)])
+    assert (float(item.value) if isinstance(value, float) else item.value) == value
+    assert assignment("sft.optim.lr", value) == f"sft.optim.lr={format_value(value)}"

@@ -1,0 +1,502 @@
+"""Servers that are dead, hang, fail or answer into the void: nothing is lost, nothing is doubled, nobody waits."""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.outage_proxy import FOREIGN, Proxy, mlflow_server
+from support.tracked_writer import assert_whole, runs_of, steps, write_through
+from support.waiting import stopwatch
+from typer.testing import CliRunner
+
+from ttrain import tracking
+from ttrain.cli.main import app
+from ttrain.tracking import MetricsFollower, MlflowStore, TrackedRun, open_store, outbox, outboxes
+from ttrain.tracking.outboxes import deliver_orphaned_outbox
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """One real server for all tests, which tell their runs by their homes."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in tracking.ENVIRONMENT.items():
+            patch.setenv(name, value)
+        patch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "2")
+        patch.setattr("ttrain.tracking.client.PROBE_SECONDS", 0.5)
+        patch.setattr("ttrain.tracking.tracker.RETRY_PAUSE_SECONDS", 0.1)
+        directory = tmp_path_factory.mktemp("server")
+        with mlflow_server(directory) as url:
+            patch.setenv("MLFLOW_TRACKING_URI", url)
+            started(opened(directory)).store.close()  # its first answers take seconds
+            yield url
+
+
+@pytest.fixture
+def proxy(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    """What stands before it, and is the tracker."""
+    found = Proxy(server)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", found.url)
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def empty_home(tmp_path: Path) -> Path:
+    (tmp_path / "home").mkdir()
+    return tmp_path / "home"
+
+
+def opened(home: Path) -> MlflowStore:
+    store = open_store(home, "outages")
+    assert isinstance(store, MlflowStore)
+    return store
+
+
+def started(store: MlflowStore, name: str = "stage", **options: Any) -> TrackedRun:
+    run = store.start_run(name, **{"tags": {"ttrain.run": name}, "params": {"lr": 0.02}, **options})
+    assert isinstance(run, TrackedRun)
+    return run
+
+
+def rows(first: int, last: int) -> str:
+    now = 1.7e9 + time.time() % 1e6
+    made = ({"step": s, "tokens": s, "time": now, "metrics": {"loss": 5 / s}} for s in range(first, last + 1))
+    return "".join(json.dumps(row) + "\n" for row in made)
+
+
+def eventually(true: Callable[[], bool], seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, f"waited {seconds} s in vain"
+        time.sleep(0.02)
+
+
+def also(*values: object) -> Any:
+    """Values of a test that take too long for the default run."""
+    return pytest.param(*values, marks=pytest.mark.soak)
+
+
+def whole_life(home: Path, before: Callable[[int], object]) -> tuple[TrackedRun, TrackedRun]:
+    """All that a run tells in its life; `before` each part something may happen to the server."""
+    store = opened(home)
+    before(1)
+    parent = started(store, "full", params={"lr": 0.02, "hub.token": "hf_abc"})
+    before(2)
+    child = started(store, "sft", parent=parent, tags={"ttrain.stage": "sft"})
+    child.link_to_parent("sft")
+    path = home / "metrics.jsonl"
+    follower = MetricsFollower(path, child, home / "followed.json", seconds=0.02)
+    before(3)
+    path.write_text(rows(1, 30))
+    time.sleep(0.05)
+    before(4)
+    with path.open("a") as file:
+        file.write(rows(31, 60))
+    model = home / "store" / "sft" / "k1" / "model"
+    model.mkdir(parents=True)
+    (model / "weights").write_bytes(b"w" * 100_000)
+    (model / "config.json").write_text("{}")
+    follower.stop()
+    path.unlink()
+    before(5)
+    child.log_directory(model, "model")
+    store.register_model(
+        "life-sft", run=child, artifact_path="model", tags={"ttrain.key": parent.identity, "ttrain.content": "c1"}
+    )
+    child.log_summary({"final/loss": 0.5})
+    child.finish("FINISHED")
+    before(6)
+    parent.log_text("# table", "evaluation.md")
+    parent.log_summary({"eval/bits_per_byte": 1.5})
+    parent.set_tags({"ttrain.outcome": "completed"})
+    parent.finish("FINISHED")
+    store.close()
+    return parent, child
+
+
+def assert_all_is_there(url: str, parent: TrackedRun | SimpleNamespace, child: TrackedRun | SimpleNamespace) -> None:
+    from mlflow import MlflowClient
+
+    client: Any = MlflowClient(url, url)
+    (above,), (below,) = runs_of(client, parent.identity), runs_of(client, child.identity)
+    assert (above.info.status, below.info.status) == ("FINISHED", "FINISHED")
+    assert steps(client, below.info.run_id) == steps(client, below.info.run_id, "tokens") == list(range(1, 61))
+    assert below.data.tags["mlflow.parentRunId"] == above.info.run_id
+    assert json.loads(above.data.tags["ttrain.stages"])["sft"] == {"run": below.info.run_id}
+    assert above.data.params == {"lr": "0.02", "hub.token": "***"}
+    assert (above.data.metrics["eval/bits_per_byte"], below.data.metrics["final/loss"]) == (1.5, 0.5)
+    assert above.data.tags["ttrain.outcome"] == "completed"
+    assert [file.path for file in client.list_artifacts(above.info.run_id)] == ["evaluation.md"]
+    assert {file.path: file.file_size for file in client.list_artifacts(below.info.run_id, "model")} == {
+        "model/config.json": 2,
+        "model/weights": 100_000,
+    }
+    versions = client.search_model_versions(f"name = 'life-sft' and tags.`ttrain.key` = '{parent.identity}'")
+    assert [version.run_id for version in versions] == [below.info.run_id]
+
+
+@pytest.mark.parametrize("mode", ["hanging", "no replies", also("dead"), also("error")])
+def test_what_an_outage_from_the_start_missed_is_delivered_by_sync(
+    proxy: Proxy, server: str, empty_home: Path, mode: str
+) -> None:
+    proxy.mode = mode
+    waited = stopwatch()
+    parent, child = whole_life(empty_home, lambda part: None)
+    assert waited() < 15, "nobody waits for a server that does not answer"
+    proxy.mode = "well"
+    assert [one.things for one in tracking.sync(empty_home)] == [{}, {}]
+    assert_all_is_there(server, parent, child)
+    assert not outboxes.list_outboxes(empty_home) and tracking.sync(empty_home) == []
+
+
+@pytest.mark.parametrize(("mode", "status"), FOREIGN.items())
+def test_a_server_that_is_no_mlflow_is_no_refusal(proxy: Proxy, empty_home: Path, mode: str, status: int) -> None:
+    """What another web server says, or a door before MLflow, drops nothing; `track sync` tells what it said."""
+    proxy.mode = mode
+    store, path = opened(empty_home), empty_home / "metrics.jsonl"
+    path.write_text(rows(1, 20))
+    run = started(store)
+    MetricsFollower(path, run, empty_home / "followed.json").stop()
+    run.finish("FINISHED")
+    assert store.close() == 3
+    (left,) = tracking.sync(empty_home)
+    assert left.things == {"params": 1, "rows": 1, "end": 1} and str(status) in left.why
+    proxy.mode = "well"
+    assert [one.things for one in tracking.sync(empty_home)] == [{}]
+    (only,) = runs_of(store.client, run.identity)
+    assert (steps(store.client, only.info.run_id), only.info.status) == (list(range(1, 21)), "FINISHED")
+
+
+@pytest.mark.parametrize(("part", "mode"), [(2, "no replies"), (4, "hanging"), also(3, "error"), also(6, "dead")])
+def test_what_an_outage_in_the_middle_missed_is_delivered(
+    proxy: Proxy, server: str, empty_home: Path, part: int, mode: str
+) -> None:
+    def outage(at: int) -> None:
+        proxy.mode = mode if at == part else "well" if at == part + 2 else proxy.mode
+
+    parent, child = whole_life(empty_home, outage)
+    proxy.mode = "well"
+    tracking.sync(empty_home)
+    assert_all_is_there(server, parent, child)
+
+
+def test_a_runs_models_are_registered_from_its_stages_runs_and_uploaded_once(proxy: Proxy, empty_home: Path) -> None:
+    proxy.mode = "dead"
+    store, files = opened(empty_home), empty_home / "store" / "sft" / "k1"
+    files.mkdir(parents=True)
+    (files / "weights").write_bytes(b"w")
+    parent = started(store, "full")
+    child = started(store, "sft", parent=parent)
+    tags = {"ttrain.stage": "sft", "ttrain.key": parent.identity, "ttrain.content": "c", "ttrain.loads": "transformers"}
+    child.log_directory(files, "sft")
+    store.register_model("once-sft", run=child, artifact_path="sft", tags=tags)
+    model = {"name": "once-sft", "stage": "sft", "tags": tags, "artifact_path": "sft", "path": str(files)}
+    store.register_models(f"set-{parent.identity}", run=parent, run_name="full", models=[model], keys={}, metrics={})
+    store.close()
+    proxy.mode = "well"
+    proxy.requests.clear()
+    assert [one.things for one in tracking.sync(empty_home)] == [{}, {}]
+    assert len([request for request in proxy.requests if request.startswith("PUT")]) == 1
+    (version,) = store.client.search_model_versions(f"name = 'once-sft' and tags.`ttrain.key` = '{parent.identity}'")
+    (chosen,) = store.client.search_model_versions(f"name = 'set-{parent.identity}'")
+    assert version.run_id == runs_of(store.client, child.identity)[0].info.run_id
+    assert chosen.tags["ttrain.member.sft"] == f"once-sft/{version.version}"
+    # The set opens as its model, and a server takes such a version from that model's run alone
+    assert (chosen.source, chosen.run_id) == (f"models:/once-sft/{version.version}", version.run_id)
+    assert chosen.tags["ttrain.run_id"] == runs_of(store.client, parent.identity)[0].info.run_id
+
+
+def test_the_next_command_that_opens_the_tracker_delivers_it_too(proxy: Proxy, server: str, empty_home: Path) -> None:
+    proxy.mode = "dead"
+    parent, child = whole_life(empty_home, lambda part: None)
+    proxy.mode = "well"
+    store = opened(empty_home)
+    eventually(lambda: not outboxes.list_outboxes(empty_home))
+    store.close()
+    assert_all_is_there(server, parent, child)
+
+
+def test_a_run_whose_making_was_not_answered_is_there_once(proxy: Proxy, server: str, empty_home: Path) -> None:
+    store = opened(empty_home)
+    proxy.mode = "hanging"  # what is asked now arrives all the same, when the server wakes up, and after what comes then
+    run = started(store)
+    assert run.id is None
+    run.finish("FINISHED")
+    proxy.mode = "well"
+    eventually(lambda: not run.waiting())
+    store.close()
+    (only,) = runs_of(store.client, run.identity)
+    assert (only.info.run_id, only.info.status) == (run.id, "FINISHED")
+
+
+def test_a_batch_whose_answer_was_lost_is_not_doubled_by_the_steps_made_again(proxy: Proxy, empty_home: Path) -> None:
+    """The stage goes back to its checkpoint while the server hangs: the same steps come with other times."""
+    store, path = opened(empty_home), empty_home / "metrics.jsonl"
+    run = started(store)
+    path.write_text(rows(1, 10))
+    MetricsFollower(path, run, empty_home / "one.json").stop()
+    proxy.mode = "hanging"
+    path.write_text(rows(1, 20))
+    follower = MetricsFollower(path, run, empty_home / "two.json", seconds=0.02)
+    eventually(lambda: store.caller.is_silent)
+    path.write_text(rows(1, 30))  # again from step 1, say: other times
+    proxy.mode = "well"
+    follower.stop()
+    eventually(lambda: not run.waiting())
+    assert steps(store.client, str(run.id)) == list(range(1, 31))
+    store.close()
+
+
+@pytest.mark.soak
+def test_killed_writers_and_outages_lose_nothing_and_double_nothing(proxy: Proxy, server: str, empty_home: Path) -> None:
+    """Small: tests/faults has 100,000 metrics and 20 outages."""
+    write_through(proxy, empty_home, steps_in_all=300, modes=("no replies",))
+    assert_whole(server, empty_home, 300)
+
+
+def _be_killed_before_any_note(home: str) -> None:
+    def told(box: outbox.Outbox, entry: Any) -> None:
+        box.entries.remove(entry)  # in memory, so that what comes after is told; the journal says nothing
+
+    outbox.Outbox.mark_delivered = told  # type: ignore[method-assign]
+    MlflowStore.close = lambda store: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,method-assign]
+    whole_life(Path(home), lambda part: None)
+
+
+def test_what_arrived_before_a_kill_that_came_before_its_note_is_there_once(server: str, empty_home: Path) -> None:
+    victim = multiprocessing.get_context("fork").Process(target=_be_killed_before_any_note, args=(str(empty_home),))
+    victim.start()
+    victim.join(60)
+    assert victim.exitcode == -signal.SIGKILL
+    left = [json.loads((folder / "run.json").read_text()) for folder in outboxes.list_outboxes(empty_home)]
+    assert [one.things["params"] for one in tracking.undelivered_runs(empty_home)] == [1, 1], "all of it is to be told again"
+    assert [one.things for one in tracking.sync(empty_home)] == [{}, {}]
+    above, below = (SimpleNamespace(identity=one["id"]) for one in sorted(left, key=lambda one: one["name"]))
+    assert_all_is_there(server, above, below)
+
+
+def test_two_pipelines_and_two_syncs_at_once_tell_everything_once(proxy: Proxy, empty_home: Path) -> None:
+    proxy.mode = "dead"
+    stores = [opened(empty_home), opened(empty_home)]
+    runs = [started(store, f"full-{number}") for number, store in enumerate(stores)]
+    for number, run in enumerate(runs):
+        path = empty_home / f"metrics-{number}.jsonl"
+        path.write_text(rows(1, 50))
+        MetricsFollower(path, run, empty_home / f"followed-{number}.json").stop()
+        run.finish("FINISHED")
+    for store in stores:
+        assert store.close() == 3
+    proxy.mode = "well"
+    syncs = [threading.Thread(target=tracking.sync, args=(empty_home,)) for _ in range(2)]
+    for thread in syncs:
+        thread.start()
+    for thread in syncs:
+        thread.join()
+    assert not outboxes.list_outboxes(empty_home)
+    for run in runs:
+        (only,) = runs_of(stores[0].client, run.identity)
+        assert (only.info.status, only.data.params) == ("FINISHED", {"lr": "0.02"})
+        assert steps(stores[0].client, only.info.run_id) == list(range(1, 51))
+
+
+def test_what_is_no_number_is_there_once_also_where_it_was_sent_twice(proxy: Proxy, empty_home: Path) -> None:
+    """MLflow's key of a point, on which this rests, has a column for NaN of its own."""
+    store = opened(empty_home)
+    run = started(store)
+    lines = [{"step": step, "time": 1.7e9 + step, "metrics": {"loss": math.inf if step % 2 else None}} for step in (1, 2, 3)]
+    proxy.mode = "no replies"
+    assert not run.log_metrics(lines)
+    proxy.mode = "well"
+    eventually(lambda: run.log_metrics(lines))
+    found = store.client.get_metric_history(run.id, "loss")
+    assert sorted(point.step for point in found) == [1, 2, 3] and all(math.isnan(point.value) for point in found)
+    store.close()
+
+
+def _be_killed(home: str, said: Any) -> None:
+    store = open_store(Path(home), "x")
+    assert isinstance(store, MlflowStore)
+    parent = started(store, "full")
+    child = started(store, "sft", parent=parent)
+    (Path(home) / "metrics.jsonl").write_text(rows(1, 7))
+    child.lock.acquire()  # so that none of it is sent before the end
+    MetricsFollower(Path(home) / "metrics.jsonl", child, Path(home) / "followed.json")
+    MetricsFollower(Path(home) / "never-written.jsonl", child, Path(home) / "followed-never.json")
+    (Path(home) / "removed.jsonl").write_text(rows(1, 7))
+    MetricsFollower(Path(home) / "removed.jsonl", child, Path(home) / "followed-removed.json")
+    eventually(lambda: sum("begun" in entry.parts for entry in child.outbox.entries) == 2)
+    (Path(home) / "removed.jsonl").unlink()
+    said.send((parent.id, child.id, child.identity))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_run_and_its_child_end_as_killed_when_the_next_one_starts(
+    empty_home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of its curves only the one is missed that had been written and is gone, not one that was never begun."""
+    import mlflow.store.tracking.sqlalchemy_store  # noqa: F401  # before the fork
+
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    heard, said = multiprocessing.Pipe()
+    victim = multiprocessing.get_context("fork").Process(target=_be_killed, args=(str(empty_home), said))
+    victim.start()
+    parent, child, identity = heard.recv()
+    victim.join()
+    store = open_store(empty_home, "another experiment")
+    assert isinstance(store, MlflowStore)
+    eventually(lambda: not outboxes.list_outboxes(empty_home))
+    assert [store.client.get_run(run).info.status for run in (parent, child)] == ["KILLED", "KILLED"]
+    assert steps(store.client, child) == list(range(1, 8)), "also what it had not sent"
+    (missed,) = [record.getMessage() for record in caplog.records if "the curve is gone" in record.getMessage()]
+    assert "removed.jsonl" in missed
+    again = started(store, "sft", run_id=child, identity=identity)
+    assert again.id == child
+    assert store.client.get_run(child).info.status == "RUNNING"
+    again.finish("FINISHED")
+    store.close()
+    assert store.client.get_run(child).info.status == "FINISHED"
+
+
+def test_runs_side_by_side_do_not_mix(proxy: Proxy, empty_home: Path) -> None:
+    stores = [opened(empty_home), opened(empty_home)]
+    runs = [started(store, f"run {number}") for number, store in enumerate(stores)]
+
+    def write(run: TrackedRun, offset: int) -> None:
+        path = empty_home / f"metrics-{offset}.jsonl"
+        follower = MetricsFollower(path, run, empty_home / f"followed-{offset}.json", seconds=0.01)
+        for first in range(1, 101, 10):
+            with path.open("a") as file:
+                file.write(
+                    "".join(f'{{"step": {s}, "metrics": {{"loss": {offset + s}}}}}\n' for s in range(first, first + 10))
+                )
+            proxy.mode = "error" if first == 31 else "well"
+        follower.stop()
+
+    threads = [threading.Thread(target=write, args=(run, 1000 * number)) for number, run in enumerate(runs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    proxy.mode = "well"
+    for store in stores:
+        eventually(lambda: not any(run.waiting() for run in runs))
+        store.close()
+    for number, run in enumerate(runs):
+        values = [(metric.step, metric.value) for metric in stores[0].client.get_metric_history(run.id, "loss")]
+        assert sorted(values) == [(step, 1000.0 * number + step) for step in range(1, 101)]
+
+
+def _write_cold(home: str, number: int) -> None:
+    os.environ.pop("MLFLOW_TRACKING_URI", None)
+    store = open_store(Path(home), "cold")
+    run = store.start_run(f"writer-{number}", run_id=None, tags={}, params={"number": number})
+    run.log_metrics([{"step": step, "metrics": {"loss": 1.0 / step}} for step in range(1, 51)])
+    run.finish("FINISHED")
+    os._exit(store.close())
+
+
+@pytest.mark.soak
+def test_eight_writers_on_a_cold_home_all_get_through(empty_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import mlflow.store.tracking.sqlalchemy_store
+    import mlflow.tracking  # noqa: F401  # once, before the eight fork
+
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    context = multiprocessing.get_context("fork")
+    writers = [context.Process(target=_write_cold, args=(str(empty_home), number)) for number in range(8)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(120)
+    assert [writer.exitcode for writer in writers] == [0] * 8
+    store = tracking.open_reader(empty_home)
+    (experiment,) = [one for one in store.client.search_experiments() if one.name == "cold"]
+    found = store.client.search_runs([experiment.experiment_id])
+    assert sorted(run.data.params["number"] for run in found) == list("01234567")
+    assert all(steps(store.client, run.info.run_id) == list(range(1, 51)) for run in found)
+
+
+def test_uploads_hold_up_no_metrics_and_an_interrupted_one_goes_on_where_it_was(proxy: Proxy, empty_home: Path) -> None:
+    store, files = opened(empty_home), empty_home / "store" / "sft" / "k1"
+    files.mkdir(parents=True)
+    for number in range(5):
+        (files / f"part-{number}").write_bytes(bytes([number]) * 1000)
+    run, seen = started(store), list[tuple[int, int]]()
+    store.on_upload(lambda done, total: seen.append((done, total)))
+    proxy.mode = "no files"
+    waited = stopwatch()
+    run.log_directory(files, "sft")
+    assert run.log_metrics([{"step": 1, "metrics": {"loss": 1.0}}]) and waited() < 5
+    run.finish("FINISHED")
+    assert store.close() == 1, "the files wait"
+    assert tracking.undelivered_runs(empty_home)[0].things == {"directory": 1}
+    assert "k1" in tracking.registered_keys(empty_home), "and are not cleaned away"
+
+    real, sent = proxy.forward, list[str]()
+
+    def three_arrive(request: Any, body: bytes) -> tuple[int, bytes, str]:
+        if request.command == "PUT":
+            sent.append(request.path.rpartition("/")[2])
+            if len(sent) > 3:
+                return 500, b"{}", "application/json"
+        return real(request, body)
+
+    proxy.forward = three_arrive  # type: ignore[method-assign]
+    proxy.mode = "well"
+    (left,) = tracking.sync(empty_home)
+    assert left.things == {"directory": 1} and "500" in left.why
+    proxy.forward = real  # type: ignore[method-assign]
+    proxy.requests.clear()
+    (done,) = tracking.sync(empty_home, on_progress=lambda done, total: seen.append((done, total)))
+    assert done.things == {} and done.delivered["directory"] == 1
+    uploaded = [request.rpartition("/")[2] for request in proxy.requests if request.startswith("PUT")]
+    assert uploaded == ["part-3", "part-4"], "what had arrived is not sent again"
+    assert seen[-1] == (2000, 2000)
+    sizes = {file.path: file.file_size for file in store.client.list_artifacts(run.id, "sft")}
+    assert sizes == {f"sft/part-{number}": 1000 for number in range(5)}
+
+
+def test_sync_says_what_it_did_and_what_waits(proxy: Proxy, empty_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TTRAIN_HOME", str(empty_home))
+    command = CliRunner().invoke
+    proxy.mode = "dead"
+    store = opened(empty_home)
+    path = empty_home / "metrics.jsonl"
+    path.write_text(rows(1, 3))
+    run = started(store, "full-1")
+    MetricsFollower(path, run, empty_home / "followed.json").stop()
+    run.finish("FAILED")
+    store.close()
+    (waits,) = json.loads(command(app, ["track", "sync", "--dry-run", "--json"]).stdout)
+    assert waits["waiting"] == {"params": 1, "rows": 1, "end": 1} and waits["tracker"] == proxy.url
+    silent = command(app, ["track", "sync", "full", "--json"])
+    assert silent.exit_code == 1 and "refused" in json.loads(silent.stdout)[0]["why"]
+    proxy.mode = "well"
+    told = command(app, ["track", "sync", "full-1", "--json"])
+    assert told.exit_code == 0
+    assert json.loads(told.stdout)[0]["told"] == {"params": 1, "metrics": 6, "end": 1}
+    assert "nothing waits" in command(app, ["track", "sync"]).stdout
+    unknown = command(app, ["track", "sync", "other"])
+    assert unknown.exit_code and "there is no run 'other'" in str(unknown.exception)
+
+
+def test_a_run_that_a_process_has_is_left_to_it(proxy: Proxy, empty_home: Path) -> None:
+    store = opened(empty_home)
+    proxy.mode = "dead"
+    run = started(store)
+    assert deliver_orphaned_outbox(store, outboxes.list_outboxes(empty_home)[0]) is None
+    proxy.mode = "well"
+    (left,) = tracking.sync(empty_home)
+    assert left.things and "a process still has its outbox" in left.why
+    eventually(lambda: not run.waiting())
+    store.close()

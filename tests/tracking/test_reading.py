@@ -1,0 +1,293 @@
+"""Runs read back: by every name they have, from MLflow or without it, each step once, nothing from outside a run's files."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import socket
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from support.paths import ROOT
+from support.recorded_homes import BEGAN, TOKENS_PER_STEP, Made, alive, falling, make_run
+from support.waiting import stopwatch
+
+from ttrain import tracking
+from ttrain.errors import UsageError
+from ttrain.tracking import MlflowStore, open_store, read_local, read_run, read_runs
+from ttrain.tracking.database import database_of
+from ttrain.tracking.reading_sources import ApiSource, DatabaseSource
+from ttrain.tracking.views import RunView
+
+FIRST, SECOND, CACHED, KILLED = (
+    "full-20261121-100000-0001a",
+    "full-20261121-110000-0002b",
+    "full-20261122-090000-0003c",
+    "full-20261122-100000-0004d",
+)
+LOSSES = falling(8, gap=3)
+PRETRAIN = Made("pretrain", LOSSES, texts={"run/samples/step-00000004.txt": "=== Hello\nworld\n", "run/log.txt": "a line\n"})
+SFT = Made("sft", falling(6, 2.0))
+OTHER = Made("pretrain", falling(8, 2.5))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A home with two tracked runs, the second with a stage from the cache, one wholly cached, and one that was killed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        for name, value in tracking.ENVIRONMENT.items():
+            patch.setenv(name, value)
+        home = tmp_path_factory.mktemp("a home #1 50%")
+        make_run(home, FIRST, [PRETRAIN, SFT], metrics={"eval/bits_per_byte": 2.5}, tracked=True)
+        from_cache = Made("sft", SFT.losses, outcome="cached")
+        make_run(
+            home, SECOND, [OTHER, from_cache], number=1, settings={"pretrain": {"optim": {"lr": 0.5}}},
+            metrics={"eval/bits_per_byte": 2.25}, tracked=True,
+        )  # fmt: skip
+        cached = [Made("pretrain", PRETRAIN.losses, outcome="cached"), from_cache]
+        cached[0].key = PRETRAIN.key
+        make_run(home, CACHED, cached, number=2, outcome="cached", equals=FIRST)
+        running = Made("pretrain", outcome="running", key="f" * 64)
+        make_run(home, KILLED, [running, Made("sft", outcome="pending")], number=3, outcome="running")
+        yield home
+
+
+@pytest.fixture
+def read_home(made: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    return made
+
+
+def ids(home: Path) -> dict[str, str]:
+    """MLflow's id of each run, also of the stages', by name."""
+    with closing(sqlite3.connect(database_of(home))) as db:
+        return dict(db.execute("SELECT name, run_uuid FROM runs"))
+
+
+def test_a_run_is_found_by_every_name_it_has(read_home: Path) -> None:
+    known = ids(read_home)
+    for text in (FIRST, FIRST[:16], known[FIRST]):
+        assert read_run(read_home, text).name == FIRST
+    assert read_run(read_home, "latest").name == KILLED
+    assert [view.name for view in read_runs(read_home, [SECOND, FIRST])] == [SECOND, FIRST]
+
+
+def test_a_stages_id_leads_to_its_run(read_home: Path) -> None:
+    view = read_run(read_home, SECOND)
+    stage = view.stages["pretrain"].run_id
+    assert stage and stage != view.run_id
+    assert read_run(read_home, stage).name == SECOND
+
+
+def test_a_registered_model_leads_to_the_run_that_made_it(read_home: Path) -> None:
+    store = open_store(read_home, "ttrain")
+    assert isinstance(store, MlflowStore)
+    store.client.create_registered_model("mine-base")
+    view = read_run(read_home, FIRST)
+    tags = {"ttrain.stage": "pretrain", "ttrain.key": PRETRAIN.key}
+    store.client.create_model_version("mine-base", "file:///nowhere", view.stages["pretrain"].run_id, tags=tags)
+    store.client.set_registered_model_alias("mine-base", "champion", "1")
+    store.close()
+    assert read_run(read_home, "mine-base/1").name == read_run(read_home, "models:/mine-base@champion").name == FIRST
+
+
+def test_a_name_that_is_none_or_many_is_refused_with_what_there_is(read_home: Path) -> None:
+    with pytest.raises(UsageError, match=f"'full-2026' is the beginning of 4 runs: {KILLED}, {CACHED}"):
+        read_run(read_home, "full-2026")
+    for text in ("nothing-like-it", "", "../runs", "0" * 32):
+        with pytest.raises(UsageError, match=f"the newest are {KILLED}"):
+            read_run(read_home, text)
+
+
+def test_an_empty_home_says_how_to_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    for text in ("latest", "something"):
+        with pytest.raises(UsageError, match="begin with `ttrain pipeline run full`"):
+            read_run(tmp_path, text)
+
+
+def test_a_curve_has_every_step_once_its_tokens_its_time_and_a_gap_where_there_was_no_number(read_home: Path) -> None:
+    curve = read_run(read_home, FIRST).curve("pretrain", "loss")
+    assert [point.step for point in curve] == list(range(1, 9))
+    assert [point.tokens for point in curve] == [TOKENS_PER_STEP * step for step in range(1, 9)]
+    assert [point.time for point in curve] == [BEGAN + 2.0 * step for step in range(1, 9)]
+    assert math.isnan(curve[2].value)
+    assert [point.value for point in curve if point.step != 3] == [loss for loss in LOSSES if loss is not None]
+    assert [point.step for point in read_run(read_home, FIRST).curve("pretrain", "validation_loss")] == [4, 8]
+
+
+def test_names_of_curves_are_those_that_were_measured_at_steps(read_home: Path) -> None:
+    view = read_run(read_home, FIRST)
+    assert view.curves("pretrain") == ["grad_norm", "loss", "lr", "validation_loss"]  # not final/loss, not tokens
+    assert view.stages["pretrain"].metrics["final/loss"] == 1.5
+    assert view.curve("pretrain", "nothing") == view.curve("no stage", "loss") == []
+
+
+def test_a_step_that_was_logged_twice_is_drawn_once_with_its_last_value(read_home: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "home"
+    shutil.copytree(read_home, copy)
+    run_id = read_run(copy, FIRST).stages["pretrain"].run_id
+    with closing(sqlite3.connect(database_of(copy))) as db, db:
+        again = (run_id, int(1000 * BEGAN) + 10**6)
+        db.execute(
+            "INSERT INTO metrics (key, value, timestamp, run_uuid, step, is_nan) VALUES ('loss', 7.5, ?, ?, 5, 0)",
+            again[::-1],
+        )
+    curve = read_run(copy, FIRST).curve("pretrain", "loss")
+    assert [point.step for point in curve] == list(range(1, 9))
+    assert curve[4].value == 7.5
+
+
+def test_a_cached_stage_has_the_curves_of_the_run_that_made_it(read_home: Path) -> None:
+    first, second, cached = read_runs(read_home, [FIRST, SECOND, CACHED])
+    assert (second.stages["sft"].cached, second.stages["sft"].made_by) == (True, FIRST)
+    assert second.curve("sft", "loss") == first.curve("sft", "loss") != []
+    assert second.curve("pretrain", "loss") != first.curve("pretrain", "loss")
+    assert cached.run_id is None and cached.status == "cached"
+    assert [stage.made_by for stage in cached.stages.values()] == [FIRST, FIRST]
+    assert cached.curve("pretrain", "loss")[0].value == LOSSES[0]
+    assert cached.stages["pretrain"].seconds == 5.5 and cached.stages["pretrain"].ended is None
+
+
+def test_a_stage_that_two_runs_built_is_to_each_its_own(read_home: Path, tmp_path: Path) -> None:
+    """A forced run builds a key again: its curves are the same, its clock is not."""
+    shutil.copytree(read_home, tmp_path / "home")
+    again = "full-20261122-110000-0005e"
+    make_run(tmp_path / "home", again, [Made("pretrain", PRETRAIN.losses, key=PRETRAIN.key)], number=5, tracked=True)
+    first, second = read_runs(tmp_path / "home", [FIRST, again])
+    assert [view.stages["pretrain"].made_by for view in (first, second)] == [FIRST, again]
+    assert second.curve("pretrain", "loss")[0].time - first.curve("pretrain", "loss")[0].time == 5000.0
+
+
+def test_a_run_whose_process_is_gone_has_crashed_and_one_that_goes_on_runs(read_home: Path, tmp_path: Path) -> None:
+    view = read_run(read_home, KILLED)
+    assert (view.status, view.stages["pretrain"].status, view.stages["sft"].status) == ("crashed", "crashed", "pending")
+    make_run(tmp_path, FIRST, [Made("pretrain", outcome="running")], outcome="running", process=alive())
+    assert read_run(tmp_path, "latest").status == "running"
+
+
+def test_reading_the_database_and_asking_mlflow_give_the_same(read_home: Path) -> None:
+    database, client = DatabaseSource(read_home), ApiSource(read_home)
+    known = sorted(ids(read_home).values())
+    assert database.runs(known) == client.runs(known)
+    assert database.runs(["0" * 32]) == client.runs(["0" * 32]) == {}
+    for tag, values in (("ttrain.key", [PRETRAIN.key, SFT.key]), ("ttrain.stage", ["sft"]), ("ttrain.stage", ["it's"])):
+        assert database.with_tags(tag, values) == client.with_tags(tag, values)
+    child = read_run(read_home, FIRST).stages["pretrain"].run_id
+    assert child is not None
+    assert database.curves(child) == client.curves(child)
+    for metric in ("loss", "tokens", "nothing"):
+        first, second = database.history(child, metric), client.history(child, metric)
+        assert [str(point) for point in first] == [str(point) for point in second]  # NaN is not NaN
+    assert client.text(child, "pretrain/run/log.txt") == "a line\n"
+    assert client.files(child, "pretrain/run/samples") == ["pretrain/run/samples/step-00000004.txt"]
+
+
+def same(one: RunView, other: RunView) -> None:
+    assert (one.name, one.status, one.params, one.metrics) == (other.name, other.status, other.params, other.metrics)
+    for name in one.stages:
+        for metric in ("loss", "validation_loss"):
+            assert str(one.curve(name, metric)) == str(other.curve(name, metric))
+        assert one.text(name, "run/log.txt") == other.text(name, "run/log.txt")
+
+
+def test_without_mlflow_the_records_and_artifacts_say_the_same_and_a_note_says_so(
+    read_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = read_run(read_home, FIRST)
+    with socket.create_server(("127.0.0.1", 0)) as server:  # nobody answers there once it is closed
+        port = server.getsockname()[1]
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://user:word@127.0.0.1:{port}")
+    waited = stopwatch()
+    view = read_run(read_home, FIRST)
+    assert waited() < 10
+    same(whole, view)
+    assert len(view.notes) == 1 and f"MLflow at http://127.0.0.1:{port} cannot be queried" in view.notes[0]
+    assert whole.notes == ()
+
+
+def test_a_local_view_asks_nobody(read_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = read_run(read_home, FIRST)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    same(whole, read_local(read_home, FIRST))
+    assert read_local(read_home, FIRST).notes == ()
+
+
+def test_a_run_of_which_only_mlflow_knows_is_read_from_there(read_home: Path, tmp_path: Path) -> None:
+    shutil.copytree(read_home / "mlflow", tmp_path / "mlflow")
+    view = read_run(tmp_path, FIRST)
+    assert (view.name, view.status, list(view.stages)) == (FIRST, "completed", ["pretrain", "sft"])
+    assert view.metrics["eval/bits_per_byte"] == 2.5
+    assert view.curve("sft", "loss") == read_run(read_home, FIRST).curve("sft", "loss")
+
+
+def test_a_copied_home_reads_its_own_files(read_home: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(read_home, copy)
+    shutil.rmtree(copy / "store")
+    view = read_run(copy, FIRST)
+    assert view.stages["pretrain"].artifact_uri and str(copy.resolve().as_uri()) in view.stages["pretrain"].artifact_uri
+    assert view.text("pretrain", "run/log.txt") == "a line\n"
+    assert view.manifest("pretrain")["key"] == PRETRAIN.key
+    (copy / "mlflow" / "artifacts").rename(copy / "gone")
+    assert view.text("pretrain", "run/log.txt") is None
+    assert view.manifest("pretrain")["key"] == PRETRAIN.key, "asked for once"
+    assert read_run(copy, FIRST).manifest("pretrain") == {}
+
+
+def test_files_are_listed_and_texts_cannot_lead_out_of_the_stage(read_home: Path, tmp_path: Path) -> None:
+    view = read_run(read_home, FIRST)
+    assert view.files("pretrain", "run/samples") == ["run/samples/step-00000004.txt"]
+    assert view.text("pretrain", "run/samples/step-00000004.txt") == "=== Hello\nworld\n"
+    assert view.text("pretrain", "run/none.txt") is None
+    for path in ("../../../runs/x", f"{tmp_path}/x", "run/../../x", "", "a\0b"):
+        assert view.text("pretrain", path) is None
+    assert view.files("pretrain", "../..") == []
+
+
+def test_settings_that_look_like_secrets_are_masked(tmp_path: Path) -> None:
+    name = FIRST
+    make_run(tmp_path, name, [Made("pretrain")])
+    record = tmp_path / "runs" / f"{name}.json"
+    record.write_text(record.read_text().replace('"webhook": null', '"webhook": "https://hooks.example/T0/secret"'))
+    params = read_run(tmp_path, name).params
+    assert params["notify.webhook"] == "***"
+    assert params["pretrain.optim.lr"] != "***"
+
+
+def test_what_the_machine_did_has_the_clock_for_a_step_and_no_tokens(tmp_path: Path) -> None:
+    make_run(tmp_path, FIRST, [made := Made("pretrain", falling(4))])
+    rows = "".join(
+        f'{{"step": {step}, "time": {BEGAN + step}, "metrics": {{"system/cpu": {step}.5}}}}\n' for step in (1, 2, 3)
+    )
+    (tmp_path / "store" / "pretrain" / made.key / "run" / "system.jsonl").write_text(rows)
+    view = read_run(tmp_path, FIRST)
+    assert "system/cpu" in view.curves("pretrain")
+    assert [(point.step, point.tokens) for point in view.curve("pretrain", "system/cpu")] == [
+        (1, None),
+        (2, None),
+        (3, None),
+    ]
+    assert [point.tokens for point in view.curve("pretrain", "loss")] == [512, 1024, 1536, 2048]
+
+
+def test_a_torn_line_of_a_curve_is_passed_over(tmp_path: Path) -> None:
+    make_run(tmp_path, FIRST, [made := Made("pretrain", falling(4))])
+    path = tmp_path / "store" / "pretrain" / made.key / "run" / "metrics.jsonl"
+    path.write_text(path.read_text() + '{"step": 5, "metr')
+    assert [point.step for point in read_run(tmp_path, FIRST).curve("pretrain", "loss")] == [1, 2, 3, 4]
+
+
+def test_reading_a_homes_own_database_imports_no_mlflow(read_home: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from ttrain.tracking import read_run\n"
+        f"view = read_run(Path({str(read_home)!r}), {FIRST!r}); assert view.curve('pretrain', 'loss')\n"
+        "sys.exit(any(name in sys.modules for name in ('mlflow', 'sqlalchemy', 'torch')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False, cwd=ROOT).returncode == 0

@@ -1,0 +1,123 @@
+"""What a stage of a tracked run leaves in the tracker beside its curves: the machine, texts, logs."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from support.doubles import Home, stage_settings
+
+from ttrain.config import Settings
+from ttrain.errors import StageFailed, UsageError
+from ttrain.pipeline.execution import PipelineRun
+from ttrain.pipeline.labels import labels_of
+from ttrain.pipeline.progress_display import Display
+from ttrain.stages import PRETRAIN
+
+mlflow = pytest.importorskip("mlflow")
+
+
+def run(home: Home, settings: Settings, **options: Any) -> tuple[Any, Any, Path]:
+    """The tracked runs of a pipeline with one stage, and of that stage; and the log of the former in the home."""
+    execution = PipelineRun("full", settings, home.store, Display(Console(file=io.StringIO())), ["pretrain"], **options)
+    outcome = "failed"
+    try:
+        execution.run_stage(PRETRAIN, home.pretrain_inputs(), lambda line: None)
+        outcome = "completed"
+    except StageFailed:
+        pass
+    finally:
+        execution.finish(outcome)
+    client = mlflow.MlflowClient(f"sqlite:///{home.store.root}/mlflow/mlflow.db")
+    parent = client.get_run(execution.tracked_run)
+    (child,) = client.search_runs([parent.info.experiment_id], f"tags.`mlflow.parentRunId` = '{parent.info.run_id}'")
+    return parent, child, execution.log.path
+
+
+def files(tracked: Any) -> dict[str, Path]:
+    root = Path(tracked.info.artifact_uri.removeprefix("file://"))
+    return {path.relative_to(root).as_posix(): path for path in root.rglob("*") if path.is_file()}
+
+
+def test_a_stage_has_the_machine_its_texts_and_the_run_one_log(stage_home: Home) -> None:
+    settings = stage_settings(6, sample_every_steps=3, eval_every_steps=3, eval_limit=2, system_metrics_seconds=1)
+    parent, child, log = run(stage_home, settings)
+    assert {"loss", "system/cpu_utilization_percentage", "system/system_memory_usage_megabytes"} <= {*child.data.metrics}
+    texts = sorted(name for name in files(child) if "/samples/" in name)
+    assert texts == [f"pretrain/run/samples/step-{step:08d}.txt" for step in (3, 6)]
+    assert all(files(child)[name].read_text(encoding="utf-8").startswith("=== Return the\n") for name in texts)
+    client = mlflow.MlflowClient(f"sqlite:///{stage_home.store.root}/mlflow/mlflow.db")
+    curve = client.get_metric_history(child.info.run_id, "eval/documents/bits_per_byte")
+    assert [point.step for point in curve] == [3, 6] and curve[0].value > curve[1].value
+    assert "eval/time_share" in child.data.metrics and "pretrain/run/evaluations/step-00000006.json" in files(child)
+    told = files(parent)[log.name].read_text()
+    assert told == log.read_text()
+    assert " pretrain: started: never run before\n" in told and " pretrain: step 6/6 " in told
+    assert " pretrain: completed after " in told
+    assert "step 6/6" in files(child)["pretrain/run/log.txt"].read_text()
+
+
+def test_a_stage_that_failed_leaves_its_texts_and_logs_too(stage_home: Home) -> None:
+    training = {"optim": {"kind": "adamw", "lr": 1e30, "clip": None}, "schedule": {"warmup_steps": 0}, "seed": 2}
+    parent, child, log = run(stage_home, stage_settings(40, training, sample_every_steps=1))
+    assert (parent.info.status, child.info.status) == ("FAILED", "FAILED")
+    assert "pretrain/run/samples/step-00000001.txt" in files(child)
+    assert "step 1/40" in files(child)["log.txt"].read_text()
+    told = files(parent)[log.name].read_text().splitlines()
+    assert " pretrain: failed: " in told[-1] and "loss" in told[-1]
+
+
+def test_the_figures_of_a_result_are_parameters_and_no_charts_of_one_point(stage_home: Home) -> None:
+    _, child, _ = run(stage_home, stage_settings(5, system_metrics_seconds=0))
+    assert (child.data.params["result.steps"], child.data.params["result.compiled"]) == ("5", "False")
+    assert float(child.data.params["result.validation_loss"]) == pytest.approx(child.data.metrics["validation_loss"])
+    assert not [name for name in child.data.metrics if "/" in name]
+
+
+def test_a_stage_that_trained_in_night_mode_and_its_run_have_the_tag(stage_home: Home) -> None:
+    always = {"start": "00:00", "end": "00:00"}
+    for night, tag in ((None, None), (always, "1")):
+        parent, child, _ = run(stage_home, stage_settings(4 if night else 3, night=night))
+        assert (parent.data.tags.get("night"), child.data.tags.get("night")) == (tag, tag)
+
+
+def test_a_note_and_tags_stand_in_mlflow_in_the_record_and_on_the_page_and_in_no_key(stage_home: Home) -> None:
+    labels = labels_of("why: <b>\nsk-abcdefghijklmnopqrstu", ["purpose=a smaller rate", "hub.token=x1"])
+    parent, _, log = run(stage_home, stage_settings(2), labels=labels)
+    assert parent.data.tags["purpose"] == "a smaller rate" and parent.data.tags["hub.token"] == "***"
+    assert parent.data.tags["mlflow.note.content"].startswith("why: &lt;b>  \n***\n\ncompleted: ")
+    record = json.loads(log.with_suffix(".json").read_text())
+    assert record["note"] == "why: <b>\n***" and record["tags"] == {"purpose": "a smaller rate", "hub.token": "***"}
+    again = PipelineRun("full", stage_settings(2), stage_home.store, Display(Console(file=io.StringIO())), ["pretrain"])
+    assert again.run_stage(PRETRAIN, stage_home.pretrain_inputs(), lambda line: None)[1] == "cached"
+    again.finish("completed")
+    page = files(parent)["report.html"].read_text()
+    assert "why: &lt;b&gt;" in page and "purpose=a smaller rate" in page and "x1" not in json.dumps(record["tags"])
+
+
+@pytest.mark.parametrize(
+    ("note", "tag", "message"),
+    [
+        ("a\x1b[2J", [], "--note has control characters"),
+        ("x" * 2001, [], "--note has 2001 characters, but at most 2000"),
+        (None, ["purpose"], "must be KEY=VALUE"),
+        (None, ["purpose="], "must be KEY=VALUE"),
+        (None, ["mlflow.runName=x"], "neither begins with mlflow."),
+        (None, ["TTrain.key=x"], "neither begins with mlflow. or ttrain."),
+        (None, ["night=0"], "which ttrain sets"),
+        (None, ["1a=x"], "a key is a letter"),
+        (None, [f"{'k' * 65}=x"], "at most 63 letters"),
+        (None, ["a=" + "v" * 251], "at most 250"),
+        (None, ["a=b\nc"], "one line"),
+        (None, ["a=1", "a=2"], "given twice, as '1' and as '2'"),
+        (None, [f"k{number}=x" for number in range(21)], "takes 20 tags"),
+    ],
+)  # fmt: skip
+def test_labels_that_cannot_be_are_refused_before_anything_runs(note: str | None, tag: list[str], message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)):
+        labels_of(note, tag)

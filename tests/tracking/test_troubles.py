@@ -1,0 +1,399 @@
+"""Troubles of the home's own MLflow and of its disk: locked, emptied, full. Pipelines go on, and say what is missing."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.kill_points import killed_everywhere
+from support.waiting import stopwatch
+
+from ttrain import tracking
+from ttrain.config import Settings
+from ttrain.pipeline import run_summary
+from ttrain.pipeline.execution import StageWatcher
+from ttrain.store import artifacts as artifact_store
+from ttrain.tracking import MlflowStore, TrackedRun, delivery, open_store, outbox, outboxes
+from ttrain.tracking.outboxes import deliver_orphaned_outbox
+
+pytestmark = pytest.mark.usefixtures("no_telemetry")
+
+
+@pytest.fixture
+def hasty_home(tracked_home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home with a database of MLflow, whose lock is soon given up."""
+    monkeypatch.setattr("ttrain.tracking.database.LOCKED_SECONDS", 0.2)
+    return tracked_home
+
+
+def opened(home: Path) -> MlflowStore:
+    store = open_store(home, "ttrain")
+    assert isinstance(store, MlflowStore)
+    return store
+
+
+def started(store: MlflowStore, name: str = "stage") -> TrackedRun:
+    run = store.start_run(name, tags={}, params={"lr": 0.02})
+    assert isinstance(run, TrackedRun)
+    return run
+
+
+def row(step: int) -> dict[str, Any]:
+    return {"step": step, "tokens": step, "time": 1.7e9 + step, "metrics": {"loss": 1.0 / step}}
+
+
+def eventually(true: Callable[[], bool], seconds: float = 10) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, f"waited {seconds} s in vain"
+        time.sleep(0.02)
+
+
+def database(home: Path) -> Path:
+    return tracking.database_of(home)
+
+
+@contextmanager
+def locked(home: Path) -> Iterator[None]:
+    """Another program is writing to the database, and lets nobody read it either."""
+    with closing(sqlite3.connect(database(home), isolation_level=None)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        yield
+        other.execute("ROLLBACK")
+
+
+def test_a_database_that_another_program_locks_holds_nobody_up_and_gets_everything(hasty_home: Path) -> None:
+    with locked(hasty_home):
+        store = opened(hasty_home)
+        waited = stopwatch()
+        run = started(store)
+        assert not run.log_metrics([row(1), row(2)])
+        run.log_summary({"eval/bits_per_byte": 1.5})
+        assert waited() < 2, "what cannot be told waits on disk"
+        assert [one.things for one in tracking.undelivered_runs(hasty_home)] == [{"params": 1, "summary": 1, "end": 1}]
+    eventually(lambda: not run.waiting())
+    assert run.log_metrics([row(1), row(2)])
+    run.finish("FINISHED")
+    assert store.close() == 0
+    found = store.client.get_run(run.id)
+    assert (found.info.status, found.data.metrics["eval/bits_per_byte"]) == ("FINISHED", 1.5)
+    assert found.data.params == {"lr": "0.02"}
+
+
+def test_sync_says_that_the_database_is_locked(hasty_home: Path) -> None:
+    with locked(hasty_home):
+        store = opened(hasty_home)
+        started(store).finish("FINISHED")
+        assert store.close() == 2
+        (left,) = tracking.sync(hasty_home)
+        assert left.things == {"params": 1, "end": 1} and "database is locked" in left.why
+    (done,) = tracking.sync(hasty_home)
+    assert done.things == {} and not outboxes.list_outboxes(hasty_home)
+
+
+IDENTITY = "1f" * 16
+
+
+def unmade(home: Path, name: str, *, age: float = 0.0) -> Path:
+    """What a kill leaves between the making of an outbox and the first write in it."""
+    directory = home / "tracking" / (name * 16)
+    directory.mkdir(parents=True)
+    (directory / "lock").touch()
+    os.utime(directory, (time.time() - age, time.time() - age))
+    return directory
+
+
+def test_a_run_whose_outbox_was_never_whole_keeps_its_identity(hasty_home: Path) -> None:
+    left = unmade(hasty_home, "1f")
+    store = opened(hasty_home)
+    run = store.start_run("stage", identity=IDENTITY, tags={}, params={})
+    assert isinstance(run, TrackedRun) and run.identity == IDENTITY
+    assert (left / "run.json").is_file(), "and what waits is on disk"
+    assert store.client.get_run(run.id).data.tags["ttrain.id"] == IDENTITY
+    run.finish("FINISHED")
+    assert store.close() == 0 and not left.exists()
+
+
+def test_an_outbox_whose_making_is_killed_at_any_call_is_taken_over(tmp_path: Path) -> None:
+    import filelock  # noqa: F401  # before the forks
+
+    (tmp_path / "home").mkdir()
+
+    def make(home: Path) -> outbox.Outbox:
+        return outbox.create(home, id=IDENTITY, name="stage")
+
+    calls = killed_everywhere(tmp_path / "home", tmp_path / "copies", ("mkdir", "open", "replace"), make, writing=True)
+    assert calls > 5
+    for copy in (tmp_path / "copies" / str(number) for number in range(1, calls + 1)):
+        directory = copy / "tracking" / IDENTITY
+        box = outbox.take(directory) or make(copy)
+        assert (box.id, box.is_kept, box.run_info["name"]) == (IDENTITY, True, "stage")
+        box.add("end", status="FINISHED", time=0)
+        box.close()
+        assert [entry.kind for entry in outboxes.entries_of(directory)] == ["end"]
+
+
+def test_an_identity_that_another_process_has_made_whole_is_not_taken(tmp_path: Path) -> None:
+    held = outbox.create(tmp_path, id=IDENTITY, name="stage")
+    held.add("end", status="FINISHED", time=0)
+    held.close()
+    other = outbox.create(tmp_path, id=IDENTITY, name="another")
+    assert other.id != IDENTITY and other.is_kept
+    assert len(outboxes.list_outboxes(tmp_path)) == 2
+
+
+@pytest.mark.parametrize("by", ["the next run", "sync"])
+def test_outboxes_that_were_never_whole_are_removed_unless_one_is_being_made(hasty_home: Path, by: str) -> None:
+    import filelock
+
+    gone, young, held = unmade(hasty_home, "1f", age=100), unmade(hasty_home, "2f"), unmade(hasty_home, "3f", age=100)
+    with filelock.FileLock(held / "lock"):
+        opened(hasty_home) if by == "the next run" else tracking.sync(hasty_home)
+        eventually(lambda: not gone.exists())
+    assert set(outboxes.list_outboxes(hasty_home)) == {young, held}
+
+
+def test_what_a_killed_run_left_for_another_mlflow_is_kept_for_that(
+    hasty_home: Path, tmp_path: Path, migrated_database: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = f"sqlite:///{shutil.copy(migrated_database, tmp_path / 'elsewhere.db')}"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", elsewhere)
+    heard, said = multiprocessing.Pipe()
+
+    def be_killed() -> None:
+        run = started(opened(hasty_home))
+        said.send(run.id)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    victim = multiprocessing.get_context("fork").Process(target=be_killed)
+    victim.start()
+    run_id = heard.recv()
+    victim.join()
+    monkeypatch.delenv("MLFLOW_TRACKING_URI")
+    store = opened(hasty_home)
+    (left,) = outboxes.list_outboxes(hasty_home)
+    assert deliver_orphaned_outbox(store, left) is None
+    assert store.close() == 0
+    assert [(one.tracker, one.things) for one in tracking.undelivered_runs(hasty_home)] == [(elsewhere, {"end": 1})]
+    (done,) = tracking.sync(hasty_home)
+    assert (done.things, outboxes.list_outboxes(hasty_home)) == ({}, [])
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", elsewhere)
+    assert tracking.open_reader(hasty_home).client.get_run(run_id).info.status == "KILLED"
+
+
+STAGE = {"ttrain.stage": "sft", "ttrain.key": "k" * 64, "ttrain.run": "full-1"}
+
+
+def publish(home: Path, run: str = "full-1") -> None:
+    """The artifact of that stage, made by a pipeline's run."""
+    artifacts = artifact_store.ArtifactStore(home)
+    output = artifacts.work("sft", "k" * 64) / "output"
+    output.mkdir(parents=True)
+    (output / "model.bin").write_bytes(b"weights")
+    manifest = {"result": {"loss": 1.5}, "ingredients": {}, "inputs": {}, "provenance": {"run": run}}
+    artifacts.publish("sft", "k" * 64, output, manifest)
+
+
+@pytest.mark.parametrize(("made_by", "status"), [("full-1", "FINISHED"), ("full-2", "KILLED"), ("", "KILLED")])
+def test_a_stage_that_was_killed_after_it_had_published_is_finished_in_mlflow_too(
+    hasty_home: Path, made_by: str, status: str
+) -> None:
+    heard, said = multiprocessing.Pipe()
+
+    def be_killed() -> None:
+        run = opened(hasty_home).start_run("sft", tags=STAGE, params={}, keeps_files=True)
+        if made_by:
+            publish(hasty_home, made_by)
+        said.send(run.id)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    victim = multiprocessing.get_context("fork").Process(target=be_killed)
+    victim.start()
+    run_id = heard.recv()
+    victim.join()
+    (done,) = tracking.sync(hasty_home)
+    assert (done.things, outboxes.list_outboxes(hasty_home)) == ({}, [])
+    run = tracking.open_reader(hasty_home).client.get_run(run_id)
+    assert run.info.status == status
+    files = hasty_home / "mlflow" / "artifacts" / run_id / "artifacts" / "sft"
+    if status == "FINISHED":
+        assert run.data.params["result.loss"] == "1.5" and (files / "model.bin").is_file()
+    else:
+        assert not run.data.metrics and not files.exists()
+
+
+def test_a_run_that_was_noted_as_killed_is_finished_by_the_next_one_that_takes_its_artifact(hasty_home: Path) -> None:
+    store = opened(hasty_home)
+    killed = store.start_run("sft", tags=STAGE, params={})
+    killed.finish("KILLED")
+    publish(hasty_home)
+    run = started(store, "full-2")
+    run.link_made_by("sft", "k" * 64)
+    assert store.client.get_run(killed.id).info.status == "FINISHED"
+    assert delivery.stages_of(store.client.get_run(run.id).data.tags)["sft"]["run"] == killed.id
+    store.close()
+
+
+def test_a_run_that_goes_on_in_another_mlflow_is_that_ones(
+    hasty_home: Path, tmp_path: Path, migrated_database: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with locked(hasty_home):
+        before = opened(hasty_home)
+        identity = started(before).identity
+        before.close()
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{shutil.copy(migrated_database, tmp_path / 'elsewhere.db')}")
+    outbox_of = hasty_home / "tracking" / identity / "run.json"
+    about = json.loads(outbox_of.read_text())
+    outbox_of.write_text(json.dumps({**about, "run_id": "0" * 32}))  # of the other one
+    store = opened(hasty_home)
+    run = store.start_run("stage", identity=identity, tags={}, params={})
+    about = json.loads(outbox_of.read_text())
+    assert (about["id"], about["tracker"], about["run_id"]) == (identity, store.tracker, run.id)
+    assert store.client.get_run(run.id).data.tags["ttrain.id"] == identity
+    run.finish("FINISHED")
+    assert store.close() == 0
+
+
+def test_a_text_of_half_a_letter_is_kept_and_waits_for_nobody(hasty_home: Path) -> None:
+    store = opened(hasty_home)
+    run = started(store)
+    run.log_text("caf\udce9 \ud83d", "settings.yaml")
+    assert not run.waiting()
+    kept = hasty_home / "mlflow" / "artifacts" / str(run.id) / "artifacts" / "settings.yaml"
+    assert kept.read_text(encoding="utf-8") == "caf? ?"
+    assert store.close() == 0
+
+
+def test_a_file_that_went_costs_a_warning(hasty_home: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = opened(hasty_home)
+    run = started(store)
+    run.log_file(hasty_home / "gone.txt", changes=True)
+    assert "gone.txt failed" in caplog.text and not run.waiting()
+    store.close()
+
+
+def test_samples_and_curves_that_cannot_be_read_end_no_pipeline(hasty_home: Path, tmp_path: Path) -> None:
+    store = opened(hasty_home)
+    run = started(store)
+    stage: Any = SimpleNamespace(name="pretrain")
+    watcher: Any = StageWatcher(
+        SimpleNamespace(display=SimpleNamespace(progressed=lambda *_: None), settings=Settings()),  # type: ignore[arg-type]
+        stage,
+        lambda line: None,
+    )
+    watcher.log_path, watcher.child = tmp_path / "run" / "log.txt", run
+    samples = tmp_path / "run" / "samples"
+    watcher.progressed(stage, {})  # there are none yet
+    samples.mkdir(parents=True)
+    (samples / "step-00000001.txt").symlink_to(tmp_path / "gone")
+    (samples / "step-00000002.txt").write_bytes(b"caf\xe9")
+    watcher.progressed(stage, {})
+    kept = hasty_home / "mlflow" / "artifacts" / str(run.id) / "artifacts" / "pretrain" / "run" / "samples"
+    assert [path.name for path in kept.iterdir()] == ["step-00000002.txt"]
+    before = samples.stat()
+    (samples / "step-00000003.txt").write_text("seen at the next change")
+    os.utime(samples, ns=(before.st_atime_ns, before.st_mtime_ns))
+    watcher.progressed(stage, {})
+    assert len(list(kept.iterdir())) == 1, "what did not change is not looked at again"
+    watcher.process_ended(stage)
+    assert len(list(kept.iterdir())) == 2
+
+    (tmp_path / "artifact" / "run" / "metrics.jsonl").mkdir(parents=True)
+    artifact = SimpleNamespace(path=tmp_path / "artifact", stage="pretrain")
+    run_summary.log_curves(run, [artifact])  # type: ignore[list-item]
+    assert store.close() == 0
+
+
+@pytest.mark.soak
+def test_a_lock_in_the_middle_costs_one_wait_of_mlflows(hasty_home: Path) -> None:
+    """MLflow waits 20 s for its turn to write: once, not with each of the things that a run tells."""
+    store = opened(hasty_home)
+    run = started(store)
+    with locked(hasty_home):
+        waited = stopwatch()
+        for step in range(1, 20):
+            run.log_summary({f"eval/{step}": 1.0})
+        assert waited() < 45
+    eventually(lambda: not run.waiting(), 60)
+    assert len(store.client.get_run(run.id).data.metrics) == 19
+    store.close()
+
+
+def test_a_full_disk_costs_the_notes_and_nothing_that_mlflow_takes(
+    hasty_home: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = opened(hasty_home)
+    run = started(store)
+    journal = hasty_home / "tracking" / run.identity / "journal.jsonl"
+    journal.unlink()
+    journal.symlink_to("/dev/full")  # every write says: no space left on device
+    assert run.log_metrics([row(1)])
+    run.log_summary({"eval/bits_per_byte": 1.5})
+    run.finish("FINISHED")
+    assert store.close() == 0
+    assert store.client.get_run(run.id).info.status == "FINISHED"
+    assert caplog.text.count("cannot be saved in") == 1 and "lost" not in caplog.text
+
+
+def test_what_neither_mlflow_nor_the_disk_took_is_said_to_be_lost(
+    hasty_home: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (hasty_home / "tracking").write_text("no directory can be here")
+    with locked(hasty_home):
+        store = opened(hasty_home)
+        run = started(store)
+        run.finish("FINISHED")
+        assert store.close() == 2
+    assert "did not receive 2 entries" in caplog.text and "they are lost there" in caplog.text
+    assert "track sync" not in caplog.text, "which could tell none of it"
+
+
+@pytest.mark.parametrize("emptied", [False, True], ids=["experiment deleted", "database emptied"])
+def test_runs_after_their_experiment_is_gone_are_in_one_made_anew(
+    hasty_home: Path, caplog: pytest.LogCaptureFixture, emptied: bool
+) -> None:
+    store = opened(hasty_home)
+    before = started(store, "before")
+    if emptied:  # as a server is that comes back on another database
+        with closing(sqlite3.connect(database(hasty_home))) as db, db:
+            for table in ("latest_metrics", "metrics", "params", "tags", "runs", "experiment_tags", "experiments"):
+                db.execute(f"DELETE FROM {table} WHERE 1" + (" AND experiment_id > 0" if table == "experiments" else ""))
+    else:
+        store.client.delete_experiment(store.experiment_id())
+    assert before.log_metrics([row(step) for step in range(1, 500)]), "no use to try again"
+    assert len(caplog.records) == 1, "one warning, not one for each point"
+    after = started(store, "after")
+    eventually(lambda: not after.waiting())
+    assert after.log_metrics([row(1)])
+    after.finish("FINISHED")
+    assert store.close() == 0
+    found = store.client.get_run(after.id)
+    assert (found.info.status, found.info.lifecycle_stage) == ("FINISHED", "active")
+    assert store.client.get_experiment(found.info.experiment_id).lifecycle_stage == "active"
+
+
+def test_a_run_deleted_while_its_process_was_gone_is_made_anew_for_what_waits(hasty_home: Path) -> None:
+    store, path = opened(hasty_home), hasty_home / "metrics.jsonl"
+    run = started(store)
+    with locked(hasty_home):
+        store.caller.is_silent = True
+        path.write_text("")
+        run.log_summary({"eval/bits_per_byte": 1.5})
+        store.close()
+    store = tracking.open_reader(hasty_home)
+    store.client.delete_run(run.id)
+    (done,) = tracking.sync(hasty_home)
+    assert done.things == {}
+    (only,) = store.client.search_runs([store.experiment_id("ttrain")], f"tags.`ttrain.id` = '{run.identity}'")
+    assert only.info.run_id != run.id and only.data.metrics == {"eval/bits_per_byte": 1.5}

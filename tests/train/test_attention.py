@@ -1,0 +1,178 @@
+"""Attention in blocks of queries: equal to that of torch, and only where it was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from support.doubles import VOCAB, distance, tiny_model
+from torch import Tensor
+from torch.nn import functional as F
+
+from ttrain.model import factory
+from ttrain.train import kernels
+from ttrain.train.kernels import first_keys, segment_mask
+from ttrain.train.language_modeling import NextTokenLoss
+from ttrain.train.losses import token_loss_sum
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Of 8 queries, so that rows of 29 positions have four of them, the last one not full. On a CPU with AMX, where training
+    leaves attention to torch, they are computed all the same."""
+    monkeypatch.setattr(kernels, "BLOCK", 8)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+T = 29
+SEGMENTS = torch.tensor(
+    [
+        [0] * T,
+        [0] * 3 + [1] * 20 + [2] * 6,
+        [4] * 9 + [-1] * 20,
+        [0] * 8 + [1] * 8 + [2] * 13,
+        [*range(T)],
+        [0, 1, 0] + [1] * 26,
+    ]
+)
+
+
+def heads(kv: int, dtype: torch.dtype, B: int = len(SEGMENTS)) -> list[Tensor]:
+    """Queries of four heads, keys and values of `kv`, as a model lays them out."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(B, T, 4, 8), (B, T, kv, 8), (B, T, kv, 8)]
+    return [
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).transpose(1, 2).requires_grad_()
+        for shape in shapes
+    ]
+
+
+def results(out: Tensor, leaves: list[Tensor]) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    out.backward(torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out.dtype))  # type: ignore[no-untyped-call]
+    found = {"out": out.detach(), **{str(n): leaf.grad.clone() for n, leaf in enumerate(leaves) if leaf.grad is not None}}
+    for leaf in leaves:
+        leaf.grad = None
+    return found
+
+
+def in_blocks(leaves: list[Tensor], **options: Any) -> Tensor:
+    query, key, value = leaves
+    mask, firsts = segment_mask(SEGMENTS), first_keys(SEGMENTS)
+    found, _ = kernels.block_attention(None, query, key, value, mask, first_keys=firsts, **options)
+    return found
+
+
+def of_torch(leaves: list[Tensor], **options: Any) -> Tensor:
+    out = F.scaled_dot_product_attention(*leaves, attn_mask=segment_mask(SEGMENTS), enable_gqa=True, **options)
+    return out.transpose(1, 2)
+
+
+@pytest.mark.parametrize("kv", [4, 2, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_attention_in_blocks_equals_that_of_torch_with_its_gradients(dtype: torch.dtype, kv: int) -> None:
+    leaves = heads(kv, dtype)
+    expected, found = results(of_torch(leaves), leaves), results(in_blocks(leaves), leaves)
+    for name in expected:
+        assert distance({name: expected[name]}, {name: found[name]}) < (1e-6 if dtype == torch.float32 else 1e-14), name
+    scaled = results(of_torch(leaves, scale=0.7), leaves)
+    assert distance(scaled, results(in_blocks(leaves, scaling=0.7), leaves)) < 1e-6
+
+
+def test_under_autocast_it_rounds_as_bf16_does_and_gradients_keep_their_types() -> None:
+    leaves = heads(2, torch.float32)
+    exact = results(of_torch(leaves), leaves)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = in_blocks(leaves)
+    assert out.dtype == torch.bfloat16
+    found = results(out, leaves)
+    assert {found[name].dtype for name in ("0", "1", "2")} == {torch.float32}
+    assert 0 < distance(exact, found) < 0.01
+
+
+def test_the_first_keys_are_the_least_that_any_query_of_a_block_sees() -> None:
+    found = first_keys(SEGMENTS)
+    mask = segment_mask(SEGMENTS)[:, 0]
+    for b in range(len(SEGMENTS)):
+        expected = [int(mask[b, start : start + 8].any(0).nonzero().min()) for start in range(0, T, 8)]
+        assert found[b] == expected
+    assert found[1] == [0, 3, 3, 23]
+    assert found[3] == [0, 8, 16, 16]
+
+
+# --- whole models -------------------------------------------------------------------------------------------------------
+
+
+def loss_of(model: Any, labels: Tensor | None = None) -> Tensor:
+    ids = torch.randint(9, VOCAB, (len(SEGMENTS), T), generator=torch.Generator().manual_seed(2))
+    positions = torch.arange(T).expand_as(ids).contiguous()
+    loss: Tensor = NextTokenLoss(model, token_loss_sum)(ids, positions, SEGMENTS, ids if labels is None else labels)[0]
+    return loss
+
+
+@pytest.mark.parametrize("options", [{}, {"kv_heads": 1}, {"kind": "qwen3", "kv_heads": 1}], ids=str)
+def test_a_model_has_the_gradients_that_it_has_with_the_attention_of_torch(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gradients() -> dict[str, Tensor]:
+        model = tiny_model(**options).train()
+        loss = loss_of(model)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}}
+
+    calls: list[int] = []
+    inner = kernels.BlockAttention.apply
+
+    def counted(*arguments: Any) -> Any:
+        calls.append(1)
+        return inner(*arguments)
+
+    monkeypatch.setattr(kernels.BlockAttention, "apply", counted)
+    found = gradients()
+    assert len(calls) == 2, "each of the two layers took its attention from here"
+    monkeypatch.setattr(kernels, "block_arguments", lambda model, segments: {})
+    expected = gradients()
+    assert len(calls) == 2
+    for name in expected:
+        assert distance({name: expected[name]}, {name: found[name]}) < 1e-6, name
+
+
+def test_dropout_on_attention_weights_is_that_of_torch() -> None:
+    losses = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        losses.append(float(loss_of(tiny_model(dropout=0.5).train())))
+    model = tiny_model(dropout=0.5).train()
+    assert losses[0] == losses[1] != float(loss_of(model.eval()))
+
+
+def test_generation_and_saving_do_not_notice() -> None:
+    """A batch padded on the left, which its mask must keep out, as with a model that was never trained."""
+    trained, untouched = tiny_model(), tiny_model()
+    loss_of(trained)
+    assert trained.config._attn_implementation == kernels.NAME
+    assert factory.files(trained) == factory.files(untouched)
+    ids = torch.randint(9, VOCAB, (2, 9), generator=torch.Generator().manual_seed(3))
+    ids[0, :4] = 0
+    padding = torch.ones_like(ids)
+    padding[0, :4] = 0
+    texts = [
+        model.eval().generate(ids, attention_mask=padding, max_new_tokens=5, do_sample=False)
+        for model in (trained, untouched)
+    ]
+    assert torch.equal(*texts)
+    with torch.no_grad():
+        assert torch.equal(trained(ids).logits, untouched(ids).logits)
+
+
+def test_a_cpu_with_amx_keeps_torchs_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model()
+    assert "first_keys" in kernels.block_arguments(model, SEGMENTS)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    assert kernels.block_arguments(model, SEGMENTS) == {}

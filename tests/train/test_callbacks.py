@@ -1,0 +1,564 @@
+"""Callbacks: when they are told what, and that nothing they do moves the training, but for the stop that one may ask for."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.doubles import (
+    ALONE,
+    Home,
+    NumberedRows,
+    Recorder,
+    WatchedTask,
+    copies,
+    curve,
+    in_ranks,
+    make_trainer,
+    run_here,
+    same,
+    settings_of_training,
+    stage_settings,
+    tiny_model,
+)
+
+from ttrain.config import Optim, PretrainConfig, Runtime, Schedule
+from ttrain.core.hashing import DigestCache, code_digests
+from ttrain.data.packing import Batch
+from ttrain.errors import TTrainError, UsageError
+from ttrain.stages import pretrain
+from ttrain.stages.callbacks import is_without_effect
+from ttrain.train import checkpoint
+from ttrain.train.callbacks import Callback, LogLines, LogRecord, MetricsFile, Perplexity, StepRecord
+from ttrain.train.distributed import Ranks
+from ttrain.train.early_stopping import EarlyStopping, early_stopping
+from ttrain.train.language_modeling import LanguageModeling
+from ttrain.train.periodic_evaluation import PeriodicSamples
+from ttrain.train.task import LossSum
+from ttrain.train.trainer import STOPPED, Cadence, Trainer
+
+BATCH = NumberedRows(2).batch([0, 1])
+HOOKS = (
+    "start", "epoch_start", "step_start", "step_end", "figures", "log", "validation_figures", "validated", "state", "saved",
+    "stop_reason", "epoch_end", "end",
+)  # fmt: skip
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Everything(Callback):
+    """Notes every hook by its name, with the step or epoch it was told; questions are asked too often to be noted."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def start(self, step: int, steps: int) -> None:
+        self.events.append(f"start {step}/{steps}")
+
+    def epoch_start(self, epoch: int) -> None:
+        self.events.append(f"epoch_start {epoch}")
+
+    def step_start(self, step: int) -> None:
+        self.events.append(f"step_start {step}")
+
+    def step_end(self, record: StepRecord) -> None:
+        self.events.append(f"step_end {record.step}")
+
+    def figures(self, record: StepRecord) -> Mapping[str, float]:
+        self.events.append(f"figures {record.step}")
+        return {}
+
+    def log(self, record: LogRecord) -> None:
+        self.events.append(f"log {record.step}")
+
+    def validation_figures(self, loss: float) -> Mapping[str, float]:
+        self.events.append("validation_figures")
+        return {}
+
+    def validated(self, step: int, loss: float) -> None:
+        self.events.append(f"validated {step}")
+
+    def state(self) -> dict[str, Any]:
+        self.events.append("state")
+        return {}
+
+    def saved(self, step: int) -> None:
+        self.events.append(f"saved {step}")
+
+    def epoch_end(self, epoch: int) -> None:
+        self.events.append(f"epoch_end {epoch}")
+
+    def end(self, step: int) -> None:
+        self.events.append(f"end {step}")
+
+    def failed(self, error: BaseException) -> None:
+        self.events.append(f"failed {type(error).__name__}")
+
+
+class Scripted(WatchedTask):
+    """Whose validations give these losses, one after the other."""
+
+    def __init__(self, *arguments: Any, losses: Sequence[float]) -> None:
+        super().__init__(*arguments)
+        self.losses, self.validations = losses, 0
+
+    def validation_step(self, model: Any, batch: Batch, device: Any) -> LossSum:
+        self.validations += 1
+        return LossSum(torch.tensor(self.losses[self.validations - 1], dtype=torch.float64), 1)
+
+
+# --- when they are told what --------------------------------------------------------------------------------------------
+
+
+def test_the_order_of_hooks_is_golden(tmp_path: Path) -> None:
+    """Six steps of 6 rows, 18 rows in an epoch; logs, validations and checkpoints at steps of their own."""
+    watcher = Everything()
+    config = settings_of_training(tokens=6 * 96, schedule=Schedule(kind="constant"))
+    make_trainer(
+        config, tiny_model(), NumberedRows(18), directory=tmp_path, callbacks=[watcher], validation=[BATCH],
+        cadence=Cadence(log=2, checkpoint=4, validate=5), task=Scripted(config, tiny_model(), losses=[3.0, 4.0]),
+    ).fit()  # fmt: skip
+    assert watcher.events == [
+        "start 0/6",
+        "epoch_start 0",
+        *("step_start 1", "step_end 1"),
+        *("step_start 2", "step_end 2", "figures 2", "log 2"),
+        *("step_start 3", "step_end 3"),
+        "epoch_end 0",
+        "epoch_start 1",
+        *("step_start 4", "step_end 4", "figures 4", "log 4", "state", "saved 4"),
+        *("step_start 5", "step_end 5", "validated 5", "validation_figures", "log 5", "state", "saved 5"),  # the best so far
+        *("step_start 6", "step_end 6", "figures 6", "log 6", "validated 6", "validation_figures", "log 6"),
+        *("state", "saved 6"),
+        "epoch_end 1",
+        "end 6",
+    ]
+
+
+def test_a_run_that_continues_within_an_epoch_is_told_of_that_epoch(tmp_path: Path) -> None:
+    config, watcher = settings_of_training(tokens=6 * 96), Everything()
+    for stop_after, callbacks in ((4, []), (None, [watcher])):
+        make_trainer(
+            config, tiny_model(), NumberedRows(18), directory=tmp_path, stop_after=stop_after, callbacks=callbacks,
+            cadence=Cadence(log=6, checkpoint=6),
+        ).fit()  # fmt: skip
+    assert watcher.events[:4] == ["start 4/6", "epoch_start 1", "step_start 5", "step_end 5"]
+    assert watcher.events[-2:] == ["epoch_end 1", "end 6"]
+
+
+def test_epochs_that_end_within_a_step_are_told_with_that_step() -> None:
+    """Rows 0-8, 9-17 and 18-23 in steps of six: the first epoch ends in step 2, the second with step 3."""
+    config, watcher = settings_of_training(tokens=4 * 96), Everything()
+    make_trainer(config, tiny_model(), NumberedRows(9), callbacks=[watcher], cadence=Cadence(log=9)).fit()
+    told = [event for event in watcher.events if event.startswith(("epoch", "step_end"))]
+    assert told == [
+        "epoch_start 0", "step_end 1", "epoch_start 1", "step_end 2", "epoch_end 0", "step_end 3", "epoch_end 1",
+        "epoch_start 2", "step_end 4", "epoch_end 2",
+    ]  # fmt: skip
+
+
+def test_failed_is_the_last_call_for_all_and_the_error_rises_unchanged_though_one_fails_at_it() -> None:
+    class Fails(Callback):
+        def failed(self, error: BaseException) -> None:
+            raise ZeroDivisionError
+
+    def spoil(passes: int) -> float:
+        if passes == 2:
+            raise MemoryError("no more")
+        return 1.0
+
+    config, model, watcher = settings_of_training(), tiny_model(), Everything()
+    trainer = make_trainer(
+        config, model, NumberedRows(52), rows_per_device=6, callbacks=[Fails(), watcher],
+        task=WatchedTask(config, model, spoil),
+    )  # fmt: skip
+    with pytest.raises(MemoryError, match="no more"):
+        trainer.fit()
+    assert watcher.events == [
+        "start 0/20", "epoch_start 0", "step_start 1", "step_end 1", "step_start 2", "failed MemoryError",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_callback_that_raises_in_any_hook_is_named_and_all_hear_of_it(tmp_path: Path, hook: str) -> None:
+    class Breaks(Callback):
+        pass
+
+    def broken(self: Callback, *arguments: Any) -> None:
+        raise ZeroDivisionError("by itself")
+
+    setattr(Breaks, hook, broken)
+    watcher = Everything()
+    config = settings_of_training(tokens=3 * 96)
+    trainer = make_trainer(
+        config, tiny_model(), NumberedRows(18), directory=tmp_path, callbacks=[watcher, Breaks()], validation=[BATCH],
+        cadence=Cadence(log=1, checkpoint=1, validate=1),
+    )  # fmt: skip
+    with pytest.raises(TTrainError, match=rf"the callback Breaks\.{hook} raised ZeroDivisionError\('by itself'\)"):
+        trainer.fit()
+    assert watcher.events[-1] == "failed TTrainError"
+
+
+def test_the_state_of_a_callback_is_found_by_its_name_whatever_stands_around_it(tmp_path: Path) -> None:
+    class Counts(Callback):
+        seen = 0
+
+        def step_end(self, record: StepRecord) -> None:
+            self.seen += 1
+
+        def state(self) -> dict[str, Any]:
+            return {"seen": self.seen}
+
+        def load_state(self, state: Mapping[str, Any]) -> None:
+            self.seen = state["seen"]
+
+    config, first, second = settings_of_training(), Counts(), Counts()
+    for callbacks, stop_after in (([Recorder(), first], 7), ([second, EarlyStopping(3)], None)):
+        make_trainer(
+            config, tiny_model(), NumberedRows(52), directory=tmp_path, callbacks=callbacks, stop_after=stop_after
+        ).fit()
+    assert (first.seen, second.seen) == (7, 20)
+
+
+# --- early stopping -----------------------------------------------------------------------------------------------------
+
+
+def stopped_at(losses: Sequence[float], **settings: Any) -> int | None:
+    """The number of the validation after which a stop is asked for; the state goes through JSON each time."""
+    callback = EarlyStopping(**settings)
+    for number, loss in enumerate(losses, start=1):
+        callback.validated(10 * number, loss)
+        if callback.stop_reason():
+            return number
+        state = json.loads(json.dumps(callback.state(), allow_nan=False))
+        callback = EarlyStopping(**settings)
+        callback.load_state(state)
+    return None
+
+
+def test_a_plateau_from_3_with_a_patience_of_2_stops_at_5() -> None:
+    assert stopped_at([3.0, 2.0, 1.0, 1.0, 1.0, 1.0], patience=2) == 5
+    assert stopped_at([3.0, 2.0, 1.0, 1.0, 0.9, 1.0, 1.0], patience=2) == 7
+
+
+def test_a_loss_that_is_no_number_is_never_the_best() -> None:
+    assert stopped_at([3.0, math.nan, 2.9, math.nan, math.nan, 2.8], patience=2) == 5
+    assert stopped_at([math.nan, 5.0, 6.0, 6.0], patience=2) == 4
+    assert stopped_at([math.nan, math.nan], patience=2) == 2
+
+
+def test_a_loss_that_is_lower_by_min_delta_only_is_no_better() -> None:
+    losses = [3.0, 2.75, 2.5, 2.25]
+    assert stopped_at(losses, patience=1, min_delta=0.25) == 2
+    assert stopped_at(losses, patience=1, min_delta=0.24) is None
+    assert stopped_at(losses, patience=2, min_delta=0.25) is None, "two small steps are one that is large enough"
+    assert stopped_at(losses, patience=2, min_delta=0.5) == 3
+
+
+def test_early_stopping_without_a_row_to_validate_on_is_refused() -> None:
+    config = settings_of_training(validate_every_steps=5, early_stopping={"patience": 2})
+    with pytest.raises(UsageError, match=r"early_stopping is set, but there are no held-out rows .*heldout_fraction"):
+        early_stopping(config, [])
+    (callback,) = early_stopping(config, [BATCH])
+    assert isinstance(callback, EarlyStopping) and (callback.patience, callback.min_delta) == (2, 0.0)
+    assert early_stopping(settings_of_training(), []) == []
+
+
+def trained(
+    directory: Path, losses: Sequence[float], *, steps: int = 12, ranks: Ranks = ALONE, stop_after: int | None = None,
+    done: int = 0,
+) -> tuple[Any, Trainer]:  # fmt: skip
+    """A run of `steps` steps that is validated after every one, with a patience of 2; `done` validations came before."""
+    config, model = settings_of_training(tokens=steps * 96, schedule=Schedule(kind="constant")), tiny_model()
+    trainer = make_trainer(
+        config, model, NumberedRows(52), directory=directory, ranks=ranks, validation=[BATCH] * ranks.world,
+        callbacks=[EarlyStopping(2)], cadence=Cadence(log=3, checkpoint=100, validate=1), stop_after=stop_after,
+        task=Scripted(config, model, losses=losses[done:]), keep=9,
+    )  # fmt: skip
+    return trainer.fit(), trainer
+
+
+PLATEAU = (3.0, 2.0, 1.0, 1.0, 1.0, *[0.5] * 7)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_all_ranks_stop_at_5_and_hold_the_best_weights(tmp_path: Path, world: int) -> None:
+    def work(ranks: Ranks) -> tuple[int, str, dict[str, torch.Tensor]]:
+        result, trainer = trained(tmp_path / "checkpoints", PLATEAU, ranks=ranks)
+        return result.step, result.stop_reason, copies(trainer.weights.state())
+
+    found = [work(ALONE)] if world == 1 else in_ranks(world, tmp_path / "ranks", work)
+    best = checkpoint.read(tmp_path / "checkpoints" / "step-00000003")
+    last = checkpoint.read(tmp_path / "checkpoints" / "step-00000005")
+    for step, reason, weights in found:
+        assert (step, reason) == (5, STOPPED)
+        assert same(weights, best.weights)
+        assert not same(weights, last.weights)
+
+
+@pytest.mark.parametrize("stop_after", [2, 3, 4])
+def test_early_stopping_resumed_equals_uninterrupted(tmp_path: Path, stop_after: int) -> None:
+    straight, whole = trained(tmp_path / "straight", PLATEAU)
+    trained(tmp_path / "parts", PLATEAU, stop_after=stop_after)
+    result, trainer = trained(tmp_path / "parts", PLATEAU, done=stop_after)
+    assert result.resumed_from_step == stop_after
+    assert (result.step, result.stop_reason) == (straight.step, straight.stop_reason) == (5, STOPPED)
+    assert same(trainer.weights.state(), whole.weights.state())
+
+
+@pytest.mark.parametrize("steps", [5, 12])
+def test_a_run_that_stopped_early_stays_so_when_it_is_run_again(tmp_path: Path, steps: int) -> None:
+    """Also where the stop fell on the last step."""
+    result, trainer = trained(tmp_path, PLATEAU, steps=steps)
+    again, second = trained(tmp_path, PLATEAU, steps=steps, done=5)
+    assert (again.step, again.stop_reason) == (result.step, result.stop_reason) == (5, STOPPED)
+    assert same(second.weights.state(), trainer.weights.state())
+
+
+# --- files and lines ----------------------------------------------------------------------------------------------------
+
+
+def test_a_metrics_file_that_continues_loses_what_comes_again_and_what_is_torn(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = [json.dumps({"step": step, "tokens": 0, "time": 0.0, "metrics": {}}) + "\n" for step in (2, 4, 6)]
+    path.write_text("".join(lines) + '{"step": 3, "tok')
+    MetricsFile(path).start(4, 8)
+    assert path.read_text() == "".join(lines[:2])
+    path.write_text(lines[0] + "\0\0\0\n" + lines[1])
+    MetricsFile(path).start(4, 8)
+    assert path.read_text() == "".join(lines[:2])
+    MetricsFile(path).start(0, 8)
+    assert path.read_text() == ""
+
+
+def test_a_finished_run_that_is_run_again_keeps_its_last_validation(tmp_path: Path) -> None:
+    config = settings_of_training(tokens=4 * 96)
+    curves = []
+    for _ in range(2):
+        make_trainer(
+            config, tiny_model(), NumberedRows(52), directory=tmp_path / "checkpoints", validation=[BATCH],
+            callbacks=[MetricsFile(tmp_path / "metrics.jsonl")],
+        ).fit()  # fmt: skip
+        curves.append(curve(tmp_path / "metrics.jsonl"))
+    assert "validation_loss" in curves[0][-1]["metrics"]
+    assert curves[0] == curves[1]
+
+
+def test_perplexity_is_the_exponential_of_the_logged_validation_loss() -> None:
+    recorder = Recorder()
+    make_trainer(
+        settings_of_training(tokens=6 * 96), tiny_model(), NumberedRows(52), callbacks=[recorder, Perplexity()],
+        validation=[BATCH], cadence=Cadence(log=2, validate=3),
+    ).fit()  # fmt: skip
+    losses = recorder.figures("validation_loss")
+    assert len(losses) == 2
+    assert recorder.figures("perplexity") == [math.exp(loss) for loss in losses]
+    assert Perplexity().validation_figures(800.0) == {"perplexity": math.inf}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_losses_of_a_line_are_means_over_the_tokens_since_the_last_one_on_all_ranks(tmp_path: Path, world: int) -> None:
+    """And with the names of MiniMind beside them: `logits_loss` and `aux_loss` make up the loss, `lr` is one number."""
+
+    class Steps(Callback):
+        def __init__(self) -> None:
+            self.records: list[StepRecord] = []
+
+        def step_end(self, record: StepRecord) -> None:
+            self.records.append(record)
+
+    def work(ranks: Ranks) -> tuple[list[StepRecord], list[LogRecord]]:
+        steps, recorder = Steps(), Recorder()
+        config = settings_of_training(tokens=6 * 96, optim=Optim(kind="muon", lr=1e-2))
+        make_trainer(
+            config, tiny_model(), NumberedRows(52), rows_per_device=2, ranks=ranks, callbacks=[steps, recorder],
+            cadence=Cadence(log=3),
+        ).fit()  # fmt: skip
+        return [replace(record, rows=None) for record in steps.records], recorder.records  # type: ignore[arg-type]
+
+    steps, lines = work(ALONE) if world == 1 else in_ranks(world, tmp_path, work)[0]
+    assert [line.step for line in lines] == [3, 6]
+    for line in lines:
+        some = steps[line.step - 3 : line.step]
+        tokens = [record.live_tokens for record in some]
+        assert len({*tokens}) > 1, "steps with other numbers of targets"
+        mean = sum(record.loss * live for record, live in zip(some, tokens, strict=True)) / sum(tokens)
+        assert line.metrics["loss"] == pytest.approx(mean, rel=1e-12)
+        assert line.metrics["logits_loss"] == line.metrics["loss"] and line.metrics["aux_loss"] == 0.0
+        assert line.metrics["lr"] == line.metrics["lr_adamw"] != line.metrics["lr_muon"]
+
+
+def test_what_is_added_to_the_cross_entropy_is_the_aux_loss() -> None:
+    task = LanguageModeling(settings_of_training(), tiny_model())
+    assert task.derived({"loss": 3.0, "loss_ce1": 2.5, "loss_balance": 9.0}) == {"logits_loss": 2.5, "aux_loss": 0.5}
+    assert task.derived({}) == {}, "where all steps were skipped"
+
+
+def test_log_lines_say_what_a_person_follows(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "ttrain")
+    lines = LogLines()
+    figures = {"loss": 3.21449, "grad_norm": 0.81, "lr_adamw": 4e-3, "step_seconds": 0.2, "mfu": 0.4}
+    for eta in (12.4, 75.0, 3 * 3600 + 299.0, math.inf):
+        lines.log(LogRecord(120, 600, 1, {**figures, "tokens_per_second": 12345.6, "eta_seconds": eta}))
+    lines.log(LogRecord(120, 600, 1, {"validation_loss": 2.0, "perplexity": math.exp(2)}))
+    begin = "step 120/600  loss 3.214  grad_norm 0.81  lr_adamw 0.004  12346 tokens/s  ETA "
+    assert caplog.messages == [
+        f"{begin}12 s", f"{begin}1 min 15 s", f"{begin}3 h 04 min", f"{begin}unknown",
+        "step 120/600  validation_loss 2  perplexity 7.389",
+    ]  # fmt: skip
+
+
+# --- samples ------------------------------------------------------------------------------------------------------------
+
+
+def test_sampling_leaves_random_numbers_modes_and_gradients_as_they_were(tmp_path: Path) -> None:
+    model = tiny_model()
+    model.train()
+    frozen = model.model.layers[0]
+    frozen.eval()
+    modes = [module.training for module in model.modules()]
+    for seed in (torch.manual_seed, np.random.seed, random.seed):
+        seed(7)
+    wanted = (torch.rand(3), np.random.rand(3), random.random())
+    for seed in (torch.manual_seed, np.random.seed, random.seed):
+        seed(7)
+
+    def write() -> list[tuple[str, str]]:
+        assert not torch.is_grad_enabled()
+        model.eval()
+        torch.rand(5), np.random.rand(5), random.random()
+        raise ZeroDivisionError
+
+    record = StepRecord(4, 9, 1.0, 1.0, 1, False, 0.1, 0.0, lambda: np.zeros(1, np.int64))
+    with pytest.raises(ZeroDivisionError):
+        PeriodicSamples(tmp_path, model, write, every=2).step_end(record)
+    assert [module.training for module in model.modules()] == modes
+    assert torch.is_grad_enabled()
+    assert torch.equal(torch.rand(3), wanted[0])
+    assert (np.random.rand(3) == wanted[1]).all()
+    assert random.random() == wanted[2]
+
+
+def test_samples_are_written_at_their_steps_and_move_neither_losses_nor_weights(tmp_path: Path) -> None:
+    """With dropout, by a writer that draws numbers, changes the mode and calls the model."""
+    found = []
+    for sampled in (False, True):
+        model, recorder = tiny_model(dropout=0.2), Recorder()
+
+        def write(model: Any = model) -> list[tuple[str, str]]:
+            model.eval()
+            logits = model(torch.randint(9, 60, (1, 4))).logits
+            return [("What?", str(int(logits[0, -1].argmax()))), ("Grüße", "東京\n🙂")]
+
+        samples = [PeriodicSamples(tmp_path, model, write, every=4)] if sampled else []
+        trainer = make_trainer(
+            settings_of_training(tokens=9 * 96), model, NumberedRows(52), rows_per_device=4,
+            callbacks=[*samples, recorder], cadence=Cadence(log=1),
+        )  # fmt: skip
+        trainer.fit()
+        found.append((recorder.figures("loss"), copies(trainer.weights.state())))
+    assert found[0][0] == found[1][0]
+    assert same(found[0][1], found[1][1])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000004.txt", "step-00000008.txt"]
+    text = (tmp_path / "step-00000008.txt").read_text(encoding="utf-8")
+    assert text.startswith("=== What?\n") and text.endswith("=== Grüße\n東京\n🙂\n\n")
+
+
+def test_a_stage_that_samples_has_the_same_curve_and_weights_as_one_that_does_not(tmp_path: Path) -> None:
+    home = Home.make(tmp_path)
+    inputs = {name: artifact.path for name, artifact in home.pretrain_inputs().items()}
+    results = []
+    for name, runtime in (("without", {}), ("with", {"sample_every_steps": 3, "guards": "off"})):
+        settings = stage_settings(6, {"validate_every_steps": 3}, **runtime)
+        config = PretrainConfig(model=settings.model, pretrain=settings.pretrain)
+        results.append(run_here(pretrain, config, tmp_path / name, inputs, settings.runtime))
+    first, second = (tmp_path / name for name in ("without", "with"))
+    assert (first / "model" / "model.safetensors").read_bytes() == (second / "model" / "model.safetensors").read_bytes()
+    assert curve(first / "run" / "metrics.jsonl") == curve(second / "run" / "metrics.jsonl")
+    assert [path.name for path in sorted((second / "run" / "samples").iterdir())] == [
+        "step-00000003.txt", "step-00000006.txt",
+    ]  # fmt: skip
+    text = (second / "run" / "samples" / "step-00000006.txt").read_text(encoding="utf-8")
+    assert text.count("=== ") == len(settings.runtime.sample_prompts) == 2
+    assert results[0]["guard_warnings"] == {}
+    assert not (first / "run" / "samples").exists()
+    names = {name for line in map(json.loads, (first / "run" / "metrics.jsonl").open()) for name in line["metrics"]}
+    assert {
+        "loss", "grad_norm", "validation_loss", "perplexity", "tokens_per_second", "step_seconds", "data_wait_fraction",
+        "mfu", "memory_bytes", "eta_seconds", "epoch_time", "lr", "logits_loss", "aux_loss",
+    } <= names  # fmt: skip
+
+
+# --- keys ---------------------------------------------------------------------------------------------------------------
+
+
+def test_what_watches_is_in_no_key_and_early_stopping_is(tmp_path: Path) -> None:
+    modules = code_digests("ttrain.stages.pretrain", DigestCache(tmp_path / "digests.json"))
+    assert {"ttrain.train.early_stopping", "ttrain.train.trainer"} <= set(modules)
+    watching = ("callbacks", "monitor", "guards", "periodic_evaluation", "watchdog")
+    assert not {"ttrain.stages.callbacks", *(f"ttrain.train.{name}" for name in watching)} & set(modules)
+    assert not [
+        name for name in modules if name.startswith(("ttrain.loggers", "ttrain.pipeline.system_metrics", "ttrain.tracking"))
+    ]
+
+
+def test_quick_validations_are_a_curve_on_the_same_rows_and_move_nothing(tmp_path: Path) -> None:
+    home = Home.make(tmp_path)
+    inputs = {name: artifact.path for name, artifact in home.pretrain_inputs().items()}
+    by_default, results = Runtime().quick_validations, []
+    assert by_default == 8
+    for name, times in (("without", 0), ("with", by_default)):
+        settings = stage_settings(12, quick_validations=times)
+        config = PretrainConfig(model=settings.model, pretrain=settings.pretrain)
+        results.append(run_here(pretrain, config, tmp_path / name, inputs, settings.runtime))
+    first, second = (tmp_path / name for name in ("without", "with"))
+    assert (first / "model" / "model.safetensors").read_bytes() == (second / "model" / "model.safetensors").read_bytes()
+    assert results[0]["validation_loss"] == results[1]["validation_loss"]
+    rows = [json.loads(line) for line in (second / "run" / "metrics.jsonl").open()]
+    quick = {
+        row["step"]: row["metrics"]["validation_loss_quick"] for row in rows if "validation_loss_quick" in row["metrics"]
+    }
+    assert list(quick) == [0, 2, 3, 5, 6, 8, 9, 11, 12]
+    assert quick[12] < quick[2] and quick[12] != results[1]["validation_loss"]
+    assert [row["step"] for row in rows if "validation_loss" in row["metrics"]] == [12], "the last alone decides"
+    others = [row for row in curve(second / "run" / "metrics.jsonl") if "validation_loss_quick" not in row["metrics"]]
+    assert others == curve(first / "run" / "metrics.jsonl")
+
+
+def test_a_rate_that_does_not_move_the_validation_loss_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    home = Home.make(tmp_path)
+    inputs = {name: artifact.path for name, artifact in home.pretrain_inputs().items()}
+    for rate, warned in ((1e-9, {"no_effect": 1}), (1e-2, {})):
+        settings = stage_settings(12, {"optim": {"kind": "adamw", "lr": rate}})
+        config = PretrainConfig(model=settings.model, pretrain=settings.pretrain)
+        figures = run_here(pretrain, config, tmp_path / str(rate), inputs, settings.runtime)
+        assert figures["guard_warnings"] == warned
+    assert "pretrain.optim.lr is 1e-09: try a larger one" in caplog.text and "lr is 0.01" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("losses", "expected"),
+    [
+        ([5.0, 2.1, 2.0, 2.02, 2.01, 2.05], False),  # learnt at once
+        ([5.0, 4.9, 4.8, 4.7], False),
+        ([5.0, 5.02, 4.99, 5.01, 4.995], True),  # to and fro
+        ([5.0, 4.9999, 4.9998, 4.9997], True),
+        ([5.0, 5.0], False),  # too few to tell
+    ],
+)
+def test_a_stage_is_without_effect_where_its_curve_ends_as_it_began(
+    tmp_path: Path, losses: list[float], expected: bool
+) -> None:
+    rows = ({"step": step, "metrics": {"validation_loss_quick": loss}} for step, loss in enumerate(losses))
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert is_without_effect(tmp_path / "metrics.jsonl") == expected

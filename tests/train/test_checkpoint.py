@@ -1,0 +1,418 @@
+"""Checkpoints: whatever is torn, flipped, swapped or lost, the newest whole one is found, or the damage is named."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import pickle
+import random
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.checkpoints import FILES, checkpoints, is_snapshot, names, snapshot, steps, write
+from support.doubles import NumberedRows, make_tokenizer, make_trainer, settings_of_training, tiny_model
+
+from ttrain.core.hashing import sha256_file
+from ttrain.errors import ArtifactError
+from ttrain.model import factory
+from ttrain.stages.training import tokenizer_files
+from ttrain.train import checkpoint
+from ttrain.train.checkpoint import Checkpoints, Snapshot, SnapshotBuffers
+from ttrain.train.checkpoint_format import with_digest
+from ttrain.train.trainer import COMPLETED, INTERRUPTED, Cadence, Trainer
+
+# --- damage: (the file of step 8, the same file of step 4) --------------------------------------------------------------
+
+
+def truncate(path: Path, other: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def empty(path: Path, other: Path) -> None:
+    path.write_bytes(b"")
+
+
+def zero(path: Path, other: Path) -> None:
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def lose(path: Path, other: Path) -> None:
+    path.unlink()
+
+
+def flip_a_bit(path: Path, other: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+
+
+def change_a_digit(path: Path, other: Path) -> None:
+    """In JSON, a flip that still parses: the step, a counter, a digest."""
+    data = bytearray(path.read_bytes())
+    place = next((at for at, byte in enumerate(data) if chr(byte).isdigit()), 0)
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
+def take_the_other(path: Path, other: Path) -> None:
+    shutil.copyfile(other, path)
+
+
+def make_a_directory(path: Path, other: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize(
+    "damage", [truncate, empty, zero, lose, flip_a_bit, change_a_digit, take_the_other, make_a_directory]
+)
+@pytest.mark.parametrize("name", FILES)
+def test_a_damaged_file_is_named_and_the_checkpoint_before_is_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, damage: Callable[[Path, Path], None]
+) -> None:
+    write(tmp_path, 4, 8)
+    old, new = (tmp_path / f"step-0000000{step}" / name for step in (4, 8))
+    damage(new, old)
+    with caplog.at_level(logging.WARNING, logger="ttrain"):
+        found = checkpoints(tmp_path).newest()
+    assert is_snapshot(found, 4)
+    assert f"the checkpoint file {new} is damaged: " in caplog.text
+    assert str(old) not in caplog.text
+    shutil.rmtree(old.parent)
+    with pytest.raises(ArtifactError, match=f"every checkpoint .* is damaged: the checkpoint file {new} is damaged"):
+        checkpoints(tmp_path).newest()
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_flipped_bit_of_a_checkpoint_is_seen(tmp_path: Path, name: str) -> None:
+    write(tmp_path, 4)
+    path = tmp_path / "step-00000004" / name
+    data = path.read_bytes()
+    for place in range(0, 8 * len(data), 13):  # 13 and 8 have no common factor, so every bit of a byte has its turn
+        flipped = bytearray(data)
+        flipped[place // 8] ^= 1 << place % 8
+        path.write_bytes(flipped)
+        with pytest.raises(ArtifactError, match=str(path)):
+            checkpoint.read(path.parent)
+    path.write_bytes(data)
+    assert is_snapshot(checkpoint.read(path.parent), 4)
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, 4)
+    (tmp_path / "step-00000004").rename(tmp_path / "step-00000009")
+    with pytest.raises(ArtifactError, match=r"step-00000009/state\.json is damaged"):
+        checkpoint.read(tmp_path / "step-00000009")
+
+
+def test_a_file_that_the_state_does_not_list_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, 4)
+    path = tmp_path / "step-00000004" / "state.json"
+    state = json.loads(path.read_bytes())
+    del state["sha256"], state["files"]["optimizer.safetensors"]
+    path.write_text(json.dumps(with_digest(state)))
+    with pytest.raises(ArtifactError, match=r"optimizer\.safetensors is damaged: state\.json does not list it"):
+        checkpoint.read(path.parent)
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tmp_path: Path) -> None:
+    config = settings_of_training(tokens=4 * 96)
+    make_trainer(config, tiny_model(), NumberedRows(20), directory=tmp_path).fit()
+    for path in tmp_path.glob("*/optimizer.safetensors"):
+        path.write_bytes(path.read_bytes()[:-1])
+    start = Snapshot(2, {}, {}, {})
+    with pytest.raises(ArtifactError, match=r"optimizer\.safetensors is damaged"):
+        make_trainer(config, tiny_model(), NumberedRows(20), directory=tmp_path, start=start).fit()
+
+
+def test_checkpoints_that_are_gone_are_missed(tmp_path: Path) -> None:
+    write(tmp_path, 4)
+    shutil.rmtree(tmp_path / "step-00000004")
+    with pytest.raises(ArtifactError, match=f"the one that {tmp_path / 'latest'} names is gone"):
+        checkpoints(tmp_path).newest()
+
+
+def test_a_directory_without_checkpoints_is_a_start(tmp_path: Path) -> None:
+    assert checkpoints(tmp_path / "none").newest() is None
+    assert checkpoints(tmp_path / "none").best() is None
+    (tmp_path / "step-of-somebody").mkdir()
+    (tmp_path / ".writing-00000004").mkdir()
+    assert checkpoints(tmp_path).newest() is None
+
+
+def test_a_damaged_checkpoint_makes_room_for_whole_ones(tmp_path: Path) -> None:
+    write(tmp_path, 4, 8)
+    lose(tmp_path / "step-00000008" / "config.json", tmp_path)
+    ours = checkpoints(tmp_path, keep=2)
+    assert is_snapshot(ours.newest(), 4)
+    ours.save(snapshot(6))
+    ours.close()
+    assert steps(tmp_path) == [4, 6]
+
+
+# --- which ones stay, and which is the best -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_exactly_these_stay_and_the_best_is_the_smallest_metric_also_after_resuming(tmp_path: Path, seed: int) -> None:
+    """Against sets: the newest `keep`, every `keep_every`, the permanent, and the argmin of all metrics."""
+    dice = random.Random(seed)
+    options: dict[str, Any] = {"keep": dice.randint(1, 3), "keep_every": dice.choice((0, 8)), "permanent": frozenset({6})}
+    ours, logged, there = checkpoints(tmp_path, **options), dict[int, float](), set[int | None]()
+    for step in range(2, 34, 2):
+        metric = dice.choice((None, math.nan, math.inf, -math.inf, *[round(dice.random(), 1) for _ in range(6)]))
+        ours.save(snapshot(step), metric=metric)
+        ours.wait()
+        if metric is not None and math.isfinite(metric):
+            logged[step] = metric
+        best = min(logged, key=lambda at: (logged[at], at), default=None)
+        there.add(step)
+        newest = sorted(there)[-options["keep"] :]
+        every = {at for at in there if options["keep_every"] and at % options["keep_every"] == 0}
+        there &= {*newest, *every, 6, best}
+        assert steps(tmp_path) == sorted(there)
+        assert json.loads((tmp_path / "latest").read_bytes())["step"] == step
+        found = ours.best()
+        assert (found and found.step) == best
+        if best is not None:
+            assert is_snapshot(found, best)
+            assert json.loads((tmp_path / "best").read_bytes()) == {"step": best, "metric": logged[best]}
+        if dice.random() < 0.3:  # a new process
+            ours.close()
+            ours = checkpoints(tmp_path, **options)
+            assert is_snapshot(ours.newest(), step)
+    ours.close()
+    assert not [name for name in names(tmp_path) if name.startswith(".")]
+
+
+METRICS = {4: 0.3, 8: 0.1, 12: 0.2, 16: 0.4}
+
+
+def lose_the_pointer(directory: Path) -> None:
+    (directory / "best").unlink()
+
+
+def tear_the_pointer(directory: Path) -> None:
+    (directory / "best").write_text('{"step": ')
+
+
+def let_the_pointer_lie(directory: Path) -> None:
+    (directory / "best").write_text('{"step": 4, "metric": 0.0}')
+
+
+def lose_the_best(directory: Path) -> None:
+    shutil.rmtree(directory / "step-00000008")
+
+
+def damage_its_weights(directory: Path) -> None:
+    zero(directory / "step-00000008" / "model.safetensors", directory)
+
+
+def damage_its_state(directory: Path) -> None:
+    zero(directory / "step-00000008" / "state.json", directory)
+
+
+@pytest.mark.parametrize(
+    ("damage", "best", "said"),
+    [
+        (lose_the_pointer, 8, ""),
+        (let_the_pointer_lie, 8, ""),
+        (tear_the_pointer, 8, "best is damaged; searching the checkpoints for the best"),
+        (lose_the_best, 12, "the best checkpoint, of step 8, is gone or damaged"),
+        (damage_its_weights, 12, "step-00000008/model.safetensors is damaged"),
+        (damage_its_state, 12, "the best checkpoint, of step 8, is gone or damaged"),
+    ],
+)
+def test_the_best_is_found_whatever_its_pointer_says(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None], best: int, said: str
+) -> None:
+    write(tmp_path, 4, 8, 12, 16, metrics=METRICS, keep=9)
+    damage(tmp_path)
+    with caplog.at_level(logging.WARNING, logger="ttrain"):
+        found = checkpoints(tmp_path).best()
+    assert is_snapshot(found, best)
+    assert bool(caplog.text) == bool(said)
+    assert said in caplog.text
+
+
+def test_final_names_the_step_of_the_weights_once_training_has_ended_and_named_steps_stay(tmp_path: Path) -> None:
+    config = settings_of_training(tokens=9 * 96)
+    cadence = Cadence(checkpoint=100, checkpoint_steps=frozenset({2, 3}))
+    permanent = {"permanent": frozenset({2, 3})}
+
+    def trainer(stop_after: int | None) -> Trainer:
+        model, rows = tiny_model(), NumberedRows(20)
+        own = make_trainer(config, model, rows, directory=tmp_path, cadence=cadence, stop_after=stop_after)
+        own.checkpoints = checkpoints(tmp_path, keep=1, **permanent)
+        return own
+
+    assert trainer(4).fit().stop_reason == INTERRUPTED
+    assert steps(tmp_path)[:2] == [2, 3] and not (tmp_path / "final").exists()
+    assert trainer(None).fit().stop_reason == COMPLETED
+    assert json.loads((tmp_path / "final").read_bytes()) == {"step": 9} and {2, 3, 9} <= {*steps(tmp_path)}
+    checkpoints(tmp_path).begin()
+    assert not (tmp_path / "final").exists(), "a training that goes on has no end yet"
+
+
+# --- the writer and the trainer -----------------------------------------------------------------------------------------
+
+
+def test_what_the_writer_raises_reaches_the_trainer(tmp_path: Path) -> None:
+    def refuse() -> dict[str, bytes]:
+        raise OSError(28, "No space left on device")
+
+    trainer = make_trainer(settings_of_training(), tiny_model(), NumberedRows(52), directory=tmp_path)
+    assert trainer.checkpoints is not None
+    trainer.checkpoints.files = refuse
+    with pytest.raises(ArtifactError, match="No space left on device"):
+        trainer.fit()
+
+
+def test_a_third_snapshot_waits_for_the_first_and_each_is_released(tmp_path: Path) -> None:
+    held, released = threading.Event(), []
+
+    def files() -> dict[str, bytes]:
+        held.wait(10)
+        return {}
+
+    def tracked(step: int) -> Snapshot:
+        taken = snapshot(step)
+        return Snapshot(step, taken.weights, taken.optimizer, {}, release=lambda: released.append(step))
+
+    ours = Checkpoints(tmp_path, files=files)
+    ours.save(tracked(1))
+    ours.save(tracked(2))
+    assert (released, ours.waited_seconds < 5) == ([], True), "two may be under way"
+    threading.Timer(0.2, held.set).start()
+    ours.save(tracked(3))
+    assert released[:1] == [1]
+    assert ours.waited_seconds > 0.1
+    ours.close()
+    assert released == [1, 2, 3]
+
+
+def test_a_snapshot_is_released_where_it_could_not_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    buffers, ours = SnapshotBuffers(sets=1), checkpoints(tmp_path / "file" / "checkpoints")
+    for step in (1, 2):
+        taken = snapshot(step)
+        ours.save(buffers.take(step, taken.weights, taken.optimizer, {}))
+        with pytest.raises(ArtifactError, match="Not a directory"):
+            ours.wait()
+    ours.save(buffers.take(3, {}, {}, {}))
+    taken = buffers.take(4, {}, {}, {})  # waits until the writer has failed
+    with pytest.raises(ArtifactError, match="Not a directory"):
+        ours.save(taken)
+    buffers.take(5, {}, {}, {})
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a niceness per thread")
+def test_the_writer_gives_way_to_training(tmp_path: Path) -> None:
+    seen = []
+
+    def files() -> dict[str, bytes]:
+        seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        return {}
+
+    before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    ours = Checkpoints(tmp_path, files=files)
+    ours.save(snapshot(1))
+    ours.close()
+    assert seen[0] > before or before == 19
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
+
+
+# --- no code in a checkpoint --------------------------------------------------------------------------------------------
+
+
+class Malicious:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (self.path,))
+
+
+@pytest.mark.parametrize("how", ["pickle", "torch"])
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors"])
+def test_a_pickle_in_the_place_of_tensors_is_refused_and_not_run(tmp_path: Path, name: str, how: str) -> None:
+    """With digests that fit, as one who may write there would leave it."""
+    write(tmp_path, 4)
+    ran = tmp_path / "ran"
+    path = tmp_path / "step-00000004"
+    if how == "pickle":
+        (path / name).write_bytes(pickle.dumps(Malicious(ran)))
+    else:
+        torch.save(Malicious(ran), path / name)
+    state = json.loads((path / "state.json").read_bytes())
+    del state["sha256"]
+    state["files"][name] = {"bytes": (path / name).stat().st_size, "sha256": sha256_file(path / name)}
+    (path / "state.json").write_text(json.dumps(with_digest(state)))
+    with pytest.raises(ArtifactError, match=str(path / name)):
+        checkpoints(tmp_path).newest()
+    assert not ran.exists()
+    pickle.loads(pickle.dumps(Malicious(ran)))
+    assert ran.exists(), "the pickle does run where it is loaded"
+
+
+# --- for others ---------------------------------------------------------------------------------------------------------
+
+OPENS = """
+import sys, torch
+assert not any(name.startswith("ttrain") for name in sys.modules)
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from safetensors.torch import save_file
+for number, path in enumerate(sys.argv[2:]):
+    model, report = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    assert not any(report.values()), report
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    ids = tokenizer("def add(a, b):", return_tensors="pt").input_ids
+    assert tokenizer.decode(ids[0], skip_special_tokens=True) == "def add(a, b):"
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False) == "<|bos|><|user|>x<|end|>"
+    with torch.no_grad():
+        save_file({"ids": ids, "logits": model.eval()(ids).logits}, f"{sys.argv[1]}/{number}.safetensors")
+    assert model.generate(ids, max_new_tokens=2, do_sample=False).shape[1] > ids.shape[1]
+assert "ttrain" not in sys.modules
+"""
+
+
+@pytest.fixture
+def three_models(tmp_path: Path) -> Iterator[list[tuple[Any, Path]]]:
+    encoder = make_tokenizer(tmp_path / "tokenizer")
+    found = []
+    for number, options in enumerate(({}, {"kind": "qwen3", "kv_heads": 1}, {"tie_embeddings": False})):
+        model = tiny_model(vocab=len(encoder), seed=number, **options)
+        files = {**factory.files(model), **tokenizer_files(tmp_path / "tokenizer")}
+        ours = Checkpoints(tmp_path / str(number), files=files.copy)
+        ours.save(Snapshot(1, checkpoint.copy_tensors(factory.state(model)), {}, {}))
+        ours.close()
+        found.append((model, tmp_path / str(number) / "step-00000001"))
+    yield found
+    shutil.rmtree(tmp_path)
+
+
+def test_a_checkpoint_opens_with_transformers_where_ttrain_is_not_imported(
+    three_models: list[tuple[Any, Path]], tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file
+
+    paths = [str(path) for _, path in three_models]
+    environment = {"OMP_NUM_THREADS": "1", "PATH": "", "HF_HUB_OFFLINE": "1"}
+    subprocess.run(
+        [sys.executable, "-P", "-c", OPENS, str(tmp_path), *paths], check=True, env=environment, cwd=tmp_path, timeout=120
+    )
+    for number, (model, _) in enumerate(three_models):
+        seen = load_file(tmp_path / f"{number}.safetensors")
+        with torch.no_grad():
+            torch.testing.assert_close(model.eval()(seen["ids"]).logits, seen["logits"], rtol=1e-5, atol=1e-6)

@@ -1,0 +1,188 @@
+"""RMSNorm, SwiGLU and low-rank layers in one node each: the results of transformers and PEFT, and less to keep."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from typing import Any
+
+import pytest
+import torch
+from support.doubles import VOCAB, copies, distance, same, tiny_model
+from torch import Tensor
+
+from ttrain.config import Lora
+from ttrain.model import adapters
+from ttrain.train.kernels import GATED, NORMS, fuse
+
+BF16 = torch.bfloat16
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def layer(name: str) -> Any:
+    """A norm or a gated layer of transformers with weights that are neither zeros nor ones; width 16."""
+    from transformers import AutoConfig
+
+    torch.manual_seed(0)
+    family = re.sub("RMSNorm|MLP", "", name)
+    model_type = {"Qwen3Moe": "qwen3_moe", "Ernie4_5_Moe": "ernie4_5_moe", "Glm4Moe": "glm4_moe"}.get(family, family.lower())
+    kind = getattr(importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}"), name)
+    if name in NORMS:
+        made = kind(16, eps=1e-5)
+        torch.nn.init.uniform_(made.weight, -1, 1)
+        return made
+    return kind(AutoConfig.for_model(model_type, hidden_size=16, intermediate_size=40, num_attention_heads=2))
+
+
+def results(module: Any, *, autocast: bool) -> dict[str, Tensor]:
+    """Output and gradients for the same input."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(3, 5, 16, generator=generator, requires_grad=True)
+    with torch.autocast("cpu", BF16, enabled=autocast):
+        out = module(3 * x)
+    out.float().backward(torch.randn(3, 5, 16, generator=generator))
+    assert x.grad is not None
+    found = {"out": out.detach(), "x": x.grad, **{name: p.grad for name, p in module.named_parameters() if p.requires_grad}}
+    module.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(NORMS | GATED))
+def test_a_fused_layer_gives_what_the_layer_of_transformers_gives(name: str) -> None:
+    module = layer(name)
+    exact, rounded = copies(results(module, autocast=False)), copies(results(module, autocast=True))
+    before = dict(module.named_parameters())
+    with torch.no_grad():
+        silent = module(torch.ones(2, 16))
+    fuse(module)
+    assert "forward" in vars(module), "this kind of layer is still made as it was"
+    found, found_rounded = results(module, autocast=False), results(module, autocast=True)
+    for key in exact:
+        assert distance({key: exact[key]}, {key: found[key]}) < 1e-6, key
+        assert found[key].dtype == torch.float32
+    assert distance(exact, found_rounded) < max(0.005, 1.2 * distance(exact, rounded))
+    assert found_rounded["out"].dtype == BF16
+    with torch.no_grad():
+        assert torch.equal(module(torch.ones(2, 16)), silent), "where no gradient is recorded nothing changes"
+    assert all(parameter is before[key] for key, parameter in module.named_parameters())
+
+
+def test_a_gated_layer_with_another_activation_stays_as_it_is() -> None:
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    module = LlamaMLP(LlamaConfig(hidden_size=16, intermediate_size=40, num_attention_heads=2, hidden_act="gelu"))
+    fuse(module)
+    assert "forward" not in vars(module)
+
+
+def bytes_kept(run: Any) -> int:
+    """Bytes that the forward pass keeps for the backward pass, each storage once."""
+    kept: dict[int, Tensor] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        run()
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+def test_fused_layers_keep_three_tenths_less_for_the_backward_pass() -> None:
+    ids = torch.randint(9, VOCAB, (16, 128), generator=torch.Generator().manual_seed(0))
+
+    def forward(model: Any) -> None:
+        with torch.autocast("cpu", BF16):
+            kept.append(model.model(input_ids=ids).last_hidden_state)
+
+    kept: list[Any] = []
+    model = tiny_model(layers=4).train()
+    before = bytes_kept(lambda: forward(model))
+    fuse(model)
+    after = bytes_kept(lambda: forward(model))
+    assert after < 0.7 * before
+
+
+# --- low-rank layers ----------------------------------------------------------------------------------------------------
+
+
+def adapted(**settings: Any) -> Any:
+    """A model with an adapter that moves the logits, and a bias in some of its frozen layers."""
+    base = tiny_model(kv_heads=1)
+    for number, layer in enumerate(base.model.layers):
+        if number:
+            layer.mlp.up_proj.bias = torch.nn.Parameter(torch.linspace(-1, 1, layer.mlp.up_proj.out_features))
+    model = adapters.attach(base, Lora(rank=3, alpha=12.0, **settings)).train()
+    torch.manual_seed(4)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.05)
+    return model
+
+
+def lora_results(model: Any, *, autocast: bool) -> dict[str, Tensor]:
+    ids = torch.randint(9, VOCAB, (2, 24), generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    with torch.autocast("cpu", BF16, enabled=autocast):
+        logits = model(input_ids=ids).logits
+    logits.float().square().sum().backward()
+    found = {"logits": logits.detach(), **{name: p.grad for name, p in model.named_parameters() if p.requires_grad}}
+    model.zero_grad()
+    return found
+
+
+def of_peft(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ttrain.model.adapter_layers import FusedLinear
+
+    monkeypatch.setattr(FusedLinear, "is_plain", lambda self, name: False)
+
+
+def test_a_low_rank_layer_gives_what_that_of_peft_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = adapted()
+    found, rounded = lora_results(model, autocast=False), lora_results(model, autocast=True)
+    of_peft(monkeypatch)
+    expected, theirs = lora_results(model, autocast=False), lora_results(model, autocast=True)
+    assert {*found} == {*expected} and len(found) == 1 + 2 * 2 * 7
+    for name in expected:
+        assert distance({name: expected[name]}, {name: found[name]}) < 1e-6, name
+    assert distance(expected, rounded) < 1.2 * distance(expected, theirs)
+    assert not same(found, expected), "these were different computations"
+
+
+@pytest.mark.parametrize("how", ["dropout", "disabled", "merged", "two adapters"])
+def test_what_is_not_the_plain_case_is_left_to_peft(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ttrain.model.adapter_layers import LowRank
+
+    def refuse(*arguments: Any) -> None:
+        raise AssertionError("not the plain case")
+
+    model = adapted(dropout=0.5 if how == "dropout" else 0.0)
+    ids = torch.randint(9, VOCAB, (2, 24), generator=torch.Generator().manual_seed(0))
+    monkeypatch.setattr(LowRank, "apply", refuse)
+    if how == "merged":
+        model.merge_adapter()
+    elif how == "two adapters":
+        model.add_adapter("other", model.peft_config["default"])
+        model.base_model.set_adapter(["default", "other"])
+    if how == "disabled":
+        with model.disable_adapter():
+            model(input_ids=ids)
+    else:
+        model(input_ids=ids)
+
+
+def test_the_frozen_weight_that_is_kept_in_bf16_follows_the_weight() -> None:
+    model, other = adapted(), adapted()
+    lora_results(model, autocast=True)
+    with torch.no_grad():
+        for changed in (model, other):
+            changed.base_model.model.model.layers[0].mlp.up_proj.base_layer.weight.mul_(2)
+    assert same(lora_results(model, autocast=True), lora_results(other, autocast=True))
+
+
+def test_the_adapter_file_names_nothing_of_ours() -> None:
+    written = adapters.files(adapted(), base="b", base_digest="d")["adapter_config.json"].decode()
+    assert "Fused" not in written and "custom" not in written and "ttrain" not in written

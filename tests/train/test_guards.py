@@ -1,0 +1,294 @@
+"""Guards: each speaks of the step and the rows of its mistake, keeps silent where there is none, and ends nothing."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from support.doubles import NumberedRows, WatchedTask, make_trainer, settings_of_training, tiny_model
+
+from ttrain.config import Optim, Schedule
+from ttrain.data.loader import Loader, Order, ShuffledOrder
+from ttrain.data.packing import Batch
+from ttrain.train.callbacks import Callback, StepRecord
+from ttrain.train.guards import DeadLoader, GuardLog, LossSpike, Overfit, counts, default_guards
+from ttrain.train.trainer import Cadence
+
+ORDER = ShuffledOrder(60, 6, 60_000, 1)
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def book(tmp_path: Path) -> GuardLog:
+    return GuardLog(tmp_path / "guards.jsonl")
+
+
+def lines(book: GuardLog) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in book.path.read_text().splitlines()] if book.path.exists() else []
+
+
+def record(step: int, loss: float = 1.0, live_tokens: int = 60, order: Order = ORDER) -> StepRecord:
+    return StepRecord(step, order.steps, loss, 1.0, live_tokens, False, 0.1, 0.0, lambda: order.step_rows(step - 1))
+
+
+def steps(guard: Callback, losses: Sequence[float], first: int = 1) -> None:
+    for step, loss in enumerate(losses, start=first):
+        guard.step_end(record(step, loss))
+
+
+def noisy(count: int, level: float = 3.0, deviation: float = 0.1) -> list[float]:
+    return np.random.default_rng(0).normal(level, deviation, count).tolist()
+
+
+# --- a loss that jumps --------------------------------------------------------------------------------------------------
+
+
+def test_a_spike_is_told_once_with_its_step_loss_and_rows(book: GuardLog, caplog: pytest.LogCaptureFixture) -> None:
+    guard = LossSpike(book)
+    steps(guard, [*noisy(40), 4.5, *noisy(40)])
+    (line,) = lines(book)
+    assert (line["step"], line["guard"], line["rows"]) == (41, "loss-spike", ORDER.step_rows(40).tolist())
+    assert line["message"].startswith("the loss is 4.5, after 2.99 ± 0.08 over the 40 steps before")
+    assert [entry.levelno for entry in caplog.records] == [logging.WARNING]
+    assert f"step 41: {line['message']}; rows {line['rows'][0]}, " in caplog.text
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [
+        pytest.param(noisy(500), id="noise"),
+        pytest.param([5.0 / (1 + step / 10) for step in range(200)], id="a fall"),
+        pytest.param([2.0] * 50 + [2.2] * 50, id="a small step after no noise at all"),
+        pytest.param([3.0] * 10 + [9.0] + [3.0] * 30, id="too early to say"),
+        pytest.param([*noisy(30), float("nan"), float("inf"), *noisy(30)], id="no number, which the trainer tells"),
+    ],
+)
+def test_what_is_no_spike_is_not_told(book: GuardLog, losses: list[float]) -> None:
+    steps(LossSpike(book), losses)
+    assert lines(book) == []
+
+
+def test_a_loss_that_stays_high_is_told_once_and_the_next_rise_again(book: GuardLog) -> None:
+    steps(LossSpike(book), [*noisy(60), *noisy(60, 6.0), *noisy(60, 12.0)])
+    assert [line["step"] for line in lines(book)] == [61, 121]
+
+
+def test_a_guard_that_continues_says_what_one_that_was_not_stopped_says(tmp_path: Path) -> None:
+    losses = [*noisy(41), 9.0, *noisy(20), 9.0, *noisy(60), 9.0]
+    found = []
+    for stop in (None, 30, 42):
+        book = GuardLog(tmp_path / f"{stop}.jsonl")
+        guard = LossSpike(book)
+        guard.start(0, 200)
+        if stop:
+            steps(guard, losses[:stop])
+            state = json.loads(json.dumps(guard.state()))
+            steps(guard, losses[stop : stop + 25], first=stop + 1)  # after the checkpoint, and so made again
+            guard = LossSpike(book)
+            guard.load_state(state)
+            guard.start(stop, 200)
+        steps(guard, losses[stop or 0 :], first=(stop or 0) + 1)
+        found.append([line["step"] for line in lines(book)])
+    assert found[0] == [42, 63, 124]
+    assert found == [found[0]] * 3
+
+
+def test_a_spike_in_a_run_names_the_rows_of_its_step_and_the_run_goes_on(tmp_path: Path) -> None:
+    config, model = settings_of_training(tokens=40 * 96), tiny_model()
+    task = WatchedTask(config, model, spoil=lambda passes: 3.0 if passes == 31 else 1.0)
+    trainer = make_trainer(config, model, NumberedRows(60), rows_per_device=6, task=task)
+    trainer.callback_list.callbacks = default_guards(tmp_path / "guards.jsonl", trainer.loader)
+    assert trainer.fit().step == 40
+    (line,) = lines(GuardLog(tmp_path / "guards.jsonl"))
+    assert (line["guard"], line["step"]) == ("loss-spike", 31)
+    assert line["rows"] == trainer.loader.order.step_rows(30).tolist()
+    assert counts(tmp_path / "guards.jsonl") == {"loss-spike": 1}
+
+
+# --- overfitting --------------------------------------------------------------------------------------------------------
+
+
+def validations(guard: Callback, losses: Sequence[tuple[float, float]], first: int = 1) -> None:
+    """Pairs of the training loss of ten steps and of the validation after them."""
+    for number, (train, held_out) in enumerate(losses, start=first):
+        steps(guard, [train] * 10, first=10 * number - 9)
+        guard.validated(10 * number, held_out)
+
+
+RISING = [(3.0, 2.0), (2.9, 1.9), (2.8, 1.95), (2.7, 2.0), (2.6, 2.05), (2.5, 2.1)]
+
+
+def test_overfitting_is_told_after_three_rises_with_its_beginning_and_how_often_rows_were_read(book: GuardLog) -> None:
+    validations(Overfit(book, ORDER), RISING)
+    (line,) = lines(book)
+    assert (line["step"], line["guard"], line["rows"]) == (50, "overfit", ORDER.step_rows(49).tolist())
+    assert (
+        "has risen since step 20, 1.9 → 2.05, while the training loss fell, 2.9 → 2.6; each row was read 5.0 times"
+        in (line["message"])
+    )
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [
+        pytest.param([(3.0, 2.0), (2.9, 2.1), (2.8, 2.2), (2.7, 2.1), (2.6, 2.2), (2.5, 2.3)], id="two rises at a time"),
+        pytest.param([(3.0, 2.0), (3.1, 2.1), (3.2, 2.2), (3.3, 2.3), (3.4, 2.4)], id="both rise: it diverges"),
+        pytest.param([(3.0 - n / 10, 2.0 + n / 1000) for n in range(6)], id="it hardly rises"),
+        pytest.param([(3.0, 2.0), (2.9, float("nan")), (2.8, 2.2), (2.7, 2.3), (2.6, 2.4)], id="no number between"),
+    ],
+)
+def test_what_is_no_overfitting_is_not_told(book: GuardLog, losses: list[tuple[float, float]]) -> None:
+    validations(Overfit(book, ORDER), losses)
+    assert lines(book) == []
+
+
+def test_overfitting_is_told_again_after_it_had_ended(book: GuardLog) -> None:
+    more = [(2.4 - n / 10, loss) for n, loss in enumerate([1.5, 1.6, 1.7, 1.8, 1.9])]
+    validations(Overfit(book, ORDER), [*RISING, *more])
+    assert [line["step"] for line in lines(book)] == [50, 100]
+
+
+@pytest.mark.parametrize("stop", [1, 3, 5])
+def test_overfitting_is_seen_across_a_stop(book: GuardLog, stop: int) -> None:
+    first, second = Overfit(book, ORDER), Overfit(book, ORDER)
+    validations(first, RISING[:stop])
+    second.load_state(json.loads(json.dumps(first.state())))
+    validations(second, RISING[stop:], first=stop + 1)
+    assert [line["step"] for line in lines(book)] == [50]
+
+
+def test_a_model_that_learns_six_rows_by_heart_is_told_of(tmp_path: Path) -> None:
+    config = settings_of_training(tokens=60 * 96, optim=Optim(lr=2e-2), schedule=Schedule(kind="constant"))
+    others = NumberedRows(60).batch(range(50, 60))
+    trainer = make_trainer(config, tiny_model(), NumberedRows(6), validation=[others], cadence=Cadence(log=10, validate=5))
+    trainer.callback_list.callbacks = default_guards(tmp_path / "guards.jsonl", trainer.loader)
+    trainer.fit()
+    found = lines(GuardLog(tmp_path / "guards.jsonl"))
+    assert [line["guard"] for line in found] == ["overfit"]
+    assert sorted(found[0]["rows"]) == list(range(6))
+
+
+# --- a loader that gives nothing ----------------------------------------------------------------------------------------
+
+
+def test_a_loader_that_hangs_is_told_while_it_hangs_with_the_rows_that_are_waited_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    told = threading.Event()
+
+    class Hangs(NumberedRows):
+        def batch(self, rows: Any) -> Batch:
+            if set(hanging) & set(np.asarray(rows).tolist()):
+                assert told.wait(20), "nobody said that the loader hangs"
+            return super().batch(rows)
+
+    class Listens(logging.Handler):
+        def emit(self, entry: logging.LogRecord) -> None:
+            told.set()
+
+    config = settings_of_training(tokens=5 * 96)
+    trainer = make_trainer(config, tiny_model(), Hangs(60))
+    hanging = trainer.loader.order.step_rows(3).tolist()
+    book = GuardLog(tmp_path / "guards.jsonl")
+    trainer.callback_list.callbacks = [DeadLoader(book, trainer.loader, seconds=0.3)]
+    listener = Listens(logging.WARNING)
+    logging.getLogger("ttrain").addHandler(listener)
+    try:
+        assert trainer.fit().step == 5
+    finally:
+        logging.getLogger("ttrain").removeHandler(listener)
+    (line,) = lines(book)
+    assert (line["step"], line["guard"], line["rows"]) == (4, "dead-loader", hanging)
+    assert "has given no rows for 0.3 s" in line["message"]
+    assert "dead-loader" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_a_long_step_is_no_dead_loader(tmp_path: Path) -> None:
+    class Slow(WatchedTask):
+        def train_step(self, model: Any, batch: Batch, device: Any) -> Any:
+            threading.Event().wait(0.15)
+            return super().train_step(model, batch, device)
+
+    config, model = settings_of_training(tokens=3 * 96), tiny_model()
+    trainer = make_trainer(config, model, NumberedRows(60), rows_per_device=6, task=Slow(config, model))
+    trainer.callback_list.callbacks = [DeadLoader(GuardLog(tmp_path / "guards.jsonl"), trainer.loader, seconds=0.05)]
+    trainer.fit()
+    assert lines(GuardLog(tmp_path / "guards.jsonl")) == []
+
+
+def test_the_thread_ends_with_a_run_that_fails(tmp_path: Path) -> None:
+    def spoil(passes: int) -> float:
+        raise MemoryError
+
+    config, model = settings_of_training(), tiny_model()
+    trainer = make_trainer(config, model, NumberedRows(60), task=WatchedTask(config, model, spoil))
+    trainer.callback_list.callbacks = default_guards(tmp_path / "guards.jsonl", trainer.loader)
+    with pytest.raises(MemoryError):
+        trainer.fit()
+    assert "dead-loader" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_rows_with_hardly_a_target_are_told_and_a_last_step_of_fewer_rows_is_not(book: GuardLog) -> None:
+    order = ShuffledOrder(60, 6, 20 * 6 + 1, 1)
+    guard = DeadLoader(book, Loader(NumberedRows(60), order, rows_per_device=6))
+    for step in range(1, 21):
+        guard.step_end(record(step, live_tokens={15: 10, 16: 9, 17: 20}.get(step, 60), order=order))
+    guard.step_end(record(21, live_tokens=4, order=order))
+    assert [line["step"] for line in lines(book)] == [15, 16]
+    assert lines(book)[0]["message"].startswith("its rows have 1.67 tokens to learn from each; no previous step had ")
+    assert lines(book)[0]["rows"] == order.step_rows(14).tolist()
+
+
+def test_the_same_rows_step_after_step_are_told(book: GuardLog) -> None:
+    class Stuck(Order):
+        def rows_at(self, places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+            return places % self.rows_per_step
+
+    for kind, told in ((Stuck, [2, 52]), (ShuffledOrder, [])):
+        book.path.unlink(missing_ok=True)
+        order = kind(60, 6, 600, 1)
+        guard = DeadLoader(book, Loader(NumberedRows(60), order, rows_per_device=6))
+        for step in range(1, 101):
+            guard.step_end(record(step, order=order))
+        assert [line["step"] for line in lines(book)] == told
+
+
+# --- the file -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_healthy_run_is_told_nothing(tmp_path: Path) -> None:
+    config = settings_of_training(tokens=60 * 96)
+    trainer = make_trainer(
+        config, tiny_model(), NumberedRows(52), validation=[NumberedRows(52).batch(range(6))],
+        cadence=Cadence(log=10, validate=5),
+    )  # fmt: skip
+    trainer.callback_list.callbacks = default_guards(tmp_path / "guards.jsonl", trainer.loader)
+    trainer.fit()
+    assert counts(tmp_path / "guards.jsonl") == {}
+    assert (tmp_path / "guards.jsonl").read_text() == ""
+
+
+def test_a_file_that_cannot_be_written_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "a file").touch()
+    guard = LossSpike(GuardLog(tmp_path / "a file" / "guards.jsonl"))
+    guard.start(0, 100)
+    steps(guard, [*noisy(40), 9.0])
+    assert "the guards cannot write" in caplog.text and "guard loss-spike: step 41" in caplog.text
+    assert counts(tmp_path / "a file" / "guards.jsonl") == {}
+
+
+def test_a_long_list_of_rows_is_cut_in_the_log_and_whole_in_the_file(
+    book: GuardLog, caplog: pytest.LogCaptureFixture
+) -> None:
+    book.warn("loss-spike", 3, "so it is", list(range(20)))
+    assert caplog.messages == ["guard loss-spike: step 3: so it is; rows 0, 1, 2, 3, 4, 5, 6, 7 and 12 more"]
+    assert lines(book)[0]["rows"] == list(range(20))

@@ -1,0 +1,252 @@
+"""A stage that is killed, orphaned and stopped comes to the same bytes as one that is left alone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from support.doubles import Home, Watcher, curve, logged_steps, run_here, stage_settings
+from support.paths import ROOT, TESTS
+
+from ttrain.config import PretrainConfig, Settings
+from ttrain.core.hashing import sha256_file
+from ttrain.errors import Interrupted, StageFailed
+from ttrain.pipeline import launch
+from ttrain.pipeline.plan import plan_stage
+from ttrain.pipeline.stage_worker import PROCESS_NAME
+from ttrain.stages import PRETRAIN, pretrain
+from ttrain.store.layout import Artifact
+from ttrain.train import checkpoint_format
+from ttrain.train.trainer import QUICK
+
+STEPS = 400
+WEIGHTS = Path("model") / "model.safetensors"
+LAUNCHER = """
+import pickle, sys
+from pathlib import Path
+from support.doubles import Watcher
+from ttrain.pipeline import launch
+from ttrain.stages import PRETRAIN
+from ttrain.store.artifacts import ArtifactStore
+root, inputs, settings = pickle.loads(Path(sys.argv[1]).read_bytes())
+launch.build(PRETRAIN, settings, ArtifactStore(root), inputs, Watcher(lambda line: print(line, flush=True)))
+"""
+
+
+def settings_of_story() -> Settings:
+    return stage_settings(STEPS, checkpoint_every_steps=5)
+
+
+def step_of(line: str) -> int:
+    """The step whose checkpoint the log line speaks of, else 0."""
+    found = re.search(r"checkpoint of step (\d+)", line)
+    return int(found[1]) if found else 0
+
+
+def worker_of(pid: int) -> psutil.Process:
+    """The worker that a launching process has started."""
+    found = []
+    for child in psutil.Process(pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # a child that has just ended
+            found += [child] if child.name() == PROCESS_NAME else []
+    (worker,) = found
+    return worker
+
+
+def whole_steps(work: Path) -> list[int]:
+    """Steps of the checkpoints, each of which verifies; one may lack its name only."""
+    return [
+        checkpoint_format.read(path).step for path in checkpoint_format.list_checkpoints(work / "output" / "checkpoints")
+    ]
+
+
+@dataclass
+class Story:
+    """What happened to one stage, in this order."""
+
+    orphan_ended: bool
+    after_orphan: list[int]
+    killed: str
+    after_kill: list[int]
+    stopped: Interrupted
+    after_stop: list[int]
+    lines: list[list[str]]
+    artifact: Artifact
+    alone: Path
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
+    """Launcher killed, worker killed, worker stopped, finished; and the same stage undisturbed, in this process."""
+    root = tmp_path_factory.mktemp("kill")
+    home, settings, dice = Home.make(root / "home"), settings_of_story(), random.Random()
+    inputs = home.pretrain_inputs()
+    key = plan_stage(PRETRAIN, settings, home.store, inputs).key
+    assert key is not None
+    work = home.store.work("pretrain", key)
+    lines: list[list[str]] = []
+
+    # 1. the launching process is killed, and the worker is alone
+    (root / "job").write_bytes(pickle.dumps((home.store.root, inputs, settings)))
+    environment = {**os.environ, "PYTHONPATH": f"{TESTS}:{ROOT}"}
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, str(root / "job")], env=environment, stdout=subprocess.PIPE, text=True
+    )
+    assert launcher.stdout is not None
+    at, lines_of_orphan = dice.randint(1, 20), []
+    for line in launcher.stdout:
+        lines_of_orphan.append(line)
+        if step_of(line) >= at and [*(work / "output" / "checkpoints").glob("step-*")]:  # logged before it is whole
+            break
+    worker = worker_of(launcher.pid)
+    launcher.kill()
+    launcher.wait()
+    launcher.stdout.close()
+    gone, _ = psutil.wait_procs([worker], timeout=30)
+    lines.append(lines_of_orphan)
+    after_orphan = whole_steps(work)
+
+    # 2. the worker is killed
+    at = after_orphan[-1] + dice.randint(1, 20)
+
+    def kill(line: str) -> None:
+        saved = [int(path.name.removeprefix("step-")) for path in (work / "output" / "checkpoints").glob("step-*")]
+        if step_of(line) >= at and max(saved) > after_orphan[-1]:  # the line is written before the checkpoint is
+            worker_of(os.getpid()).send_signal(signal.SIGKILL)
+            time.sleep(0.05)  # so that the lines that follow find it dead
+            watcher.act = lambda line: None
+
+    watcher = Watcher(kill)
+    with pytest.raises(StageFailed) as killed:
+        launch.build(PRETRAIN, settings, home.store, inputs, watcher)
+    lines.append(watcher.lines)
+    after_kill = whole_steps(work)
+
+    # 3. it is asked to stop
+    stopper = Watcher()
+    at_stop = after_kill[-1] + dice.randint(1, 20)
+    stopper.act = lambda line: stopper.stop() if step_of(line) >= at_stop else None
+    with pytest.raises(Interrupted) as stopped:
+        launch.build(PRETRAIN, settings, home.store, inputs, stopper)
+    lines.append(stopper.lines)
+    after_stop = whole_steps(work)
+
+    # 4. it is left alone
+    last = Watcher()
+    artifact = launch.build(PRETRAIN, settings, home.store, inputs, last).artifact
+    lines.append(last.lines)
+    config = PretrainConfig(model=settings.model, pretrain=settings.pretrain)
+    paths = {name: input.path for name, input in inputs.items()}
+    run_here(pretrain, config, root / "alone", paths, settings.runtime)
+    return Story(
+        bool(gone), after_orphan, str(killed.value), after_kill, stopped.value, after_stop, lines, artifact, root / "alone"
+    )
+
+
+def test_a_stage_that_was_killed_and_stopped_gives_the_bytes_of_one_that_never_was(story: Story) -> None:
+    assert sha256_file(story.artifact.path / WEIGHTS) == sha256_file(story.alone / WEIGHTS)
+    assert story.artifact.manifest["files"][str(WEIGHTS)]["sha256"] == sha256_file(story.alone / WEIGHTS)
+
+
+def test_its_optimizer_ends_in_the_same_state(story: Story) -> None:
+    name = Path("checkpoints") / f"step-{STEPS:08d}" / "optimizer.safetensors"
+    assert sha256_file(story.artifact.path / name) == sha256_file(story.alone / name)
+
+
+def test_its_curve_has_every_step_once_with_the_same_figures(story: Story) -> None:
+    ours = curve(story.artifact.path / "run" / "metrics.jsonl")
+    assert logged_steps(ours, "loss") == [*range(1, STEPS + 1)] and logged_steps(ours, "validation_loss") == [STEPS]
+    quick = logged_steps(ours, QUICK)
+    assert quick == sorted({*quick}) and quick[0] == 0, "one each, and one before the first step"
+    assert ours == curve(story.alone / "run" / "metrics.jsonl")
+
+
+def test_each_try_continues_at_the_newest_checkpoint_of_the_one_before(story: Story) -> None:
+    """Bitwise, above; here: that there was something to continue, each time."""
+    begins = [0, story.after_orphan[-1], story.after_kill[-1], story.after_stop[-1]]
+    assert begins == sorted({*begins}), "every try got further"
+    for begin, lines in zip(begins, story.lines, strict=True):
+        assert any(f"training from step {begin} to {STEPS}" in line for line in lines)
+    assert story.artifact.result["resumed_from_step"] == story.after_stop[-1] < STEPS
+
+
+def test_a_worker_dies_with_the_process_that_waits_for_it(story: Story) -> None:
+    assert story.orphan_ended
+    assert 0 < story.after_orphan[-1] < STEPS
+
+
+def test_a_killed_worker_is_a_failed_stage_that_says_so(story: Story) -> None:
+    assert "its process was killed by SIGKILL without a result" in story.killed
+    assert "log.txt" in story.killed
+
+
+def test_a_stop_saves_the_step_at_which_it_stops(story: Story) -> None:
+    found = re.search(rf"stage pretrain: stopped after step (\d+) of {STEPS}; the state is saved", str(story.stopped))
+    assert found
+    assert story.after_stop[-1] == int(found[1])
+    assert story.stopped.exit_code == 128 + signal.SIGTERM
+
+
+def test_nothing_of_the_tries_is_left_behind(story: Story) -> None:
+    kept = sorted(path.name for path in (story.artifact.path / "checkpoints").iterdir())
+    assert kept == sorted(path.name for path in (story.alone / "checkpoints").iterdir())
+    work = story.artifact.path.parents[2] / "work" / "pretrain"
+    assert [path.name for path in work.iterdir() if path.suffix != ".lock"] == []
+
+
+# --- extending a finished run -------------------------------------------------------------------------------------------
+
+
+def build_here(home: Home, settings: Settings, output: Path, **job: Any) -> dict[str, Any]:
+    """The stage in this process; its figures."""
+    config = PretrainConfig(model=settings.model, pretrain=settings.pretrain)
+    paths = {name: input.path for name, input in home.pretrain_inputs().items()}
+    result: dict[str, Any] = run_here(pretrain, config, output, paths, settings.runtime, **job)
+    return result
+
+
+@pytest.mark.parametrize(
+    ("short", "long", "begins"),
+    [
+        ({"tokens": 12 * 256, "schedule": {"warmup_steps": 2}}, {"tokens": 24 * 256, "schedule": {"warmup_steps": 2}}, 6),
+        ({"tokens": 12 * 256, "schedule": {"kind": "constant"}}, {"tokens": 15 * 256, "schedule": {"kind": "constant"}}, 12),
+        # an epoch ends within a step, which a longer run fills up: the checkpoint after it is of another run
+        ({"epochs": 1.05, "tokens": None, "schedule": {"kind": "constant"}},
+         {"epochs": 2.0, "tokens": None, "schedule": {"kind": "constant"}}, None),
+    ],
+    ids=["before the decay", "constant rate", "a last step cut short"],
+)  # fmt: skip
+def test_an_extended_stage_gives_the_bytes_of_one_from_the_start(
+    tmp_path: Path, short: dict[str, Any], long: dict[str, Any], begins: int | None
+) -> None:
+    home = Home.make(tmp_path / "home")
+    inputs = home.pretrain_inputs()
+    first, second = (stage_settings(pretrain=budget, keep_checkpoints=9) for budget in (short, long))
+    planned = plan_stage(PRETRAIN, first, home.store, inputs)
+    assert planned.key is not None
+    result = build_here(home, first, tmp_path / "short")
+    if begins is None:
+        assert result["steps"] * 256 > result["tokens"], "the last step is a part of one"
+        begins = 4 * ((result["steps"] - 1) // 4)
+    manifest = {"result": result, "ingredients": planned.ingredients}
+    home.store.publish("pretrain", planned.key, tmp_path / "short", manifest)
+    extension = plan_stage(PRETRAIN, second, home.store, inputs, extend=True)
+    assert extension.start_from is not None
+    assert extension.start_from.name == f"step-{begins:08d}"
+    extended = build_here(home, second, tmp_path / "extended", start_from=extension.start_from)
+    straight = build_here(home, second, tmp_path / "straight")
+    assert (extended["resumed_from_step"], extended["extended_from_step"]) == (begins, begins)
+    assert extended["steps"] == straight["steps"] > result["steps"]
+    assert sha256_file(tmp_path / "extended" / WEIGHTS) == sha256_file(tmp_path / "straight" / WEIGHTS)

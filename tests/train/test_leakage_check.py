@@ -1,0 +1,73 @@
+"""What no mask can keep apart is refused before it is trained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.doubles import copies, same, settings_of_training, tiny_model
+from torch import nn
+
+from ttrain.errors import UsageError
+from ttrain.train.language_modeling import NextTokenLoss, check
+from ttrain.train.losses import token_loss_sum
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def objective_of(**options: Any) -> NextTokenLoss:
+    return NextTokenLoss(tiny_model(**{"hidden_size": 32, **options}), token_loss_sum)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, {"kind": "gpt2"}, {"kind": "gemma2", "fields": {"sliding_window": 5}}, {"kind": "moyun"},
+        {"kind": "qwen3", "moe": {"experts": 8, "top_k": 2, "shared_experts": 1}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_model_that_keeps_records_apart_is_left_as_it_was(options: dict[str, Any]) -> None:
+    objective = objective_of(**options, dropout=0.1).train() if "kind" not in options else objective_of(**options).train()
+    weights, random = copies(objective.state_dict()), torch.get_rng_state()
+    check(objective, settings_of_training())
+    assert objective.training
+    assert same(weights, objective.state_dict())
+    assert torch.equal(random, torch.get_rng_state())
+    assert all(p.grad is None for p in objective.parameters())
+
+
+@pytest.mark.parametrize("kind", ["rwkv", "minimax"])
+def test_a_recurrent_model_needs_rows_of_one_record(kind: str) -> None:
+    objective = objective_of(kind=kind)
+    with pytest.raises(UsageError, match=r"training\.packing is best-fit, but .* set training\.packing=none"):
+        check(objective, settings_of_training())
+    check(objective, settings_of_training(packing="none"))
+
+
+def test_a_model_that_takes_no_mask_of_a_packed_row_is_refused_with_its_own_words() -> None:
+    with pytest.raises(UsageError, match=r"MambaForCausalLM cannot be called with .*: The size of tensor .* such as llama"):
+        check(objective_of(kind="mamba"), settings_of_training(packing="none"))
+
+
+class Seeing(nn.Module):
+    """An objective whose loss of a position is that of the token two places on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = tiny_model()
+
+    @property
+    def causal(self) -> Any:
+        return self.model
+
+    def forward(self, ids: torch.Tensor, positions: torch.Tensor, segments: torch.Tensor, labels: torch.Tensor,
+                next_only: bool = False) -> tuple[torch.Tensor]:  # fmt: skip
+        logits = self.model(input_ids=ids.flip(1)).logits.flip(1)
+        return (token_loss_sum(logits, labels),)
+
+
+def test_a_model_that_sees_what_it_should_predict_is_refused() -> None:
+    with pytest.raises(UsageError, match="sees the tokens that it should predict"):
+        check(Seeing(), settings_of_training(packing="none"))

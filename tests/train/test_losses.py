@@ -1,0 +1,331 @@
+"""The loss from hidden states in chunks: equal to the plain one, small in memory, and plain where a head does more."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from support.doubles import CPU, VOCAB, NumberedRows, copies, distance, same, settings_of_training, tiny_model
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ttrain.config import Lora
+from ttrain.data.packing import IGNORE
+from ttrain.model import adapters
+from ttrain.train import kernels, language_modeling, losses
+from ttrain.train.kernels import segment_mask
+from ttrain.train.language_modeling import PLAIN_HEADS, LanguageModeling, NextTokenLoss
+from ttrain.train.losses import linear_token_loss_sum, token_loss_sum
+
+N, D, V = 24, 8, 50
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def inputs(dtype: torch.dtype = torch.float32, vocab: int = V, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states [2, N/2, D], a head [vocab, D], labels of which about a third are IGNORE."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = scale * torch.randn(2, N // 2, D, generator=generator, dtype=torch.float64)
+    weight = torch.randn(vocab, D, generator=generator, dtype=torch.float64)
+    labels = torch.randint(0, vocab, (2, N // 2), generator=generator)
+    labels = labels.masked_fill(torch.rand(2, N // 2, generator=generator) < 1 / 3, IGNORE)
+    assert 0 < int((labels == IGNORE).sum()) < N
+    return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), labels
+
+
+def plain(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    logits = torch.nn.functional.linear(hidden, weight)
+    if logits.dtype == torch.float64:
+        flat = logits.flatten(0, 1), labels.flatten()
+        return torch.nn.functional.cross_entropy(*flat, ignore_index=IGNORE, reduction="sum")
+    return token_loss_sum(logits, labels)
+
+
+def results(loss: Tensor, *leaves: Tensor, factor: float = 0.37) -> dict[str, Tensor]:
+    """Loss and gradients of `factor` times it."""
+    (factor * loss).backward()  # type: ignore[no-untyped-call]
+    found = {"loss": loss.detach(), **{str(n): leaf.grad for n, leaf in enumerate(leaves) if leaf.grad is not None}}
+    for leaf in leaves:
+        leaf.grad = None
+    return found
+
+
+@pytest.mark.parametrize("chunk", [1, 7, N, 1000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_the_loss_in_chunks_equals_the_plain_one_with_its_gradients(dtype: torch.dtype, chunk: int) -> None:
+    hidden, weight, labels = inputs(dtype)
+    expected = results(plain(hidden, weight, labels), hidden, weight)
+    found = results(linear_token_loss_sum(hidden, weight, labels, chunk), hidden, weight)
+    for name, tensor in expected.items():
+        assert distance({name: tensor}, {name: found[name]}) < (1e-6 if dtype == torch.float32 else 1e-13)
+        assert found[name].dtype == dtype
+
+
+def test_where_all_positions_are_computed_those_without_a_target_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a device whose counts are waited for; a hidden state without a target may even be no number."""
+    hidden, weight, labels = inputs()
+    with torch.no_grad():
+        hidden[labels == IGNORE] = torch.nan
+    gathered = results(linear_token_loss_sum(hidden, weight, labels, 7), hidden, weight)
+    monkeypatch.setattr(losses, "live_rows", lambda labels: (torch.arange(len(labels)), False))
+    masked = results(linear_token_loss_sum(hidden, weight, labels, 7), hidden, weight)
+    assert bool(torch.isfinite(gathered["loss"]))
+    assert distance({"loss": gathered["loss"]}, {"loss": masked["loss"]}) < 1e-6
+    live = labels != IGNORE
+    assert distance({"0": gathered["0"][live]}, {"0": masked["0"][live]}) < 1e-6
+
+
+def test_masked_and_gathered_gradients_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, weight, labels = inputs()
+    gathered = results(linear_token_loss_sum(hidden, weight, labels, 7), hidden, weight)
+    monkeypatch.setattr(losses, "live_rows", lambda labels: (torch.arange(len(labels)), False))
+    assert distance(gathered, results(linear_token_loss_sum(hidden, weight, labels, 7), hidden, weight)) < 1e-6
+
+
+def test_all_labels_ignored_give_0_and_gradients_of_0() -> None:
+    hidden, weight, labels = inputs()
+    found = results(linear_token_loss_sum(hidden, weight, torch.full_like(labels, IGNORE)), hidden, weight)
+    assert {*found} == {"loss", "0", "1"}, "DDP waits for a gradient of every parameter"
+    assert all(float(tensor.abs().max()) == 0 for tensor in found.values())
+
+
+def test_a_label_outside_the_vocabulary_is_an_error() -> None:
+    hidden, weight, labels = inputs()
+    labels[0, 0] = V
+    with pytest.raises((RuntimeError, IndexError)):
+        linear_token_loss_sum(hidden, weight, labels)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_in_half_precision_the_gradients_are_at_least_as_good_as_the_plain_ones(dtype: torch.dtype) -> None:
+    hidden, weight, labels = inputs()
+    exact = results(plain(hidden.double(), weight.double(), labels), hidden, weight)
+    with torch.autocast("cpu", dtype):
+        expected = plain(hidden, weight, labels)
+        loss = linear_token_loss_sum(hidden, weight, labels, 7)
+    assert loss.dtype == torch.float32, "a sum over thousands of tokens has no room in half precision"
+    theirs, ours = results(expected, hidden, weight), results(loss, hidden, weight)
+    for name in exact:
+        assert ours[name].dtype == torch.float32
+        assert distance({name: exact[name]}, {name: ours[name]}) < 0.01
+        assert distance({name: exact[name]}, {name: ours[name]}) < 1.2 * distance({name: exact[name]}, {name: theirs[name]})
+
+
+def test_small_probabilities_do_not_vanish_in_fp16_and_large_sums_do_not_overflow() -> None:
+    weight = torch.zeros(60_000, 2).requires_grad_()  # each probability is 1.7e-5, of which fp16 keeps eight bits
+    hidden = torch.full((1, 60, 2), 1200.0).requires_grad_()
+    with torch.autocast("cpu", torch.float16):
+        loss = linear_token_loss_sum(hidden, weight, torch.full((1, 60), 5))
+    found = results(loss, hidden, weight, factor=1.0)["1"]
+    assert float(found[5, 0]) == pytest.approx(-60 * 1200.0, rel=1e-3), "beyond 65504"
+    assert float(found[6, 0]) == pytest.approx(60 * 1200.0 / 60_000, rel=1e-3)
+
+
+def test_the_loss_scale_meets_small_gradients_before_they_are_rounded_to_fp16() -> None:
+    """Four weights a unit of fp16 apart: the slope is half a unit, which is 0 in fp16, and 65536 times it is not."""
+    weight = (2.0**-14 * (1 + torch.arange(4) * 2.0**-10)).half()[:, None].requires_grad_()
+    hidden = torch.zeros(1, 1, 1, dtype=torch.float16).requires_grad_()
+    loss = linear_token_loss_sum(hidden, weight, torch.tensor([[1]]))
+    assert float(results(loss, hidden, factor=65536.0)["0"]) == 65536 * 0.5 * 2.0**-24
+
+
+class Seen(TorchDispatchMode):
+    """Matrix products, and the entries of the largest tensor of logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products, self.largest = 0, 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        self.products += function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        if isinstance(found, Tensor) and found.ndim == 2 and found.shape[1] == V and found.shape[0] != D:
+            self.largest = max(self.largest, found.numel())
+        return found
+
+
+@pytest.mark.parametrize(("chunk", "most"), [(5, 5 * V), (None, N * V)])
+def test_no_more_logits_than_those_of_a_chunk_are_in_memory(chunk: int | None, most: int) -> None:
+    hidden, weight, labels = inputs()
+    with Seen() as seen:
+        results(linear_token_loss_sum(hidden, weight, labels, chunk), hidden, weight)
+    assert 0 < seen.largest <= most
+
+
+def test_what_needs_no_gradient_is_not_computed() -> None:
+    hidden, weight, labels = inputs()
+    chunks = -(-int((labels != IGNORE).sum()) // 7)
+
+    def products(run: Any) -> int:
+        with Seen() as seen:
+            run()
+        return seen.products
+
+    assert products(lambda: linear_token_loss_sum(hidden, weight, labels, 7)) == 3 * chunks
+    assert products(lambda: linear_token_loss_sum(hidden, weight.detach(), labels, 7)) == 2 * chunks
+    with torch.no_grad():
+        assert products(lambda: linear_token_loss_sum(hidden, weight, labels, 7)) == chunks
+    assert {*results(linear_token_loss_sum(hidden, weight.detach(), labels, 7), hidden, weight)} == {"loss", "0"}
+
+
+# --- whole models -------------------------------------------------------------------------------------------------------
+
+
+def gradients(model: Any, chunk: int | None, *, precision: torch.dtype | None = None, **options: Any) -> dict[str, Tensor]:
+    """Loss and gradients of every trained parameter, in training mode, under a seed."""
+    task = LanguageModeling(settings_of_training(), model, chunk_tokens=chunk, **options)
+    module = task.build_model().train()
+    torch.manual_seed(0)
+    with torch.autocast("cpu", precision or torch.bfloat16, enabled=precision is not None):
+        loss = task.train_step(module, NumberedRows(4).batch(range(4)), CPU).total
+    loss.backward()  # type: ignore[no-untyped-call]
+    found = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    model.zero_grad()
+    return {"loss": loss.detach(), **found}
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {}, "untied": {"tie_embeddings": False}, "qwen3": {"kind": "qwen3", "kv_heads": 1},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("adapted", [False, True], ids=["full", "lora"])
+def test_every_gradient_of_a_model_is_that_of_all_logits_at_once(
+    kind: str, adapted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "block_arguments", lambda model, segments: {})  # which rounds otherwise than torch's
+    model = tiny_model(**MODELS[kind])
+    if adapted:
+        model = adapters.attach(model, Lora(rank=3))
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+    expected, found = gradients(model, 0), gradients(model, 10)
+    for name, tensor in expected.items():
+        assert distance({name: tensor}, {name: found[name]}) < 1e-6, name
+    theirs, ours = (gradients(model, chunk, precision=torch.bfloat16) for chunk in (0, 10))
+    assert 0 < distance(expected, ours) < 1.2 * distance(expected, theirs)
+
+
+def bytes_kept(run: Any) -> int:
+    """Bytes of the tensors that a forward pass keeps for its backward pass, each once."""
+    kept: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        run()
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("adapted", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("precision", [None, torch.bfloat16], ids=str)
+def test_gradient_checkpointing_changes_no_bit_with_dropout_either(adapted: bool, precision: torch.dtype | None) -> None:
+    def found(**options: Any) -> tuple[dict[str, Tensor], int]:
+        model = tiny_model(dropout=0.3, layers=4)
+        if adapted:
+            model = adapters.attach(model, Lora(rank=3, dropout=0.3))
+        results: dict[str, Tensor] = {}
+        kept = bytes_kept(lambda: results.update(copies(gradients(model, None, precision=precision, **options))))
+        return results, kept
+
+    kept_all, much = found()
+    computed_again, little = found(gradient_checkpointing=True)
+    assert same(kept_all, computed_again)
+    assert little < 0.5 * much
+
+
+def tiny_foreign(architecture: str, **settings: Any) -> Any:
+    """A model of transformers that is none of ours, in two layers."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {
+        "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 128, "bos_token_id": 2, "eos_token_id": 3,
+        "pad_token_id": 0, **settings,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(architecture, **sizes)
+    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").float()
+
+
+PLAIN: dict[str, dict[str, Any]] = {
+    **{name: {} for name in ("llama", "mistral", "qwen2", "qwen3")},
+    "mixtral": {"num_local_experts": 4},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16},
+    "glm4_moe": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+}
+
+
+@pytest.mark.parametrize("architecture", PLAIN)
+def test_heads_that_are_a_product_and_nothing_more(architecture: str) -> None:
+    model = tiny_foreign(architecture, **PLAIN[architecture])
+    assert type(model).__name__ in PLAIN_HEADS
+    ids = torch.randint(9, VOCAB, (2, 16))
+    with torch.no_grad():
+        hidden = model.get_decoder()(input_ids=ids).last_hidden_state
+        assert torch.equal(model(input_ids=ids).logits, hidden @ model.lm_head.weight.T)
+    expected, found = gradients(model, 0), gradients(model, 10)
+    assert distance(expected, found) < 1e-6
+
+
+def test_all_plain_heads_are_tested() -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+
+    assert {*PLAIN_HEADS} == {CAUSAL[architecture] for architecture in PLAIN}
+
+
+def test_a_head_that_does_more_takes_the_plain_way_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_foreign("granite", logits_scaling=4.0)
+    batch = NumberedRows(3).batch(range(3))
+    language_modeling.warn_unchunked_logits.cache_clear()
+    with caplog.at_level(logging.WARNING, "ttrain"):
+        for _ in range(2):
+            task = LanguageModeling(settings_of_training(), model, chunk_tokens=7)
+    assert caplog.text.count("the output head of GraniteForCausalLM may do more") == 1, "however many are made"
+    loss = task.validation_step(task.build_model().eval(), batch, CPU).total
+    ids, labels, positions, segments = (
+        torch.from_numpy(array) for array in (batch.input_ids_BT, batch.labels_BT, batch.positions_BT, batch.segments_BT)
+    )
+    inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": segment_mask(segments)}
+    with torch.no_grad():
+        logits = model.eval()(**inputs).logits
+        hidden = model.get_decoder()(**inputs).last_hidden_state
+    assert torch.allclose(4 * logits, hidden @ model.lm_head.weight.T), "this head divides by four"
+    assert float(loss) == pytest.approx(float(token_loss_sum(logits, labels)), rel=1e-6)
+
+
+def test_an_adapter_on_the_output_head_is_in_the_loss() -> None:
+    model = adapters.attach(tiny_model(tie_embeddings=False), Lora(rank=3, targets=("q_proj", "lm_head")))
+    found = gradients(model, 10)
+    moved = [name for name in found if "lm_head" in name and "lora_B" in name]
+    assert len(moved) == 1 and float(found[moved[0]].abs().max()) > 0
+
+
+def test_a_compiled_model_has_the_same_gradients_however_many_labels_are_live() -> None:
+    """By the tracer alone, which is what could go wrong: the loss is called between the compiled parts."""
+    model = tiny_model()
+    module = NextTokenLoss(model, token_loss_sum)
+    compiled = torch.compile(module, backend="eager", dynamic=False)
+    for live in (16, 3, 9):
+        batch = NumberedRows(2, live=[live] * 2).batch([0, 1])
+        arrays = [
+            torch.from_numpy(array) for array in (batch.input_ids_BT, batch.positions_BT, batch.segments_BT, batch.labels_BT)
+        ]
+        found = []
+        for called in (module, compiled):
+            loss, _, _ = called(*arrays)
+            loss.backward()
+            found.append({"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}})
+            model.zero_grad()
+        assert distance(*found) < 1e-6
+    assert torch._dynamo.utils.counters["frames"]["ok"] > 0
+    torch._dynamo.reset()

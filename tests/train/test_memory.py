@@ -1,0 +1,100 @@
+"""A memory limit is kept, and what broke it is told with the cure."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from ttrain.errors import TTrainError, UsageError
+from ttrain.train import resource_limits
+from ttrain.train.resource_limits import explain_out_of_memory, limit_memory
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+linux = pytest.mark.skipif(sys.platform != "linux", reason="macOS enforces no limit")
+LIMITED = """
+import numpy, torch
+from ttrain.errors import TTrainError
+from ttrain.train.resource_limits import data_bytes, explained, limit_memory
+
+limit = data_bytes() + 200_000_000
+limit_memory(limit, torch.device("cpu"))
+for allocate in (lambda n: torch.empty(n, dtype=torch.uint8), lambda n: numpy.empty(n, dtype=numpy.uint8), bytearray):
+    with explained(limit, 16):
+        allocate(100_000_000)
+    try:
+        with explained(limit, 16):
+            allocate(300_000_000)
+        print("allocated")
+    except TTrainError as error:
+        print(error)
+print("alive")
+"""
+
+
+@linux
+def test_what_exceeds_the_limit_fails_with_the_cure_and_what_does_not_passes() -> None:
+    done = subprocess.run([sys.executable, "-c", LIMITED], capture_output=True, text=True, timeout=60)
+    lines = done.stdout.splitlines()
+    assert lines[3:] == ["alive"], done.stdout + done.stderr
+    for line, name in zip(lines[:3], ("RuntimeError", "MemoryError", "MemoryError"), strict=True):
+        assert "out of memory: lower runtime.rows_per_device (it is 16" in line
+        assert "runtime.memory_limit_gb (it is " in line
+        assert name in line
+
+
+@linux
+def test_a_limit_below_what_is_there_is_refused_and_nothing_changes() -> None:
+    with pytest.raises(UsageError, match=r"memory_limit_gb is 0\.001, but the process has \d+\.\d\d before it trains"):
+        limit_memory(1e6, CPU)
+    torch.zeros(10_000_000)
+
+
+def test_no_limit_is_no_limit() -> None:
+    limit_memory(None, CUDA)
+
+
+@pytest.mark.parametrize(("limit", "fraction"), [(20e9, 0.25), (80e9, 1.0), (100e9, 1.0)])
+def test_on_cuda_it_is_a_share_of_the_device(monkeypatch: pytest.MonkeyPatch, limit: float, fraction: float) -> None:
+    given: list[tuple[float, torch.device]] = []
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80_000_000_000))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *pair: given.append(pair))
+    limit_memory(limit, CUDA)
+    assert given == [(fraction, CUDA)]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        RuntimeError("std::bad_alloc"),
+        RuntimeError("MPS backend out of memory (MPS allocated: 8.00 GB)"),
+    ],
+)
+def test_out_of_memory_is_told_in_our_words(error: Exception) -> None:
+    with pytest.raises(TTrainError, match=r"out of memory: lower runtime\.rows_per_device \(it is 8") as found:
+        with explain_out_of_memory(None, 8):
+            raise error
+    assert "memory_limit_gb" not in str(found.value)
+    assert found.value.__cause__ is error
+
+
+def test_other_errors_rise_as_they_are() -> None:
+    with pytest.raises(RuntimeError, match="shape mismatch"):
+        with explain_out_of_memory(1e9, 8):
+            raise RuntimeError("shape mismatch")
+    with pytest.raises(ValueError):
+        with explain_out_of_memory(1e9, 8):
+            np.zeros(3).reshape(2)
+
+
+@linux
+def test_the_memory_that_counts_grows_with_what_is_held() -> None:
+    before = resource_limits.data_bytes()
+    held = np.ones(100_000_000, dtype=np.uint8)
+    assert 90e6 < resource_limits.data_bytes() - before < 120e6, held.nbytes

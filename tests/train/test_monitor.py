@@ -1,0 +1,229 @@
+"""How fast it runs: each figure against a clock that the test turns, each count against torch's own."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from support.doubles import CPU, NumberedRows, Recorder, make_trainer, settings_of_training, tiny_model
+from torch.utils.flop_counter import FlopCounterMode
+
+from ttrain.config import Lora
+from ttrain.model import adapters
+from ttrain.train import monitor
+from ttrain.train.callbacks import StepRecord
+from ttrain.train.monitor import (
+    PERFORMANCE,
+    TERA,
+    PerformanceMonitor,
+    datasheet_flops,
+    flops_per_token,
+    measured_flops,
+    peak_memory,
+    trimmed_mean,
+)
+from ttrain.train.trainer import Cadence
+
+
+class Run:
+    """Steps under a clock that stands still unless it is turned."""
+
+    def __init__(self, steps: int, **settings: float) -> None:
+        self.now, self.steps, self.done = 1000.0, steps, 0
+        self.monitor = PerformanceMonitor(
+            settings.get("tokens_per_step", 100), device=CPU, steps_per_epoch=8, clock=lambda: self.now,
+            flops_per_token=settings.get("flops_per_token", 0.0), peak_flops=lambda: settings.get("peak", 0.0),
+        )  # fmt: skip
+        self.monitor.start(0, steps)
+
+    def step(self, seconds: float, *, data_seconds: float = 0.0, after: float = 0.0) -> StepRecord:
+        """A step, and `after` seconds of validation, saving or the like."""
+        self.now += seconds
+        self.done += 1
+        record = StepRecord(self.done, self.steps, 1.0, 1.0, 1, False, seconds, data_seconds, lambda: np.zeros(1, np.int64))
+        self.monitor.step_end(record)
+        self.now += after
+        return record
+
+
+def test_rates_are_means_over_the_time_since_the_last_log() -> None:
+    run = Run(10, tokens_per_step=100, flops_per_token=5e3, peak=1e6)
+    for seconds in (9.0, 1.0):
+        run.monitor.figures(run.step(seconds))
+    run.step(1.0, data_seconds=0.25)
+    run.step(2.0, data_seconds=0.5, after=2.0)
+    figures = run.monitor.figures(run.step(3.0, data_seconds=0.75))
+    assert figures["tokens_per_second"] == pytest.approx(3 * 100 / 8)
+    assert figures["step_seconds"] == pytest.approx(2.0)
+    assert figures["data_wait_fraction"] == pytest.approx(0.25)
+    assert figures["mfu"] == pytest.approx(3 * 100 / 8 * 5e3 / 1e6)
+    assert figures["epoch_time"] == pytest.approx(8 * 8 / 3), "eight steps an epoch, three in 8 s"
+    assert {*figures} == {*PERFORMANCE}
+
+
+def test_without_a_peak_there_is_no_mfu() -> None:
+    run = Run(10)
+    assert "mfu" not in run.monitor.figures(run.step(1.0))
+    monitor = PerformanceMonitor(1, device=CPU, steps_per_epoch=1)
+    monitor.start(0, 1)
+    assert "mfu" not in monitor.figures(run.step(1.0))
+
+
+@pytest.mark.parametrize(
+    "seconds",
+    [
+        pytest.param([1.0] * 200, id="even"),
+        pytest.param([60.0, *[1.0] * 199], id="the first step compiles"),
+        pytest.param([*[1.0] * 50, 300.0, *[1.0] * 149], id="one stall"),
+        pytest.param([0.5, 4.0] * 100, id="steps of two kinds"),
+        pytest.param([1.0 + (step * 7 % 11) / 10 for step in range(200)], id="uneven"),
+    ],
+)
+def test_the_eta_at_half_is_within_20_percent_of_what_is_left(seconds: Sequence[float]) -> None:
+    """With a validation of 5 s after every tenth step."""
+    run, found, halfway = Run(len(seconds)), 0.0, 0.0
+    for number, value in enumerate(seconds, start=1):
+        record = run.step(value, after=5.0 if number % 10 == 0 else 0.0)
+        figures = run.monitor.figures(record)
+        if number == len(seconds) // 2:
+            found, halfway = figures["eta_seconds"], run.now
+    assert found == pytest.approx(run.now - halfway, rel=0.2)
+    assert figures["eta_seconds"] == 0
+
+
+def test_the_eta_follows_a_change_of_pace() -> None:
+    run = Run(1000)
+    for _ in range(300):
+        run.step(1.0)
+    for _ in range(200):
+        record = run.step(3.0)
+    assert run.monitor.figures(record)["eta_seconds"] == pytest.approx(500 * 3.0, rel=0.01)
+
+
+def test_the_trimmed_mean_leaves_out_a_twentieth_at_either_end() -> None:
+    assert trimmed_mean(deque([1.0])) == 1.0
+    assert trimmed_mean(deque([1.0, 3.0])) == 2.0
+    assert trimmed_mean(deque([100.0, 2.0, 0.0])) == 2.0
+    assert trimmed_mean(deque([-1e9, *[1.0, 2.0] * 19, 1e9])) == 1.5
+
+
+def test_a_trainer_logs_all_figures_and_its_step_time_is_within_the_time_it_took() -> None:
+    recorder = Recorder()
+    monitor = PerformanceMonitor(96, device=CPU, steps_per_epoch=52 / 6)
+    trainer = make_trainer(
+        settings_of_training(tokens=6 * 96), tiny_model(), NumberedRows(52), callbacks=[monitor, recorder],
+        cadence=Cadence(log=3),
+    )  # fmt: skip
+    result = trainer.fit()
+    expected = {*PERFORMANCE} - {"mfu"}
+    assert all(expected <= {*record.metrics} for record in recorder.records)
+    assert 0 < 3 * sum(recorder.figures("step_seconds")) <= result.seconds
+    assert sum(288 / rate for rate in recorder.figures("tokens_per_second")) <= result.seconds
+    assert all(0 <= share <= 1 for share in recorder.figures("data_wait_fraction"))
+    assert recorder.figures("eta_seconds")[-1] == 0
+
+
+def test_the_peak_memory_of_a_process_counts_what_it_has_freed() -> None:
+    before = peak_memory(CPU)
+    block = np.ones(before // 2, np.uint8)
+    held = psutil.Process().memory_info().rss
+    del block
+    assert held - (1 << 20) < peak_memory(CPU) <= held + before, "the kernel counts in batches"
+    assert peak_memory(CPU) >= before
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_peak_memory_of_a_gpu_is_that_of_tensors() -> None:
+    block = torch.zeros(1 << 28, dtype=torch.uint8, device="cuda")
+    assert peak_memory(torch.device("cuda", 0)) >= len(block)
+
+
+# --- floating point operations ------------------------------------------------------------------------------------------
+
+
+def counted(model: torch.nn.Module, T: int) -> float:
+    """FLOPs a token of a forward and a backward pass, as torch counts its matrix products."""
+    model.set_attn_implementation("eager")  # type: ignore[operator]  # torch counts no fused attention on a CPU
+    ids = torch.arange(2 * T).reshape(2, T) % 50
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids, labels=ids).loss.backward()
+    return counter.get_total_flops() / (2 * T)
+
+
+@pytest.mark.parametrize("tie_embeddings", [True, False])
+@pytest.mark.parametrize("T", [16, 96])
+def test_flops_per_token_are_those_that_torch_counts(tie_embeddings: bool, T: int) -> None:
+    model = tiny_model(hidden_size=64, heads=4, kv_heads=2, tie_embeddings=tie_embeddings)
+    assert flops_per_token(model, T) == pytest.approx(counted(model, T), rel=0.02)
+
+
+def test_flops_per_token_of_an_adapter_are_those_that_torch_counts() -> None:
+    """The first layer's inputs need no gradient, which the formula does not know: hence 10 %."""
+    model = adapters.attach(tiny_model(hidden_size=64, heads=4, layers=4), Lora(rank=4))
+    assert flops_per_token(model, 32) == pytest.approx(counted(model.get_base_model(), 32), rel=0.1)
+    assert flops_per_token(model, 32) < 0.8 * flops_per_token(tiny_model(hidden_size=64, heads=4, layers=4), 32)
+
+
+def test_flops_per_token_of_any_other_module_are_six_a_weight() -> None:
+    assert flops_per_token(torch.nn.Linear(10, 20, bias=False), 64) == 6 * 200
+
+
+# --- peaks --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "bf16", "fp32"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312, 19.5),
+        ("NVIDIA A100 80GB PCIe", 312, 19.5),
+        ("NVIDIA H100 80GB HBM3", 989.4, 66.9),
+        ("NVIDIA H100 PCIe", 756, 51.2),
+        ("NVIDIA H200", 989.4, 66.9),
+        ("NVIDIA GH200 480GB", 989.4, 66.9),
+        ("NVIDIA L4", 121, 30.3),
+        ("NVIDIA L40S", 362, 91.6),
+        ("NVIDIA A10", 125, 31.2),
+        ("NVIDIA GeForce RTX 3090", 71, 35.6),
+        ("NVIDIA GeForce RTX 4090", 165.2, 82.6),
+        ("Tesla T4", None, 8.1),
+        ("NVIDIA H100 NVL", None, None),
+        ("NVIDIA A10G", None, None),
+        ("NVIDIA L40", None, None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None, None),
+        ("NVIDIA GeForce RTX 4090 D", None, None),
+        ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", None, None),
+    ],
+)
+def test_a_chip_is_found_by_its_name_and_a_board_that_differs_is_not_taken_for_it(
+    name: str, bf16: float | None, fp32: float | None
+) -> None:
+    wanted = [None if tflops is None else tflops * TERA for tflops in (bf16, fp32)]
+    assert [datasheet_flops(name, "bf16"), datasheet_flops(name, "fp32")] == wanted
+
+
+def test_the_table_orders_precisions_as_chips_do() -> None:
+    for chip, tflops in monitor.TFLOPS.items():
+        assert tflops["fp16"] >= tflops.get("tf32", 0) >= (tflops["fp32"] if "tf32" in tflops else 0), chip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_peak_is_measured_at_once_and_draws_no_random_number(dtype: torch.dtype) -> None:
+    state, began = torch.get_rng_state(), time.process_time()
+    found = measured_flops(dtype, CPU)
+    assert time.process_time() - began < 1.5, "0.3 s where the machine is idle"
+    assert torch.equal(torch.get_rng_state(), state)
+    size = 768
+    factor = torch.full((size, size), 1 / size, dtype=dtype)
+    seconds = min(_timed(factor) for _ in range(5))
+    assert 0.1 * 2 * size**3 / seconds < found < 5e13
+
+
+def _timed(factor: torch.Tensor) -> float:
+    began = time.perf_counter()
+    torch.mm(factor, factor)
+    return time.perf_counter() - began

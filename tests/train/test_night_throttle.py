@@ -1,0 +1,130 @@
+"""By night training takes less of the machine and learns the same."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from datetime import datetime, time
+from pathlib import Path
+
+import pytest
+import torch
+from support.doubles import (
+    CPU,
+    NumberedRows,
+    Recorder,
+    WatchedTask,
+    distance,
+    in_ranks,
+    make_trainer,
+    settings_of_training,
+    tiny_model,
+)
+
+from ttrain.config import Night
+from ttrain.train.distributed import Ranks
+from ttrain.train.resource_limits import NightThrottle, is_in_window
+from ttrain.train.trainer import Cadence, Trainer
+
+
+class Clock:
+    """Shows 21:30 at first, then half an hour more each time it is asked."""
+
+    def __init__(self, hour: int = 21, minute: int = 30) -> None:
+        self.minutes = hour * 60 + minute
+
+    def __call__(self) -> datetime:
+        now = datetime(2026, 1, 1, self.minutes // 60 % 24, self.minutes % 60)
+        self.minutes += 30
+        return now
+
+
+class Notes(Recorder):
+    """Threads and rows of a micro-batch at each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[int, int]] = []
+
+    def log(self, record: object) -> None:
+        super().log(record)  # type: ignore[arg-type]
+        self.seen.append((torch.get_num_threads(), self.trainer.loader.rows_per_device))
+
+    trainer: Trainer
+
+
+def fit(night: bool, *, threads: int = 2, ranks: Ranks | None = None) -> tuple[Notes, Trainer, WatchedTask]:
+    """25 steps of six rows, in micro-batches of four by day."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    config, model, notes = settings_of_training(tokens=25 * 96), tiny_model(), Notes()
+    task = WatchedTask(config, model)
+    shift = NightThrottle(Night(), CPU, rows_per_device=4, clock=Clock()) if night else None
+    options = {} if ranks is None else {"ranks": ranks}
+    notes.trainer = make_trainer(
+        config,
+        model,
+        NumberedRows(52),
+        task=task,
+        callbacks=[notes],
+        cadence=Cadence(log=1, checkpoint=100),
+        night=shift,
+        **options,
+    )
+    notes.trainer.fit()
+    torch.set_num_threads(before)
+    return notes, notes.trainer, task
+
+
+def test_from_ten_to_eight_micro_batches_and_threads_are_halved_and_losses_are_those_of_the_day() -> None:
+    by_day, _, day_task = fit(False)
+    by_night, trainer, night_task = fit(True)
+    lit = [bool(value) for value in by_night.figures("night")]
+    assert lit == [False] + [True] * 20 + [False] * 4, "asked at 21:30, 22:00, ..., the night ends at 8:00"
+    assert by_night.seen == [(1, 2) if on else (2, 4) for on in lit]
+    assert by_night.figures("loss") == pytest.approx(by_day.figures("loss"), rel=1e-5)
+    assert distance(day_task.optimizers.gradients[3], night_task.optimizers.gradients[3]) < 1e-5  # type: ignore[union-attr]
+    assert night_task.passes == 20 * 3 + 5 * 2, "twice the micro-batches of three, but the last"
+    assert day_task.passes == 25 * 2
+    assert trainer.loader.consumed == 25
+
+
+def test_two_ranks_follow_one_clock(tmp_path: Path) -> None:
+    first, second = in_ranks(2, tmp_path, lambda ranks: fit(True, threads=1, ranks=ranks)[2].passes)
+    assert first == second, "both made the same change at the same step"
+
+
+@pytest.mark.parametrize(
+    ("now", "start", "end", "inside"),
+    [
+        ("22:00", "22:00", "08:00", True), ("07:59", "22:00", "08:00", True), ("08:00", "22:00", "08:00", False),
+        ("21:59", "22:00", "08:00", False), ("00:00", "22:00", "08:00", True), ("03:00", "01:00", "05:00", True),
+        ("05:00", "01:00", "05:00", False), ("00:30", "01:00", "05:00", False), ("12:00", "00:00", "00:00", True),
+    ],
+)  # fmt: skip
+def test_a_window_of_the_day(now: str, start: str, end: str, inside: bool) -> None:
+    assert is_in_window(*(time.fromisoformat(word) for word in (now, start, end))) is inside
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="no other system has this limit")
+def test_the_cap_on_memory_is_lifted_in_the_morning() -> None:
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    shift = NightThrottle(Night(memory_limit_gb=900), CPU, rows_per_device=4)
+    shift.set(True)
+    assert resource.getrlimit(resource.RLIMIT_DATA)[0] == 900e9
+    shift.set(False)
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
+
+
+def test_one_thread_and_one_row_are_the_least() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    assert NightThrottle(Night(), CPU, rows_per_device=1).set(True) == 1
+    assert torch.get_num_threads() == 1
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("values", [{"start": "25:00"}, {"end": "8"}, {"timezone": "Europe/Nowhere"}])
+def test_what_is_no_time_is_refused(values: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match=r"start|end|timezone"):
+        Night(**values)  # type: ignore[arg-type]

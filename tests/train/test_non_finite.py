@@ -1,0 +1,147 @@
+"""A loss or gradient that is no number: stop, skip, raise; the rows are named, the weights are those before it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.doubles import (
+    NumberedRows,
+    Recorder,
+    WatchedTask,
+    copies,
+    in_ranks,
+    make_trainer,
+    same,
+    settings_of_training,
+    tiny_model,
+)
+
+from ttrain.data.packing import Batch
+from ttrain.model import factory
+from ttrain.train import checkpoint
+from ttrain.train.distributed import Ranks
+from ttrain.train.losses import SKIPS_IN_A_ROW, NonFinite
+from ttrain.train.trainer import Cadence, Trainer
+
+ALWAYS = Cadence(log=1, checkpoint=100)
+
+
+class Poisoned(WatchedTask):
+    """The loss of every micro-batch that holds one of these rows is multiplied by a factor."""
+
+    rows: frozenset[int] = frozenset()
+    factor = math.nan
+
+    def train_step(self, model: Any, batch: Batch, device: Any) -> Any:
+        loss = super().train_step(model, batch, device)
+        known = {NumberedRows(1 + row).batch([row]).input_ids_BT.tobytes() for row in self.rows}
+        hit = any(row.tobytes() in known for row in batch.input_ids_BT)
+        return type(loss)(loss.total * self.factor, loss.count) if hit else loss
+
+
+def trainer_with(
+    rows: set[int], policy: str, *, factor: float = math.nan, ranks: Ranks | None = None, **options: Any
+) -> Trainer:
+    config = settings_of_training(nonfinite=policy)
+    model = tiny_model()
+    task = Poisoned(config, model)
+    task.rows, task.factor = frozenset(rows), factor
+    if ranks is not None:
+        options["ranks"] = ranks
+    return make_trainer(config, model, NumberedRows(120), rows_per_device=2, task=task, cadence=ALWAYS, **options)
+
+
+def rows_of_step(step: int) -> list[int]:
+    """Step counted from 0."""
+    return [int(row) for row in trainer_with(set(), "stop").loader.order.step_rows(step)]
+
+
+def test_stop_saves_the_state_before_the_step_and_names_the_rows_of_its_micro_batch(tmp_path: Path) -> None:
+    rows = rows_of_step(4)
+    trainer = trainer_with({rows[3]}, "stop", directory=tmp_path)
+    with pytest.raises(NonFinite, match=r"the loss of step 5 is not finite \(nan.*lower training\.optim\.lr") as error:
+        trainer.fit()
+    assert error.value.rows == rows[2:4], "the two rows of the micro-batch that holds it"
+    kept = checkpoint.read(tmp_path / "step-00000004")
+    assert same(kept.weights, factory.state(trainer.weights.model))  # type: ignore[attr-defined]
+    healed = trainer_with(set(), "stop", directory=tmp_path)
+    assert healed.first == 4
+    straight = trainer_with(set(), "stop")
+    for each in (healed, straight):
+        each.fit()
+    assert same(healed.weights.state(), straight.weights.state()), "nothing of the bad step is left"
+
+
+def test_a_gradient_that_is_no_number_names_all_rows_of_the_step() -> None:
+    """The loss is a number, its derivative is not: the square root of 0."""
+
+    class Root(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, value: Any) -> Any:
+            return value.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            return gradients[0] * math.nan
+
+    class Spoilt(WatchedTask):
+        def train_step(self, model: Any, batch: Batch, device: Any) -> Any:
+            loss = super().train_step(model, batch, device)
+            return type(loss)(Root.apply(loss.total), loss.count) if self.passes == 5 else loss
+
+    config, model = settings_of_training(), tiny_model()
+    trainer = make_trainer(config, model, NumberedRows(120), rows_per_device=2, task=Spoilt(config, model))
+    with pytest.raises(NonFinite) as error:
+        trainer.fit()
+    assert error.value.rows == rows_of_step(1)
+    assert math.isfinite(float(str(error.value).split("finite (")[1].split(",")[0])), "the loss itself is a number"
+
+
+def test_raise_ends_at_once_without_a_checkpoint(tmp_path: Path) -> None:
+    trainer = trainer_with({rows_of_step(4)[0]}, "raise", directory=tmp_path)
+    with pytest.raises(NonFinite):
+        trainer.fit()
+    assert not list(tmp_path.glob("step-*"))
+
+
+@pytest.mark.parametrize("factor", [math.nan, math.inf])
+def test_skip_leaves_the_step_out_and_counts_it(factor: float, caplog: pytest.LogCaptureFixture) -> None:
+    rows = rows_of_step(4)
+    recorder, seen = Recorder(), []
+
+    class Looks(Recorder):
+        def log(self, record: Any) -> None:
+            seen.append(copies(factory.state(trainer.weights.model)))  # type: ignore[attr-defined]
+
+    trainer = trainer_with({rows[0]}, "skip", factor=factor, callbacks=[recorder, Looks()])
+    result = trainer.fit()
+    assert (result.skipped_steps, result.step) == (1, 20)
+    assert same(seen[3], seen[4]) and not same(seen[4], seen[5])
+    assert f"step 5 is not finite ({factor}" in caplog.text and "it is skipped" in caplog.text
+    assert len(recorder.figures("loss")) == 19, "the loss of a step that was skipped is in no mean"
+    assert recorder.figures("skipped_steps") == [1.0] * 16
+
+
+def test_a_run_that_only_skips_ends() -> None:
+    with pytest.raises(NonFinite, match=f"the loss of step {SKIPS_IN_A_ROW + 1} is not finite"):
+        config = settings_of_training(nonfinite="skip", tokens=40 * 96)
+        model = tiny_model()
+        task = WatchedTask(config, model, spoil=lambda passes: math.nan)
+        make_trainer(config, model, NumberedRows(120), rows_per_device=6, task=task).fit()
+
+
+def test_two_ranks_agree_on_the_rows_of_one_of_them(tmp_path: Path) -> None:
+    rows = rows_of_step(4)
+
+    def fails(ranks: Ranks) -> list[int]:
+        trainer = trainer_with({rows[2]}, "stop", ranks=ranks, directory=tmp_path / "checkpoints")
+        with pytest.raises(NonFinite) as error:
+            trainer.fit()
+        return error.value.rows
+
+    assert in_ranks(2, tmp_path, fails) == [rows[2:4]] * 2
+    assert checkpoint.read(tmp_path / "checkpoints" / "step-00000004").step == 4

@@ -1,0 +1,270 @@
+"""What each optimizer is given, one update by hand, and state that comes back."""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.doubles import NumberedRows, copies, make_trainer, same, settings_of_training, tiny_model
+from torch import nn
+
+from ttrain.config import Optim
+from ttrain.errors import ArtifactError, UsageError
+from ttrain.tracking.published import group_params
+from ttrain.train import optim
+from ttrain.train.optim import Optimizers
+
+MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+class Small(nn.Module):
+    """One of each: an embedding, a matrix with a bias, a norm, a frozen matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(5, 4)
+        self.linear = nn.Linear(4, 3)
+        self.norm = nn.LayerNorm(3)
+        self.frozen = nn.Linear(3, 3)
+        self.frozen.requires_grad_(False)
+
+
+def names_by_decay(model: nn.Module, optimizers: Optimizers) -> dict[tuple[str, float], set[str]]:
+    names = {id(p): name for name, p in model.named_parameters()}
+    found: dict[tuple[str, float], set[str]] = {}
+    for optimizer in optimizers.optimizers:
+        for group in optimizer.param_groups:
+            found[type(optimizer).__name__, group["weight_decay"]] = {names[id(p)] for p in group["params"]}
+    return found
+
+
+def give_gradients(model: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for p in model.parameters():
+        if p.requires_grad:
+            p.grad = torch.randn(p.shape, generator=generator)
+
+
+def test_norms_biases_and_embeddings_do_not_decay() -> None:
+    model = Small()
+    assert names_by_decay(model, optim.build(model, Optim(weight_decay=0.3))) == {
+        ("AdamW", 0.3): {"linear.weight"},
+        ("AdamW", 0.0): {"embedding.weight", "linear.bias", "norm.weight", "norm.bias"},
+    }
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_muon_gets_the_hidden_matrices_and_nothing_else(kind: str, tied: bool) -> None:
+    model = tiny_model(kind=kind, tie_embeddings=tied)
+    found = names_by_decay(model, optim.build(model, Optim(kind="muon")))
+    names = {name for name, _ in model.named_parameters()}
+    hidden = {name for name in names if name.split(".")[-2] in MATRICES}
+    assert len(hidden) == 2 * len(MATRICES)
+    assert found == {("Muon", 0.1): hidden, ("AdamW", 0.0): names - hidden}
+    assert ("lm_head.weight" in names) is not tied
+
+
+def test_every_trained_parameter_is_in_one_group_and_a_frozen_one_in_none() -> None:
+    model = Small()
+    for kind in ("adamw", "adam", "muon"):
+        optimizers = optim.build(model, Optim(kind=kind))  # type: ignore[arg-type]
+        ids = [id(p) for p in optimizers.parameters]
+        assert sorted(ids) == sorted(id(p) for p in model.parameters() if p.requires_grad)
+        assert sum(group["tensors"] for group in optimizers.groups()) == 5
+        assert sum(group["parameters"] for group in optimizers.groups()) == 20 + 12 + 3 + 3 + 3
+
+
+def stacked() -> nn.Module:
+    """Two weights of three dimensions, one of experts and one that is no stack of matrices, and a matrix."""
+    model = nn.Linear(3, 2, bias=False)
+    model.experts = nn.Parameter(torch.ones(2, 3, 4))
+    model.convolution = nn.Conv1d(3, 2, 4, bias=False)
+    return model
+
+
+def test_stacked_matrices_decay_and_muon_takes_those_of_experts() -> None:
+    model = stacked()
+    every = {"weight", "experts", "convolution.weight"}
+    assert names_by_decay(model, optim.build(model, Optim())) == {("AdamW", 0.1): every}
+    assert names_by_decay(model, optim.build(model, Optim(kind="muon"))) == {
+        ("Muon", 0.1): {"weight"},
+        ("StackedMuon", 0.1): {"experts"},
+        ("AdamW", 0.1): {"convolution.weight"},
+    }
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_biases_of_stacked_experts_are_biases_although_they_have_two_dimensions(kind: Any) -> None:
+    model = tiny_model(kind="tinyseek", moe={"experts": 4})
+    found = names_by_decay(model, optim.build(model, Optim(kind=kind)))
+    biases = {name for name, _ in model.named_parameters() if name.endswith("bias")}
+    assert {"model.layers.0.mlp.experts.up_proj_bias", "model.layers.1.mlp.experts.down_proj_bias"} < biases
+    assert biases < found["AdamW", 0.0]
+    assert all(biases.isdisjoint(names) for group, names in found.items() if group != ("AdamW", 0.0))
+
+
+def test_both_kinds_of_muon_are_one_curve_of_the_learning_rate() -> None:
+    optimizers = optim.build(stacked(), Optim(kind="muon", lr=0.1, muon_lr=0.2))
+    optimizers.set_factor(0.5)
+    assert optimizers.learning_rates() == {"muon": 0.1, "adamw": 0.05}
+
+
+def test_the_groups_tell_what_is_in_them() -> None:
+    found = optim.build(Small(), Optim(kind="muon", lr=0.1, muon_lr=0.2, weight_decay=0.3)).groups()
+    assert found == [
+        {"optimizer": "Muon", "lr": 0.2, "weight_decay": 0.3, "tensors": 1, "parameters": 12, "names": ["linear.weight"]},
+        {
+            "optimizer": "AdamW", "lr": 0.1, "weight_decay": 0.0, "tensors": 4, "parameters": 29,
+            "names": ["embedding.weight", "linear.bias", "norm.weight"],
+        },
+    ]  # fmt: skip
+
+
+def test_the_groups_become_parameters_of_the_tracked_run() -> None:
+    found = group_params({"optimizer_groups": optim.build(Small(), Optim(weight_decay=0.3)).groups(), "steps": 3})
+    assert found["optim.groups.0.weight_decay"] == 0.3
+    assert found["optim.groups.0.names"] == ["linear.weight"]
+    assert {name.split(".")[2] for name in found} == {"0", "1"}
+    assert group_params({"steps": 3}) == {}, "a stage that does not train"
+
+
+def numbers(tensor: torch.Tensor) -> Any:
+    return tensor.detach().double().numpy().copy()
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adam"])
+def test_three_steps_of_adam_equal_the_formula(kind: Any) -> None:
+    model = Small()
+    optimizers = optim.build(model, Optim(kind=kind, lr=0.1, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.5))
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    expected = {name: numbers(p) for name, p in trained.items()}
+    means = {name: np.zeros_like(value) for name, value in expected.items()}
+    squares = {name: np.zeros_like(value) for name, value in expected.items()}
+    for t, factor in enumerate((1.0, 0.5, 0.25), start=1):
+        give_gradients(model, t)
+        lr = 0.1 * factor
+        for name, p in trained.items():
+            assert p.grad is not None
+            gradient, value = numbers(p.grad), expected[name]
+            decay = 0.5 if name == "linear.weight" else 0.0
+            if kind == "adam":
+                gradient = gradient + decay * value
+            else:
+                value = value * (1 - lr * decay)
+            means[name] = 0.8 * means[name] + 0.2 * gradient
+            squares[name] = 0.9 * squares[name] + 0.1 * gradient**2
+            expected[name] = value - lr * (means[name] / (1 - 0.8**t)) / (np.sqrt(squares[name] / (1 - 0.9**t)) + 1e-3)
+        optimizers.set_factor(factor)
+        optimizers.step()
+        optimizers.zero_grad()
+    for name, p in trained.items():
+        np.testing.assert_allclose(numbers(p), expected[name], rtol=1e-5, atol=1e-6)
+
+
+def bf16(values: Any) -> Any:
+    """Rounded to eight bits of mantissa, ties to even, as Muon computes."""
+    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32).astype(np.uint64)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)
+
+
+def orthogonal(matrix: Any) -> Any:
+    """Five Newton-Schulz steps of kellerjordan.github.io/posts/muon."""
+    x = bf16(matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T)
+    x = bf16(x / bf16(np.linalg.norm(x)))
+    for _ in range(5):
+        gram = bf16(x @ x.T)
+        x = bf16(3.4445 * x + bf16(-4.7750 * gram + 2.0315 * gram @ gram) @ x)
+    return x if matrix.shape[0] <= matrix.shape[1] else x.T
+
+
+@pytest.mark.parametrize(
+    ("adjust", "scales"),
+    [
+        ("original", {"wide.weight": 1.0, "tall.weight": math.sqrt(2)}),
+        ("match_rms_adamw", {"wide.weight": 0.2 * math.sqrt(6), "tall.weight": 0.2 * math.sqrt(6)}),
+    ],
+)
+def test_three_steps_of_muon_equal_the_formula(adjust: Any, scales: dict[str, float]) -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"wide": nn.Linear(6, 3, bias=False), "tall": nn.Linear(3, 6, bias=False)})
+    config = Optim(kind="muon", muon_lr=0.1, weight_decay=0.5, muon_momentum=0.9, muon_adjust_lr=adjust)
+    optimizers = optim.build(model, config)
+    expected = {name: numbers(p) for name, p in model.named_parameters()}
+    buffers = {name: np.zeros_like(value) for name, value in expected.items()}
+    for t, factor in enumerate((1.0, 0.5, 0.25), start=1):
+        give_gradients(model, t)
+        lr = 0.1 * factor
+        for name, p in model.named_parameters():
+            assert p.grad is not None
+            buffers[name] = 0.9 * buffers[name] + 0.1 * numbers(p.grad)
+            update = orthogonal(0.1 * numbers(p.grad) + 0.9 * buffers[name])
+            expected[name] = expected[name] * (1 - lr * 0.5) - lr * scales[name] * update
+        optimizers.set_factor(factor)
+        optimizers.step()
+    for name, p in model.named_parameters():
+        np.testing.assert_allclose(numbers(p), expected[name], rtol=0, atol=2e-3)  # updates are about 0.1, of 8 bits
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adam", "muon"])
+def test_state_that_is_put_back_gives_the_same_steps(kind: Any) -> None:
+    config = Optim(kind=kind, lr=0.1)
+    first, second = Small(), Small()
+    ours = optim.build(first, config)
+    for seed in range(3):
+        give_gradients(first, seed)
+        ours.step()
+    theirs = optim.build(second, config)
+    second.load_state_dict(first.state_dict())
+    theirs.load_state(copies(ours.state()))
+    assert same(ours.state(), theirs.state())
+    for seed in range(3, 6):
+        for model, optimizers in ((first, ours), (second, theirs)):
+            give_gradients(model, seed)
+            optimizers.step()
+    assert same(first.state_dict(), second.state_dict())
+    assert same(ours.state(), theirs.state())
+
+
+def test_the_state_names_the_parameters() -> None:
+    model = Small()
+    optimizers = optim.build(model, Optim(kind="muon"))
+    give_gradients(model, 0)
+    optimizers.step()
+    others = ("embedding.weight", "linear.bias", "norm.weight", "norm.bias")
+    assert {*optimizers.state()} == {
+        "momentum_buffer|linear.weight", *(f"{key}|{name}" for name in others for key in ("step", "exp_avg", "exp_avg_sq"))
+    }  # fmt: skip
+
+
+def test_state_of_a_parameter_that_is_not_trained_is_refused_by_name() -> None:
+    model = Small()
+    optimizers = optim.build(model, Optim())
+    for name in ("frozen.weight", "other.weight"):
+        with pytest.raises(ArtifactError, match=f"state for {name}, which is not trained here"):
+            optimizers.load_state({f"exp_avg|{name}": torch.zeros(3, 3)})
+
+
+def test_8_bit_state_without_torchao_names_the_setting_and_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    monkeypatch.setitem(sys.modules, "torchao.optim", None)
+    with pytest.raises(UsageError, match=r"optim.kind is adamw8bit, which needs torchao .*; try: pip install torchao"):
+        optim.build(Small(), Optim(kind="adamw8bit"))
+
+
+def test_without_a_clip_the_gradients_are_applied_as_they_are() -> None:
+    def weights(clip: float | None) -> dict[str, torch.Tensor]:
+        model = tiny_model()
+        config = settings_of_training(optim=Optim(lr=1e-2, clip=clip), tokens=2 * 96)
+        make_trainer(config, model, NumberedRows(13)).fit()
+        return copies(model.state_dict())
+
+    assert same(weights(None), weights(1e9))
+    assert not same(weights(None), weights(0.01))
+    with pytest.raises(ValueError, match="greater than 0"):
+        Optim(clip=0)

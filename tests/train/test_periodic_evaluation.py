@@ -1,0 +1,347 @@
+"""A small suite while a model trains: at its steps, with the figures that the model itself gives, and without a trace."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.doubles import (
+    ALONE,
+    CPU,
+    PLAIN,
+    Home,
+    NumberedRows,
+    Recorder,
+    chats,
+    copies,
+    documents,
+    in_ranks,
+    make_trainer,
+    run_here,
+    same,
+    settings_of_training,
+    stage_settings,
+    tiny_model,
+)
+
+from ttrain.config import LoraConfig, MultiToken, PretrainConfig, SftConfig
+from ttrain.config.evaluate import ChatsTask, Suite, TextTask
+from ttrain.config.loading import load
+from ttrain.core.files import ProgressWriter
+from ttrain.core.hashing import DigestCache, code_digests
+from ttrain.data.encoder import Encoder
+from ttrain.errors import TTrainError, UsageError
+from ttrain.evaluate import run
+from ttrain.evaluate.items import Items
+from ttrain.evaluate.results import Results
+from ttrain.evaluate.suites import LoadedSuite
+from ttrain.flows.full import full
+from ttrain.inference.evaluated_model import as_evaluated_model
+from ttrain.inference.loading import LoadedModel, with_tokenizer
+from ttrain.model import factory, multi_token
+from ttrain.pipeline import plan
+from ttrain.pipeline.provenance import with_absolute_paths
+from ttrain.stages import callbacks, lora, pretrain, sft
+from ttrain.stages.job import StageContext
+from ttrain.store.artifacts import ArtifactStore
+from ttrain.train.callbacks import Callback, LogRecord, MetricsFile, StepRecord
+from ttrain.train.distributed import Ranks
+from ttrain.train.periodic_evaluation import TIMED, PeriodicEvaluation
+from ttrain.train.trainer import Cadence, TrainerOptions
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SUITE = "tasks:\n  sums: {kind: choices, file: sums.jsonl}\n  documents: {kind: text, row_length: 32, stride: 16}\n"
+SUM = '{"question": "1 + %d =", "choices": ["%d", "nothing at all"], "answer": 0}\n'
+MODELS: Mapping[str, Mapping[str, Any]] = {
+    "llama": {},
+    "gemma2": {"kind": "gemma2"},  # windows, soft caps
+    "moyun": {"kind": "moyun"},  # no cache, a table of positions that it keeps
+    "tinyseek": {"kind": "tinyseek", "moe": {"experts": 6, "top_k": 2, "shared_experts": 1, "expert_size": 8}},
+    "dynamic": {"rope_type": "dynamic", "rope_factor": 2.0},  # angles that grow with what it reads
+}
+
+
+@pytest.fixture(scope="module")
+def base(stage_home: Home, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pretrained model, as its stage leaves it."""
+    output = tmp_path_factory.mktemp("base")
+    settings = stage_settings(2)
+    inputs = {name: artifact.path for name, artifact in stage_home.pretrain_inputs().items()}
+    run_here(pretrain, PretrainConfig(model=settings.model, pretrain=settings.pretrain), output, inputs, settings.runtime)
+    return output
+
+
+def lines_of(directory: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """(lines of evaluations, the others) of a stage's curve, without times."""
+    clock = {"tokens_per_second", "step_seconds", "data_wait_fraction", "memory_bytes", "mfu", "eta_seconds", "epoch_time"}
+    found: tuple[list[dict[str, Any]], list[dict[str, Any]]] = ([], [])
+    for line in map(json.loads, (directory / "run" / "metrics.jsonl").read_text().splitlines()):
+        metrics = {name: value for name, value in line["metrics"].items() if name not in {*clock, *TIMED}}
+        is_other = not any(name.startswith("eval/") for name in line["metrics"])
+        found[is_other].append({"step": line["step"], "tokens": line["tokens"], **metrics})
+    return found
+
+
+def weights_of(directory: Path) -> list[bytes]:
+    return [path.read_bytes() for path in sorted(directory.glob("*/*.safetensors"))]
+
+
+def test_pretraining_with_a_suite_has_the_same_files_and_the_models_own_figures(stage_home: Home, tmp_path: Path) -> None:
+    inputs = {name: artifact.path for name, artifact in stage_home.pretrain_inputs().items()}
+    (tmp_path / "mine.yaml").write_text(SUITE)
+    (tmp_path / "sums.jsonl").write_text("".join(SUM % (number, number + 1) for number in range(9)))
+    suite = {"eval_every_steps": 3, "eval_suite": str(tmp_path / "mine.yaml"), "eval_limit": 7}
+    for name, runtime in (("without", {}), ("with", suite)):
+        settings = stage_settings(7, {"validate_every_steps": 3}, **runtime)
+        config = PretrainConfig(model=settings.model, pretrain=settings.pretrain)
+        run_here(pretrain, config, tmp_path / name, inputs, settings.runtime)
+    first, second = (tmp_path / name for name in ("without", "with"))
+    evaluated, others = lines_of(second)
+    assert ([], others) == lines_of(first)
+    for path in (first / "model").iterdir():
+        assert path.read_bytes() == (second / "model" / path.name).read_bytes(), path.name
+    assert [line["step"] for line in evaluated] == [3, 6, 7] and evaluated[0]["tokens"] == 3 * 256
+    told = json.loads((second / "run" / "evaluations" / "step-00000007.json").read_text())
+    assert {task["task"]: task["items"] for task in told["tasks"]} == {"sums": 7, "documents": 7}
+    # The last weights are those of the finished model, loaded by itself.
+    items = callbacks.read_items(settings.pretrain, job_of(stage_home.documents.path, settings.runtime))
+    own = asked(items, with_tokenizer("model", factory.load(second / "model"), second / "model"))
+    logged = {name.removeprefix("eval/"): value for name, value in evaluated[-1].items() if name not in ("step", "tokens")}
+    assert logged == pytest.approx(own, rel=1e-5) and {"sums/accuracy", "documents/bits_per_byte"} <= {*logged}
+
+
+def asked(items: Sequence[Items[Any]], speaker: LoadedModel) -> dict[str, float]:
+    return callbacks.figures_of(Results(run.ask(items, as_evaluated_model(speaker), lambda *told: None), callbacks.RULE))
+
+
+def job_of(shards: Path, runtime: Any) -> StageContext:
+    return StageContext({"shards": shards}, {}, {}, shards, runtime, ProgressWriter(None), lambda: False)
+
+
+@pytest.mark.parametrize("what", ["sft", "lora", "prefix"])
+def test_chat_stages_ask_what_they_hold_out_and_move_nothing(
+    stage_home: Home, base: Path, tmp_path: Path, what: str
+) -> None:
+    inputs = {"base": base, "shards": stage_home.chats.path}
+    for name, every in (("without", 0), ("with", 5)):
+        settings = stage_settings(eval_every_steps=every, eval_limit=2)
+        if what == "sft":
+            run_here(sft, SftConfig(sft=settings.sft), tmp_path / name, inputs, settings.runtime)
+        else:
+            more = {"kind": "prefix", "virtual_tokens": 4} if what == "prefix" else {}
+            config = LoraConfig.model_validate({"lora": {**settings.lora.model_dump(), "dropout": 0.2, **more}})
+            run_here(lora, config, tmp_path / name, inputs, settings.runtime)
+    assert weights_of(tmp_path / "without") == weights_of(tmp_path / "with") != []
+    evaluated, others = lines_of(tmp_path / "with")
+    assert ([], others) == lines_of(tmp_path / "without")
+    task = "chats" if what == "sft" else "domain"
+    assert all({f"eval/{task}/loss", f"eval/{task}/ended", f"eval/{task}/clean"} <= {*line} for line in evaluated)
+    assert [line["step"] for line in evaluated] == [*range(5, others[-1]["step"], 5), others[-1]["step"]]
+
+
+def measure_of(model: Any, encoder: Encoder) -> Callable[[int], Mapping[str, float]]:
+    """Of documents and of answers in chats, as a stage does it."""
+    parts = {"documents": [{"text": text} for text in documents(3)], "chats": [_row(one) for one in chats(3)]}
+    tasks = {"text": TextTask(row_length=32, stride=16, max_bytes=300), "talk": ChatsTask(new_tokens=8, row_length=32)}
+    items = run.read([LoadedSuite("tiny", Suite(tasks=tasks), None, Path())], parts)
+
+    def measure(step: int) -> Mapping[str, float]:
+        with callbacks.generation_mode(model, encoder) as speaker:
+            return asked(items, speaker)
+
+    return measure
+
+
+def _row(messages: Any) -> dict[str, Any]:
+    return {"messages": [vars(turn) for turn in messages]}
+
+
+def train(
+    encoder: Encoder,
+    evaluated: bool,
+    ranks: Ranks = ALONE,
+    how: TrainerOptions = PLAIN,
+    make: Callable[..., Any] = tiny_model,
+    **model: Any,
+) -> tuple[list[float], dict[str, torch.Tensor], list[LogRecord]]:
+    """Five steps with dropout: losses, weights, what was told."""
+    learner, recorder, told = make(dropout=0.2, vocab=len(encoder), **model), Recorder(), Recorder()
+    callbacks: list[Callback] = [recorder]
+    if evaluated:
+        callbacks.append(PeriodicEvaluation(learner, measure_of(learner, encoder), [told], every=2, tokens_per_step=96))
+    settings = settings_of_training(tokens=5 * 96)
+    trainer = make_trainer(
+        settings,
+        learner,
+        NumberedRows(52),
+        rows_per_device=3,
+        ranks=ranks,
+        how=how,
+        callbacks=callbacks,
+        cadence=Cadence(log=1),
+    )
+    trainer.fit()
+    return recorder.figures("loss"), copies(trainer.weights.state()), told.records
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_shape_of_a_model_is_moved(encoder: Encoder, name: str) -> None:
+    losses, weights, _ = train(encoder, False, **MODELS[name])
+    evaluated, after, told = train(encoder, True, **MODELS[name])
+    assert losses == evaluated and len(losses) == 5
+    assert same(weights, after)
+    assert [record.step for record in told] == [2, 4, 5]
+    assert told[0].metrics["eval/text/bits_per_byte"] != told[1].metrics["eval/text/bits_per_byte"]
+
+
+def test_a_second_head_is_not_moved(encoder: Encoder) -> None:
+    def two_heads(**settings: Any) -> Any:
+        model = tiny_model(**settings)
+        multi_token.attach(model, MultiToken(weight=0.3), seed=1)
+        return model
+
+    losses, weights, _ = train(encoder, False, make=two_heads)
+    evaluated, after, _ = train(encoder, True, make=two_heads)
+    assert losses == evaluated and same(weights, after)
+
+
+def test_a_table_that_a_model_makes_while_it_is_asked_can_be_trained_with(encoder: Encoder) -> None:
+    """What is made in torch's inference mode cannot be part of a gradient, and a table is made once."""
+    model = tiny_model(vocab=len(encoder))
+    table: list[torch.Tensor] = []
+
+    def scale(module: Any, given: Any, hidden: torch.Tensor) -> torch.Tensor:
+        if not table:
+            table.append(torch.ones(()))
+        return hidden * table[0]
+
+    model.model.norm.register_forward_hook(scale)
+    with callbacks.generation_mode(model, encoder) as speaker:
+        as_evaluated_model(speaker).generate([[5, 6, 7], [8]], 3)
+    model.train()
+    model(input_ids=torch.tensor([[5, 6, 7]]), labels=torch.tensor([[5, 6, 7]])).loss.backward()
+    assert table and model.lm_head.weight.grad is not None
+
+
+def test_two_ranks_wait_for_the_first_and_neither_is_moved(encoder: Encoder, tmp_path: Path) -> None:
+    without = in_ranks(2, tmp_path / "a", lambda ranks: train(encoder, False, ranks)[:2])
+    evaluated = in_ranks(2, tmp_path / "b", lambda ranks: train(encoder, True, ranks))
+    assert without[0][0] == evaluated[0][0] and len(evaluated[0][0]) == 5
+    for rank in range(2):
+        assert same(without[rank][1], evaluated[rank][1])
+    assert [len(told) for _, _, told in evaluated] == [3, 0]
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
+def test_a_compiled_training_is_not_moved(encoder: Encoder) -> None:
+    losses, weights, _ = train(encoder, False, how=TrainerOptions(compile=True))
+    evaluated, after, _ = train(encoder, True, how=TrainerOptions(compile=True))
+    assert losses == evaluated and same(weights, after)
+
+
+def test_a_model_has_its_own_generation_settings_again(encoder: Encoder) -> None:
+    model = tiny_model(vocab=len(encoder))
+    model.generation_config.temperature, own = 0.3, model.generation_config
+    with pytest.raises(ZeroDivisionError), callbacks.generation_mode(model, encoder) as speaker:
+        assert speaker.model.generation_config is not own and not speaker.model.generation_config.do_sample
+        _ = 1 / 0
+    assert model.generation_config is own
+
+
+def test_a_run_that_continues_has_the_same_lines(encoder: Encoder, tmp_path: Path) -> None:
+    found = []
+    for name, stops in (("straight", [None]), ("parts", [3, None])):
+        path = tmp_path / name / "run" / "metrics.jsonl"
+        for stop_after in stops:
+            model, metrics = tiny_model(dropout=0.2, vocab=len(encoder)), MetricsFile(path)
+            evaluations = PeriodicEvaluation(model, measure_of(model, encoder), [metrics], every=2, tokens_per_step=96)
+            make_trainer(
+                settings_of_training(tokens=6 * 96), model, NumberedRows(52), directory=tmp_path / name / "checkpoints",
+                callbacks=[metrics, evaluations], stop_after=stop_after, cadence=Cadence(log=1, checkpoint=1),
+            ).fit()  # fmt: skip
+        found.append(lines_of(tmp_path / name))
+    assert found[0] == found[1] and [line["step"] for line in found[0][0]] == [2, 4, 6]
+
+
+def test_the_share_of_the_time_is_told_and_too_much_of_it_once(caplog: pytest.LogCaptureFixture) -> None:
+    now, told, model = [100.0], Recorder(), torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Dropout())
+    model[1].eval()  # as an adapter's frozen parts are
+    random_numbers = torch.get_rng_state()
+
+    def measure(step: int) -> Mapping[str, float]:
+        assert not torch.is_grad_enabled()
+        model.eval()
+        torch.rand(3)
+        now[0] += 3
+        return {"a/b": float(step)}
+
+    evaluations = PeriodicEvaluation(model, measure, [told], every=2, tokens_per_step=10, clock=lambda: now[0])
+    evaluations.start(0, 5)
+    with caplog.at_level(logging.WARNING, "ttrain"):
+        for step in range(1, 6):
+            now[0] += 2
+            evaluations.step_end(StepRecord(step, 5, 1.0, 1.0, 1, False, 2.0, 0.0, lambda: torch.zeros(0).numpy()))
+    assert [(record.step, record.tokens, record.metrics["eval/a/b"]) for record in told.records] == [
+        (2, 20, 2.0), (4, 40, 4.0), (5, 50, 5.0),
+    ]  # fmt: skip
+    assert told.figures("eval/seconds") == [3.0, 3.0, 3.0]
+    assert told.figures("eval/time_share") == pytest.approx([3 / 7, 6 / 14, 9 / 19])
+    assert [part.training for part in model.modules()] == [True, True, False]
+    assert torch.equal(torch.get_rng_state(), random_numbers)
+    assert caplog.text.count("raise runtime.eval_every_steps, which is 2") == 1
+
+
+def test_what_cannot_be_asked_is_refused_before_the_first_stage(tmp_path: Path) -> None:
+    for name, said in (("englsh", "did you mean 'english'"), (str(tmp_path / "no.yaml"), "no such file")):
+        settings = load([f"runtime.eval_suite={name}", "runtime.eval_every_steps=5"], environment={}).settings
+        with pytest.raises(UsageError, match=said):
+            plan.plan(full, settings, ArtifactStore(tmp_path))
+
+
+def test_a_suite_is_asked_without_what_other_stages_hold_out(stage_home: Home, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("tasks:\n  a: {kind: text, limit: 2, max_bytes: 50}\n  b: {kind: chats, limit: 9}\n")
+    settings = stage_settings(eval_every_steps=1, eval_limit=4, eval_suite=str(tmp_path / "mine.yaml"))
+    (text,) = callbacks.read_items(settings.pretrain, job_of(stage_home.documents.path, settings.runtime))
+    assert (text.task, len(text.items) <= 2, text.spec.max_bytes) == ("a", True, 50)  # type: ignore[union-attr]
+    (talk,) = callbacks.read_items(settings.sft, job_of(stage_home.chats.path, settings.runtime))
+    assert (talk.task, len(talk.items)) == ("b", 4)
+    with pytest.raises(
+        UsageError, match=r"evaluates only held-out chats and documents, but the run held out domain; add a task"
+    ):
+        callbacks.read_items(settings.lora, job_of(stage_home.chats.path, settings.runtime))
+
+
+def test_shards_of_a_model_cannot_be_asked(encoder: Encoder, stage_home: Home) -> None:
+    settings = stage_settings(eval_every_steps=1, parallel="fsdp")
+    job = job_of(stage_home.documents.path, settings.runtime)
+    with pytest.raises(UsageError, match=r"runtime\.eval_every_steps is 1, but with runtime\.parallel=fsdp no rank holds"):
+        callbacks.measure_of(settings.pretrain, job, tiny_model(), encoder, Ranks(0, 2, CPU))
+
+
+def test_one_that_raises_is_named(encoder: Encoder) -> None:
+    def measure(step: int) -> Mapping[str, float]:
+        raise ValueError("no")
+
+    model = tiny_model(vocab=len(encoder))
+    evaluations = PeriodicEvaluation(model, measure, [], every=1, tokens_per_step=96)
+    trainer = make_trainer(settings_of_training(tokens=96), model, NumberedRows(52), callbacks=[evaluations])
+    with pytest.raises(TTrainError, match=r"the callback Evaluations\.step_end raised ValueError\('no'\)"):
+        trainer.fit()
+
+
+def test_a_suite_is_in_no_key_of_a_training_and_its_path_is_recorded_in_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modules = code_digests("ttrain.stages.pretrain", DigestCache(tmp_path / "digests.json"))
+    assert not {"ttrain.train.periodic_evaluation", "ttrain.stages.callbacks", "ttrain.evaluate.run"} & {*modules}
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text(SUITE)
+    settings = load(["runtime.eval_suite=mine.yaml"], environment={}).settings
+    assert with_absolute_paths(settings).runtime.eval_suite == str(tmp_path / "mine.yaml")

@@ -1,0 +1,183 @@
+"""Which precision and device the settings become, and how the scale of fp16 moves."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from ttrain.errors import TTrainError, UsageError
+from ttrain.train import precision
+from ttrain.train.precision import LossScale
+
+CPU, CUDA, MPS = torch.device("cpu"), torch.device("cuda", 0), torch.device("mps")
+
+
+@pytest.mark.parametrize(
+    ("device", "has_bf16", "expected"),
+    [(CPU, True, "bf16"), (CPU, False, "fp32"), (CUDA, True, "bf16"), (CUDA, False, "fp16"), (MPS, False, "fp32")],
+)
+def test_auto_is_bf16_where_the_chip_has_it_else_fp16_on_cuda_else_fp32(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device, has_bf16: bool, expected: str
+) -> None:
+    monkeypatch.setattr(precision, "has_bf16", lambda device: has_bf16)
+    assert precision.resolve_precision("auto", device).word == expected
+
+
+@pytest.mark.parametrize("word", ["bf16", "fp16", "fp32"])
+def test_a_named_precision_is_taken_as_it_is_and_only_fp16_is_scaled(word: str) -> None:
+    resolved = precision.resolve_precision(word, CPU)
+    assert resolved.word == word
+    scale = resolved.loss_scale()
+    assert (scale.enabled, scale.scale) == (word == "fp16", 2.0**16 if word == "fp16" else 1.0)
+    with resolved.autocast():
+        product = torch.ones(2, 2) @ torch.ones(2, 2)
+    assert product.dtype == precision.DTYPES[word]
+
+
+@pytest.mark.parametrize(("capability", "expected"), [((7, 5), False), ((8, 0), True), ((9, 0), True)])
+def test_cuda_has_bf16_from_ampere_on(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], expected: bool) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert precision.has_bf16(CUDA) is expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("flags : fpu avx2 avx512f avx512_bf16 sse", True),
+        ("flags : fpu amx_bf16 sse", True),
+        ("Features : fp asimd bf16 i8mm", True),
+        ("Features : fp asimd i8mm bf16\nCPU part : 0xd40", True),
+        ("flags : fpu avx2 avx512f", False),
+        ("Features : fp asimd ebf16", False),
+    ],
+)
+def test_a_cpu_has_bf16_where_its_flags_say_so(monkeypatch: pytest.MonkeyPatch, flags: str, expected: bool) -> None:
+    monkeypatch.setattr(Path, "read_text", lambda self: flags)
+    assert precision.has_bf16(CPU) is expected
+
+
+def test_a_cpu_whose_flags_cannot_be_read_has_no_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Path) -> str:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    assert precision.has_bf16(CPU) is False
+
+
+@pytest.mark.parametrize(
+    ("cuda", "mps", "expected"),
+    [(True, True, "cuda:1"), (True, False, "cuda:1"), (False, True, "mps"), (False, False, "cpu")],
+)
+def test_the_device_is_cuda_then_mps_then_cpu(monkeypatch: pytest.MonkeyPatch, cuda: bool, mps: bool, expected: str) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert str(precision.resolve_device("auto", local_rank=int(cuda))) == expected
+    assert str(precision.resolve_device("cpu", local_rank=1)) == "cpu"
+
+
+@pytest.mark.parametrize("word", ["cuda", "mps"])
+def test_a_device_that_is_asked_for_is_taken_or_refused_with_the_cure(monkeypatch: pytest.MonkeyPatch, word: str) -> None:
+    for there in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda there=there: int(there))
+        monkeypatch.setattr(torch.backends.mps, "is_available", lambda there=there: there)
+        if there:
+            assert precision.resolve_device(word).type == word
+        else:
+            with pytest.raises(UsageError, match=rf"runtime.device is {word}, .* no such device.*runtime.device=auto"):
+                precision.resolve_device(word)
+
+
+@pytest.mark.parametrize(
+    ("word", "cuda", "count"), [("auto", True, 2), ("cuda", True, 2), ("auto", False, 1), ("mps", True, 1)]
+)
+def test_more_ranks_than_devices_are_refused_with_their_number(
+    monkeypatch: pytest.MonkeyPatch, word: str, cuda: bool, count: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    precision.resolve_device(word, local_rank=count - 1)
+    with pytest.raises(UsageError, match=f"more than the {count} of .* set runtime.devices={count}, or runtime.device=cpu"):
+        precision.resolve_device(word, local_rank=count)
+
+
+def test_tf32_shortens_fp32_matrices_on_ampere_and_the_next_precision_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with precision.resolve_precision("tf32", CUDA).autocast():
+        assert (torch.get_float32_matmul_precision(), torch.is_autocast_enabled()) == ("high", False)
+    assert not precision.resolve_precision("tf32", CUDA).loss_scale().enabled
+    for word in ("fp32", "bf16", "auto"):
+        precision.resolve_precision("tf32", CUDA)
+        precision.resolve_precision(word, CUDA)
+        assert torch.get_float32_matmul_precision() == "highest"
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA, MPS])
+def test_tf32_is_refused_where_the_chip_has_none(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    with pytest.raises(UsageError, match=rf"precision is tf32, .* not {device}; set precision=fp32 or auto"):
+        precision.resolve_precision("tf32", device)
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_what_auto_became_is_logged_and_an_emulated_precision_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    with caplog.at_level(logging.INFO, "ttrain"):
+        precision.resolve_precision("auto", CUDA)
+    assert [(r.levelname, r.message) for r in caplog.records] == [("INFO", "precision fp16 on cuda:0 (from auto)")]
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "ttrain"):
+        precision.resolve_precision("bf16", CUDA)
+    assert "only emulates" in caplog.text
+
+
+def test_the_scale_halves_at_an_overflow_and_doubles_after_the_interval() -> None:
+    scale = LossScale(8.0, enabled=True)
+    scale.update(finite=False)
+    assert (scale.scale, scale.good_steps) == (4.0, 0)
+    for _ in range(precision.GROWTH_INTERVAL - 1):
+        scale.update(finite=True)
+    assert scale.scale == 4.0
+    scale.update(finite=False)  # an overflow begins the count anew
+    assert (scale.scale, scale.good_steps) == (2.0, 0)
+    for _ in range(precision.GROWTH_INTERVAL):
+        scale.update(finite=True)
+    assert (scale.scale, scale.good_steps) == (4.0, 0)
+
+
+def test_a_scale_that_helps_no_more_ends_the_run_and_one_good_step_forgives() -> None:
+    scale = LossScale(2.0**16, enabled=True)
+    for _ in range(3):
+        for _ in range(precision.OVERFLOWS_IN_A_ROW - 1):
+            scale.update(finite=False)
+        scale.update(finite=True)
+    assert scale.scale == precision.LOWEST_SCALE > 0
+    with pytest.raises(TTrainError, match=r"gradients of 32 steps in a row overflowed.*precision=bf16 or fp32"):
+        for _ in range(precision.OVERFLOWS_IN_A_ROW):
+            scale.update(finite=False)
+
+
+def test_a_scale_that_was_saved_goes_on_where_it_was() -> None:
+    first = LossScale(8.0, enabled=True)
+    for finite in [True] * 5 + [False] * 3:
+        first.update(finite)
+    second = LossScale(**json.loads(json.dumps(vars(first))))
+    for scale in (first, second):
+        for _ in range(precision.GROWTH_INTERVAL):
+            scale.update(finite=True)
+    assert first == second == LossScale(2.0, enabled=True)
+
+
+def test_a_scale_that_is_off_never_moves() -> None:
+    scale = LossScale(1.0, enabled=False)
+    for finite in (False, True):
+        scale.update(finite=finite)
+    assert scale == LossScale(1.0, enabled=False)

@@ -1,0 +1,252 @@
+"""Two ranks equal one: real processes under torchrun, over gloo."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.doubles import (
+    ALONE,
+    CPU,
+    Home,
+    NumberedRows,
+    Recorder,
+    WatchedTask,
+    Watcher,
+    curve,
+    distance,
+    logged_steps,
+    make_trainer,
+    run_here,
+    settings_of_training,
+    stage_settings,
+    tiny_model,
+)
+from support.paths import ROOT, TESTS
+
+from ttrain.config import Optim, PretrainConfig, Training
+from ttrain.errors import Interrupted
+from ttrain.model import factory
+from ttrain.pipeline import launch
+from ttrain.pipeline.plan import plan_stage
+from ttrain.stages import PRETRAIN, pretrain
+from ttrain.train.checkpoint import copy_tensors
+from ttrain.train.distributed import Ranks
+from ttrain.train.trainer import Cadence
+
+UNEVEN = [60, 5, 30, 2, 1, 64, 8, 3, 17, 40, 2, 9, 11]
+
+
+def training(kind: str = "adamw", **changes: Any) -> Training:
+    return settings_of_training(optim=Optim(kind=kind, lr=1e-2), **changes)  # type: ignore[arg-type]
+
+
+# name: options of `fit`; steps have six rows where nothing else is said
+CASES: dict[str, dict[str, Any]] = {
+    "even": {"rows_per_device": 3},
+    "odd number of micro-batches": {"rows_per_device": 2, "dropout": 0.1},
+    "a rank without rows": {"rows_per_device": 6},
+    "last step of three rows": {"rows_per_device": 2, "total_rows": 117},
+    "last step of one row": {"rows_per_device": 2, "total_rows": 115},
+    "muon": {"rows_per_device": 2, "config": training("muon")},
+    "uneven targets": {
+        "rows_per_device": 1, "live": UNEVEN, "config": training(tokens=20 * 256, tokens_per_step=256, row_length=64),
+    },
+    "fp16 that overflows on one rank": {"rows_per_device": 2, "config": training(precision="fp16"), "spoilt_rank": 1},
+    "a stop that one rank was asked for": {"rows_per_device": 2, "stop_rank": 1, "checkpoints": True},
+    "continued by another number of ranks": {"rows_per_device": 2, "begun": True, "checkpoints": True, "dropout": 0.1},
+}  # fmt: skip
+AS_ONE = [name for name in CASES if "overflows" not in name and "stop" not in name]
+
+
+def fit(
+    directory: Path, ranks: Ranks, *, rows_per_device: int, config: Training | None = None, live: list[int] | None = None,
+    dropout: float = 0.0, total_rows: int | None = None, spoilt_rank: int | None = None, stop_rank: int | None = None,
+    checkpoints: bool = False, begun: bool = False, stop_after: int | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Train on this rank; returns what it saw. `begun`: the directory holds the checkpoint of one rank, at step 7."""
+    config = config or training()
+    rows = NumberedRows(13, config.row_length, live)
+    model = tiny_model(seed=1 + 7 * ranks.rank, dropout=dropout)  # ranks begin with different weights: rank 0's count
+    if ranks.world == 1:
+        model = tiny_model(dropout=dropout)
+    recorder = Recorder()
+    spoilt = spoilt_rank == ranks.rank
+    if stop_rank == ranks.rank:
+        stop_after = 5
+    trainer = make_trainer(
+        config, model, rows, rows_per_device=rows_per_device, total_rows=total_rows, ranks=ranks, callbacks=[recorder],
+        directory=directory / "checkpoints" if checkpoints else None, cadence=Cadence(log=1, checkpoint=100),
+        task=WatchedTask(config, model, lambda passes: math.inf if spoilt and passes == 2 else 1.0),
+        validation=[rows.batch(range(start, min(13, start + 2))) for start in range(0, 13, 2)], stop_after=stop_after,
+    )  # fmt: skip
+    result = trainer.fit()
+    if trainer.checkpoints:
+        trainer.checkpoints.close()
+    weights = copy_tensors(factory.state(model))
+    if ranks.first:
+        directory.mkdir(parents=True, exist_ok=True)
+        save_file(weights, directory / "weights.safetensors")
+    digest = hashlib.sha256(b"".join(weights[name].numpy().tobytes() for name in sorted(weights))).hexdigest()
+    return {
+        "digest": digest, "losses": recorder.figures("loss"), "norms": recorder.figures("grad_norm"),
+        "events": len(recorder.events), "step": result.step, "reason": result.stop_reason, "skipped": result.skipped_steps,
+        "validation": result.validation_loss, "resumed": result.resumed_from_step, "live": result.live_tokens,
+        "scale": trainer.loss_scale.scale,
+    }  # fmt: skip
+
+
+def main(root: Path) -> None:
+    """One of two ranks: every case, and at the end an error on rank 1."""
+    torch.set_num_threads(1)
+    ranks = Ranks.join(CPU)
+    for name, options in CASES.items():
+        found = fit(root / name, ranks, **options)
+        (root / f"{name}.{ranks.rank}.json").write_text(json.dumps(found))
+    if ranks.rank == 1:
+        raise RuntimeError("rank 1 gives up")
+    fit(root / "never", ranks, rows_per_device=3)
+    (root / "survived").touch()
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """(directory, {name: [rank 0, rank 1]}) of all the cases in two processes."""
+    root = tmp_path_factory.mktemp("two")
+    begun = next(name for name, options in CASES.items() if options.get("begun"))
+    fit(root / begun, ALONE, **CASES[begun], stop_after=7)
+    environment = {**os.environ, "PYTHONPATH": f"{Path(__file__).parent}:{TESTS}:{ROOT}", "OMP_NUM_THREADS": "1"}
+    program = "import sys; from pathlib import Path; import test_ranks as tests; tests.main(Path(sys.argv[1]))"
+    (root / "rank.py").write_text(program)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    process = subprocess.run(
+        [*torchrun, str(root / "rank.py"), str(root)], env=environment, timeout=240, capture_output=True, text=True
+    )
+    found = {}
+    for name in CASES:
+        paths = [root / f"{name}.{rank}.json" for rank in (0, 1)]
+        assert all(path.exists() for path in paths), process.stderr
+        found[name] = [json.loads(path.read_text()) for path in paths]
+    return root, found, process
+
+
+@pytest.mark.parametrize("name", AS_ONE)
+def test_two_ranks_equal_one(two: Any, tmp_path: Path, name: str) -> None:
+    root, found, _ = two
+    first, _ = found[name]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    options = {key: value for key, value in CASES[name].items() if key != "checkpoints"}
+    alone = fit(tmp_path, ALONE, **options)
+    torch.set_num_threads(threads)
+    kept = slice(first["resumed"], None)  # what a continued run logs begins at its checkpoint
+    assert len(first["losses"]) == 20 - first["resumed"]
+    # Muon orthogonalizes in bf16, which makes of another order of summation, 1e-7, more than that in later steps: of the
+    # norms up to 1.04e-3 on a CPU with AMX. The first step's come before it.
+    assert first["losses"] == pytest.approx(alone["losses"][kept], rel=2e-4 if name == "muon" else 1e-5)
+    assert first["losses"][:2] == pytest.approx(alone["losses"][kept][:2], rel=1e-6)
+    assert first["norms"] == pytest.approx(alone["norms"][kept], rel=5e-3 if name == "muon" else 1e-4)
+    assert first["norms"][:1] == pytest.approx(alone["norms"][kept][:1], rel=1e-5)
+    assert first["validation"] == pytest.approx(alone["validation"], rel=2e-4 if name == "muon" else 1e-5)
+    assert first["live"] == alone["live"]
+    weights = (load_file(path / "weights.safetensors") for path in (tmp_path, root / name))
+    assert distance(*weights) < (1e-2 if name == "muon" else 1e-4)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_weights_are_equal_to_the_bit_on_both_ranks(two: Any, name: str) -> None:
+    first, second = two[1][name]
+    assert first["digest"] == second["digest"]
+    for figure in ("step", "reason", "skipped", "scale", "live", "validation"):
+        assert first[figure] == second[figure], figure
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rank_0_alone_tells_its_callbacks(two: Any, name: str) -> None:
+    first, second = two[1][name]
+    assert first["events"] > 0 == second["events"]
+
+
+def test_an_overflow_on_one_rank_is_skipped_by_both(two: Any) -> None:
+    for found in two[1]["fp16 that overflows on one rank"]:
+        assert (found["skipped"], found["scale"], found["step"]) == (1, 2.0**15, 20)
+
+
+def test_a_stop_that_one_rank_is_asked_for_stops_both_after_one_save(two: Any) -> None:
+    root, found, _ = two
+    name = "a stop that one rank was asked for"
+    assert [(rank["reason"], rank["step"]) for rank in found[name]] == [("interrupted", 5)] * 2
+    assert [path.name for path in (root / name / "checkpoints").glob("step-*")] == ["step-00000005"]
+
+
+def test_a_run_of_one_rank_is_continued_by_two(two: Any) -> None:
+    assert [rank["resumed"] for rank in two[1]["continued by another number of ranks"]] == [7, 7]
+
+
+def test_a_rank_that_fails_takes_the_other_with_it(two: Any) -> None:
+    root, _, process = two
+    assert process.returncode != 0
+    assert "rank 1 gives up" in process.stderr
+    assert not (root / "survived").exists()
+
+
+def test_a_stage_with_two_devices_equals_the_stage_with_one(tmp_path: Path) -> None:
+    """Three micro-batches a step: one rank takes two of them, the other one and an empty one."""
+    home = Home.make(tmp_path / "home")
+    settings = stage_settings(10, {"optim": {"kind": "adamw"}}, devices=2, rows_per_device=3)
+    watcher = Watcher()
+    artifact = launch.build(PRETRAIN, settings, home.store, home.pretrain_inputs(), watcher).artifact
+    alone = run_here(
+        pretrain, PretrainConfig(model=settings.model, pretrain=settings.pretrain), tmp_path / "alone",
+        {name: input.path for name, input in home.pretrain_inputs().items()}, settings.runtime,
+    )  # fmt: skip
+    assert (artifact.result["ranks"], alone["ranks"]) == (2, 1)
+    ours, theirs = curve(artifact.path / "run" / "metrics.jsonl"), curve(tmp_path / "alone" / "run" / "metrics.jsonl")
+    assert logged_steps(ours, "loss") == [*range(1, 11)] and logged_steps(ours, "validation_loss") == [10]
+    assert [line["step"] for line in ours] == [line["step"] for line in theirs]
+    for first, second in zip(ours, theirs, strict=True):
+        tolerance = {"grad_norm": 1e-4}
+        for figure, value in second["metrics"].items():
+            assert first["metrics"][figure] == pytest.approx(value, rel=tolerance.get(figure, 1e-5)), figure
+    places = (artifact.path, tmp_path / "alone")
+    assert distance(*(load_file(place / "model" / "model.safetensors") for place in places)) < 1e-4
+    for place in places:
+        checkpoints = sorted(path.name for path in (place / "checkpoints").glob("step-*"))
+        assert checkpoints == ["step-00000008", "step-00000010"], "one set, of the ranks together"
+    last = [line for line in watcher.lines if "step 10/10" in line]
+    assert len(last) == 3, "one line of the loss, one of the last quick validation and one of the validation"
+    assert artifact.result["target_tokens"] == alone["target_tokens"]
+
+
+def test_a_stage_with_two_devices_that_is_told_to_stop_saves_once_and_is_continued_by_one(tmp_path: Path) -> None:
+    """The result files tell what happened to a stage's ranks, whatever their exit codes."""
+    home = Home.make(tmp_path / "home")
+    settings = stage_settings(120, {"optim": {"kind": "adamw"}}, devices=2)
+    key = plan_stage(PRETRAIN, settings, home.store, home.pretrain_inputs()).key
+    assert key is not None
+    output = home.store.work("pretrain", key) / "output"
+    watcher = Watcher()
+    watcher.act = lambda line: watcher.stop() if "checkpoint of step" in line else None
+    with pytest.raises(Interrupted, match="stopped after step"):
+        launch.build(PRETRAIN, settings, home.store, home.pretrain_inputs(), watcher)
+    newest = max(int(path.name.removeprefix("step-")) for path in (output / "checkpoints").glob("step-*"))
+    assert 4 <= newest < 120
+    config = PretrainConfig(model=settings.model, pretrain=settings.pretrain)
+    paths = {name: input.path for name, input in home.pretrain_inputs().items()}
+    continued = run_here(pretrain, config, output, paths, settings.runtime)
+    alone = run_here(pretrain, config, tmp_path / "alone", paths, settings.runtime)
+    assert continued["resumed_from_step"] == newest
+    curves = [curve(place / "run" / "metrics.jsonl") for place in (output, tmp_path / "alone")]
+    assert logged_steps(curves[0], "loss") == [*range(1, 121)] and logged_steps(curves[0], "validation_loss") == [120]
+    assert [line["step"] for line in curves[0]] == [line["step"] for line in curves[1]]
+    assert continued["loss"] == pytest.approx(alone["loss"], rel=1e-3)
+    assert continued["target_tokens"] == alone["target_tokens"]

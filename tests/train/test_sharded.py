@@ -1,0 +1,80 @@
+"""FSDP2: parts of the model on each rank, the same training, the same checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.doubles import (
+    ALONE,
+    CPU,
+    NumberedRows,
+    Recorder,
+    WatchedTask,
+    distance,
+    in_ranks,
+    make_trainer,
+    settings_of_training,
+    tiny_model,
+)
+
+from ttrain.config import Optim
+from ttrain.errors import UsageError
+from ttrain.train.distributed import Ranks
+from ttrain.train.trainer import Cadence, TrainerOptions
+
+FSDP = TrainerOptions(parallel="fsdp")
+
+
+def fit(
+    ranks: Ranks, how: TrainerOptions, directory: Path, *, stop_after: int | None = None, kind: Any = "adamw"
+) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    config = settings_of_training(optim=Optim(kind=kind, lr=1e-2))
+    model, recorder, rows = tiny_model(), Recorder(), NumberedRows(13)
+    trainer = make_trainer(
+        config, model, rows, rows_per_device=2, ranks=ranks, how=how, task=WatchedTask(config, model), callbacks=[recorder],
+        cadence=Cadence(log=1, checkpoint=100), directory=directory, stop_after=stop_after,
+        validation=[rows.batch([n]) for n in range(3)],
+    )  # fmt: skip
+    held = sum(p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in trainer.bare.parameters())
+    result = trainer.fit()
+    if trainer.checkpoints:
+        trainer.checkpoints.close()
+    weights = {name: tensor.detach().clone() for name, tensor in trainer.parallel.whole(trainer.weights.state()).items()}
+    return {
+        "weights": weights, "losses": recorder.figures("loss"), "norms": recorder.figures("grad_norm"), "held": held,
+        "validation": result.validation_loss, "first": result.resumed_from_step,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["adamw", pytest.param("muon", marks=pytest.mark.soak)])
+def test_sharded_ranks_train_as_one_whole_model_does(tmp_path: Path, kind: str) -> None:
+    alone = fit(ALONE, TrainerOptions(), tmp_path / "alone", kind=kind)
+    first, second = in_ranks(2, tmp_path, lambda ranks: fit(ranks, FSDP, tmp_path / "sharded", kind=kind))
+    assert first["held"] < 0.6 * alone["held"], "a rank holds about half of the parameters"
+    rel = 2e-4 if kind == "muon" else 1e-5
+    assert first["losses"] == pytest.approx(alone["losses"], rel=rel)
+    assert first["losses"][:2] == pytest.approx(alone["losses"][:2], rel=1e-6)
+    assert first["norms"] == pytest.approx(alone["norms"], rel=5e-3 if kind == "muon" else 1e-3)
+    assert first["validation"] == second["validation"] == pytest.approx(alone["validation"], rel=rel)
+    assert distance(alone["weights"], first["weights"]) < (1e-2 if kind == "muon" else 1e-4)
+
+
+def test_checkpoints_pass_between_sharded_and_whole_models(tmp_path: Path) -> None:
+    """Sharded to step 7, whole to 12, sharded to the end: as one run of a whole model."""
+    straight = fit(ALONE, TrainerOptions(), tmp_path / "straight")
+    place = tmp_path / "checkpoints"
+    in_ranks(2, tmp_path, lambda ranks: fit(ranks, FSDP, place, stop_after=7))
+    middle = fit(ALONE, TrainerOptions(), place, stop_after=5)
+    last = in_ranks(2, tmp_path, lambda ranks: fit(ranks, FSDP, place))[0]
+    assert (middle["first"], last["first"]) == (7, 12)
+    assert [*middle["losses"], *last["losses"]] == pytest.approx(straight["losses"][7:], rel=1e-5)
+    assert distance(straight["weights"], last["weights"]) < 1e-4
+
+
+def test_a_tree_of_sharded_models_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"runtime\.reduction is tree but runtime\.parallel is fsdp"):
+        fit(Ranks(0, 2, CPU), TrainerOptions(parallel="fsdp", reduction="tree"), Path("nowhere"))

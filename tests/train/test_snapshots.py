@@ -1,0 +1,180 @@
+"""Snapshots and their files: out of training's way, in memory that stays, in the library's own format, without a copy."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors
+import safetensors.torch
+import torch
+from support.checkpoints import snapshot, write
+
+from ttrain.train import checkpoint_format
+from ttrain.train.checkpoint_format import tensor_parts
+from ttrain.train.snapshots import SnapshotBuffers, copy_tensors, needed_bytes
+
+# --- memory -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("take", ["copy_tensors", "buffers"])
+def test_a_snapshot_is_out_of_the_way_of_training(take: str) -> None:
+    weights = {"w": torch.zeros(4, 3).T, "n": torch.tensor(7)}
+    copy = copy_tensors(weights) if take == "copy_tensors" else SnapshotBuffers().take(1, weights, {}, {}).weights
+    weights["w"] += 1
+    weights["n"] += 1
+    assert float(copy["w"].sum()) == 0
+    assert int(copy["n"]) == 7
+    assert copy["w"].is_contiguous()
+
+
+def places(taken: Any) -> list[int]:
+    return [tensor.data_ptr() for tensors in (taken.weights, taken.optimizer) for tensor in tensors.values()]
+
+
+def test_memory_is_used_again_once_it_is_released_and_not_before() -> None:
+    buffers, one = SnapshotBuffers(), snapshot(1)
+    first = buffers.take(1, one.weights, one.optimizer, {})
+    second = buffers.take(2, snapshot(2).weights, snapshot(2).optimizer, {})
+    assert not {*places(first)} & {*places(second)}
+    assert float(first.weights["w"][0, 0]) == 1
+    first.release()
+    third = buffers.take(3, snapshot(3).weights, snapshot(3).optimizer, {})
+    assert places(third) == places(first)
+    second.release()
+    first.release()  # once more: it is the third's by now
+    fourth = buffers.take(4, snapshot(4).weights, snapshot(4).optimizer, {})
+    assert places(fourth) == places(second)
+    assert float(third.weights["w"][0, 0]) == 3
+    assert buffers.waited_seconds < 5, "a take that had to wait would never end"
+
+
+def test_where_all_memory_is_in_use_the_wait_is_counted() -> None:
+    buffers, one = SnapshotBuffers(sets=1), snapshot(1)
+    first = buffers.take(1, one.weights, one.optimizer, {})
+    threading.Timer(0.2, first.release).start()
+    second = buffers.take(2, one.weights, one.optimizer, {})
+    assert places(second) == places(first)
+    assert buffers.waited_seconds > 0.1
+
+
+def test_a_snapshot_holds_what_the_run_has_now() -> None:
+    """Optimizer state appears with the first step; a tensor may come back in another shape or type, or never."""
+    buffers = SnapshotBuffers(sets=1)
+    states = [
+        {},
+        {"m": torch.ones(3), "v": torch.ones(3)},
+        {"m": torch.ones(2, 3), "v": torch.ones(3, dtype=torch.int64)},
+        {"v": torch.ones(3, dtype=torch.int64)},
+    ]
+    for step, optimizer in enumerate(states):
+        taken = buffers.take(step, {"w": torch.ones(2)}, optimizer, {})
+        assert {name: (t.shape, t.dtype) for name, t in taken.optimizer.items()} == {
+            name: (t.shape, t.dtype) for name, t in optimizer.items()
+        }
+        taken.release()
+
+
+def test_a_snapshot_that_fails_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    buffers = SnapshotBuffers(sets=1)
+    broken: Any = {"w": None}
+    with pytest.raises(AttributeError):
+        buffers.take(1, broken, {}, {})
+    buffers.take(2, {"w": torch.ones(2)}, {}, {})
+
+
+def test_the_disk_space_that_is_said_to_be_needed_is_enough_and_little_more(tmp_path: Path) -> None:
+    write(tmp_path, 4)
+    used = sum(path.stat().st_size for path in (tmp_path / "step-00000004").iterdir())
+    assert used <= needed_bytes(snapshot(4)) <= used + (1 << 20)
+
+
+# --- files --------------------------------------------------------------------------------------------------------------
+
+
+def samples() -> dict[str, torch.Tensor]:
+    """Every type, and the shapes that break writers; odd lengths, so that a type's place depends on those before it."""
+    generator = torch.Generator().manual_seed(1)
+    numbers = torch.rand(3, 5, generator=generator) * 100
+    found = {f"{dtype}": numbers.to(dtype) for dtype in checkpoint_format.TYPES}
+    return {
+        **found,
+        "scalar": torch.tensor(3.5), "step": torch.tensor(7), "empty": torch.empty(0, 4), "one byte": torch.tensor([True]),
+        "transposed": numbers.T, "every other": numbers[:, ::2], "grad": numbers.clone().requires_grad_(),
+        "nan": torch.tensor([float("nan"), float("inf"), -0.0]), 'Größe "|\\ 重量': torch.ones(1),
+    }  # fmt: skip
+
+
+def bits(tensor: torch.Tensor) -> tuple[Any, Any, bytes]:
+    flat = tensor.detach().contiguous().reshape(-1)
+    return tensor.dtype, tensor.shape, flat.view(torch.uint8).numpy().tobytes()
+
+
+def test_the_library_reads_what_is_written_to_the_last_bit(tmp_path: Path) -> None:
+    wanted, path = samples(), tmp_path / "t.safetensors"
+    entry = checkpoint_format.write(path, tensor_parts(wanted, {"format": "pt"}))
+    for found in (safetensors.torch.load_file(path), safetensors.torch.load(path.read_bytes())):
+        assert {name: bits(tensor) for name, tensor in found.items()} == {
+            name: bits(tensor) for name, tensor in wanted.items()
+        }
+    with safetensors.safe_open(path, framework="pt") as file:
+        assert file.metadata() == {"format": "pt"}
+    assert entry == {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+
+
+def test_tensors_begin_where_their_type_is_aligned(tmp_path: Path) -> None:
+    path = tmp_path / "t.safetensors"
+    checkpoint_format.write(path, tensor_parts(samples()))
+    data = path.read_bytes()
+    header = int.from_bytes(data[:8], "little")
+    assert header % 8 == 0
+    for name, found in safetensors.deserialize(data):
+        begin = data.find(bytes(found["data"]), 8 + header)
+        assert (begin - 8 - header) % samples()[name].element_size() == 0 or not found["data"], name
+
+
+def test_the_file_is_the_librarys_own(tmp_path: Path) -> None:
+    """Byte by byte, where all tensors are of one type."""
+    tensors = {"b.weight": torch.rand(3, 5), "a": torch.rand(7), "b.bias": torch.rand(1)}
+    written = b"".join(tensor_parts(tensors, {"format": "pt"}))
+    assert written == safetensors.torch.save(tensors, {"format": "pt"})
+    assert b"".join(tensor_parts({})) == safetensors.torch.save({})
+
+
+def test_no_byte_of_a_tensor_is_copied_on_its_way(tmp_path: Path) -> None:
+    import numpy as np
+
+    tensors = {"w": torch.rand(64, 64), "m": torch.rand(64).bfloat16()}
+    parts = list(tensor_parts(tensors))[1:]
+    assert [np.frombuffer(part, np.uint8).ctypes.data for part in parts] == [
+        tensor.data_ptr() for tensor in tensors.values()
+    ]
+
+
+def test_a_write_that_the_system_cuts_short_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted, real = {"w": torch.rand(64)}, os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, data: real(descriptor, data[:7]))
+    entry = checkpoint_format.write(tmp_path / "t", tensor_parts(wanted))
+    assert torch.equal(safetensors.torch.load_file(tmp_path / "t")["w"], wanted["w"])
+    assert entry["sha256"] == hashlib.sha256((tmp_path / "t").read_bytes()).hexdigest()
+
+
+def test_an_error_of_the_disk_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "write", fail)
+    with pytest.raises(OSError, match=f"Input/output error: '{tmp_path / 't'}'"):
+        checkpoint_format.write(tmp_path / "t", [b"1"])
+
+
+def test_a_file_that_is_there_is_not_written_over(tmp_path: Path) -> None:
+    (tmp_path / "t").write_text("kept")
+    with pytest.raises(FileExistsError):
+        checkpoint_format.write(tmp_path / "t", [b"1"])
+    assert (tmp_path / "t").read_text() == "kept"

@@ -1,0 +1,369 @@
+"""Tasks of users: what they must bring, that they train and continue as stages do, and what is said to mistakes."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.paths import ROOT
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from ttrain.cli.train import TaskRuntime
+from ttrain.config import TaskConfig, UserTaskConfig
+from ttrain.config.loading import layers, merge, settable_keys
+from ttrain.core.files import ProgressWriter
+from ttrain.errors import ArtifactError, DataError, Interrupted, TTrainError, UsageError
+from ttrain.stages import user_task
+from ttrain.stages.job import StageContext
+from ttrain.stages.user_task import Adapted, Batches, task_class
+from ttrain.train import optim, schedules, task
+from ttrain.train.regression import Regression
+from ttrain.train.task import LossSum, TrainingTask, UserTask
+
+DOCS = ROOT / "docs" / "tasks.md"
+METHODS = ("build_model", "build_optimizer", "build_scheduler", "build_criterion", "train_step", "validation_step")
+CPU = torch.device("cpu")
+
+
+class Line(UserTask):
+    """Fits y = slope x + 1, with a penalty on the weights; dropout, so that random numbers matter."""
+
+    class Config(TaskConfig):
+        slope: float = 2.0
+        width: int = 4
+        penalty: float = 0.01
+        rows_total: int = 100
+
+    config: Config
+
+    def rows(self) -> Any:
+        x = torch.linspace(-1, 1, self.config.rows_total)[:, None]
+        return TensorDataset(x, self.config.slope * x + 1)
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(1, self.config.width), nn.Dropout(0.1), nn.Linear(self.config.width, 1))
+
+    def build_optimizer(self, model: nn.Module) -> optim.Optimizers:
+        return optim.build(model, self.config.optim)
+
+    def build_scheduler(self, steps: int) -> Any:
+        return schedules.schedule(self.config.schedule, steps)
+
+    def build_criterion(self) -> Any:
+        return nn.MSELoss(reduction="sum")
+
+    def train_step(self, model: nn.Module, batch: Any, device: torch.device) -> LossSum:
+        x, y = batch
+        error = self.criterion(model(x), y)
+        size = self.config.penalty * sum((p.square().sum() for p in model.parameters()), torch.zeros(())) * len(y)
+        return LossSum(error + size, len(y), {"error": error, "size": size})
+
+    def validation_step(self, model: nn.Module, batch: Any, device: torch.device) -> LossSum:
+        with torch.no_grad():
+            return self.train_step(model, batch, device)
+
+
+class Tied(Line):
+    """The two matrices of its model are one."""
+
+    def build_model(self) -> nn.Module:
+        model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+        model[1].weight = model[0].weight
+        return model
+
+
+def run(
+    output: Path, *settings: str, task: str = "test_task:Line", allow: tuple[str, ...] = (),
+    stop: Callable[[], bool] = lambda: False, **runtime: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """What the process of the task does, in this one."""
+    threads = torch.get_num_threads()
+    torch.seed()  # random numbers from elsewhere must not matter
+    config = UserTaskConfig(task=task, given=tuple(layers(settings)), allow=allow)
+    speed = {"device": "cpu", "threads": 1, "log_every_steps": 1, "checkpoint_every_steps": 4, **runtime}
+    given = layers([f"runtime.{name}={value}" for name, value in speed.items()])
+    job = StageContext({}, {}, {}, output, merge(TaskRuntime, given)[0].runtime, ProgressWriter(None), stop)
+    try:
+        return user_task.run(config, job)
+    finally:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(False)
+
+
+class StopAfter:
+    """Asks for a stop in a step, as a signal would."""
+
+    def __init__(self, steps: int) -> None:
+        self.left = steps
+
+    def __call__(self) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+
+def metrics(output: Path) -> list[dict[str, Any]]:
+    return [json.loads(line)["metrics"] for line in (output / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(autouse=True)
+def path_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A task of the form module:Class puts the working directory on the path."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield
+
+
+# --- what a task must bring ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("missing", METHODS)
+def test_a_subclass_that_lacks_a_method_cannot_be_made_and_the_error_names_it(missing: str) -> None:
+    methods = {name: (lambda self, *arguments: None) for name in METHODS if name != missing}
+    kind: Any = type("Lacking", (TrainingTask,), methods)
+    with pytest.raises(TypeError, match=rf"abstract method '?{missing}'?"):
+        kind()
+    whole: Any = type("Whole", (TrainingTask,), {**methods, missing: lambda self, *arguments: None})
+    assert whole()
+
+
+def test_the_task_of_the_documentation_has_thirty_lines_and_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = re.search(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
+    assert code is not None
+    lines = code.group(1).splitlines()
+    own = lines[next(number for number, line in enumerate(lines) if line.startswith("class ")) :]
+    assert sum(bool(line.strip()) for line in own) <= 30
+    (tmp_path / "noise.py").write_text(code.group(1))
+    monkeypatch.chdir(tmp_path)
+    figures = run(tmp_path / "out", "optim.lr=0.01", "epochs=4", task="noise:Denoise")
+    curve = [found["loss"] for found in metrics(tmp_path / "out")]
+    assert figures["loss"] == curve[-1] < 0.3 * curve[0]
+    weights = load_file(tmp_path / "out" / "model.safetensors")
+    assert {name: list(tensor.shape) for name, tensor in weights.items()} == {
+        "0.weight": [16, 16], "0.bias": [16], "2.weight": [16, 16], "2.bias": [16],
+    }  # fmt: skip
+
+
+def test_regression_comes_below_a_hundredth_in_ten_seconds(tmp_path: Path) -> None:
+    began = time.process_time()  # of this process: others may have the cores
+    figures = run(tmp_path, task="regression", log_every_steps=10, checkpoint_every_steps=100)
+    assert time.process_time() - began < 10
+    assert figures["validation_loss"] < 0.01
+    task = Regression(Regression.Config())
+    model = task.build_model()
+    model.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    x, y = task.heldout_rows().tensors
+    with torch.no_grad():
+        mse = float((model(x).squeeze(1) - y).square().mean())
+    assert mse == pytest.approx(figures["validation_loss"], rel=1e-4)
+    assert float(y.var()) > 0.1, "a constant would not come as near"
+
+
+# --- training -----------------------------------------------------------------------------------------------------------
+
+
+def test_parts_of_a_loss_are_logged_by_name_and_add_up(tmp_path: Path) -> None:
+    run(tmp_path, "epochs=2", "penalty=0.5", rows_per_device=7)
+    logged = metrics(tmp_path)
+    assert logged
+    for found in logged:
+        assert found["loss"] == pytest.approx(found["loss_error"] + found["loss_size"], rel=1e-6)
+        assert found["loss_error"] > 0 and found["loss_size"] > 0
+
+
+def test_a_stopped_training_continues_bit_for_bit(tmp_path: Path) -> None:
+    settings = ("epochs=10", "rows_per_step=9", "optim.lr=0.05")
+    whole = run(tmp_path / "whole", *settings)
+    with pytest.raises(Interrupted, match="the state is saved"):
+        run(tmp_path / "cut", *settings, stop=StopAfter(30))
+    continued = run(tmp_path / "cut", *settings)
+    assert 0 < continued["resumed_from_step"] < continued["steps"] == whole["steps"]
+    weights = [load_file(tmp_path / name / "model.safetensors") for name in ("whole", "cut")]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    losses = [[found["loss"] for found in metrics(tmp_path / name)] for name in ("whole", "cut")]
+    assert losses[0] == losses[1] and len(losses[0]) == whole["steps"]
+    again = run(tmp_path / "cut", *settings)
+    assert again["resumed_from_step"] == again["steps"] and again["loss"] == whole["loss"]
+
+
+def test_changed_settings_are_refused_with_old_and_new_unless_allowed(tmp_path: Path) -> None:
+    settings = ["epochs=6", "rows_per_step=10"]
+    with pytest.raises(Interrupted):
+        run(tmp_path, *settings, stop=StopAfter(8))
+    with pytest.raises(UsageError, match=r"optim\.lr: 0\.004 → 0\.001"):
+        run(tmp_path, *settings, "optim.lr=1e-3")
+    with pytest.raises(UsageError, match=r"rows_per_step: 10 → 20"):
+        run(tmp_path, "epochs=6", "rows_per_step=20")
+    with pytest.raises(UsageError, match=r"rows_per_step: 10 → 20") as refused:
+        run(tmp_path, "epochs=6", "rows_per_step=20", "optim.lr=1e-3", allow=("optim",))
+    assert "optim.lr" not in str(refused.value)
+    with pytest.raises(UsageError, match=r"width: 4 → 8"):
+        run(tmp_path, *settings, "width=8")
+    misshaped = r"do not fit the model:\n  mis-shaped: 0\.weight is \[4, 1\] but must be \[8, 1\]"
+    with pytest.raises(ArtifactError, match=misshaped):
+        run(tmp_path, *settings, "width=8", allow=("width",))
+    with pytest.raises(UsageError, match=r"task: test_task:Line → test_task:Tied"):
+        run(tmp_path, *settings, task="test_task:Tied")
+    with pytest.raises(UsageError, match=r"--allow is 'lr'.*did you mean 'optim\.lr'"):
+        run(tmp_path, *settings, allow=("lr",))
+    figures = run(tmp_path, *settings, "optim.lr=1e-3", allow=("optim.lr",), rows_per_device=3)
+    assert 0 < figures["resumed_from_step"] < figures["steps"] == 60
+    assert metrics(tmp_path)[-2 if "loss" not in metrics(tmp_path)[-1] else -1]["lr_adamw"] < 1e-3
+
+
+def test_a_larger_step_goes_on_with_the_rows_that_are_left(tmp_path: Path) -> None:
+    with pytest.raises(Interrupted, match="after step 12 of 40"):
+        run(tmp_path, "epochs=4", "rows_per_step=10", stop=StopAfter(12))
+    with pytest.raises(UsageError, match="120 rows, which is not a multiple of the 25 rows"):
+        run(tmp_path, "epochs=4", "rows_per_step=25", allow=("rows_per_step",))
+    figures = run(tmp_path, "epochs=4", "rows_per_step=20", allow=("rows_per_step",))
+    assert (figures["resumed_from_step"], figures["steps"]) == (6, 20)
+
+
+def test_a_parameter_with_two_names_is_saved_once_and_put_back(tmp_path: Path) -> None:
+    with pytest.raises(Interrupted):
+        run(tmp_path, "epochs=4", "rows_per_step=10", task="test_task:Tied", stop=StopAfter(8))
+    run(tmp_path, "epochs=4", "rows_per_step=10", task="test_task:Tied")
+    assert set(load_file(tmp_path / "model.safetensors")) == {"0.weight", "0.bias", "1.bias"}
+
+
+def test_a_filler_takes_part_and_moves_nothing() -> None:
+    task = Line(Line.Config())
+    model = task.build_model()
+    adapted, rows = Adapted(task, model), Batches(task.rows(), task.collate)
+    batch = rows.batch([3, 4, 5])
+    counted, filler = adapted.train_step(model, batch, CPU), adapted.train_step(model, batch.without_targets(), CPU)
+    assert counted.count == 3 and counted.total.item() > 0
+    assert (filler.count, filler.total.item(), filler.parts["error"].item()) == (0, 0.0, 0.0)
+    filler.total.backward()  # type: ignore[no-untyped-call]
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
+def test_rows_are_read_many_at_a_time_where_they_can_be_and_collated_by_the_task() -> None:
+    class Many:
+        asked: list[Any]
+
+        def __len__(self) -> int:
+            return 5
+
+        def __getitem__(self, row: int) -> Any:
+            raise AssertionError("one at a time")
+
+        def __getitems__(self, rows: list[int]) -> list[int]:
+            return [10 * row for row in rows]
+
+    assert Batches(Many(), lambda rows: tuple(rows)).batch(torch.tensor([1, 4]).numpy()).content == (10, 40)
+    stacked = Batches(TensorDataset(torch.arange(6.0)), Line(Line.Config()).collate).batch([5, 0]).content
+    assert torch.equal(stacked[0], torch.tensor([5.0, 0.0]))
+
+
+# --- mistakes -----------------------------------------------------------------------------------------------------------
+
+
+class Mean(Line):
+    def train_step(self, model: nn.Module, batch: Any, device: torch.device) -> Any:
+        return super().train_step(model, batch, device).total
+
+
+class Vector(Line):
+    def train_step(self, model: nn.Module, batch: Any, device: torch.device) -> Any:
+        return LossSum(model(batch[0]).squeeze(1), 3)
+
+
+class Exploding(Line):
+    def train_step(self, model: nn.Module, batch: Any, device: torch.device) -> Any:
+        loss = super().train_step(model, batch, device)
+        return LossSum(loss.total * float("inf"), loss.count)
+
+
+class Unfinished(UserTask):
+    def rows(self) -> Any:
+        return []
+
+
+class Overlapping(Line):
+    class Config(TaskConfig):  # type: ignore[assignment]
+        runtime: int = 3
+
+
+@pytest.mark.parametrize(
+    ("task", "settings", "error", "said"),
+    [
+        ("regresion", (), UsageError, r"no task 'regresion' \(did you mean 'regression'\?\); the tasks are .*regression"),
+        ("nowhere:Task", (), UsageError, "no module nowhere"),
+        ("test_task:Lines", (), UsageError, "has no Lines"),
+        ("test_task:CPU", (), UsageError, "not a subclass of ttrain.train.task.UserTask"),
+        ("test_task:Unfinished", (), UsageError, "lacks build_criterion, .*validation_step"),
+        ("test_task:Overlapping", (), UsageError, "have no 'runtime'"),
+        ("test_task:Line", ("slop=3",), UsageError, r"unknown setting 'slop' .* did you mean 'slope'\?"),
+        ("test_task:Line", ("qqq=3",), UsageError, r"unknown setting 'qqq' .* there are .*epochs.*slope"),
+        ("test_task:Line", ("epochs=0",), UsageError, r"epochs is 0 \(from command line\) but"),
+        ("test_task:Line", ("early_stopping.patience=2",), UsageError, "validate_every_steps is 0"),
+        (
+            "test_task:Line", ("early_stopping.patience=2", "validate_every_steps=2"), UsageError,
+            "early_stopping is set, but there is no held-out row",
+        ),
+        ("test_task:Line", ("rows_total=0",), DataError, r"rows\(\) are empty"),
+        ("test_task:Line", ("rows_total=7",), DataError, "only 7 rows; set rows_per_step=7"),
+        ("test_task:Mean", (), TTrainError, r"Mean\.train_step returned a Tensor; return LossSum"),
+        ("test_task:Vector", (), TTrainError, r"Vector\.train_step returned a loss of shape \[64\]"),
+        ("test_task:Exploding", (), TTrainError, r"lower optim\.lr \(0\.004\), or set nonfinite=skip"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_told_by_its_name(
+    tmp_path: Path, task: str, settings: tuple[str, ...], error: type[TTrainError], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        run(tmp_path, *settings, task=task)
+
+
+def test_an_error_within_the_users_module_rises_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_one.py").write_text("import not_to_be_had\n")
+    (tmp_path / "broken_two.py").write_text("import os\nos.not_to_be_had\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="not_to_be_had"):
+        task_class("broken_one:Task")
+    with pytest.raises(AttributeError, match="not_to_be_had"):
+        task_class("broken_two:Task")
+
+
+# --- by name ------------------------------------------------------------------------------------------------------------
+
+
+def test_an_installed_package_brings_its_task_by_an_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "regression" in task.installed_tasks() and task_class("regression") is Regression
+    info = tmp_path / "plugged-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: plugged\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[ttrain.tasks]\nmy-line = plugged_tasks:MyLine\n")
+    (tmp_path / "plugged_tasks.py").write_text("from test_task import Line\n\nclass MyLine(Line): pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert {"regression", "my-line"} <= set(task.installed_tasks())
+    assert task_class("my-line").__name__ == "MyLine"
+    with pytest.raises(UsageError, match=r"my-line.*regression"):
+        task.find_task("other")
+
+
+def test_settings_without_a_default_must_be_given() -> None:
+    class Needy(TaskConfig):
+        answer: int
+
+    assert "answer" in settable_keys(Needy) and "optim.lr" in settable_keys(Needy)
+    assert merge(Needy, layers(["answer=42", "optim.lr=1"]))[0].optim.lr == 1
+    with pytest.raises(UsageError, match="answer"):
+        merge(Needy, layers(["optim.lr=1"]))
+
+
+def test_what_a_step_returns_reaches_the_trainer_untouched() -> None:
+    task = Line(Line.Config())
+    model = task.build_model().eval()
+    batch = Batches(task.rows(), task.collate).batch(range(4))
+    own: Tensor = task.validation_step(model, batch.content, CPU).total
+    assert torch.equal(Adapted(task, model).validation_step(model, batch, CPU).total, own)

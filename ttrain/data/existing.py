@@ -1,0 +1,325 @@
+"""An existing tokenizer, used instead of training one: a folder, or a name on the Hugging Face Hub.
+
+Only its JSON is read, never code. Tokens that it lacks (begin and end of a document, padding apart from that end,
+the tokens of a chat template of ttrain) are added at the end of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import logging
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ttrain.config.training import NONE, TRAININGS
+from ttrain.core.files import parse_json
+from ttrain.data import jinja_templates
+from ttrain.errors import ArtifactError, UsageError
+from ttrain.store.model_files import INDEX_SUFFIX, MODEL, SECOND_HEAD, weight_files
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+JSON = "tokenizer.json"
+
+FILES = (JSON, "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+
+HUB_REFERENCE = re.compile(r"(?:hf://)?(\w[\w.-]*/\w[\w.-]*)(?:@(.+))?")
+
+NAMES = ("pad_token", "bos_token", "eos_token", "unk_token")
+
+CONVERT = "AutoTokenizer.from_pretrained(...).save_pretrained(folder) makes one"
+
+log = logging.getLogger("ttrain")
+
+
+def tokenizer_files(existing: str) -> list[Path]:
+    """Local paths of the files of `tokenizer.existing`; fetches those that the Hub's cache lacks.
+
+    Raises UsageError if there is no such tokenizer, or it has no tokenizer.json.
+    """
+    directory = Path(existing).expanduser()
+    hub_name = HUB_REFERENCE.fullmatch(existing)
+    if not directory.is_dir():
+        if hub_name is None or directory.exists():
+            raise UsageError(
+                f"tokenizer.existing is '{existing}' but there is no such folder; "
+                "name a folder that holds tokenizer.json, or owner/name[@revision] on the Hub"
+            )
+        directory = from_hub(existing, "tokenizer.existing", FILES, lambda cached: (cached / JSON).is_file())
+    if not (directory / JSON).is_file():
+        raise UsageError(f"tokenizer.existing is '{existing}', which has no tokenizer.json; {CONVERT}")
+    return [directory / name for name in FILES if (directory / name).is_file()]
+
+
+def from_hub(text: str, setting: str, patterns: Sequence[str], is_whole: Callable[[Path], bool]) -> Path:
+    """The folder in the Hub's cache with the files that match `patterns`; fetched if `is_whole` finds files missing.
+
+    `text` is owner/name[@revision], the value of `setting`. Raises UsageError if it cannot be fetched.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    hub_name = HUB_REFERENCE.fullmatch(text)
+    assert hub_name is not None, f"{text} is not a name on the Hub"
+    name, revision = hub_name.groups()
+
+    def fetch(*, local_files_only: bool) -> Path:
+        snapshot = snapshot_download(
+            name, revision=revision, allow_patterns=list(patterns), local_files_only=local_files_only
+        )
+        return Path(str(snapshot))
+
+    try:
+        cached = fetch(local_files_only=True)
+        if is_whole(cached):
+            return cached
+    except (LocalEntryNotFoundError, ValueError):
+        pass
+    try:
+        return fetch(local_files_only=False)
+    except Exception as error:  # of the network, of the Hub, of the name
+        reason = str(error).strip().splitlines()
+        raise UsageError(
+            f"{setting} is '{text}', which is neither a folder nor in the Hub's cache, and fetching it failed: "
+            f"{reason[0] if reason else type(error).__name__}; fetch it elsewhere and name the folder"
+        ) from None
+
+
+def install(tokenizer_files: Sequence[Path], directory: Path, template: str) -> None:
+    """Write the tokenizer of these files to `directory`, with the tokens and the template that ttrain needs.
+
+    `template`: "auto" is its own chat template, or ttrain's if it has none.
+
+    Raises UsageError, with a fix, if it cannot be used.
+    """
+    from ttrain.data.encoder import END_OF_TURN, Encoder, open_tokenizer
+    from ttrain.data.tokenizer import MODEL_MAX_LENGTH, write
+
+    paths = {path.name: path for path in tokenizer_files}
+    try:
+        tokenizer = open_tokenizer(paths[JSON])
+    except ArtifactError as error:
+        raise UsageError(f"tokenizer.existing: {error}; {CONVERT}") from None
+    config = _tokenizer_config(paths)
+    if template == "auto":
+        template = "own" if _chat_template(paths, config) else "ttrain"
+    tokens = _tokens(tokenizer, config)
+    needed = [*tokens.values(), *(jinja_templates.SPECIAL_TOKENS[template][4:] if template != "own" else ())]
+    added = _add(tokenizer, needed)
+    source = tokenizer.to_str(pretty=True) if added else paths[JSON].read_bytes().decode("utf-8")
+    jinja = jinja_templates.JINJA[template] if template != "own" else _own_template(paths, config)
+    others = [token for token in special_tokens(tokenizer) if token not in tokens.values()]
+    length = config.get("model_max_length")
+    max_length = int(length) if isinstance(length, int) and 0 < length < 10**9 else MODEL_MAX_LENGTH
+
+    def save(end: str) -> Encoder:
+        write(directory, source, {**tokens, END_OF_TURN: end}, others, jinja, max_length)
+        return Encoder(directory)
+
+    encoder = save(jinja_templates.END_TOKENS[template] if template != "own" else tokens["eos_token"])
+    if template == "own":
+        from ttrain.data.chat_templates import Message
+        from ttrain.data.custom_template import JinjaTemplate
+
+        own_template = JinjaTemplate(encoder)
+        question = (Message("user", "Q"),)
+        whole = own_template.segments((*question, Message("assistant", "A")))
+        save(str(tokenizer.id_to_token(own_template.end_id)))
+        if _flat(own_template.prompt(question)) != _flat(whole)[: len(_flat(own_template.prompt(question)))]:
+            log.warning("the chat template's generation prompt differs from the text before the answers in training")
+    if added:
+        log.info("added to the tokenizer: %s", ", ".join(added))
+
+
+def special_tokens(tokenizer: Tokenizer) -> list[str]:
+    """The special tokens, in the order of their ids."""
+    return [token.content for _, token in sorted(tokenizer.get_added_tokens_decoder().items()) if token.special]
+
+
+def _flat(segments: Sequence[Any]) -> list[Any]:
+    return [piece for content, _ in segments for piece in ([content] if isinstance(content, str) else content)]
+
+
+def _tokenizer_config(paths: dict[str, Path]) -> dict[str, Any]:
+    """Merged special_tokens_map.json and tokenizer_config.json; the latter, newer file wins."""
+    merged: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        if name in paths:
+            try:
+                value = parse_json(paths[name].read_bytes())
+            except ValueError as error:
+                raise UsageError(f"tokenizer.existing: cannot read {paths[name]}: {error}") from None
+            merged.update({key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else {})
+    return merged
+
+
+def _tokens(tokenizer: Tokenizer, config: dict[str, Any]) -> dict[str, str]:
+    """Names and strings of pad, bos, eos and, if present, unk; padding is neither eos nor unk."""
+
+    tokens = dict(zip(NAMES, (jinja_templates.PAD, jinja_templates.BOS, jinja_templates.EOS), strict=False))
+    for name in NAMES:
+        value = config.get(name)
+        token = value.get("content") if isinstance(value, dict) else value
+        if isinstance(token, str) and token and (name != "unk_token" or tokenizer.token_to_id(token) is not None):
+            tokens[name] = token
+    model = json.loads(tokenizer.to_str())["model"]
+    unknown = model.get("unk_token")
+    if unknown is None and model.get("unk_id") is not None:
+        unknown = tokenizer.id_to_token(model["unk_id"])
+    if unknown is not None and tokenizer.token_to_id(unknown) is not None:
+        tokens["unk_token"] = unknown
+    elif missing := _missing_bytes(tokenizer):
+        raise UsageError(
+            f"tokenizer.existing has no unknown token in its model and no token for {missing} of the 256 bytes, so that "
+            "text would be lost; use another tokenizer, or train one"
+        )
+    if tokens["pad_token"] in (tokens["eos_token"], tokens.get("unk_token")):
+        tokens["pad_token"] = jinja_templates.PAD
+    return tokens
+
+
+def _missing_bytes(tokenizer: Tokenizer) -> int:
+    """How many bytes have no token; all 256 if the tokenizer does not work on bytes."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    spec = json.loads(tokenizer.to_str())
+    vocabulary = tokenizer.get_vocab(with_added_tokens=False)
+    if spec["model"].get("byte_fallback"):
+        return sum(f"<0x{byte:02X}>" not in vocabulary for byte in range(256))
+    if '"ByteLevel"' in json.dumps([spec["pre_tokenizer"], spec["normalizer"]]):
+        return sum(letter not in vocabulary for letter in ByteLevel.alphabet())
+    return 256
+
+
+def _add(tokenizer: Tokenizer, tokens: Sequence[str]) -> list[str]:
+    """Make each of the tokens special; returns those that were not special before."""
+    special = set(special_tokens(tokenizer))
+    added = [token for token in dict.fromkeys(tokens) if token not in special]
+    tokens_by_id = {number: token for token, number in tokenizer.get_vocab(with_added_tokens=True).items()}
+    tokenizer.add_special_tokens(added)
+    for token in added:
+        number = int(tokenizer.token_to_id(token) or 0)
+        if tokens_by_id.get(number, token) != token:
+            raise UsageError(f"tokenizer.existing has unused ids, so that {token} cannot be added: its id {number} is taken")
+    return added
+
+
+def _own_template(paths: dict[str, Path], config: dict[str, Any]) -> str:
+    """The text of the tokenizer's chat template. Raises UsageError if it has none."""
+    template_text = _chat_template(paths, config)
+    if template_text is None:
+        raise UsageError(
+            "tokenizer.template is 'own' but tokenizer.existing has no chat template; set tokenizer.template=ttrain"
+        )
+    return template_text
+
+
+def brings_template(directory: Path) -> bool:
+    """Whether the tokenizer in the directory has a chat template of its own."""
+    if (directory / "chat_template.jinja").is_file():
+        return True
+    try:
+        return bool(parse_json((directory / "tokenizer_config.json").read_bytes()).get("chat_template"))
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def _chat_template(paths: dict[str, Path], config: dict[str, Any]) -> str | None:
+    """The text of the tokenizer's chat template, from its file or its config; None if it has none."""
+    if "chat_template.jinja" in paths:
+        return paths["chat_template.jinja"].read_bytes().decode("utf-8")
+    chat_template = config.get("chat_template")
+    if isinstance(chat_template, list):  # several, by name
+        templates_by_name = {item.get("name"): item.get("template") for item in chat_template if isinstance(item, dict)}
+        chat_template = templates_by_name.get("default")
+    return chat_template if isinstance(chat_template, str) and chat_template.strip() else None
+
+
+CONFIG, GENERATION = "config.json", "generation_config.json"
+
+ADAPTER_CONFIG = "adapter_config.json"
+
+MODEL_DIRECTORY, ADAPTER_DIRECTORY = "model", "adapter"  # of an artifact
+
+MODEL_FILES = (CONFIG, GENERATION, "model*.safetensors", MODEL + INDEX_SUFFIX, SECOND_HEAD, *FILES)
+# Config keys of architectures for the number of positions that they accept.
+LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length", "max_length")
+
+
+def model_files(start_from: str, setting: str) -> dict[str, list[Path]]:
+    """Local paths of the model's files by role: "config", "weights", and "tokenizer" and "second_head" if present.
+
+    Fetches files that the Hub's cache lacks. Raises UsageError, naming `setting`, if there is no such model.
+    """
+    directory = _directory(start_from, setting)
+    if not (directory / CONFIG).is_file():
+        if any((folder / ADAPTER_CONFIG).is_file() for folder in (directory, directory / ADAPTER_DIRECTORY)):
+            raise UsageError(
+                f"{setting} is '{start_from}', which is an adapter; merge it into a model first: "
+                f"`ttrain export {start_from} --merge --to FOLDER`"
+            )
+        raise UsageError(f"{setting} is '{start_from}', which has no {CONFIG}; name a folder that save_pretrained wrote")
+    try:
+        weights = weight_files(directory)
+    except ArtifactError as error:
+        pickles = next(directory.glob("pytorch_model*.bin"), None)
+        hint = f"; {pickles.name} is a pickle, which may run code: load and save_pretrained it elsewhere" if pickles else ""
+        raise UsageError(f"{setting} is '{start_from}': {error}{hint}") from None
+    config = [directory / name for name in (CONFIG, GENERATION, MODEL + INDEX_SUFFIX)]
+    if weights == [directory / MODEL]:
+        del config[2]  # an index of shards in the same folder is not read
+    files_by_role = {
+        "config": [path for path in config if path.is_file()],
+        "weights": weights,
+        "tokenizer": [directory / JSON],
+        "second_head": [directory / SECOND_HEAD],
+    }
+    return {role: paths for role, paths in files_by_role.items() if paths[0].is_file()}
+
+
+def max_length(files_by_role: Mapping[str, Sequence[Path]]) -> int | None:
+    """Positions that the model accepts, in tokens, by its config; None if the config has no such key.
+
+    Raises UsageError if the config is not a JSON object.
+    """
+    config = _model_config(files_by_role["config"][0])
+    for name in LENGTHS:
+        if isinstance(config.get(name), int) and config[name] > 0:
+            return int(config[name])
+    return None
+
+
+def _directory(start_from: str, setting: str) -> Path:
+    directory = Path(start_from).expanduser().absolute()
+    if directory.is_dir():
+        is_artifact = not (directory / CONFIG).is_file() and (directory / MODEL_DIRECTORY / CONFIG).is_file()
+        return directory / MODEL_DIRECTORY if is_artifact else directory
+    if HUB_REFERENCE.fullmatch(start_from) is None or directory.exists():
+        near = difflib.get_close_matches(start_from, (NONE, *TRAININGS), n=1)
+        raise UsageError(
+            f"{setting} is '{start_from}' but there is no such folder; "
+            + (f"did you mean '{near[0]}'?" if near else "name a folder that holds config.json, or owner/name[@revision]")
+        )
+    return from_hub(start_from, setting, MODEL_FILES, _is_whole)
+
+
+def _is_whole(directory: Path) -> bool:
+    try:
+        return (directory / CONFIG).is_file() and bool(weight_files(directory))
+    except ArtifactError:
+        return False
+
+
+def _model_config(path: Path) -> dict[str, Any]:
+    try:
+        config = parse_json(path.read_bytes())
+    except ValueError as error:
+        raise UsageError(f"cannot read {path}: {error}") from None
+    if not isinstance(config, dict):
+        raise UsageError(f"cannot read {path}: it is not a JSON object")
+    return config

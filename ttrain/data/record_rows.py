@@ -1,0 +1,321 @@
+"""Rows of documents: windows over one stream of all documents, or over each document alone."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from functools import cached_property
+from itertools import chain
+from typing import final
+
+import numpy as np
+import numpy.typing as npt
+
+from ttrain.data.packing import IGNORE, NO_MASKS, Array, Batch, Counts, Flags, Intervals, Rows, best_fit
+from ttrain.data.shards import Column, ShardSet
+
+TOKENS_PER_PASS = 1 << 20  # read at a time when targets are counted
+
+
+class WindowRows(Rows):
+    """Rows that are windows of the stream of all documents: inputs `start` to `end`, targets one place later.
+
+    A position is a target unless it is its document's first or lies in a masked region. Positions restart where a document
+    begins and at the start of the row.
+    """
+
+    def __init__(
+        self, shards: ShardSet, row_length: int, pad_id: int, *, stride: int | None = None, masks: Intervals = NO_MASKS
+    ) -> None:
+        self.shards, self.row_length, self.pad_id, self.masks = shards, row_length, pad_id, masks
+        self.stride = row_length if stride is None else stride
+        assert 1 <= self.stride <= row_length, f"stride {stride} with rows of {row_length} would leave tokens out"
+
+    @abstractmethod
+    def window(self, row: int) -> tuple[int, int]:
+        """(position of the first input of a row, position after its last input)."""
+
+    @abstractmethod
+    def times(self, places: Array, firsts: Array) -> Array:
+        """In how many rows each position can be a target; `firsts` is where its document begins."""
+
+    def fill(self, row: int, batch: Batch, at: int) -> None:
+        start, end = self.window(row)
+        ids = self.shards.stream(start, end + 1)
+        numbers, firsts, places = self.shards.documents(start, end + 1)
+        row_range = slice(0, end - start)
+        batch.input_ids_BT[at, row_range] = ids[:-1]
+        labels = batch.labels_BT[at, row_range]
+        labels[:] = ids[1:]
+        labels[places.cumsum()[:-1] - 1] = IGNORE  # the first token of a document, predicted from another one
+        if self.masks:
+            labels[~self._targets(ids, firsts.repeat(places), start)[1:]] = IGNORE
+        begins = np.maximum(firsts, start)
+        np.subtract(np.arange(start, end), begins.repeat(places)[:-1], out=batch.positions_BT[at, row_range])
+        batch.segments_BT[at, row_range] = numbers.repeat(places)[:-1]
+
+    def counts(self) -> Counts:
+        """Counts of the rows; `target_multiplicity` is the mean count of a target in an epoch, 1 without overlap."""
+        learnable = self.shards.tokens - len(self.shards)
+        distinct, targets = self._counted
+        return {
+            "rows": len(self),
+            "row_length": self.row_length,
+            "records": len(self.shards),
+            "target_tokens": targets,
+            "target_multiplicity": targets / distinct if distinct else 1.0,
+            "masked_tokens": learnable - distinct,
+            "dropped_tokens": 0,
+            "cut_records": 0,
+            "fill": int(self.lengths().sum()) / max(1, len(self) * self.row_length),
+        }
+
+    @cached_property
+    def _counted(self) -> tuple[int, int]:
+        """(distinct targets, targets of all rows); without masks and overlap no token is read."""
+        if self.stride == self.row_length and not self.masks:
+            learnable = self.shards.tokens - len(self.shards)
+            return learnable, learnable
+        distinct = total = 0
+        for start in range(0, self.shards.tokens, TOKENS_PER_PASS):
+            places = np.arange(start, min(start + TOKENS_PER_PASS, self.shards.tokens))
+            _, firsts = self.shards.document_starts(start, start + len(places))
+            ids = self.shards.stream(start, start + len(places))
+            targets = self._targets(ids, firsts, start) & (places != firsts)
+            distinct += int(targets.sum())
+            total += int(self.times(places[targets], firsts[targets]).sum())
+        return distinct, total
+
+    def _targets(self, ids: Array, firsts: Array, start: int) -> Flags:
+        """Which tokens of the stream from `start` on are outside of masked regions."""
+        if not self.masks:
+            return np.ones(len(ids), bool)
+        places = np.arange(start, start + len(ids))
+        opened = self.masks.opened(self.shards.stream, int(firsts[0]), start)
+        return ~self.masks.masked(ids, places == firsts, opened)
+
+
+@final
+class DocumentRows(WindowRows):
+    """Windows over documents one after the other; a document that spans two rows goes on in the next.
+
+    With a stride of `row_length`, the default, every token but each document's first is a target exactly once in an epoch,
+    and nothing is dropped. Opening reads only the index.
+    """
+
+    def __len__(self) -> int:
+        return 0 if self.shards.tokens < 2 else int(windows(self.shards.tokens - 1, self.row_length, self.stride))
+
+    def window(self, row: int) -> tuple[int, int]:
+        start = row * self.stride
+        return start, min(start + self.row_length, self.shards.tokens - 1)
+
+    def times(self, places: Array, firsts: Array) -> Array:
+        return windows_over(places, len(self), self.row_length, self.stride)
+
+    def lengths(self) -> Array:
+        lengths = super().lengths()
+        if len(lengths):
+            start, end = self.window(len(self) - 1)
+            lengths[-1] = end - start
+        return lengths
+
+
+@final
+class SeparateDocumentRows(WindowRows):
+    """Windows over each document alone, so that a row holds one document; batches are trimmed to their longest row.
+
+    A document longer than a row takes several, each beginning with the last target of the one before. Opening reads all
+    offsets.
+    """
+
+    trimmed = True
+
+    def __init__(
+        self, shards: ShardSet, row_length: int, pad_id: int, *, stride: int | None = None, masks: Intervals = NO_MASKS
+    ) -> None:
+        super().__init__(shards, row_length, pad_id, stride=stride, masks=masks)
+        self._windows = np.where(shards.lengths > 1, windows(shards.lengths - 1, row_length, self.stride), 0)
+        self._firsts = np.concatenate([np.zeros(1, np.int64), np.cumsum(self._windows)])
+        document = np.repeat(np.arange(len(shards)), self._windows)
+        tokens_before = (np.arange(len(document)) - self._firsts[document]) * self.stride
+        self._lengths: Array = np.minimum(row_length, shards.lengths[document] - 1 - tokens_before)
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def window(self, row: int) -> tuple[int, int]:
+        document = int(np.searchsorted(self._firsts, row, side="right")) - 1
+        start = int(self.shards.starts[document]) + (row - int(self._firsts[document])) * self.stride
+        return start, start + int(self._lengths[row])
+
+    def times(self, places: Array, firsts: Array) -> Array:
+        count = self._windows[np.searchsorted(self.shards.starts, places, side="right") - 1]
+        return windows_over(places - firsts, count, self.row_length, self.stride)
+
+    def lengths(self) -> Array:
+        return self._lengths
+
+
+def windows(targets: npt.ArrayLike, row_length: int, stride: int) -> Array:
+    """Number of windows that cover `targets` (>= 1) targets."""
+    return np.asarray(1 + -(-np.maximum(0, np.asarray(targets) - row_length) // stride))
+
+
+def windows_over(places: Array, count: npt.ArrayLike, row_length: int, stride: int) -> Array:
+    """How many of the first `count` windows hold a position; i has the targets i*stride + 1 to i*stride + row_length."""
+    last = np.minimum((places - 1) // stride, np.asarray(count) - 1)
+    first = np.maximum(0, -((row_length - places) // stride))
+    return np.asarray(last - first + 1)
+
+
+@final
+class ChatRows(Rows):
+    """Every live token is a target exactly once in an epoch, and every piece has one.
+
+    Packed, several pieces share a row of `row_length` by best fit; else each piece is a row of its own, and a batch is as
+    wide as its longest row. A conversation without a live token is left out and counted.
+    """
+
+    def __init__(
+        self,
+        shards: ShardSet,
+        row_length: int,
+        pad_id: int,
+        end_id: int,
+        *,
+        packed: bool = True,
+        masks: Intervals = NO_MASKS,
+    ) -> None:
+        self.shards, self.row_length, self.pad_id, self.masks = shards, row_length, pad_id, masks
+        self.trimmed = not packed
+        self._cut = self._targets = self._all_masked = 0
+        self._used = 0  # tokens in any piece; a token that ends a piece and begins the next counts once
+        plans, first = [], 0
+        for column in shards.columns():
+            plans.append(self._plan(column, first, end_id))
+            first += len(column)
+        self._records, self._starts, self._ends = (
+            _joined([plan[field_index] for plan in plans]) for field_index in range(3)
+        )
+        inputs = self._ends - self._starts - 1
+        self._rows = best_fit(inputs.tolist(), row_length) if packed else [[piece] for piece in range(len(inputs))]
+        row_of_piece = np.repeat(np.arange(len(self._rows)), [len(row) for row in self._rows])
+        self._lengths = np.zeros(len(self._rows), np.int64)
+        np.add.at(self._lengths, row_of_piece, inputs[list(chain.from_iterable(self._rows))])
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def lengths(self) -> Array:
+        return self._lengths
+
+    def fill(self, row: int, batch: Batch, at: int) -> None:
+        position = 0
+        for segment, piece in enumerate(self._rows[row]):
+            ids, live = self.shards.row(int(self._records[piece]))
+            assert live is not None
+            targets = live != 0
+            if self.masks:
+                targets &= ~self.masks.masked(ids, np.arange(len(ids)) == 0)
+            start, end = int(self._starts[piece]), int(self._ends[piece])
+            row_range = slice(position, position + end - start - 1)
+            batch.input_ids_BT[at, row_range] = ids[start : end - 1]
+            batch.labels_BT[at, row_range] = np.where(
+                targets[start + 1 : end], ids[start + 1 : end].astype(np.int64), IGNORE
+            )
+            batch.positions_BT[at, row_range] = np.arange(end - start - 1)
+            batch.segments_BT[at, row_range] = segment
+            position = row_range.stop
+
+    def counts(self) -> Counts:
+        """`dropped_tokens` are those of conversations left out, and context that no piece of a long one holds."""
+        return {
+            "rows": len(self),
+            "row_length": self.row_length,
+            "records": len(self.shards),
+            "pieces": len(self._records),
+            "target_tokens": self._targets,
+            "dropped_tokens": self.shards.tokens - self._used,
+            "cut_records": self._cut,
+            "all_masked_dropped": self._all_masked,
+            "fill": int(self._lengths.sum()) / max(1, len(self) * self.row_length),
+        }
+
+    def _plan(self, column: Column, first: int, end_id: int) -> tuple[Array, Array, Array]:
+        """(record, start, end) of every piece of a shard whose records are numbered from `first` on.
+
+        Only records longer than a row are handled one by one, so 200,000 chats take a second.
+        """
+        lengths, live = np.diff(column.offsets), self._live(column)
+        targets = _sums(live, column.offsets)
+        self._targets += int(targets.sum())
+        self._all_masked += int((targets == 0).sum())
+        whole = np.flatnonzero((targets > 0) & (lengths <= self.row_length + 1))
+        self._used += int(lengths[whole].sum())
+        records, starts, ends = [whole], [np.zeros_like(whole)], [lengths[whole]]
+        for record in np.flatnonzero((targets > 0) & (lengths > self.row_length + 1)).tolist():
+            token_range = slice(int(column.offsets[record]), int(column.offsets[record + 1]))
+            spans = np.array(
+                cut(live[token_range], np.flatnonzero(column.tokens[token_range] == end_id) + 1, self.row_length)
+            )
+            self._cut += 1
+            self._used += int((spans[:, 1] - np.maximum(spans[:, 0], [0, *spans[:-1, 1]])).sum())
+            records.append(np.full(len(spans), record))
+            starts.append(spans[:, 0])
+            ends.append(spans[:, 1])
+        return first + _joined(records), _joined(starts), _joined(ends)
+
+    def _live(self, column: Column) -> Flags:
+        """Which tokens of a shard are targets; a record's first token never is, since nothing precedes it."""
+        assert column.live is not None
+        live: Flags = column.live != 0
+        begins = np.zeros(len(live), bool)
+        begins[column.offsets[:-1][np.diff(column.offsets) > 0]] = True
+        live &= ~begins
+        if self.masks:
+            live &= ~self.masks.masked(column.tokens, begins)
+        return live
+
+
+def cut(live: Flags, borders: Array, row_length: int) -> list[tuple[int, int]]:
+    """Pieces (start, end) of a long conversation, of at most row_length + 1 tokens, of which the first is an input only.
+
+    `borders` are the places at which a turn ends and the next one begins. A piece takes whole turns up to the last answer
+    that fits. If not even the next answer fits after its context, the piece ends with that answer and begins as
+    early as it can. An answer longer than a row is cut: its first piece begins with half a row of context, and each next
+    piece begins with the last token of the previous one, so that each live token is a target once.
+    """
+    room = row_length + 1
+    places = np.flatnonzero(live)
+    ends_of_turns = np.union1d(borders, [len(live)])
+    answers = np.unique(ends_of_turns[np.searchsorted(ends_of_turns, places, side="right")])
+    spans: list[tuple[int, int]] = []
+    start = at = 0
+    while at < len(places):
+        first = int(places[at])
+        following, beyond = np.searchsorted(answers, [first, start + room], side="right")
+        if following < beyond:
+            end = int(answers[beyond - 1])
+        elif answers[following] - first <= row_length:
+            end = int(answers[following])
+            start = end - room
+        else:
+            start = max(start, first - (row_length + 1) // 2)
+            end = start + room
+        spans.append((start, end))
+        at = int(np.searchsorted(places, end))
+        start = end - 1 if at < len(places) and places[at] == end else end
+    return spans
+
+
+def _sums(flags: Flags, offsets: Array) -> Array:
+    """How many flags are set in each record."""
+    sums = np.zeros(len(offsets) - 1, np.int64)
+    filled = np.diff(offsets) > 0
+    if filled.any():
+        sums[filled] = np.add.reduceat(flags, offsets[:-1][filled], dtype=np.int64)
+    return sums
+
+
+def _joined(parts: list[Array]) -> Array:
+    return np.concatenate(parts) if parts else np.zeros(0, np.int64)

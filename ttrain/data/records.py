@@ -1,0 +1,362 @@
+"""Parse documents and conversations from JSON objects, and split them into training and held-out part."""
+
+from __future__ import annotations
+
+import hashlib
+from codecs import BOM_UTF8
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import orjson
+
+from ttrain.core import redact
+from ttrain.data.chat_shapes import is_blank, messages_of
+from ttrain.data.chat_templates import Message
+from ttrain.data.tools import Malformed, kind_of
+from ttrain.errors import DataError
+
+TEXT = "text"  # the default of reading.text_field, with which the other keys are tried too
+
+DOCUMENT_KEYS = (TEXT, "content", "body", "paragraphs")
+# Keys whose values can group an evaluation. They are stored with held-out records, but are not part of their identity.
+LABELS, LABEL_CHARACTERS = ("source", "lang"), 64
+
+Labels = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class TextDocument:
+    """A text to learn from, with the labels of its row."""
+
+    text: str
+    labels: Labels = ()
+
+    def content(self) -> bytes:
+        """What identifies the record, wherever it stands."""
+        return self.text.encode("utf-8")
+
+    def to_json(self) -> dict[str, Any]:
+        return {"text": self.text, **dict(self.labels)}
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Turns of system, user, assistant and tool in any order, with at least one answer; with the labels of their row."""
+
+    messages: tuple[Message, ...]
+    labels: Labels = ()
+
+    def content(self) -> bytes:
+        """What identifies the record, wherever it stands."""
+        return orjson.dumps([message.identity() for message in self.messages])
+
+    def to_json(self) -> dict[str, Any]:
+        return {"messages": [message.to_json() for message in self.messages], **dict(self.labels)}
+
+
+Record = TextDocument | Conversation
+
+Parser = Callable[[dict[str, Any]], "Record | Skipped | Rejected"]
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A row that a documented rule leaves out."""
+
+    rule: str
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A malformed row."""
+
+    reason: str
+
+
+def read(paths: Sequence[str], parse: Parser, tally: Tally, max_line_bytes: int, text_field: str = TEXT) -> Iterator[Record]:
+    """Good records of the files in order; the tally counts the others. `text_field` is the key for text of `.txt` files."""
+    return accepted(records(paths, tally, max_line_bytes, text_field), parse, tally)
+
+
+def accepted(rows: Iterable[tuple[str, int, dict[str, Any]]], parse: Parser, tally: Tally) -> Iterator[Record]:
+    """Good records of (path, line number, JSON object) rows; the tally counts the others."""
+    for path, number, value in rows:
+        parsed = parse(value)
+        if isinstance(parsed, Rejected):
+            tally.reject(path, number, parsed.reason, _excerpt(value))
+        elif isinstance(parsed, Skipped):
+            tally.skipped[parsed.rule] += 1
+        else:
+            tally.kept += 1
+            yield parsed
+
+
+def _excerpt(value: dict[str, Any]) -> bytes:
+    try:
+        return orjson.dumps(value, default=repr)
+    except TypeError:  # nested deeper than orjson writes, which is less deep than it reads
+        return b""
+
+
+def document_keys(text_field: str) -> tuple[str, ...]:
+    """The keys under which a document's text is searched for, in order."""
+    return DOCUMENT_KEYS if text_field == TEXT else (text_field,)
+
+
+def document_fields(text_field: str, prefix: str = "reading.") -> str:
+    """`document_keys` as part of a message; `prefix` comes before the name of the setting `text_field`."""
+    return f"the key {' or '.join(repr(key) for key in document_keys(text_field))} ({prefix}text_field) with a text"
+
+
+def document_parser(text_field: str) -> Parser:
+    """A parser of documents with their text under `text_field`; for the default, "text", under the first of DOCUMENT_KEYS.
+
+    `paragraphs` may be a list of texts, which are joined by newlines.
+    """
+    keys = document_keys(text_field)
+    missing = Rejected(f"no key {' or '.join(repr(key) for key in keys)}")
+
+    def parse(value: dict[str, Any]) -> Record | Skipped | Rejected:
+        for key in keys:
+            if key in value:
+                break
+        else:
+            return missing
+        text = value[key]
+        if key == "paragraphs" and isinstance(text, list):
+            wrong_paragraph = next((paragraph for paragraph in text if not isinstance(paragraph, str)), "")
+            if wrong_paragraph != "":
+                return Rejected(f"'paragraphs' holds {kind_of(wrong_paragraph)}; write a text, or a list of texts")
+            text = "\n".join(text)
+        if not isinstance(text, str):
+            return Rejected(f"'{key}' is {kind_of(text)}, not text")
+        text = text.removeprefix("\ufeff")
+        return Skipped("empty text") if is_blank(text) else TextDocument(text, labels_of(value))
+
+    return parse
+
+
+def labels_of(row: dict[str, Any]) -> Labels:
+    """The LABELS of a row that are short texts; a long text would be different in every row."""
+    return tuple(
+        (key, value) for key in LABELS if isinstance(value := row.get(key), str) and 0 < len(value) <= LABEL_CHARACTERS
+    )
+
+
+def parse_conversation(value: dict[str, Any]) -> Record | Skipped | Rejected:
+    """Parse a chat in one of the formats that `messages_of` reads.
+
+    A key that is null counts as absent. Roles may come in any order.
+    """
+    try:
+        messages = messages_of(value)
+    except Malformed as error:
+        return Rejected(str(error))
+    except RecursionError:
+        return Rejected("the functions or the arguments of a call are nested too deeply")
+    if not any(message.role == "assistant" and message.in_loss and not is_blank(message.content) for message in messages):
+        return Skipped("no answer")
+    return Conversation(tuple(messages), labels_of(value))
+
+
+def content_hash(record: Record) -> bytes:
+    """16 bytes that identify the content of a record."""
+    return hash_of(record.content())
+
+
+def hash_of(content: bytes) -> bytes:
+    """16-byte hash of the content of a record."""
+    return hashlib.blake2b(content, digest_size=16).digest()
+
+
+def position(record: Record) -> float:
+    """A number in [0, 1) by the record's content: uniform, and the same in every file."""
+    return int.from_bytes(content_hash(record)[:8], "big") / 2**64
+
+
+def split(rows: Iterator[Record], fraction: float) -> Iterator[tuple[bool, Record]]:
+    """(held out?, record): held out are positions below `fraction`, so no record moves when files are added.
+
+    If there are none, the lowest row (and its copies) is held out, so that a small set can be evaluated too; it is yielded
+    last.
+    """
+    lowest: list[Record] = []
+    lowest_place = 1.0
+    any_heldout = fraction == 0
+    for record in rows:
+        record_position = position(record)
+        if record_position < fraction:
+            any_heldout = True
+            yield True, record
+        elif any_heldout or record_position > lowest_place:
+            yield False, record
+        else:
+            if record_position < lowest_place:
+                yield from ((False, earlier) for earlier in lowest)
+                lowest, lowest_place = [], record_position
+            lowest.append(record)
+    yield from ((not any_heldout, record) for record in lowest)
+
+
+KEYS_LOOKED_AT, KEYS_OF_A_ROW = 1000, 100
+
+REASONS, OTHER_REASONS = 100, "other reasons"  # distinct reasons at most, since one may quote a value of its row
+
+FIRST_REJECTED = 5
+
+EXCERPT_CHARACTERS = 200
+
+TOO_LONG = "line longer than reading.max_line_bytes={}; raise it, or split the text"
+
+NULS = "not valid JSON: only NUL bytes, as a crash of the writing machine leaves; write the line again"
+
+NOT_UTF8 = "not valid UTF-8; write the row again as UTF-8, or convert the file with iconv"
+
+Row = tuple[int, dict[str, Any]]
+
+
+@dataclass
+class Tally:
+    """Counts of the rows by outcome: rows = kept + skipped + rejected, the latter two by rule or reason."""
+
+    rows: int = 0
+    kept: int = 0
+    skipped: Counter[str] = field(default_factory=Counter)
+    rejected: Counter[str] = field(default_factory=Counter)
+    keys_seen: Counter[str] = field(default_factory=Counter)
+    first_rejected: list[str] = field(default_factory=list)
+    quarantine: Callable[[dict[str, Any]], None] | None = None
+
+    def reject(self, path: str, line: int, reason: str, raw: bytes = b"") -> None:
+        """Count a bad row and pass it to the quarantine."""
+        self._count(reason, 1)
+        if len(self.first_rejected) < FIRST_REJECTED:
+            self.first_rejected.append(f"{redact.url(path)}:{line}: {reason}")
+        if self.quarantine:
+            row: dict[str, Any] = {"file": redact.url(path), "line": line, "reason": reason}
+            if raw:
+                row["text"] = raw[: 4 * EXCERPT_CHARACTERS].decode("utf-8", "replace")[:EXCERPT_CHARACTERS]
+            self.quarantine(row)
+
+    def _count(self, reason: str, rows: int) -> None:
+        self.rejected[reason if reason in self.rejected or len(self.rejected) < REASONS else OTHER_REASONS] += rows
+
+    def see(self, row: dict[str, Any]) -> None:
+        """Count the keys of a row, if it is among the first KEYS_LOOKED_AT."""
+        if self.rows <= KEYS_LOOKED_AT:
+            self.keys_seen.update(key[:40] for key in islice(row, KEYS_OF_A_ROW))
+
+    def leave_out(self, rule: str, rows: int) -> None:
+        """Count kept rows as skipped by a rule."""
+        if rows:
+            self.kept -= rows
+            self.skipped[rule] += rows
+
+    def add(self, tally: Tally) -> None:
+        """Add the counts of another tally."""
+        self.rows, self.kept = self.rows + tally.rows, self.kept + tally.kept
+        self.skipped.update(tally.skipped)
+        for reason, rows in tally.rejected.items():
+            self._count(reason, rows)
+        self.keys_seen.update(tally.keys_seen)
+        self.first_rejected = (self.first_rejected + tally.first_rejected)[:FIRST_REJECTED]
+
+    def to_json(self) -> dict[str, Any]:
+        """Counts for the manifest and the summary."""
+        counts = {"rows": self.rows, "kept": self.kept, "skipped": dict(self.skipped), "rejected": dict(self.rejected)}
+        return {**counts, "first_rejected": self.first_rejected} if self.first_rejected else counts
+
+    def check(self, setting: str, limit: float, expected_fields: str, prefix: str = "reading.") -> None:
+        """Raise DataError if no row was kept, or more than the share `limit` of the rows is bad.
+
+        `prefix` comes before the name of the setting of `limit`.
+        """
+        keys_seen = ", ".join(key for key, _ in self.keys_seen.most_common(8)) or "none"
+        looked_for = f"ttrain looked for one JSON object a line, with {expected_fields}; keys seen: {keys_seen}"
+        bad = self.rejected.total()
+        if bad > limit * self.rows:
+            raise DataError(
+                f"{setting}: {bad} of {self.rows} rows are bad, more than {prefix}rejected_fraction={limit}; "
+                f"the first is {self.first_rejected[0]}. {looked_for}"
+            )
+        if not self.kept:
+            skipped = "".join(f"; {count} skipped: {rule}" for rule, count in self.skipped.items())
+            raise DataError(f"{setting}: no rows are left of {self.rows}{skipped}. {looked_for}")
+
+
+def records(
+    paths: Sequence[str], tally: Tally, max_line_bytes: int, text_field: str = "text"
+) -> Iterator[tuple[str, int, dict[str, Any]]]:
+    """(path, line number from 1, JSON object) of every good line of every file; blank lines do not count as rows.
+
+    Each element of a JSON array is a line; a `.txt` file is one line, with its text under `text_field`.
+    Raises DataError for a file that is truncated, corrupt, unreadable, in another encoding or of another format.
+    """
+    from ttrain.data import parquet, streams
+
+    for path in paths:
+        numbered = (
+            parquet.lines(path, 0, len(parquet.groups(path)))
+            if streams.is_parquet(path)
+            else lines(streams.json_lines(path, text_field), max_line_bytes)
+        )
+        for number, value in parsed(numbered, path, tally, max_line_bytes):
+            yield path, number, value
+
+
+def parsed(numbered: Iterable[tuple[int, bytes]], path: str, tally: Tally, max_line_bytes: int) -> Iterator[Row]:
+    """(line number, JSON object) of the good lines."""
+    loads = orjson.loads
+    for number, line in numbered:
+        if len(line) > max_line_bytes:
+            tally.rows += 1
+            tally.reject(path, number, TOO_LONG.format(max_line_bytes), line[:1000])
+            continue
+        try:
+            value = loads(line)
+        except orjson.JSONDecodeError as error:
+            if not line.strip():
+                continue
+            tally.rows += 1
+            tally.reject(path, number, _reason(line, str(error)), line)
+            continue
+        tally.rows += 1
+        if not isinstance(value, dict):
+            tally.reject(path, number, f"not a JSON object but {kind_of(value)}", line)
+            continue
+        tally.see(value)
+        yield number, value
+
+
+def lines(chunks: Iterable[bytes], max_line_bytes: int) -> Iterator[tuple[int, bytes]]:
+    """(number from 1, line without its end). A line that is too long is cut to max_line_bytes + 1 bytes, which shows it."""
+    number, pending = 1, bytearray()
+    for chunk in chunks:
+        first, *following_lines = chunk.split(b"\n")
+        pending += first[: max_line_bytes + 1 - len(pending)]
+        if not following_lines:
+            continue
+        yield number, bytes(pending)
+        number += 1
+        last = following_lines.pop()
+        for line in following_lines:
+            yield number, line
+            number += 1
+        pending = bytearray(last)
+    if pending:
+        yield number, bytes(pending)
+
+
+def _reason(line: bytes, error: str) -> str:
+    try:
+        line.decode("utf-8")
+    except UnicodeDecodeError:
+        return NOT_UTF8
+    if not line.strip(b"\0\r"):
+        return NULS
+    if line.startswith(BOM_UTF8):
+        return "not valid JSON: a byte order mark, which may stand at the start of a file only"
+    return f"not valid JSON: {error.split(': line')[0]}"

@@ -1,0 +1,206 @@
+"""Checks of the rows: targets are the next tokens, and of chats exactly what the assistant says.
+
+What should be learnt is derived here a second time, from the text of the records, not by the code that makes the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from ttrain.data.encoder import Encoder
+from ttrain.data.packing import IGNORE, Array, Rows
+from ttrain.doctor.parts import Check, make_check
+
+MOST_ROWS = 64
+
+SHOWN_CHARACTERS = 40
+
+END_TOKENS = 3  # an existing template may end an answer with the token and a newline after it
+
+LABELS = "labels and mask"
+
+FIX = "look at the rows with `ttrain data inspect`; the tokenizer's template or the code that makes rows has a fault"
+
+
+def document_labels(rows: Rows, encoder: Encoder) -> Check:
+    """Every token of a document but its first is a target, at the position before it."""
+    positions = targets = 0
+    for number, ids, labels in records(rows):
+        wrong = _unshifted(ids, labels) or _not_learnt(labels)
+        if wrong or (labels == encoder.bos_id).any():
+            figure = f"row {number}: {wrong or 'the token that begins a document is learnt'}"
+            return Check(LABELS, False, _decoded(figure, wrong, ids, labels, encoder), FIX)
+        positions, targets = positions + len(ids), targets + int((labels != IGNORE).sum())
+    return make_check(LABELS, targets > 0, _share(targets, positions, rows), FIX)
+
+
+def masked_labels(rows: Rows, encoder: Encoder) -> Check:
+    """Every target is the next token; all that can be checked where regions are masked on purpose."""
+    positions = targets = 0
+    for number, ids, labels in records(rows):
+        if wrong := _unshifted(ids, labels):
+            return Check(LABELS, False, _decoded(f"row {number}: {wrong}", wrong, ids, labels, encoder), FIX)
+        positions, targets = positions + len(ids), targets + int((labels != IGNORE).sum())
+    return make_check(LABELS, targets > 0, _share(targets, positions, rows), FIX)
+
+
+def chat_labels(rows: Rows, encoder: Encoder, heldout: Rows, answers: Sequence[str]) -> Check:
+    """Every run of targets ends with the token that ends an answer and has no other special one; of the held-out rows, whose
+    text is at hand, it is the text of one of `answers`. Where a row is full, it may be a part of one.
+    """
+    training_check = _runs_of(rows, encoder, None)
+    heldout_check = _runs_of(heldout, encoder, answers) if training_check.ok and len(heldout) else None
+    if heldout_check is None or not heldout_check.ok:
+        return heldout_check or training_check
+    return make_check(
+        LABELS, True, f"{training_check.figure}; of the held-out rows, with their text: {heldout_check.figure}", FIX
+    )
+
+
+def _runs_of(rows: Rows, encoder: Encoder, answers: Sequence[str] | None) -> Check:
+    spoken = sorted({text for answer in answers or () for text in (answer, answer.strip())})
+    expected_runs = {_word([*ids, encoder.end_id]) for ids in encoder.encode(spoken)}
+    whole, alone, special = not rows.counts().get("cut_records"), encoder.template != "own", encoder.special_ids()
+    positions = targets = runs = 0
+    for number, ids, labels in records(rows):
+        if wrong := _unshifted(ids, labels):
+            return Check(LABELS, False, _decoded(f"row {number}: {wrong}", wrong, ids, labels, encoder), FIX)
+        for run in _runs(labels):
+            runs += 1
+            why = ""
+            if whole and run[-1] != encoder.end_id and encoder.end_id not in run[-END_TOKENS:]:
+                why = "without the token that ends an answer"
+            elif alone and not special.isdisjoint(run[:-1]):
+                why = "with what stands between turns"
+            elif answers is not None and not _is_learnt(_word(run), expected_runs, whole=whole, alone=alone):
+                why = "which no assistant says"
+            if why:
+                return Check(
+                    LABELS, False, f"row {number}: learnt is {encoder.decode(run)[:SHOWN_CHARACTERS]!r}, {why}", FIX
+                )
+        positions, targets = positions + len(ids), targets + int((labels != IGNORE).sum())
+    return make_check(LABELS, targets > 0, f"{_share(targets, positions, rows)}, in {runs} answers with their ends", FIX)
+
+
+def records(rows: Rows) -> Iterator[tuple[int, Array, Array]]:
+    """(row, input ids, labels) of every record of up to MOST_ROWS rows, padding left out."""
+    for number in range(min(MOST_ROWS, len(rows))):
+        batch = rows.batch([number * len(rows) // min(MOST_ROWS, len(rows))])
+        of_record, ids, labels = batch.segments_BT[0], batch.input_ids_BT[0], batch.labels_BT[0]
+        borders = [*np.flatnonzero(np.diff(of_record, prepend=-2)), len(of_record)]
+        for start, end in pairwise(borders):
+            if of_record[start] >= 0:
+                yield number, ids[start:end], labels[start:end]
+
+
+def _unshifted(ids: Array, labels: Array) -> str:
+    """What is wrong where a target is not the next token; empty where none is."""
+    bad = np.flatnonzero((labels[:-1] != IGNORE) & (labels[:-1] != ids[1:]))
+    return f"the target at position {bad[0]} is not the next token" if len(bad) else ""
+
+
+def _not_learnt(labels: Array) -> str:
+    bad = np.flatnonzero(labels[:-1] == IGNORE)
+    return f"position {bad[0]} has no target" if len(bad) else ""
+
+
+def _decoded(figure: str, wrong: str, ids: Array, labels: Array, encoder: Encoder) -> str:
+    """The figure, with the text of the tokens at the first wrong position."""
+    bad = np.flatnonzero(labels[:-1] != ids[1:])
+    if not wrong or not len(bad) or labels[bad[0]] == IGNORE:
+        return figure
+    target, following = (encoder.decode([int(number)]) for number in (labels[bad[0]], ids[bad[0] + 1]))
+    return f"{figure}: {target!r} where {following!r} follows"
+
+
+def _share(targets: int, positions: int, rows: Rows) -> str:
+    return f"{targets} of {positions} tokens in {min(MOST_ROWS, len(rows))} rows are learnt, each the next one"
+
+
+def _word(ids: Iterable[int]) -> str:
+    """Ids as the characters of these numbers, so that one sequence is looked for in another as fast as in text."""
+    return "".join(map(chr, ids))
+
+
+def _runs(labels: Array) -> Iterator[list[int]]:
+    """Targets that follow each other without a gap."""
+    live = labels != IGNORE
+    borders = [0, *(np.flatnonzero(np.diff(live)) + 1), len(labels)]
+    for start, end in pairwise(borders):
+        if end > start and live[start]:
+            yield labels[start:end].tolist()
+
+
+def _is_learnt(run: str, answers: set[str], *, whole: bool, alone: bool) -> bool:
+    """Whether a run is an answer: where not `alone` with words of the template around it, where not `whole` a part of it."""
+    if run in answers:
+        return True
+    return (not alone and any(answer[:-1] in run for answer in answers)) or (
+        not whole and any(run in answer for answer in answers)
+    )
+
+
+SURROGATES = range(0xD800, 0xE000)  # halves of characters, which no text has
+
+BLOCK = 1 << 12  # code points of one text
+
+AWKWARD = (
+    "",
+    " ",
+    "  two  spaces  ",
+    "\t\n\r\n",
+    "e\u0301 a\u0308",
+    "👩\u200d👧 🇩🇪 𝔘𝔫𝔦",
+    "\0\x7f",
+    "你好 東京 한국어 עברית",
+    "½ ﬁ ™",
+)
+
+ROUND_TRIP = "tokenizer round trip"
+
+
+def round_trip(encoder: Encoder, texts: Sequence[str], normalize: Callable[[str], str] = str) -> Check:
+    """Whether all characters, awkward strings and texts of the data come back as the tokenizer's `normalize` leaves them,
+    and text that spells a special token does not become one.
+
+    All characters together have all bytes that UTF-8 has.
+    """
+    characters = ["".join(map(chr, range(start, start + BLOCK))) for start in range(0, 0x110000, BLOCK)
+                  if start not in SURROGATES]  # fmt: skip
+    characters[0xD000 // BLOCK] = "".join(map(chr, range(0xD000, 0xD800)))
+    offered = [*characters, *AWKWARD, *texts]
+    changed = lost = 0
+    example = ""
+    for text, ids in zip(offered, encoder.encode(offered), strict=True):
+        back, expected = encoder.decode(ids), normalize(text)
+        changed += expected != text
+        if back != expected:
+            lost += 1
+            example = example or next(
+                (have for have, got in zip(expected, back, strict=False) if have != got), expected[-1:]
+            )
+    forged = _forged(encoder)
+    figure = (
+        f"{len(offered) - lost} of {len(offered)} texts come back, all of Unicode and {len(texts)} of the data among them"
+    )
+    if changed:
+        figure += f"; {changed} of them after the tokenizer's own normalizer, which changes text"
+    if lost:
+        figure += f"; the first character that does not is U+{ord(example or chr(0)):04X}"
+    if forged:
+        figure += f"; text that spells {forged[0]} becomes the special token"
+    fix = (
+        "train the tokenizer with ttrain, or take one with all bytes and no hidden changes of text (tokenizer.existing)"
+        if lost else "do not train on such text, or a user can forge turns of a chat"
+    )  # fmt: skip
+    return make_check(ROUND_TRIP, not (lost or forged), figure, fix)
+
+
+def _forged(encoder: Encoder) -> list[str]:
+    """Special tokens that a text can spell."""
+    special = encoder.special_ids()
+    names = sorted({*encoder.tokens.values(), "<|im_start|>", "<|endoftext|>", "<s>"})
+    return [name for name in names if special.intersection(encoder.encode([f"a{name}b {name}\n"])[0])]

@@ -1,0 +1,196 @@
+"""A linear layer with a low-rank adapter as one node of the autograd graph: PEFT's layer, names and files, fewer passes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from peft import PeftModelForCausalLM
+from peft.tuners.lora.layer import Linear
+from torch import Tensor, nn
+
+from ttrain.config import Lora
+from ttrain.errors import UsageError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class FusedLinear(Linear):  # type: ignore[misc]  # PEFT has no types
+    """y = x W' + s (x A') B' in three products; all other cases are left to PEFT.
+
+    PEFT casts the input twice (to the adapter's fp32 and back), autocast casts the frozen W in every pass, and the sum, its
+    scale and their gradients are passes of their own over [tokens, out].
+    """
+
+    _narrow: tuple[Any, Tensor] | None = None
+
+    def forward(self, x: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        name = self.active_adapters[0] if len(self.active_adapters) == 1 else ""
+        if arguments or options or not self.is_plain(name):
+            return super().forward(x, *arguments, **options)  # type: ignore[no-any-return]
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.base_layer.weight.dtype
+        down, up = self.lora_A[name].weight, self.lora_B[name].weight
+        bias = None if self.base_layer.bias is None else self.base_layer.bias.to(dtype)
+        arguments = (x.to(dtype), self._weight(dtype), bias, down, up, self.scaling[name])
+        output: Tensor = LowRank.apply(*arguments)  # type: ignore[no-untyped-call]  # torch's
+        return output
+
+    def is_plain(self, name: str) -> bool:
+        """Whether the fused computation gives what PEFT gives: one active adapter, without dropout, variant or bias."""
+        return (
+            name in self.lora_A
+            and not torch.compiler.is_compiling()  # it fuses by itself, and cannot trace a cached copy
+            and not self.disable_adapters
+            and not self.merged
+            and name not in self.lora_variant
+            and (not self.training or isinstance(self.lora_dropout[name], nn.Identity))
+            and self.lora_B[name].bias is None
+            and not any(p.requires_grad for p in self.base_layer.parameters())
+        )
+
+    def _weight(self, dtype: torch.dtype) -> Tensor:
+        """The frozen weight in `dtype`. Cached on a CPU only: a GPU casts fast, and has less room for a copy."""
+        weight: Tensor = self.base_layer.weight.detach()
+        if weight.dtype == dtype or weight.device.type != "cpu":
+            return weight.to(dtype)
+        key = (weight.data_ptr(), weight._version, dtype)
+        if self._narrow is None or self._narrow[0] != key:
+            self._narrow = (key, weight.to(dtype))
+        return self._narrow[1]
+
+
+class LowRank(torch.autograd.Function):
+    """LoRA, arXiv:2106.09685, equation 3. N tokens, D in, F out, r the rank."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight_FD: Tensor, bias_F: Tensor | None, down_rD: Tensor, up_Fr: Tensor, scale: float
+    ) -> Tensor:
+        dtype = weight_FD.dtype
+        x_ND = x.flatten(0, -2)
+        down, up = down_rD.to(dtype), (up_Fr * scale).to(dtype)
+        with torch.autocast(x.device.type, enabled=False):
+            h_Nr = x_ND @ down.T
+            y = torch.nn.functional.linear(x, weight_FD, bias_F)  # not a view, since some models write into it
+            y.view(-1, y.shape[-1]).addmm_(h_Nr, up.T)
+        ctx.save_for_backward(x_ND, weight_FD, down, up, h_Nr)
+        ctx.scale, ctx.type = scale, down_rD.dtype
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x_ND, weight_FD, down, up, h_Nr = ctx.saved_tensors
+        dy_NF = grad.flatten(0, -2)
+        dh_Nr = dy_NF @ up
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = (dy_NF @ weight_FD).addmm_(dh_Nr, down).view(*grad.shape[:-1], -1)
+        grad_down = (dh_Nr.T @ x_ND).to(ctx.type)
+        grad_up = (dy_NF.T @ h_Nr).to(ctx.type).mul_(ctx.scale)
+        return grad_x, None, None, grad_down, grad_up, None
+
+
+NAME = "default"
+
+TOLERANCE = (
+    0.2  # relative to the effect of the tokens: rounding is 1e-5 in fp32, and a few percent over 4-bit weights in bf16
+)
+
+
+class PrefixModel(PeftModelForCausalLM):  # type: ignore[misc]  # PEFT has no types
+    """PEFT's model that can also be called token by token with its cache: PEFT alone would start over.
+
+    Callers do not count virtual tokens: a mask and positions that they pass are those of the text.
+    """
+
+    def forward(self, *arguments: Any, past_key_values: Any = None, **options: Any) -> Any:
+        if past_key_values is None or not past_key_values.get_seq_length():
+            return super().forward(*arguments, **options)
+        virtual = self.active_peft_config.num_virtual_tokens
+        mask_BT, positions_BT = options.get("attention_mask"), options.get("position_ids")
+        if mask_BT is not None:
+            options["attention_mask"] = torch.cat([mask_BT.new_ones(len(mask_BT), virtual), mask_BT], 1)
+        if positions_BT is not None:
+            options["position_ids"] = positions_BT + virtual
+        return self.base_model(*arguments, past_key_values=past_key_values, **options)
+
+
+def attach(model: PreTrainedModel, config: Lora) -> PrefixModel:
+    """Add a prefix of random keys and values, as PEFT draws them, to a model and freeze the base.
+
+    Raises UsageError if there are too few positions, or if the architecture's attention ignores given keys and values:
+    tested with those of some tokens, which must have the same effect as the tokens themselves.
+    """
+    from peft import PrefixTuningConfig, TaskType
+
+    _check_positions(model, config)
+    training = model.training
+    model.eval()
+    ids_1P, probe_1T = _random_tokens(model, config.seed, config.virtual_tokens), _random_tokens(model, config.seed + 1, 4)
+    keys_values_LPGK = _keys_and_values(model, ids_1P)
+    layers, virtual, heads, width = keys_values_LPGK.shape
+    settings = PrefixTuningConfig(
+        task_type=TaskType.CAUSAL_LM,
+        num_virtual_tokens=virtual,
+        num_layers=layers // 2,
+        num_attention_heads=heads,
+        token_dim=heads * width,
+        num_transformer_submodules=1,
+    )
+    with torch.no_grad():
+        without_1TV = model(input_ids=probe_1T, use_cache=False).logits
+        expected_1TV = model(input_ids=torch.cat([ids_1P, probe_1T], 1), use_cache=False).logits[:, virtual:]
+        adapted = PrefixModel(model, settings)
+        fresh = weight(adapted).clone()
+        weight(adapted).copy_(keys_values_LPGK.transpose(0, 1).flatten(1))
+        found_1TV = adapted(input_ids=probe_1T, use_cache=False).logits
+        weight(adapted).copy_(fresh)
+    if float((found_1TV - expected_1TV).norm()) > TOLERANCE * float((without_1TV - expected_1TV).norm()):
+        raise _refusal(model, "ignores keys and values that it is given")
+    adapted.train(training)
+    return adapted
+
+
+def weight(model: PrefixModel, name: str = NAME) -> Tensor:
+    """The prefix, [P, L*2*G*K], as PEFT's file holds it."""
+    prefix_weight: Tensor = model.prompt_encoder[name].embedding.weight
+    return prefix_weight
+
+
+def _keys_and_values(model: PreTrainedModel, ids_1P: Tensor) -> Tensor:
+    """[2L, P, G, K]: keys and values of each layer in turn, for these tokens."""
+    with torch.no_grad():
+        cache = getattr(model(input_ids=ids_1P, use_cache=True), "past_key_values", None)
+    layer_pairs = [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in getattr(cache, "layers", ())]
+    parts = [tensor for pair in layer_pairs for tensor in pair if tensor is not None]
+    if not parts or len(parts) < 2 * len(layer_pairs):
+        raise _refusal(model, "caches other things than keys and values of every layer")
+    if len({tensor.shape for tensor in parts}) > 1:
+        raise _refusal(model, "caches keys and values of different shapes")
+    return torch.cat(parts).transpose(1, 2).float()
+
+
+def _refusal(model: PreTrainedModel, why: str) -> UsageError:
+    kind = model.config.model_type
+    return UsageError(f"lora.kind is prefix, but a model of the kind {kind} {why}; set lora.kind=lora")
+
+
+def _check_positions(model: PreTrainedModel, config: Lora) -> None:
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    needed = config.row_length + config.virtual_tokens
+    if limit is not None and needed > limit:
+        length = config.longest_row(limit - config.virtual_tokens)
+        fix = f"set lora.row_length={length}" if length else "lower lora.virtual_tokens"
+        raise UsageError(
+            f"lora.row_length is {config.row_length} and lora.virtual_tokens {config.virtual_tokens}, together {needed} "
+            f"positions, but the base model has {limit}; {fix}"
+        )
+
+
+def _random_tokens(model: PreTrainedModel, seed: int, count: int) -> Tensor:
+    """[1, count] ids, without id 0, which some models take for padding."""
+    vocab_size = model.config.get_text_config().vocab_size
+    ids = torch.randint(1, vocab_size, (1, count), generator=torch.Generator().manual_seed(seed))
+    return ids.to(model.device)

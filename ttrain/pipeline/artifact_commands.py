@@ -1,0 +1,305 @@
+"""The `artifacts` commands: find by key prefix, list, verify every byte, adopt across a code change."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ttrain.core.files import fsync, remove_tree
+from ttrain.core.hashing import differences, sha256_file
+from ttrain.errors import ArtifactError, UsageError
+from ttrain.pipeline.plan import key_of
+from ttrain.pipeline.recipe import Planned
+from ttrain.pipeline.resume import partial_runs
+from ttrain.stages import STAGES
+from ttrain.store import runs
+from ttrain.store.artifacts import SHOWN_KEY, ArtifactStore
+from ttrain.store.layout import MANIFEST, Artifact, Elsewhere, altered_manifest
+
+if TYPE_CHECKING:
+    from ttrain.config import Settings
+
+
+HEX = frozenset("0123456789abcdef")
+
+
+@dataclass(frozen=True)
+class ArtifactRow:
+    """One row of `artifacts list`: a finished artifact, or unfinished work that can be resumed."""
+
+    stage: str
+    key: str
+    state: str  # "finished", "damaged: ..." or "unfinished at step N"
+    path: Path
+    bytes: int
+    published: float | None = None  # seconds since 1970
+    run: str | None = None  # the newest run that made or used it
+
+    def to_json(self) -> dict[str, Any]:
+        """The form that `list --json` prints."""
+        values = {"stage": self.stage, "key": self.key, "state": self.state, "path": str(self.path), "bytes": self.bytes}
+        return {**values, "published_unix": self.published, "run": self.run}
+
+
+def check_stage(name: str) -> None:
+    """Raise UsageError if there is no such stage."""
+    if name not in STAGES:
+        raise UsageError(f"there is no stage '{name}'; the stages are {', '.join(STAGES)}")
+
+
+def artifact_rows(store: ArtifactStore, stage: str | None = None) -> list[ArtifactRow]:
+    """List all artifacts, or those of a stage, newest first, then the unfinished work that can be resumed."""
+    users: dict[str, str] = {}
+    for run in runs.history(store.root):
+        for entry in run["stages"]:
+            users.setdefault(entry.get("key") or "", run["run"])
+    listed = []
+    for artifact in store.artifacts(stage) if stage else store.everything():
+        damage = store.damage(artifact)
+        listed.append(
+            ArtifactRow(
+                artifact.stage,
+                artifact.key,
+                f"damaged: {damage}" if damage else "finished",
+                artifact.path,
+                size_of(artifact),
+                float(artifact.manifest["published"]),
+                users.get(artifact.key),
+            )
+        )
+    for path, problem in store.unreadable(stage or "*").items():
+        size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        listed.append(ArtifactRow(path.parent.name, path.name, f"damaged: {problem}", path, size))
+    for name in [stage] if stage else [name for name in STAGES if STAGES[name].uses_ranks]:
+        for work in partial_runs(store, name):
+            size = sum(path.stat().st_size for path in work.path.rglob("*") if path.is_file())
+            state = f"unfinished at step {work.step}"
+            listed.append(ArtifactRow(name, work.key, state, work.path, size, run=users.get(work.key)))
+    return listed
+
+
+def size_of(artifact: Artifact) -> int:
+    """Total size of the artifact's files that are on this disk."""
+    absent = artifact.absent
+    return sum(entry["bytes"] for name, entry in artifact.manifest["files"].items() if name not in absent)
+
+
+def find_artifact(store: ArtifactStore, stage: str, prefix: str = "") -> Artifact:
+    """Return the stage's artifact with this key prefix; without a prefix, the newest undamaged one.
+
+    Raises UsageError if no artifact matches, or several do.
+    """
+    check_stage(stage)
+    if not prefix:
+        return store.latest(stage)
+    artifacts = store.artifacts(stage)
+    matches = [artifact for artifact in artifacts if artifact.key.startswith(prefix)]
+    if len(matches) == 1:
+        return matches[0]
+    shown = ", ".join(artifact.key[:SHOWN_KEY] for artifact in (matches or artifacts)[:8]) or "none"
+    problem = "several artifacts have keys that begin so" if matches else "no artifact has a key that begins so"
+    raise UsageError(f"{stage} {prefix}: {problem}; there are: {shown}; `ttrain artifacts list {stage}` shows them")
+
+
+# --- verify -------------------------------------------------------------------------------------------------------------
+def verify(artifact: Artifact, on_file: Callable[[int], object] = lambda size: None) -> list[str]:
+    """Read every byte of an artifact and list its problems; calls `on_file` with the size of each file."""
+    problems = [altered] if (altered := altered_manifest(artifact.manifest)) else []
+    if key_of(artifact.manifest["ingredients"]) != artifact.key:
+        problems.append(f"{MANIFEST} says that it was made of other things than its key does")
+    absent = artifact.absent
+    for name, entry in artifact.manifest["files"].items():
+        if name in absent:
+            continue
+        try:
+            size = (artifact.path / name).stat().st_size
+            if size != entry["bytes"]:
+                problems.append(f"{name} has {size} bytes where {entry['bytes']} were published")
+            elif sha256_file(artifact.path / name) != entry["sha256"]:
+                problems.append(f"{name} was altered after it was published")
+        except OSError as error:
+            problems.append(f"{name} cannot be read: {error.strerror}")
+        on_file(entry["bytes"])
+    return problems
+
+
+# --- adopt --------------------------------------------------------------------------------------------------------------
+def adopt(store: ArtifactStore, planned: Planned, prefix: str) -> Artifact:
+    """Publish an artifact under the key that the plan would build, if only code (and Python) differs.
+
+    Its files are hard-linked under the new key, or copied where the disk has no links, and its manifest records in `adopted`
+    the old key and the differences. Raises UsageError if more differs, ArtifactError if it is damaged.
+    """
+    stage = planned.stage.name
+    if planned.key is None:
+        raise UsageError(f"stage {stage} {planned.why[0]}, so its key is not known yet; adopt or run that first")
+    old = find_artifact(store, stage, prefix)
+    if old.key == planned.key:
+        raise UsageError(f"{stage} {old.key[:SHOWN_KEY]} is what the plan takes already; there is nothing to adopt")
+    refused = differences(_without_code(old.manifest["ingredients"]), _without_code(planned.ingredients))
+    if refused:
+        raise UsageError(
+            f"{stage} {old.key[:SHOWN_KEY]} cannot be adopted, since more than code differs: {'; '.join(refused)}; "
+            f"give the settings that it was made with (`ttrain artifacts show {stage} {old.key[:SHOWN_KEY]}`)"
+        )
+    if old.absent:
+        raise ArtifactError(f"{stage} {old.key[:SHOWN_KEY]} was fetched in part; only a whole one is adopted")
+    problems = verify(old)
+    if problems:
+        raise ArtifactError(f"{stage} {old.key[:SHOWN_KEY]} is damaged, so it is not adopted: {'; '.join(problems)}")
+    with store.lock(stage, planned.key):
+        if store.find(stage, planned.key):
+            raise UsageError(f"{stage} {planned.key[:SHOWN_KEY]} is there already; there is nothing to adopt")
+        output = store.work(stage, planned.key).with_name(f"{planned.key}.adopted")
+        remove_tree(output)
+        for name in old.manifest["files"]:
+            _link_or_copy(old.path / name, output / name)
+        entry = {
+            "key": old.key,
+            "differences": differences(old.manifest["ingredients"], planned.ingredients),
+            "adopted_unix": time.time(),
+        }
+        earlier = old.manifest.get("adopted", [])
+        manifest = {**old.manifest, "ingredients": dict(planned.ingredients), "adopted": [*earlier, entry]}
+        return store.publish(stage, planned.key, output, manifest)
+
+
+def _without_code(ingredients: Mapping[str, Any]) -> dict[str, Any]:
+    return {**ingredients, "code": {}, "python": None}
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(OSError):  # a disk without links, or too many of them
+        os.link(source, target)
+        fsync(target.parent)
+        return
+    shutil.copy2(source, target)
+
+
+@dataclass(frozen=True)
+class UntrustedArtifact:
+    """An artifact to set aside, or already set aside; `artifact` is None if its manifest cannot be read."""
+
+    path: Path
+    why: str
+    artifact: Artifact | None = None
+
+    @property
+    def stage(self) -> str:
+        return self.path.parent.name
+
+    @property
+    def key(self) -> str:
+        return self.path.name
+
+    def __str__(self) -> str:
+        return f"{self.stage} {self.key[:SHOWN_KEY]} ({self.why})"
+
+
+def set_aside(store: ArtifactStore, damaged: Sequence[UntrustedArtifact]) -> list[UntrustedArtifact]:
+    """Move the artifacts that `suspects` returns, then the damaged ones, out of the store; return all that were moved.
+
+    The damaged ones go last: after a kill in between, they can still be found again. MLflow's copy of a suspect
+    is not fetched in its place, nor its copy of a damaged artifact if it is a hard link to the same file.
+    """
+    moved = []
+    for removal in [*suspects(store, damaged), *damaged]:
+        artifact = removal.artifact
+        present = store.at(removal.path)
+        if artifact and present and present.manifest["published"] != artifact.manifest["published"]:
+            continue  # it was rebuilt meanwhile
+        if removal not in damaged or (artifact and _has_second_names(artifact)):
+            store.distrust(removal.stage, removal.key, artifact.manifest["published"] if artifact else time.time())
+        with contextlib.suppress(FileNotFoundError):  # another run has already moved it
+            store.set_aside(removal.stage, removal.key)
+            moved.append(removal)
+    return moved[::-1]
+
+
+def suspects(store: ArtifactStore, damaged: Sequence[UntrustedArtifact]) -> list[UntrustedArtifact]:
+    """List the artifacts made from damaged ones, directly or not, that are not proven correct; the last made comes
+    first."""
+    artifacts = store.everything()
+    suspected: list[UntrustedArtifact] = []
+    waiting, visited = [*damaged], {removal.path for removal in damaged}
+    while waiting:
+        source = waiting.pop(0)
+        for artifact in artifacts:
+            if artifact.path not in visited and (why := _suspicion(artifact, source, is_damaged=source in damaged)):
+                visited.add(artifact.path)
+                suspected.append(UntrustedArtifact(artifact.path, why, artifact))
+                waiting.append(suspected[-1])
+    return suspected[::-1]
+
+
+def _suspicion(artifact: Artifact, source: UntrustedArtifact, *, is_damaged: bool) -> str | None:
+    """Explain why an artifact may have been made from wrong bytes of `source`; None if it was not."""
+    for name, entry in artifact.manifest.get("inputs", {}).items():
+        if (entry["stage"], entry["key"]) != (source.stage, source.key):
+            continue
+        names = STAGES[artifact.stage].inputs.get(name, ()) if artifact.stage in STAGES else ()
+        recorded = artifact.manifest["ingredients"].get("inputs", {}).get(name) or entry["content"]
+        if is_damaged:
+            if not artifact.manifest.get("inputs_verified") and _digest_on_disk(source.path, names) != recorded:
+                return f"made from {source.stage} {source.key[:SHOWN_KEY]} without a look at its digests"
+        elif source.artifact and source.artifact.part(names) == recorded:
+            return f"made from {source.stage} {source.key[:SHOWN_KEY]}, which may be wrong"
+    return None
+
+
+def _digest_on_disk(directory: Path, names: tuple[str, ...]) -> str | None:
+    """Digest of the named files and directories as they are now; None if one cannot be read."""
+    paths = {path.relative_to(directory).as_posix(): path for path in directory.rglob("*") if path.is_file()}
+    artifact = Artifact("", "", directory, {"files": {name: {} for name in paths if name != MANIFEST}})
+    try:
+        files: dict[str, Any] = {name: {"sha256": sha256_file(paths[name])} for name in artifact.files_of(names)}
+    except OSError:
+        return None
+    return Artifact("", "", directory, {"files": files}).part(names)
+
+
+def _has_second_names(artifact: Artifact) -> bool:
+    """Whether files of an artifact are hard-linked elsewhere, such as in MLflow's folder, and thus damaged there too."""
+    return any(_links(artifact.path / name) > 1 for name in artifact.files_of(()))
+
+
+def _links(path: Path) -> int:
+    with contextlib.suppress(OSError):
+        return path.stat().st_nlink
+    return 0
+
+
+class InTracker:
+    """Artifacts in MLflow of one experiment (None: of all); a `ttrain.store.layout.Elsewhere`.
+
+    MLflow is loaded at the first key that the store lacks.
+    """
+
+    def __init__(self, home: Path, experiment: str | None = None) -> None:
+        self._home, self._experiment = home, experiment
+
+    def manifest(self, stage: str, key: str) -> Mapping[str, Any] | None:
+        return self._tracked.manifest(stage, key)
+
+    def fetch(self, stage: str, key: str, name: str, to: Path) -> None:
+        self._tracked.fetch(stage, key, name, to)
+
+    @cached_property
+    def _tracked(self) -> Elsewhere:
+        from ttrain.tracking.artifact_source import MlflowArtifacts
+
+        return MlflowArtifacts(self._home, self._experiment)
+
+
+def store_of(home: Path, settings: Settings) -> ArtifactStore:
+    """The store of a home; if tracking is enabled, missing artifacts are looked up in MLflow."""
+    tracking = settings.tracking
+    return ArtifactStore(home, InTracker(home, tracking.experiment) if tracking.enabled else None)

@@ -1,0 +1,102 @@
+"""The weight files in a Hugging Face directory, and the digest that identifies them. Loads no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ttrain.core.files import parse_json
+from ttrain.core.hashing import digest_of, sha256_file
+from ttrain.errors import ArtifactError
+from ttrain.store import integrity
+from ttrain.store.layout import MANIFEST, Artifact, read_manifest
+
+MODEL = "model.safetensors"
+
+ADAPTER = "adapter_model.safetensors"
+
+SECOND_HEAD = "multi_token.safetensors"  # beside the model, never in it
+
+INDEX_SUFFIX = ".index.json"  # what tells in which shard each tensor lies
+
+
+def weight_files(directory: Path, name: str = MODEL) -> list[Path]:
+    """The one file `name`, or the shards that its index lists, in the order of their names.
+
+    Raises ArtifactError where there is neither, where a shard is missing, or where the index is invalid.
+    """
+    single, index = directory / name, directory / (name + INDEX_SUFFIX)
+    if single.is_file():
+        return [single]
+    try:
+        names = sorted(set(parse_json(index.read_bytes())["weight_map"].values()))
+    except FileNotFoundError:
+        raise ArtifactError(f"{directory} holds neither {name} nor {index.name}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ArtifactError(f"{index} is not an index of shards: {type(error).__name__}: {error}") from None
+    files = [directory / shard for shard in names]
+    for file in files:
+        if file.parent != directory or not file.is_file():
+            raise ArtifactError(f"{index} lists {file.name}, but {directory} holds no such file")
+    return files
+
+
+def weights_digest(directory: Path, *, name: str = MODEL, digest: Callable[[Path], str] = sha256_file) -> str:
+    """The digest that identifies these weights: the sha256 of the one file, or of the names and digests of all shards.
+
+    `digest` gives a file's sha256, from a cache or a manifest where the bytes were read before.
+    """
+    files = weight_files(directory, name)
+    if len(files) == 1 and files[0].name == name:
+        return digest(files[0])
+    return digest_of([[file.name, digest(file)] for file in files])
+
+
+RecordedRun = Mapping[str, Any]  # a run's record
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A model that was found: `model` is its Hugging Face directory, or that of the base which `adapter` goes onto."""
+
+    text: str  # as the user wrote it
+    model: Path
+    adapter: Path | None = None
+    # What the adapter, or else the model, is part of; None for a directory from elsewhere
+    artifact: Artifact | None = field(default=None, repr=False)
+    run: RecordedRun | None = field(default=None, repr=False)  # the run that the name led to; None where it named none
+
+    @property
+    def directory(self) -> Path:
+        """The directory of the adapter, where there is one, else of the model."""
+        return self.adapter or self.model
+
+    @property
+    def tokenizer(self) -> Path:
+        """The directory to take the tokenizer from: ttrain's adapters include the one that they were trained with."""
+        return self.directory if (self.directory / "tokenizer.json").is_file() else self.model
+
+    @property
+    def second_head(self) -> Path | None:
+        """The head that predicts the token after the next, where the model's training kept it."""
+        file = self.model / SECOND_HEAD
+        return file if file.is_file() else None
+
+    def verify(self) -> None:
+        """Compare the files that lie in artifacts with their manifests, before the model is loaded. Raises DamagedFile.
+
+        Files outside of artifacts were never published, and are taken as they are.
+        """
+        for directory in dict.fromkeys((self.model, self.directory)):
+            for root in directory.parents:
+                if manifest := read_manifest(root / MANIFEST):
+                    artifact = Artifact(manifest["stage"], manifest["key"], root, manifest)
+                    integrity.verify_artifact(artifact, (directory.relative_to(root).as_posix(),))
+                    break
+
+    @property
+    def base_digest(self) -> str:
+        """Digest of the full model's weights, which an adapter is bound to. Reads the files unless a manifest knows it."""
+        return weights_digest(self.model)

@@ -1,0 +1,396 @@
+"""One experiment of one MLflow: start runs, and deliver their outboxes, now or when MLflow answers again."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, final
+
+from ttrain.core.redact import without_user
+from ttrain.core.sqlite_files import is_damage
+from ttrain.tracking import client as tracking_client
+from ttrain.tracking import outbox, outboxes, runs
+from ttrain.tracking.calls import RefusedError, attempt, create_if_missing, is_refusal, run_name
+from ttrain.tracking.client import MlflowCaller, silence, tracking_uri
+from ttrain.tracking.database import REPAIR, artifacts_of, database_of, open_client
+from ttrain.tracking.delivery import DELIVERY_TYPES
+from ttrain.tracking.null_tracker import NullRun
+from ttrain.tracking.outbox import Entry
+from ttrain.tracking.outboxes import deliver_orphaned_outbox, remove_unmade
+from ttrain.tracking.registered_models import ModelRegistry
+from ttrain.tracking.runs import TrackedRun, clean_tags
+from ttrain.tracking.uploads import UploadProgress, local_path
+
+log = logging.getLogger("ttrain")
+
+COUNT_NAMES: Final = {"rows": "metrics", "follow": "metrics"}
+
+RETRY_PAUSE_SECONDS = 2.0  # before a silent server is tried again; doubled each time, up to half a minute
+
+TAKE_SECONDS = 20.0  # to wait for another process that delivers what an earlier one left of a run that continues here
+
+UPLOADS_STALL_SECONDS = 60.0  # without a byte: after this the end of a run waits no longer for uploads
+
+
+@final
+class MlflowStore:
+    """One experiment of one MLflow, shared by threads; opened by `open_store`, to be closed."""
+
+    def __init__(self, client: Any, uri: str, home: Path, experiment: str) -> None:
+        self.client, self.uri, self.home = client, uri, home
+        self.caller = MlflowCaller(uri, is_own=self.tracker == "")
+        self.is_http = self.caller.is_http
+        self.versions = ModelRegistry(client)
+        self.progress = UploadProgress()
+        self.counts: dict[str, int] = {}  # delivered metrics, parameters, ...; "lost": what can never be delivered
+        self._experiment, self._experiment_ids = experiment, dict[str, str]()
+        # A server chooses the artifact root itself; everything else would write below the working directory
+        self._place = None if self.is_http or uri.startswith(("databricks", "uc")) else artifacts_of(home)
+        self._open: dict[str, TrackedRun] = {}  # by outbox id
+        self._opening = threading.RLock()
+        self._delivers_orphans = self._upload_failed = False
+        self.lock = self.caller.lock
+        pause = lambda: RETRY_PAUSE_SECONDS if self.is_http else 0.2  # noqa: E731
+        self._retry_thread = RetryThread("tracking", partial(self._deliver_all, uploads=False), pause)
+        self._upload_thread = RetryThread("tracking-uploads", partial(self._deliver_all, uploads=True), pause)
+
+    def start_run(
+        self,
+        name: str,
+        *,
+        run_id: str | None = None,
+        identity: str | None = None,
+        parent: TrackedRun | NullRun | None = None,
+        parent_run_id: str | None = None,
+        tags: Mapping[str, str],
+        params: Mapping[str, object],
+        started: float | None = None,
+        keeps_files: bool = False,
+    ) -> TrackedRun | NullRun:
+        """Start a run, or continue the one with MLflow's `run_id` or with the `identity` that it had here before.
+
+        `started`: in seconds since 1970, if not now. `keeps_files`: the files of the run's artifact go to MLflow, also if
+        its process is killed before that.
+        With a silent server, the run is created later, and its `id` is None until then.
+        """
+        run_tags = clean_tags({**tags, **({runs.PARENT: parent_run_id} if parent_run_id else {})})
+        run_info: dict[str, Any] = {"name": run_name(name), "tags": run_tags, "parent_run_id": parent_run_id}
+        run_info |= {"parent": parent.identity if parent else None, "keeps_files": keeps_files}
+        if started is not None:
+            run_info["started"] = started
+        run = self._open_run(identity, run_id, run_info, parent if isinstance(parent, TrackedRun) else None)
+        self.call_for_run(f"starting the run {name}", lambda: None, run)
+        if run.is_again:
+            run.enqueue("continued", values=run_tags)
+        run.log_params(params)
+        return run
+
+    def run_of(self, run_id: str) -> TrackedRun:
+        """Open an existing run of MLflow to log more; if it is gone, nothing is logged."""
+        run_info = {"name": run_id, "tags": {}, "ended": True, "is_made": True}
+        run = self._open_run(None, run_id, run_info, None)
+        if self.caller.is_silent:
+            self.caller.probe()
+        self.call_for_run(f"opening the run {run_id}", lambda: None, run)
+        return run
+
+    def register_model(
+        self, name: str, *, run: TrackedRun | NullRun, artifact_path: str, tags: Mapping[str, str], **descriptions: str
+    ) -> str | None:
+        """Register the files under the run's `artifact_path` as a model; return the version, None as long as it waits.
+
+        A version with the same tags `ttrain.key` and `ttrain.content` is returned instead of a new one. `descriptions`:
+        `description` for the version, `about` for the registered model.
+        """
+        if isinstance(run, NullRun):
+            return None
+        answer: str | None = run.enqueue("register", name=name, path=artifact_path, tags=dict(tags), **descriptions).answer
+        return answer
+
+    def register_models(
+        self, name: str, *, run: TrackedRun | NullRun, models: Sequence[Mapping[str, Any]], **data: Any
+    ) -> str | None:
+        """Register this set of models as a version of `name` (`model_sets.tags_of`); None as long as it waits.
+
+        Models that are not registered yet are registered from this run.
+
+        Of each model: name, stage, tags, artifact_path, `path` of its files, None if they are not here, `description`
+        and `about` as in `register_model`. `data`: `run_name`, `keys` by stage, `metrics`, and the same two.
+        """
+        if isinstance(run, NullRun):
+            return None
+        models = [{**model, "path": model["path"] and self.relative(Path(model["path"]))} for model in models]
+        entry = run.enqueue("register_models", name=name, models=models, **data)
+        self.finish_uploads()
+        answer: str | None = entry.answer
+        return answer
+
+    def deliver_soon(self, run: TrackedRun, entry: Entry) -> None:
+        """Deliver the entry now if that is quick; files that go over the network are uploaded in the background."""
+        if not DELIVERY_TYPES[entry.kind].uploads:
+            self.deliver(run)
+        elif run.is_bound and run.artifact_uri and local_path(run.artifact_uri):
+            self.deliver(run, uploads=True)
+        else:
+            self._upload_thread.wake()
+
+    def deliver(self, run: TrackedRun, *, uploads: bool = False, again: bool = False) -> bool:
+        """Deliver the run's outbox to MLflow, in order; False if something is left, which a thread retries.
+
+        An entry that fails while others succeed is skipped until it is tried `again`. With a server, this does not wait
+        for another thread that delivers this run.
+        """
+        lock = run.upload_lock if uploads else run.lock
+        if not lock.acquire(blocking=not self.is_http):
+            return self._retry_later(uploads)
+        try:
+            if again:
+                run.failed -= {entry.number for entry in run.waiting() if DELIVERY_TYPES[entry.kind].uploads == uploads}
+            while entry := self._next(run, uploads):
+                if self.call_for_run(DELIVERY_TYPES[entry.kind].label, partial(self._deliver_entry, run, entry), run):
+                    run.outbox.mark_delivered(entry)
+                else:
+                    self._upload_failed |= uploads
+                    if self.caller.is_silent:
+                        return self._retry_later(uploads)
+                    run.failed.add(entry.number)
+            return not run.failed or self._retry_later(uploads)
+        finally:
+            lock.release()
+
+    def call_for_run(self, label: str, action: Callable[[], object], run: TrackedRun) -> bool:
+        """Make one call about a run, after creating the run in MLflow if needed; False if it has to be retried.
+
+        A call that MLflow refuses is dropped with a warning.
+        """
+        if self.caller.is_silent:
+            return self._retry_later(False)
+        _, error = attempt(partial(runs.ensure_run, self, run))
+        unmade = error is not None
+        if not unmade:
+            _, error = attempt(action)
+        if error is None:
+            return True
+        refused = isinstance(error, RefusedError) or (not unmade and (is_refusal(error) or type(error) is ValueError))
+        self.caller.record_failure(
+            label, error, is_silent=not refused and not isinstance(error, OSError)
+        )  # a disk is not a server
+        if refused:
+            self._count("lost", 1)
+        else:
+            self._retry_later(False)
+        return refused
+
+    def on_upload(self, on_progress: Callable[[int, int], object]) -> None:
+        """Set a callback `(bytes done, bytes in total)`, called a few times a second while files go over the network."""
+        self.progress.on_progress = on_progress
+
+    def finish_uploads(self, seconds: float = UPLOADS_STALL_SECONDS) -> None:
+        """Wait for uploads, as long as bytes are sent and nothing fails."""
+        self.progress.moved, self._upload_failed = time.monotonic(), False
+        while self._undelivered_count(uploads=True) and time.monotonic() - self.progress.moved < seconds:
+            if self.caller.is_silent or self._upload_failed:
+                return
+            self._upload_thread.wake()
+            time.sleep(0.02)
+
+    def deliver_orphans(self) -> None:
+        """From now on, also deliver outboxes of processes that were killed, or that met a silent server."""
+        self._delivers_orphans = True
+        if outboxes.list_outboxes(self.home):
+            self._upload_thread.wake()
+
+    def close(self) -> int:
+        """Deliver what one more try can, and release the outboxes; return the number of entries left."""
+        runs = list(self._open.values())
+        self.finish_uploads()
+        self._retry_thread.stop(tracking_client.PROBE_SECONDS + 1 if self.caller.is_silent else 30.0)
+        self._upload_thread.stop(tracking_client.PROBE_SECONDS + 1)
+        for run in runs:
+            if not self.caller.is_silent:
+                self.deliver(run, again=True)
+        undelivered = [entry for run in runs for entry in run.waiting()]
+        lost = sum(len(run.waiting()) for run in runs if not run.outbox.is_kept)
+        for run in runs:
+            run.outbox.close()
+            self._open.pop(run.outbox.id, None)
+        if lost:
+            log.warning(
+                "MLflow at %s did not receive %d entries of this run, and they could not be saved: they are lost there; "
+                "what ttrain shows of the run is in the home",
+                without_user(self.uri), lost,
+            )  # fmt: skip
+        elif undelivered:
+            how = REPAIR if is_damage(self.caller.last_error) else "the next run delivers them, or: ttrain track sync"
+            log.warning(
+                "MLflow at %s has yet to receive %d entries of this run; %s", without_user(self.uri), len(undelivered), how
+            )
+        return len(undelivered)
+
+    def experiment_id(self, name: str | None = None) -> str:
+        """Id of the experiment, which is created or restored if needed. Raises MLflow's errors."""
+        name = name or self._experiment
+        if name not in self._experiment_ids:
+            experiment = self.client.get_experiment_by_name(name)
+            if experiment is None:
+                create_if_missing(partial(self.client.create_experiment, name, self._place))
+                experiment = self.client.get_experiment_by_name(name)
+            if experiment.lifecycle_stage == "deleted":
+                self.client.restore_experiment(experiment.experiment_id)  # MLflow lets no other experiment have its name
+            # MLflow's pages open on training runs, not on its pages for agents and traces.
+            self.client.set_experiment_tag(experiment.experiment_id, "mlflow.experimentKind", "custom_model_development")
+            self._experiment_ids[name] = str(experiment.experiment_id)
+        return self._experiment_ids[name]
+
+    def forget_experiments(self) -> None:
+        """Clear the cached experiment ids: the experiment of a new run is gone, or the database was replaced."""
+        self._experiment_ids.clear()
+
+    def parent_id(self, run: TrackedRun) -> str | None:
+        """MLflow's id of the run's parent. Raises MLflow's errors."""
+        return runs.parent_id(self, run)
+
+    def delete_duplicates(self, run: TrackedRun) -> None:
+        """Delete the duplicates of this run that unanswered requests created. Raises MLflow's errors."""
+        runs.delete_duplicates(self, run)
+
+    def relative(self, path: Path) -> str:
+        """A path for an outbox: relative to the home, which may be moved meanwhile, or absolute."""
+        path = path.absolute()
+        return str(path.relative_to(self.home)) if path.is_relative_to(self.home) else str(path)
+
+    def absolute(self, path: str) -> Path:
+        """The path that `relative` shortened."""
+        return self.home / path
+
+    @property
+    def tracker(self) -> str:
+        """This MLflow's name in outboxes: "" for the home's own, which moves with the home; without a password."""
+        return "" if self.uri == f"sqlite:///{database_of(self.home)}" else without_user(self.uri)
+
+    def _open_run(
+        self, identity: str | None, run_id: str | None, run_info: dict[str, Any], parent: TrackedRun | None
+    ) -> TrackedRun:
+        """The run with its outbox: the one that is open, the one that an earlier process left, or a new one."""
+        identity = identity if outbox.ID.fullmatch(identity or "") else None
+        with self._opening:
+            run = self._open.get(identity or "")
+            if run is None:
+                folder = self.home / outbox.FOLDER / (identity or "none")
+                box = outbox.take(folder, TAKE_SECONDS) if identity else None
+                run_info = {"ended": False, **run_info}
+                tracker_info = {"tracker": self.tracker, "experiment": self._experiment}
+                if box is None:  # or another process holds it, and this becomes another run
+                    fixed_id: dict[str, Any] = {"id": identity} if identity and not (folder / "run.json").exists() else {}
+                    run_info["doubtful"] = bool(identity) and run_id is None
+                    box = outbox.create(self.home, **fixed_id, run_id=run_id, **tracker_info, **run_info)
+                else:
+                    if box.run_info.get("tracker") != self.tracker:  # this one has no such run
+                        box.run_info |= {"run_id": None, **tracker_info}
+                    run_info["started"] = box.run_info["started"]
+                    box.update_run_info(**run_info, doubtful=box.run_info.get("run_id") is None)
+                for entry in list(box.entries):
+                    if entry.kind == "follow":  # the process that continues the run follows it again
+                        box.mark_delivered(entry)
+                run = self._open[box.id] = TrackedRun(self, box)
+            else:
+                run.outbox.update_run_info(ended=False, parent=run_info.get("parent"))
+            run.is_again = bool(identity or run_id)
+            run.parent = parent
+            return run
+
+    def _deliver_all(self, *, uploads: bool) -> bool:
+        """Deliver all open runs, then what earlier processes left; False if something is left."""
+        if self.caller.is_silent and self.caller.probe() is not None:
+            return False
+        runs = list(self._open.values())
+        runs = runs[::-1] if uploads else runs  # a run's models are registered from its stages' runs, which came after it
+        done = [self.deliver(run, uploads=uploads, again=True) for run in runs]
+        if uploads and self._delivers_orphans:  # small entries of all of them first
+            remove_unmade(self.home)
+            directories = outboxes.list_outboxes(self.home)
+            done += [deliver_orphaned_outbox(self, directory, uploads=False) is not False for directory in directories]
+            done += [
+                deliver_orphaned_outbox(self, directory) is not False for directory in outboxes.children_first(directories)
+            ]
+        return all(done)
+
+    def _next(self, run: TrackedRun, uploads: bool) -> Entry | None:
+        waiting = (entry for entry in run.waiting() if DELIVERY_TYPES[entry.kind].uploads == uploads)
+        return next((entry for entry in waiting if entry.number not in run.failed), None)
+
+    def _deliver_entry(self, run: TrackedRun, entry: Entry) -> None:
+        entry.answer = DELIVERY_TYPES[entry.kind].deliver(run, entry)
+        number = entry.answer if isinstance(entry.answer, int) else 1
+        self._count(COUNT_NAMES.get(entry.kind, entry.kind), number)
+
+    def _count(self, name: str, number: int) -> None:
+        self.counts[name] = self.counts.get(name, 0) + number
+
+    def _undelivered_count(self, *, uploads: bool) -> int:
+        runs = list(self._open.values())
+        return sum(DELIVERY_TYPES[entry.kind].uploads == uploads for run in runs for entry in run.waiting())
+
+    def _retry_later(self, uploads: bool) -> bool:
+        """Wake the thread that retries; return False."""
+        (self._upload_thread if uploads else self._retry_thread).wake()
+        return False
+
+
+def open_reader(home: Path) -> MlflowStore:
+    """Open the tracker for reading, without creating an experiment. Raises MLflow's errors if it cannot be opened."""
+    home = home.resolve()
+    uri = tracking_uri(home)
+    silence()
+    return MlflowStore(open_client(uri, home), uri, home, "")
+
+
+LONGEST_SECONDS: Final = 30.0
+
+
+@final
+class RetryThread:
+    """Calls `work` when woken; if it returns False, again after a pause that doubles up to half a minute."""
+
+    def __init__(self, name: str, work: Callable[[], bool], pause: Callable[[], float]) -> None:
+        self._name, self._work, self._pause = name, work, pause
+        self._woken, self._stopping = threading.Event(), threading.Event()
+        self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
+
+    def wake(self) -> None:
+        """Wake the thread, starting it at the first call."""
+        self._woken.set()
+        with self._starting:
+            if self._thread is None and not self._stopping.is_set():
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+
+    def stop(self, seconds: float) -> None:
+        """Stop after the current call of `work`; wait for it at most this long."""
+        self._stopping.set()
+        self._woken.set()
+        with self._starting:
+            thread = self._thread
+        if thread is not None:
+            thread.join(seconds)
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            self._woken.wait()
+            self._woken.clear()
+            pause = self._pause()
+            while not self._stopping.is_set() and not self._done():
+                self._stopping.wait(pause)
+                pause = min(2 * pause, LONGEST_SECONDS)
+
+    def _done(self) -> bool:
+        try:
+            return self._work()
+        except Exception:  # a thread that dies would leave everything to the next command
+            log.debug("in the thread %s", self._name, exc_info=True)
+            return False

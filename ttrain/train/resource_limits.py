@@ -1,0 +1,122 @@
+"""Memory limit of a training process, and the error message when it is exceeded."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import resource
+import sys
+from collections.abc import Callable, Iterator
+from datetime import datetime, time
+from pathlib import Path
+from zoneinfo import ZoneInfo
+
+import torch
+
+from ttrain.config import Night, Runtime
+from ttrain.errors import TTrainError, UsageError
+
+GB = 1e9
+
+PHRASES = ("can't allocate memory", "out of memory", "bad_alloc", "Cannot allocate memory")
+
+log = logging.getLogger("ttrain")
+
+
+def limit_bytes(runtime: Runtime) -> float | None:
+    """Memory limit of a rank in bytes, from the settings."""
+    return None if runtime.memory_limit_gb is None else runtime.memory_limit_gb * GB
+
+
+def limit_memory(limit: float | None, device: torch.device) -> None:
+    """Limit this process to `limit` bytes of the memory that it computes in; larger allocations fail at once.
+
+    On CUDA that is what torch's allocator takes of the GPU (the context's half gigabyte comes on top). On a CPU it is what
+    the process, and each child of it, has that no file backs (RLIMIT_DATA, which unlike RLIMIT_AS counts neither mapped
+    shards nor libraries). macOS enforces no such limit, so there it is a warning. Infinite: as much as the system allows,
+    to lift an earlier limit. Raises UsageError where the process has more already.
+    """
+    if limit is None:
+        return
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
+    elif device.type == "cpu" and sys.platform == "linux":
+        used_bytes = data_bytes()
+        if used_bytes >= limit:
+            raise UsageError(
+                f"runtime.memory_limit_gb is {limit / GB:g}, but the process has {used_bytes / GB:.2f} before it trains; "
+                f"set runtime.memory_limit_gb above that"
+            )
+        hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+        soft_limit = hard if limit == math.inf else int(limit) if hard == resource.RLIM_INFINITY else min(int(limit), hard)
+        resource.setrlimit(resource.RLIMIT_DATA, (soft_limit, hard))
+    else:
+        log.warning("runtime.memory_limit_gb is %g, which nothing enforces on %s here", limit / GB, device.type)
+
+
+def data_bytes() -> int:
+    """Memory of this process that RLIMIT_DATA counts; Linux only."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(fields["VmData"].split()[0]) * 1024
+
+
+@contextlib.contextmanager
+def explain_out_of_memory(limit: float | None, rows_per_device: int) -> Iterator[None]:
+    """Turn an out-of-memory error of Python, numpy, torch or CUDA into a TTrainError that says how to fix it."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
+        if not isinstance(error, MemoryError) and not any(phrase in str(error) for phrase in PHRASES):
+            raise
+        smaller = f"lower runtime.rows_per_device (it is {rows_per_device}; the weights stay the same)"
+        fix = f"{smaller}, or raise runtime.memory_limit_gb (it is {limit / GB:g})" if limit else smaller
+        raise TTrainError(
+            f"out of memory: {fix}. {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        ) from error
+
+
+class NightThrottle:
+    """Switches between day and night settings by the clock. `rows_per_device`: that of the day."""
+
+    def __init__(
+        self,
+        settings: Night,
+        device: torch.device,
+        *,
+        rows_per_device: int,
+        memory_limit: float | None = None,
+        clock: Callable[[], datetime] | None = None,
+    ) -> None:
+        self.settings, self.on = settings, False
+        self._device, self._rows_per_device, self._memory_limit = device, rows_per_device, memory_limit
+        self._threads = torch.get_num_threads()
+        zone = ZoneInfo(settings.timezone) if settings.timezone else None
+        self._clock = clock or (lambda: datetime.now(zone))
+
+    def is_night(self) -> bool:
+        """Whether it is night now; the window holds its start and not its end, and may span midnight."""
+        return is_in_window(
+            self._clock().time(), time.fromisoformat(self.settings.start), time.fromisoformat(self.settings.end)
+        )
+
+    def set(self, on: bool) -> int:
+        """Switch night settings on or off; returns the rows of a micro-batch from now on."""
+        self.on = on
+        share, cap = self.settings, self.settings.memory_limit_gb
+        rows = max(1, int(self._rows_per_device * share.rows_fraction)) if on else self._rows_per_device
+        threads = max(1, int(self._threads * share.threads_fraction)) if on else self._threads
+        torch.set_num_threads(threads)
+        try:
+            if cap:
+                limit_memory(cap * GB if on else self._memory_limit or math.inf, self._device)
+        except UsageError as error:
+            log.warning("the night begins without its memory limit: %s", error)
+        log.info("%s: %d rows a micro-batch, %d threads", "night" if on else "day", rows, threads)
+        return rows
+
+
+def is_in_window(now: time, start: time, end: time) -> bool:
+    """Whether a time of day lies in a window that may span midnight; if start and end are equal, always."""
+    return start <= now < end if start < end else now >= start or now < end
