@@ -17,8 +17,7 @@ from ttrain.core.signals import catching_signals, handling_signals
 from ttrain.errors import Interrupted, UsageError
 from ttrain.flows import recipe
 from ttrain.pipeline.execution import PipelineRun
-from ttrain.pipeline.labels import NONE as NO_LABELS
-from ttrain.pipeline.labels import Labels
+from ttrain.pipeline.labels import NO_LABELS, Labels
 from ttrain.pipeline.plan import no_stage
 from ttrain.pipeline.progress_display import Display
 from ttrain.pipeline.recipe import Planned, Recipe, planned_part

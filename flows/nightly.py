@@ -31,8 +31,7 @@ from ttrain.nightly import notify, records
 from ttrain.nightly.inputs import NightInputs
 from ttrain.nightly.records import Champion, InputSnapshot, NightRecord, Nights
 from ttrain.pipeline.execution import PipelineRun
-from ttrain.pipeline.labels import NONE as NO_LABELS
-from ttrain.pipeline.labels import Labels
+from ttrain.pipeline.labels import NO_LABELS, Labels
 from ttrain.pipeline.plan import plan
 from ttrain.pipeline.recipe import Planned, Recipe
 from ttrain.pipeline.run_models import REGISTERED

@@ -635,10 +635,12 @@ def test_a_file_s_name_is_nothing_that_a_terminal_obeys(store: ArtifactStore, kn
     from rich.console import Console
 
     from ttrain.flows import nightly
-    from ttrain.pipeline.labels import NONE
+    from ttrain.pipeline.labels import NO_LABELS
 
     out = io.StringIO()
-    running = nightly.NightRun(Settings(), store, Console(file=out), known, None, engine="none", in_flow=False, labels=NONE)
+    running = nightly.NightRun(
+        Settings(), store, Console(file=out), known, None, engine="none", in_flow=False, labels=NO_LABELS
+    )
     running.say("1 new: a\x1b[2J[red].jsonl")
     assert out.getvalue() == "1 new: a\\x1b[2J[red].jsonl\n"
 

@@ -19,15 +19,15 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="macOS enforces no li
 LIMITED = """
 import numpy, torch
 from ttrain.errors import TTrainError
-from ttrain.train.resource_limits import data_bytes, explained, limit_memory
+from ttrain.train.resource_limits import data_bytes, explain_out_of_memory, limit_memory
 
 limit = data_bytes() + 200_000_000
 limit_memory(limit, torch.device("cpu"))
 for allocate in (lambda n: torch.empty(n, dtype=torch.uint8), lambda n: numpy.empty(n, dtype=numpy.uint8), bytearray):
-    with explained(limit, 16):
+    with explain_out_of_memory(limit, 16):
         allocate(100_000_000)
     try:
-        with explained(limit, 16):
+        with explain_out_of_memory(limit, 16):
             allocate(300_000_000)
         print("allocated")
     except TTrainError as error:

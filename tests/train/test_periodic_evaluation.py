@@ -299,7 +299,7 @@ def test_the_share_of_the_time_is_told_and_too_much_of_it_once(caplog: pytest.Lo
 
 
 def test_what_cannot_be_asked_is_refused_before_the_first_stage(tmp_path: Path) -> None:
-    for name, said in (("englsh", "did you mean 'english'"), (str(tmp_path / "no.yaml"), "no such file")):
+    for name, said in (("englsh", "did you mean 'english'"), (str(tmp_path / "no.yaml"), "there is no suite file")):
         settings = load([f"runtime.eval_suite={name}", "runtime.eval_every_steps=5"], environment={}).settings
         with pytest.raises(UsageError, match=said):
             plan.plan(full, settings, ArtifactStore(tmp_path))
@@ -332,7 +332,7 @@ def test_one_that_raises_is_named(encoder: Encoder) -> None:
     model = tiny_model(vocab=len(encoder))
     evaluations = PeriodicEvaluation(model, measure, [], every=1, tokens_per_step=96)
     trainer = make_trainer(settings_of_training(tokens=96), model, NumberedRows(52), callbacks=[evaluations])
-    with pytest.raises(TTrainError, match=r"the callback Evaluations\.step_end raised ValueError\('no'\)"):
+    with pytest.raises(TTrainError, match=r"the callback PeriodicEvaluation\.step_end raised ValueError\('no'\)"):
         trainer.fit()
 
 

@@ -308,7 +308,7 @@ class Overlapping(Line):
         ("test_task:Line", ("early_stopping.patience=2",), UsageError, "validate_every_steps is 0"),
         (
             "test_task:Line", ("early_stopping.patience=2", "validate_every_steps=2"), UsageError,
-            "early_stopping is set, but there is no held-out row",
+            "early_stopping is set, but there are no held-out rows",
         ),
         ("test_task:Line", ("rows_total=0",), DataError, r"rows\(\) are empty"),
         ("test_task:Line", ("rows_total=7",), DataError, "only 7 rows; set rows_per_step=7"),

@@ -18,8 +18,7 @@ from ttrain.core import hashing
 from ttrain.core.files import read_object, write_json
 from ttrain.errors import Interrupted, TTrainError
 from ttrain.pipeline import launch, processes, registration, run_summary, system_metrics
-from ttrain.pipeline.labels import NIGHT, Labels
-from ttrain.pipeline.labels import NONE as NO_LABELS
+from ttrain.pipeline.labels import NIGHT, NO_LABELS, Labels
 from ttrain.pipeline.plan import section_of
 from ttrain.pipeline.progress_display import StageDisplay
 from ttrain.pipeline.provenance import commit, with_absolute_paths

@@ -29,7 +29,7 @@ class Labels:
         return {**({"note": self.note} if self.note else {}), **({"tags": dict(self.tags)} if self.tags else {})}
 
 
-NONE: Final = Labels()
+NO_LABELS: Final = Labels()
 
 
 def labels_of(note: str | None, tags: Sequence[str] | None) -> Labels:
