@@ -74,9 +74,8 @@ class Study:
             _cut_torn_line(path)
         self._study = _opened(path if writes or (path and path.exists()) else None, maximize=maximize, writes=writes)
         self.space, self.sampler, self.seed, self.maximize = space, sampler, seed, maximize
+        self._distributions = {key: _distribution(dimension) for key, dimension in space.dimensions.items()}
         self._shares: tuple[int, dict[str, float]] = (0, {})  # completed trials, and the importances that they gave
-        if writes:
-            self._fail_half_drawn()
 
     @classmethod
     def of(cls, sweep: Sweep, *, writes: bool = False) -> Study:
@@ -87,7 +86,7 @@ class Study:
 
     def trials(self) -> list[Trial]:
         """All trials, by their numbers."""
-        return [_trial_of(optuna_trial) for _, optuna_trial in sorted(self._own_trials().items())]
+        return [self._trial_of(optuna_trial) for _, optuna_trial in sorted(self._own_trials().items())]
 
     def best(self) -> Trial | None:
         """The best completed trial; None where there is none."""
@@ -96,11 +95,11 @@ class Study:
     def ask(self) -> Trial:
         """Begin a new trial, with values that no trial had. There must be some left (`Space.size`)."""
         number = 1 + max((trial.number for trial in self.trials()), default=0)
-        return self._register(number, *self._drawn(number))
+        return self._begin(number, self._drawn(number))
 
     def retry(self, failed: Trial) -> Trial:
         """Begin a failed trial again, under its number."""
-        return self._register(failed.number, *self._enqueued(failed.values))
+        return self._begin(failed.number, self._frozen(failed.number).params)
 
     def note(self, number: int, **attributes: Any) -> None:
         """Record attributes of a trial: run, seconds, error."""
@@ -144,24 +143,33 @@ class Study:
             self._shares = (len(done), {name: float(share) for name, share in shares.items()})
         return self._shares[1]
 
-    def _register(self, number: int, optuna_trial: optuna.trial.Trial, values: Mapping[str, Any]) -> Trial:
-        optuna_trial.set_user_attr("values", dict(values))
-        optuna_trial.set_user_attr("trial", number)  # last: without it there is no trial
-        return Trial(number, values, RUNNING)
+    def _begin(self, number: int, params: Mapping[str, Any]) -> Trial:
+        """Record a running trial in one line of the journal, so that a kill leaves all of it or nothing."""
+        attributes = {"trial": number}
+        trial = optuna.trial.create_trial(
+            state=TrialState.RUNNING, params=dict(params), distributions=self._distributions, user_attrs=attributes
+        )
+        self._study.add_trial(trial)
+        return self._trial_of(trial)
 
-    def _fail_half_drawn(self) -> None:
-        """Mark as failed the trials whose process was killed while it drew them."""
-        states = (TrialState.WAITING, TrialState.RUNNING)
-        while half := [t for t in self._study.get_trials(deepcopy=False, states=states) if "trial" not in t.user_attrs]:
-            optuna_trial = self._study.ask() if half[0].state == TrialState.WAITING else half[0].number
-            self._study.tell(optuna_trial, state=TrialState.FAIL)
+    def _trial_of(self, optuna_trial: FrozenTrial) -> Trial:
+        attributes = optuna_trial.user_attrs
+        outcome = attributes.get("outcome", RUNNING) if optuna_trial.state.is_finished() else RUNNING
+        return Trial(
+            number=attributes["trial"],
+            values={key: _value(dimension, optuna_trial.params[key]) for key, dimension in self.space.dimensions.items()},
+            outcome=outcome,
+            value=optuna_trial.value if outcome == COMPLETED else None,
+            seconds=attributes.get("seconds"),
+            run=attributes.get("run"),
+            error=attributes.get("error"),
+            curve=dict(optuna_trial.intermediate_values),
+        )
 
     def _own_trials(self) -> dict[int, FrozenTrial]:
-        """Optuna's trials by our numbers; of a retried one the last."""
-        ours = (
-            optuna_trial for optuna_trial in self._study.get_trials(deepcopy=False) if "trial" in optuna_trial.user_attrs
-        )
-        return {optuna_trial.user_attrs["trial"]: optuna_trial for optuna_trial in ours}
+        """Optuna's trials by our numbers; of a retried one the last. ttrain 0.1 left some without one, when it was killed."""
+        trials = self._study.get_trials(deepcopy=False)
+        return {trial.user_attrs["trial"]: trial for trial in trials if "trial" in trial.user_attrs}
 
     def _frozen(self, number: int) -> FrozenTrial:
         return self._own_trials()[number]
@@ -169,24 +177,22 @@ class Study:
     def _handle(self, number: int) -> optuna.trial.Trial:
         return optuna.trial.Trial(self._study, self._frozen(number)._trial_id)
 
-    def _drawn(self, number: int) -> tuple[optuna.trial.Trial, Mapping[str, Any]]:
-        """A new Optuna trial, and its values."""
+    def _drawn(self, number: int) -> Mapping[str, Any]:
+        """Values that no trial had, in the form in which Optuna draws them."""
         tried = [trial.values for trial in self.trials()]
         if self.sampler == "tpe" and number <= STARTUP_TRIALS and (values := self._spread(number)) not in tried:
-            return self._enqueued(values)
+            return self._params(values)
+        history = optuna.create_study(direction=self._study.direction)  # in memory: what is drawn again leaves no trace
+        history.add_trials(self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED)))
         for draw in range(DRAWS if self.sampler != "grid" else 0):
-            self._study.sampler = self._sampler(number, draw)
-            optuna_trial = self._study.ask(self._distributions())
-            values = {key: _value(dimension, optuna_trial.params[key]) for key, dimension in self.space.dimensions.items()}
-            if values not in tried:
-                return optuna_trial, values
-            self._study.tell(optuna_trial, state=TrialState.FAIL)
-        return self._enqueued(next(v for v in map(self.space.combination, range(self.space.size or 0)) if v not in tried))
+            history.sampler = self._sampler(number, draw)
+            params = history.ask(self._distributions).params
+            if {key: _value(self.space.dimensions[key], drawn) for key, drawn in params.items()} not in tried:
+                return params
+        return self._params(next(v for v in map(self.space.combination, range(self.space.size or 0)) if v not in tried))
 
-    def _enqueued(self, values: Mapping[str, Any]) -> tuple[optuna.trial.Trial, Mapping[str, Any]]:
-        """Optuna's trial of these values."""
-        self._study.enqueue_trial({key: _drawn_for(d, values[key]) for key, d in self.space.dimensions.items()})
-        return self._study.ask(self._distributions()), values
+    def _params(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: _drawn_for(dimension, values[key]) for key, dimension in self.space.dimensions.items()}
 
     def _spread(self, number: int) -> dict[str, Any]:
         """Values of one of the first trials, which together reach all parts of each setting's range: a Latin hypercube
@@ -197,9 +203,6 @@ class Study:
             parts, places = random.permutation(STARTUP_TRIALS), random.random(STARTUP_TRIALS)
             chosen[key] = dimension.at(float(parts[number - 1] + places[number - 1]) / STARTUP_TRIALS)
         return chosen
-
-    def _distributions(self) -> dict[str, BaseDistribution]:
-        return {key: _distribution(dimension) for key, dimension in self.space.dimensions.items()}
 
     def _sampler(self, number: int, draw: int) -> optuna.samplers.BaseSampler:
         seed = int(np.random.SeedSequence([self.seed, number, draw]).generate_state(1)[0])
@@ -248,21 +251,6 @@ def _cut_torn_line(path: Path) -> None:
         data = path.read_bytes()
         if whole := data[: data.rfind(b"\n") + 1] if not data.endswith(b"\n") else b"":
             path.write_bytes(whole)
-
-
-def _trial_of(optuna_trial: FrozenTrial) -> Trial:
-    attributes = optuna_trial.user_attrs
-    outcome = attributes.get("outcome", RUNNING) if optuna_trial.state.is_finished() else RUNNING
-    return Trial(
-        number=attributes["trial"],
-        values=attributes["values"],
-        outcome=outcome,
-        value=optuna_trial.value if outcome == COMPLETED else None,
-        seconds=attributes.get("seconds"),
-        run=attributes.get("run"),
-        error=attributes.get("error"),
-        curve=dict(optuna_trial.intermediate_values),
-    )
 
 
 def _distribution(dimension: Dimension) -> BaseDistribution:
