@@ -167,7 +167,7 @@ class Study:
         )
 
     def _own_trials(self) -> dict[int, FrozenTrial]:
-        """Optuna's trials by our numbers; of a retried one the last. ttrain 0.1 left some without one, when it was killed."""
+        """Optuna's trials by our numbers; of a retried one the last. A kill of ttrain 0.1 could leave some without one."""
         trials = self._study.get_trials(deepcopy=False)
         return {trial.user_attrs["trial"]: trial for trial in trials if "trial" in trial.user_attrs}
 
