@@ -1,15 +1,20 @@
-"""Service definitions that keep `ttrain pipeline serve` up over reboots and crashes: for systemd, launchd or cron."""
+"""Fill in the files of templates/: what keeps `ttrain pipeline serve` up over reboots and crashes, by systemd, launchd or
+cron, and the prefect.yaml of a work pool."""
 
 from __future__ import annotations
 
+import json
 import os
-import plistlib
 import shlex
 import sys
+import textwrap
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import resources
 from pathlib import Path
-from typing import Any, Final
+from string import Template
+from typing import Final
+from xml.sax.saxutils import escape
 
 import yaml
 
@@ -19,12 +24,6 @@ from ttrain.errors import UsageError
 from ttrain.flows import schedule_files, schedules, servers
 from ttrain.flows.flow_runs import TAG, home_tag
 from ttrain.flows.schedule_files import Schedule
-
-LABEL: Final = "ttrain"
-
-STOP_SECONDS: Final = 660  # a little more than serving waits for a checkpoint
-
-RESTART_SECONDS: Final = 30
 
 INHERITED: Final = ("PREFECT_API_URL", "MLFLOW_TRACKING_URI")
 
@@ -46,6 +45,12 @@ def unit(kind: str, home: Path) -> str:
         if not text.isprintable():
             raise UsageError(f"{text!r} has characters that a unit cannot hold; choose another directory")
     return makers[kind](home.resolve())
+
+
+def _filled(template: str, **values: str) -> str:
+    """A file of templates/ with its $names filled in."""
+    text = resources.files("ttrain.flows").joinpath("templates", template).read_text(encoding="utf-8")
+    return Template(text).substitute(values)
 
 
 def command() -> list[str]:
@@ -90,55 +95,27 @@ def _with_secrets(shell_command: str) -> str:
 
 
 def _systemd(home: Path) -> str:
-    """A unit of the user's own systemd; see systemd.service(5) for the quoting.
-
-    KillMode=mixed: only `serve` gets SIGTERM, which passes it on once. OOMPolicy=continue: a stage that runs out of memory
-    fails alone. The file of EnvironmentFile=- may be missing.
-    """
-    variables = "\n".join(f"Environment={_quoted(f'{name}={value}')}" for name, value in environment(home).items())
-    return f"""\
-# ttrain pipeline serve --unit systemd > ~/.config/systemd/user/{LABEL}.service
-# systemctl --user daemon-reload && systemctl --user enable --now {LABEL}
-# loginctl enable-linger    (so that it starts with the machine, before you log in)
-{_about_secrets()}[Unit]
-Description=ttrain: what is scheduled in {_specifiers(str(home))}
-After=network-online.target
-Wants=network-online.target
-StartLimitIntervalSec=0
-
-[Service]
-ExecStart={" ".join(_quoted(word).replace("$", "$$") for word in command())}
-WorkingDirectory={_specifiers(str(home))}
-{variables}
-EnvironmentFile=-%h/{SECRETS_FILE}
-Restart=on-failure
-RestartSec={RESTART_SECONDS}
-KillMode=mixed
-TimeoutStopSec={STOP_SECONDS}
-OOMPolicy=continue
-
-[Install]
-WantedBy=default.target
-"""
+    """A unit of the user's own systemd; see systemd.service(5) for the quoting."""
+    return _filled(
+        "ttrain.service",
+        secrets=_about_secrets(),
+        home=_specifiers(str(home)),
+        command=" ".join(_quoted(word).replace("$", "$$") for word in command()),
+        variables="\n".join(f"Environment={_quoted(f'{name}={value}')}" for name, value in environment(home).items()),
+    )
 
 
 def _launchd(home: Path) -> str:
     """An agent of the user's; see launchd.plist(5)."""
-    log = str(home / "schedules" / "serve.log")
-    agent = {
-        "Label": LABEL,
-        "ProgramArguments": ["/bin/sh", "-c", _with_secrets(shlex.join(command()))] if secrets() else command(),
-        "EnvironmentVariables": environment(home),
-        "WorkingDirectory": str(home),
-        "RunAtLoad": True,
-        "KeepAlive": {"SuccessfulExit": False},
-        "ThrottleInterval": RESTART_SECONDS,
-        "ExitTimeOut": STOP_SECONDS,
-        "StandardOutPath": log,
-        "StandardErrorPath": log,
-    }
-    head, first, body = plistlib.dumps(agent, sort_keys=False).decode().partition("<plist")
-    return head + _about_secrets("<!-- ", " -->\n") + first + body
+    arguments = ["/bin/sh", "-c", _with_secrets(shlex.join(command()))] if secrets() else command()
+    variables = environment(home).items()
+    return _filled(
+        "ttrain.plist",
+        secrets=_about_secrets("<!-- ", " -->\n"),
+        home=escape(str(home)),
+        arguments="\n\t\t".join(f"<string>{escape(word)}</string>" for word in arguments),
+        variables="\n\t\t".join(f"<key>{name}</key>\n\t\t<string>{escape(value)}</string>" for name, value in variables),
+    )
 
 
 def _cron(home: Path) -> str:
@@ -170,53 +147,31 @@ def prefect_yaml(home: Path, schedule: Schedule) -> str:
     kind = schedule.pool
     if kind not in KINDS:
         raise UsageError(f"--prefect-yaml is '{kind}' but must be one of {', '.join(KINDS)}")
+    slots = []
     if schedule.cron:
         os.environ.update(servers.prefect_environment(home))
         schedules.check(schedule.cron, schedule.timezone)
-    pool, schedule = f"ttrain-{kind}", replace(schedule, settings=schedule_files.parameters(schedule))
-    deployment = {
+        slots = [{"cron": schedule.cron, "timezone": schedule.timezone, "active": True}]
+    schedule = replace(schedule, settings=schedule_files.parameters(schedule))
+    mounts = [f"{folder}:{folder}:ro" for folder in _data_folders(schedule)] if kind == "docker" else []
+    values = {
         "name": schedule.name,
-        "entrypoint": f"ttrain.flows.deployments.{schedule.kind}",
         "tags": [TAG, home_tag(home)],
-        "version": __version__,
-        "schedules": [{"cron": schedule.cron, "timezone": schedule.timezone, "active": True}] if schedule.cron else [],
-        "parameters": {"settings": schedule.settings},
-        "work_pool": {"name": pool, "job_variables": _job_variables(home, schedule)},
-        "pull": [],
+        "schedules": slots,
+        "home": str(home.resolve()),
+        "environment": {"TTRAIN_HOME": str(home.resolve()) if kind == "process" else HOME_INSIDE, **addresses()},
+        "volumes": [f"{home.resolve()}:{HOME_INSIDE}", *mounts],
     }
+    settings = yaml.safe_dump(schedule.settings, sort_keys=False, allow_unicode=True, width=120)
     schedule_files.write(home, schedule)
-    text = yaml.safe_dump(
-        {"name": "ttrain", "build": None, "push": None, "pull": None, "deployments": [deployment]},
-        sort_keys=False,
-        allow_unicode=True,
-        width=120,
+    return _filled(
+        f"prefect-{kind}.yaml",
+        secrets=f"# Set where the worker runs, not here: {', '.join(secrets())}\n" if secrets() else "",
+        flow=schedule.kind,
+        version=__version__,
+        settings=textwrap.indent(settings, " " * 6).rstrip(),
+        **{name: json.dumps(value, ensure_ascii=False) for name, value in values.items()},  # JSON is YAML, too
     )
-    return f"{_head(kind, pool)}{text}"
-
-
-def _head(kind: str, pool: str) -> str:
-    needs = {
-        "process": "# Workers need ttrain installed and this directory at the same path.\n",
-        "docker": "# The image has ttrain, and its name stands below; folders of data are mounted where they are.\n",
-        "kubernetes": "# The image has ttrain; the pool's base job template must mount a volume at /ttrain, and the data.\n",
-    }
-    left_out = f"# Set where the worker runs, not here: {', '.join(secrets())}\n" if secrets() else ""
-    return (
-        f"# prefect work-pool create --type {kind} {pool}\n"
-        f"# prefect deploy --all --prefect-file prefect.yaml\n"
-        f"# prefect worker start --pool {pool}\n{needs[kind]}{left_out}"
-    )
-
-
-def _job_variables(home: Path, schedule: Schedule) -> dict[str, Any]:
-    server_addresses = addresses()
-    if schedule.pool == "process":
-        return {"env": {"TTRAIN_HOME": str(home.resolve()), **server_addresses}, "working_dir": str(home.resolve())}
-    inside = {"image": f"ttrain:{__version__}", "env": {"TTRAIN_HOME": HOME_INSIDE, **server_addresses}}
-    if schedule.pool == "kubernetes":
-        return {**inside, "namespace": "default", "finished_job_ttl": 86_400, "image_pull_policy": "IfNotPresent"}
-    mounts = [f"{home.resolve()}:{HOME_INSIDE}", *(f"{folder}:{folder}:ro" for folder in _data_folders(schedule))]
-    return {**inside, "volumes": mounts, "auto_remove": True, "image_pull_policy": "IfNotPresent"}
 
 
 def _data_folders(schedule: Schedule) -> list[str]:
