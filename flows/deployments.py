@@ -33,7 +33,7 @@ from ttrain.core.terminal import guard_streams, outlast_output, show_warnings
 from ttrain.errors import Interrupted, TTrainError, UsageError
 from ttrain.flows import flow_runs, schedule_files
 from ttrain.flows.flow_runs import NIGHT_STATES, UNFINISHED
-from ttrain.flows.orchestrate import MAX_CONCURRENT_STAGES
+from ttrain.flows.prefect_run import MAX_CONCURRENT_STAGES
 from ttrain.pipeline.artifact_commands import store_of
 from ttrain.store.layout import usable_home
 from ttrain.tasks.best_effort import best_effort
@@ -56,7 +56,7 @@ def full(settings: Settings = DEFAULTS, changes: tuple[str, ...] = ()) -> State[
         changes: settings of this run alone as key=value, such as sft.optim.lr=2e-4
     """
     from ttrain.flows import recipe
-    from ttrain.flows.engine import run_pipeline
+    from ttrain.flows.run import run_pipeline
     from ttrain.pipeline.plan import plan
 
     def run(home: Path) -> State[Any] | None:

@@ -1,6 +1,6 @@
 """The pipeline `full`: raw JSONL to tokenizer, shards, base model, SFT model, LoRA adapter and evaluation.
 
-The same function is walked by the planner (`ttrain/pipeline/plan.py`), run by Prefect (`flows/orchestrate.py`), or run
+The same function is walked by the planner (`ttrain/pipeline/plan.py`), run by Prefect (`flows/prefect_run.py`), or run
 without it: `stage` says what happens to a stage, and each result feeds the next by name.
 """
 

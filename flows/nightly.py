@@ -24,8 +24,8 @@ from ttrain.config import Event, Promotion, Settings
 from ttrain.core.terminal import escaped
 from ttrain.errors import Interrupted, TooFewRows, TrackingError, TTrainError, UsageError
 from ttrain.evaluate import promotion
-from ttrain.flows.engine import run_pipeline
 from ttrain.flows.full import full
+from ttrain.flows.run import run_pipeline
 from ttrain.nightly import inputs as night_inputs
 from ttrain.nightly import notify, records
 from ttrain.nightly.inputs import NightInputs
@@ -227,9 +227,9 @@ class NightRun:
         if decision.promote or now is None or now.version != version:  # the champion keeps the decision that made it so
             tracking.log_decision(home, name, version, decision.to_json(), table, run_id=execution.tracked_run)
         if self.engine == "prefect":
-            from ttrain.flows import orchestrate
+            from ttrain.flows import prefect_run
 
-            orchestrate.show_decision(table, night.name, in_flow=self.in_flow)
+            prefect_run.show_decision(table, night.name, in_flow=self.in_flow)
         if decision.promote:
             tracking.promote(home, name, version)
         return decision

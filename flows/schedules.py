@@ -18,7 +18,7 @@ from typing import Any, Final
 from zoneinfo import ZoneInfo, available_timezones
 
 from ttrain.errors import UsageError
-from ttrain.flows import flow_runs, orchestrate, schedule_files, server_processes, servers
+from ttrain.flows import flow_runs, prefect_run, schedule_files, server_processes, servers
 from ttrain.flows.flow_runs import TAG, home_tag
 from ttrain.flows.schedule_files import Schedule
 
@@ -260,7 +260,7 @@ def find_schedule(home: Path, which: str | None) -> Schedule:
 @contextlib.contextmanager
 def prefect_client(home: Path) -> Iterator[Any]:
     """A client of the server that PREFECT_API_URL names, that `up` or `serve` runs, or that is started for this alone."""
-    wait = orchestrate.begin(home)
+    wait = prefect_run.begin(home)
     from prefect.client.orchestration import get_client
 
     wait()

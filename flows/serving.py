@@ -23,7 +23,7 @@ from ttrain.config import Auth
 from ttrain.core.files import PRIVATE_FILE, private_directory, read_object, write_json
 from ttrain.core.signals import heeded_signals, ignore_hangup
 from ttrain.errors import Interrupted, TTrainError, UsageError
-from ttrain.flows import flow_runs, orchestrate, schedule_files, schedules, server_processes, servers
+from ttrain.flows import flow_runs, prefect_run, schedule_files, schedules, server_processes, servers
 from ttrain.store import server_records
 from ttrain.tasks.best_effort import best_effort
 
@@ -123,7 +123,7 @@ def _server(home: Path, auth: Auth) -> str:
     servers.check_prefect_api_url(home)
     if not os.environ.get("PREFECT_API_URL") and not server_processes.live_server(home, "prefect"):
         _start_server(home, PREFECT_PORT, auth)
-    orchestrate.begin(home)()
+    prefect_run.begin(home)()
     flow_runs.mark_crashed_runs(home)
     with best_effort():
         flow_runs.create_automation()

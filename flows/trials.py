@@ -23,7 +23,7 @@ from ttrain.core.files import parse_json, read_json
 from ttrain.core.signals import catching_signals
 from ttrain.core.terminal import escaped
 from ttrain.errors import Interrupted, StageFailed, TTrainError, UsageError
-from ttrain.flows.engine import run_plain
+from ttrain.flows.run import run_plain
 from ttrain.flows.sweep import SweepRequest, find_resumable
 from ttrain.pipeline.execution import PipelineRun
 from ttrain.pipeline.progress_display import Display

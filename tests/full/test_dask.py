@@ -26,10 +26,10 @@ ONLY = "tokenizer,shards-pretrain,shards-sft"
 ON_DASK = """
 import sys
 from pathlib import Path
-from ttrain.flows import orchestrate
+from ttrain.flows import prefect_run
 
 if __name__ == "__main__":
-    wait = orchestrate.begin(Path(sys.argv[1]))
+    wait = prefect_run.begin(Path(sys.argv[1]))
     from ttrain.config import Runtime
     from ttrain.stages import SHARDS_PRETRAIN
     from ttrain.tasks.stage import make_on_dask

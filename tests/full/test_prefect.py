@@ -32,10 +32,10 @@ with schedules.prefect_client(Path(sys.argv[1])) as client:
 REFUSED_NIGHT = """
 import os, sys
 from pathlib import Path
-from ttrain.flows import orchestrate, servers
+from ttrain.flows import servers, temporary_server
 home = Path(sys.argv[1])
 os.environ.update(servers.prefect_environment(home))
-orchestrate.start_temporary_server(home)()
+temporary_server.start_temporary_server(home)()
 from ttrain.flows import deployments
 print(deployments.nightly(changes=("model.kind=lama",), return_state=True).message)
 """
@@ -163,7 +163,7 @@ def test_a_stage_that_ends_otherwise_than_by_its_own_word_fails_the_run() -> Non
     from prefect.states import Completed, Failed
 
     from ttrain.errors import TTrainError
-    from ttrain.flows.orchestrate import check_all_completed
+    from ttrain.flows.prefect_run import check_all_completed
 
     futures = [SimpleNamespace(state=state) for state in (Completed(), Failed(message="AttributeError: x"))]
     run: Any = SimpleNamespace(signum=0, failures={})

@@ -26,17 +26,17 @@ from support.paths import ROOT
 
 from ttrain import tracking
 from ttrain.errors import TTrainError
-from ttrain.flows import orchestrate, server_processes, servers
+from ttrain.flows import server_processes, servers, temporary_server
 from ttrain.flows.access_control import BODY_BYTES
 from ttrain.store import server_records
 
 STARTED_BY_THE_RUN = """
 import os, sys, time
 from pathlib import Path
-from ttrain.flows import orchestrate, servers
+from ttrain.flows import servers, temporary_server
 home = Path(sys.argv[1])
 os.environ.update(servers.prefect_environment(home))
-ready = orchestrate.start_temporary_server(home)
+ready = temporary_server.start_temporary_server(home)
 from prefect import flow, get_run_logger
 ready()
 @flow
@@ -400,7 +400,7 @@ def test_the_environment_prefers_what_the_user_has_set(faked_home: Path, monkeyp
     monkeypatch.setenv("PREFECT_HOME", "/users/choice")
     chosen = servers.prefect_environment(faked_home)
     assert not {"PREFECT_API_URL", "PREFECT_HOME", "PREFECT_SERVER_EPHEMERAL_ENABLED"} & set(chosen)
-    orchestrate.start_temporary_server(faked_home)()
+    temporary_server.start_temporary_server(faked_home)()
     assert os.environ["PREFECT_API_URL"] == "http://elsewhere:4200/api"
 
 

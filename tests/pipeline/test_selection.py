@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 from ttrain.cli.options import stage_names
 from ttrain.config import Tracking
 from ttrain.errors import TooFewRows, UsageError
-from ttrain.flows.engine import run_pipeline, run_plain
 from ttrain.flows.full import full
+from ttrain.flows.run import run_pipeline, run_plain
 from ttrain.pipeline.plan import Planner, plan
 from ttrain.pipeline.recipe import Planned, Selection, graph_of, planned_part
 from ttrain.stages import EVALUATE, PRETRAIN, SFT, SHARDS_PRETRAIN, TOKENIZER, Stage

@@ -260,7 +260,7 @@ def plan_and_run(
     table(("stage", "state", "key", "why"), plan.plan_rows(stages))
     _print_left_out(pipeline, loaded, stages, selection)
     usable_home()
-    from ttrain.flows.engine import run_pipeline
+    from ttrain.flows.run import run_pipeline
 
     settings = loaded.settings
     options: dict[str, Any] = {"engine": engine, "force": force, "extend": extend, "go_on": resume_key, "labels": labels}

@@ -136,7 +136,7 @@ def run_stage(
 ) -> None:
     """Run one stage alone, without Prefect; its inputs are those of the current plan."""
     from ttrain.core.terminal import outlast_output
-    from ttrain.flows.engine import run_one_stage
+    from ttrain.flows.run import run_one_stage
     from ttrain.store.layout import usable_home
 
     outlast_output()

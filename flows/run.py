@@ -62,9 +62,9 @@ def run_pipeline(
     display = Display(console)
     with contextlib.closing(display), _interrupted_by_signals():
         if engine == "prefect":
-            from ttrain.flows import orchestrate
+            from ttrain.flows import prefect_run
 
-            wait_for_server = (lambda: None) if in_flow else orchestrate.begin(store.root, settings.servers.auth)
+            wait_for_server = (lambda: None) if in_flow else prefect_run.begin(store.root, settings.servers.auth)
         options: dict[str, Any] = {"force": force, "extend": extend, "resume_key": go_on}
         execution = _begin(pipeline, settings, store, display, names, extra_tags=extra_tags, labels=labels, **options)
         execution.planned = stages
@@ -77,7 +77,7 @@ def run_pipeline(
             execution.raise_if_signalled()
             with execution.stopping_at(stop_at):
                 if engine == "prefect":
-                    orchestrate.run(execution, chosen, wait_for_server, in_flow=in_flow)
+                    prefect_run.run(execution, chosen, wait_for_server, in_flow=in_flow)
                 else:
                     with execution.catching_signals():
                         run_plain(execution, chosen)
