@@ -12,7 +12,7 @@ from typing import Any
 
 from ttrain.config import Auth
 from ttrain.errors import Interrupted, TTrainError, UsageError
-from ttrain.flows import flow_runs, server_processes, servers
+from ttrain.flows import flow_runs, servers
 from ttrain.flows.flow_runs import TAG, current_flow_run, mark_crashed_runs, watching_for_cancellation
 from ttrain.flows.temporary_server import is_own, start_temporary_server
 from ttrain.pipeline import plan as plan_table
@@ -21,6 +21,7 @@ from ttrain.pipeline.recipe import Recipe
 from ttrain.pipeline.run_summary import REPORT
 from ttrain.reports import summary
 from ttrain.stages import Stage
+from ttrain.store import server_records
 from ttrain.store.layout import Artifact
 from ttrain.tasks.best_effort import best_effort
 
@@ -57,8 +58,8 @@ def run(execution: PipelineRun, recipe: Recipe, wait_for_server: Callable[[], No
 
         runtime = execution.settings.runtime
         execution.make_parts_elsewhere = lambda stage, work: make_on_dask(stage, work, runtime, lambda: execution.signum)
-    if server := server_processes.live_server(execution.store.root, "mlflow"):
-        execution.mlflow_url = f"http://{server_processes.HOST}:{server.port}"
+    if server := server_records.live_server(execution.store.root, "mlflow"):
+        execution.mlflow_url = server.url
     wait_for_server()
     mark_crashed_runs(execution.store.root)
     if not is_own():

@@ -18,9 +18,10 @@ from typing import Any, Final
 from zoneinfo import ZoneInfo, available_timezones
 
 from ttrain.errors import UsageError
-from ttrain.flows import flow_runs, prefect_run, schedule_files, server_processes, servers
+from ttrain.flows import flow_runs, prefect_run, schedule_files, servers
 from ttrain.flows.flow_runs import TAG, home_tag
 from ttrain.flows.schedule_files import Schedule
+from ttrain.store import server_records
 
 EXAMPLE: Final = 'write "minute hour day month weekday", for example "0 2 * * *" for two at night'
 FIELDS: Final = 5
@@ -190,8 +191,8 @@ def list_schedules(home: Path) -> list[ScheduleStatus]:
     schedules = schedule_files.read_all(home)
     if not schedules:
         return []
-    url, living = os.environ.get("PREFECT_API_URL"), server_processes.live_server(home, "prefect")
-    if not living and not (url and servers.answers(url)):
+    url, living = os.environ.get("PREFECT_API_URL"), server_records.live_server(home, "prefect")
+    if not living and not (url and servers.status_of(url, home)):
         os.environ.update(servers.prefect_environment(home))
         paused = frozenset[str]() if url else _paused_names(home)
         return [
@@ -293,9 +294,7 @@ def _deployment(client: Any, full_name: str) -> Any:
 def _is_ours(deployment: Any, home: Path) -> bool:
     """A home that was moved, with the database of its server in it, takes its deployments along."""
     theirs = _home_of(deployment)
-    has_moved = (
-        theirs is not None and not Path(theirs).exists() and server_processes.live_server(home, "prefect") is not None
-    )
+    has_moved = theirs is not None and not Path(theirs).exists() and server_records.live_server(home, "prefect") is not None
     return theirs == str(home.resolve()) or has_moved
 
 

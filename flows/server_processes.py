@@ -19,25 +19,8 @@ import psutil
 from filelock import FileLock
 
 from ttrain.errors import TTrainError
-from ttrain.store.server_records import HOST, SERVER_MARK, Server, folder_of, live_server, make_folder, read
+from ttrain.store.server_records import HOST, folder_of, make_folder, read
 
-__all__ = [
-    "HEALTH",
-    "HOST",
-    "SERVER_MARK",
-    "STOP_SECONDS",
-    "PortTaken",
-    "Server",
-    "end",
-    "folder_of",
-    "free_port",
-    "live_server",
-    "read",
-    "spawn",
-    "start_lock",
-    "stop",
-    "wait",
-]
 HEALTH: Final = {"prefect": "/api/health", "mlflow": "/health"}
 START_SECONDS: Final = 180.0  # a fresh home takes 10 s on two idle cores, 6 of them for Prefect's migrations
 STOP_SECONDS: Final = 10.0  # idle servers stop within 2 s

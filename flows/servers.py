@@ -27,9 +27,10 @@ from ttrain.core.sqlite_files import damage_of, set_aside
 from ttrain.errors import UsageError
 from ttrain.flows import server_processes
 from ttrain.flows.access_control import ASSISTANT, UPLOADS, BodyLimited, HostCheck, TokenRequired, hosts_of
-from ttrain.flows.server_processes import HEALTH, HOST, SERVER_MARK
+from ttrain.flows.server_processes import HEALTH
 from ttrain.nightly.notify import NoRedirect
 from ttrain.store import server_records
+from ttrain.store.server_records import HOST, SERVER_MARK
 
 log = logging.getLogger("ttrain")
 PORT: Final = "TTRAIN_SERVER_PORT"
@@ -65,12 +66,8 @@ class ServerAddresses:
 def prefect_environment(home: Path) -> dict[str, str]:
     """The variables to set before prefect is imported; never one that the user has set."""
     variables = {**SILENT, **QUIET, "PREFECT_HOME": str(home.resolve() / "prefect")}
-    if server := server_processes.live_server(home, "prefect"):
-        variables["PREFECT_API_URL"] = f"http://{HOST}:{server.port}/api"
-    elif not os.environ.get("PREFECT_API_URL"):
-        # For programs that do not call `start_temporary_server`; Prefect's 20 s are short on a busy machine
-        variables["PREFECT_SERVER_EPHEMERAL_ENABLED"] = "true"
-        variables["PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS"] = "120"
+    if server := server_records.live_server(home, "prefect"):
+        variables["PREFECT_API_URL"] = f"{server.url}/api"
     chosen = _unset(variables) | _without_proxy()
     return chosen | token_environment(home, chosen.get("PREFECT_API_URL") or os.environ.get("PREFECT_API_URL", ""))
 
@@ -81,15 +78,25 @@ def token_environment(home: Path, api_url: str) -> dict[str, str]:
     return {AUTH_STRING: token} if token else {}
 
 
-def answers(api_url: str) -> bool:
-    """Whether a Prefect server is behind that address; it may be busy, so it gets ten seconds."""
+def status_of(api_url: str, home: Path) -> int | None:
+    """The HTTP status with which a Prefect server answers us, as its own client would ask; None where none is there.
+
+    It may be busy, so it gets ten seconds.
+    """
+    environment = {**os.environ, **token_environment(home, api_url)}
+    headers = {}
+    if text := environment.get(AUTH_STRING):
+        headers["Authorization"] = f"Basic {base64.b64encode(text.encode()).decode()}"
+    elif key := environment.get("PREFECT_API_KEY"):
+        headers["Authorization"] = f"Bearer {key}"
     try:
-        with urllib.request.urlopen(f"{api_url.rstrip('/')}/health", timeout=10):
-            return True
-    except urllib.error.HTTPError:
-        return True  # a server answers; it may want a key, which Prefect has
+        request = urllib.request.Request(f"{api_url.rstrip('/')}/version", headers=headers)
+        with urllib.request.build_opener(NoRedirect).open(request, timeout=10) as response:
+            return int(response.status)
+    except urllib.error.HTTPError as error:
+        return error.code
     except (OSError, ValueError):
-        return False
+        return None
 
 
 def check_prefect_api_url(home: Path) -> None:
@@ -97,24 +104,14 @@ def check_prefect_api_url(home: Path) -> None:
     url = os.environ.get("PREFECT_API_URL")
     if not url:
         return
-    if not answers(url):
+    status = status_of(url, home)
+    if status is None:
         raise UsageError(f"PREFECT_API_URL is {url} but no Prefect server answers there; start it, or unset the variable")
-    request = urllib.request.Request(f"{url.rstrip('/')}/version")
-    environment = {**os.environ, **token_environment(home, url)}
-    if text := environment.get(AUTH_STRING):  # as Prefect's own client does it
-        request.add_header("Authorization", f"Basic {base64.b64encode(text.encode()).decode()}")
-    elif key := environment.get("PREFECT_API_KEY"):
-        request.add_header("Authorization", f"Bearer {key}")
-    try:
-        urllib.request.build_opener(NoRedirect).open(request, timeout=10).close()
-    except urllib.error.HTTPError as error:
-        if error.code == HTTPStatus.UNAUTHORIZED:
-            raise UsageError(
-                f"PREFECT_API_URL is {url}, which refuses what {AUTH_STRING} says (401); set it to the server's "
-                f"password, which for a server of another ttrain home is the text of servers/token there"
-            ) from None
-    except (OSError, ValueError):  # the server has just answered, and may be busy
-        return
+    if status == HTTPStatus.UNAUTHORIZED:
+        raise UsageError(
+            f"PREFECT_API_URL is {url}, which refuses what {AUTH_STRING} says (401); set it to the server's "
+            f"password, which for a server of another ttrain home is the text of servers/token there"
+        )
 
 
 def set_damaged_history_aside(home: Path, seconds: float | None = None) -> bool:
@@ -185,9 +182,9 @@ def up(home: Path, *, prefect_port: int = 4200, mlflow_port: int = 5000, auth: A
 def start(home: Path, ports: Mapping[str, int], auth: Auth = "token") -> None:
     """Start the named servers as `up` does; `ports` are those to try first."""
     home = home.resolve()
-    started: list[tuple[server_processes.Server, subprocess.Popen[bytes]]] = []
+    started: list[tuple[server_records.Server, subprocess.Popen[bytes]]] = []
     with server_processes.start_lock(home):
-        missing = {name: port for name, port in ports.items() if not server_processes.live_server(home, name)}
+        missing = {name: port for name, port in ports.items() if not server_records.live_server(home, name)}
         token = token_of(auth, lambda: server_records.make_token(home)) if missing else ""
         try:
             for name, port in missing.items():
@@ -204,14 +201,12 @@ def start(home: Path, ports: Mapping[str, int], auth: Auth = "token") -> None:
                 process.returncode = 0  # it goes on alone, or has ended: Popen would warn of a child that still runs
 
 
-def _wait(
-    home: Path, started: list[tuple[server_processes.Server, subprocess.Popen[bytes]]], number: int, token: str
-) -> None:
+def _wait(home: Path, started: list[tuple[server_records.Server, subprocess.Popen[bytes]]], number: int, token: str) -> None:
     """Wait until the server answers: on another port, where one that was free is taken meanwhile."""
     while True:
         server, process = started[number]
         try:
-            server_processes.wait(server.name, server.port, process, server_processes.folder_of(home) / f"{server.name}.log")
+            server_processes.wait(server.name, server.port, process, server_records.folder_of(home) / f"{server.name}.log")
             return
         except server_processes.PortTaken:
             server_processes.stop(home, server.name)
@@ -220,7 +215,7 @@ def _wait(
 
 def down(home: Path) -> list[str]:
     """Stop both servers with all their processes; returns those that ran. Raises TTrainError when one does not end."""
-    if not server_processes.folder_of(home).exists():
+    if not server_records.folder_of(home).exists():
         return []
     with server_processes.start_lock(home):
         return [name for name in HEALTH if server_processes.stop(home, name)]
@@ -228,18 +223,17 @@ def down(home: Path) -> list[str]:
 
 def running(home: Path) -> ServerAddresses | None:
     """The addresses where both servers run, else None."""
-    prefect, mlflow = (server_processes.live_server(home, name) for name in HEALTH)
+    prefect, mlflow = (server_records.live_server(home, name) for name in HEALTH)
     if not prefect or not mlflow:
         return None
-    url = f"http://{HOST}:{prefect.port}"
-    return ServerAddresses(url, f"{url}/api", f"http://{HOST}:{mlflow.port}")
+    return ServerAddresses(prefect.url, f"{prefect.url}/api", mlflow.url)
 
 
-def _start(home: Path, name: str, wanted_port: int, token: str) -> tuple[server_processes.Server, subprocess.Popen[bytes]]:
+def _start(home: Path, name: str, wanted_port: int, token: str) -> tuple[server_records.Server, subprocess.Popen[bytes]]:
     port, mark, path = (
         server_processes.free_port(wanted_port),
         secrets.token_hex(8),
-        server_processes.folder_of(home) / f"{name}.log",
+        server_records.folder_of(home) / f"{name}.log",
     )
     if port != wanted_port:
         log.warning("port %d is taken by another program; %s listens on %d instead", wanted_port, name, port)
@@ -249,7 +243,7 @@ def _start(home: Path, name: str, wanted_port: int, token: str) -> tuple[server_
     path.unlink(missing_ok=True)
     token_variables = {PORT: str(port), server_records.ACCESS: token, AUTH_STRING: token}
     process = server_processes.spawn(command, {**_unset(SILENT), **environment, **token_variables, SERVER_MARK: mark}, path)
-    server = server_processes.Server(name, process.pid, port, mark, asks_token=bool(token))
+    server = server_records.Server(name, process.pid, port, mark, asks_token=bool(token))
     write_json(path.with_suffix(".json"), asdict(server))
     return server, process
 

@@ -121,7 +121,7 @@ def serve_lock(home: Path) -> Iterator[None]:
 def _server(home: Path, auth: Auth) -> str:
     """The API address of the server that is named or runs, else of one that is started."""
     servers.check_prefect_api_url(home)
-    if not os.environ.get("PREFECT_API_URL") and not server_processes.live_server(home, "prefect"):
+    if not os.environ.get("PREFECT_API_URL") and not server_records.live_server(home, "prefect"):
         _start_server(home, PREFECT_PORT, auth)
     prefect_run.begin(home)()
     flow_runs.mark_crashed_runs(home)
@@ -135,16 +135,16 @@ def _start_server(home: Path, port: int, auth: Auth) -> None:
     note = schedule_files.folder_of(home) / SERVING
     write_json(note, {"pid": os.getpid(), "server": STARTING}, PRIVATE_FILE)
     servers.start(home, {"prefect": port}, auth)
-    if server := server_processes.live_server(home, "prefect"):
+    if server := server_records.live_server(home, "prefect"):
         write_json(note, {"pid": os.getpid(), "server": server.token}, PRIVATE_FILE)
 
 
 def _stop_server(home: Path) -> None:
     """End the server that was started to serve, by this process or one before; that of `up` stays."""
     server_token = read_object(schedule_files.folder_of(home) / SERVING).get("server")
-    server = server_processes.read(home, "prefect")
+    server = server_records.read(home, "prefect")
     # Where MLflow runs, too, the server is that of `up`
-    if server and server_token in (server.token, STARTING) and not server_processes.live_server(home, "mlflow"):
+    if server and server_token in (server.token, STARTING) and not server_records.live_server(home, "mlflow"):
         with server_processes.start_lock(home):
             server_processes.stop(home, "prefect")
 
@@ -222,13 +222,13 @@ class ScheduleServer:
         """Start our own server again where it died: Prefect's clients, also those of the runs, ask for a minute and more."""
         port = int(self._url.rpartition(":")[2].partition("/")[0])
         while not self._stop.is_set():
-            if self._owns_server and not await asyncio.to_thread(server_processes.live_server, self._home, "prefect"):
+            if self._owns_server and not await asyncio.to_thread(server_records.live_server, self._home, "prefect"):
                 self._say("the Prefect server is gone; starting it again")
                 try:
                     await asyncio.to_thread(_start_server, self._home, port, self._auth)
                 except TTrainError as error:
                     self._say(f"the Prefect server does not start: {error}")
-                server = server_processes.live_server(self._home, "prefect")
+                server = server_records.live_server(self._home, "prefect")
                 if server and server.port != port:
                     self._error = TTrainError(f"the Prefect server had port {port}, which another program took; serve again")
                     self._end()

@@ -17,7 +17,7 @@ from typing import Any, Final, final
 from ttrain.config import Auth
 from ttrain.errors import TTrainError
 from ttrain.flows import server_processes
-from ttrain.flows.server_processes import HOST, STOP_SECONDS
+from ttrain.flows.server_processes import STOP_SECONDS
 from ttrain.flows.servers import (
     AUTH_STRING,
     PORT,
@@ -28,6 +28,7 @@ from ttrain.flows.servers import (
     uvicorn_command,
 )
 from ttrain.store import server_records
+from ttrain.store.server_records import HOST
 
 log = logging.getLogger("ttrain")
 
@@ -52,8 +53,8 @@ def start_temporary_server(home: Path, auth: Auth = "token") -> Callable[[], Non
     """
     lock = server_processes.start_lock(home)
     lock.acquire()
-    if server := server_processes.live_server(home, "prefect"):
-        os.environ.setdefault("PREFECT_API_URL", f"http://{HOST}:{server.port}/api")
+    if server := server_records.live_server(home, "prefect"):
+        os.environ.setdefault("PREFECT_API_URL", f"{server.url}/api")
     if os.environ.get("PREFECT_API_URL"):
         os.environ.update(token_environment(home, os.environ["PREFECT_API_URL"]))
         lock.release()
@@ -87,7 +88,7 @@ class _TemporaryServer:
 
     def __init__(self, port: int, home: Path, token: str) -> None:
         self._port, self._home, self._token, self._owner = port, home, token, os.getpid()
-        self._log_file = server_processes.folder_of(home) / "own.log"
+        self._log_file = server_records.folder_of(home) / "own.log"
         self._lock, self._is_ending = threading.Lock(), False
         self._process = self._spawn()
 

@@ -23,8 +23,8 @@ from websockets.typing import Subprotocol
 from ttrain.errors import UsageError
 from ttrain.flows import servers
 from ttrain.flows.access_control import UPLOADS, BodyLimited, TokenRequired
-from ttrain.flows.server_processes import HOST
 from ttrain.store import server_records
+from ttrain.store.server_records import HOST
 
 TOKEN = "a-token_1"
 LIMIT_BYTES = 1000

@@ -16,7 +16,7 @@ import pytest
 from support.pipeline_home import Cli
 from support.served import ask, flow_runs, processes_of, serving, slot, wait_until
 
-from ttrain.flows import server_processes
+from ttrain.store import server_records
 
 MISSING = "data.pretrain=missing.jsonl"  # a run that fails as soon as it has begun
 # A cron of every five seconds, which the command line does not take, so that the test need not wait for minutes
@@ -60,7 +60,7 @@ def test_the_server_of_one_that_served_and_was_killed_ends_with_the_next_one(fre
         served.wait_for("stop with Ctrl-C")
         served.process.kill()
         served.process.wait()
-    assert server_processes.live_server(fresh.home, "prefect")
+    assert server_records.live_server(fresh.home, "prefect")
     with serving(fresh) as served:
         served.wait_for("stop with Ctrl-C")
         assert served.stop() == 0, served.said  # at once: whatever it still imports or asks
@@ -124,7 +124,7 @@ def test_a_night_by_a_cron_is_stopped_continued_and_outlives_its_server(fresh: C
     with serving(fresh) as served:
         wait_until(lambda: flow_runs(fresh.home, "Running"), 120, lambda: served.said)
         wait_until(lambda: list(fresh.home.glob("work/pretrain/*/output")) or flow_runs(fresh.home, "Promoted"), 60)
-        server = server_processes.live_server(fresh.home, "prefect")
+        server = server_records.live_server(fresh.home, "prefect")
         assert server is not None
         psutil.Process(server.pid).kill()
         served.wait_for("the Prefect server is gone; starting it again", 60)

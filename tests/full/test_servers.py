@@ -347,7 +347,7 @@ def test_a_port_that_another_program_takes_meanwhile_is_passed_over(
             servers.start(faked_home, {"prefect": port})
         finally:
             faster.kill()
-    server = server_processes.live_server(faked_home, "prefect")
+    server = server_records.live_server(faked_home, "prefect")
     assert server is not None and server.port > port and server.owns(server.pid)
 
 
@@ -379,7 +379,7 @@ def test_a_recycled_pid_is_neither_taken_for_a_server_nor_killed(
 def test_a_damaged_file_owns_no_process(faked_home: Path, text: str, stranger: subprocess.Popen[bytes]) -> None:
     path = faked_home / "servers" / "prefect.json"
     path.write_text(text.replace("PID", str(stranger.pid)))  # null is also what asking for an absent token gives
-    server = server_processes.read(faked_home, "prefect")
+    server = server_records.read(faked_home, "prefect")
     if server and server.processes():
         path.unlink()  # before `down` would end them
         pytest.fail(f"owns {server.processes()}")
@@ -399,7 +399,7 @@ def test_the_environment_prefers_what_the_user_has_set(faked_home: Path, monkeyp
     monkeypatch.setenv("PREFECT_API_URL", "http://elsewhere:4200/api")
     monkeypatch.setenv("PREFECT_HOME", "/users/choice")
     chosen = servers.prefect_environment(faked_home)
-    assert not {"PREFECT_API_URL", "PREFECT_HOME", "PREFECT_SERVER_EPHEMERAL_ENABLED"} & set(chosen)
+    assert not {"PREFECT_API_URL", "PREFECT_HOME"} & set(chosen)
     temporary_server.start_temporary_server(faked_home)()
     assert os.environ["PREFECT_API_URL"] == "http://elsewhere:4200/api"
 
@@ -463,13 +463,13 @@ def test_servers_without_a_token_are_asked_for_and_warned_of(faked_home: Path, c
     assert not (faked_home / "servers" / "token").exists()
     assert {psutil.Process(pid).environ()[server_records.ACCESS] for pid in processes_of(faked_home)} == {""}
     server_records.make_token(faked_home)  # of servers that ask for one
-    server = server_processes.live_server(faked_home, "mlflow")
+    server = server_records.live_server(faked_home, "mlflow")
     assert server and server_records.page_with_token(faked_home, url := f"http://127.0.0.1:{server.port}") == url
 
 
-def test_without_a_server_the_environment_allows_an_ephemeral_one_that_is_silent(tmp_path: Path) -> None:
+def test_without_a_server_the_environment_is_silent(tmp_path: Path) -> None:
     chosen = servers.prefect_environment(tmp_path / "home")
-    assert chosen["PREFECT_SERVER_EPHEMERAL_ENABLED"] == "true" and "PREFECT_API_URL" not in chosen
+    assert "PREFECT_API_URL" not in chosen
     assert chosen["DO_NOT_TRACK"] == "true" and chosen["PREFECT_SERVER_ANALYTICS_ENABLED"] == "false"
     assert chosen["PREFECT_HOME"] == str(tmp_path.resolve() / "home" / "prefect")
     assert not (tmp_path / "home").exists(), "asking leaves no trace"

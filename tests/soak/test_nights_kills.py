@@ -24,10 +24,10 @@ from support.pipeline_home import Cli, write_corpus
 from support.served import Served, flow_runs, processes_of, slot, wait_until
 
 from ttrain import tracking
-from ttrain.flows import server_processes
 from ttrain.flows.flow_runs import FINAL_STATES
 from ttrain.nightly.records import COMPLETED, NightRecord, Nights
 from ttrain.pipeline.stage_worker import PROCESS_NAME
+from ttrain.store import server_records
 
 pytestmark = [pytest.mark.soak, pytest.mark.long]
 SLOTS = int(os.environ.get("TTRAIN_SOAK_SLOTS", "2"))
@@ -99,7 +99,7 @@ class Chaos:
             self.served = Served(self.cli)
 
     def _server(self) -> list[psutil.Process]:
-        server = server_processes.live_server(self.home, "prefect")
+        server = server_records.live_server(self.home, "prefect")
         return [psutil.Process(server.pid)] if server else []
 
 

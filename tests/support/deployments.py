@@ -11,14 +11,14 @@ from typing import Any
 from support.pipeline_home import Cli
 from support.served import Served, access, wait_until
 
-from ttrain.flows import server_processes
+from ttrain.store import server_records
 
 FINAL = ("COMPLETED", "FAILED", "CANCELLED", "CRASHED")
 
 
 def call(cli: Cli, path: str, body: dict[str, Any] | None = None) -> Any:
     """What the server of this home answers to a POST, or to a GET where there is no body."""
-    server = server_processes.live_server(cli.home, "prefect")
+    server = server_records.live_server(cli.home, "prefect")
     assert server is not None
     data = None if body is None else json.dumps(body).encode()
     headers = {"Content-Type": "application/json", **access(cli.home)}

@@ -18,7 +18,6 @@ from typing import Any
 import psutil
 from support.pipeline_home import Cli
 
-from ttrain.flows import server_processes
 from ttrain.store import server_records
 
 
@@ -82,7 +81,7 @@ def access(home: Path) -> dict[str, str]:
 
 def ask(home: Path, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
     """What the server of this home answers to a POST."""
-    server = server_processes.live_server(home, "prefect")
+    server = server_records.live_server(home, "prefect")
     if server is None:
         raise ConnectionError(f"no Prefect server of {home} answers")
     url, headers = f"http://127.0.0.1:{server.port}/api/{path}", {"Content-Type": "application/json", **access(home)}

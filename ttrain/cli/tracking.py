@@ -82,12 +82,12 @@ def repair(as_json: AsJson = False) -> None:
     database that is intact and complete is not changed.
     """
     from ttrain.errors import UsageError
-    from ttrain.flows import server_processes
     from ttrain.pipeline import track_repair
+    from ttrain.store import server_records
     from ttrain.store.layout import usable_home
 
     root = usable_home()
-    if server_processes.live_server(root, "mlflow"):
+    if server_records.live_server(root, "mlflow"):
         raise UsageError("the MLflow server of `ttrain up` has the database open; stop it first: ttrain down")
     done = track_repair.repair(root, lambda line: console(stderr=True).print(escaped(line), highlight=False, soft_wrap=True))
     if as_json:
@@ -230,20 +230,21 @@ def _refuse_another_database(root: Path, uri: str) -> None:
 def _server(root: Path, port: int) -> Iterator[tuple[str, threading.Event | None]]:
     """(address, None) of a running server; else (address, stop event) of a new one, which ends with the block."""
     from ttrain.flows import server_processes, servers
+    from ttrain.store import server_records
 
-    if running_server := server_processes.live_server(root, "mlflow"):
-        yield f"http://{server_processes.HOST}:{running_server.port}", None
+    if running_server := server_records.live_server(root, "mlflow"):
+        yield running_server.url, None
         return
     servers.start(root, {"mlflow": port}, server_settings(None).auth)
     try:
         stop_event = threading.Event()
         for signum in heeded_signals():
             signal.signal(signum, lambda *_: stop_event.set())
-        started = server_processes.live_server(root, "mlflow")
+        started = server_records.live_server(root, "mlflow")
         assert started is not None, "it has just answered"
-        yield f"http://{server_processes.HOST}:{started.port}", stop_event
+        yield started.url, stop_event
     finally:
-        if server_processes.live_server(root, "prefect"):
+        if server_records.live_server(root, "prefect"):
             print("the server keeps running, because `ttrain up` took it over; `ttrain down` stops it", file=sys.stderr)
         else:
             server_processes.stop(root, "mlflow")
@@ -301,9 +302,9 @@ def open_browser(url: str) -> bool:
 
 def _wait_for_stop(root: Path, stop_event: threading.Event) -> None:
     """Wait until Ctrl-C, SIGTERM or SIGHUP, or until the server has ended."""
-    from ttrain.flows import server_processes
+    from ttrain.store import server_records
 
     while not stop_event.wait(POLL_SECONDS):
-        if server_processes.live_server(root, "mlflow") is None:
+        if server_records.live_server(root, "mlflow") is None:
             print("the server has ended", file=sys.stderr)
             return

@@ -45,6 +45,11 @@ class Server:
     token: str
     asks_token: bool = False  # as one of an older ttrain does not, nor one with servers.auth=off
 
+    @property
+    def url(self) -> str:
+        """Its address."""
+        return f"http://{HOST}:{self.port}"
+
     def owns(self, pid: int) -> bool:
         """Two proofs, since what is owned gets killed: a mistake in one of them would end every process of the user."""
         try:
