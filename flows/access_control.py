@@ -20,11 +20,10 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from typing import Any, Final, final
 
 from ttrain.core.files import parse_json
+from ttrain.store.server_records import HOST
 
 Scope = Mapping[str, Any]
-
 Receive = Callable[[], Awaitable[Mapping[str, Any]]]
-
 Send = Callable[[Mapping[str, Any]], Awaitable[None]]
 
 ASSISTANT: Final = "/ajax-api/3.0/mlflow/assistant"
@@ -49,6 +48,17 @@ def policy_of(hosts: Iterable[str]) -> bytes:
 def hosts_of(host: str, port: int) -> tuple[str, ...]:
     """The allowed values of a request's Host."""
     return (f"{host}:{port}", f"localhost:{port}")
+
+
+async def refuse(
+    scope: Scope, receive: Receive, send: Send, status: int, body: bytes, *headers: tuple[bytes, bytes]
+) -> None:
+    """Send a complete response of plain text; a web socket is closed instead."""
+    if scope["type"] == "websocket":
+        await receive()  # the connection request, which the protocol requires us to read before we refuse
+        await send({"type": "websocket.close", "code": 1008})
+    else:
+        await answer(send, status, body, [(b"content-type", b"text/plain"), *headers])
 
 
 async def answer(send: Send, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]]) -> None:
@@ -77,11 +87,8 @@ class HostCheck:
             send = self._with_policy(send)
         if scope["type"] == "lifespan" or self._is_allowed(scope):
             await self._app(scope, receive, send)
-        elif scope["type"] == "websocket":
-            await receive()  # the connection request, which the protocol requires us to read before we refuse
-            await send({"type": "websocket.close", "code": 1008})
         else:
-            await answer(send, 403, HOST_REFUSED, [(b"content-type", b"text/plain")])
+            await refuse(scope, receive, send, 403, HOST_REFUSED)
 
     def _with_policy(self, send: Send) -> Send:
         """Add the policy to answers; a browser obeys both it and one of the application's own."""
@@ -143,11 +150,8 @@ class TokenRequired:
         elif kind == "websocket" and "prefect" in scope.get("subprotocols", ()):
             socket = _CheckedSocket(self._is_token, receive, send)
             await self._app(scope, socket.receive, socket.send)
-        elif kind == "websocket":
-            await receive()  # the connection request, which the protocol requires us to read before we refuse
-            await send({"type": "websocket.close", "code": 1008})
         else:
-            await answer(send, 401, TOKEN_REFUSED, [(b"content-type", b"text/plain"), (b"www-authenticate", b"Bearer")])
+            await refuse(scope, receive, send, 401, TOKEN_REFUSED, (b"www-authenticate", b"Bearer"))
 
     def _is_allowed(self, scope: Scope) -> bool:
         if scope["type"] == "http" and scope["method"] == "GET" and scope["path"] in self._without_token:
@@ -229,6 +233,12 @@ class _CheckedSocket:
         return isinstance(shown, str) and self._is_token(shown.encode("utf-8", "replace"))
 
 
+def guarded(app: Any, port: int, token: str, *, without_token: Iterable[str] = (), without: Iterable[str] = ()) -> HostCheck:
+    """The application behind the token, unless that is empty, and behind the check against other sites."""
+    checked = TokenRequired(app, token, port, without_token) if token else app
+    return HostCheck(checked, hosts_of(HOST, port), without)
+
+
 BODY_BYTES: Final = 64 << 20  # a run's settings are 0.1 MB, a thousand lines of its log 1 MB
 # Where MLflow writes a PUT to disk as it comes; a checkpoint may have any size. All its other bodies are held in memory.
 UPLOADS: Final = ("/api/2.0/mlflow-artifacts/artifacts/", "/ajax-api/2.0/mlflow-artifacts/artifacts/")
@@ -258,7 +268,7 @@ class BodyLimited:
             if not body.is_too_large or body.has_begun:
                 return
         text = f"the body of a request may have {self._limit_bytes} bytes; this one has more\n".encode()
-        await answer(send, 413, text, [(b"content-type", b"text/plain"), (b"connection", b"close")])
+        await refuse(scope, receive, send, 413, text, (b"connection", b"close"))
 
 
 def _content_length(scope: Scope) -> int:

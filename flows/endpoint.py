@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any
 
 from ttrain.export import serve_process
-from ttrain.export.serve import HOST
-from ttrain.flows.access_control import HostCheck, TokenRequired, hosts_of
+from ttrain.flows.access_control import guarded
 from ttrain.store.server_records import ACCESS
 
 
@@ -20,10 +18,7 @@ def main() -> None:
     port, max_requests, *arguments = sys.argv[1:]
     token = os.environ.pop(ACCESS, "")
 
-    def guard(app: Any) -> Any:
-        return HostCheck(TokenRequired(app, token, int(port)) if token else app, hosts_of(HOST, int(port)))
-
-    serve_process.serve(arguments, max_requests=int(max_requests), guard=guard)
+    serve_process.serve(arguments, max_requests=int(max_requests), guard=lambda app: guarded(app, int(port), token))
 
 
 if __name__ == "__main__":

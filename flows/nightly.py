@@ -40,7 +40,6 @@ from ttrain.stages import EVALUATE, EVALUATE_CHAMPION, EXISTING_MODEL, HELDOUT, 
 from ttrain.store.artifacts import ArtifactStore
 
 NAME = "nightly"
-
 OF_BASE = "bits_per_byte"  # the metric of the base model, which a night without new documents does not change
 
 
@@ -76,9 +75,7 @@ def run_night(
             nights.settle()
             covered = nights.covered(slot, settings.nightly.timezone, time.time())
             if covered is None:
-                return NightRun(
-                    settings, store, console, nights, slot, engine=engine, in_flow=in_flow, labels=labels
-                ).night()
+                return NightRun(settings, store, console, nights, slot, engine, in_flow, labels).night()
     except records.StillRunning as running:
         covered = str(running)
     nights.skipped(slot, covered)
@@ -87,24 +84,21 @@ def run_night(
     return NightResult("skipped", covered)
 
 
+@dataclass
 class NightRun:
     """One night; this process holds its lock."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        store: ArtifactStore,
-        console: Console,
-        nights: Nights,
-        slot: datetime | None,
-        *,
-        engine: str,
-        in_flow: bool,
-        labels: Labels,
-    ) -> None:
-        self.settings, self.store, self.console, self.nights, self.slot = settings, store, console, nights, slot
-        self.engine, self.in_flow, self.labels = engine, in_flow, labels
-        self.stop_at = records.stop_at(settings.nightly, time.time())
+    settings: Settings
+    store: ArtifactStore
+    console: Console
+    nights: Nights
+    slot: datetime | None
+    engine: str
+    in_flow: bool
+    labels: Labels
+
+    def __post_init__(self) -> None:
+        self.stop_at = records.stop_at(self.settings.nightly, time.time())
 
     def night(self) -> NightResult:
         """Run the night, from looking for data to the notification."""

@@ -148,6 +148,7 @@ def apply(home: Path, schedule: Schedule, *, paused: bool = False) -> None:
     from prefect.deployments.runner import DeploymentApplyError
     from prefect.exceptions import PrefectHTTPStatusError
     from prefect.schedules import Cron
+    from prefect.types.entrypoint import EntrypointType
 
     from ttrain import __version__
     from ttrain.flows import deployments
@@ -162,7 +163,7 @@ def apply(home: Path, schedule: Schedule, *, paused: bool = False) -> None:
         description=f"{flow.description}\n\nIts home is `{home.resolve()}`.",
         tags=[TAG, home_tag(home)],
         version=__version__,
-        entrypoint_type=_module_path(),
+        entrypoint_type=EntrypointType.MODULE_PATH,
     )
     if not slots:
         deployment.schedules = []  # removes an earlier cron
@@ -276,12 +277,6 @@ def home_filter(home: Path) -> Any:
     return DeploymentFilter(tags=DeploymentFilterTags(all_=[TAG, home_tag(home)]))
 
 
-def _module_path() -> Any:
-    from prefect.types.entrypoint import EntrypointType
-
-    return EntrypointType.MODULE_PATH
-
-
 def _deployment(client: Any, full_name: str) -> Any:
     from prefect.exceptions import ObjectNotFound
 
@@ -308,13 +303,7 @@ def _next_slot(cron: str | None, timezone: str) -> datetime | None:
 
 
 def _status_of(client: Any, home: Path, schedule: Schedule) -> ScheduleStatus:
-    from prefect.client.schemas.filters import (
-        DeploymentFilter,
-        DeploymentFilterId,
-        FlowRunFilter,
-        FlowRunFilterState,
-        FlowRunFilterStateType,
-    )
+    from prefect.client.schemas import filters
     from prefect.client.schemas.objects import TERMINAL_STATES
     from prefect.client.schemas.sorting import FlowRunSort
 
@@ -323,9 +312,10 @@ def _status_of(client: Any, home: Path, schedule: Schedule) -> ScheduleStatus:
         return ScheduleStatus(schedule, False, False, _next_slot(schedule.cron, schedule.timezone))
     crons = [entry.schedule for entry in deployment.schedules if entry.active and hasattr(entry.schedule, "cron")]
     slots = [slot for entry in crons if (slot := _next_slot(entry.cron, entry.timezone or "UTC"))]
+    has_ended = filters.FlowRunFilterState(type=filters.FlowRunFilterStateType(any_=list(TERMINAL_STATES)))
     ended = client.read_flow_runs(
-        deployment_filter=DeploymentFilter(id=DeploymentFilterId(any_=[deployment.id])),
-        flow_run_filter=FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=list(TERMINAL_STATES)))),
+        deployment_filter=filters.DeploymentFilter(id=filters.DeploymentFilterId(any_=[deployment.id])),
+        flow_run_filter=filters.FlowRunFilter(state=has_ended),
         sort=FlowRunSort.END_TIME_DESC,
         limit=1,
     )

@@ -26,7 +26,7 @@ from ttrain.core.files import private_directory, write_json
 from ttrain.core.sqlite_files import damage_of, set_aside
 from ttrain.errors import UsageError
 from ttrain.flows import server_processes
-from ttrain.flows.access_control import ASSISTANT, UPLOADS, BodyLimited, HostCheck, TokenRequired, hosts_of
+from ttrain.flows.access_control import ASSISTANT, UPLOADS, BodyLimited, guarded, hosts_of
 from ttrain.flows.server_processes import HEALTH
 from ttrain.nightly.notify import NoRedirect
 from ttrain.store import server_records
@@ -150,13 +150,9 @@ def tracker_app() -> Any:
 
 
 def guarded_app(app: Any, name: str, without: Sequence[str] = ()) -> Any:
-    """The application behind the token, unless servers.auth is off, and behind the guard against other sites.
-
-    The health path tells nothing else, and needs no token.
-    """
+    """The application behind its guards; the health path tells nothing else, and needs no token."""
     port, token = int(os.environ[PORT]), os.environ.get(server_records.ACCESS, "")
-    checked = TokenRequired(app, token, port, without_token=[HEALTH[name]]) if token else app
-    return HostCheck(checked, hosts_of(HOST, port), without=without)
+    return guarded(app, port, token, without_token=[HEALTH[name]], without=without)
 
 
 def token_of(auth: Auth, make: Callable[[], str]) -> str:

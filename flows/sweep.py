@@ -27,9 +27,7 @@ from ttrain.sweep.measure import Measure
 from ttrain.sweep.space import Space
 
 SAMPLERS = ("tpe", "random", "grid")
-
 MOST_TRIALS_OF_A_GRID = 1000
-
 TRIALS = 8
 
 
@@ -50,13 +48,11 @@ class SweepRequest:
 
     def settings(self, values: Mapping[str, Any], slot: int = 0) -> Settings:
         """The settings of a trial with these values, in one of the slots of parallel trials."""
-        loaded = settings_of(space.with_values(self.overrides, self.space, values)).settings
-        share = trial_device(loaded.runtime, self.gpus, slot, self.parallel)
-        return (
-            settings_of([*space.with_values(self.overrides, self.space, values), *_shared(share)]).settings
-            if share
-            else loaded
-        )
+        overrides = space.with_values(self.overrides, self.space, values)
+        settings = settings_of(overrides).settings
+        share = trial_device(settings.runtime, self.gpus, slot, self.parallel)
+        overrides += [Override("place of the trial", key, value) for key, value in share.items()]
+        return settings_of(overrides).settings if share else settings
 
     @property
     def first(self) -> dict[str, Any]:
@@ -160,13 +156,13 @@ def sweep_request(
     )
 
 
-def find_resumable(request: SweepRequest, store: ArtifactStore) -> tuple[records.Sweep | None, list[str]]:
-    """(the sweep of an equal request that can be continued, or None; what has changed since the newest that cannot)."""
+def find_resumable(request: SweepRequest, store: ArtifactStore) -> tuple[records.Sweep | None, str]:
+    """(the sweep of an equal request that can be continued, or None; why the newest one cannot)."""
     sweep = records.find_same(store.root, request.to_json())
     if sweep is None:
-        return None, []
+        return None, ""
     changed = records.changes(sweep["ingredients"], request.ingredients(store))
-    return (None, [f"{sweep.name} was of other {', '.join(changed)}"]) if changed else (sweep, [])
+    return (None, f"{sweep.name} was of other {', '.join(changed)}") if changed else (sweep, "")
 
 
 def preview(request: SweepRequest, store: ArtifactStore) -> dict[str, Any]:
@@ -231,10 +227,6 @@ def _check_pruning(settings: Settings, chosen: Measure, keys: Sequence[str]) -> 
     setting = f"{chosen.stage}.validate_every_steps"
     if chosen.curve == measure.LOSS and not training.validate_every_steps and setting not in keys:
         raise UsageError(f"--prune needs validations while training, but {setting} is 0; set it, for example to 50")
-
-
-def _shared(share: Mapping[str, Any]) -> list[Override]:
-    return [Override("place of the trial", key, value) for key, value in share.items()]
 
 
 def _base_only(whole: Recipe) -> Recipe:

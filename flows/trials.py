@@ -19,7 +19,6 @@ from typing import Any
 from rich.console import Console
 
 from ttrain import tracking
-from ttrain.core.files import parse_json, read_json
 from ttrain.core.signals import catching_signals
 from ttrain.core.terminal import escaped
 from ttrain.errors import Interrupted, StageFailed, TTrainError, UsageError
@@ -46,8 +45,8 @@ FAILURES = 3  # of trials, one after the other, that end the sweep
 def begin(request: SweepRequest, store: ArtifactStore, screen: Console) -> Sweep:
     """The requested sweep: one to continue, or a new one."""
     sweep, changed = find_resumable(request, store)
-    for line in changed:
-        screen.print(escaped(f"a new sweep begins: {line}"), highlight=False, soft_wrap=True, markup=False)
+    if changed:
+        screen.print(escaped(f"a new sweep begins: {changed}"), highlight=False, soft_wrap=True, markup=False)
     return sweep or records.begin(store.root, request.to_json(), request.ingredients(store))
 
 
@@ -74,11 +73,8 @@ class TrialRunner:
         self._running: dict[int, RunningTrial] = {}  # by slot
         self._failed_in_a_row = 0
         self._error: BaseException | None = None  # that every other trial would have, too
-        self._tracker = (
-            tracking.open_store(store.root, request.settings(request.first).tracking.experiment)
-            if request.settings(request.first).tracking.enabled
-            else tracking.NullStore()
-        )
+        settings = request.settings(request.first).tracking
+        self._tracker = tracking.open_store(store.root, settings.experiment) if settings.enabled else tracking.NullStore()
         self._parent = self._tracker.start_run(
             sweep.name,
             identity=(sweep["tracking"] or {}).get("identity"),
@@ -141,10 +137,8 @@ class TrialRunner:
         values = "  ".join(f"{key}={format_value(value)}" for key, value in trial.values.items())
         goes_on = " goes on" if trial.run else ""
         self.display.say(_plain(f"trial {trial.number} of {self.request.trials}{goes_on}: {values}"))
-        tracked = self._options_of(trial)
-        running = RunningTrial(self.request, self.sweep.name, trial, slot, self.store, self.display, tracked)
-        self._running[slot] = running
-        running.thread.start()
+        self._running[slot] = RunningTrial(self, trial, slot)
+        self._running[slot].thread.start()
 
     def _update_curve(self, running: RunningTrial) -> None:
         """Record the new points of a trial's curve; end a trial that is behind the others."""
@@ -226,7 +220,7 @@ class TrialRunner:
             running.stop(signal.SIGTERM)
             running.thread.join()
         best, trials = self.study.best(), self.study.trials()
-        self.sweep.note(outcome=outcome, best=best.number if best else None)
+        self.sweep.note(outcome=outcome)
         header, rows = summary.trial_table(trials, self.request.space, self.request.measure)
         table = report.markdown(rows, header)
         self._parent.log_text(json.dumps([trial.to_json() for trial in trials], indent=1), "trials.json")
@@ -254,7 +248,7 @@ class TrialRunner:
         """The sweep's tracked run; no id as long as the tracker's server is silent."""
         return {"identity": self._parent.identity, "run_id": self._parent.id, "url": self._parent.url}
 
-    def _options_of(self, trial: Trial) -> dict[str, Any]:
+    def tracking_options(self, trial: Trial) -> dict[str, Any]:
         """Tracking options of a trial's run: a child of the sweep's run; an interrupted one continues its earlier run."""
         earlier = runs.read(self.store.root, trial.run) if trial.run else None
         return {
@@ -302,21 +296,10 @@ PRUNED = "pruned"
 class RunningTrial:
     """A trial in its thread."""
 
-    def __init__(
-        self,
-        request: SweepRequest,
-        sweep: str,
-        trial: Trial,
-        slot: int,
-        store: ArtifactStore,
-        display: Display,
-        tracked: Mapping[str, Any],
-    ) -> None:
-        """`slot`: its number among parallel trials. `tracked`: how its run is tracked, as options of Execution."""
-        self.request, self.trial, self.slot = request, trial, slot
-        self._sweep, self._store, self._tracked = sweep, store, tracked
-        self._shared, _ = request.stages()
-        self._screen = _TrialDisplay(display, trial.number, self._shared)
+    def __init__(self, runner: TrialRunner, trial: Trial, slot: int) -> None:
+        """`slot`: its number among parallel trials."""
+        self._runner, self.request, self.trial, self.slot = runner, runner.request, trial, slot
+        self._shared, _ = self.request.stages()
         self.execution: PipelineRun | None = None
         self.error: BaseException | None = None
         self.seconds = 0.0
@@ -359,7 +342,7 @@ class RunningTrial:
         """{tokens: value} of the curve of the measured stage, where anything was written since the last look."""
         path, measure = self._curve(), self.request.measure
         with contextlib.suppress(OSError):
-            if path and (size := path.stat().st_size) and (path, size) != self._read:
+            if path and measure.curve and (size := path.stat().st_size) and (path, size) != self._read:
                 self._read = (path, size)
                 return dict(_points(path, measure.curve))
         return {}
@@ -370,8 +353,8 @@ class RunningTrial:
         stage = self.request.measure.stage
         if (artifact := self.execution.artifacts.get(stage)) is not None:
             return artifact.path / "run" / "metrics.jsonl"
-        record: Mapping[str, Any] = read_json(self.execution.record.path) or {"stages": []}
-        log = next((entry["log"] for entry in record["stages"] if entry["name"] == stage and entry.get("log")), None)
+        entries = self.execution.record.snapshot()["stages"]
+        log = next((entry["log"] for entry in entries if entry["name"] == stage and entry.get("log")), None)
         return Path(log).with_name("metrics.jsonl") if log else None
 
     def _run(self) -> None:
@@ -382,19 +365,19 @@ class RunningTrial:
         self.seconds = time.monotonic() - self._began
 
     def _pipeline(self) -> None:
-        values = self.trial.values
-        stages = self.request.plan(values, self._store, self.slot)
+        values, runner = self.trial.values, self._runner
+        stages = self.request.plan(values, runner.store, self.slot)
         execution = PipelineRun(
             self.request.pipeline,
             self.request.settings(values, self.slot),
-            self._store,
-            self._screen,
+            runner.store,
+            _TrialDisplay(runner.display, self.trial.number, self._shared),
             [planned.stage.name for planned in stages],
             registers=False,
-            **self._tracked,
+            **runner.tracking_options(self.trial),
         )
         execution.planned = stages
-        execution.record.note(sweep={"name": self._sweep, "trial": self.trial.number})
+        execution.record.note(sweep={"name": runner.sweep.name, "trial": self.trial.number})
         self.execution = execution
         if self._signum:
             execution.ask_to_stop(self._signum)
@@ -440,9 +423,8 @@ class _TrialDisplay:
         return stage if stage in self._shared else f"trial {self._number} {stage}"
 
 
-def _points(path: Path, name: str | None) -> Iterator[tuple[int, float]]:
-    """(tokens, value) of a metric in a stage's curve; invalid rows are left out."""
-    for line in path.read_bytes().split(b"\n") if name else ():
+def _points(path: Path, name: str) -> Iterator[tuple[int, float]]:
+    """(tokens, value) of a metric in a stage's curve; rows without it are left out."""
+    for row in runs.read_rows(path):
         with contextlib.suppress(ValueError, KeyError, TypeError):
-            row = parse_json(line)
             yield int(row["tokens"]), float(row["metrics"][name])

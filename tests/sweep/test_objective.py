@@ -123,13 +123,13 @@ def test_the_same_command_is_the_same_sweep_until_a_question_the_data_or_the_cod
     begun = records.begin(store.root, first.to_json(), first.ingredients(store))
     for same in (asked(LR, data, trials=20), asked(LR, data, parallel=2), asked(data, LR, "runtime.threads=1")):
         found, changed = sweep.find_resumable(same, store)
-        assert found is not None and (found.name, changed) == (begun.name, [])
+        assert found is not None and (found.name, changed) == (begun.name, "")
     for other in (asked(LR, data, seed=2), asked(LR, data, "pretrain.tokens=5000"), asked(LR, data, sampler="random")):
-        assert sweep.find_resumable(other, store) == (None, [])
+        assert sweep.find_resumable(other, store) == (None, "")
     docs.write_text(json.dumps({"text": "another"}) + "\n", encoding="utf-8")
     found, changed = sweep.find_resumable(asked(LR, data), store)
     assert found is None
-    assert changed == [f"{begun.name} was of other data of tokenizer, data of shards-pretrain"]
+    assert changed == f"{begun.name} was of other data of tokenizer, data of shards-pretrain"
 
 
 def test_a_sweep_is_named_by_a_part_of_its_name_and_one_process_has_it(tmp_path: Path) -> None:
