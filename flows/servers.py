@@ -30,7 +30,7 @@ from ttrain.flows.access_control import ASSISTANT, UPLOADS, BodyLimited, guarded
 from ttrain.flows.server_processes import HEALTH
 from ttrain.nightly.notify import NoRedirect
 from ttrain.store import server_records
-from ttrain.store.server_records import HOST, SERVER_MARK
+from ttrain.store.server_records import HOST, SERVER_MARK, Server
 
 log = logging.getLogger("ttrain")
 PORT: Final = "TTRAIN_SERVER_PORT"
@@ -175,17 +175,17 @@ def up(home: Path, *, prefect_port: int = 4200, mlflow_port: int = 5000, auth: A
     return addresses
 
 
-def start(home: Path, ports: Mapping[str, int], auth: Auth = "token") -> None:
-    """Start the named servers as `up` does; `ports` are those to try first."""
+def start(home: Path, ports: Mapping[str, int], auth: Auth = "token", owner: str = "") -> None:
+    """Start the named servers as `up` does; `ports` are those to try first. `owner`: the command that ends them."""
     home = home.resolve()
-    started: list[tuple[server_records.Server, subprocess.Popen[bytes]]] = []
+    started: list[tuple[Server, subprocess.Popen[bytes]]] = []
     with server_processes.start_lock(home):
         missing = {name: port for name, port in ports.items() if not server_records.live_server(home, name)}
         token = token_of(auth, lambda: server_records.make_token(home)) if missing else ""
         try:
             for name, port in missing.items():
                 server_processes.stop(home, name)  # remains of one that does not answer
-                started.append(_start(home, name, port, token))
+                started.append(_start(home, name, port, token, owner))
             for number in range(len(started)):
                 _wait(home, started, number, token)
         except BaseException:
@@ -197,7 +197,7 @@ def start(home: Path, ports: Mapping[str, int], auth: Auth = "token") -> None:
                 process.returncode = 0  # it goes on alone, or has ended: Popen would warn of a child that still runs
 
 
-def _wait(home: Path, started: list[tuple[server_records.Server, subprocess.Popen[bytes]]], number: int, token: str) -> None:
+def _wait(home: Path, started: list[tuple[Server, subprocess.Popen[bytes]]], number: int, token: str) -> None:
     """Wait until the server answers: on another port, where one that was free is taken meanwhile."""
     while True:
         server, process = started[number]
@@ -206,7 +206,7 @@ def _wait(home: Path, started: list[tuple[server_records.Server, subprocess.Pope
             return
         except server_processes.PortTaken:
             server_processes.stop(home, server.name)
-            started[number] = _start(home, server.name, server.port + 1, token)
+            started[number] = _start(home, server.name, server.port + 1, token, server.owner)
 
 
 def down(home: Path) -> list[str]:
@@ -225,12 +225,9 @@ def running(home: Path) -> ServerAddresses | None:
     return ServerAddresses(prefect.url, f"{prefect.url}/api", mlflow.url)
 
 
-def _start(home: Path, name: str, wanted_port: int, token: str) -> tuple[server_records.Server, subprocess.Popen[bytes]]:
-    port, mark, path = (
-        server_processes.free_port(wanted_port),
-        secrets.token_hex(8),
-        server_records.folder_of(home) / f"{name}.log",
-    )
+def _start(home: Path, name: str, wanted_port: int, token: str, owner: str) -> tuple[Server, subprocess.Popen[bytes]]:
+    port, mark = server_processes.free_port(wanted_port), secrets.token_hex(8)
+    path = server_records.folder_of(home) / f"{name}.log"
     if port != wanted_port:
         log.warning("port %d is taken by another program; %s listens on %d instead", wanted_port, name, port)
     if name == "prefect":
@@ -239,7 +236,7 @@ def _start(home: Path, name: str, wanted_port: int, token: str) -> tuple[server_
     path.unlink(missing_ok=True)
     token_variables = {PORT: str(port), server_records.ACCESS: token, AUTH_STRING: token}
     process = server_processes.spawn(command, {**_unset(SILENT), **environment, **token_variables, SERVER_MARK: mark}, path)
-    server = server_records.Server(name, process.pid, port, mark, asks_token=bool(token))
+    server = Server(name, process.pid, port, mark, asks_token=bool(token), owner=owner)
     write_json(path.with_suffix(".json"), asdict(server))
     return server, process
 

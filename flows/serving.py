@@ -34,8 +34,8 @@ RUNS_AT_ONCE: Final = 4  # one of them trains; a slot that comes meanwhile needs
 PREFECT_PORT: Final = 4200
 LOCK_SECONDS: Final = 2.0  # `served_by` takes the lock for a moment, too
 
-SERVING: Final = "serving.txt"  # in the folder of schedules: the process that serves, and the token of its server
-STARTING: Final = "starting"
+SERVING: Final = "serving.txt"  # in the folder of schedules: the process that serves
+OWNER: Final = "serve"  # of a server that is started to serve
 # Deployments of ttrain 0.1 have the second form until `serve` or `schedule` registers them again.
 ENTRY_POINTS: Final = {
     f"{package}.deployments.{kind}": kind for kind in schedule_files.KINDS for package in ("ttrain.flows", "flows")
@@ -112,7 +112,7 @@ def serve_lock(home: Path) -> Iterator[None]:
             f"it also serves schedules that are added later"
         ) from None
     try:
-        write_json(path := folder / SERVING, {**read_object(path), "pid": os.getpid()}, PRIVATE_FILE)
+        write_json(folder / SERVING, {"pid": os.getpid()}, PRIVATE_FILE)
         yield
     finally:
         lock.release()
@@ -122,7 +122,7 @@ def _server(home: Path, auth: Auth) -> str:
     """The API address of the server that is named or runs, else of one that is started."""
     servers.check_prefect_api_url(home)
     if not os.environ.get("PREFECT_API_URL") and not server_records.live_server(home, "prefect"):
-        _start_server(home, PREFECT_PORT, auth)
+        servers.start(home, {"prefect": PREFECT_PORT}, auth, OWNER)
     prefect_run.begin(home)()
     flow_runs.mark_crashed_runs(home)
     with best_effort():
@@ -130,21 +130,10 @@ def _server(home: Path, auth: Auth) -> str:
     return os.environ["PREFECT_API_URL"]
 
 
-def _start_server(home: Path, port: int, auth: Auth) -> None:
-    """Start a server, recorded as one for serving: if this process is killed, also meanwhile, the next one ends it."""
-    note = schedule_files.folder_of(home) / SERVING
-    write_json(note, {"pid": os.getpid(), "server": STARTING}, PRIVATE_FILE)
-    servers.start(home, {"prefect": port}, auth)
-    if server := server_records.live_server(home, "prefect"):
-        write_json(note, {"pid": os.getpid(), "server": server.token}, PRIVATE_FILE)
-
-
 def _stop_server(home: Path) -> None:
-    """End the server that was started to serve, by this process or one before; that of `up` stays."""
-    server_token = read_object(schedule_files.folder_of(home) / SERVING).get("server")
+    """End the server that was started to serve, by this process or one that was killed; that of `up` stays."""
     server = server_records.read(home, "prefect")
-    # Where MLflow runs, too, the server is that of `up`
-    if server and server_token in (server.token, STARTING) and not server_records.live_server(home, "mlflow"):
+    if server and server.owner == OWNER and not server_records.live_server(home, "mlflow"):  # else `up` has taken it over
         with server_processes.start_lock(home):
             server_processes.stop(home, "prefect")
 
@@ -225,7 +214,7 @@ class ScheduleServer:
             if self._owns_server and not await asyncio.to_thread(server_records.live_server, self._home, "prefect"):
                 self._say("the Prefect server is gone; starting it again")
                 try:
-                    await asyncio.to_thread(_start_server, self._home, port, self._auth)
+                    await asyncio.to_thread(servers.start, self._home, {"prefect": port}, self._auth, OWNER)
                 except TTrainError as error:
                     self._say(f"the Prefect server does not start: {error}")
                 server = server_records.live_server(self._home, "prefect")

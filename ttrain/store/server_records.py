@@ -44,6 +44,7 @@ class Server:
     port: int
     token: str
     asks_token: bool = False  # as one of an older ttrain does not, nor one with servers.auth=off
+    owner: str = ""  # the command that ends it; "" for one of `up`, which stays
 
     @property
     def url(self) -> str:
@@ -82,7 +83,8 @@ def live_server(home: Path, name: str) -> Server | None:
 def read(home: Path, name: str) -> Server | None:
     record = read_json(folder_of(home) / f"{name}.json")
     try:
-        return Server(name, int(record["pid"]), int(record["port"]), str(record["token"]), record.get("asks_token") is True)
+        asks_token, owner = record.get("asks_token") is True, str(record.get("owner", ""))
+        return Server(name, int(record["pid"]), int(record["port"]), str(record["token"]), asks_token, owner)
     except (LookupError, TypeError, ValueError):  # none, or a damaged one
         return None
 
