@@ -83,8 +83,8 @@ def live_server(home: Path, name: str) -> Server | None:
 def read(home: Path, name: str) -> Server | None:
     record = read_json(folder_of(home) / f"{name}.json")
     try:
-        asks_token, owner = record.get("asks_token") is True, str(record.get("owner", ""))
-        return Server(name, int(record["pid"]), int(record["port"]), str(record["token"]), asks_token, owner)
+        pid, port, mark = int(record["pid"]), int(record["port"]), str(record["token"])
+        return Server(name, pid, port, mark, record.get("asks_token") is True, str(record.get("owner", "")))
     except (LookupError, TypeError, ValueError):  # none, or a damaged one
         return None
 
