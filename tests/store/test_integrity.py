@@ -28,7 +28,7 @@ from ttrain.pipeline.artifact_commands import UntrustedArtifact
 from ttrain.pipeline.execution import PipelineRun
 from ttrain.pipeline.progress_display import Display
 from ttrain.pipeline.recipe import Planned
-from ttrain.stages import PRETRAIN, SFT, SHARDS_SFT, Stage
+from ttrain.stages import PRETRAIN, SFT, SHARDS, Stage
 from ttrain.store import integrity
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact, altered_manifest
@@ -91,7 +91,7 @@ def test_damage_that_the_check_of_rows_meets_is_set_aside_so_that_the_next_run_h
     flip_bit(damaged.path / name.replace("SHARD", f"train/{shard}"))
     execution = PipelineRun("full", settings, fresh_home.store, Display(Console(quiet=True)), ["shards-sft", "sft"])
     shards = Planned(
-        SHARDS_SFT,
+        SHARDS["sft"],
         "cached",
         (),
         fresh_home.chats.key,

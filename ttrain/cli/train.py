@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from ttrain.cli.options import AsJson, Extend, Files, Force, Overrides, Profiles, load_settings, plan_of, task_settings
-from ttrain.config import Runtime, Section
+from ttrain.config import TRAINING_STAGES, Runtime, Section, TrainingStage
 from ttrain.core.terminal import console, print_json, table
 from ttrain.errors import Interrupted, StageFailed, TTrainError, UsageError
 
@@ -55,32 +55,21 @@ def train_options(
     """Declare --task for the help; the group itself parses it."""
 
 
-@train_app.command("pretrain", epilog="Example:  ttrain train pretrain pretrain.tokens=2_000_000 --profile small")
-def train_pretrain(
-    overrides: Overrides = None, config: Files = None, profile: Profiles = None, extend: Extend = False,
-    force: Force = False, as_json: AsJson = False,
-) -> None:  # fmt: skip
-    """Train a new model, or that of pretrain.start_from, on documents. Needs tokenizer and shards of the documents."""
-    run_stage("pretrain", overrides, config, profile, extend=extend, force=force, as_json=as_json)
+def _add_command(row: TrainingStage) -> None:
+    """Add `ttrain train STAGE`."""
+
+    def train_stage(
+        overrides: Overrides = None, config: Files = None, profile: Profiles = None, extend: Extend = False,
+        force: Force = False, as_json: AsJson = False,
+    ) -> None:  # fmt: skip
+        run_stage(row.name, overrides, config, profile, extend=extend, force=force, as_json=as_json)
+
+    example = f"Example:  ttrain train {row.name} {row.example}"
+    train_app.command(row.name, help=row.help or f"Train {row.label}.", epilog=example.rstrip())(train_stage)
 
 
-@train_app.command("sft", epilog="Example:  ttrain train sft sft.optim.lr=2e-4 sft.epochs=2")
-def train_sft(
-    overrides: Overrides = None, config: Files = None, profile: Profiles = None, extend: Extend = False,
-    force: Force = False, as_json: AsJson = False,
-) -> None:  # fmt: skip
-    """Fine-tune the pretrained model, or that of sft.start_from, on chats. Needs that model and the shards of the chats."""
-    run_stage("sft", overrides, config, profile, extend=extend, force=force, as_json=as_json)
-
-
-@train_app.command("lora", epilog="Example:  ttrain train lora lora.rank=8 -c mine.yaml")
-def train_lora(
-    overrides: Overrides = None, config: Files = None, profile: Profiles = None, extend: Extend = False,
-    force: Force = False, as_json: AsJson = False,
-) -> None:  # fmt: skip
-    """Train an adapter for the fine-tuned model, or for that of lora.start_from, on chats of a domain. Needs that model and
-    the shards of the domain."""
-    run_stage("lora", overrides, config, profile, extend=extend, force=force, as_json=as_json)
+for training in TRAINING_STAGES.values():
+    _add_command(training)
 
 
 @train_app.command(

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ttrain.config import SHAPE_NO_RESULT, Runtime, Settings, flatten
+from ttrain.config.data import dataset_read
 from ttrain.config.loading import Override, merge
 from ttrain.core import machine as libraries
 from ttrain.core import redact
@@ -253,7 +254,7 @@ def _pinned(data: Mapping[str, Any], link: Link) -> dict[str, list[str]]:
     locations, dataset = link.manifest.get("provenance", {}).get("files", {}), STAGES[link.stage].dataset
     if dataset is None:
         return {}
-    name = "pretrain" if dataset == "tokenizer" and not data.get("tokenizer") else dataset
+    name = dataset_read(dataset, data.get("tokenizer"))
     pinned = {}
     for role, setting in ((TRAIN, name), (HELDOUT, f"{name}_heldout")):
         written = data.get(setting) or ()
