@@ -389,28 +389,17 @@ class RunningTrial:
             self.request.settings(values, self.slot),
             self._store,
             self._screen,
-            [planned.stage.name for planned in stages],
+            stages,
             registers=False,
             **self._tracked,
         )
-        execution.planned = stages
         execution.record.note(sweep={"name": self._sweep, "trial": self.trial.number})
         self.execution = execution
         if self._signum:
             execution.ask_to_stop(self._signum)
-        outcome, error = "failed", None
-        try:
+        with execution.recorded():
             execution.raise_if_signalled()
             run_plain(execution, planned_part(self.request.recipe(), stages))
-            outcome = "completed"
-        except Interrupted as raised:
-            outcome, error = "interrupted", str(raised)
-            raise
-        except BaseException as raised:
-            error = str(raised)
-            raise
-        finally:
-            execution.finish(outcome, error)
 
 
 class _TrialDisplay:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +18,7 @@ from ttrain.errors import Interrupted, StageFailed, TTrainError, UsageError
 
 if TYPE_CHECKING:
     from ttrain.config.loading import Override
+    from ttrain.pipeline.observer import StageObserver
     from ttrain.pipeline.progress_display import Display
     from ttrain.stages import Stage
 
@@ -207,17 +208,18 @@ def run_alone(
     shown. Raises UsageError if `out` holds something else.
     """
     from ttrain.core.files import PRIVATE_FILE, exclusive, write_json
-    from ttrain.core.signals import catching_signals
     from ttrain.pipeline import launch
+    from ttrain.pipeline.progress_display import DisplayObserver
     from ttrain.pipeline.stage_worker import JOB
+    from ttrain.pipeline.stop_request import StopRequest
 
     check_output(out)
     work = out / WORK
     work.mkdir(parents=True, exist_ok=True)
-    observer = _TrainingObserver(display)
+    stop_request = StopRequest(display.say, "the training saves its state")
     with (
         exclusive(out / LOCK, lambda: display.say(f"  another process trains in {out}; waiting for that one")),
-        catching_signals(observer.request_stop),
+        stop_request.catching_signals(),
     ):
         with exclusive(work.with_name(f"{work.name}.process.lock")):
             pass  # a killed run's process may live for another 0.2 s
@@ -235,7 +237,7 @@ def run_alone(
         write_json(work / JOB, spec, PRIVATE_FILE)
         display.started(name, why)
         try:
-            figures = _run(replace(stage, name=name), runtime, work, out / LOG, observer)
+            figures = _run(replace(stage, name=name), runtime, work, out / LOG, DisplayObserver(display, stop_request))
         except TTrainError as error:
             display.failed(name, f"{error}; the same command continues it" if isinstance(error, Interrupted) else str(error))
             error.shown = True
@@ -260,7 +262,7 @@ def _is_runtime(override: Override) -> bool:
     return override.key == "runtime" or override.key.startswith("runtime.")
 
 
-def _run(stage: Stage, runtime: Runtime, work: Path, log_path: Path, observer: _TrainingObserver) -> dict[str, Any]:
+def _run(stage: Stage, runtime: Runtime, work: Path, log_path: Path, observer: StageObserver) -> dict[str, Any]:
     """Run the process of the task. No fork server: it would load the libraries of language models, and be used once."""
     from ttrain.config import Settings
     from ttrain.pipeline import processes, stage_worker
@@ -274,32 +276,3 @@ def _run(stage: Stage, runtime: Runtime, work: Path, log_path: Path, observer: _
         if outcome and outcome.get("kind") == UsageError.__name__:
             raise UsageError(outcome["error"]) from None
         raise
-
-
-@dataclass
-class _TrainingObserver:
-    """Passes events of the process on to the display."""
-
-    display: Display
-    signum: int = 0
-
-    def request_stop(self, signum: int) -> None:
-        """Remember the signal, so that the training saves its state and stops."""
-        self.signum = signum
-        self.display.say("[yellow]stopping: the training saves its state (again to end at once)[/]")
-
-    def progressed(self, stage: Stage, progress: Mapping[str, Any]) -> None:
-        self.display.progressed(stage.name, progress)
-
-    def logged(self, stage: Stage, line: str) -> None:
-        """Do nothing: the log is a file."""
-
-    def process_ended(self, stage: Stage) -> None:
-        """Do nothing: no stage follows."""
-
-    def stop_signal(self) -> int:
-        return self.signum
-
-    def at_once(self) -> bool:
-        """Always false: a second signal raises where the process is waited for, which ends it."""
-        return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, cast
+from typing import Annotated, Any, Self, TypeVar, cast
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from pydantic import (
@@ -26,6 +26,14 @@ class Section(BaseModel):
     """A frozen group of settings; an unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+
+    def replaced(self, changes: Mapping[str, Any]) -> Self:
+        """The section with other values of some fields, of sections within it by a mapping; no rule is checked again."""
+        values = {}
+        for name, value in changes.items():
+            before = getattr(self, name)
+            values[name] = before.replaced(value) if isinstance(before, Section) else value
+        return self.model_copy(update=values)
 
     def accepts(self, **changes: Any) -> bool:
         """Whether the section's own rules allow these changes, so that what a message advises is valid."""
