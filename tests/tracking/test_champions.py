@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from support.doubles import planned
 
 from ttrain import tracking
 from ttrain.cli.main import main
