@@ -58,7 +58,7 @@ def test_a_stage_of_another_package_is_planned_run_tracked_registered_and_report
     settings = (*SMALL, "lora.start_from=toy", "evaluate.suites.toy=heldout")
     cli("pipeline", "run", "full", "--engine", "none", *settings)
     manifests = {path.parent.parent.name: json.loads(path.read_bytes()) for path in cli.home.glob("store/*/*/manifest.json")}
-    assert [*manifests["evaluate"]["inputs"]] == ["base", "documents", "sft", "chats", "toy", "lora", "domain"]
+    assert {"base", "sft", "toy", "lora"} <= manifests["evaluate"]["inputs"].keys()
     assert manifests["lora"]["inputs"]["base"]["stage"] == "toy" and manifests["toy"]["inputs"]["base"]["stage"] == "sft"
     [run] = cli.runs()
     assert run["metrics"]["toy/validation_loss"] > 0 and run["metrics"]["eval/chat_loss_toy"] > 0
