@@ -15,7 +15,6 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,7 +23,7 @@ import common
 
 from ttrain.config import Settings
 from ttrain.pipeline import launch, processes
-from ttrain.pipeline.recipe import Planned
+from ttrain.pipeline.observer import StageObserver
 from ttrain.stages import PRETRAIN, SHARDS_PRETRAIN, TOKENIZER, Stage
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
@@ -34,22 +33,13 @@ LIMIT_SECONDS = 2.0
 IMPORTS = "import torch; from transformers.models.llama.modeling_llama import LlamaForCausalLM"
 
 
-class Clock:
+class Clock(StageObserver):
     """Watches a stage and notes when its steps were logged."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.began = time.perf_counter()
         self.logged_at: dict[int, float] = {}
-
-    def started(self, stage: Stage, planned: Planned, work: Path) -> None: ...
-
-    def prepared(self, stage: Stage, work: Path) -> None: ...
-
-    def progressed(self, stage: Stage, progress: Mapping[str, Any]) -> None: ...
-
-    def waiting(self, stage: Stage, who: str) -> None: ...
-
-    def process_ended(self, stage: Stage) -> None: ...
 
     def logged(self, stage: Stage, line: str) -> None:
         if found := re.search(r"step (\d+)/", line):
@@ -59,12 +49,6 @@ class Clock:
     def seconds(self) -> float:
         """To the first step."""
         return 2 * self.logged_at[1] - self.logged_at[2]
-
-    def stop_signal(self) -> int:
-        return 0
-
-    def at_once(self) -> bool:
-        return False
 
 
 class Pipeline:

@@ -21,6 +21,7 @@ from rich.console import Console
 
 from ttrain import tracking
 from ttrain.config import Event, Promotion, Settings
+from ttrain.config.training import TRAINING_STAGES
 from ttrain.core.terminal import escaped
 from ttrain.errors import Interrupted, TooFewRows, TrackingError, TTrainError, UsageError
 from ttrain.evaluate import promotion
@@ -302,7 +303,7 @@ def recipe_of(inputs: NightInputs) -> Recipe:
                 return stage(of, **stage_inputs)
             measured = {**stage_inputs, "documents": documents(stage_inputs.get("documents"))}
             if inputs.champion:
-                models = {role: inputs.champion.get(role) for role in ("base", "sft", "lora")}
+                models = {row.model: inputs.champion.get(row.model) for row in TRAINING_STAGES.values()}
                 stage(EVALUATE_CHAMPION, **{**measured, **models})
             return stage(EVALUATE, **measured)
 

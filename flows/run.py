@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -56,41 +56,30 @@ def run_pipeline(
         raise UsageError(
             f"runtime.sharding is dask, which goes through Prefect, but --engine is {engine}; try --engine prefect"
         )
-    names = [planned.stage.name for planned in stages]
     chosen = planned_part(own_recipe or recipe(pipeline), stages)
-    outcome, error = "failed", None
-    display = Display(console)
-    with contextlib.closing(display), _interrupted_by_signals():
+    with _screen(console) as display:
         if engine == "prefect":
             from ttrain.flows import prefect_run
 
             wait_for_server = (lambda: None) if in_flow else prefect_run.begin(store.root, settings.servers.auth)
         options: dict[str, Any] = {"force": force, "extend": extend, "resume_key": go_on}
-        execution = _begin(pipeline, settings, store, display, names, extra_tags=extra_tags, labels=labels, **options)
-        execution.planned = stages
+        execution = _begin(pipeline, settings, store, display, stages, extra_tags=extra_tags, labels=labels, **options)
         try:
-            for planned in stages:
-                if planned.reused:
-                    execution.note_reused(planned)
-            execution.check_reused()
-            on_begin(execution)
-            execution.raise_if_signalled()
-            with execution.stopping_at(stop_at):
-                if engine == "prefect":
-                    prefect_run.run(execution, chosen, wait_for_server, in_flow=in_flow)
-                else:
-                    with execution.catching_signals():
-                        run_plain(execution, chosen)
-            outcome = "completed"
-        except (Interrupted, KeyboardInterrupt) as raised:
-            outcome, error = "interrupted", str(raised)
-            raise
-        except BaseException as raised:
-            error = str(raised)
-            raise
+            with _recorded(execution):
+                for planned in stages:
+                    if planned.reused:
+                        execution.note_reused(planned)
+                execution.check_reused()
+                on_begin(execution)
+                execution.raise_if_signalled()
+                with execution.stopping_at(stop_at):
+                    if engine == "prefect":
+                        prefect_run.run(execution, chosen, wait_for_server, in_flow=in_flow)
+                    else:
+                        with execution.catching_signals():
+                            run_plain(execution, chosen)
         finally:
-            _finish(execution, outcome, error)
-            _print_summary(execution, outcome, console)
+            _print_summary(execution, execution.outcome, console)
     return execution
 
 
@@ -104,13 +93,15 @@ def _interrupted_by_signals() -> Iterator[None]:
         raise Interrupted(str(early), early.args[0]) from None
 
 
+@contextlib.contextmanager
+def _screen(console: Console) -> Iterator[Display]:
+    """A display that ends with the block, as the block does on a signal that no execution handles."""
+    with contextlib.closing(Display(console)) as display, _interrupted_by_signals():
+        yield display
+
+
 def _begin(
-    pipeline: str,
-    settings: Settings,
-    store: ArtifactStore,
-    display: Display,
-    names: list[str],
-    **options: Any,
+    pipeline: str, settings: Settings, store: ArtifactStore, display: Display, stages: Sequence[Planned], **options: Any
 ) -> PipelineRun:
     """Create the execution. A signal meanwhile waits for it, so that its record is closed; a second one does not."""
     signums: list[int] = []
@@ -120,15 +111,17 @@ def _begin(
         display.say("[yellow]stopping before a stage begins (again to end at once)[/]")
 
     with catching_signals(on_signal, _EarlySignal):
-        execution = PipelineRun(pipeline, settings, store, display, names, **options)
+        execution = PipelineRun(pipeline, settings, store, display, stages, **options)
     execution.signum = signums[0] if signums else 0
     return execution
 
 
-def _finish(execution: PipelineRun, outcome: str, error: str | None) -> None:
-    """Close the record. A first signal is too late to change the outcome of the run; a second one ends it at once."""
-    with contextlib.nullcontext() if execution.signum else catching_signals(lambda signum: None, _EarlySignal):
-        execution.finish(outcome, error)
+def _recorded(execution: PipelineRun) -> contextlib.AbstractContextManager[None]:
+    """Close the record after the block. A first signal is too late to change the outcome of the run; a second one ends it at
+    once."""
+    return execution.recorded(
+        lambda: contextlib.nullcontext() if execution.signum else catching_signals(lambda signum: None, _EarlySignal)
+    )
 
 
 class _EarlySignal(KeyboardInterrupt):
@@ -179,24 +172,16 @@ def run_one_stage(
             f"or all at once: `ttrain pipeline run full`"
         )
     stage = planned[name].stage
-    display, outcome, error = Display(console), "failed", None
-    with contextlib.closing(display), _interrupted_by_signals():
+    with _screen(console) as display:
         forced = frozenset({name} if force else ())
-        execution = _begin(f"stage-{name}", settings, store, display, [name], force=forced, extend=extend)
-        try:
+        execution = _begin(f"stage-{name}", settings, store, display, [planned[name]], force=forced, extend=extend)
+        with _recorded(execution):
             execution.raise_if_signalled()
             with execution.catching_signals():
                 artifact, state = execution.run_stage(stage, planned[name].inputs, lambda line: None)
             artifact = store.complete(artifact, report=lambda line: display.say(f"  {name}: {line}"))
-            outcome = "completed"
             console.print(f"artifact: {artifact.path}", highlight=False, soft_wrap=True)
-            return artifact, state
-        except BaseException as raised:
-            outcome = "interrupted" if isinstance(raised, Interrupted | KeyboardInterrupt) else "failed"
-            error = str(raised)
-            raise
-        finally:
-            _finish(execution, outcome, error)
+    return artifact, state
 
 
 def _missing(name: str, planned: dict[str, Planned]) -> list[str]:

@@ -372,28 +372,17 @@ class RunningTrial:
             self.request.settings(values, self.slot),
             runner.store,
             _TrialDisplay(runner.display, self.trial.number, self._shared),
-            [planned.stage.name for planned in stages],
+            stages,
             registers=False,
             **runner.tracking_options(self.trial),
         )
-        execution.planned = stages
         execution.record.note(sweep={"name": runner.sweep.name, "trial": self.trial.number})
         self.execution = execution
         if self._signum:
             execution.ask_to_stop(self._signum)
-        outcome, error = "failed", None
-        try:
+        with execution.recorded():
             execution.raise_if_signalled()
             run_plain(execution, planned_part(self.request.recipe(), stages))
-            outcome = "completed"
-        except Interrupted as raised:
-            outcome, error = "interrupted", str(raised)
-            raise
-        except BaseException as raised:
-            error = str(raised)
-            raise
-        finally:
-            execution.finish(outcome, error)
 
 
 class _TrialDisplay:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from support.doubles import planned
 from support.waiting import stopwatch
 
 from ttrain.config import Runtime, Settings
@@ -25,7 +26,7 @@ from ttrain.store.artifacts import ArtifactStore
 def execution(tmp_path: Path) -> PipelineRun:
     settings = load(["tracking.enabled=false"], environment={}).settings
     console = Console(file=io.StringIO(), width=200)
-    return PipelineRun("full", settings, ArtifactStore(tmp_path), Display(console), ["sft"])
+    return PipelineRun("full", settings, ArtifactStore(tmp_path), Display(console), planned("sft"))
 
 
 def said(execution: PipelineRun) -> str:
@@ -108,7 +109,7 @@ def test_a_run_s_record_means_the_same_files_wherever_its_stage_is_rerun(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     settings = load(["data.sft=chats*.jsonl", "tracking.enabled=false"], environment={}).settings
-    made = PipelineRun("full", settings, ArtifactStore(tmp_path), Display(Console(quiet=True)), ["sft"])
+    made = PipelineRun("full", settings, ArtifactStore(tmp_path), Display(Console(quiet=True)), planned("sft"))
     monkeypatch.chdir("/")
     again = load(base=names.settings_of(names.run_named(tmp_path, made.record.run)), environment={}).settings
     assert again.data.sft == (str(tmp_path / "chats*.jsonl"),)

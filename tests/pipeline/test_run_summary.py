@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ttrain.config import TRAININGS
 from ttrain.config.loading import load
 from ttrain.pipeline import run_summary
 from ttrain.reports import summary
@@ -37,7 +38,7 @@ def test_the_step_of_a_curve_is_its_tokens() -> None:
 
 
 def test_the_names_of_curves_fit_the_titles_of_mlflows_charts_and_stand_first() -> None:
-    names = [name.format(stage=stage) for name in run_summary.CURVES.values() for stage in run_summary.summary.TRAININGS]
+    names = [name.format(stage=stage) for name in run_summary.CURVES.values() for stage in TRAININGS]
     assert max(map(len, names)) <= 27 and max(names) < min(["champion/x", "eval/x", "lora/x"])
 
 

@@ -28,7 +28,7 @@ from ttrain.pipeline.artifact_commands import UntrustedArtifact
 from ttrain.pipeline.execution import PipelineRun
 from ttrain.pipeline.progress_display import Display
 from ttrain.pipeline.recipe import Planned
-from ttrain.stages import PRETRAIN, SFT, SHARDS_SFT, Stage
+from ttrain.stages import PRETRAIN, SFT, SHARDS, Stage
 from ttrain.store import integrity
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact, altered_manifest
@@ -89,9 +89,8 @@ def test_damage_that_the_check_of_rows_meets_is_set_aside_so_that_the_next_run_h
     damaged = fresh_home.tokenizer if name == "tokenizer.json" else fresh_home.chats
     shard = ShardSet(fresh_home.chats.path / "train").index["shards"][0]["file"]
     flip_bit(damaged.path / name.replace("SHARD", f"train/{shard}"))
-    execution = PipelineRun("full", settings, fresh_home.store, Display(Console(quiet=True)), ["shards-sft", "sft"])
     shards = Planned(
-        SHARDS_SFT,
+        SHARDS["sft"],
         "cached",
         (),
         fresh_home.chats.key,
@@ -99,7 +98,8 @@ def test_damage_that_the_check_of_rows_meets_is_set_aside_so_that_the_next_run_h
         inputs={"tokenizer": fresh_home.tokenizer},
         reused=True,
     )
-    execution.planned = [shards, Planned(SFT, "run", ())]
+    plan = [shards, Planned(SFT, "run", ())]
+    execution = PipelineRun("full", settings, fresh_home.store, Display(Console(quiet=True)), plan)
     with pytest.raises(StageFailed, match=rf"stage sft: .* is damaged: .* moved to .*: {damaged.stage} {damaged.key[:12]}"):
         execution.check_reused()
     assert execution.failures.keys() == {"sft"} and fresh_home.store.artifacts(damaged.stage) == []

@@ -32,8 +32,9 @@ from ttrain.data.packing import Batch, Rows
 from ttrain.data.shards import Column, write_index, write_shard
 from ttrain.evaluate import perplexity
 from ttrain.model import factory
+from ttrain.pipeline.observer import StageObserver
 from ttrain.pipeline.recipe import Planned
-from ttrain.stages import Stage
+from ttrain.stages import STAGES, Stage
 from ttrain.stages.job import StageContext
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
@@ -466,8 +467,13 @@ def flip_bit(path: Path) -> None:
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
+def planned(*names: str) -> list[Planned]:
+    """The plan of stages that are to run."""
+    return [Planned(STAGES[name], "run", ()) for name in names]
+
+
 @dataclass
-class Watcher:
+class Watcher(StageObserver):
     """An observer of a launched stage; `act(line)` sees every line of its log. Setting `signum` asks for a stop.
 
     `impatient`: the stop was asked for twice.
@@ -478,12 +484,6 @@ class Watcher:
     impatient: bool = False
     lines: list[str] = field(default_factory=list)
 
-    def started(self, stage: Stage, planned: Planned, work: Path) -> None: ...
-
-    def prepared(self, stage: Stage, work: Path) -> None: ...
-
-    def progressed(self, stage: Stage, progress: Mapping[str, Any]) -> None: ...
-
     def logged(self, stage: Stage, line: str) -> None:
         self.lines.append(line)
         self.act(line)
@@ -493,8 +493,6 @@ class Watcher:
 
     def fetching(self, stage: Stage, line: str) -> None:
         self.lines.append(line)
-
-    def process_ended(self, stage: Stage) -> None: ...
 
     def stop_signal(self) -> int:
         return self.signum

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from support.doubles import planned
 
 from ttrain import tracking
 from ttrain.cli.main import main
@@ -623,7 +624,7 @@ def ran(
     store: artifacts.ArtifactStore, found: dict[str, layout.Artifact], outcome: str = "completed", **settings: Any
 ) -> PipelineRun:
     """A run that took all its artifacts from the store, to its end."""
-    execution = PipelineRun("full", Settings(**settings), store, Display(Console(quiet=True)), list(found))
+    execution = PipelineRun("full", Settings(**settings), store, Display(Console(quiet=True)), planned(*found))
     execution.artifacts.update(found)
     execution.finish(outcome)
     return execution

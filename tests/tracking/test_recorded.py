@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from support.doubles import Home, stage_settings
+from support.doubles import Home, planned, stage_settings
 
 from ttrain.config import Settings
 from ttrain.errors import StageFailed, UsageError
@@ -24,7 +23,7 @@ mlflow = pytest.importorskip("mlflow")
 
 def run(home: Home, settings: Settings, **options: Any) -> tuple[Any, Any, Path]:
     """The tracked runs of a pipeline with one stage, and of that stage; and the log of the former in the home."""
-    execution = PipelineRun("full", settings, home.store, Display(Console(file=io.StringIO())), ["pretrain"], **options)
+    execution = PipelineRun("full", settings, home.store, Display(Console(quiet=True)), planned("pretrain"), **options)
     outcome = "failed"
     try:
         execution.run_stage(PRETRAIN, home.pretrain_inputs(), lambda line: None)
@@ -93,7 +92,7 @@ def test_a_note_and_tags_stand_in_mlflow_in_the_record_and_on_the_page_and_in_no
     assert parent.data.tags["mlflow.note.content"].startswith("why: &lt;b>  \n***\n\ncompleted: ")
     record = json.loads(log.with_suffix(".json").read_text())
     assert record["note"] == "why: <b>\n***" and record["tags"] == {"purpose": "a smaller rate", "hub.token": "***"}
-    again = PipelineRun("full", stage_settings(2), stage_home.store, Display(Console(file=io.StringIO())), ["pretrain"])
+    again = PipelineRun("full", stage_settings(2), stage_home.store, Display(Console(quiet=True)), planned("pretrain"))
     assert again.run_stage(PRETRAIN, stage_home.pretrain_inputs(), lambda line: None)[1] == "cached"
     again.finish("completed")
     page = files(parent)["report.html"].read_text()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from ttrain.cli.options import AsJson, Files, Overrides, Profiles, load_settings, plan_of
+from ttrain.config.training import TRAININGS
 from ttrain.core.terminal import console, escaped, print_json, print_spans
 
 if TYPE_CHECKING:
@@ -25,7 +26,8 @@ def doctor(
     config: Files = None,
     profile: Profiles = None,
     stage: Annotated[
-        Literal["pretrain", "sft", "lora"] | None, typer.Option(help="the training stage to check; default: the first")
+        Literal[TRAININGS] | None,  # type: ignore[valid-type]  # mypy wants them spelled out
+        typer.Option(help="the training stage to check; default: the first"),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

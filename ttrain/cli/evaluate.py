@@ -16,6 +16,7 @@ import typer
 
 from ttrain.cli.chat import Base, Device, Dtype, before_torch
 from ttrain.cli.options import AsJson, RunName
+from ttrain.config.training import TRAINING_STAGES
 from ttrain.errors import UsageError
 from ttrain.store import layout
 
@@ -206,7 +207,7 @@ def _show(results: Results, notes: Sequence[str]) -> None:
 
 COMPARISON_TABLE = "comparison_table.json"
 
-PARTS = {"shards-pretrain": "documents", "shards-sft": "chats", "shards-lora": "domain"}
+PARTS = {f"shards-{row.dataset}": row.part for row in TRAINING_STAGES.values() if row.part}
 
 Records = Mapping[str, Sequence[Mapping[str, Any]]]
 

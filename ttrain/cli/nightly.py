@@ -32,9 +32,9 @@ def run(loaded: LoadedSettings, *, engine: str, labels: Labels) -> None:
 
 def plan(loaded: LoadedSettings, *, as_json: bool) -> None:
     """Print what a night would do now."""
+    from ttrain.config import LEARNT
     from ttrain.core import redact
     from ttrain.flows.nightly import plan_night
-    from ttrain.nightly.inputs import DATASETS
     from ttrain.pipeline import plan
     from ttrain.pipeline.provenance import with_absolute_paths
 
@@ -55,7 +55,7 @@ def plan(loaded: LoadedSettings, *, as_json: bool) -> None:
     print(escaped(planned.reason))
     if snapshot is None:
         return
-    for dataset in DATASETS:
+    for dataset in LEARNT:
         for file in snapshot.files.get(dataset, ()):
             print(escaped(f"  data.{dataset}: {redact.url(file['location'])}"))
     table(("stage", "state", "key", "why"), plan.plan_rows(planned.stages))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ttrain.cli.options import AsJson
+from ttrain.config.training import TRAININGS
 from ttrain.core.terminal import escaped, print_json, table
 
 if TYPE_CHECKING:
@@ -103,8 +104,7 @@ def _row(model_set: ModelSet, metric: str) -> tuple[str, ...]:
 
 
 def _members(model_set: ModelSet) -> list[Member]:
-    order = ("tokenizer", "pretrain", "sft", "lora")
-    return [model_set.members[stage] for stage in order if stage in model_set.members]
+    return [model_set.members[stage] for stage in ("tokenizer", *TRAININGS) if stage in model_set.members]
 
 
 def _only_name(model_sets: Sequence[ModelSet], name: str | None) -> str:

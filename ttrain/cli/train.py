@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,12 +12,13 @@ import typer
 from typer.core import TyperGroup
 
 from ttrain.cli.options import AsJson, Extend, Files, Force, Overrides, Profiles, load_settings, plan_of, task_settings
-from ttrain.config import Runtime, Section
+from ttrain.config import TRAINING_STAGES, Runtime, Section, TrainingStage
 from ttrain.core.terminal import console, print_json, table
 from ttrain.errors import Interrupted, StageFailed, TTrainError, UsageError
 
 if TYPE_CHECKING:
     from ttrain.config.loading import Override
+    from ttrain.pipeline.observer import StageObserver
     from ttrain.pipeline.progress_display import Display
     from ttrain.stages import Stage
 
@@ -55,32 +56,21 @@ def train_options(
     """Declare --task for the help; the group itself parses it."""
 
 
-@train_app.command("pretrain", epilog="Example:  ttrain train pretrain pretrain.tokens=2_000_000 --profile small")
-def train_pretrain(
-    overrides: Overrides = None, config: Files = None, profile: Profiles = None, extend: Extend = False,
-    force: Force = False, as_json: AsJson = False,
-) -> None:  # fmt: skip
-    """Train a new model, or that of pretrain.start_from, on documents. Needs tokenizer and shards of the documents."""
-    run_stage("pretrain", overrides, config, profile, extend=extend, force=force, as_json=as_json)
+def _add_command(row: TrainingStage) -> None:
+    """Add `ttrain train STAGE`."""
+
+    def train_stage(
+        overrides: Overrides = None, config: Files = None, profile: Profiles = None, extend: Extend = False,
+        force: Force = False, as_json: AsJson = False,
+    ) -> None:  # fmt: skip
+        run_stage(row.name, overrides, config, profile, extend=extend, force=force, as_json=as_json)
+
+    example = f"Example:  ttrain train {row.name} {row.example}"
+    train_app.command(row.name, help=row.help or f"Train {row.label}.", epilog=example.rstrip())(train_stage)
 
 
-@train_app.command("sft", epilog="Example:  ttrain train sft sft.optim.lr=2e-4 sft.epochs=2")
-def train_sft(
-    overrides: Overrides = None, config: Files = None, profile: Profiles = None, extend: Extend = False,
-    force: Force = False, as_json: AsJson = False,
-) -> None:  # fmt: skip
-    """Fine-tune the pretrained model, or that of sft.start_from, on chats. Needs that model and the shards of the chats."""
-    run_stage("sft", overrides, config, profile, extend=extend, force=force, as_json=as_json)
-
-
-@train_app.command("lora", epilog="Example:  ttrain train lora lora.rank=8 -c mine.yaml")
-def train_lora(
-    overrides: Overrides = None, config: Files = None, profile: Profiles = None, extend: Extend = False,
-    force: Force = False, as_json: AsJson = False,
-) -> None:  # fmt: skip
-    """Train an adapter for the fine-tuned model, or for that of lora.start_from, on chats of a domain. Needs that model and
-    the shards of the domain."""
-    run_stage("lora", overrides, config, profile, extend=extend, force=force, as_json=as_json)
+for training in TRAINING_STAGES.values():
+    _add_command(training)
 
 
 @train_app.command(
@@ -218,17 +208,18 @@ def run_alone(
     shown. Raises UsageError if `out` holds something else.
     """
     from ttrain.core.files import PRIVATE_FILE, exclusive, write_json
-    from ttrain.core.signals import catching_signals
     from ttrain.pipeline import launch
+    from ttrain.pipeline.progress_display import DisplayObserver
     from ttrain.pipeline.stage_worker import JOB
+    from ttrain.pipeline.stop_request import StopRequest
 
     check_output(out)
     work = out / WORK
     work.mkdir(parents=True, exist_ok=True)
-    observer = _TrainingObserver(display)
+    stop_request = StopRequest(display.say, "the training saves its state")
     with (
         exclusive(out / LOCK, lambda: display.say(f"  another process trains in {out}; waiting for that one")),
-        catching_signals(observer.request_stop),
+        stop_request.catching_signals(),
     ):
         with exclusive(work.with_name(f"{work.name}.process.lock")):
             pass  # a killed run's process may live for another 0.2 s
@@ -246,7 +237,7 @@ def run_alone(
         write_json(work / JOB, spec, PRIVATE_FILE)
         display.started(name, why)
         try:
-            figures = _run(replace(stage, name=name), runtime, work, out / LOG, observer)
+            figures = _run(replace(stage, name=name), runtime, work, out / LOG, DisplayObserver(display, stop_request))
         except TTrainError as error:
             display.failed(name, f"{error}; the same command continues it" if isinstance(error, Interrupted) else str(error))
             error.shown = True
@@ -271,7 +262,7 @@ def _is_runtime(override: Override) -> bool:
     return override.key == "runtime" or override.key.startswith("runtime.")
 
 
-def _run(stage: Stage, runtime: Runtime, work: Path, log_path: Path, observer: _TrainingObserver) -> dict[str, Any]:
+def _run(stage: Stage, runtime: Runtime, work: Path, log_path: Path, observer: StageObserver) -> dict[str, Any]:
     """Run the process of the task. No fork server: it would load the libraries of language models, and be used once."""
     from ttrain.config import Settings
     from ttrain.pipeline import processes, stage_worker
@@ -285,32 +276,3 @@ def _run(stage: Stage, runtime: Runtime, work: Path, log_path: Path, observer: _
         if outcome and outcome.get("kind") == UsageError.__name__:
             raise UsageError(outcome["error"]) from None
         raise
-
-
-@dataclass
-class _TrainingObserver:
-    """Passes events of the process on to the display."""
-
-    display: Display
-    signum: int = 0
-
-    def request_stop(self, signum: int) -> None:
-        """Remember the signal, so that the training saves its state and stops."""
-        self.signum = signum
-        self.display.say("[yellow]stopping: the training saves its state (again to end at once)[/]")
-
-    def progressed(self, stage: Stage, progress: Mapping[str, Any]) -> None:
-        self.display.progressed(stage.name, progress)
-
-    def logged(self, stage: Stage, line: str) -> None:
-        """Do nothing: the log is a file."""
-
-    def process_ended(self, stage: Stage) -> None:
-        """Do nothing: no stage follows."""
-
-    def stop_signal(self) -> int:
-        return self.signum
-
-    def at_once(self) -> bool:
-        """Always false: a second signal raises where the process is waited for, which ends it."""
-        return False

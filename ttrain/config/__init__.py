@@ -6,7 +6,7 @@ Defaults are the quickstart: a model of 1 M parameters that learns in about a mi
 """
 
 from ttrain.config.base import Paths, Section, Share, Weighted, as_tuple, flatten
-from ttrain.config.data import DATASETS, PYTHON_DOCS, Data, PythonDocs, Reading, Shards, Tokenizer
+from ttrain.config.data import DATASETS, LEARNT, PYTHON_DOCS, Data, PythonDocs, Reading, Shards, Tokenizer
 from ttrain.config.evaluate import Evaluate, Expert, Gate, GateConfig
 from ttrain.config.model import Model, Moe, MultiToken
 from ttrain.config.nightly import Event, Nightly, Notify, Promotion
@@ -14,6 +14,7 @@ from ttrain.config.runtime import Auth, Night, Runtime, Servers, ServersConfig, 
 from ttrain.config.settings import (
     NAMES_CODE,
     SHAPE_NO_RESULT,
+    TRAINING_CONFIGS,
     EvaluateConfig,
     ExistingModelConfig,
     HeldoutConfig,
@@ -27,13 +28,31 @@ from ttrain.config.settings import (
     TokenizerConfig,
     UserTaskConfig,
 )
-from ttrain.config.training import EarlyStopping, Loop, Lora, Optim, Precision, Pretrain, Schedule, Sft, TaskConfig, Training
+from ttrain.config.training import (
+    TRAINING_STAGES,
+    TRAININGS,
+    EarlyStopping,
+    Loop,
+    Lora,
+    Optim,
+    Precision,
+    Pretrain,
+    Schedule,
+    Sft,
+    TaskConfig,
+    Training,
+    TrainingStage,
+)
 
 __all__ = [
     "DATASETS",
+    "LEARNT",
     "NAMES_CODE",
     "PYTHON_DOCS",
     "SHAPE_NO_RESULT",
+    "TRAININGS",
+    "TRAINING_CONFIGS",
+    "TRAINING_STAGES",
     "Auth",
     "Data",
     "EarlyStopping",
@@ -80,6 +99,7 @@ __all__ = [
     "TokenizerConfig",
     "Tracking",
     "Training",
+    "TrainingStage",
     "UserTaskConfig",
     "Weighted",
     "as_tuple",

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self, TypeVar, cast
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    ValidationError,
+    create_model,
+)
 
 from ttrain.core import redact
 
@@ -18,6 +27,14 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
+    def replaced(self, changes: Mapping[str, Any]) -> Self:
+        """The section with other values of some fields, of sections within it by a mapping; no rule is checked again."""
+        values = {}
+        for name, value in changes.items():
+            before = getattr(self, name)
+            values[name] = before.replaced(value) if isinstance(before, Section) else value
+        return self.model_copy(update=values)
+
     def accepts(self, **changes: Any) -> bool:
         """Whether the section's own rules allow these changes, so that what a message advises is valid."""
         try:
@@ -25,6 +42,23 @@ class Section(BaseModel):
         except ValidationError:
             return False
         return True
+
+
+S = TypeVar("S", bound=Section)
+
+
+def with_fields(fields: Mapping[str, Any]) -> Callable[[type[S]], type[S]]:
+    """Class decorator: add fields, each (type, default), that the class itself does not spell out."""
+
+    def extended(section: type[S]) -> type[S]:
+        missing = {name: field for name, field in fields.items() if name not in section.model_fields}
+        if not missing:
+            return section
+        options: Any = {"__base__": section, "__module__": section.__module__, "__doc__": section.__doc__, **missing}
+        extended_section: Any = create_model(section.__name__, **options)
+        return cast("type[S]", extended_section)
+
+    return extended
 
 
 def as_tuple(value: object) -> object:

@@ -6,12 +6,20 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from ttrain.config.base import Location, Paths, Section, Weighted, as_tuple
+from ttrain.config.base import Location, Paths, Section, Weighted, as_tuple, with_fields
+from ttrain.config.training import TRAINING_STAGES
 
 PYTHON_DOCS = "python-docs"
-DATASETS = ("pretrain", "pretrain_heldout", "sft", "sft_heldout", "lora", "lora_heldout", "tokenizer")
+LEARNT = tuple(dict.fromkeys(row.dataset for row in TRAINING_STAGES.values()))  # data sets that the training stages read
+DATASETS = (*(name for dataset in LEARNT for name in (dataset, f"{dataset}_heldout")), "tokenizer")
 
 
+def dataset_read(name: str, tokenizer: object) -> str:
+    """The data set whose files are read: a tokenizer without files of its own reads documents."""
+    return "pretrain" if name == "tokenizer" and not tokenizer else name
+
+
+@with_fields({name: (Paths, Field((), description="of a stage that another package brings")) for name in DATASETS})
 class Data(Section):
     """Where the data comes from: paths, globs, folders, URLs, `hf://owner/name`, or `python-docs`.
 
@@ -39,7 +47,7 @@ class Data(Section):
 
     @model_validator(mode="after")
     def _one_kind_of_source(self) -> Data:
-        for name in ("pretrain", "sft", "lora", "tokenizer"):
+        for name in (*LEARNT, "tokenizer"):
             paths = self.paths(name)
             if PYTHON_DOCS in paths and len(paths) > 1:
                 raise ValueError(f"data.{name} mixes {PYTHON_DOCS} with files; choose one of them")
@@ -49,7 +57,7 @@ class Data(Section):
 
     def uses_python_docs(self, name: str) -> bool:
         """Whether the data set `name` is read from the Python that runs ttrain."""
-        return (self.paths(name) or self.paths("pretrain")) == (PYTHON_DOCS,)
+        return self.paths(dataset_read(name, self.tokenizer)) == (PYTHON_DOCS,)
 
 
 class PythonDocs(Section):

@@ -8,12 +8,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from ttrain.config.base import Location, Section, as_tuple
-from ttrain.config.training import Optim, TaskConfig
+from ttrain.config.base import Location, Section, as_tuple, with_fields
+from ttrain.config.training import TRAINING_STAGES, Optim, TaskConfig
 
 Names = Annotated[tuple[Location, ...], BeforeValidator(as_tuple)]
 
 
+@with_fields({row.model: (Names, ()) for row in TRAINING_STAGES.values()})
 class Suites(Section):
     """Suites of tasks for each model of a pipeline, by the names of those that ship with ttrain or as YAML files.
 
@@ -115,7 +116,8 @@ TASK_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 HELDOUT = "heldout"  # instead of a file: the held-out documents of the model's own run
 
-HELDOUT_PARTS = {HELDOUT: "documents", "chats": "chats", "domain": "domain"}  # what stands for a file, and which part it is
+# What stands for a file, and which held-out part it is.
+HELDOUT_PARTS = {HELDOUT: "documents", **{row.part: row.part for row in TRAINING_STAGES.values() if row.loss}}
 
 Limit = Annotated[int | None, Field(None, ge=1, description="items that are scored, drawn by the seed; empty: all")]
 

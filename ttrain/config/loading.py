@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from ttrain.config import Section, Settings, flatten, yaml_text
 from ttrain.config.model import sizes_of
 from ttrain.config.settings import existing_model_of, trainings_of
+from ttrain.config.training import TRAINING_STAGES
 from ttrain.config.yaml_text import VALUE_CHARACTERS, InvalidYaml, one_line, shown
 from ttrain.errors import UsageError
 
@@ -228,7 +229,7 @@ def _refuse_sizes_of_new_models(overrides: list[Override], base: Sequence[Overri
 
 def _existing_model(overrides: Sequence[Override]) -> tuple[str | None, str]:
     """(the model that is started from, or None; the setting that the first stage which trains has for it)."""
-    starts = {f"{stage}.start_from": start for stage, start in Settings().starts.items()}
+    starts = {f"{name}.start_from": row.settings.model_fields["start_from"].default for name, row in TRAINING_STAGES.items()}
     starts |= {key: str(value) for _, key, value in overrides if key in starts}
     by_stage = {key.partition(".")[0]: start for key, start in starts.items()}
     return existing_model_of(by_stage), f"{trainings_of(by_stage)[0]}.start_from"

@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from ttrain.config.base import Location, Section, TimeOfDay, TimeZone, as_tuple, off_as_a_word
+from ttrain.config.data import LEARNT
+from ttrain.config.training import TRAININGS
 
 
 class Night(Section):
@@ -21,21 +23,14 @@ class Night(Section):
 
 
 # As in the table of stages (`ttrain/stages`), which imports this package.
-StageName = Literal[
-    "source",
-    "tokenizer",
-    "shards-pretrain",
-    "shards-sft",
-    "shards-lora",
-    "base-model",
-    "new-model",
-    "pretrain",
-    "sft",
-    "lora",
-    "evaluate",
-    "evaluate-champion",
-    "heldout",
-]
+STAGE_NAMES = (
+    *("source", "tokenizer"),
+    *(f"shards-{dataset}" for dataset in LEARNT),
+    *("base-model", "new-model"),
+    *TRAININGS,
+    *("evaluate", "evaluate-champion", "heldout"),
+)
+StageName = Literal[STAGE_NAMES]  # type: ignore[valid-type]  # mypy wants them spelled out
 
 
 class StageRuntime(Section):

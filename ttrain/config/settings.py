@@ -7,13 +7,13 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from ttrain.config.base import Section
+from ttrain.config.base import Section, with_fields
 from ttrain.config.data import Data, PythonDocs, Reading, Shards, Tokenizer
 from ttrain.config.evaluate import Evaluate
 from ttrain.config.model import Model
 from ttrain.config.nightly import Nightly, Notify, Promotion
 from ttrain.config.runtime import Runtime, Servers, Tracking
-from ttrain.config.training import NONE, TRAININGS, Lora, Pretrain, Sft, Training
+from ttrain.config.training import INSTALLED, NONE, TRAINING_STAGES, TRAININGS, Lora, Pretrain, Sft, Training
 
 
 def trainings_of(starts: Mapping[str, str]) -> tuple[str, ...]:
@@ -47,6 +47,7 @@ NAMES_CODE = (
 )
 
 
+@with_fields({row.name: (row.settings, row.settings()) for row in TRAINING_STAGES.values()})
 class Settings(Section):
     """The whole tree."""
 
@@ -87,7 +88,7 @@ class Settings(Section):
         """Whether the data set is used. A tokenizer that exists is measured on documents only where there are any."""
         if dataset == "tokenizer":
             return self.tokenizer.existing is None or bool(self.data.tokenizer) or "pretrain" in self.trainings
-        return dataset in self.trainings
+        return any(TRAINING_STAGES[name].dataset == dataset for name in self.trainings)
 
     def reads_python_docs(self, dataset: str) -> bool:
         """Whether the data set is used, and made from the Python that runs ttrain."""
@@ -171,6 +172,14 @@ class SftConfig(Section):
 
 class LoraConfig(Section):
     lora: Lora
+
+
+TRAINING_CONFIGS: dict[str, type[Section]] = {
+    "pretrain": PretrainConfig,
+    "sft": SftConfig,
+    "lora": LoraConfig,
+    **{row.name: with_fields({row.name: (row.settings, ...)})(Section) for row in INSTALLED},  # their own section
+}
 
 
 class EvaluateConfig(Section):

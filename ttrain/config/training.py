@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from importlib.metadata import entry_points
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from ttrain.config.base import Location, Section, Share, as_tuple
 
@@ -144,6 +146,19 @@ class Training(Loop):
                 raise ValueError(f"mask_intervals has [{opens}, {closes}], but a region must not open and close alike")
         return self
 
+    @field_validator("start_from", check_fields=False)
+    @classmethod
+    def _starts_from_an_earlier_stage(cls, value: str) -> str:
+        """Refuse the name of a stage that does not come before this one."""
+        row = TRAINING_STAGES.get(cls.__name__.lower())
+        if row is None or value not in TRAININGS or value in (allowed_starts := row.starts):
+            return value
+        raise ValueError(
+            f"start_from is {value}, a stage that does not come before this one; it takes "
+            f"{', '.join([*allowed_starts, NONE])}, a directory (./{value} for one of that name), or owner/name[@revision] "
+            f"on the Hub"
+        )
+
     @property
     def section(self) -> str:
         """Name of the section in the settings, for messages."""
@@ -173,27 +188,12 @@ class TaskConfig(Loop):
 
 
 NONE = "none"
-TRAININGS = ("pretrain", "sft", "lora")  # in the order in which one goes on from another
-
-
-def _starts(*allowed_starts: str) -> AfterValidator:
-    """Refuse the name of a stage that does not come before this one."""
-
-    def check(value: str) -> str:
-        if value in TRAININGS and value not in allowed_starts:
-            raise ValueError(
-                f"start_from is {value}, a stage that does not come before this one; it takes {', '.join(allowed_starts)}, "
-                f"a directory (./{value} for one of that name), or owner/name[@revision] on the Hub"
-            )
-        return value
-
-    return AfterValidator(check)
 
 
 class Pretrain(Training):
     """Pretraining; Muon reached 2.02 bits per byte where AdamW alone ended at 2.5 to 2.7 in the same time."""
 
-    start_from: Annotated[Location, _starts(NONE)] = Field(
+    start_from: Location = Field(
         NONE, min_length=1, description="none, a Hugging Face directory, or owner/name[@revision] on the Hub"
     )
     tokens: int | None = Field(1_000_000, ge=1)
@@ -203,7 +203,7 @@ class Pretrain(Training):
 class Sft(Training):
     """Fine-tuning on chats; the loss counts the assistant's tokens."""
 
-    start_from: Annotated[Location, _starts("pretrain", NONE)] = Field(
+    start_from: Location = Field(
         "pretrain", min_length=1, description="pretrain, none, a Hugging Face directory, or owner/name[@revision]"
     )
     epochs: float | None = Field(1.0, gt=0)
@@ -216,7 +216,7 @@ class Lora(Training):
     lora: arXiv:2106.09685. dora: arXiv:2402.09353. prefix: arXiv:2101.00190.
     """
 
-    start_from: Annotated[Location, _starts("sft", "pretrain", NONE)] = Field(
+    start_from: Location = Field(
         "sft", min_length=1, description="sft, pretrain, none, a Hugging Face directory, or owner/name[@revision]"
     )
     kind: Literal["lora", "dora", "prefix"] = Field("lora", description="what is trained: see docs/adapters.md")
@@ -241,3 +241,87 @@ class Lora(Training):
         if self.quantize == "int8" and self.kind == "dora":
             raise ValueError("lora.quantize is int8, on which PEFT's dora does not train; set lora.quantize=nf4")
         return self
+
+
+Role = Literal["base", "chat", "adapter"]
+ROLES: tuple[Role, ...] = ("base", "chat", "adapter")  # in the order in which models are trained
+GROUP = "ttrain.stages"  # of the entry points by which packages bring training stages of their own
+
+
+@dataclass(frozen=True)
+class TrainingStage:
+    """A training stage: what all parts of ttrain that list such stages need to know of one.
+
+    It is named after its settings. `starts` are the stages whose model it may go on from.
+    """
+
+    settings: type[Training]
+    label: str  # on pages and charts
+    title: str  # of its registered models
+    role: Role  # a base model, one that chats, or an adapter on a model
+    rows: Literal["documents", "chats"]  # what it learns from
+    suffix: str = ""  # of its registered model, and its model's name in the evaluation; empty: its own name
+    data: str = ""  # its data set; empty: one of its own name
+    part: str = ""  # what the evaluation calls the held-out rows of its data set; empty: it does not read them
+    loss: str = ""  # prefix of the losses on that part; documents have bits per byte instead
+    summary: str = ""  # of its model, in a sentence
+    help: str = ""  # of `ttrain train`
+    example: str = ""  # of its settings
+    module: str = ""  # that runs it; empty: the one of its name in `ttrain.stages`
+
+    @property
+    def name(self) -> str:
+        return self.settings.__name__.lower()
+
+    @property
+    def dataset(self) -> str:
+        return self.data or self.name
+
+    @property
+    def model(self) -> str:
+        """Name of its model in the evaluation, and the end of its registered model's name."""
+        return self.suffix or self.name
+
+    @property
+    def directory(self) -> str:
+        """Directory of the model in the artifact."""
+        return "adapter" if self.role == "adapter" else "model"
+
+    @property
+    def starts(self) -> list[str]:
+        """The stages that it may start from, the nearest first."""
+        earlier = TRAININGS[: TRAININGS.index(self.name)]
+        return [name for name in reversed(earlier) if TRAINING_STAGES[name].role != "adapter"]
+
+
+BUILT_IN = (
+    TrainingStage(
+        Pretrain, "pretraining", "Base models", "base", "documents", suffix="base", part="documents",
+        summary="A language model trained on documents",
+        help="Train a new model, or that of pretrain.start_from, on documents. Needs tokenizer and shards of the documents.",
+        example="pretrain.tokens=2_000_000 --profile small",
+    ),
+    TrainingStage(
+        Sft, "SFT", "Models fine-tuned on chats", "chat", "chats", part="chats", loss="chat_loss",
+        summary="A language model fine-tuned on chats",
+        help="Fine-tune the pretrained model, or that of sft.start_from, on chats. Needs that model and the shards of the "
+        "chats.",
+        example="sft.optim.lr=2e-4 sft.epochs=2",
+    ),
+    TrainingStage(
+        Lora, "LoRA", "Adapters", "adapter", "chats", part="domain", loss="domain_loss",
+        help="Train an adapter for the fine-tuned model, or for that of lora.start_from, on chats of a domain. Needs that "
+        "model and the shards of the domain.",
+        example="lora.rank=8 -c mine.yaml",
+    ),
+)  # fmt: skip
+INSTALLED: tuple[TrainingStage, ...] = tuple(point.load() for point in sorted(entry_points(group=GROUP)))
+# By name, in the order in which one goes on from another.
+TRAINING_STAGES = {row.name: row for row in sorted((*BUILT_IN, *INSTALLED), key=lambda row: ROLES.index(row.role))}
+TRAININGS = tuple(TRAINING_STAGES)
+MODELS = tuple(row.model for row in TRAINING_STAGES.values())  # as the evaluation names them
+
+
+def model_order(model: str) -> int:
+    """Key to sort names of models by: as they are trained, then all others."""
+    return MODELS.index(model) if model in MODELS else len(MODELS)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import hashlib
 import json
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +157,7 @@ def _stamp_of(stat: os.stat_result) -> list[int]:
 
 
 def code_digests(module: str, cache: DigestCache) -> dict[str, str]:
-    """Digest of every project module that `module` imports, directly or not, itself included, by name.
+    """Digest of every module of ttrain, and of the package of `module`, that `module` imports, itself included, by name.
 
     Comments, formatting and docstrings do not count; imports inside functions do.
     """
@@ -176,14 +178,20 @@ def _shapes_results(name: str) -> bool:
 
 
 def _module_path(name: str) -> Path | None:
-    parts = name.split(".")
-    if parts[0] != PACKAGE:
-        return None
-    stem = PACKAGE_DIRECTORY.joinpath(*parts[1:])
+    root, *parts = name.split(".")
+    stem = (PACKAGE_DIRECTORY if root == PACKAGE else _stem_of(root)).joinpath(*parts)
     for path in (stem.with_suffix(".py"), stem / "__init__.py"):
         if path.is_file():
             return path
     return None
+
+
+@functools.cache
+def _stem_of(root: str) -> Path:
+    """The directory of a package that brings a stage, or its only file without the suffix."""
+    spec = find_spec(root)
+    origin = Path(spec.origin if spec and spec.origin else root)
+    return origin.parent if origin.name == "__init__.py" else origin.with_suffix("")
 
 
 # Until 3.11.8 CPython counts the depth of every syntax tree under construction in one variable of the interpreter, so that
@@ -201,25 +209,26 @@ def _read_module(path: Path, name: str) -> list[Any]:
 
 def _imports(tree: ast.AST, name: str, *, is_package: bool) -> Iterator[str]:
     package = name if is_package else name.rpartition(".")[0]
+    roots = (PACKAGE, name.partition(".")[0])
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield from _with_parents(alias.name)
+                yield from _with_parents(alias.name, roots)
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
                 parents = package.split(".")[: len(package.split(".")) - node.level + 1]
                 base = ".".join([*parents, base] if base else parents)
-            yield from _with_parents(base)
+            yield from _with_parents(base, roots)
             for alias in node.names:
-                if _module_path(f"{base}.{alias.name}"):
+                if base.partition(".")[0] in roots and _module_path(f"{base}.{alias.name}"):
                     yield f"{base}.{alias.name}"
 
 
-def _with_parents(name: str) -> Iterator[str]:
-    """The module and the packages that contain it, for modules of ttrain only."""
+def _with_parents(name: str, roots: tuple[str, ...] = (PACKAGE,)) -> Iterator[str]:
+    """The module and the packages that contain it, for modules of these packages only."""
     parts = name.split(".")
-    if parts[0] == PACKAGE:
+    if parts[0] in roots:
         for end in range(1, len(parts) + 1):
             yield ".".join(parts[:end])
 

@@ -8,13 +8,13 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
 
 import transformers
 
 from ttrain.config import Section, Settings, ShardsConfig, SourceConfig, Training
-from ttrain.config.training import NONE, TRAININGS
+from ttrain.config.training import NONE, TRAINING_STAGES, TRAININGS
 from ttrain.core.files import ProgressWriter
 from ttrain.core.machine import usable_cores
 from ttrain.data import chat_shapes, locations
@@ -32,17 +32,12 @@ from ttrain.pipeline.plan import no_stage, section_of
 from ttrain.stages import (
     EXISTING_MODEL,
     NEW_MODEL,
-    SHARDS_LORA,
-    SHARDS_PRETRAIN,
-    SHARDS_SFT,
+    SHARDS,
     STAGES,
     TOKENIZER,
     Stage,
     existing_model,
-    lora,
     new_model,
-    pretrain,
-    sft,
     shards,
     source,
     tokenizer,
@@ -54,8 +49,6 @@ from ttrain.stages.shards import heldout_records
 from ttrain.store.layout import Artifact
 from ttrain.train import precision
 from ttrain.train.precision import Precision
-
-MODULES = {"pretrain": pretrain, "sft": sft, "lora": lora}
 
 TEXTS = 200  # of the data, through the tokenizer and back
 
@@ -114,7 +107,7 @@ class Doctor:
         self.shown = show_row(rows, 0, TokenDecoder(encoder)), encoder.special_ids()
         if self.config.mask_intervals:
             yield run_check(data.LABELS, lambda: data.masked_labels(rows, encoder))
-        elif self.stage == "pretrain":
+        elif TRAINING_STAGES[self.stage].rows == "documents":
             yield run_check(data.LABELS, lambda: data.document_labels(rows, encoder))
         else:
             yield run_check(data.LABELS, lambda: data.chat_labels(rows, encoder, heldout, answers))
@@ -146,15 +139,15 @@ class Doctor:
 def subject(stage: str, config: Section, inputs: Mapping[str, Path]) -> training.TrainableModel:
     """The stage's model before its first step; the same weights every time."""
     transformers.utils.logging.disable_progress_bar()
-    prepared: training.TrainableModel = MODULES[stage].prepare(config, inputs, Encoder(inputs["tokenizer"], fast=False))
+    prepared: training.TrainableModel = import_module(STAGES[stage].module).prepare(
+        config, inputs, Encoder(inputs["tokenizer"], fast=False)
+    )
     return prepared
 
 
 def _versions() -> Check:
     return machine.versions(metadata.requires("ttrain") or [], machine.pins_of(CONSTRAINTS))
 
-
-SHARDS = {"pretrain": SHARDS_PRETRAIN, "sft": SHARDS_SFT, "lora": SHARDS_LORA}
 
 SAMPLE_RECORDS, SAMPLE_BYTES, SAMPLE_FILES = 2000, 4_000_000, 8  # of a data set; the first of each of so many files
 
@@ -188,8 +181,9 @@ def gather(stage: str, settings: Settings, artifacts: Mapping[str, Artifact], di
     source_artifact = artifacts.get("source")
     sampling = _Sample(settings, source_artifact.path if source_artifact else None, directory)
     tokenizer_path = artifacts["tokenizer"].path if "tokenizer" in artifacts else sampling.tokenizer()
-    stored_shards = artifacts.get(SHARDS[stage].name)
-    unmade = 0.0 if stored_shards else sampling.shards(SHARDS[stage], tokenizer_path, sample_shards)
+    shards_stage = SHARDS[TRAINING_STAGES[stage].dataset]
+    stored_shards = artifacts.get(shards_stage.name)
+    unmade = 0.0 if stored_shards else sampling.shards(shards_stage, tokenizer_path, sample_shards)
     figure = "the shards of the store" if stored_shards else f"the first {sampling.records} records"
     paths = {"tokenizer": tokenizer_path, "shards": stored_shards.path if stored_shards else sample_shards}
     base_artifact = artifacts.get(_base_stage(stage, settings))
@@ -200,7 +194,7 @@ def gather(stage: str, settings: Settings, artifacts: Mapping[str, Artifact], di
     elif settings.existing_model:
         paths["base"] = _existing(settings, tokenizer_path, directory / "base")
         figure += f", the model {settings.existing_model}"
-    elif stage != "pretrain":
+    elif TRAINING_STAGES[stage].role != "base":
         paths["base"] = _stand_in(settings, tokenizer_path, directory / "base")
         figure += ", a base of random weights until there is one"
     return StageInputs(paths, figure, is_trained, unmade)

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from ttrain.config import Promotion, Settings
+from ttrain.config.training import TRAINING_STAGES, TRAININGS
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.evaluate import statistics as confidence
 from ttrain.evaluate import suites, task_result
@@ -86,9 +87,10 @@ class Decision:
 
 def check_metric(settings: Settings) -> None:
     """Raise UsageError if no evaluation under these settings has `promotion.metric`; called before training."""
-    models = [name for name in type(settings.evaluate.suites).model_fields if name != "sft" or "sft" in settings.trainings]
+    always = (TRAININGS[0], TRAININGS[-1])  # there is a base and a last model, whichever stages train
+    models = [row.model for name, row in TRAINING_STAGES.items() if name in (*always, *settings.trainings)]
     bits = ["bits_per_byte", *(f"bits_per_byte_{name}" for name in models if name != "base")]
-    parts = [loss for loss, of in (("chat_loss", "sft"), ("domain_loss", "lora")) if settings.reads(of)]
+    parts = [row.loss for row in TRAINING_STAGES.values() if row.loss and settings.reads(row.dataset)]
     losses = [f"{loss}_{name}" for loss in parts for name in models]
     of_suites = [
         f"{task}/{figure}/{name}"

@@ -11,17 +11,17 @@ from typing import Any
 from pydantic import ValidationError
 
 from ttrain.config import PYTHON_DOCS, Nightly, Settings
+from ttrain.config.training import TRAINING_STAGES, TRAININGS
 from ttrain.core import redact
 from ttrain.core.hashing import digest_of
 from ttrain.data import locations
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.nightly.records import COMPLETED, Champion, InputSnapshot, NightRecord, shortened_names
 from ttrain.pipeline.input_files import TRAIN, data_files, file_digests
-from ttrain.stages import SHARDS_LORA, SHARDS_PRETRAIN, SHARDS_SFT
+from ttrain.stages import SHARDS
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 
-WATCHED_STAGES = (SHARDS_PRETRAIN, SHARDS_SFT, SHARDS_LORA)
 UNFROZEN_SECTIONS = (
     "runtime",
     "tracking",
@@ -29,8 +29,6 @@ UNFROZEN_SECTIONS = (
     "promotion",
     "notify",
 )  # not part of any key: the current values are used
-DATASETS = ("pretrain", "sft", "lora")
-MODELS = ("pretrain", "sft", "lora")
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ def watched_files(settings: Settings, store: ArtifactStore, *, may_be_gone: bool
     UsageError if a setting matches no file, or one that cannot be read.
     """
     files_by_dataset: dict[str, list[dict[str, Any]]] = {}
-    for stage in WATCHED_STAGES:
+    for stage in SHARDS.values():
         dataset = stage.dataset
         assert dataset is not None, "each of them reads files"
         if not settings.reads(dataset):
@@ -174,8 +172,7 @@ def inputs_of(frozen: InputSnapshot, current: Settings, store: ArtifactStore) ->
             tree["pretrain"]["start_from"] = str(base.path / "model")
             if not frozen.files.get("pretrain"):
                 replacements["pretrain"] = base
-    roles = {"pretrain": "base", "sft": "sft", "lora": "lora"}
-    champion = {roles[stage]: artifact for stage, artifact in artifacts.items() if stage in roles}
+    champion = {row.model: artifacts[name] for name, row in TRAINING_STAGES.items() if name in artifacts}
     earlier = _find_reference(store, frozen.heldout) if frozen.heldout else None
     return NightInputs(Settings.model_validate(tree), champion, replacements, earlier)
 
@@ -233,7 +230,7 @@ def learnt_by(champion: Champion | None, store: ArtifactStore) -> set[str]:
 
 def _champion_models(champion: Champion | None, store: ArtifactStore) -> list[Artifact]:
     keys = champion.keys if champion else {}
-    return [artifact for stage in MODELS if stage in keys and (artifact := store.find(stage, keys[stage]))]
+    return [artifact for stage in TRAININGS if stage in keys and (artifact := store.find(stage, keys[stage]))]
 
 
 def _find_reference(store: ArtifactStore, reference: str) -> Artifact | None:

@@ -6,21 +6,21 @@ import contextlib
 import logging
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from ttrain import tracking
 from ttrain.config import Settings, flatten
-from ttrain.config.training import TRAININGS
+from ttrain.config.training import TRAINING_STAGES
 from ttrain.core import hashing
 from ttrain.core.files import read_object, write_json
 from ttrain.errors import Interrupted, TTrainError
 from ttrain.pipeline import launch, processes, registration, run_summary, system_metrics
 from ttrain.pipeline.labels import NIGHT, NO_LABELS, Labels
 from ttrain.pipeline.plan import section_of
-from ttrain.pipeline.progress_display import StageDisplay
+from ttrain.pipeline.progress_display import DisplayObserver, StageDisplay
 from ttrain.pipeline.provenance import commit, with_absolute_paths
 from ttrain.pipeline.recipe import Planned
 from ttrain.pipeline.run_models import RunModels
@@ -43,7 +43,7 @@ class PipelineRun(StopRequest):
         settings: Settings,
         store: ArtifactStore,
         display: StageDisplay,
-        stages: list[str],
+        stages: Sequence[Planned],
         *,
         force: frozenset[str] = frozenset(),
         extend: bool = False,
@@ -54,28 +54,33 @@ class PipelineRun(StopRequest):
         parent_identity: str | None = None,
         continues: str | None = None,
     ) -> None:
-        """`parent_identity`: identity of the parent tracked run. `continues`: identity of an interrupted run whose
-        tracked run this one continues."""
-        super().__init__()
+        """`stages`: the plan of the run. `parent_identity`: identity of the parent tracked run. `continues`: identity of an
+        interrupted run whose tracked run this one continues."""
+        super().__init__(display.say)
         self.pipeline, self.settings, self.store, self.display = pipeline, settings, store, display
         self.force, self.extend, self.resume_key = force, extend, resume_key
         self.registers = registers  # whether its models go to the tracker, and become versions there
         self.outcome = "running"  # then completed, failed or interrupted
         self.labels = labels
         self.record = RunRecord(
-            store.root, pipeline, stages, with_absolute_paths(settings).model_dump(mode="json"), labels=labels.to_json()
+            store.root,
+            pipeline,
+            [planned.stage.name for planned in stages],
+            with_absolute_paths(settings).model_dump(mode="json"),
+            labels=labels.to_json(),
         )
         self.log = RunLog(self.record.path.with_suffix(".log"))
         self.artifacts: dict[str, Artifact] = {}
         self.model_set: str | None = None  # version of the registered set of models, if the run was tracked to its end
         self.failures: dict[str, BaseException] = {}  # by stage, of those without a result
-        self.planned: Sequence[Planned] = ()
+        self.planned = stages
+        self._unbuilt = {planned.stage.name: planned for planned in stages if planned.key}
         self._champion: dict[str, dict[str, Any]] | None = None  # as a baseline; looked for once there is an evaluation
         self.mlflow_url: str | None = None  # of a server that displays the tracker's database but is not the tracker itself
         self._cached: list[str] = []
         self._tracked: dict[str, tracking.TrackedRun | tracking.NullRun] = {}  # by stage
         self.make_parts_elsewhere: Callable[[Stage, Path], None] | None = None  # before a stage that reuses parts starts
-        self.loads_torch = any(STAGES[name].loads_torch for name in stages)
+        self.loads_torch = any(planned.stage.loads_torch for planned in stages)
         self._began = time.monotonic()
         self._forced: set[tuple[str, str]] = set()  # (stage, key) of artifacts that --force rebuilt
         self._tracker = (
@@ -109,9 +114,10 @@ class PipelineRun(StopRequest):
         """Build one stage, or take it from the store; return the artifact and its state: cached, completed, ..."""
         watcher = StageWatcher(self, stage, logged)
         forced = stage.name in self.force or any((a.stage, a.key) in self._forced for a in inputs.values())
+        planned = self._unbuilt.pop(stage.name, None)  # a retry plans anew: the stage may have saved its state
         options: dict[str, Any] = {"forced": forced, "extend": self.extend, "resume_key": self.resume_key}
         try:
-            outcome = launch.build(stage, self.settings, self.store, inputs, watcher, **options)
+            outcome = launch.build(stage, self.settings, self.store, inputs, watcher, planned=planned, **options)
         except BaseException as error:
             if not isinstance(error, Interrupted):
                 self.failures[stage.name] = error
@@ -122,14 +128,16 @@ class PipelineRun(StopRequest):
         self._add_artifact(outcome.artifact)
         if forced:
             self._forced.add((stage.name, outcome.artifact.key))
-        if stage.dataset in self._to_train and stage.reuses_parts:
-            self._check_rows(stage.dataset, outcome.artifact, inputs["tokenizer"], watcher)
+        for training in self._trained_on(stage):
+            self._check_rows(training, outcome.artifact, inputs["tokenizer"], watcher)
         return outcome.artifact, outcome.state
 
-    @property
-    def _to_train(self) -> frozenset[str]:
-        """The training stages with shards of their own that this run must train."""
-        return frozenset(planned.stage.name for planned in self.planned if planned.state == "run").intersection(TRAININGS)
+    def _trained_on(self, shards: Stage) -> list[str]:
+        """The training stages that this run must train on these shards; none for another stage."""
+        if not shards.reuses_parts:
+            return []
+        waiting = {planned.stage.name for planned in self.planned if planned.state == "run"}
+        return [name for name, row in TRAINING_STAGES.items() if name in waiting and row.dataset == shards.dataset]
 
     def _check_rows(self, training: str, shards: Artifact, tokenizer: Artifact, watcher: StageWatcher) -> None:
         """Fail a training with too few rows as soon as its shards exist, before any other starts."""
@@ -150,16 +158,11 @@ class PipelineRun(StopRequest):
     def check_reused(self) -> None:
         """Fail a training whose reused shards have too few rows, before anything trains."""
         for planned in self.planned:
-            training, tokenizer = planned.stage.dataset, planned.inputs.get("tokenizer")
-            if (
-                planned.reused
-                and planned.artifact
-                and tokenizer
-                and planned.stage.reuses_parts
-                and training in self._to_train
-            ):
-                watcher = StageWatcher(self, planned.stage, lambda line: None)
-                self._check_rows(training, planned.artifact, tokenizer, watcher)
+            tokenizer = planned.inputs.get("tokenizer")
+            if planned.reused and planned.artifact and tokenizer:
+                for training in self._trained_on(planned.stage):
+                    watcher = StageWatcher(self, planned.stage, lambda line: None)
+                    self._check_rows(training, planned.artifact, tokenizer, watcher)
 
     def note_reused(self, planned: Planned) -> None:
         """Record a stage that is not run: the selection leaves it out and its artifact is in the store."""
@@ -241,6 +244,25 @@ class PipelineRun(StopRequest):
         """The run's settings and results so far, in markdown."""
         return run_summary.description(self.record.snapshot(), self._changed, self.metrics(), self.evaluation_table())
 
+    @contextlib.contextmanager
+    def recorded(
+        self, guard: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+    ) -> Iterator[None]:
+        """Close the run with the outcome of the block. `guard`: around the closing."""
+        outcome, error = "failed", None
+        try:
+            yield
+            outcome = "completed"
+        except (Interrupted, KeyboardInterrupt) as raised:
+            outcome, error = "interrupted", str(raised)
+            raise
+        except BaseException as raised:
+            error = str(raised)
+            raise
+        finally:
+            with guard():
+                self.finish(outcome, error)
+
     def finish(self, outcome: str, error: str | None = None) -> None:
         """Close the record and the tracked run. `outcome`: completed, failed or interrupted."""
         self.outcome = outcome
@@ -279,13 +301,6 @@ class PipelineRun(StopRequest):
             return run.url if run else None
         return f"{self.mlflow_url}/{run.page}"
 
-    def ask_to_stop(self, signum: int, why: str = SIGNALLED) -> None:
-        """Make the running stages save their state and stop, start no other; the first reason is reported."""
-        if not self.signum:
-            super().ask_to_stop(signum, why)
-            reason, again = ("stopping", " (again to end at once)") if why == SIGNALLED else (why, "")
-            self.display.say(f"[yellow]{reason}: the running stages save their state{again}[/]")
-
     def start_child(self, stage: Stage, planned: Planned, work: Path) -> tracking.TrackedRun | tracking.NullRun:
         """Start the tracked run of a stage, or continue it if the stage continues."""
         state = read_object(work / "tracking.json")
@@ -317,10 +332,11 @@ class PipelineRun(StopRequest):
             self.record.note(model_set=self.model_set and f"{self.settings.name}/{self.model_set}")
 
 
-class StageWatcher:
+class StageWatcher(DisplayObserver):
     """Reports the events of one stage to the display, the record, the log and the tracker."""
 
     def __init__(self, execution: PipelineRun, stage: Stage, logged: Callable[[str], None]) -> None:
+        super().__init__(execution.display, execution)
         self._execution, self._stage, self._logged = execution, stage, logged
         self.child: tracking.TrackedRun | tracking.NullRun | None = None
         self._followers: list[tracking.MetricsFollower] = []
@@ -351,7 +367,7 @@ class StageWatcher:
             self._execution.make_parts_elsewhere(stage, work)
 
     def progressed(self, stage: Stage, progress: Mapping[str, Any]) -> None:
-        self._execution.display.progressed(stage.name, progress)
+        super().progressed(stage, progress)
         with contextlib.suppress(OSError):  # there may be no samples yet
             if self.log_path and (changed := (self.log_path.parent / "samples").stat().st_mtime_ns) != self._samples_changed:
                 self._samples_changed = changed  # a look at all of them takes 30 ms where there are 10,000
@@ -362,11 +378,11 @@ class StageWatcher:
         self._logged(line)
 
     def waiting(self, stage: Stage, who: str) -> None:
-        self._execution.display.say(f"  {stage.name}: {who} is building it; waiting for it to finish")
+        super().waiting(stage, who)
         self._execution.log.add(stage.name, f"waiting for {who}, who is building it")
 
     def fetching(self, stage: Stage, line: str) -> None:
-        self._execution.display.say(f"  {stage.name}: {line}")
+        super().fetching(stage, line)
         self.logged(stage, line)
 
     def process_ended(self, stage: Stage) -> None:
@@ -397,12 +413,6 @@ class StageWatcher:
         with contextlib.suppress(OSError):
             return sorted((self.log_path.parent / "samples").glob("step-*.txt")) if self.log_path else []
         return []
-
-    def stop_signal(self) -> int:
-        return self._execution.signum
-
-    def at_once(self) -> bool:
-        return self._execution.at_once
 
     def ended(self, outcome: launch.StageOutcome) -> None:
         artifact, name = outcome.artifact, self._stage.name

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from ttrain.config import Settings
+from ttrain.config.data import dataset_read
 from ttrain.config.evaluate import HELDOUT_PARTS, HarnessTask
+from ttrain.config.training import TRAINING_STAGES
 from ttrain.core import redact
 from ttrain.data import existing, locations
 from ttrain.errors import UsageError
@@ -15,7 +17,6 @@ from ttrain.evaluate import suites
 from ttrain.stages import Stage
 from ttrain.store.artifacts import ArtifactStore
 
-HELD_OUT_OF = {"chats": "sft", "domain": "lora"}
 # How two stores name the same part of a stage's own data files.
 TRAIN, HELDOUT, EXISTING, AGAINST = "train", "heldout", "existing", "against"
 
@@ -50,7 +51,7 @@ def data_files(stage: Stage, settings: Settings) -> dict[str, list[InputFile]]:
         roles[AGAINST] = [InputFile(location) for location in evaluation_files(settings.shards.decontaminate)]
     if not settings.reads(stage.dataset) or data.uses_python_docs(stage.dataset):
         return roles
-    dataset = "pretrain" if is_tokenizer and not data.tokenizer else stage.dataset
+    dataset = dataset_read(stage.dataset, data.tokenizer)
     roles[TRAIN] = _expand(data.paths(dataset), f"data.{dataset}", () if is_tokenizer else data.weights(dataset))
     if not is_tokenizer and getattr(data, f"{dataset}_heldout"):  # the tokenizer learns from the training part alone
         roles[HELDOUT] = _expand(data.paths(f"{dataset}_heldout"), f"data.{dataset}_heldout", ())
@@ -89,7 +90,7 @@ def _suite_files(settings: Settings) -> dict[str, list[InputFile]]:
     """The suites of each model and the files they read, as "suites-sft". Raises UsageError for an unusable suite before
     any model is trained. Held-out documents are checked later: a night has earlier ones."""
     files_by_role: dict[str, list[InputFile]] = {}
-    heldout_parts = [heldout_part for heldout_part, dataset in HELD_OUT_OF.items() if settings.reads(dataset)]
+    heldout_parts = [row.part for row in TRAINING_STAGES.values() if row.loss and settings.reads(row.dataset)]
     for model in type(settings.evaluate.suites).model_fields:
         loaded = [suites.load(name) for name in settings.evaluate.suites.of(model)]
         suites.check_distinct_tasks(loaded)

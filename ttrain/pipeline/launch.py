@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ttrain.config import Settings, Training
 from ttrain.core import redact
@@ -16,6 +16,7 @@ from ttrain.core.files import PRIVATE_FILE, read_json, read_object, remove_tree,
 from ttrain.errors import ArtifactError, DamagedFile, Interrupted, StageFailed, TTrainError
 from ttrain.pipeline import artifact_commands, processes, provenance, resume, stage_worker
 from ttrain.pipeline.input_files import data_files, file_digests
+from ttrain.pipeline.observer import StageObserver
 from ttrain.pipeline.plan import plan_stage, section_of
 from ttrain.pipeline.recipe import Planned
 from ttrain.pipeline.stage_worker import JOB, PROGRESS
@@ -29,18 +30,6 @@ NODE_SECONDS, NODE_POLL_SECONDS = 600.0, 0.2  # how long, and how often, a node 
 PARTS = ("run/blocks",)  # where a stage that reuses parts records them
 
 EARLIER_OUTPUTS = 8  # artifacts of the same stage that are searched for finished parts
-
-
-class StageObserver(processes.ProcessObserver, Protocol):
-    """Receives the events of a stage, from its plan to its end."""
-
-    def started(self, stage: Stage, planned: Planned, work: Path) -> None: ...
-
-    def prepared(self, stage: Stage, work: Path) -> None: ...
-
-    def waiting(self, stage: Stage, who: str) -> None: ...
-
-    def fetching(self, stage: Stage, line: str) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -62,13 +51,15 @@ def build(
     forced: bool = False,
     extend: bool = False,
     resume_key: str = "",
+    planned: Planned | None = None,
 ) -> StageOutcome:
-    """Take the stage's artifact from the store, or make it.
+    """Take the stage's artifact from the store, or make it. `planned`: its plan, taken where these are its inputs.
 
     Raises StageFailed with the stage's own message, or Interrupted once its state is saved.
     """
     began = time.monotonic()
-    planned = plan_stage(stage, settings, store, inputs, forced=forced, extend=extend, resume_key=resume_key)
+    if planned is None or planned.forced != forced or not planned.has_inputs(inputs):
+        planned = plan_stage(stage, settings, store, inputs, forced=forced, extend=extend, resume_key=resume_key)
     assert planned.key is not None, "the inputs exist, so the key is known"
     if planned.state == "cached":
         assert planned.artifact is not None, "cached means there is an artifact"

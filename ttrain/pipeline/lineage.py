@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ttrain.config import Settings, flatten
+from ttrain.config.training import TRAININGS
 from ttrain.core.hashing import digest_of
 from ttrain.data.existing import HUB_REFERENCE
 from ttrain.pipeline import lineage_names
@@ -200,7 +201,7 @@ def _started_from(stages: Iterable[tuple[str, Mapping[str, Any]]]) -> str | None
     """The Hub name of the model that training started from; a path stays private."""
     for stage, settings in stages:
         if stage == BASE_MODEL:
-            names = [settings.get(training, {}).get("start_from") or "" for training in ("pretrain", "sft", "lora")]
+            names = [settings.get(training, {}).get("start_from") or "" for training in TRAININGS]
             matches = [match[1] for name in names if (match := HUB_REFERENCE.fullmatch(name)) and not Path(name).is_dir()]
             return matches[0] if matches else None
     return None

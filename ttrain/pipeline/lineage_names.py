@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ttrain import tracking
+from ttrain.config.training import TRAININGS
 from ttrain.errors import TTrainError, UsageError
 from ttrain.pipeline.artifact_commands import HEX
 from ttrain.stages import RUNNABLE, STAGES
@@ -26,8 +27,6 @@ NOT_AN_ARTIFACT = (
     "the output of `ttrain train --task`, `ttrain gate train` and exports is not an artifact of a pipeline, and its inputs "
     "are not recorded; to make it again, run the same command with another --out and compare"
 )
-
-MODELS_OF_A_SET = ("tokenizer", "pretrain", "sft", "lora")
 
 
 @dataclass(frozen=True)
@@ -119,7 +118,7 @@ def _registered(home: Path, text: str, name: str, alias: str | None, version: st
     full, tags = f"{model_version.name}/{model_version.version}", model_version.tags
     if tags.get(KIND) == SET:
         keys = {tag.removeprefix(KEY): key for tag, key in tags.items() if tag.startswith(KEY)}
-        roots = tuple((stage, keys[stage]) for stage in MODELS_OF_A_SET if stage in keys)
+        roots = tuple((stage, keys[stage]) for stage in ("tokenizer", *TRAININGS) if stage in keys)
         return LineageTarget(text, SET, full, roots, tags.get("ttrain.run"), tags)
     if not tags.get("ttrain.key"):
         raise UsageError(f"the registered model {full} was not made by ttrain: it has no tag ttrain.key")

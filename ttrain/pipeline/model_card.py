@@ -15,6 +15,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from ttrain.config import Settings, flatten
+from ttrain.config.training import TRAINING_STAGES
 from ttrain.core.files import parse_json
 from ttrain.errors import ArtifactError
 from ttrain.pipeline.lineage import BASE_MODEL, History
@@ -75,7 +76,8 @@ class Exported:
 def card(exported: Exported, history: History) -> str:
     """The model card in Markdown."""
     last = history.artifacts[-1] if history.artifacts else None
-    chats = exported.files == "adapter" or last is None or last.stage != "pretrain"
+    row = TRAINING_STAGES.get(last.stage) if last else None
+    chats = exported.files == "adapter" or row is None or row.role != "base"
     sections = [
         _front(exported, history),
         f"# {exported.name}\n\n{summary(exported, last)}",
@@ -101,14 +103,13 @@ def _front(exported: Exported, history: History) -> str:
 
 def summary(exported: Exported, last: Artifact | None) -> str:
     """Describe the model in a sentence or two."""
-    kinds = {"pretrain": "A language model trained on documents", "sft": "A language model fine-tuned on chats"}
-    stage = last.stage if last else ""
+    row = TRAINING_STAGES.get(last.stage) if last else None
     if exported.files == "adapter":
         text = f"An adapter with {exported.parameters:,} parameters (PEFT), trained on top of a model that it is bound to"
     elif exported.merged:
         text = f"A language model with {exported.parameters:,} parameters, with the weights of an adapter merged into it"
     else:
-        text = f"{kinds.get(stage, 'A causal language model')}, with {exported.parameters:,} parameters"
+        text = f"{(row and row.summary) or 'A causal language model'}, with {exported.parameters:,} parameters"
     return f"{text}. Its numbers are {exported.dtype}. Made with ttrain."
 
 
@@ -253,7 +254,8 @@ def evaluation_rows(history: History) -> list[tuple[str, str, str]]:
     if history.evaluation is None:
         return []
     stages = {artifact.stage for artifact in history.artifacts}
-    later_models = [name for name in ("sft", "lora") if name not in stages]  # models trained on top of it
+    later = [row for name, row in TRAINING_STAGES.items() if row.role != "base" and name not in stages]
+    later_models = [row.model for row in later]  # trained on top of it
     suffixes = tuple(f"{mark}{name}" for name in later_models for mark in "_/")
     metrics = report.metrics_of({"evaluate": history.evaluation.result})
     shown = {name: value for name, value in metrics.items() if not name.endswith(suffixes)}
@@ -264,8 +266,8 @@ def _evaluation(history: History) -> str:
     if history.evaluation is None:
         return ""
     result, stage = history.evaluation.result, history.artifacts[-1].stage
-    rows = evaluation_rows(history)
-    samples = result.get("samples", {}).get("base" if stage == "pretrain" else stage, [])[:SAMPLES]
+    rows, row = evaluation_rows(history), TRAINING_STAGES.get(stage)
+    samples = result.get("samples", {}).get(row.model if row else stage, [])[:SAMPLES]
     parts = ["## Evaluation", "On held-out data, computed in fp32.", report.markdown(rows, ("metric", "value", ""))]
     if samples:
         quoted = [(_cell(sample["prompt"]), _cell(sample["answer"])) for sample in samples]

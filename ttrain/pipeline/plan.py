@@ -9,6 +9,7 @@ from typing import Any
 
 from ttrain import loggers
 from ttrain.config import Section, Settings, flatten
+from ttrain.config.training import TRAINING_STAGES
 from ttrain.core import machine
 from ttrain.core.hashing import SECOND_HEAD, code_digests, differences, digest_of
 from ttrain.errors import UsageError
@@ -24,8 +25,9 @@ from ttrain.store.layout import Artifact
 
 # Settings that name files or other stages: the key has the digests of those instead.
 COUNTED_BY_BYTES = (
-    *("tokenizer.existing", "pretrain.start_from", "sft.start_from", "lora.start_from"),
-    *("evaluate.suites.base", "evaluate.suites.sft", "evaluate.suites.lora", "shards.decontaminate"),
+    *("tokenizer.existing", "shards.decontaminate"),
+    *(f"{name}.start_from" for name in TRAINING_STAGES),
+    *(f"evaluate.suites.{row.model}" for row in TRAINING_STAGES.values()),
 )
 
 EVERYTHING = Selection()

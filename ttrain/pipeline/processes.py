@@ -20,6 +20,7 @@ from ttrain.core.signals import PARENT, RENDEZVOUS, STOP_SIGNALS
 from ttrain.errors import Interrupted, StageFailed
 from ttrain.pipeline import stage_worker
 from ttrain.pipeline.fork_server import ForkServer, ForkServerError, available
+from ttrain.pipeline.observer import StageObserver
 from ttrain.pipeline.stage_worker import PROGRESS
 from ttrain.stages import Stage
 
@@ -62,20 +63,6 @@ class StageProcess(Protocol):
     def send_signal(self, signum: int) -> None: ...
 
     def kill(self) -> None: ...
-
-
-class ProcessObserver(Protocol):
-    """Receives the events of a stage's processes."""
-
-    def progressed(self, stage: Stage, progress: Mapping[str, Any]) -> None: ...
-
-    def logged(self, stage: Stage, line: str) -> None: ...
-
-    def process_ended(self, stage: Stage) -> None: ...
-
-    def stop_signal(self) -> int: ...
-
-    def at_once(self) -> bool: ...
 
 
 @dataclass
@@ -134,7 +121,7 @@ class ProcessGroup:
         return f"rank {rank} {how} without a result, and the others were ended"
 
 
-def run(stage: Stage, settings: Settings, work: Path, log_path: Path, observer: ProcessObserver) -> dict[str, Any]:
+def run(stage: Stage, settings: Settings, work: Path, log_path: Path, observer: StageObserver) -> dict[str, Any]:
     """Start the processes of a stage with a prepared work directory, wait for their end and return the stage's figures.
 
     Raises StageFailed with the stage's own message, or Interrupted once its state is saved.
@@ -184,7 +171,7 @@ def warm_up(settings: Settings) -> None:
 
 
 def start(
-    group: ProcessGroup, stage: Stage, settings: Settings, work: Path, log: IO[bytes], observer: ProcessObserver
+    group: ProcessGroup, stage: Stage, settings: Settings, work: Path, log: IO[bytes], observer: StageObserver
 ) -> None:
     """Start the processes of a stage, one per local rank, and add them to the group."""
     environment, runtime = environment_of(settings), settings.runtime
@@ -243,7 +230,7 @@ def spawn(module: str, arguments: Sequence[str], environment: Mapping[str, str],
 
 
 def _fork(
-    module: str, arguments: Sequence[str], environment: Mapping[str, str], log: IO[bytes], observer: ProcessObserver
+    module: str, arguments: Sequence[str], environment: Mapping[str, str], log: IO[bytes], observer: StageObserver
 ) -> StageProcess | None:
     """Start from the fork server; None if that fails, which the stage's log records. Raises Interrupted."""
     try:
@@ -289,7 +276,7 @@ def _wait(
     work: Path,
     log_path: Path,
     position: int,
-    observer: ProcessObserver,
+    observer: StageObserver,
 ) -> tuple[int, bool]:
     """Wait for all processes, report their progress and log lines, forward a stop signal. Returns (signal sent,
     whether the time limit was reached)."""
@@ -316,7 +303,7 @@ def _wait(
         time.sleep(POLL_SECONDS)
 
 
-def _follow(path: Path, position: int, stage: Stage, observer: ProcessObserver, *, to_the_end: bool) -> int:
+def _follow(path: Path, position: int, stage: Stage, observer: StageObserver, *, to_the_end: bool) -> int:
     with path.open("rb") as file:
         file.seek(position)
         data = file.read()

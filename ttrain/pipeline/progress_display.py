@@ -11,7 +11,10 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from ttrain.pipeline.observer import StageObserver
+from ttrain.pipeline.stop_request import StopRequest
 from ttrain.reports.summary import seconds
+from ttrain.stages import Stage
 
 SECONDS_BETWEEN_LINES = 10.0
 MARKS = {"cached": "[cyan]=[/]", "completed": "[green]✓[/]", "equal": "[green]✓[/]", "different": "[yellow]≠[/]"}
@@ -116,6 +119,23 @@ class Display:
         else:
             parts.append(f"{done:,.0f} {unit}")
         return ", ".join(parts)
+
+
+class DisplayObserver(StageObserver):
+    """Shows the events of a stage."""
+
+    def __init__(self, display: StageDisplay, stop_request: StopRequest) -> None:
+        super().__init__(stop_request)
+        self.display = display
+
+    def waiting(self, stage: Stage, who: str) -> None:
+        self.display.say(f"  {stage.name}: {who} is building it; waiting for it to finish")
+
+    def fetching(self, stage: Stage, line: str) -> None:
+        self.display.say(f"  {stage.name}: {line}")
+
+    def progressed(self, stage: Stage, progress: Mapping[str, Any]) -> None:
+        self.display.progressed(stage.name, progress)
 
 
 def _plain(text: str) -> str:

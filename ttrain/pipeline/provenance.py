@@ -8,12 +8,13 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ttrain import __version__
-from ttrain.config import PYTHON_DOCS, Settings
+from ttrain.config import DATASETS, PYTHON_DOCS, Settings, Weighted
+from ttrain.config.training import MODELS
 from ttrain.core import machine as libraries
 from ttrain.core.files import parse_json, read_object
 from ttrain.core.redact import masked, url
@@ -70,27 +71,28 @@ def _processor() -> str:
 
 def with_absolute_paths(settings: Settings) -> Settings:
     """Return the same settings with the local paths, globs and folders made absolute."""
-    tree = settings.model_dump()  # JSON hides the secrets of URLs
-    for dataset, sources in tree["data"].items():
-        tree["data"][dataset] = [
-            {**source, "path": _absolute(source["path"])} if isinstance(source, dict) else _absolute(source)
-            for source in sources
-        ]
-    tree["tokenizer"]["existing"] = _folder(tree["tokenizer"]["existing"])
+    changes: dict[str, dict[str, Any]] = {
+        "data": {name: _absolute_sources(getattr(settings.data, name)) for name in DATASETS},
+        "tokenizer": {"existing": _folder(settings.tokenizer.existing)},
+        "shards": {"decontaminate": _files(settings.shards.decontaminate)},
+        "evaluate": {"suites": {model: _files(settings.evaluate.suites.of(model)) for model in MODELS}},
+        "runtime": {"eval_suite": settings.runtime.eval_suite and _file(settings.runtime.eval_suite)},
+        "notify": {"webhook_file": settings.notify.webhook_file and _absolute(settings.notify.webhook_file)},
+    }
     for stage, start in settings.starts.items():
         if start == settings.existing_model:
-            tree[stage]["start_from"] = _folder(start)
-    for model, names in tree["evaluate"]["suites"].items():
-        tree["evaluate"]["suites"][model] = [_file(name) for name in names]
-    tree["shards"]["decontaminate"] = [_file(name) for name in settings.shards.decontaminate]
-    if settings.runtime.eval_suite:
-        tree["runtime"]["eval_suite"] = _file(settings.runtime.eval_suite)
-    if settings.notify.webhook_file:
-        tree["notify"]["webhook_file"] = _absolute(settings.notify.webhook_file)
+            changes[stage] = {"start_from": _folder(start)}
     if settings.notify.command and "/" in settings.notify.command[0]:
         program, *arguments = settings.notify.command
-        tree["notify"]["command"] = [_absolute(program), *arguments]
-    return Settings.model_validate(tree)
+        changes["notify"]["command"] = (_absolute(program), *arguments)
+    return settings.replaced(changes)
+
+
+def _absolute_sources(sources: Iterable[str | Weighted]) -> tuple[str | Weighted, ...]:
+    return tuple(
+        source.replaced({"path": _absolute(source.path)}) if isinstance(source, Weighted) else _absolute(source)
+        for source in sources
+    )
 
 
 def _absolute(location: str) -> str:
@@ -103,6 +105,10 @@ def _absolute(location: str) -> str:
 def _folder(name: str | None) -> str | None:
     """The absolute path of an existing folder; any other text is a name on the Hub and stays."""
     return str(Path(name).expanduser().absolute()) if name and Path(name).expanduser().is_dir() else name
+
+
+def _files(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(map(_file, names))
 
 
 def _file(name: str) -> str:

@@ -33,6 +33,12 @@ class Planned:
     partial_run: resume.PartialRun | None = None  # the work that --continue names
     reused: bool = False  # left out by the selection: it must be in the store
 
+    def has_inputs(self, inputs: Mapping[str, Artifact]) -> bool:
+        """Whether the plan is of these inputs."""
+        return {name: (a.key, a.content) for name, a in self.inputs.items()} == {
+            name: (a.key, a.content) for name, a in inputs.items()
+        }
+
     def to_json(self) -> dict[str, Any]:
         """The form that `plan --json` prints."""
         path = str(self.artifact.path) if self.artifact else None

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
+from ttrain.config.training import TRAINING_STAGES, model_order
 from ttrain.core.files import read_object
 from ttrain.core.hashing import digest_of
 from ttrain.pipeline.lineage import History, seed_of
@@ -25,8 +26,6 @@ from ttrain.tracking.runs import TrackedRun
 log = logging.getLogger("ttrain")
 
 LOGGED_TABLES: Final = "mlflow.loggedArtifacts"  # tag by which MLflow's pages show a JSON file as a table
-
-MODELS: Final = ("base", "sft", "lora")  # in the order of their columns
 
 EVALUATION_TABLE, SAMPLES_TABLE = "evaluation_table.json", "samples_table.json"
 
@@ -132,7 +131,7 @@ def evaluation_tables(
     for model, listed in samples.items():
         for sample in listed:
             answers_by_prompt.setdefault(sample["prompt"], {})[model] = sample["answer"]
-    models = sorted(samples, key=lambda model: MODELS.index(model) if model in MODELS else len(MODELS))
+    models = sorted(samples, key=model_order)
     answers = [[prompt, *(by_model.get(model, "") for model in models)] for prompt, by_model in answers_by_prompt.items()]
     contents = {EVALUATION_TABLE: (("what", "value", "remark"), figures), SAMPLES_TABLE: (("prompt", *models), answers)}
     return {
@@ -153,14 +152,9 @@ FILES: Final = 3  # of a data set that are named
 
 NAME: Final = 40  # characters of a file's name: MLflow takes 5,000 for everything
 
-CHAT_STAGES: Final = ("sft", "lora")  # stages whose models chat
+CHAT_STAGES: Final = tuple(name for name, row in TRAINING_STAGES.items() if row.role != "base")  # their models chat
 # The title of a registered model; each version has its own description.
-TITLES: Final[Mapping[str, str]] = {
-    "tokenizer": "Tokenizers",
-    "pretrain": "Base models",
-    "sft": "Models fine-tuned on chats",
-    "lora": "Adapters",
-}
+TITLES: Final[Mapping[str, str]] = {"tokenizer": "Tokenizers", **{name: row.title for name, row in TRAINING_STAGES.items()}}
 
 SETS: Final = (
     "Models of the pipeline `{name}`: each version is a tokenizer, a base model, an SFT model and an adapter that one run "

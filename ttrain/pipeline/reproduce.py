@@ -16,18 +16,20 @@ from pathlib import Path
 from typing import Any
 
 from ttrain.config import SHAPE_NO_RESULT, Runtime, Settings, flatten
+from ttrain.config.data import dataset_read
 from ttrain.config.loading import Override, merge
 from ttrain.core import machine as libraries
 from ttrain.core import redact
 from ttrain.core.files import read_json, write_json
 from ttrain.core.hashing import differences
-from ttrain.core.signals import catching_signals
 from ttrain.errors import ArtifactError, Interrupted, TTrainError, UsageError
 from ttrain.pipeline import launch, provenance
 from ttrain.pipeline.input_files import HELDOUT, TRAIN, file_digests
 from ttrain.pipeline.lineage import TAGS, Lineage, Link
 from ttrain.pipeline.names import with_secrets
-from ttrain.pipeline.progress_display import StageDisplay
+from ttrain.pipeline.progress_display import DisplayObserver, StageDisplay
+from ttrain.pipeline.recipe import Planned
+from ttrain.pipeline.stop_request import StopRequest
 from ttrain.stages import STAGES, Stage
 from ttrain.store import runs
 from ttrain.store.artifacts import ArtifactStore
@@ -90,13 +92,14 @@ def reproduce(lineage: Lineage, recipes: Sequence[RebuildRecipe], home: Path, sc
 
     Raises the error of a failed stage, or Interrupted once its state is saved.
     """
-    store, observer = ArtifactStore(home), _Observer(screen)
+    store, stop_request = ArtifactStore(home), StopRequest(screen.say, "the stage saves its state")
+    observer = _RebuildObserver(screen, stop_request)
     artifacts: dict[str, Artifact] = {}
     done: list[Rebuilt] = []
-    with catching_signals(observer.ask_to_stop):
+    with stop_request.catching_signals():
         for recipe in recipes:
-            if observer.signum:
-                raise Interrupted(f"stopped before stage {recipe.stage.name}", observer.signum)
+            if stop_request.signum:
+                raise Interrupted(f"stopped before stage {recipe.stage.name}", stop_request.signum)
             inputs = {name: artifacts[key] for name, (_, key) in recipe.link.inputs.items()}
             outcome = launch.build(recipe.stage, recipe.settings, store, inputs, observer)
             artifacts[recipe.link.key] = outcome.artifact
@@ -150,42 +153,9 @@ def _compare(recipe: RebuildRecipe, artifact: Artifact, seconds: float) -> Rebui
     )
 
 
-class _Observer:
-    """Shows a stage's events, and passes a stop signal to the stage."""
-
-    def __init__(self, screen: StageDisplay) -> None:
-        self._screen, self.signum = screen, 0
-
-    def ask_to_stop(self, signum: int) -> None:
-        self.signum = signum
-        self._screen.say("[yellow]stopping: the stage saves its state (again to end at once)[/]")
-
-    def started(self, stage: Stage, planned: Any, work: Path) -> None:
-        self._screen.started(stage.name, "is made again")
-
-    def prepared(self, stage: Stage, work: Path) -> None:
-        """Ignored: there is nothing to add."""
-
-    def waiting(self, stage: Stage, who: str) -> None:
-        self._screen.say(f"  {stage.name}: {who} is building it; waiting for it to finish")
-
-    def fetching(self, stage: Stage, line: str) -> None:
-        self._screen.say(f"  {stage.name}: {line}")
-
-    def progressed(self, stage: Stage, progress: Mapping[str, Any]) -> None:
-        self._screen.progressed(stage.name, progress)
-
-    def logged(self, stage: Stage, line: str) -> None:
-        """Ignored: the stage's log file has the line."""
-
-    def process_ended(self, stage: Stage) -> None:
-        """Ignored."""
-
-    def stop_signal(self) -> int:
-        return self.signum
-
-    def at_once(self) -> bool:
-        return False
+class _RebuildObserver(DisplayObserver):
+    def started(self, stage: Stage, planned: Planned, work: Path) -> None:
+        self.display.started(stage.name, "is made again")
 
 
 ONE_MACHINE: Mapping[str, Any] = {"nodes": 1, "node_rank": 0, "rendezvous": None}
@@ -253,7 +223,7 @@ def _pinned(data: Mapping[str, Any], link: Link) -> dict[str, list[str]]:
     locations, dataset = link.manifest.get("provenance", {}).get("files", {}), STAGES[link.stage].dataset
     if dataset is None:
         return {}
-    name = "pretrain" if dataset == "tokenizer" and not data.get("tokenizer") else dataset
+    name = dataset_read(dataset, data.get("tokenizer"))
     pinned = {}
     for role, setting in ((TRAIN, name), (HELDOUT, f"{name}_heldout")):
         written = data.get(setting) or ()

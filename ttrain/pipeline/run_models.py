@@ -8,6 +8,7 @@ from typing import Any
 
 from ttrain import tracking
 from ttrain.config import Settings
+from ttrain.config.training import TRAINING_STAGES
 from ttrain.pipeline import registration
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
@@ -15,9 +16,7 @@ from ttrain.store.layout import Artifact
 # Which artifacts become registered models: stage, suffix of the name, directory in the artifact.
 REGISTERED = {
     "tokenizer": ("tokenizer", ""),
-    "pretrain": ("base", "model"),
-    "sft": ("sft", "model"),
-    "lora": ("lora", "adapter"),
+    **{name: (row.model, row.directory) for name, row in TRAINING_STAGES.items()},
 }
 
 

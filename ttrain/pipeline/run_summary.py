@@ -11,6 +11,7 @@ from typing import Any
 
 from ttrain import tracking
 from ttrain.config import SHAPE_NO_RESULT, Settings, flatten
+from ttrain.config.training import TRAININGS
 from ttrain.core.files import parse_json, read_object
 from ttrain.core.redact import HIDDEN
 from ttrain.evaluate.task_result import FILE, sums_in
@@ -38,7 +39,7 @@ POINTS = 1000  # of a curve on the pipeline's run; the stage's own run has them 
 
 SHOWN_SETTINGS = 6
 
-SHAPING = ("tokenizer", "model", "pretrain", "sft", "lora", "evaluate")
+SHAPING = ("tokenizer", "model", *TRAININGS, "evaluate")
 
 CELLS = ("stage", "outcome", "time", "figures")
 

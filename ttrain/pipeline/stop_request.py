@@ -6,7 +6,7 @@ import contextlib
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from ttrain.core.signals import catching_signals, interrupted_twice
 from ttrain.errors import Interrupted
@@ -18,7 +18,11 @@ CLOCK_SECONDS = 1.0  # how often the clock is looked at
 class StopRequest:
     """Whether a run shall stop, and why."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, say: Callable[[str], object] = lambda text: None, effect: str = "the running stages save their state"
+    ) -> None:
+        """`say` tells the user of the request and of its effect."""
+        self._say, self._effect = say, effect
         self.signum = 0  # the signal that requested the stop; another reason to stop uses one too
         self.stop_reason = SIGNALLED
         self.at_once = False  # a second signal came
@@ -27,6 +31,8 @@ class StopRequest:
         """Request the stop; later requests change nothing."""
         if not self.signum:
             self.stop_reason, self.signum = why, signum  # the signal last: a reader that sees it finds the reason set
+            reason, again = ("stopping", " (again to end at once)") if why == SIGNALLED else (why, "")
+            self._say(f"[yellow]{reason}: {self._effect}{again}[/]")
 
     def wait(self, seconds: float) -> None:
         """Sleep, unless the run is asked to stop."""

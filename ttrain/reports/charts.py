@@ -11,8 +11,6 @@ from typing import Any
 from ttrain.reports.compare import labels
 from ttrain.tracking import Point, RunView
 
-TRAININGS = ("pretrain", "sft", "lora")
-
 POINTS = 1200  # per line, about what a wide screen can show; the lowest and highest of each stretch are kept
 
 POINTS_OF_CHART = 12_000  # of all lines; a page of a hundred runs then has 4 MB, not 40

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeGuard
 
 from ttrain.config import SHAPE_NO_RESULT
+from ttrain.config.training import model_order
 from ttrain.core.files import parse_json
 from ttrain.core.hashing import digest_of
 from ttrain.reports import figures
@@ -26,8 +27,6 @@ SHOWN_DIGEST = 12
 # Where runs share a model, the metric of the next model decides.
 DECIDING_METRICS = ("eval/bits_per_byte", "eval/chat_loss_sft", "eval/domain_loss_lora", "pretrain/validation_loss",
             "sft/validation_loss", "lora/validation_loss")  # fmt: skip
-
-MODELS = ("base", "sft", "lora")
 
 HELD_OUT = ("documents", "document_bytes", "chats", "domain")
 
@@ -283,7 +282,7 @@ def _samples(views: Sequence[RunView], manifests: Sequence[Mapping[str, Mapping[
     """The answers of each run's models to the same prompts of the evaluation."""
     answers = [samples_of(stages.get("evaluate", {})) for stages in manifests]
     prompts = dict.fromkeys(key for run_answers in answers for key in run_answers)
-    for model, prompt in sorted(prompts, key=lambda key: MODELS.index(key[0]) if key[0] in MODELS else len(MODELS)):
+    for model, prompt in sorted(prompts, key=lambda key: model_order(key[0])):
         yield ComparedSample(model, prompt, tuple(run_answers.get((model, prompt), MISSING) for run_answers in answers))
 
 

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from ttrain.config.training import TRAINING_STAGES, TRAININGS
 from ttrain.core.terminal import escaped
 from ttrain.errors import UsageError
 from ttrain.reports import charts, figures
@@ -16,7 +17,7 @@ from ttrain.reports.compare import ComparedMetric, Difference, RunComparison, co
 from ttrain.reports.html import Markup, Page, details, joined, letter, pill, table, tag
 from ttrain.tracking import Point, RunView
 
-TITLES = {"pretrain": "pretraining", "sft": "SFT", "lora": "LoRA"}
+TITLES = {name: row.label for name, row in TRAINING_STAGES.items()}
 
 
 def page_of(views: Sequence[RunView], comparison: RunComparison | None = None) -> str:
@@ -84,7 +85,7 @@ def _differences(differences: Sequence[Difference], names: Sequence[Markup], emp
 
 def _curves(page: Page, views: Sequence[RunView]) -> Iterator[Markup]:
     parts: list[Markup] = []
-    for stage in charts.TRAININGS:
+    for stage in TRAININGS:
         first, others = charts.comparison_charts(views, stage)
         if not first and not others:
             continue

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ttrain.config import Settings, flatten
+from ttrain.config.training import TRAININGS, model_order
 from ttrain.core.hashing import digest_of
 from ttrain.reports import charts, figures, summary
 from ttrain.reports import summary as tables
@@ -143,7 +144,7 @@ def _evaluation(view: RunView) -> Markup:
 def _samples(view: RunView) -> Iterator[Markup]:
     answers = samples_of(view.manifest("evaluate"))
     models = list(dict.fromkeys(model for model, _ in answers))
-    models.sort(key=lambda model: ("base", "sft", "lora").index(model) if model in ("base", "sft", "lora") else 9)
+    models.sort(key=model_order)
     for prompt in dict.fromkeys(prompt for _, prompt in answers):
         yield tag("p", prompt, class_="prompt")
         model_answers = ((model, answers[model, prompt]) for model in models if (model, prompt) in answers)
@@ -152,7 +153,7 @@ def _samples(view: RunView) -> Iterator[Markup]:
             *(tag("div", tag("h4", f"{model} model"), tag("pre", text)) for model, text in model_answers),
             class_="answers",
         )
-    for stage in charts.TRAININGS:
+    for stage in TRAININGS:
         written = _training_samples(view, stage)
         if written:
             parts = (tag("div", tag("h4", f"step {step:,}"), tag("pre", text.strip("\n"))) for step, text in written)
@@ -203,7 +204,7 @@ def data_tables(view: RunView) -> Iterator[Markup]:
         ids, fit, unknown = (tokenizer.get(name, 0) for name in ("vocab_size", "bytes_per_token", "unk_rate"))
         text = f"The tokenizer has {ids:,} ids, and a token stands for {fit:.3f} bytes of its training text; "
         yield tag("p", f"{text}{100 * unknown:.3g} % of the tokens are unknown.")
-    rows = [row for name in charts.TRAININGS if (row := _rows(name, view.manifest(name).get("result", {})))]
+    rows = [row for name in TRAININGS if (row := _rows(name, view.manifest(name).get("result", {})))]
     if rows:
         yield tag("h3", "Rows as the trainings see them")
         yield table(

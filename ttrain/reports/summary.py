@@ -9,20 +9,18 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from ttrain.config.data import LEARNT
+from ttrain.config.training import MODELS, TRAININGS
 from ttrain.evaluate.items import counted
 
 SHOWN_REASONS = 3
-
-TRAININGS = ("pretrain", "sft", "lora")
 
 # The metrics of a stage in its line of `status`.
 KEY_METRICS: Mapping[str, tuple[str, ...]] = {
     "tokenizer": ("vocab_size", "bytes_per_token"),
     "base-model": ("parameters", "vocab_size"),
     "new-model": ("parameters",),
-    "pretrain": ("validation_loss", "tokens", "tokens_per_second"),
-    "sft": ("validation_loss", "tokens", "tokens_per_second"),
-    "lora": ("validation_loss", "tokens", "tokens_per_second"),
+    **dict.fromkeys(TRAININGS, ("validation_loss", "tokens", "tokens_per_second")),
 }
 
 
@@ -78,7 +76,7 @@ def _overlaps(contamination: Mapping[str, Any] | None) -> str:
 def key_figures(stage: str, result: Mapping[str, Any]) -> str:
     """One line about a stage's result."""
     if stage == "source":
-        return ", ".join(f"{name} {result[name]['rows']:,} rows" for name in ("pretrain", "sft", "lora") if name in result)
+        return ", ".join(f"{name} {result[name]['rows']:,} rows" for name in LEARNT if name in result)
     if stage.startswith("shards-"):
         train, heldout = result["train"], result["heldout"]
         lost = Counter[str]()
@@ -197,7 +195,7 @@ def rows(
         ("domain_loss", "domain", "domain", "domain_tokens"),
     ):
         previous_loss: float | None = None
-        for name in ("base", "sft", "lora"):
+        for name in MODELS:
             loss = value(f"{metric}_{name}")
             if loss is not None:
                 scored = f"{_count(value(count))} chats, {_count(value(tokens))} scored tokens"

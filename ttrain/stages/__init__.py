@@ -59,9 +59,8 @@ TOKENIZER = Stage(
     inputs={"source": ("pretrain.jsonl",)},
     dataset="tokenizer",
 )
-SHARDS_PRETRAIN = _shards("pretrain", "documents")
-SHARDS_SFT = _shards("sft", "chats")
-SHARDS_LORA = _shards("lora", "chats")
+SHARDS: Mapping[str, Stage] = {row.dataset: _shards(row.dataset, row.rows) for row in config.TRAINING_STAGES.values()}
+SHARDS_PRETRAIN = SHARDS["pretrain"]
 EXISTING_MODEL = Stage(
     "base-model",
     "ttrain.stages.existing_model",
@@ -71,26 +70,28 @@ EXISTING_MODEL = Stage(
     reads_model=True,
 )
 NEW_MODEL = Stage("new-model", "ttrain.stages.new_model", config.NewModelConfig, {"tokenizer": ()}, uses_model=True)
-PRETRAIN = Stage(
-    "pretrain",
-    "ttrain.stages.pretrain",
-    config.PretrainConfig,
-    {"tokenizer": (), "base": (), "shards": ()},
-    uses_ranks=True,
-)
-SFT = Stage("sft", "ttrain.stages.sft", config.SftConfig, {"base": (), "shards": ()}, uses_ranks=True)
-LORA = Stage("lora", "ttrain.stages.lora", config.LoraConfig, {"base": (), "shards": ()}, uses_ranks=True)
+
+
+def _training(row: config.TrainingStage) -> Stage:
+    return Stage(
+        row.name,
+        row.module or f"ttrain.stages.{row.name}",
+        config.TRAINING_CONFIGS[row.name],
+        {**({"tokenizer": ()} if row.role == "base" else {}), "base": (), "shards": ()},
+        uses_ranks=True,
+    )
+
+
+# The table itself is in `ttrain/config/training.py`, since settings, tracking and evaluation read it, too.
+TRAINING_STAGES: Mapping[str, Stage] = {row.name: _training(row) for row in config.TRAINING_STAGES.values()}
+PRETRAIN, SFT, LORA = (TRAINING_STAGES[name] for name in ("pretrain", "sft", "lora"))
 EVALUATE = Stage(
     "evaluate",
     "ttrain.stages.evaluate",
     config.EvaluateConfig,
     inputs={
-        "base": (),
-        "sft": (),
-        "lora": (),
-        "documents": ("heldout",),
-        "chats": ("heldout",),
-        "domain": ("heldout",),
+        **{row.model: () for row in config.TRAINING_STAGES.values()},
+        **{row.part: ("heldout",) for row in config.TRAINING_STAGES.values() if row.part},
     },
     uses_model=True,
     reads_suites=True,
@@ -106,8 +107,8 @@ OF_NIGHTS = frozenset({HELDOUT.name, EVALUATE_CHAMPION.name})
 STAGES: Mapping[str, Stage] = {
     stage.name: stage
     for stage in (
-        *(SOURCE, TOKENIZER, SHARDS_PRETRAIN, SHARDS_SFT, SHARDS_LORA),
-        *(EXISTING_MODEL, NEW_MODEL, PRETRAIN, SFT, LORA, HELDOUT, EVALUATE, EVALUATE_CHAMPION),
+        *(SOURCE, TOKENIZER, *SHARDS.values(), EXISTING_MODEL, NEW_MODEL),
+        *(*TRAINING_STAGES.values(), HELDOUT, EVALUATE, EVALUATE_CHAMPION),
     )
 }
 

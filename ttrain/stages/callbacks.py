@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ttrain.config import Pretrain, Runtime, TaskConfig, Training, flatten
+from ttrain.config.training import TRAINING_STAGES
 from ttrain.data import chat, chat_templates
 from ttrain.data.encoder import Encoder
 from ttrain.data.loader import Loader
@@ -205,12 +206,11 @@ def measure_of(
 def read_items(config: Training, job: StageContext) -> list[Items[Any]]:
     """The items of the suite that the settings name, at most `runtime.eval_limit` of each task. Tasks on held-out parts that
     are not the stage's own are left out."""
-    from ttrain.config import Lora
     from ttrain.config.evaluate import HELDOUT
     from ttrain.evaluate import run, suites
     from ttrain.stages.shards import heldout_records
 
-    part_name = "documents" if isinstance(config, Pretrain) else "domain" if isinstance(config, Lora) else "chats"
+    part_name = TRAINING_STAGES[config.section].part
     full_suite = suites.load(job.runtime.eval_suite or HELDOUT)
     suite = suites.at_most(suites.with_parts(full_suite, [part_name]), job.runtime.eval_limit, MOST_BYTES)
     log.info("evaluated on %s of %s", ", ".join(suite.suite.tasks), full_suite.name)

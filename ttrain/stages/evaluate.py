@@ -14,7 +14,7 @@ import orjson
 import torch
 from torch import nn
 
-from ttrain.config import Evaluate, EvaluateConfig, Runtime
+from ttrain.config import TRAINING_STAGES, Evaluate, EvaluateConfig, Runtime
 from ttrain.core.files import write_json
 from ttrain.data import chat, chat_templates, contamination
 from ttrain.data.encoder import Encoder
@@ -36,10 +36,10 @@ from ttrain.train import precision
 from ttrain.train.distributed import Ranks
 
 Sequences = list[tuple[list[int], list[bool]]]
-MODELS = ("base", "sft", "lora")
-PART_NAMES = ("documents", "chats", "domain")
+ROWS = {row.model: row for row in TRAINING_STAGES.values()}
+LOSSES = {row.part: row.loss for row in ROWS.values() if row.loss}
+PART_NAMES = ("documents", *LOSSES)
 PARTS = len(PART_NAMES) + 1  # of a model's evaluation; the last one is its suites
-LOSSES = {"chats": "chat_loss", "domain": "domain_loss"}
 log = logging.getLogger("ttrain")
 
 
@@ -56,12 +56,10 @@ def run(config: EvaluateConfig, job: StageContext) -> dict[str, Any]:
     documents = _documents(job.inputs["documents"], settings.max_bytes) if "documents" in job.inputs else []
     texts = [record["text"] for record in documents]
     chats = {
-        part_name: _read_chats(job.inputs[part_name], settings.max_chats)
-        for part_name in ("chats", "domain")
-        if part_name in job.inputs
+        part_name: _read_chats(job.inputs[part_name], settings.max_chats) for part_name in LOSSES if part_name in job.inputs
     }
     data = {"documents": [_document(encoder, ids) for ids in encoder.encode(texts)]}
-    for part_name in ("chats", "domain"):
+    for part_name in LOSSES:
         data[part_name] = [chat.encode_chat(encoder, messages) for messages in chats.get(part_name, ())]
     shared = _shared_scores(data, settings, job, ranks) if ranks.world > 1 else {}
     if not ranks.first:
@@ -103,12 +101,11 @@ def run(config: EvaluateConfig, job: StageContext) -> dict[str, Any]:
         "documents": len(texts),
         "document_bytes": sum(sizes),
         "document_tokens": sum(sum(live) for _, live in data["documents"]),
-        "chats": len(data["chats"]),
-        "chat_tokens": sum(sum(live) for _, live in data["chats"]),
-        "domain": len(data["domain"]),
-        "domain_tokens": sum(sum(live) for _, live in data["domain"]),
-        **results.counts(),
     }
+    for part_name, loss in LOSSES.items():
+        counts[part_name] = len(data[part_name])
+        counts[f"{loss.removesuffix('_loss')}_tokens"] = sum(sum(live) for _, live in data[part_name])
+    counts |= results.counts()
     evaluation: dict[str, Any] = {"metrics": metrics, "counts": counts}
     evaluation["intervals"] = {name: list(interval) for name, interval in intervals.items() if interval}
     if outcomes:
@@ -172,15 +169,15 @@ def _read_chats(directory: Path, limit: int) -> list[chat_templates.Messages]:
 
 
 def _models(job: StageContext) -> list[str]:
-    return [name for name in MODELS if name in job.inputs]
+    return [name for name in ROWS if name in job.inputs]
 
 
 def _load(name: str, job: StageContext, device: torch.device) -> nn.Module:
-    if name != "lora":
+    if ROWS[name].role != "adapter":
         model: nn.Module = factory.load(job.inputs[name] / "model")
     else:
-        base = job.inputs["sft" if "sft" in job.inputs else "base"] / "model"
-        model = adapters.load(factory.load(base), job.inputs["lora"] / "adapter", weights_digest(base))
+        base = job.inputs[[other for other in _models(job) if ROWS[other].role != "adapter"][-1]] / "model"
+        model = adapters.load(factory.load(base), job.inputs[name] / "adapter", weights_digest(base))
     return model.to(device)
 
 

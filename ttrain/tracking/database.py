@@ -33,6 +33,7 @@ LOCATIONS: Final = (
 
 REPAIR: Final = "`ttrain track repair` sets the file aside and brings MLflow up to date from the home"
 UNWRITABLE: Final = (errno.EROFS, errno.EACCES, errno.EPERM)
+SCHEMA: Final = Path(__file__).with_name("mlflow_schema.sql")  # tests/tracking/test_schema.py writes it
 LOCKED_SECONDS = 10.0  # to wait for a file that another program is writing
 
 
@@ -126,17 +127,22 @@ def _migrate(database: Path) -> None:
 
 
 def _create_database(database: Path, tools: Any) -> None:
-    """Create a database in a temporary file and rename it: a kill during the 67 migrations leaves an unusable file.
+    """Create a database in a temporary file and rename it: a kill meanwhile leaves no unusable file.
 
-    So it need not be durable before the rename, which saves some 400 flushes: 1 s, not 6 s, on a busy disk.
+    The tables come from the shipped schema where it is that of the installed MLflow: 0.01 s. Else from MLflow's 67
+    migrations: 0.8 s. The file need not be durable before the rename, which saves some 400 flushes.
     """
     temporary = database.with_name("mlflow.db.part")
     temporary.unlink(missing_ok=True)
-    engine = tools.create_sqlalchemy_engine(f"sqlite:///{temporary}")
-    hasty = "PRAGMA synchronous = OFF; PRAGMA journal_mode = MEMORY"
-    import_module("sqlalchemy").event.listen(engine, "connect", lambda connection, _: connection.executescript(hasty))
-    tools._initialize_tables(engine)
-    engine.dispose()
+    hasty, schema = "PRAGMA synchronous = OFF; PRAGMA journal_mode = MEMORY;", SCHEMA.read_text(encoding="utf-8")
+    if f"VALUES('{tools._get_latest_schema_revision()}')" in schema:
+        with contextlib.closing(sqlite3.connect(temporary)) as db:
+            db.executescript(f"{hasty}\n{schema}")
+    else:
+        engine = tools.create_sqlalchemy_engine(f"sqlite:///{temporary}")
+        import_module("sqlalchemy").event.listen(engine, "connect", lambda connection, _: connection.executescript(hasty))
+        tools._initialize_tables(engine)
+        engine.dispose()
     with temporary.open("rb") as file:
         os.fsync(file.fileno())
     temporary.replace(database)

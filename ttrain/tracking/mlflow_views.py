@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import quote
 
+from ttrain.config.training import TRAININGS
 from ttrain.core.files import parse_json
 from ttrain.tracking.null_tracker import NullStore
 from ttrain.tracking.tracker import MlflowStore
@@ -37,7 +38,7 @@ JUDGED_BY: Final = {
 }
 EXTRA_METRICS: Final = ("pretrain/tokens", "pretrain/tokens_per_second", "total/device_hours")
 # Settings of these groups shape the models; those of others come after them. Data sets have MLflow's own column.
-SHAPING: Final = ("reading", "tokenizer", "model", "pretrain", "sft", "lora", "evaluate", "source")
+SHAPING: Final = ("reading", "tokenizer", "model", *TRAININGS, "evaluate", "source")
 NAME: Final = "attributes.`Run Name`"  # MLflow itself puts it before "Created"
 LETTER_WIDTH, MARGIN, LEAST_WIDTH = 5.7, 22, 84  # pixels of a column's title; MLflow's 100 a column cut the names off
 WIDTHS: Final = {NAME: 230, "attributes.`Description`": 260, "attributes.`Dataset`": 160}

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from ttrain.config.training import TRAININGS
 from ttrain.core.files import parse_json
 from ttrain.core.hashing import digest_of
 from ttrain.tracking.calls import create_if_missing
@@ -25,7 +26,7 @@ RUN_ID = "ttrain.run_id"  # MLflow's, of the pipeline's run; the version itself 
 MEMBER, KEY = "ttrain.member.", "ttrain.key."  # followed by the stage's name
 METRICS: Final = "ttrain.metrics"
 DECISION: Final = "ttrain.decision"
-LAST_FIRST: Final = ("lora", "sft", "pretrain")  # which of a set's models to chat with, the first that exists
+LAST_FIRST: Final = TRAININGS[::-1]  # which of a set's models to chat with, the first that exists
 
 
 @dataclass(frozen=True)

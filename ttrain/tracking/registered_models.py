@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final, final
 from urllib.parse import quote
 
+from ttrain.config.data import LEARNT
 from ttrain.core.redact import without_user
 from ttrain.errors import TrackingError
 from ttrain.tracking import model_sets
@@ -22,7 +23,7 @@ INPUTS: Final = ("base", "tokenizer")  # a model is useless without them, but no
 
 WITH_A_SET: Final = ("evaluate",)  # metrics that are compared with those of the next set
 # The files that the champion was trained on, and the held-out rows: the next night needs both.
-WITH_A_CHAMPION: Final = ("shards-pretrain", "shards-sft", "shards-lora")
+WITH_A_CHAMPION: Final = tuple(f"shards-{dataset}" for dataset in LEARNT)
 
 
 def registered_keys(home: Path, uri: str) -> frozenset[str]:
