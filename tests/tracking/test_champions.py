@@ -576,8 +576,8 @@ def test_the_commands_list_promote_and_roll_back(sets_home: Path, capsys: pytest
     ("words", "said"),
     [
         (("promote", "7"), "mine has no set 7; it has 3, 2, 1"),
-        (("promote", "full-9"), "no registered set has the models of a run 'full-9'"),
-        (("promote", "../x"), "no registered set has the models of a run '../x'"),
+        (("promote", "full-9"), "there is no registered set of the run 'full-9'"),
+        (("promote", "../x"), "there is no registered set of the run '../x'"),
         (("rollback",), "mine has no earlier champion"),
         (("rollback", "--name", "other"), "no sets of models named other are registered"),
     ],

@@ -15,7 +15,7 @@ from typing import Any, Final, final
 
 from ttrain.core.files import parse_json, read_json, read_object
 from ttrain.core.redact import without_user
-from ttrain.errors import UsageError
+from ttrain.store import references
 from ttrain.store.runs import parse_row
 from ttrain.tracking import outboxes
 from ttrain.tracking.calls import attempt, first_line
@@ -55,12 +55,13 @@ def undelivered_runs(home: Path, run: str | None = None) -> list[UndeliveredRun]
     listed = [candidate for candidate in map(_read_outbox, outboxes.list_outboxes(home.resolve())) if candidate is not None]
     if run is None:
         return listed
-    chosen = [candidate for candidate in listed if run in (candidate.run, candidate.name)]
-    chosen = chosen or [candidate for candidate in listed if candidate.run.startswith(run)]
-    if not chosen and not outboxes.run_exists(home, run):
-        names = ", ".join(dict.fromkeys(candidate.run for candidate in listed))
-        raise UsageError(f"there is no run '{run}'; runs with undelivered data: {names or 'none'}")
-    return chosen
+    names = list(dict.fromkeys([*(candidate.run for candidate in listed), *references.run_names(home)]))
+    name = next((candidate.run for candidate in listed if candidate.name == run), None) or references.matching_run(
+        run, names
+    )
+    if name is None:
+        raise references.unknown("run", run, names)
+    return [candidate for candidate in listed if name in (candidate.run, candidate.name)]
 
 
 def sync(
