@@ -349,7 +349,7 @@ def test_an_index_does_not_lead_out_of_its_directory(tmp_path: Path, weight_map:
 
 
 def test_what_is_not_there_is_answered_with_what_there_is(runs_home: Home) -> None:
-    with pytest.raises(UsageError, match=f"there is no model 'nope'; there are lora, sft, {runs_home.run}; a directory"):
+    with pytest.raises(UsageError, match=f"there is no model 'nope'; there are lora, sft, {runs_home.run}"):
         runs_home.resolve("nope")
     with pytest.raises(UsageError, match=r"'tokenizer' leads to .*, which holds no model"):
         runs_home.resolve("tokenizer")

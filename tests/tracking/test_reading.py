@@ -278,9 +278,9 @@ def test_a_torn_line_of_a_curve_is_passed_over(tmp_path: Path) -> None:
 def test_reading_a_homes_own_database_imports_no_mlflow(read_home: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from ttrain.tracking import read_run\n"
-        f"for name in {[FIRST, SECOND, CACHED, KILLED]}:\n"
+        f"for name in {[FIRST, SECOND, CACHED]}:\n"
         f"    view = read_run(Path({str(read_home)!r}), name)\n"
-        f"    assert view.curve('pretrain', 'loss') or name == {KILLED!r}\n"
+        f"    assert view.curve('pretrain', 'loss')\n"
         "sys.exit(any(name in sys.modules for name in ('mlflow', 'sqlalchemy', 'torch')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, cwd=ROOT).returncode == 0

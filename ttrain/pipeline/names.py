@@ -155,31 +155,19 @@ class _Resolver:
         run, stage = references.run_and_stage(text)
         if text in STAGES:
             return self._of_run(text, self.run, text) if self.run else self._of_artifact(text, self.store.latest(text))
-        if run in names:
-            return self._of_named_run(text, run, stage)
-        if directory := references.directory(text):
+        directory = references.directory(text) if run not in names else None
+        if directory:
             return self._of_directory(text, directory)
         if model and not is_path:
             return self._registered(text, model)
-        if name := references.matching_run(run, names):
-            return self._of_named_run(text, name, stage)
+        if record := references.find_run(self.store.root, run):
+            return self._of_run(text, record, stage)
         if not is_path and self._from_hub and existing.HUB_REFERENCE.fullmatch(text):
             files = existing.model_files(text, "MODEL")
             return self._of_directory(text, files["config"][0].parent)
-        raise self._unknown(text)
-
-    def _of_named_run(self, text: str, run: str, stage: str) -> Reference:
-        record = runs.read(self.store.root, run)
-        if record is None:
-            raise UsageError(f"the record of the run {run} in {self.store.root} cannot be read; name a stage or a directory")
-        return self._of_run(text, record, stage)
-
-    def _unknown(self, text: str) -> UsageError:
-        """The error about a name that leads to no model, with the stages and runs that could be named instead."""
-        stages, damaged = self._stages_with_models(), self.store.damaged()
-        also = f"; a directory that holds a model can be named too{f'; {self.store.advice()}' if damaged else ''}"
-        names = [*stages, *references.run_names(self.store.root)]
-        return references.unknown("model", text, names, shown=len(stages) + references.LISTED, also=also if names else "")
+        advice = f"; {self.store.advice()}" if self.store.damaged() else ""
+        stages = self._stages_with_models()
+        raise references.unknown("model", text, [*stages, *names], shown=len(stages) + references.LISTED, also=advice)
 
     def _last_model(self) -> Reference:
         """The last model of the run."""

@@ -24,13 +24,13 @@ from ttrain.tracking.calls import first_line
 from ttrain.tracking.client import tracking_uri
 from ttrain.tracking.database import database_of
 from ttrain.tracking.local_copies import LocalCopies
-from ttrain.tracking.tracker import MlflowStore, open_reader
+from ttrain.tracking.mlflow_source import MlflowSource
 from ttrain.tracking.uploads import local_path, place_file
+from ttrain.tracking.views import StoredRun
 
 log = logging.getLogger("ttrain")
 
 CANDIDATES = 5  # runs that may hold a key: more than one where it was forced, or built on two machines
-LISTED_KEYS = 100
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,6 @@ class MlflowArtifacts:
         self._uri = tracking_uri(self._home)
         self._found: dict[tuple[str, str], TrackedArtifact | None] = {}
         self._lock = threading.Lock()
-        self._opened: MlflowStore | None = None
         self._is_silent = False
 
     def manifest(self, stage: str, key: str) -> Mapping[str, Any] | None:
@@ -93,11 +92,11 @@ class MlflowArtifacts:
     def find_keys(self, stage: str | None, prefix: str) -> list[tuple[str, str]]:
         """(stage, key) of the finished runs whose keys start with `prefix`, in hex; [] if MLflow does not answer."""
         try:
-            runs = self._runs(f"tags.`ttrain.key` LIKE '{prefix}%'", LISTED_KEYS) if self._may_hold(stage, prefix) else []
+            runs = self._finished(f"tags.`ttrain.key` LIKE '{prefix}%'") if self._may_hold(stage, prefix) else []
         except Exception as error:
             self._mark_silent(error)
             return []
-        pairs = {(run.data.tags.get("ttrain.stage", ""), run.data.tags["ttrain.key"]) for run in runs}
+        pairs = {(run.tags.get("ttrain.stage", ""), run.tags["ttrain.key"]) for run in runs}
         return sorted(pair for pair in pairs if stage in (None, pair[0]))
 
     def _search(self, stage: str, key: str) -> Iterator[TrackedArtifact]:
@@ -115,12 +114,12 @@ class MlflowArtifacts:
         if not self._may_hold(stage, key):
             return
         try:
-            for run in self._runs(f"tags.`ttrain.key` = '{key}' AND tags.`ttrain.stage` = '{stage}'", CANDIDATES):
-                root = local_path(run.info.artifact_uri)
+            for run in self._finished(f"tags.`ttrain.key` = '{key}' AND tags.`ttrain.stage` = '{stage}'")[:CANDIDATES]:
+                root = local_path(run.artifact_uri)
                 directory = root / stage if root else None
-                manifest = self._manifest_of(run.info.run_id, stage, directory)
+                manifest = self._manifest_of(run.run_id, stage, directory)
                 if manifest and (manifest.get("stage"), manifest.get("key")) == (stage, key):
-                    yield TrackedArtifact(run.info.run_id, directory, manifest)
+                    yield TrackedArtifact(run.run_id, directory, manifest)
         except Exception as error:  # MLflow may raise anything, and the only cost is to build again
             self._mark_silent(error)
 
@@ -138,30 +137,15 @@ class MlflowArtifacts:
         self._is_silent = True
         log.warning("MLflow at %s cannot be queried for artifacts: %s", without_user(self._uri), first_line(error))
 
-    def _runs(self, query: str, count: int) -> list[Any]:
-        """Finished runs by MLflow's API, the newest first. Creates nothing there."""
-        store = self._store()
+    def _finished(self, query: str) -> list[StoredRun]:
+        """Finished runs, the newest first."""
+        runs = self._source.search(f"{query} AND attributes.status = 'FINISHED'")
+        return sorted(runs, key=lambda run: run.ended or 0.0, reverse=True)
 
-        def ask() -> list[Any]:
-            client, order = store.client, ["attributes.end_time DESC"]
-            experiment = self._experiment and client.get_experiment_by_name(self._experiment)
-            experiments = ([experiment] if experiment else []) if self._experiment else client.search_experiments()
-            if not experiments:
-                return []
-            ids = [experiment.experiment_id for experiment in experiments]
-            finished = f"{query} AND attributes.status = 'FINISHED'"
-            return list(client.search_runs(ids, finished, max_results=count, order_by=order))
-
-        runs, error = store.caller.try_call(ask)
-        if error is not None:
-            raise error
-        return runs or []
-
-    def _store(self) -> MlflowStore:
-        """The MLflow store, opened at the first key that is not here; a server's health is checked first."""
-        if self._opened is None:
-            self._opened = open_reader(self._home)
-        return self._opened
+    @cached_property
+    def _source(self) -> MlflowSource:
+        """MLflow, opened at the first key that is not here; a server's health is checked first."""
+        return MlflowSource(self._home, self._experiment)
 
     def _manifest_of(self, run_id: str, stage: str, directory: Path | None) -> Any:
         """The manifest in a run; None if there is none that this version reads."""
@@ -181,13 +165,11 @@ class MlflowArtifacts:
         if directory:
             folder = directory / at
             return {path.name: path.stat().st_size for path in folder.iterdir()} if folder.is_dir() else {}
-        listed = self._store().client.list_artifacts(run_id, f"{stage}/{at}".rstrip("/"))
-        return {Path(file.path).name: file.file_size for file in listed if not file.is_dir}
+        return self._source.sizes(run_id, f"{stage}/{at}".rstrip("/"))
 
     def _download(self, run_id: str, path: str, to: Path) -> None:
         with tempfile.TemporaryDirectory(dir=to.parent) as folder:
-            download_path = self._store().client.download_artifacts(run_id, path, folder)
-            shutil.move(download_path, to)
+            shutil.move(self._source.download(run_id, path, folder), to)
 
 
 def _is_whole(manifest: object, stage: str, key: str, sizes: Callable[[str], dict[str, int]]) -> bool:

@@ -1,4 +1,4 @@
-"""Read runs that are not in the home, by MLflow's client."""
+"""Read runs and files that are not in the home, by MLflow's client. Creates nothing there."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ RUNS_PER_PAGE, RUNS_PER_QUERY = 1000, 100
 
 @final
 class MlflowSource:
-    """Read-only access to one MLflow. Raises MLflow's errors; a silent server costs one probe."""
+    """Read-only access to one MLflow, or to one experiment. Raises MLflow's errors; a silent server costs one probe."""
 
-    def __init__(self, home: Path) -> None:
-        self._store = open_reader(home)
+    def __init__(self, home: Path, experiment: str | None = None) -> None:
+        self._store, self._experiment = open_reader(home), experiment
         self._experiments: list[str] = []
 
     def runs(self, ids: Iterable[str]) -> dict[str, StoredRun]:
@@ -30,14 +30,14 @@ class MlflowSource:
         wanted = [*dict.fromkeys(ids)]
         batches = [wanted[start : start + RUNS_PER_QUERY] for start in range(0, len(wanted), RUNS_PER_QUERY)]
         queries = ("attributes.run_id IN ({})".format(", ".join(f"'{run_id}'" for run_id in batch)) for batch in batches)
-        return {run.run_id: run for query in queries for run in self._search(query)}
+        return {run.run_id: run for query in queries for run in self.search(query)}
 
     def with_tags(self, key: str, values: Iterable[str]) -> list[StoredRun]:
         """The runs whose tag has one of these values, the newest first."""
         matches: list[StoredRun] = []
         for value in dict.fromkeys(values):
             if "'" not in value:  # MLflow's filter language cannot escape it, and no value of ttrain contains one
-                matches += self._search(f"tags.`{key}` = '{value}'")
+                matches += self.search(f"tags.`{key}` = '{value}'")
         return sorted(matches, key=lambda run: run.started, reverse=True)
 
     def history(self, run_id: str, metric: str) -> list[tuple[int, int, float]]:
@@ -53,8 +53,16 @@ class MlflowSource:
     def text(self, run_id: str, path: str) -> str:
         """The text of one of the run's files."""
         with tempfile.TemporaryDirectory() as folder:
-            download_path = self._asked(lambda: self._store.client.download_artifacts(run_id, path, folder))
-            return Path(download_path).read_text(encoding="utf-8", errors="replace")
+            return self.download(run_id, path, folder).read_text(encoding="utf-8", errors="replace")
+
+    def download(self, run_id: str, path: str, folder: str) -> Path:
+        """Write one of the run's files below a folder; return its path there."""
+        return Path(self._asked(lambda: self._store.client.download_artifacts(run_id, path, folder)))
+
+    def sizes(self, run_id: str, under: str) -> dict[str, int]:
+        """Bytes of each file in a directory of the run, by name."""
+        entries = self._asked(lambda: self._store.client.list_artifacts(run_id, under or None))
+        return {Path(entry.path).name: entry.file_size for entry in entries if not entry.is_dir}
 
     def files(self, run_id: str, under: str) -> list[str]:
         """Paths of the run's files below a directory."""
@@ -63,10 +71,13 @@ class MlflowSource:
             paths += self.files(run_id, entry.path) if entry.is_dir else [entry.path]
         return paths
 
-    def _search(self, query: str) -> list[StoredRun]:
-        client = self._store.client
+    def search(self, query: str) -> list[StoredRun]:
+        """The runs that match a query in MLflow's language, without deleted ones."""
+        client, name = self._store.client, self._experiment
         if not self._experiments:
-            self._experiments = [experiment.experiment_id for experiment in self._asked(client.search_experiments)]
+            find = partial(client.get_experiment_by_name, name) if name else client.search_experiments
+            answer = self._asked(find)
+            self._experiments = [experiment.experiment_id for experiment in ([answer] if name else answer) if experiment]
         page = partial(client.search_runs, self._experiments, query, max_results=RUNS_PER_PAGE)
         return [_stored_run(run) for run in self._asked(lambda: all_pages(page))] if self._experiments else []
 
