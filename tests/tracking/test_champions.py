@@ -576,7 +576,7 @@ def test_the_commands_list_promote_and_roll_back(sets_home: Path, capsys: pytest
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("promote", "7"), "mine has no set 7; it has 3, 2, 1"),
+        (("promote", "7"), "mine has no set '7'; there are 3, 2, 1"),
         (("promote", "full-9"), "there is no registered set of the run 'full-9'"),
         (("promote", "../x"), "there is no registered set of the run '../x'"),
         (("rollback",), "mine has no earlier champion"),
