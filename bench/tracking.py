@@ -9,9 +9,9 @@ dead, hangs, and answers 500. Each is trained once a round, with a seed that no 
 who begins changes with the round. Compared is the median of a training's own step times, in each round with that of the
 training without: the median over the rounds of "a step without / a step with" is at least 0.99.
 
-Compare: runs with three curves of one value a step, in the home's files and its database; their names read, all of them compared, and
-the curves of all of them read: under 2 s, in a fresh process, as a command does it. The peer reads the same runs and curves
-with MLflow's own client, in the same rounds.
+Compare: runs with three curves of one value a step, in the home's files and its database; their names read, all of them
+compared, and the curves of all of them read: under 2 s, in a fresh process, as a command does it. The peer reads the same
+runs and curves with MLflow's own client, in the same rounds.
 """
 
 from __future__ import annotations
