@@ -89,34 +89,34 @@ def run_of(texts: Sequence[str | None], home: Path | None = None, run_name: str 
         return None
     if run_name is not None:
         return references.need_run(root, run_name)
-    unfinished: RecordedRun | None = None
-    nights, trials = list[RecordedRun](), list[RecordedRun]()  # finished, with all stages, newest first
+    best: dict[int, RecordedRun] = {}  # the newest run of each rank that has all stages
     holders: dict[str, str] = {}  # by stage: the newest finished run that has it
-    name = _name_in_environment()
+    store, name = ArtifactStore(root), _name_in_environment()
     for run in runs.newest_first(root):
-        if name and run["settings"].get("name") != name:
+        rank = _rank(run)
+        if rank is None or rank in best or (name and run["settings"].get("name") != name):
             continue
-        automatic = nights if run["pipeline"] == NIGHTLY else trials if "sweep" in run else None
-        if automatic or (automatic is not None and run["outcome"] not in FINISHED):
-            continue
-        if not _has_all(ArtifactStore(root), run, stages, with_model=None in texts):
-            if automatic is None and run["outcome"] in FINISHED:
-                for stage in run["stages"]:
-                    if stage["name"] in stages and _artifact_of(ArtifactStore(root), stage):
-                        holders.setdefault(stage["name"], run["run"])
-            continue
-        if automatic is not None:
-            automatic.append(run)
-            continue
-        if run["outcome"] in FINISHED:
-            return run
-        unfinished = unfinished or run
-    if unfinished is None and len(stages) > 1 and holders:
-        listed = ", ".join(f"{run}:{stage}" for stage, run in holders.items())
+        if _has_all(store, run, stages, with_model=None in texts):
+            best[rank] = run
+        elif rank == 0:
+            made = (stage["name"] for stage in run["stages"] if stage["name"] in stages and _artifact_of(store, stage))
+            holders = {**dict.fromkeys(made, run["run"]), **holders}
+        if 0 in best:
+            break
+    if not best.keys() & {0, 1} and len(stages) > 1 and holders:
+        listed = ", ".join(f"{run}:{stage}" for stage, run in sorted(holders.items()))
         raise UsageError(
             f"no run has all of {', '.join(sorted(filter(None, stages)))}; there are {listed}; name each as RUN:STAGE"
         )
-    return unfinished or next(iter([*nights, *trials]), None)
+    return best[min(best)] if best else None
+
+
+def _rank(run: RecordedRun) -> int | None:
+    """Whose stages are taken first: 0 of finished runs, 1 of unfinished ones, 2 of finished nights, 3 of finished trials."""
+    is_finished = run["outcome"] in FINISHED
+    if run["pipeline"] == NIGHTLY or "sweep" in run:
+        return (2 if run["pipeline"] == NIGHTLY else 3) if is_finished else None
+    return 0 if is_finished else 1
 
 
 def _with_base(texts: Sequence[str | None], base: str | None) -> list[str | None]:

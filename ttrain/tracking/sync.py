@@ -55,13 +55,11 @@ def undelivered_runs(home: Path, run: str | None = None) -> list[UndeliveredRun]
     listed = [candidate for candidate in map(_read_outbox, outboxes.list_outboxes(home.resolve())) if candidate is not None]
     if run is None:
         return listed
-    names = list(dict.fromkeys([*(candidate.run for candidate in listed), *references.run_names(home)]))
-    name = next((candidate.run for candidate in listed if candidate.name == run), None) or references.matching_run(
-        run, names
-    )
-    if name is None:
-        raise references.unknown("run", run, names)
-    return [candidate for candidate in listed if name in (candidate.run, candidate.name)]
+    chosen = [candidate for candidate in listed if run in (candidate.run, candidate.name)]
+    chosen = chosen or [candidate for candidate in listed if candidate.run.startswith(run)]
+    if not chosen and references.find_run(home, run) is None:
+        raise references.unknown("run", run, [*(candidate.run for candidate in listed), *references.run_names(home)])
+    return chosen
 
 
 def sync(
