@@ -9,9 +9,9 @@ dead, hangs, and answers 500. Each is trained once a round, with a seed that no 
 who begins changes with the round. Compared is the median of a training's own step times, in each round with that of the
 training without: the median over the rounds of "a step without / a step with" is at least 0.99.
 
-Compare: runs with three curves of one value a step, in the home's own database; their names read, all of them compared, and
-the curves of all of them read: under 2 s, in a fresh process, as a command does it. The peer reads the same runs and curves
-with MLflow's own client, in the same rounds.
+Compare: runs with three curves of one value a step, in the home's files and its database; their names read, all of them
+compared, and the curves of all of them read: under 2 s, in a fresh process, as a command does it. The peer reads the same
+runs and curves with MLflow's own client, in the same rounds.
 """
 
 from __future__ import annotations
@@ -121,13 +121,16 @@ def compare(table: common.Table, place: Path, runs: int, steps: int, rounds: int
 
 
 def fill(home: Path, runs: int, steps: int) -> None:
-    """Runs on record and in MLflow, their curves written into the database itself: MLflow takes 0.3 s for 1000 points."""
-    from support.recorded_homes import Made, make_run
+    """Runs on record and in MLflow; their curves stand in the files of the stages, and are written into the database itself,
+    since MLflow takes 0.3 s for 1000 points."""
+    from support.recorded_homes import Made, make_run, rows_of
 
     os.environ.pop("MLFLOW_TRACKING_URI", None)
     for number in range(runs):
         made = Made("pretrain", [2.0, 1.0], key=f"{number:064x}")
         make_run(home, f"full-20261121-{number:06d}-1a2b4", [made], tracked=True, number=number)
+        lines = (f"{json.dumps(row)}\n" for row in rows_of([1 / step for step in range(1, steps + 1)], 0.0))
+        (home / "store" / "pretrain" / made.key / "run" / "metrics.jsonl").write_text("".join(lines))
     with contextlib.closing(sqlite3.connect(home / "mlflow" / "mlflow.db")) as db, db:
         children = [row[0] for row in db.execute("SELECT run_uuid FROM tags WHERE key = 'ttrain.stage'")]
         columns = "run_uuid, key, value, timestamp, step, is_nan"

@@ -16,7 +16,8 @@ from ttrain.config import Settings
 from ttrain.config.loading import LoadedSettings, Override, load
 from ttrain.data import locations
 from ttrain.errors import UsageError
-from ttrain.pipeline.names import newest_with, run_named, settings_of
+from ttrain.pipeline.names import newest_with, settings_of
+from ttrain.store.references import need_run
 from ttrain.store.runs import RunRecord
 
 
@@ -47,10 +48,10 @@ def loaded(*overrides: str, files: Any = (), base: Any = ()) -> LoadedSettings:
 def test_the_settings_of_a_run_come_back_as_they_were(tmp_path: Path, given: tuple[str, ...]) -> None:
     settings = loaded(*given).settings
     run = record(tmp_path, settings)
-    again = loaded(base=settings_of(run_named(tmp_path, run)))
+    again = loaded(base=settings_of(need_run(tmp_path, run)))
     assert again.settings == settings
     assert set(again.sources.values()) <= {f"run {run}", "sft.tokens is set", "pretrain.epochs is set"}
-    assert bool(settings_of(run_named(tmp_path, run))) == bool(given)
+    assert bool(settings_of(need_run(tmp_path, run))) == bool(given)
 
 
 def test_the_settings_of_a_run_that_started_from_a_model_come_back(tmp_path: Path) -> None:
@@ -100,15 +101,15 @@ def test_a_default_that_changed_since_does_not_change_a_run_that_had_the_old_one
 def test_a_run_is_found_by_its_name_or_by_a_part_that_only_it_has(tmp_path: Path) -> None:
     one, two = record(tmp_path, Settings()), record(tmp_path, Settings(), pipeline="stage-sft")
     for name in (one, one[:-1], one.rpartition("-")[2]):
-        assert run_named(tmp_path, name)["run"] == one
-    assert run_named(tmp_path, "stage")["run"] == two
-    with pytest.raises(UsageError, match=r"--run nope matches no run: .*`ttrain pipeline status` lists them"):
-        run_named(tmp_path, "nope")
+        assert need_run(tmp_path, name)["run"] == one
+    assert need_run(tmp_path, "stage")["run"] == two
+    with pytest.raises(UsageError, match="there is no run 'nope'; there are "):
+        need_run(tmp_path, "nope")
     record(tmp_path, Settings())
-    with pytest.raises(UsageError, match="--run full matches several runs: full-"):
-        run_named(tmp_path, "full")
+    with pytest.raises(UsageError, match="'full' is the beginning or end of 2 runs: full-"):
+        need_run(tmp_path, "full")
     with pytest.raises(UsageError, match="none yet"):
-        run_named(tmp_path / "elsewhere", "full")
+        need_run(tmp_path / "elsewhere", "full")
 
 
 def test_the_newest_run_that_has_the_stage_is_meant(tmp_path: Path) -> None:
@@ -120,7 +121,7 @@ def test_the_newest_run_that_has_the_stage_is_meant(tmp_path: Path) -> None:
     assert newest_with(tmp_path, "tokenizer")["run"] != newest
     with pytest.raises(UsageError, match="no run has a stage evaluate yet"):
         newest_with(tmp_path, "evaluate")
-    with pytest.raises(UsageError, match="there is no stage sftt; the stages are source"):
+    with pytest.raises(UsageError, match=r"there is no stage 'sftt'; did you mean sft.*; there are source"):
         newest_with(tmp_path, "sftt")
 
 
@@ -130,7 +131,7 @@ def test_a_night_lends_its_settings_only_where_it_is_named(tmp_path: Path) -> No
     path = tmp_path / "runs" / f"{night}.json"
     path.rename(path.with_name(f"nightly-29991231-000000-{night[-4:]}.json"))
     assert newest_with(tmp_path, "sft")["run"] == asked
-    assert run_named(tmp_path, "nightly")["run"] == night
+    assert need_run(tmp_path, "nightly")["run"] == night
     for stage in ("heldout", "evaluate-champion"):
         with pytest.raises(UsageError, match=f"stage {stage} belongs to nights; try `ttrain pipeline run nightly`"):
             newest_with(tmp_path, stage)

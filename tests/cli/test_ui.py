@@ -320,7 +320,7 @@ def test_mlflows_own_pages_show_which_run_is_better_and_why(
     ("arguments", "uri", "code", "message"),
     [
         (["nope"], None, 2, "there is no run 'nope'"),
-        (["latest:nope"], None, 2, "has no stage 'nope'; it has sft"),
+        (["latest:nope"], None, 2, "has no stage 'nope'; there is sft"),
         ([], "sqlite:///elsewhere.db", 2, "which is not a server; `ttrain ui` opens servers and the home's own database"),
         ([], "http://me:hidden@127.0.0.1:9", 1, "MLflow at http://127.0.0.1:9 cannot be queried"),
     ],

@@ -20,6 +20,7 @@ from ttrain.pipeline.execution import PipelineRun
 from ttrain.pipeline.progress_display import Display
 from ttrain.stages import STAGES
 from ttrain.store.artifacts import ArtifactStore
+from ttrain.store.references import need_run
 
 
 @pytest.fixture
@@ -111,5 +112,5 @@ def test_a_run_s_record_means_the_same_files_wherever_its_stage_is_rerun(
     settings = load(["data.sft=chats*.jsonl", "tracking.enabled=false"], environment={}).settings
     made = PipelineRun("full", settings, ArtifactStore(tmp_path), Display(Console(quiet=True)), planned("sft"))
     monkeypatch.chdir("/")
-    again = load(base=names.settings_of(names.run_named(tmp_path, made.record.run)), environment={}).settings
+    again = load(base=names.settings_of(need_run(tmp_path, made.record.run)), environment={}).settings
     assert again.data.sft == (str(tmp_path / "chats*.jsonl"),)

@@ -196,7 +196,7 @@ def test_a_model_that_continues_another_has_both_in_its_lineage(tmp_path: Path) 
     [
         ("ba5e00000000000000", None),
         ("sft/abcdef123", "is not the key of an artifact"),
-        (f"{RUN}:lora", "has no finished stage lora; it has tokenizer, shards-pretrain, shards-sft, pretrain, sft"),
+        (f"{RUN}:lora", "has no stage 'lora'; there are tokenizer, shards-pretrain, shards-sft, pretrain, sft"),
         ("mine@champion", "there is no registered model 'mine@champion'"),
         ("mine/2", "there is no registered model 'mine/2'"),
         ("gate", "`ttrain gate train` and exports is not an artifact of a pipeline"),

@@ -142,7 +142,7 @@ def test_the_stages_of_a_command_are_those_of_the_newest_finished_run_that_has_t
     assert keys("lora", run=mine[-5:]) == ["l"]
     with pytest.raises(UsageError, match=f"the run {base_only} has no stage 'lora'"):
         keys("sft", "lora", run=base_only)
-    with pytest.raises(UsageError, match="--run nothing matches no run"):
+    with pytest.raises(UsageError, match="there is no run 'nothing'; there are "):
         keys("sft", run="nothing")
     with pytest.raises(UsageError, match=r"--run is .*, but \./home/store/sft/s2 names no stage"):
         keys("./home/store/sft/s2", run=mine)
@@ -258,6 +258,7 @@ def test_a_run_is_its_last_model_or_the_stage_that_is_named(runs_home: Home) -> 
     last = runs_home.resolve(runs_home.run)
     assert (last.model, last.adapter) == (runs_home.sft.path / "model", runs_home.lora.path / "adapter")
     assert last.directory == last.adapter
+    assert runs_home.resolve(runs_home.run[-5:]).adapter == last.adapter == runs_home.resolve("latest").adapter
     assert runs_home.resolve(f"{runs_home.run}:sft").model == runs_home.sft.path / "model", (
         "not the newest, which another run made"
     )
@@ -348,11 +349,11 @@ def test_an_index_does_not_lead_out_of_its_directory(tmp_path: Path, weight_map:
 
 
 def test_what_is_not_there_is_answered_with_what_there_is(runs_home: Home) -> None:
-    with pytest.raises(UsageError, match=f"no model 'nope'.* stages with a model: lora, sft; newest runs: {runs_home.run}"):
+    with pytest.raises(UsageError, match=f"there is no model 'nope'; there are lora, sft, {runs_home.run}"):
         runs_home.resolve("nope")
     with pytest.raises(UsageError, match=r"'tokenizer' leads to .*, which holds no model"):
         runs_home.resolve("tokenizer")
-    with pytest.raises(UsageError, match="has no stage 'nope'; its stages are tokenizer, sft, lora, evaluate"):
+    with pytest.raises(UsageError, match="has no stage 'nope'; there are tokenizer, sft, lora, evaluate"):
         runs_home.resolve(f"{runs_home.run}:nope")
     with pytest.raises(UsageError, match=r"stage evaluate of the run .* left no model"):
         runs_home.resolve(f"{runs_home.run}:evaluate")
@@ -360,7 +361,9 @@ def test_what_is_not_there_is_answered_with_what_there_is(runs_home: Home) -> No
         runs_home.resolve("pretrain")
     with pytest.raises(UsageError, match=r"holds neither config.json nor adapter_config.json"):
         runs_home.resolve("./home")
-    with pytest.raises(UsageError, match=r"empty has none yet, begin with `ttrain pipeline run full`"):
+    with pytest.raises(UsageError, match="did you mean lora"):
+        runs_home.resolve("lorra")
+    with pytest.raises(UsageError, match=r"there is none yet, begin with `ttrain pipeline run full`"):
         resolve("nope", runs_home.store.root / "empty")
     (write_model(Path("pickle"), b"x") / MODEL).rename("pickle/pytorch_model.bin")
     with pytest.raises(UsageError, match="no weights as safetensors"):
@@ -398,7 +401,7 @@ def test_a_registered_name_is_the_stores_own_artifact_else_the_files_that_mlflow
         assert runs_home.resolve(text).model == runs_home.sft.path / "model", text
     assert runs_home.resolve("mine-lora/1").adapter == runs_home.lora.path / "adapter"
     with pytest.raises(
-        UsageError, match=r"no registered model 'mine-sft@nope'; registered are mine-lora/1, mine-sft/1 \(champion: 1\)"
+        UsageError, match=r"no registered model 'mine-sft@nope'; .*; there are mine-lora/1, mine-sft/1, mine-sft@champion"
     ):
         runs_home.resolve("mine-sft@nope")
     store.register_models("mine", run=run, run_name="run-1", models=models, keys={}, metrics={})

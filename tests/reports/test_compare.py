@@ -18,7 +18,6 @@ from ttrain.reports.compare import RunComparison, compare, labels
 from ttrain.tracking import read_runs
 
 A, B, C = "full-20261121-100000-0001a", "full-20261121-110000-0002b", "full-20261121-120000-0003c"
-NOTE = "nothing is in MLflow yet: taken from the home's records and artifacts"
 METRICS = {"eval/bits_per_byte": 2.5, "eval/documents": 5.0, "eval/document_bytes": 740.0, "tok/unk_rate": 0.0}
 TEXTS = ("shards-pretrain", "d" * 64)
 
@@ -293,7 +292,7 @@ def test_mistakes_are_refused_with_what_there_is(compared_home: Path, arguments:
 
 
 def test_the_commands_write_where_they_are_told_and_say_where(compared_home: Path) -> None:
-    assert json.loads(said("report", "latest", "--json")) == {"run": C, "page": f"{C}.html", "notes": [NOTE]}
+    assert json.loads(said("report", "latest", "--json")) == {"run": C, "page": f"{C}.html", "notes": []}
     assert said("compare", A, B, "--html", "both.html").strip().endswith("written to both.html")
     assert (compared_home / "both.html").read_text(encoding="utf-8").startswith("<!doctype html>")
     told = json.loads(said("plot", A, "--json"))

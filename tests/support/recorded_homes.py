@@ -70,7 +70,7 @@ def make_run(
     began = BEGAN + 1000 * number
     for made in stages:
         if made.outcome == "completed":
-            _artifact(home, made, began)
+            _artifact(home, name, made, began)
     tree = Settings.model_validate(dict(settings or {})).model_dump(mode="json")
     run_id = _track(home, name, stages, tree, metrics or {}, outcome, began) if tracked else None
     record = {
@@ -94,7 +94,7 @@ def make_run(
     return run_id
 
 
-def _artifact(home: Path, made: Made, began: float) -> None:
+def _artifact(home: Path, run: str, made: Made, began: float) -> None:
     directory = home / "store" / made.stage / made.key
     (directory / "run").mkdir(parents=True, exist_ok=True)
     for name, text in made.texts.items():
@@ -124,7 +124,7 @@ def _artifact(home: Path, made: Made, began: float) -> None:
             if made.files
             else {},
         },
-        "provenance": {"ttrain": "0", "python": "3.11.9", "platform": "Linux", "libraries": {"torch": "2.13.0"}},
+        "provenance": {"ttrain": "0", "python": "3.11.9", "platform": "Linux", "libraries": {"torch": "2.13.0"}, "run": run},
     }
     write_json(directory / "manifest.json", manifest)
 

@@ -29,6 +29,7 @@ from ttrain.pipeline import run_summary
 from ttrain.pipeline.execution import PipelineRun
 from ttrain.pipeline.progress_display import Display
 from ttrain.store import artifacts, layout
+from ttrain.store.references import Registered
 from ttrain.tracking import Member, MlflowStore, ModelSet, TrackedRun, open_store
 from ttrain.tracking import database as databases
 from ttrain.tracking.database import database_of
@@ -281,10 +282,10 @@ def test_a_set_that_is_not_there_is_refused_and_those_there_are_named(sets_home:
 
 def test_the_alias_of_a_set_leads_to_its_last_model(sets_home: Path) -> None:
     tracking.promote(sets_home, "mine", "2")
-    assert tracking.last_of(tracking.find_version(sets_home, "mine", alias="champion")) == Member(
+    assert tracking.last_of(tracking.find_version(sets_home, Registered("mine", "champion", None))) == Member(
         "mine-lora", "2", "lora", "lora-2"
     )
-    assert tracking.last_of(tracking.find_version(sets_home, "mine-sft", alias="champion")) is None
+    assert tracking.last_of(tracking.find_version(sets_home, Registered("mine-sft", "champion", None))) is None
 
 
 # --- killed between any two writes ---------------------------------------------------------------------------------------
@@ -576,9 +577,9 @@ def test_the_commands_list_promote_and_roll_back(sets_home: Path, capsys: pytest
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("promote", "7"), "mine has no set 7; it has 3, 2, 1"),
-        (("promote", "full-9"), "no registered set has the models of a run 'full-9'"),
-        (("promote", "../x"), "no registered set has the models of a run '../x'"),
+        (("promote", "7"), "mine has no set '7'; there are 3, 2, 1"),
+        (("promote", "full-9"), "there is no registered set of the run 'full-9'"),
+        (("promote", "../x"), "there is no registered set of the run '../x'"),
         (("rollback",), "mine has no earlier champion"),
         (("rollback", "--name", "other"), "no sets of models named other are registered"),
     ],
@@ -653,7 +654,7 @@ def test_a_run_that_ends_well_registers_its_models_as_one_set(sets_home: Path, t
         "tokenizer": "1", "pretrain": "1", "sft": "1", "lora": "2",
     }  # fmt: skip
     assert ran(store, found, name="other").model_set == "1", "another name registers from the store what is there"
-    kept = tracking.find_version(sets_home, "other-sft", version="1").source
+    kept = tracking.find_version(sets_home, Registered("other-sft", None, "1")).source
     assert kept is not None
     assert (kept / "config.json").read_text() == "sft 21"
 

@@ -21,7 +21,7 @@ from ttrain import tracking
 from ttrain.errors import UsageError
 from ttrain.tracking import MlflowStore, open_store, read_local, read_run, read_runs
 from ttrain.tracking.database import database_of
-from ttrain.tracking.reading_sources import ApiSource, DatabaseSource
+from ttrain.tracking.mlflow_source import MlflowSource
 from ttrain.tracking.views import RunView
 
 FIRST, SECOND, CACHED, KILLED = (
@@ -72,14 +72,14 @@ def ids(home: Path) -> dict[str, str]:
 
 def test_a_run_is_found_by_every_name_it_has(read_home: Path) -> None:
     known = ids(read_home)
-    for text in (FIRST, FIRST[:16], known[FIRST]):
+    for text in (FIRST, FIRST[:16], FIRST[-5:], known[FIRST]):
         assert read_run(read_home, text).name == FIRST
     assert read_run(read_home, "latest").name == KILLED
     assert [view.name for view in read_runs(read_home, [SECOND, FIRST])] == [SECOND, FIRST]
 
 
 def test_a_stages_id_leads_to_its_run(read_home: Path) -> None:
-    view = read_run(read_home, SECOND)
+    view = read_run(read_home, SECOND, tracked=True)
     stage = view.stages["pretrain"].run_id
     assert stage and stage != view.run_id
     assert read_run(read_home, stage).name == SECOND
@@ -89,7 +89,7 @@ def test_a_registered_model_leads_to_the_run_that_made_it(read_home: Path) -> No
     store = open_store(read_home, "ttrain")
     assert isinstance(store, MlflowStore)
     store.client.create_registered_model("mine-base")
-    view = read_run(read_home, FIRST)
+    view = read_run(read_home, FIRST, tracked=True)
     tags = {"ttrain.stage": "pretrain", "ttrain.key": PRETRAIN.key}
     store.client.create_model_version("mine-base", "file:///nowhere", view.stages["pretrain"].run_id, tags=tags)
     store.client.set_registered_model_alias("mine-base", "champion", "1")
@@ -98,11 +98,13 @@ def test_a_registered_model_leads_to_the_run_that_made_it(read_home: Path) -> No
 
 
 def test_a_name_that_is_none_or_many_is_refused_with_what_there_is(read_home: Path) -> None:
-    with pytest.raises(UsageError, match=f"'full-2026' is the beginning of 4 runs: {KILLED}, {CACHED}"):
+    with pytest.raises(UsageError, match=f"'full-2026' is the beginning or end of 4 runs: {KILLED}, {CACHED}"):
         read_run(read_home, "full-2026")
     for text in ("nothing-like-it", "", "../runs", "0" * 32):
-        with pytest.raises(UsageError, match=f"the newest are {KILLED}"):
+        with pytest.raises(UsageError, match=f"there is no run '{text}'; there are {KILLED}"):
             read_run(read_home, text)
+    with pytest.raises(UsageError, match=f"did you mean {FIRST}"):
+        read_run(read_home, FIRST.replace("full", "fill"))
 
 
 def test_an_empty_home_says_how_to_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,21 +127,14 @@ def test_a_curve_has_every_step_once_its_tokens_its_time_and_a_gap_where_there_w
 def test_names_of_curves_are_those_that_were_measured_at_steps(read_home: Path) -> None:
     view = read_run(read_home, FIRST)
     assert view.curves("pretrain") == ["grad_norm", "loss", "lr", "validation_loss"]  # not final/loss, not tokens
-    assert view.stages["pretrain"].metrics["final/loss"] == 1.5
     assert view.curve("pretrain", "nothing") == view.curve("no stage", "loss") == []
 
 
-def test_a_step_that_was_logged_twice_is_drawn_once_with_its_last_value(read_home: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "home"
-    shutil.copytree(read_home, copy)
-    run_id = read_run(copy, FIRST).stages["pretrain"].run_id
-    with closing(sqlite3.connect(database_of(copy))) as db, db:
-        again = (run_id, int(1000 * BEGAN) + 10**6)
-        db.execute(
-            "INSERT INTO metrics (key, value, timestamp, run_uuid, step, is_nan) VALUES ('loss', 7.5, ?, ?, 5, 0)",
-            again[::-1],
-        )
-    curve = read_run(copy, FIRST).curve("pretrain", "loss")
+def test_a_step_that_was_logged_twice_is_drawn_once_with_its_last_value(tmp_path: Path) -> None:
+    make_run(tmp_path, FIRST, [made := Made("pretrain", falling(8))])
+    path = tmp_path / "store" / "pretrain" / made.key / "run" / "metrics.jsonl"
+    path.write_text(path.read_text() + f'{{"step": 5, "time": {BEGAN}, "metrics": {{"loss": 7.5}}}}\n')
+    curve = read_run(tmp_path, FIRST).curve("pretrain", "loss")
     assert [point.step for point in curve] == list(range(1, 9))
     assert curve[4].value == 7.5
 
@@ -172,21 +167,19 @@ def test_a_run_whose_process_is_gone_has_crashed_and_one_that_goes_on_runs(read_
     assert read_run(tmp_path, "latest").status == "running"
 
 
-def test_reading_the_database_and_asking_mlflow_give_the_same(read_home: Path) -> None:
-    database, client = DatabaseSource(read_home), ApiSource(read_home)
-    known = sorted(ids(read_home).values())
-    assert database.runs(known) == client.runs(known)
-    assert database.runs(["0" * 32]) == client.runs(["0" * 32]) == {}
-    for tag, values in (("ttrain.key", [PRETRAIN.key, SFT.key]), ("ttrain.stage", ["sft"]), ("ttrain.stage", ["it's"])):
-        assert database.with_tags(tag, values) == client.with_tags(tag, values)
-    child = read_run(read_home, FIRST).stages["pretrain"].run_id
-    assert child is not None
-    assert database.curves(child) == client.curves(child)
-    for metric in ("loss", "tokens", "nothing"):
-        first, second = database.history(child, metric), client.history(child, metric)
-        assert [str(point) for point in first] == [str(point) for point in second]  # NaN is not NaN
-    assert client.text(child, "pretrain/run/log.txt") == "a line\n"
-    assert client.files(child, "pretrain/run/samples") == ["pretrain/run/samples/step-00000004.txt"]
+def test_mlflow_has_the_runs_their_curves_and_their_files(read_home: Path) -> None:
+    source, known = MlflowSource(read_home), ids(read_home)
+    first = source.runs([known[FIRST], "0" * 32])
+    assert [run.name for run in first.values()] == [FIRST] and source.runs(["0" * 32]) == {}
+    [child] = source.with_tags("ttrain.key", [PRETRAIN.key])
+    assert child.tags["ttrain.run"] == FIRST and source.with_tags("ttrain.stage", ["it's"]) == []
+    assert {run.tags["ttrain.run"] for run in source.with_tags("ttrain.stage", ["pretrain"])} == {FIRST, SECOND}
+    assert source.curves(child.run_id) == ["grad_norm", "loss", "lr", "tokens", "validation_loss"]
+    losses = [value for _, _, value in source.history(child.run_id, "loss")]
+    assert str(losses) == str([math.nan if loss is None else loss for loss in LOSSES])
+    assert source.history(child.run_id, "nothing") == []
+    assert source.text(child.run_id, "pretrain/run/log.txt") == "a line\n"
+    assert source.files(child.run_id, "pretrain/run/samples") == ["pretrain/run/samples/step-00000004.txt"]
 
 
 def same(one: RunView, other: RunView) -> None:
@@ -197,26 +190,22 @@ def same(one: RunView, other: RunView) -> None:
         assert one.text(name, "run/log.txt") == other.text(name, "run/log.txt")
 
 
-def test_without_mlflow_the_records_and_artifacts_say_the_same_and_a_note_says_so(
-    read_home: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_run_of_this_home_asks_nobody_and_one_without_files_says_that_mlflow_is_silent(
+    read_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = read_run(read_home, FIRST)
     with socket.create_server(("127.0.0.1", 0)) as server:  # nobody answers there once it is closed
         port = server.getsockname()[1]
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://user:word@127.0.0.1:{port}")
+    same(whole, read_run(read_home, FIRST))
+    assert whole.notes == read_run(read_home, FIRST).notes == ()
+    shutil.copytree(read_home / "runs", tmp_path / "runs")
     waited = stopwatch()
-    view = read_run(read_home, FIRST)
+    view = read_run(tmp_path, FIRST)
     assert waited() < 10
-    same(whole, view)
+    assert (view.params, view.metrics, view.curves("pretrain")) == (whole.params, whole.metrics, [])
     assert len(view.notes) == 1 and f"MLflow at http://127.0.0.1:{port} cannot be queried" in view.notes[0]
-    assert whole.notes == ()
-
-
-def test_a_local_view_asks_nobody(read_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = read_run(read_home, FIRST)
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
-    same(whole, read_local(read_home, FIRST))
-    assert read_local(read_home, FIRST).notes == ()
+    assert read_local(tmp_path, FIRST).notes == ()
 
 
 def test_a_run_of_which_only_mlflow_knows_is_read_from_there(read_home: Path, tmp_path: Path) -> None:
@@ -228,10 +217,12 @@ def test_a_run_of_which_only_mlflow_knows_is_read_from_there(read_home: Path, tm
 
 
 def test_a_copied_home_reads_its_own_files(read_home: Path, tmp_path: Path) -> None:
+    """Of artifacts that were cleaned away, MLflow's files in the home are read without MLflow."""
     copy = tmp_path / "copy"
     shutil.copytree(read_home, copy)
     shutil.rmtree(copy / "store")
     view = read_run(copy, FIRST)
+    same(read_run(read_home, FIRST), view)
     assert view.stages["pretrain"].artifact_uri and str(copy.resolve().as_uri()) in view.stages["pretrain"].artifact_uri
     assert view.text("pretrain", "run/log.txt") == "a line\n"
     assert view.manifest("pretrain")["key"] == PRETRAIN.key
@@ -287,7 +278,9 @@ def test_a_torn_line_of_a_curve_is_passed_over(tmp_path: Path) -> None:
 def test_reading_a_homes_own_database_imports_no_mlflow(read_home: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from ttrain.tracking import read_run\n"
-        f"view = read_run(Path({str(read_home)!r}), {FIRST!r}); assert view.curve('pretrain', 'loss')\n"
+        f"for name in {[FIRST, SECOND, CACHED]}:\n"
+        f"    view = read_run(Path({str(read_home)!r}), name)\n"
+        f"    assert view.curve('pretrain', 'loss')\n"
         "sys.exit(any(name in sys.modules for name in ('mlflow', 'sqlalchemy', 'torch')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, cwd=ROOT).returncode == 0

@@ -33,11 +33,13 @@ Key = Annotated[str, typer.Argument(help="the beginning of its key; without: the
 @artifacts_app.command("list", epilog="Examples:  ttrain artifacts list\n\nttrain artifacts list sft --json")
 def artifacts_list(stage: StageFilter = "", as_json: AsJson = False) -> None:
     """List finished artifacts and unfinished work that can be resumed, with the newest run that made or used each."""
-    from ttrain.pipeline.artifact_commands import artifact_rows, check_stage
+    from ttrain.pipeline.artifact_commands import artifact_rows
+    from ttrain.stages import STAGES
+    from ttrain.store import references
     from ttrain.store.artifacts import SHOWN_KEY
 
     if stage:
-        check_stage(stage)
+        references.need_stage(stage, STAGES)
     artifacts = artifact_rows(_store(), stage or None)
     if as_json:
         print_json([row.to_json() for row in artifacts])
@@ -115,10 +117,12 @@ def artifacts_verify(
 ) -> None:
     """Read every byte of every artifact and compare with its manifest. Exit code 1 if something is damaged."""
     from ttrain.pipeline import artifact_commands
-    from ttrain.pipeline.artifact_commands import check_stage, size_of, verify
+    from ttrain.pipeline.artifact_commands import size_of, verify
+    from ttrain.stages import STAGES
+    from ttrain.store import references
 
     if stage:
-        check_stage(stage)
+        references.need_stage(stage, STAGES)
     store = _store()
     artifacts = store.artifacts(stage) if stage else store.everything()
     unreadable = store.unreadable(stage or "*")
@@ -194,11 +198,13 @@ def artifacts_adopt(
 
     Its settings and its inputs must be those that it was made with: adopt the stages in pipeline order.
     """
-    from ttrain.pipeline.artifact_commands import adopt, check_stage
+    from ttrain.pipeline.artifact_commands import adopt
     from ttrain.pipeline.plan import no_stage
+    from ttrain.stages import STAGES
+    from ttrain.store import references
     from ttrain.store.layout import usable_home
 
-    check_stage(stage)
+    references.need_stage(stage, STAGES)
     usable_home()
     loaded = load_settings(overrides, config, profile)
     store, stages = plan_of(pipeline, loaded)

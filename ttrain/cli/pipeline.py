@@ -273,11 +273,12 @@ def _settings_of_earlier_run(
     """The settings for rerunning a stage; prints their run and those that differ from the defaults."""
     from ttrain.core.terminal import escaped
     from ttrain.pipeline import names
+    from ttrain.store import references
     from ttrain.store.layout import home
 
     if (config or profile) and not run:
         return load_settings(overrides, config, profile)
-    earlier_run = names.run_named(home(), run) if run else names.newest_with(home(), stage)
+    earlier_run = references.need_run(home(), run) if run else names.newest_with(home(), stage)
     loaded = settings_of_run(earlier_run, overrides, config, profile)
     settings_text = " ".join(
         f"{key}={json.dumps(value, ensure_ascii=False)}" for _, key, value in names.settings_of(earlier_run)

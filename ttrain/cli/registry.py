@@ -122,31 +122,25 @@ def _only_name(model_sets: Sequence[ModelSet], name: str | None) -> str:
 def _find_set(root: Path, model_sets: Sequence[ModelSet], which: str, name: str | None) -> ModelSet:
     """Find the set of this version, or of this run, whose name may be shortened; a run whose models were all
     cached shares the set of the run that made them."""
-    from ttrain.core.files import read_json
-    from ttrain.errors import UsageError
+    from ttrain.store import references, runs
 
     if which.isdigit():
         name = _only_name(model_sets, name)
         matches = [model_set for model_set in model_sets if model_set.version == which]
         if not matches:
-            versions = ", ".join(model_set.version for model_set in model_sets)
-            raise UsageError(f"{name} has no set {which}; it has {versions}; `ttrain models list` shows them")
+            versions = [model_set.version for model_set in model_sets]
+            raise references.unknown("set", which, versions, owner=name, also="; `ttrain models list` shows them")
         return matches[0]
-    run_names = {
-        model_set.run
-        for model_set in model_sets
-        if which and (model_set.run.startswith(which) or model_set.run.endswith(which))
-    }
-    which = run_names.pop() if len(run_names) == 1 else which
-    record = read_json(root / "runs" / f"{which}.json") if which and "/" not in which else None
-    keys = {stage["name"]: stage.get("key") for stage in record["stages"]} if isinstance(record, dict) else {}
+    names = [model_set.run for model_set in model_sets]
+    run = references.matching_run(which, [*dict.fromkeys([*names, *references.run_names(root)])])
+    record = runs.read(root, run) if run else None
+    keys = {stage["name"]: stage.get("key") for stage in record["stages"]} if record else {}
     for model_set in model_sets:
-        if model_set.run == which or (
+        if model_set.run == run or (
             model_set.members and all(keys.get(name) == model_set.keys[name] for name in model_set.members)
         ):
             return model_set
-    runs = ", ".join(dict.fromkeys(model_set.run for model_set in model_sets)) or "none"
-    raise UsageError(f"no registered set has the models of a run '{which}'; there are sets of {runs}")
+    raise references.unknown("registered set of the run", which, names, also="; `ttrain models list` shows them")
 
 
 def _print(model_set: ModelSet, status: str, as_json: bool) -> None:

@@ -20,7 +20,7 @@ from ttrain.core.signals import heeded_signals
 from ttrain.core.terminal import console, escaped, print_json, table
 
 if TYPE_CHECKING:
-    from ttrain.tracking import Addresses, RunView
+    from ttrain.tracking import Addresses
 
 
 track_app = typer.Typer(
@@ -150,7 +150,7 @@ def ui(
 
     outlast_output()
     root = home()
-    tracked = [_tracked_id(root, *_run_and_stage(root, reference)) for reference in runs or ()]
+    tracked = [_tracked_id(root, reference) for reference in runs or ()]
     uri = tracking.tracking_uri(root)
     if uri.startswith(("http://", "https://")):
         links = _links(without_user(uri).rstrip("/"), _addresses(root, tracked), tracked)
@@ -170,26 +170,19 @@ def ui(
             _wait_for_stop(root, stop_event)
 
 
-def _run_and_stage(root: Path, text: str) -> tuple[RunView, str | None]:
-    """(run, stage) of the reference RUN, RUN:STAGE, or a registered model. Raises UsageError."""
+def _tracked_id(root: Path, text: str) -> str:
+    """Id of the tracked run of the reference RUN, RUN:STAGE, or a registered model; for a run that was all cached, that of
+    the run it equals. Raises UsageError."""
     from ttrain import tracking
     from ttrain.errors import UsageError
-    from ttrain.tracking.reading import REGISTERED
+    from ttrain.store import references
 
-    name, _, stage = (text, "", "") if REGISTERED.fullmatch(text) else text.partition(":")
-    view = tracking.read_run(root, name)
-    if stage and stage not in view.stages:
-        raise UsageError(f"the run {view.name} has no stage '{stage}'; it has {', '.join(view.stages)}")
-    return view, stage or None
-
-
-def _tracked_id(root: Path, view: RunView, stage: str | None) -> str:
-    """Id of the tracked run; for a run that was all cached, that of the run it equals."""
-    from ttrain import tracking
-    from ttrain.errors import UsageError
-
+    name, stage = references.run_and_stage(text)
+    view = tracking.read_run(root, name, tracked=bool(stage))
+    if stage:
+        references.need_stage(stage, view.stages, f"the run {view.name}")
     if view.run_id is None and (equals := view.record.get("equals")):
-        view = tracking.read_run(root, equals)
+        view = tracking.read_run(root, equals, tracked=bool(stage))
     run_id = view.stages[stage].run_id if stage else view.run_id
     if run_id is None:
         label = f"{view.name}:{stage}" if stage else view.name

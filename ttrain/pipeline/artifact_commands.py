@@ -19,7 +19,7 @@ from ttrain.pipeline.plan import key_of
 from ttrain.pipeline.recipe import Planned
 from ttrain.pipeline.resume import partial_runs
 from ttrain.stages import STAGES
-from ttrain.store import runs
+from ttrain.store import references, runs
 from ttrain.store.artifacts import SHOWN_KEY, ArtifactStore
 from ttrain.store.layout import MANIFEST, Artifact, Elsewhere, altered_manifest
 
@@ -46,12 +46,6 @@ class ArtifactRow:
         """The form that `list --json` prints."""
         values = {"stage": self.stage, "key": self.key, "state": self.state, "path": str(self.path), "bytes": self.bytes}
         return {**values, "published_unix": self.published, "run": self.run}
-
-
-def check_stage(name: str) -> None:
-    """Raise UsageError if there is no such stage."""
-    if name not in STAGES:
-        raise UsageError(f"there is no stage '{name}'; the stages are {', '.join(STAGES)}")
 
 
 def artifact_rows(store: ArtifactStore, stage: str | None = None) -> list[ArtifactRow]:
@@ -96,16 +90,19 @@ def find_artifact(store: ArtifactStore, stage: str, prefix: str = "") -> Artifac
 
     Raises UsageError if no artifact matches, or several do.
     """
-    check_stage(stage)
+    references.need_stage(stage, STAGES)
     if not prefix:
         return store.latest(stage)
     artifacts = store.artifacts(stage)
     matches = [artifact for artifact in artifacts if artifact.key.startswith(prefix)]
     if len(matches) == 1:
         return matches[0]
-    shown = ", ".join(artifact.key[:SHOWN_KEY] for artifact in (matches or artifacts)[:8]) or "none"
-    problem = "several artifacts have keys that begin so" if matches else "no artifact has a key that begins so"
-    raise UsageError(f"{stage} {prefix}: {problem}; there are: {shown}; `ttrain artifacts list {stage}` shows them")
+    keys = [artifact.key[:SHOWN_KEY] for artifact in matches or artifacts]
+    if not matches:
+        shows = f"; `ttrain artifacts list {stage}` shows them"
+        raise references.unknown("artifact with the key", prefix, keys, owner=stage, also=shows)
+    listed = references.listed(keys)
+    raise UsageError(f"'{prefix}' is the beginning of {len(matches)} keys of {stage}: {listed}; write more of it")
 
 
 # --- verify -------------------------------------------------------------------------------------------------------------

@@ -27,8 +27,6 @@ from ttrain.tracking.model_sets import KEY
 
 BASE_MODEL = "base-model"  # the stage that imports an existing model
 
-DONE = ("completed", "equal", "different")  # outcomes of a stage that a run built
-
 
 @dataclass(frozen=True)
 class Lineage:
@@ -111,13 +109,7 @@ class _Walk:
 
     @cached_property
     def _runs(self) -> Mapping[str, str]:
-        """The newest recorded run that built each key."""
-        run_by_key: dict[str, str] = {}
-        for run in runs.newest_first(self._home):
-            for stage in run["stages"]:
-                if stage.get("key") and stage["outcome"] in DONE:
-                    run_by_key.setdefault(stage["key"], run["run"])
-        return run_by_key
+        return runs.makers(self._home)
 
 
 def _models_first(artifact: tuple[str, str]) -> tuple[bool, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,11 @@ from ttrain.config.training import TRAININGS
 from ttrain.errors import TTrainError, UsageError
 from ttrain.pipeline.artifact_commands import HEX
 from ttrain.stages import RUNNABLE, STAGES
-from ttrain.store import runs
+from ttrain.store import references, runs
 from ttrain.store.artifacts import SHOWN_KEY, ArtifactStore
 from ttrain.store.layout import Artifact
 from ttrain.store.model_files import ADAPTER, Reference, weights_digest
 from ttrain.tracking.model_sets import KEY, KIND, SET
-from ttrain.tracking.reading import REGISTERED
 
 SHORTEST_KEY = 6
 
@@ -51,16 +50,15 @@ def find_target(home: Path, text: str) -> LineageTarget:
         return LineageTarget(text, "stage", f"{text}/{artifact.key}", ((text, artifact.key),))
     if (target := _key(store, text) or _directory(store, text)) is not None:
         return target
-    run, colon, stage = text.partition(":")
-    if colon and stage in STAGES:
-        run_target = _run(home, run)
-        roots = tuple(root for root in run_target.roots if root[0] == stage)
-        if not roots:
-            raise UsageError(f"the run {run_target.name} has no finished stage {stage}; it has {_stages(run_target.roots)}")
-        return LineageTarget(text, "run", f"{run_target.name}:{stage}", roots, run_target.name)
-    if matched := REGISTERED.fullmatch(text):
-        return _registered(home, text, **matched.groupdict())
-    return _run(home, text)
+    if model := references.registered(text):
+        return _registered(home, text, model)
+    run, stage = references.run_and_stage(text)
+    target = _run(home, text, run)
+    if not stage:
+        return target
+    references.need_stage(stage, (root[0] for root in target.roots), f"the run {target.name}")
+    roots = tuple(root for root in target.roots if root[0] == stage)
+    return LineageTarget(text, "run", f"{target.name}:{stage}", roots, target.name)
 
 
 def _key(store: ArtifactStore, text: str) -> LineageTarget | None:
@@ -103,18 +101,19 @@ def _directory(store: ArtifactStore, text: str) -> LineageTarget | None:
     raise UsageError(f"{text} is not a directory of the store {root}: {NOT_AN_ARTIFACT}")
 
 
-def _registered(home: Path, text: str, name: str, alias: str | None, version: str | None) -> LineageTarget:
+def _registered(home: Path, text: str, model: references.Registered) -> LineageTarget:
     """Find a registered set or model in MLflow; a set's version also in the run records."""
     try:
-        model_version = tracking.find_version(home, name, version=version, alias=alias)
+        model_version = tracking.find_version(home, model)
     except TTrainError as error:
-        run_record = _run_that_registered(home, f"{name}/{version}") if version else None
+        # The run that registered this set; an alias is on record in MLflow alone
+        run_record = next((run for run in runs.newest_first(home) if run.get("model_set") == str(model)), None)
         if run_record is None:
             raise
-        roots = _roots_of(run_record["stages"])
-        return LineageTarget(
-            text, SET, f"{name}/{version}", roots, run_record["run"], notes=(f"{error}: taken from the run's record",)
-        )
+        done = [stage for stage in run_record["stages"] if stage.get("key") and _is_done(stage["outcome"])]
+        roots = tuple((stage["name"], stage["key"]) for stage in done)
+        note = f"{error}: taken from the run's record"
+        return LineageTarget(text, SET, str(model), roots, run_record["run"], notes=(note,))
     full, tags = f"{model_version.name}/{model_version.version}", model_version.tags
     if tags.get(KIND) == SET:
         keys = {tag.removeprefix(KEY): key for tag, key in tags.items() if tag.startswith(KEY)}
@@ -127,30 +126,17 @@ def _registered(home: Path, text: str, name: str, alias: str | None, version: st
     )
 
 
-def _run_that_registered(home: Path, model_set: str) -> dict[str, Any] | None:
-    """The record of the run that registered this set."""
-    return next((run for run in runs.newest_first(home) if run.get("model_set") == model_set), None)
-
-
-def _run(home: Path, text: str) -> LineageTarget:
+def _run(home: Path, text: str, name: str) -> LineageTarget:
     """Find a run by `tracking.read_run`."""
-    view = tracking.read_run(home, text)
+    view = tracking.read_run(home, name)
     roots = tuple((name, stage.key) for name, stage in view.stages.items() if stage.key and _is_done(stage.status))
     if not roots:
         raise UsageError(f"the run {view.name} has finished no stage, so there is nothing behind it")
     return LineageTarget(text, "run", view.name, roots, view.name, notes=view.notes)
 
 
-def _roots_of(stages: Iterable[Mapping[str, Any]]) -> tuple[tuple[str, str], ...]:
-    return tuple((stage["name"], stage["key"]) for stage in stages if stage.get("key") and _is_done(stage["outcome"]))
-
-
 def _is_done(outcome: str) -> bool:
-    return outcome in ("completed", "cached", "equal", "different")
-
-
-def _stages(roots: Iterable[tuple[str, str]]) -> str:
-    return ", ".join(stage for stage, _ in roots) or "none"
+    return outcome in (*runs.BUILT, "cached")
 
 
 def lines_of(references: Sequence[Reference], store: ArtifactStore) -> list[str]:

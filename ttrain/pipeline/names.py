@@ -11,9 +11,7 @@ owner/name, owner/name@revision  a model on the Hugging Face Hub, for the comman
 
 from __future__ import annotations
 
-import contextlib
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,12 +21,12 @@ from ttrain import tracking
 from ttrain.config import Settings, flatten
 from ttrain.config.loading import ENVIRONMENT_PREFIX, Override, load
 from ttrain.core import redact
-from ttrain.core.files import read_json, read_object
+from ttrain.core.files import read_object
 from ttrain.data import existing
 from ttrain.errors import ArtifactError, DamagedFile, UsageError
 from ttrain.pipeline.artifact_commands import InTracker
 from ttrain.stages import OF_NIGHTS, STAGES
-from ttrain.store import layout, runs
+from ttrain.store import layout, references, runs
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import MANIFEST, Artifact
 from ttrain.store.model_files import ADAPTER, INDEX_SUFFIX, MODEL, RecordedRun, Reference, weights_digest
@@ -36,8 +34,6 @@ from ttrain.store.model_files import ADAPTER, INDEX_SUFFIX, MODEL, RecordedRun, 
 MODEL_DIRECTORY, ADAPTER_DIRECTORY = "model", "adapter"  # of an artifact
 
 ADAPTER_CONFIG, BASE = "adapter_config.json", "base.json"  # of an adapter
-
-LISTED_RUNS = 5
 
 NAME_VARIABLE = f"{ENVIRONMENT_PREFIX}NAME"
 
@@ -92,35 +88,35 @@ def run_of(texts: Sequence[str | None], home: Path | None = None, run_name: str 
             raise UsageError(f"--run is {run_name}, but {shown} names no stage to look for in a run; leave --run out")
         return None
     if run_name is not None:
-        return run_named(root, run_name)
-    unfinished: RecordedRun | None = None
-    nights, trials = list[RecordedRun](), list[RecordedRun]()  # finished, with all stages, newest first
+        return references.need_run(root, run_name)
+    best: dict[int, RecordedRun] = {}  # the newest run of each rank that has all stages
     holders: dict[str, str] = {}  # by stage: the newest finished run that has it
-    name = _name_in_environment()
+    store, name = ArtifactStore(root), _name_in_environment()
     for run in runs.newest_first(root):
-        if name and run["settings"].get("name") != name:
+        rank = _rank(run)
+        if rank is None or rank in best or (name and run["settings"].get("name") != name):
             continue
-        automatic = nights if run["pipeline"] == NIGHTLY else trials if "sweep" in run else None
-        if automatic or (automatic is not None and run["outcome"] not in FINISHED):
-            continue
-        if not _has_all(ArtifactStore(root), run, stages, with_model=None in texts):
-            if automatic is None and run["outcome"] in FINISHED:
-                for stage in run["stages"]:
-                    if stage["name"] in stages and _artifact_of(ArtifactStore(root), stage):
-                        holders.setdefault(stage["name"], run["run"])
-            continue
-        if automatic is not None:
-            automatic.append(run)
-            continue
-        if run["outcome"] in FINISHED:
-            return run
-        unfinished = unfinished or run
-    if unfinished is None and len(stages) > 1 and holders:
-        listed = ", ".join(f"{run}:{stage}" for stage, run in holders.items())
+        if _has_all(store, run, stages, with_model=None in texts):
+            best[rank] = run
+        elif rank == 0:
+            made = (stage["name"] for stage in run["stages"] if stage["name"] in stages and _artifact_of(store, stage))
+            holders = {**dict.fromkeys(made, run["run"]), **holders}
+        if 0 in best:
+            break
+    if not best.keys() & {0, 1} and len(stages) > 1 and holders:
+        listed = ", ".join(f"{run}:{stage}" for stage, run in sorted(holders.items()))
         raise UsageError(
             f"no run has all of {', '.join(sorted(filter(None, stages)))}; there are {listed}; name each as RUN:STAGE"
         )
-    return unfinished or next(iter([*nights, *trials]), None)
+    return best[min(best)] if best else None
+
+
+def _rank(run: RecordedRun) -> int | None:
+    """Whose stages are taken first: 0 of finished runs, 1 of unfinished ones, 2 of finished nights, 3 of finished trials."""
+    is_finished = run["outcome"] in FINISHED
+    if run["pipeline"] == NIGHTLY or "sweep" in run:
+        return (2 if run["pipeline"] == NIGHTLY else 3) if is_finished else None
+    return 0 if is_finished else 1
 
 
 def _with_base(texts: Sequence[str | None], base: str | None) -> list[str | None]:
@@ -152,27 +148,26 @@ class _Resolver:
     def find(self, text: str | None) -> Reference:
         if text is None:
             return self._last_model()
-        is_path = text.startswith((".", "~")) or Path(text).is_absolute()
-        if text.startswith("models:/"):
-            return self._registered(text, text.removeprefix("models:/"))
-        if not is_path:
-            if text in STAGES:
-                return self._of_run(text, self.run, text) if self.run else self._of_artifact(text, self.store.latest(text))
-            run, _, stage = text.partition(":")
-            record = self._record(run)
-            if record is not None:
-                return self._of_run(text, record, stage)
-        directory = _directory(text)
-        if directory is not None:
+        model = references.registered(text)
+        if text.startswith("models:/") and model:
+            return self._registered(text, model)
+        names, is_path = references.run_names(self.store.root), references.is_path(text)
+        run, stage = references.run_and_stage(text)
+        if text in STAGES:
+            return self._of_run(text, self.run, text) if self.run else self._of_artifact(text, self.store.latest(text))
+        directory = references.directory(text) if run not in names else None
+        if directory:
             return self._of_directory(text, directory)
-        if not is_path and re.fullmatch(r"[^@/:]+(@[^@/:]+|/\d+)", text):
-            return self._registered(text, text)
+        if model and not is_path:
+            return self._registered(text, model)
+        if record := references.find_run(self.store.root, run):
+            return self._of_run(text, record, stage)
         if not is_path and self._from_hub and existing.HUB_REFERENCE.fullmatch(text):
             files = existing.model_files(text, "MODEL")
             return self._of_directory(text, files["config"][0].parent)
-        raise UsageError(
-            f"there is no model '{text}': it is not a run, stage, registered name or directory; {self._listed()}"
-        )
+        advice = f"; {self.store.advice()}" if self.store.damaged() else ""
+        stages = self._stages_with_models()
+        raise references.unknown("model", text, [*stages, *names], shown=len(stages) + references.LISTED, also=advice)
 
     def _last_model(self) -> Reference:
         """The last model of the run."""
@@ -186,17 +181,10 @@ class _Resolver:
             f"there is no model in {self.store.root} yet; begin with `ttrain pipeline run full`, or name a directory"
         )
 
-    def _record(self, run: str) -> dict[str, Any] | None:
-        if not re.fullmatch(r"[A-Za-z0-9_.-]+", run):
-            return None
-        record = read_json(self.store.root / "runs" / f"{run}.json")
-        return record if isinstance(record, dict) else None
-
     def _of_run(self, text: str, record: RecordedRun, stage_name: str) -> Reference:
         """The model of the run's stage of that name, or of its last stage with a model."""
-        names = [stage["name"] for stage in record["stages"]]
-        if stage_name and stage_name not in names:
-            raise UsageError(f"the run {record['run']} has no stage '{stage_name}'; its stages are {', '.join(names)}")
+        if stage_name:
+            references.need_stage(stage_name, (stage["name"] for stage in record["stages"]), f"the run {record['run']}")
         for stage in reversed(record["stages"]):
             artifact = _artifact_of(self.store, stage)
             if artifact and (stage["name"] == stage_name or (not stage_name and _model_directory_of(artifact.path))):
@@ -212,15 +200,11 @@ class _Resolver:
         missing = f"stage {stage_name} of the run {record['run']}" if stage_name else f"run {record['run']}"
         raise UsageError(f"the {missing} left no model that is still in {self.store.root}; {self._listed()}")
 
-    def _registered(self, text: str, name: str) -> Reference:
+    def _registered(self, text: str, model: references.Registered) -> Reference:
         """The artifact in the store if it is there, else the files in MLflow."""
-        model, at, alias = name.partition("@")
-        model, _, version = (model, "", None) if at else name.rpartition("/")
-        if not model or not (alias if at else version):
-            raise UsageError(f"'{text}' is not a registered model; write NAME@ALIAS or NAME/VERSION, for example mine-sft/1")
-        tracked = tracking.find_version(self.store.root, model, version=version, alias=alias or None)
+        tracked = tracking.find_version(self.store.root, model)
         if (last := tracking.last_of(tracked)) is not None:  # a set of models: its last one
-            return self._registered(text, f"{last.name}/{last.version}")
+            return self._registered(text, references.Registered(last.name, None, last.version))
         stage, key = tracked.tags.get("ttrain.stage", ""), tracked.tags.get("ttrain.key", "")
         artifact = self.store.find(stage, key) if stage and key else None
         if artifact and artifact.absent.isdisjoint(artifact.files_of(())):
@@ -229,8 +213,9 @@ class _Resolver:
             if artifact := self._fetched(stage, key):
                 return self._of_artifact(text, artifact)
             raise UsageError(
-                f"the files of {model}/{tracked.version} are neither in the store {self.store.root} nor on a disk of this "
-                f"machine ({tracked.source or 'MLflow keeps them elsewhere'}); run its pipeline again, or name a directory"
+                f"the files of {model.name}/{tracked.version} are neither in the store {self.store.root} nor on a disk of "
+                f"this machine ({tracked.source or 'MLflow keeps them elsewhere'}); run its pipeline again, or name a "
+                f"directory"
             )
         return self._of_directory(text, tracked.source)
 
@@ -292,12 +277,11 @@ class _Resolver:
 
     def _listed(self) -> str:
         """The stages and runs that could be named instead."""
-        stages = self._stages_with_models()
-        names = [run["run"] for run in runs.history(self.store.root)][:LISTED_RUNS]
-        if not stages and not names:
-            return f"{self.store.root} has none yet, begin with `ttrain pipeline run full`"
+        stages, names = self._stages_with_models(), references.run_names(self.store.root)
         damage = f"; {self.store.advice()}" if self.store.damaged() else ""
-        return f"stages with a model: {', '.join(stages) or 'none'}; newest runs: {', '.join(names) or 'none'}{damage}"
+        return (
+            f"stages with a model: {', '.join(stages) or 'none'}; newest runs: {references.listed(names) or 'none'}{damage}"
+        )
 
     def _stages_with_models(self) -> list[str]:
         return sorted({artifact.stage for artifact in self.store.everything() if _model_directory_of(artifact.path)})
@@ -307,14 +291,6 @@ def base_digest_of(adapter: Path) -> str | None:
     """Recorded digest of the weights that an adapter was trained on; None if not recorded (made by PEFT alone)."""
     digest = read_object(adapter / BASE).get("base_weights_sha256")
     return digest and str(digest)
-
-
-def _directory(text: str) -> Path | None:
-    """The directory of that name, or None, also for a text that cannot be a path."""
-    with contextlib.suppress(OSError, ValueError, RuntimeError):
-        path = Path(text).expanduser().absolute()
-        return path if path.is_dir() else None
-    return None
 
 
 def _artifact_of(home: ArtifactStore, stage: dict[str, Any]) -> Artifact | None:
@@ -341,21 +317,7 @@ def _stored_digest(artifact: Artifact) -> str | None:
         return None
 
 
-SHOWN_RUNS = 5
-
 NIGHTLY = "nightly"
-
-
-def run_named(home: Path, name: str) -> dict[str, Any]:
-    """Find the run of this name, or the only one whose name begins or ends with it. Raises UsageError."""
-    matches = [run for run in runs.newest_first(home) if run["run"].startswith(name) or run["run"].endswith(name)]
-    for run in matches:
-        if len(matches) == 1 or run["run"] == name:
-            return run
-    names = [run["run"] for run in matches or runs.newest_first(home)]
-    listed = f"{', '.join(names[:SHOWN_RUNS])}{', ...' if len(names) > SHOWN_RUNS else ''}" or "none yet"
-    rule = "matches several runs" if matches else "matches no run"
-    raise UsageError(f"--run {name} {rule}: {listed}; `ttrain pipeline status` lists them")
 
 
 def newest_with(home: Path, stage: str) -> dict[str, Any]:
@@ -366,8 +328,7 @@ def newest_with(home: Path, stage: str) -> dict[str, Any]:
     """
     if stage in OF_NIGHTS:
         raise UsageError(f"stage {stage} belongs to nights; try `ttrain pipeline run nightly`")
-    if stage not in STAGES:
-        raise UsageError(f"there is no stage {stage}; the stages are {', '.join(STAGES)}")
+    references.need_stage(stage, STAGES)
     for run in runs.newest_first(home):
         if run["pipeline"] != NIGHTLY and "sweep" not in run and any(entry["name"] == stage for entry in run["stages"]):
             return run

@@ -20,6 +20,7 @@ from ttrain.pipeline.recipe import LEFT_OUT, Planned, Recipe, Selection, graph_o
 from ttrain.pipeline.resume import extension_of
 from ttrain.reports.summary import shortened
 from ttrain.stages import OF_NIGHTS, STAGES, Stage
+from ttrain.store import references
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 
@@ -136,9 +137,10 @@ def _check_all_taken(missing: list[Planned], selection: Selection) -> None:
 
 def no_stage(name: str, stage_names: Iterable[str], settings: Settings) -> UsageError:
     """The error for a stage that is not in the pipeline: never, or not with these settings."""
-    stages = f"the stages are {', '.join(stage_names)}"
+    names = list(stage_names)
+    stages = f"the stages are {', '.join(names)}"
     if name not in STAGES:
-        return UsageError(f"there is no stage {name}; {stages}")
+        return references.unknown("stage", name, names, shown=len(names))
     if name in OF_NIGHTS:
         return UsageError(f"stage {name} belongs to nights; try `ttrain pipeline run nightly`. Here {stages}")
     starts = ", ".join(f"{stage}.start_from is {settings.starts[stage]}" for stage in settings.trainings)

@@ -34,8 +34,7 @@ NOT_RESTORED: Final = (
     "MLflow, runs of models that were evaluated or registered by hand, pages of sweeps"
 )
 STATUS: Final = {"completed": "FINISHED", "failed": "FAILED"}  # else KILLED
-BUILT: Final = ("completed", "equal", "different")
-ENDED: Final = (*BUILT, "failed", "interrupted")
+ENDED: Final = (*runs.BUILT, "failed", "interrupted")
 
 
 @dataclass(frozen=True)
@@ -192,8 +191,8 @@ class _RunReplay:
                 run.keep_rows(rows)
             if "sweep" not in self.record:  # whose trials keep no models in MLflow
                 self._register(artifact, run)
-        run.finish("FINISHED" if entry["outcome"] in BUILT else STATUS.get(entry["outcome"], "KILLED"), at=ended)
-        return artifact is not None or entry["outcome"] not in BUILT
+        run.finish("FINISHED" if entry["outcome"] in runs.BUILT else STATUS.get(entry["outcome"], "KILLED"), at=ended)
+        return artifact is not None or entry["outcome"] not in runs.BUILT
 
     def _inputs(self, artifact: Artifact) -> dict[str, Artifact]:
         """The input artifacts that are in the store."""

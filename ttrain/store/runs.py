@@ -26,6 +26,8 @@ CLEANING = Path("runs", "cleaning.lock")  # under the home: held while what is n
 
 NEEDED = frozenset({"run", "pipeline", "outcome", "started_unix", "process", "stages"})  # by those who read a record
 
+BUILT = ("completed", "equal", "different")  # outcomes of a stage that a run built
+
 ELSEWHERE_DAYS = 7  # a run of another machine that noted nothing for so long is taken for ended
 
 
@@ -134,7 +136,7 @@ def _records_containing(home: Path, phrases: Sequence[str]) -> Iterator[dict[str
     Looking for phrases costs a tenth of reading JSON, which counts where there are thousands of runs.
     """
     paths = [Path(entry.path) for entry in _entries(home / "runs") if entry.name.endswith(".json")]
-    for path in sorted(paths, key=_time_in_name, reverse=True):
+    for path in sorted(paths, key=lambda path: time_in_name(path.stem), reverse=True):
         with contextlib.suppress(OSError, ValueError):
             data = path.read_bytes()
             if not all(phrase.encode() in data for phrase in phrases):
@@ -150,15 +152,25 @@ def _entries(directory: Path) -> list[os.DirEntry[str]]:
     return []
 
 
-def _time_in_name(path: Path) -> tuple[str, ...]:
-    """("20261121", "160222", "1a2b4") of "full-20261121-160222-1a2b4"."""
-    return tuple(path.stem.rsplit("-", 3)[1:])
+def time_in_name(name: str) -> tuple[str, ...]:
+    """("20261121", "160222", "1a2b4") of the run "full-20261121-160222-1a2b4"."""
+    return tuple(name.rsplit("-", 3)[1:])
 
 
 def read(home: Path, name: str) -> dict[str, Any] | None:
     """The record of the run with this name, as `history` lists it; None where there is none."""
     run = read_json(home / "runs" / f"{name}.json")
     return _with_crash_marked(home, run) if isinstance(run, dict) else None
+
+
+def makers(home: Path) -> dict[str, str]:
+    """The newest run that built each key, for manifests of earlier versions, which do not name their run."""
+    run_by_key: dict[str, str] = {}
+    for run in newest_first(home):
+        for stage in run["stages"]:
+            if stage.get("key") and stage["outcome"] in BUILT:
+                run_by_key.setdefault(stage["key"], run["run"])
+    return run_by_key
 
 
 def _checked_records(home: Path, phrases: Sequence[str]) -> Iterator[dict[str, Any]]:

@@ -12,8 +12,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import sqlite3
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -22,22 +23,22 @@ from ttrain.core.redact import masked, without_user
 from ttrain.errors import TrackingError
 from ttrain.store.server_records import with_token
 from ttrain.tracking.calls import attempt, first_line, is_out_of_use
-from ttrain.tracking.champions import Champions
+from ttrain.tracking.champions import Champions, forget_champions, recorded_keys
 from ttrain.tracking.client import ENVIRONMENT, check_installed, is_installed, silence, tracking_uri
 from ttrain.tracking.database import DeferredClient, artifacts_of, database_of, open_client, repair_moved_home
 from ttrain.tracking.database import set_damaged_aside as _set_damaged_aside
 from ttrain.tracking.datasets import data_of, of_tasks, read_by
 from ttrain.tracking.mlflow_views import NOTE, Addresses, addresses_of, refresh_views, source_tags
 from ttrain.tracking.model_description import CARD, LoadableModel
-from ttrain.tracking.model_sets import Member, ModelSet, keys_of, last_of
+from ttrain.tracking.model_sets import Member, ModelSet, all_pages, last_of
 from ttrain.tracking.null_tracker import NullRun, NullStore
 from ttrain.tracking.outbox import FOLDER
 from ttrain.tracking.outboxes import note_run_id, undelivered_keys
 from ttrain.tracking.published import log_result
 from ttrain.tracking.reading import read_local, read_run, read_runs
-from ttrain.tracking.reading_sources import DatabaseSource
 from ttrain.tracking.registered_models import registered_keys as _registered_keys
 from ttrain.tracking.registry import CHAMPION, find_version
+from ttrain.tracking.runs import ID as IDENTITY
 from ttrain.tracking.runs import TrackedRun
 from ttrain.tracking.sync import MetricsFollower, UndeliveredRun
 from ttrain.tracking.sync import sync as _sync
@@ -137,16 +138,28 @@ def open_own_store(home: Path, experiment: str) -> MlflowStore:
 
 def set_damaged_database_aside(home: Path) -> tuple[str, Path] | None:
     """Move a damaged database of the home aside; return (damage, new path), or None if it is whole or missing."""
-    return _set_damaged_aside(home.resolve())
+    damage = _set_damaged_aside(home.resolve())
+    if damage:
+        forget_champions(home)
+    return damage
 
 
 def delivered_identities(home: Path) -> frozenset[str]:
-    """Identities of the runs that are complete in the home's own database. Raises TrackingError."""
-    home = home.resolve()
-    try:
-        return DatabaseSource(home).delivered_identities() if database_of(home).exists() else frozenset()
-    except sqlite3.Error as error:
-        raise TrackingError(f"MLflow's database {database_of(home)} cannot be read: {error}") from error
+    """Identities of the runs that are complete in the home's own database, also of deleted ones. Raises TrackingError."""
+    if not database_of(home).exists():
+        return frozenset()
+    client = open_own_store(home, "").client
+    everything = import_module("mlflow.entities").ViewType.ALL
+
+    def ask() -> list[Any]:
+        experiments = all_pages(partial(client.search_experiments, view_type=everything))
+        ids = [experiment.experiment_id for experiment in experiments]
+        return all_pages(partial(client.search_runs, ids, "tags.`ttrain.outcome` != ''", run_view_type=everything))
+
+    runs, error = attempt(ask)
+    if runs is None:
+        raise TrackingError(f"MLflow's database {database_of(home)} cannot be read: {error and first_line(error)}")
+    return frozenset(run.data.tags[IDENTITY] for run in runs if IDENTITY in run.data.tags)
 
 
 def has_outbox(home: Path, identity: str | None) -> bool:
@@ -194,12 +207,16 @@ def champion(home: Path, name: str) -> ModelSet | None:
 
 
 def champion_keys_here(home: Path, name: str) -> dict[str, str]:
-    """Keys of the champion's artifacts by stage, read from the home's own database in milliseconds; {} if none was
-    promoted, if MLflow is elsewhere, or if it cannot be read: callers can do without it."""
+    """Keys of the champion's artifacts by stage, from the home's own database if MLflow is loaded, else from the home's
+    record of its champions; {} if none was promoted, if MLflow is elsewhere, or if it cannot be read: callers can do
+    without it."""
     if tracking_uri(home) != f"sqlite:///{database_of(home)}" or not database_of(home).exists():
         return {}
-    with contextlib.suppress(sqlite3.Error):
-        return keys_of(DatabaseSource(home).tags_under(name, CHAMPION))
+    if "mlflow" not in sys.modules:
+        return recorded_keys(home, name)
+    with contextlib.suppress(TrackingError):
+        model_set = champion(home, name)
+        return dict(model_set.keys) if model_set else {}
     return {}
 
 

@@ -1,19 +1,19 @@
 """Artifacts that MLflow holds, by stage and key: the files of finished child runs, whose tags name both.
 
-The home's own database is read directly, without MLflow (a miss costs a millisecond, not 1.5 s of imports). A server
-that does not answer is queried once and then no more: the pipeline builds what it cannot fetch.
+MLflow is asked through its client. For the home's own database that is done only if its files, which lie in the home,
+have the key: so a miss loads no MLflow (1.5 s of imports). A server that does not answer is queried once and then no
+more: the pipeline builds what it cannot fetch.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import shutil
-import sqlite3
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any, final
 
@@ -23,28 +23,14 @@ from ttrain.store.layout import MANIFEST, Artifact, altered_manifest, read_manif
 from ttrain.tracking.calls import first_line
 from ttrain.tracking.client import tracking_uri
 from ttrain.tracking.database import database_of
-from ttrain.tracking.tracker import MlflowStore, open_reader
+from ttrain.tracking.local_copies import LocalCopies
+from ttrain.tracking.mlflow_source import MlflowSource
 from ttrain.tracking.uploads import local_path, place_file
+from ttrain.tracking.views import StoredRun
 
 log = logging.getLogger("ttrain")
 
 CANDIDATES = 5  # runs that may hold a key: more than one where it was forced, or built on two machines
-FINISHED_RUNS_SQL = """
-SELECT runs.run_uuid, runs.artifact_uri FROM runs
-JOIN experiments ON experiments.experiment_id = runs.experiment_id
-JOIN tags AS key ON key.run_uuid = runs.run_uuid AND key.key = 'ttrain.key'
-JOIN tags AS stage ON stage.run_uuid = runs.run_uuid AND stage.key = 'ttrain.stage'
-WHERE key.value = ? AND stage.value = ? AND experiments.name = coalesce(?, experiments.name)
-AND runs.status = 'FINISHED' AND runs.lifecycle_stage = 'active'
-ORDER BY runs.end_time DESC LIMIT ?
-"""
-LISTED_KEYS = 100
-FINISHED_KEYS_SQL = """
-SELECT DISTINCT stage.value, key.value FROM runs
-JOIN tags AS key ON key.run_uuid = runs.run_uuid AND key.key = 'ttrain.key'
-JOIN tags AS stage ON stage.run_uuid = runs.run_uuid AND stage.key = 'ttrain.stage'
-WHERE key.value LIKE ? AND runs.status = 'FINISHED' AND runs.lifecycle_stage = 'active'
-"""
 
 
 @dataclass(frozen=True)
@@ -68,7 +54,6 @@ class MlflowArtifacts:
         self._uri = tracking_uri(self._home)
         self._found: dict[tuple[str, str], TrackedArtifact | None] = {}
         self._lock = threading.Lock()
-        self._opened: MlflowStore | None = None
         self._is_silent = False
 
     def manifest(self, stage: str, key: str) -> Mapping[str, Any] | None:
@@ -106,14 +91,13 @@ class MlflowArtifacts:
 
     def find_keys(self, stage: str | None, prefix: str) -> list[tuple[str, str]]:
         """(stage, key) of the finished runs whose keys start with `prefix`, in hex; [] if MLflow does not answer."""
-        if self._is_silent:
-            return []
         try:
-            pairs = self._keys_in_own_database(prefix) if self._is_own else self._keys_by_api(prefix)
+            runs = self._finished(f"tags.`ttrain.key` LIKE '{prefix}%'") if self._may_hold(stage, prefix) else []
         except Exception as error:
             self._mark_silent(error)
             return []
-        return sorted({pair for pair in pairs if stage in (None, pair[0])})
+        pairs = {(run.tags.get("ttrain.stage", ""), run.tags["ttrain.key"]) for run in runs}
+        return sorted(pair for pair in pairs if stage in (None, pair[0]))
 
     def _search(self, stage: str, key: str) -> Iterator[TrackedArtifact]:
         """Whole artifacts of that key, newest first."""
@@ -127,78 +111,41 @@ class MlflowArtifacts:
 
     def _candidates(self, stage: str, key: str) -> Iterator[TrackedArtifact]:
         """Artifacts whose manifest has that key, newest first."""
-        if self._is_silent:
+        if not self._may_hold(stage, key):
             return
         try:
-            for run_id, artifact_uri in (
-                self._runs_in_own_database(stage, key) if self._is_own else self._runs_by_api(stage, key)
-            ):
-                root = local_path(artifact_uri)
+            for run in self._finished(f"tags.`ttrain.key` = '{key}' AND tags.`ttrain.stage` = '{stage}'")[:CANDIDATES]:
+                root = local_path(run.artifact_uri)
                 directory = root / stage if root else None
-                manifest = self._manifest_of(run_id, stage, directory)
+                manifest = self._manifest_of(run.run_id, stage, directory)
                 if manifest and (manifest.get("stage"), manifest.get("key")) == (stage, key):
-                    yield TrackedArtifact(run_id, directory, manifest)
+                    yield TrackedArtifact(run.run_id, directory, manifest)
         except Exception as error:  # MLflow may raise anything, and the only cost is to build again
             self._mark_silent(error)
 
-    @property
-    def _is_own(self) -> bool:
-        return self._uri == f"sqlite:///{database_of(self._home)}"
+    def _may_hold(self, stage: str | None, key: str) -> bool:
+        """Whether to ask MLflow: it answers, and the home's own has files of that key, or keeps its files elsewhere."""
+        if self._is_silent or self._uri != f"sqlite:///{database_of(self._home)}":
+            return not self._is_silent
+        return database_of(self._home).exists() and (self._copies.is_empty or bool(self._copies.find(stage, key)))
+
+    @cached_property
+    def _copies(self) -> LocalCopies:
+        return LocalCopies(self._home)
 
     def _mark_silent(self, error: Exception) -> None:
         self._is_silent = True
         log.warning("MLflow at %s cannot be queried for artifacts: %s", without_user(self._uri), first_line(error))
 
-    def _keys_in_own_database(self, prefix: str) -> list[tuple[str, str]]:
-        database = database_of(self._home)
-        if not database.exists():
-            return []
-        with contextlib.closing(sqlite3.connect(f"{database.as_uri()}?mode=ro", uri=True, timeout=10)) as db:
-            return db.execute(FINISHED_KEYS_SQL, (f"{prefix}%",)).fetchall()
+    def _finished(self, query: str) -> list[StoredRun]:
+        """Finished runs, the newest first."""
+        runs = self._source.search(f"{query} AND attributes.status = 'FINISHED'")
+        return sorted(runs, key=lambda run: run.ended or 0.0, reverse=True)
 
-    def _keys_by_api(self, prefix: str) -> list[tuple[str, str]]:
-        client = self._store().client
-        ids = [experiment.experiment_id for experiment in client.search_experiments()]
-        query = f"tags.`ttrain.key` LIKE '{prefix}%' AND attributes.status = 'FINISHED'"
-        runs = client.search_runs(ids, query, max_results=LISTED_KEYS) if ids else []
-        return [(run.data.tags.get("ttrain.stage", ""), run.data.tags["ttrain.key"]) for run in runs]
-
-    def _runs_in_own_database(self, stage: str, key: str) -> list[tuple[str, str]]:
-        """(run id, artifact URI) from the home's own database file, with the URIs of a moved home corrected."""
-        database = database_of(self._home)
-        if not database.exists():
-            return []
-        with contextlib.closing(sqlite3.connect(f"{database.as_uri()}?mode=ro", uri=True, timeout=10)) as db:
-            rows = db.execute(FINISHED_RUNS_SQL, (key, stage, self._experiment, CANDIDATES)).fetchall()
-            recorded = db.execute("SELECT path FROM ttrain_home").fetchone() if rows else None
-        old, new = Path(recorded[0] if recorded else self._home).as_uri(), self._home.as_uri()
-        return [(run_id, new + uri[len(old) :] if uri.startswith(f"{old}/") else uri) for run_id, uri in rows]
-
-    def _runs_by_api(self, stage: str, key: str) -> list[tuple[str, str]]:
-        """(run id, artifact URI) of finished runs, by MLflow's API. Creates nothing there."""
-        store = self._store()
-        query = f"tags.`ttrain.key` = '{key}' AND tags.`ttrain.stage` = '{stage}' AND attributes.status = 'FINISHED'"
-
-        def ask() -> list[tuple[str, str]]:
-            client, order = store.client, ["attributes.end_time DESC"]
-            experiment = self._experiment and client.get_experiment_by_name(self._experiment)
-            experiments = ([experiment] if experiment else []) if self._experiment else client.search_experiments()
-            if not experiments:
-                return []
-            ids = [experiment.experiment_id for experiment in experiments]
-            runs = client.search_runs(ids, query, max_results=CANDIDATES, order_by=order)
-            return [(run.info.run_id, run.info.artifact_uri) for run in runs]
-
-        rows, error = store.caller.try_call(ask)
-        if error is not None:
-            raise error
-        return rows or []
-
-    def _store(self) -> MlflowStore:
-        """The MLflow store, opened at the first key that is not here; a server's health is checked first."""
-        if self._opened is None:
-            self._opened = open_reader(self._home)
-        return self._opened
+    @cached_property
+    def _source(self) -> MlflowSource:
+        """MLflow, opened at the first key that is not here; a server's health is checked first."""
+        return MlflowSource(self._home, self._experiment)
 
     def _manifest_of(self, run_id: str, stage: str, directory: Path | None) -> Any:
         """The manifest in a run; None if there is none that this version reads."""
@@ -218,13 +165,11 @@ class MlflowArtifacts:
         if directory:
             folder = directory / at
             return {path.name: path.stat().st_size for path in folder.iterdir()} if folder.is_dir() else {}
-        listed = self._store().client.list_artifacts(run_id, f"{stage}/{at}".rstrip("/"))
-        return {Path(file.path).name: file.file_size for file in listed if not file.is_dir}
+        return self._source.sizes(run_id, f"{stage}/{at}".rstrip("/"))
 
     def _download(self, run_id: str, path: str, to: Path) -> None:
         with tempfile.TemporaryDirectory(dir=to.parent) as folder:
-            download_path = self._store().client.download_artifacts(run_id, path, folder)
-            shutil.move(download_path, to)
+            shutil.move(self._source.download(run_id, path, folder), to)
 
 
 def _is_whole(manifest: object, stage: str, key: str, sizes: Callable[[str], dict[str, int]]) -> bool:

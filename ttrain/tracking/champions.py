@@ -7,6 +7,7 @@ users of one model; so does the list of earlier champions. After a kill between 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar, final
 
-from ttrain.core.files import exclusive
+from ttrain.core.files import exclusive, read_object, write_json
 from ttrain.core.redact import without_user
 from ttrain.errors import TrackingError, UsageError
 from ttrain.tracking.calls import attempt, first_line, is_refusal
@@ -65,7 +66,9 @@ class Champions:
         version, error = attempt(lambda: self._client.get_model_version_by_alias(name, CHAMPION))
         if error is not None and not is_refusal(error):
             raise self._tracking_error(error)
-        return None if version is None or version.tags.get(KIND) != SET else set_of(version, (CHAMPION,))
+        chosen = None if version is None or version.tags.get(KIND) != SET else set_of(version, (CHAMPION,))
+        self._record({name: chosen})
+        return chosen
 
     def find(self, name: str, version: str) -> ModelSet:
         """A set by its version. Raises UsageError that lists the existing sets."""
@@ -111,11 +114,7 @@ class Champions:
             store = MlflowStore(self._client, self._uri, self._home, "")
             run = store.run_of(run_id or str(chosen.run_id))
             run.set_tags({"ttrain.decision": word, "ttrain.decision.reason": str(decision["reason"])})
-            figures = {key: decision[key] for key in ("challenger", "champion", "difference", "samples")}
-            low, high = decision["interval"] or (None, None)
-            figures |= {"interval_low": low, "interval_high": high}
-            figures["smallest_difference"] = decision.get("smallest_difference")
-            run.log_summary({f"promotion/{key}": value for key, value in figures.items() if value is not None})
+            run.log_summary(decision_metrics(decision))
             run.log_text(json.dumps(dict(decision), indent=1, sort_keys=True), "decision.json")
             run.log_text(table, "decision.md")
             store.close()
@@ -189,7 +188,20 @@ class Champions:
         ]
         sets.sort(key=lambda version: (version.created, int(version.version)), reverse=True)
         histories = {model.name: _numbers(model.tags.get(HISTORY, "")) for model in models}
-        return _Snapshot(sets, aliases, histories)
+        snapshot = _Snapshot(sets, aliases, histories)
+        self._record({model: snapshot.holder(model, CHAMPION) for model in {model_set.name for model_set in sets}})
+        return snapshot
+
+    def _record(self, champions: Mapping[str, ModelSet | None]) -> None:
+        """Keep the keys of the champions in the home, where they are read without MLflow."""
+        if self._uri != f"sqlite:///{database_of(self._home)}":
+            return
+        recorded = read_object(_champions_file(self._home))
+        known = {name: chosen for name, chosen in champions.items() if chosen or name in recorded}
+        updated = {**recorded, **{name: dict(chosen.keys) if chosen else {} for name, chosen in known.items()}}
+        if updated != recorded:
+            with contextlib.suppress(OSError):
+                write_json(_champions_file(self._home), updated)
 
     def _asked(self, action: Callable[[], Result]) -> Result:
         try:
@@ -217,6 +229,28 @@ class Champions:
     def _exclusive(self) -> Any:
         """Lock out other processes of this home; MLflow itself would let their writes interleave."""
         return exclusive(lock_of(self._home))
+
+
+def recorded_keys(home: Path, name: str) -> dict[str, str]:
+    """Keys of the champion's artifacts by stage, as MLflow last told them; {} if there is none."""
+    return dict(read_object(_champions_file(home)).get(name) or {})
+
+
+def forget_champions(home: Path) -> None:
+    """Remove the record of the champions, which are gone with the database."""
+    _champions_file(home).unlink(missing_ok=True)
+
+
+def _champions_file(home: Path) -> Path:
+    return home / "mlflow" / "champions.json"
+
+
+def decision_metrics(decision: Mapping[str, Any]) -> dict[str, float]:
+    """The figures of a decision, as metrics of the run whose models it was about."""
+    low, high = decision["interval"] or (None, None)
+    figures = {key: decision[key] for key in ("challenger", "champion", "difference", "samples")}
+    figures |= {"interval_low": low, "interval_high": high, "smallest_difference": decision.get("smallest_difference")}
+    return {f"promotion/{key}": value for key, value in figures.items() if value is not None}
 
 
 @dataclass(frozen=True)

@@ -125,11 +125,6 @@ def remove_unmade(home: Path) -> None:
                 outbox.remove_unmade(directory)
 
 
-def run_exists(home: Path, beginning: str) -> bool:
-    """Whether there is a run whose name starts with `beginning`."""
-    return any((home / "runs").glob(f"{_plain(beginning)}*.json"))
-
-
 def note_run_id(home: Path, run_info: Mapping[str, Any]) -> None:
     """Write the MLflow id that an ended run got later into its record. `run_info`: from its outbox."""
     path = home / "runs" / f"{_plain(str(run_info.get('name')))}.json"

@@ -1,15 +1,15 @@
 """Read runs back: find them by name, with their settings, metrics, stages and files.
 
-The sources are MLflow (the home's own database without importing MLflow), the run's record in the home and its artifacts
-in the store. If MLflow does not answer, or does not know the run, the others are used, and the view's notes say so.
+A run of this home is read from its record and from the files of its stages: in the store, in the work directory, or in
+the copies that MLflow keeps on this disk. MLflow itself is asked, through its client, only for what is not here: runs of
+other homes, and stages without files, or whose artifact another run built anew. If it does not answer, a note says so.
 """
 
 from __future__ import annotations
 
-import logging
 import re
-import sqlite3
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, final
 
@@ -17,43 +17,54 @@ from ttrain.config.base import flatten
 from ttrain.core.files import read_json
 from ttrain.core.redact import masked, without_user
 from ttrain.errors import UsageError
-from ttrain.store import runs
+from ttrain.store import references, runs
 from ttrain.store.artifacts import ArtifactStore
+from ttrain.store.layout import MANIFEST
 from ttrain.tracking import delivery
 from ttrain.tracking.calls import first_line
+from ttrain.tracking.champions import decision_metrics
 from ttrain.tracking.client import tracking_uri
 from ttrain.tracking.database import database_of
+from ttrain.tracking.local_copies import LocalCopies
+from ttrain.tracking.mlflow_source import MlflowSource
 from ttrain.tracking.model_sets import KIND, SET
-from ttrain.tracking.reading_sources import DatabaseSource
 from ttrain.tracking.registry import find_version
-from ttrain.tracking.views import RunSource, RunView, StageFiles, StageView, StoredRun
+from ttrain.tracking.runs import PARENT
+from ttrain.tracking.views import RunView, StageFiles, StageView, StoredRun
 
-log = logging.getLogger("ttrain")
-
-LATEST = "latest"
-LISTED_RUNS = 5
-REGISTERED = re.compile(r"(?:models:/)?(?P<name>[^@/:]+)(?:@(?P<alias>[^@/:]+)|/(?P<version>\d+))")
 OUTCOMES: Mapping[str, str] = {"FINISHED": "completed", "FAILED": "failed", "KILLED": "interrupted", "RUNNING": "running"}
+RUN_ID = re.compile(r"[0-9a-f]{32}")
 
 
-def read_run(home: Path, text: str) -> RunView:
-    """The run that `text` names, as `read_runs` does."""
-    return read_runs(home, [text])[0]
+def read_run(home: Path, text: str, *, tracked: bool = False) -> RunView:
+    """The run that `text` names, as `read_runs` does. `tracked`: with MLflow's ids of its stages."""
+    return _RunReader(home.resolve()).read([text], tracked=tracked)[0]
 
 
 def read_runs(home: Path, texts: Sequence[str]) -> list[RunView]:
     """The runs with these names, in this order.
 
-    A name is that of `ttrain pipeline status` or an unambiguous prefix of it, `latest`, MLflow's id of the run or of a
-    stage's run, or a registered model (NAME@alias, NAME/VERSION), for the run that made it. Raises UsageError that lists
-    the newest runs.
+    A name is that of `ttrain pipeline status` or a part of it (`store.references`), MLflow's id of the run or of a stage's
+    run, or a registered model, for the run that made it. Raises UsageError that lists the nearest and newest runs.
     """
     return _RunReader(home.resolve()).read(texts)
 
 
 def read_local(home: Path, name: str) -> RunView:
-    """The run of that name from its record and artifacts in this home alone, without querying MLflow."""
+    """The run of that name from its record and files in this home alone, without querying MLflow."""
     return _RunReader(home.resolve(), asks=False).read([name])[0]
+
+
+class _Match:
+    """A run that a name led to: its record in the home, MLflow's id of it, or both; then what MLflow says of it."""
+
+    def __init__(self, record: dict[str, Any] | None, run_id: str | None) -> None:
+        self.record = record
+        self.run_id = run_id or ((record.get("tracking") or {}).get("run_id") if record else None)
+        self.parent: StoredRun | None = None
+        self.children: Mapping[str, StoredRun] = {}  # runs of the stages that it built itself
+        self.by_key: Mapping[tuple[str, str], StoredRun] = {}  # of any run, by stage and key
+        self.notes: list[str] = []
 
 
 @final
@@ -61,46 +72,31 @@ class _RunReader:
     """Reads several runs together, since each query to MLflow costs the same for one run and for many."""
 
     def __init__(self, home: Path, *, asks: bool = True) -> None:
-        self._home, self._store = home, ArtifactStore(home)
-        self._names = _recorded_names(home)
+        self._home, self._store, self._asks = home, ArtifactStore(home), asks
+        self._names = references.run_names(home)
         self._notes: list[str] = []
-        self._files = StageFiles(self._store)  # shares its cache and its source with this reader
-        if asks:
-            self._open()
+        self._files = StageFiles(self._store)
+        self._copies = LocalCopies(home)
 
-    def read(self, texts: Sequence[str]) -> list[RunView]:
-        matches = [self._find(text) for text in texts]  # (record, id of the tracked run)
-        parents = self._ask("runs", [run_id for _, run_id in matches if run_id]) or {}
-        records = [record or self._record_of(parents.get(run_id or "")) for record, run_id in matches]
-        stages = self._stages_of(records, parents)
-        return [
-            self._view(record, parents.get(run_id or ""), run_id, stages)
-            for record, (_, run_id) in zip(records, matches, strict=True)
-        ]
+    def read(self, texts: Sequence[str], *, tracked: bool = False) -> list[RunView]:
+        matches = [self._find(text) for text in texts]
+        if incomplete := [match for match in matches if tracked or not self._is_here(match.record)]:
+            self._ask_about(incomplete)
+        return [self._view(match) for match in matches]
 
-    @property
-    def _source(self) -> RunSource | None:
-        return self._files.source
-
-    @_source.setter
-    def _source(self, source: RunSource | None) -> None:
-        self._files.source = source
-
-    def _open(self) -> None:
-        """Open MLflow if possible; the home's own database is read without it."""
-        uri = tracking_uri(self._home)
-        if uri == f"sqlite:///{database_of(self._home)}":
-            if database_of(self._home).exists():
-                self._source = DatabaseSource(self._home)
-            else:
-                self._notes.append("nothing is in MLflow yet: taken from the home's records and artifacts")
-            return
-        try:
-            from ttrain.tracking.reading_sources import ApiSource
-
-            self._source = ApiSource(self._home)
-        except Exception as error:
-            self._lost(error)
+    @cached_property
+    def _source(self) -> MlflowSource | None:
+        """MLflow, opened at the first question; None if it is not to be asked, or cannot be."""
+        uri, own = tracking_uri(self._home), f"sqlite:///{database_of(self._home)}"
+        if self._asks and uri == own and not database_of(self._home).exists():
+            self._notes.append("nothing is in MLflow yet: taken from the home's records and artifacts")
+        elif self._asks:
+            try:
+                self._files.source = source = MlflowSource(self._home)
+                return source
+            except Exception as error:  # MLflow may raise anything
+                self._note_silent(error)
+        return None
 
     def _ask(self, method: str, *arguments: Any) -> Any:
         """Query MLflow; None if it fails, and for all queries after that."""
@@ -108,200 +104,177 @@ class _RunReader:
             return None
         try:
             return getattr(self._source, method)(*arguments)
-        except sqlite3.Error as error:  # a schema of another version, which MLflow itself upgrades or refuses
-            if not isinstance(self._source, DatabaseSource):
-                self._lost(error)
-                return None
-            try:
-                from ttrain.tracking.reading_sources import ApiSource
-
-                self._source = ApiSource(self._home)
-            except Exception as second:
-                self._lost(second)
-                return None
-            return self._ask(method, *arguments)
-        except Exception as error:  # MLflow may raise anything
-            self._lost(error)
+        except Exception as error:
+            self._source = self._files.source = None
+            self._note_silent(error)
             return None
 
-    def _lost(self, error: Exception) -> None:
-        self._source = None
-        uri = without_user(tracking_uri(self._home))
+    def _note_silent(self, error: Exception) -> None:
         self._notes.append(
-            f"MLflow at {uri} cannot be queried ({first_line(error)}): taken from the home's records and artifacts"
+            f"MLflow at {without_user(tracking_uri(self._home))} cannot be queried ({first_line(error)}): "
+            f"taken from the home's records and artifacts"
         )
 
-    def _find(self, text: str) -> tuple[dict[str, Any] | None, str | None]:
-        """(record, id of the tracked run) of a name; at least one is not None."""
-        if text == LATEST:
-            if not self._names:
-                raise UsageError(f"there is no run in {self._home} yet; begin with `ttrain pipeline run full`")
-            text = max(self._names, key=_time_in_name)
-        if text not in self._names and (alike := [name for name in self._names if text and name.startswith(text)]):
-            if len(alike) > 1:
-                raise UsageError(
-                    f"'{text}' is the beginning of {len(alike)} runs: {_newest_names(alike)}; write more of the name"
-                )
-            text = alike[0]
-        if text in self._names:
-            record = self._record(text)
-            if record is not None:
-                return record, (record.get("tracking") or {}).get("run_id")
-        if re.fullmatch(r"[0-9a-f]{32}", text) and (match := self._of_id(text)):
+    def _find(self, text: str) -> _Match:
+        if (name := references.matching_run(text, self._names)) and (record := runs.read(self._home, name)):
+            return _Match(record, None)
+        if RUN_ID.fullmatch(text) and (match := self._with_id(text)):
             return match
-        if matched := REGISTERED.fullmatch(text):
-            return self._of_model(text, **matched.groupdict())
-        if run_ids := self._ask("with_tags", "mlflow.runName", [text]):
-            return self._of_id(run_ids[0]) or (None, run_ids[0])
-        raise UsageError(f"there is no run '{text}' in {self._home}; {self._listed()}")
+        if model := references.registered(text):
+            return self._with_model(model)
+        if text != references.LATEST and (tracked_runs := self._ask("with_tags", "mlflow.runName", [text])):
+            return self._tracked(tracked_runs[0])
+        raise references.unknown("run", text, self._names)
 
-    def _of_id(self, run_id: str) -> tuple[dict[str, Any] | None, str | None] | None:
+    def _with_id(self, run_id: str) -> _Match | None:
         """The run with this id in MLflow, or the run of the stage that has it."""
-        tracked_runs = self._ask("runs", [run_id]) or {}
-        if run_id in tracked_runs:
-            return None, tracked_runs[run_id].tags.get("mlflow.parentRunId", run_id)
-        records = (self._record(name) for name in self._names)
-        matches = (record for record in records if record and (record.get("tracking") or {}).get("run_id") == run_id)
-        return next(((record, run_id) for record in matches), None)
+        records = (record for name in self._names if (record := runs.read(self._home, name)))
+        if record := next((one for one in records if (one.get("tracking") or {}).get("run_id") == run_id), None):
+            return _Match(record, None)
+        tracked_run = (self._ask("runs", [run_id]) or {}).get(run_id)
+        return self._tracked(tracked_run) if tracked_run else None
 
-    def _of_model(
-        self, text: str, *, name: str, alias: str | None, version: str | None
-    ) -> tuple[dict[str, Any] | None, str | None]:
+    def _tracked(self, run: StoredRun) -> _Match:
+        """The run of the pipeline that MLflow's run is, or is a stage of."""
+        name = run.tags.get("ttrain.run") or run.name
+        record = runs.read(self._home, name) if name in self._names else None
+        return _Match(record, run.tags.get(PARENT) or run.run_id)
+
+    def _with_model(self, model: references.Registered) -> _Match:
         """The run that made a registered model, or a set of them."""
-        model_version = find_version(self._home, name, version=version, alias=alias)
-        if model_version.tags.get(KIND) == SET:
-            return self._find(model_version.tags["ttrain.run"])
-        run_ids = self._ask("with_tags", "ttrain.key", [model_version.tags.get("ttrain.key", "")]) or []
-        for child in (self._ask("runs", run_ids) or {}).values():
-            if child.tags.get("ttrain.stage") == model_version.tags.get("ttrain.stage") and child.tags.get("ttrain.run"):
+        version = find_version(self._home, model)
+        if version.tags.get(KIND) == SET:
+            return self._find(version.tags["ttrain.run"])
+        for child in self._ask("with_tags", "ttrain.key", [version.tags.get("ttrain.key", "")]) or ():
+            if child.tags.get("ttrain.stage") == version.tags.get("ttrain.stage") and child.tags.get("ttrain.run"):
                 return self._find(child.tags["ttrain.run"])
-        raise UsageError(f"'{text}' is registered, but the run that made it is neither in MLflow nor in {self._home}")
+        raise UsageError(f"'{model}' is registered, but the run that made it is neither in MLflow nor in {self._home}")
 
-    def _record(self, name: str) -> dict[str, Any] | None:
-        """The record of a run, marked as ended if its process was killed."""
-        return runs.read(self._home, name)
+    def _is_here(self, record: Mapping[str, Any] | None) -> bool:
+        """Whether the files of all stages that began are on this disk, and are those of the run itself."""
+        return record is not None and all(self._has_files(record, entry) for entry in record["stages"] if entry.get("key"))
 
-    def _record_of(self, parent: StoredRun | None) -> dict[str, Any] | None:
-        return self._record(parent.name) if parent and parent.name in self._names else None
+    def _has_files(self, record: Mapping[str, Any], entry: Mapping[str, Any]) -> bool:
+        manifest = self._manifest(entry)
+        if manifest:
+            made_by = manifest.get("provenance", {}).get("run")
+            return entry["outcome"] not in runs.BUILT or made_by in (None, record["run"])
+        has_ended = entry["outcome"] in (*runs.BUILT, "cached")
+        return not has_ended and self._store.work(entry["name"], entry["key"]).exists()
 
-    def _listed(self) -> str:
-        newest = sorted(self._names, key=_time_in_name, reverse=True)[:LISTED_RUNS]
-        return (
-            f"the newest are {', '.join(newest)}" if newest else "there is none yet, begin with `ttrain pipeline run full`"
-        )
+    def _manifest(self, entry: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The manifest of a stage's artifact, from the store, else from MLflow's copy on this disk; else empty."""
+        for directory in self._directories(entry):
+            manifest = read_json(directory / MANIFEST)
+            if isinstance(manifest, dict):
+                return manifest
+        return {}
 
-    def _stages_of(
-        self, records: Sequence[dict[str, Any] | None], parents: Mapping[str, StoredRun]
-    ) -> dict[tuple[str, str], list[StoredRun]]:
-        """Tracked runs of stages by ("parent", parent id) and by (stage, key), newest first."""
-        keys = {stage.get("key") for record in records if record for stage in record["stages"]} - {None, ""}
-        ids = list(self._ask("with_tags", "mlflow.parentRunId", parents) or []) if parents else []
-        for parent in parents.values():
-            keys |= {link["key"] for link in delivery.stages_of(parent.tags).values() if "key" in link}
-        ids += (self._ask("with_tags", "ttrain.key", keys) or []) if keys else []
-        children = self._ask("runs", dict.fromkeys(ids)) or {}
-        stage_runs: dict[tuple[str, str], list[StoredRun]] = {}
-        for child in sorted(children.values(), key=lambda run: (run.status == "FINISHED", run.started), reverse=True):
-            tags = child.tags
-            stage_runs.setdefault(("parent", tags.get("mlflow.parentRunId", "")), []).append(child)
-            stage_runs.setdefault((tags.get("ttrain.stage", ""), tags.get("ttrain.key", "")), []).append(child)
-        return stage_runs
+    def _directories(self, entry: Mapping[str, Any]) -> Iterator[Path]:
+        if entry.get("key"):
+            yield self._store.path(entry["name"], entry["key"])
+            yield from self._copies.find(entry["name"], entry["key"])
 
-    def _view(
-        self,
-        record: dict[str, Any] | None,
-        parent: StoredRun | None,
-        run_id: str | None,
-        children: Mapping[tuple[str, str], list[StoredRun]],
-    ) -> RunView:
-        own_stages = {
-            child.tags.get("ttrain.stage", ""): child for child in reversed(children.get(("parent", run_id or ""), []))
-        }
-        stage_records = record["stages"] if record else _stages_from_tags(parent, own_stages)
-        stages = {
-            stage_record["name"]: self._stage(stage_record, own_stages.get(stage_record["name"]), children)
-            for stage_record in stage_records
-        }
-        tags = dict(parent.tags) if parent else {}
+    def _ask_about(self, matches: Sequence[_Match]) -> None:
+        """Let MLflow tell about these runs and their stages."""
+        parents = self._ask("runs", [match.run_id for match in matches if match.run_id]) or {}
+        links = {run_id: delivery.stages_of(parent.tags) for run_id, parent in parents.items()}
+        linked = {run_id: [link["run"] for link in stages.values() if "run" in link] for run_id, stages in links.items()}
+        children = [*(self._ask("runs", [child for ids in linked.values() for child in ids]) or {}).values()]
+        children += self._ask("with_tags", PARENT, [run_id for run_id, ids in linked.items() if not ids]) or []
+        keys = {link["key"] for stages in links.values() for link in stages.values() if "key" in link}
+        keys |= {entry["key"] for match in matches if match.record for entry in match.record["stages"] if entry.get("key")}
+        known = {child.tags.get("ttrain.key", "") for child in children}
+        children += self._ask("with_tags", "ttrain.key", sorted(keys - known)) or []
+        children.sort(key=lambda run: (run.status == "FINISHED", run.started))  # of several, the last one is taken
+        by_key = {(child.tags.get("ttrain.stage", ""), child.tags.get("ttrain.key", "")): child for child in children}
+        for match in matches:
+            match.parent, match.by_key = parents.get(match.run_id or ""), by_key
+            match.children = {
+                child.tags.get("ttrain.stage", ""): child
+                for child in reversed(children)
+                if match.run_id and child.tags.get(PARENT) == match.run_id
+            }
+            if match.record and match.run_id and self._source and not match.parent:
+                match.notes.append(f"MLflow has no run {match.run_id}: taken from the home's records and artifacts")
+
+    def _view(self, match: _Match) -> RunView:
+        record, parent = match.record, match.parent
+        entries = record["stages"] if record else _stages_from_tags(parent, match.children)
         settings = dict(flatten(record["settings"])) if record else dict(parent.params) if parent else {}
-        seconds = record["seconds"] if record else _seconds(parent)
-        notes = list(self._notes)
-        if record and run_id and parent is None and self._source is not None:
-            notes.append(f"MLflow has no run {run_id}: taken from the home's records and artifacts")
+        metrics = {**(record.get("metrics") or {}), **self._decisions.get(record["run"], {})} if record else {}
         return RunView(
             name=record["run"] if record else parent.name if parent else "",
-            run_id=run_id,
-            pipeline=record["pipeline"] if record else tags.get("ttrain.pipeline", ""),
+            run_id=match.run_id,
+            pipeline=record["pipeline"] if record else parent.tags.get("ttrain.pipeline", "") if parent else "",
             status=record["outcome"] if record else _outcome(parent),
             started=record["started_unix"] if record else parent.started if parent else 0.0,
-            seconds=seconds,
-            tags=tags,
+            seconds=record["seconds"] if record else _seconds(parent),
             params={name: str(value) for name, value in masked(settings).items()},  # in the form that MLflow stores
-            metrics={**(record.get("metrics") or {} if record else {}), **(parent.metrics if parent else {})},
-            stages=stages,
-            inputs=parent.inputs if parent else (),
-            notes=tuple(dict.fromkeys(notes)),
+            metrics={**metrics, **(parent.metrics if parent else {})},
+            stages={entry["name"]: self._stage(entry, match) for entry in entries},
+            notes=tuple(dict.fromkeys([*self._notes, *match.notes])),
             record=record or {},
             reader=self._files,
         )
 
-    def _stage(
-        self, stage_record: Mapping[str, Any], own_run: StoredRun | None, children: Mapping[tuple[str, str], list[StoredRun]]
-    ) -> StageView:
-        name, key = stage_record["name"], stage_record.get("key")
-        stage_run = own_run or next(iter(children.get((name, key or ""), ())), None)
-        manifest = read_json(self._store.path(name, key) / "manifest.json") if key else None
-        manifest = manifest if isinstance(manifest, dict) else {}
-        figures = stage_run.metrics if stage_run else self._files.last_values(name, key)
+    def _stage(self, entry: Mapping[str, Any], match: _Match) -> StageView:
+        name, key, is_cached = entry["name"], entry.get("key"), entry["outcome"] == "cached"
+        own_run = match.children.get(name)
+        stage_run = own_run or match.by_key.get((name, key or ""))
+        manifest = self._manifest(entry)
+        copies = () if stage_run or not key or self._store.path(name, key).exists() else self._copies.find(name, key)
+        seconds = manifest.get("seconds") or _seconds(stage_run) if is_cached else entry.get("seconds")
+        ended = manifest.get("published") or (own_run.ended if own_run else None)
         return StageView(
             stage=name,
             key=key,
-            status=stage_record["outcome"],
-            cached=stage_record["outcome"] == "cached",
-            made_by=stage_run.tags.get("ttrain.run") if stage_run else manifest.get("provenance", {}).get("run"),
+            status=entry["outcome"],
+            cached=is_cached,
+            made_by=self._maker(entry, match, stage_run, manifest),
             run_id=stage_run.run_id if stage_run else None,
-            seconds=stage_record.get("seconds")
-            if stage_record["outcome"] != "cached"
-            else manifest.get("seconds") or _seconds(stage_run),
-            ended=None
-            if stage_record["outcome"] == "cached"
-            else manifest.get("published") or (own_run.ended if own_run else None),
-            params=stage_run.params if stage_run else {},
-            metrics=figures,
-            tags=stage_run.tags if stage_run else {},
+            seconds=seconds,
+            ended=None if is_cached else ended,
             inputs=stage_run.inputs if stage_run else (),
-            artifact_uri=stage_run.artifact_uri if stage_run else None,
-            record=stage_record,
+            artifact_uri=stage_run.artifact_uri if stage_run else next((path.parent.as_uri() for path in copies), None),
+            record=entry,
             manifest=manifest,
         )
 
+    def _maker(
+        self, entry: Mapping[str, Any], match: _Match, stage_run: StoredRun | None, manifest: Mapping[str, Any]
+    ) -> str | None:
+        """The name of the run that made a stage's artifact."""
+        if match.record and entry["outcome"] in runs.BUILT:
+            return str(match.record["run"])
+        made_by = stage_run.tags.get("ttrain.run") if stage_run else manifest.get("provenance", {}).get("run")
+        return made_by or self._makers.get(entry.get("key") or "")
 
-def _recorded_names(home: Path) -> list[str]:
-    return [path.stem for path in (home / "runs").glob("*.json") if not path.name.startswith(".")]
+    @cached_property
+    def _makers(self) -> Mapping[str, str]:
+        return runs.makers(self._home)
+
+    @cached_property
+    def _decisions(self) -> Mapping[str, Mapping[str, float]]:
+        """The figures of nights' decisions, by the run of the night."""
+        nights = (read_json(path) for path in (self._home / "nightly").glob("*/night-*.json"))
+        return {
+            night["run"]: decision_metrics(night["decision"])
+            for night in nights
+            if isinstance(night, dict) and night.get("run") and isinstance(night.get("decision"), dict)
+        }
 
 
-def _time_in_name(name: str) -> tuple[str, ...]:
-    """("20261121", "160222", "1a2b4") of "full-20261121-160222-1a2b4"."""
-    return tuple(name.rsplit("-", 3)[1:])
-
-
-def _newest_names(names: Sequence[str]) -> str:
-    newest = sorted(names, key=_time_in_name, reverse=True)
-    return ", ".join(newest[:LISTED_RUNS]) + (", ..." if len(names) > LISTED_RUNS else "")
-
-
-def _stages_from_tags(parent: StoredRun | None, own_stages: Mapping[str, StoredRun]) -> list[dict[str, Any]]:
+def _stages_from_tags(parent: StoredRun | None, children: Mapping[str, StoredRun]) -> list[dict[str, Any]]:
     """The stages of a run without a record here: those that it built, and those in its tags."""
     stages: dict[str, dict[str, Any]] = {}
-    for name, child in own_stages.items():
+    for name, child in children.items():
         key, seconds = child.tags.get("ttrain.key"), _seconds(child)
         stages[name] = {"name": name, "outcome": _outcome(child), "key": key, "seconds": seconds}
     for name, link in delivery.stages_of(parent.tags).items() if parent else ():
         if name not in stages and "key" in link:
             stages[name] = {"name": name, "outcome": "cached", "key": link["key"]}
-    return sorted(
-        stages.values(), key=lambda stage: own_stages[stage["name"]].started if stage["name"] in own_stages else 0.0
-    )
+    return sorted(stages.values(), key=lambda stage: children[stage["name"]].started if stage["name"] in children else 0.0)
 
 
 def _outcome(run: StoredRun | None) -> str:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from ttrain.core.redact import without_user
 from ttrain.errors import UsageError
+from ttrain.store.references import BEGIN, Registered, unknown
 from ttrain.tracking.calls import attempt, code_of, first_line
 from ttrain.tracking.client import is_installed, silence, tracking_uri
 from ttrain.tracking.database import database_of, open_client
 from ttrain.tracking.uploads import local_path
 
 CHAMPION: Final = "champion"  # alias of the set of models that is in use
+LISTED_MODELS: Final = 50
 
 
 @dataclass(frozen=True)
@@ -28,36 +30,36 @@ class ModelVersion:
     run_id: str | None = None
 
 
-def find_version(home: Path, name: str, *, version: str | None = None, alias: str | None = None) -> ModelVersion:
-    """The version with this number, or this alias. Raises UsageError that lists what is registered."""
+def find_version(home: Path, model: Registered) -> ModelVersion:
+    """The version of this name. Raises UsageError that lists what is registered."""
     if not is_installed():
         raise UsageError(
-            f"'{name}' is looked up in MLflow, which is not installed; pip install mlflow, or name a run or stage"
+            f"'{model}' is looked up in MLflow, which is not installed; pip install mlflow, or name a run or stage"
         )
     silence()
     home = home.resolve()
     uri = tracking_uri(home)
-    reference = f"{name}@{alias}" if alias else f"{name}/{version}"
     if uri == f"sqlite:///{database_of(home)}" and not database_of(home).exists():
-        raise UsageError(f"there is no registered model '{reference}': nothing is registered in {home} yet")
-    client, error = attempt(lambda: open_client(uri, home))
-    if client is None:
-        raise UsageError(f"MLflow at {without_user(uri)} cannot be queried for '{reference}': {error and first_line(error)}")
+        raise unknown("registered model", str(model), (), begin=f"nothing is registered in {home}: {BEGIN}")
 
-    def ask() -> Any:
-        return client.get_model_version_by_alias(name, alias) if alias else client.get_model_version(name, str(version))
+    def ask() -> tuple[Any, list[Any]]:
+        client = open_client(uri, home)
+        try:
+            if model.alias:
+                return client.get_model_version_by_alias(model.name, model.alias), []
+            return client.get_model_version(model.name, model.version), []
+        except Exception as error:
+            if code_of(error) not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+                raise
+            return None, client.search_registered_models(max_results=LISTED_MODELS)
 
-    entity, error = attempt(ask)
+    answer, error = attempt(ask)
+    if answer is None:
+        raise UsageError(f"MLflow at {without_user(uri)} cannot be queried for '{model}': {error and first_line(error)}")
+    entity, models = answer
     if entity is None:
-        unknown = error is not None and code_of(error) in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")
-        if not unknown:
-            raise UsageError(
-                f"MLflow at {without_user(uri)} cannot be queried for '{reference}': {error and first_line(error)}"
-            )
-        raise UsageError(
-            f"there is no registered model '{reference}'; registered are {_describe_models(client) or 'none'}{_fix(alias)}"
-        )
-    return ModelVersion(name, str(entity.version), local_path(entity.source), dict(entity.tags), entity.run_id or None)
+        raise unknown("registered model", str(model), _names(models), shown=LISTED_MODELS, also=_fix(model.alias))
+    return ModelVersion(model.name, str(entity.version), local_path(entity.source), dict(entity.tags), entity.run_id or None)
 
 
 def _fix(alias: str | None) -> str:
@@ -68,12 +70,9 @@ def _fix(alias: str | None) -> str:
     )
 
 
-def _describe_models(client: Any) -> str:
-    """Names, newest version and aliases: "a/3 (champion: 2), b/1"."""
-    models, _ = attempt(lambda: client.search_registered_models(max_results=50))
-    lines = []
-    for model in models or ():
+def _names(models: Iterable[Any]) -> Iterator[str]:
+    """NAME/VERSION of the newest version of each model, and NAME@ALIAS of each alias."""
+    for model in models:
         newest = max((int(version.version) for version in model.latest_versions or ()), default=0)
-        aliases = ", ".join(f"{alias}: {number}" for alias, number in sorted(model.aliases.items()))
-        lines.append(f"{model.name}/{newest}" + (f" ({aliases})" if aliases else ""))
-    return ", ".join(lines)
+        yield f"{model.name}/{newest}"
+        yield from (f"{model.name}@{alias}" for alias in sorted(model.aliases))

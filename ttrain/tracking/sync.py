@@ -15,7 +15,7 @@ from typing import Any, Final, final
 
 from ttrain.core.files import parse_json, read_json, read_object
 from ttrain.core.redact import without_user
-from ttrain.errors import UsageError
+from ttrain.store import references
 from ttrain.store.runs import parse_row
 from ttrain.tracking import outboxes
 from ttrain.tracking.calls import attempt, first_line
@@ -57,9 +57,8 @@ def undelivered_runs(home: Path, run: str | None = None) -> list[UndeliveredRun]
         return listed
     chosen = [candidate for candidate in listed if run in (candidate.run, candidate.name)]
     chosen = chosen or [candidate for candidate in listed if candidate.run.startswith(run)]
-    if not chosen and not outboxes.run_exists(home, run):
-        names = ", ".join(dict.fromkeys(candidate.run for candidate in listed))
-        raise UsageError(f"there is no run '{run}'; runs with undelivered data: {names or 'none'}")
+    if not chosen and references.find_run(home, run) is None:
+        raise references.unknown("run", run, [*(candidate.run for candidate in listed), *references.run_names(home)])
     return chosen
 
 

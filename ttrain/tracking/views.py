@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, Final, NamedTuple, Protocol, TypeVar, final
@@ -82,10 +82,7 @@ class StageView:
     run_id: str | None  # MLflow's
     seconds: float | None  # of building it
     ended: float | None  # seconds since 1970; None if another run made it, or it has not ended
-    params: Mapping[str, str] = field(default_factory=dict, repr=False)
-    metrics: Mapping[str, float] = field(default_factory=dict, repr=False)
-    tags: Mapping[str, str] = field(default_factory=dict, repr=False)
-    inputs: tuple[InputView, ...] = ()
+    inputs: tuple[InputView, ...] = ()  # those that MLflow lists, if the stage's manifest is not here
     artifact_uri: str | None = None
     record: Mapping[str, Any] = field(default_factory=dict, repr=False)  # from the run's record: why, error, log, ...
     manifest: Mapping[str, Any] = field(default_factory=dict, repr=False)  # of its artifact; empty if that is not here
@@ -101,11 +98,9 @@ class RunView:
     status: str  # completed, failed, interrupted, crashed, running or cached
     started: float  # seconds since 1970
     seconds: float | None
-    tags: Mapping[str, str]
     params: Mapping[str, str]  # all settings, with dotted names
     metrics: Mapping[str, float]
     stages: Mapping[str, StageView]
-    inputs: tuple[InputView, ...] = ()
     notes: tuple[str, ...] = ()  # what could not be read, and what was read instead
     record: Mapping[str, Any] = field(
         default_factory=dict, repr=False
@@ -153,13 +148,7 @@ LARGEST_TEXT: Final = 4 << 20  # bytes of a file that are read as a text
 
 
 class RunSource(Protocol):
-    """An MLflow to read runs from; any method may raise."""
-
-    def runs(self, ids: Iterable[str]) -> dict[str, StoredRun]:
-        """The runs of these ids, by id."""
-
-    def with_tags(self, key: str, values: Iterable[str]) -> list[str]:
-        """Ids of the runs whose tag has one of these values, newest first."""
+    """An MLflow to read curves and files from; any method may raise."""
 
     def history(self, run_id: str, metric: str) -> list[tuple[int, int, float]]:
         """(step, milliseconds, value) of a metric."""
@@ -167,14 +156,20 @@ class RunSource(Protocol):
     def curves(self, run_id: str) -> list[str]:
         """Names of the metrics that were logged at a step."""
 
+    def text(self, run_id: str, path: str) -> str:
+        """The text of one of the run's files."""
+
+    def files(self, run_id: str, under: str) -> list[str]:
+        """Paths of the run's files below a directory."""
+
 
 @final
 class StageFiles:
-    """The reader behind a view. What MLflow lacks, or does not answer, is read from disk."""
+    """The reader behind a view: of the stages whose files are here, from them; else from MLflow, if it was asked."""
 
     def __init__(self, store: ArtifactStore) -> None:
         self._store = store
-        self.source: RunSource | None = None  # the MLflow that is queried first, as long as it answers
+        self.source: RunSource | None = None  # the MLflow that has the stages with a `run_id`, as long as it answers
         self._tokens: dict[str, dict[int, float]] = {}  # by id of the tracked run, then by step
         self._curves: dict[tuple[str, str, str], list[Point]] = {}  # by stage, run or key, and metric
         self._disk: dict[tuple[str, str], dict[str, list[Point]]] = {}  # by stage and key
@@ -183,22 +178,14 @@ class StageFiles:
         """The curve in the order of its steps; of a step that was logged twice, the last value."""
         curve_key = (stage.stage, stage.run_id or stage.key or "", clean(metric))
         if curve_key not in self._curves:
-            self._curves[curve_key] = self._tracked(stage.run_id, metric) or self._on_disk(stage.stage, stage.key).get(
-                clean(metric), []
-            )
+            self._curves[curve_key] = self._tracked(stage.run_id, metric) or self._on_disk(stage).get(clean(metric), [])
         return list(self._curves[curve_key])
 
     def metrics(self, stage: StageView) -> list[str]:
         """Names of the metrics that were measured at a step."""
         run_id = stage.run_id
         names = self._ask(lambda source: source.curves(run_id)) if run_id else None
-        return [name for name in names or sorted(self._on_disk(stage.stage, stage.key)) if name != TOKENS]
-
-    def last_values(self, stage: str, key: str | None) -> dict[str, float]:
-        """The last number of each metric in the stage's own file."""
-        curves = self._on_disk(stage, key)
-        numbers = {name: [point.value for point in curve if math.isfinite(point.value)] for name, curve in curves.items()}
-        return {name: values[-1] for name, values in numbers.items() if values}
+        return [name for name in names or sorted(self._on_disk(stage)) if name != TOKENS]
 
     def text(self, stage: StageView, path: str) -> str | None:
         """A text file of the stage, from this machine's disks, else from MLflow."""
@@ -208,10 +195,8 @@ class StageFiles:
             with contextlib.suppress(OSError):
                 with (directory / path).open("rb") as file:
                     return file.read(LARGEST_TEXT).decode("utf-8", errors="replace")
-        client: Any = self.source
-        if not stage.run_id or not hasattr(client, "text"):
-            return None
-        return attempt(lambda: str(client.text(stage.run_id, f"{stage.stage}/{path}")))[0]
+        run_id = stage.run_id
+        return self._ask(lambda source: source.text(run_id, f"{stage.stage}/{path}")) if run_id else None
 
     def files(self, stage: StageView, under: str) -> list[str]:
         """Paths of the stage's files below a directory."""
@@ -221,11 +206,9 @@ class StageFiles:
             if (directory / under).is_dir():
                 paths = (path for path in (directory / under).rglob("*") if path.is_file())
                 return sorted(path.relative_to(directory).as_posix() for path in paths)
-        client: Any = self.source
-        if not stage.run_id or not hasattr(client, "files"):
-            return []
-        listed = attempt(lambda: client.files(stage.run_id, f"{stage.stage}/{under}".rstrip("/")))[0] or []
-        return sorted(path.removeprefix(f"{stage.stage}/") for path in listed)
+        run_id = stage.run_id
+        listed = self._ask(lambda source: source.files(run_id, f"{stage.stage}/{under}".rstrip("/"))) if run_id else None
+        return sorted(path.removeprefix(f"{stage.stage}/") for path in listed or ())
 
     def _ask(self, question: Callable[[RunSource], Result]) -> Result | None:
         source = self.source
@@ -252,24 +235,23 @@ class StageFiles:
         latest = {step: Point(step, tokens_at.get(step), when / 1000, value) for step, when, value in history}
         return list(latest.values())  # `history` is sorted by step, and a dict key keeps its first position
 
-    def _on_disk(self, stage: str, key: str | None) -> dict[str, list[Point]]:
+    def _on_disk(self, stage: StageView) -> dict[str, list[Point]]:
         """All curves of the stage's own files; read once, as a long training has a hundred thousand lines."""
-        if (stage, key or "") not in self._disk:
+        disk_key = (stage.stage, stage.key or "")
+        if disk_key not in self._disk:
             latest: dict[str, dict[int, Point]] = {}
-            for row in self._rows(stage, key):
+            for row in self._rows(stage):
                 tokens, when = row.get(TOKENS), float(row.get("time") or 0.0)
                 tokens = None if tokens is None else float(tokens)
                 for name, value in row["metrics"].items():
                     number = math.nan if value is None else float(value)  # JSON has no NaN: the trainer writes null
                     latest.setdefault(clean(name), {})[row["step"]] = Point(row["step"], tokens, when, number)
-            self._disk[stage, key or ""] = {name: [steps[at] for at in sorted(steps)] for name, steps in latest.items()}
-        return self._disk[stage, key or ""]
+            self._disk[disk_key] = {name: [steps[at] for at in sorted(steps)] for name, steps in latest.items()}
+        return self._disk[disk_key]
 
-    def _rows(self, stage: str, key: str | None) -> Iterator[dict[str, Any]]:
+    def _rows(self, stage: StageView) -> Iterator[dict[str, Any]]:
         """The rows of a stage's own curves, without torn lines."""
-        if key is None:
-            return
-        for directory in (self._store.path(stage, key), self._store.work(stage, key) / "output"):
+        for directory in self._directories(stage):
             paths = [path for name in CURVES for path in sorted((directory / "run").glob(name))]
             for path in paths:
                 with contextlib.suppress(OSError):

@@ -1,0 +1,135 @@
+"""The grammar of names on the command line, and the one message about a name of nothing. Loads no tracker.
+
+full-20261121-160222-1a2b4       a run; also the beginning or the end of its name, if no other run has it, or `latest`
+RUN:sft, sft                     a stage of that run; a stage
+NAME@ALIAS, NAME/VERSION         a registered model or set of models; also as models:/NAME@ALIAS
+./directory                      a directory
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import os
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from ttrain.errors import UsageError
+from ttrain.store import runs
+
+LATEST: Final = "latest"
+LISTED: Final = 5  # names in a message
+SHORTEST_END: Final = 4  # characters of the end of a run's name
+BEGIN: Final = "begin with `ttrain pipeline run full`"
+PATTERN: Final = re.compile(r"(?:models:/)?(?P<name>[^@/:]+)(?:@(?P<alias>[^@/:]+)|/(?P<version>\d+))")
+
+
+class Registered(NamedTuple):
+    """The name of a registered model, and its alias or its version."""
+
+    name: str
+    alias: str | None
+    version: str | None
+
+    def __str__(self) -> str:
+        return f"{self.name}@{self.alias}" if self.alias else f"{self.name}/{self.version}"
+
+
+def registered(text: str) -> Registered | None:
+    """The parts of NAME@ALIAS or NAME/VERSION; None for any other text."""
+    match = PATTERN.fullmatch(text)
+    return Registered(**match.groupdict()) if match else None
+
+
+def run_and_stage(text: str) -> tuple[str, str]:
+    """The parts of RUN:STAGE; (text, "") for any other text."""
+    run, _, stage = (text, "", "") if registered(text) else text.partition(":")
+    return run, stage
+
+
+def is_path(text: str) -> bool:
+    """Whether the text can only be a path."""
+    return text.startswith((".", "~")) or Path(text).is_absolute()
+
+
+def directory(text: str) -> Path | None:
+    """The directory of that name; None if there is none, also for a text that cannot be a path."""
+    with contextlib.suppress(OSError, ValueError, RuntimeError):
+        path = Path(text).expanduser().absolute()
+        return path if path.is_dir() else None
+    return None
+
+
+def run_names(home: Path) -> list[str]:
+    """The names of all runs of a home, newest first."""
+    with contextlib.suppress(OSError), os.scandir(home / "runs") as entries:
+        names = [entry.name for entry in entries]
+        stems = [name.removesuffix(".json") for name in names if name.endswith(".json") and not name.startswith(".")]
+        return sorted(stems, key=runs.time_in_name, reverse=True)
+    return []
+
+
+def matching_run(text: str, names: Sequence[str]) -> str | None:
+    """The run of this name, or the only one that begins or ends so; None if none does. `names`: newest first.
+
+    Raises UsageError if several do.
+    """
+    if text == LATEST:
+        return names[0] if names else None
+    ends = len(text) >= SHORTEST_END
+    matches = [name for name in names if text and (name.startswith(text) or (ends and name.endswith(text)))]
+    if text in names:
+        return text
+    if len(matches) > 1:
+        raise UsageError(
+            f"'{text}' is the beginning or end of {len(matches)} runs: {listed(matches)}; write more of the name"
+        )
+    return matches[0] if matches else None
+
+
+def find_run(home: Path, text: str) -> dict[str, Any] | None:
+    """The record of a run, by its name or a part of it; None if there is none. Raises UsageError if several match."""
+    name = matching_run(text, run_names(home))
+    return runs.read(home, name) if name else None
+
+
+def need_run(home: Path, text: str) -> dict[str, Any]:
+    """As `find_run`, but raises UsageError if there is none."""
+    record = find_run(home, text)
+    if record is None:
+        raise unknown("run", text, run_names(home))
+    return record
+
+
+def need_stage(text: str, stages: Iterable[str], owner: str = "") -> str:
+    """The name of a stage, unchanged. Raises UsageError if it is not among `stages`, those of `owner` if there is one."""
+    names = list(stages)
+    if text not in names:
+        raise unknown("stage", text, names, owner=owner, shown=len(names))
+    return text
+
+
+def unknown(
+    kind: str, text: str, names: Iterable[str], *, owner: str = "", shown: int = LISTED, begin: str = BEGIN, also: str = ""
+) -> UsageError:
+    """The error about a name of nothing, with the nearest and the first of the existing `names`.
+
+    `kind`: what was looked for; `owner`: where, if not in the home; `begin`: how to make the first; `also`: an addition.
+    """
+    existing = list(dict.fromkeys(names))
+    near = difflib.get_close_matches(text[:200], existing, n=3, cutoff=0.6)
+    subject = f"{owner} has no {kind} '{text}'" if owner else f"there is no {kind} '{text}'"
+    hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    there = (
+        f"there {'is' if len(existing) == 1 else 'are'} {listed(existing, shown)}"
+        if existing
+        else f"there is none yet, {begin}"
+    )
+    return UsageError(f"{subject}{hint}; {there}{also}")
+
+
+def listed(names: Sequence[str], shown: int = LISTED) -> str:
+    """The first names, and dots if there are more."""
+    return ", ".join(names[:shown]) + (", ..." if len(names) > shown else "")

@@ -1,0 +1,118 @@
+"""Read runs and files that are not in the home, by MLflow's client. Creates nothing there."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any, final
+
+from ttrain.core.files import parse_json
+from ttrain.tracking.model_sets import all_pages
+from ttrain.tracking.tracker import open_reader
+from ttrain.tracking.views import InputView, StoredRun
+
+RUNS_PER_PAGE, RUNS_PER_QUERY = 1000, 100
+
+
+@final
+class MlflowSource:
+    """Read-only access to one MLflow, or to one experiment. Raises MLflow's errors; a silent server costs one probe."""
+
+    def __init__(self, home: Path, experiment: str | None = None) -> None:
+        self._store, self._experiment = open_reader(home), experiment
+        self._experiments: list[str] = []
+
+    def runs(self, ids: Iterable[str]) -> dict[str, StoredRun]:
+        """The existing runs with these ids, without deleted ones, by id."""
+        wanted = [*dict.fromkeys(ids)]
+        batches = [wanted[start : start + RUNS_PER_QUERY] for start in range(0, len(wanted), RUNS_PER_QUERY)]
+        queries = ("attributes.run_id IN ({})".format(", ".join(f"'{run_id}'" for run_id in batch)) for batch in batches)
+        return {run.run_id: run for query in queries for run in self.search(query)}
+
+    def with_tags(self, key: str, values: Iterable[str]) -> list[StoredRun]:
+        """The runs whose tag has one of these values, the newest first."""
+        matches: list[StoredRun] = []
+        for value in dict.fromkeys(values):
+            if "'" not in value:  # MLflow's filter language cannot escape it, and no value of ttrain contains one
+                matches += self.search(f"tags.`{key}` = '{value}'")
+        return sorted(matches, key=lambda run: run.started, reverse=True)
+
+    def history(self, run_id: str, metric: str) -> list[tuple[int, int, float]]:
+        """(step, milliseconds since 1970, value) of a metric, as logged; from all pages."""
+        points = self._asked(lambda: self._store.client.get_metric_history(run_id, metric))
+        return sorted((point.step, point.timestamp, point.value) for point in points)
+
+    def curves(self, run_id: str) -> list[str]:
+        """Names of the metrics that were logged at a step; the metrics of a whole run are at step 0."""
+        run = self._asked(lambda: self._store.client.get_run(run_id))
+        return sorted(metric.key for metric in run.data.to_proto().metrics if metric.step > 0)
+
+    def text(self, run_id: str, path: str) -> str:
+        """The text of one of the run's files."""
+        with tempfile.TemporaryDirectory() as folder:
+            return self.download(run_id, path, folder).read_text(encoding="utf-8", errors="replace")
+
+    def download(self, run_id: str, path: str, folder: str) -> Path:
+        """Write one of the run's files below a folder; return its path there."""
+        return Path(self._asked(lambda: self._store.client.download_artifacts(run_id, path, folder)))
+
+    def sizes(self, run_id: str, under: str) -> dict[str, int]:
+        """Bytes of each file in a directory of the run, by name."""
+        entries = self._asked(lambda: self._store.client.list_artifacts(run_id, under or None))
+        return {Path(entry.path).name: entry.file_size for entry in entries if not entry.is_dir}
+
+    def files(self, run_id: str, under: str) -> list[str]:
+        """Paths of the run's files below a directory."""
+        paths: list[str] = []
+        for entry in self._asked(lambda: self._store.client.list_artifacts(run_id, under or None)):
+            paths += self.files(run_id, entry.path) if entry.is_dir else [entry.path]
+        return paths
+
+    def search(self, query: str) -> list[StoredRun]:
+        """The runs that match a query in MLflow's language, without deleted ones."""
+        client, name = self._store.client, self._experiment
+        if not self._experiments:
+            find = partial(client.get_experiment_by_name, name) if name else client.search_experiments
+            answer = self._asked(find)
+            self._experiments = [experiment.experiment_id for experiment in ([answer] if name else answer) if experiment]
+        page = partial(client.search_runs, self._experiments, query, max_results=RUNS_PER_PAGE)
+        return [_stored_run(run) for run in self._asked(lambda: all_pages(page))] if self._experiments else []
+
+    def _asked(self, action: Callable[[], Any]) -> Any:
+        answer, error = self._store.caller.try_call(action)
+        if error is not None:
+            raise error
+        return answer
+
+
+def _stored_run(run: Any) -> StoredRun:
+    inputs = []
+    for dataset_input in run.inputs.dataset_inputs if run.inputs else ():
+        context = next((tag.value for tag in dataset_input.tags if tag.key == "mlflow.data.context"), "")
+        data = dataset_input.dataset
+        inputs.append(_input_of(data.name, data.digest, context, data.source, data.profile))
+    info = run.info
+    return StoredRun(
+        info.run_id,
+        info.run_name or "",
+        info.status,
+        (info.start_time or 0) / 1000,
+        info.end_time / 1000 if info.end_time else None,
+        info.artifact_uri,
+        str(info.experiment_id),
+        dict(run.data.params),
+        dict(run.data.metrics),
+        dict(run.data.tags),
+        tuple(sorted(inputs, key=lambda dataset_input: dataset_input.name)),
+    )
+
+
+def _input_of(name: str, digest: str, context: str, source: str, profile: str | None) -> InputView:
+    """A data set from MLflow's columns; without counts if the profile is not a JSON object."""
+    counts: object = None
+    with contextlib.suppress(ValueError):
+        counts = parse_json(profile or "null")
+    return InputView(name, digest, context, source, counts if isinstance(counts, dict) else {})
