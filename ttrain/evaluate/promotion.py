@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from ttrain.config import Promotion, Settings
+from ttrain.config.metrics import BITS_PER_BYTE, PRIMARY_METRICS
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.evaluate import statistics as confidence
 from ttrain.evaluate import suites, task_result
@@ -16,7 +17,7 @@ from ttrain.store.layout import Artifact
 
 ANY_FIGURE = "FIGURE"  # stands for any metric of a kind with too many to list, or of the harness
 FIGURES: Mapping[str, tuple[str, ...]] = {  # of suites' tasks, by kind
-    "text": ("bits_per_byte", "loss", "perplexity"),
+    "text": (BITS_PER_BYTE.family, "loss", "perplexity"),
     "choices": ("accuracy", "accuracy_characters", "accuracy_bytes", "accuracy_tokens", "choice_loss"),
     "last_word": ("accuracy", "perplexity"),
     "generation": ("accuracy_exact", "accuracy_numeric", "ended"),
@@ -87,9 +88,9 @@ class Decision:
 def check_metric(settings: Settings) -> None:
     """Raise UsageError if no evaluation under these settings has `promotion.metric`; called before training."""
     models = [name for name in type(settings.evaluate.suites).model_fields if name != "sft" or "sft" in settings.trainings]
-    bits = ["bits_per_byte", *(f"bits_per_byte_{name}" for name in models if name != "base")]
-    parts = [loss for loss, of in (("chat_loss", "sft"), ("domain_loss", "lora")) if settings.reads(of)]
-    losses = [f"{loss}_{name}" for loss in parts for name in models]
+    bits = [BITS_PER_BYTE.of(name) for name in models]
+    metrics = [metric for stage, metric in PRIMARY_METRICS.items() if metric != BITS_PER_BYTE and settings.reads(stage)]
+    losses = [metric.of(name) for metric in metrics for name in models]
     of_suites = [
         f"{task}/{figure}/{name}"
         for name in models
@@ -207,7 +208,7 @@ def _incomparable_reason(challenger: Scores, champion: Scores) -> str:
         return "the models were not evaluated on the same held-out records, so their metrics cannot be compared"
     return (
         f"the models count the same records differently, as with two tokenizers, so {challenger.metric} cannot be compared; "
-        f"set promotion.metric=bits_per_byte"
+        f"set promotion.metric={BITS_PER_BYTE.name}"
     )
 
 

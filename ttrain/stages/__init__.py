@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from ttrain import config
+from ttrain.config.metrics import PRIMARY_METRICS, PrimaryMetric
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,8 @@ class Stage:
     `dataset` names the entry of `data` whose files it reads itself. `uses_ranks` marks the stages that train,
     `uses_model` one that loads what they made, `reads_model` one whose files are those of the existing model,
     `reads_suites` one whose files are the suites of the evaluation, and what these read. `spreads` marks one that does not
-    train and has a process on each of `runtime.devices` all the same.
+    train and has a process on each of `runtime.devices` all the same. `primary_metric` is what the model of a training is
+    judged by.
     """
 
     name: str
@@ -32,6 +34,7 @@ class Stage:
     spreads: bool = False
     uses_python: bool = False  # the running Python's own files are its input
     reuses_parts: bool = False  # what unfinished work and earlier artifacts hold is taken where it fits
+    primary_metric: PrimaryMetric | None = None
 
     @property
     def loads_torch(self) -> bool:
@@ -77,9 +80,24 @@ PRETRAIN = Stage(
     config.PretrainConfig,
     {"tokenizer": (), "base": (), "shards": ()},
     uses_ranks=True,
+    primary_metric=PRIMARY_METRICS["pretrain"],
 )
-SFT = Stage("sft", "ttrain.stages.sft", config.SftConfig, {"base": (), "shards": ()}, uses_ranks=True)
-LORA = Stage("lora", "ttrain.stages.lora", config.LoraConfig, {"base": (), "shards": ()}, uses_ranks=True)
+SFT = Stage(
+    "sft",
+    "ttrain.stages.sft",
+    config.SftConfig,
+    {"base": (), "shards": ()},
+    uses_ranks=True,
+    primary_metric=PRIMARY_METRICS["sft"],
+)
+LORA = Stage(
+    "lora",
+    "ttrain.stages.lora",
+    config.LoraConfig,
+    {"base": (), "shards": ()},
+    uses_ranks=True,
+    primary_metric=PRIMARY_METRICS["lora"],
+)
 EVALUATE = Stage(
     "evaluate",
     "ttrain.stages.evaluate",

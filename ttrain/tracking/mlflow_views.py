@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import quote
 
+from ttrain.config.metrics import PRIMARY_METRICS, VALIDATION_LOSS
 from ttrain.core.files import parse_json
 from ttrain.tracking.null_tracker import NullStore
 from ttrain.tracking.tracker import MlflowStore
@@ -30,11 +31,7 @@ MOST_SETTINGS = 4  # of the columns: with the figures before them a table of 160
 LONGEST_SETTING = 24  # characters of a value that a column shows
 
 # Columns, if the runs have them: the metric that a stage is judged by, and its validation loss for runs without it.
-JUDGED_BY: Final = {
-    "eval/bits_per_byte": "pretrain/validation_loss",
-    "eval/chat_loss_sft": "sft/validation_loss",
-    "eval/domain_loss_lora": "lora/validation_loss",
-}
+JUDGED_BY: Final = {metric.of_run: f"{stage}/{VALIDATION_LOSS}" for stage, metric in PRIMARY_METRICS.items()}
 EXTRA_METRICS: Final = ("pretrain/tokens", "pretrain/tokens_per_second", "total/device_hours")
 # Settings of these groups shape the models; those of others come after them. Data sets have MLflow's own column.
 SHAPING: Final = ("reading", "tokenizer", "model", "pretrain", "sft", "lora", "evaluate", "source")
