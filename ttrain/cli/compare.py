@@ -22,6 +22,8 @@ LONGEST_CELL = 160
 FIGURES_OF_MANY = 3
 
 RunReference = Annotated[str, typer.Argument(help=RUN_HELP)]
+Axis = Annotated[str, typer.Option("--axis", help="of the curves: tokens, step or time")]
+Log = Annotated[bool, typer.Option("--log", help="draw the curves with a logarithmic axis")]
 RunReferences = Annotated[list[str], typer.Argument(help=RUN_HELP, metavar="RUN...")]
 
 
@@ -49,6 +51,8 @@ def compare(
     html: Annotated[
         Path | None, typer.Option("--html", help="write a page with curves to this file", show_default=False)
     ] = None,
+    axis: Axis = "tokens",
+    log: Log = False,
     as_json: AsJson = False,
 ) -> None:
     """Print how two or more runs differ: settings, data, code, figures, samples."""
@@ -59,6 +63,7 @@ def compare(
 
     if len(runs) < 2:
         raise UsageError(f"compare got one run, {runs[0]}, but needs two or more; `ttrain pipeline status` lists them")
+    _check_axis(axis)
     views = read_runs(home(), runs)
     duplicate = next(
         (text for index, text in enumerate(runs) if views[index].name in [view.name for view in views[:index]]), None
@@ -69,7 +74,7 @@ def compare(
     if html:
         from ttrain.reports.compare_page import page_of
 
-        _write(html, page_of(views, comparison))
+        _write(html, page_of(views, comparison, axis=axis, log=log))
     if as_json:
         print_json({**comparison.to_json(), "page": str(html) if html else None})
         return
@@ -84,6 +89,8 @@ def report(
         Path | None,
         typer.Option("--out", "-o", help="the file; default: RUN.html in the current directory", show_default=False),
     ] = None,
+    axis: Axis = "tokens",
+    log: Log = False,
     as_json: AsJson = False,
 ) -> None:
     """Write one page about a run: stages, curves, data, evaluation, samples, lineage, and what went wrong."""
@@ -91,9 +98,10 @@ def report(
     from ttrain.store.layout import home
     from ttrain.tracking import read_run
 
+    _check_axis(axis)
     view = read_run(home(), run)
     path = out or Path(f"{view.name}.html")
-    _write(path, report_of(home(), view))
+    _write(path, report_of(home(), view, axis=axis, log=log))
     for note in view.notes:
         typer.echo(escaped(note), err=True)
     if as_json:
@@ -110,8 +118,8 @@ def plot(
     stage: Annotated[
         list[str] | None, typer.Option("--stage", help="only curves of this stage; may be repeated", show_default=False)
     ] = None,
-    axis: Annotated[str, typer.Option("--axis", help="tokens, step or time")] = "tokens",
-    log: Annotated[bool, typer.Option("--log", help="with a logarithmic axis")] = False,
+    axis: Axis = "tokens",
+    log: Log = False,
     out: Annotated[
         Path | None,
         typer.Option("--out", "-o", help="the file; default: RUN.png in the current directory", show_default=False),
@@ -119,18 +127,17 @@ def plot(
     as_json: AsJson = False,
 ) -> None:
     """Draw curves of one or more runs as PNG: losses, perplexity and learning rate, or the metrics that you name."""
-    from ttrain.errors import UsageError
-    from ttrain.reports import charts, compare_page
+    from ttrain.reports import drawings
+    from ttrain.reports.charts import panels_of
     from ttrain.store.layout import home
     from ttrain.tracking import read_runs
 
-    if axis not in charts.AXES:
-        raise UsageError(f"--axis is {axis}, but must be one of {', '.join(charts.AXES)}")
+    _check_axis(axis)
     views = read_runs(home(), runs)
-    rows = compare_page.panels_of(views, metric or (), stage or ())
+    rows = panels_of(views, metric or (), stage or ())
     path = out or Path(f"{views[0].name}.png")
     _check_writable(path)
-    compare_page.save(compare_page.draw(rows, axis=axis, log=log, title=views[0].name if len(views) == 1 else ""), path)
+    drawings.save(drawings.picture(rows, axis=axis, log=log, title=views[0].name if len(views) == 1 else ""), path)
     if as_json:
         drawn = [
             {"title": panel.title, "points": {line.label: len(line.points) for line in panel.lines}}
@@ -140,6 +147,14 @@ def plot(
         print_json({"runs": [view.name for view in views], "picture": str(path), "panels": drawn})
     else:
         print(escaped(str(path)))
+
+
+def _check_axis(axis: str) -> None:
+    from ttrain.errors import UsageError
+    from ttrain.reports.drawings import AXES
+
+    if axis not in AXES:
+        raise UsageError(f"--axis is {axis}, but must be one of {', '.join(AXES)}")
 
 
 def _write(path: Path, text: str) -> None:

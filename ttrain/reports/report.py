@@ -15,8 +15,8 @@ from ttrain.config import Settings, flatten
 from ttrain.core.hashing import digest_of
 from ttrain.reports import charts, figures, summary
 from ttrain.reports import summary as tables
+from ttrain.reports.charts import TITLES
 from ttrain.reports.compare import samples_of
-from ttrain.reports.compare_page import TITLES
 from ttrain.reports.html import Markup, Page, details, joined, pill, table, tag, tiles
 from ttrain.store import runs
 from ttrain.tracking import RunView
@@ -28,11 +28,11 @@ SAMPLES_SHOWN = 12  # of the samples written during training: first, last, and e
 EARLIER_RUNS = 200  # newest runs that are searched for attempts at the same work
 
 
-def report_of(home: Path, view: RunView) -> str:
+def report_of(home: Path, view: RunView, *, axis: str = "tokens", log: bool = False) -> str:
     """The page as HTML."""
     earlier = [run for run, _ in zip(runs.newest_first(home), range(EARLIER_RUNS), strict=False)]
     problems = find_problems(view, earlier)
-    page = Page(f"{view.name}: report", runs=[view.name])
+    page = Page(f"{view.name}: report", runs=[view.name], axis=axis, log=log)
     page.section("Stages", stage_timeline(view), _stages(view))
     page.section("What went wrong", _problem_table(problems))
     page.section("Curves", *_curves(page, view))
