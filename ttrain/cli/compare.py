@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,7 +12,7 @@ from ttrain.cli.options import AsJson
 from ttrain.core.terminal import escaped, print_json, table
 
 if TYPE_CHECKING:
-    from ttrain.reports.compare import ComparedSample, Difference, RunComparison
+    from ttrain.reports.compare import Difference, RunComparison
     from ttrain.tracking import RunView
 
 RUN_HELP = "a run or the beginning of its name, `latest`, an MLflow run id, or a registered NAME@ALIAS or NAME/VERSION"
@@ -171,23 +171,10 @@ def _check_writable(path: Path) -> None:
 
 
 def _print_comparison(comparison: RunComparison, views: Sequence[RunView]) -> None:
-    from datetime import UTC, datetime
-
-    from ttrain.reports import figures
-    from ttrain.reports.compare import labels
+    from ttrain.reports.compare import labels, run_rows
 
     names = labels(len(views))
-    rows = [
-        (
-            name,
-            view.name,
-            view.status,
-            f"{datetime.fromtimestamp(view.started, UTC).astimezone():%Y-%m-%d %H:%M}",
-            figures.duration(view.seconds),
-        )
-        for name, view in zip(names, views, strict=True)
-    ]
-    table(("", "run", "outcome", "began", "took"), rows)
+    table(("", "run", "outcome", "began", "took"), run_rows(views))
     print(f"\n{escaped(comparison.verdict)}")
     for remark in (*comparison.remarks, *comparison.notes):
         print(f"note: {escaped(remark)}")
@@ -197,15 +184,10 @@ def _print_comparison(comparison: RunComparison, views: Sequence[RunView]) -> No
     _print_differences("settings that differ", comparison.settings, names, "the settings that shape results are the same")
     metrics = [
         (
-            difference.name,
-            *(
-                _figure(
-                    difference.values[column], difference.name, difference.percent[column], column, column == difference.best
-                )
-                for column in range(len(names))
-            ),
+            metric.name,
+            *("  ".join(filter(None, (*metric.texts(run), "*" if run == metric.best else ""))) for run in range(len(names))),
         )
-        for difference in comparison.metrics
+        for metric in comparison.metrics
     ]
     if metrics:
         print()
@@ -214,49 +196,27 @@ def _print_comparison(comparison: RunComparison, views: Sequence[RunView]) -> No
     _print_differences("code, libraries and machine", comparison.code, names, "")
     _print_differences("settings that shape no result", comparison.settings_aside, names, "")
     different = [sample for sample in comparison.samples if len(set(sample.answers)) > 1]
-    shown = [
-        sample
-        for model in dict.fromkeys(sample.model for sample in different)
-        for sample in _samples_of_model(different, model)
-    ]
+    by_model = {sample.model: [one for one in different if one.model == sample.model] for sample in different}
+    shown = [sample for samples in by_model.values() for sample in samples[:SAMPLES_OF_A_MODEL]]
     if shown:
         print()
-        table(
-            ("samples", "prompt", *names),
-            [
-                (sample.model, _shortened(sample.prompt), *(_shortened(answer) for answer in sample.answers))
-                for sample in shown
-            ],
-        )
+        rows = [(sample.model, *map(_shortened, (sample.prompt, *sample.answers))) for sample in shown]
+        table(("samples", "prompt", *names), rows)
     if len(comparison.samples) > len(shown):
         print(f"{len(comparison.samples) - len(shown)} more samples are shown by --html and --json")
 
 
-def _samples_of_model(samples: Sequence[ComparedSample], model: str) -> list[ComparedSample]:
-    return [sample for sample in samples if sample.model == model][:SAMPLES_OF_A_MODEL]
-
-
 def _print_many(comparison: RunComparison, names: Sequence[str]) -> None:
     """Print one line per run: the settings that differ and the deciding figures; the best run first."""
-    from ttrain.reports import figures
-
-    metrics = [difference for difference in comparison.metrics if difference.better][:FIGURES_OF_MANY]
+    metrics = [metric for metric in comparison.metrics if metric.better][:FIGURES_OF_MANY]
     order = list(range(len(names)))
     if metrics:
         first = metrics[0]
-        order.sort(key=lambda run_index: (first.values[run_index] is None, -first.better * (first.values[run_index] or 0.0)))
+        order.sort(key=lambda run: (first.values[run] is None, -first.better * (first.values[run] or 0.0)))
+    header = ("", *(metric.name for metric in metrics), *(setting.name for setting in comparison.settings))
+    settings = [[_shortened(setting.values[run]) for setting in comparison.settings] for run in range(len(names))]
     print()
-    table(
-        ("", *(difference.name for difference in metrics), *(difference.name for difference in comparison.settings)),
-        [
-            (
-                names[run_index],
-                *(figures.number(difference.values[run_index], difference.name) for difference in metrics),
-                *(_shortened(difference.values[run_index]) for difference in comparison.settings),
-            )
-            for run_index in order
-        ],
-    )
+    table(header, [(names[run], *(metric.texts(run)[0] for metric in metrics), *settings[run]) for run in order])
     print("--html and --json show the rest")
 
 
@@ -266,15 +226,6 @@ def _print_differences(title: str, differences: Sequence[Difference], names: Seq
         table((title, *names), [(difference.name, *map(_shortened, difference.values)) for difference in differences])
     elif message_if_none:
         print(f"\n{message_if_none}")
-
-
-def _figure(value: float | None, name: str, percent: float | None, column: int, is_best: bool) -> str:
-    from ttrain.reports import figures
-
-    texts: Iterator[str] = iter(
-        (figures.number(value, name), figures.change(percent) if column else "", "*" if is_best else "")
-    )
-    return "  ".join(word for word in texts if word)
 
 
 def _shortened(text: str) -> str:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
 
-from ttrain.reports import charts, figures
+from ttrain.reports import charts
 from ttrain.reports.charts import TITLES
-from ttrain.reports.compare import ComparedMetric, Difference, RunComparison, compare, labels
+from ttrain.reports.compare import ComparedMetric, Difference, RunComparison, compare, labels, run_rows
 from ttrain.reports.html import Markup, Page, details, joined, letter, pill, table, tag
 from ttrain.tracking import RunView
 
@@ -31,19 +30,18 @@ def page_of(
     )
     if comparison.settings_aside:
         page.section("Settings that shape no result", _differences(comparison.settings_aside, names, ""))
-    return page.render(_head(comparison, views, names))
+    return page.render(_head(comparison, views))
 
 
-def _head(comparison: RunComparison, views: Sequence[RunView], names: Sequence[Markup]) -> Markup:
+def _head(comparison: RunComparison, views: Sequence[RunView]) -> Markup:
     rows = (
         (
-            names[number],
-            tag("td", view.name, class_="short mono"),
-            pill(view.status),
-            tag("td", _date(view.started), class_="short"),
-            tag("td", figures.duration(view.seconds), class_="short"),
+            letter(label, number),
+            tag("td", name, class_="short mono"),
+            pill(status),
+            *(tag("td", text, class_="short") for text in when),
         )
-        for number, view in enumerate(views)
+        for number, (label, name, status, *when) in enumerate(run_rows(views))
     )
     remarks = [tag("p", remark, class_="remark") for remark in comparison.remarks]
     remarks += [tag("p", note, class_="note") for note in comparison.notes]
@@ -65,8 +63,7 @@ def _metrics(comparison: RunComparison, names: Sequence[Markup]) -> Markup:
 
 def _cell(figure: ComparedMetric, number: int) -> Markup:
     """A metric's value, its change against the first run, and whether it is the best."""
-    change = figures.change(figure.percent[number]) if number else ""
-    value = figures.number(figure.values[number], figure.name)
+    value, change = figure.texts(number)
     small = tag("small", f" {change}") if change else ""
     return tag("td", value, small, class_="number best" if number == figure.best else "number")
 
@@ -102,7 +99,3 @@ def _samples(comparison: RunComparison, names: Sequence[Markup]) -> Iterator[Mar
                     for name, answer in zip(names, sample.answers, strict=True)
                 )
                 yield tag("div", *answers, class_="answers")
-
-
-def _date(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).astimezone().strftime("%Y-%m-%d %H:%M")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from datetime import UTC, datetime
 
 # Metrics of the data, not of a model: the size of the held-out text, also compressed.
 NEITHER = re.compile(
@@ -88,6 +89,11 @@ def duration(seconds: float | None) -> str:
     minutes, remainder = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours:,} h {minutes:02d} min" if hours else f"{minutes} min {remainder:02d} s"
+
+
+def moment(seconds: float) -> str:
+    """Seconds since 1970 as local date and time."""
+    return datetime.fromtimestamp(seconds, UTC).astimezone().strftime("%Y-%m-%d %H:%M")
 
 
 def percent(value: float | None, base: float | None) -> float | None:
