@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ttrain.reports import charts
-from ttrain.reports.charts import TITLES
 from ttrain.reports.compare import ComparedMetric, Difference, RunComparison, compare, labels, run_rows
-from ttrain.reports.html import Markup, Page, details, joined, letter, pill, table, tag
+from ttrain.reports.html import Markup, Page, answers, joined, letter, pill, table, tag
 from ttrain.tracking import RunView
 
 
@@ -22,7 +21,7 @@ def page_of(
         "Settings that differ", _differences(comparison.settings, names, "All settings that shape a result are the same.")
     )
     page.section("Figures", _metrics(comparison, names))
-    page.section("Curves", *_curves(page, views))
+    page.section("Curves", page.curves({stage: charts.comparison_charts(views, stage) for stage in charts.TRAININGS}))
     page.section("Data", _differences(comparison.data, names, "The same files, the same rows."))
     page.section("Samples", *_samples(comparison, names))
     page.section(
@@ -74,28 +73,10 @@ def _differences(differences: Sequence[Difference], names: Sequence[Markup], emp
     return table(("", *names), ((difference.name, *difference.values) for difference in differences))
 
 
-def _curves(page: Page, views: Sequence[RunView]) -> Iterator[Markup]:
-    parts: list[Markup] = []
-    for stage in charts.TRAININGS:
-        first, others = charts.comparison_charts(views, stage)
-        if not first and not others:
-            continue
-        parts += [tag("h3", TITLES.get(stage, stage)), page.charts(first)]
-        if others:
-            parts.append(details(f"{len(others)} more charts", page.charts(others)))
-    if parts:
-        yield page.controls()
-        yield from parts
-
-
 def _samples(comparison: RunComparison, names: Sequence[Markup]) -> Iterator[Markup]:
     for model in dict.fromkeys(sample.model for sample in comparison.samples):
         yield tag("h3", f"{model} model")
         for sample in comparison.samples:
             if sample.model == model:
                 yield tag("p", sample.prompt, class_="prompt")
-                answers = (
-                    tag("div", tag("h4", name), tag("pre", answer))
-                    for name, answer in zip(names, sample.answers, strict=True)
-                )
-                yield tag("div", *answers, class_="answers")
+                yield answers(zip(names, sample.answers, strict=True))

@@ -12,14 +12,14 @@ import html
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from typing import Any
 
 from ttrain import __version__
 from ttrain.core.terminal import escape_control_characters
 from ttrain.reports import drawings
-from ttrain.reports.charts import Chart
+from ttrain.reports.charts import TITLES, Chart
 from ttrain.reports.drawings import COLOURS, Scatter
 
 TILES = 7  # per row at most; .of4 ... of page.css
@@ -100,6 +100,11 @@ def details(summary: object, *inside: object) -> Markup:
     return tag("details", tag("summary", summary), *inside)
 
 
+def answers(texts: Iterable[tuple[object, str]]) -> Markup:
+    """Answers of models side by side, (title, text)."""
+    return tag("div", *(tag("div", tag("h4", title), tag("pre", text)) for title, text in texts), class_="answers")
+
+
 class Page:
     """A page being built: its sections in order, and its charts, which are drawn together at the end."""
 
@@ -138,11 +143,17 @@ class Page:
             name = self._runs[line.run] if line.run < len(self._runs) else None
             yield tag("button", swatch, line.label, value, type="button", title=name, aria_pressed="true")
 
-    def controls(self) -> Markup:
-        """What a reader can do with the charts."""
+    def curves(self, charts_by_stage: Mapping[str, tuple[Sequence[Chart], Sequence[Chart]]]) -> Markup:
+        """The curves of each stage, (main charts, folded charts), below what a reader can do with them."""
+        parts: list[Markup] = []
+        for stage, (main, others) in charts_by_stage.items():
+            parts += [tag("h3", TITLES.get(stage, stage)), self.charts(main)] if main else []
+            if others:
+                title = f"{len(others)} more charts" if main else f"{stage}: {len(others)} charts"
+                parts.append(details(title, self.charts(others)))
         slider = Markup('<input type="range" id="smooth" min="0" max="0.98" step="0.02" value="0">')
         hint = tag("span", "point at a curve: values; click a name: hide", class_="faint")
-        return tag("div", tag("label", "smooth", slider), hint, class_="controls")
+        return joined([tag("div", tag("label", "smooth", slider), hint, class_="controls"), *parts]) if parts else Markup()
 
     def render(self, head: object) -> str:
         """The whole page; `head` stands above the sections. Raises TTrainError where the charts cannot be drawn."""

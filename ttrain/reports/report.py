@@ -12,7 +12,7 @@ from ttrain.config.metrics import EVALUATED, PRIMARY_METRICS, VALIDATION_LOSS
 from ttrain.reports import charts, facts, figures, summary
 from ttrain.reports.charts import TITLES
 from ttrain.reports.facts import SHOWN_DIGEST
-from ttrain.reports.html import Markup, Page, details, joined, pill, table, tag, tiles
+from ttrain.reports.html import Markup, Page, answers, details, joined, pill, table, tag, tiles
 from ttrain.reports.problems import UNFINISHED, Problem, find_problems
 from ttrain.store import runs
 from ttrain.tracking import RunView
@@ -31,7 +31,7 @@ def report_of(home: Path, view: RunView, *, axis: str = "tokens", log: bool = Fa
     page = Page(f"{view.name}: report", runs=[view.name], axis=axis, log=log)
     page.section("Stages", stage_timeline(view), _stages(view))
     page.section("What went wrong", _problem_table(problems))
-    page.section("Curves", *_curves(page, view))
+    page.section("Curves", page.curves({stage: charts.charts_of(view, stage) for stage in view.stages}))
     page.section("Evaluation", _evaluation(view))
     page.section("Data", *data_tables(view))
     page.section("Samples", *_samples(view))
@@ -97,21 +97,6 @@ def _problem_table(problems: Sequence[Problem]) -> Markup:
     return table(("stage", "problem", ""), rows)
 
 
-def _curves(page: Page, view: RunView) -> Iterator[Markup]:
-    parts: list[Markup] = []
-    for stage in view.stages:
-        first, others = charts.charts_of(view, stage)
-        if not first and not others:
-            continue
-        parts += [tag("h3", TITLES.get(stage, stage)), page.charts(first)] if first else []
-        if others:
-            title = f"{len(others)} more charts" if first else f"{stage}: {len(others)} charts"
-            parts.append(details(title, page.charts(others)))
-    if parts:
-        yield page.controls()
-        yield from parts
-
-
 def _evaluation(view: RunView) -> Markup:
     results = {stage: view.manifest(stage).get("result", {}) for stage in ("evaluate", "evaluate-champion")}
     rows = summary.rows(view.metrics, results)
@@ -119,17 +104,15 @@ def _evaluation(view: RunView) -> Markup:
 
 
 def _samples(view: RunView) -> Iterator[Markup]:
-    answers = facts.samples_of(view.manifest("evaluate"))
-    for prompt in dict.fromkeys(prompt for _, prompt in answers):
+    samples = facts.samples_of(view.manifest("evaluate"))
+    for prompt in dict.fromkeys(prompt for _, prompt in samples):
         yield tag("p", prompt, class_="prompt")
-        of_models = ((model, text) for (model, asked), text in answers.items() if asked == prompt)
-        parts = (tag("div", tag("h4", f"{model} model"), tag("pre", text)) for model, text in of_models)
-        yield tag("div", *parts, class_="answers")
+        yield answers((f"{model} model", text) for (model, asked), text in samples.items() if asked == prompt)
     for stage in charts.TRAININGS:
         written = _training_samples(view, stage)
         if written:
-            parts = (tag("div", tag("h4", f"step {step:,}"), tag("pre", text.strip("\n"))) for step, text in written)
-            yield details(f"samples during training: {TITLES[stage]}", tag("div", *parts, class_="answers"))
+            texts = ((f"step {step:,}", text.strip("\n")) for step, text in written)
+            yield details(f"samples during training: {TITLES[stage]}", answers(texts))
 
 
 def _training_samples(view: RunView, stage: str) -> list[tuple[int, str]]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import quote
 
+from ttrain.config import SHAPE_NO_RESULT
 from ttrain.config.metrics import PRIMARY_METRICS, VALIDATION_LOSS
 from ttrain.core.files import parse_json
 from ttrain.tracking.null_tracker import NullStore
@@ -159,11 +160,11 @@ def differing(runs: Sequence[Mapping[str, str]]) -> list[str]:
     names = {name for run in runs for name in run if not name.startswith("data.")}
     candidates = [name for name in varying(list(names), runs) if all(_fits(run[name]) for run in runs if name in run)]
     groupings: dict[tuple[int, ...], str] = {}
-    for name in sorted(candidates, key=_by_weight):
+    for name in sorted(candidates, key=by_weight):
         groupings.setdefault(_grouping([run.get(name) for run in runs]), name)
     chosen = [*groupings.values()][:MOST_SETTINGS]
-    extra = [name for name in sorted(candidates, key=_by_weight) if name not in chosen]
-    return sorted([*chosen, *extra[: MOST_SETTINGS - len(chosen)]], key=_by_weight)
+    extra = [name for name in sorted(candidates, key=by_weight) if name not in chosen]
+    return sorted([*chosen, *extra[: MOST_SETTINGS - len(chosen)]], key=by_weight)
 
 
 def _grouping(values: Sequence[str | None]) -> tuple[int, ...]:
@@ -179,9 +180,10 @@ def _width(column: str) -> int:
     return max(LEAST_WIDTH, round(LETTER_WIDTH * len(column.partition("`")[2]) + MARGIN))
 
 
-def _by_weight(name: str) -> tuple[int, str]:
+def by_weight(name: str) -> tuple[int, str]:
+    """Sort key of a setting: those that shape the models first, in the order of the pipeline; those of the machine last."""
     group = name.partition(".")[0]
-    return (SHAPING.index(group) if group in SHAPING else len(SHAPING)), name
+    return (SHAPING.index(group) if group in SHAPING else len(SHAPING) + (group in (*SHAPE_NO_RESULT, "name"))), name
 
 
 def _save(client: Any, experiment_id: str, present: str | None, name: str, title: str, state: Mapping[str, Any]) -> None:
