@@ -98,10 +98,7 @@ def description(
     """
     bits = metrics.get(BITS_PER_BYTE.of_run)
     headline = f"{bits:.4f} {BITS_PER_BYTE.label}" if bits is not None else str(run["outcome"])
-    changes = [
-        _cell(f"{name}={_value(value)}")
-        for name, value in sorted(changed.items(), key=lambda setting: by_weight(setting[0]))
-    ]
+    changes = [_cell(f"{name}={_value(changed[name])}") for name in sorted(changed, key=by_weight)]
     remainder = [f"and {len(changes) - SHOWN_SETTINGS} more settings"] if len(changes) > SHOWN_SETTINGS else []
     lines = [note(run["note"]), ""] if run.get("note") else []
     lines += [f"{headline}: {', '.join([*changes[:SHOWN_SETTINGS], *remainder]) or 'the default settings'}", ""]

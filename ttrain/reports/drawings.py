@@ -13,6 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from ttrain.core.files import parse_json
 from ttrain.core.terminal import escaped
 from ttrain.errors import TTrainError
 from ttrain.reports.charts import Chart, Line
@@ -46,7 +47,7 @@ FIGURE = "abs(datum.value) >= 10000 ? format(datum.value, '~s') : format(datum.v
 
 PACKAGE = "vl-convert-python"
 
-DRAW = "import json, sys, vl_convert; print(json.dumps([vl_convert.vegalite_to_svg(s) for s in json.load(sys.stdin)]))"
+DRAW = "import json, sys, vl_convert\nfor spec in sys.stdin: print(json.dumps(vl_convert.vegalite_to_svg(spec)))"
 
 SIZE = re.compile(r'^<svg [^>]*?(viewBox="[^"]*")>')
 DOT = re.compile(r'<path aria-label="([^"]*)"([^>]*)/>')
@@ -220,7 +221,11 @@ def page_drawings(charts: Sequence[Chart | Scatter], *, axis: str, log: bool) ->
     if not specs:
         return []
     process = subprocess.run(
-        [sys.executable, "-P", "-c", DRAW], input=json.dumps(specs), capture_output=True, text=True, encoding="utf-8"
+        [sys.executable, "-P", "-c", DRAW],
+        input="\n".join(map(json.dumps, specs)),
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
     )
     if process.returncode:
         error_lines = process.stderr.strip().splitlines() or [f"its process ended with {process.returncode}"]
@@ -228,9 +233,8 @@ def page_drawings(charts: Sequence[Chart | Scatter], *, axis: str, log: bool) ->
             f"{PACKAGE} {version(PACKAGE)}, which draws charts, does not work here: {error_lines[-1]}; "
             f"`pip install --force-reinstall {PACKAGE}`"
         )
-    return [
-        _for_page(svg, isinstance(chart, Scatter)) for chart, svg in zip(charts, json.loads(process.stdout), strict=True)
-    ]
+    svgs = map(parse_json, process.stdout.splitlines())
+    return [_for_page(svg, isinstance(chart, Scatter)) for chart, svg in zip(charts, svgs, strict=True)]
 
 
 def _for_page(svg: str, has_tooltips: bool) -> str:
