@@ -196,12 +196,12 @@ def rows(
                 remark = scored if previous is None else f"{figure - previous:+.3f}"
                 table_rows.append((f"{loss.label}, {name}", shown(f"{EVALUATED}{loss.of(name)}", figure), remark))
                 previous = figure
-    for metric in (bits, *losses):  # what a night's table shows of the champion beside its challenger
-        old, new = metrics.get(f"champion/{metric.name}"), value(metric.name)
+    for judged in (bits, *losses):  # what a night's table shows of the champion beside its challenger
+        old, new = metrics.get(f"champion/{judged.name}"), value(judged.name)
         if old is not None:
-            label = f"{metric.label}, {'base model' if metric == bits else metric.model}, champion"
+            label = f"{judged.label}, {'base model' if judged == bits else judged.model}, champion"
             remark = "" if new is None else f"the challenger: {new - old:+.3f}"
-            table_rows.append((label, shown(f"champion/{metric.name}", old), remark))
+            table_rows.append((label, shown(f"champion/{judged.name}", old), remark))
     suites, champion_suites = (
         results.get(stage, {}).get("suites", NO_SUITES) for stage in ("evaluate", "evaluate-champion")
     )
