@@ -196,7 +196,7 @@ def _print_comparison(comparison: RunComparison, views: Sequence[RunView]) -> No
     _print_differences("code, libraries and machine", comparison.code, names, "")
     _print_differences("settings that shape no result", comparison.settings_aside, names, "")
     different = [sample for sample in comparison.samples if len(set(sample.answers)) > 1]
-    by_model = {sample.model: [one for one in different if one.model == sample.model] for sample in different}
+    by_model = {sample.model: [other for other in different if other.model == sample.model] for sample in different}
     shown = [sample for samples in by_model.values() for sample in samples[:SAMPLES_OF_A_MODEL]]
     if shown:
         print()

@@ -127,12 +127,12 @@ class Page:
 
     def _figure(self, number: int) -> Markup:
         chart = self._charts[number]
-        place = Markup(f"<!--drawing {number}-->")
+        drawing = Markup(f"<!--drawing {number}-->")
         if isinstance(chart, Scatter):
-            return tag("figure", tag("figcaption", chart.title), place, class_="dots")
+            return tag("figure", tag("figcaption", chart.title), drawing, class_="dots")
         unit = tag("span", chart.unit, class_="unit") if chart.unit else ""
         caption = tag("figcaption", chart.title, unit, tag("span", class_="where"))
-        return tag("figure", caption, place, tag("div", *self._legend(chart), class_="legend"), data_chart=number)
+        return tag("figure", caption, drawing, tag("div", *self._legend(chart), class_="legend"), data_chart=number)
 
     def _legend(self, chart: Chart) -> Iterable[Markup]:
         """The names of the lines, to be clicked, with their colours and last values."""
@@ -175,7 +175,7 @@ class Page:
             '<meta name="viewport" content="width=device-width, initial-scale=1">\n',
             f"<title>{escape(self._title)}</title>\n<style>{style}</style>\n</head>\n<body>\n",
             f"<header>{escape(head)}</header>\n{tag('nav', *headings)}\n",
-            PLACE.sub(lambda place: svgs[int(place[1])], "\n".join(sections)),
+            PLACE.sub(lambda match: svgs[int(match[1])], "\n".join(sections)),
             tag("footer", f"ttrain {__version__}. This page is self-contained: it loads nothing, and can be sent as it is."),
             f'\n<script type="application/json" id="data">{script_json(self._points())}</script>\n' if scripts else "\n",
             *(f"<script>{script}</script>\n" for script in scripts),

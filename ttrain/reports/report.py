@@ -107,7 +107,7 @@ def _samples(view: RunView) -> Iterator[Markup]:
     samples = facts.samples_of(view.manifest("evaluate"))
     for prompt in dict.fromkeys(prompt for _, prompt in samples):
         yield tag("p", prompt, class_="prompt")
-        yield answers((f"{model} model", text) for (model, asked), text in samples.items() if asked == prompt)
+        yield answers((f"{model} model", text) for (model, question), text in samples.items() if question == prompt)
     for stage in charts.TRAININGS:
         written = _training_samples(view, stage)
         if written:
