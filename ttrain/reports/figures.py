@@ -7,6 +7,8 @@ import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
+from ttrain.config.metrics import BITS_PER_BYTE
+
 # Metrics of the data, not of a model: the size of the held-out text, also compressed.
 NEITHER = re.compile(
     r"[_/](xz|zlib|order\d)$|/(items|left_out)$|^eval/(.*_)?(bytes|tokens|documents|chats|domain)$|/tokens$|^champion/"
@@ -15,12 +17,12 @@ HIGHER = re.compile(
     r"tokens_per_second|mfu|bytes_per_token|accuracy|fill$|/(ended|clean|distinct_\d|calls|valid_calls|right_\w+)(/|$)"
 )
 LOWER = re.compile(
-    r"loss|perplexity|bits_per_byte|seconds|hours|unk_rate|pad_fraction|data_wait|time_share|/(repeated|loops|empty|needless_calls)(/|$)"
+    rf"loss|perplexity|{BITS_PER_BYTE.name}|seconds|hours|unk_rate|pad_fraction|data_wait|time_share|/(repeated|loops|empty|needless_calls)(/|$)"
 )
 # The order of metrics in tables: those that decide come first.
 FIRST = (
-    re.compile(r"^eval/bits_per_byte$"),
-    re.compile(r"^eval/bits_per_byte_(sft|lora)$"),
+    re.compile(rf"^{BITS_PER_BYTE.of_run}$"),
+    re.compile(rf"^{BITS_PER_BYTE.of_run}_(sft|lora)$"),
     re.compile(r"^eval/.*loss"),
     re.compile(r"validation_loss$"),
     re.compile(r"/loss$"),
