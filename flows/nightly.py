@@ -21,6 +21,7 @@ from rich.console import Console
 
 from ttrain import tracking
 from ttrain.config import Event, Promotion, Settings
+from ttrain.config.metrics import BITS_PER_BYTE, CHAT_LOSS, DOMAIN_LOSS
 from ttrain.config.training import TRAINING_STAGES
 from ttrain.core.terminal import escaped
 from ttrain.errors import Interrupted, TooFewRows, TrackingError, TTrainError, UsageError
@@ -41,7 +42,6 @@ from ttrain.stages import EVALUATE, EVALUATE_CHAMPION, EXISTING_MODEL, HELDOUT, 
 from ttrain.store.artifacts import ArtifactStore
 
 NAME = "nightly"
-OF_BASE = "bits_per_byte"  # the metric of the base model, which a night without new documents does not change
 
 
 @dataclass(frozen=True)
@@ -238,11 +238,11 @@ def _rules(settings: Settings, inputs: NightInputs, execution: PipelineRun) -> P
     """The rules of the night's decision. Without new documents both have the same base model, whose metric says nothing:
     then the first model that differs counts, on the chats that are held out for it."""
     rules = settings.promotion
-    if not inputs.keeps_base or rules.metric != OF_BASE:
+    if not inputs.keeps_base or rules.metric != BITS_PER_BYTE.name:
         return rules
     same_sft = inputs.champion["sft"].content == execution.artifacts["sft"].content if "sft" in inputs.champion else False
-    metric = "domain_loss_lora" if same_sft else "chat_loss_sft"
-    return rules.model_copy(update={"metric": metric, "higher_is_better": False})
+    metric = DOMAIN_LOSS if same_sft else CHAT_LOSS
+    return rules.model_copy(update={"metric": metric.name, "higher_is_better": metric.higher_is_better})
 
 
 def _heldout_of(execution: PipelineRun) -> str | None:

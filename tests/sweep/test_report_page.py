@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import shlex
 from pathlib import Path
 
 import pytest
 from support.browser import Browser, executable
 
+from ttrain.reports.drawings import Scatter, page_drawings
 from ttrain.sweep import records, report_page, summary
 from ttrain.sweep.measure import Measure
-from ttrain.sweep.report_page import Dot, scatter
 from ttrain.sweep.study import COMPLETED, DIVERGED, PRUNED, Study
 
 LR, KIND = "pretrain.optim.lr", "pretrain.optim.kind"
@@ -77,21 +78,31 @@ def test_a_page_without_a_finished_trial_says_so(tmp_path: Path) -> None:
     assert "no trial has completed" in report_page.render(sweep, [], {})
 
 
-@pytest.mark.parametrize("log", [False, True])
-def test_dots_stand_where_their_values_are(log: bool) -> None:
-    """Equal steps of the axis lie equally far apart; a higher value stands higher."""
-    xs = [0.001, 0.01, 0.1] if log else [1.0, 2.0, 3.0]
-    drawn = scatter("x", [Dot(x, y, f"dot {y}") for x, y in zip(xs, (3.0, 2.0, 1.0), strict=True)], log=log)
-    circles = [part.split("</circle>")[0] for part in drawn.split("<circle")[1:]]
-    places = [[float(circle.split(f'{name}="')[1].split('"')[0]) for name in ("cx", "cy")] for circle in circles]
-    across, down = zip(*places, strict=True)
-    assert across[1] - across[0] == pytest.approx(across[2] - across[1], abs=0.2) and across[0] < across[1]
-    assert down[1] - down[0] == pytest.approx(down[2] - down[1], abs=0.2) and down[0] < down[1]
+def test_dots_stand_where_their_values_are_and_tell_them() -> None:
+    """Equal steps of the axis lie equally far apart; a higher value stands higher; equal values are drawn too."""
+    ys = (3.0, 2.0, 1.0)
+    linear, log, words, equal = page_drawings(
+        [
+            Scatter("x", [(x, y, f"dot <{y}>", y == 1.0) for x, y in zip((1.0, 2.0, 3.0), ys, strict=True)]),
+            Scatter("x", [(x, y, "dot", False) for x, y in zip((0.001, 0.01, 0.1), ys, strict=True)], log=True),
+            Scatter("x", [(x, y, "dot", False) for x, y in zip("zma", ys, strict=True)]),
+            Scatter("x", [(0.0, 0.0, "a", False), (0.0, 0.0, "b", False)]),
+        ],
+        axis="tokens",
+        log=False,
+    )
+    for drawing in (linear, log, words):
+        across, down = zip(*places(drawing), strict=True)
+        assert across[1] - across[0] == pytest.approx(across[2] - across[1], abs=0.2) and across[0] < across[1]
+        assert down[1] - down[0] == pytest.approx(down[2] - down[1], abs=0.2) and down[0] < down[1]
+    assert len(places(equal)) == 2
+    assert "<title>dot &lt;3.0&gt;</title>" in linear
 
 
-def test_one_dot_and_values_that_are_all_alike_are_drawn_too() -> None:
-    for dots in ([Dot(1.0, 3.0, "one")], [Dot(0.0, 0.0, "a"), Dot(0.0, 0.0, "b")]):
-        assert scatter("x", dots).count("<circle") == len(dots)
+def places(drawing: str) -> list[tuple[float, float]]:
+    """Where the dots of a drawing are, in pixels from its upper left corner."""
+    marks = drawing[drawing.index('class="mark-symbol') :]
+    return [(float(x), float(y)) for x, y in re.findall(r'transform="translate\(([\d.]+),([\d.]+)\)" d="M', marks)]
 
 
 @pytest.mark.skipif(executable() is None, reason="no Chromium is installed")
@@ -104,8 +115,7 @@ def test_a_browser_shows_the_numbers_of_the_page_and_no_error(tmp_path: Path, wi
         assert browser.evaluate("document.title") == sweep.name
         assert browser.evaluate("document.documentElement.scrollWidth") <= width
         cells = browser.evaluate("[...document.querySelectorAll('td')].map(cell => cell.textContent)")
-        told = browser.evaluate("[...document.querySelectorAll('circle title')].map(title => title.textContent)")
-        browser.wait_for("document.querySelector('.legend button') !== null")
+        told = browser.evaluate("[...document.querySelectorAll('.mark-symbol title')].map(title => title.textContent)")
         legend = browser.evaluate("document.querySelector('.legend').textContent")
         assert browser.errors == []
     assert {"2 *", "3.0000", "(6.1250)", "75 %", "full-2"} <= set(cells)

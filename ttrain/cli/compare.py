@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,7 +12,7 @@ from ttrain.cli.options import AsJson
 from ttrain.core.terminal import escaped, print_json, table
 
 if TYPE_CHECKING:
-    from ttrain.reports.compare import ComparedSample, Difference, RunComparison
+    from ttrain.reports.compare import Difference, RunComparison
     from ttrain.tracking import RunView
 
 RUN_HELP = "a run or the beginning of its name, `latest`, an MLflow run id, or a registered NAME@ALIAS or NAME/VERSION"
@@ -22,6 +22,8 @@ LONGEST_CELL = 160
 FIGURES_OF_MANY = 3
 
 RunReference = Annotated[str, typer.Argument(help=RUN_HELP)]
+Axis = Annotated[str, typer.Option("--axis", help="of the curves: tokens, step or time")]
+Log = Annotated[bool, typer.Option("--log", help="draw the curves with a logarithmic axis")]
 RunReferences = Annotated[list[str], typer.Argument(help=RUN_HELP, metavar="RUN...")]
 
 
@@ -49,6 +51,8 @@ def compare(
     html: Annotated[
         Path | None, typer.Option("--html", help="write a page with curves to this file", show_default=False)
     ] = None,
+    axis: Axis = "tokens",
+    log: Log = False,
     as_json: AsJson = False,
 ) -> None:
     """Print how two or more runs differ: settings, data, code, figures, samples."""
@@ -59,6 +63,7 @@ def compare(
 
     if len(runs) < 2:
         raise UsageError(f"compare got one run, {runs[0]}, but needs two or more; `ttrain pipeline status` lists them")
+    _check_axis(axis)
     views = read_runs(home(), runs)
     duplicate = next(
         (text for index, text in enumerate(runs) if views[index].name in [view.name for view in views[:index]]), None
@@ -69,7 +74,7 @@ def compare(
     if html:
         from ttrain.reports.compare_page import page_of
 
-        _write(html, page_of(views, comparison))
+        _write(html, page_of(views, comparison, axis=axis, log=log))
     if as_json:
         print_json({**comparison.to_json(), "page": str(html) if html else None})
         return
@@ -84,6 +89,8 @@ def report(
         Path | None,
         typer.Option("--out", "-o", help="the file; default: RUN.html in the current directory", show_default=False),
     ] = None,
+    axis: Axis = "tokens",
+    log: Log = False,
     as_json: AsJson = False,
 ) -> None:
     """Write one page about a run: stages, curves, data, evaluation, samples, lineage, and what went wrong."""
@@ -91,9 +98,10 @@ def report(
     from ttrain.store.layout import home
     from ttrain.tracking import read_run
 
+    _check_axis(axis)
     view = read_run(home(), run)
     path = out or Path(f"{view.name}.html")
-    _write(path, report_of(home(), view))
+    _write(path, report_of(home(), view, axis=axis, log=log))
     for note in view.notes:
         typer.echo(escaped(note), err=True)
     if as_json:
@@ -110,8 +118,8 @@ def plot(
     stage: Annotated[
         list[str] | None, typer.Option("--stage", help="only curves of this stage; may be repeated", show_default=False)
     ] = None,
-    axis: Annotated[str, typer.Option("--axis", help="tokens, step or time")] = "tokens",
-    log: Annotated[bool, typer.Option("--log", help="with a logarithmic axis")] = False,
+    axis: Axis = "tokens",
+    log: Log = False,
     out: Annotated[
         Path | None,
         typer.Option("--out", "-o", help="the file; default: RUN.png in the current directory", show_default=False),
@@ -119,18 +127,17 @@ def plot(
     as_json: AsJson = False,
 ) -> None:
     """Draw curves of one or more runs as PNG: losses, perplexity and learning rate, or the metrics that you name."""
-    from ttrain.errors import UsageError
-    from ttrain.reports import charts, compare_page
+    from ttrain.reports import drawings
+    from ttrain.reports.charts import panels_of
     from ttrain.store.layout import home
     from ttrain.tracking import read_runs
 
-    if axis not in charts.AXES:
-        raise UsageError(f"--axis is {axis}, but must be one of {', '.join(charts.AXES)}")
+    _check_axis(axis)
     views = read_runs(home(), runs)
-    rows = compare_page.panels_of(views, metric or (), stage or ())
+    rows = panels_of(views, metric or (), stage or ())
     path = out or Path(f"{views[0].name}.png")
     _check_writable(path)
-    compare_page.save(compare_page.draw(rows, axis=axis, log=log, title=views[0].name if len(views) == 1 else ""), path)
+    drawings.save(drawings.picture(rows, axis=axis, log=log, title=views[0].name if len(views) == 1 else ""), path)
     if as_json:
         drawn = [
             {"title": panel.title, "points": {line.label: len(line.points) for line in panel.lines}}
@@ -140,6 +147,14 @@ def plot(
         print_json({"runs": [view.name for view in views], "picture": str(path), "panels": drawn})
     else:
         print(escaped(str(path)))
+
+
+def _check_axis(axis: str) -> None:
+    from ttrain.errors import UsageError
+    from ttrain.reports.drawings import AXES
+
+    if axis not in AXES:
+        raise UsageError(f"--axis is {axis}, but must be one of {', '.join(AXES)}")
 
 
 def _write(path: Path, text: str) -> None:
@@ -156,23 +171,10 @@ def _check_writable(path: Path) -> None:
 
 
 def _print_comparison(comparison: RunComparison, views: Sequence[RunView]) -> None:
-    from datetime import UTC, datetime
-
-    from ttrain.reports import figures
-    from ttrain.reports.compare import labels
+    from ttrain.reports.compare import labels, run_rows
 
     names = labels(len(views))
-    rows = [
-        (
-            name,
-            view.name,
-            view.status,
-            f"{datetime.fromtimestamp(view.started, UTC).astimezone():%Y-%m-%d %H:%M}",
-            figures.duration(view.seconds),
-        )
-        for name, view in zip(names, views, strict=True)
-    ]
-    table(("", "run", "outcome", "began", "took"), rows)
+    table(("", "run", "outcome", "began", "took"), run_rows(views))
     print(f"\n{escaped(comparison.verdict)}")
     for remark in (*comparison.remarks, *comparison.notes):
         print(f"note: {escaped(remark)}")
@@ -182,15 +184,10 @@ def _print_comparison(comparison: RunComparison, views: Sequence[RunView]) -> No
     _print_differences("settings that differ", comparison.settings, names, "the settings that shape results are the same")
     metrics = [
         (
-            difference.name,
-            *(
-                _figure(
-                    difference.values[column], difference.name, difference.percent[column], column, column == difference.best
-                )
-                for column in range(len(names))
-            ),
+            metric.name,
+            *("  ".join(filter(None, (*metric.texts(run), "*" if run == metric.best else ""))) for run in range(len(names))),
         )
-        for difference in comparison.metrics
+        for metric in comparison.metrics
     ]
     if metrics:
         print()
@@ -199,49 +196,27 @@ def _print_comparison(comparison: RunComparison, views: Sequence[RunView]) -> No
     _print_differences("code, libraries and machine", comparison.code, names, "")
     _print_differences("settings that shape no result", comparison.settings_aside, names, "")
     different = [sample for sample in comparison.samples if len(set(sample.answers)) > 1]
-    shown = [
-        sample
-        for model in dict.fromkeys(sample.model for sample in different)
-        for sample in _samples_of_model(different, model)
-    ]
+    by_model = {sample.model: [other for other in different if other.model == sample.model] for sample in different}
+    shown = [sample for samples in by_model.values() for sample in samples[:SAMPLES_OF_A_MODEL]]
     if shown:
         print()
-        table(
-            ("samples", "prompt", *names),
-            [
-                (sample.model, _shortened(sample.prompt), *(_shortened(answer) for answer in sample.answers))
-                for sample in shown
-            ],
-        )
+        rows = [(sample.model, *map(_shortened, (sample.prompt, *sample.answers))) for sample in shown]
+        table(("samples", "prompt", *names), rows)
     if len(comparison.samples) > len(shown):
         print(f"{len(comparison.samples) - len(shown)} more samples are shown by --html and --json")
 
 
-def _samples_of_model(samples: Sequence[ComparedSample], model: str) -> list[ComparedSample]:
-    return [sample for sample in samples if sample.model == model][:SAMPLES_OF_A_MODEL]
-
-
 def _print_many(comparison: RunComparison, names: Sequence[str]) -> None:
     """Print one line per run: the settings that differ and the deciding figures; the best run first."""
-    from ttrain.reports import figures
-
-    metrics = [difference for difference in comparison.metrics if difference.better][:FIGURES_OF_MANY]
+    metrics = [metric for metric in comparison.metrics if metric.better][:FIGURES_OF_MANY]
     order = list(range(len(names)))
     if metrics:
         first = metrics[0]
-        order.sort(key=lambda run_index: (first.values[run_index] is None, -first.better * (first.values[run_index] or 0.0)))
+        order.sort(key=lambda run: (first.values[run] is None, -first.better * (first.values[run] or 0.0)))
+    header = ("", *(metric.name for metric in metrics), *(setting.name for setting in comparison.settings))
+    settings = [[_shortened(setting.values[run]) for setting in comparison.settings] for run in range(len(names))]
     print()
-    table(
-        ("", *(difference.name for difference in metrics), *(difference.name for difference in comparison.settings)),
-        [
-            (
-                names[run_index],
-                *(figures.number(difference.values[run_index], difference.name) for difference in metrics),
-                *(_shortened(difference.values[run_index]) for difference in comparison.settings),
-            )
-            for run_index in order
-        ],
-    )
+    table(header, [(names[run], *(metric.texts(run)[0] for metric in metrics), *settings[run]) for run in order])
     print("--html and --json show the rest")
 
 
@@ -251,15 +226,6 @@ def _print_differences(title: str, differences: Sequence[Difference], names: Seq
         table((title, *names), [(difference.name, *map(_shortened, difference.values)) for difference in differences])
     elif message_if_none:
         print(f"\n{message_if_none}")
-
-
-def _figure(value: float | None, name: str, percent: float | None, column: int, is_best: bool) -> str:
-    from ttrain.reports import figures
-
-    texts: Iterator[str] = iter(
-        (figures.number(value, name), figures.change(percent) if column else "", "*" if is_best else "")
-    )
-    return "  ".join(word for word in texts if word)
 
 
 def _shortened(text: str) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ttrain.cli.options import AsJson
+from ttrain.config.metrics import BITS_PER_BYTE
 from ttrain.config.training import TRAININGS
 from ttrain.core.terminal import escaped, print_json, table
 
@@ -27,7 +28,7 @@ Name = Annotated[str | None, typer.Option("--name", help="the pipeline's name (s
 @models_app.command("list", epilog="Examples:  ttrain models list\n\nttrain models list --metric chat_loss_sft --json")
 def models_list(
     name: Name = None,
-    metric: Annotated[str, typer.Option(help="the evaluation metric to show")] = "bits_per_byte",
+    metric: Annotated[str, typer.Option(help="the evaluation metric to show")] = BITS_PER_BYTE.name,
     as_json: AsJson = False,
 ) -> None:
     """List the sets, the newest first: aliases, metric, run, and the promotion decision."""

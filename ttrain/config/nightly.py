@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_serializer, field_validator, model_validator
 
 from ttrain.config.base import Section, TimeOfDay, TimeZone
+from ttrain.config.metrics import BITS_PER_BYTE
 
 Event = Literal["failed", "promoted", "kept", "skipped", "unfinished"]
 HIDDEN = "/***"  # stands for what follows a webhook's host
@@ -44,7 +45,7 @@ class Nightly(Section):
 class Promotion(Section):
     """When a challenger becomes champion."""
 
-    metric: str = Field("bits_per_byte", min_length=1, description="of the evaluation, on the same held-out data")
+    metric: str = Field(BITS_PER_BYTE.name, min_length=1, description="of the evaluation, on the same held-out data")
     higher_is_better: bool = Field(False, description="where the evaluation does not know; of a suite's figures it does")
     margin: float = Field(0.0, ge=0, description="the challenger must be better by more than this")
     confidence: float = Field(

@@ -9,6 +9,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from ttrain.config.base import Location, Section, Share, as_tuple
+from ttrain.config.metrics import BITS_PER_BYTE, CHAT_LOSS, DOMAIN_LOSS, PrimaryMetric
 
 
 class Optim(Section):
@@ -262,8 +263,7 @@ class TrainingStage:
     rows: Literal["documents", "chats"]  # what it learns from
     suffix: str = ""  # of its registered model, and its model's name in the evaluation; empty: its own name
     data: str = ""  # its data set; empty: one of its own name
-    part: str = ""  # what the evaluation calls the held-out rows of its data set; empty: it does not read them
-    loss: str = ""  # prefix of the losses on that part; documents have bits per byte instead
+    metric: PrimaryMetric | None = None  # by which its model is judged; None: the evaluation reads none of its held-out rows
     summary: str = ""  # of its model, in a sentence
     help: str = ""  # of `ttrain train`
     example: str = ""  # of its settings
@@ -283,6 +283,16 @@ class TrainingStage:
         return self.suffix or self.name
 
     @property
+    def part(self) -> str:
+        """What the evaluation calls the held-out rows of its data set; empty: it does not read them."""
+        return self.metric.records if self.metric else ""
+
+    @property
+    def loss(self) -> str:
+        """Prefix of the losses on that part; documents have bits per byte instead."""
+        return self.metric.family if self.metric and self.metric is not BITS_PER_BYTE else ""
+
+    @property
     def directory(self) -> str:
         """Directory of the model in the artifact."""
         return "adapter" if self.role == "adapter" else "model"
@@ -296,20 +306,20 @@ class TrainingStage:
 
 BUILT_IN = (
     TrainingStage(
-        Pretrain, "pretraining", "Base models", "base", "documents", suffix="base", part="documents",
+        Pretrain, "pretraining", "Base models", "base", "documents", suffix="base", metric=BITS_PER_BYTE,
         summary="A language model trained on documents",
         help="Train a new model, or that of pretrain.start_from, on documents. Needs tokenizer and shards of the documents.",
         example="pretrain.tokens=2_000_000 --profile small",
     ),
     TrainingStage(
-        Sft, "SFT", "Models fine-tuned on chats", "chat", "chats", part="chats", loss="chat_loss",
+        Sft, "SFT", "Models fine-tuned on chats", "chat", "chats", metric=CHAT_LOSS,
         summary="A language model fine-tuned on chats",
         help="Fine-tune the pretrained model, or that of sft.start_from, on chats. Needs that model and the shards of the "
         "chats.",
         example="sft.optim.lr=2e-4 sft.epochs=2",
     ),
     TrainingStage(
-        Lora, "LoRA", "Adapters", "adapter", "chats", part="domain", loss="domain_loss",
+        Lora, "LoRA", "Adapters", "adapter", "chats", metric=DOMAIN_LOSS,
         help="Train an adapter for the fine-tuned model, or for that of lora.start_from, on chats of a domain. Needs that "
         "model and the shards of the domain.",
         example="lora.rank=8 -c mine.yaml",
@@ -319,6 +329,8 @@ INSTALLED: tuple[TrainingStage, ...] = tuple(point.load() for point in sorted(en
 # By name, in the order in which one goes on from another.
 TRAINING_STAGES = {row.name: row for row in sorted((*BUILT_IN, *INSTALLED), key=lambda row: ROLES.index(row.role))}
 TRAININGS = tuple(TRAINING_STAGES)
+# Where runs share a model, the metric of the next one tells which run is better.
+PRIMARY_METRICS = {name: row.metric for name, row in TRAINING_STAGES.items() if row.metric}
 MODELS = tuple(row.model for row in TRAINING_STAGES.values())  # as the evaluation names them
 
 

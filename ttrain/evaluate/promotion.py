@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from ttrain.config import Promotion, Settings
+from ttrain.config.metrics import BITS_PER_BYTE
 from ttrain.config.training import TRAINING_STAGES, TRAININGS
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.evaluate import statistics as confidence
@@ -17,7 +18,7 @@ from ttrain.store.layout import Artifact
 
 ANY_FIGURE = "FIGURE"  # stands for any metric of a kind with too many to list, or of the harness
 FIGURES: Mapping[str, tuple[str, ...]] = {  # of suites' tasks, by kind
-    "text": ("bits_per_byte", "loss", "perplexity"),
+    "text": (BITS_PER_BYTE.family, "loss", "perplexity"),
     "choices": ("accuracy", "accuracy_characters", "accuracy_bytes", "accuracy_tokens", "choice_loss"),
     "last_word": ("accuracy", "perplexity"),
     "generation": ("accuracy_exact", "accuracy_numeric", "ended"),
@@ -89,9 +90,9 @@ def check_metric(settings: Settings) -> None:
     """Raise UsageError if no evaluation under these settings has `promotion.metric`; called before training."""
     always = (TRAININGS[0], TRAININGS[-1])  # there is a base and a last model, whichever stages train
     models = [row.model for name, row in TRAINING_STAGES.items() if name in (*always, *settings.trainings)]
-    bits = ["bits_per_byte", *(f"bits_per_byte_{name}" for name in models if name != "base")]
-    parts = [row.loss for row in TRAINING_STAGES.values() if row.loss and settings.reads(row.dataset)]
-    losses = [f"{loss}_{name}" for loss in parts for name in models]
+    bits = [BITS_PER_BYTE.of(name) for name in models]
+    metrics = [row.metric for row in TRAINING_STAGES.values() if row.metric and row.loss and settings.reads(row.dataset)]
+    losses = [metric.of(name) for metric in metrics for name in models]
     of_suites = [
         f"{task}/{figure}/{name}"
         for name in models
@@ -209,7 +210,7 @@ def _incomparable_reason(challenger: Scores, champion: Scores) -> str:
         return "the models were not evaluated on the same held-out records, so their metrics cannot be compared"
     return (
         f"the models count the same records differently, as with two tokenizers, so {challenger.metric} cannot be compared; "
-        f"set promotion.metric=bits_per_byte"
+        f"set promotion.metric={BITS_PER_BYTE.name}"
     )
 
 

@@ -14,13 +14,16 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from ttrain.config import Settings, flatten
+from ttrain.config.metrics import VALIDATION_LOSS
 from ttrain.config.training import TRAINING_STAGES
 from ttrain.core.files import parse_json
 from ttrain.errors import ArtifactError
+from ttrain.evaluate.items import counted
 from ttrain.pipeline.lineage import BASE_MODEL, History
 from ttrain.pipeline.names import ADAPTER_CONFIG, BASE
+from ttrain.reports import facts
 from ttrain.reports import summary as report
+from ttrain.reports.facts import SHOWN_DIGEST
 from ttrain.store.layout import Artifact
 from ttrain.store.model_files import ADAPTER, MODEL, weight_files
 from ttrain.store.runs import parse_row
@@ -28,8 +31,6 @@ from ttrain.store.runs import parse_row
 CURVE_ROWS = 8
 
 SAMPLES = 3
-
-SHORT = 12  # letters of a digest that are shown
 
 MORE_IN_LOSS = (
     "The loss that was trained on holds more than that of the next tokens (a second head, the balance of experts), which "
@@ -154,16 +155,9 @@ def _training(history: History) -> str:
         result = artifact.result
         if "train_seconds" not in result:
             continue
-        rows.append(
-            (
-                artifact.stage,
-                _shown(result.get("steps")),
-                _shown(result.get("tokens")),
-                _shown(result.get("loss")),
-                _shown(result.get("validation_loss")),
-                f"{result.get('precision')} on {result.get('device')}, {_count(result.get('ranks'), 'rank')}",
-            )
-        )
+        figures = [_shown(result.get(name)) for name in ("steps", "tokens", "loss", VALIDATION_LOSS)]
+        ranks = counted(result.get("ranks", 1), "rank")
+        rows.append((artifact.stage, *figures, f"{result.get('precision')} on {result.get('device')}, {ranks}"))
         points = _points(artifact.path / "run" / "metrics.jsonl")
         has_parts = has_parts or any("loss_ce1" in values for _, values in points)
         if points:
@@ -192,7 +186,7 @@ def _points(file: Path) -> list[tuple[int, dict[str, Any]]]:
 def _curve(points: list[tuple[int, dict[str, Any]]]) -> list[tuple[str, ...]]:
     """Evenly spread rows of a curve, including the last."""
     chosen = sorted({round(i * (len(points) - 1) / (CURVE_ROWS - 1)) for i in range(CURVE_ROWS)})
-    names = ("tokens", "loss", "validation_loss")
+    names = ("tokens", "loss", VALIDATION_LOSS)
     return [
         (_shown(step), *(_shown(values.get(name)) for name in names)) for step, values in map(points.__getitem__, chosen)
     ]
@@ -203,8 +197,7 @@ def _starting_model(history: History) -> str:
     base_model = next((artifact for artifact in history.artifacts if artifact.stage == BASE_MODEL), None)
     if base_model is None:
         return ""
-    files = [file for role_files in base_model.manifest["ingredients"].get("files", {}).values() for file in role_files]
-    rows = [(file["name"], f"`{file['sha256'][:SHORT]}`") for file in files]
+    rows = [(name, f"`{digest}`") for _, name, digest in facts.files_of(base_model.manifest)]
     origin = f"`{history.base}` on the Hugging Face Hub" if history.base else "a local model"
     return f"## Started from\n\nFrom {origin}, under its own licence.\n\n{report.markdown(rows, ('file', 'sha256'))}"
 
@@ -220,7 +213,7 @@ def _data(history: History) -> str:
         for file in artifact.result.get("files", ()):
             digest = digests.get((file["role"], file["name"]), "")
             counts = (_shown(file["kept"]), _shown(file["tokens"]), _shown(file["bytes"]))
-            rows.append((dataset, file["role"], file["name"], *counts, f"`{digest[:SHORT]}`" if digest else ""))
+            rows.append((dataset, file["role"], file["name"], *counts, f"`{digest}`" if digest else ""))
         locations = ", ".join(f"`{location}`" for location in history.locations.get(dataset, ()))
         if artifact.manifest["inputs"].get("source"):
             licences.append(f"- {dataset}: {QUICKSTART_LICENCE}, text of the Python {_python(sources)} that ran ttrain")
@@ -233,15 +226,14 @@ def _data(history: History) -> str:
 
 
 def _file_digests(artifact: Artifact, sources: Mapping[str, Artifact]) -> dict[tuple[str, str], str]:
-    """Digest of each file that a set of shards was made of, by (role, name)."""
-    files = artifact.manifest["ingredients"].get("files", {})
-    digests = {(role, file["name"]): file["sha256"] for role, listed in files.items() for file in listed}
+    """Short digest of each file that a set of shards was made of, by (role, name)."""
+    digests = {(role, name): digest for role, name, digest in facts.files_of(artifact.manifest)}
     source = sources.get(artifact.manifest["inputs"].get("source", {}).get("key", ""))
     if source:
         for file in artifact.result.get("files", ()):
             entry = source.manifest["files"].get(file["name"])
             if entry:
-                digests.setdefault((file["role"], file["name"]), entry["sha256"])
+                digests.setdefault((file["role"], file["name"]), entry["sha256"][:SHOWN_DIGEST])
     return digests
 
 
@@ -289,15 +281,14 @@ def _lineage(history: History) -> str:
     rows = [
         (
             artifact.stage,
-            f"`{artifact.key[:SHORT]}`",
-            f"`{artifact.content[:SHORT]}`",
-            ", ".join(f"{name} `{used['key'][:SHORT]}`" for name, used in artifact.manifest["inputs"].items()),
+            f"`{artifact.key[:SHOWN_DIGEST]}`",
+            f"`{artifact.content[:SHOWN_DIGEST]}`",
+            ", ".join(f"{name} `{used['key'][:SHOWN_DIGEST]}`" for name, used in artifact.manifest["inputs"].items()),
         )
         for artifact in history.artifacts
     ]
-    made_by = history.artifacts[-1].manifest.get("provenance", {})
-    versions = {**{name: made_by.get(name, "?") for name in ("ttrain", "python")}, **made_by.get("libraries", {})}
-    version_list = ", ".join(f"{name} {version}" for name, version in versions.items())
+    versions = {"ttrain": ["?"], "python": ["?"], **facts.versions_of([history.artifacts[-1].manifest])}
+    version_list = ", ".join(f"{name} {', '.join(values)}" for name, values in versions.items() if name != "platform")
     table = report.markdown(rows, ("stage", "key", "content", "made from"))
     return f"## Lineage\n\n{table}\n\nMade with {version_list}."
 
@@ -309,8 +300,7 @@ def _settings(history: History) -> str:
         settings.update(artifact.manifest["ingredients"].get("settings", {}))
     if not settings:
         return ""
-    defaults = dict(flatten(Settings().model_dump(mode="json")))
-    changed = [f"{key}={json.dumps(value)}" for key, value in sorted(settings.items()) if defaults.get(key, key) != value]
+    changed = [f"{key}={json.dumps(value)}" for key, (value, _) in sorted(facts.changed_settings(settings).items())]
     everything = "\n".join(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in sorted(settings.items()))
     changes = (
         "What differs from ttrain's defaults:\n\n```\n" + "\n".join(changed) + "\n```" if changed else "ttrain's defaults."
@@ -318,10 +308,6 @@ def _settings(history: History) -> str:
     return (
         f"## Settings\n\n{changes}\n\n<details><summary>All settings</summary>\n\n```yaml\n{everything}\n```\n\n</details>"
     )
-
-
-def _count(number: int | None, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _cell(text: str) -> str:

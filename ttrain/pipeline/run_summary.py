@@ -10,14 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from ttrain import tracking
-from ttrain.config import SHAPE_NO_RESULT, Settings, flatten
-from ttrain.config.training import TRAININGS
-from ttrain.core.files import parse_json, read_object
+from ttrain.config import Settings, flatten
+from ttrain.config.metrics import BITS_PER_BYTE
+from ttrain.core.files import read_object
 from ttrain.core.redact import HIDDEN
 from ttrain.evaluate.task_result import FILE, sums_in
-from ttrain.reports import summary
+from ttrain.reports import facts, summary
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
+from ttrain.store.runs import parse_row
+from ttrain.tracking.mlflow_views import by_weight
 
 log = logging.getLogger("ttrain")
 
@@ -39,8 +41,6 @@ POINTS = 1000  # of a curve on the pipeline's run; the stage's own run has them 
 
 SHOWN_SETTINGS = 6
 
-SHAPING = ("tokenizer", "model", *TRAININGS, "evaluate")
-
 CELLS = ("stage", "outcome", "time", "figures")
 
 
@@ -50,7 +50,7 @@ def curves(stage: str, lines: Iterable[str]) -> Iterator[dict[str, Any]]:
     So runs with different step sizes align on the step axis of MLflow's charts. All validations are kept, and at most a
     thousand losses; a single full validation is left out if there are quick ones.
     """
-    rows = [row for line in lines if (row := _row(line)) and row.get("tokens") is not None]
+    rows = [row for line in lines if (row := parse_row(line.encode())) and row.get("tokens") is not None]
     losses = [number for number, row in enumerate(rows) if "loss" in row["metrics"]]
     shown_losses = {*losses[:: max(1, -(-len(losses) // POINTS))], *losses[-1:]}
     is_quick = any(QUICK in row["metrics"] for row in rows)
@@ -63,19 +63,10 @@ def curves(stage: str, lines: Iterable[str]) -> Iterator[dict[str, Any]]:
             yield {"step": int(row["tokens"]), "time": row.get("time"), "metrics": metrics}
 
 
-def _row(line: str) -> dict[str, Any] | None:
-    try:
-        row = parse_json(line)
-    except ValueError:
-        return None
-    return row if isinstance(row, dict) and isinstance(row.get("metrics"), dict) else None
-
-
 def deviations(settings: Settings) -> dict[str, Any]:
     """The settings that differ from the defaults, by dotted name."""
-    defaults = dict(flatten(Settings().model_dump(mode="json")))
-    settings_rows = flatten(settings.model_dump(mode="json"))
-    return {name: value for name, value in settings_rows if name not in defaults or defaults[name] != value}
+    changed = facts.changed_settings(dict(flatten(settings.model_dump(mode="json"))))
+    return {name: value for name, (value, _) in changed.items()}
 
 
 def as_yaml(values: Mapping[str, Any]) -> str:
@@ -105,9 +96,9 @@ def description(
 
     `run` is its record, `changed` the settings that are not the defaults, `measured` the table of its evaluation.
     """
-    bits = metrics.get("eval/bits_per_byte")
-    headline = f"{bits:.4f} bits per byte" if bits is not None else str(run["outcome"])
-    changes = [_cell(f"{name}={_value(value)}") for name, value in sorted(changed.items(), key=_by_weight)]
+    bits = metrics.get(BITS_PER_BYTE.of_run)
+    headline = f"{bits:.4f} {BITS_PER_BYTE.label}" if bits is not None else str(run["outcome"])
+    changes = [_cell(f"{name}={_value(changed[name])}") for name in sorted(changed, key=by_weight)]
     remainder = [f"and {len(changes) - SHOWN_SETTINGS} more settings"] if len(changes) > SHOWN_SETTINGS else []
     lines = [note(run["note"]), ""] if run.get("note") else []
     lines += [f"{headline}: {', '.join([*changes[:SHOWN_SETTINGS], *remainder]) or 'the default settings'}", ""]
@@ -126,13 +117,6 @@ def description(
 def note(text: str) -> str:
     """A user's note in markdown, as lines of text."""
     return "  \n".join(text.replace("<", "&lt;").split("\n"))
-
-
-def _by_weight(setting: tuple[str, Any]) -> tuple[int, str]:
-    """Sort key: settings that shape the models first, in the order of the pipeline; runtime settings last."""
-    name = setting[0]
-    group = name.partition(".")[0]
-    return (SHAPING.index(group) if group in SHAPING else len(SHAPING) + (group in (*SHAPE_NO_RESULT, "name"))), name
 
 
 def _value(value: Any) -> str:

@@ -1,23 +1,20 @@
-"""Curves of runs as charts: which belong together, and which points of long ones are drawn. Views in, plain values out."""
+"""Curves of runs as charts: which belong together, for pages and for pictures. Views in, plain values out."""
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from ttrain.config.training import TRAINING_STAGES
+from ttrain.errors import UsageError
 from ttrain.reports.compare import labels
 from ttrain.tracking import Point, RunView
 
-POINTS = 1200  # per line, about what a wide screen can show; the lowest and highest of each stretch are kept
+TITLES = {name: row.label for name, row in TRAINING_STAGES.items()}
 
-POINTS_OF_CHART = 12_000  # of all lines; a page of a hundred runs then has 4 MB, not 40
 
 MAX_RUNS_WITH_ALL_CURVES = 8  # up to so many runs all curves are drawn, above only the main ones
-
-DIGITS = 7  # of a value in a page
 
 # What a run's page shows at once: title, unit, the metrics of one chart, by pattern.
 GROUPS = (
@@ -40,6 +37,10 @@ MORE_GROUPS = (
 # What a comparison shows at once, in this order.
 COMPARISON_METRICS = ("validation_loss", "validation_loss_quick", "loss", "grad_norm", "tokens_per_second")
 
+LOSSES = ("loss", "validation_loss", "validation_loss_quick")  # of several runs over each other in a picture
+
+SHOWN = ("loss", "perplexity", "learning rate")  # of one run in a picture, where no metric is asked for
+
 STRAIGHT_CURVES = re.compile(r"eta_seconds|tokens|epoch|epoch_time")  # curves that are straight lines
 
 
@@ -59,11 +60,6 @@ class Chart:
     title: str
     unit: str
     lines: tuple[Line, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """The form that the page draws; null is a gap, since JSON has no NaN."""
-        most = min(POINTS, max(100, POINTS_OF_CHART // len(self.lines)))
-        return {"title": self.title, "unit": self.unit, "lines": [_line_json(line, most) for line in self.lines]}
 
 
 def charts_of(view: RunView, stage: str) -> tuple[list[Chart], list[Chart]]:
@@ -97,21 +93,41 @@ def comparison_charts(views: Sequence[RunView], stage: str) -> tuple[list[Chart]
     return charts
 
 
-def thinned(points: Sequence[Point], most: int = POINTS) -> list[Point]:
-    """About `most` points or fewer, with the lowest and highest of each stretch and every gap among them."""
-    if len(points) <= most:
-        return list(points)
-    size = math.ceil(2 * len(points) / most)
-    selected: list[Point] = []
-    for start in range(0, len(points), size):
-        stretch = points[start : start + size]
-        numbers = [point for point in stretch if math.isfinite(point.value)]
-        gap = next((point for point in stretch if not math.isfinite(point.value)), None)
-        chosen = (
-            {min(numbers, key=lambda point: point.value), max(numbers, key=lambda point: point.value)} if numbers else set()
+def panels_of(views: Sequence[RunView], metrics: Sequence[str] = (), stages: Sequence[str] = ()) -> list[list[Chart]]:
+    """The charts to draw, a list for each stage that has curves: of one run its losses, perplexities and learning rates, of
+    several the losses over each other, or the named metrics. Raises UsageError that lists the curves there are."""
+    curve_stages = list(dict.fromkeys(name for view in views for name in view.stages if view.curves(name)))
+    if unknown := [stage for stage in stages if stage not in curve_stages]:
+        raise UsageError(f"the stage {unknown[0]} has no curves; those that have are {', '.join(curve_stages) or 'none'}")
+    rows, metric_names = [], set[str]()
+    for stage in stages or curve_stages:
+        names = {name for view in views if stage in view.stages for name in view.curves(stage)}
+        metric_names |= names
+        if metrics:
+            drawn = [_over(views, stage, metric) for metric in metrics if metric in names]
+        elif len(views) == 1:
+            drawn = [chart for group in charts_of(views[0], stage) for chart in group if chart.title in SHOWN]
+            drawn.sort(key=lambda chart: SHOWN.index(chart.title))
+        else:
+            drawn = [_over(views, stage, metric) for metric in LOSSES if metric in names]
+            drawn = [chart for chart in drawn if any(len(line.points) > 1 for line in chart.lines)]
+        if drawn:
+            rows.append([Chart(f"{TITLES.get(stage, stage)}: {chart.title}", chart.unit, chart.lines) for chart in drawn])
+    if not rows:
+        problem = f"no stage has a curve {' or '.join(metrics)}" if metrics else "there is no curve to draw"
+        raise UsageError(
+            f"{problem}; the curves are {', '.join(sorted(metric_names)) or 'none: no stage of the run trains'}"
         )
-        selected += sorted(chosen | ({gap} if gap else set()), key=lambda point: point.step)
-    return list(dict.fromkeys([points[0], *selected, points[-1]]))
+    return rows
+
+
+def _over(views: Sequence[RunView], stage: str, metric: str) -> Chart:
+    """A metric of a stage, a line a run."""
+    lines = []
+    for number, (label, view) in enumerate(zip(labels(len(views)), views, strict=True)):
+        if points := view.curve(stage, metric):
+            lines.append(Line(f"{label}  {view.name}" if len(views) > 1 else metric, number, tuple(points)))
+    return Chart(metric, unit_of(metric), tuple(lines))
 
 
 def _grouped(view: RunView, stage: str, names: Sequence[str], groups: Iterable[tuple[str, str, str]]) -> Iterator[Chart]:
@@ -137,96 +153,3 @@ def _family(name: str) -> str:
 def unit_of(name: str) -> str:
     """The unit of a metric's axis; "" where its name says it."""
     return next((unit for _, unit, pattern in (*GROUPS, *MORE_GROUPS) if unit and re.fullmatch(pattern, name)), "")
-
-
-def _line_json(line: Line, most: int) -> dict[str, Any]:
-    points = thinned(line.points, most)
-    began = points[0].time
-    return {
-        "label": line.label,
-        "run": line.run,
-        "step": [point.step for point in points],
-        "tokens": [point.tokens for point in points],
-        "time": [round(point.time - began, 1) for point in points],
-        "value": [float(f"{point.value:.{DIGITS}g}") if math.isfinite(point.value) else None for point in points],
-    }
-
-
-AXES = ("tokens", "step", "time")
-
-COLOURS = 8  # --run0 ... of page.css; lines beyond take them again
-
-DATA = "points"  # the name of the data set with the rows
-
-MARKED = 60  # points up to which each of a line is marked
-
-COUNT = "format(datum.value, '~s')"  # 950, 12.8k, 1.5M
-# A scale of dates has round ticks of seconds, minutes and hours; these are times since the beginning of a training.
-CLOCK = (
-    "datum.value < 60000 ? format(datum.value / 1000, '~r') + ' s' : "
-    "datum.value < 3600000 ? format(datum.value / 60000, '~r') + ' min' : format(datum.value / 3600000, '~r') + ' h'"
-)
-
-FIGURE = "abs(datum.value) >= 10000 ? format(datum.value, '~s') : format(datum.value, '~g')"
-
-
-def chart(axis: str, *, log: bool) -> dict[str, Any]:
-    """Lines with gaps where values are missing, over tokens, steps or time; on a logarithmic axis where asked for."""
-    time = axis == "time"
-    across = {"labelExpr": CLOCK if time else COUNT, **({} if time else {"tickMinStep": 1})}
-    up = {"labelExpr": FIGURE, "tickCount": 5, **({"labelOverlap": "greedy"} if log else {})}
-    return {
-        "data": {"name": DATA, "values": []},
-        "layer": [
-            {"mark": {"type": "line", "clip": True, "strokeWidth": 1.6, "strokeJoin": "round"}},
-            {
-                "mark": {"type": "point", "filled": True, "size": 24, "opacity": 1},
-                "transform": [{"filter": "datum.dot"}],
-            },
-        ],
-        "encoding": {
-            "x": {
-                "field": "x",
-                "type": "temporal" if time else "quantitative",
-                "scale": {"type": "utc" if time else "linear", "nice": False, "zero": False},
-                "axis": {"title": None, "labelFlush": True, "tickCount": 7, **across},
-            },
-            "y": {
-                "field": "y",
-                "type": "quantitative",
-                "scale": {"type": "log" if log else "linear", "zero": False, "nice": not log},
-                "axis": {"title": None, "minExtent": 34, **up},
-            },
-            "color": {"field": "colour", "type": "nominal", "scale": {"domain": list(range(COLOURS))}, "legend": None},
-            "opacity": {
-                "field": "faint",
-                "type": "nominal",
-                "scale": {"domain": [False, True], "range": [1, 0.25]},
-                "legend": None,
-            },
-            "detail": {"field": "line", "type": "nominal"},
-        },
-    }
-
-
-def charts() -> dict[str, dict[str, dict[str, Any]]]:
-    """{axis: {"linear" or "log": specification}}: all that a reader of a page can choose."""
-    return {axis: {"log": chart(axis, log=True), "linear": chart(axis, log=False)} for axis in AXES}
-
-
-def config(ink: str, grid: str, colours: list[str]) -> dict[str, Any]:
-    """The look of charts, in the colours of their background."""
-    return {
-        "background": None,
-        "view": {"stroke": None},
-        "axis": {
-            "labelColor": ink,
-            "labelFontSize": 11.5,
-            "gridColor": grid,
-            "domain": False,
-            "ticks": False,
-            "labelPadding": 6,
-            "labelOverlap": True,
-        },
-        "range": {"category": colours},
-    }

@@ -9,10 +9,11 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeGuard
 
 from ttrain.config import SHAPE_NO_RESULT
-from ttrain.config.training import model_order
+from ttrain.config.metrics import EVALUATED, VALIDATION_LOSS
+from ttrain.config.training import PRIMARY_METRICS, model_order
 from ttrain.core.files import parse_json
 from ttrain.core.hashing import digest_of
-from ttrain.reports import figures
+from ttrain.reports import facts, figures
 from ttrain.reports.summary import rounded
 from ttrain.tracking import RunView
 
@@ -21,14 +22,15 @@ SECTIONS_WITHOUT_RESULT = frozenset({*SHAPE_NO_RESULT, "name", "run"})
 # Curves of the pipeline's run, also under their names in earlier versions: their last values are not metrics of the result.
 CURVES = re.compile(r"^(losses_by_tokens|Curves|system)/")
 
-MISSING = "–"
-
-SHOWN_DIGEST = 12
 # Where runs share a model, the metric of the next model decides.
-DECIDING_METRICS = ("eval/bits_per_byte", "eval/chat_loss_sft", "eval/domain_loss_lora", "pretrain/validation_loss",
-            "sft/validation_loss", "lora/validation_loss")  # fmt: skip
+DECIDING_METRICS = (
+    *(metric.of_run for metric in PRIMARY_METRICS.values()),
+    *(f"{stage}/{VALIDATION_LOSS}" for stage in PRIMARY_METRICS),
+)
 
 HELD_OUT = ("documents", "document_bytes", "chats", "domain")
+
+EVALUATION = "evaluate"
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,10 @@ class ComparedMetric:
     better: int  # -1: less is better, 1: more is, 0: neither
     best: int | None  # number of the best run
     percent: tuple[float | None, ...]  # by how much it differs from the first run's
+
+    def texts(self, run: int) -> tuple[str, str]:
+        """(the value of a run, by how much it differs from the first run's)."""
+        return figures.number(self.values[run], self.name), figures.change(self.percent[run]) if run else ""
 
 
 @dataclass(frozen=True)
@@ -83,8 +89,9 @@ class RunComparison:
 def compare(views: Sequence[RunView]) -> RunComparison:
     """Compare runs; percentages are relative to the first one."""
     manifests = [{name: view.manifest(name) for name in view.stages} for view in views]
-    settings = list(_settings(views))
-    data, code = list(_data(views, manifests)), list(_code(manifests))
+    settings = {True: list[Difference](), False: list[Difference]()}
+    for difference in _differences([view.params for view in views]):
+        settings[difference.name.partition(".")[0] in SECTIONS_WITHOUT_RESULT].append(difference)
     names = {name for view in views for name in view.metrics if not CURVES.search(name)}
     metrics = [_figure(name, views) for name in sorted(names, key=figures.rank)]
     same = [figure.name for figure in metrics if len(set(figure.values)) == 1]
@@ -93,14 +100,10 @@ def compare(views: Sequence[RunView]) -> RunComparison:
         verdict=_verdict(views, metrics),
         remarks=tuple(_comparability_warnings(views, manifests)),
         notes=tuple(dict.fromkeys(note for view in views for note in view.notes)),
-        settings=tuple(
-            difference for difference in settings if difference.name.partition(".")[0] not in SECTIONS_WITHOUT_RESULT
-        ),
-        settings_aside=tuple(
-            difference for difference in settings if difference.name.partition(".")[0] in SECTIONS_WITHOUT_RESULT
-        ),
-        data=tuple(data),
-        code=tuple(code),
+        settings=tuple(settings[False]),
+        settings_aside=tuple(settings[True]),
+        data=tuple(_data(views, manifests)),
+        code=tuple(_code(manifests)),
         metrics=tuple(figure for figure in metrics if figure.name not in same),
         same_metrics=tuple(same),
         samples=tuple(_samples(views, manifests)),
@@ -112,14 +115,18 @@ def labels(count: int) -> list[str]:
     return [chr(ord("A") + number) if number < 26 else f"R{number + 1}" for number in range(count)]
 
 
-def _settings(views: Sequence[RunView]) -> Iterator[Difference]:
-    yield from _differences([view.params for view in views])
+def run_rows(views: Sequence[RunView]) -> list[tuple[str, str, str, str, str]]:
+    """(short name, name, outcome, beginning, time) of each run."""
+    return [
+        (label, view.name, view.status, figures.moment(view.started), figures.duration(view.seconds))
+        for label, view in zip(labels(len(views)), views, strict=True)
+    ]
 
 
 def _differences(tables: Sequence[Mapping[str, str]]) -> Iterator[Difference]:
     """A line for each name whose value is not the same in all tables, in the order of the names."""
     for name in sorted({name for table in tables for name in table}):
-        values = tuple(table.get(name, MISSING) for table in tables)
+        values = tuple(table.get(name, facts.MISSING) for table in tables)
         if len(set(values)) > 1:
             yield Difference(name, values)
 
@@ -136,16 +143,15 @@ def _data(views: Sequence[RunView], manifests: Sequence[Mapping[str, Mapping[str
             if not stages[name]:
                 for dataset in stage.inputs:
                     counts = ", ".join(f"{label} {value}" for label, value in dataset.counts.items())
-                    table[f"{name}: {dataset.name}"] = f"{dataset.digest[:SHOWN_DIGEST]} {counts}".strip()
+                    table[f"{name}: {dataset.name}"] = f"{dataset.digest[: facts.SHOWN_DIGEST]} {counts}".strip()
         tables.append(table)
     yield from _differences(tables)
 
 
 def _data_of(manifest: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     result = manifest.get("result", {})
-    for role, files in manifest.get("ingredients", {}).get("files", {}).items():
-        for file in files:
-            yield (f"{file['name']} ({role})" if role != "train" else file["name"]), file["sha256"][:SHOWN_DIGEST]
+    for role, name, digest in facts.files_of(manifest):
+        yield (f"{name} ({role})" if role != "train" else name), digest
     for split, label in (("train", ""), ("heldout", "held-out ")):
         for field in ("rows", "tokens", "live_tokens", "bytes"):
             if isinstance(result.get(split), dict) and field in result[split]:
@@ -153,36 +159,21 @@ def _data_of(manifest: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for field in ("vocab_size", "documents", "bytes", "bytes_per_token", "duplicates"):
         if isinstance(result.get(field), int | float):
             yield field.replace("_", " "), figures.number(result[field])
-    tallies = result.get("rows", {})
-    for role, tally in (tallies if "rows" not in tallies else {"train": tallies}).items():
-        if isinstance(tally, dict):
-            lost = {**tally.get("skipped", {}), **tally.get("rejected", {})}
-            for reason, count in lost.items():
-                yield f"{role} rows left out, {reason}", f"{count:,}"
+    for role, tally in facts.row_tallies(result).items():
+        for reason, count in facts.lost_rows(tally).items():
+            yield f"{role} rows left out, {reason}", f"{count:,}"
 
 
 def _code(manifests: Sequence[Mapping[str, Mapping[str, Any]]]) -> Iterator[Difference]:
     """Code by its digest in each stage, then commits, libraries and machines, as the artifacts record them."""
     tables: list[dict[str, str]] = []
     for stages in manifests:
-        table = {}
-        for name, manifest in stages.items():
-            if not manifest:
-                continue
-            table[f"code of {name}"] = digest_of(manifest["ingredients"].get("code", {}))[:SHOWN_DIGEST]
-            provenance = manifest.get("provenance", {})
-            versions = {
-                "python": provenance.get("python"),
-                "platform": provenance.get("platform"),
-                **provenance.get("libraries", {}),
-            }
-            for component, value in versions.items():
-                if value:  # stages of one run can be made on different days: keep all versions
-                    earlier_values = table.get(component, "").split(", ") if component in table else []
-                    table[component] = ", ".join(dict.fromkeys([*earlier_values, str(value)]))
+        table = {f"code of {name}": facts.code_of(manifest) for name, manifest in stages.items() if manifest}
+        versions = facts.versions_of(stages.values())
+        table |= {name: ", ".join(values) for name, values in versions.items() if name != "ttrain"}
         tables.append(table)
     for difference in _differences(tables):
-        if len({*difference.values} - {MISSING}) < 2:
+        if len({*difference.values} - {facts.MISSING}) < 2:
             continue  # a stage that only one run has made is not a difference
         modules = (
             _modules(difference.name.removeprefix("code of "), manifests) if difference.name.startswith("code of ") else ""
@@ -280,19 +271,12 @@ def _texts(views: Sequence[RunView], manifests: Sequence[Mapping[str, Mapping[st
 
 def _samples(views: Sequence[RunView], manifests: Sequence[Mapping[str, Mapping[str, Any]]]) -> Iterator[ComparedSample]:
     """The answers of each run's models to the same prompts of the evaluation."""
-    answers = [samples_of(stages.get("evaluate", {})) for stages in manifests]
+    answers = [facts.samples_of(stages.get(EVALUATION, {})) for stages in manifests]
     prompts = dict.fromkeys(key for run_answers in answers for key in run_answers)
     for model, prompt in sorted(prompts, key=lambda key: model_order(key[0])):
-        yield ComparedSample(model, prompt, tuple(run_answers.get((model, prompt), MISSING) for run_answers in answers))
-
-
-def samples_of(manifest: Mapping[str, Any]) -> dict[tuple[str, str], str]:
-    """{(model, prompt): answer} of an evaluation's manifest."""
-    answers = manifest.get("result", {}).get("samples") or {}
-    return {(model, sample["prompt"]): sample["answer"] for model, samples in answers.items() for sample in samples}
-
-
-EVALUATION, PREFIX = "evaluate", "eval/"
+        yield ComparedSample(
+            model, prompt, tuple(run_answers.get((model, prompt), facts.MISSING) for run_answers in answers)
+        )
 
 
 def scores_of(view: RunView) -> Mapping[str, Any]:
@@ -313,13 +297,13 @@ def records_of(scores: Mapping[str, Any]) -> dict[str, list[str]]:
 
 def significance_text(better: RunView, worse: RunView, name: str) -> str:
     """How certain it is that one run is better than another by a metric; "" where the scores do not tell."""
-    if not name.startswith(PREFIX):
+    if not name.startswith(EVALUATED):
         return ""
     from ttrain.config import Promotion
     from ttrain.evaluate.promotion import Scores, decide
     from ttrain.evaluate.task_result import sums_in
 
-    metric = name.removeprefix(PREFIX)
+    metric = name.removeprefix(EVALUATED)
     both = []
     for view in (better, worse):
         record_sums = sums_in(scores_of(view), metric)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from datetime import UTC, datetime
+
+from ttrain.config.metrics import BITS_PER_BYTE
 
 # Metrics of the data, not of a model: the size of the held-out text, also compressed.
 NEITHER = re.compile(
@@ -14,12 +17,12 @@ HIGHER = re.compile(
     r"tokens_per_second|mfu|bytes_per_token|accuracy|fill$|/(ended|clean|distinct_\d|calls|valid_calls|right_\w+)(/|$)"
 )
 LOWER = re.compile(
-    r"loss|perplexity|bits_per_byte|seconds|hours|unk_rate|pad_fraction|data_wait|time_share|/(repeated|loops|empty|needless_calls)(/|$)"
+    rf"loss|perplexity|{BITS_PER_BYTE.name}|seconds|hours|unk_rate|pad_fraction|data_wait|time_share|/(repeated|loops|empty|needless_calls)(/|$)"
 )
 # The order of metrics in tables: those that decide come first.
 FIRST = (
-    re.compile(r"^eval/bits_per_byte$"),
-    re.compile(r"^eval/bits_per_byte_(sft|lora)$"),
+    re.compile(rf"^{BITS_PER_BYTE.of_run}$"),
+    re.compile(rf"^{BITS_PER_BYTE.of_run}_(sft|lora)$"),
     re.compile(r"^eval/.*loss"),
     re.compile(r"validation_loss$"),
     re.compile(r"/loss$"),
@@ -88,6 +91,11 @@ def duration(seconds: float | None) -> str:
     minutes, remainder = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours:,} h {minutes:02d} min" if hours else f"{minutes} min {remainder:02d} s"
+
+
+def moment(seconds: float) -> str:
+    """Seconds since 1970 as local date and time."""
+    return datetime.fromtimestamp(seconds, UTC).astimezone().strftime("%Y-%m-%d %H:%M")
 
 
 def percent(value: float | None, base: float | None) -> float | None:

@@ -1,7 +1,7 @@
-"""A self-contained HTML page: its style, scripts and data are inside, and it cannot reach a network.
+"""A self-contained HTML page: its style, drawings and script are inside, and it cannot reach a network.
 
 Everything that comes from a run is text: escaped in HTML, JSON without "<" in the data, and the policy in the page lets no
-script run but the two that are named by their digests, and none make another from text.
+script run but the one that is named by its digest.
 """
 
 from __future__ import annotations
@@ -10,30 +10,25 @@ import base64
 import hashlib
 import html
 import json
-import logging
 import math
-import os
 import re
-import subprocess
-import sys
-import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 from ttrain import __version__
 from ttrain.core.terminal import escape_control_characters
-from ttrain.errors import TTrainError
-from ttrain.reports import charts
-from ttrain.reports.charts import Chart
+from ttrain.reports import drawings
+from ttrain.reports.charts import TITLES, Chart
+from ttrain.reports.drawings import COLOURS, Scatter
 
 TILES = 7  # per row at most; .of4 ... of page.css
 
 LONG = 30  # characters above which a cell's text may break anywhere
 
 MARKS = re.compile("<[^>]*>")
+
+PLACE = re.compile(r"<!--drawing (\d+)-->")  # no text of a run has this form: its "<" is escaped
 
 
 class Markup(str):
@@ -82,7 +77,7 @@ def table(header: Sequence[object], rows: Iterable[Sequence[object]], numbers: S
 
 def letter(label: str, run: int) -> Markup:
     """The short name of a run in its colour."""
-    return tag("span", label, class_=f"letter run{run % charts.COLOURS}")
+    return tag("span", label, class_=f"letter run{run % len(COLOURS)}")
 
 
 def pill(status: str) -> Markup:
@@ -105,13 +100,18 @@ def details(summary: object, *inside: object) -> Markup:
     return tag("details", tag("summary", summary), *inside)
 
 
-class Page:
-    """A page being built: its sections in order, and the charts that its script draws."""
+def answers(texts: Iterable[tuple[object, str]]) -> Markup:
+    """Answers of models side by side, (title, text)."""
+    return tag("div", *(tag("div", tag("h4", title), tag("pre", text)) for title, text in texts), class_="answers")
 
-    def __init__(self, title: str, *, runs: Sequence[str], compares: bool = False) -> None:
-        self._title, self._runs, self._compares = title, list(runs), compares
+
+class Page:
+    """A page being built: its sections in order, and its charts, which are drawn together at the end."""
+
+    def __init__(self, title: str, *, runs: Sequence[str], axis: str = "tokens", log: bool = False) -> None:
+        self._title, self._runs, self._axis, self._log = title, list(runs), axis, log
         self._sections: list[tuple[str, Markup]] = []
-        self._charts: list[Chart] = []
+        self._charts: list[Chart | Scatter] = []
 
     def section(self, title: str, *inside: object) -> None:
         """A part of the page under a heading; left out where there is nothing in it."""
@@ -119,32 +119,48 @@ class Page:
         if content:
             self._sections.append((title, content))
 
-    def charts(self, charts: Sequence[Chart]) -> Markup:
-        """Placeholders of the charts, side by side."""
-        if not charts:
-            return Markup()
+    def charts(self, charts: Sequence[Chart | Scatter]) -> Markup:
+        """The charts side by side, each with a place for its drawing."""
         first = len(self._charts)
         self._charts += charts
-        return tag("div", *(_figure(first + offset, chart) for offset, chart in enumerate(charts)), class_="charts")
+        return tag("div", *map(self._figure, range(first, len(self._charts))), class_="charts") if charts else Markup()
 
-    def controls(self) -> Markup:
-        """The controls of all charts: axis, logarithmic scale, smoothing."""
-        axes = (tag("label", Markup(f'<input type="radio" name="axis" value="{axis}">'), axis) for axis in charts.AXES)
-        return tag(
-            "div",
-            tag("fieldset", *axes),
-            tag("label", Markup('<input type="checkbox" id="log">'), "logarithmic"),
-            tag("label", "smooth", Markup('<input type="range" id="smooth" min="0" max="0.98" step="0.02" value="0">')),
-            tag("span", "drag: zoom, double click: back, click a name: hide", class_="faint"),
-            class_="controls",
-        )
+    def _figure(self, number: int) -> Markup:
+        chart = self._charts[number]
+        drawing = Markup(f"<!--drawing {number}-->")
+        if isinstance(chart, Scatter):
+            return tag("figure", tag("figcaption", chart.title), drawing, class_="dots")
+        unit = tag("span", chart.unit, class_="unit") if chart.unit else ""
+        caption = tag("figcaption", chart.title, unit, tag("span", class_="where"))
+        return tag("figure", caption, drawing, tag("div", *self._legend(chart), class_="legend"), data_chart=number)
+
+    def _legend(self, chart: Chart) -> Iterable[Markup]:
+        """The names of the lines, to be clicked, with their colours and last values."""
+        for number, line in enumerate(chart.lines):
+            last = next((point.value for point in reversed(line.points) if math.isfinite(point.value)), None)
+            swatch = tag("i", class_=f"run{drawings.colour_of(chart, number)}")
+            value = tag("b", "–" if last is None else f"{last:.5g}", class_="value")
+            name = self._runs[line.run] if line.run < len(self._runs) else None
+            yield tag("button", swatch, line.label, value, type="button", title=name, aria_pressed="true")
+
+    def curves(self, charts_by_stage: Mapping[str, tuple[Sequence[Chart], Sequence[Chart]]]) -> Markup:
+        """The curves of each stage, (main charts, folded charts), below what a reader can do with them."""
+        parts: list[Markup] = []
+        for stage, (main, others) in charts_by_stage.items():
+            parts += [tag("h3", TITLES.get(stage, stage)), self.charts(main)] if main else []
+            if others:
+                title = f"{len(others)} more charts" if main else f"{stage}: {len(others)} charts"
+                parts.append(details(title, self.charts(others)))
+        slider = Markup('<input type="range" id="smooth" min="0" max="0.98" step="0.02" value="0">')
+        hint = tag("span", "point at a curve: values; click a name: hide", class_="faint")
+        return joined([tag("div", tag("label", "smooth", slider), hint, class_="controls"), *parts]) if parts else Markup()
 
     def render(self, head: object) -> str:
-        """The whole page; `head` stands above the sections."""
+        """The whole page; `head` stands above the sections. Raises TTrainError where the charts cannot be drawn."""
         style = _asset("page.css")
-        scripts = [script(), _asset("page.js")] if self._charts else []
+        scripts = [_asset("page.js")] if self._charts else []
         policy = (
-            f"default-src 'none'; script-src {_digests(scripts)}; style-src {_digests([style])}; img-src data:; "
+            f"default-src 'none'; script-src {_digests(scripts)}; style-src {_digests([style])}; "
             f"base-uri 'none'; form-action 'none'"
         )
         headings = [tag("a", title, href=f"#s{number}") for number, (title, _) in enumerate(self._sections)]
@@ -152,36 +168,32 @@ class Page:
             tag("section", tag("h2", title, id=f"s{number}"), content)
             for number, (title, content) in enumerate(self._sections)
         )
+        svgs = drawings.page_drawings(self._charts, axis=self._axis, log=self._log)
         text = [
             '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n',
             f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n',
             '<meta name="viewport" content="width=device-width, initial-scale=1">\n',
             f"<title>{escape(self._title)}</title>\n<style>{style}</style>\n</head>\n<body>\n",
             f"<header>{escape(head)}</header>\n{tag('nav', *headings)}\n",
-            "\n".join(sections),
+            PLACE.sub(lambda match: svgs[int(match[1])], "\n".join(sections)),
             tag("footer", f"ttrain {__version__}. This page is self-contained: it loads nothing, and can be sent as it is."),
-            f'\n<script type="application/json" id="data">{script_json(self._data())}</script>\n' if self._charts else "\n",
+            f'\n<script type="application/json" id="data">{script_json(self._points())}</script>\n' if scripts else "\n",
             *(f"<script>{script}</script>\n" for script in scripts),
             "</body>\n</html>\n",
         ]
         return "".join(text)
 
-    def _data(self) -> dict[str, Any]:
-        """The charts and their specifications for the page's script; no specification comes from a run."""
-        names = [f"--run{number}" for number in range(charts.COLOURS)]
-        return {
-            "charts": [chart.to_json() for chart in self._charts],
-            "runs": self._runs,
-            "compares": self._compares,
-            "axis": "tokens" if self._count_tokens() else "step",
-            "specs": charts.charts(),
-            "config": charts.config("--faint", "--grid", names),
-            "rows": charts.DATA,
-            "marked": charts.MARKED,
-        }
-
-    def _count_tokens(self) -> bool:
-        return any(point.tokens is not None for chart in self._charts for line in chart.lines for point in line.points)
+    def _points(self) -> list[dict[str, Any] | None]:
+        """The points of each chart, for the values under the pointer."""
+        return [
+            {
+                "axis": drawings.axis_of(chart, self._axis),
+                "lines": [list(zip(*rows, strict=True)) for rows in drawings.rows_of(chart, self._axis, log=self._log)],
+            }
+            if isinstance(chart, Chart)
+            else None
+            for chart in self._charts
+        ]
 
 
 def script_json(value: Any) -> str:
@@ -192,15 +204,6 @@ def script_json(value: Any) -> str:
     return text.encode("utf-8", errors="replace").decode("utf-8")  # an unpaired surrogate has no UTF-8 form
 
 
-def _figure(number: int, chart: Chart) -> Markup:
-    caption = tag(
-        "figcaption", chart.title, tag("span", chart.unit, class_="unit") if chart.unit else "", tag("span", class_="where")
-    )
-    over = [tag("div", class_=name, hidden="") for name in ("brush", "rule")]
-    plot = tag("div", tag("div", class_="drawing"), *over, tag("div", class_="spots"), class_="plot")
-    return tag("figure", caption, plot, tag("div", class_="legend"), data_chart=number)
-
-
 def _digests(texts: Sequence[str]) -> str:
     digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts)
     return " ".join(f"'sha256-{digest}'" for digest in digests) or "'none'"
@@ -208,61 +211,3 @@ def _digests(texts: Sequence[str]) -> str:
 
 def _asset(name: str) -> str:
     return resources.files("ttrain.reports").joinpath(name).read_text(encoding="utf-8").strip()
-
-
-PACKAGE = "vl-convert-python"
-
-LICENCES = "/* Vega, Vega-Lite, Vega-Embed: https://vega.github.io, BSD-3-Clause; D3: https://d3js.org, ISC */"
-
-SNIPPET = "window.vegaEmbed=vegaEmbed;"  # the global that the script defines
-
-BUNDLE = f"import sys, vl_convert; sys.stdout.buffer.write(vl_convert.javascript_bundle({SNIPPET!r}).encode())"
-
-log = logging.getLogger(__name__)
-
-
-def script() -> str:
-    """The script's text: from the cache, else bundled and cached; where the cache cannot be written, only bundled."""
-    path = cache_directory() / f"charts-{version(PACKAGE)}.js"
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError:
-        text = _bundle()
-    try:
-        _keep(path, text)
-    except OSError as error:
-        log.info("the library for charts could not be cached in %s: %s", path, error)
-    return text
-
-
-def cache_directory() -> Path:
-    """`$XDG_CACHE_HOME/ttrain`, by default `~/.cache/ttrain` (https://specifications.freedesktop.org/basedir-spec/latest/)."""
-    root = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (root if root.is_absolute() else Path.home() / ".cache") / "ttrain"
-
-
-def _bundle() -> str:
-    """Bundle in a process of its own: the engine holds the interpreter's lock all the time, and never frees its memory."""
-    process = subprocess.run([sys.executable, "-P", "-c", BUNDLE], capture_output=True, text=True, encoding="utf-8")
-    package = f"{PACKAGE} {version(PACKAGE)}, which draws charts,"
-    if process.returncode:
-        error_lines = process.stderr.strip().splitlines() or [f"its process ended with {process.returncode}"]
-        raise TTrainError(f"{package} does not work here: {error_lines[-1]}; `pip install --force-reinstall {PACKAGE}`")
-    if "</script" in process.stdout.lower() or "<!--" in process.stdout:  # would end the script of a page
-        raise TTrainError(f"{package} makes a script that a page cannot embed; `pip install {PACKAGE}==1.9.0.post1`")
-    return f"{LICENCES}\n{process.stdout.strip()}"
-
-
-def _keep(path: Path, text: str) -> None:
-    """Write the file by one rename: a reader sees all of it or none."""
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(name).replace(path)
-    except OSError:
-        Path(name).unlink(missing_ok=True)
-        raise

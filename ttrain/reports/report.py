@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
-import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import UTC, datetime
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ttrain.config import Settings, flatten
-from ttrain.config.training import TRAININGS, model_order
-from ttrain.core.hashing import digest_of
-from ttrain.reports import charts, figures, summary
-from ttrain.reports import summary as tables
-from ttrain.reports.compare import samples_of
-from ttrain.reports.compare_page import TITLES
-from ttrain.reports.html import Markup, Page, details, joined, pill, table, tag, tiles
+from ttrain.config.metrics import EVALUATED, VALIDATION_LOSS
+from ttrain.config.training import PRIMARY_METRICS, TRAININGS
+from ttrain.reports import charts, facts, figures, summary
+from ttrain.reports.charts import TITLES
+from ttrain.reports.facts import SHOWN_DIGEST
+from ttrain.reports.html import Markup, Page, answers, details, joined, pill, table, tag, tiles
+from ttrain.reports.problems import UNFINISHED, Problem, find_problems
 from ttrain.store import runs
 from ttrain.tracking import RunView
 
@@ -29,14 +25,14 @@ SAMPLES_SHOWN = 12  # of the samples written during training: first, last, and e
 EARLIER_RUNS = 200  # newest runs that are searched for attempts at the same work
 
 
-def report_of(home: Path, view: RunView) -> str:
+def report_of(home: Path, view: RunView, *, axis: str = "tokens", log: bool = False) -> str:
     """The page as HTML."""
     earlier = [run for run, _ in zip(runs.newest_first(home), range(EARLIER_RUNS), strict=False)]
     problems = find_problems(view, earlier)
-    page = Page(f"{view.name}: report", runs=[view.name])
+    page = Page(f"{view.name}: report", runs=[view.name], axis=axis, log=log)
     page.section("Stages", stage_timeline(view), _stages(view))
     page.section("What went wrong", _problem_table(problems))
-    page.section("Curves", *_curves(page, view))
+    page.section("Curves", page.curves({stage: charts.charts_of(view, stage) for stage in view.stages}))
     page.section("Evaluation", _evaluation(view))
     page.section("Data", *data_tables(view))
     page.section("Samples", *_samples(view))
@@ -47,27 +43,22 @@ def report_of(home: Path, view: RunView) -> str:
 
 
 def _head(view: RunView, problems: Sequence[Problem]) -> Markup:
-    began = datetime.fromtimestamp(view.started, UTC).astimezone()
     took = f", took {figures.duration(view.seconds)}" if view.seconds else ""
-    line = tag("p", f"pipeline {view.pipeline}, began {began:%Y-%m-%d %H:%M}{took}", class_="faint")
-    labels = [tag("p", line, class_="note") for line in tables.labels(view.record)]
-    open_problems = [problem for problem in problems if not problem.is_resolved]
-    notes = [tag("p", _problem_text(problem), class_="remark") for problem in open_problems]
+    line = tag("p", f"pipeline {view.pipeline}, began {figures.moment(view.started)}{took}", class_="faint")
+    labels = [tag("p", line, class_="note") for line in summary.labels(view.record)]
+    notes = [tag("p", problem, class_="remark") for problem in problems if not problem.is_resolved]
     notes += [tag("p", note, class_="note") for note in view.notes]
     return joined([tag("h1", view.name, " ", pill(view.status)), line, *labels, *notes, tiles(_tiles(view))])
 
 
 def _tiles(view: RunView) -> Iterator[tuple[str, str]]:
     """The main metrics of the run."""
-    labelled_metrics = (
-        ("eval/bits_per_byte", "bits per byte, base"),
-        ("eval/bits_per_byte_sft", "bits per byte, SFT"),
-        ("eval/chat_loss_sft", "chats loss, SFT"),
-        ("eval/domain_loss_lora", "domain loss, LoRA"),
-        ("pretrain/validation_loss", "validation loss"),
-        ("total/train_seconds", "training"),
-    )
-    for name, label in labelled_metrics:
+    bits = PRIMARY_METRICS["pretrain"]
+    metrics = {bits.of_run: f"{bits.label}, base", f"{EVALUATED}{bits.of('sft')}": f"{bits.label}, {TITLES['sft']}"}
+    for stage, metric in PRIMARY_METRICS.items():
+        metrics.setdefault(metric.of_run, f"{metric.label}, {TITLES[stage]}")
+    metrics |= {f"pretrain/{VALIDATION_LOSS}": "validation loss", "total/train_seconds": "training"}
+    for name, label in metrics.items():
         if name in view.metrics:
             yield label, figures.number(view.metrics[name], name)
     result = view.manifest("pretrain").get("result", {})
@@ -84,23 +75,13 @@ def _stages(view: RunView) -> Markup:
     rows = []
     for name, stage in view.stages.items():
         maker = f"by {stage.made_by}" if stage.cached and stage.made_by and stage.made_by != view.name else ""
-        why = tables.shortened(stage.record.get("why") or [])
+        why = summary.shortened(stage.record.get("why") or [])
         manifest = view.manifest(name)
-        figure_text = stage.record.get("metric") or (tables.key_figures(name, manifest["result"]) if manifest else "")
-        rows.append(
-            (
-                tag("td", name, class_="short"),
-                pill(stage.status),
-                figures.duration(stage.seconds),
-                figure_text,
-                joined([why, " ", tag("small", maker)]),
-            )
-        )
+        figure_text = stage.record.get("metric") or (summary.key_figures(name, manifest["result"]) if manifest else "")
+        reason = joined([why, " ", tag("small", maker)])
+        short_name = tag("td", name, class_="short")
+        rows.append((short_name, pill(stage.status), figures.duration(stage.seconds), figure_text, reason))
     return table(("stage", "outcome", "took", "result", "why"), rows, numbers=(2,))
-
-
-def _problem_text(problem: Problem) -> str:
-    return f"{problem.stage}: {problem.description}" if problem.stage else problem.description
 
 
 def _problem_table(problems: Sequence[Problem]) -> Markup:
@@ -117,24 +98,6 @@ def _problem_table(problems: Sequence[Problem]) -> Markup:
     return table(("stage", "problem", ""), rows)
 
 
-def _curves(page: Page, view: RunView) -> Iterator[Markup]:
-    parts: list[Markup] = []
-    for stage in view.stages:
-        first, others = charts.charts_of(view, stage)
-        if not first and not others:
-            continue
-        folded = details(f"{len(others)} more charts", page.charts(others)) if others else Markup()
-        shown = page.charts(first)
-        parts += (
-            [tag("h3", TITLES.get(stage, stage)), shown, folded]
-            if first
-            else [details(f"{stage}: {len(others)} charts", page.charts(others))]
-        )
-    if parts:
-        yield page.controls()
-        yield from parts
-
-
 def _evaluation(view: RunView) -> Markup:
     results = {stage: view.manifest(stage).get("result", {}) for stage in ("evaluate", "evaluate-champion")}
     rows = summary.rows(view.metrics, results)
@@ -142,22 +105,15 @@ def _evaluation(view: RunView) -> Markup:
 
 
 def _samples(view: RunView) -> Iterator[Markup]:
-    answers = samples_of(view.manifest("evaluate"))
-    models = list(dict.fromkeys(model for model, _ in answers))
-    models.sort(key=model_order)
-    for prompt in dict.fromkeys(prompt for _, prompt in answers):
+    samples = facts.samples_of(view.manifest("evaluate"))
+    for prompt in dict.fromkeys(prompt for _, prompt in samples):
         yield tag("p", prompt, class_="prompt")
-        model_answers = ((model, answers[model, prompt]) for model in models if (model, prompt) in answers)
-        yield tag(
-            "div",
-            *(tag("div", tag("h4", f"{model} model"), tag("pre", text)) for model, text in model_answers),
-            class_="answers",
-        )
+        yield answers((f"{model} model", text) for (model, question), text in samples.items() if question == prompt)
     for stage in TRAININGS:
         written = _training_samples(view, stage)
         if written:
-            parts = (tag("div", tag("h4", f"step {step:,}"), tag("pre", text.strip("\n"))) for step, text in written)
-            yield details(f"samples during training: {TITLES[stage]}", tag("div", *parts, class_="answers"))
+            texts = ((f"step {step:,}", text.strip("\n")) for step, text in written)
+            yield details(f"samples during training: {TITLES[stage]}", answers(texts))
 
 
 def _training_samples(view: RunView, stage: str) -> list[tuple[int, str]]:
@@ -181,15 +137,11 @@ def data_tables(view: RunView) -> Iterator[Markup]:
         name, result = stage.removeprefix("shards-"), view.manifest(stage).get("result")
         if not result:
             continue
-        train, heldout = result.get("train", {}), result.get("heldout", {})
-        lost = "; ".join(filter(None, (_lost(tally) for tally in result.get("rows", {}).values())))
+        train = result.get("train", {})
+        lost = "; ".join(filter(None, map(_lost, facts.row_tallies(result).values())))
+        size, heldout_rows = figures.number(train.get("bytes"), "bytes"), result.get("heldout", {}).get("rows")
         counts = [_count(train.get(field)) for field in ("rows", "tokens", "live_tokens")]
-        other_cells = [
-            figures.number(train.get("bytes"), "bytes"),
-            _count(heldout.get("rows")),
-            _count(result.get("duplicates")),
-        ]
-        sets.append((name, *counts, *other_cells, lost or "none"))
+        sets.append((name, *counts, size, _count(heldout_rows), _count(result.get("duplicates")), lost or "none"))
         for file in result.get("files", ()):
             counts = [_count(file.get(field)) for field in ("rows", "kept", "tokens")]
             files.append((name, file["name"], *counts, figures.number(file.get("bytes"), "bytes"), _lost(file) or "none"))
@@ -225,15 +177,11 @@ def _rows(name: str, result: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _lost(tally: Mapping[str, Any]) -> str:
-    lost = {**tally.get("skipped", {}), **tally.get("rejected", {})}
-    return ", ".join(f"{reason} {count:,}" for reason, count in lost.items() if count)
+    return ", ".join(f"{reason} {count:,}" for reason, count in facts.lost_rows(tally).items() if count)
 
 
 def _count(value: float | None) -> str:
     return "–" if value is None else f"{value:,.0f}"
-
-
-SHOWN_KEY = 12
 
 
 def lineage(view: RunView) -> Markup:
@@ -243,44 +191,26 @@ def lineage(view: RunView) -> Markup:
         manifest = view.manifest(name)
         if not manifest:
             continue
-        used = (f"{entry['stage']} {entry['key'][:SHOWN_KEY]}" for entry in manifest.get("inputs", {}).values())
-        read = (
-            f"{entry['name']} {entry['sha256'][:SHOWN_KEY]}"
-            for files in manifest["ingredients"].get("files", {}).values()
-            for entry in files
-        )
-        provenance, sources = manifest.get("provenance", {}), [*used, *read]
+        used = (f"{entry['stage']} {entry['key'][:SHOWN_DIGEST]}" for entry in manifest.get("inputs", {}).values())
+        sources = [*used, *(f"{file} {digest}" for _, file, digest in facts.files_of(manifest))]
         shown = ", ".join(sources[:6]) + (f" and {len(sources) - 6} more" if sources[6:] else "")
-        code = digest_of(manifest["ingredients"].get("code", {}))[:SHOWN_KEY]
+        provenance = manifest.get("provenance", {})
         commit = str(provenance.get("commit") or "")
-        rows.append(
-            (
-                name,
-                _mono((stage.key or "")[:SHOWN_KEY]),
-                _mono(shown or "–"),
-                _mono(code),
-                _mono(commit[:SHOWN_KEY] + ("+" if "+" in commit else "")),
-                provenance.get("run") or stage.made_by or "",
-            )
-        )
+        commit = commit[:SHOWN_DIGEST] + ("+" if "+" in commit else "")
+        digests = ((stage.key or "")[:SHOWN_DIGEST], shown or "–", facts.code_of(manifest), commit)
+        maker = provenance.get("run") or stage.made_by or ""
+        rows.append((name, *(tag("td", text, class_="mono") for text in digests), maker))
     if not rows:
         return Markup()
     hint = tag("p", "In full: ", tag("code", f"ttrain lineage {view.name}"), class_="faint")
     return joined([table(("stage", "key", "made of", "code", "commit", "made by"), rows), hint])
 
 
-def _mono(text: str) -> Markup:
-    return tag("td", text, class_="mono")
-
-
 def settings(view: RunView) -> Iterator[Markup]:
     """The settings that differ from the defaults; all settings are folded."""
     if not view.params:
         return
-    defaults = {name: str(value) for name, value in flatten(Settings().model_dump(mode="json"))}
-    changed = [
-        (name, value, defaults.get(name, "–")) for name, value in sorted(view.params.items()) if defaults.get(name) != value
-    ]
+    changed = [(name, *values) for name, values in sorted(facts.changed_settings(view.params).items())]
     if changed:
         yield table(("changed setting", "value", "default"), changed)
     everything = json.dumps(dict(sorted(view.params.items())), indent=1, ensure_ascii=False)
@@ -289,112 +219,13 @@ def settings(view: RunView) -> Iterator[Markup]:
 
 def machine(view: RunView) -> Markup:
     """Versions, platforms and devices that the artifacts record, each value once."""
-    recorded_values: dict[str, list[str]] = {}
-    for name in view.stages:
-        provenance = view.manifest(name).get("provenance", {})
-        versions = {
-            **{field: provenance.get(field) for field in ("ttrain", "python", "platform")},
-            **provenance.get("libraries", {}),
-        }
-        for field, value in versions.items():
-            if value and str(value) not in recorded_values.setdefault(field, []):
-                recorded_values[field].append(str(value))
-        for field in ("device", "precision", "threads", "ranks", "compiled"):
-            value = view.manifest(name).get("result", {}).get(field)
-            if value is not None and str(value) not in recorded_values.setdefault(field, []):
-                recorded_values[field].append(str(value))
-    return (
-        table(("name", "value"), [(field, ", ".join(values)) for field, values in recorded_values.items() if values])
-        if recorded_values
-        else Markup()
-    )
-
-
-UNFINISHED = ("crashed", "failed", "interrupted")
-
-STATUS_PHRASES: Mapping[str, str] = {"crashed": "was killed", "failed": "failed", "interrupted": "was stopped"}
-
-
-@dataclass(frozen=True)
-class Problem:
-    """A problem: its stage ("" for the run), its description, and whether it is resolved."""
-
-    stage: str
-    description: str
-    is_resolved: bool = True
-
-
-def find_problems(view: RunView, earlier: Iterable[Mapping[str, Any]] = ()) -> list[Problem]:
-    """All recorded problems of a run. `earlier`: records of other runs, some of which worked on the same stages."""
-    problems = list(_of_run(view))
-    for name, stage in view.stages.items():
-        problems += (Problem(name, *problem) for problem in _of_attempts(view, name, earlier))
-        error, done = stage.record.get("error"), stage.status not in UNFINISHED
-        if error:
-            problems.append(
-                Problem(
-                    name,
-                    f"failed and was retried: {error}" if done else f"{STATUS_PHRASES[stage.status]}: {error}",
-                    done,
-                )
-            )
-        elif not done:
-            problems.append(Problem(name, STATUS_PHRASES[stage.status], is_resolved=False))
-        if step := stage.record.get("resumed_from_step"):
-            problems.append(Problem(name, f"resumed at step {step:,}"))
-        problems += (
-            Problem(name, description, is_resolved) for description, is_resolved in _of_artifact(view.manifest(name))
-        )
-        problems += (Problem(name, description) for description in _gaps(view, name))
-    return list(dict.fromkeys(problems))
-
-
-def _of_run(view: RunView) -> Iterator[Problem]:
-    if stopped := view.record.get("stopped"):
-        yield Problem("", f"the run was stopped: {stopped}", is_resolved=False)
-    error = view.record.get("error")
-    if error and not any(stage.record.get("error") == error for stage in view.stages.values()):
-        yield Problem("", str(error), is_resolved=False)
-    if view.status == "crashed":
-        yield Problem("", "the run's process was killed, or the machine went down", is_resolved=False)
-
-
-def _of_attempts(view: RunView, stage: str, earlier: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, bool]]:
-    """Earlier runs that began the same work and did not finish it."""
-    key = view.stages[stage].key
-    for run in earlier:
-        if run["run"] == view.name or run["started_unix"] > view.started or not key:
-            continue
-        for stage_record in run["stages"]:
-            if stage_record["name"] == stage and stage_record.get("key") == key and stage_record["outcome"] in UNFINISHED:
-                yield f"the run {run['run']} began the same work and {STATUS_PHRASES[stage_record['outcome']]}", True
-
-
-def _of_artifact(manifest: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
-    result = manifest.get("result", {})
-    for source in manifest.get("continued") or ():
-        key = str(source.get("key", source) if isinstance(source, dict) else source)
-        yield f"continued the work of {key[:12]}, made by other code", True
-    if skipped := result.get("skipped_steps"):
-        yield f"{skipped:,} steps were skipped: their gradient was not finite", True
-    for guard, count in (result.get("guard_warnings") or {}).items():
-        yield f"the guard {guard.replace('_', ' ')} warned {count:,} times", False
-    if result.get("stop_reason") not in (None, "completed"):
-        yield f"training ended early: {result['stop_reason']}", True
-    tallies = result.get("rows") or {}
-    for role, tally in ({"": tallies} if "rejected" in tallies else tallies).items():
-        if isinstance(tally, dict) and (rejected := tally.get("rejected")):
-            reasons = ", ".join(f"{reason} {count:,}" for reason, count in rejected.items())
-            of = f" of the {role} data" if role not in ("", "train") else ""
-            yield f"{sum(rejected.values()):,} bad rows{of} were left out: {reasons}", True
-
-
-def _gaps(view: RunView, stage: str) -> Iterator[str]:
-    for metric in ("loss", "validation_loss"):
-        steps = [point.step for point in view.curve(stage, metric) if not math.isfinite(point.value)]
-        if steps:
-            shown = ", ".join(f"{step:,}" for step in steps[:5]) + (", ..." if steps[5:] else "")
-            yield f"the {metric.replace('_', ' ')} was not finite at step {shown}"
+    manifests = [view.manifest(name) for name in view.stages]
+    values = facts.versions_of(manifests)
+    for field in ("device", "precision", "threads", "ranks", "compiled"):
+        recorded = (manifest.get("result", {}).get(field) for manifest in manifests)
+        values[field] = list(dict.fromkeys(str(value) for value in recorded if value is not None))
+    rows = [(field, ", ".join(texts)) for field, texts in values.items() if texts]
+    return table(("name", "value"), rows) if rows else Markup()
 
 
 ROW, BAR, TEXT = 34, 9, 13  # pixels: of a stage, of its bar, of the line above it
@@ -415,20 +246,12 @@ def stage_timeline(view: RunView) -> Markup:
     parts = []
     for row, (name, begin, took, status) in enumerate(bars):
         y, share = ROW * row, max(LEAST, 100 * took / whole)
-        colour = "failed" if status in ("failed", "crashed", "interrupted") else "bar"
-        name_and_time = joined([name, " ", tag("tspan", figures.duration(took), class_="faint")])
+        colour = "failed" if status in UNFINISHED else "bar"
+        bar = {"y": y + TEXT + 5, "height": BAR, "rx": 3}
         parts += [
-            tag("text", name_and_time, x=0, y=y + TEXT),
-            tag("rect", x=0, y=y + TEXT + 5, width="100%", height=BAR, rx=3, class_="whole"),
-            tag(
-                "rect",
-                x=f"{100 * begin / whole:.2f}%",
-                y=y + TEXT + 5,
-                width=f"{share:.2f}%",
-                height=BAR,
-                rx=3,
-                class_=colour,
-            ),
+            tag("text", name, " ", tag("tspan", figures.duration(took), class_="faint"), x=0, y=y + TEXT),
+            tag("rect", x=0, width="100%", class_="whole", **bar),
+            tag("rect", x=f"{100 * begin / whole:.2f}%", width=f"{share:.2f}%", class_=colour, **bar),
         ]
     label = f"{len(bars)} stages over {figures.duration(whole)}"
     return tag("svg", joined(parts), class_="times", height=ROW * len(bars), role="img", aria_label=label)

@@ -10,7 +10,8 @@ from types import MappingProxyType
 from typing import Any
 
 from ttrain.config.data import LEARNT
-from ttrain.config.training import MODELS, TRAININGS
+from ttrain.config.metrics import BITS_PER_BYTE, EVALUATED, VALIDATION_LOSS
+from ttrain.config.training import MODELS, PRIMARY_METRICS, TRAININGS
 from ttrain.evaluate.items import counted
 
 SHOWN_REASONS = 3
@@ -20,7 +21,7 @@ KEY_METRICS: Mapping[str, tuple[str, ...]] = {
     "tokenizer": ("vocab_size", "bytes_per_token"),
     "base-model": ("parameters", "vocab_size"),
     "new-model": ("parameters",),
-    **dict.fromkeys(TRAININGS, ("validation_loss", "tokens", "tokens_per_second")),
+    **dict.fromkeys(TRAININGS, (VALIDATION_LOSS, "tokens", "tokens_per_second")),
 }
 
 
@@ -28,7 +29,7 @@ def metrics_of(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     """The metrics of a pipeline run under their stable names, from the stages' results: the same whether cached or not."""
     metrics: dict[str, float] = {}
     for name in TRAININGS:
-        for metric in ("validation_loss", "loss", "tokens", "tokens_per_second"):
+        for metric in (VALIDATION_LOSS, "loss", "tokens", "tokens_per_second"):
             value = results.get(name, {}).get(metric)
             if value is not None:
                 metrics[f"{name}/{metric}"] = float(value)
@@ -91,8 +92,8 @@ def key_figures(stage: str, result: Mapping[str, Any]) -> str:
     if stage == "heldout":
         return f"{result['records']:,} held-out documents of all nights, {result['new']:,} of them new"
     if stage in ("evaluate", "evaluate-champion"):
-        bits = result["metrics"].get("bits_per_byte")
-        return f"{bits:.3f} bits per byte" if bits is not None else "no held-out documents"
+        bits = result["metrics"].get(BITS_PER_BYTE.name)
+        return f"{bits:.3f} {BITS_PER_BYTE.label}" if bits is not None else "no held-out documents"
     figures = [f"{name} {_figure(result[name])}" for name in KEY_METRICS.get(stage, ()) if result.get(name) is not None]
     if result.get("resumed_from_step"):
         figures.append(f"continued at step {result['resumed_from_step']} of {result['steps']}")
@@ -151,15 +152,11 @@ def status_row(stage: Mapping[str, Any]) -> tuple[str, str, str, str, str]:
     return stage["name"], stage["outcome"], seconds(stage.get("seconds")), figures, log
 
 
-BASELINES = (("_xz", "xz -9e"), ("_zlib", "zlib -9"), ("_order0", "order-0 bytes"), ("_order3", "order-3 bytes"))
+BASELINES = (("xz", "xz -9e"), ("zlib", "zlib -9"), ("order0", "order-0 bytes"), ("order3", "order-3 bytes"))
+
+SCORED = {"chats": "chat_tokens", "domain": "domain_tokens"}  # by the held-out records
 
 NO_SUITES: Mapping[str, Any] = {"models": (), "tasks": (), "comparisons": ()}
-# What a night's table shows of the champion beside its challenger.
-CHAMPION_METRICS: Mapping[str, str] = {
-    "bits_per_byte": "bits per byte, base model",
-    "chat_loss_sft": "chats loss, sft",
-    "domain_loss_lora": "domain loss, lora",
-}
 
 
 def rows(
@@ -170,51 +167,40 @@ def rows(
     intervals = _intervals(results)
 
     def value(name: str) -> float | None:
-        return metrics.get(f"eval/{name}")
+        return metrics.get(f"{EVALUATED}{name}")
 
     def shown(name: str, figure: float) -> str:
         low, high = intervals.get(name, (None, None))
         return f"{figure:.3f}" if low is None or high is None else f"{figure:.3f} ({low:.3f} to {high:.3f})"
 
     table_rows: list[tuple[str, str, str]] = []
-    model, xz = value("bits_per_byte"), value("bits_per_byte_xz")
+    bits, *losses = PRIMARY_METRICS.values()
+    model, xz = value(bits.name), value(bits.of("xz"))
     documents = f"{_count(value('documents'))} documents, {_count(value('document_bytes'))} bytes"
-    for name, label in (("", "base model"), *BASELINES):
-        bits = value(f"bits_per_byte{name}")
-        if bits is not None:
-            remark = documents if not name else ""
-            if not name and xz is not None and model is not None:
+    for name, label in ((bits.model, "base model"), *BASELINES):
+        metric = f"{EVALUATED}{bits.of(name)}"
+        if metric in metrics:
+            remark = documents if name == bits.model else ""
+            if remark and xz is not None and model is not None:
                 remark += f"; {'beats' if model < xz else 'does not beat'} xz"
-            table_rows.append((f"bits per byte, {label}", shown(f"eval/bits_per_byte{name}", bits), remark))
-            groups = [metric for metric in metrics if metric.startswith(f"eval/bits_per_byte{name}/")]
-            table_rows += [
-                (f"bits per byte, {label}, {_group(metric)}", shown(metric, metrics[metric]), "") for metric in groups
-            ]
-    for metric, label, count, tokens in (
-        ("chat_loss", "chats", "chats", "chat_tokens"),
-        ("domain_loss", "domain", "domain", "domain_tokens"),
-    ):
-        previous_loss: float | None = None
+            table_rows.append((f"{bits.label}, {label}", shown(metric, metrics[metric]), remark))
+            groups = [group for group in metrics if group.startswith(f"{metric}/")]
+            table_rows += [(f"{bits.label}, {label}, {_group(group)}", shown(group, metrics[group]), "") for group in groups]
+    for loss in losses:
+        previous: float | None = None
         for name in MODELS:
-            loss = value(f"{metric}_{name}")
-            if loss is not None:
-                scored = f"{_count(value(count))} chats, {_count(value(tokens))} scored tokens"
-                shown_value = shown(f"eval/{metric}_{name}", loss)
-                table_rows.append(
-                    (
-                        f"{label} loss, {name}",
-                        shown_value,
-                        scored if previous_loss is None else f"{loss - previous_loss:+.3f}",
-                    )
-                )
-                previous_loss = loss
-    for metric, label in CHAMPION_METRICS.items():
-        old, new = metrics.get(f"champion/{metric}"), value(metric)
+            if (figure := value(loss.of(name))) is not None:
+                chats, tokens = _count(value(loss.records)), _count(value(SCORED[loss.records]))
+                scored = f"{chats} chats, {tokens} scored tokens"
+                remark = scored if previous is None else f"{figure - previous:+.3f}"
+                table_rows.append((f"{loss.label}, {name}", shown(f"{EVALUATED}{loss.of(name)}", figure), remark))
+                previous = figure
+    for judged in (bits, *losses):  # what a night's table shows of the champion beside its challenger
+        old, new = metrics.get(f"champion/{judged.name}"), value(judged.name)
         if old is not None:
-            shown_value = shown(f"champion/{metric}", old)
-            table_rows.append(
-                (f"{label}, champion", shown_value, "" if new is None else f"the challenger: {new - old:+.3f}")
-            )
+            label = f"{judged.label}, {'base model' if judged == bits else judged.model}, champion"
+            remark = "" if new is None else f"the challenger: {new - old:+.3f}"
+            table_rows.append((label, shown(f"champion/{judged.name}", old), remark))
     suites, champion_suites = (
         results.get(stage, {}).get("suites", NO_SUITES) for stage in ("evaluate", "evaluate-champion")
     )

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from ttrain import config
+from ttrain.config.metrics import PrimaryMetric
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,8 @@ class Stage:
     `dataset` names the entry of `data` whose files it reads itself. `uses_ranks` marks the stages that train,
     `uses_model` one that loads what they made, `reads_model` one whose files are those of the existing model,
     `reads_suites` one whose files are the suites of the evaluation, and what these read. `spreads` marks one that does not
-    train and has a process on each of `runtime.devices` all the same.
+    train and has a process on each of `runtime.devices` all the same. `primary_metric` is what the model of a training is
+    judged by.
     """
 
     name: str
@@ -32,6 +34,7 @@ class Stage:
     spreads: bool = False
     uses_python: bool = False  # the running Python's own files are its input
     reuses_parts: bool = False  # what unfinished work and earlier artifacts hold is taken where it fits
+    primary_metric: PrimaryMetric | None = None
 
     @property
     def loads_torch(self) -> bool:
@@ -79,6 +82,7 @@ def _training(row: config.TrainingStage) -> Stage:
         config.TRAINING_CONFIGS[row.name],
         {**({"tokenizer": ()} if row.role == "base" else {}), "base": (), "shards": ()},
         uses_ranks=True,
+        primary_metric=row.metric,
     )
 
 

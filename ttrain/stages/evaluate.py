@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ttrain.config import TRAINING_STAGES, Evaluate, EvaluateConfig, Runtime
+from ttrain.config.metrics import BITS_PER_BYTE
 from ttrain.core.files import write_json
 from ttrain.data import chat, chat_templates, contamination
 from ttrain.data.encoder import Encoder
@@ -37,8 +38,9 @@ from ttrain.train.distributed import Ranks
 
 Sequences = list[tuple[list[int], list[bool]]]
 ROWS = {row.model: row for row in TRAINING_STAGES.values()}
+METRICS = {row.part: row.metric for row in ROWS.values() if row.metric}  # by the held-out records that they are over
+PART_NAMES = tuple(METRICS)
 LOSSES = {row.part: row.loss for row in ROWS.values() if row.loss}
-PART_NAMES = ("documents", *LOSSES)
 PARTS = len(PART_NAMES) + 1  # of a model's evaluation; the last one is its suites
 log = logging.getLogger("ttrain")
 
@@ -70,7 +72,7 @@ def run(config: EvaluateConfig, job: StageContext) -> dict[str, Any]:
     for part_name, conversations in chats.items():
         table.part(part_name, [[(message.role, message.content) for message in messages] for messages in conversations])
     metrics: dict[str, float] = {
-        f"bits_per_byte_{name}": value for name, value in baselines.bits_per_byte("".join(texts).encode("utf-8")).items()
+        BITS_PER_BYTE.of(name): value for name, value in baselines.bits_per_byte("".join(texts).encode("utf-8")).items()
     }
     samples_by_model: dict[str, Any] = {}
     items_by_model, outcomes, labels = _read_items(settings, job), list[TaskResult](), items_of.groups(documents, LABELS)
@@ -78,10 +80,8 @@ def run(config: EvaluateConfig, job: StageContext) -> dict[str, Any]:
         model = _load(name, job, device)
         of_rows = shared.get(name) or _scores(model, data, settings, job, number, ranks)
         for part_name, scored in of_rows.items():
-            if part_name == "documents":
-                metric, per, factor = "bits_per_byte" if name == "base" else f"bits_per_byte_{name}", "bytes", 1 / LN2
-            else:
-                metric, per, factor = f"{LOSSES[part_name]}_{name}", "tokens", 1.0
+            metric = METRICS[part_name].of(name)
+            per, factor = ("bytes", 1 / LN2) if part_name == BITS_PER_BYTE.records else ("tokens", 1.0)
             metrics[metric] = table.figure(metric, part_name, name, scored, per=per, factor=factor)
             if part_name == "documents":
                 metrics |= table.groups(metric, labels)

@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from ttrain.config import Settings
+from ttrain.config.metrics import BITS_PER_BYTE, VALIDATION_LOSS
 from ttrain.config.training import TRAINING_STAGES
 from ttrain.errors import UsageError
 from ttrain.pipeline.plan import no_stage
 from ttrain.reports import summary
 from ttrain.stages import EVALUATE, SHARDS, SOURCE, STAGES, TOKENIZER, Stage
 
-LOSS = "validation_loss"
-BITS = "eval/bits_per_byte"
+LOSS = VALIDATION_LOSS
+BITS = BITS_PER_BYTE.of_run
 CURVES = {LOSS: LOSS, "best_validation_loss": LOSS, "loss": "loss"}  # figure of a stage: its name in the stage's curve
 PREFIXES = {"eval": EVALUATE.name, "tok": TOKENIZER.name}  # of metrics that do not begin with their stage's name
 LATER = [row for row in TRAINING_STAGES.values() if row.role != "base"]

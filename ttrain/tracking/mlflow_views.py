@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import quote
 
-from ttrain.config.training import TRAININGS
+from ttrain.config import SHAPE_NO_RESULT
+from ttrain.config.metrics import VALIDATION_LOSS
+from ttrain.config.training import PRIMARY_METRICS, TRAININGS
 from ttrain.core.files import parse_json
 from ttrain.tracking.null_tracker import NullStore
 from ttrain.tracking.tracker import MlflowStore
@@ -31,11 +33,7 @@ MOST_SETTINGS = 4  # of the columns: with the figures before them a table of 160
 LONGEST_SETTING = 24  # characters of a value that a column shows
 
 # Columns, if the runs have them: the metric that a stage is judged by, and its validation loss for runs without it.
-JUDGED_BY: Final = {
-    "eval/bits_per_byte": "pretrain/validation_loss",
-    "eval/chat_loss_sft": "sft/validation_loss",
-    "eval/domain_loss_lora": "lora/validation_loss",
-}
+JUDGED_BY: Final = {metric.of_run: f"{stage}/{VALIDATION_LOSS}" for stage, metric in PRIMARY_METRICS.items()}
 EXTRA_METRICS: Final = ("pretrain/tokens", "pretrain/tokens_per_second", "total/device_hours")
 # Settings of these groups shape the models; those of others come after them. Data sets have MLflow's own column.
 SHAPING: Final = ("reading", "tokenizer", "model", *TRAININGS, "evaluate", "source")
@@ -163,11 +161,11 @@ def differing(runs: Sequence[Mapping[str, str]]) -> list[str]:
     names = {name for run in runs for name in run if not name.startswith("data.")}
     candidates = [name for name in varying(list(names), runs) if all(_fits(run[name]) for run in runs if name in run)]
     groupings: dict[tuple[int, ...], str] = {}
-    for name in sorted(candidates, key=_by_weight):
+    for name in sorted(candidates, key=by_weight):
         groupings.setdefault(_grouping([run.get(name) for run in runs]), name)
     chosen = [*groupings.values()][:MOST_SETTINGS]
-    extra = [name for name in sorted(candidates, key=_by_weight) if name not in chosen]
-    return sorted([*chosen, *extra[: MOST_SETTINGS - len(chosen)]], key=_by_weight)
+    extra = [name for name in sorted(candidates, key=by_weight) if name not in chosen]
+    return sorted([*chosen, *extra[: MOST_SETTINGS - len(chosen)]], key=by_weight)
 
 
 def _grouping(values: Sequence[str | None]) -> tuple[int, ...]:
@@ -183,9 +181,10 @@ def _width(column: str) -> int:
     return max(LEAST_WIDTH, round(LETTER_WIDTH * len(column.partition("`")[2]) + MARGIN))
 
 
-def _by_weight(name: str) -> tuple[int, str]:
+def by_weight(name: str) -> tuple[int, str]:
+    """Sort key of a setting: those that shape the models first, in the order of the pipeline; those of the machine last."""
     group = name.partition(".")[0]
-    return (SHAPING.index(group) if group in SHAPING else len(SHAPING)), name
+    return (SHAPING.index(group) if group in SHAPING else len(SHAPING) + (group in (*SHAPE_NO_RESULT, "name"))), name
 
 
 def _save(client: Any, experiment_id: str, present: str | None, name: str, title: str, state: Mapping[str, Any]) -> None:
