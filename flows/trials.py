@@ -22,6 +22,7 @@ from ttrain import tracking
 from ttrain.core.files import parse_json, read_json
 from ttrain.core.signals import catching_signals
 from ttrain.core.terminal import escaped
+from ttrain.core.text import format_duration
 from ttrain.errors import Interrupted, StageFailed, TTrainError, UsageError
 from ttrain.flows.engine import run_plain
 from ttrain.flows.sweep import SweepRequest, find_resumable
@@ -202,7 +203,7 @@ class TrialRunner:
         standing = (
             "the best so far" if best == trial else f"the best is trial {best.number}, {best.value:.4f}" if best else ""
         )
-        self.display.say(_plain(f"trial {number}: {figure} in {report.seconds(seconds)}; {standing}".rstrip("; ")))
+        self.display.say(_plain(f"trial {number}: {figure} in {format_duration(seconds)}; {standing}".rstrip("; ")))
         done = sum(t.outcome != studies.RUNNING for t in trials)
         points = {"sweep/value": trial.value, "sweep/best": best.value if best else None}
         metrics = {name: value for name, value in points.items() if value is not None}

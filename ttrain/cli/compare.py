@@ -10,6 +10,7 @@ import typer
 
 from ttrain.cli.options import AsJson
 from ttrain.core.terminal import escaped, print_json, table
+from ttrain.core.text import format_duration, format_number, format_time, truncated
 
 if TYPE_CHECKING:
     from ttrain.reports.compare import ComparedSample, Difference, RunComparison
@@ -156,9 +157,7 @@ def _check_writable(path: Path) -> None:
 
 
 def _print_comparison(comparison: RunComparison, views: Sequence[RunView]) -> None:
-    from datetime import UTC, datetime
 
-    from ttrain.reports import figures
     from ttrain.reports.compare import labels
 
     names = labels(len(views))
@@ -167,8 +166,8 @@ def _print_comparison(comparison: RunComparison, views: Sequence[RunView]) -> No
             name,
             view.name,
             view.status,
-            f"{datetime.fromtimestamp(view.started, UTC).astimezone():%Y-%m-%d %H:%M}",
-            figures.duration(view.seconds),
+            format_time(view.started),
+            format_duration(view.seconds),
         )
         for name, view in zip(names, views, strict=True)
     ]
@@ -209,7 +208,11 @@ def _print_comparison(comparison: RunComparison, views: Sequence[RunView]) -> No
         table(
             ("samples", "prompt", *names),
             [
-                (sample.model, _shortened(sample.prompt), *(_shortened(answer) for answer in sample.answers))
+                (
+                    sample.model,
+                    truncated(sample.prompt, LONGEST_CELL),
+                    *(truncated(answer, LONGEST_CELL) for answer in sample.answers),
+                )
                 for sample in shown
             ],
         )
@@ -223,7 +226,6 @@ def _samples_of_model(samples: Sequence[ComparedSample], model: str) -> list[Com
 
 def _print_many(comparison: RunComparison, names: Sequence[str]) -> None:
     """Print one line per run: the settings that differ and the deciding figures; the best run first."""
-    from ttrain.reports import figures
 
     metrics = [difference for difference in comparison.metrics if difference.better][:FIGURES_OF_MANY]
     order = list(range(len(names)))
@@ -236,8 +238,8 @@ def _print_many(comparison: RunComparison, names: Sequence[str]) -> None:
         [
             (
                 names[run_index],
-                *(figures.number(difference.values[run_index], difference.name) for difference in metrics),
-                *(_shortened(difference.values[run_index]) for difference in comparison.settings),
+                *(format_number(difference.values[run_index], difference.name) for difference in metrics),
+                *(truncated(difference.values[run_index], LONGEST_CELL) for difference in comparison.settings),
             )
             for run_index in order
         ],
@@ -248,7 +250,13 @@ def _print_many(comparison: RunComparison, names: Sequence[str]) -> None:
 def _print_differences(title: str, differences: Sequence[Difference], names: Sequence[str], message_if_none: str) -> None:
     if differences:
         print()
-        table((title, *names), [(difference.name, *map(_shortened, difference.values)) for difference in differences])
+        table(
+            (title, *names),
+            [
+                (difference.name, *(truncated(text, LONGEST_CELL) for text in difference.values))
+                for difference in differences
+            ],
+        )
     elif message_if_none:
         print(f"\n{message_if_none}")
 
@@ -257,10 +265,6 @@ def _figure(value: float | None, name: str, percent: float | None, column: int, 
     from ttrain.reports import figures
 
     texts: Iterator[str] = iter(
-        (figures.number(value, name), figures.change(percent) if column else "", "*" if is_best else "")
+        (format_number(value, name), figures.change(percent) if column else "", "*" if is_best else "")
     )
     return "  ".join(word for word in texts if word)
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= LONGEST_CELL else f"{text[: LONGEST_CELL - 3]}..."

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from ttrain.cli.options import AsJson, Files, Overrides, Profiles, load_settings, plan_of
+from ttrain.cli.options import AsJson, SettingsOptions, plan_of, with_option_groups
 from ttrain.core.terminal import console, escaped, print_json, print_spans
 
 if TYPE_CHECKING:
@@ -20,10 +20,9 @@ READ_BY_C = ("GLIBC_", "GOMP_")  # variables of a stage's process that are read 
 NAME_WIDTH, LINE_WIDTH, SHOWN_LINES = 22, 100, 12
 
 
+@with_option_groups
 def doctor(
-    overrides: Overrides = None,
-    config: Files = None,
-    profile: Profiles = None,
+    given: SettingsOptions,
     stage: Annotated[
         Literal["pretrain", "sft", "lora"] | None, typer.Option(help="the training stage to check; default: the first")
     ] = None,
@@ -34,7 +33,7 @@ def doctor(
     from ttrain.store.layout import home
 
     began = time.monotonic()
-    loaded = load_settings(overrides, config, profile)
+    loaded = given.load()
     examined: str = stage or loaded.settings.trainings[0]
     for name, value in environment_of(loaded.settings).items():
         if name.startswith(READ_BY_C):

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from ttrain.config import Settings, flatten
 from ttrain.core.files import parse_json
+from ttrain.core.text import counted, format_value
 from ttrain.errors import ArtifactError
 from ttrain.pipeline.lineage import BASE_MODEL, History
 from ttrain.pipeline.names import ADAPTER_CONFIG, BASE
@@ -142,7 +143,7 @@ def _use(exported: Exported, *, chats: bool) -> str:
 
 
 def _shape(exported: Exported) -> str:
-    rows = [(label, _shown(exported.config[name])) for name, label in SHAPE if exported.config.get(name) is not None]
+    rows = [(label, format_value(exported.config[name])) for name, label in SHAPE if exported.config.get(name) is not None]
     return "## Model\n\n" + report.markdown(rows, ("property", "value")) if rows else ""
 
 
@@ -156,11 +157,11 @@ def _training(history: History) -> str:
         rows.append(
             (
                 artifact.stage,
-                _shown(result.get("steps")),
-                _shown(result.get("tokens")),
-                _shown(result.get("loss")),
-                _shown(result.get("validation_loss")),
-                f"{result.get('precision')} on {result.get('device')}, {_count(result.get('ranks'), 'rank')}",
+                format_value(result.get("steps")),
+                format_value(result.get("tokens")),
+                format_value(result.get("loss")),
+                format_value(result.get("validation_loss")),
+                f"{result.get('precision')} on {result.get('device')}, {counted(result.get('ranks') or 1, 'rank')}",
             )
         )
         points = _points(artifact.path / "run" / "metrics.jsonl")
@@ -193,7 +194,8 @@ def _curve(points: list[tuple[int, dict[str, Any]]]) -> list[tuple[str, ...]]:
     chosen = sorted({round(i * (len(points) - 1) / (CURVE_ROWS - 1)) for i in range(CURVE_ROWS)})
     names = ("tokens", "loss", "validation_loss")
     return [
-        (_shown(step), *(_shown(values.get(name)) for name in names)) for step, values in map(points.__getitem__, chosen)
+        (format_value(step), *(format_value(values.get(name)) for name in names))
+        for step, values in map(points.__getitem__, chosen)
     ]
 
 
@@ -218,7 +220,7 @@ def _data(history: History) -> str:
         digests = _file_digests(artifact, sources)
         for file in artifact.result.get("files", ()):
             digest = digests.get((file["role"], file["name"]), "")
-            counts = (_shown(file["kept"]), _shown(file["tokens"]), _shown(file["bytes"]))
+            counts = (format_value(file["kept"]), format_value(file["tokens"]), format_value(file["bytes"]))
             rows.append((dataset, file["role"], file["name"], *counts, f"`{digest[:SHORT]}`" if digest else ""))
         locations = ", ".join(f"`{location}`" for location in history.locations.get(dataset, ()))
         if artifact.manifest["inputs"].get("source"):
@@ -318,21 +320,9 @@ def _settings(history: History) -> str:
     )
 
 
-def _count(number: int | None, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
 def _cell(text: str) -> str:
     """A text in one cell of a table, with nothing in it that would count as markup."""
     return "`" + " ".join(text.replace("`", "'").split()) + "`" if text.strip() else ""
-
-
-def _shown(value: Any) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, float):
-        return f"{value:.4f}"
-    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from ttrain.config import Settings, flatten
 from ttrain.config.loading import ENVIRONMENT_PREFIX, Override, load
 from ttrain.core import redact
 from ttrain.core.files import read_json, read_object
+from ttrain.core.text import first_of
 from ttrain.data import existing
 from ttrain.errors import ArtifactError, DamagedFile, UsageError
 from ttrain.pipeline.artifact_commands import InTracker
@@ -353,7 +354,7 @@ def run_named(home: Path, name: str) -> dict[str, Any]:
         if len(matches) == 1 or run["run"] == name:
             return run
     names = [run["run"] for run in matches or runs.newest_first(home)]
-    listed = f"{', '.join(names[:SHOWN_RUNS])}{', ...' if len(names) > SHOWN_RUNS else ''}" or "none yet"
+    listed = first_of(names, SHOWN_RUNS) or "none yet"
     rule = "matches several runs" if matches else "matches no run"
     raise UsageError(f"--run {name} {rule}: {listed}; `ttrain pipeline status` lists them")
 

@@ -11,6 +11,7 @@ from typing import Any, TypeGuard
 from ttrain.config import SHAPE_NO_RESULT
 from ttrain.core.files import parse_json
 from ttrain.core.hashing import digest_of
+from ttrain.core.text import first_of, format_number
 from ttrain.reports import figures
 from ttrain.reports.summary import rounded
 from ttrain.tracking import RunView
@@ -153,7 +154,7 @@ def _data_of(manifest: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
                 yield f"{label}{field.replace('_', ' ')}", f"{result[split][field]:,}"
     for field in ("vocab_size", "documents", "bytes", "bytes_per_token", "duplicates"):
         if isinstance(result.get(field), int | float):
-            yield field.replace("_", " "), figures.number(result[field])
+            yield field.replace("_", " "), format_number(result[field])
     tallies = result.get("rows", {})
     for role, tally in (tallies if "rows" not in tallies else {"train": tallies}).items():
         if isinstance(tally, dict):
@@ -195,7 +196,7 @@ def _modules(stage: str, manifests: Sequence[Mapping[str, Mapping[str, Any]]]) -
     """Names of the modules that are not the same in all runs that have them."""
     codes = [run_manifests[stage]["ingredients"].get("code", {}) for run_manifests in manifests if run_manifests.get(stage)]
     names = sorted({name for code in codes for name in code if len({digests.get(name) for digests in codes}) > 1})
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return first_of(names, 3)
 
 
 def _figure(name: str, views: Sequence[RunView]) -> ComparedMetric:
@@ -217,7 +218,7 @@ def _verdict(views: Sequence[RunView], metrics: Sequence[ComparedMetric]) -> str
         if figure is None or len(numeric_values) < 2:
             continue
         if figure.best is None:
-            equal = equal or f"equal by {name}: {figures.number(numeric_values[0][0])}"
+            equal = equal or f"equal by {name}: {format_number(numeric_values[0][0])}"
             continue
         least, second = sorted({value for value, _ in numeric_values})[:2]
         winners, runners_up = ([run for value, run in numeric_values if value == target] for target in (least, second))
@@ -225,7 +226,7 @@ def _verdict(views: Sequence[RunView], metrics: Sequence[ComparedMetric]) -> str
         best_names, next_names = (_joined_names([names[run] for run in runs]) for runs in (winners, runners_up))
         comparison = (
             f"{best_names} {'are' if winners[1:] else 'is'} better by {name}: "
-            f"{figures.number(least)} against {figures.number(second)} of {next_names} "
+            f"{format_number(least)} against {format_number(second)} of {next_names} "
             f"({figures.change(figures.percent(least, second))})"
         )
         certainty = significance_text(views[winners[0]], views[runners_up[0]], name)
@@ -326,8 +327,7 @@ def significance_text(better: RunView, worse: RunView, name: str) -> str:
         record_sums = sums_in(scores_of(view), metric)
         if record_sums is None:
             return ""
-        sums, sizes, records = record_sums
-        both.append(Scores(metric, view.metrics[name], tuple(sums), tuple(sizes), tuple(records)))
+        both.append(Scores(metric, view.metrics[name], *record_sums[:3]))
     if both[0].records != both[1].records or both[0].sizes != both[1].sizes:
         return ""
     rule = Promotion()

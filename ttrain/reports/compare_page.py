@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from ttrain.core.terminal import escaped
+from ttrain.core.text import format_duration, format_number, format_time
 from ttrain.errors import UsageError
 from ttrain.reports import charts, figures
 from ttrain.reports.charts import Chart, Line
@@ -45,8 +45,8 @@ def _head(comparison: RunComparison, views: Sequence[RunView], names: Sequence[M
             names[number],
             tag("td", view.name, class_="short mono"),
             pill(view.status),
-            tag("td", _date(view.started), class_="short"),
-            tag("td", figures.duration(view.seconds), class_="short"),
+            tag("td", format_time(view.started), class_="short"),
+            tag("td", format_duration(view.seconds), class_="short"),
         )
         for number, view in enumerate(views)
     )
@@ -71,7 +71,7 @@ def _metrics(comparison: RunComparison, names: Sequence[Markup]) -> Markup:
 def _cell(figure: ComparedMetric, number: int) -> Markup:
     """A metric's value, its change against the first run, and whether it is the best."""
     change = figures.change(figure.percent[number]) if number else ""
-    value = figures.number(figure.values[number], figure.name)
+    value = format_number(figure.values[number], figure.name)
     small = tag("small", f" {change}") if change else ""
     return tag("td", value, small, class_="number best" if number == figure.best else "number")
 
@@ -107,10 +107,6 @@ def _samples(comparison: RunComparison, names: Sequence[Markup]) -> Iterator[Mar
                     for name, answer in zip(names, sample.answers, strict=True)
                 )
                 yield tag("div", *answers, class_="answers")
-
-
-def _date(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).astimezone().strftime("%Y-%m-%d %H:%M")
 
 
 LOSSES = ("loss", "validation_loss", "validation_loss_quick")  # of several runs over each other

@@ -13,6 +13,7 @@ from typing import Any
 
 from ttrain.config import Settings, flatten
 from ttrain.core.hashing import digest_of
+from ttrain.core.text import first_of, format_duration, format_number
 from ttrain.reports import charts, figures, summary
 from ttrain.reports import summary as tables
 from ttrain.reports.compare import samples_of
@@ -47,7 +48,7 @@ def report_of(home: Path, view: RunView) -> str:
 
 def _head(view: RunView, problems: Sequence[Problem]) -> Markup:
     began = datetime.fromtimestamp(view.started, UTC).astimezone()
-    took = f", took {figures.duration(view.seconds)}" if view.seconds else ""
+    took = f", took {format_duration(view.seconds)}" if view.seconds else ""
     line = tag("p", f"pipeline {view.pipeline}, began {began:%Y-%m-%d %H:%M}{took}", class_="faint")
     labels = [tag("p", line, class_="note") for line in tables.labels(view.record)]
     open_problems = [problem for problem in problems if not problem.is_resolved]
@@ -68,7 +69,7 @@ def _tiles(view: RunView) -> Iterator[tuple[str, str]]:
     )
     for name, label in labelled_metrics:
         if name in view.metrics:
-            yield label, figures.number(view.metrics[name], name)
+            yield label, format_number(view.metrics[name], name)
     result = view.manifest("pretrain").get("result", {})
     for name, label in (
         ("tokens", "tokens trained on"),
@@ -90,7 +91,7 @@ def _stages(view: RunView) -> Markup:
             (
                 tag("td", name, class_="short"),
                 pill(stage.status),
-                figures.duration(stage.seconds),
+                format_duration(stage.seconds),
                 figure_text,
                 joined([why, " ", tag("small", maker)]),
             )
@@ -182,16 +183,16 @@ def data_tables(view: RunView) -> Iterator[Markup]:
             continue
         train, heldout = result.get("train", {}), result.get("heldout", {})
         lost = "; ".join(filter(None, (_lost(tally) for tally in result.get("rows", {}).values())))
-        counts = [_count(train.get(field)) for field in ("rows", "tokens", "live_tokens")]
+        counts = [format_number(train.get(field)) for field in ("rows", "tokens", "live_tokens")]
         other_cells = [
-            figures.number(train.get("bytes"), "bytes"),
-            _count(heldout.get("rows")),
-            _count(result.get("duplicates")),
+            format_number(train.get("bytes"), "bytes"),
+            format_number(heldout.get("rows")),
+            format_number(result.get("duplicates")),
         ]
         sets.append((name, *counts, *other_cells, lost or "none"))
         for file in result.get("files", ()):
-            counts = [_count(file.get(field)) for field in ("rows", "kept", "tokens")]
-            files.append((name, file["name"], *counts, figures.number(file.get("bytes"), "bytes"), _lost(file) or "none"))
+            counts = [format_number(file.get(field)) for field in ("rows", "kept", "tokens")]
+            files.append((name, file["name"], *counts, format_number(file.get("bytes"), "bytes"), _lost(file) or "none"))
     if sets:
         header = ("data set", "records", "tokens", "count in the loss", "bytes", "held out", "duplicates", "left out")
         yield table(header, sets, numbers=range(1, 7))
@@ -217,19 +218,16 @@ def _rows(name: str, result: Mapping[str, Any]) -> tuple[str, ...]:
         return ()
     fill, epochs = rows.get("fill"), result.get("epochs")
     return (
-        TITLES.get(name, name), _count(rows.get("rows")), f"{rows.get('row_length', 0):,} tokens",
-        f"{100 * fill:.1f} %" if fill is not None else "–", _count(rows.get("records")), _count(rows.get("cut_records")),
-        _count(rows.get("dropped_tokens")), f"{epochs:.3g}" if epochs is not None else "–",
+        TITLES.get(name, name), format_number(rows.get("rows")), f"{rows.get('row_length', 0):,} tokens",
+        f"{100 * fill:.1f} %" if fill is not None else "–", format_number(rows.get("records")),
+        format_number(rows.get("cut_records")),
+        format_number(rows.get("dropped_tokens")), f"{epochs:.3g}" if epochs is not None else "–",
     )  # fmt: skip
 
 
 def _lost(tally: Mapping[str, Any]) -> str:
     lost = {**tally.get("skipped", {}), **tally.get("rejected", {})}
     return ", ".join(f"{reason} {count:,}" for reason, count in lost.items() if count)
-
-
-def _count(value: float | None) -> str:
-    return "–" if value is None else f"{value:,.0f}"
 
 
 SHOWN_KEY = 12
@@ -249,7 +247,7 @@ def lineage(view: RunView) -> Markup:
             for entry in files
         )
         provenance, sources = manifest.get("provenance", {}), [*used, *read]
-        shown = ", ".join(sources[:6]) + (f" and {len(sources) - 6} more" if sources[6:] else "")
+        shown = first_of(sources, 6)
         code = digest_of(manifest["ingredients"].get("code", {}))[:SHOWN_KEY]
         commit = str(provenance.get("commit") or "")
         rows.append(
@@ -392,7 +390,7 @@ def _gaps(view: RunView, stage: str) -> Iterator[str]:
     for metric in ("loss", "validation_loss"):
         steps = [point.step for point in view.curve(stage, metric) if not math.isfinite(point.value)]
         if steps:
-            shown = ", ".join(f"{step:,}" for step in steps[:5]) + (", ..." if steps[5:] else "")
+            shown = first_of((f"{step:,}" for step in steps), 5)
             yield f"the {metric.replace('_', ' ')} was not finite at step {shown}"
 
 
@@ -415,7 +413,7 @@ def stage_timeline(view: RunView) -> Markup:
     for row, (name, begin, took, status) in enumerate(bars):
         y, share = ROW * row, max(LEAST, 100 * took / whole)
         colour = "failed" if status in ("failed", "crashed", "interrupted") else "bar"
-        name_and_time = joined([name, " ", tag("tspan", figures.duration(took), class_="faint")])
+        name_and_time = joined([name, " ", tag("tspan", format_duration(took), class_="faint")])
         parts += [
             tag("text", name_and_time, x=0, y=y + TEXT),
             tag("rect", x=0, y=y + TEXT + 5, width="100%", height=BAR, rx=3, class_="whole"),
@@ -429,5 +427,5 @@ def stage_timeline(view: RunView) -> Markup:
                 class_=colour,
             ),
         ]
-    label = f"{len(bars)} stages over {figures.duration(whole)}"
+    label = f"{len(bars)} stages over {format_duration(whole)}"
     return tag("svg", joined(parts), class_="times", height=ROW * len(bars), role="img", aria_label=label)

@@ -16,6 +16,7 @@ from typing import Any, final
 from ttrain.config.base import flatten
 from ttrain.core.files import read_json
 from ttrain.core.redact import masked, without_user
+from ttrain.core.text import first_of
 from ttrain.errors import UsageError
 from ttrain.store import runs
 from ttrain.store.artifacts import ArtifactStore
@@ -287,7 +288,7 @@ def _time_in_name(name: str) -> tuple[str, ...]:
 
 def _newest_names(names: Sequence[str]) -> str:
     newest = sorted(names, key=_time_in_name, reverse=True)
-    return ", ".join(newest[:LISTED_RUNS]) + (", ..." if len(names) > LISTED_RUNS else "")
+    return first_of(newest, LISTED_RUNS)
 
 
 def _stages_from_tags(parent: StoredRun | None, own_stages: Mapping[str, StoredRun]) -> list[dict[str, Any]]:
