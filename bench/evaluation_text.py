@@ -45,7 +45,6 @@ def add_lines(table: common.Table, script: str, rounds: int) -> dict[str, list[c
 
 def side(hidden: str, layers: str, row_length: str, tokens: str, rounds: str) -> dict[str, Any]:
     """Median seconds of each side, what they computed, and the relative difference of two of them."""
-    import contextlib
 
     import torch
 
@@ -62,7 +61,7 @@ def side(hidden: str, layers: str, row_length: str, tokens: str, rounds: str) ->
     def ours() -> float:
         sequences = [(text, [False] + [True] * (len(text) - 1)) for text in texts]
         found = perplexity.score_each(
-            model, sequences, length=length, stride=stride, autocast=contextlib.nullcontext, device=device,
+            model, sequences, length=length, stride=stride, device=device,
             batch_tokens=batch_tokens, progress=lambda done, total: None,
         )  # fmt: skip
         return sum(score.nats for score in found)

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from ttrain.config import Settings
 from ttrain.core.signals import catching_signals, handling_signals
+from ttrain.core.text import format_duration
 from ttrain.errors import Interrupted, UsageError
 from ttrain.flows import recipe
 from ttrain.pipeline.execution import PipelineRun
@@ -21,7 +22,6 @@ from ttrain.pipeline.labels import NO_LABELS, Labels
 from ttrain.pipeline.plan import no_stage
 from ttrain.pipeline.progress_display import Display
 from ttrain.pipeline.recipe import Planned, Recipe, planned_part
-from ttrain.reports import summary
 from ttrain.stages import Stage
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
@@ -207,7 +207,7 @@ def _print_summary(execution: PipelineRun, outcome: str, console: Console) -> No
         console.print()
         console.print(table)
         console.print()
-    took = summary.seconds(execution.seconds)
+    took = format_duration(execution.seconds)
     if outcome == "completed":
         for line in _next_steps(execution):
             console.print(line, highlight=False, soft_wrap=True)

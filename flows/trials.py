@@ -21,6 +21,7 @@ from rich.console import Console
 from ttrain import tracking
 from ttrain.core.signals import catching_signals
 from ttrain.core.terminal import escaped
+from ttrain.core.text import format_duration
 from ttrain.errors import Interrupted, StageFailed, TTrainError, UsageError
 from ttrain.flows.run import run_plain
 from ttrain.flows.sweep import SweepRequest, find_resumable
@@ -196,7 +197,7 @@ class TrialRunner:
         standing = (
             "the best so far" if best == trial else f"the best is trial {best.number}, {best.value:.4f}" if best else ""
         )
-        self.display.say(_plain(f"trial {number}: {figure} in {report.seconds(seconds)}; {standing}".rstrip("; ")))
+        self.display.say(_plain(f"trial {number}: {figure} in {format_duration(seconds)}; {standing}".rstrip("; ")))
         done = sum(t.outcome != studies.RUNNING for t in trials)
         points = {"sweep/value": trial.value, "sweep/best": best.value if best else None}
         metrics = {name: value for name, value in points.items() if value is not None}

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from ttrain.cli import pipeline as cli_pipeline
 from ttrain.cli.main import app, main
-from ttrain.cli.options import settings_of_run
+from ttrain.cli.options import SettingsOptions
 from ttrain.config import Settings
 from ttrain.config.loading import LoadedSettings, Override, load
 from ttrain.data import locations
@@ -212,13 +212,13 @@ def test_a_hidden_source_is_refused_by_name_unless_the_environment_has_it(monkey
     whole, shown = "https://user:hunter2@host/chats.jsonl?sig=1", "https://***@host/chats.jsonl?***"
     tree = Settings.model_validate({"data": {"sft": [whole], "lora": ["mine.jsonl"]}}).model_dump(mode="json")
     record = {"run": "full-1", "settings": tree}
-    hidden = settings_of_run(record, None, None, None).settings.data
+    hidden = SettingsOptions().over_run(record).settings.data
     assert hidden.sft == (shown,) and hidden.lora == ("mine.jsonl",)
     with pytest.raises(UsageError, match=r"data\.sft=URL, or TTRAIN__DATA__SFT in the environment"):
         locations.expand(hidden.sft, "data.sft")
     monkeypatch.setenv("TTRAIN__DATA__SFT", whole)
     monkeypatch.setenv("TTRAIN__DATA__LORA", "other.jsonl")
-    data = settings_of_run(record, None, None, None).settings.data
+    data = SettingsOptions().over_run(record).settings.data
     assert data.sft == (whole,) and data.lora == ("mine.jsonl",), "it fills in what is hidden, and changes nothing else"
     monkeypatch.setenv("TTRAIN__DATA__SFT", whole.replace("host", "elsewhere"))
-    assert settings_of_run(record, None, None, None).settings.data.sft == (shown,), "another file is not that one"
+    assert SettingsOptions().over_run(record).settings.data.sft == (shown,), "another file is not that one"

@@ -25,6 +25,7 @@ from ttrain.cli.main import app
 from ttrain.config import Night, Settings, flatten, loading
 from ttrain.config.loading import known_keys, load
 from ttrain.errors import UsageError
+from ttrain.pipeline.names import settings_of
 
 KEY, VARIABLE = "sft.optim.lr", "TTRAIN__SFT__OPTIM__LR"
 LAYERS = {"profile": 1e-4, "file": 2e-4, "environment": 3e-4, "command line": 4e-4}  # the weakest first
@@ -490,3 +491,13 @@ def test_a_time_of_day_is_hour_and_minute_and_nothing_else() -> None:
             UsageError, match=r"nightly\.deadline.*is not a time of day; write hour:minute from 00:00 to 23:59"
         ):
             load([f"nightly.deadline={wrong}"], environment={})
+
+
+def test_settings_of_earlier_versions_do_not_spoil_their_records_but_can_no_longer_be_set() -> None:
+    tree = Settings().model_dump(mode="json")
+    tree["pretrain"]["optim"] |= {"muon_momentum": 0.9, "muon_adjust_lr": "original"}
+    tree["runtime"]["prefetch_steps"] = 2
+    assert Settings.model_validate(tree) == Settings()
+    assert settings_of({"run": "old", "settings": tree}) == []
+    with pytest.raises(UsageError, match=r"unknown setting 'runtime\.prefetch_steps'"):
+        load(["runtime.prefetch_steps=2"])

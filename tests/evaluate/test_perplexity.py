@@ -135,9 +135,7 @@ def each(model: nn.Module, sequences: Sequence[perplexity.Tokens], **more: Any) 
 
 
 def scored(model: nn.Module, **more: Any) -> list[perplexity.Score]:
-    return perplexity.score_each(
-        model, many(), length=24, stride=12, autocast=torch.no_grad, device=CPU, progress=lambda done, total: None, **more
-    )
+    return perplexity.score_each(model, many(), length=24, stride=12, device=CPU, progress=lambda done, total: None, **more)
 
 
 def test_no_score_depends_on_the_batch_nor_on_the_other_texts() -> None:
@@ -157,7 +155,7 @@ def test_scores_are_the_same_to_the_last_bit_on_any_number_of_ranks(tmp_path: Pa
     def work(ranks: Ranks) -> tuple[list[perplexity.Score], int]:
         progress: list[int] = []
         found = perplexity.score_each(
-            model, many(), length=24, stride=12, autocast=torch.no_grad, device=CPU, batch_tokens=100, ranks=ranks,
+            model, many(), length=24, stride=12, device=CPU, batch_tokens=100, ranks=ranks,
             progress=lambda done, total: progress.append(total),
         )  # fmt: skip
         return found, len(progress)

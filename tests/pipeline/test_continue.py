@@ -156,7 +156,7 @@ def test_an_offer_of_many_changes_fits_on_the_terminal(built: House) -> None:
     left(built, replace(planned, key="0" * 64, ingredients=old))
     more, first = len(old["code"]) - 3, sorted(old["code"])[0]
     why = built.plan(SEED)["sft"].why[0]
-    assert f"differs in: module {first} changed; " in why and f"; and {more} more; --continue 000000000000" in why
+    assert f"differs in: module {first} changed; " in why and f" and {more} more; --continue 000000000000" in why
 
 
 def test_a_key_that_is_not_there_lists_those_that_are(built: House, work: resume.PartialRun) -> None:

@@ -104,7 +104,7 @@ def test_it_is_found_by_its_key_and_only_what_is_read_is_fetched(
     assert (artifact.content, artifact.result) == (original.content, original.result)
     assert not artifact.path.exists(), "a question fetches nothing"
     part = store.complete(artifact, ("heldout",), said.append)
-    assert files_in(part.path) == HELDOUT and said == ["fetching 2 files of shards-sft (0.0 MB)"]
+    assert files_in(part.path) == HELDOUT and said == ["fetching 2 files of shards-sft (15 B)"]
     assert ArtifactStore(bare_home).find(STAGE, KEY) == part, "what is here needs no tracker to be a hit"
     assert part.part(("heldout",)) == original.part(("heldout",))
     whole = store.complete(artifact, (), said.append)  # the same, stale artifact

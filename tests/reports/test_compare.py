@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 
 from ttrain.cli.main import app
 from ttrain.errors import UsageError
-from ttrain.reports import figures
 from ttrain.reports.compare import RunComparison, compare, labels
 from ttrain.tracking import read_runs
 
@@ -200,20 +199,6 @@ def test_code_that_differs_names_its_modules(tmp_path: Path) -> None:
     assert [one.name for one in compared(tmp_path, A, B).code] == ["code of pretrain (ttrain.b)"]
     make_run(tmp_path, C, [Made("pretrain", outcome="failed")])  # what was not made is no other code
     assert compared(tmp_path, A, C).code == ()
-
-
-@pytest.mark.parametrize(
-    ("value", "name", "written"),
-    [
-        (None, "loss", "–"), (math.nan, "loss", "nan"), (1.40958, "eval/bits_per_byte", "1.4096"),
-        (12_829.0, "tokens", "12,829"), (0.00066712, "lr", "0.0006671"), (42.123, "pretrain/perplexity", "42.12"),
-        (150.0, "total/train_seconds", "2 min 30 s"), (3.21, "total/train_seconds", "3.21 s"),
-        (7_384.0, "total/train_seconds", "2 h 03 min"), (1.5e9, "memory_bytes", "1.5 GB"),
-        (740.0, "eval/document_bytes", "740"), (-0.0371, "difference", "-0.0371"),
-    ],
-)  # fmt: skip
-def test_figures_are_written_as_a_person_reads_them(value: float | None, name: str, written: str) -> None:
-    assert figures.number(value, name) == written
 
 
 def test_runs_have_letters_as_far_as_these_go() -> None:

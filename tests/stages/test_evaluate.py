@@ -129,7 +129,7 @@ def test_the_records_behind_a_figure_give_it_and_each_costs_what_it_costs_alone(
     for metric in (name for name in metrics if name.split("_")[-1] not in baselines.BASELINES):
         found = sums_of(output, metric)
         assert found is not None
-        sums, sizes, records = found
+        sums, sizes, records, *_ = found
         assert len(sums) == len(sizes) == len(records) > 1
         assert sum(sums) / sum(sizes) == pytest.approx(metrics[metric], rel=1e-12), metric
     assert sums_of(output, "bits_per_byte_xz") is None, "a compressor reads all as one stream"
@@ -137,7 +137,7 @@ def test_the_records_behind_a_figure_give_it_and_each_costs_what_it_costs_alone(
     (text, *_), encoder = held_out_texts(evaluated), Encoder(evaluated.inputs["base"] / "model")
     ids = encoder.encode([text])[0]
     alone = score_of(model, [([encoder.bos_id, *ids], [False] + [True] * len(ids))], 32, 16).nats / math.log(2)
-    sums, sizes, _ = sums_of(output, "bits_per_byte") or ([], [], [])
+    sums, sizes, *_ = sums_of(output, "bits_per_byte") or ([], [], [])
     assert (sums[0], sizes[0]) == (pytest.approx(alone, rel=1e-6), len(text.encode()))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import multiprocessing
 import os
@@ -152,7 +151,7 @@ def score_of(
 ) -> perplexity.Score:
     """What all sequences together cost the model."""
     found = perplexity.score_each(
-        model, sequences, length=length, stride=stride, autocast=contextlib.nullcontext, device=CPU,
+        model, sequences, length=length, stride=stride, device=CPU,
         progress=lambda done, total: None, **more,
     )  # fmt: skip
     return perplexity.Score(sum(one.nats for one in found), sum(one.tokens for one in found))

@@ -413,7 +413,7 @@ def test_log_lines_say_what_a_person_follows(caplog: pytest.LogCaptureFixture) -
     lines.log(LogRecord(120, 600, 1, {"validation_loss": 2.0, "perplexity": math.exp(2)}))
     begin = "step 120/600  loss 3.214  grad_norm 0.81  lr_adamw 0.004  12346 tokens/s  ETA "
     assert caplog.messages == [
-        f"{begin}12 s", f"{begin}1 min 15 s", f"{begin}3 h 04 min", f"{begin}unknown",
+        f"{begin}12.4 s", f"{begin}75.0 s", f"{begin}3 h 04 min", f"{begin}unknown",
         "step 120/600  validation_loss 2  perplexity 7.389",
     ]  # fmt: skip
 

@@ -10,6 +10,7 @@ import typer
 
 from ttrain.cli.options import AsJson, Files, Overrides, Profiles, load_settings, plan_of
 from ttrain.core.terminal import bar, print_json, table
+from ttrain.core.text import format_size, format_time
 
 if TYPE_CHECKING:
     from ttrain.pipeline.artifact_commands import UntrustedArtifact
@@ -45,11 +46,11 @@ def artifacts_list(stage: StageFilter = "", as_json: AsJson = False) -> None:
         print_json([row.to_json() for row in artifacts])
         return
     shown = [
-        (row.stage, row.key[:SHOWN_KEY], _date(row.published), row.state, _size(row.bytes), row.run or "")
+        (row.stage, row.key[:SHOWN_KEY], format_time(row.published), row.state, format_size(row.bytes), row.run or "")
         for row in artifacts
     ]
     table(("stage", "key", "published", "state", "size", "run"), shown)
-    print(f"{len(artifacts)} artifacts, {_size(sum(row.bytes for row in artifacts))}")
+    print(f"{len(artifacts)} artifacts, {format_size(sum(row.bytes for row in artifacts))}")
 
 
 @artifacts_app.command("show", epilog="Examples:  ttrain artifacts show sft\n\nttrain artifacts show sft 3f1c --json")
@@ -72,8 +73,8 @@ def artifacts_show(stage: StageName, key: Key = "", as_json: AsJson = False) -> 
             ("key", artifact.key),
             ("path", artifact.path),
             ("state", f"damaged: {damage}" if damage else "finished"),
-            ("published", f"{_date(manifest['published'])}, after {manifest['seconds']:.1f} s"),
-            ("size", f"{_size(size_of(artifact))} in {len(manifest['files'])} files"),
+            ("published", f"{format_time(manifest['published'])}, after {manifest['seconds']:.1f} s"),
+            ("size", f"{format_size(size_of(artifact))} in {len(manifest['files'])} files"),
             *(
                 (f"adopted from {entry['key'][:12]}", "; ".join(entry["differences"]))
                 for entry in manifest.get("adopted", [])
@@ -164,7 +165,7 @@ def _print_verified(
     if damaged:
         rows = [(removal.stage, removal.key[:12], removal.why) for removal in [*damaged, *reversed(suspects)]]
         table(("stage", "key", "damage"), rows)
-    summary = f"{count} artifacts, {_size(size)}: {len(damaged) or 'none'} damaged"
+    summary = f"{count} artifacts, {format_size(size)}: {len(damaged) or 'none'} damaged"
     if suspects:
         summary += f", {len(suspects)} that depend on them and may be wrong"
     next_step = (
@@ -270,7 +271,7 @@ def artifacts_clean(
                 removal.kind,
                 removal.stage,
                 removal.key[:12] or _relative_path(removal.path, store),
-                _size(removal.bytes),
+                format_size(removal.bytes),
                 removal.why,
             )
             for removal in cleaned.removed
@@ -278,7 +279,7 @@ def artifacts_clean(
         table(("kind", "stage", "key", "frees", "why"), rows)
     kept_counts = ", ".join(f"{count} for {reason}" for reason, count in sorted(cleaned.kept_counts.items()))
     verb = "would be removed, which frees" if dry_run else "removed, which frees"
-    print(f"{len(cleaned.removed)} {verb} {_size(cleaned.bytes)}; kept: {kept_counts or 'no artifact'}")
+    print(f"{len(cleaned.removed)} {verb} {format_size(cleaned.bytes)}; kept: {kept_counts or 'no artifact'}")
     if cleaned.running:
         active_runs = ", ".join(f"{run} on {machine}" for run, machine in cleaned.running.items())
         print(f"no artifact is removed while runs are in progress: {active_runs}")
@@ -298,13 +299,3 @@ def _store() -> ArtifactStore:
 
 def _relative_path(path: Path, store: ArtifactStore) -> str:
     return path.relative_to(store.root).as_posix()
-
-
-def _size(count: float) -> str:
-    return f"{count / MEGABYTE:,.1f} MB" if count >= MEGABYTE else f"{count / 1000:,.0f} kB"
-
-
-def _date(seconds: float | None) -> str:
-    from datetime import datetime
-
-    return datetime.fromtimestamp(seconds).isoformat(sep=" ", timespec="minutes") if seconds else ""

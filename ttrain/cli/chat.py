@@ -8,18 +8,19 @@ import shlex
 import signal
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from ttrain.cli.options import AsJson, RunName
+from ttrain.cli.options import AsJson, RunName, resolved_models, with_option_groups
 from ttrain.core.signals import handling_signals
 from ttrain.core.terminal import encodable
-from ttrain.store import layout
 
 if TYPE_CHECKING:
     from ttrain.inference.chat import ModelSelector
+    from ttrain.inference.sampling import Sampling
     from ttrain.store.model_files import Reference
 
 MODEL_HELP = "a run, a stage such as sft, a registered NAME@ALIAS, or a directory; without one, the newest run's last model"
@@ -28,6 +29,7 @@ Device = Annotated[Literal["auto", "cpu", "cuda", "mps"], typer.Option(help="aut
 Dtype = Annotated[Literal["fp32", "bf16", "fp16"], typer.Option(help="number format of the weights")]
 Base = Annotated[str | None, typer.Option(help="the full model of an adapter, where it cannot be found by itself")]
 System = Annotated[str, typer.Option(help="a system prompt", show_default=False, callback=encodable)]
+Temperature = Annotated[float, typer.Option(help="0: always the most likely token")]
 TopP = Annotated[float, typer.Option(help="keep the likeliest tokens that together have this share; 1: all")]
 TopK = Annotated[int, typer.Option(help="keep that many of the likeliest tokens; 0: all")]
 Penalty = Annotated[float, typer.Option(help="above 1, tokens that the answer already contains become less likely")]
@@ -35,6 +37,43 @@ MaxTokens = Annotated[int, typer.Option(help="longest answer, in tokens")]
 Seed = Annotated[int, typer.Option(help="the same seed, the same answers")]
 
 
+@dataclass(frozen=True)
+class LoadingOptions:
+    """The options of the commands that load a model."""
+
+    run: RunName = None
+    base: Base = None
+    device: Device = "auto"
+    dtype: Dtype = "fp32"
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How a model's tokens are drawn."""
+
+    temperature: Temperature = 0.7
+    top_p: TopP = 0.95
+    top_k: TopK = 0
+    repetition_penalty: Penalty = 1.0
+    max_tokens: MaxTokens = 256
+    seed: Seed = 1
+
+    def settings(self) -> Sampling:
+        """The checked settings. Raises UsageError."""
+        from ttrain.inference.sampling import sampling
+
+        return sampling(**asdict(self))
+
+
+@dataclass(frozen=True)
+class GreedyOptions(SamplingOptions):
+    """The same, greedy where nothing is set."""
+
+    temperature: Temperature = 0.0
+    top_p: TopP = 1.0
+
+
+@with_option_groups
 def chat(
     model: Model = None,
     versus: Annotated[str | None, typer.Option(metavar="MODEL", help="a second model, answering side by side")] = None,
@@ -44,30 +83,22 @@ def chat(
     ] = None,
     gate: Annotated[Path | None, typer.Option(help="a gate's directory: it picks the expert for each question")] = None,
     system: System = "",
-    temperature: Annotated[float, typer.Option(help="0: always the most likely token")] = 0.7,
-    top_p: TopP = 0.95,
-    top_k: TopK = 0,
-    repetition_penalty: Penalty = 1.0,
-    max_tokens: MaxTokens = 256,
-    seed: Seed = 1,
     speculative: Annotated[bool, typer.Option("--speculative", help="the model's second head guesses ahead")] = False,
-    run: RunName = None,
-    base: Base = None,
-    device: Device = "auto",
-    dtype: Dtype = "fp32",
     as_json: Annotated[bool, typer.Option("--json", help="a line of JSON for each answer")] = False,
+    *,
+    sampling: SamplingOptions,
+    loading_options: LoadingOptions,
 ) -> None:
     """Chat with a model. In a terminal, answers stream; in a pipe, each line is a question and its answer is printed."""
     from ttrain.errors import UsageError
-    from ttrain.inference.sampling import sampling
 
-    settings = sampling(temperature=temperature, top_p=top_p, top_k=top_k, repetition_penalty=repetition_penalty,
-                        max_tokens=max_tokens, seed=seed)  # fmt: skip
+    settings = sampling.settings()
+    base, run = loading_options.base, loading_options.run
     if gate is not None and (model is not None or versus is not None or run is not None or adapter):
         raise UsageError("--gate picks the model by itself; give neither MODEL nor --versus, --adapter nor --run with it")
     models, adapters = [model, *([versus] if versus else [])], adapter or []
     bases = [base, *[None] * (len(models) - 1), *[base] * len(adapters)]
-    resolved = [] if gate else _references([*models, *adapters], bases, run)
+    resolved = [] if gate else resolved_models([*models, *adapters], bases, run)
     references, more_adapters = resolved[: len(models)], resolved[len(models) :]
 
     before_torch()
@@ -78,13 +109,13 @@ def chat(
 
     choices: list[ModelSelector] = []
     if gate is not None:
-        choices.append(gate_router.GateSelector(gate, device=device, dtype=dtype))
+        choices.append(gate_router.GateSelector(gate, device=loading_options.device, dtype=loading_options.dtype))
     for number, reference in enumerate(references):
         if more_adapters and number == 0:
-            loaded_models = _load_adapters([reference, *more_adapters], device, dtype)
+            loaded_models = _load_adapters([reference, *more_adapters], loading_options)
             choices.append(gate_router.AdapterSelector(loaded_models))
         else:
-            loaded_models = [_load(reference, device, dtype)]
+            loaded_models = [_load(reference, loading_options)]
             choices.append(gate_router.single_model(loaded_models[0]))
         if speculative:
             need_second_head(loaded_models[0])
@@ -101,46 +132,38 @@ def chat(
     chat_screen.run(shown, chats)
 
 
+@with_option_groups
 def generate(
     prompts: Annotated[Path, typer.Argument(help="a file: lines of text, or JSON lines (.jsonl)", metavar="FILE")],
     model: Annotated[str | None, typer.Option("--model", "-m", help=MODEL_HELP, show_default=False)] = None,
     out: Annotated[Path | None, typer.Option(help="JSON lines with the answers; without it they are printed")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="continue the lines as texts instead of answering them")] = False,
     system: System = "",
-    temperature: Annotated[float, typer.Option(help="0: always the most likely token")] = 0.0,
-    top_p: TopP = 1.0,
-    top_k: TopK = 0,
-    repetition_penalty: Penalty = 1.0,
-    max_tokens: MaxTokens = 256,
-    seed: Seed = 1,
     batch_size: Annotated[int, typer.Option(min=1, help="prompts that are answered together")] = 16,
     force: Annotated[bool, typer.Option("--force", help="replace the file of --out")] = False,
-    run: RunName = None,
-    base: Base = None,
-    device: Device = "auto",
-    dtype: Dtype = "fp32",
     as_json: AsJson = False,
+    *,
+    sampling: GreedyOptions,
+    loading_options: LoadingOptions,
 ) -> None:
     """Answer the prompts of a file, in batches; the same command continues where it was stopped."""
     from ttrain.core.hashing import sha256_file
     from ttrain.core.terminal import bar, print_json, table
     from ttrain.errors import Interrupted, UsageError
-    from ttrain.inference.sampling import sampling
 
-    settings = sampling(temperature=temperature, top_p=top_p, top_k=top_k, repetition_penalty=repetition_penalty,
-                        max_tokens=max_tokens, seed=seed)  # fmt: skip
+    settings = sampling.settings()
     if as_json and out is None:
         raise UsageError("--json prints the summary as JSON; give --out for the answers")
     if out is not None and out.exists() and not force:
         raise UsageError(f"{out} exists; name another file with --out, or replace it with --force")
-    [reference] = _references([model], [base], run)
+    [reference] = resolved_models([model], [loading_options.base], loading_options.run)
 
     before_torch()
     from ttrain.inference import batch
     from ttrain.inference.batch import read
 
     rows = read(prompts, raw=raw, system=system)
-    loaded_model = _load(reference, device, dtype)
+    loaded_model = _load(reference, loading_options)
     tally = batch.AnswerCounts()
     with bar("answering", "prompts", len(rows)) as progress:
 
@@ -154,7 +177,7 @@ def generate(
                     print_json(row, indent=None)
         else:
             header = {"prompts": sha256_file(prompts), "model": batch.identity(reference), "raw": raw, "system": system,
-                      "dtype": dtype, **settings.model_dump()}  # fmt: skip
+                      "dtype": loading_options.dtype, **settings.model_dump()}  # fmt: skip
             try:
                 done = batch.write_answers(out, header, make)
             except KeyboardInterrupt:
@@ -169,6 +192,7 @@ def generate(
         table(("property", "value"), [(name, value) for name, value in rows_of_table if value is not None])
 
 
+@with_option_groups
 def serve(
     context: typer.Context,
     model: Model = None,
@@ -176,11 +200,9 @@ def serve(
     max_requests: Annotated[
         int, typer.Option(min=1, help="requests answered or waiting at once; further ones get 429")
     ] = 32,
-    run: RunName = None,
-    base: Base = None,
-    device: Device = "auto",
-    dtype: Dtype = "fp32",
     as_json: Annotated[bool, typer.Option("--json", help="print address and model as JSON when it answers")] = False,
+    *,
+    loading_options: LoadingOptions,
 ) -> None:
     """Serve a model on 127.0.0.1 to clients of OpenAI's interface, through `transformers serve`, until Ctrl-C.
 
@@ -191,7 +213,7 @@ def serve(
 
     outlast_output()
     serving.check()
-    [reference] = _references([model], [base], run)
+    [reference] = resolved_models([model], [loading_options.base], loading_options.run)
     key = _api_key()
     before_torch()  # the server gets the variable too
     with (
@@ -200,8 +222,8 @@ def serve(
             reference,
             program="ttrain.flows.endpoint",
             port=port,
-            device=device,
-            dtype=dtype,
+            device=loading_options.device,
+            dtype=loading_options.dtype,
             max_requests=max_requests,
             token=key.read_text(encoding="ascii").strip() if key else "",
             options=context.args,
@@ -257,20 +279,6 @@ def _ending_on_signals() -> Iterator[None]:
         yield
 
 
-def _references(texts: list[str | None], bases: list[str | None], run: str | None) -> list[Reference]:
-    """Resolve the models on their bases, all stages from one run; print a line about each on standard error."""
-    from ttrain.core.terminal import escaped
-    from ttrain.pipeline import lineage_names
-    from ttrain.pipeline import names as references
-    from ttrain.store import artifacts
-
-    common_run = references.run_of([*texts, *filter(None, bases)], run_name=run)
-    models = [references.resolve(text, base=base, searched_run=common_run) for text, base in zip(texts, bases, strict=True)]
-    for line in lineage_names.lines_of(models, artifacts.ArtifactStore(layout.home())):
-        print(escaped(line), file=sys.stderr, flush=True)
-    return models
-
-
 def _identity(reference: Reference) -> dict[str, Any]:
     """The model's identity, as JSON for scripts."""
     from ttrain.pipeline import lineage_names
@@ -278,22 +286,22 @@ def _identity(reference: Reference) -> dict[str, Any]:
     return lineage_names.to_json(reference)
 
 
-def _load(reference: Reference, device: str, dtype: str) -> Any:
+def _load(reference: Reference, options: LoadingOptions) -> Any:
     """Load the model and print a line about it on standard error."""
     from ttrain.core.terminal import escaped
     from ttrain.inference import loading
 
-    loaded_model = loading.load(reference, device=device, dtype=dtype)
+    loaded_model = loading.load(reference, device=options.device, dtype=options.dtype)
     print(escaped(loaded_model.describe()), file=sys.stderr)
     return loaded_model
 
 
-def _load_adapters(references: list[Reference], device: str, dtype: str) -> list[Any]:
+def _load_adapters(references: list[Reference], options: LoadingOptions) -> list[Any]:
     """Load several adapters on one base and print a line about them on standard error."""
     from ttrain.core.terminal import escaped
     from ttrain.inference import loading
 
-    loaded_models = loading.load_adapters(references, device=device, dtype=dtype)
+    loaded_models = loading.load_adapters(references, device=options.device, dtype=options.dtype)
     names = ", ".join(reference.text for reference in references)
     for line in (loaded_models[0].describe(), f"adapters: {names}; /adapter NAME switches"):
         print(escaped(line), file=sys.stderr)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ttrain.core.terminal import console, encodable, escape_control_characters, escaped, print_json
+from ttrain.core.text import counted
 from ttrain.errors import TTrainError, UsageError
 from ttrain.inference.chat import Chat, Reply, save
 
@@ -177,7 +178,7 @@ class Terminal(ChatScreen):
 def _reply_summary(reply: Reply) -> str:
     """One line about an answer: tokens, speed, adapter, and why it stopped."""
     speed = f", {reply.tokens / reply.seconds:.0f} a second" if reply.seconds and reply.tokens else ""
-    parts = [f"{reply.tokens} token{'s' * (reply.tokens != 1)}{speed}"]
+    parts = [f"{counted(reply.tokens, 'token')}{speed}"]
     if "probabilities" in reply.choice:
         share = max(reply.choice["probabilities"])
         parts.insert(0, f"{reply.by} ({share:.0%})")
@@ -258,9 +259,7 @@ def run_command(line: str, chats: list[Chat]) -> str:
     if not argument:
         raise UsageError("/save needs the name of a file")
     written = save(Path(argument).expanduser(), chats)
-    return (
-        f"{written} conversation{'s' * (written != 1)} appended to {argument}" if written else "there is nothing to save yet"
-    )
+    return f"{counted(written, 'conversation')} appended to {argument}" if written else "there is nothing to save yet"
 
 
 def _set(assignment: str, chats: list[Chat]) -> str:

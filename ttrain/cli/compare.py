@@ -10,6 +10,7 @@ import typer
 
 from ttrain.cli.options import AsJson
 from ttrain.core.terminal import escaped, print_json, table
+from ttrain.core.text import truncated
 
 if TYPE_CHECKING:
     from ttrain.reports.compare import Difference, RunComparison
@@ -200,7 +201,9 @@ def _print_comparison(comparison: RunComparison, views: Sequence[RunView]) -> No
     shown = [sample for samples in by_model.values() for sample in samples[:SAMPLES_OF_A_MODEL]]
     if shown:
         print()
-        rows = [(sample.model, *map(_shortened, (sample.prompt, *sample.answers))) for sample in shown]
+        rows = [
+            (sample.model, *(truncated(text, LONGEST_CELL) for text in (sample.prompt, *sample.answers))) for sample in shown
+        ]
         table(("samples", "prompt", *names), rows)
     if len(comparison.samples) > len(shown):
         print(f"{len(comparison.samples) - len(shown)} more samples are shown by --html and --json")
@@ -214,7 +217,9 @@ def _print_many(comparison: RunComparison, names: Sequence[str]) -> None:
         first = metrics[0]
         order.sort(key=lambda run: (first.values[run] is None, -first.better * (first.values[run] or 0.0)))
     header = ("", *(metric.name for metric in metrics), *(setting.name for setting in comparison.settings))
-    settings = [[_shortened(setting.values[run]) for setting in comparison.settings] for run in range(len(names))]
+    settings = [
+        [truncated(setting.values[run], LONGEST_CELL) for setting in comparison.settings] for run in range(len(names))
+    ]
     print()
     table(header, [(names[run], *(metric.texts(run)[0] for metric in metrics), *settings[run]) for run in order])
     print("--html and --json show the rest")
@@ -223,10 +228,12 @@ def _print_many(comparison: RunComparison, names: Sequence[str]) -> None:
 def _print_differences(title: str, differences: Sequence[Difference], names: Sequence[str], message_if_none: str) -> None:
     if differences:
         print()
-        table((title, *names), [(difference.name, *map(_shortened, difference.values)) for difference in differences])
+        table(
+            (title, *names),
+            [
+                (difference.name, *(truncated(text, LONGEST_CELL) for text in difference.values))
+                for difference in differences
+            ],
+        )
     elif message_if_none:
         print(f"\n{message_if_none}")
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= LONGEST_CELL else f"{text[: LONGEST_CELL - 3]}..."

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ttrain.core.text import format_size, format_value
 from ttrain.errors import DataError, UsageError
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def tokenizer_rows(value: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("  skipped", counts(rows["skipped"])),
         ("  rejected", counts(rows["rejected"])),
         *(("  first", line) for line in rows.get("first_rejected", ())),
-        ("memory", f"{value['peak_memory_bytes'] / 2**20:,.0f} MiB at most"),
+        ("memory", f"{format_size(value['peak_memory_bytes'])} at most"),
         ("written to", value["out"]),
     ]
 
@@ -76,19 +77,19 @@ def tokenizer_rows(value: Mapping[str, Any]) -> list[tuple[str, str]]:
 def statistics_tables(value: Mapping[str, Any]) -> Iterator[Table]:
     """(header, rows) of each table about a set of shards or a raw file."""
     if "parts" not in value:
-        yield (value["file"], ""), [(name, _shown(item)) for name, item in _flat_file(value)]
+        yield (value["file"], ""), [(name, format_value(item)) for name, item in _flat_file(value)]
         if "lengths" in value:
             yield from _lengths(value["lengths"], "documents" if value["kind"] == "documents" else "chats")
             yield ("letters, by their script", ""), list(_scripts(value["scripts"]))
         return
     for name, statistics in value["parts"].items():
-        yield (f"{value['path']}, {name}", ""), [(key, _shown(item)) for key, item in _flat_part(statistics)]
+        yield (f"{value['path']}, {name}", ""), [(key, format_value(item)) for key, item in _flat_part(statistics)]
         yield from _lengths(statistics["lengths"], statistics["kind"])
     if value["duplicates"] is not None:
         yield ("rows that repeat an earlier one", ""), [(f"{value['duplicates']:,}", "")]
     if value["files"]:
         names = ("name", "role", "rows", "kept", "tokens", "bytes")
-        yield names, [[_shown(file.get(name, "")) for name in names] for file in value["files"]]
+        yield names, [[format_value(file.get(name, "")) for name in names] for file in value["files"]]
 
 
 def _scripts(shares: Mapping[str, float]) -> Iterator[tuple[str, str]]:
@@ -130,12 +131,6 @@ def _lengths(value: Mapping[str, Any], kind: str) -> Iterator[Table]:
     shares = {"mean": f"{value['mean']:,.1f}", "min": f"{value['min']:,}"}
     shares |= {f"{share} %": f"{length:,}" for share, length in value["percentiles"].items()} | {"max": f"{value['max']:,}"}
     yield tuple(shares), [tuple(shares.values())]
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:,.3f}"
-    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 LOCK = Path("run", "lock")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from ttrain.cli.options import AsJson, Files, Overrides, Profiles, load_settings, plan_of
+from ttrain.cli.options import AsJson, SettingsOptions, plan_of, with_option_groups
 from ttrain.config.training import TRAININGS
 from ttrain.core.terminal import console, escaped, print_json, print_spans
 
@@ -21,10 +21,9 @@ READ_BY_C = ("GLIBC_", "GOMP_")  # variables of a stage's process that are read 
 NAME_WIDTH, LINE_WIDTH, SHOWN_LINES = 22, 100, 12
 
 
+@with_option_groups
 def doctor(
-    overrides: Overrides = None,
-    config: Files = None,
-    profile: Profiles = None,
+    given: SettingsOptions,
     stage: Annotated[
         Literal[TRAININGS] | None,  # type: ignore[valid-type]  # mypy wants them spelled out
         typer.Option(help="the training stage to check; default: the first"),
@@ -36,7 +35,7 @@ def doctor(
     from ttrain.store.layout import home
 
     began = time.monotonic()
-    loaded = load_settings(overrides, config, profile)
+    loaded = given.load()
     examined: str = stage or loaded.settings.trainings[0]
     for name, value in environment_of(loaded.settings).items():
         if name.startswith(READ_BY_C):

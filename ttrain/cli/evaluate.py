@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from ttrain.cli.chat import Base, Device, Dtype, before_torch
-from ttrain.cli.options import AsJson, RunName
+from ttrain.cli.chat import LoadingOptions, before_torch
+from ttrain.cli.options import AsJson, with_option_groups
 from ttrain.config.training import TRAINING_STAGES
 from ttrain.errors import UsageError
 from ttrain.store import layout
@@ -55,6 +55,7 @@ def _file(name: str, shape: str) -> Any:
     return typer.Option(name, metavar="FILE", help=f"JSON Lines, {shape}; repeatable")
 
 
+@with_option_groups
 def evaluate(
     models: ModelNames,
     suite: Suites = None,
@@ -73,14 +74,12 @@ def evaluate(
         Path | None, typer.Option(metavar="FILE", help="write every item and answer there, as JSON Lines")
     ] = None,
     track: Annotated[bool, typer.Option("--track", help="keep the results in MLflow, below the run of the model")] = False,
-    run: RunName = None,
-    base: Base = None,
-    device: Device = "auto",
-    dtype: Dtype = "fp32",
     batch_tokens: Annotated[
         int | None, typer.Option(min=1, help="padded tokens of a forward pass: bounds the memory", show_default=False)
     ] = None,
     as_json: AsJson = False,
+    *,
+    loading_options: LoadingOptions,
 ) -> None:
     """Evaluate models with confidence intervals, and compare them on the same items.
 
@@ -94,7 +93,7 @@ def evaluate(
 
     files = dict(zip(KINDS, (text, chats, choices, last_word, generation), strict=True))
     loaded_suites = [_changed(loaded, shots=shots, limit=limit, match=match) for loaded in _load_suites(suite or (), files)]
-    resolved_models = references.resolve_all(models, base=base, from_hub=True, run=run)
+    resolved_models = references.resolve_all(models, base=loading_options.base, from_hub=True, run=loading_options.run)
     home = artifacts.ArtifactStore(layout.home())
     heldout = heldout_of(resolved_models, home)
     identified, notes = lineage_names.lines_of(resolved_models, home), list[str]()
@@ -110,7 +109,11 @@ def evaluate(
         print(escaped(line), file=sys.stderr if as_json else sys.stdout, flush=True)
     before_torch()
     results = _evaluate_with_bar(
-        resolved_models, loaded_suites, heldout, EvaluationRuntime(device, dtype, batch_tokens), Rule()
+        resolved_models,
+        loaded_suites,
+        heldout,
+        EvaluationRuntime(loading_options.device, loading_options.dtype, batch_tokens),
+        Rule(),
     )
     notes += results.notes()
     if as_json:

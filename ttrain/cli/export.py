@@ -9,9 +9,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from ttrain.cli.options import AsJson, RunName
+from ttrain.cli.options import AsJson, RunName, resolved_models
 from ttrain.core.terminal import escaped, print_json, table
-from ttrain.store import layout
 
 REFERENCE_HELP = "a run, a stage, a registered model (NAME@ALIAS, NAME/VERSION) or a directory"
 EPILOG = (
@@ -56,13 +55,9 @@ def export(
     """Write a model for other programs: safetensors, tokenizer, chat template, generation config, model card."""
     from ttrain.export import export as work
     from ttrain.pipeline import lineage_names
-    from ttrain.pipeline.names import resolve_all
-    from ttrain.store import artifacts
 
     quieten()
-    [model] = resolve_all([reference], base=base, run=run)
-    for line in lineage_names.lines_of([model], artifacts.ArtifactStore(layout.home())):
-        print(escaped(line), file=sys.stderr if as_json else sys.stdout, flush=True)
+    [model] = resolved_models([reference], [base], run, stderr=as_json)
     request = work.Request(
         dtype=dtype, merge=merge, shard_size=shard_size, keep_head=keep_head, licence=licence, gguf=gguf, force=force
     )

@@ -11,6 +11,7 @@ import typer
 
 from ttrain.cli.options import AsJson, Files, task_settings
 from ttrain.core.terminal import console, escaped, print_json, table
+from ttrain.core.text import format_duration
 from ttrain.errors import UsageError
 
 if TYPE_CHECKING:
@@ -64,7 +65,6 @@ def gate_train(
     from ttrain.config import as_tuple
     from ttrain.core.terminal import outlast_output
     from ttrain.pipeline.progress_display import Display
-    from ttrain.reports import summary as report
 
     outlast_output()
     files = [name for option in data or () for name in cast("tuple[str, ...]", as_tuple(option))]
@@ -78,7 +78,7 @@ def gate_train(
         return
     _print_experts([expert["reference"] for expert in summary["experts"]], summary["routing"])
     print_figures(summary["routing"])
-    took = report.seconds(summary["train_seconds"])
+    took = format_duration(summary["train_seconds"])
     print(f"next:\n  talk through it: ttrain chat --gate {out}\n  ask it: ttrain gate route {out} 'a text'")
     print("it was already finished; nothing was trained" if summary["was_finished"] else f"trained in {took}")
 

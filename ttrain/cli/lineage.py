@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,6 +9,7 @@ import typer
 
 from ttrain.cli.options import AsJson
 from ttrain.core.terminal import console, escaped, print_json
+from ttrain.core.text import format_time, short_digest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,7 +25,6 @@ REPRODUCE_EPILOG = (
     "Examples:  ttrain reproduce quickstart@challenger\n\nttrain reproduce quickstart-sft/3 --home again\n\n"
     "ttrain reproduce full-20261121-160222-1a2b:pretrain --json"
 )
-DIGEST_CHARACTERS = 12  # letters of a digest that are shown
 INDENT = 17
 
 ModelVersion = Annotated[
@@ -102,9 +101,7 @@ def _result_lines(result: Reproduction, *, is_kept: bool) -> Iterator[str]:
         if stage.differences:
             yield f"{stage.stage}: not as it was: {'; '.join(stage.differences)}"
         if not stage.is_equal:
-            contents = (
-                f"{stage.content[:DIGEST_CHARACTERS]} was recorded, {stage.rebuilt_content[:DIGEST_CHARACTERS]} came out"
-            )
+            contents = f"{short_digest(stage.content)} was recorded, {short_digest(stage.rebuilt_content)} came out"
             yield f"{stage.stage}: {', '.join(stage.files) or 'a file'} differs: content {contents}"
     if result.not_rebuilt:
         yield f"not rebuilt, because their inputs differ: {', '.join(result.not_rebuilt)}"
@@ -136,18 +133,18 @@ def _lineage_lines(model_lineage: Lineage) -> Iterator[str]:
 
 
 def _link_lines(link: Link) -> Iterator[str]:
-    origin = f"made {_date(link.made_unix)}" if link.made_unix else "made at an unrecorded time"
-    yield f"key {link.key[:DIGEST_CHARACTERS]}   {origin}" + (f" by {link.run}" if link.run else "")
+    origin = f"made {format_time(link.made_unix)}" if link.made_unix else "made at an unrecorded time"
+    yield f"key {short_digest(link.key)}   {origin}" + (f" by {link.run}" if link.run else "")
     facts = [
-        f"content {link.content[:DIGEST_CHARACTERS]}" if link.content else "",
-        f"code {link.code[:DIGEST_CHARACTERS]}" if link.code else "",
+        f"content {short_digest(link.content)}" if link.content else "",
+        f"code {short_digest(link.code)}" if link.code else "",
     ]
     facts += [f"commit {_commit(link.commit)}" if link.commit else "", "" if link.seed is None else f"seed {link.seed}"]
     yield ", ".join(fact for fact in facts if fact)
     for data in link.data:
         yield f"read {_data_line(data)}"
     if link.inputs:
-        yield "from " + ", ".join(f"{name} {key[:DIGEST_CHARACTERS]}" for name, (_, key) in sorted(link.inputs.items()))
+        yield "from " + ", ".join(f"{name} {short_digest(key)}" for name, (_, key) in sorted(link.inputs.items()))
     if link.settings:
         yield "settings " + " ".join(f"{name}={_value(value)}" for name, value in link.settings.items())
     if trained := _training_facts(link):
@@ -172,9 +169,7 @@ def _data_line(data: LineageData) -> str:
     counts = ((data.documents, "records"), (data.tokens, "tokens"), (data.bytes, "bytes of text"))
     amounts = ", ".join(f"{count:,} {unit}" for count, unit in counts if count is not None)
     location = f" at {data.location}" if data.location else ""
-    return (
-        f"{data.part} {data.name} sha256 {data.sha256[:DIGEST_CHARACTERS]}" + (f" ({amounts})" if amounts else "") + location
-    )
+    return f"{data.part} {data.name} sha256 {short_digest(data.sha256)}" + (f" ({amounts})" if amounts else "") + location
 
 
 def _versions(link: Link) -> str:
@@ -185,14 +180,10 @@ def _versions(link: Link) -> str:
 def _commit(text: str) -> str:
     """The shortened commit, and whether there were uncommitted changes."""
     commit, plus, changes = text.partition("+")
-    return commit[:DIGEST_CHARACTERS] + plus + changes
+    return short_digest(commit) + plus + changes
 
 
 def _value(value: object) -> str:
     import json
 
     return json.dumps(value, ensure_ascii=False)
-
-
-def _date(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M:%S")

@@ -28,14 +28,11 @@ from ttrain.cli.nightly import schedule_app
 from ttrain.cli.nightly import serve as serve_schedules
 from ttrain.cli.options import (
     AsJson,
-    Extend,
-    Files,
-    Force,
-    Overrides,
-    Profiles,
     ServerOverrides,
-    load_settings,
+    SettingsOptions,
+    StageOptions,
     server_settings,
+    with_option_groups,
 )
 from ttrain.cli.pipeline import pipeline_app
 from ttrain.cli.registry import models_app
@@ -100,27 +97,23 @@ def main_options(
 
 
 @stage_app.command("run", epilog="Example:  ttrain stage run sft sft.optim.lr=2e-4")
+@with_option_groups
 def stage_run(
     stage: Annotated[str, typer.Argument(help="the stage; its inputs are those of the current plan")],
-    overrides: Overrides = None,
-    config: Files = None,
-    profile: Profiles = None,
-    extend: Extend = False,
-    force: Force = False,
-    as_json: AsJson = False,
+    given: SettingsOptions,
+    options: StageOptions,
 ) -> None:
     """Run one stage alone, without Prefect."""
-    run_stage(stage, overrides, config, profile, extend=extend, force=force, as_json=as_json)
+    run_stage(stage, given, options)
 
 
 @config_app.command("show", epilog="Example:  ttrain config show sft.epochs=2 --profile small")
-def config_show(
-    overrides: Overrides = None, config: Files = None, profile: Profiles = None, as_json: AsJson = False
-) -> None:
+@with_option_groups
+def config_show(given: SettingsOptions, as_json: AsJson = False) -> None:
     """Print every setting, its value and where the value comes from."""
     from ttrain.config import flatten
 
-    loaded = load_settings(overrides, config, profile)
+    loaded = given.load()
     tree = loaded.settings.model_dump(mode="json")
     if as_json:
         values = {key: {"value": value, "source": loaded.sources.get(key, "default")} for key, value in flatten(tree)}

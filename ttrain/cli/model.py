@@ -11,6 +11,7 @@ import typer
 
 from ttrain.cli.options import AsJson, Files, Profiles, load_settings
 from ttrain.core.terminal import escaped, print_json, table
+from ttrain.core.text import format_size
 from ttrain.errors import UsageError
 
 if TYPE_CHECKING:
@@ -124,9 +125,11 @@ def _print_cost(cost: ModelCost, vocabulary: str) -> None:
         ("FLOPs of a token", f"{cost.flops_per_token:.4g}", f"forward and backward: {attention}"),
     ]
     for kind, size in cost.memory_bytes.items():
-        rows.append((f"memory with {kind}", _size(size), "weights, gradients and state; activations come on top"))
-    rows += [(f"checkpoint with {kind}", _size(size), "weights and state") for kind, size in cost.checkpoint_bytes.items()]
-    rows.append(("model on disk", _size(cost.model_bytes), "fp32; `ttrain export` halves it"))
+        rows.append((f"memory with {kind}", format_size(size), "weights, gradients and state; activations come on top"))
+    rows += [
+        (f"checkpoint with {kind}", format_size(size), "weights and state") for kind, size in cost.checkpoint_bytes.items()
+    ]
+    rows.append(("model on disk", format_size(cost.model_bytes), "fp32; `ttrain export` halves it"))
     table(("property", "value", ""), rows)
 
 
@@ -143,7 +146,7 @@ def _show_presets(as_json: bool) -> None:
         sizes = sizes_of(name)
         rows.append((
             name, *("" if sizes[column] is None else sizes[column] for column in columns), f"{cost.vocab_size:,}",
-            f"{cost.parameters:,}", f"{cost.flops_per_token:.2g}", *map(_size, cost.memory_bytes.values()),
+            f"{cost.parameters:,}", f"{cost.flops_per_token:.2g}", *map(format_size, cost.memory_bytes.values()),
         ))  # fmt: skip
     table(("preset", *columns, "vocabulary", "parameters", "FLOPs/token", "memory adamw", "memory muon"), rows)
     print("take one with model.preset=NAME; other settings override it. Details of one: ttrain model show NAME")
@@ -158,15 +161,6 @@ def _show_kinds(as_json: bool) -> None:
         return
     for start in range(0, len(kinds), SHOWN_KINDS):
         print(escaped("  ".join(f"{name:24}" for name in kinds[start : start + SHOWN_KINDS]).rstrip()))
-
-
-def _size(size: float) -> str:
-    """Format a size in bytes, in powers of a thousand."""
-    for unit in ("B", "kB", "MB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} GB" if size < 1000 else f"{size / 1000:.3g} TB"
 
 
 REFERENCE_HELP = "a run, a stage, a registered model (NAME@ALIAS, NAME/VERSION) or a directory, of an adapter"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ttrain.cli.options import AsJson, Files, Overrides, Profiles, ServerOverrides, load_settings, server_settings
+from ttrain.cli.options import AsJson, ServerOverrides, SettingsOptions, server_settings, with_option_groups
 from ttrain.core.terminal import console, escaped, print_json, table
 
 if TYPE_CHECKING:
@@ -61,11 +62,10 @@ def plan(loaded: LoadedSettings, *, as_json: bool) -> None:
     table(("stage", "state", "key", "why"), plan.plan_rows(planned.stages))
 
 
-def refuse_stage_options(**options: object) -> None:
+def refuse(flags: Sequence[str]) -> None:
     """Raise UsageError if an option that selects stages is given: a night always runs as a whole."""
     from ttrain.errors import UsageError
 
-    flags = [f"--{name}" for name, value in options.items() if value]
     if flags:
         raise UsageError(
             f"{', '.join(flags)}: a night chooses what to run by itself; leave it out, or use `ttrain pipeline run full`"
@@ -101,36 +101,31 @@ PrefectYaml = Annotated[
 ]
 
 
+@dataclass(frozen=True)
+class SlotOptions:
+    """The options of the commands that schedule, apart from the cron."""
+
+    timezone: Timezone = None
+    prefect_yaml: PrefectYaml = None
+    as_json: AsJson = False
+
+
 @schedule_app.command(
     "nightly",
     epilog='Examples:  ttrain pipeline schedule nightly --cron "0 2 * * *" -c mine.yaml --profile night\n\n'
     "ttrain pipeline schedule nightly --prefect-yaml docker data.pretrain=/data/docs > prefect.yaml",
 )
-def schedule_nightly(
-    overrides: Overrides = None,
-    config: Files = None,
-    profile: Profiles = None,
-    cron: Cron = "0 2 * * *",
-    timezone: Timezone = None,
-    prefect_yaml: PrefectYaml = None,
-    as_json: AsJson = False,
-) -> None:
+@with_option_groups
+def schedule_nightly(given: SettingsOptions, slots: SlotOptions, cron: Cron = "0 2 * * *") -> None:
     """Schedule nightly training on new data, which `ttrain pipeline serve` runs. An existing schedule is changed."""
-    _schedule("nightly", overrides, config, profile, cron, timezone, prefect_yaml, as_json=as_json)
+    _schedule("nightly", given, slots, cron)
 
 
 @schedule_app.command("full", epilog='Example:  ttrain pipeline schedule full --cron "0 6 * * 6" name=weekly -c mine.yaml')
-def schedule_full(
-    overrides: Overrides = None,
-    config: Files = None,
-    profile: Profiles = None,
-    cron: Cron = None,
-    timezone: Timezone = None,
-    prefect_yaml: PrefectYaml = None,
-    as_json: AsJson = False,
-) -> None:
+@with_option_groups
+def schedule_full(given: SettingsOptions, slots: SlotOptions, cron: Cron = None) -> None:
     """Schedule the pipeline `full` by a cron; without one, start it in Prefect's UI, with other settings if needed."""
-    _schedule("full", overrides, config, profile, cron, timezone, prefect_yaml, as_json=as_json)
+    _schedule("full", given, slots, cron)
 
 
 @schedule_app.command("list", epilog="Example:  ttrain pipeline schedule list --json")
@@ -211,17 +206,7 @@ def escaped_lines(text: str) -> str:
     return "\n".join(map(escaped, text.split("\n")))
 
 
-def _schedule(
-    kind: str,
-    overrides: list[str] | None,
-    config: list[Path] | None,
-    profile: list[str] | None,
-    cron: str | None,
-    timezone: str | None,
-    pool: str | None,
-    *,
-    as_json: bool,
-) -> None:
+def _schedule(kind: str, given: SettingsOptions, options: SlotOptions, cron: str | None) -> None:
     from ttrain.flows import schedule_files
     from ttrain.flows.nightly import check
     from ttrain.flows.schedule_files import Schedule
@@ -229,11 +214,11 @@ def _schedule(
     from ttrain.store.layout import usable_home
 
     home = usable_home()
-    settings = with_absolute_paths(load_settings(overrides, config, profile).settings)
+    settings = with_absolute_paths(given.load().settings)
     if kind == NIGHTLY:
         check(settings)
     settings = schedule_files.webhook_in_file(home, kind, settings)
-    timezone = timezone or schedule_files.local_timezone()
+    timezone, pool = options.timezone or schedule_files.local_timezone(), options.prefect_yaml
     settings = schedule_files.with_timezone(settings, timezone)
     schedule = Schedule(kind, settings.name, cron, timezone, settings.model_dump(), pool)
     if pool is not None:
@@ -245,7 +230,7 @@ def _schedule(
 
     was_there = schedules.create(home, schedule)
     slots = schedules.next_slots(cron, schedule.timezone, 3) if cron else []
-    if as_json:
+    if options.as_json:
         print_json({"schedule": schedule.full_name, "changed": was_there, "next": [slot.isoformat() for slot in slots]})
         return
     print(f"{'changed' if was_there else 'scheduled'}: {schedule.full_name}")

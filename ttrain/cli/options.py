@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar, cast, get_type_hints
 
 import typer
 
 if TYPE_CHECKING:
     from ttrain.config import Servers
     from ttrain.config.loading import LoadedSettings, Override
+    from ttrain.pipeline.labels import Labels
     from ttrain.pipeline.recipe import Planned, Selection
     from ttrain.store.artifacts import ArtifactStore
+    from ttrain.store.model_files import Reference
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 SETTINGS_HELP = "settings as key=value, for example sft.optim.lr=2e-4"
 
@@ -53,6 +62,7 @@ FromStage = Annotated[
 UntilStage = Annotated[
     str | None, typer.Option("--until", metavar="STAGE", help="this stage and what it depends on", show_default=False)
 ]
+Engine = Annotated[str, typer.Option("--engine", help="`prefect`, or `none` to run the same recipe without it")]
 Note = Annotated[
     str | None,
     typer.Option("--note", metavar="TEXT", help="a note on the purpose of this run; shown with it", show_default=False),
@@ -72,6 +82,117 @@ ContinueKey = Annotated[
 ]
 
 
+def with_option_groups(command: Callable[P, T]) -> Callable[P, T]:
+    """Give a command the options of its parameters that are dataclasses: each field is an option, in place of the group."""
+    hints = get_type_hints(command, include_extras=True)
+    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in inspect.signature(command).parameters.items():
+        if name in groups:
+            types = get_type_hints(groups[name], include_extras=True)
+            options = [(field.name, types[field.name], field.default) for field in fields(groups[name])]
+        else:
+            options = [(name, hints[name], parameter.default)]
+        parameters += [
+            inspect.Parameter(option, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+            for option, annotation, default in options
+        ]
+
+    @functools.wraps(command)
+    def call(**values: Any) -> T:
+        for name, group in groups.items():
+            values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
+        untyped_command: Any = command
+        result: T = untyped_command(**values)
+        return result
+
+    untyped: Any = call
+    untyped.__signature__ = inspect.Signature(parameters)
+    untyped.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return cast("Callable[P, T]", untyped)
+
+
+@dataclass(frozen=True)
+class SettingsOptions:
+    """The options of every command that takes settings."""
+
+    overrides: Overrides = None
+    config: Files = None
+    profile: Profiles = None
+
+    def load(self) -> LoadedSettings:
+        """Load the settings."""
+        return load_settings(self.overrides, self.config, self.profile)
+
+    def over_run(self, run: Mapping[str, Any]) -> LoadedSettings:
+        """The settings of an earlier run, overridden by the options. From the environment come only `runtime` settings and
+        the secrets of sources, which are not recorded."""
+        from ttrain.config.loading import load
+        from ttrain.pipeline.names import settings_of, with_secrets
+
+        base = settings_of(with_secrets(run))
+        environment = _environment_of("runtime")
+        return load(
+            self.overrides or (), files=self.config or (), profiles=self.profile or (), environment=environment, base=base
+        )
+
+
+@dataclass(frozen=True)
+class StageOptions:
+    """The options of the commands that run one stage."""
+
+    extend: Extend = False
+    force: Force = False
+    as_json: AsJson = False
+
+
+@dataclass(frozen=True)
+class SelectionOptions:
+    """The options that choose the stages of a pipeline, of `run` and `plan`."""
+
+    extend: Extend = False
+    force: ForceStages = None
+    only: OnlyStages = None
+    since: FromStage = None
+    until: UntilStage = None
+    resume_key: ContinueKey = None
+
+    def to_plan(self) -> dict[str, Any]:
+        """The arguments of `plan_of`. Raises UsageError for an empty name."""
+        from ttrain.pipeline.recipe import Selection
+
+        return {
+            "extend": self.extend,
+            "force": stage_names(self.force),
+            "selection": Selection(stage_names(self.only), checked_name(self.since), checked_name(self.until)),
+            "resume_key": checked_name(self.resume_key),
+        }
+
+    def flags(self) -> list[str]:
+        """The flags that are given."""
+        flags = {"--extend": self.extend, "--force": self.force, "--only": self.only, "--from": self.since,
+                 "--until": self.until, "--continue": self.resume_key}  # fmt: skip
+        return [flag for flag, value in flags.items() if value]
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """The options of the commands that run pipelines: the engine, and the labels of the run."""
+
+    engine: Engine = "prefect"
+    note: Note = None
+    tag: Tags = None
+
+    def check(self) -> Labels:
+        """The labels. Raises UsageError for an unknown engine or invalid labels."""
+        from ttrain.errors import UsageError
+        from ttrain.pipeline.labels import labels_of
+
+        if self.engine not in ("prefect", "none"):
+            raise UsageError(f"--engine is '{self.engine}' but must be prefect or none")
+        return labels_of(self.note, self.tag)
+
+
 def load_settings(overrides: list[str] | None, config: list[Path] | None, profile: list[str] | None) -> LoadedSettings:
     """Load the settings from the options of a command."""
     from ttrain.config.loading import load
@@ -79,16 +200,19 @@ def load_settings(overrides: list[str] | None, config: list[Path] | None, profil
     return load(overrides or (), files=config or (), profiles=profile or ())
 
 
-def settings_of_run(
-    run: Mapping[str, Any], overrides: list[str] | None, config: list[Path] | None, profile: list[str] | None
-) -> LoadedSettings:
-    """The settings of an earlier run, overridden by the options. From the environment come only `runtime` settings and the
-    secrets of sources, which are not recorded."""
-    from ttrain.config.loading import load
-    from ttrain.pipeline.names import settings_of, with_secrets
+def resolved_models(
+    texts: Sequence[str | None], bases: Sequence[str | None], run: str | None, *, stderr: bool = True
+) -> list[Reference]:
+    """Resolve the models on their bases, all stages from one run, and print a line about each."""
+    from ttrain.core.terminal import escaped
+    from ttrain.pipeline import lineage_names, names
+    from ttrain.store import artifacts, layout
 
-    runtime_variables, base = _environment_of("runtime"), settings_of(with_secrets(run))
-    return load(overrides or (), files=config or (), profiles=profile or (), environment=runtime_variables, base=base)
+    common_run = names.run_of([*texts, *filter(None, bases)], run_name=run)
+    models = [names.resolve(text, base=base, searched_run=common_run) for text, base in zip(texts, bases, strict=True)]
+    for line in lineage_names.lines_of(models, artifacts.ArtifactStore(layout.home())):
+        print(escaped(line), file=sys.stderr if stderr else sys.stdout, flush=True)
+    return models
 
 
 def task_settings(overrides: list[str] | None, config: list[Path] | None) -> list[Override]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,24 +10,15 @@ import typer
 from ttrain.cli import nightly
 from ttrain.cli.options import (
     AsJson,
-    ContinueKey,
     Extend,
-    Files,
-    ForceStages,
-    FromStage,
-    Note,
-    OnlyStages,
-    Overrides,
-    Profiles,
-    Tags,
-    UntilStage,
-    checked_name,
-    load_settings,
+    RunOptions,
+    SelectionOptions,
+    SettingsOptions,
     plan_of,
-    settings_of_run,
-    stage_names,
+    with_option_groups,
 )
 from ttrain.core.terminal import console, escaped, print_json, table
+from ttrain.core.text import format_duration, format_size
 from ttrain.store import layout
 
 if TYPE_CHECKING:
@@ -45,7 +35,6 @@ pipeline_app = typer.Typer(
 )
 
 Pipeline = Annotated[str, typer.Argument(help=PIPELINE_HELP)]
-Engine = Annotated[str, typer.Option("--engine", help="`prefect`, or `none` to run the same recipe without it")]
 
 
 @pipeline_app.command(
@@ -57,48 +46,24 @@ Engine = Annotated[str, typer.Option("--engine", help="`prefect`, or `none` to r
     "ttrain pipeline run full sft.optim.lr=2e-4 --note 'a smaller rate' --tag purpose=baseline\n\n"
     "ttrain pipeline run nightly data.pretrain=inbox/",
 )
+@with_option_groups
 def pipeline_run(
     pipeline: Pipeline,
-    overrides: Overrides = None,
-    config: Files = None,
-    profile: Profiles = None,
-    extend: Extend = False,
-    force: ForceStages = None,
-    only: OnlyStages = None,
-    since: FromStage = None,
-    until: UntilStage = None,
-    resume_key: ContinueKey = None,
-    engine: Engine = "prefect",
+    given: SettingsOptions,
+    stages: SelectionOptions,
+    options: RunOptions,
     record: Annotated[bool, typer.Option("--record", help="make a tracked run even if everything is cached")] = False,
-    note: Note = None,
-    tag: Tags = None,
 ) -> None:
     """Run a pipeline; stages whose inputs, settings and code have not changed come from the store."""
     from ttrain.core.terminal import outlast_output
-    from ttrain.pipeline.labels import labels_of
-    from ttrain.pipeline.recipe import Selection
 
     outlast_output()
-    _check_engine(engine)
-    labels = labels_of(note, tag)
-    loaded = load_settings(overrides, config, profile)
+    labels, loaded = options.check(), given.load()
     if pipeline == nightly.NIGHTLY:
-        nightly.refuse_stage_options(
-            extend=extend, force=force, only=only, until=until, record=record, **{"from": since, "continue": resume_key}
-        )
-        nightly.run(loaded, engine=engine, labels=labels)
+        nightly.refuse([*stages.flags(), *(["--record"] if record else [])])
+        nightly.run(loaded, engine=options.engine, labels=labels)
         return
-    plan_and_run(
-        pipeline,
-        loaded,
-        engine=engine,
-        record=record,
-        extend=extend,
-        force=stage_names(force),
-        selection=Selection(stage_names(only), checked_name(since), checked_name(until)),
-        resume_key=checked_name(resume_key),
-        labels=labels,
-    )
+    plan_and_run(pipeline, loaded, engine=options.engine, record=record, labels=labels, **stages.to_plan())
 
 
 @pipeline_app.command(
@@ -106,11 +71,11 @@ def pipeline_run(
     epilog="Examples:  ttrain pipeline rerun sft\n\n"
     "ttrain pipeline rerun sft --run full-20261121-160222-1a2b sft.optim.lr=2e-4",
 )
+@with_option_groups
 def pipeline_rerun(
     stage: Annotated[str, typer.Argument(help="the stage to run again; what depends on it follows")],
-    overrides: Overrides = None,
-    config: Files = None,
-    profile: Profiles = None,
+    given: SettingsOptions,
+    options: RunOptions,
     run: Annotated[
         str,
         typer.Option(
@@ -118,9 +83,6 @@ def pipeline_rerun(
         ),
     ] = "",
     extend: Extend = False,
-    engine: Engine = "prefect",
-    note: Note = None,
-    tag: Tags = None,
 ) -> None:
     """Rerun a stage, finished or not, and the stages that depend on it; compare finished ones with their stored results.
 
@@ -128,19 +90,10 @@ def pipeline_rerun(
     and profiles without --run replace them, as in `run`.
     """
     from ttrain.core.terminal import outlast_output
-    from ttrain.pipeline.labels import labels_of
 
     outlast_output()
-    _check_engine(engine)
-    labels = labels_of(note, tag)
-    plan_and_run(
-        "full",
-        _settings_of_earlier_run(stage, run, overrides, config, profile),
-        engine=engine,
-        extend=extend,
-        force=frozenset({stage}),
-        labels=labels,
-    )
+    labels, loaded = options.check(), _settings_of_earlier_run(stage, run, given)
+    plan_and_run("full", loaded, engine=options.engine, extend=extend, force=frozenset({stage}), labels=labels)
 
 
 @pipeline_app.command(
@@ -148,35 +101,23 @@ def pipeline_rerun(
     epilog="Examples:  ttrain pipeline plan full sft.optim.lr=2e-4 --json\n\nttrain pipeline plan full --from sft\n\n"
     "ttrain pipeline plan full --profile small --memory",
 )
+@with_option_groups
 def pipeline_plan(
     pipeline: Pipeline,
-    overrides: Overrides = None,
-    config: Files = None,
-    profile: Profiles = None,
-    extend: Extend = False,
-    force: ForceStages = None,
-    only: OnlyStages = None,
-    since: FromStage = None,
-    until: UntilStage = None,
-    resume_key: ContinueKey = None,
+    given: SettingsOptions,
+    options: SelectionOptions,
     memory: Annotated[bool, typer.Option("--memory", help="also the memory of a new model during pretraining")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Print for every stage whether it is cached or will run, its key, and why. Runs nothing."""
     from ttrain.pipeline import plan
-    from ttrain.pipeline.recipe import Selection
 
-    selection = Selection(stage_names(only), checked_name(since), checked_name(until))
-    loaded = load_settings(overrides, config, profile)
+    to_plan, loaded = options.to_plan(), given.load()
     if pipeline == nightly.NIGHTLY:
-        nightly.refuse_stage_options(
-            extend=extend, force=force, only=only, until=until, **{"from": since, "continue": resume_key}
-        )
+        nightly.refuse(options.flags())
         nightly.plan(loaded, as_json=as_json)
         return
-    _, stages = plan_of(
-        pipeline, loaded, force=stage_names(force), extend=extend, selection=selection, resume_key=checked_name(resume_key)
-    )
+    _, stages = plan_of(pipeline, loaded, **to_plan)
     needs = _training_memory(loaded) if memory else {}
     if as_json:
         print_json({**plan.plan_json(pipeline, stages), **needs})
@@ -184,8 +125,8 @@ def pipeline_plan(
     screen = console()
     table(("stage", "state", "key", "why"), plan.plan_rows(stages))
     for name, size in needs.get("memory_bytes", {}).items():
-        screen.print(f"{name}: {size / 1e9:.3g} GB, plus activations", highlight=False)
-    _print_left_out(pipeline, loaded, stages, selection)
+        screen.print(f"{name}: {format_size(size)}, plus activations", highlight=False)
+    _print_left_out(pipeline, loaded, stages, to_plan["selection"])
     waiting = sum(planned.state == "run" for planned in stages)
     screen.print(f"{waiting} of {len(stages)} stages will run" if waiting else "everything is cached", highlight=False)
 
@@ -208,7 +149,7 @@ def pipeline_status(
         screen.print("no runs yet; begin with `ttrain pipeline run full`")
     for run in history[: limit or LISTED_RUNS]:
         same = f", the same as {run['equals']}" if run.get("equals") else ""
-        took = summary.seconds(run["seconds"])
+        took = format_duration(run["seconds"])
         screen.print(f"[bold]{run['run']}[/]  {run['outcome']}{same}  {took}  {run['started']}", highlight=False)
         for line in summary.labels(run):
             screen.print(escaped(f"  {line}"), highlight=False, markup=False)
@@ -225,13 +166,6 @@ def _training_memory(loaded: LoadedSettings) -> dict[str, Any]:
     sizes = model.of_settings(loaded.settings).memory_bytes
     size = sizes["muon" if kind == "muon" else "adamw"]
     return {"memory_bytes": {f"weights, gradients and state of {kind}": size}}
-
-
-def _check_engine(engine: str) -> None:
-    from ttrain.errors import UsageError
-
-    if engine not in ("prefect", "none"):
-        raise UsageError(f"--engine is '{engine}' but must be prefect or none")
 
 
 def plan_and_run(
@@ -267,19 +201,17 @@ def plan_and_run(
     run_pipeline(pipeline, settings, store, stages, console(), **options)
 
 
-def _settings_of_earlier_run(
-    stage: str, run: str, overrides: list[str] | None, config: list[Path] | None, profile: list[str] | None
-) -> LoadedSettings:
+def _settings_of_earlier_run(stage: str, run: str, given: SettingsOptions) -> LoadedSettings:
     """The settings for rerunning a stage; prints their run and those that differ from the defaults."""
     from ttrain.core.terminal import escaped
     from ttrain.pipeline import names
     from ttrain.store import references
     from ttrain.store.layout import home
 
-    if (config or profile) and not run:
-        return load_settings(overrides, config, profile)
+    if (given.config or given.profile) and not run:
+        return given.load()
     earlier_run = references.need_run(home(), run) if run else names.newest_with(home(), stage)
-    loaded = settings_of_run(earlier_run, overrides, config, profile)
+    loaded = given.over_run(earlier_run)
     settings_text = " ".join(
         f"{key}={json.dumps(value, ensure_ascii=False)}" for _, key, value in names.settings_of(earlier_run)
     )

@@ -12,6 +12,7 @@ from ttrain.cli.options import AsJson
 from ttrain.config.metrics import BITS_PER_BYTE
 from ttrain.config.training import TRAININGS
 from ttrain.core.terminal import escaped, print_json, table
+from ttrain.core.text import format_number, format_time
 
 if TYPE_CHECKING:
     from ttrain.tracking import Member, ModelSet
@@ -85,8 +86,6 @@ def models_rollback(name: Name = None, as_json: AsJson = False) -> None:
 
 
 def _row(model_set: ModelSet, metric: str) -> tuple[str, ...]:
-    from datetime import datetime
-
     value = model_set.metrics.get(metric)
     decision = model_set.decision or {}
     word = {True: "promoted: ", False: "kept: "}.get(decision.get("promote", ""), "")
@@ -96,10 +95,10 @@ def _row(model_set: ModelSet, metric: str) -> tuple[str, ...]:
     return (
         f"{model_set.name}/{model_set.version}",
         ", ".join(model_set.aliases),
-        "" if value is None else f"{value:.4f}",
+        format_number(value),
         models,
         model_set.run,
-        f"{datetime.fromtimestamp(model_set.created).astimezone():%Y-%m-%d %H:%M}",
+        format_time(model_set.created),
         f"{word}{decision.get('reason', '')}",
     )
 

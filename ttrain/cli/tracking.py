@@ -18,6 +18,7 @@ import typer
 from ttrain.cli.options import AsJson, server_settings
 from ttrain.core.signals import heeded_signals
 from ttrain.core.terminal import console, escaped, print_json, table
+from ttrain.core.text import counted
 
 if TYPE_CHECKING:
     from ttrain.tracking import Addresses
@@ -95,7 +96,7 @@ def repair(as_json: AsJson = False) -> None:
     elif not (done.runs or done.unreadable or done.aside):
         print("the database is intact and has every run of this home")
     else:
-        print(f"logged again: {len(done.runs)} {'run' if len(done.runs) == 1 else 'runs'}")
+        print(f"logged again: {counted(len(done.runs), 'run')}")
         if done.without_files:
             print(escaped(f"without files, because their artifacts were removed: {', '.join(done.without_files)}"))
         if done.unreadable:

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from ttrain.cli.options import AsJson, Extend, Files, Force, Overrides, Profiles, load_settings, plan_of, task_settings
+from ttrain.cli.options import AsJson, Files, SettingsOptions, StageOptions, plan_of, task_settings, with_option_groups
 from ttrain.config import TRAINING_STAGES, Runtime, Section, TrainingStage
 from ttrain.core.terminal import console, print_json, table
+from ttrain.core.text import format_duration, format_value
 from ttrain.errors import Interrupted, StageFailed, TTrainError, UsageError
 
 if TYPE_CHECKING:
@@ -59,11 +60,9 @@ def train_options(
 def _add_command(row: TrainingStage) -> None:
     """Add `ttrain train STAGE`."""
 
-    def train_stage(
-        overrides: Overrides = None, config: Files = None, profile: Profiles = None, extend: Extend = False,
-        force: Force = False, as_json: AsJson = False,
-    ) -> None:  # fmt: skip
-        run_stage(row.name, overrides, config, profile, extend=extend, force=force, as_json=as_json)
+    @with_option_groups
+    def train_stage(given: SettingsOptions, options: StageOptions) -> None:
+        run_stage(row.name, given, options)
 
     example = f"Example:  ttrain train {row.name} {row.example}"
     train_app.command(row.name, help=row.help or f"Train {row.label}.", epilog=example.rstrip())(train_stage)
@@ -96,7 +95,6 @@ def train_task(
     from ttrain.core.terminal import outlast_output
     from ttrain.errors import UsageError
     from ttrain.pipeline.progress_display import Display
-    from ttrain.reports import summary as report
     from ttrain.train import task
 
     outlast_output()
@@ -111,19 +109,10 @@ def train_task(
     if as_json:
         print_json(summary)
         return
-    _print_summary(summary, report.seconds(summary["train_seconds"]))
+    _print_summary(summary, format_duration(summary["train_seconds"]))
 
 
-def run_stage(
-    stage: str,
-    overrides: list[str] | None,
-    config: list[Path] | None,
-    profile: list[str] | None,
-    *,
-    extend: bool,
-    force: bool,
-    as_json: bool = False,
-) -> None:
+def run_stage(stage: str, given: SettingsOptions, options: StageOptions) -> None:
     """Run one stage alone, without Prefect; its inputs are those of the current plan."""
     from ttrain.core.terminal import outlast_output
     from ttrain.flows.run import run_one_stage
@@ -131,11 +120,11 @@ def run_stage(
 
     outlast_output()
     usable_home()
-    loaded = load_settings(overrides, config, profile)
+    loaded, extend = given.load(), options.extend
     store, stages = plan_of("full", loaded, extend=extend)
-    screen = console(stderr=as_json)
-    artifact, state = run_one_stage(stage, loaded.settings, store, stages, screen, force=force, extend=extend)
-    if as_json:
+    screen = console(stderr=options.as_json)
+    artifact, state = run_one_stage(stage, loaded.settings, store, stages, screen, force=options.force, extend=extend)
+    if options.as_json:
         path, key = str(artifact.path), artifact.key
         print_json({"stage": stage, "state": state, "key": key, "path": path, "result": artifact.result})
 
@@ -144,7 +133,7 @@ def _print_summary(summary: dict[str, Any], took: str) -> None:
     """Print the outcome of a task, and what to do next."""
 
     out = Path(summary["out"])
-    table(("figure", "value"), [(key, _shown(summary[key])) for key in FIGURES if summary.get(key) is not None])
+    table(("figure", "value"), [(key, format_value(summary[key])) for key in FIGURES if summary.get(key) is not None])
     print("next:")
     print(f"  the weights, by PyTorch names: {out / WEIGHTS}")
     print(f"  curves {out / METRICS}, log {out / LOG}")
@@ -153,10 +142,6 @@ def _print_summary(summary: dict[str, Any], took: str) -> None:
         print(f"it was already finished at step {summary['steps']}; nothing was trained")
     else:
         print(f"done in {took}")
-
-
-def _shown(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 WEIGHTS, METRICS, LOG = "model.safetensors", "run/metrics.jsonl", "run/log.txt"

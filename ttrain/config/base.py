@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, Self, TypeVar, cast
+from typing import Annotated, Any, Final, Self, TypeVar, cast
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from pydantic import (
@@ -17,13 +17,17 @@ from pydantic import (
     PlainSerializer,
     ValidationError,
     create_model,
+    model_validator,
 )
 
 from ttrain.core import redact
 
+# Settings of earlier versions that are constants now; records of runs, nights, schedules and checkpoints still hold them.
+RETIRED: Final = frozenset({"muon_momentum", "muon_adjust_lr", "prefetch_steps"})
+
 
 class Section(BaseModel):
-    """A frozen group of settings; an unknown key is an error."""
+    """A frozen group of settings; an unknown key is an error, but RETIRED ones of a record are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
@@ -34,6 +38,11 @@ class Section(BaseModel):
             before = getattr(self, name)
             values[name] = before.replaced(value) if isinstance(before, Section) else value
         return self.model_copy(update=values)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_retired(cls, values: Any) -> Any:
+        return {key: values[key] for key in values if key not in RETIRED} if isinstance(values, Mapping) else values
 
     def accepts(self, **changes: Any) -> bool:
         """Whether the section's own rules allow these changes, so that what a message advises is valid."""

@@ -62,7 +62,6 @@ class Runtime(Section):
         None, gt=0, description="of a rank, in 1e9 bytes: of the GPU, or of the process on a CPU; more ends the stage"
     )
     night: Night | None = Field(None, description="hours in which less of the machine is taken; empty: none")
-    prefetch_steps: int = Field(1, ge=0, description="steps whose rows are made ahead, each in a thread; 0: none")
     parallel: Literal["ddp", "fsdp"] = Field("ddp", description="ranks hold whole models, or shards of one (FSDP2)")
     reduction: Literal["fast", "tree"] = Field(
         "fast", description="tree: gradients are summed in an order that no number of ranks changes, equal to the last bit"

@@ -23,10 +23,6 @@ class Optim(Section):
     weight_decay: float = Field(
         0.1, ge=0, description="on matrices only, never on norms, biases and embeddings; kind=adam adds it to the gradient"
     )
-    muon_momentum: float = Field(0.95, ge=0, lt=1)
-    muon_adjust_lr: Literal["original", "match_rms_adamw"] = Field(
-        "original", description="how the rate follows a matrix's sizes; match_rms_adamw: so that a rate found for AdamW fits"
-    )
     clip: float | None = Field(1.0, gt=0, description="largest gradient norm, over all parameters; empty: any")
 
 

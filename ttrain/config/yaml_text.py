@@ -16,6 +16,7 @@ from yaml.composer import Composer, ComposerError
 from yaml.constructor import ConstructorError
 
 from ttrain.core import redact
+from ttrain.core.text import truncated
 
 MOST_BYTES = 1 << 20  # of a file; 10,000 settings in 120 KB take 0.4 s
 # Of what it says in full, each alias written out: nine lines of aliases can stand for a billion values.
@@ -77,7 +78,7 @@ def shown(value: object) -> str:
 def one_line(text: str, most: int = MESSAGE_CHARACTERS) -> str:
     """A message without line breaks, and shortened."""
     text = " ".join(text[: 4 * most].split())
-    return text if len(text) <= most else f"{text[:most]}..."
+    return truncated(text, most)
 
 
 class Loader(*_PARSER):  # type: ignore[misc]

@@ -17,6 +17,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from ttrain.core import redact
+from ttrain.core.text import first_of
 from ttrain.data import remote
 from ttrain.errors import UsageError
 
@@ -230,9 +231,9 @@ def _hub_files(pattern: str) -> list[str]:
     commit, files = remote.listing(dataset.repo, dataset.revision)
     matches = _matching(files, dataset.path, pattern.rstrip("/"))
     if not matches:
-        shown = ", ".join(sorted(files)[:5]) or "nothing"
+        shown = first_of(sorted(files), 5) or "nothing"
         raise UsageError(
-            f"there is no such file: {dataset.repo} holds {shown}{', ...' if len(files) > 5 else ''}; name some that end in "
+            f"there is no such file: {dataset.repo} holds {shown}; name some that end in "
             f"{', '.join(LINES)} (packed or not) or .parquet, or try hf://{dataset.repo}@refs/convert/parquet"
         )
     return [f"{remote.PREFIX}{dataset.repo}@{commit}/{match}" for match in sorted(matches)]

@@ -6,6 +6,7 @@ What should be learnt is derived here a second time, from the text of the record
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -27,24 +28,29 @@ FIX = "look at the rows with `ttrain data inspect`; the tokenizer's template or 
 
 def document_labels(rows: Rows, encoder: Encoder) -> Check:
     """Every token of a document but its first is a target, at the position before it."""
-    positions = targets = 0
-    for number, ids, labels in records(rows):
-        wrong = _unshifted(ids, labels) or _not_learnt(labels)
-        if wrong or (labels == encoder.bos_id).any():
-            figure = f"row {number}: {wrong or 'the token that begins a document is learnt'}"
-            return Check(LABELS, False, _decoded(figure, wrong, ids, labels, encoder), FIX)
-        positions, targets = positions + len(ids), targets + int((labels != IGNORE).sum())
-    return make_check(LABELS, targets > 0, _share(targets, positions, rows), FIX)
+
+    def fault(labels: Array) -> str:
+        is_begun = (labels == encoder.bos_id).any()
+        return _not_learnt(labels) or ("the token that begins a document is learnt" if is_begun else "")
+
+    return _check_rows(rows, encoder, fault)
 
 
 def masked_labels(rows: Rows, encoder: Encoder) -> Check:
     """Every target is the next token; all that can be checked where regions are masked on purpose."""
+    return _check_rows(rows, encoder, lambda labels: "")
+
+
+def _check_rows(rows: Rows, encoder: Encoder, fault: Callable[[Array], str]) -> Check:
+    """Check that every target is the next token, and that the labels of no record have a fault."""
     positions = targets = 0
     for number, ids, labels in records(rows):
-        if wrong := _unshifted(ids, labels):
-            return Check(LABELS, False, _decoded(f"row {number}: {wrong}", wrong, ids, labels, encoder), FIX)
+        if wrong := _unshifted(ids, labels) or fault(labels):
+            return Check(LABELS, False, _decoded(f"row {number}: {wrong}", ids, labels, encoder), FIX)
         positions, targets = positions + len(ids), targets + int((labels != IGNORE).sum())
-    return make_check(LABELS, targets > 0, _share(targets, positions, rows), FIX)
+    shown = min(MOST_ROWS, len(rows))
+    share = f"{targets} of {positions} tokens in {shown} rows are learnt, each the next one"
+    return make_check(LABELS, targets > 0, share, FIX)
 
 
 def chat_labels(rows: Rows, encoder: Encoder, heldout: Rows, answers: Sequence[str]) -> Check:
@@ -64,12 +70,12 @@ def _runs_of(rows: Rows, encoder: Encoder, answers: Sequence[str] | None) -> Che
     spoken = sorted({text for answer in answers or () for text in (answer, answer.strip())})
     expected_runs = {_word([*ids, encoder.end_id]) for ids in encoder.encode(spoken)}
     whole, alone, special = not rows.counts().get("cut_records"), encoder.template != "own", encoder.special_ids()
-    positions = targets = runs = 0
-    for number, ids, labels in records(rows):
-        if wrong := _unshifted(ids, labels):
-            return Check(LABELS, False, _decoded(f"row {number}: {wrong}", wrong, ids, labels, encoder), FIX)
+    run_count = 0
+
+    def fault(labels: Array) -> str:
+        nonlocal run_count
         for run in _runs(labels):
-            runs += 1
+            run_count += 1
             why = ""
             if whole and run[-1] != encoder.end_id and encoder.end_id not in run[-END_TOKENS:]:
                 why = "without the token that ends an answer"
@@ -78,11 +84,11 @@ def _runs_of(rows: Rows, encoder: Encoder, answers: Sequence[str] | None) -> Che
             elif answers is not None and not _is_learnt(_word(run), expected_runs, whole=whole, alone=alone):
                 why = "which no assistant says"
             if why:
-                return Check(
-                    LABELS, False, f"row {number}: learnt is {encoder.decode(run)[:SHOWN_CHARACTERS]!r}, {why}", FIX
-                )
-        positions, targets = positions + len(ids), targets + int((labels != IGNORE).sum())
-    return make_check(LABELS, targets > 0, f"{_share(targets, positions, rows)}, in {runs} answers with their ends", FIX)
+                return f"learnt is {encoder.decode(run)[:SHOWN_CHARACTERS]!r}, {why}"
+        return ""
+
+    check = _check_rows(rows, encoder, fault)
+    return replace(check, figure=f"{check.figure}, in {run_count} answers with their ends") if check.ok else check
 
 
 def records(rows: Rows) -> Iterator[tuple[int, Array, Array]]:
@@ -107,17 +113,13 @@ def _not_learnt(labels: Array) -> str:
     return f"position {bad[0]} has no target" if len(bad) else ""
 
 
-def _decoded(figure: str, wrong: str, ids: Array, labels: Array, encoder: Encoder) -> str:
-    """The figure, with the text of the tokens at the first wrong position."""
+def _decoded(figure: str, ids: Array, labels: Array, encoder: Encoder) -> str:
+    """The figure, with the text of the tokens at the first position whose target is another token than the next one."""
     bad = np.flatnonzero(labels[:-1] != ids[1:])
-    if not wrong or not len(bad) or labels[bad[0]] == IGNORE:
+    if not len(bad) or labels[bad[0]] == IGNORE:
         return figure
     target, following = (encoder.decode([int(number)]) for number in (labels[bad[0]], ids[bad[0] + 1]))
     return f"{figure}: {target!r} where {following!r} follows"
-
-
-def _share(targets: int, positions: int, rows: Rows) -> str:
-    return f"{targets} of {positions} tokens in {min(MOST_ROWS, len(rows))} rows are learnt, each the next one"
 
 
 def _word(ids: Iterable[int]) -> str:

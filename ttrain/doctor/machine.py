@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ttrain.config import Runtime, Training
+from ttrain.core.text import first_of, format_size
 from ttrain.data.packing import Rows
 from ttrain.doctor.parts import Check, Learner, make_check, select_rows, trainer_of
 from ttrain.train.distributed import Ranks
@@ -116,9 +117,9 @@ def memory(footprint: Footprint, runtime: Runtime, device: torch.device, availab
     if runtime.memory_limit_gb is not None:
         available = min(available, runtime.memory_limit_gb * GB * ranks)
     needed = footprint.peak * ranks
-    parts = ", ".join(f"{name} {size(getattr(footprint, name))}" for name in Footprint.__dataclass_fields__)
+    parts = ", ".join(f"{name} {format_size(getattr(footprint, name))}" for name in Footprint.__dataclass_fields__)
     several = f" for {ranks} ranks" if ranks > 1 else ""
-    figure = f"{size(needed)} of {size(available)} available{several}: {parts}"
+    figure = f"{format_size(needed)} of {format_size(available)} available{several}: {parts}"
     fix = (
         f"set runtime.rows_per_device={max(1, runtime.rows_per_device // 2)} or runtime.gradient_checkpointing=true "
         "(the weights stay the same), or take a smaller model"
@@ -151,8 +152,8 @@ def disk(
     most = min(kept_checkpoints + 2, steps // runtime.checkpoint_every_steps + permanent + 2)
     needed = most * footprint.checkpoint + footprint.weights + other_bytes
     figure = (
-        f"{size(needed)} of {size(free_bytes)} free: {most} checkpoints of {size(footprint.checkpoint)}, "
-        f"the model {size(footprint.weights)}, shards {size(other_bytes)}"
+        f"{format_size(needed)} of {format_size(free_bytes)} free: {most} checkpoints of "
+        f"{format_size(footprint.checkpoint)}, the model {format_size(footprint.weights)}, shards {format_size(other_bytes)}"
     )
     fix = "free some space, set TTRAIN_HOME to a larger disk, or lower runtime.keep_checkpoints and keep_every_steps"
     return make_check("disk", needed <= free_bytes, figure, fix)
@@ -226,7 +227,7 @@ def versions(required: Sequence[str], pins: Mapping[str, str], installed: Callab
         else "all required are there"
     )  # fmt: skip
     if untested and not wrong:
-        figure += f": {', '.join(untested[:4])}{', ...' if len(untested) > 4 else ''}"
+        figure += f": {first_of(untested, 4)}"
     return make_check("versions", not wrong, figure, "pip install -c constraints.txt ttrain, with the file of this version")
 
 
@@ -235,14 +236,6 @@ def pins_of(constraints: Path) -> dict[str, str]:
     lines = constraints.read_text().splitlines() if constraints.exists() else []
     pairs = (line.partition("#")[0].strip().partition("==") for line in lines)
     return {name: version for name, equals, version in pairs if equals}
-
-
-def size(count: float) -> str:
-    """Bytes for people: "1.2 GB"."""
-    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB")):
-        if count >= unit:
-            return f"{count / unit:.1f} {name}"
-    return f"{count / 1e3:.0f} kB"
 
 
 def _give_back_freed() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import re
 from collections import Counter
@@ -68,17 +67,9 @@ def run(items: Items[chat_templates.Messages], subject: EvaluatedModel, progress
             "%s: %d of %d chats are not scored; the first error: %s", items.task, len(refused), len(encoded), refused[0]
         )
     whole = bool(spec.new_tokens and spec.answers)  # the loss is half of the work then
-    scores = _scores(
-        spec,
-        subject,
-        [([], []) if isinstance(encoding, str) else encoding for encoding in encoded],
-        _part(progress, 0, whole),
-    )
-    nats, tokens = tuple(score.nats for score in scores), tuple(float(score.tokens) for score in scores)
-    figures = [
-        Metric("loss", nats, tokens, False, "nats per token"),
-        Metric("perplexity", nats, tokens, False, "per token", shown="exp"),
-    ]
+    sequences: list[Tokens] = [([], []) if isinstance(encoding, str) else encoding for encoding in encoded]
+    scores = perplexity.score_items(spec, subject, sequences, _part(progress, 0, whole))
+    figures = perplexity.loss_figures(scores)
     rows: list[dict[str, Any]] = [{"nats": score.nats, "tokens": score.tokens} for score in scores]
     for row, encoding in zip(rows, encoded, strict=True):
         row |= {"refused": encoding} if isinstance(encoding, str) else {}
@@ -90,32 +81,7 @@ def run(items: Items[chat_templates.Messages], subject: EvaluatedModel, progress
         figures += answer_metrics(answers_by_chat)
         for row, turns in zip(rows, answers_by_chat, strict=True):
             row["answers"] = [turn.to_json() for turn in turns]
-    return TaskResult(
-        task=items.task,
-        kind=spec.kind,
-        subject=subject.name,
-        items=items.digests,
-        figures=tuple(figures),
-        rows=rows,
-        left_out=items.reasons,
-        groups=items.groups,
-    )
-
-
-def _scores(
-    spec: ChatsTask, subject: EvaluatedModel, sequences: Sequence[perplexity.Tokens], progress: ProgressCallback
-) -> list[perplexity.Score]:
-    length = min(spec.row_length, subject.max_length or spec.row_length)
-    return perplexity.score_each(
-        subject.model,
-        sequences,
-        length=length,
-        stride=min(spec.stride, length),
-        autocast=contextlib.nullcontext,
-        device=subject.device,
-        progress=progress,
-        batch_tokens=subject.batch_tokens,
-    )
+    return items.result(subject.name, figures, rows)
 
 
 def _encoded(subject: EvaluatedModel, messages: chat_templates.Messages) -> Tokens | str:

@@ -16,9 +16,9 @@ import numpy as np
 from ttrain.config.evaluate import ChoicesTask, LastWordTask
 from ttrain.evaluate import items as prompts
 from ttrain.evaluate.evaluated_model import EvaluatedModel, ProgressCallback
-from ttrain.evaluate.items import BadRow, Items, SuiteFiles, digests, groups, read_rows, sampled
+from ttrain.evaluate.items import BadRow, Items, SuiteFiles, digests, groups
 from ttrain.evaluate.log_likelihood import Likelihood, log_likelihoods
-from ttrain.evaluate.task_result import Metric, TaskResult
+from ttrain.evaluate.task_result import Metric, TaskResult, mean
 
 CHOICE_FORMAT = '{"question": text, "choices": [texts], "answer": number from 0, letter or text}'
 
@@ -60,20 +60,16 @@ def parse_choice(record: dict[str, Any], by: Sequence[str] = ()) -> ChoiceQuesti
 
 def read_choices(task: str, spec: ChoicesTask, files: SuiteFiles) -> Items[ChoicePrompt]:
     """Read the questions of the file. Raises UsageError if it does not exist, DataError if it has none."""
-    setting = files.setting(task, "file")
 
     def parsed(record: dict[str, Any]) -> ChoiceQuestion:
         return parse_choice(record, spec.by)
 
-    rows, left_out = read_rows(files.file(spec.file), parsed, setting)
-    prompts.check_not_empty(rows, left_out, f"{setting} {spec.file}", CHOICE_FORMAT)
-    items = sampled(rows, spec.limit, spec.seed)
-    shots, bad_examples = prompts.examples(task, spec, rows, items, files, parsed)
-    question_prompts = tuple(_build_prompt(spec, item, examples) for item, examples in zip(items, shots, strict=True))
+    rows, left_out = prompts.read_file(task, spec.file, files, parsed, CHOICE_FORMAT)
+    drawn, bad_examples = prompts.with_examples(task, spec, rows, files, parsed)
+    question_prompts = tuple(_build_prompt(spec, item, examples) for item, examples in drawn)
     names = digests([[prompt.context, prompt.continuations, prompt.choice.answer] for prompt in question_prompts])
-    return Items(
-        task, spec, question_prompts, names, (*left_out, *bad_examples), groups([item.labels for item in items], spec.by)
-    )
+    by_label = groups([item.labels for item, _ in drawn], spec.by)
+    return Items(task, spec, question_prompts, names, (*left_out, *bad_examples), by_label)
 
 
 def score_choices(items: Items[ChoicePrompt], subject: EvaluatedModel, progress: ProgressCallback) -> TaskResult:
@@ -93,14 +89,11 @@ def score_choices(items: Items[ChoicePrompt], subject: EvaluatedModel, progress:
             right[name].append(float(number == prompt.choice.answer))
         losses.append(_loss([cost.nats for cost in costs], prompt.choice.answer))
         rows.append(_row(prompt.choice, costs, chosen[items.spec.normalise]))
-    ones = (1.0,) * len(rows)
     order = [items.spec.normalise, *(name for name in FIGURES if name != items.spec.normalise)]
-    figures = [Metric(FIGURES[name], tuple(right[name]), ones, higher_is_better=True, unit="share") for name in order]
-    figures.append(Metric("choice_loss", tuple(losses), ones, higher_is_better=False, unit="nats"))
+    figures = [mean(FIGURES[name], right[name]) for name in order]
+    figures.append(mean("choice_loss", losses, "nats", higher=False))
     figures += cut_figure([row.get("cut", 0) for row in rows])
-    return TaskResult(
-        items.task, items.spec.kind, subject.name, items.digests, tuple(figures), rows, items.reasons, items.groups
-    )
+    return items.result(subject.name, figures, rows)
 
 
 def choice_texts(items: Sequence[ChoicePrompt]) -> list[tuple[str, str]]:
@@ -127,7 +120,7 @@ def cut_figure(cuts: Sequence[int]) -> list[Metric]:
     """Share of items whose context was cut to the model's length, if there are any."""
     if not any(cuts):
         return []
-    return [Metric("cut", tuple(float(cut > 0) for cut in cuts), (1.0,) * len(cuts), higher_is_better=False, unit="share")]
+    return [mean("cut", (cut > 0 for cut in cuts), higher=False)]
 
 
 def _build_prompt(spec: ChoicesTask, item: ChoiceQuestion, examples: Sequence[ChoiceQuestion]) -> ChoicePrompt:
@@ -210,34 +203,29 @@ def parse_passage(record: dict[str, Any], by: Sequence[str] = ()) -> Passage:
 
 def read_passages(task: str, spec: LastWordTask, files: SuiteFiles) -> Items[PassagePrompt]:
     """Read the passages of the file. Raises UsageError if it does not exist, DataError if it has none."""
-    setting = files.setting(task, "file")
 
     def parsed(record: dict[str, Any]) -> Passage:
         return parse_passage(record, spec.by)
 
-    rows, left_out = read_rows(files.file(spec.file), parsed, setting)
-    prompts.check_not_empty(rows, left_out, f"{setting} {spec.file}", PASSAGE_FORMAT)
-    items = sampled(rows, spec.limit, spec.seed)
-    shots, bad_examples = prompts.examples(task, spec, rows, items, files, parsed)
+    rows, left_out = prompts.read_file(task, spec.file, files, parsed, PASSAGE_FORMAT)
+    drawn, bad_examples = prompts.with_examples(task, spec, rows, files, parsed)
     passage_prompts = tuple(
         PassagePrompt(
             "".join(shot.context + shot.target + spec.shots_separator for shot in examples) + item.context, item.target, item
         )
-        for item, examples in zip(items, shots, strict=True)
+        for item, examples in drawn
     )
     names = digests([prompt[:2] for prompt in passage_prompts])
-    return Items(
-        task, spec, passage_prompts, names, (*left_out, *bad_examples), groups([item.labels for item in items], spec.by)
-    )
+    by_label = groups([item.labels for item, _ in drawn], spec.by)
+    return Items(task, spec, passage_prompts, names, (*left_out, *bad_examples), by_label)
 
 
 def score_passages(items: Items[PassagePrompt], subject: EvaluatedModel, progress: ProgressCallback) -> TaskResult:
     """Compute `accuracy`, where all tokens of the target must be the most likely ones, and `perplexity` of the targets."""
     costs = log_likelihoods(subject, passage_texts(items.items), progress)
-    ones = (1.0,) * len(costs)
     figures = [
-        Metric("accuracy", tuple(float(cost.greedy) for cost in costs), ones, higher_is_better=True, unit="share"),
-        Metric("perplexity", tuple(cost.nats for cost in costs), ones, higher_is_better=False, unit="", shown="exp"),
+        mean("accuracy", (cost.greedy for cost in costs)),
+        mean("perplexity", (cost.nats for cost in costs), "", higher=False, shown="exp"),
         *cut_figure([cost.cut for cost in costs]),
     ]
     rows = [
@@ -247,9 +235,7 @@ def score_passages(items: Items[PassagePrompt], subject: EvaluatedModel, progres
         }
         for (context, target, _), cost in zip(items.items, costs, strict=True)
     ]  # fmt: skip
-    return TaskResult(
-        items.task, items.spec.kind, subject.name, items.digests, tuple(figures), rows, items.reasons, items.groups
-    )
+    return items.result(subject.name, figures, rows)
 
 
 def passage_texts(items: Sequence[PassagePrompt]) -> list[tuple[str, str]]:

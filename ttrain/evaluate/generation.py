@@ -20,8 +20,8 @@ from ttrain.errors import UsageError
 from ttrain.evaluate import items as wording
 from ttrain.evaluate.choices import cut_figure
 from ttrain.evaluate.evaluated_model import EvaluatedModel, ProgressCallback
-from ttrain.evaluate.items import BadRow, Items, SuiteFiles, digests, groups, read_rows, sampled
-from ttrain.evaluate.task_result import Metric, TaskResult
+from ttrain.evaluate.items import BadRow, Items, SuiteFiles, digests, groups
+from ttrain.evaluate.task_result import TaskResult, mean
 
 ROW_FORMAT = '{"question": text, "answer": text or number, "final" (optional): the result alone}'
 
@@ -64,25 +64,22 @@ def parse(record: dict[str, Any], match: str, by: Sequence[str] = ()) -> Problem
 def read(task: str, spec: GenerationTask, files: SuiteFiles) -> Items[ProblemWithExamples]:
     """Read the questions of the file; `spec.match` of the result is resolved from auto. Raises UsageError if the
     file does not exist, DataError if it has no question."""
-    setting = files.setting(task, "file")
 
     def parsed(record: dict[str, Any]) -> Problem:
         return parse(record, spec.match, spec.by)
 
-    rows, left_out = read_rows(files.file(spec.file), parsed, setting)
-    wording.check_not_empty(rows, left_out, f"{setting} {spec.file}", ROW_FORMAT)
+    rows, left_out = wording.read_file(task, spec.file, files, parsed, ROW_FORMAT)
     if spec.match == "auto":  # worked examples of another file are parsed by this choice
         spec = spec.model_copy(update={"match": "numeric" if all(is_number(row.final) for row in rows) else "exact"})
-    items = sampled(rows, spec.limit, spec.seed)
-    shots, bad_examples = wording.examples(task, spec, rows, items, files, parsed)
-    problems = tuple(zip(items, shots, strict=True))
+    problems, bad_examples = wording.with_examples(task, spec, rows, files, parsed)
     identities = [
         [problem.question, problem.final, [[shot.question, shot.answer] for shot in examples]]
         for problem, examples in problems
     ]
     how = spec.model_dump(mode="json", include={"match", "new_tokens", "chat", "template", "stop", "shots_separator"})
     names = digests([[*identity, how] for identity in identities])
-    return Items(task, spec, problems, names, (*left_out, *bad_examples), groups([item.labels for item in items], spec.by))
+    by_label = groups([problem.labels for problem, _ in problems], spec.by)
+    return Items(task, spec, tuple(problems), names, (*left_out, *bad_examples), by_label)
 
 
 def run(items: Items[ProblemWithExamples], subject: EvaluatedModel, progress: ProgressCallback) -> TaskResult:
@@ -110,13 +107,11 @@ def run(items: Items[ProblemWithExamples], subject: EvaluatedModel, progress: Pr
             "question": problem.question, "reference": problem.final, "answer": answer, "found": parsed, "match": spec.match,
             "right": right, "ended": ended, **({"cut": cut} if cut else {}),
         })  # fmt: skip
-    ones = (1.0,) * len(rows)
     figures = [
-        Metric(name, tuple(float(row[key]) for row in rows), ones, higher_is_better=True, unit="share")
-        for name, key in ((f"accuracy_{spec.match}", "right"), ("ended", "ended"))
+        mean(name, (row[key] for row in rows)) for name, key in ((f"accuracy_{spec.match}", "right"), ("ended", "ended"))
     ]
     figures += cut_figure([row.get("cut", 0) for row in rows])
-    return TaskResult(items.task, spec.kind, subject.name, items.digests, tuple(figures), rows, items.reasons, items.groups)
+    return items.result(subject.name, figures, rows)
 
 
 def answers(

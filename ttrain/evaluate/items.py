@@ -9,15 +9,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from ttrain.config.evaluate import Shots, Task
 from ttrain.core.hashing import digest_of
+from ttrain.core.text import counted
 from ttrain.data import records
 from ttrain.errors import DataError, UsageError
-from ttrain.evaluate.task_result import DIGEST_CHARACTERS
+from ttrain.evaluate.task_result import DIGEST_CHARACTERS, Metric, TaskResult
 
 T = TypeVar("T")
+
+NO_BASELINES: Mapping[str, float] = MappingProxyType({})
 
 MAX_LINE_BYTES = 32 << 20
 
@@ -94,6 +98,18 @@ class Items(Generic[T]):
         """How many rows were left out, by reason."""
         return dict(Counter(row.reason for row in self.left_out))
 
+    def result(
+        self,
+        subject: str,
+        figures: Sequence[Metric],
+        rows: list[dict[str, Any]],
+        baselines: Mapping[str, float] = NO_BASELINES,
+    ) -> TaskResult:
+        """The result of a model on these items; the first metric is primary."""
+        return TaskResult(
+            self.task, self.spec.kind, subject, self.digests, tuple(figures), rows, self.reasons, self.groups, baselines
+        )
+
 
 def read_rows(path: Path, parse: Callable[[dict[str, Any]], T], setting: str) -> tuple[list[T], list[LeftOut]]:
     """Read a file as (parsed rows, bad rows). `parse` raises BadRow with the reason.
@@ -112,6 +128,18 @@ def read_rows(path: Path, parse: Callable[[dict[str, Any]], T], setting: str) ->
             items.append(parse(record))
         except BadRow as bad:
             tally.reject(name, line, str(bad))
+    return items, left_out
+
+
+def read_file(
+    task: str, file: str, files: SuiteFiles, parse: Callable[[dict[str, Any]], T], row_format: str
+) -> tuple[list[T], list[LeftOut]]:
+    """Read the file of a task as `read_rows` does. Raises DataError where it has no usable row."""
+    setting = files.setting(task, "file")
+    items, left_out = read_rows(files.file(file), parse, setting)
+    if not items:
+        reasons = "; ".join(f"{row.location}: {row.reason}" for row in left_out[:3]) or "it is empty"
+        raise DataError(f"{setting} {file} has no usable row ({reasons}); write one JSON object per line, {row_format}")
     return items, left_out
 
 
@@ -219,11 +247,6 @@ def _file_and_line(row: LeftOut) -> tuple[str, int | None]:
     return (file, int(line)) if file and line.isdecimal() else (row.location, None)
 
 
-def counted(number: int, word: str) -> str:
-    """Format as "1 row" or "1,200 rows"."""
-    return f"{number:,} {word}" + ("" if number == 1 else "s")
-
-
 # Scripts without spaces between words: Thai to Lao, Khmer, kana, Han and their full-width punctuation. Not Korean.
 UNSPACED = re.compile(r"[\u0e00-\u0eff\u1780-\u17ff\u3000-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uff00-\uffef\U00020000-\U0003ffff]")  # fmt: skip # noqa: E501
 
@@ -235,15 +258,17 @@ def separator(text_before: str, text_after: str) -> str:
     return " "
 
 
-def examples(
-    task: str, spec: Shots, rows: Sequence[T], items: Sequence[T], files: SuiteFiles, parse: Callable[[dict[str, Any]], T]
-) -> tuple[list[tuple[T, ...]], list[LeftOut]]:
-    """(worked examples of each item, bad rows of their file): the first rows of the examples file, or of `rows`.
+def with_examples(
+    task: str, spec: Shots, rows: Sequence[T], files: SuiteFiles, parse: Callable[[dict[str, Any]], T]
+) -> tuple[list[tuple[T, tuple[T, ...]]], list[LeftOut]]:
+    """Draw the items of a task: ([(item, its worked examples)], bad rows of the examples' file).
 
-    Never the item itself or a row equal to it: the next row takes its place. Raises DataError if there are too few.
+    Examples are the first rows of the examples file, or of `rows`, but never the item itself or a row equal to it: the next
+    row takes its place. Raises DataError if there are too few.
     """
+    items = sampled(rows, spec.limit, spec.seed)
     if not spec.shots:
-        return [()] * len(items), []
+        return [(item, ()) for item in items], []
     candidates, left_out = rows, list[LeftOut]()
     if spec.shots_file is not None:
         candidates, left_out = read_rows(files.file(spec.shots_file), parse, files.setting(task, "shots_file"))
@@ -251,11 +276,12 @@ def examples(
     fewest = min(map(len, shots), default=0)
     if fewest < spec.shots:
         source = spec.shots_file or f"the file of {task}"
-        has = f"{fewest} row" if fewest == 1 else f"{fewest} rows"
         raise DataError(
-            f"{files.setting(task, 'shots')} is {spec.shots}, but {source} has {has} besides the item itself; set fewer"
+            f"{files.setting(task, 'shots')} is {spec.shots}, but {source} has {counted(fewest, 'row')} "
+            f"besides the item itself; set fewer"
         )
-    return shots, [LeftOut(row.location, f"as an example: {row.reason}") for row in left_out]
+    left_out = [LeftOut(row.location, f"as an example: {row.reason}") for row in left_out]
+    return list(zip(items, shots, strict=True)), left_out
 
 
 def text(record: dict[str, Any], key: str) -> str:
@@ -271,10 +297,3 @@ def text(record: dict[str, Any], key: str) -> str:
 def labels(record: dict[str, Any], keys: Sequence[str]) -> dict[str, Any]:
     """Select a row's values of the keys that group items, such as its source."""
     return {key: record[key] for key in keys if key in record}
-
-
-def check_not_empty(items: Sequence[object], left_out: Sequence[LeftOut], setting: str, row_format: str) -> None:
-    """Raise DataError if a file has no usable row."""
-    if not items:
-        reasons = "; ".join(f"{row.location}: {row.reason}" for row in left_out[:3]) or "it is empty"
-        raise DataError(f"{setting} has no usable row ({reasons}); write one JSON object per line, {row_format}")

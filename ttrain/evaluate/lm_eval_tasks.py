@@ -12,7 +12,6 @@ import functools
 import io
 import logging
 import math
-import random
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,7 +29,7 @@ from ttrain.errors import DataError, UsageError
 from ttrain.evaluate import lm_eval_code
 from ttrain.evaluate.evaluated_model import EvaluatedModel, ProgressCallback
 from ttrain.evaluate.generation import answers
-from ttrain.evaluate.items import Items, SuiteFiles, digests
+from ttrain.evaluate.items import Items, SuiteFiles, digests, sampled
 from ttrain.evaluate.log_likelihood import beginning, log_likelihoods
 from ttrain.evaluate.task_result import LN2, Metric, TaskResult
 from ttrain.evaluate.tree_attention import Scorer
@@ -68,9 +67,7 @@ def read(task: str, spec: HarnessTask, files: SuiteFiles) -> Items[HarnessDocume
     documents: list[HarnessDocument] = []
     for name, harness_task in _load_tasks(spec, files, setting).items():
         documents += _documents(name, harness_task, spec, setting)
-    if spec.limit is not None and spec.limit < len(documents):
-        chosen = sorted(random.Random(spec.seed).sample(range(len(documents)), spec.limit))
-        documents = [documents[number] for number in chosen]
+    documents = sampled(documents, spec.limit, spec.seed)
     names: dict[str, list[int]] = defaultdict(list)
     for number, document in enumerate(documents):
         names[document.name].append(number)
@@ -95,22 +92,14 @@ def run(items: Items[HarnessDocument], subject: EvaluatedModel, progress: Progre
     for kind, some in requests.items():
         for request, answer in zip(some, getattr(model, kind)(some), strict=True):
             request.resps.append(answer)
-    result = _collect_metrics(items.items)
-    if not result.figures:
+    figures, rows = _collect_metrics(items.items)
+    if not figures:
         raise DataError(f"tasks.{items.task}: {items.spec} has no metric that is a mean over items; choose another task")
-    return TaskResult(
-        items.task, items.spec.kind, subject.name, items.digests, result.figures, result.rows, {}, items.groups
-    )
+    return items.result(subject.name, figures, rows)
 
 
-@dataclass(frozen=True)
-class _HarnessResult:
-    figures: tuple[Metric, ...]
-    rows: list[dict[str, Any]]
-
-
-def _collect_metrics(documents: Sequence[HarnessDocument]) -> _HarnessResult:
-    """Compute the harness's own metrics of each document, by metric and filter."""
+def _collect_metrics(documents: Sequence[HarnessDocument]) -> tuple[list[Metric], list[dict[str, Any]]]:
+    """Compute the harness's own metrics, by metric and filter, and the rows with those of each document."""
     for task in {id(document.task): document.task for document in documents}.values():
         task._instances = [request for document in documents if document.task is task for request in document.requests]
         task.apply_filters()
@@ -138,7 +127,7 @@ def _collect_metrics(documents: Sequence[HarnessDocument]) -> _HarnessResult:
             log.warning("%s is not a mean over items; it is not shown", metric)
         else:
             figures.append(figure)
-    return _HarnessResult(tuple(figures), rows)
+    return figures, rows
 
 
 def _figure(name: str, by_document: Mapping[int, Any], count: int, mean: Any, higher: bool) -> Metric | None:

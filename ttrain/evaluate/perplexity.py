@@ -5,11 +5,9 @@ Letters in names: B windows, T positions.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from ttrain.config.evaluate import HELDOUT, TextTask
+from ttrain.config.evaluate import HELDOUT, ChatsTask, TextTask
 from ttrain.data import records as sources
 from ttrain.data.packing import IGNORE
 from ttrain.errors import DataError
@@ -82,7 +80,6 @@ def score_each(
     *,
     length: int,
     stride: int,
-    autocast: Callable[[], AbstractContextManager[Any]],
     device: torch.device,
     progress: Callable[[int, int], None],
     batch_tokens: int | None = None,
@@ -113,8 +110,7 @@ def score_each(
     try:
         for done, batch in enumerate(mine, start=1):
             inputs_BT, labels_BT = _padded([(*arrays[number], window) for number, window in numbered_windows[batch]])
-            with autocast():
-                each_N = losses(inputs_BT.to(device), labels_BT)
+            each_N = losses(inputs_BT.to(device), labels_BT)
             firsts_B = (labels_BT != IGNORE).sum(1).cumsum(0)[:-1].numpy()
             nats[batch] = [window_nats.sum() for window_nats in np.split(each_N.double().cpu().numpy(), firsts_B)]
             progress(done, len(mine))
@@ -207,17 +203,8 @@ def run(items: Items[str], subject: EvaluatedModel, progress: ProgressCallback) 
     assert isinstance(spec, TextTask), "each kind of task has its own module"
     ids = subject.encoder.encode(items.items)
     begin_ids = beginning(subject)
-    length = min(spec.row_length, subject.max_length or spec.row_length)
-    scores = score_each(
-        subject.model,
-        [([*begin_ids, *text_ids], [False] * len(begin_ids) + [True] * len(text_ids)) for text_ids in ids],
-        length=length,
-        stride=min(spec.stride, length),
-        autocast=contextlib.nullcontext,
-        device=subject.device,
-        progress=progress,
-        batch_tokens=subject.batch_tokens,
-    )
+    sequences = [([*begin_ids, *text_ids], [False] * len(begin_ids) + [True] * len(text_ids)) for text_ids in ids]
+    scores = score_items(spec, subject, sequences, progress)
     sizes = [len(text.encode("utf-8")) for text in items.items]
     lossy = [subject.encoder.decode(text_ids) != text for text, text_ids in zip(items.items, ids, strict=True)]
     if any(lossy):
@@ -225,30 +212,38 @@ def run(items: Items[str], subject: EvaluatedModel, progress: ProgressCallback) 
             "%s: the tokenizer of %s does not reproduce %d of %d documents, so its bits per byte are too low",
             items.task, subject.name, sum(lossy), len(lossy),
         )  # fmt: skip
-    return TaskResult(
-        task=items.task,
-        kind=spec.kind,
-        subject=subject.name,
-        items=items.digests,
-        figures=figures(scores, sizes),
-        rows=[
-            {"text": text[:EXCERPT_CHARACTERS], "bytes": size, "tokens": tokens, "nats": nats, "lossy": is_lossy}
-            for text, size, (nats, tokens), is_lossy in zip(items.items, sizes, scores, lossy, strict=True)
-        ],
-        left_out=items.reasons,
-        groups=items.groups,
-        baselines=_baselines(items.items),
+    rows = [
+        {"text": text[:EXCERPT_CHARACTERS], "bytes": size, "tokens": tokens, "nats": nats, "lossy": is_lossy}
+        for text, size, (nats, tokens), is_lossy in zip(items.items, sizes, scores, lossy, strict=True)
+    ]
+    nats = tuple(score.nats for score in scores)
+    bits = Metric("bits_per_byte", nats, tuple(map(float, sizes)), False, "bits per byte", factor=1 / LN2)
+    return items.result(subject.name, [bits, *loss_figures(scores)], rows, _baselines(items.items))
+
+
+def score_items(
+    spec: TextTask | ChatsTask, subject: EvaluatedModel, sequences: Sequence[Tokens], progress: ProgressCallback
+) -> list[Score]:
+    """Score the live tokens of each item of a task, in windows that the model accepts."""
+    length = min(spec.row_length, subject.max_length or spec.row_length)
+    return score_each(
+        subject.model,
+        sequences,
+        length=length,
+        stride=min(spec.stride, length),
+        device=subject.device,
+        progress=progress,
+        batch_tokens=subject.batch_tokens,
     )
 
 
-def figures(scores: Sequence[Score], sizes: Sequence[int]) -> tuple[Metric, ...]:
-    """Metrics of texts with these scores and sizes in bytes."""
+def loss_figures(scores: Sequence[Score]) -> list[Metric]:
+    """Loss and perplexity per token."""
     nats, tokens = tuple(score.nats for score in scores), tuple(float(score.tokens) for score in scores)
-    return (
-        Metric("bits_per_byte", nats, tuple(map(float, sizes)), False, "bits per byte", factor=1 / LN2),
+    return [
         Metric("loss", nats, tokens, False, "nats per token"),
         Metric("perplexity", nats, tokens, False, "per token", shown="exp"),
-    )
+    ]
 
 
 @functools.lru_cache(maxsize=8)

@@ -135,11 +135,9 @@ def scores_of(evaluation: Artifact, metric: str) -> Scores:
     stored = task_result.sums_of(evaluation.path, metric)
     if stored is None:
         return Scores(metric, value)
-    sums, sizes, records = stored
-    if not len(sums) == len(sizes) == len(records):
+    if not len(stored.sums) == len(stored.sizes) == len(stored.records):
         raise ArtifactError(f"{evaluation.path / task_result.FILE} does not have a sum, a size and a digest for each record")
-    shown, direction = task_result.shown_of(evaluation.path, metric), task_result.direction_of(evaluation.path, metric)
-    scored = Scores(metric, value, tuple(sums), tuple(sizes), tuple(records), direction, shown)
+    scored = Scores(metric, value, *stored)
     again = _figure(scored).value
     if math.isfinite(value) and not math.isclose(again, value, rel_tol=1e-9):
         raise ArtifactError(f"{evaluation.path / task_result.FILE} gives {metric} {again}, but the evaluation says {value}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ttrain.core.hashing import digest_of
@@ -99,10 +99,7 @@ class Results:
                     ModelComparison(task, first.primary.name, first.subject, outcome.subject, compared, math.nan, why)
                 )
         corrected = statistics.holm([math.nan if pair.compared is None else pair.compared.p for pair in pairs])
-        return [
-            ModelComparison(pair.task, pair.figure, pair.first, pair.second, pair.compared, p, pair.why)
-            for pair, p in zip(pairs, corrected, strict=True)
-        ]
+        return [replace(pair, p_of_all=p) for pair, p in zip(pairs, corrected, strict=True)]
 
     def to_json(self) -> dict[str, Any]:
         """Everything except the items, as JSON."""
@@ -121,9 +118,7 @@ class Results:
         return {"confidence": self.rule.confidence, "models": self.models, "tasks": tasks, "comparisons": compared}
 
     def _figures(self, outcome: TaskResult) -> dict[str, Any]:
-        figures = {}
-        for figure in outcome.figures:
-            figures[figure.name] = self._figure(figure)
+        figures = {figure.name: self._figure(figure) for figure in outcome.figures}
         groups = {name: self._figure(group) for name, group in _groups(outcome)}
         return {"figures": figures, **({"groups": groups} if groups else {})}
 

@@ -112,57 +112,34 @@ def _digest(item: object) -> str | None:
 
 def read_task(task: str, spec: evaluate.Task, files: SuiteFiles) -> Items[Any]:
     """Read the items of a task. Raises UsageError or DataError if its files cannot be read or have no item."""
-    match spec:
-        case evaluate.TextTask():
-            from ttrain.evaluate import perplexity
-
-            return perplexity.read(task, spec, files)
-        case evaluate.ChatsTask():
-            from ttrain.evaluate import chats
-
-            return chats.read(task, spec, files)
-        case evaluate.ChoicesTask():
-            from ttrain.evaluate import choices
-
-            return choices.read_choices(task, spec, files)
-        case evaluate.LastWordTask():
-            from ttrain.evaluate import choices
-
-            return choices.read_passages(task, spec, files)
-        case evaluate.GenerationTask():
-            from ttrain.evaluate import generation
-
-            return generation.read(task, spec, files)
-        case evaluate.HarnessTask():
-            from ttrain.evaluate import lm_eval_tasks
-
-            return lm_eval_tasks.read(task, spec, files)
+    read_items, _ = _functions_of(spec)
+    return read_items(task, spec, files)
 
 
 def run(items: Items[Any], subject: EvaluatedModel, progress: ProgressCallback) -> TaskResult:
     """Evaluate the model on the items."""
-    match items.spec:
+    _, score = _functions_of(items.spec)
+    return score(items, subject, progress)
+
+
+def _functions_of(spec: evaluate.Task) -> tuple[Callable[..., Items[Any]], Callable[..., TaskResult]]:
+    """(reads the items, scores a model on them) of a kind of task; loads only what this kind needs."""
+    match spec:
         case evaluate.TextTask():
             from ttrain.evaluate import perplexity
 
-            return perplexity.run(items, subject, progress)
+            return perplexity.read, perplexity.run
         case evaluate.ChatsTask():
             from ttrain.evaluate import chats
 
-            return chats.run(items, subject, progress)
+            return chats.read, chats.run
         case evaluate.ChoicesTask():
-            from ttrain.evaluate import choices
-
-            return choices.score_choices(items, subject, progress)
+            return choices.read_choices, choices.score_choices
         case evaluate.LastWordTask():
-            from ttrain.evaluate import choices
-
-            return choices.score_passages(items, subject, progress)
+            return choices.read_passages, choices.score_passages
         case evaluate.GenerationTask():
-            from ttrain.evaluate import generation
-
-            return generation.run(items, subject, progress)
+            return generation.read, generation.run
         case evaluate.HarnessTask():
             from ttrain.evaluate import lm_eval_tasks
 
-            return lm_eval_tasks.run(items, subject, progress)
+            return lm_eval_tasks.read, lm_eval_tasks.run

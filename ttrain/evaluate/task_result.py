@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ttrain.core.files import read_object, write_json
 from ttrain.core.hashing import digest_of
@@ -52,6 +52,14 @@ class Metric:
     def restricted(self, numbers: tuple[int, ...]) -> Metric:
         """The same metric over some of the items."""
         return replace(self, sums=tuple(self.sums[n] for n in numbers), sizes=tuple(self.sizes[n] for n in numbers))
+
+
+def mean(
+    name: str, values: Iterable[float], unit: str = "share", *, higher: bool = True, shown: Literal["exp"] | None = None
+) -> Metric:
+    """The metric that is the mean of one value of each item."""
+    sums = tuple(map(float, values))
+    return Metric(name, sums, (1.0,) * len(sums), higher_is_better=higher, unit=unit, shown=shown)
 
 
 @dataclass(frozen=True)
@@ -149,44 +157,40 @@ class ScoreTable:
         return {metric: self._figure(metric) for metric in self._metrics}
 
     def _figure(self, metric: str) -> Metric:
-        sums, sizes, _ = sums_in({"parts": self._parts, "metrics": self._metrics}, metric) or ([], [], [])
-        entry = self._metrics[metric]
-        higher = entry.get("higher_is_better", False)
-        return Metric(metric, tuple(sums), tuple(sizes), higher, unit="", shown=entry.get("shown"))
+        recorded = sums_in({"parts": self._parts, "metrics": self._metrics}, metric)
+        assert recorded is not None, "each metric has a part"
+        return Metric(metric, recorded.sums, recorded.sizes, bool(recorded.higher_is_better), unit="", shown=recorded.shown)
 
     def write(self, directory: Path) -> None:
         """Write the file."""
         write_json(directory / FILE, {"parts": self._parts, "metrics": self._metrics})
 
 
-def sums_of(directory: Path, metric: str) -> tuple[list[float], list[float], list[str]] | None:
-    """Read (sums, sizes, records) of a metric of the evaluation in this directory; None if it has none.
+class RecordedSums(NamedTuple):
+    """A metric as recorded: `sum(sums) / sum(sizes)` over the records, or its exponential if `shown` is "exp"."""
 
-    The metric is `sum(sums) / sum(sizes)`, transformed as `shown_of` says."""
+    sums: tuple[float, ...]
+    sizes: tuple[float, ...]
+    records: tuple[str, ...]  # digests
+    higher_is_better: bool | None  # None: not recorded
+    shown: Literal["exp"] | None
+
+
+def sums_of(directory: Path, metric: str) -> RecordedSums | None:
+    """Read a metric of the evaluation in this directory; None if it has no sums."""
     return sums_in(read_object(directory / FILE), metric)
 
 
-def direction_of(directory: Path, metric: str) -> bool | None:
-    """Whether a higher value of the metric is better, by the evaluation in this directory; None if unknown."""
-    entry = read_object(directory / FILE).get("metrics", {}).get(metric, {})
-    higher: bool | None = entry.get("higher_is_better")
-    return higher
-
-
-def shown_of(directory: Path, metric: str) -> Literal["exp"] | None:
-    """Transformation from the quotient to the metric: "exp" for a perplexity."""
-    entry = read_object(directory / FILE).get("metrics", {}).get(metric, {})
-    return "exp" if entry.get("shown") == "exp" else None
-
-
-def sums_in(contents: Mapping[str, Any], metric: str) -> tuple[list[float], list[float], list[str]] | None:
-    """Get (sums, sizes, records) of a metric from the file's contents; None if it has none."""
+def sums_in(contents: Mapping[str, Any], metric: str) -> RecordedSums | None:
+    """Get a metric from the file's contents; None if it has no sums."""
     entry = contents.get("metrics", {}).get(metric)
     if entry is None:
         return None
     scored_part = contents["parts"][entry["part"]]
-    sums = [entry["factor"] * nats for nats in scored_part["nats"][entry["model"]]]
-    sizes, records = [float(size) for size in scored_part[entry["per"]]], list(scored_part["records"])
+    records = scored_part["records"]
+    costs, sizes = scored_part["nats"][entry["model"]], scored_part[entry["per"]]
     if (rows := entry.get("rows")) is not None:
-        return [sums[row] for row in rows], [sizes[row] for row in rows], [records[row] for row in rows]
-    return sums, sizes, records
+        costs, sizes, records = ([values[row] for row in rows] for values in (costs, sizes, records))
+    sums = tuple(entry["factor"] * nats for nats in costs)
+    shown: Literal["exp"] | None = "exp" if entry.get("shown") == "exp" else None
+    return RecordedSums(sums, tuple(map(float, sizes)), tuple(records), entry.get("higher_is_better"), shown)

@@ -14,6 +14,8 @@ import orjson
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Json, ValidationError, field_validator
 from pydantic_core import ErrorDetails
 
+from ttrain.core.text import truncated
+
 MAX_VALUE_CHARACTERS = 60  # of a wrong value, in a message
 
 MAX_STOPS = 16
@@ -187,7 +189,7 @@ def problem(error: ValidationError, body: Mapping[str, Any]) -> str:
     rules = dict.fromkeys(_rule(detail) for detail in details if _field(detail, body) == field)
     rule = " or ".join([next(iter(rules))] + [rule.removeprefix("must be ") for rule in list(rules)[1:]])
     value = json.dumps(first["input"], ensure_ascii=False, default=str)
-    shown = value if len(value) <= MAX_VALUE_CHARACTERS else f"{value[:MAX_VALUE_CHARACTERS]}..."
+    shown = truncated(value, MAX_VALUE_CHARACTERS)
     return f"{field} is {shown}: {rule if first['type'].endswith('_type') else _rule(first)}"
 
 

@@ -8,7 +8,6 @@ about once a second.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import secrets
@@ -21,7 +20,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
-from ttrain.core.files import parse_json
+from ttrain.core.files import parse_json, write_json
 from ttrain.core.signals import STOP_SIGNALS
 
 METRICS = "metrics.jsonl"
@@ -150,9 +149,7 @@ class LoggerState:
     def write(self) -> None:
         """Replace the file whole."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self._path.with_suffix(".tmp")
-        temporary.write_text(json.dumps({"id": self.id, "online": self.online, "steps": self.steps}), encoding="utf-8")
-        temporary.replace(self._path)
+        write_json(self._path, {"id": self.id, "online": self.online, "steps": self.steps})
 
 
 if __name__ == "__main__":

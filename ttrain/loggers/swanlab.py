@@ -19,11 +19,6 @@ from ttrain.loggers.service import ServiceRun
 SETTINGS = swanlab.Settings(interactive=False, probe=swanlab.Settings.Probe(git=False, requirements=False))
 
 
-def open_run(task: Mapping[str, Any]) -> SwanLabRun:
-    """The experiment that this training had before, or a new one; offline where the service cannot be reached."""
-    return SwanLabRun(task)
-
-
 @final
 class SwanLabRun(ServiceRun):
     """One experiment, in a directory of the training."""
@@ -40,3 +35,6 @@ class SwanLabRun(ServiceRun):
             swanlab.finish(state="crashed", error="the training failed or was killed")
         else:
             swanlab.finish()
+
+
+open_run = SwanLabRun

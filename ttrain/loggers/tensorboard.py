@@ -12,17 +12,13 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 
-def open_run(task: Mapping[str, Any]) -> EventFiles:
-    """Open new files: those of a continued training are written from its first row again, so that no step is there twice."""
-    return EventFiles(Path(task["directory"]) / "tensorboard")
-
-
 @final
 class EventFiles:
-    """One event file."""
+    """A new event file; a continued training writes it from its first row again, so that no step is there twice."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, task: Mapping[str, Any]) -> None:
         self.steps: dict[str, int] = {}
+        directory = Path(task["directory"]) / "tensorboard"
         shutil.rmtree(directory, ignore_errors=True)
         self._writer = EventFileWriter(str(directory))
 
@@ -35,3 +31,6 @@ class EventFiles:
 
     def finish(self, *, failed: bool) -> None:
         self._writer.close()
+
+
+open_run = EventFiles

@@ -16,11 +16,6 @@ from ttrain.loggers.service import ServiceRun
 CONNECT_SECONDS = 10.0  # then another ten until its service process lets go
 
 
-def open_run(task: Mapping[str, Any]) -> WandbRun:
-    """The run that this training had before, or a new one; offline where the service cannot be reached."""
-    return WandbRun(task)
-
-
 @final
 class WandbRun(ServiceRun):
     """One run, in a directory of the training."""
@@ -44,3 +39,6 @@ class WandbRun(ServiceRun):
         for path in self._directory.rglob("*"):
             if path.is_symlink():  # to a log in the cache directory; an artifact has files of its own only
                 path.unlink()
+
+
+open_run = WandbRun

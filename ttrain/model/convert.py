@@ -7,7 +7,7 @@ import os
 import pickle
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ttrain.core.files import parse_json
 from ttrain.core.hashing import sha256_file
+from ttrain.core.text import first_of
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.model import import_weights, own_architectures
 from ttrain.model.import_common import ConvertedModel
@@ -97,8 +98,8 @@ def convert(weights: dict[str, Tensor], settings: Mapping[str, Any], origin: str
     convert_layout = next((convert_layout for keys, convert_layout in layouts if keys & {*weights}), None)
     if convert_layout is None:
         raise ArtifactError(
-            f"{origin} has no known layout (TinySeek, MiniMind): it holds {_shortened(weights)}; a directory that "
-            f"transformers opens needs no import: use it directly as the model"
+            f"{origin} has no known layout (TinySeek, MiniMind): it holds {first_of(sorted(weights), SHOWN)}; a directory "
+            f"that transformers opens needs no import: use it directly as the model"
         )
     try:
         converted: ConvertedModel = convert_layout(dict(weights), settings, origin)
@@ -195,8 +196,3 @@ def _bring_tokenizer(source: Path, target: Path, layout: str, *, asked_for: bool
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
     return True
-
-
-def _shortened(names: Iterable[str]) -> str:
-    every = sorted(names)
-    return ", ".join(every[:SHOWN]) + (f" and {len(every) - SHOWN} more" if len(every) > SHOWN else "")

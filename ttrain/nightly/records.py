@@ -23,6 +23,7 @@ from zoneinfo import ZoneInfo
 from ttrain.config import Nightly
 from ttrain.core import redact
 from ttrain.core.files import PRIVATE_FILE, private_directory, read_json, write_json
+from ttrain.core.text import first_of, format_time
 from ttrain.data import locations
 from ttrain.errors import TTrainError
 
@@ -196,7 +197,7 @@ class Nights:
         if newest is None or newest.outcome != "running":
             return "another night is just beginning or ending"
         began, process = newest.last_try["began"], newest.last_try["process"]
-        return f"{newest.name} is still running, since {local_time(began)} (process {process['pid']} on {process['host']})"
+        return f"{newest.name} is still running, since {format_time(began)} (process {process['pid']} on {process['host']})"
 
     def all(self) -> list[NightRecord]:
         """All nights, newest first, by their numbers, which do not depend on the clock."""
@@ -237,8 +238,8 @@ class Nights:
         if last["slot"] == slot.timestamp() and newest.outcome in UNDECIDED:
             return None
         if slot.timestamp() <= last["began"]:
-            began = local_time(last["began"])
-            return f"the slot of {local_time(slot.timestamp())} is covered by {newest.name}, which began at {began}"
+            began = format_time(last["began"])
+            return f"the slot of {format_time(slot.timestamp())} is covered by {newest.name}, which began at {began}"
         if last["slot"] is not None and _local(last["slot"], zone) == _local(slot.timestamp(), zone):
             return f"the clock was set back: {newest.name} had the slot of the same time of day"
         return None
@@ -329,11 +330,6 @@ def stop_at(settings: Nightly, began: float) -> float | None:
     raise AssertionError("one of three days must have this time of day ahead")
 
 
-def local_time(seconds: float) -> str:
-    """Format a time in the machine's own time zone."""
-    return datetime.fromtimestamp(seconds).astimezone().isoformat(sep=" ", timespec="seconds")
-
-
 def _local(seconds: float, zone: str | None) -> datetime:
     """The local time without its UTC offset."""
     return datetime.fromtimestamp(seconds, ZoneInfo(zone) if zone else None).replace(tzinfo=None)
@@ -342,4 +338,4 @@ def _local(seconds: float, zone: str | None) -> datetime:
 def shortened_names(files: Iterable[str], most: int = 5) -> str:
     """The first names of files, and how many more, for a message."""
     file_names = [locations.name(file) for file in files]
-    return ", ".join(file_names[:most]) + (f" and {len(file_names) - most} more" if len(file_names) > most else "")
+    return first_of(file_names, most)

@@ -17,8 +17,8 @@ from safetensors import SafetensorError, safe_open
 from ttrain.config.metrics import VALIDATION_LOSS
 from ttrain.config.training import TRAINING_STAGES
 from ttrain.core.files import parse_json
+from ttrain.core.text import counted, format_value
 from ttrain.errors import ArtifactError
-from ttrain.evaluate.items import counted
 from ttrain.pipeline.lineage import BASE_MODEL, History
 from ttrain.pipeline.names import ADAPTER_CONFIG, BASE
 from ttrain.reports import facts
@@ -144,7 +144,7 @@ def _use(exported: Exported, *, chats: bool) -> str:
 
 
 def _shape(exported: Exported) -> str:
-    rows = [(label, _shown(exported.config[name])) for name, label in SHAPE if exported.config.get(name) is not None]
+    rows = [(label, format_value(exported.config[name])) for name, label in SHAPE if exported.config.get(name) is not None]
     return "## Model\n\n" + report.markdown(rows, ("property", "value")) if rows else ""
 
 
@@ -155,7 +155,7 @@ def _training(history: History) -> str:
         result = artifact.result
         if "train_seconds" not in result:
             continue
-        figures = [_shown(result.get(name)) for name in ("steps", "tokens", "loss", VALIDATION_LOSS)]
+        figures = [format_value(result.get(name)) for name in ("steps", "tokens", "loss", VALIDATION_LOSS)]
         ranks = counted(result.get("ranks", 1), "rank")
         rows.append((artifact.stage, *figures, f"{result.get('precision')} on {result.get('device')}, {ranks}"))
         points = _points(artifact.path / "run" / "metrics.jsonl")
@@ -188,7 +188,8 @@ def _curve(points: list[tuple[int, dict[str, Any]]]) -> list[tuple[str, ...]]:
     chosen = sorted({round(i * (len(points) - 1) / (CURVE_ROWS - 1)) for i in range(CURVE_ROWS)})
     names = ("tokens", "loss", VALIDATION_LOSS)
     return [
-        (_shown(step), *(_shown(values.get(name)) for name in names)) for step, values in map(points.__getitem__, chosen)
+        (format_value(step), *(format_value(values.get(name)) for name in names))
+        for step, values in map(points.__getitem__, chosen)
     ]
 
 
@@ -212,7 +213,7 @@ def _data(history: History) -> str:
         digests = _file_digests(artifact, sources)
         for file in artifact.result.get("files", ()):
             digest = digests.get((file["role"], file["name"]), "")
-            counts = (_shown(file["kept"]), _shown(file["tokens"]), _shown(file["bytes"]))
+            counts = (format_value(file["kept"]), format_value(file["tokens"]), format_value(file["bytes"]))
             rows.append((dataset, file["role"], file["name"], *counts, f"`{digest}`" if digest else ""))
         locations = ", ".join(f"`{location}`" for location in history.locations.get(dataset, ()))
         if artifact.manifest["inputs"].get("source"):
@@ -313,14 +314,6 @@ def _settings(history: History) -> str:
 def _cell(text: str) -> str:
     """A text in one cell of a table, with nothing in it that would count as markup."""
     return "`" + " ".join(text.replace("`", "'").split()) + "`" if text.strip() else ""
-
-
-def _shown(value: Any) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, float):
-        return f"{value:.4f}"
-    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 @dataclass(frozen=True)

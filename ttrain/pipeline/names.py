@@ -19,6 +19,7 @@ from typing import Any
 
 from ttrain import tracking
 from ttrain.config import Settings, flatten
+from ttrain.config.base import RETIRED
 from ttrain.config.loading import ENVIRONMENT_PREFIX, Override, load
 from ttrain.core import redact
 from ttrain.core.files import read_object
@@ -347,5 +348,7 @@ def settings_of(run: Mapping[str, Any]) -> list[Override]:
     defaults = dict(flatten(Settings().model_dump(mode="json")))
     settings = flatten(run["settings"])
     return [
-        Override(f"run {run['run']}", key, value) for key, value in settings if key not in defaults or defaults[key] != value
+        Override(f"run {run['run']}", key, value)
+        for key, value in settings
+        if key.rpartition(".")[2] not in RETIRED and (key not in defaults or defaults[key] != value)
     ]

@@ -11,9 +11,9 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from ttrain.core.text import format_duration
 from ttrain.pipeline.observer import StageObserver
 from ttrain.pipeline.stop_request import StopRequest
-from ttrain.reports.summary import seconds
 from ttrain.stages import Stage
 
 SECONDS_BETWEEN_LINES = 10.0
@@ -87,7 +87,7 @@ class Display:
         start, at = self._rates[name]
         remaining = (total - done) * (now - at) / (done - start) if total and done > start else None
         how_far = f"{100 * done / total:.0f} %, " if total else ""
-        self.say(f"  {name}: {how_far}{figures}{f', {seconds(remaining)} left' if remaining else ''}")
+        self.say(f"  {name}: {how_far}{figures}{f', {format_duration(remaining)} left' if remaining else ''}")
 
     def ended(self, name: str, state: str, took: float, figures: str) -> None:
         """Show the result of a stage."""
@@ -99,7 +99,7 @@ class Display:
             "equal": "rebuilt, equal to what was stored",
             "different": "rebuilt, DIFFERENT from what was stored (set aside under replaced/)",
         }
-        phrase = phrases.get(state, seconds(took))
+        phrase = phrases.get(state, format_duration(took))
         self.say(f"{MARKS[state]} {name}: {phrase}{f' - {figures}' if figures else ''}")
 
     def failed(self, name: str, message: str) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ttrain.config import Settings, Training
 from ttrain.core.files import fsync, read_json, remove_tree, write_json
 from ttrain.core.hashing import differences
+from ttrain.core.text import first_of
 from ttrain.errors import UsageError
 from ttrain.stages import STAGES, Stage
 from ttrain.train.schedules import BUDGET, RATES, decay_start, steps_of
@@ -102,8 +103,7 @@ def offer(stage: Stage, ingredients: Mapping[str, Any], store: ArtifactStore) ->
     for work in partial_runs(store, stage.name):
         if not forbidden_changes(work, ingredients):
             key, lines = work.key[:SHOWN_KEY], changes(work, ingredients)
-            remainder = f"; and {len(lines) - SHOWN_CHANGES} more" if len(lines) > SHOWN_CHANGES else ""
-            differs = "; ".join(lines[:SHOWN_CHANGES]) + remainder
+            differs = first_of(lines, SHOWN_CHANGES, "; ")
             return [f"unfinished work {key} at step {work.step} differs in: {differs}; --continue {key} resumes it"]
     return []
 

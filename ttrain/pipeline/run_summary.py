@@ -14,6 +14,7 @@ from ttrain.config import Settings, flatten
 from ttrain.config.metrics import BITS_PER_BYTE
 from ttrain.core.files import read_object
 from ttrain.core.redact import HIDDEN
+from ttrain.core.text import truncated
 from ttrain.evaluate.task_result import FILE, sums_in
 from ttrain.reports import facts, summary
 from ttrain.store.artifacts import ArtifactStore
@@ -123,7 +124,7 @@ def _value(value: Any) -> str:
     if isinstance(value, list):
         return ",".join(map(_value, value))
     text = f"{value:g}" if isinstance(value, float) else str(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."
+    return truncated(text, 40)
 
 
 def _cell(text: str) -> str:

@@ -13,6 +13,7 @@ from ttrain.config.metrics import EVALUATED, VALIDATION_LOSS
 from ttrain.config.training import PRIMARY_METRICS, model_order
 from ttrain.core.files import parse_json
 from ttrain.core.hashing import digest_of
+from ttrain.core.text import first_of, format_duration, format_number, format_time
 from ttrain.reports import facts, figures
 from ttrain.reports.summary import rounded
 from ttrain.tracking import RunView
@@ -53,7 +54,7 @@ class ComparedMetric:
 
     def texts(self, run: int) -> tuple[str, str]:
         """(the value of a run, by how much it differs from the first run's)."""
-        return figures.number(self.values[run], self.name), figures.change(self.percent[run]) if run else ""
+        return format_number(self.values[run], self.name), figures.change(self.percent[run]) if run else ""
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ def labels(count: int) -> list[str]:
 def run_rows(views: Sequence[RunView]) -> list[tuple[str, str, str, str, str]]:
     """(short name, name, outcome, beginning, time) of each run."""
     return [
-        (label, view.name, view.status, figures.moment(view.started), figures.duration(view.seconds))
+        (label, view.name, view.status, format_time(view.started), format_duration(view.seconds))
         for label, view in zip(labels(len(views)), views, strict=True)
     ]
 
@@ -158,7 +159,7 @@ def _data_of(manifest: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
                 yield f"{label}{field.replace('_', ' ')}", f"{result[split][field]:,}"
     for field in ("vocab_size", "documents", "bytes", "bytes_per_token", "duplicates"):
         if isinstance(result.get(field), int | float):
-            yield field.replace("_", " "), figures.number(result[field])
+            yield field.replace("_", " "), format_number(result[field])
     for role, tally in facts.row_tallies(result).items():
         for reason, count in facts.lost_rows(tally).items():
             yield f"{role} rows left out, {reason}", f"{count:,}"
@@ -185,7 +186,7 @@ def _modules(stage: str, manifests: Sequence[Mapping[str, Mapping[str, Any]]]) -
     """Names of the modules that are not the same in all runs that have them."""
     codes = [run_manifests[stage]["ingredients"].get("code", {}) for run_manifests in manifests if run_manifests.get(stage)]
     names = sorted({name for code in codes for name in code if len({digests.get(name) for digests in codes}) > 1})
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return first_of(names, 3)
 
 
 def _figure(name: str, views: Sequence[RunView]) -> ComparedMetric:
@@ -207,7 +208,7 @@ def _verdict(views: Sequence[RunView], metrics: Sequence[ComparedMetric]) -> str
         if figure is None or len(numeric_values) < 2:
             continue
         if figure.best is None:
-            equal = equal or f"equal by {name}: {figures.number(numeric_values[0][0])}"
+            equal = equal or f"equal by {name}: {format_number(numeric_values[0][0])}"
             continue
         least, second = sorted({value for value, _ in numeric_values})[:2]
         winners, runners_up = ([run for value, run in numeric_values if value == target] for target in (least, second))
@@ -215,7 +216,7 @@ def _verdict(views: Sequence[RunView], metrics: Sequence[ComparedMetric]) -> str
         best_names, next_names = (_joined_names([names[run] for run in runs]) for runs in (winners, runners_up))
         comparison = (
             f"{best_names} {'are' if winners[1:] else 'is'} better by {name}: "
-            f"{figures.number(least)} against {figures.number(second)} of {next_names} "
+            f"{format_number(least)} against {format_number(second)} of {next_names} "
             f"({figures.change(figures.percent(least, second))})"
         )
         certainty = significance_text(views[winners[0]], views[runners_up[0]], name)
@@ -309,8 +310,7 @@ def significance_text(better: RunView, worse: RunView, name: str) -> str:
         record_sums = sums_in(scores_of(view), metric)
         if record_sums is None:
             return ""
-        sums, sizes, records = record_sums
-        both.append(Scores(metric, view.metrics[name], tuple(sums), tuple(sizes), tuple(records)))
+        both.append(Scores(metric, view.metrics[name], *record_sums[:3]))
     if both[0].records != both[1].records or both[0].sizes != both[1].sizes:
         return ""
     rule = Promotion()

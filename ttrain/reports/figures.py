@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from datetime import UTC, datetime
 
 from ttrain.config.metrics import BITS_PER_BYTE
 
@@ -52,50 +51,12 @@ def best(name: str, values: Sequence[float | None]) -> int | None:
     return -max(candidates)[1]
 
 
-def number(value: float | None, name: str = "") -> str:
-    """A metric's value as text: four significant digits, large counts with separators, bytes and times in units."""
-    if value is None:
-        return "–"
-    if not math.isfinite(value):
-        return str(value)
-    if name.endswith("seconds"):
-        return duration(value)
-    if name.endswith("bytes") and abs(value) >= 10_000:
-        return _scaled(value, ("B", "kB", "MB", "GB", "TB"))
-    if float(value).is_integer() or abs(value) >= 1000:
-        return f"{value:,.0f}"
-    if abs(value) >= 1:
-        return f"{value:.4g}" if abs(value) >= 10 else f"{value:.4f}"
-    return f"{value:.4g}"
-
-
-def _scaled(value: float, units: Sequence[str]) -> str:
-    unit_index = min(len(units) - 1, int(math.log10(abs(value)) // 3))
-    return f"{value / 1000**unit_index:.3g} {units[unit_index]}"
-
-
 def short(value: float) -> str:
     """A large count in short form: "950", "12.8k", "1.5M"."""
     for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:.4g}{unit}"
     return f"{value:,.6g}"
-
-
-def duration(seconds: float | None) -> str:
-    """A duration as text: "3.2 s", "4 min 10 s", "2 h 05 min"."""
-    if seconds is None:
-        return "–"
-    if seconds < 99.5:
-        return f"{seconds:.3g} s" if seconds < 9.95 else f"{seconds:.1f} s"
-    minutes, remainder = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours:,} h {minutes:02d} min" if hours else f"{minutes} min {remainder:02d} s"
-
-
-def moment(seconds: float) -> str:
-    """Seconds since 1970 as local date and time."""
-    return datetime.fromtimestamp(seconds, UTC).astimezone().strftime("%Y-%m-%d %H:%M")
 
 
 def percent(value: float | None, base: float | None) -> float | None:

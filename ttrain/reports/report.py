@@ -10,6 +10,7 @@ from typing import Any
 
 from ttrain.config.metrics import EVALUATED, VALIDATION_LOSS
 from ttrain.config.training import PRIMARY_METRICS, TRAININGS
+from ttrain.core.text import first_of, format_duration, format_number, format_time
 from ttrain.reports import charts, facts, figures, summary
 from ttrain.reports.charts import TITLES
 from ttrain.reports.facts import SHOWN_DIGEST
@@ -43,8 +44,8 @@ def report_of(home: Path, view: RunView, *, axis: str = "tokens", log: bool = Fa
 
 
 def _head(view: RunView, problems: Sequence[Problem]) -> Markup:
-    took = f", took {figures.duration(view.seconds)}" if view.seconds else ""
-    line = tag("p", f"pipeline {view.pipeline}, began {figures.moment(view.started)}{took}", class_="faint")
+    took = f", took {format_duration(view.seconds)}" if view.seconds else ""
+    line = tag("p", f"pipeline {view.pipeline}, began {format_time(view.started)}{took}", class_="faint")
     labels = [tag("p", line, class_="note") for line in summary.labels(view.record)]
     notes = [tag("p", problem, class_="remark") for problem in problems if not problem.is_resolved]
     notes += [tag("p", note, class_="note") for note in view.notes]
@@ -60,7 +61,7 @@ def _tiles(view: RunView) -> Iterator[tuple[str, str]]:
     metrics |= {f"pretrain/{VALIDATION_LOSS}": "validation loss", "total/train_seconds": "training"}
     for name, label in metrics.items():
         if name in view.metrics:
-            yield label, figures.number(view.metrics[name], name)
+            yield label, format_number(view.metrics[name], name)
     result = view.manifest("pretrain").get("result", {})
     for name, label in (
         ("tokens", "tokens trained on"),
@@ -80,7 +81,7 @@ def _stages(view: RunView) -> Markup:
         figure_text = stage.record.get("metric") or (summary.key_figures(name, manifest["result"]) if manifest else "")
         reason = joined([why, " ", tag("small", maker)])
         short_name = tag("td", name, class_="short")
-        rows.append((short_name, pill(stage.status), figures.duration(stage.seconds), figure_text, reason))
+        rows.append((short_name, pill(stage.status), format_duration(stage.seconds), figure_text, reason))
     return table(("stage", "outcome", "took", "result", "why"), rows, numbers=(2,))
 
 
@@ -139,12 +140,12 @@ def data_tables(view: RunView) -> Iterator[Markup]:
             continue
         train = result.get("train", {})
         lost = "; ".join(filter(None, map(_lost, facts.row_tallies(result).values())))
-        size, heldout_rows = figures.number(train.get("bytes"), "bytes"), result.get("heldout", {}).get("rows")
+        size, heldout_rows = format_number(train.get("bytes"), "bytes"), result.get("heldout", {}).get("rows")
         counts = [_count(train.get(field)) for field in ("rows", "tokens", "live_tokens")]
         sets.append((name, *counts, size, _count(heldout_rows), _count(result.get("duplicates")), lost or "none"))
         for file in result.get("files", ()):
-            counts = [_count(file.get(field)) for field in ("rows", "kept", "tokens")]
-            files.append((name, file["name"], *counts, figures.number(file.get("bytes"), "bytes"), _lost(file) or "none"))
+            counts = [format_number(file.get(field)) for field in ("rows", "kept", "tokens")]
+            files.append((name, file["name"], *counts, format_number(file.get("bytes"), "bytes"), _lost(file) or "none"))
     if sets:
         header = ("data set", "records", "tokens", "count in the loss", "bytes", "held out", "duplicates", "left out")
         yield table(header, sets, numbers=range(1, 7))
@@ -170,9 +171,10 @@ def _rows(name: str, result: Mapping[str, Any]) -> tuple[str, ...]:
         return ()
     fill, epochs = rows.get("fill"), result.get("epochs")
     return (
-        TITLES.get(name, name), _count(rows.get("rows")), f"{rows.get('row_length', 0):,} tokens",
-        f"{100 * fill:.1f} %" if fill is not None else "–", _count(rows.get("records")), _count(rows.get("cut_records")),
-        _count(rows.get("dropped_tokens")), f"{epochs:.3g}" if epochs is not None else "–",
+        TITLES.get(name, name), format_number(rows.get("rows")), f"{rows.get('row_length', 0):,} tokens",
+        f"{100 * fill:.1f} %" if fill is not None else "–", format_number(rows.get("records")),
+        format_number(rows.get("cut_records")),
+        format_number(rows.get("dropped_tokens")), f"{epochs:.3g}" if epochs is not None else "–",
     )  # fmt: skip
 
 
@@ -193,7 +195,7 @@ def lineage(view: RunView) -> Markup:
             continue
         used = (f"{entry['stage']} {entry['key'][:SHOWN_DIGEST]}" for entry in manifest.get("inputs", {}).values())
         sources = [*used, *(f"{file} {digest}" for _, file, digest in facts.files_of(manifest))]
-        shown = ", ".join(sources[:6]) + (f" and {len(sources) - 6} more" if sources[6:] else "")
+        shown = first_of(sources, 6)
         provenance = manifest.get("provenance", {})
         commit = str(provenance.get("commit") or "")
         commit = commit[:SHOWN_DIGEST] + ("+" if "+" in commit else "")
@@ -249,9 +251,9 @@ def stage_timeline(view: RunView) -> Markup:
         colour = "failed" if status in UNFINISHED else "bar"
         bar = {"y": y + TEXT + 5, "height": BAR, "rx": 3}
         parts += [
-            tag("text", name, " ", tag("tspan", figures.duration(took), class_="faint"), x=0, y=y + TEXT),
+            tag("text", name, " ", tag("tspan", format_duration(took), class_="faint"), x=0, y=y + TEXT),
             tag("rect", x=0, width="100%", class_="whole", **bar),
             tag("rect", x=f"{100 * begin / whole:.2f}%", width=f"{share:.2f}%", class_=colour, **bar),
         ]
-    label = f"{len(bars)} stages over {figures.duration(whole)}"
+    label = f"{len(bars)} stages over {format_duration(whole)}"
     return tag("svg", joined(parts), class_="times", height=ROW * len(bars), role="img", aria_label=label)

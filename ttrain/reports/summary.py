@@ -12,7 +12,7 @@ from typing import Any
 from ttrain.config.data import LEARNT
 from ttrain.config.metrics import BITS_PER_BYTE, EVALUATED, VALIDATION_LOSS
 from ttrain.config.training import MODELS, PRIMARY_METRICS, TRAININGS
-from ttrain.evaluate.items import counted
+from ttrain.core.text import counted, format_duration
 
 SHOWN_REASONS = 3
 
@@ -128,13 +128,6 @@ def labels(run: Mapping[str, Any]) -> list[str]:
     return [line for line in (*str(run.get("note", "")).split("\n"), tags) if line]
 
 
-def seconds(value: float | None) -> str:
-    """A duration as text."""
-    if value is None:
-        return ""
-    return f"{value:.1f} s" if value < 100 else f"{int(value) // 60} min {int(value) % 60:02d} s"
-
-
 def _figure(value: Any) -> str:
     if isinstance(value, int):
         return f"{value:,}"
@@ -149,7 +142,7 @@ def status_row(stage: Mapping[str, Any]) -> tuple[str, str, str, str, str]:
     with contextlib.suppress(ValueError):
         log = str(Path(log).relative_to(Path.cwd())) if log else ""
     figures = stage.get("error") or stage.get("metric") or ""
-    return stage["name"], stage["outcome"], seconds(stage.get("seconds")), figures, log
+    return stage["name"], stage["outcome"], format_duration(stage.get("seconds")), figures, log
 
 
 BASELINES = (("xz", "xz -9e"), ("zlib", "zlib -9"), ("order0", "order-0 bytes"), ("order3", "order-3 bytes"))

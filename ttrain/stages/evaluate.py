@@ -215,7 +215,6 @@ def _scores(
                 sequences,
                 length=settings.row_length,
                 stride=settings.stride,
-                autocast=precision.resolve_precision("fp32", ranks.device).autocast,
                 device=ranks.device,
                 progress=_progress(job, number * PARTS + at),
                 ranks=ranks,

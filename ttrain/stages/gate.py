@@ -31,7 +31,7 @@ from ttrain.inference.gate_router import Ids, Router, padded, run_ids
 from ttrain.inference.loading import LoadedModel
 from ttrain.stages import trainable_model, user_task
 from ttrain.stages.job import StageContext
-from ttrain.train import optim, precision, schedules
+from ttrain.train import optim, schedules
 from ttrain.train.task import LossSum, UserTask
 
 log = logging.getLogger("ttrain")
@@ -262,7 +262,6 @@ def _scored(
         _sequences(speaker, records),
         length=settings.row_length,
         stride=settings.stride,
-        autocast=precision.resolve_precision("fp32", device).autocast,
         device=device,
         progress=lambda done, total: report_progress(done / total),
     )

@@ -67,7 +67,6 @@ def loader_of(rows: BatchSource, order: Order, runtime: Runtime, ranks: Ranks) -
         rows_per_device=runtime.rows_per_device,
         rank=ranks.rank,
         world=ranks.world,
-        prefetch_steps=runtime.prefetch_steps,
     )
 
 

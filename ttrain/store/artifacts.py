@@ -27,6 +27,7 @@ from ttrain.core.files import (
     write_json,
 )
 from ttrain.core.hashing import DigestCache, digest_of, sha256_file
+from ttrain.core.text import format_size
 from ttrain.errors import ArtifactError, DamagedFile
 from ttrain.store import integrity
 from ttrain.store.layout import (
@@ -305,9 +306,6 @@ class ArtifactStore:
         return Artifact(path.parent.name, path.name, path, manifest) if manifest else None
 
 
-MEGABYTE = 1_000_000
-
-
 def fetch_absent(
     store: ArtifactStore, artifact: Artifact, names: tuple[str, ...], report: Callable[[str], object] = lambda line: None
 ) -> Artifact:
@@ -329,8 +327,8 @@ def fetch_absent(
         if not missing:
             return artifact
         sizes = artifact.manifest["files"]
-        size = sum(sizes[name]["bytes"] for name in missing) / MEGABYTE
-        report(f"fetching {len(missing)} files of {stage} ({size:.1f} MB)")
+        size = format_size(sum(sizes[name]["bytes"] for name in missing))
+        report(f"fetching {len(missing)} files of {stage} ({size})")
         fetch_directory = store.work(stage, key).with_name(f"{key}.fetch")
         for name in missing:
             _fetch(store.elsewhere, artifact, name, fetch_directory / name)

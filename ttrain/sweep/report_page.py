@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
+from ttrain.core.text import format_duration
 from ttrain.reports import html
-from ttrain.reports import summary as report
 from ttrain.reports.charts import Chart, Line
 from ttrain.reports.drawings import Scatter
 from ttrain.sweep import summary
@@ -64,7 +64,7 @@ def _head(sweep: Sweep, trials: Sequence[Trial], best: Trial | None) -> html.Mar
     varied = html.tag("p", ", ".join(f"{key}={text}" for key, text in sweep.space.texts.items()), class_="faint")
     verdict = html.tag("p", summary.verdict(trials, measure), class_="verdict")
     tiles = html.tiles(
-        [*figures, (f"trials: {summary.counts(trials)}", len(trials)), ("of all trials", report.seconds(took))]
+        [*figures, (f"trials: {summary.counts(trials)}", len(trials)), ("of all trials", format_duration(took))]
     )
     return html.joined([title, varied, verdict, tiles])
 

@@ -15,6 +15,7 @@ from ttrain.config import yaml_text
 from ttrain.config.loading import Override
 from ttrain.config.yaml_text import InvalidYaml
 from ttrain.core import redact
+from ttrain.core.text import counted
 from ttrain.errors import UsageError
 
 MOST_VALUES, LARGEST = 10_000, 2**53  # points of an interval; a whole number that a float holds exactly
@@ -258,9 +259,7 @@ def _interval(kind: str, arguments: Sequence[Any]) -> Interval | ValueList:
 def _numbers(arguments: Sequence[Any], fewest: int, most: int) -> list[float]:
     """The arguments as finite numbers."""
     if not fewest <= len(arguments) <= most:
-        raise _InvalidArgumentsError(
-            f"it has {len(arguments)} value{'' if len(arguments) == 1 else 's'}, with commas between"
-        )
+        raise _InvalidArgumentsError(f"it has {counted(len(arguments), 'value')}, with commas between")
     try:
         numbers = [float(argument) for argument in arguments if not isinstance(argument, bool)]
     except (TypeError, ValueError):

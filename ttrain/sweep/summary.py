@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ttrain.reports import summary
+from ttrain.core.text import format_duration, truncated
 from ttrain.sweep.measure import Measure
 from ttrain.sweep.records import Sweep
 from ttrain.sweep.space import Space, assignment, format_value
@@ -34,7 +34,7 @@ def trial_table(trials: Sequence[Trial], space: Space, measure: Measure) -> Tabl
             *(format_value(trial.values[key]) for key in space.dimensions),
             figure(trial),
             outcome(trial),
-            summary.seconds(trial.seconds),
+            format_duration(trial.seconds),
             trial.run or "",
         )
         for trial in ranked(trials, maximize=measure.maximize)
@@ -54,7 +54,7 @@ def outcome(trial: Trial) -> str:
     if trial.outcome == RUNNING:
         return "to go on" if trial.run else "begun"
     first = (trial.error or "").partition("\n")[0]
-    short = first if len(first) <= SHORT else f"{first[: SHORT - 3]}..."
+    short = truncated(first, SHORT)
     return f"{trial.outcome}: {short}" if short else trial.outcome
 
 

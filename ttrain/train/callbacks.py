@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ttrain.core.files import ProgressWriter, parse_json
+from ttrain.core.text import format_duration
 from ttrain.data.loader import Order
 from ttrain.errors import TTrainError
 
@@ -214,19 +215,11 @@ class LogLines(Callback):
         if "tokens_per_second" in record.metrics:
             shown.append(f"{record.metrics['tokens_per_second']:.0f} tokens/s")
         if "eta_seconds" in record.metrics:
-            shown.append(f"ETA {_duration(record.metrics['eta_seconds'])}")
+            shown.append(f"ETA {format_duration(record.metrics['eta_seconds'])}")
         log.info("step %d/%d  %s", record.step, record.steps, "  ".join(shown))
 
     def saved(self, step: int) -> None:
         log.info("checkpoint of step %d", step)
-
-
-def _duration(seconds: float) -> str:
-    if not math.isfinite(seconds):
-        return "unknown"
-    minutes, remainder = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {remainder:02d} s" if minutes else f"{remainder} s"
 
 
 class CallbackList:

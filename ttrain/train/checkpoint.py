@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from ttrain.core.files import fsync, read_json, remove_tree, write_json
+from ttrain.core.text import format_size
 from ttrain.errors import ArtifactError
 from ttrain.train.checkpoint_format import (
     OPTIMIZER,
@@ -314,7 +315,7 @@ def write_failure_message(directory: Path, snapshot: Snapshot, error: OSError, w
         message += f"the checkpoint of step {whole} is intact, and the same command continues from it"
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return (
-            f"{message}. It needs {needed_bytes(snapshot) / 1e6:.0f} MB, and {_free(directory)}: make room, set "
+            f"{message}. It needs {format_size(needed_bytes(snapshot))}, and {_free(directory)}: make room, set "
             f"runtime.keep_checkpoints=1, or set TTRAIN_HOME to a larger disk"
         )
     if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
@@ -324,7 +325,7 @@ def write_failure_message(directory: Path, snapshot: Snapshot, error: OSError, w
 
 def _free(directory: Path) -> str:
     try:
-        return f"{shutil.disk_usage(directory).free / 1e6:.0f} MB are free"
+        return f"{format_size(shutil.disk_usage(directory).free)} are free"
     except OSError as error:
         return f"the free space is unknown ({error.strerror})"
 

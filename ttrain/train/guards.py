@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ttrain.core.files import parse_json
+from ttrain.core.text import first_of
 from ttrain.data.loader import Loader, Order
 from ttrain.train.callbacks import Callback, StepRecord, truncate_after
 
@@ -42,7 +43,7 @@ class GuardLog:
 
     def warn(self, guard: str, step: int, message: str, rows: Sequence[int]) -> None:
         """Write a warning; the log gets the first rows only."""
-        shown = ", ".join(map(str, rows[:ROWS_SHOWN])) + (f" and {len(rows) - ROWS_SHOWN} more" if rows[ROWS_SHOWN:] else "")
+        shown = first_of(rows, ROWS_SHOWN)
         log.warning("guard %s: step %d: %s; rows %s", guard, step, message, shown)
         line = {"step": step, "guard": guard, "message": message, "rows": list(rows), "time": time.time()}
         try:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ttrain.config import Loop
+from ttrain.core.text import first_of
 from ttrain.data.packing import IGNORE
 from ttrain.errors import TTrainError
 from ttrain.train.distributed import Ranks
@@ -157,7 +158,7 @@ class NonFinite(TTrainError):
 
     def __init__(self, step: int, loss: float, norm: float, rows: Sequence[int], config: Loop) -> None:
         self.step, self.rows = step + 1, list(rows)
-        shown = ", ".join(map(str, self.rows[:SHOWN_ROWS])) + (", ..." if len(self.rows) > SHOWN_ROWS else "")
+        shown = first_of(self.rows, SHOWN_ROWS)
         remedy = (
             f"; {SKIPS_IN_A_ROW} steps in a row were skipped before"
             if config.nonfinite == "skip"

@@ -15,6 +15,7 @@ from ttrain.train.distributed import shard_like
 
 FUSED_DEVICES = frozenset({"cpu", "cuda"})  # where torch's fused kernels were run and are faster
 
+MOMENTUM = 0.95  # of Muon, the default of torch.optim.Muon
 SHOWN_NAMES = 3
 
 
@@ -140,15 +141,7 @@ def build(model: nn.Module, config: Optim) -> Optimizers:
     optimizers: list[torch.optim.Optimizer] = []
     for kind, some in ((torch.optim.Muon, hidden), (StackedMuon, stacked)):
         if some:
-            optimizers.append(
-                kind(
-                    some,
-                    lr=config.muon_lr,
-                    momentum=config.muon_momentum,
-                    weight_decay=config.weight_decay,
-                    adjust_lr_fn=config.muon_adjust_lr,
-                )
-            )
+            optimizers.append(kind(some, lr=config.muon_lr, weight_decay=config.weight_decay))
     if groups:
         optimizers.append(_adam(groups, config, [p for _, p in trained]))
     return Optimizers(optimizers, {p: name for name, p in trained})
@@ -212,11 +205,8 @@ class StackedMuon(torch.optim.Optimizer):
     All E matrices are updated in one batch of products. An expert that no token visited is updated by its momentum only.
     """
 
-    def __init__(
-        self, params: Iterable[Tensor], *, lr: float, momentum: float, weight_decay: float, adjust_lr_fn: str
-    ) -> None:
-        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "adjust_lr_fn": adjust_lr_fn}
-        super().__init__(params, defaults)
+    def __init__(self, params: Iterable[Tensor], *, lr: float, weight_decay: float) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # there is no closure
@@ -226,15 +216,14 @@ class StackedMuon(torch.optim.Optimizer):
                     self._update(parameter, group)
 
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        state, momentum = self.state[parameter], group["momentum"]
+        state = self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
         weights_EAB, grad_EAB, mean_EAB = map(_local_experts, (parameter, parameter.grad, state["momentum_buffer"]))
-        mean_EAB.lerp_(grad_EAB, 1 - momentum)
-        direction_EAB = orthogonal(grad_EAB.lerp(mean_EAB, momentum))
+        mean_EAB.lerp_(grad_EAB, 1 - MOMENTUM)
+        direction_EAB = orthogonal(grad_EAB.lerp(mean_EAB, MOMENTUM))
         A, B = parameter.shape[1:]
-        matched = group["adjust_lr_fn"] == "match_rms_adamw"
-        scale = 0.2 * math.sqrt(max(A, B)) if matched else math.sqrt(max(1, A / B))
+        scale = math.sqrt(max(1, A / B))
         weights_EAB.mul_(1 - group["lr"] * group["weight_decay"])
         weights_EAB.add_(direction_EAB, alpha=-group["lr"] * scale)
 

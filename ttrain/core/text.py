@@ -1,0 +1,82 @@
+"""Figures, sizes, times and lists as the text that a person reads: in tables, messages, reports and pages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from typing import Final
+
+ABSENT: Final = "–"
+UNITS: Final = ("B", "kB", "MB", "GB", "TB")
+SHOWN_DIGITS: Final = 12  # of a digest
+
+
+def format_number(value: float | None, name: str = "") -> str:
+    """Four significant digits, large counts with separators; by the end of the name, seconds and bytes in their units."""
+    if value is None:
+        return ABSENT
+    if not math.isfinite(value):
+        return str(value)
+    if name.endswith("seconds"):
+        return format_duration(value)
+    if name.endswith("bytes"):
+        return format_size(value)
+    if float(value).is_integer() or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.4f}" if 1 <= abs(value) < 10 else f"{value:.4g}"
+
+
+def format_value(value: object) -> str:
+    """A value in a cell of a table: numbers as `format_number` writes them, nothing for None."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return format_number(value)
+    return "" if value is None else str(value)
+
+
+def format_size(count: float) -> str:
+    """Bytes, in powers of a thousand, with three digits; exact below 10 kB."""
+    if abs(count) < 10_000:
+        return f"{count:,.0f} B"
+    unit = min(int(f"{count:.2e}".partition("e")[2]) // 3, len(UNITS) - 1)
+    return f"{count / 1000**unit:.3g} {UNITS[unit]}"
+
+
+def format_duration(seconds: float | None) -> str:
+    """A duration: "3.2 s", "4 min 10 s", "2 h 05 min"."""
+    if seconds is None:
+        return ABSENT
+    if not math.isfinite(seconds):
+        return "unknown"
+    if seconds < 99.5:
+        return f"{seconds:.3g} s" if seconds < 9.95 else f"{seconds:.1f} s"
+    minutes, remainder = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours:,} h {minutes:02d} min" if hours else f"{minutes} min {remainder:02d} s"
+
+
+def format_time(seconds: float | None) -> str:
+    """A time since the epoch by this machine's clock: "2026-11-21 16:02"."""
+    return ABSENT if seconds is None else f"{datetime.fromtimestamp(seconds, UTC).astimezone():%Y-%m-%d %H:%M}"
+
+
+def counted(number: int, noun: str) -> str:
+    """ "1 row" or "1,200 rows"."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def first_of(items: Iterable[object], most: int, separator: str = ", ") -> str:
+    """The first items, and how many more there are: "a, b and 12 more"."""
+    texts = [str(item) for item in items]
+    hidden = len(texts) - most
+    return separator.join(texts[:most]) + (f" and {hidden:,} more" if hidden > 0 else "")
+
+
+def truncated(text: str, most: int) -> str:
+    """The text in at most so many characters, with "..." where it was cut."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def short_digest(digest: str) -> str:
+    """The first characters of a digest or key."""
+    return digest[:SHOWN_DIGITS]
