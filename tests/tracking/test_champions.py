@@ -32,6 +32,7 @@ from ttrain.store import artifacts, layout
 from ttrain.store.references import Registered
 from ttrain.tracking import Member, MlflowStore, ModelSet, TrackedRun, open_store
 from ttrain.tracking import database as databases
+from ttrain.tracking.champions import recorded_keys
 from ttrain.tracking.database import database_of
 
 SUFFIXES = {"pretrain": "base", "sft": "sft", "lora": "lora", "tokenizer": "tokenizer"}
@@ -286,6 +287,18 @@ def test_the_alias_of_a_set_leads_to_its_last_model(sets_home: Path) -> None:
         "mine-lora", "2", "lora", "lora-2"
     )
     assert tracking.last_of(tracking.find_version(sets_home, Registered("mine-sft", "champion", None))) is None
+
+
+def test_the_home_records_its_champions_for_readers_without_mlflow(sets_home: Path) -> None:
+    tracking.list_sets(sets_home)
+    assert recorded_keys(sets_home, "mine") == {} == tracking.champion_keys_here(sets_home, "mine")
+    for version in ("2", "3"):
+        tracking.promote(sets_home, "mine", version)
+        assert recorded_keys(sets_home, "mine")["sft"] == f"sft-{version}"
+    tracking.rollback(sets_home, "mine")
+    assert recorded_keys(sets_home, "mine")["sft"] == "sft-2"
+    client_of(sets_home).set_registered_model_alias("mine", "champion", "1")  # as MLflow's page does
+    assert tracking.champion_keys_here(sets_home, "mine")["sft"] == "sft-1" == recorded_keys(sets_home, "mine")["sft"]
 
 
 # --- killed between any two writes ---------------------------------------------------------------------------------------
