@@ -30,7 +30,7 @@ TOKENIZER_BYTES = 10 * MEGABYTE  # of text, that a tokenizer is trained on
 TTRAIN = [sys.executable, "-P", "-c", "from ttrain.cli.main import main; main()"]
 # Prefixes of variables of this process that would change a side; the sides that need one set it.
 NOT_INHERITED = ("GLIBC_", "GOMP_", "MLFLOW_", "OMP_", "PREFECT_", "PYTHONDONTWRITEBYTECODE", "TORCH_", "TTRAIN_")
-LABEL_WIDTH = 58
+LABEL_WIDTH = 64
 
 
 @dataclass(frozen=True)
@@ -47,34 +47,29 @@ Side = Callable[[], Cost]
 Costs = dict[str, list[Cost]]
 
 
-def processor() -> dict[str, Any]:
+def processor() -> str:
     """Model, cores, and whether the CPU has the instructions on which the figures depend most."""
     text = Path("/proc/cpuinfo").read_text(encoding="utf-8") if sys.platform == "linux" else ""
     models = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
     flags = {"AMX": "amx_tile", "AVX512-BF16": "avx512_bf16", "SHA": "sha_ni"}
-    instructions = {name: f" {flag}" in text for name, flag in flags.items()}
-    return {"model": (models or [platform.processor() or "unknown"])[0], "cores": os.cpu_count() or 1, **instructions}
+    instructions = [name if f" {flag}" in text else f"no {name}" for name, flag in flags.items()]
+    return ", ".join([(models or [platform.processor()])[0], f"{os.cpu_count()} cores", *instructions])
 
 
 class Table:
     """Lines of measurement with their limits; printed as they come, and kept for `--json`."""
 
     def __init__(self) -> None:
-        self.processor, self.load = processor(), os.getloadavg()
+        self.processor, self.load = processor(), os.getloadavg()[0]
         self.lines: list[dict[str, Any]] = []
         self.costs: dict[str, list[dict[str, Any]]] = {}
-        self.has_header = False
+        print(f"{self.processor}; load before the start {self.load:.1f}")
+        print(f"{'':<{LABEL_WIDTH}}{'ours':>12}{'theirs':>12}{'ratio':>12}   limit", flush=True)
 
     @property
-    def cpu_kind(self) -> str:
-        """The CPU in a line."""
-        with_and_without = [value if has else f"no {value}" for value, has in list(self.processor.items())[2:]]
-        return f"{self.processor['model']}, {self.processor['cores']} cores, {', '.join(with_and_without)}"
-
-    @property
-    def missed(self) -> list[dict[str, Any]]:
-        """The lines whose limit is missed."""
-        return [line for line in self.lines if line["missed"]]
+    def missed(self) -> int:
+        """How many limits are missed."""
+        return sum(line["missed"] for line in self.lines)
 
     def ratio(
         self, label: str, ours: float, theirs: float, *, value: float | None = None, least: float = 0, most: float = 0
@@ -92,7 +87,7 @@ class Table:
 
     def check(self, label: str, holds: bool) -> None:
         """A statement that must hold."""
-        self._print(f"{label:<{LABEL_WIDTH}}{'yes' if holds else 'NO':>12}{'' if holds else '   MISSED'}")
+        print(f"{label:<{LABEL_WIDTH}}{'yes' if holds else 'NO':>12}{'' if holds else '   MISSED'}", flush=True)
         self.lines.append({"label": label, "holds": holds, "limit": "yes", "missed": not holds})
 
     def interleave(self, sides: Mapping[str, Side], rounds: int, *, warmups: int = 0, group: str = "") -> Costs:
@@ -107,15 +102,8 @@ class Table:
         missed = bool((least and measured < least) or (most and measured > most))
         limit = f"at least {least:g}" if least else f"at most {most:g}" if most else ""
         cells = [f"{shown(figures[name]):>12}" if name in figures else " " * 12 for name in ("ours", "theirs", "ratio")]
-        self._print(f"{label:<{LABEL_WIDTH}}{''.join(cells)}   {limit}{'  MISSED' if missed else ''}")
+        print(f"{label:<{LABEL_WIDTH}}{''.join(cells)}   {limit}{'  MISSED' if missed else ''}", flush=True)
         self.lines.append({"label": label, **figures, "limit": limit, "missed": missed})
-
-    def _print(self, line: str) -> None:
-        if not self.has_header:
-            self.has_header = True
-            print(f"{self.cpu_kind}; load before the start {self.load[0]:.1f}")
-            print(f"{'':<{LABEL_WIDTH}}{'ours':>12}{'theirs':>12}{'ratio':>12}   limit")
-        print(line, flush=True)
 
 
 Part = Callable[[argparse.Namespace, Path, Table], None]
@@ -151,12 +139,12 @@ def main(
         for name in chosen:
             parts[name](arguments, Path(directory), table)
     limits = sum(bool(line["limit"]) for line in table.lines)
-    print(f"{len(table.missed)} of {limits} limits missed on {table.cpu_kind}")
+    print(f"{table.missed} of {limits} limits missed on {table.processor}")
     if arguments.json:
         command = [Path(sys.argv[0]).name, *sys.argv[1:]]
-        about = {"command": command, "processor": table.processor, "load_before": table.load[0]}
+        about = {"command": command, "processor": table.processor, "load_before": table.load}
         arguments.json.write_text(json.dumps({**about, "lines": table.lines, "sides": table.costs}, indent=1, default=str))
-    sys.exit(bool(table.missed))
+    sys.exit(table.missed > 0)
 
 
 def run(
