@@ -91,6 +91,7 @@ def allocator() -> dict[str, str]:
 def stage(name: str, directory: Path, settings: Sequence[str], *, keep: bool = False, **environment: str) -> Cost:
     """Run a stage by its command; the result has its curve and its manifest.
 
+    Memory is the peak of the process that trains, from its curve: it is no child of the command that could be waited for.
     Its artifact is removed again unless it is to be kept, so that the next call trains. The config.json of its model stays
     in `directory`/config, for the sides that are to have the same model.
     """
@@ -101,23 +102,25 @@ def stage(name: str, directory: Path, settings: Sequence[str], *, keep: bool = F
         raise RuntimeError(f"{name} was not run: it is {outcome['state']}")
     artifact = Path(outcome["path"])
     manifest = json.loads((artifact / "manifest.json").read_text())["result"]
-    result = {**cost.result, **read_curve(artifact), "manifest": manifest, "artifact": str(artifact)}
+    curve = read_curve(artifact)
+    result = {**cost.result, **curve, "manifest": manifest, "artifact": str(artifact)}
     if (config := artifact / "model" / "config.json").exists():
         (directory / "config").mkdir(exist_ok=True)
         shutil.copy(config, directory / "config" / "config.json")
     if not keep:
         shutil.rmtree(artifact)
-    return Cost(cost.wall, cost.cpu, cost.memory, result)
+    return Cost(cost.wall, cost.cpu, max(curve["memory_bytes"], default=0.0) / common.MEGABYTE, result)
 
 
 def read_curve(artifact: Path) -> dict[str, list[Any]]:
-    """Stamps (steps done, wall time), step seconds, and validations (steps done, wall time, loss) of a training stage."""
-    curve: dict[str, list[Any]] = {"stamps": [], "step_seconds": [], "validations": []}
+    """Stamps (steps done, wall time), seconds and memory by step, and validations (steps done, wall time, loss)."""
+    curve: dict[str, list[Any]] = {"stamps": [], "step_seconds": [], "memory_bytes": [], "validations": []}
     path = artifact / "run" / "metrics.jsonl"
     for line in map(json.loads, path.read_text().splitlines() if path.exists() else ()):
         if "step_seconds" in line["metrics"]:
             curve["stamps"].append((line["step"], line["time"]))
-            curve["step_seconds"].append(line["metrics"]["step_seconds"])
+            for name in ("step_seconds", "memory_bytes"):
+                curve[name].append(line["metrics"][name])
         if "validation_loss" in line["metrics"]:
             curve["validations"].append((line["step"], line["time"], line["metrics"]["validation_loss"]))
     return curve
