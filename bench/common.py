@@ -1,7 +1,8 @@
-"""What the measurements of the data share: text to work on, sides in processes of their own, a table with limits.
+"""The harness of the measurements: options, side processes, interleaved rounds, a table with limits, the kind of CPU.
 
-A side is a function of a script, run as `python SCRIPT --side NAME ARGUMENT...`: its CPU seconds and its peak memory are
-then its own, with those of all processes that it started. What it returns comes back as JSON.
+A command hands `main` its parts: functions that measure and add lines to the table. `measure` runs a function of a script as
+a process, so that its CPU seconds and its peak memory are its own, with those of all processes that it started. What the
+function returns comes back as JSON.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import platform
 import statistics
 import subprocess
 import sys
@@ -18,137 +20,262 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 MEGABYTE = 1_000_000
-DEFAULT_MEGABYTES = 100
 VOCAB_SIZE = 6400
-TRAINING_BYTES = 10 * MEGABYTE
-ROUNDS = 3
+TOKENIZER_BYTES = 10 * MEGABYTE  # of text, that a tokenizer is trained on
+TTRAIN = [sys.executable, "-P", "-c", "from ttrain.cli.main import main; main()"]
+# Prefixes of variables of this process that would change a side; the sides that need one set it.
+NOT_INHERITED = ("GLIBC_", "GOMP_", "MLFLOW_", "OMP_", "PREFECT_", "PYTHONDONTWRITEBYTECODE", "TORCH_", "TTRAIN_")
+LABEL_WIDTH = 64
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a side took: seconds, CPU seconds of all its processes, MB of its largest process, and what it returned."""
+    """Seconds, CPU seconds of all processes, MB of the largest process, and the result of a side."""
 
     wall: float
     cpu: float
-    memory: float
-    found: Mapping[str, Any]
+    memory: float = 0.0
+    result: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass
+Side = Callable[[], Cost]
+Costs = dict[str, list[Cost]]
+
+
+def processor() -> str:
+    """Model, cores, and whether the CPU has the instructions on which the figures depend most."""
+    text = Path("/proc/cpuinfo").read_text(encoding="utf-8") if sys.platform == "linux" else ""
+    models = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
+    flags = {"AMX": "amx_tile", "AVX512-BF16": "avx512_bf16", "SHA": "sha_ni"}
+    instructions = [name if f" {flag}" in text else f"no {name}" for name, flag in flags.items()]
+    return ", ".join([(models or [platform.processor()])[0], f"{os.cpu_count()} cores", *instructions])
+
+
 class Table:
-    """Lines of measurement, ours, theirs, ratio, limit; printed as they come, and kept for `--json`."""
+    """Lines of measurement with their limits; printed as they come, and kept for `--json`."""
 
-    failed: bool = field(default=False, init=False)
-    lines: list[dict[str, Any]] = field(default_factory=list, init=False)
+    def __init__(self) -> None:
+        self.processor, self.load = processor(), os.getloadavg()[0]
+        self.lines: list[dict[str, Any]] = []
+        self.costs: dict[str, list[dict[str, Any]]] = {}
+        print(f"{self.processor}; load before the start {self.load:.1f}")
+        print(f"{'':<{LABEL_WIDTH}}{'ours':>12}{'theirs':>12}{'ratio':>12}   limit", flush=True)
 
-    def __post_init__(self) -> None:
-        loads = ", ".join(f"{load:.1f}" for load in os.getloadavg())
-        print(f"{os.cpu_count()} cores; load before the start {loads} (1, 5, 15 minutes)")
-        print(f"{'':<54}{'ours':>12}{'theirs':>12}{'ratio':>9}   limit")
+    @property
+    def missed(self) -> int:
+        """How many limits are missed."""
+        return sum(line["missed"] for line in self.lines)
 
-    def add(
-        self, what: str, ours: str, theirs: str, ratio: float, *, least: float | None = None, most: float | None = None
+    def ratio(
+        self, label: str, ours: float, theirs: float, *, value: float | None = None, least: float = 0, most: float = 0
     ) -> None:
-        """One line; the run fails where the ratio is below `least` or above `most`."""
-        missed = (least is not None and ratio < least) or (most is not None and ratio > most)
-        limit = f"at least {least:g}" if least is not None else f"at most {most:g}" if most is not None else ""
-        print(f"{what:<54}{ours:>12}{theirs:>12}{ratio:>8.3g}x   {limit}{'  MISSED' if missed else ''}", flush=True)
-        self.lines.append({"what": what, "ours": ours, "theirs": theirs, "ratio": ratio, "limit": limit, "missed": missed})
-        self.failed |= missed
+        """Ours over theirs, or the value given, such as a median over rounds."""
+        self._add(label, {"ours": ours, "theirs": theirs, "ratio": ours / theirs if value is None else value}, least, most)
 
-    def claim(self, what: str, holds: bool) -> None:
-        """A line that is true or not."""
-        print(f"{what:<54}{'yes' if holds else 'NO, MISSED':>12}", flush=True)
-        self.lines.append({"what": what, "holds": holds, "missed": not holds})
-        self.failed |= not holds
+    def speedup(self, label: str, ours: float, theirs: float, *, least: float = 0) -> None:
+        """How many times as much theirs takes."""
+        self._add(label, {"ours": ours, "theirs": theirs, "ratio": theirs / ours}, least)
+
+    def value(self, label: str, ours: float, *, least: float = 0, most: float = 0) -> None:
+        """A figure of ours alone."""
+        self._add(label, {"ours": ours}, least, most)
+
+    def check(self, label: str, holds: bool) -> None:
+        """A statement that must hold."""
+        print(f"{label:<{LABEL_WIDTH}}{'yes' if holds else 'NO':>12}{'' if holds else '   MISSED'}", flush=True)
+        self.lines.append({"label": label, "holds": holds, "limit": "yes", "missed": not holds})
+
+    def interleave(self, sides: Mapping[str, Side], rounds: int, *, warmups: int = 0, group: str = "") -> Costs:
+        """As the function; every round is kept for `--json`."""
+        costs = interleave(sides, rounds, warmups=warmups)
+        for name, side_costs in costs.items():
+            self.costs.setdefault(f"{group}{name}", []).extend(map(asdict, side_costs))
+        return costs
+
+    def _add(self, label: str, figures: Mapping[str, float], least: float = 0, most: float = 0) -> None:
+        measured = figures.get("ratio", figures["ours"])
+        missed = bool((least and measured < least) or (most and measured > most))
+        limit = f"at least {least:g}" if least else f"at most {most:g}" if most else ""
+        cells = [f"{shown(figures[name]):>12}" if name in figures else " " * 12 for name in ("ours", "theirs", "ratio")]
+        print(f"{label:<{LABEL_WIDTH}}{''.join(cells)}   {limit}{'  MISSED' if missed else ''}", flush=True)
+        self.lines.append({"label": label, **figures, "limit": limit, "missed": missed})
 
 
-def measure(script: str, side: str, *arguments: object, **environment: str) -> Cost:
-    """Run a side of a script to its end. Raises RuntimeError where it fails."""
-    command = [sys.executable, script, "--side", side, *map(str, arguments)]
-    with tempfile.TemporaryFile() as output:
-        began = time.perf_counter()
-        process = subprocess.Popen(command, stdout=output, env={**os.environ, **environment})
+Part = Callable[[argparse.Namespace, Path, Table], None]
+
+
+def main(
+    description: str,
+    parts: Mapping[str, Part],
+    *,
+    rounds: int = 3,
+    default: str = "",
+    options: Callable[[argparse.ArgumentParser], None] = lambda parser: None,
+) -> None:
+    """Measure the parts, and exit with 1 where a limit is missed; or run the function that `measure` asks for.
+
+    Without `--only`, the parts of `default` run, or all of them.
+    """
+    if sys.argv[1:2] == ["--side"]:
+        print(json.dumps(getattr(sys.modules["__main__"], sys.argv[2])(*sys.argv[3:]) or {}))
+        return
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--json", type=Path, help="write the lines and every round of every side to this file")
+    if len(parts) > 1:
+        parser.add_argument("--only", default=default or ",".join(parts), help=f"parts, with commas: {', '.join(parts)}")
+    options(parser)
+    arguments = parser.parse_args()
+    chosen = arguments.only.split(",") if len(parts) > 1 else list(parts)
+    if unknown := set(chosen) - set(parts):
+        parser.error(f"--only has no part {', '.join(sorted(unknown))}; the parts are {', '.join(parts)}")
+    table = Table()
+    with tempfile.TemporaryDirectory(prefix="ttrain-bench-") as directory:
+        for name in chosen:
+            parts[name](arguments, Path(directory), table)
+    limits = sum(bool(line["limit"]) for line in table.lines)
+    print(f"{table.missed} of {limits} limits missed on {table.processor}")
+    if arguments.json:
+        command = [Path(sys.argv[0]).name, *sys.argv[1:]]
+        about = {"command": command, "processor": table.processor, "load_before": table.load}
+        arguments.json.write_text(json.dumps({**about, "lines": table.lines, "sides": table.costs}, indent=1, default=str))
+    sys.exit(table.missed > 0)
+
+
+def run(
+    command: Sequence[object], environment: Mapping[str, str] | None = None, directory: Path | None = None,
+    *, fails: bool = False,
+) -> tuple[Cost, str]:  # fmt: skip
+    """Run a command to its end; its cost and its output. Raises RuntimeError where it ends otherwise than expected."""
+    words = [str(word) for word in command]
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(NOT_INHERITED)}
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        started, began = time.time(), time.perf_counter()
+        process = subprocess.Popen(
+            words, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, cwd=directory,
+            env={**inherited, **(environment or {})},
+        )  # fmt: skip
         _, status, usage = os.wait4(process.pid, 0)
         wall = time.perf_counter() - began
         process.returncode = os.waitstatus_to_exitcode(status)
-        output.seek(0)
-        lines = output.read().splitlines()
-    if process.returncode:
-        raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}")
-    return Cost(wall, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024 / MEGABYTE, json.loads(lines[-1]))
+        texts = []
+        for file in (output, errors):
+            file.seek(0)
+            texts.append(file.read().decode("utf-8", "replace"))
+    if bool(process.returncode) != fails:
+        tail = "\n".join("".join(texts).splitlines()[-12:])
+        raise RuntimeError(f"{' '.join(words)} ended with {process.returncode}\n{tail}")
+    memory = usage.ru_maxrss * 1024 / MEGABYTE
+    return Cost(wall, usage.ru_utime + usage.ru_stime, memory, {"started": started}), texts[0]
 
 
-def interleave(sides: Mapping[str, Callable[[], Cost]], rounds: int) -> dict[str, list[Cost]]:
-    """Every side once a round, so that what disturbs the machine disturbs all of them."""
-    costs: dict[str, list[Cost]] = {name: [] for name in sides}
-    for _ in range(rounds):
-        for name, side in sides.items():
-            costs[name].append(side())
+def measure(side: Callable[..., Mapping[str, Any] | None], *arguments: object, **environment: str) -> Cost:
+    """Run a function of a script, whose arguments are strings, as a process. Raises RuntimeError where it fails."""
+    cost, output = run([sys.executable, side.__code__.co_filename, "--side", side.__name__, *arguments], environment)
+    return Cost(cost.wall, cost.cpu, cost.memory, {**cost.result, **json.loads(output.splitlines()[-1])})
+
+
+def timed(work: Callable[[], object]) -> Cost:
+    """The cost of a function in this process; its result where that is a mapping."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    result = work()
+    cost = time.perf_counter() - wall, time.process_time() - cpu
+    return Cost(*cost, result=result if isinstance(result, Mapping) else {})
+
+
+def interleave(sides: Mapping[str, Side], rounds: int, *, warmups: int = 0) -> Costs:
+    """Every side once a round, so that a disturbance of the machine reaches all; each round begins with another side."""
+    costs: Costs = {name: [] for name in sides}
+    names = list(sides)
+    for number in range(warmups + rounds):
+        turn = number % len(names)
+        for name in names[turn:] + names[:turn]:
+            cost = sides[name]()
+            if number >= warmups:
+                costs[name].append(cost)
     return costs
 
 
 def median(costs: Sequence[Cost], figure: str) -> float:
-    """Median of `wall`, `cpu`, `memory`, or of a figure that the sides returned."""
-    return statistics.median(getattr(cost, figure) if hasattr(cost, figure) else cost.found[figure] for cost in costs)
-
-
-def requested_side(sides: Mapping[str, Callable[..., Mapping[str, Any] | None]]) -> bool:
-    """Run the side that the command line asks for, if it does."""
-    if sys.argv[1:2] != ["--side"]:
-        return False
-    print(json.dumps(sides[sys.argv[2]](*sys.argv[3:]) or {}))
-    return True
+    """Median of `wall`, `cpu`, `memory`, or of a figure of the results."""
+    return statistics.median(getattr(cost, figure) if hasattr(cost, figure) else cost.result[figure] for cost in costs)
 
 
 def has(module: str) -> bool:
-    """Whether a peer is installed; says how to install it where it is not."""
+    """Whether a peer is installed; prints how to install it where it is not."""
     if importlib.util.find_spec(module):
         return True
     print(f"SKIPPED: the comparison with {module}, which is not installed: pip install {module}", flush=True)
     return False
 
 
-def parser(description: str) -> argparse.ArgumentParser:
-    """The options that all scripts take."""
-    found = argparse.ArgumentParser(description=description.splitlines()[0])
-    found.add_argument("--path", help="JSON lines with documents, also .gz or .zst; default: Python's own source")
-    found.add_argument("--repeat", type=int, help="passes over it; default: one, or as many as make up --megabytes")
-    found.add_argument("--megabytes", type=int, default=DEFAULT_MEGABYTES, help="of text, where --path is not given")
-    found.add_argument("--rounds", type=int, default=ROUNDS)
-    return found
+def copy_runs(home: Path, count: int) -> None:
+    """Put so many newer runs with other artifacts on record, made from the first one."""
+    runs = home / "runs"
+    first = min(path for path in runs.glob("*.json") if json.loads(path.read_bytes())["outcome"] == "completed")
+    record = json.loads(first.read_bytes())
+    for stage in record["stages"]:
+        stage["key"] = stage["key"][::-1]
+    for number in range(count):
+        name = f"full-2099{number // 1440 + 1:04d}-{number % 1440:06d}-0000"
+        (runs / f"{name}.json").write_text(json.dumps({**record, "run": name}, indent=1, sort_keys=True))
 
 
-@contextlib.contextmanager
-def workplace() -> Iterator[Path]:
-    """A directory for one run of a script, removed afterwards."""
-    with tempfile.TemporaryDirectory(prefix="ttrain-bench-") as directory:
-        yield Path(directory)
+def use_test_support() -> None:
+    """Let this process import `support`, what the tests share."""
+    sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 
-def material(options: argparse.Namespace, directory: Path, megabytes: int | None = None) -> Path:
-    """A plain file of JSON lines as the options say, or of so many megabytes."""
-    path = directory / f"material-{megabytes or ''}.jsonl"
-    size = megabytes or (None if options.path else options.megabytes)
-    repeat = 0 if megabytes else options.repeat or 0
-    found = measure(__file__, "material", path, options.path or "", repeat, size or 0).found
-    print(f"text: {found['bytes'] / MEGABYTE:.0f} MB, {found['documents']} documents in {found['passes']} passes over "
+def shown(figure: float) -> str:
+    """A figure for people."""
+    return f"{figure:,.0f}" if abs(figure) >= 100 else f"{figure:.3g}"
+
+
+# --- text
+
+
+def text_options(parser: argparse.ArgumentParser) -> None:
+    """The options of commands that work on text."""
+    parser.add_argument("--path", help="JSON lines with documents, also .gz or .zst; default: Python's own source")
+    parser.add_argument("--megabytes", type=int, default=100, help="of text, in as many passes over it as that takes")
+
+
+def write_text(options: argparse.Namespace, directory: Path, megabytes: int | None = None) -> Path:
+    """Write a plain file of JSON lines, of so many megabytes or as many as the options say.
+
+    Each text comes once a pass; the number of the pass stands before it, so that no document comes twice.
+    """
+    import orjson
+
+    path, size, documents, passes = directory / "text.jsonl", (megabytes or options.megabytes) * MEGABYTE, 0, 0
+    with path.open("wb") as file:
+        while file.tell() < size:
+            passes += 1
+            hashes: set[int] = set()
+            for text in _documents(options.path):
+                if hash(text) not in hashes and file.tell() < size:
+                    hashes.add(hash(text))
+                    file.write(orjson.dumps({"text": f"{passes}. {text}"}) + b"\n")
+                    documents += 1
+    print(f"text: {path.stat().st_size / MEGABYTE:.0f} MB, {documents} documents in {passes} passes over "
           f"{options.path or 'the Python standard library'}")  # fmt: skip
     return path
 
 
-def tokenizer(path: Path, directory: Path) -> Path:
-    """A tokenizer directory of VOCAB_SIZE entries, trained on the file's beginning."""
-    measure(__file__, "tokenizer", path, directory / "tokenizer")
+def train_tokenizer(path: Path, directory: Path) -> Path:
+    """A tokenizer directory of VOCAB_SIZE entries, trained on the beginning of the file."""
+    from ttrain.data import tokenizer
+
+    tokenizer.save(tokenizer.train(read_texts(path, TOKENIZER_BYTES), VOCAB_SIZE), directory / "tokenizer")
     return directory / "tokenizer"
 
 
-def texts_of(path: str, limit: int = sys.maxsize) -> list[str]:
+def read_texts(path: str | Path, limit: int = sys.maxsize) -> list[str]:
     """The documents of a file of JSON lines, up to so many bytes."""
     import orjson
 
@@ -156,32 +283,7 @@ def texts_of(path: str, limit: int = sys.maxsize) -> list[str]:
         return [orjson.loads(line)["text"] for line in file.readlines(limit)]
 
 
-def directory_bytes(directory: Path) -> int:
-    """Size of all files below."""
-    return sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
-
-
-def _write_material(output: str, path: str, repeat: str, megabytes: str) -> dict[str, int]:
-    """Each text once a pass, none twice: the pass's number stands before it."""
-    import orjson
-
-    documents = size = passes = 0
-    wanted = int(megabytes) * MEGABYTE
-    with Path(output).open("wb") as file:
-        while size < wanted if not int(repeat) and wanted else passes < max(1, int(repeat)):
-            passes += 1
-            seen: set[int] = set()
-            for text in _texts(path):
-                if hash(text) not in seen:
-                    seen.add(hash(text))
-                    size += file.write(orjson.dumps({"text": f"{passes}. {text}"}) + b"\n")
-                    documents += 1
-                if not int(repeat) and wanted and size >= wanted:
-                    break
-    return {"bytes": size, "documents": documents, "passes": passes}
-
-
-def _texts(path: str) -> Iterator[str]:
+def _documents(path: str | None) -> Iterator[str]:
     if path:
         from ttrain.data import records
         from ttrain.data.records import Tally
@@ -195,13 +297,3 @@ def _texts(path: str) -> Iterator[str]:
             with contextlib.suppress(UnicodeDecodeError):
                 if (text := file.read_text("utf-8")).strip():
                     yield text
-
-
-def _train_tokenizer(path: str, output: str) -> None:
-    from ttrain.data import tokenizer
-
-    tokenizer.save(tokenizer.train(texts_of(path, TRAINING_BYTES), VOCAB_SIZE), Path(output))
-
-
-if __name__ == "__main__":
-    requested_side({"material": _write_material, "tokenizer": _train_tokenizer})

@@ -1,13 +1,11 @@
 """JSON lines to shards: CPU seconds, wall time, disk and memory, against `datasets` and against `tokenizers` alone.
 
-    python bench/data_shards.py [--path FILE.jsonl.zst --repeat 4]      needs `pip install datasets`
-    python bench/data_shards.py --scaling                              one core against two, 1 GB
-    python bench/data_shards.py --memory                               a file of 2 GB against one of 100 MB
+    python bench/data_shards.py [--path FILE.jsonl.zst --megabytes 300] needs `pip install datasets`
+    python bench/data_shards.py --only memory                          a file of 2 GB against one of 100 MB
 
-Both sides use the same tokenizer and two processes, and begin and end each document alike; the ids of all documents are
-compared.
-`datasets` comes twice: "lean" calls `encode_batch_fast` and keeps the ids alone; "documented" is what its documentation
-shows, a transformers tokenizer in a batched map that keeps all columns.
+Both sides use the same tokenizer and two processes, begin and end each document alike, and must make the same ids of all
+documents. `datasets` comes twice: "lean" calls `encode_batch_fast` and keeps the ids alone; "documented" is what its
+documentation shows, a transformers tokenizer in a batched map that keeps all columns.
 """
 
 from __future__ import annotations
@@ -15,113 +13,75 @@ from __future__ import annotations
 import argparse
 import hashlib
 import itertools
-import os
 import resource
 import shutil
-import sys
-import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import common
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
+from common import MEGABYTE, Cost, Table
 
 WORKERS = 2
-BATCH_TEXTS = 1000  # what `datasets` takes at once
-SCALING_MEGABYTES, LARGE_MEGABYTES, SMALL_MEGABYTES = 1000, 2000, 100
-LEAST_CPU, LEAST_SCALING, MOST_DISK, MOST_MEMORY_MB, MOST_GROWTH = 10.0, 1.8, 0.2, 400, 1.1
+BATCH_TEXTS = 1000  # the default of `datasets`
+LARGE_MEGABYTES, SMALL_MEGABYTES = 2000, 100
+LEAST_CPU, LEAST_ALONE, MOST_DISK, MOST_MEMORY_MB, MOST_GROWTH = 10.0, 1.0, 0.2, 400, 1.1
 ONE_THREAD = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
 
 
-def main() -> int:
-    """Print the table; 1 where a limit was missed."""
-    options = common.parser(__doc__)
-    options.add_argument("--memory", action="store_true")
-    options.add_argument("--scaling", action="store_true")
-    chosen = options.parse_args()
-    table = common.Table()
-    with common.workplace() as directory:
-        measurement = compare_memory if chosen.memory else compare_workers if chosen.scaling else compare_peers
-        measurement(chosen, directory, table)
-    return int(table.failed)
-
-
-def compare_peers(options: argparse.Namespace, directory: Path, table: common.Table) -> None:
+def compare_peers(options: argparse.Namespace, directory: Path, table: Table) -> None:
     """Ours against `datasets`, and against encoding alone."""
-    path = common.material(options, directory)
-    tokenizer = common.tokenizer(path, directory)
-    megabytes = path.stat().st_size / common.MEGABYTE
+    path = common.write_text(options, directory)
+    tokenizer = common.train_tokenizer(path, directory)
     sides = {
-        "ours": lambda: make("ours", path, tokenizer, directory / "ours", WORKERS),
-        "alone": lambda: common.measure(__file__, "alone", path, tokenizer),
+        "ours": lambda: make(shard, path, tokenizer, directory / "ours", WORKERS),
+        "alone": lambda: common.measure(encode_alone, path, tokenizer),
     }
-    peers = ("lean", "documented") if common.has("datasets") else ()
-    for peer in peers:
-        sides[peer] = lambda peer=peer: make(peer, path, tokenizer, directory / peer, WORKERS, **ONE_THREAD)
-    costs = common.interleave(sides, options.rounds)
+    peers = {"lean": map_lean, "documented": map_documented} if common.has("datasets") else {}
+    for peer, side in peers.items():
+        sides[peer] = partial(make, side, path, tokenizer, directory / peer, WORKERS, **ONE_THREAD)
+    costs = table.interleave(sides, options.rounds)
     cpu, wall = common.median(costs["ours"], "cpu"), common.median(costs["ours"], "wall")
-    print(f"ours: {costs['ours'][0].found}, {megabytes / cpu:.1f} MB a CPU second")
+    print(f"ours: {costs['ours'][0].result}, {path.stat().st_size / MEGABYTE / cpu:.1f} MB a CPU second")
     for peer in peers:
-        theirs = common.median(costs[peer], "cpu")
-        table.add(f"CPU seconds, datasets ({peer})", f"{cpu:.2f}", f"{theirs:.2f}", theirs / cpu, least=LEAST_CPU)
-        theirs = common.median(costs[peer], "wall")
-        table.add(f"seconds, datasets ({peer})", f"{wall:.2f}", f"{theirs:.2f}", theirs / wall)
-        sizes = [common.directory_bytes(directory / side) / common.MEGABYTE for side in ("ours", peer)]
-        limit = MOST_DISK if peer == "documented" else None
-        table.add(f"MB on disk, datasets ({peer})", f"{sizes[0]:.1f}", f"{sizes[1]:.1f}", sizes[0] / sizes[1], most=limit)
-        found = common.measure(__file__, "compare", directory / "ours", directory / peer).found
-        table.claim(f"ids of all {found['documents']} documents equal ({peer})", found["equal"])
-    for figure, limit in (("cpu", 1.0), ("wall", 1.0)):
-        mine, alone = common.median(costs["ours"], figure), common.median([only(cost) for cost in costs["alone"]], figure)
+        table.speedup(f"CPU seconds, datasets ({peer})", cpu, common.median(costs[peer], "cpu"), least=LEAST_CPU)
+        table.speedup(f"seconds, datasets ({peer})", wall, common.median(costs[peer], "wall"))
+        sizes = [directory_bytes(directory / side) / MEGABYTE for side in ("ours", peer)]
+        table.ratio(f"MB on disk, datasets ({peer})", *sizes, most=MOST_DISK if peer == "documented" else 0)
+        compared = compare_ids(directory / "ours", directory / peer)
+        table.check(f"ids of all {compared['documents']} documents equal ({peer})", compared["equal"])
+    for figure, ours in (("cpu", cpu), ("wall", wall)):
         name = f"{'CPU ' if figure == 'cpu' else ''}seconds, tokenizers without reading and writing"
-        table.add(name, f"{mine:.2f}", f"{alone:.2f}", alone / mine, least=limit)
+        table.speedup(name, ours, common.median(costs["alone"], f"encoding_{figure}"), least=LEAST_ALONE)
 
 
-def compare_workers(options: argparse.Namespace, directory: Path, table: common.Table) -> None:
-    """The same file by one worker on one core and by two on two; start-up, 0.6 s, counts."""
-    path = common.material(options, directory, None if options.path else SCALING_MEGABYTES)
-    tokenizer = common.tokenizer(path, directory)
-    sides = {
-        count: lambda count=count: make("ours", path, tokenizer, directory / "ours", count, **ONE_THREAD)
-        for count in ("1", "2")
-    }
-    costs = common.interleave(sides, options.rounds)
-    for figure, limit in (("wall", LEAST_SCALING), ("cpu", None)):
-        two, one = (common.median(costs[count], figure) for count in ("2", "1"))
-        name = "seconds" if figure == "wall" else "CPU seconds"
-        table.add(f"{name}, two cores against one", f"{two:.2f}", f"{one:.2f}", one / two, least=limit)
-
-
-def compare_memory(options: argparse.Namespace, directory: Path, table: common.Table) -> None:
+def compare_memory(options: argparse.Namespace, directory: Path, table: Table) -> None:
     """Peaks of the main process and of the largest worker, for a large file and a small one."""
-    found: dict[int, common.Cost] = {}
+    peaks: dict[int, Cost] = {}
     for megabytes in (SMALL_MEGABYTES, LARGE_MEGABYTES):
-        path = common.material(options, directory, megabytes)
-        tokenizer = common.tokenizer(path, directory)
-        found[megabytes] = make("ours", path, tokenizer, directory / "ours", WORKERS)
+        path = common.write_text(options, directory, megabytes)
+        tokenizer = common.train_tokenizer(path, directory)
+        peaks[megabytes] = make(shard, path, tokenizer, directory / "ours", WORKERS)
         path.unlink()
-    for who in ("main", "worker"):
-        large, small = (found[megabytes].found[f"{who}_mb"] for megabytes in (LARGE_MEGABYTES, SMALL_MEGABYTES))
-        table.add(f"peak MB, {who}, 2 GB against 100 MB", f"{large:.0f}", f"{small:.0f}", large / small, most=MOST_GROWTH)
-        table.claim(f"peak of {who} below {MOST_MEMORY_MB} MB", large < MOST_MEMORY_MB)
+    for process in ("main", "worker"):
+        large, small = (peaks[megabytes].result[f"{process}_mb"] for megabytes in (LARGE_MEGABYTES, SMALL_MEGABYTES))
+        table.ratio(f"peak MB of the {process} process, 2 GB, 100 MB", large, small, most=MOST_GROWTH)
+        table.value(f"peak MB of the {process} process", large, most=MOST_MEMORY_MB)
 
 
-def make(side: str, path: Path, tokenizer: Path, output: Path, workers: int | str, **environment: str) -> common.Cost:
-    """Run a side that writes a directory, which did not exist before."""
+def make(side: Any, path: Path, tokenizer: Path, output: Path, workers: int | str, **environment: str) -> Cost:
+    """Run a side that writes a directory, which does not exist before."""
     shutil.rmtree(output, ignore_errors=True)
-    return common.measure(__file__, side, path, tokenizer, output, workers, **environment)
+    return common.measure(side, path, tokenizer, output, workers, **environment)
 
 
-def only(cost: common.Cost) -> common.Cost:
-    """The cost of a side that measured the part that counts itself."""
-    return common.Cost(cost.found["wall"], cost.found["cpu"], cost.memory, cost.found)
+def directory_bytes(directory: Path) -> int:
+    """Size of all files below."""
+    return sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
 
 
-def side_ours(path: str, tokenizer: str, output: str, workers: str) -> dict[str, Any]:
+def shard(path: str, tokenizer: str, output: str, workers: str) -> dict[str, Any]:
     """What the stage does, with the default settings: duplicates dropped, 2 % held out, digests of all files."""
     from ttrain.config import Reading, Shards
     from ttrain.data import sharding
@@ -130,8 +90,6 @@ def side_ours(path: str, tokenizer: str, output: str, workers: str) -> dict[str,
     from ttrain.stages.shards import recipe_of
 
     reading = Reading()
-    if workers == "1" and hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     with Processes(int(workers)) as pool:
         if pool.workers > 1:
             pool.begin()
@@ -148,44 +106,42 @@ def side_ours(path: str, tokenizer: str, output: str, workers: str) -> dict[str,
     return {
         "tokens": tokens,
         "encoder": built.encoder,
-        **{f"{who}_mb": resource.getrusage(whose).ru_maxrss * 1024 / common.MEGABYTE for who, whose in peaks.items()},
+        **{f"{name}_mb": resource.getrusage(process).ru_maxrss * 1024 / MEGABYTE for name, process in peaks.items()},
     }
 
 
-def side_alone(path: str, tokenizer: str) -> dict[str, Any]:
+def encode_alone(path: str, tokenizer: str) -> dict[str, Any]:
     """`encode_batch_fast` on texts in memory, with all threads."""
     from tokenizers import Tokenizer
 
-    opened, texts = Tokenizer.from_file(f"{tokenizer}/tokenizer.json"), common.texts_of(path)
-    wall, cpu = time.perf_counter(), time.process_time()
-    tokens = 0
-    for start in range(0, len(texts), BATCH_TEXTS):
-        found = opened.encode_batch_fast(texts[start : start + BATCH_TEXTS], add_special_tokens=False)
-        tokens += sum(map(len, found))
-    return {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu, "tokens": tokens}
+    opened, texts = Tokenizer.from_file(f"{tokenizer}/tokenizer.json"), common.read_texts(path)
+
+    def encode() -> None:
+        for start in range(0, len(texts), BATCH_TEXTS):
+            opened.encode_batch_fast(texts[start : start + BATCH_TEXTS], add_special_tokens=False)
+
+    cost = common.timed(encode)
+    return {"encoding_wall": cost.wall, "encoding_cpu": cost.cpu}
 
 
-def side_lean(path: str, tokenizer: str, output: str, workers: str) -> None:
+def map_lean(path: str, tokenizer: str, output: str, workers: str) -> None:
     """`datasets` at its best: the fastest call of `tokenizers`, and nothing but the ids is kept."""
-    import datasets
     from tokenizers import Tokenizer
 
+    from ttrain.data.encoder import Encoder
+
     opened = Tokenizer.from_file(f"{tokenizer}/tokenizer.json")
-    bos, eos = ends(tokenizer)
+    ends = Encoder(Path(tokenizer), fast=False)
 
     def encode(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
-        found = opened.encode_batch_fast(batch["text"], add_special_tokens=False)
-        return {"input_ids": [[bos, *encoding.ids, eos] for encoding in found]}
+        encodings = opened.encode_batch_fast(batch["text"], add_special_tokens=False)
+        return {"input_ids": [[ends.bos_id, *encoding.ids, ends.eos_id] for encoding in encodings]}
 
-    datasets.disable_progress_bars()
-    rows = datasets.load_dataset("json", data_files=path, split="train", cache_dir=f"{output}-cache")
-    rows.map(encode, batched=True, num_proc=int(workers), remove_columns=["text"]).save_to_disk(output)
-    shutil.rmtree(f"{output}-cache")
+    map_dataset(path, output, encode, num_proc=int(workers), remove_columns=["text"])
 
 
-def side_documented(path: str, tokenizer: str, output: str, workers: str) -> None:
+def map_documented(path: str, tokenizer: str, output: str, workers: str) -> None:
     """`datasets` as its documentation shows it: a transformers tokenizer, all columns kept."""
-    import datasets
     from transformers import PreTrainedTokenizerFast
 
     opened = PreTrainedTokenizerFast.from_pretrained(tokenizer)
@@ -193,56 +149,39 @@ def side_documented(path: str, tokenizer: str, output: str, workers: str) -> Non
     def encode(batch: dict[str, list[str]]) -> Any:
         return opened([text + opened.eos_token for text in batch["text"]])
 
+    map_dataset(path, output, encode, num_proc=int(workers))
+
+
+def map_dataset(path: str, output: str, encode: Any, **arguments: Any) -> None:
+    """Read JSON lines, encode them in batches and save the result, all by `datasets`."""
+    import datasets
+
     datasets.disable_progress_bars()
     rows = datasets.load_dataset("json", data_files=path, split="train", cache_dir=f"{output}-cache")
-    rows.map(encode, batched=True, num_proc=int(workers)).save_to_disk(output)
+    rows.map(encode, batched=True, **arguments).save_to_disk(output)
     shutil.rmtree(f"{output}-cache")
 
 
-def ends(tokenizer: str) -> tuple[int, int]:
-    """Ids that begin and end a document."""
-    from ttrain.data.encoder import Encoder
-
-    opened = Encoder(Path(tokenizer), fast=False)
-    return opened.bos_id, opened.eos_id
-
-
-def side_compare(ours: str, theirs: str) -> dict[str, Any]:
+def compare_ids(ours: Path, theirs: Path) -> dict[str, Any]:
     """Whether both sides made the same ids of the same documents, in whatever order."""
-    found = sorted(map(digest, our_rows(Path(ours))))
-    return {"documents": len(found), "equal": found == sorted(map(digest, their_rows(theirs)))}
-
-
-def digest(ids: npt.NDArray[Any]) -> bytes:
-    return hashlib.blake2b(ids.astype("<u4").tobytes(), digest_size=16).digest()
-
-
-def our_rows(directory: Path) -> Iterator[npt.NDArray[np.uint16]]:
-    from ttrain.data.shards import ShardSet
-
-    for part in ("train", "heldout"):
-        for column in ShardSet(directory / part).columns():
-            for start, end in itertools.pairwise(column.offsets):
-                yield column.tokens[start:end]
-
-
-def their_rows(directory: str) -> Iterator[npt.NDArray[np.int32]]:
     import datasets
 
-    for chunk in datasets.load_from_disk(directory).data.column("input_ids").chunks:
-        values, offsets = chunk.values.to_numpy(), chunk.offsets.to_numpy()
-        for start, end in itertools.pairwise(offsets):
-            yield values[start:end]
+    from ttrain.data.shards import ShardSet
+
+    columns = [column for part in ("train", "heldout") for column in ShardSet(ours / part).columns()]
+    digests = sorted(digest for column in columns for digest in digests_of(column.tokens, column.offsets))
+    chunks = datasets.load_from_disk(str(theirs)).data.column("input_ids").chunks
+    their_digests = (digests_of(chunk.values.to_numpy(), chunk.offsets.to_numpy()) for chunk in chunks)
+    return {"documents": len(digests), "equal": digests == sorted(itertools.chain.from_iterable(their_digests))}
 
 
-SIDES = {
-    "ours": side_ours,
-    "alone": side_alone,
-    "lean": side_lean,
-    "documented": side_documented,
-    "compare": side_compare,
-}
+def digests_of(tokens: Any, offsets: Any) -> Iterator[bytes]:
+    """A digest of the ids of each document."""
+    for start, end in itertools.pairwise(offsets):
+        yield hashlib.blake2b(tokens[start:end].astype("<u4").tobytes(), digest_size=16).digest()
+
+
+PARTS = {"peers": compare_peers, "memory": compare_memory}
 
 if __name__ == "__main__":
-    if not common.requested_side(SIDES):
-        sys.exit(main())
+    common.main(str(__doc__), PARTS, default="peers", options=common.text_options)

@@ -1,192 +1,189 @@
-"""Tokens a second and peak memory of a pretraining stage, against a bare loop, `transformers.Trainer` and `litgpt`.
+"""Tokens a second and memory of a pretraining stage against other trainers, and how long a checkpoint stops the training.
 
-    python bench/train_speed.py [--size S] [--path FILE.jsonl]          about 22 minutes on two cores: S 17, T 5
-    python bench/train_speed.py --size tiny --rounds 1                  a quick try, 3 minutes
+    python bench/train_speed.py [--size S] [--path FILE.jsonl]     about 25 minutes on two cores: S 19, T 5, checkpoint 1
+    python bench/train_speed.py --only speed --size tiny --rounds 1 --sides plain,bare
+    python bench/train_speed.py --only checkpoint --layers 2 --rounds 2
 
-S and T are models of hidden size 512 and 256, see SIZES in train_common.py. `transformers.Trainer` needs `pip install
-accelerate`, and `litgpt` an environment of its own, for it wants older libraries: `--litgpt-python` names its interpreter. A
-side that cannot be had is left out, and the run says so.
+speed: S and T are models of hidden size 512 and 256, see SIZES in train_common.py. All sides have AdamW, bf16 autocast over
+fp32 weights, the same rows and the same tokens a step. `plain` is `ttrain stage run pretrain` as it is: tracking, curves,
+log, progress, checkpoints (on T every 20 steps, five times as often as by default), documents kept apart by a mask; `ranks`
+is one rank a core, `compiled` has runtime.compile. `bare` is a loop with the allocator setting and the same mask,
+`transformers` is transformers.Trainer (needs `pip install accelerate`) as its users run it, `peak` the fastest bf16 matmul.
+On T, plain and bare alone are compared.
 
-All sides have AdamW, bf16 autocast over fp32 weights, the same rows and the same tokens a step. Ours is `ttrain stage run
-pretrain` as it is: tracking, curves, log, progress, checkpoints (on T every 20 steps, five times as often as by default;
-on S none falls into the few steps that are measured) and documents kept apart by a mask. The bare loop has the allocator
-setting and the same mask, or, for comparison, none. The peers run as their users run them: no mask, no allocator setting.
-Which way of running ours is fastest on S (compiled, a rank a core, both, neither) is tried in the first round; the later
-rounds repeat that one, the plain one and the one with ranks.
+checkpoint: the step that saves, against `torch.save` of the same state and fsync on the training thread; and the steps
+while the writer writes, against those without.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import argparse
+import os
 import shutil
-import subprocess
-import sys
+import statistics
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import common
 import train_common
-from train_common import CORES, PEERS, SIZES, Size
+import train_peers
+from common import Cost, Costs, Table
+from train_common import CORES, SIZES, Size
 
-LEAST_BARE, LEAST_TRANSFORMERS, LEAST_LITGPT, LEAST_RANKS, LEAST_FLOPS, MOST_MEMORY = 0.98, 1.15, 1.05, 1.1, 0.55, 0.65
-PLAIN, RANKS, COMPILED, BOTH = "plain", f"{CORES} ranks", "compiled", f"compiled, {CORES} ranks"
-Costs = dict[str, list[common.Cost]]
+LEAST_BARE, LEAST_TRANSFORMERS, LEAST_RANKS, LEAST_FLOPS, MOST_MEMORY = 0.98, 1.15, 1.1, 0.55, 0.65
+MOST_STALL, MOST_SLOWDOWN = 0.15, 1.2
+SIDES = ("plain", "ranks", "compiled", "bare", "transformers", "peak")
+T_SIDES = ("plain", "bare")
+STEPS_ALONE = 4
 
 
-def main() -> int:
-    """Print the table; 1 where a limit was missed."""
-    parser = train_common.parser(__doc__)
+def options(parser: argparse.ArgumentParser) -> None:
+    """The options of this command."""
+    train_common.options(parser)
     parser.add_argument("--size", choices=sorted(SIZES), help="only this one; default: S and T")
-    parser.add_argument("--litgpt-python", default=sys.executable, help="interpreter with litgpt; default: this one")
-    parser.add_argument(
-        "--sides", help="only these, with commas: variants of ours, bare, causal, transformers, litgpt, peak"
-    )
-    options = parser.parse_args()
-    table, costs = common.Table(), Costs()
-    with common.workplace() as directory:
-        material = common.material(options, directory)
-        settings = [f"data.pretrain={material}", f"tokenizer.vocab_size={train_common.VOCAB_SIZE}"]
-        tokenizer, shards = (
-            train_common.stage(name, directory, settings, keep=True).found["artifact"]
-            for name in ("tokenizer", "shards-pretrain")
-        )
-        for name in [options.size] if options.size else ["S", "T"]:
-            size = SIZES[name]
-            if options.steps:
-                size = dataclasses.replace(size, measured_steps=options.steps)
-            found = measured(name, size, options, directory, settings, shards, tokenizer)
-            report(name, size, found, table)
-            costs |= {f"{name} {side}": rounds for side, rounds in found.items()}
-    train_common.write_json(options.json, table, costs)
-    return int(table.failed)
+    parser.add_argument("--sides", help=f"only these, with commas: {', '.join(SIDES)}")
+    parser.add_argument("--layers", type=int, default=7, help="of the model whose checkpoint is saved; 7 make 310 MB")
 
 
-def measured(
-    name: str, size: Size, options: Any, directory: Path, settings: Sequence[str], shards: str, tokenizer: str
+def compare_speed(options: argparse.Namespace, directory: Path, table: Table) -> None:
+    """All sides on the same rows, for each size."""
+    text = common.write_text(options, directory)
+    settings = [f"data.pretrain={text}", f"tokenizer.vocab_size={common.VOCAB_SIZE}"]
+    inputs = train_common.artifacts(directory, settings, "tokenizer", "shards-pretrain")
+    for name in [options.size] if options.size else ["S", "T"]:
+        size = train_common.resized(SIZES[name], options.steps)
+        add_lines(name, size, run_sides(name, size, options, directory, settings, inputs, table), table)
+
+
+def run_sides(
+    name: str,
+    size: Size,
+    options: argparse.Namespace,
+    directory: Path,
+    settings: Sequence[str],
+    inputs: Sequence[str],
+    table: Table,
 ) -> Costs:
-    """All sides, interleaved; ours come first in a round, since they leave the model's config.json for the others."""
-    steps = size.warmup_steps + size.measured_steps
-    settings = [*settings, *train_common.training("pretrain", size, steps)]
+    """All sides of a size, interleaved."""
+    settings = [*settings, *train_common.training("pretrain", size, size.steps)]
+    tokenizer, shards = inputs
     rows = train_common.export("pretrain", directory, settings, shards, tokenizer)
-    everything = (rows, directory / "config", size.rows_per_step, steps)
-    environment = {"TORCHINDUCTOR_CACHE_DIR": str(directory / f"inductor-{name}")}
+    work = (rows, directory / "config", size.rows_per_step, size.steps)
+    ranks = [f"runtime.devices={CORES}", f"runtime.rows_per_device={max(1, size.rows_per_step // CORES)}"]
 
-    def bare(attention: str) -> common.Cost:
-        return train_common.side(PEERS, "bare", *everything, attention, **train_common.allocator())
+    def ours(*changes: str) -> Cost:
+        compiler_cache = str(directory / f"inductor-{name}")
+        return train_common.stage("pretrain", directory, [*settings, *changes], TORCHINDUCTOR_CACHE_DIR=compiler_cache)
 
-    def peer(side: str, *arguments: object, python: str = sys.executable, **environment: str) -> common.Cost:
-        output = directory / side
-        shutil.rmtree(output, ignore_errors=True)
-        output.mkdir()
-        return train_common.side(PEERS, side, *everything, output, *arguments, python=python, **environment)
+    def transformers() -> Cost:
+        shutil.rmtree(directory / "transformers", ignore_errors=True)
+        arguments = (*work, directory / "transformers", 1e-3, "constant_with_warmup")
+        return common.measure(train_peers.train_with_transformers, *arguments)
 
-    sides: dict[str, Callable[[], common.Cost]] = {
-        variant: lambda more=more: train_common.stage("pretrain", directory, [*settings, *more], **environment)  # type: ignore[misc]
-        for variant, more in variants(size, name != "T").items()
+    sides: dict[str, Callable[[], Cost]] = {
+        "plain": ours,
+        "ranks": lambda: ours(*ranks),
+        "compiled": lambda: ours("runtime.compile=true"),
+        "bare": lambda: common.measure(train_peers.train_bare, *work, **train_common.allocator()),
+        "transformers": transformers,
+        "peak": lambda: common.measure(train_peers.matmul_peak),
     }
-    sides["bare"] = lambda: bare("documents")
-    sides["causal"] = lambda: bare("causal")
-    if name != "T":
-        if common.has("accelerate"):
-            sides["transformers"] = lambda: peer("transformers", 1e-3, "constant_with_warmup")
-        if has_litgpt(options.litgpt_python):
-            sides["litgpt"] = lambda: peer("litgpt", python=options.litgpt_python, TORCH_COMPILE_DISABLE="1")
-        sides["peak"] = lambda: train_common.side(PEERS, "peak")
-    chosen = options.sides.split(",") if options.sides else list(sides)
-    costs: Costs = {}
-    for done in range(options.rounds):
-        for side in [side for side in sides if side in chosen]:
-            if done and side not in repeated(costs, size):
-                continue
-            try:
-                costs.setdefault(side, []).append(sides[side]())
-            except RuntimeError as error:
-                print(f"SKIPPED: {name}, {side}: {error}", flush=True)
-                del costs[side]
-                chosen.remove(side)
-    return costs
+    # The plain stage comes first: it leaves the config.json of the model for the peers.
+    chosen = {"plain", *(options.sides.split(",") if options.sides else T_SIDES if name == "T" else SIDES)}
+    if "transformers" in chosen and not common.has("accelerate"):
+        chosen.remove("transformers")
+    return table.interleave({side: sides[side] for side in SIDES if side in chosen}, options.rounds, group=f"{name} ")
 
 
-def variants(size: Size, all_of_them: bool) -> dict[str, list[str]]:
-    """Ways to run the stage, by settings that change no key; ranks share the rows of a step."""
-    found: dict[str, list[str]] = {PLAIN: []}
-    if all_of_them:
-        ranks = [f"runtime.devices={CORES}", f"runtime.rows_per_device={max(1, size.rows_per_step // CORES)}"]
-        found |= {RANKS: ranks, COMPILED: ["runtime.compile=true"], BOTH: [*ranks, "runtime.compile=true"]}
-    return found
-
-
-def repeated(costs: Costs, size: Size) -> set[str]:
-    """What is worth another round: of ours the plain one, the ranks and the best; of the others all with a limit."""
-    ours = [side for side in (PLAIN, RANKS, COMPILED, BOTH) if side in costs]
-    best = {best_of(costs, size)} if ours else set()
-    return {*costs} - {*ours, "causal"} | best | ({PLAIN, RANKS} & {*ours})
-
-
-def best_of(costs: Costs, size: Size) -> str:
-    """Our fastest way."""
-    return max(
-        [side for side in (PLAIN, RANKS, COMPILED, BOTH) if side in costs],
-        key=lambda side: train_common.median(costs[side], size),
-    )
-
-
-def report(name: str, size: Size, costs: Costs, table: common.Table) -> None:
+def add_lines(name: str, size: Size, costs: Costs, table: Table) -> None:
     """The lines of one size."""
-    for side in [side for side in costs if side != "peak"]:
-        first = costs[side][0].found
-        print(f"  {name}, {side}: {train_common.spread(costs[side], size)}, {common.median(costs[side], 'memory'):,.0f} MB; "
-              f"first noted the time after {first['stamps'][0][1] - first['started']:.1f} s")  # fmt: skip
-    best = best_of(costs, size)
-
-    def line(ours: str, theirs: str, what: str, least: float | None) -> None:
-        if ours in costs and theirs in costs:
-            own, other = (train_common.median(costs[side], size) for side in (ours, theirs))
-            table.add(f"{name}: {what}", f"{own:,.0f}", f"{other:,.0f}", own / other, least=least)
-
-    line(PLAIN, "bare", "tokens/s, stage against bare loop", LEAST_BARE)
-    line(PLAIN, "causal", "tokens/s, the loop without a mask, one round", None)
-    line(best, "transformers", f"tokens/s, {best}, transformers.Trainer", LEAST_TRANSFORMERS)
-    if best != PLAIN:
-        line(PLAIN, "transformers", "tokens/s, plain, transformers.Trainer", None)
-    line(best, "litgpt", f"tokens/s, {best}, litgpt eager", LEAST_LITGPT)
-    if best != PLAIN:
-        line(PLAIN, "litgpt", "tokens/s, plain, litgpt eager", None)
-    line(RANKS, PLAIN, f"tokens/s, {CORES} ranks against {CORES} threads", LEAST_RANKS)
-    line(COMPILED, PLAIN, "tokens/s, compiled against not", None)
-    if "transformers" in costs:
-        for side in dict.fromkeys([PLAIN, best]):
-            own, other = (common.median(costs[each], "memory") for each in (side, "transformers"))
-            limit = MOST_MEMORY if side == PLAIN else None
-            table.add(
-                f"{name}: peak MB, {side}, transformers.Trainer", f"{own:,.0f}", f"{other:,.0f}", own / other, most=limit
-            )
+    rates = {side: train_common.median_rate(rounds, size) for side, rounds in costs.items() if side != "peak"}
+    memory = {side: common.median(rounds, "memory") for side, rounds in costs.items()}
+    for side, rate in rates.items():
+        values = sorted(train_common.rate(cost, size) for cost in costs[side])
+        print(f"  {name}, {side}: {rate:,.0f} tokens/s ({values[0]:,.0f} to {values[-1]:,.0f} in {len(values)} rounds), "
+              f"largest process {memory[side]:,.0f} MB")  # fmt: skip
+    for side, base, least in (
+        ("plain", "bare", LEAST_BARE), ("plain", "transformers", LEAST_TRANSFORMERS), ("ranks", "plain", LEAST_RANKS),
+        ("compiled", "plain", 0),
+    ):  # fmt: skip
+        if side in rates and base in rates:
+            table.ratio(f"{name}: tokens/s, {side}, {base}", rates[side], rates[base], least=least)
+    if "transformers" in memory:
+        label = f"{name}: MB of the process, plain, transformers"
+        table.ratio(label, memory["plain"], memory["transformers"], most=MOST_MEMORY)
     if "peak" in costs:
-        peak = common.median(costs["peak"], "flops")
-        print(f"  {size.flops_formula}; peak with matrices of {costs['peak'][0].found['size']}")
-        for side in dict.fromkeys([best, PLAIN, "bare", "transformers", "litgpt"]):
-            if side in costs:
-                reached = train_common.median(costs[side], size) * size.flops_per_token
-                least = LEAST_FLOPS if side == best else None
-                table.add(
-                    f"{name}: GFLOP/s, {side}, of bf16 matmul",
-                    f"{reached / 1e9:.0f}",
-                    f"{peak / 1e9:.0f}",
-                    reached / peak,
-                    least=least,
-                )
+        peak = common.median(costs["peak"], "flops") / 1e9
+        for side in [side for side in ("plain", "bare", "transformers") if side in rates]:
+            least = LEAST_FLOPS if side == "plain" else 0
+            flops = rates[side] * size.flops_per_token / 1e9
+            table.ratio(f"{name}: GFLOP/s, {side}, bf16 matmul", flops, peak, least=least)
 
 
-def has_litgpt(python: str) -> bool:
-    """Whether the interpreter has litgpt."""
-    command = [python, "-c", "import importlib.util, sys; sys.exit(not importlib.util.find_spec('litgpt'))"]
-    if subprocess.run(command, check=False).returncode == 0:
-        return True
-    print("SKIPPED: the comparison with litgpt: pip install litgpt in an environment of its own, and name its interpreter "
-          "by --litgpt-python", flush=True)  # fmt: skip
-    return False
+def compare_checkpoint(options: argparse.Namespace, directory: Path, table: Table) -> None:
+    """Both ways to save, and the steps beside the writer; the first round is not counted: ours allocates in it."""
+    import torch
+
+    from ttrain.train.checkpoint import Checkpoints, SnapshotBuffers
+
+    model = train_common.random_model(512, options.layers, 512)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    ids = torch.randint(0, common.VOCAB_SIZE, (1, 256))
+
+    def step() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    checkpoints, buffers = Checkpoints(directory / "ours", files=dict, keep=1), SnapshotBuffers()
+
+    def save(number: int) -> None:
+        states = {f"{key}|{names[p]}": value for p, entries in optimizer.state.items() for key, value in entries.items()}
+        checkpoints.save(buffers.take(number, dict(model.named_parameters()), states, {}))
+
+    def save_with_torch() -> None:
+        with (directory / "theirs.pt").open("wb") as file:
+            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+            file.flush()
+            os.fsync(file.fileno())
+
+    step()
+    rounds: list[dict[str, float]] = []
+    for number in range(options.rounds + 1):
+        seconds = {"alone": common.timed(lambda: [step() for _ in range(STEPS_ALONE)]).wall / STEPS_ALONE}
+        seconds["theirs"] = common.timed(save_with_torch).wall
+        step()
+        began = time.perf_counter()
+        seconds["ours"] = common.timed(lambda number=number: save(number + 1)).wall
+        seconds["beside"], seconds["durable"] = step_beside_writer(checkpoints, step, began)
+        rounds.append(seconds)
+    checkpoints.close()
+    milliseconds = {name: 1000 * statistics.median(one[name] for one in rounds[1:]) for name in rounds[0]}
+    print(f"  {(directory / 'theirs.pt').stat().st_size / common.MEGABYTE:.0f} MB by torch.save; ours is durable after "
+          f"{milliseconds['durable']:,.0f} ms")  # fmt: skip
+    for label, ours, theirs, most in (
+        ("checkpoint: ms without training, torch.save and fsync", "ours", "theirs", MOST_STALL),
+        ("checkpoint: ms of a step, while writing, without", "beside", "alone", MOST_SLOWDOWN),
+    ):
+        value = statistics.median(one[ours] / one[theirs] for one in rounds[1:])
+        table.ratio(label, milliseconds[ours], milliseconds[theirs], value=value, most=most)
+
+
+def step_beside_writer(checkpoints: Any, step: Callable[[], None], began: float) -> tuple[float, float]:
+    """Seconds of a step that begins while the writer writes, and seconds until the checkpoint was durable."""
+    writing, steps = checkpoints.pending[-1], []
+    ended: list[float] = []
+    writing.add_done_callback(lambda _: ended.append(time.perf_counter()))
+    while not writing.done() or not steps:
+        steps.append(common.timed(step).wall)
+    checkpoints.wait()
+    return statistics.mean(steps), ended[0] - began
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    common.main(str(__doc__), {"speed": compare_speed, "checkpoint": compare_checkpoint}, rounds=5, options=options)

@@ -1,1 +1,0 @@
-"""A Kedro project of six nodes."""

@@ -1,1 +1,0 @@
-"""Kedro asks for this module; all its defaults hold."""
