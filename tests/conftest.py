@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import sys
@@ -13,6 +14,12 @@ import pytest
 
 # Whose fixtures several folders use.
 pytest_plugins = ("support.planned_homes", "support.stage_homes", "support.hub", "support.mlflow_server")
+
+# Two workers on two cores, each in one thread: threads that wait for a core that another one has take three times as long.
+os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+# Modules are compiled once, not in each of some hundred processes.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # A shell without job control starts what it puts into the background with SIGINT ignored, and so would be what tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -32,35 +39,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if first[item.path] is item]
 
 
-@pytest.fixture(autouse=True)
-def heeded_hangup() -> None:
-    """Under nohup SIGHUP is ignored, and so it is after a command that was stopped in this process; children inherit it."""
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+@pytest.hookimpl(tryfirst=True)  # before fixtures of any scope
+def pytest_runtest_setup() -> None:
+    """Undo what tests leave in the process: torch's threads, whose sums have other last bits, and an ignored hang-up."""
+    torch: Any = sys.modules.get("torch")
+    if torch and torch.get_num_threads() != 1:
+        torch.set_num_threads(1)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup, or after a command that was stopped here
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Torch computes in one thread, so that tests neither wait for each other's threads nor depend on the cores."""
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def threads_of_the_process() -> Iterator[None]:
-    """What a file leaves of torch's threads moves no file after it: sums in two threads have other last bits."""
-    torch: Any = sys.modules.get("torch")
-    threads = torch.get_num_threads() if torch else 0
-    yield
-    if torch:
-        torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def no_telemetry() -> Iterator[None]:
     """Before anything imports MLflow: it would write an installation id into the user's ~/.config."""
     from ttrain import tracking
@@ -71,7 +60,7 @@ def no_telemetry() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def migrated_database(tmp_path_factory: pytest.TempPathFactory, no_telemetry: None) -> Path:
     """MLflow's, of a home without runs: migrating takes 1 s."""
     from ttrain import tracking

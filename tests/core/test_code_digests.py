@@ -109,14 +109,15 @@ def test_what_shapes_a_result_is_named_by_packages(copy: Path) -> None:
     for path in [*others, *(path for name in unread for path in files_of(copy, f"ttrain.{name}"))]:
         append(path, "\nUNUSED = 1\n")
     assert len(others) > 100 and code_of(copy) == before
-    for package in SHAPING:
-        name = next(name for modules in before.values() for name in sorted(modules) if name.startswith(f"ttrain.{package}."))
+    names = {
+        next(name for modules in before.values() for name in sorted(modules) if name.startswith(f"ttrain.{package}."))
+        for package in SHAPING
+    }
+    for name in names:
         append(module_path(copy, name), "\nUNUSED = 1\n")
-        after = code_of(copy)
-        assert {stage for stage in before if before[stage] != after[stage]} == {
-            stage for stage in before if name in before[stage]
-        }
-        before = after
+    after = code_of(copy)
+    for stage, modules in before.items():
+        assert {name for name in modules if modules[name] != after[stage][name]} == names & modules.keys()
 
 
 def files_of(package: Path, name: str) -> list[Path]:
