@@ -6,17 +6,21 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from ttrain import tracking
 
 # Whose fixtures several folders use.
 pytest_plugins = ("support.planned_homes", "support.stage_homes", "support.hub", "support.mlflow_server")
 
 # Two workers on two cores, each in one thread: threads that wait for a core that another one has take three times as long.
 os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+# Before anything imports MLflow: it would write an installation id into the user's ~/.config. No server of the user's.
+os.environ |= tracking.ENVIRONMENT
+os.environ.pop("MLFLOW_TRACKING_URI", None)
 # Modules are compiled once, not in each of some hundred processes.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
@@ -50,21 +54,8 @@ def pytest_runtest_setup() -> None:
 
 
 @pytest.fixture(scope="session")
-def no_telemetry() -> Iterator[None]:
-    """Before anything imports MLflow: it would write an installation id into the user's ~/.config."""
-    from ttrain import tracking
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in tracking.ENVIRONMENT.items():
-            patch.setenv(name, value)
-        yield
-
-
-@pytest.fixture(scope="session")
-def migrated_database(tmp_path_factory: pytest.TempPathFactory, no_telemetry: None) -> Path:
+def migrated_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """MLflow's, of a home without runs: migrating takes 1 s."""
-    from ttrain import tracking
-
     home = tmp_path_factory.mktemp("migrated")
     tracking.prepare(home)
     return tracking.database_of(home)
@@ -73,8 +64,6 @@ def migrated_database(tmp_path_factory: pytest.TempPathFactory, no_telemetry: No
 @pytest.fixture
 def tracked_home(tmp_path: Path, migrated_database: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A home with a database of MLflow, as a copied one: copying and claiming it takes 10 ms."""
-    from ttrain import tracking
-
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     home = tmp_path / "home"
     tracking.database_of(home).parent.mkdir(parents=True)
