@@ -2,21 +2,47 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
+import sys
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
+from support.paths import ROOT, TESTS
 from support.pipeline_home import Cli, write_corpus
 
 
+def digest_of_the_code() -> str:
+    """Of all files of the package, of the libraries' versions, and of the settings and the corpus of the run."""
+    files = [path for name in ("ttrain", "flows", "tasks", "configs") for path in (ROOT / name).rglob("*")]
+    files = [path for path in files if path.is_file() and path.suffix != ".pyc"]
+    digest = hashlib.sha256(sys.version.encode())
+    for path in (*sorted(files), TESTS / "support" / "pipeline_home.py", Path(__file__)):
+        digest.update(f"{path} {hashlib.sha256(path.read_bytes()).hexdigest()}".encode())
+    digest.update(repr(sorted((one.name, one.version) for one in metadata.distributions())).encode())
+    return digest.hexdigest()[:16]
+
+
 @pytest.fixture(scope="session")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Cli:
-    """A home in which the whole pipeline ran once, through Prefect and MLflow. Tests do not change its artifacts."""
-    root = tmp_path_factory.mktemp("finished")
-    write_corpus(root / "data")
-    cli = Cli(root / "home", root / "data")
-    cli.first_output = cli("pipeline", "run", "full")
+def finished(request: pytest.FixtureRequest) -> Cli:
+    """A home in which the whole pipeline ran once, through Prefect and MLflow. Tests do not change its artifacts.
+
+    It is made once for all workers, and again when code, libraries or settings changed; `--cache-clear` removes it.
+    """
+    homes = request.config.cache.mkdir("finished-homes")  # type: ignore[union-attr]
+    root = homes / digest_of_the_code()
+    cli, said = Cli(root / "home", root / "data"), root / "said.txt"
+    with FileLock(homes / "lock"):
+        if not said.exists():
+            for old in homes.iterdir():
+                if old.is_dir():
+                    shutil.rmtree(old)
+            write_corpus(root / "data")
+            said.write_text(cli("pipeline", "run", "full"), encoding="utf-8")
+    cli.first_output = said.read_text(encoding="utf-8")
     return cli
 
 
