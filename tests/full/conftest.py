@@ -20,28 +20,31 @@ def digest_of_the_code() -> str:
     files = [path for name in ("ttrain", "flows", "tasks", "configs") for path in (ROOT / name).rglob("*")]
     files = [path for path in files if path.is_file() and path.suffix != ".pyc"]
     digest = hashlib.sha256(sys.version.encode())
-    for path in (*sorted(files), TESTS / "support" / "pipeline_home.py", Path(__file__)):
+    for path in (*sorted(files), TESTS / "support" / "pipeline_home.py"):
         digest.update(f"{path} {hashlib.sha256(path.read_bytes()).hexdigest()}".encode())
     digest.update(repr(sorted((one.name, one.version) for one in metadata.distributions())).encode())
     return digest.hexdigest()[:16]
 
 
 @pytest.fixture(scope="session")
-def finished(request: pytest.FixtureRequest) -> Cli:
+def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Cli:
     """A home in which the whole pipeline ran once, through Prefect and MLflow. Tests do not change its artifacts.
 
-    It is made once for all workers, and again when code, libraries or settings changed; `--cache-clear` removes it.
+    It is a copy of the one that all workers and sessions share. That is made again when code, libraries or settings changed;
+    `--cache-clear` removes it.
     """
     homes = request.config.cache.mkdir("finished-homes")  # type: ignore[union-attr]
-    root = homes / digest_of_the_code()
-    cli, said = Cli(root / "home", root / "data"), root / "said.txt"
+    made = homes / digest_of_the_code()
+    said = made / "said.txt"
     with FileLock(homes / "lock"):
         if not said.exists():
             for old in homes.iterdir():
                 if old.is_dir():
                     shutil.rmtree(old)
-            write_corpus(root / "data")
-            said.write_text(cli("pipeline", "run", "full"), encoding="utf-8")
+            write_corpus(made / "data")
+            said.write_text(Cli(made / "home", made / "data")("pipeline", "run", "full"), encoding="utf-8")
+        home = shutil.copytree(made / "home", tmp_path_factory.mktemp("finished") / "home")
+    cli = Cli(home, made / "data")
     cli.first_output = said.read_text(encoding="utf-8")
     return cli
 

@@ -58,7 +58,7 @@ def tries(cli: Cli, stage: str) -> tuple[str, int, list[str]]:
 
 def test_a_run_names_its_process_and_its_plan(finished: Cli) -> None:
     id_, name, state, labels = newest_run(finished)
-    assert state == "Completed" and json.loads(labels)["ttrain.home"] == str(finished.home)
+    assert state == "Completed" and json.loads(labels)["ttrain.home"] == str(finished.data.parent / "home")
     assert json.loads(labels)["ttrain.pid"] > 1
     [plan] = finished.rows("prefect", f"select data from artifact where key = 'plan' and flow_run_id = '{id_}'")
     planned = json.loads(json.loads(plan[0]))
