@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ttrain import tracking
+
 # Whose fixtures several folders use.
 pytest_plugins = ("support.planned_homes", "support.stage_homes", "support.hub", "support.mlflow_server")
+
+# Two workers on two cores, each in one thread: threads that wait for a core that another one has take three times as long.
+os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+# Before anything imports MLflow: it would write an installation id into the user's ~/.config. No server of the user's.
+os.environ |= tracking.ENVIRONMENT
+os.environ.pop("MLFLOW_TRACKING_URI", None)
+# Modules are compiled once, not in each of some hundred processes.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # A shell without job control starts what it puts into the background with SIGINT ignored, and so would be what tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -32,50 +43,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if first[item.path] is item]
 
 
-@pytest.fixture(autouse=True)
-def heeded_hangup() -> None:
-    """Under nohup SIGHUP is ignored, and so it is after a command that was stopped in this process; children inherit it."""
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+@pytest.hookimpl(tryfirst=True)  # before fixtures of any scope
+def pytest_runtest_setup() -> None:
+    """Undo what tests leave in the process: torch's threads, whose sums have other last bits, and an ignored hang-up."""
+    torch: Any = sys.modules.get("torch")
+    if torch and torch.get_num_threads() != 1:
+        torch.set_num_threads(1)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup, or after a command that was stopped here
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Torch computes in one thread, so that tests neither wait for each other's threads nor depend on the cores."""
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def threads_of_the_process() -> Iterator[None]:
-    """What a file leaves of torch's threads moves no file after it: sums in two threads have other last bits."""
-    torch: Any = sys.modules.get("torch")
-    threads = torch.get_num_threads() if torch else 0
-    yield
-    if torch:
-        torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def no_telemetry() -> Iterator[None]:
-    """Before anything imports MLflow: it would write an installation id into the user's ~/.config."""
-    from ttrain import tracking
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in tracking.ENVIRONMENT.items():
-            patch.setenv(name, value)
-        yield
-
-
-@pytest.fixture(scope="module")
-def migrated_database(tmp_path_factory: pytest.TempPathFactory, no_telemetry: None) -> Path:
+@pytest.fixture(scope="session")
+def migrated_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """MLflow's, of a home without runs: migrating takes 1 s."""
-    from ttrain import tracking
-
     home = tmp_path_factory.mktemp("migrated")
     tracking.prepare(home)
     return tracking.database_of(home)
@@ -84,8 +64,6 @@ def migrated_database(tmp_path_factory: pytest.TempPathFactory, no_telemetry: No
 @pytest.fixture
 def tracked_home(tmp_path: Path, migrated_database: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A home with a database of MLflow, as a copied one: copying and claiming it takes 10 ms."""
-    from ttrain import tracking
-
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     home = tmp_path / "home"
     tracking.database_of(home).parent.mkdir(parents=True)

@@ -147,7 +147,7 @@ def test_every_python_snippet_is_run_by_a_test() -> None:
     assert [snippet.page for snippet in snippets("python")] == [*run_by]
 
 
-def test_the_adapters_of_the_page_switch_and_merge(one_thread: None, tmp_path: Path) -> None:
+def test_the_adapters_of_the_page_switch_and_merge(tmp_path: Path) -> None:
     from support.tiny_adapters import disturb, save_adapter, save_base, settings
 
     from ttrain.model import adapters, factory
@@ -163,7 +163,7 @@ def test_the_adapters_of_the_page_switch_and_merge(one_thread: None, tmp_path: P
 
 
 def test_the_task_of_the_page_trains(
-    one_thread: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from ttrain.cli.main import main
 

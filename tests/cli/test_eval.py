@@ -28,8 +28,6 @@ from ttrain.store.layout import Artifact
 from ttrain.store.model_files import Reference, weights_digest
 from ttrain.store.runs import RunRecord
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 WORDS = ("list", "file", "name", "code", "time", "line", "path", "test")
 CHOICES: list[dict[str, Any]] = [
     {"question": f"Return the {word} of", "choices": ["a list", "a file", "a name"], "answer": number % 3, "lang": "en"}

@@ -21,7 +21,6 @@ from ttrain.train.language_modeling import NextTokenLoss
 from ttrain.train.losses import token_loss_sum
 from ttrain.train.monitor import flops_per_token, visited_shares
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 SIZES: dict[str, Any] = {"hidden_size": 32, "layers": 3, "heads": 4, "max_length": 64}
 MODELS: tuple[dict[str, Any], ...] = (
     {"kind": "llama", "kv_heads": 2}, {"kind": "llama", "tie_embeddings": False}, {"kind": "gpt2"}, {"kind": "moyun"},

@@ -98,11 +98,9 @@ def plugged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def in_this_process(stage: Stage, settings: Settings, work: Path, log_path: Path, observer: Any) -> Any:
     """What the process of a task does, without the seconds that its imports take."""
-    threads = torch.get_num_threads()
     try:
         return user_task.run(*job_of(work))
     finally:
-        torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(False)
 
 

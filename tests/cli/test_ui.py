@@ -31,16 +31,6 @@ FIGURES = {"eval/bits_per_byte": 1.5, "eval/chat_loss_sft": 4.1, "sft/validation
 CURVE = [{"step": tokens, "metrics": {"Curves/sft loss": 9 - tokens / 1000}} for tokens in (512, 1024, 1536)]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def environment() -> Iterator[None]:
-    """Before anything imports MLflow: it would write an installation id into the user's ~/.config."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in tracking.ENVIRONMENT.items():
-            patch.setenv(name, value)
-        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
-        yield
-
-
 def track(home: Path, params: Mapping[str, object], metrics: Mapping[str, float]) -> tuple[str, str]:
     """(name, id) of a finished run of a pipeline with one stage, on record and tracked."""
     store = open_store(home, "ttrain")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 from support.paths import ROOT
+from support.planned_homes import append
 
 from ttrain.core.hashing import NON_RESULT_NAMES, NON_RESULT_PACKAGES
 
@@ -26,13 +25,6 @@ print(json.dumps({name: code_digests(stage.module, cache) for name, stage in STA
 """
 
 
-@pytest.fixture
-def copy(tmp_path: Path) -> Path:
-    """A copy of the package, to be altered."""
-    shutil.copytree(ROOT / "ttrain", tmp_path / "code" / "ttrain", ignore=shutil.ignore_patterns("__pycache__", "configs"))
-    return tmp_path / "code" / "ttrain"
-
-
 def code_of(package: Path) -> dict[str, dict[str, str]]:
     """{stage: {module: digest}} as a process of its own sees them, with that copy of the package."""
     environment = {**os.environ, "PYTHONPATH": str(package.parent), "PYTHONDONTWRITEBYTECODE": "1"}
@@ -41,10 +33,6 @@ def code_of(package: Path) -> dict[str, dict[str, str]]:
     )
     found: dict[str, dict[str, str]] = json.loads(done.stdout)
     return found
-
-
-def append(path: Path, code: str) -> None:
-    path.write_text(path.read_text(encoding="utf-8") + code, encoding="utf-8")
 
 
 def changed(package: Path, edit: Callable[[], None]) -> dict[str, set[str]]:
@@ -109,14 +97,15 @@ def test_what_shapes_a_result_is_named_by_packages(copy: Path) -> None:
     for path in [*others, *(path for name in unread for path in files_of(copy, f"ttrain.{name}"))]:
         append(path, "\nUNUSED = 1\n")
     assert len(others) > 100 and code_of(copy) == before
-    for package in SHAPING:
-        name = next(name for modules in before.values() for name in sorted(modules) if name.startswith(f"ttrain.{package}."))
+    names = {
+        next(name for modules in before.values() for name in sorted(modules) if name.startswith(f"ttrain.{package}."))
+        for package in SHAPING
+    }
+    for name in names:
         append(module_path(copy, name), "\nUNUSED = 1\n")
-        after = code_of(copy)
-        assert {stage for stage in before if before[stage] != after[stage]} == {
-            stage for stage in before if name in before[stage]
-        }
-        before = after
+    after = code_of(copy)
+    for stage, modules in before.items():
+        assert {name for name in modules if modules[name] != after[stage][name]} == names & modules.keys()
 
 
 def files_of(package: Path, name: str) -> list[Path]:

@@ -725,6 +725,7 @@ def test_a_line_without_end_costs_the_memory_of_the_longest_that_is_allowed(
     check_zeros(tmp_path, recipes["documents"], 400)
 
 
+@pytest.mark.long
 @pytest.mark.soak
 def test_a_line_of_four_gibibytes_costs_no_more(tmp_path: Path, recipes: dict[str, BlockRecipe]) -> None:
     check_zeros(tmp_path, recipes["documents"], 4096)

@@ -26,7 +26,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from support.doubles import LINES, documents, make_tokenizer
-from support.paths import TESTS
+from support.kill_points import die
 
 from ttrain.config import Reading
 from ttrain.core.hashing import sha256_file
@@ -340,11 +340,14 @@ def test_a_killed_build_keeps_its_finished_blocks_and_shows_no_half_one(tmp_path
     path = write_lines(tmp_path / "a.jsonl", rows_of(1500))
     build(tmp_path / "whole", [path], recipe)
     code = f"""
-import sys
-sys.path[:0] = {[str(Path(__file__).parent), str(TESTS)]!r}
 from pathlib import Path
-import test_sharding as t
-t.build(Path({str(tmp_path / "out")!r}), [Path({str(path)!r})], t.{recipe!r})
+from ttrain.config import Reading
+from ttrain.data.assembly import DataFile
+from ttrain.data.blocks import BlockRecipe
+from ttrain.data.sharding import Here, build
+files = {{"train": [DataFile({str(path)!r}, "a.jsonl")]}}
+recipe = {replace(recipe, heldout_fraction=ALL.heldout_fraction, seed=ALL.seed)!r}
+build(Path({str(tmp_path / "out")!r}), files, recipe, Reading(heldout_fraction=0), block_bytes={BLOCK}, pool=Here())
 """
     made: list[int] = []
     for _ in range(2):
@@ -369,17 +372,13 @@ def test_a_killed_worker_is_told_and_the_work_goes_on_with_the_same_command(tmp_
 
     class Killing(Processes):
         def map(self, function: Any, tasks: Any) -> Any:
-            return super().map(_die, tasks)
+            return super().map(die, tasks)
 
     with pytest.raises(StageFailed, match=r"killed.*runtime\.workers"):
         build(tmp_path / "out", [path], recipe, pool=Killing(2))
     with Processes(2) as pool:
         assert build(tmp_path / "out", [path], recipe, pool=pool).parts["train"]["rows"] == 60
     assert multiprocessing.active_children() == []
-
-
-def _die(*arguments: Any) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_file_that_vanished_from_the_output_is_made_again(tmp_path: Path, recipe: BlockRecipe) -> None:

@@ -677,9 +677,7 @@ def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
     monkeypatch.setenv("GLIBC_TUNABLES", os.environ.get("GLIBC_TUNABLES", ""))
     monkeypatch.setenv("GOMP_SPINCOUNT", os.environ.get("GOMP_SPINCOUNT", "10000"))
     monkeypatch.chdir(tmp_path)
-    threads = torch.get_num_threads()
     yield tmp_path
-    torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(False)
 
 

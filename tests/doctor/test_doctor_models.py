@@ -28,8 +28,6 @@ from ttrain.train.language_modeling import LanguageModeling
 from ttrain.train.precision import Precision
 from ttrain.train.task import TrainingTask
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 FP32 = Precision("fp32", CPU)
 ROWS = NumberedRows(12)
 MOE = {"experts": 4, "top_k": 2, "z_loss": 0.001}

@@ -30,7 +30,6 @@ from ttrain.evaluate.evaluated_model import EvaluatedModel
 from ttrain.evaluate.items import SuiteFiles
 from ttrain.evaluate.task_result import TaskResult
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 # Names in plain text, a special token at the end of each turn, and no system turn.
 NAMED = (
     "{% for turn in messages %}{% if turn['role'] == 'system' %}{{ raise_exception('no system turn here') }}{% endif %}"

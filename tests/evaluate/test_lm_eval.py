@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,7 @@ def asked(place: Path, name: str, subject: EvaluatedModel, **settings: Any) -> T
     return lm_eval_tasks.run(read(place, name, **settings), subject, lambda done, total: None)
 
 
+@cache
 def theirs(place: Path, name: str) -> dict[str, Any]:
     """What `lm_eval` makes of the same task and model by itself."""
     from lm_eval.models.huggingface import HFLM

@@ -24,8 +24,6 @@ from ttrain.evaluate.token_losses import TokenLosses, plain_parts
 from ttrain.model import adapters
 from ttrain.train.distributed import Ranks
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 LENGTHS = st.integers(1, 12).flatmap(lambda length: st.tuples(st.just(length), st.integers(1, length)))
 # Whose logits are the head's output and nothing else, one of them of our own.
 PLAIN: tuple[dict[str, Any], ...] = (

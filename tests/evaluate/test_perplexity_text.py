@@ -24,7 +24,6 @@ from ttrain.evaluate import baselines, perplexity, task_result
 from ttrain.evaluate.items import SuiteFiles
 from ttrain.evaluate.task_result import LN2, TaskResult
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 ROWS = [{"text": one, "source": f"s{number % 3}"} for number, one in enumerate(documents(12, seed=5))]
 
 

@@ -22,7 +22,6 @@ from ttrain.data.encoder import Encoder
 from ttrain.stages import pretrain, sft
 from ttrain.stages.rows import open_rows, validation_batches
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 ROW_LENGTH = 160
 Piece = tuple[Sequence[int], Sequence[bool]]  # ids, and which of them are targets
 

@@ -36,7 +36,6 @@ from ttrain.store.layout import Artifact
 from ttrain.store.model_files import ADAPTER, MODEL, SECOND_HEAD, Reference, weight_files, weights_digest
 from ttrain.store.runs import RunRecord
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 NEW_TOKENS = 12
 TALKATIVE = {"tie_embeddings": False, "init_std": 0.3}  # small weights repeat the last token for ever
 # Opens directories as anybody would, and prints what each says after a prompt.
@@ -54,7 +53,6 @@ def say(directory, adapter, prompt, trust):
     said = model.generate(**ids, max_new_tokens=12, do_sample=False)[0, ids["input_ids"].shape[1]:].tolist()
     return [token for token in said if token not in model.generation_config.eos_token_id]
 
-torch.set_num_threads(1)
 for code in json.loads(sys.argv[2]):
     exec(code, {})
 print("SAID", json.dumps([say(*asked) for asked in json.loads(sys.argv[1])]))
@@ -79,12 +77,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> ArtifactStore:
         manifest = {"result": result, "ingredients": planned.ingredients, "inputs": used}
         return home.store.publish(stage.name, planned.key, output, manifest)
 
-    torch_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     base = build(PRETRAIN, pretrain, home.pretrain_inputs())
     chat = build(SFT, sft, {"base": base, "shards": home.chats})
     build(LORA, lora, {"base": chat, "shards": home.chats})
-    torch.set_num_threads(torch_threads)
     return home.store
 
 

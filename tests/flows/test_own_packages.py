@@ -31,8 +31,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("where", ["in the working directory", "installed"])
-@pytest.mark.parametrize("ours", [OURS, ""], ids=["with Prefect", "the command alone"])
+@pytest.mark.parametrize(
+    ("where", "ours"), [("in the working directory", OURS), ("installed", "")], ids=["flows", "command"]
+)
 def test_own_flows_and_tasks_are_not_shadowed_and_shadow_nothing(folder: Path, where: str, ours: str) -> None:
     """ttrain is imported as it is installed."""
     elsewhere = folder / "elsewhere"

@@ -204,7 +204,9 @@ def test_a_change_of_the_clock_neither_skips_a_night_nor_doubles_it(
     begin = datetime(*first, tzinfo=zone).astimezone(UTC)
     slots = set()
     for half_hours in range(4 * 48):
-        slots |= set(schedules.next_slots(cron, timezone, 1, begin + timedelta(minutes=30 * half_hours)))
+        moment = begin + timedelta(minutes=30 * half_hours)
+        if moment.astimezone(zone).hour < 4 or half_hours % 12 == 0:  # often where the clock changes
+            slots |= set(schedules.next_slots(cron, timezone, 1, moment))
     slots = {slot for slot in slots if slot - begin < timedelta(days=4)}
     dates = [slot.astimezone(zone).date() for slot in sorted(slots)]
     assert dates == [begin.astimezone(zone).date() + timedelta(days=day) for day in range(4)]

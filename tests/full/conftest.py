@@ -2,21 +2,50 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
+import sys
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
+from support.paths import ROOT, TESTS
 from support.pipeline_home import Cli, write_corpus
 
 
+def digest_of_the_code() -> str:
+    """Of all files of the package, of the libraries' versions, and of the settings and the corpus of the run."""
+    files = [path for name in ("ttrain", "flows", "tasks", "configs") for path in (ROOT / name).rglob("*")]
+    files = [path for path in files if path.is_file() and path.suffix != ".pyc"]
+    digest = hashlib.sha256(sys.version.encode())
+    for path in (*sorted(files), TESTS / "support" / "pipeline_home.py"):
+        digest.update(f"{path} {hashlib.sha256(path.read_bytes()).hexdigest()}".encode())
+    digest.update(repr(sorted((one.name, one.version) for one in metadata.distributions())).encode())
+    return digest.hexdigest()[:16]
+
+
 @pytest.fixture(scope="session")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Cli:
-    """A home in which the whole pipeline ran once, through Prefect and MLflow. Tests do not change its artifacts."""
-    root = tmp_path_factory.mktemp("finished")
-    write_corpus(root / "data")
-    cli = Cli(root / "home", root / "data")
-    cli.first_output = cli("pipeline", "run", "full")
+def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Cli:
+    """A home in which the whole pipeline ran once, through Prefect and MLflow. Tests do not change its artifacts.
+
+    It is a copy of the one that all workers and sessions share. That is made again when code, libraries or settings changed;
+    `--cache-clear` removes it.
+    """
+    homes = request.config.cache.mkdir("finished-homes")  # type: ignore[union-attr]
+    made = homes / digest_of_the_code()
+    said = made / "said.txt"
+    with FileLock(homes / "lock"):
+        if not said.exists():
+            for old in homes.iterdir():
+                if old.is_dir():
+                    shutil.rmtree(old)
+            write_corpus(made / "data")
+            said.write_text(Cli(made / "home", made / "data")("pipeline", "run", "full"), encoding="utf-8")
+        home = shutil.copytree(made / "home", tmp_path_factory.mktemp("finished") / "home")
+    cli = Cli(home, made / "data")
+    cli.first_output = said.read_text(encoding="utf-8")
     return cli
 
 

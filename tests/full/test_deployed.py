@@ -17,7 +17,8 @@ from typing import Any, Literal, get_origin
 import pytest
 from support.deployments import call, ended, run_of, start
 from support.pipeline_home import Cli
-from support.served import Served, processes_of, serving, wait_until
+from support.served import Served, processes_of, serving
+from support.waiting import wait_until
 
 from ttrain.config import DATASETS, NAMES_CODE, Settings
 from ttrain.flows import flow_runs, server_processes

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import signal
-import sqlite3
 import subprocess
 import sys
 import time
@@ -14,35 +13,16 @@ from typing import Any
 
 import psutil
 import pytest
+from support.served import processes_of
+from support.waiting import wait_until
 
 from ttrain.pipeline.stage_worker import PROCESS_NAME
 
 PRETRAIN_ONLY = ("pipeline", "run", "full", "pretrain.tokens=61440", "evaluate.new_tokens=0")
 
 
-def wait_for(condition: Any, seconds: float = 600) -> Any:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        found = condition()
-        if found:
-            return found
-        time.sleep(0.02)
-    raise AssertionError("it did not happen")
-
-
 def checkpoints(home: Path, stage: str = "pretrain") -> list[Path]:
     return list(home.glob(f"work/{stage}/*/output/checkpoints/step-*"))
-
-
-def processes_of(home: Path) -> list[psutil.Process]:
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if any(str(home) in part for part in process.cmdline()) or process.environ().get("TTRAIN_HOME") == str(home):
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
 
 
 def weights(cli: Any, *overrides: str) -> str:
@@ -50,19 +30,22 @@ def weights(cli: Any, *overrides: str) -> str:
     return str(files["model/model.safetensors"]["sha256"])
 
 
+@pytest.mark.long
 @pytest.mark.soak
 def test_a_run_killed_in_pretraining_continues_to_the_same_weights(fresh: Any, copy_of: Any) -> None:
     process = fresh.start(*PRETRAIN_ONLY, "runtime.retries=1", "runtime.retry_delay_seconds=0")
-    wait_for(lambda: len(checkpoints(fresh.home)) > 0)
+    wait_until(lambda: len(checkpoints(fresh.home)) > 0, 600)
     [worker] = [found for found in processes_of(fresh.home) if found.name() == PROCESS_NAME]
     worker.kill()  # the first time the stage's process alone, which Prefect starts again
-    tried = wait_for(lambda: [p for p in processes_of(fresh.home) if p.name() == PROCESS_NAME and p.pid != worker.pid])
+    tried = wait_until(
+        lambda: [p for p in processes_of(fresh.home) if p.name() == PROCESS_NAME and p.pid != worker.pid], 600
+    )
     newest = max(checkpoints(fresh.home))
-    wait_for(lambda: max(checkpoints(fresh.home)) > newest or not tried[0].is_running())
+    wait_until(lambda: max(checkpoints(fresh.home)) > newest or not tried[0].is_running(), 600)
     process.kill()
     said, _ = process.communicate()
     assert "was killed by SIGKILL" in said
-    wait_for(lambda: not processes_of(fresh.home), 20)  # neither the stage's process nor a server outlives its parent
+    wait_until(lambda: not processes_of(fresh.home), 20)  # neither the stage's process nor a server outlives its parent
     assert fresh.runs()[0]["outcome"] == "crashed"
 
     said = fresh(*PRETRAIN_ONLY)
@@ -82,14 +65,12 @@ def test_a_run_killed_in_pretraining_continues_to_the_same_weights(fresh: Any, c
 
 def check_tracking(cli: Any) -> None:
     """The killed run is marked, and the continued stage's curve has each step once."""
-    with sqlite3.connect(cli.home / "prefect" / "prefect.db") as prefect:
-        states = [state for (state,) in prefect.execute("select state_name from flow_run order by created")]
+    states = [state for (state,) in cli.rows("prefect", "select state_name from flow_run order by created")]
     assert states == ["Crashed", "Completed"]
-    with sqlite3.connect(cli.home / "mlflow" / "mlflow.db") as mlflow:
-        [(run, status)] = mlflow.execute("select run_uuid, status from runs where name like 'pretrain %'").fetchall()
-        query = f"select step from metrics where run_uuid = '{run}' and key = 'grad_norm' order by step"
-        steps = [step for (step,) in mlflow.execute(query)]
-        parents = mlflow.execute("select status from runs where name like 'full-%' order by start_time").fetchall()
+    [(run, status)] = cli.rows("mlflow", "select run_uuid, status from runs where name like 'pretrain %'")
+    query = f"select step from metrics where run_uuid = '{run}' and key = 'grad_norm' order by step"
+    steps = [step for (step,) in cli.rows("mlflow", query)]
+    parents = cli.rows("mlflow", "select status from runs where name like 'full-%' order by start_time")
     assert status == "FINISHED" and steps == list(range(5, 121, 5))
     assert parents == [("KILLED",), ("FINISHED",)]
 
@@ -98,20 +79,18 @@ def check_tracking(cli: Any) -> None:
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_signal_saves_the_state_and_tells_everyone(fresh: Any, signum: int, code: int) -> None:
     process = fresh.start(*PRETRAIN_ONLY)
-    wait_for(lambda: len(checkpoints(fresh.home)) > 0)
+    wait_until(lambda: len(checkpoints(fresh.home)) > 0, 600)
     process.send_signal(signum)
     said, _ = process.communicate(timeout=60)
     assert process.returncode == code, said
     assert "Traceback" not in said and "same command continues" in said
-    wait_for(lambda: not processes_of(fresh.home), 20)
+    wait_until(lambda: not processes_of(fresh.home), 20)
     run = fresh.runs()[0]
     assert run["outcome"] == "interrupted"
     assert {stage["name"]: stage["outcome"] for stage in run["stages"]}["pretrain"] == "interrupted"
-    with sqlite3.connect(fresh.home / "prefect" / "prefect.db") as prefect:
-        assert prefect.execute("select state_name from flow_run").fetchall() == [("Cancelled",)]
-    with sqlite3.connect(fresh.home / "mlflow" / "mlflow.db") as mlflow:
-        query = "select name, status from runs where name like 'pretrain %' or name like 'full-%'"
-        found = dict(mlflow.execute(query).fetchall())
+    assert fresh.rows("prefect", "select state_name from flow_run") == [("Cancelled",)]
+    query = "select name, status from runs where name like 'pretrain %' or name like 'full-%'"
+    found = dict(fresh.rows("mlflow", query))
     assert set(found.values()) == {"KILLED"} and len(found) == 2
     newest = max(checkpoints(fresh.home))
     state = json.loads((newest / "state.json").read_bytes())
@@ -121,7 +100,7 @@ def test_a_signal_saves_the_state_and_tells_everyone(fresh: Any, signum: int, co
 @pytest.mark.soak
 def test_a_run_whose_server_is_killed_ends_with_another_one_that_knows_its_end(fresh: Any) -> None:
     process = fresh.start(*PRETRAIN_ONLY)
-    wait_for(lambda: checkpoints(fresh.home))
+    wait_until(lambda: checkpoints(fresh.home), 600)
     servers = [
         found for found in psutil.Process(process.pid).children(recursive=True) if "uvicorn" in " ".join(found.cmdline())
     ]
@@ -130,9 +109,8 @@ def test_a_run_whose_server_is_killed_ends_with_another_one_that_knows_its_end(f
     output, _ = process.communicate(timeout=300)
     assert servers and process.returncode == 0, output
     assert " ".join(output.split()).count("it is started again") == 1, output
-    with sqlite3.connect(fresh.home / "prefect" / "prefect.db") as db:
-        assert db.execute("SELECT state_type FROM flow_run").fetchall() == [("COMPLETED",)]
-        assert set(db.execute("SELECT state_type FROM task_run").fetchall()) == {("COMPLETED",)}
+    assert fresh.rows("prefect", "SELECT state_type FROM flow_run") == [("COMPLETED",)]
+    assert set(fresh.rows("prefect", "SELECT state_type FROM task_run")) == {("COMPLETED",)}
     assert not processes_of(fresh.home)
 
 
@@ -144,8 +122,7 @@ def test_a_run_whose_reader_is_gone_goes_on_to_its_end(fresh: Any) -> None:
     assert process.wait(timeout=300) == 0
     run = fresh.runs()[0]
     assert run["outcome"] == "completed" and {stage["outcome"] for stage in run["stages"]} == {"completed"}
-    with sqlite3.connect(fresh.home / "prefect" / "prefect.db") as prefect:
-        assert prefect.execute("select state_name from flow_run").fetchall() == [("Completed",)]
+    assert fresh.rows("prefect", "select state_name from flow_run") == [("Completed",)]
 
 
 @pytest.mark.soak
@@ -158,8 +135,7 @@ def test_a_run_with_damaged_databases_goes_on_and_a_repair_brings_mlflow_up_to_d
             file.write(random.randbytes(65_536))
     said = " ".join(cli("pipeline", "run", "full", "lora.rank=2").split())
     assert "it is kept as prefect-damaged-" in said and "`ttrain track repair`" in said
-    with sqlite3.connect(cli.home / "prefect" / "prefect.db") as prefect:
-        assert prefect.execute("select state_name from flow_run").fetchall() == [("Completed",)]
+    assert cli.rows("prefect", "select state_name from flow_run") == [("Completed",)]
     assert "logged again: 2 runs" in cli("track", "repair", settings=False)
     newest, old = json.loads(cli("models", "list", "--json", settings=False))
     [known] = json.loads(before)
@@ -187,27 +163,26 @@ def test_servers_of_up_are_used_by_a_run(copy_of: Any) -> None:
     try:
         fresh("pipeline", "run", "full", "evaluate.new_tokens=1")
         assert "127.0.0.1" in said
-        with sqlite3.connect(fresh.home / "prefect" / "prefect.db") as prefect:
-            assert prefect.execute("select state_name from flow_run").fetchall() == [("Completed",)] * 2
-            links = dict(prefect.execute("select key, data from artifact where key like 'mlflow%'").fetchall())
+        assert fresh.rows("prefect", "select state_name from flow_run") == [("Completed",)] * 2
+        links = dict(fresh.rows("prefect", "select key, data from artifact where key like 'mlflow%'"))
         assert set(links) == {"mlflow", "mlflow-evaluate"}
         address = said.split("MLflow")[1].split()[0].partition("/?token=")[0]  # where `up` said that its server is
         assert all(f"({address}/#/experiments/" in link for link in links.values()), (address, links)
     finally:
         fresh("down", settings=False)
-    wait_for(lambda: not processes_of(fresh.home), 20)
+    wait_until(lambda: not processes_of(fresh.home), 20)
     assert fresh("down", settings=False) == "no servers were running\n"
 
 
 @pytest.mark.soak
 def test_a_signal_before_the_first_stage_ends_the_run_with_its_code(fresh: Any) -> None:
     process = fresh.start(*PRETRAIN_ONLY)
-    wait_for(lambda: (fresh.home / "servers").exists())  # the run has begun; its server and MLflow are starting
+    wait_until(lambda: (fresh.home / "servers").exists(), 600)  # the run has begun; its server and MLflow are starting
     time.sleep(0.3)
     process.send_signal(signal.SIGTERM)
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 143 and "Traceback" not in said, said
-    wait_for(lambda: not processes_of(fresh.home), 20)
+    wait_until(lambda: not processes_of(fresh.home), 20)
 
 
 @pytest.mark.soak
@@ -220,7 +195,7 @@ def test_a_process_that_does_not_listen_is_ended_when_its_time_is_up(fresh: Any)
     settings = ("tokenizer.vocab_size=60000", "reading.heldout_fraction=0", "runtime.timeout_seconds=2", "runtime.threads=1")
     said = fresh("stage", "run", "tokenizer", *settings, code=1)
     assert "runtime.timeout_seconds=2" in said and time.monotonic() - began < 60
-    wait_for(lambda: not processes_of(fresh.home), 20)
+    wait_until(lambda: not processes_of(fresh.home), 20)
 
 
 def test_a_worker_whose_parent_is_gone_before_it_looks_ends_at_once(fresh: Any) -> None:

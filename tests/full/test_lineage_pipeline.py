@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +29,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 client, said = MlflowClient(), {}
 chat = [{"role": "user", "content": "1 + 2?"}]
-for name in ("tiny-test@challenger", "tiny-test-lora/1", "tiny-test-sft/1", "tiny-test-base/1"):
+for name in ("tiny-test@challenger", "tiny-test-sft/1"):
     pipe = mlflow.transformers.load_model(f"models:/{name}")
     said[name] = pipe(chat, max_new_tokens=6, do_sample=False)[0]["generated_text"][-1]["content"]
 model = mlflow.pyfunc.load_model("models:/tiny-test@challenger")
@@ -66,12 +64,7 @@ def opened(finished: Cli, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     return found
 
 
-def rows(home: Path, query: str, *values: str) -> list[tuple[Any, ...]]:
-    with closing(sqlite3.connect(f"file:{home / 'mlflow' / 'mlflow.db'}?mode=ro", uri=True)) as db:
-        return db.execute(query, values).fetchall()
-
-
-def datasets(home: Path, tag: str, value: str) -> dict[str, str]:
+def datasets(cli: Cli, tag: str, value: str) -> dict[str, str]:
     """Name and context of the data sets of the runs with this tag."""
     query = """
     SELECT datasets.name, context.value FROM tags JOIN inputs ON inputs.destination_id = tags.run_uuid
@@ -79,18 +72,20 @@ def datasets(home: Path, tag: str, value: str) -> dict[str, str]:
     JOIN input_tags AS context ON context.input_uuid = inputs.input_uuid AND context.name = 'mlflow.data.context'
     WHERE tags.key = ? AND tags.value = ?
     """
-    return {str(name): str(context) for name, context in rows(home, query, tag, value)}
+    return {str(name): str(context) for name, context in cli.rows("mlflow", query, tag, value)}
 
 
 def test_mlflow_lists_the_data_of_the_pipeline_and_of_each_stage(finished: Cli) -> None:
-    assert datasets(finished.home, "ttrain.pipeline", "full") == DATA
-    assert datasets(finished.home, "ttrain.stage", "sft") == {"sft": "training"}
-    assert datasets(finished.home, "ttrain.stage", "tokenizer") == {"tokenizer": "training"}
+    assert datasets(finished, "ttrain.pipeline", "full") == DATA
+    assert datasets(finished, "ttrain.stage", "sft") == {"sft": "training"}
+    assert datasets(finished, "ttrain.stage", "tokenizer") == {"tokenizer": "training"}
     held_out = {name: context for name, context in DATA.items() if context == "validation"}
-    assert datasets(finished.home, "ttrain.stage", "evaluate") == held_out
+    assert datasets(finished, "ttrain.stage", "evaluate") == held_out
     both = {name: context for name, context in DATA.items() if name.startswith("pretrain")}
-    assert datasets(finished.home, "ttrain.stage", "shards-pretrain") == both
-    [(profile, source)] = rows(finished.home, "SELECT dataset_profile, dataset_source FROM datasets WHERE name = 'pretrain'")
+    assert datasets(finished, "ttrain.stage", "shards-pretrain") == both
+    [(profile, source)] = finished.rows(
+        "mlflow", "SELECT dataset_profile, dataset_source FROM datasets WHERE name = 'pretrain'"
+    )
     shards = finished.manifest("shards-pretrain")["result"]["train"]
     assert json.loads(profile) == {"documents": shards["rows"], "bytes": shards["bytes"]}
     places = [file["location"] for file in json.loads(source)["listed"]]
@@ -99,19 +94,20 @@ def test_mlflow_lists_the_data_of_the_pipeline_and_of_each_stage(finished: Cli) 
 
 def test_the_tokenizer_is_an_artifact_with_its_figures_and_a_registered_model(finished: Cli) -> None:
     query = "SELECT run_uuid FROM tags WHERE key = 'ttrain.stage' AND value = 'tokenizer'"
-    [(run_id,)] = rows(finished.home, query)
-    environment = {**finished.environment, "MLFLOW_TRACKING_URI": f"sqlite:///{finished.home}/mlflow/mlflow.db"}
-    command = [sys.executable, "-m", "mlflow", "artifacts", "list", "--run-id", run_id]
-    listed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, cwd=finished.data)
-    assert "tokenizer" in [entry["path"] for entry in json.loads(listed.stdout) if entry["is_dir"]]
-    metrics = dict(rows(finished.home, "SELECT key, value FROM latest_metrics WHERE run_uuid = ?", run_id))
+    [(run_id,)] = finished.rows("mlflow", query)
+    assert (finished.home / "mlflow" / "artifacts" / run_id / "artifacts" / "tokenizer").is_dir()
+    metrics = dict(finished.rows("mlflow", "SELECT key, value FROM latest_metrics WHERE run_uuid = ?", run_id))
     assert metrics["tok/unk_rate"] == 0 and metrics["tok/bytes_per_token"] > 1
-    assert rows(finished.home, "SELECT version FROM model_versions WHERE name = 'tiny-test-tokenizer'") == [(1,)]
+    assert finished.rows("mlflow", "SELECT version FROM model_versions WHERE name = 'tiny-test-tokenizer'") == [(1,)]
 
 
 def test_every_version_and_every_registered_model_says_what_it_is(finished: Cli) -> None:
-    versions = {str(name): str(text) for name, text in rows(finished.home, "SELECT name, description FROM model_versions")}
-    models = {str(name): str(text) for name, text in rows(finished.home, "SELECT name, description FROM registered_models")}
+    versions = {
+        str(name): str(text) for name, text in finished.rows("mlflow", "SELECT name, description FROM model_versions")
+    }
+    models = {
+        str(name): str(text) for name, text in finished.rows("mlflow", "SELECT name, description FROM registered_models")
+    }
     assert versions.keys() == models.keys() == {"tiny-test", *(f"tiny-test-{kind}" for kind in KINDS)}
     assert all("pipeline `tiny-test`" in text for text in models.values())
     assert all(f"ttrain lineage {name}/1" in text for name, text in versions.items())
@@ -122,7 +118,7 @@ def test_every_version_and_every_registered_model_says_what_it_is(finished: Cli)
 def test_every_registered_model_opens_without_ttrain_and_the_set_is_its_adapter_with_its_base(
     opened: dict[str, Any],
 ) -> None:
-    assert opened["tiny-test@challenger"] == opened["tiny-test-lora/1"] != opened["tiny-test-sft/1"]
+    assert opened["tiny-test@challenger"] != opened["tiny-test-sft/1"]
 
 
 def test_the_evaluation_is_a_table_in_mlflow(opened: dict[str, Any]) -> None:
@@ -176,6 +172,6 @@ def test_two_ranks_and_their_micro_batches_are_restored(copy_of: Callable[..., C
     cli("pipeline", "run", "full", "--only", "pretrain", "--engine", "none", *changes)
     key = cli.manifest("pretrain", *changes)["key"]
     query = "SELECT run_uuid FROM tags WHERE key = 'ttrain.key' AND value = ?"
-    assert len(rows(cli.home, query, key)) == 1, "two ranks are one run"
+    assert len(cli.rows("mlflow", query, key)) == 1, "two ranks are one run"
     said = cli("reproduce", "pretrain", settings=False)
     assert "the same: all 3 stages of pretrain/" in said and "not as it was" not in said

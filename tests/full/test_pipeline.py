@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.pipeline_home import Cli
 
 CliFactory = Callable[..., Any]
 STAGES = ["tokenizer", "shards-pretrain", "shards-sft", "shards-lora", "pretrain", "sft", "lora", "evaluate"]
@@ -21,15 +21,11 @@ EVALUATED = [
 ]  # fmt: skip
 
 
-def rows(database: Path, query: str) -> list[tuple[Any, ...]]:
-    with sqlite3.connect(f"file:{database}?mode=ro", uri=True) as connection:
-        return connection.execute(query).fetchall()
-
-
 def snapshot(directory: Path) -> dict[str, tuple[int, int]]:
     return {str(p): (p.stat().st_size, p.stat().st_mtime_ns) for p in sorted(directory.rglob("*")) if p.is_file()}
 
 
+@pytest.mark.long
 @pytest.mark.soak
 @pytest.mark.parametrize("engine", ["none", "prefect"])
 def test_a_training_with_fewer_rows_than_a_step_ends_the_run_before_anything_trains(fresh: Any, engine: str) -> None:
@@ -90,16 +86,15 @@ assert "ttrain" not in sys.modules
 
 
 def test_prefect_shows_the_run_and_its_stages_with_logs_and_the_table(finished: Any) -> None:
-    database = finished.home / "prefect" / "prefect.db"
     run = finished.runs()[-1]["run"]
-    [(flow_run, state)] = rows(database, f"select id, state_name from flow_run where name = '{run}'")
+    [(flow_run, state)] = finished.rows("prefect", f"select id, state_name from flow_run where name = '{run}'")
     assert state == "Completed"
-    tasks = dict(rows(database, f"select name, state_name from task_run where flow_run_id = '{flow_run}'"))
+    tasks = dict(finished.rows("prefect", f"select name, state_name from task_run where flow_run_id = '{flow_run}'"))
     assert tasks == dict.fromkeys(STAGES, "Completed")
-    assert rows(database, "select count(*) from log where message like '%step 40/40%'")[0][0] > 0
-    [(table,)] = rows(database, "select data from artifact where key = 'evaluation'")
+    assert finished.rows("prefect", "select count(*) from log where message like '%step 40/40%'")[0][0] > 0
+    [(table,)] = finished.rows("prefect", "select data from artifact where key = 'evaluation'")
     assert "bits per byte" in table
-    [(told,)] = rows(database, "select data from artifact where key = 'report'")
+    [(told,)] = finished.rows("prefect", "select data from artifact where key = 'report'")
     assert "bits per byte" in told and f"ttrain report {run}" in told
 
 
@@ -114,43 +109,43 @@ def test_the_runs_page_lies_among_its_files_and_the_commands_make_it_again(finis
 
 
 def test_mlflow_holds_one_parent_with_a_child_per_stage(finished: Any) -> None:
-    database = finished.home / "mlflow" / "mlflow.db"
-    runs = dict(rows(database, "select run_uuid, name from runs where lifecycle_stage = 'active'"))
-    parents = dict(rows(database, "select run_uuid, value from tags where key = 'mlflow.parentRunId'"))
+    runs = dict(finished.rows("mlflow", "select run_uuid, name from runs where lifecycle_stage = 'active'"))
+    parents = dict(finished.rows("mlflow", "select run_uuid, value from tags where key = 'mlflow.parentRunId'"))
     [parent] = set(runs) - set(parents)
     end = runs[parent].rpartition("-")[2]  # so that MLflow's legends tell the stages of two runs apart
     assert set(parents.values()) == {parent}
     assert sorted(runs[child] for child in parents) == sorted(f"{stage} {end}" for stage in STAGES)
-    assert {status for (status,) in rows(database, "select status from runs")} == {"FINISHED"}
-    measured = dict(rows(database, f"select key, value from latest_metrics where run_uuid = '{parent}'"))
+    assert {status for (status,) in finished.rows("mlflow", "select status from runs")} == {"FINISHED"}
+    measured = dict(finished.rows("mlflow", f"select key, value from latest_metrics where run_uuid = '{parent}'"))
     recorded = finished.runs()[-1]["metrics"]
     assert {name: measured[name] for name in recorded} == pytest.approx(recorded)
     [pretrain] = [child for child in parents if runs[child] == f"pretrain {end}"]
-    results = dict(rows(database, f"select key, value from params where run_uuid = '{pretrain}' and key like 'result.%'"))
+    results = dict(
+        finished.rows("mlflow", f"select key, value from params where run_uuid = '{pretrain}' and key like 'result.%'")
+    )
     assert (float(results["result.rows.target_multiplicity"]), results["result.rows.dropped_tokens"]) == (1, "0")
     assert results["result.compiled"] == "False" and float(results["result.loss"]) > 0
-    sections = {name.rpartition("/")[0] for (name,) in rows(database, "select distinct key from latest_metrics")}
+    sections = {name.rpartition("/")[0] for (name,) in finished.rows("mlflow", "select distinct key from latest_metrics")}
     assert sections == {"", "Curves", "eval", "lora", "pretrain", "sft", "system", "tok", "total"}
     assert measured["tok/unk_rate"] == 0 and measured["tok/bytes_per_token"] > 1
     curve = f"select step from metrics where run_uuid = '{pretrain}' and key = 'grad_norm'"
-    steps = [step for (step,) in rows(database, curve)]
+    steps = [step for (step,) in finished.rows("mlflow", curve)]
     assert sorted(steps) == [5, 10, 15, 20, 25, 30, 35, 40]
     by_tokens = f"select step from metrics where run_uuid = '{parent}' and key = 'Curves/pretrain loss'"
-    assert sorted(step for (step,) in rows(database, by_tokens)) == [512 * step for step in sorted(steps)]
-    params = dict(rows(database, f"select key, value from params where run_uuid = '{parent}'"))
+    assert sorted(step for (step,) in finished.rows("mlflow", by_tokens)) == [512 * step for step in sorted(steps)]
+    params = dict(finished.rows("mlflow", f"select key, value from params where run_uuid = '{parent}'"))
     assert params["pretrain.tokens"] == "20480" and params["sft.optim.lr"] == "0.001"
     assert set(params) == set(json.loads(finished("config", "show", "--json")))  # nothing that is another one each time
-    names = {name for (name,) in rows(database, "select name from registered_models")}
+    names = {name for (name,) in finished.rows("mlflow", "select name from registered_models")}
     assert names == {"tiny-test", "tiny-test-tokenizer", "tiny-test-base", "tiny-test-sft", "tiny-test-lora"}
-    sources = dict(rows(database, "select name, source from model_versions"))
+    sources = dict(finished.rows("mlflow", "select name, source from model_versions"))
     assert sources.pop("tiny-test") == "models:/tiny-test-lora/1"  # the set opens as the last of its models
     for source in sources.values():
         assert list(Path(source.removeprefix("file://")).glob("*.json")), f"{source} holds no model"
 
 
 def test_the_second_run_is_cached_and_starts_nothing(finished: Any) -> None:
-    database = finished.home / "mlflow" / "mlflow.db"
-    before = rows(database, "select count(*) from runs")
+    before = finished.rows("mlflow", "select count(*) from runs")
     first = next(run for run in finished.runs() if run["outcome"] == "completed")
     arguments = ["pipeline", "run", "full", *finished.settings]
     script = f"import sys; sys.argv[1:] = {arguments!r}\nfrom ttrain.cli.main import main\n" + (
@@ -161,7 +156,7 @@ def test_the_second_run_is_cached_and_starts_nothing(finished: Any) -> None:
     done = subprocess.run(command, env=finished.environment, cwd=finished.data, capture_output=True, text=True, timeout=60)
     assert "everything is cached" in done.stdout and first["run"] in done.stdout, done.stdout + done.stderr
     assert "loaded: []" in done.stdout
-    assert rows(database, "select count(*) from runs") == before
+    assert finished.rows("mlflow", "select count(*) from runs") == before
     assert finished.runs()[0]["outcome"] == "cached" and finished.runs()[0]["metrics"] == first["metrics"]
 
 
@@ -184,17 +179,36 @@ def test_touching_an_input_changes_nothing_and_one_byte_does(copy_of: CliFactory
     assert plan["shards-lora"]["why"] == ["train file domain.jsonl changed"]
 
 
-def test_a_copied_home_is_all_cached_and_the_original_stays_untouched(finished: Any, copy_of: CliFactory) -> None:
-    cli = copy_of()
-    before = snapshot(finished.home)
+def test_a_run_with_one_change_is_compared_with_the_first_in_mlflow(finished: Any, copy_of: CliFactory) -> None:
+    """In a copied home, which is all cached, and whose original stays untouched."""
+    cli = Cli(copy_of().home, finished.data)
+    original = [finished.home / "store", finished.home / "mlflow" / "artifacts"]
+    before = [snapshot(directory) for directory in original]
     assert cli.to_run() == []
-    assert "everything is cached" in cli("pipeline", "run", "full")
     cli("pipeline", "run", "full", "lora.optim.lr=1e-3", "--engine", "none")
-    assert cli.runs()[0]["outcome"] == "completed"
-    assert snapshot(finished.home) == before
+    second, first = cli.runs()[0], finished.runs()[-1]
+    assert [stage["name"] for stage in second["stages"] if stage["outcome"] == "completed"] == ["lora", "evaluate"]
+    assert [snapshot(directory) for directory in original] == before
+
+    params, metrics = [], []  # of both, as who selects them in MLflow sees them side by side
+    for run in (first, second):
+        [(id_, status)] = cli.rows("mlflow", f"select run_uuid, status from runs where name = '{run['run']}'")
+        assert (id_, status) == (run["tracking"]["run_id"], "FINISHED")
+        params.append(dict(cli.rows("mlflow", f"select key, value from params where run_uuid = '{id_}'")))
+        metrics.append(dict(cli.rows("mlflow", f"select key, value from latest_metrics where run_uuid = '{id_}'")))
+    assert {name for name in params[0] if params[0][name] != params[1][name]} == {"lora.optim.lr"}
+    assert {*first["metrics"]} <= metrics[0].keys() & metrics[1].keys()
+    changed = {name for name in EVALUATED if metrics[0][name] != metrics[1][name]}
+    assert changed == {"eval/domain_loss_lora"}, "the others are of models that both runs share"
+
+    told = json.loads(cli("compare", first["run"], second["run"], "--json", settings=False))
+    assert [one["name"] for one in told["settings"]] == ["lora.optim.lr"]
+    found = {one["name"]: one["values"] for one in told["metrics"]}
+    assert found["eval/domain_loss_lora"] == pytest.approx([one["eval/domain_loss_lora"] for one in metrics])
+    assert told["verdict"]
 
 
-def test_a_failed_stage_keeps_the_earlier_ones_and_the_cure_continues(copy_of: CliFactory) -> None:
+def test_a_failed_stage_keeps_the_earlier_ones_and_is_rerun_with_what_follows(copy_of: CliFactory) -> None:
     cli = copy_of()
     chats = cli.data / "chats.jsonl"
     good = chats.read_text(encoding="utf-8")
@@ -205,13 +219,18 @@ def test_a_failed_stage_keeps_the_earlier_ones_and_the_cure_continues(copy_of: C
     outcomes = {stage["name"]: stage["outcome"] for stage in run["stages"]}
     assert run["outcome"] == "failed" and outcomes["shards-sft"] == "failed"
     assert outcomes["pretrain"] == outcomes["sft"] == "pending", "no training begins before all shards are there"
-    [(state,)] = rows(cli.home / "prefect" / "prefect.db", f"select state_name from flow_run where name = '{run['run']}'")
+    [(state,)] = cli.rows("prefect", f"select state_name from flow_run where name = '{run['run']}'")
     assert state == "Failed"
+    logs = {path: path.stat().st_mtime_ns for path in cli.home.glob("store/*/*/run/log.txt")}
     chats.write_text(good.replace("Say", "Tell"), encoding="utf-8")
-    cli("pipeline", "run", "full")
+    said = cli("pipeline", "rerun", "sft", "--run", run["run"], "--engine", "none", settings=False)
+    assert f"settings of {run['run']}, apart from the defaults: " in said and 'name="tiny-test"' in said
     outcomes = {stage["name"]: stage["outcome"] for stage in cli.runs()[0]["stages"]}
     built = [name for name, outcome in outcomes.items() if outcome == "completed"]
     assert built == ["shards-sft", "sft", "lora", "evaluate"]
+    assert {outcomes[name] for name in STAGES if name not in built} == {"cached"}
+    assert logs == {path: path.stat().st_mtime_ns for path in logs}, "no finished stage ran again"
+    assert cli.to_run() == []
 
 
 @pytest.mark.soak

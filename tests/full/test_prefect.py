@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import sqlite3
 import subprocess
 import sys
 import time
@@ -41,43 +39,38 @@ print(deployments.nightly(changes=("model.kind=lama",), return_state=True).messa
 """
 
 
-def rows(cli: Cli, query: str) -> list[tuple[Any, ...]]:
-    database = f"file:{cli.home / 'prefect' / 'prefect.db'}?mode=ro"
-    with contextlib.closing(sqlite3.connect(database, uri=True)) as db:
-        return db.execute(query).fetchall()
-
-
 def newest_run(cli: Cli) -> tuple[Any, ...]:
     """(id, name, state, labels) of the newest flow run."""
     query = "select id, name, state_name, labels from flow_run order by created desc limit 1"
-    [found] = rows(cli, query)
+    [found] = cli.rows("prefect", query)
     return found
 
 
 def tries(cli: Cli, stage: str) -> tuple[str, int, list[str]]:
     """(state, number of tries, what the log says of waiting) of a stage in the newest flow run."""
     flow_run = newest_run(cli)[0]
-    [(id_, state, count)] = rows(
-        cli, f"select id, state_name, run_count from task_run where flow_run_id = '{flow_run}' and name = '{stage}'"
+    [(id_, state, count)] = cli.rows(
+        "prefect", f"select id, state_name, run_count from task_run where flow_run_id = '{flow_run}' and name = '{stage}'"
     )
     query = f"select message from log where task_run_id = '{id_}' and message like 'waiting %' order by timestamp"
-    return state, count, [message for (message,) in rows(cli, query)]
+    return state, count, [message for (message,) in cli.rows("prefect", query)]
 
 
 def test_a_run_names_its_process_and_its_plan(finished: Cli) -> None:
     id_, name, state, labels = newest_run(finished)
-    assert state == "Completed" and json.loads(labels)["ttrain.home"] == str(finished.home)
+    assert state == "Completed" and json.loads(labels)["ttrain.home"] == str(finished.data.parent / "home")
     assert json.loads(labels)["ttrain.pid"] > 1
-    [plan] = rows(finished, f"select data from artifact where key = 'plan' and flow_run_id = '{id_}'")
+    [plan] = finished.rows("prefect", f"select data from artifact where key = 'plan' and flow_run_id = '{id_}'")
     planned = json.loads(json.loads(plan[0]))
     assert [stage["stage"] for stage in planned] == [stage["name"] for stage in finished.runs()[-1]["stages"]]
     assert planned[0]["why"] == "never run before" and len(planned[0]["key"]) == 12
-    tags = rows(finished, f"select name, tags from task_run where flow_run_id = '{id_}'")
+    tags = finished.rows("prefect", f"select name, tags from task_run where flow_run_id = '{id_}'")
     assert [found for _, found in tags if json.loads(found)] == [], "for each tag Prefect asks its server for a slot"
     record = json.loads((finished.home / "runs" / f"{name}.json").read_bytes())
     assert record["prefect"]["flow_run_id"].replace("-", "") == id_.replace("-", "")
 
 
+@pytest.mark.long
 @pytest.mark.soak
 def test_a_failed_stage_is_tried_again_after_longer_and_longer_and_a_mistake_is_not(copy_of: Any) -> None:
     cli = copy_of()
@@ -115,7 +108,7 @@ def test_prefect_retries_no_refused_night_by_itself(fresh: Cli) -> None:
     command = [sys.executable, "-c", REFUSED_NIGHT, str(fresh.home)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert "model.kind is 'lama'" in done.stdout, done.stdout + done.stderr
-    [(state, tries)] = rows(fresh, "select state_name, run_count from flow_run")
+    [(state, tries)] = fresh.rows("prefect", "select state_name, run_count from flow_run")
     assert (state, tries) == ("Failed", 1)
 
 
@@ -190,10 +183,10 @@ def test_a_killed_run_holds_no_slot_of_a_limit_for_long(fresh: Cli) -> None:
         began = time.monotonic()
         fresh("pipeline", "run", "full", "pretrain.tokens=61440", "evaluate.new_tokens=0")
         assert time.monotonic() - began < 180
-        states = [state for (state,) in rows(fresh, "select state_name from flow_run order by created")]
+        states = [state for (state,) in fresh.rows("prefect", "select state_name from flow_run order by created")]
         assert states == ["Crashed", "Completed"]
-        assert rows(fresh, "select count(*) from task_run where state_name in ('Running', 'Pending')") == [(0,)]
-        tags = rows(fresh, "select name, tags from task_run")
+        assert fresh.rows("prefect", "select count(*) from task_run where state_name in ('Running', 'Pending')") == [(0,)]
+        tags = fresh.rows("prefect", "select name, tags from task_run")
         # Prefect makes up the end of the name of one that has not begun
         assert {task.partition("-")[0] for task, found in tags if json.loads(found)} == {"pretrain", "sft", "lora"}
     finally:

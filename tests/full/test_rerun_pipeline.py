@@ -1,22 +1,19 @@
-"""What failed or was killed is run again: with the settings of its run, under other code, in branches side by side."""
+"""What was killed is run again under other code, and branches side by side; a failed stage: test_pipeline.py."""
 
 from __future__ import annotations
 
 import shutil
-import sqlite3
-import time
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.paths import ROOT
+from support.waiting import wait_until
 
 from ttrain import tracking
 
 LONGER = "pretrain.tokens=61440"  # 120 steps
-UPSTREAM = ("tokenizer", "shards-pretrain", "shards-lora", "pretrain")
 
 
 def outcomes(cli: Any) -> dict[str, str]:
@@ -24,38 +21,13 @@ def outcomes(cli: Any) -> dict[str, str]:
     return {stage["name"]: stage["outcome"] for stage in cli.runs()[0]["stages"]}
 
 
-def logs(cli: Any, stages: tuple[str, ...]) -> dict[str, tuple[int, int]]:
-    """Size and time of the logs of all artifacts of these stages: what their bodies write first."""
-    paths = [path for stage in stages for path in (cli.home / "store" / stage).glob("*/run/log.txt")]
-    assert len(paths) >= len(stages)
-    return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in paths}
-
-
-@pytest.mark.soak
-def test_a_stage_that_failed_on_a_bad_file_is_rerun_alone_and_what_follows(copy_of: Callable[..., Any]) -> None:
-    cli = copy_of()
-    chats = cli.data / "chats.jsonl"
-    good = chats.read_text(encoding="utf-8").replace("Say", "Tell")
-    chats.write_text("not JSON\n" * 20 + good, encoding="utf-8")
-    cli("pipeline", "run", "full", "--engine", "none", code=1)
-    failed = cli.runs()[0]
-    assert failed["outcome"] == "failed" and outcomes(cli)["shards-sft"] == "failed"
-    before = logs(cli, UPSTREAM)
-    chats.write_text(good, encoding="utf-8")
-    said = cli("pipeline", "rerun", "sft", "--run", failed["run"], "--engine", "none", settings=False)
-    assert f"settings of {failed['run']}, apart from the defaults: " in said and 'name="tiny-test"' in said
-    assert logs(cli, UPSTREAM) == before
-    done = dict.fromkeys(("shards-sft", "sft", "lora", "evaluate"), "completed")
-    assert outcomes(cli) == {**dict.fromkeys(UPSTREAM, "cached"), **done}
-    assert cli.to_run() == []
-
-
+@pytest.mark.long
 @pytest.mark.soak
 def test_work_that_older_code_began_goes_on_under_the_new(copy_of: Callable[..., Any], tmp_path: Path) -> None:
     """A training is killed, a module that it reads is changed, and the checkpoint is kept all the same."""
     cli = copy_of()
     process = cli.start("train", "pretrain", LONGER)
-    wait_for(lambda: list(cli.home.glob("work/pretrain/*/output/checkpoints/step-*")))
+    wait_until(lambda: list(cli.home.glob("work/pretrain/*/output/checkpoints/step-*")), 240)
     process.kill()
     process.communicate()
     [work] = [path.parent for path in cli.home.glob("work/pretrain/*/ingredients.json")]
@@ -103,10 +75,10 @@ def test_two_variants_at_once_build_what_they_share_once(copy_of: Callable[..., 
 
     views = [tracking.read_run(cli.home, run["run"]) for run in cli.runs()[:2]]
     assert {name for name in views[0].params if views[0].params[name] != views[1].params[name]} == {"sft.optim.lr"}
-    with closing(sqlite3.connect(cli.home / "mlflow" / "mlflow.db")) as db:
-        logged = [dict(db.execute("SELECT key, value FROM params WHERE run_uuid = ?", (view.run_id,))) for view in views]
-        curve = "SELECT step, value FROM metrics WHERE run_uuid = ? AND key = 'Curves/pretrain loss' ORDER BY step"
-        curves = [db.execute(curve, (view.run_id,)).fetchall() for view in views]
+    params = "SELECT key, value FROM params WHERE run_uuid = ?"
+    logged = [dict(cli.rows("mlflow", params, view.run_id)) for view in views]
+    curve = "SELECT step, value FROM metrics WHERE run_uuid = ? AND key = 'Curves/pretrain loss' ORDER BY step"
+    curves = [cli.rows("mlflow", curve, view.run_id) for view in views]
     assert {name for name in logged[0] if logged[0][name] != logged[1].get(name)} == {"sft.optim.lr"}
     assert curves[0] == curves[1] and len(curves[0]) > 3  # also of the run that found the stage cached
 
@@ -120,12 +92,3 @@ def test_a_forced_stage_is_compared_and_a_part_of_the_pipeline_is_recorded_as_on
     assert found.pop("evaluate") == "equal" and set(found.values()) == {"cached"}
     metrics = cli.runs()[0]["metrics"]
     assert metrics["eval/bits_per_byte"] > 0 and metrics["sft/validation_loss"] > 0
-
-
-def wait_for(condition: Callable[[], Any], seconds: float = 240) -> Any:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if found := condition():
-            return found
-        time.sleep(0.02)
-    raise AssertionError("it did not happen")

@@ -14,7 +14,8 @@ from datetime import datetime
 import psutil
 import pytest
 from support.pipeline_home import Cli
-from support.served import ask, flow_runs, processes_of, serving, slot, wait_until
+from support.served import ask, flow_runs, processes_of, serving, slot
+from support.waiting import wait_until
 
 from ttrain.store import server_records
 

@@ -12,7 +12,6 @@ import stat
 import subprocess
 import sys
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -23,6 +22,8 @@ import psutil
 import pytest
 from support.browser import Browser, executable
 from support.paths import ROOT
+from support.served import processes_of
+from support.waiting import wait_until
 
 from ttrain import tracking
 from ttrain.errors import TTrainError
@@ -99,16 +100,6 @@ def ports() -> tuple[int, int]:
     )
 
 
-def processes_of(home: Path) -> set[int]:
-    """All whose command line or working directory names this home."""
-    found = set()
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if str(home) in " ".join(process.cmdline()) or process.cwd().startswith(str(home)):
-                found.add(process.pid)
-    return found - {os.getpid()}
-
-
 def answers(url: str, token: str | None = None) -> bool:
     with contextlib.suppress(OSError), urllib.request.urlopen(asking(url, token), timeout=5):
         return True
@@ -118,13 +109,6 @@ def answers(url: str, token: str | None = None) -> bool:
 def asking(url: str, token: str | None, data: bytes | None = None, **headers: str) -> urllib.request.Request:
     shown = {"Authorization": f"Bearer {token}"} if token else {}
     return urllib.request.Request(url, data, {**shown, **headers})
-
-
-def within(seconds: float, condition: Any) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return bool(condition())
 
 
 @pytest.mark.soak
@@ -187,7 +171,7 @@ def test_the_real_servers_start_show_a_run_to_who_has_the_token_and_leave_nothin
         with pytest.raises(urllib.error.HTTPError, match="403"):
             urllib.request.urlopen(asked)
 
-    family = processes_of(real_home)
+    family = {process.pid for process in processes_of(real_home)}
     assert not [pid for pid in family if token in " ".join(psutil.Process(pid).cmdline())]
     listening = {c.laddr.ip for pid in family for c in psutil.Process(pid).net_connections() if c.status == "LISTEN"}
     assert len(family) >= 2 and listening == {"127.0.0.1"}
@@ -246,10 +230,10 @@ def test_a_run_has_its_own_server_which_hears_its_logs_and_dies_with_it(real_hom
                 with contextlib.closing(sqlite3.connect(database, uri=True)) as db:
                     return bool(db.execute("SELECT 1 FROM log WHERE message = 'said to the API'").fetchone())
 
-            assert within(10, logged)
+            wait_until(logged, 10)
         finally:
             run.kill()
-    assert within(10, lambda: not answers(f"{url}/health")) and within(10, lambda: not processes_of(real_home))
+    wait_until(lambda: not answers(f"{url}/health") and not processes_of(real_home), 10)
 
 
 @contextlib.contextmanager
@@ -289,7 +273,7 @@ def test_two_first_runs_at_once_on_a_fresh_home_share_its_database(tmp_path: Pat
     assert len(set(urls)) == 2 and all(url.startswith("http://127.0.0.1:") for url in urls)
     assert flow_states(home) == ["Completed", "Completed"]
     assert "locked" not in (home / "servers" / "own.log").read_text()
-    assert within(20, lambda: not processes_of(home)), "neither server outlives the run that started it"
+    wait_until(lambda: not processes_of(home), 20)  # neither server outlives the run that started it
 
 
 @pytest.mark.long
@@ -305,7 +289,7 @@ def test_a_server_starts_on_a_busy_machine(tmp_path: Path) -> None:
         for hog in hogs:
             hog.kill()
             hog.wait()
-    assert within(30, lambda: not processes_of(tmp_path / "home"))
+    wait_until(lambda: not processes_of(tmp_path / "home"), 30)
 
 
 @pytest.mark.long
@@ -317,7 +301,7 @@ def test_a_server_elsewhere_is_used_and_none_is_started(tmp_path: Path) -> None:
             assert used == there
             assert not (tmp_path / "here" / "servers" / "own.log").exists()
         assert flow_states(tmp_path / "there") == ["Completed", "Completed"]
-    assert within(20, lambda: not processes_of(tmp_path))
+    wait_until(lambda: not processes_of(tmp_path), 20)
 
 
 def test_two_ups_at_once_start_one_of_each(faked_home: Path) -> None:
@@ -341,7 +325,7 @@ def test_a_port_that_another_program_takes_meanwhile_is_passed_over(
     """Two servers that start at once may find the same port free; the other one's answer is not taken for our own."""
     port, free_port = ports()[0], server_processes.free_port
     with subprocess.Popen([sys.executable, faked_home / "servers" / "double.py", str(port)]) as faster:
-        assert within(10, lambda: answers(f"http://127.0.0.1:{port}/api/health"))
+        wait_until(lambda: answers(f"http://127.0.0.1:{port}/api/health"), 10)
         monkeypatch.setattr(server_processes, "free_port", lambda wanted: port if wanted == port else free_port(wanted))
         try:
             servers.start(faked_home, {"prefect": port})
@@ -355,7 +339,7 @@ def test_a_server_that_was_killed_is_started_again_and_the_other_is_kept(faked_h
     first = servers.up(faked_home, prefect_port=ports()[0], mlflow_port=ports()[1])
     pids = {name: json.loads((faked_home / "servers" / f"{name}.json").read_text())["pid"] for name in ("prefect", "mlflow")}
     psutil.Process(pids["prefect"]).kill()
-    assert within(5, lambda: servers.running(faked_home) is None)
+    wait_until(lambda: servers.running(faked_home) is None, 5)
     assert "PREFECT_API_URL" not in servers.prefect_environment(faked_home)
     second = servers.up(faked_home, prefect_port=ports()[0])
     assert second.mlflow_url == first.mlflow_url and psutil.pid_exists(pids["mlflow"])
@@ -445,8 +429,7 @@ def test_the_token_is_in_a_file_of_its_owner_and_in_no_argument(faked_home: Path
     path = faked_home / "servers" / "token"
     token = path.read_text().strip()
     assert len(token) > 40 and [stat.S_IMODE(one.stat().st_mode) for one in (path, path.parent)] == [0o600, 0o700]
-    for pid in processes_of(faked_home):
-        process = psutil.Process(pid)
+    for process in processes_of(faked_home):
         assert token not in " ".join(process.cmdline()) and process.environ()[server_records.ACCESS] == token
     servers.down(faked_home)
     servers.up(faked_home, prefect_port=ports()[0], mlflow_port=ports()[1])
@@ -461,7 +444,7 @@ def test_servers_without_a_token_are_asked_for_and_warned_of(faked_home: Path, c
     servers.up(faked_home, prefect_port=ports()[0], mlflow_port=ports()[1], auth="off")
     assert caplog.text.count("servers.auth is off: every account of this machine") == 1
     assert not (faked_home / "servers" / "token").exists()
-    assert {psutil.Process(pid).environ()[server_records.ACCESS] for pid in processes_of(faked_home)} == {""}
+    assert {process.environ()[server_records.ACCESS] for process in processes_of(faked_home)} == {""}
     server_records.make_token(faked_home)  # of servers that ask for one
     server = server_records.live_server(faked_home, "mlflow")
     assert server and server_records.page_with_token(faked_home, url := f"http://127.0.0.1:{server.port}") == url

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -84,11 +83,8 @@ def _lineage(manifests: dict[str, Any], foreign: Path) -> None:
 
 def _tags(cli: Cli, manifests: dict[str, Any]) -> None:
     """The tracked run of each stage names what it was made from, by content."""
-    with sqlite3.connect(f"file:{cli.home / 'mlflow' / 'mlflow.db'}?mode=ro", uri=True) as connection:
-        query = "select runs.name, key, value from tags join runs using (run_uuid) where key like 'ttrain.parent.%'"
-        found = {
-            (name.split()[0], key.removeprefix("ttrain.parent.")): value for name, key, value in connection.execute(query)
-        }
+    query = "select runs.name, key, value from tags join runs using (run_uuid) where key like 'ttrain.parent.%'"
+    found = {(name.split()[0], key.removeprefix("ttrain.parent.")): value for name, key, value in cli.rows("mlflow", query)}
     assert found["sft", "base"].startswith("base-model ") and found["lora", "base"].startswith("sft ")
     for stage in ("sft", "lora"):
         assert found[stage, "base"].split()[1] == manifests[stage]["inputs"]["base"]["content"]

@@ -39,7 +39,6 @@ from ttrain.pipeline.names import resolve
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.model_files import SECOND_HEAD, weights_digest
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 QUESTIONS = ("Who?", "123 456", "def f(x): return x", "東京", "zzzzz")
 SHORT = Sampling(max_tokens=6)
 

@@ -21,7 +21,6 @@ from ttrain.inference.sampling import Sampling, sampling
 from ttrain.model import adapters, factory
 from ttrain.store.model_files import ADAPTER, SECOND_HEAD, Reference, weights_digest
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {},
     "gpt2": {"kind": "gpt2", "tie_embeddings": True},  # learnt positions, which padding must not shift

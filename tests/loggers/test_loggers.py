@@ -35,8 +35,6 @@ ABOUT = {"project": "mine", "group": "full-1", "kind": "pretrain", "name": "pret
 BATCH = NumberedRows(2).batch([0, 1])
 Points = dict[str, list[tuple[int, float]]]  # (step, value) in the order of the file; nothing that is there twice is hidden
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def train(directory: Path, *names: str, stop_after: int | None = None) -> None:
     """Twelve steps, or up to a stop; the next call continues at the checkpoint."""

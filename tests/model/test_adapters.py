@@ -42,7 +42,6 @@ from ttrain.train.distributed import Ranks
 from ttrain.train.language_modeling import LanguageModeling
 from ttrain.train.trainer import TrainerOptions
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 KINDS = ("lora", "dora", "prefix")
 
 

@@ -30,9 +30,6 @@ KINDS: tuple[dict[str, Any], ...] = (
 T = 24
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 def random_ids(seed: int, *shape: int) -> torch.Tensor:
     return torch.randint(9, VOCAB, shape, generator=torch.Generator().manual_seed(seed))
 

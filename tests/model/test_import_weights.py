@@ -26,8 +26,6 @@ from ttrain.errors import ArtifactError, UsageError
 from ttrain.model import factory
 from ttrain.model.convert import import_model
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 V, D, H = 23, 16, 4
 IDS = torch.randint(1, V, (2, 9), generator=torch.Generator().manual_seed(5))
 

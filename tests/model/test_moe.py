@@ -47,7 +47,6 @@ from ttrain.train.moe import RouterCall, Routers
 from ttrain.train.optim import StackedMuon
 from ttrain.train.trainer import Cadence, TrainerOptions
 
-pytestmark = pytest.mark.usefixtures("one_thread")  # as each of two ranks has, which are compared to the bit
 KINDS: dict[str, dict[str, Any]] = {
     "mixtral": {"kind": "llama", "moe": {"experts": 4}},
     "qwen3_moe": {"kind": "qwen3", "moe": {"experts": 4}},

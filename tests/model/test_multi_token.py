@@ -43,8 +43,6 @@ from ttrain.train.language_modeling import LanguageModeling
 from ttrain.train.losses import labels_after_next
 from ttrain.train.trainer import Cadence
 
-pytestmark = pytest.mark.usefixtures("one_thread")  # as each of two ranks has, which are compared to the bit
-
 
 @dataclass
 class Held:

@@ -19,8 +19,6 @@ from ttrain.model import factory
 from ttrain.train.checkpoint import copy_tensors
 from ttrain.train.kernels import segment_mask
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 EXPERTS = {"experts": 6, "top_k": 2, "shared_experts": 1, "expert_size": 8}
 SHAPES: dict[str, dict[str, Any]] = {
     "moyun": {"kind": "moyun"},

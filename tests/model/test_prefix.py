@@ -23,7 +23,6 @@ from ttrain.store.model_files import weights_digest
 from ttrain.train.language_modeling import LanguageModeling
 from ttrain.train.losses import token_loss_sum
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 T = 30
 
 

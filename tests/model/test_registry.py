@@ -43,8 +43,6 @@ ARCHITECTURES: tuple[dict[str, Any], ...] = (
     {"kind": "olmo2"}, {"kind": "mixtral"}, {"kind": "moyun"},
 )  # fmt: skip
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def model_of(options: dict[str, Any], **more: Any) -> Any:
     return tiny_model(**{"hidden_size": 32, **options, **more}).eval()

@@ -75,15 +75,6 @@ def make(home: Path, tokenizer: str = "a1b2c3d") -> dict[str, Artifact]:
     return made
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quiet() -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in tracking.ENVIRONMENT.items():
-            patch.setenv(name, value)
-        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
-        yield
-
-
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("made") / "home"

@@ -13,7 +13,7 @@ from ttrain.config import EvaluateConfig, PretrainConfig
 from ttrain.pipeline import launch
 from ttrain.stages import EVALUATE, evaluate, pretrain
 
-pytestmark = [pytest.mark.soak, pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.soak
 
 
 def test_a_launched_evaluation_on_two_ranks_leaves_the_bytes_of_one(tmp_path: Path) -> None:

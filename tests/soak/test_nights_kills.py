@@ -21,7 +21,8 @@ from typing import Any
 import psutil
 import pytest
 from support.pipeline_home import Cli, write_corpus
-from support.served import Served, flow_runs, processes_of, slot, wait_until
+from support.served import Served, flow_runs, processes_of, slot
+from support.waiting import wait_until
 
 from ttrain import tracking
 from ttrain.flows.flow_runs import FINAL_STATES

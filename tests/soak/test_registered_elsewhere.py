@@ -18,7 +18,7 @@ from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 from ttrain.tracking import Member
 
-pytestmark = [pytest.mark.soak, pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.soak
 DIRECTORIES = {"pretrain": "model", "sft": "model", "lora": "adapter"}
 PLAIN = """
 import json, sys

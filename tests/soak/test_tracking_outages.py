@@ -9,8 +9,6 @@ import pytest
 from support.outage_proxy import Proxy, mlflow_server
 from support.tracked_writer import assert_whole, write_through
 
-from ttrain import tracking
-
 pytestmark = [pytest.mark.soak, pytest.mark.long]  # 100,000 metrics: over four minutes
 
 MODES = ("no replies", "dead", "hanging", "error")
@@ -19,8 +17,6 @@ OUTAGES, STEPS = 20, 50_000  # two metrics a step: the loss and the tokens
 
 @pytest.fixture
 def proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
-    for name, value in tracking.ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
     (tmp_path / "server").mkdir()
     with mlflow_server(tmp_path / "server") as url:
         found = Proxy(url)

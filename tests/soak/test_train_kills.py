@@ -57,7 +57,7 @@ from ttrain.train.early_stopping import EarlyStopping
 from ttrain.train.optim import Optimizers
 from ttrain.train.trainer import Cadence, TrainerOptions
 
-pytestmark = [pytest.mark.soak, pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.soak
 STEPS, ROWS, ROWS_PER_STEP = 40, 45, 6  # five epochs and a third; two of them end in the middle of a step
 CADENCE = Cadence(log=3, checkpoint=2, validate=5)  # windows of the curve lie across checkpoints
 CHAIN = 10

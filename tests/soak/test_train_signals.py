@@ -32,7 +32,7 @@ from ttrain.store.artifacts import ArtifactStore
 from ttrain.train import checkpoint
 from ttrain.train.checkpoint_format import list_checkpoints
 
-pytestmark = pytest.mark.soak
+pytestmark = [pytest.mark.soak, pytest.mark.long]
 # Steps of about 0.05 s, a validation of several of them; `tree` makes the bits those of one rank.
 RUN = (
     *("train", "pretrain", "model.hidden_size=64", "pretrain.tokens_per_step=1024", "pretrain.tokens=92160"),

@@ -22,9 +22,6 @@ from ttrain.model import factory
 from ttrain.stages import evaluate, lora, pretrain, sft
 from ttrain.train.distributed import Ranks
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 # --- samples ------------------------------------------------------------------------------------------------------------
 
 

@@ -122,7 +122,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Run:
+def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """The command line, which trains in this process; returns (exit code, output, errors)."""
 
     def in_this_process(stage: Stage, settings: Settings, work: Path, log_path: Path, observer: Any) -> Any:

@@ -9,7 +9,8 @@ import urllib.request
 from typing import Any
 
 from support.pipeline_home import Cli
-from support.served import Served, access, wait_until
+from support.served import Served, access
+from support.waiting import wait_until
 
 from ttrain.store import server_records
 

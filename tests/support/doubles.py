@@ -445,14 +445,13 @@ def stage_settings(steps: int = 12, pretrain: Mapping[str, Any] | None = None, *
 def run_here(module: Any, config: Section, output: Path, inputs: Mapping[str, Path], runtime: Runtime, **job: Any) -> Any:
     """Run a stage's module in this process; returns its figures.
 
-    The state of the random numbers is another every time, and must not matter. The number of threads is put back.
+    The state of the random numbers is another every time, and must not matter.
     """
     torch.seed()
-    threads = torch.get_num_threads()
     try:
         return module.run(config, StageContext(inputs, {}, {}, output, runtime, ProgressWriter(None), lambda: False, **job))
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(1)
 
 
 def flip_bit(path: Path) -> None:

@@ -13,18 +13,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from ttrain import tracking
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quiet() -> Iterator[None]:
-    """Before anything imports MLflow: it would write an installation id into the user's ~/.config."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in tracking.ENVIRONMENT.items():
-            patch.setenv(name, value)
-        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
-        yield
-
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import random
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +75,7 @@ class Cli:
         """Run to the end; the exit code must be `code`. Returns standard output and error together."""
         command = self.command(*arguments, settings=settings)
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300, **self._where
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=600, **self._where
         )
         assert done.returncode == code, f"exit code {done.returncode}, not {code}:\n{done.stdout}"
         return done.stdout
@@ -99,6 +101,12 @@ class Cli:
     def runs(self) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = json.loads(self("pipeline", "status", "--json", settings=False))
         return found
+
+    def rows(self, database: str, query: str, *values: object) -> list[tuple[Any, ...]]:
+        """What a query of the home's database gives, `mlflow` or `prefect`."""
+        path = self.home / database / f"{database}.db"
+        with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as connection:
+            return connection.execute(query, values).fetchall()
 
     def manifest(self, stage: str, *overrides: str) -> dict[str, Any]:
         path = self.plan(*overrides)[stage]["path"]

@@ -8,15 +8,15 @@ import os
 import signal
 import subprocess
 import threading
-import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import psutil
 from support.pipeline_home import Cli
+from support.waiting import wait_until
 
 from ttrain.store import server_records
 
@@ -54,16 +54,6 @@ class Served:
         return self.process.wait(seconds)
 
 
-def wait_until(condition: Callable[[], Any], seconds: float, said: Callable[[], str] = lambda: "") -> Any:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        with contextlib.suppress(OSError):  # a server that is being started
-            if found := condition():
-                return found
-        time.sleep(0.1)
-    raise AssertionError(f"it did not happen in {seconds} s: {said()}")
-
-
 @contextlib.contextmanager
 def serving(cli: Cli) -> Iterator[Served]:
     served = Served(cli)
@@ -97,13 +87,14 @@ def flow_runs(home: Path, *states: str) -> list[dict[str, Any]]:
 
 
 def processes_of(home: Path) -> list[psutil.Process]:
-    """All that have this home in their environment or in their command."""
+    """All that have this home in their environment, in their command or as their working directory."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if process.environ().get("TTRAIN_HOME") == str(home) or str(home) in " ".join(process.cmdline()):
+            names = (process.environ().get("TTRAIN_HOME"), *process.cmdline(), process.cwd())
+            if process.pid != os.getpid() and any(str(home) in name for name in names if name):
                 found.append(process)
-    return [process for process in found if process.pid != os.getpid()]
+    return found
 
 
 def slot(run: dict[str, Any]) -> float:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -48,3 +49,14 @@ def hanging(processes: Sequence[BaseProcess], seconds: float) -> list[BaseProces
         if time.monotonic() > deadline or total > BUSY * seconds:
             return [process for process in alive if process.is_alive()]
     return []
+
+
+def wait_until(condition: Callable[[], Any], seconds: float, said: Callable[[], str] = lambda: "") -> Any:
+    """What the condition gives once it is true."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError):  # a server that is being started
+            if found := condition():
+                return found
+        time.sleep(0.02)
+    raise AssertionError(f"it did not happen in {seconds} s: {said()}")

@@ -10,7 +10,7 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -61,15 +61,11 @@ def register(home: Path, number: int, stages: Any = SUFFIXES, name: str = "mine"
 
 
 @pytest.fixture(scope="module")
-def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A home with three sets, none of them champion; made once, since its database takes 1 s to make."""
     home = tmp_path_factory.mktemp("three")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
-        for name, value in tracking.ENVIRONMENT.items():
-            patch.setenv(name, value)
-        assert [register(home, number) for number in (1, 2, 3)] == ["1", "2", "3"]
-        yield home
+    assert [register(home, number) for number in (1, 2, 3)] == ["1", "2", "3"]
+    return home
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 import yaml
 from support.doubles import CPU
@@ -29,7 +28,6 @@ from ttrain.store.layout import Artifact
 from ttrain.store.model_files import weights_digest
 from ttrain.tracking.model_description import ADAPTER, BASE, MODEL, LoadableModel, loadable
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 NEW_TOKENS, PROMPT = 10, "The man"
 EXAMPLES = ("The first", "What is it?")
 KINDS: Mapping[str, Mapping[str, Any]] = {

@@ -30,8 +30,6 @@ from ttrain.tracking.outboxes import deliver_orphaned_outbox
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """One real server for all tests, which tell their runs by their homes."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in tracking.ENVIRONMENT.items():
-            patch.setenv(name, value)
         patch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "2")
         patch.setattr("ttrain.tracking.client.PROBE_SECONDS", 0.5)
         patch.setattr("ttrain.tracking.tracker.RETRY_PAUSE_SECONDS", 0.1)

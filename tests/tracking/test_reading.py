@@ -8,7 +8,6 @@ import socket
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from support.paths import ROOT
 from support.recorded_homes import BEGAN, TOKENS_PER_STEP, Made, alive, falling, make_run
 from support.waiting import stopwatch
 
-from ttrain import tracking
 from ttrain.errors import UsageError
 from ttrain.tracking import MlflowStore, open_store, read_local, read_run, read_runs
 from ttrain.tracking.database import database_of
@@ -37,25 +35,21 @@ OTHER = Made("pretrain", falling(8, 2.5))
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A home with two tracked runs, the second with a stage from the cache, one wholly cached, and one that was killed."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
-        for name, value in tracking.ENVIRONMENT.items():
-            patch.setenv(name, value)
-        home = tmp_path_factory.mktemp("a home #1 50%")
-        make_run(home, FIRST, [PRETRAIN, SFT], metrics={"eval/bits_per_byte": 2.5}, tracked=True)
-        from_cache = Made("sft", SFT.losses, outcome="cached")
-        make_run(
-            home, SECOND, [OTHER, from_cache], number=1, settings={"pretrain": {"optim": {"lr": 0.5}}},
-            metrics={"eval/bits_per_byte": 2.25}, tracked=True,
-        )  # fmt: skip
-        cached = [Made("pretrain", PRETRAIN.losses, outcome="cached"), from_cache]
-        cached[0].key = PRETRAIN.key
-        make_run(home, CACHED, cached, number=2, outcome="cached", equals=FIRST)
-        running = Made("pretrain", outcome="running", key="f" * 64)
-        make_run(home, KILLED, [running, Made("sft", outcome="pending")], number=3, outcome="running")
-        yield home
+    home = tmp_path_factory.mktemp("a home #1 50%")
+    make_run(home, FIRST, [PRETRAIN, SFT], metrics={"eval/bits_per_byte": 2.5}, tracked=True)
+    from_cache = Made("sft", SFT.losses, outcome="cached")
+    make_run(
+        home, SECOND, [OTHER, from_cache], number=1, settings={"pretrain": {"optim": {"lr": 0.5}}},
+        metrics={"eval/bits_per_byte": 2.25}, tracked=True,
+    )  # fmt: skip
+    cached = [Made("pretrain", PRETRAIN.losses, outcome="cached"), from_cache]
+    cached[0].key = PRETRAIN.key
+    make_run(home, CACHED, cached, number=2, outcome="cached", equals=FIRST)
+    running = Made("pretrain", outcome="running", key="f" * 64)
+    make_run(home, KILLED, [running, Made("sft", outcome="pending")], number=3, outcome="running")
+    return home
 
 
 @pytest.fixture

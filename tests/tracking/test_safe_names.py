@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from ttrain import tracking
 from ttrain.core.redact import HIDDEN
 from ttrain.tracking import MlflowStore, TrackedRun, open_store
 from ttrain.tracking.calls import artifact_path, below, clean, run_name
@@ -32,9 +31,6 @@ def hostile_names(seed: int) -> list[str]:
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MlflowStore:
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    for name, value in tracking.ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
     (tmp_path / "outer" / "home").mkdir(parents=True)
     found = open_store(tmp_path / "outer" / "home", "x")
     assert isinstance(found, MlflowStore)

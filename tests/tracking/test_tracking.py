@@ -39,7 +39,6 @@ from ttrain.tracking.datasets import DataInput
 from ttrain.tracking.delivery import stages_of
 from ttrain.tracking.uploads import LINK_FROM_BYTES
 
-pytestmark = pytest.mark.usefixtures("no_telemetry")
 MODEL_TAGS = {"ttrain.key": "k1", "ttrain.content": "c1"}
 
 
@@ -47,9 +46,7 @@ MODEL_TAGS = {"ttrain.key": "k1", "ttrain.content": "c1"}
 def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A migrated, unclaimed database: migrating takes 1 s, copying 1 ms."""
     home = tmp_path_factory.mktemp("pristine")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
-        assert isinstance(open_store(home, "ttrain"), MlflowStore)
+    assert isinstance(open_store(home, "ttrain"), MlflowStore)
     with closing(sqlite3.connect(home / "mlflow" / "mlflow.db")) as db, db:
         db.execute("DROP TABLE ttrain_home")
         db.execute("DELETE FROM experiments WHERE experiment_id > 0")

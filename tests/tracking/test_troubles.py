@@ -27,8 +27,6 @@ from ttrain.store import artifacts as artifact_store
 from ttrain.tracking import MlflowStore, TrackedRun, delivery, open_store, outbox, outboxes
 from ttrain.tracking.outboxes import deliver_orphaned_outbox
 
-pytestmark = pytest.mark.usefixtures("no_telemetry")
-
 
 @pytest.fixture
 def hasty_home(tracked_home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

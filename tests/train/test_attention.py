@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,15 +18,11 @@ from ttrain.train.losses import token_loss_sum
 
 
 @pytest.fixture(autouse=True)
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 8 queries, so that rows of 29 positions have four of them, the last one not full. On a CPU with AMX, where training
     leaves attention to torch, they are computed all the same."""
     monkeypatch.setattr(kernels, "BLOCK", 8)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 T = 29

@@ -53,9 +53,6 @@ HOOKS = (
 )  # fmt: skip
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 class Everything(Callback):
     """Notes every hook by its name, with the step or epoch it was told; questions are asked too often to be noted."""
 

@@ -35,9 +35,6 @@ TREE, FAST = TrainerOptions(reduction="tree"), TrainerOptions()
 LIVE = [16, 1, 7, 2, 16, 3, 11, 5, 1, 9, 4, 2, 13]
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 class PlainSgd(WatchedTask):
     """Stochastic gradient descent, which unlike AdamW and Muon does not magnify rounding."""
 

@@ -18,9 +18,6 @@ from ttrain.train.kernels import GATED, NORMS, fuse
 BF16 = torch.bfloat16
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 def layer(name: str) -> Any:
     """A norm or a gated layer of transformers with weights that are neither zeros nor ones; width 16."""
     from transformers import AutoConfig

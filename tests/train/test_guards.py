@@ -24,9 +24,6 @@ from ttrain.train.trainer import Cadence
 ORDER = ShuffledOrder(60, 6, 60_000, 1)
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 @pytest.fixture
 def book(tmp_path: Path) -> GuardLog:
     return GuardLog(tmp_path / "guards.jsonl")

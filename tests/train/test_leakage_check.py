@@ -13,8 +13,6 @@ from ttrain.errors import UsageError
 from ttrain.train.language_modeling import NextTokenLoss, check
 from ttrain.train.losses import token_loss_sum
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def objective_of(**options: Any) -> NextTokenLoss:
     return NextTokenLoss(tiny_model(**{"hidden_size": 32, **options}), token_loss_sum)

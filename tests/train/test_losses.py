@@ -22,9 +22,6 @@ from ttrain.train.losses import linear_token_loss_sum, token_loss_sum
 N, D, V = 24, 8, 50
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 def inputs(dtype: torch.dtype = torch.float32, vocab: int = V, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
     """Hidden states [2, N/2, D], a head [vocab, D], labels of which about a third are IGNORE."""
     generator = torch.Generator().manual_seed(0)

@@ -55,7 +55,6 @@ class Notes(Recorder):
 
 def fit(night: bool, *, threads: int = 2, ranks: Ranks | None = None) -> tuple[Notes, Trainer, WatchedTask]:
     """25 steps of six rows, in micro-batches of four by day."""
-    before = torch.get_num_threads()
     torch.set_num_threads(threads)
     config, model, notes = settings_of_training(tokens=25 * 96), tiny_model(), Notes()
     task = WatchedTask(config, model)
@@ -72,7 +71,6 @@ def fit(night: bool, *, threads: int = 2, ranks: Ranks | None = None) -> tuple[N
         **options,
     )
     notes.trainer.fit()
-    torch.set_num_threads(before)
     return notes, notes.trainer, task
 
 
@@ -117,11 +115,8 @@ def test_the_cap_on_memory_is_lifted_in_the_morning() -> None:
 
 
 def test_one_thread_and_one_row_are_the_least() -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
     assert NightThrottle(Night(), CPU, rows_per_device=1).set(True) == 1
     assert torch.get_num_threads() == 1
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("values", [{"start": "25:00"}, {"end": "8"}, {"timezone": "Europe/Nowhere"}])

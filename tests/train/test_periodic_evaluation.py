@@ -55,7 +55,6 @@ from ttrain.train.distributed import Ranks
 from ttrain.train.periodic_evaluation import TIMED, PeriodicEvaluation
 from ttrain.train.trainer import Cadence, TrainerOptions
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 SUITE = "tasks:\n  sums: {kind: choices, file: sums.jsonl}\n  documents: {kind: text, row_length: 32, stride: 16}\n"
 SUM = '{"question": "1 + %d =", "choices": ["%d", "nothing at all"], "answer": 0}\n'
 MODELS: Mapping[str, Mapping[str, Any]] = {

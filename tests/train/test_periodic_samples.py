@@ -34,7 +34,6 @@ from ttrain.train.distributed import Ranks
 from ttrain.train.periodic_evaluation import PeriodicSamples
 from ttrain.train.trainer import Cadence, TrainerOptions
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPTS = ("The quick", "Grüße an 東京", "🙂 [bold]")
 ADAPTERS: Mapping[str, Mapping[str, Any]] = {
     "lora": {"dropout": 0.2}, "dora": {"kind": "dora", "dropout": 0.2}, "prefix": {"kind": "prefix", "virtual_tokens": 4},

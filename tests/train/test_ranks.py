@@ -143,11 +143,8 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_two_ranks_equal_one(two: Any, tmp_path: Path, name: str) -> None:
     root, found, _ = two
     first, _ = found[name]
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     options = {key: value for key, value in CASES[name].items() if key != "checkpoints"}
     alone = fit(tmp_path, ALONE, **options)
-    torch.set_num_threads(threads)
     kept = slice(first["resumed"], None)  # what a continued run logs begins at its checkpoint
     assert len(first["losses"]) == 20 - first["resumed"]
     # Muon orthogonalizes in bf16, which makes of another order of summation, 1e-7, more than that in later steps: of the

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,11 +13,8 @@ from ttrain.train.trainer import Cadence, Trainer
 
 
 @pytest.fixture(autouse=True)
-def two_threads() -> Iterator[None]:
-    threads = torch.get_num_threads()
+def two_threads() -> None:
     torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(threads)
 
 
 def fit(steps: int, rows_per_device: int, dropout: float = 0.1, **changes: Any) -> tuple[Trainer, list[float]]:

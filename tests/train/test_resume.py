@@ -21,7 +21,6 @@ from ttrain.train.trainer import Cadence, Trainer, TrainerOptions
 
 
 def trainer(directory: Path, *, rows: int = 52, total_rows: int | None = None, **options: Any) -> Trainer:
-    torch.set_num_threads(1)
     changes = options.pop("changes", {})
     config = settings_of_training(**{"schedule": Schedule(kind="constant"), **changes})
     model = options.pop("model", None) or tiny_model()

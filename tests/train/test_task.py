@@ -86,7 +86,6 @@ def run(
     stop: Callable[[], bool] = lambda: False, **runtime: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """What the process of the task does, in this one."""
-    threads = torch.get_num_threads()
     torch.seed()  # random numbers from elsewhere must not matter
     config = UserTaskConfig(task=task, given=tuple(layers(settings)), allow=allow)
     speed = {"device": "cpu", "threads": 1, "log_every_steps": 1, "checkpoint_every_steps": 4, **runtime}
@@ -95,7 +94,6 @@ def run(
     try:
         return user_task.run(config, job)
     finally:
-        torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(False)
 
 

@@ -41,9 +41,6 @@ from ttrain.train.trainer import Cadence, Trainer
 NO_CLIP = Optim(lr=1e-2, clip=1e9)
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 def gradients_of_one_step(rows: int, rows_per_device: int, live: list[int] | None = None, T: int = 16) -> dict[str, Any]:
     """The gradients of one step over all of the rows, and its logged loss under the name of `loss`."""
     config = settings_of_training(tokens=rows * T, tokens_per_step=rows * T, row_length=T, optim=NO_CLIP)
