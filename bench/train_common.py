@@ -7,6 +7,7 @@ checkpoints too. The other sides note the wall time at the end of each step. On 
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -22,6 +23,7 @@ from common import VOCAB_SIZE, Cost
 
 CORES = os.cpu_count() or 1
 ROW_LENGTH, RECORD_TOKENS = 512, 180  # of random batches
+SEEDS = itertools.count(1)
 TOKEN_IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
 
@@ -92,10 +94,12 @@ def stage(name: str, directory: Path, settings: Sequence[str], *, keep: bool = F
     """Run a stage by its command; the result has its curve and its manifest.
 
     Memory is the peak of the process that trains, from its curve: it is no child of the command that could be waited for.
-    Its artifact is removed again unless it is to be kept, so that the next call trains. The config.json of its model stays
+    Unless its artifact is to be kept, it has a seed of its own, so that it trains: the home's own MLflow would hand back
+    what was trained before. The config.json of its model stays
     in `directory`/config, for the sides that are to have the same model.
     """
-    command = [*common.TTRAIN, "stage", "run", name, "--json", *settings]
+    seed = [] if keep else [f"{name}.seed={next(SEEDS)}"]
+    command = [*common.TTRAIN, "stage", "run", name, "--json", *settings, *seed]
     cost, output = common.run(command, {"TTRAIN_HOME": str(directory / "home"), **environment}, directory)
     outcome = json.loads(output)
     if outcome["state"] != "completed":
