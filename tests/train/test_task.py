@@ -17,9 +17,9 @@ from support.paths import ROOT
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from ttrain.cli.train import TaskRuntime
 from ttrain.config import TaskConfig, UserTaskConfig
 from ttrain.config.loading import layers, merge, settable_keys
+from ttrain.config.runtime import TaskRuntime
 from ttrain.core.files import ProgressWriter
 from ttrain.errors import ArtifactError, DataError, Interrupted, TTrainError, UsageError
 from ttrain.stages import user_task

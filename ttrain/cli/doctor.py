@@ -6,12 +6,11 @@ import os
 import time
 import warnings
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ttrain.cli.options import AsJson, SettingsOptions, plan_of, with_option_groups
-from ttrain.config.training import TRAININGS
 from ttrain.core.terminal import console, escaped, print_json, print_spans
 
 if TYPE_CHECKING:
@@ -25,18 +24,21 @@ NAME_WIDTH, LINE_WIDTH, SHOWN_LINES = 22, 100, 12
 def doctor(
     given: SettingsOptions,
     stage: Annotated[
-        Literal[TRAININGS] | None,  # type: ignore[valid-type]  # mypy wants them spelled out
-        typer.Option(help="the training stage to check; default: the first"),
+        str | None, typer.Option(metavar="STAGE", help="the training stage to check, such as sft; default: the first")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Check, before a long run, that training works and fits: with these settings and data, on this machine."""
+    from ttrain.config.training import TRAININGS
     from ttrain.pipeline.processes import environment_of
+    from ttrain.store import references
     from ttrain.store.layout import home
 
     began = time.monotonic()
     loaded = given.load()
-    examined: str = stage or loaded.settings.trainings[0]
+    examined = stage or loaded.settings.trainings[0]
+    if examined not in TRAININGS:
+        raise references.unknown("training stage", examined, TRAININGS)
     for name, value in environment_of(loaded.settings).items():
         if name.startswith(READ_BY_C):
             os.environ.setdefault(name, value)

@@ -16,7 +16,6 @@ import typer
 
 from ttrain.cli.chat import LoadingOptions, before_torch
 from ttrain.cli.options import AsJson, with_option_groups
-from ttrain.config.training import TRAINING_STAGES
 from ttrain.errors import UsageError
 from ttrain.store import layout
 
@@ -210,7 +209,6 @@ def _show(results: Results, notes: Sequence[str]) -> None:
 
 COMPARISON_TABLE = "comparison_table.json"
 
-PARTS = {f"shards-{row.dataset}": row.part for row in TRAINING_STAGES.values() if row.part}
 
 Records = Mapping[str, Sequence[Mapping[str, Any]]]
 
@@ -386,8 +384,10 @@ def _write_errors_as_usage_errors(path: Path) -> Iterator[None]:
 
 def _held_out(artifact: Artifact | None, store: ArtifactStore) -> dict[str, Artifact]:
     """The shards that a model and its base models were trained on, by part."""
+    from ttrain.config.training import TRAINING_STAGES
     from ttrain.store.integrity import verify_artifact
 
+    parts = {f"shards-{row.dataset}": row.part for row in TRAINING_STAGES.values()}
     shard_artifacts: dict[str, Artifact] = {}
     waiting = [artifact] if artifact else []
     while waiting:
@@ -396,7 +396,7 @@ def _held_out(artifact: Artifact | None, store: ArtifactStore) -> dict[str, Arti
             if ancestor is None:
                 continue
             waiting.append(ancestor)
-            part_name = PARTS.get(ancestor.stage)
+            part_name = parts.get(ancestor.stage)
             if part_name and not any(name.startswith("heldout/") for name in ancestor.absent):
                 verify_artifact(ancestor, ("heldout",))
                 shard_artifacts.setdefault(part_name, ancestor)

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ttrain.cli.options import AsJson
-from ttrain.config.metrics import BITS_PER_BYTE
-from ttrain.config.training import TRAININGS
 from ttrain.core.terminal import escaped, print_json, table
 from ttrain.core.text import format_number, format_time
 
@@ -29,13 +27,15 @@ Name = Annotated[str | None, typer.Option("--name", help="the pipeline's name (s
 @models_app.command("list", epilog="Examples:  ttrain models list\n\nttrain models list --metric chat_loss_sft --json")
 def models_list(
     name: Name = None,
-    metric: Annotated[str, typer.Option(help="the evaluation metric to show")] = BITS_PER_BYTE.name,
+    metric: Annotated[str | None, typer.Option(help="the evaluation metric to show; default: bits_per_byte")] = None,
     as_json: AsJson = False,
 ) -> None:
     """List the sets, the newest first: aliases, metric, run, and the promotion decision."""
     from ttrain import tracking
+    from ttrain.config.metrics import BITS_PER_BYTE
     from ttrain.store.layout import home
 
+    metric = metric or BITS_PER_BYTE.name
     model_sets = tracking.list_sets(home(), name)
     if as_json:
         print_json([model_set.to_json() for model_set in model_sets])
@@ -104,6 +104,8 @@ def _row(model_set: ModelSet, metric: str) -> tuple[str, ...]:
 
 
 def _members(model_set: ModelSet) -> list[Member]:
+    from ttrain.config.training import TRAININGS
+
     return [model_set.members[stage] for stage in ("tokenizer", *TRAININGS) if stage in model_set.members]
 
 

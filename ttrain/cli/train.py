@@ -12,12 +12,12 @@ import typer
 from typer.core import TyperGroup
 
 from ttrain.cli.options import AsJson, Files, SettingsOptions, StageOptions, plan_of, task_settings, with_option_groups
-from ttrain.config import TRAINING_STAGES, Runtime, Section, TrainingStage
 from ttrain.core.terminal import console, print_json, table
 from ttrain.core.text import format_duration, format_value
 from ttrain.errors import Interrupted, StageFailed, TTrainError, UsageError
 
 if TYPE_CHECKING:
+    from ttrain.config import Runtime
     from ttrain.config.loading import Override
     from ttrain.pipeline.observer import StageObserver
     from ttrain.pipeline.progress_display import Display
@@ -30,9 +30,11 @@ FIGURES = ("steps", "epochs", "loss", "validation_loss", "rows", "parameters", "
 
 
 class _TrainGroup(TyperGroup):
-    """Turns `--task NAME`, at any position, into `task NAME`: a group would take a setting after it for a command."""
+    """Has a command for each training stage, and turns `--task NAME`, at any position, into `task NAME`: a group would take
+    a setting after it for a command."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        self.commands = {**typer.main.get_group(_stages_app()).commands, **self.commands}
         names = [number for number, word in enumerate(args) if word == "--task" or word.startswith("--task=")]
         if names and args[0] not in self.commands:
             at = names[0]
@@ -57,19 +59,24 @@ def train_options(
     """Declare --task for the help; the group itself parses it."""
 
 
-def _add_command(row: TrainingStage) -> None:
-    """Add `ttrain train STAGE`."""
+def _stages_app() -> typer.Typer:
+    """`ttrain train STAGE` of all stages; made when it is used: their table loads all settings, which takes 0.15 s."""
+    from ttrain.config.training import TRAINING_STAGES, TrainingStage
 
-    @with_option_groups
-    def train_stage(given: SettingsOptions, options: StageOptions) -> None:
-        run_stage(row.name, given, options)
+    app = typer.Typer()
 
-    example = f"Example:  ttrain train {row.name} {row.example}"
-    train_app.command(row.name, help=row.help or f"Train {row.label}.", epilog=example.rstrip())(train_stage)
+    def add_command(row: TrainingStage) -> None:
+        @with_option_groups
+        def train_stage(given: SettingsOptions, options: StageOptions) -> None:
+            run_stage(row.name, given, options)
 
+        example = f"Example:  ttrain train {row.name} {row.example}"
+        app.command(row.name, help=row.help or f"Train {row.label}.", epilog=example.rstrip())(train_stage)
 
-for training in TRAINING_STAGES.values():
-    _add_command(training)
+    app.callback()(lambda: None)  # or an app of one stage would be that stage's command
+    for row in TRAINING_STAGES.values():
+        add_command(row)
+    return app
 
 
 @train_app.command(
@@ -149,12 +156,6 @@ WEIGHTS, METRICS, LOG = "model.safetensors", "run/metrics.jsonl", "run/log.txt"
 WORK, LOCK = Path("run", "work"), Path("run", "lock")
 
 
-class TaskRuntime(Section):
-    """Runtime settings of a task; a step is one micro-batch, unless it has more rows than this."""
-
-    runtime: Runtime = Runtime(rows_per_device=1024)
-
-
 def train(
     name: str, overrides: Sequence[Override], output: Path | None, allow: Sequence[str], display: Display
 ) -> dict[str, Any]:
@@ -177,6 +178,7 @@ def train(
 def split_runtime(overrides: Sequence[Override]) -> tuple[Runtime, list[Override]]:
     """Split the overrides into (runtime settings, other overrides). Raises UsageError for several machines."""
     from ttrain.config.loading import merge
+    from ttrain.config.runtime import TaskRuntime
 
     runtime = merge(TaskRuntime, [override for override in overrides if _is_runtime(override)])[0].runtime
     if runtime.nodes > 1:

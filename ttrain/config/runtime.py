@@ -145,6 +145,12 @@ class Runtime(Section):
         return self
 
 
+class TaskRuntime(Section):
+    """Runtime settings of a task; a step is one micro-batch, unless it has more rows than this."""
+
+    runtime: Runtime = Runtime(rows_per_device=1024)
+
+
 class Tracking(Section):
     """MLflow."""
 
