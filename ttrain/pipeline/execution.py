@@ -18,7 +18,7 @@ from ttrain.core import hashing
 from ttrain.core.files import read_object, write_json
 from ttrain.errors import Interrupted, TTrainError
 from ttrain.pipeline import launch, processes, registration, run_summary, system_metrics
-from ttrain.pipeline.labels import NIGHT, NO_LABELS, Labels
+from ttrain.pipeline.labels import NIGHT, NO_LABELS, Labels, trained_at_night
 from ttrain.pipeline.plan import section_of
 from ttrain.pipeline.progress_display import DisplayObserver, StageDisplay
 from ttrain.pipeline.provenance import commit, with_absolute_paths
@@ -29,7 +29,7 @@ from ttrain.reports import summary
 from ttrain.stages import STAGES, Stage
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
-from ttrain.store.runs import RunLog, RunRecord, read_rows
+from ttrain.store.runs import RunLog, RunRecord
 
 log = logging.getLogger("ttrain")
 
@@ -207,7 +207,6 @@ class PipelineRun(StopRequest):
                 run.set_tags({NIGHT: "1"})
 
     def _add_artifact(self, artifact: Artifact) -> None:
-        """Note a stage's artifact, built or cached."""
         self.artifacts[artifact.stage] = artifact
         self._parent.log_inputs(tracking.data_of(artifact))
 
@@ -267,18 +266,15 @@ class PipelineRun(StopRequest):
         """Close the record and the tracked run. `outcome`: completed, failed or interrupted."""
         self.outcome = outcome
         metrics = self.metrics()
-        if error:
-            self.record.note(error=error)
-        if self.signum:
-            self.record.note(stopped=self.stop_reason)
+        if notes := {**({"error": error} if error else {}), **({"stopped": self.stop_reason} if self.signum else {})}:
+            self.record.note(**notes)
         if outcome == "completed":
             self.register_set()  # before the record is closed: if killed here, the run crashed, and the next one registers
         self.record.finish(outcome, metrics)
         self._parent.log_summary(metrics)
         # After the summary: MLflow's compare page begins with the metric that was logged first.
         run_summary.log_curves(self._parent, self.artifacts.values())
-        evaluation = self.artifacts.get("evaluate")
-        if evaluation:
+        if evaluation := self.artifacts.get("evaluate"):
             registration.log_evaluation(self._parent, evaluation, self.evaluation_table())
             if self.registers:
                 self._models.log_cards(self.artifacts)
@@ -305,9 +301,9 @@ class PipelineRun(StopRequest):
         """Start the tracked run of a stage, or continue it if the stage continues."""
         state = read_object(work / "tracking.json")
         params = dict(flatten(section_of(stage, self.settings).model_dump(mode="json")))
-        tags = {"ttrain.stage": stage.name, "ttrain.key": planned.key or ""}
+        code = hashing.digest_of(planned.ingredients["code"])
+        tags = {**self._tags, "ttrain.stage": stage.name, "ttrain.key": planned.key or "", "ttrain.code": code}
         tags |= {f"ttrain.parent.{name}": f"{a.stage} {a.content}" for name, a in planned.inputs.items()}
-        tags |= {**self._tags, "ttrain.code": hashing.digest_of(planned.ingredients["code"])}
         name = f"{stage.name} {self.record.run.rpartition('-')[2]}"  # so that stages of two runs differ in MLflow's legends
         earlier_ids = {"run_id": state.get("run_id"), "identity": state.get("identity")}
         child = self._tracker.start_run(
@@ -315,8 +311,7 @@ class PipelineRun(StopRequest):
         )
         child.link_to_parent(stage.name)
         reference = {"run_id": child.id, "identity": child.identity, "run": self.record.run}
-        reference["experiment"] = self.settings.tracking.experiment
-        write_json(work / "tracking.json", reference)
+        write_json(work / "tracking.json", {**reference, "experiment": self.settings.tracking.experiment})
         child.log_inputs(tracking.read_by(planned.inputs, trains=stage.uses_ranks))
         self._tracked[stage.name] = child
         return child
@@ -392,7 +387,7 @@ class StageWatcher(DisplayObserver):
         if (
             self._execution.settings.runtime.night
             and self.log_path
-            and _trained_at_night(self.log_path.with_name("metrics.jsonl"))
+            and trained_at_night(self.log_path.with_name("metrics.jsonl"))
         ):
             self._execution.note_night(self.child)
         self._keep_samples()
@@ -452,10 +447,3 @@ class StageWatcher(DisplayObserver):
             if self.log_path and self.log_path.is_file():  # a finished artifact has it among its files
                 self.child.log_file(self.log_path, changes=True)
             self.child.finish("KILLED" if interrupted else "FAILED")
-
-
-def _trained_at_night(curve: Path) -> bool:
-    """Whether any line of a stage's curve was logged in night mode."""
-    with contextlib.suppress(OSError):  # a stage that does not train has no curve
-        return any(row["metrics"].get(NIGHT) for row in read_rows(curve))
-    return False

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
 from ttrain.core import redact
 from ttrain.errors import UsageError
+from ttrain.store.runs import read_rows
 
 TAG_KEY: Final = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 RESERVED: Final = ("mlflow.", "ttrain.")  # beginnings of the tags that MLflow and ttrain set themselves
 NIGHT: Final = "night"  # the tag of a run that trained in night mode
 MOST_TAGS, TAG_CHARACTERS, NOTE_CHARACTERS = 20, 250, 2000
+
+
+def trained_at_night(curve: Path) -> bool:
+    """Whether any line of a stage's curve was logged in night mode."""
+    with contextlib.suppress(OSError):  # a stage that does not train has no curve
+        return any(row["metrics"].get(NIGHT) for row in read_rows(curve))
+    return False
 
 
 @dataclass(frozen=True)
