@@ -25,11 +25,11 @@ from typing import Any
 
 from ttrain.config import PythonDocs
 from ttrain.config.loading import configs_directory
-from ttrain.core.files import parse_json
-from ttrain.data import streams
+from ttrain.data.records import Tally, records
 
 HELDOUT_FLOOR_BYTES = 100_000
 HELDOUT_FLOOR_ROWS = 100
+MAX_LINE_BYTES = 1 << 20
 Row = dict[str, Any]
 
 
@@ -45,8 +45,7 @@ def build(output: Path, settings: PythonDocs) -> dict[str, dict[str, int]]:
     and letters is that of the training rows, the number of bytes that of all documents.
     """
     rows: dict[str, list[Row]] = defaultdict(list)
-    for line in b"".join(streams.json_lines(str(text_file()), "text")).splitlines():
-        row = parse_json(line)
+    for _, _, row in records([str(text_file())], Tally(), MAX_LINE_BYTES):
         rows[row.pop("set")].append(row)
     heldout_chat_rows, heldout_letter_rows = (
         max(HELDOUT_FLOOR_ROWS, round(count * settings.heldout_fraction))
