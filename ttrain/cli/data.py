@@ -171,14 +171,15 @@ def data_stats(
     as_json: AsJson = False,
 ) -> None:
     """Count documents, tokens, bytes and duplicates; lengths, how full rows get, and the scripts of raw files."""
-    from ttrain.data import inspect, statistics
+    from ttrain.data import inspect
+    from ttrain.data.report import report_on_shards
     from ttrain.store.artifacts import ArtifactStore
     from ttrain.store.layout import home
 
     reading = _reading(text_field, rejected_fraction=1.0, deduplicate=False)
     is_shards = {path: inspect.holds_shards(Path(path)) for path in paths}
     store = ArtifactStore(home())
-    shards = [statistics.of_directory(Path(path), row_length, tokenizer, store) for path in paths if is_shards[path]]
+    shards = [report_on_shards(Path(path), row_length, tokenizer, store) for path in paths if is_shards[path]]
     files = [path for path in paths if not is_shards[path]]
     _report_on(files, reading, _kind(kind, text_field), workers, measured=True, shards=shards, as_json=as_json)
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ttrain.core import redact
-from ttrain.data import chat_shapes, records
+from ttrain.data import chat_shapes, inspect, records
 from ttrain.data.records import FIRST_REJECTED, Tally
-from ttrain.errors import DataError
+from ttrain.data.shards import COUNTED, ShardSet
+from ttrain.errors import DataError, UsageError
+from ttrain.store.artifacts import ArtifactStore
 
 PERCENTILES = (1, 5, 25, 50, 75, 95, 99)
 KEYS_SHOWN = 20
@@ -99,6 +103,32 @@ class Report:
             figures |= {"documents": len(lengths), "bytes": int(lengths.sum()), "lengths": lengths_json(lengths, "bytes")}
             figures |= {"letters": total, "scripts": {name: n / total for name, n in self.letters.most_common()}}
         return figures
+
+
+def report_on_shards(path: Path, row_length: int, tokenizer: Path | None, store: ArtifactStore) -> dict[str, Any]:
+    """Figures of every part of a set of shards, and fields of its summary, as JSON. Raises the errors of `inspect`.
+
+    Without the tokenizer, whose token ends a turn, chats have no rows.
+    """
+    parts = {}
+    for name, directory in inspect.parts_of(path).items():
+        shards = ShardSet(directory)
+        index, encoder = shards.index, None
+        if index["kind"] == "chats" or tokenizer is not None:
+            with contextlib.suppress(UsageError):
+                encoder = inspect.encoder_of(directory, tokenizer, store)
+        has_rows = index["kind"] == "documents" or encoder is not None
+        parts[name] = {
+            "kind": index["kind"],
+            **{count: index[count] for count in COUNTED if count != "rows"},
+            "documents": index["rows"],
+            "bytes_per_token": index["bytes"] / max(1, index["tokens"]),
+            "shards": len(index["shards"]),
+            "lengths": lengths_json(shards.lengths, "tokens"),
+            "rows": inspect.rows_of(shards, encoder, row_length).counts() if has_rows else None,
+        }
+        summary = inspect.summary_of(directory)
+    return {"path": str(path), "parts": parts, **{name: summary.get(name) for name in ("duplicates", "files")}}
 
 
 def lengths_json(lengths: Lengths, unit: str) -> dict[str, Any]:
