@@ -216,7 +216,7 @@ def test_what_else_no_package_imports(importers: tuple[str, ...], forbidden: tup
 
 
 # What is no file: a pipe of our own processes, a library's answer, what this process has just written.
-PARSES_ITSELF = ("files", "fork_server", "existing", "python_reading", "model", "layout", "artifacts")
+PARSES_ITSELF = ("files", "fork_server", "existing", "model", "layout", "artifacts")
 
 
 def test_files_are_parsed_by_the_one_reader_that_takes_any_nesting() -> None:

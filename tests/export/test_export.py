@@ -463,15 +463,13 @@ def test_the_card_tells_the_data_its_digests_and_what_is_known_of_its_licence() 
         result={"files": [{**file, "name": "sft.jsonl"}]},
         inputs={"source": {"stage": "source", "key": "k" * 64}},
     )
-    source = artifact(
-        "source", ingredients={"python": "3.12.1"}, files={"sft.jsonl": {"bytes": 700, "sha256": "fedcba" * 10}}
-    )
+    source = artifact("source", files={"sft.jsonl": {"bytes": 700, "sha256": "fedcba" * 10}})
     exported = Exported(name="mine", files="model", dtype="bf16", parameters=1, config={})
     history = History((source, own, shipped, artifact("sft")), None, {"pretrain": ("hf://owner/name",)})
     text = card(exported, history)
     assert "| pretrain | train | docs.jsonl | 7 | 70 | 700 | `abcdefabcdef` |" in text
     assert "| sft | train | sft.jsonl | 7 | 70 | 700 | `fedcbafedcba` |" in text
-    assert "- sft: PSF-2.0, text of the Python 3.12.1 that ran ttrain" in text
+    assert "- sft: PSF-2.0, text of the Python documentation" in text
     assert "- pretrain: not recorded" in text
     assert "(`hf://owner/name`)" in text
 

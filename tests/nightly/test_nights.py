@@ -19,6 +19,7 @@ import pytest
 
 from ttrain.config import Nightly, Settings
 from ttrain.core.files import write_json
+from ttrain.data import python_docs
 from ttrain.errors import ArtifactError, TooFewRows, UsageError
 from ttrain.flows import nightly
 from ttrain.nightly import inputs as night_inputs
@@ -456,10 +457,13 @@ def test_weighted_sources_stay_as_they_are_named(tmp_path: Path, store: Artifact
     assert inputs.settings.data.pretrain == settings.data.pretrain
 
 
-def test_python_docs_are_one_file_that_changes_with_python(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_docs_are_one_file_that_changes_with_the_text(
+    tmp_path: Path, store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = night_inputs.watched_files(Settings(), store, may_be_gone=True)
     assert [file["location"] for files in first.values() for file in files] == ["python-docs"] * 3
-    monkeypatch.setattr("platform.python_version", lambda: "3.99.0")
+    (tmp_path / "other.zst").write_bytes(b"other text")
+    monkeypatch.setattr(python_docs, "text_file", lambda: tmp_path / "other.zst")
     assert night_inputs.watched_files(Settings(), store, may_be_gone=True) != first
 
 

@@ -13,7 +13,8 @@ from support.planned_homes import AFTER_SFT, EVERYTHING, House, append, running,
 
 from ttrain.config.loading import load
 from ttrain.core import hashing
-from ttrain.core.hashing import canonical_json
+from ttrain.core.hashing import canonical_json, sha256_file
+from ttrain.data import python_docs
 from ttrain.errors import UsageError
 from ttrain.flows.full import full
 from ttrain.model import registry
@@ -308,7 +309,8 @@ def test_the_quickstart_begins_with_its_source_and_own_files_do_without(house: H
     others = {EXISTING_MODEL.name, NEW_MODEL.name}  # in the place of one of them, where a stage starts from another model
     others |= {HELDOUT.name, EVALUATE_CHAMPION.name}  # of nights
     assert [planned.stage.name for planned in quickstart] == [name for name in STAGES if name not in others]
-    assert quickstart[0].ingredients["python"]
+    files = quickstart[0].ingredients["files"]
+    assert files == {"python": [{"name": "python.jsonl.zst", "sha256": sha256_file(python_docs.text_file())}]}
     assert "source" not in house.plan()
 
 

@@ -16,6 +16,7 @@ from support.planned_homes import EVERYTHING, House, append, running
 
 from ttrain.config.loading import load
 from ttrain.core import hashing, machine
+from ttrain.data import python_docs
 from ttrain.flows.full import full
 from ttrain.pipeline.plan import plan, plan_json, plan_rows, plan_stage
 from ttrain.reports.summary import shortened
@@ -211,7 +212,7 @@ def test_what_will_run_anyway_is_told_nothing_of_its_libraries(built: House) -> 
     assert not any(stage["notes"] for stage in stages)
 
 
-def test_python_counts_for_the_stage_that_reads_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_text_that_ships_counts_for_the_stage_that_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings, own = load([], environment={}).settings, House(tmp_path)
 
     def first() -> Any:
@@ -219,9 +220,11 @@ def test_python_counts_for_the_stage_that_reads_its_files(tmp_path: Path, monkey
 
     own.publish(first())
     assert (first().stage, first().state) == (SOURCE, "cached")
-    here = platform.python_version()
     monkeypatch.setattr(platform, "python_version", lambda: "3.10.1")
-    assert first().why == (f"python: {here} → 3.10.1",)
+    assert first().state == "cached"
+    monkeypatch.setattr(python_docs, "text_file", lambda: tmp_path / "python.jsonl.zst")
+    (tmp_path / "python.jsonl.zst").write_bytes(b"other text")
+    assert first().why == ("python file python.jsonl.zst changed",)
 
 
 # --- how it is shown

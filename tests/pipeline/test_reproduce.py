@@ -163,12 +163,6 @@ def test_files_that_came_later_into_the_same_folder_do_not_count(root: Path) -> 
         recipes(root)
 
 
-def test_data_that_were_the_files_of_another_python_are_refused(root: Path) -> None:
-    alter(root, "tokenizer", lambda manifest: manifest["ingredients"].update(python="2.7.18"))
-    with pytest.raises(ArtifactError, match=r"files of Python 2\.7\.18, and this is Python 3"):
-        recipes(root)
-
-
 def test_a_manifest_without_settings_takes_those_of_its_run_and_is_refused_without_them(root: Path) -> None:
     settings: dict[str, Any] = {}
     for stage in ("tokenizer", "shards-pretrain"):

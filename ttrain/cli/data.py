@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
@@ -14,14 +14,13 @@ import typer
 if TYPE_CHECKING:
     from ttrain.config import Reading, Section
     from ttrain.data.inspect import TokenView
+    from ttrain.data.report import Report
     from ttrain.data.sharding import Pool
-    from ttrain.data.validate import Report
 
     S = TypeVar("S", bound=Section)
 
 SMALL_BYTES = 32 << 20  # files of this size together are encoded in this process: starting others takes a second
 SMALL_UNENCODED_BYTES = 256 << 20  # the same where they are only read, at 65 to 170 MB a second
-SHOWN_BAD_ROWS = 10
 LINE_WIDTH = 100  # of text in a pipe
 
 data_app = typer.Typer(
@@ -73,9 +72,9 @@ def data_shard(
 ) -> None:
     """Tokenize files into Arrow shards. A second call with other files tokenizes only the new ones."""
     from ttrain.cli import data_reports
-    from ttrain.core.terminal import bar, escaped, print_json, table
+    from ttrain.core.terminal import bar, escaped
     from ttrain.data import locations
-    from ttrain.data import validate as validating
+    from ttrain.data.validate import kind_of_all
     from ttrain.errors import DataError
 
     reading = _reading(
@@ -84,16 +83,14 @@ def data_shard(
     )  # fmt: skip
     sources = locations.expand(files, "FILE")
     data_reports.check_output(out, files, sources)
-    chosen = _kind(kind, text_field) or validating.kind_of_all(sources, reading.max_line_bytes)
+    chosen = _kind(kind, text_field) or kind_of_all(sources, reading.max_line_bytes)
     with bar("sharding", "rows") as progress, _pool(sources, workers, SMALL_BYTES) as pool:
         summary = data_reports.shard(
             sources, tokenizer, out, reading, kind=chosen, block_bytes=block_bytes, pool=pool,
             progress=progress, waiting=lambda: print(f"waiting: another process writes {out}", file=sys.stderr),
         )  # fmt: skip
-    if as_json:
-        print_json(summary)
-    else:
-        table(("property", "value"), data_reports.sharded_rows(summary))
+    counts = {"heldout_rows": summary["heldout"]["rows"], "reused_blocks": summary["blocks"] - summary["encoded_blocks"]}
+    data_reports.show([summary if as_json else {**summary, **counts, "files": ()}], as_json=as_json)
     if "error" in summary:
         raise DataError(escaped(summary["error"]))
 
@@ -114,30 +111,8 @@ def data_validate(
     as_json: AsJson = False,
 ) -> None:
     """Count what `data shard` would keep, skip and reject, without tokenizing anything."""
-    from ttrain.cli import data_reports
-    from ttrain.core.terminal import bar, print_json, table
-    from ttrain.data.validate import validate
-
     reading = _reading(text_field, rejected_fraction=max_rejected, deduplicate=not keep_duplicates)
-    sources, missing = _expanded(files)
-    with (
-        _pool(sources, workers, SMALL_UNENCODED_BYTES) as pool,
-        _quarantine(rejected, sources) as quarantine,
-        bar("reading", "bytes", _unpacked_bytes(sources)) as progress,
-    ):
-        chosen = _kind(kind, text_field)
-        present = validate(sources, reading, pool=pool, kind=chosen, quarantine=quarantine, progress=progress)
-    reports = [*present, *missing]
-    values = [report.to_json() for report in reports]
-    if as_json:
-        print_json(values if len(values) > 1 else values[0])
-    elif present:
-        rows = [data_reports.validated_row(report.to_json()) for report in present]
-        table(("file", "kind", "rows", "kept", "skipped", "rejected"), rows)
-        bad = [line for report in reports for line in report.tally.first_rejected]
-        if bad:
-            table(("first bad rows",), [(line,) for line in bad[:SHOWN_BAD_ROWS]])
-    _exit_on_errors(reports, missing)
+    _report_on(files, reading, _kind(kind, text_field), workers, rejected=rejected, as_json=as_json)
 
 
 @data_app.command(
@@ -196,32 +171,17 @@ def data_stats(
     as_json: AsJson = False,
 ) -> None:
     """Count documents, tokens, bytes and duplicates; lengths, how full rows get, and the scripts of raw files."""
-    from ttrain.cli import data_reports
-    from ttrain.core.terminal import bar, print_json, table
-    from ttrain.data import inspect, statistics
+    from ttrain.data import inspect
+    from ttrain.data.report import report_on_shards
     from ttrain.store.artifacts import ArtifactStore
     from ttrain.store.layout import home
 
     reading = _reading(text_field, rejected_fraction=1.0, deduplicate=False)
     is_shards = {path: inspect.holds_shards(Path(path)) for path in paths}
-    sources, missing = _expanded([path for path in paths if not is_shards[path]])
     store = ArtifactStore(home())
-    values = [statistics.of_directory(Path(path), row_length, tokenizer, store) for path in paths if is_shards[path]]
-    with (
-        _pool(sources, workers, SMALL_UNENCODED_BYTES) as pool,
-        bar("reading", "bytes", _unpacked_bytes(sources)) as progress,
-    ):
-        measured = statistics.of_files(sources, reading, pool=pool, kind=_kind(kind, text_field), progress=progress)
-    values += [{**report.to_json(), **figures} for report, figures in measured]
-    values += [report.to_json() for report in missing]
-    if as_json:
-        print_json(values if len(values) > 1 else values[0])
-    else:
-        for value in values:
-            for header, rows in data_reports.statistics_tables(value):
-                table(header, rows)
-                print()
-    _exit_on_errors([*(report for report, _ in measured), *missing], missing)
+    shards = [report_on_shards(Path(path), row_length, tokenizer, store) for path in paths if is_shards[path]]
+    files = [path for path in paths if not is_shards[path]]
+    _report_on(files, reading, _kind(kind, text_field), workers, measured=True, shards=shards, as_json=as_json)
 
 
 @tokenizer_app.command(
@@ -247,7 +207,7 @@ def tokenizer_train(
     """Train a byte-level BPE on documents, or take an existing one and measure how well it fits them."""
     from ttrain.cli import data_reports
     from ttrain.config import Tokenizer
-    from ttrain.core.terminal import bar, print_json, table
+    from ttrain.core.terminal import bar
     from ttrain.data import locations
 
     config = _valid(
@@ -258,11 +218,8 @@ def tokenizer_train(
     sources = locations.expand(files, "FILE")
     with bar("reading", "documents") as progress:
         summary = data_reports.train_tokenizer(sources, out, config, reading, progress)
-    if as_json:
-        print_json(summary)
-        return
-    table(("property", "value"), data_reports.tokenizer_rows(summary))
-    table(("file", "bytes per token"), [(file["name"], f"{file['bytes_per_token']:.3f}") for file in summary["files"]])
+    memory = {"peak_memory_mib": summary["peak_memory_bytes"] // 2**20}
+    data_reports.show([summary if as_json else {**summary, **memory}], as_json=as_json)
 
 
 @tokenizer_app.command(
@@ -279,7 +236,8 @@ def tokenizer_inspect(
     as_json: AsJson = False,
 ) -> None:
     """Show a tokenizer's vocabulary, special tokens and template, and the tokens of a text or a chat."""
-    from ttrain.core.terminal import print_json, table
+    from ttrain.cli import data_reports
+    from ttrain.core.terminal import table
     from ttrain.data import inspect
     from ttrain.data.encoder import Encoder
     from ttrain.errors import UsageError
@@ -294,14 +252,9 @@ def tokenizer_inspect(
     elif chat is not None:
         data = sys.stdin.buffer.read() if chat == "-" else Path(chat).read_bytes()
         shown = inspect.show_chat(encoder, inspect.chat_of(data, "standard input" if chat == "-" else chat))
+    data_reports.show([{**description, **({"tokens": shown.to_json()} if shown and as_json else {})}], as_json=as_json)
     if as_json:
-        print_json({**description, **({"tokens": shown.to_json()} if shown else {})})
         return
-    table(("property", "value"), [(name, description[name]) for name in ("path", "vocab_size", "digest", "template")])
-    table(
-        ("id", "special token", "name"),
-        [(token["id"], token["token"], token["name"] or "") for token in description["special_tokens"]],
-    )
     if shown is None:
         table(("id", "longest tokens"), [(token["id"], repr(token["text"])) for token in description["longest"]])
         return
@@ -340,6 +293,33 @@ def _kind(kind: str, text_field: str | None) -> str | None:
     return kind if kind != "auto" else "documents" if text_field is not None else None
 
 
+def _report_on(
+    patterns: Sequence[str], reading: Reading, kind: str | None, workers: int | None, *, as_json: bool,
+    measured: bool = False, rejected: Path | None = None, shards: Sequence[Mapping[str, Any]] = (),
+) -> None:  # fmt: skip
+    """Print the reports on files, after those on `shards`. Exits with 2 if a file is missing, with 1 if one is unusable."""
+    from ttrain.cli import data_reports
+    from ttrain.core.terminal import bar, escaped
+    from ttrain.data.validate import validate
+
+    sources, missing = _expanded(patterns)
+    with (
+        _pool(sources, workers, SMALL_UNENCODED_BYTES) as pool,
+        _quarantine(rejected, sources) as quarantine,
+        bar("reading", "bytes", _unpacked_bytes(sources)) as progress,
+    ):
+        reports = validate(
+            sources, reading, pool=pool, kind=kind, measured=measured, quarantine=quarantine, progress=progress
+        )
+    shown = [*reports, *missing] if as_json else reports
+    data_reports.show([*shards, *(report.to_json() for report in shown)], as_json=as_json, is_overview=not measured)
+    failed = [report.error for report in (*reports, *missing) if report.error]
+    for error in failed:
+        print(f"error: {escaped(error)}", file=sys.stderr)
+    if failed:
+        raise typer.Exit(2 if missing else 1)
+
+
 @contextlib.contextmanager
 def _pool(sources: Sequence[str], workers: int | None, small_bytes: int) -> Iterator[Pool]:
     """A pool: this process if there is little to do, else worker processes, which start while the rest is prepared."""
@@ -374,7 +354,7 @@ def _unpacked_bytes(sources: Sequence[str]) -> int | None:
 def _expanded(patterns: Sequence[str]) -> tuple[list[str], list[Report]]:
     """Expand the patterns: (files, a report on each pattern that matches none)."""
     from ttrain.data import locations
-    from ttrain.data.validate import Report
+    from ttrain.data.report import Report
     from ttrain.errors import UsageError
 
     sources: dict[str, None] = {}
@@ -404,17 +384,6 @@ def _quarantine(path: Path | None, sources: Sequence[str]) -> Iterator[Callable[
         raise UsageError(f"--rejected is {path}, which is one of the input files; name another file")
     with path.open("wb") as file:
         yield lambda row: file.write(orjson.dumps(row) + b"\n")
-
-
-def _exit_on_errors(reports: Sequence[Report], missing: Sequence[Report]) -> None:
-    """Print the error of each file on standard error; exit with 2 if a file is missing, else 1."""
-    from ttrain.core.terminal import escaped
-
-    failed = [report for report in reports if report.error]
-    for report in failed:
-        print(f"error: {escaped(report.error or '')}", file=sys.stderr)
-    if failed:
-        raise typer.Exit(2 if missing else 1)
 
 
 def _print_tokens(shown: TokenView, special: frozenset[int]) -> None:

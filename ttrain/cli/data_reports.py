@@ -1,4 +1,4 @@
-"""Format figures about data and tokenizers as rows of tables; pure functions."""
+"""Print reports on data, shards and tokenizers; make shards and tokenizers outside of a pipeline."""
 
 from __future__ import annotations
 
@@ -9,87 +9,86 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ttrain.core.text import format_size, format_value
+from ttrain.core.text import format_value
 from ttrain.errors import DataError, UsageError
 
 if TYPE_CHECKING:
     from ttrain.config import Reading, Tokenizer
-    from ttrain.data.assembly import DataFile, ShardSetResult
     from ttrain.data.sharding import Pool
 
-
 BAR_WIDTH = 40
-
 SMALLEST_SHARE = 0.001  # of a script that is named
-
+SHOWN_BAD_ROWS = 10
+OVERVIEW = ("file", "kind", "rows", "kept", "skipped", "rejected")
+# The figures of a report and what they are called, in the order in which they are printed.
+FIGURES = {
+    "path": "path", "kind": "kind", "vocab_size": "vocabulary", "rows": "rows", "kept": "  kept", "skipped": "  skipped",
+    "rejected": "  rejected", "row_length": "  tokens of a row", "fill": "  fill", "dropped_tokens": "  dropped tokens",
+    "documents": "documents", "documents_seen": "  of", "heldout_rows": "  held out", "duplicates": "duplicates",
+    "tokens": "tokens", "live_tokens": "  that count in the loss", "bytes": "bytes", "bytes_per_token": "bytes per token",
+    "shards": "shards", "encoded_blocks": "shards made", "reused_blocks": "shards reused", "encoder": "encoded by",
+    "peak_memory_mib": "memory at most, MiB", "digest": "digest", "template": "template", "out": "written to",
+    "quarantine": "bad rows in",
+}  # fmt: skip
+UNKNOWN_ROWS = "unknown without the tokenizer; name it with --tokenizer"
 Table = tuple[tuple[str, ...], Sequence[Sequence[object]]]
 
 
-def counts(count_by_name: Mapping[str, int]) -> str:
-    """The total and each count: "3: duplicate 2, empty text 1"."""
-    if not count_by_name:
-        return "0"
-    return f"{sum(count_by_name.values()):,}: " + ", ".join(f"{name} {count:,}" for name, count in count_by_name.items())
+def show(reports: Sequence[Mapping[str, Any]], *, as_json: bool, is_overview: bool = False) -> None:
+    """Print reports as JSON, one of them without a list around it, or as tables; as an overview in one row each."""
+    from ttrain.core.terminal import print_json, table
 
-
-def validated_row(value: Mapping[str, Any]) -> tuple[object, ...]:
-    """(file, kind, rows, kept, skipped, rejected) of a report on a file."""
-    figures = (f"{value['rows']:,}", f"{value['kept']:,}", counts(value["skipped"]), counts(value["rejected"]))
-    return value["file"], value["kind"], *figures
-
-
-def sharded_rows(value: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """(property, value) of the shards that `data shard` made."""
-    rows = value["rows"]
-    reused = value["blocks"] - value["encoded_blocks"]
-    return [
-        ("rows", f"{rows['rows']:,}"),
-        ("  kept", f"{rows['kept']:,}"),
-        ("  skipped", counts(rows["skipped"])),
-        ("  rejected", counts(rows["rejected"])),
-        (value["kind"], f"{value['documents']:,}, of which {value['heldout']['rows']:,} held out"),
-        ("tokens", f"{value['tokens']:,}, of which {value['live_tokens']:,} count in the loss"),
-        ("bytes", f"{value['bytes']:,}"),
-        ("bytes per token", f"{value['bytes_per_token']:.3f}"),
-        ("shards", f"{value['encoded_blocks']:,} made, {reused:,} reused; by {value['encoder'] or 'nothing'}"),
-        ("written to", value["out"]),
-        ("bad rows in", value["quarantine"]),
-    ]
-
-
-def tokenizer_rows(value: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """(property, value) of a tokenizer that was trained or taken over."""
-    rows = value["rows"]
-    learnt = [("documents", f"{value['documents']:,} of {value['documents_seen']:,}")] if "documents" in value else []
-    return [
-        ("vocabulary", f"{value['vocab_size']:,}"),
-        *learnt,
-        ("bytes per token", f"{value['bytes_per_token']:.3f}"),
-        ("rows", f"{rows['rows']:,}"),
-        ("  skipped", counts(rows["skipped"])),
-        ("  rejected", counts(rows["rejected"])),
-        *(("  first", line) for line in rows.get("first_rejected", ())),
-        ("memory", f"{format_size(value['peak_memory_bytes'])} at most"),
-        ("written to", value["out"]),
-    ]
-
-
-def statistics_tables(value: Mapping[str, Any]) -> Iterator[Table]:
-    """(header, rows) of each table about a set of shards or a raw file."""
-    if "parts" not in value:
-        yield (value["file"], ""), [(name, format_value(item)) for name, item in _flat_file(value)]
-        if "lengths" in value:
-            yield from _lengths(value["lengths"], "documents" if value["kind"] == "documents" else "chats")
-            yield ("letters, by their script", ""), list(_scripts(value["scripts"]))
+    if as_json:
+        print_json(reports if len(reports) > 1 else reports[0])
         return
-    for name, statistics in value["parts"].items():
-        yield (f"{value['path']}, {name}", ""), [(key, format_value(item)) for key, item in _flat_part(statistics)]
-        yield from _lengths(statistics["lengths"], statistics["kind"])
-    if value["duplicates"] is not None:
-        yield ("rows that repeat an earlier one", ""), [(f"{value['duplicates']:,}", "")]
-    if value["files"]:
-        names = ("name", "role", "rows", "kept", "tokens", "bytes")
-        yield names, [[format_value(file.get(name, "")) for name in names] for file in value["files"]]
+    if is_overview and reports:
+        table(OVERVIEW, [[_shown(name, report[name]) for name in OVERVIEW] for report in reports])
+    elif not is_overview:
+        for number, (header, rows) in enumerate(one for report in reports for one in _tables(report)):
+            if number:
+                print()
+            table(header, rows)
+    bad = [(line,) for report in reports for line in report.get("first_rejected", ())]
+    if bad:
+        table(("first bad rows",), bad[:SHOWN_BAD_ROWS])
+
+
+def _tables(report: Mapping[str, Any]) -> Iterator[Table]:
+    """(header, rows) of each table: figures, lengths, scripts; of shards for each part; special tokens and files."""
+    for name, part in report.get("parts", {}).items():
+        yield from _tables({**part, "file": f"{report['path']}, {name}"})
+    figures = {**report, **(report["rows"] if isinstance(report.get("rows"), Mapping) else {})}
+    if "rows" in report and report["rows"] is None:
+        figures["rows"] = UNKNOWN_ROWS
+    yield (
+        (report.get("file", "property"), ""),
+        [(label, _shown(name, figures[name])) for name, label in FIGURES.items() if figures.get(name) not in (None, "")],
+    )
+    if lengths := report.get("lengths"):
+        yield from _lengths(lengths, "documents" if report["kind"] == "documents" else "chats")
+    if "scripts" in report:
+        yield ("letters, by their script", ""), list(_scripts(report["scripts"]))
+    if "special_tokens" in report:
+        tokens = [(token["id"], token["token"], token["name"] or "") for token in report["special_tokens"]]
+        yield ("id", "special token", "name"), tokens
+    if report.get("files"):
+        names = [name for name in ("name", "role", "rows", "kept", "tokens", "bytes", "bytes_per_token") if any(
+            name in file for file in report["files"])]  # fmt: skip
+        yield tuple(names), [[_shown(name, file.get(name, "")) for name in names] for file in report["files"]]
+
+
+def _lengths(lengths: Mapping[str, Any], kind: str) -> Iterator[Table]:
+    if not lengths["records"]:
+        return
+    most = max(count for _, _, count in lengths["histogram"])
+    bars = [
+        (f"{low:,} to {high:,}", f"{count:,}", "#" * -(-BAR_WIDTH * count // most))
+        for low, high, count in lengths["histogram"]
+    ]
+    yield (f"length in {lengths['unit']}", kind, ""), bars
+    percentiles = {f"{share} %": length for share, length in lengths["percentiles"].items()}
+    shares = {"mean": f"{lengths['mean']:,.1f}", "min": lengths["min"], **percentiles, "max": lengths["max"]}
+    yield tuple(shares), [[_shown(name, value) for name, value in shares.items()]]
 
 
 def _scripts(shares: Mapping[str, float]) -> Iterator[tuple[str, str]]:
@@ -99,38 +98,12 @@ def _scripts(shares: Mapping[str, float]) -> Iterator[tuple[str, str]]:
         yield f"{len(shares) - len(shown)} others", f"{1 - sum(shown.values()):.1%}"
 
 
-def _flat_file(value: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
-    for name in ("kind", "rows", "documents", "bytes", "duplicates"):
-        if name in value:
-            yield name, value[name]
-    yield "rejected", counts(value["rejected"])
-    yield "skipped", counts(value["skipped"])
-
-
-def _flat_part(statistics: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
-    for name in ("kind", "documents", "tokens", "live_tokens", "bytes", "bytes_per_token", "shards"):
-        yield name.replace("_", " "), statistics[name]
-    if statistics["rows"] is None:
-        yield "rows", "unknown without the tokenizer; name it with --tokenizer"
-        return
-    rows = statistics["rows"]
-    yield f"rows of {rows['row_length']} tokens", rows["rows"]
-    yield "  fill", f"{rows['fill']:.1%}"
-    yield "  dropped tokens", rows["dropped_tokens"]
-
-
-def _lengths(value: Mapping[str, Any], kind: str) -> Iterator[Table]:
-    if not value["records"]:
-        return
-    most = max(count for _, _, count in value["histogram"])
-    bars = [
-        (f"{low:,} to {high:,}", f"{count:,}", "#" * -(-BAR_WIDTH * count // most))
-        for low, high, count in value["histogram"]
-    ]
-    yield (f"length in {value['unit']}", kind, ""), bars
-    shares = {"mean": f"{value['mean']:,.1f}", "min": f"{value['min']:,}"}
-    shares |= {f"{share} %": f"{length:,}" for share, length in value["percentiles"].items()} | {"max": f"{value['max']:,}"}
-    yield tuple(shares), [tuple(shares.values())]
+def _shown(name: str, value: object) -> str:
+    """A figure as text; counts by reason as "3: duplicate 2, empty text 1"."""
+    if isinstance(value, Mapping):
+        reasons = ", ".join(f"{reason} {count:,}" for reason, count in value.items())
+        return f"{sum(value.values()):,}: {reasons}" if value else "0"
+    return f"{value:.1%}" if name == "fill" and isinstance(value, float) else format_value(value)
 
 
 LOCK = Path("run", "lock")
@@ -154,29 +127,37 @@ def shard(
     not a set of shards, although the blocks stay there for the next run. `waiting` is called if another run is writing.
     """
     from ttrain.core.files import exclusive, write_json
-    from ttrain.data import sharding
-    from ttrain.data.assembly import REJECTED
+    from ttrain.core.hashing import stamp
+    from ttrain.data import locations, sharding
+    from ttrain.data.assembly import REJECTED, DataFile
     from ttrain.data.blocks import BLOCKS, PARTS
     from ttrain.data.inspect import SUMMARY, tokenizer_at
-    from ttrain.data.shards import INDEX
+    from ttrain.data.shards import COUNTED, INDEX
     from ttrain.stages.shards import check, recipe_of
 
     recipe = recipe_of(reading, tokenizer_at(tokenizer), kind)
+    # with a stamp of their bytes: inode, size and times of a local file, as in the store's cache of digests
+    files = [DataFile(path, locations.name(path), locations.version(path) or stamp(Path(path))) for path in sources]
     (output / BLOCKS).mkdir(parents=True, exist_ok=True)
     with exclusive(output / LOCK, waiting):
         built = sharding.build(
             output,
-            {"train": _data_files(sources)},
+            {"train": files},
             recipe,
             reading,
             block_bytes=block_bytes,
             pool=pool,
             progress=lambda rows, blocks: progress(rows),
         )
+        totals = {name: sum(part_counts[name] for part_counts in built.parts.values()) for name in COUNTED}
         summary = {
             "out": str(output),
             "kind": kind,
-            **_figures(built),
+            **built.to_json(),
+            "rows": built.tallies["train"].to_json(),
+            "documents": totals["rows"],
+            **{name: totals[name] for name in COUNTED[1:]},
+            "bytes_per_token": totals["bytes"] / max(1, totals["tokens"]),
             "quarantine": str(output / REJECTED),
             "tokenizer": recipe.tokenizer,
             "tokenizer_digest": recipe.tokenizer_digest,
@@ -214,29 +195,6 @@ def check_output(output: Path, patterns: Sequence[str], sources: Sequence[str]) 
         )
 
 
-def _data_files(sources: Sequence[str]) -> list[DataFile]:
-    """The files with a stamp of their bytes: inode, size and times of a local file, as in the store's cache of digests."""
-    from ttrain.core.hashing import stamp
-    from ttrain.data import locations
-    from ttrain.data.assembly import DataFile
-
-    return [DataFile(path, locations.name(path), locations.version(path) or stamp(Path(path))) for path in sources]
-
-
-def _figures(built: ShardSetResult) -> dict[str, Any]:
-    """The figures of a pipeline's shards manifest, and the sums over both parts."""
-    from ttrain.data.shards import COUNTED
-
-    totals = {name: sum(part_counts[name] for part_counts in built.parts.values()) for name in COUNTED}
-    return {
-        **built.to_json(),
-        "rows": built.tallies["train"].to_json(),
-        "documents": totals["rows"],
-        **{name: totals[name] for name in COUNTED[1:]},
-        "bytes_per_token": totals["bytes"] / max(1, totals["tokens"]),
-    }
-
-
 def train_tokenizer(
     sources: Sequence[str], output: Path, config: Tokenizer, reading: Reading, progress: Callable[[int], None]
 ) -> dict[str, Any]:
@@ -256,12 +214,13 @@ def train_tokenizer(
     with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as temporary:
         work = Path(temporary) / "tokenizer"
         figures = train_directory(sources, work, config, reading, progress=progress, setting=_sources_label(sources))
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         summary = {
             "out": str(output),
             **figures,
             "template": config.template,
             "tokenizer_digest": Encoder(work, fast=False).digest,
-            "peak_memory_bytes": _peak_memory_bytes(),
+            "peak_memory_bytes": peak if sys.platform == "darwin" else peak * 1024,  # Linux counts KiB
         }
         (work / "run").mkdir()
         write_json(work / SUMMARY, summary)
@@ -271,8 +230,3 @@ def train_tokenizer(
 
 def _sources_label(sources: Sequence[str]) -> str:
     return sources[0] if len(sources) == 1 else f"{len(sources)} files"
-
-
-def _peak_memory_bytes() -> int:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts KiB

@@ -56,17 +56,17 @@ class Data(Section):
         return self
 
     def uses_python_docs(self, name: str) -> bool:
-        """Whether the data set `name` is read from the Python that runs ttrain."""
+        """Whether the data set `name` is made from the Python documentation that ships with ttrain."""
         return self.paths(dataset_read(name, self.tokenizer)) == (PYTHON_DOCS,)
 
 
 class PythonDocs(Section):
-    """The quickstart's text: docstrings, language reference and source of the Python that runs ttrain."""
+    """The quickstart's text: docstrings, language reference and source of Python, from a file that ships with ttrain."""
 
-    document_bytes: int = Field(3_000_000, ge=300_000, description="documents to make, in UTF-8 bytes")
-    source_code_fraction: float = Field(0.0, ge=0, le=1, description="share of the documents that is source code")
-    chat_rows: int = Field(4000, ge=100)
-    domain_rows: int = Field(800, ge=50)
+    document_bytes: int = Field(3_000_000, ge=300_000, description="documents to take, in UTF-8 bytes, of 2.3 MB")
+    source_code_fraction: float = Field(0.0, ge=0, le=1, description="share of the documents that is source code, of 1.2 MB")
+    chat_rows: int = Field(4000, ge=100, description="chats to take, of about 9000")
+    domain_rows: int = Field(800, ge=50, description="letters to take, of about 1500")
     heldout_fraction: float = Field(0.055, gt=0, lt=0.5, description="share of modules held out (at least 100 kB)")
 
 

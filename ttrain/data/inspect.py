@@ -111,10 +111,11 @@ def encoder_of(folder: Path, tokenizer_directory: Path | None, store: ArtifactSt
     )
 
 
-def rows_of(shards: ShardSet, encoder: Encoder, row_length: int) -> Rows:
-    """The packed rows that training with this row length would use."""
+def rows_of(shards: ShardSet, encoder: Encoder | None, row_length: int) -> Rows:
+    """The packed rows that training with this row length would use; of documents, to count them, without the tokenizer."""
     if shards.index["kind"] == "documents":
-        return DocumentRows(shards, row_length, encoder.pad_id)
+        return DocumentRows(shards, row_length, encoder.pad_id if encoder else 0)
+    assert encoder is not None, "a turn of a chat ends with a token of its tokenizer"
     return ChatRows(shards, row_length, encoder.pad_id, encoder.end_id)
 
 

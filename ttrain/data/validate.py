@@ -4,66 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ttrain.config import Reading
-from ttrain.core import redact
 from ttrain.data import blocks, chat_shapes, records
 from ttrain.data.assembly import DUPLICATE, is_first
 from ttrain.data.blocks import QUARANTINED_ROWS, Block, BlockRecipe
 from ttrain.data.records import FIRST_REJECTED, Tally
+from ttrain.data.report import Report, count_letters
 from ttrain.data.sharding import Pool
 from ttrain.errors import DataError, UsageError
 
 LOOKED_AT = 100  # good rows whose keys decide the kind
-KEYS_SHOWN = 20
 BLOCK_BYTES = 8 << 20  # what one worker takes at a time
-Keys = npt.NDArray[np.uint64]
-
-
-@dataclass
-class Report:
-    """Counts of one file's rows. `error` says why the file cannot be used; the counts are then those up to the error."""
-
-    file: str
-    kind: str = "documents"
-    tally: Tally = field(default_factory=Tally)
-    duplicates: int = 0
-    error: str | None = None
-    keys: list[Keys] = field(default_factory=list)  # 16 bytes of each kept row, in blocks of shape [rows, 2]
-
-    @property
-    def shown_file(self) -> str:
-        """The file without the secrets of its URL."""
-        return redact.url(self.file)
-
-    def to_json(self) -> dict[str, Any]:
-        """file, rows, kept, skipped, rejected, with rows = kept + skipped + rejected; and further fields."""
-        figures = {"file": self.shown_file, **self.tally.to_json(), "duplicates": self.duplicates, "kind": self.kind}
-        figures["keys_seen"] = dict(self.tally.keys_seen.most_common(KEYS_SHOWN))
-        return {**figures, "error": self.error} if self.error else figures
-
-
-@dataclass
-class ExaminedBlock:
-    """Counts, keys and rejected rows of one block."""
-
-    file: int
-    bytes: int
-    lines: int
-    tally: Tally
-    keys: Keys
-    rejected: list[dict[str, Any]]  # as many as were requested
-    error: str | None = None
-
-
-Examine = Callable[[Block, BlockRecipe, int], ExaminedBlock]
 
 
 def kind_of(location: str, max_line_bytes: int) -> str | None:
@@ -91,117 +47,73 @@ def kind_of_all(locations: Sequence[str], max_line_bytes: int) -> str:
     return next(iter(by_kind), "documents")
 
 
-def examine(
-    block: Block, recipe: BlockRecipe, listed: int, look: Callable[[records.Record], None] = lambda record: None
-) -> ExaminedBlock:
-    """Count the rows of a block, pass each good one to `look`, and return the first `listed` bad ones."""
-    rejected: list[dict[str, Any]] = []
-    tally = Tally(quarantine=lambda row: rejected.append(row) if len(rejected) < listed else None)
-    hashes: list[bytes] = []
-    error, data = None, b""
-    try:
-        data = blocks.read(block, recipe.max_line_bytes)
-        for record in blocks.records(data, block, recipe, tally):
-            hashes.append(records.content_hash(record))
-            look(record)
-    except DataError as wrong:
-        error = str(wrong)
-    except OSError as wrong:
-        error = f"cannot read {block.location}: {wrong.strerror}"
-    tally.quarantine, tally.first_rejected = None, []
-    keys = np.frombuffer(b"".join(hashes), ">u8").astype(np.uint64).reshape(-1, 2)
-    lines = data.count(b"\n") + (data[-1:] not in (b"", b"\n"))
-    return ExaminedBlock(block.file, len(data), lines, tally, keys, rejected, error)
-
-
 def validate(
     locations: Sequence[str],
     reading: Reading,
     *,
     pool: Pool,
     kind: str | None = None,
+    measured: bool = False,
     quarantine: Callable[[dict[str, Any]], object] | None = None,
     progress: Callable[[int], None] = lambda size: None,
-    examine: Examine = examine,
-    each: Callable[[Report, ExaminedBlock], None] = lambda report, examined: None,
 ) -> list[Report]:
     """A report on each file; a row that equals an earlier one in any file is skipped as "duplicate".
 
-    `kind` None: by the keys of each file's rows. `quarantine` receives the bad rows, `progress` the bytes read so far.
-    Memory use is some blocks, and 16 bytes a row (56 for a moment at the end).
+    `kind` None: by the keys of each file's rows. `measured`: with lengths and scripts. `quarantine` receives the bad rows,
+    `progress` the bytes read so far. Memory use is some blocks, and 16 bytes a row (56 for a moment at the end).
     """
-    reports = [_start_report(location, kind, reading) for location in locations]
-    listed = QUARANTINED_ROWS if quarantine else FIRST_REJECTED
-    lines: Counter[int] = Counter()
-    size = 0
-    with contextlib.closing(pool.map(examine, _tasks(reports, reading, listed))) as results:
-        for examined in results:
-            report = reports[examined.file]
-            _add_block(report, examined, lines[examined.file], quarantine)
-            lines[examined.file] += examined.lines
-            each(report, examined)
-            size += examined.bytes
-            progress(size)
-    for report in reports:
-        report.error = report.error or _file_error(report, reading)
-    _mark_duplicates(reports, deduplicate=reading.deduplicate)
-    return reports
+    reports = {location: Report(location, measured=measured) for location in locations}
+    tasks = _tasks(reports.values(), kind, reading, QUARANTINED_ROWS if quarantine else FIRST_REJECTED)
+    with contextlib.closing(pool.map(examine, tasks)) as results:
+        for block in results:
+            reports[block.file].add(block, quarantine)
+            progress(sum(report.bytes for report in reports.values()))
+    for report in reports.values():
+        report.check(reading.rejected_fraction, reading.text_field)
+    _mark_duplicates(list(reports.values()), deduplicate=reading.deduplicate)
+    return list(reports.values())
 
 
-def _start_report(location: str, kind: str | None, reading: Reading) -> Report:
-    report = Report(location)
+def examine(block: Block, recipe: BlockRecipe, listed: int, measured: bool) -> Report:
+    """The report on a block, with the first `listed` bad rows."""
+    report = Report(block.location, recipe.kind, measured)
+    rejected, hashes, texts = report.rejected, list[bytes](), list[str]()
+    tally = Tally(quarantine=lambda row: rejected.append(row) if len(rejected) < listed else None)
+    data = b""
     try:
-        report.kind = kind or kind_of(location, reading.max_line_bytes) or "documents"
+        data = blocks.read(block, recipe.max_line_bytes)
+        for record in blocks.records(data, block, recipe, tally):
+            hashes.append(records.content_hash(record))
+            if measured:
+                texts.append(blocks.text_of(record))
     except DataError as error:
         report.error = str(error)
+    except OSError as error:
+        report.error = f"cannot read {block.location}: {error.strerror}"
+    tally.quarantine, tally.first_rejected = None, []
+    report.tally = tally
+    report.keys.append(np.frombuffer(b"".join(hashes), ">u8").astype(np.uint64).reshape(-1, 2))
+    report.sizes.append(np.array([len(text.encode("utf-8")) for text in texts], np.int64))
+    report.letters = count_letters(texts)
+    report.bytes, report.lines = len(data), data.count(b"\n") + (data[-1:] not in (b"", b"\n"))
     return report
 
 
-def _tasks(reports: Sequence[Report], reading: Reading, listed: int) -> Iterator[tuple[Block, BlockRecipe, int]]:
+def _tasks(
+    reports: Iterable[Report], kind: str | None, reading: Reading, listed: int
+) -> Iterator[tuple[Block, BlockRecipe, int, bool]]:
     """The blocks of every file. An error in a file ends that file only."""
     limit = reading.max_line_bytes
     for number, report in enumerate(reports):
-        if report.error:
-            continue
-        recipe = BlockRecipe(
-            report.kind, reading.text_field, 0.0, limit, tokenizer="", tokenizer_digest="", template="", code=""
-        )
         try:
+            report.kind = kind or kind_of(report.file, limit) or "documents"
+            recipe = BlockRecipe(
+                report.kind, reading.text_field, 0.0, limit, tokenizer="", tokenizer_digest="", template="", code=""
+            )
             for block in blocks.cut(report.file, number, BLOCK_BYTES, recipe):
-                yield block, recipe, listed
+                yield block, recipe, listed, report.measured
         except DataError as error:
             report.error = str(error)
-
-
-def _add_block(
-    report: Report, examined: ExaminedBlock, lines_before: int, quarantine: Callable[[dict[str, Any]], object] | None
-) -> None:
-    report.tally.add(examined.tally)
-    report.keys.append(examined.keys)
-    report.error = report.error or examined.error
-    for row in examined.rejected:
-        row["line"] += lines_before
-        if len(report.tally.first_rejected) < FIRST_REJECTED:
-            report.tally.first_rejected.append(f"{report.shown_file}:{row['line']}: {row['reason']}")
-        if quarantine:
-            quarantine(row)
-    unlisted_rows = examined.tally.rejected.total() - len(examined.rejected)
-    if quarantine and unlisted_rows:
-        quarantine(
-            {"file": report.shown_file, "reason": f"{unlisted_rows} more bad rows of this block are counted but not listed"}
-        )
-
-
-def _file_error(report: Report, reading: Reading) -> str | None:
-    """Why the file as a whole cannot be used."""
-    if not report.tally.rows:
-        return f"{report.shown_file}: no rows: it is empty, or holds nothing but blank lines"
-    expected_fields = chat_shapes.CHAT_FIELDS if report.kind == "chats" else records.document_fields(reading.text_field)
-    try:
-        report.tally.check(report.shown_file, reading.rejected_fraction, expected_fields)
-    except DataError as error:
-        return str(error)
-    return None
 
 
 def _mark_duplicates(reports: Sequence[Report], *, deduplicate: bool) -> None:

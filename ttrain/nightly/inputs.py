@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import platform
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,7 +13,7 @@ from ttrain.config import PYTHON_DOCS, Nightly, Settings
 from ttrain.config.training import TRAINING_STAGES, TRAININGS
 from ttrain.core import redact
 from ttrain.core.hashing import digest_of
-from ttrain.data import locations
+from ttrain.data import locations, python_docs
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.nightly.records import COMPLETED, Champion, InputSnapshot, NightRecord, shortened_names
 from ttrain.pipeline.input_files import TRAIN, data_files, file_digests
@@ -63,7 +62,8 @@ def watched_files(settings: Settings, store: ArtifactStore, *, may_be_gone: bool
         if not settings.reads(dataset):
             continue
         if settings.data.uses_python_docs(dataset):
-            made_of = {"python": platform.python_version(), **settings.python_docs.model_dump(mode="json")}
+            text = store.cache.file(python_docs.text_file())
+            made_of = {"text": text, **settings.python_docs.model_dump(mode="json")}
             files_by_dataset[dataset] = [{"location": PYTHON_DOCS, "sha256": digest_of(made_of)}]
         elif may_be_gone and dataset == "pretrain" and _is_emptied(settings):
             files_by_dataset[dataset] = []

@@ -169,7 +169,7 @@ def adopt(store: ArtifactStore, planned: Planned, prefix: str) -> Artifact:
 
 
 def _without_code(ingredients: Mapping[str, Any]) -> dict[str, Any]:
-    return {**ingredients, "code": {}, "python": None}
+    return {**ingredients, "code": {}}
 
 
 def _link_or_copy(source: Path, target: Path) -> None:

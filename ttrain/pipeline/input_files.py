@@ -11,14 +11,14 @@ from ttrain.config.data import dataset_read
 from ttrain.config.evaluate import HELDOUT_PARTS, HarnessTask
 from ttrain.config.training import TRAINING_STAGES
 from ttrain.core import redact
-from ttrain.data import existing, locations
+from ttrain.data import existing, locations, python_docs
 from ttrain.errors import UsageError
 from ttrain.evaluate import suites
 from ttrain.stages import Stage
 from ttrain.store.artifacts import ArtifactStore
 
 # How two stores name the same part of a stage's own data files.
-TRAIN, HELDOUT, EXISTING, AGAINST = "train", "heldout", "existing", "against"
+TRAIN, HELDOUT, EXISTING, AGAINST, PYTHON = "train", "heldout", "existing", "against", "python"
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,8 @@ def data_files(stage: Stage, settings: Settings) -> dict[str, list[InputFile]]:
         return {role: [InputFile(str(path)) for path in paths] for role, paths in model_files.items()}
     if stage.reads_suites:
         return _suite_files(settings)
+    if stage.reads_python_docs:
+        return {PYTHON: [InputFile(str(python_docs.text_file()))]}
     if stage.dataset is None:
         return {}
     data, is_tokenizer = settings.data, stage.dataset == "tokenizer"

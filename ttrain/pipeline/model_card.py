@@ -37,7 +37,7 @@ MORE_IN_LOSS = (
     "alone is the validation loss."
 )
 
-QUICKSTART = "source"  # the stage that reads the Python which runs ttrain
+QUICKSTART = "source"  # the stage that writes the text of the Python documentation
 
 QUICKSTART_LICENCE = "PSF-2.0"  # https://docs.python.org/3/license.html
 
@@ -217,7 +217,7 @@ def _data(history: History) -> str:
             rows.append((dataset, file["role"], file["name"], *counts, f"`{digest}`" if digest else ""))
         locations = ", ".join(f"`{location}`" for location in history.locations.get(dataset, ()))
         if artifact.manifest["inputs"].get("source"):
-            licences.append(f"- {dataset}: {QUICKSTART_LICENCE}, text of the Python {_python(sources)} that ran ttrain")
+            licences.append(f"- {dataset}: {QUICKSTART_LICENCE}, text of the Python documentation")
         else:
             licences.append(f"- {dataset}: {UNKNOWN_LICENCE}" + (f" ({locations})" if locations else ""))
     if not rows:
@@ -236,10 +236,6 @@ def _file_digests(artifact: Artifact, sources: Mapping[str, Artifact]) -> dict[t
             if entry:
                 digests.setdefault((file["role"], file["name"]), entry["sha256"][:SHOWN_DIGEST])
     return digests
-
-
-def _python(sources: Mapping[str, Artifact]) -> str:
-    return next((str(artifact.manifest["ingredients"].get("python", "")) for artifact in sources.values()), "")
 
 
 def evaluation_rows(history: History) -> list[tuple[str, str, str]]:

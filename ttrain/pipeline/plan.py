@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -186,7 +185,7 @@ def _why_cached(artifact: Artifact) -> tuple[str, ...]:
 
 def ingredients_of(stage: Stage, settings: Settings, store: ArtifactStore, inputs: Mapping[str, Artifact]) -> dict[str, Any]:
     """Everything that determines a stage's result: its key is the digest of this, which also explains a cache miss."""
-    ingredients: dict[str, Any] = {
+    return {
         "stage": stage.name,
         "arguments": dict(stage.arguments),
         "settings": {
@@ -198,9 +197,6 @@ def ingredients_of(stage: Stage, settings: Settings, store: ArtifactStore, input
         "files": file_digests(stage, settings, store),
         "code": code_digests(stage.module, store.cache),
     }
-    if stage.uses_python:
-        ingredients["python"] = platform.python_version()
-    return ingredients
 
 
 def _counts(name: str, stage: Stage, settings: Settings) -> bool:

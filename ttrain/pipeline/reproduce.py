@@ -7,7 +7,6 @@ machine differ, the report says how.
 
 from __future__ import annotations
 
-import platform
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -278,12 +277,6 @@ def _data_problems(recipe: RebuildRecipe, cache: ArtifactStore) -> Iterator[str]
         return
     changed = differences({"files": recorded.get("files", {})}, {"files": now})
     yield from (f"{recipe.stage.name}: {line}" for line in changed)
-    changed_python = recorded.get("python") and differences(
-        {"python": recorded["python"]}, {"python": platform.python_version()}
-    )
-    if changed_python:
-        made_with, current_python = recorded["python"], platform.python_version()
-        yield f"{recipe.stage.name}: its data are the files of Python {made_with}, and this is Python {current_python}"
 
 
 def _environment_remarks(link: Link) -> Iterator[str]:

@@ -95,7 +95,7 @@ def _compared_ingredients(
     compared = work.ingredients if ingredients is None else ingredients
     left_out = {f"{work.stage}.{name}" for name in free}
     settings = {name: value for name, value in compared["settings"].items() if name not in left_out}
-    return {**compared, "settings": settings, "code": {}, "python": None}
+    return {**compared, "settings": settings, "code": {}}
 
 
 def offer(stage: Stage, ingredients: Mapping[str, Any], store: ArtifactStore) -> list[str]:

@@ -32,7 +32,7 @@ class Stage:
     reads_model: bool = False
     reads_suites: bool = False
     spreads: bool = False
-    uses_python: bool = False  # the running Python's own files are its input
+    reads_python_docs: bool = False  # the text that ships with ttrain is its input
     reuses_parts: bool = False  # what unfinished work and earlier artifacts hold is taken where it fits
     primary_metric: PrimaryMetric | None = None
 
@@ -54,7 +54,7 @@ def _shards(dataset: str, kind: str) -> Stage:
     )
 
 
-SOURCE = Stage("source", "ttrain.stages.source", config.SourceConfig, uses_python=True)
+SOURCE = Stage("source", "ttrain.stages.source", config.SourceConfig, reads_python_docs=True)
 TOKENIZER = Stage(
     "tokenizer",
     "ttrain.stages.tokenizer",

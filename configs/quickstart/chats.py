@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import ast
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
 from typing import Any, NamedTuple
 
-from ttrain.data.python_reading import DocumentedItem, order, pick
+from reading import DocumentedItem, order, pick
 
 ANSWER_CHARACTERS = 600
 SYSTEMS = (
@@ -28,31 +26,20 @@ class QuestionAnswer(NamedTuple):
     answer: str
 
 
-def make_chats(
-    train: list[DocumentedItem], heldout: list[DocumentedItem], rows: int, heldout_rows: int
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Training and held-out rows; a held-out row with an answer of a training row is left out."""
-    chats = list(chats_about(train, rows))
-    training_answers = {message["content"] for row in chats for message in row["messages"] if message["role"] == "assistant"}
-    fresh = (
-        row
-        for row in chats_about(heldout, sys.maxsize)
-        if training_answers.isdisjoint(message["content"] for message in row["messages"] if message["role"] == "assistant")
-    )
-    return chats, list(islice(fresh, heldout_rows))
-
-
-def chats_about(items: list[DocumentedItem], rows: int) -> Iterator[dict[str, Any]]:
-    """Up to `rows` chats: every form of question about every public item, in the order of their hashes."""
+def chats_about(items: list[DocumentedItem]) -> Iterator[dict[str, Any]]:
+    """Every form of question about every public item, in the order of their hashes."""
     public = [item for item in items if item.public]
     homes = Counter(item.qualname for item in public if item.kind in ("function", "class"))
     unique = {name for name, count in homes.items() if count == 1}
     candidates = [(order(f"{item.name}#{form}"), item, form) for item in public for form in range(len(FORMS))]
     for _, item, form in sorted(candidates, key=lambda candidate: candidate[0]):
         turn = FORMS[form](item, unique)
-        if rows and turn and len(turn.answer) <= ANSWER_CHARACTERS:
-            rows -= 1
-            yield {"messages": messages_of(item, form, turn, unique), "source": f"docstring:{item.module}"}
+        if turn and len(turn.answer) <= ANSWER_CHARACTERS:
+            yield {
+                "group": item.group,
+                "messages": messages_of(item, form, turn, unique),
+                "source": f"docstring:{item.module}",
+            }
 
 
 def messages_of(item: DocumentedItem, form: int, turn: QuestionAnswer, unique: set[str]) -> list[dict[str, str]]:

@@ -12,12 +12,10 @@ import subprocess
 import sys
 import sysconfig
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-
-from ttrain.errors import UsageError
 
 # Not the library itself, or (pydoc_data) read elsewhere.
 SKIPPED_FOLDERS = {"test", "tests", "site-packages", "dist-packages", "__pycache__", "pydoc_data"}
@@ -27,18 +25,13 @@ SKIPPED_FOLDERS |= {"idlelib", "turtledemo", "lib-dynload"}
 SKIPPED_EXTENSIONS = {"_tkinter", "readline"}  # importing them accesses a display or the terminal
 
 
-def read_python(
-    progress: Callable[[int, int], None], with_code: bool
-) -> tuple[list[DocumentedItem], dict[str, list[str]], int]:
+def read_python() -> tuple[list[DocumentedItem], dict[str, list[str]], int]:
     """All items, the source code by modules, and the number of files that could not be parsed."""
     root = Path(sysconfig.get_path("stdlib"))
-    files = list(source_files(root))
-    if not files:
-        raise UsageError(f"{root} has no modules of the standard library to read; data.pretrain needs files of your own")
     items: dict[tuple[str, str], DocumentedItem] = {}
     code: dict[str, list[str]] = {}
     unreadable = 0
-    for done, path in enumerate(files, 1):
+    for path in source_files(root):
         module = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
         try:
             source = importlib.util.decode_source(path.read_bytes())
@@ -49,9 +42,7 @@ def read_python(
         else:
             for item in items_of(tree, module):
                 items.setdefault((item.module, item.qualname), item)
-            if with_code:
-                code[module] = list(code_pieces(tree, source))
-        progress(done, len(files))
+            code[module] = list(code_pieces(tree, source))
     for item in runtime_items():
         items.setdefault((item.module, item.qualname), item)
     return reference_items(root) + [item for item in items.values() if len(item.doc.split()) >= 3], code, unreadable
