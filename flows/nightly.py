@@ -21,8 +21,7 @@ from rich.console import Console
 
 from ttrain import tracking
 from ttrain.config import Event, Promotion, Settings
-from ttrain.config.metrics import BITS_PER_BYTE, CHAT_LOSS, DOMAIN_LOSS
-from ttrain.config.training import TRAINING_STAGES
+from ttrain.config.training import BITS_PER_BYTE, CHAT_LOSS, DOMAIN_LOSS, TRAINING_STAGES
 from ttrain.core.terminal import escaped
 from ttrain.errors import Interrupted, TooFewRows, TrackingError, TTrainError, UsageError
 from ttrain.evaluate import promotion

@@ -14,7 +14,7 @@ from ttrain.config import Auth
 from ttrain.errors import Interrupted, TTrainError, UsageError
 from ttrain.flows import flow_runs, servers
 from ttrain.flows.flow_runs import TAG, current_flow_run, mark_crashed_runs, watching_for_cancellation
-from ttrain.flows.temporary_server import is_own, start_temporary_server
+from ttrain.flows.server_processes import is_own, start_temporary_server
 from ttrain.pipeline import plan as plan_table
 from ttrain.pipeline.execution import PipelineRun
 from ttrain.pipeline.recipe import Recipe

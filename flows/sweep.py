@@ -19,7 +19,7 @@ from ttrain.pipeline.plan import plan
 from ttrain.pipeline.provenance import with_absolute_paths
 from ttrain.pipeline.recipe import Planned, Recipe, Selection, graph_of
 from ttrain.pipeline.system_metrics import visible
-from ttrain.reports import figures
+from ttrain.reports import facts
 from ttrain.stages import STAGES, Stage
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.sweep import measure, records, space
@@ -137,7 +137,7 @@ def sweep_request(
         settings, list(search_space.dimensions), graph, metric=metric, until=until, maximize=bool(maximize)
     )
     if maximize is None:
-        chosen = dataclasses.replace(chosen, maximize=figures.better(chosen.metric) > 0)
+        chosen = dataclasses.replace(chosen, maximize=facts.better(chosen.metric) > 0)
     if prune:
         _check_pruning(settings, chosen, list(search_space.dimensions))
     gpus = assigned_gpus(settings.runtime, chosen=os.environ.get("CUDA_VISIBLE_DEVICES"))

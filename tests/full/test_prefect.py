@@ -30,10 +30,10 @@ with schedules.prefect_client(Path(sys.argv[1])) as client:
 REFUSED_NIGHT = """
 import os, sys
 from pathlib import Path
-from ttrain.flows import servers, temporary_server
+from ttrain.flows import server_processes, servers
 home = Path(sys.argv[1])
 os.environ.update(servers.prefect_environment(home))
-temporary_server.start_temporary_server(home)()
+server_processes.start_temporary_server(home)()
 from ttrain.flows import deployments
 print(deployments.nightly(changes=("model.kind=lama",), return_state=True).message)
 """

@@ -23,8 +23,7 @@ from ttrain.errors import TTrainError, UsageError
 from ttrain.reports import charts, drawings
 from ttrain.reports.compare_page import page_of
 from ttrain.reports.html import script_json
-from ttrain.reports.problems import find_problems
-from ttrain.reports.report import report_of
+from ttrain.reports.report import find_problems, report_of
 from ttrain.store import runs
 from ttrain.tracking import Point, RunView, read_run, read_runs
 

@@ -32,7 +32,7 @@ def models_list(
 ) -> None:
     """List the sets, the newest first: aliases, metric, run, and the promotion decision."""
     from ttrain import tracking
-    from ttrain.config.metrics import BITS_PER_BYTE
+    from ttrain.config.training import BITS_PER_BYTE
     from ttrain.store.layout import home
 
     metric = metric or BITS_PER_BYTE.name

@@ -196,9 +196,9 @@ def run_alone(
     """
     from ttrain.core.files import PRIVATE_FILE, exclusive, write_json
     from ttrain.pipeline import launch
+    from ttrain.pipeline.observer import StopRequest
     from ttrain.pipeline.progress_display import DisplayObserver
     from ttrain.pipeline.stage_worker import JOB
-    from ttrain.pipeline.stop_request import StopRequest
 
     check_output(out)
     work = out / WORK

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_serializer, field_validator, model_validator
 
 from ttrain.config.base import Section, TimeOfDay, TimeZone
-from ttrain.config.metrics import BITS_PER_BYTE
+from ttrain.config.training import BITS_PER_BYTE
 
 Event = Literal["failed", "promoted", "kept", "skipped", "unfinished"]
 HIDDEN = "/***"  # stands for what follows a webhook's host

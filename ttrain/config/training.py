@@ -9,7 +9,6 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from ttrain.config.base import Location, Section, Share, as_tuple
-from ttrain.config.metrics import BITS_PER_BYTE, CHAT_LOSS, DOMAIN_LOSS, PrimaryMetric
 
 
 class Optim(Section):
@@ -238,6 +237,40 @@ class Lora(Training):
         if self.quantize == "int8" and self.kind == "dora":
             raise ValueError("lora.quantize is int8, on which PEFT's dora does not train; set lora.quantize=nf4")
         return self
+
+
+EVALUATED = "eval/"  # before the name of a metric of the evaluation, among the metrics of a run
+VALIDATION_LOSS = "validation_loss"  # of a training, where nothing is evaluated
+
+
+@dataclass(frozen=True)
+class PrimaryMetric:
+    """The metric that the model of a training stage is judged by, over the held-out records `records`."""
+
+    name: str
+    model: str
+    label: str
+    records: str
+    higher_is_better: bool = False
+
+    @property
+    def family(self) -> str:
+        """The name without the model."""
+        return self.name.removesuffix(f"_{self.model}")
+
+    @property
+    def of_run(self) -> str:
+        """The name among the metrics of a run."""
+        return f"{EVALUATED}{self.name}"
+
+    def of(self, model: str) -> str:
+        """The name of the metric of another model."""
+        return self.name if model == self.model else f"{self.family}_{model}"
+
+
+BITS_PER_BYTE = PrimaryMetric("bits_per_byte", "base", "bits per byte", "documents")
+CHAT_LOSS = PrimaryMetric("chat_loss_sft", "sft", "chats loss", "chats")
+DOMAIN_LOSS = PrimaryMetric("domain_loss_lora", "lora", "domain loss", "domain")
 
 
 Role = Literal["base", "chat", "adapter"]

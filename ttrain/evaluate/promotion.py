@@ -8,8 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from ttrain.config import Promotion, Settings
-from ttrain.config.metrics import BITS_PER_BYTE
-from ttrain.config.training import TRAINING_STAGES, TRAININGS
+from ttrain.config.training import BITS_PER_BYTE, TRAINING_STAGES, TRAININGS
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.evaluate import statistics as confidence
 from ttrain.evaluate import suites, task_result

@@ -14,8 +14,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from ttrain.config.metrics import VALIDATION_LOSS
-from ttrain.config.training import TRAINING_STAGES
+from ttrain.config.training import TRAINING_STAGES, VALIDATION_LOSS
 from ttrain.core.files import parse_json
 from ttrain.core.text import counted, format_value
 from ttrain.errors import ArtifactError

@@ -6,11 +6,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ttrain.pipeline.stop_request import StopRequest
 from ttrain.stages import Stage
 
 if TYPE_CHECKING:
     from ttrain.pipeline.recipe import Planned
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from ttrain.core.signals import catching_signals, interrupted_twice
+from ttrain.errors import Interrupted
 
 
 class StageObserver:
@@ -47,3 +54,65 @@ class StageObserver:
     def at_once(self) -> bool:
         """Whether it must not even save its state."""
         return self.stop_request.at_once
+
+
+SIGNALLED = "stopped by a signal"
+CLOCK_SECONDS = 1.0  # how often the clock is looked at
+
+
+class StopRequest:
+    """Whether a run shall stop, and why."""
+
+    def __init__(
+        self, say: Callable[[str], object] = lambda text: None, effect: str = "the running stages save their state"
+    ) -> None:
+        """`say` tells the user of the request and of its effect."""
+        self._say, self._effect = say, effect
+        self.signum = 0  # the signal that requested the stop; another reason to stop uses one too
+        self.stop_reason = SIGNALLED
+        self.at_once = False  # a second signal came
+
+    def ask_to_stop(self, signum: int, why: str = SIGNALLED) -> None:
+        """Request the stop; later requests change nothing."""
+        if not self.signum:
+            self.stop_reason, self.signum = why, signum  # the signal last: a reader that sees it finds the reason set
+            reason, again = ("stopping", " (again to end at once)") if why == SIGNALLED else (why, "")
+            self._say(f"[yellow]{reason}: {self._effect}{again}[/]")
+
+    def wait(self, seconds: float) -> None:
+        """Sleep, unless the run is asked to stop."""
+        deadline = time.monotonic() + seconds
+        while not self.signum and (remaining := deadline - time.monotonic()) > 0:
+            time.sleep(min(0.1, remaining))
+
+    @contextlib.contextmanager
+    def stopping_at(self, when: float | None) -> Iterator[None]:
+        """Ask to stop when the clock reaches `when` (seconds since the epoch), also after a clock change or a suspend."""
+        done = threading.Event()
+
+        def watch(when: float) -> None:
+            while not done.wait(min(CLOCK_SECONDS, max(0.0, when - time.time()))):
+                if time.time() >= when:
+                    self.ask_to_stop(signal.SIGTERM, "deadline reached")
+                    return
+
+        if when is not None:
+            threading.Thread(target=watch, args=(when,), daemon=True).start()
+        try:
+            yield
+        finally:
+            done.set()
+
+    def raise_if_signalled(self) -> None:
+        """Raise Interrupted if a signal came before any stage began."""
+        if self.signum:
+            raise Interrupted(f"{self.stop_reason} before a stage began", self.signum)
+
+    def catching_signals(self) -> contextlib.AbstractContextManager[None]:
+        """On SIGINT, SIGTERM or SIGHUP ask the stages to save and stop; a second one ends them and raises at once."""
+
+        def again(signum: int) -> BaseException:
+            self.at_once = True  # ends the stages that other threads wait for
+            return interrupted_twice(signum)
+
+        return catching_signals(self.ask_to_stop, again)

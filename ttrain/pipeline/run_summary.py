@@ -11,7 +11,7 @@ from typing import Any
 
 from ttrain import tracking
 from ttrain.config import Settings, flatten
-from ttrain.config.metrics import BITS_PER_BYTE
+from ttrain.config.training import BITS_PER_BYTE
 from ttrain.core.files import read_object
 from ttrain.core.redact import HIDDEN
 from ttrain.core.text import truncated

@@ -9,12 +9,11 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeGuard
 
 from ttrain.config import SHAPE_NO_RESULT
-from ttrain.config.metrics import EVALUATED, VALIDATION_LOSS
-from ttrain.config.training import PRIMARY_METRICS, model_order
+from ttrain.config.training import EVALUATED, PRIMARY_METRICS, VALIDATION_LOSS, model_order
 from ttrain.core.files import parse_json
 from ttrain.core.hashing import digest_of
 from ttrain.core.text import first_of, format_duration, format_number, format_time
-from ttrain.reports import facts, figures
+from ttrain.reports import facts
 from ttrain.reports.summary import rounded
 from ttrain.tracking import RunView
 
@@ -54,7 +53,7 @@ class ComparedMetric:
 
     def texts(self, run: int) -> tuple[str, str]:
         """(the value of a run, by how much it differs from the first run's)."""
-        return format_number(self.values[run], self.name), figures.change(self.percent[run]) if run else ""
+        return format_number(self.values[run], self.name), facts.change(self.percent[run]) if run else ""
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ def compare(views: Sequence[RunView]) -> RunComparison:
     for difference in _differences([view.params for view in views]):
         settings[difference.name.partition(".")[0] in SECTIONS_WITHOUT_RESULT].append(difference)
     names = {name for view in views for name in view.metrics if not CURVES.search(name)}
-    metrics = [_figure(name, views) for name in sorted(names, key=figures.rank)]
+    metrics = [_figure(name, views) for name in sorted(names, key=facts.rank)]
     same = [figure.name for figure in metrics if len(set(figure.values)) == 1]
     return RunComparison(
         runs=tuple(view.name for view in views),
@@ -194,8 +193,8 @@ def _figure(name: str, views: Sequence[RunView]) -> ComparedMetric:
     # Values that differ only in the eighth digit are equal
     values = tuple(None if value is None else rounded(value) for value in raw_values)
     base = next((value for value in values if value is not None), None)
-    shares = tuple(figures.percent(value, base) for value in values)
-    return ComparedMetric(name, values, figures.better(name), figures.best(name, values), shares)
+    shares = tuple(facts.percent(value, base) for value in values)
+    return ComparedMetric(name, values, facts.better(name), facts.best(name, values), shares)
 
 
 def _verdict(views: Sequence[RunView], metrics: Sequence[ComparedMetric]) -> str:
@@ -217,7 +216,7 @@ def _verdict(views: Sequence[RunView], metrics: Sequence[ComparedMetric]) -> str
         comparison = (
             f"{best_names} {'are' if winners[1:] else 'is'} better by {name}: "
             f"{format_number(least)} against {format_number(second)} of {next_names} "
-            f"({figures.change(figures.percent(least, second))})"
+            f"({facts.change(facts.percent(least, second))})"
         )
         certainty = significance_text(views[winners[0]], views[runners_up[0]], name)
         return "; ".join(filter(None, (equal, comparison, certainty)))

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ttrain.config.metrics import EVALUATED, VALIDATION_LOSS
-from ttrain.config.training import PRIMARY_METRICS, TRAININGS
+from ttrain.config.training import EVALUATED, PRIMARY_METRICS, TRAININGS, VALIDATION_LOSS
 from ttrain.core.text import first_of, format_duration, format_number, format_time
-from ttrain.reports import charts, facts, figures, summary
+from ttrain.reports import charts, facts, summary
 from ttrain.reports.charts import TITLES
 from ttrain.reports.facts import SHOWN_DIGEST
 from ttrain.reports.html import Markup, Page, answers, details, joined, pill, table, tag, tiles
-from ttrain.reports.problems import UNFINISHED, Problem, find_problems
 from ttrain.store import runs
 from ttrain.tracking import RunView
 
@@ -69,7 +69,7 @@ def _tiles(view: RunView) -> Iterator[tuple[str, str]]:
         ("tokens_per_second", "tokens per second"),
     ):
         if name in result:
-            yield label, figures.short(round(result[name]))
+            yield label, facts.short(round(result[name]))
 
 
 def _stages(view: RunView) -> Markup:
@@ -257,3 +257,85 @@ def stage_timeline(view: RunView) -> Markup:
         ]
     label = f"{len(bars)} stages over {format_duration(whole)}"
     return tag("svg", joined(parts), class_="times", height=ROW * len(bars), role="img", aria_label=label)
+
+
+UNFINISHED = ("crashed", "failed", "interrupted")
+
+STATUS_PHRASES: Mapping[str, str] = {"crashed": "was killed", "failed": "failed", "interrupted": "was stopped"}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A problem: its stage ("" for the run), its description, and whether it is resolved."""
+
+    stage: str
+    description: str
+    is_resolved: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.stage}: {self.description}" if self.stage else self.description
+
+
+def find_problems(view: RunView, earlier: Iterable[Mapping[str, Any]] = ()) -> list[Problem]:
+    """All recorded problems of a run. `earlier`: records of other runs, some of which worked on the same stages."""
+    problems = list(_of_run(view))
+    for name, stage in view.stages.items():
+        problems += (Problem(name, *problem) for problem in _of_attempts(view, name, earlier))
+        error, done = stage.record.get("error"), stage.status not in UNFINISHED
+        if error:
+            outcome = "failed and was retried" if done else STATUS_PHRASES[stage.status]
+            problems.append(Problem(name, f"{outcome}: {error}", done))
+        elif not done:
+            problems.append(Problem(name, STATUS_PHRASES[stage.status], is_resolved=False))
+        if step := stage.record.get("resumed_from_step"):
+            problems.append(Problem(name, f"resumed at step {step:,}"))
+        problems += (Problem(name, *problem) for problem in _of_artifact(view.manifest(name)))
+        problems += (Problem(name, description) for description in _gaps(view, name))
+    return list(dict.fromkeys(problems))
+
+
+def _of_run(view: RunView) -> Iterator[Problem]:
+    if stopped := view.record.get("stopped"):
+        yield Problem("", f"the run was stopped: {stopped}", is_resolved=False)
+    error = view.record.get("error")
+    if error and not any(stage.record.get("error") == error for stage in view.stages.values()):
+        yield Problem("", str(error), is_resolved=False)
+    if view.status == "crashed":
+        yield Problem("", "the run's process was killed, or the machine went down", is_resolved=False)
+
+
+def _of_attempts(view: RunView, stage: str, earlier: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, bool]]:
+    """Earlier runs that began the same work and did not finish it."""
+    key = view.stages[stage].key
+    for run in earlier:
+        if run["run"] == view.name or run["started_unix"] > view.started or not key:
+            continue
+        for stage_record in run["stages"]:
+            if stage_record["name"] == stage and stage_record.get("key") == key and stage_record["outcome"] in UNFINISHED:
+                yield f"the run {run['run']} began the same work and {STATUS_PHRASES[stage_record['outcome']]}", True
+
+
+def _of_artifact(manifest: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
+    result = manifest.get("result", {})
+    for source in manifest.get("continued") or ():
+        key = str(source.get("key", source) if isinstance(source, dict) else source)
+        yield f"continued the work of {key[:12]}, made by other code", True
+    if skipped := result.get("skipped_steps"):
+        yield f"{skipped:,} steps were skipped: their gradient was not finite", True
+    for guard, count in (result.get("guard_warnings") or {}).items():
+        yield f"the guard {guard.replace('_', ' ')} warned {count:,} times", False
+    if result.get("stop_reason") not in (None, "completed"):
+        yield f"training ended early: {result['stop_reason']}", True
+    for role, tally in facts.row_tallies(result).items():
+        if rejected := tally.get("rejected"):
+            reasons = ", ".join(f"{reason} {count:,}" for reason, count in rejected.items())
+            of = f" of the {role} data" if role != "train" else ""
+            yield f"{sum(rejected.values()):,} bad rows{of} were left out: {reasons}", True
+
+
+def _gaps(view: RunView, stage: str) -> Iterator[str]:
+    for metric in ("loss", "validation_loss"):
+        steps = [point.step for point in view.curve(stage, metric) if not math.isfinite(point.value)]
+        if steps:
+            shown = ", ".join(f"{step:,}" for step in steps[:5]) + (", ..." if steps[5:] else "")
+            yield f"the {metric.replace('_', ' ')} was not finite at step {shown}"

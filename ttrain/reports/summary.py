@@ -10,8 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ttrain.config.data import LEARNT
-from ttrain.config.metrics import BITS_PER_BYTE, EVALUATED, VALIDATION_LOSS
-from ttrain.config.training import MODELS, PRIMARY_METRICS, TRAININGS
+from ttrain.config.training import BITS_PER_BYTE, EVALUATED, MODELS, PRIMARY_METRICS, TRAININGS, VALIDATION_LOSS
 from ttrain.core.text import counted, format_duration
 
 SHOWN_REASONS = 3

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from ttrain import config
-from ttrain.config.metrics import PrimaryMetric
+from ttrain.config.training import PrimaryMetric
 
 
 @dataclass(frozen=True)

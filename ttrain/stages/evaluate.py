@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ttrain.config import TRAINING_STAGES, Evaluate, EvaluateConfig, Runtime
-from ttrain.config.metrics import BITS_PER_BYTE
+from ttrain.config.training import BITS_PER_BYTE
 from ttrain.core.files import write_json
 from ttrain.data import chat, chat_templates, contamination
 from ttrain.data.encoder import Encoder

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ttrain.config import Settings
-from ttrain.config.metrics import BITS_PER_BYTE, VALIDATION_LOSS
-from ttrain.config.training import TRAINING_STAGES
+from ttrain.config.training import BITS_PER_BYTE, TRAINING_STAGES, VALIDATION_LOSS
 from ttrain.errors import UsageError
 from ttrain.pipeline.plan import no_stage
 from ttrain.reports import summary

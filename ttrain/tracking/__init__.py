@@ -33,8 +33,7 @@ from ttrain.tracking.model_description import CARD, LoadableModel
 from ttrain.tracking.model_sets import Member, ModelSet, all_pages, last_of
 from ttrain.tracking.null_tracker import NullRun, NullStore
 from ttrain.tracking.outbox import FOLDER
-from ttrain.tracking.outboxes import note_run_id, undelivered_keys
-from ttrain.tracking.published import log_result
+from ttrain.tracking.outboxes import log_result, note_run_id, undelivered_keys
 from ttrain.tracking.reading import read_local, read_run, read_runs
 from ttrain.tracking.registered_models import registered_keys as _registered_keys
 from ttrain.tracking.registry import CHAMPION, find_version

@@ -23,8 +23,7 @@ from ttrain.store.layout import MANIFEST, Artifact, altered_manifest, read_manif
 from ttrain.tracking.calls import first_line
 from ttrain.tracking.client import tracking_uri
 from ttrain.tracking.database import database_of
-from ttrain.tracking.local_copies import LocalCopies
-from ttrain.tracking.mlflow_source import MlflowSource
+from ttrain.tracking.mlflow_source import LocalCopies, MlflowSource
 from ttrain.tracking.uploads import local_path, place_file
 from ttrain.tracking.views import StoredRun
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from ttrain.core.files import exclusive, parse_json
 from ttrain.store.runs import read_rows
-from ttrain.tracking import datasets, model_sets, published, uploads
+from ttrain.tracking import datasets, model_sets, outboxes, uploads
 from ttrain.tracking.calls import RefusedError, below, plain
 from ttrain.tracking.outbox import Entry
 from ttrain.tracking.runs import METRICS_PER_BATCH, TrackedRun
@@ -200,10 +200,10 @@ def made_by(run: TrackedRun, entry: Entry) -> str | None:
 
 def _killed_after_publishing(run: TrackedRun, experiment: str, query: str) -> list[Any]:
     """The run that made a whole artifact but was marked as killed before it could report so; mark it as finished."""
-    killed = run.call("search_runs", [experiment], query.replace(published.FINISHED, "KILLED"))
-    runs = [candidate for candidate in killed if published.artifact_of(run.store.home, candidate.data.tags)][:1]
+    killed = run.call("search_runs", [experiment], query.replace(outboxes.FINISHED, "KILLED"))
+    runs = [candidate for candidate in killed if outboxes.artifact_of(run.store.home, candidate.data.tags)][:1]
     for candidate in runs:
-        run.call("set_terminated", candidate.info.run_id, published.FINISHED, candidate.info.end_time)
+        run.call("set_terminated", candidate.info.run_id, outboxes.FINISHED, candidate.info.end_time)
     return runs
 
 

@@ -17,8 +17,7 @@ from typing import Any, Final
 from urllib.parse import quote
 
 from ttrain.config import SHAPE_NO_RESULT
-from ttrain.config.metrics import VALIDATION_LOSS
-from ttrain.config.training import PRIMARY_METRICS, TRAININGS
+from ttrain.config.training import PRIMARY_METRICS, TRAININGS, VALIDATION_LOSS
 from ttrain.core.files import parse_json
 from ttrain.tracking.null_tracker import NullStore
 from ttrain.tracking.tracker import MlflowStore

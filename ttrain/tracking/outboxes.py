@@ -1,4 +1,4 @@
-"""List a home's outboxes, which of them may be taken, and their entries; locks and changes nothing."""
+"""List a home's outboxes, which of them may be taken and what they hold, and deliver those that an ended process left."""
 
 from __future__ import annotations
 
@@ -7,12 +7,20 @@ import platform
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
+from ttrain.config import flatten
 from ttrain.core.files import read_json, write_json
-from ttrain.tracking import outbox, published
+from ttrain.store.artifacts import ArtifactStore
+from ttrain.store.layout import Artifact
+from ttrain.tracking import outbox
+from ttrain.tracking.datasets import data_of
 from ttrain.tracking.outbox import FOLDER, ID, Entry
 from ttrain.tracking.runs import TrackedRun, TrackingStore
+
+if TYPE_CHECKING:
+    from ttrain.tracking.null_tracker import NullRun
+    from ttrain.tracking.runs import TrackedRun
 
 IDLE_DAYS: Final = 7  # an outbox of another machine that shares this home is left alone for this long
 
@@ -102,13 +110,13 @@ def deliver_orphaned_outbox(
         if run.id is None:
             box.run_info["doubtful"] = True
         if not box.run_info.get("ended"):
-            artifact = published.artifact_of(store.home, box.run_info.get("tags", {}))
+            artifact = artifact_of(store.home, box.run_info.get("tags", {}))
             if artifact:  # killed after it was published
-                published.log_result(run, artifact)
+                log_result(run, artifact)
                 if box.run_info.get("keeps_files"):
                     run.log_directory(artifact.path, artifact.stage)
             box.update_run_info(ended=True)
-            box.add("end", status=published.FINISHED if artifact else "KILLED", time=int(1000 * changed))
+            box.add("end", status=FINISHED if artifact else "KILLED", time=int(1000 * changed))
         done = store.deliver(run, again=True)
         return done and (not uploads or store.deliver(run, uploads=True, again=True))
     finally:
@@ -137,3 +145,40 @@ def note_run_id(home: Path, run_info: Mapping[str, Any]) -> None:
 def _plain(name: str) -> str:
     """The name of a run as a file name: never a path, never a pattern."""
     return "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in name).lstrip(".") or "_"
+
+
+RUN, STAGE, KEY = "ttrain.run", "ttrain.stage", "ttrain.key"  # tags of a stage's run
+FINISHED: Final = "FINISHED"
+FIT: Final = ("bytes_per_token", "unk_rate")  # metrics of a tokenizer, by which tokenizers are compared
+
+
+def log_result(run: TrackedRun | NullRun, artifact: Artifact) -> None:
+    """Log the figures of a finished stage, and its data sets."""
+    run.log_params({**group_params(artifact.result), **_figures(artifact.result)})
+    fit = {f"tok/{name}": float(artifact.result[name]) for name in FIT if name in artifact.result}
+    run.log_summary(fit)
+    run.log_inputs(data_of(artifact))
+
+
+def artifact_of(home: Path, tags: Mapping[str, str]) -> Artifact | None:
+    """The whole artifact that the run with these tags published; None if another run made it, or there is none."""
+    stage, key, name = (str(tags.get(tag, "")) for tag in (STAGE, KEY, RUN))
+    artifact = ArtifactStore(home).find(stage, key) if stage and key else None
+    made_by = artifact.manifest.get("provenance", {}).get("run") if artifact else None
+    return artifact if name and made_by == name else None
+
+
+def group_params(result: Mapping[str, Any]) -> dict[str, object]:
+    """What each optimizer group holds, as parameters: {"optim.groups.0.weight_decay": 0.1}."""
+    groups = enumerate(result.get("optimizer_groups", ()))
+    return {f"optim.groups.{number}.{name}": value for number, group in groups for name, value in group.items()}
+
+
+def _figures(result: Mapping[str, Any]) -> dict[str, object]:
+    """The figures of a result as parameters: {"result.rows.fill": 0.98}. As metrics each would be a chart of one point, and
+    MLflow would show these charts before the curves."""
+    return {
+        f"result.{name}": value
+        for name, value in flatten({key: value for key, value in result.items() if key != "samples"})
+        if isinstance(value, int | float)
+    }

@@ -25,8 +25,7 @@ from ttrain.tracking.calls import first_line
 from ttrain.tracking.champions import decision_metrics
 from ttrain.tracking.client import tracking_uri
 from ttrain.tracking.database import database_of
-from ttrain.tracking.local_copies import LocalCopies
-from ttrain.tracking.mlflow_source import MlflowSource
+from ttrain.tracking.mlflow_source import LocalCopies, MlflowSource
 from ttrain.tracking.model_sets import KIND, SET
 from ttrain.tracking.registry import find_version
 from ttrain.tracking.runs import PARENT
