@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib.util
 import logging
 import os
+import secrets
+import signal
+import subprocess
+import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, final
 
 from ttrain.config import Auth
 from ttrain.errors import Interrupted, TTrainError, UsageError
-from ttrain.flows import flow_runs, servers
+from ttrain.flows import flow_runs, server_processes, servers
 from ttrain.flows.flow_runs import TAG, current_flow_run, mark_crashed_runs, watching_for_cancellation
-from ttrain.flows.server_processes import is_own, start_temporary_server
+from ttrain.flows.server_processes import STOP_SECONDS
+from ttrain.flows.servers import (
+    AUTH_STRING,
+    PORT,
+    prefect_app,
+    set_damaged_history_aside,
+    token_environment,
+    token_of,
+    uvicorn_command,
+)
 from ttrain.pipeline import plan as plan_table
 from ttrain.pipeline.execution import PipelineRun
 from ttrain.pipeline.recipe import Recipe
@@ -23,6 +38,7 @@ from ttrain.reports import summary
 from ttrain.stages import Stage
 from ttrain.store import server_records
 from ttrain.store.layout import Artifact
+from ttrain.store.server_records import HOST
 from ttrain.tasks.best_effort import best_effort
 
 log = logging.getLogger("ttrain")
@@ -208,3 +224,122 @@ def _raise_failure(execution: PipelineRun, next_step: str = "the same command co
         raise Interrupted(f"{execution.stop_reason}; {next_step}", execution.signum)
     for error in execution.failures.values():
         raise error
+
+
+log = logging.getLogger("ttrain")
+
+OWNER: Final = "TTRAIN_SERVER_OWNER"
+RESTARTS: Final = 5  # of a server that keeps dying
+HISTORY_CHECK_SECONDS: Final = 0.5  # spent on each run before its server starts; 1.6 MB take 0.01 s, 94 MB 0.5 s
+
+_own_url: str | None = None  # of the server that this process started
+
+
+def is_own() -> bool:
+    """Whether this process started the Prefect server that it uses."""
+    return _own_url is not None and os.environ.get("PREFECT_API_URL") == _own_url
+
+
+def start_temporary_server(home: Path, auth: Auth = "token") -> Callable[[], None]:
+    """Start a Prefect server for this process alone, unless one is named or running; returns a function that waits for it.
+
+    Call it with `prefect_environment` applied, then import prefect, then wait: the import goes on meanwhile (0.9 s),
+    and prefect need not import its own server to start it (1.3 s). Prefect's ephemeral server dies of the Ctrl-C that
+    its run still has to report, and outlives a run that is killed; this one does neither. Raises TTrainError like `up`.
+    """
+    lock = server_processes.start_lock(home)
+    lock.acquire()
+    if server := server_records.live_server(home, "prefect"):
+        os.environ.setdefault("PREFECT_API_URL", f"{server.url}/api")
+    if os.environ.get("PREFECT_API_URL"):
+        os.environ.update(token_environment(home, os.environ["PREFECT_API_URL"]))
+        lock.release()
+        return lambda: None
+    set_damaged_history_aside(home, HISTORY_CHECK_SECONDS)
+    # Below 32768, where ports of outgoing connections begin: a client of an unserved port there may connect to itself
+    port = server_processes.free_port(10_000 + secrets.randbelow(10_000))
+    token = token_of(auth, server_records.new_token)  # known to this process and its children alone
+    temporary_server = _TemporaryServer(port, home, token)
+    atexit.register(temporary_server.end)  # atexit comes after Prefect has sent its last logs and events
+    global _own_url
+    _own_url = os.environ["PREFECT_API_URL"] = f"http://{HOST}:{port}/api"
+    os.environ[AUTH_STRING] = token  # in place of a password for another server
+
+    def wait() -> None:
+        try:
+            temporary_server.wait()
+        finally:
+            lock.release()
+
+    return wait
+
+
+@final
+class _TemporaryServer:
+    """The Prefect server of this process; started at once, and again on its port and its database should it die.
+
+    The kernel kills what takes memory when that runs out. A run whose server is gone goes on, but Prefect's client asks
+    at each state for minutes before it gives up: eight stages that took 20 s had not ended after five minutes.
+    """
+
+    def __init__(self, port: int, home: Path, token: str) -> None:
+        self._port, self._home, self._token, self._owner = port, home, token, os.getpid()
+        self._log_file = server_records.folder_of(home) / "own.log"
+        self._lock, self._is_ending = threading.Lock(), False
+        self._process = self._spawn()
+
+    def wait(self) -> None:
+        """Wait until the server answers, and restart it from then on if it dies. Raises TTrainError."""
+        try:
+            server_processes.wait("prefect", self._port, self._process, self._log_file)
+        except TTrainError:
+            if not set_damaged_history_aside(self._home):
+                raise
+            server_processes.end(self._process)
+            self._process = self._spawn()
+            server_processes.wait("prefect", self._port, self._process, self._log_file)
+        threading.Thread(target=self._keep, name="own-server", daemon=True).start()
+
+    def end(self) -> None:
+        """End the server; does nothing in a forked child, which inherits the atexit handler."""
+        if os.getpid() == self._owner:
+            with self._lock:
+                self._is_ending = True
+            server_processes.end(self._process)
+
+    def _keep(self) -> None:
+        for _ in range(RESTARTS):
+            code = self._process.wait()
+            with self._lock:
+                if self._is_ending:
+                    return
+                log.warning("the Prefect server of this run ended with code %d; it is started again", code)
+                self._process = self._spawn()
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        command = [*uvicorn_command(owned_app, self._port), "--log-level", "error", "--timeout-graceful-shutdown", "5"]
+        ephemeral = {"PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1", "PREFECT_SERVER_UI_ENABLED": "false"}
+        token_variables = {PORT: str(self._port), server_records.ACCESS: self._token, AUTH_STRING: self._token}
+        environment = {**ephemeral, **token_variables, OWNER: str(self._owner)}
+        return server_processes.spawn(command, environment, self._log_file)
+
+
+def owned_app() -> Any:
+    """Prefect's server application, in the server's process; ends that process when its owner is gone.
+
+    SIGTERM and SIGHUP do not: who stops all processes at once, as systemd does, stops the owner too, which still has to
+    report to it.
+    """
+    owner = int(os.environ[OWNER])
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+
+    def watch() -> None:
+        while os.getppid() == owner:
+            time.sleep(1.0)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(STOP_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+    return prefect_app(final=False)

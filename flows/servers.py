@@ -2,7 +2,7 @@
 
 Prefect reads its settings while it is imported, so the choices made here go into the environment before that. A run
 uses the server that PREFECT_API_URL names, else the one that `up` left running, else one that lives and dies with the
-run (`flows/server_processes.py`). All of them listen on 127.0.0.1 only, and nothing they do leaves the machine.
+run (`flows/prefect_run.py`). All of them listen on 127.0.0.1 only, and nothing they do leaves the machine.
 """
 
 from __future__ import annotations

@@ -30,10 +30,10 @@ with schedules.prefect_client(Path(sys.argv[1])) as client:
 REFUSED_NIGHT = """
 import os, sys
 from pathlib import Path
-from ttrain.flows import server_processes, servers
+from ttrain.flows import prefect_run, servers
 home = Path(sys.argv[1])
 os.environ.update(servers.prefect_environment(home))
-server_processes.start_temporary_server(home)()
+prefect_run.start_temporary_server(home)()
 from ttrain.flows import deployments
 print(deployments.nightly(changes=("model.kind=lama",), return_state=True).message)
 """

@@ -27,17 +27,17 @@ from support.waiting import wait_until
 
 from ttrain import tracking
 from ttrain.errors import TTrainError
-from ttrain.flows import server_processes, servers
+from ttrain.flows import prefect_run, server_processes, servers
 from ttrain.flows.access_control import BODY_BYTES
 from ttrain.store import server_records
 
 STARTED_BY_THE_RUN = """
 import os, sys, time
 from pathlib import Path
-from ttrain.flows import server_processes, servers
+from ttrain.flows import prefect_run, servers
 home = Path(sys.argv[1])
 os.environ.update(servers.prefect_environment(home))
-ready = server_processes.start_temporary_server(home)
+ready = prefect_run.start_temporary_server(home)
 from prefect import flow, get_run_logger
 ready()
 @flow
@@ -384,7 +384,7 @@ def test_the_environment_prefers_what_the_user_has_set(faked_home: Path, monkeyp
     monkeypatch.setenv("PREFECT_HOME", "/users/choice")
     chosen = servers.prefect_environment(faked_home)
     assert not {"PREFECT_API_URL", "PREFECT_HOME"} & set(chosen)
-    server_processes.start_temporary_server(faked_home)()
+    prefect_run.start_temporary_server(faked_home)()
     assert os.environ["PREFECT_API_URL"] == "http://elsewhere:4200/api"
 
 

@@ -81,7 +81,7 @@ def test_a_description_begins_with_what_came_of_the_settings_that_count() -> Non
     settings = "model.z0=0, model.z1=1, model.z2=2, model.z3=3, model.z4=4, sft.optim.lr=0.0002"
     assert first == f"1.4466 bits per byte: {settings}, and 2 more settings"
     table = [row for row in rest if row.startswith("| lora")]
-    assert table == ["| lora | failed |  | a &lt;b>line \\| with bars |"]
+    assert table == ["| lora | failed | – | a &lt;b>line \\| with bars |"]
     assert "ttrain report full-1" in rest[-1]
 
 

@@ -94,8 +94,8 @@ def test_what_is_left_out_and_not_there_is_named_with_the_command_that_makes_it(
 @pytest.mark.parametrize(
     ("asked", "options", "words"),
     [
-        ({"only": frozenset({"sftt"})}, {}, "there is no stage sftt; the stages are tokenizer"),
-        ({"since": "shards"}, {}, "there is no stage shards"),
+        ({"only": frozenset({"sftt"})}, {}, "there is no stage .sftt.; did you mean sft.; there are tokenizer"),
+        ({"since": "shards"}, {}, "there is no stage .shards.; did you mean shards-sft"),
         ({"until": "base-model"}, {}, "stage base-model is not needed here"),
         ({"since": "sft", "until": "pretrain"}, {}, "--from sft --until pretrain leaves no stage to build"),
         (

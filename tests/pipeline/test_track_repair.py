@@ -22,7 +22,7 @@ from ttrain.cli.main import main
 from ttrain.core.files import read_json, write_json
 from ttrain.core.sqlite_files import damage_of, set_aside
 from ttrain.errors import TrackingError, UsageError
-from ttrain.flows import server_processes, servers
+from ttrain.flows import prefect_run, servers
 from ttrain.pipeline.track_repair import repair
 from ttrain.tracking import MlflowStore, TrackedRun, open_store
 
@@ -97,7 +97,7 @@ def test_a_damaged_history_of_prefect_gives_way_to_a_new_one(
         db.commit()
     assert not servers.set_damaged_history_aside(tmp_path) and database.exists()
     damage(database)
-    assert servers.set_damaged_history_aside(tmp_path, server_processes.HISTORY_CHECK_SECONDS)
+    assert servers.set_damaged_history_aside(tmp_path, prefect_run.HISTORY_CHECK_SECONDS)
     [kept] = database.parent.glob("*.db")
     assert kept.name in caplog.text and "is damaged" in caplog.text and kept.name.startswith("prefect-damaged-")
     assert not servers.set_damaged_history_aside(tmp_path)

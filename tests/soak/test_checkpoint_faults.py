@@ -233,7 +233,7 @@ def test_a_disk_that_is_really_full(tmp_path: Path, how: str) -> None:
     strerror = os.strerror(errno.ENOSPC if how == "tmpfs" else errno.EFBIG)
     assert said.count(f".writing-00000008/model.safetensors: {strerror}") == 2
     assert said.count("the checkpoint of step 4 is intact") == 2
-    assert said.count("It needs 6 MB, and ") == 2
+    assert len(re.findall(r"It needs 5\.\d+ MB, and ", said)) == 2
 
 
 def mounts(alone: tuple[str, ...], directory: Path) -> bool:

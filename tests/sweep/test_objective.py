@@ -76,7 +76,7 @@ def test_more_is_better_where_the_metric_says_so_or_the_user() -> None:
         ([LR], {"metric": "validation_loss"}, "a metric is STAGE/FIGURE"),
         ([LR], {"metric": "tok/bytes_per_token"}, "pretrain.optim.lr cannot change"),
         ([LR], {"metric": "sft/validation_loss", "until": "pretrain"}, "--until pretrain leaves out stage sft"),
-        ([LR], {"metric": "nothing/loss"}, "there is no stage nothing"),
+        ([LR], {"metric": "nothing/loss"}, "there is no stage 'nothing'"),
         ([LR], {"prune": True}, "pretrain.validate_every_steps is 0"),
         ([LR, "pretrain.validate_every_steps=9"], {"prune": True, "metric": "eval/bits_per_byte"}, "known at the end only"),
         (["pretrain.optim.lr=log(1e-4,1e-3)", "pretrain.optim.lrr=1"], {}, "unknown setting 'pretrain.optim.lrr'"),

@@ -566,7 +566,7 @@ def test_the_commands_list_promote_and_roll_back(sets_home: Path, capsys: pytest
     (sets_home / "runs").mkdir()
     stages = [{"name": stage, "key": f"{stage}-1"} for stage in SUFFIXES]
     (sets_home / "runs" / "again.json").write_text(json.dumps({"stages": stages}))
-    for which, version in (("2", "2"), ("l-3", "3"), ("again", "1")):
+    for which, version in (("2", "2"), ("ll-3", "3"), ("again", "1")):
         code, out = command(capsys, "promote", which)
         assert (code, out.startswith(f"mine/{version} of the run full-{version} is champion: mine-tokenizer/{version}")) == (
             0,

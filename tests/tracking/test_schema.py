@@ -40,14 +40,14 @@ def other_schema(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     yield
 
 
-def test_the_shipped_schema_is_what_the_migrations_make(tmp_path: Path, no_telemetry: None) -> None:
+def test_the_shipped_schema_is_what_the_migrations_make(tmp_path: Path) -> None:
     shipped = database.SCHEMA.read_text(encoding="utf-8")
     # Sorted: which of two indices or constraints comes first differs from migration to migration
     same = lines(shipped) == lines(migrated(tmp_path))
     assert same, "write it anew: python tests/tracking/test_schema.py"
 
 
-def test_another_mlflow_creates_its_own_schema(tmp_path: Path, no_telemetry: None, other_schema: None) -> None:
+def test_another_mlflow_creates_its_own_schema(tmp_path: Path, other_schema: None) -> None:
     database.open_client(f"sqlite:///{database.database_of(tmp_path)}", tmp_path)
     assert database.revision_of(database.database_of(tmp_path)) != "other"
 
