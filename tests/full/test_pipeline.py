@@ -267,7 +267,7 @@ def test_a_user_s_mistake_is_told_without_a_traceback(finished: Any) -> None:
         (("pipeline", "run", "full", "sft.optim.lrr=1"), "did you mean 'sft.optim.lr'?"),
         (("pipeline", "run", "ful"), "did you mean 'full'?"),
         (("pipeline", "run", "full", "data.sft=nowhere.jsonl"), "data.sft is 'nowhere.jsonl'"),
-        (("pipeline", "rerun", "sftt"), "there is no stage sftt"),
+        (("pipeline", "rerun", "sftt"), "there is no stage 'sftt'"),
     ):
         said = finished(*arguments, code=2)
         assert words in said and "Traceback" not in said
