@@ -20,8 +20,8 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from browser import Browser  # noqa: E402
-from harness import Cli, write_corpus  # noqa: E402
+from support.browser import Browser  # noqa: E402
+from support.pipeline_home import Cli, write_corpus  # noqa: E402
 
 SMOOTH = (
     "pretrain.tokens=61440",
