@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ttrain.core.files import read_json
 from ttrain.pipeline.execution import PipelineRun
-from ttrain.pipeline.observer import SIGNALLED
+from ttrain.pipeline.stop_request import SIGNALLED
 from ttrain.store.runs import is_alive, process_started
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from prefect.client import orchestration
 from prefect.states import Cancelling, Running
 
 from ttrain.flows import flow_runs
-from ttrain.pipeline.observer import SIGNALLED
+from ttrain.pipeline.stop_request import SIGNALLED
 
 
 class Server:

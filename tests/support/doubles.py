@@ -31,7 +31,7 @@ from ttrain.data.packing import Batch, Rows
 from ttrain.data.shards import Column, write_index, write_shard
 from ttrain.evaluate import perplexity
 from ttrain.model import factory
-from ttrain.pipeline.observer import StageObserver
+from ttrain.pipeline.processes import StageObserver
 from ttrain.pipeline.recipe import Planned
 from ttrain.stages import STAGES, Stage
 from ttrain.stages.job import StageContext

@@ -19,7 +19,7 @@ from ttrain.errors import Interrupted, StageFailed, TTrainError, UsageError
 if TYPE_CHECKING:
     from ttrain.config import Runtime
     from ttrain.config.loading import Override
-    from ttrain.pipeline.observer import StageObserver
+    from ttrain.pipeline.processes import StageObserver
     from ttrain.pipeline.progress_display import Display
     from ttrain.stages import Stage
 
@@ -196,9 +196,9 @@ def run_alone(
     """
     from ttrain.core.files import PRIVATE_FILE, exclusive, write_json
     from ttrain.pipeline import launch
-    from ttrain.pipeline.observer import StopRequest
     from ttrain.pipeline.progress_display import DisplayObserver
     from ttrain.pipeline.stage_worker import JOB
+    from ttrain.pipeline.stop_request import StopRequest
 
     check_output(out)
     work = out / WORK

@@ -13,7 +13,7 @@ from ttrain.config.evaluate import Evaluate
 from ttrain.config.model import Model
 from ttrain.config.nightly import Nightly, Notify, Promotion
 from ttrain.config.runtime import Runtime, Servers, Tracking
-from ttrain.config.training import INSTALLED, NONE, TRAINING_STAGES, TRAININGS, Lora, Pretrain, Sft, Training
+from ttrain.config.training import NONE, TRAINING_STAGES, TRAININGS, Lora, Pretrain, Sft, Training
 
 
 def trainings_of(starts: Mapping[str, str]) -> tuple[str, ...]:
@@ -91,7 +91,7 @@ class Settings(Section):
         return any(TRAINING_STAGES[name].dataset == dataset for name in self.trainings)
 
     def reads_python_docs(self, dataset: str) -> bool:
-        """Whether the data set is used, and made from the Python that runs ttrain."""
+        """Whether the data set is used, and made from the Python documentation that ships with ttrain."""
         return self.reads(dataset) and self.data.uses_python_docs(dataset)
 
     def virtual_tokens(self, stage: str) -> int:
@@ -175,10 +175,10 @@ class LoraConfig(Section):
 
 
 TRAINING_CONFIGS: dict[str, type[Section]] = {
+    **{name: with_fields({name: (row.settings, ...)})(Section) for name, row in TRAINING_STAGES.items()},
     "pretrain": PretrainConfig,
     "sft": SftConfig,
     "lora": LoraConfig,
-    **{row.name: with_fields({row.name: (row.settings, ...)})(Section) for row in INSTALLED},  # their own section
 }
 
 

@@ -35,7 +35,6 @@ MINIMIND_KEYS = frozenset({MINIMIND_EMBEDDING, OLD_MARK})
 
 RECOMPUTED = ("model.freqs_cos", "model.freqs_sin")  # tables of the rotary positions, in some files
 
-PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 # Defaults of its code; the ids are those of its tokenizer.
 HEADS, THETA, MINIMIND_LENGTH, TOP_K = 8, 1e6, 32_768, {False: 2, True: 1}
 

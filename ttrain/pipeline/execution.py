@@ -19,12 +19,12 @@ from ttrain.core.files import read_object, write_json
 from ttrain.errors import Interrupted, TTrainError
 from ttrain.pipeline import launch, processes, registration, run_summary, system_metrics
 from ttrain.pipeline.labels import NIGHT, NO_LABELS, Labels, trained_at_night
-from ttrain.pipeline.observer import SIGNALLED, StopRequest
 from ttrain.pipeline.plan import section_of
 from ttrain.pipeline.progress_display import DisplayObserver, StageDisplay
 from ttrain.pipeline.provenance import commit, with_absolute_paths
 from ttrain.pipeline.recipe import Planned
 from ttrain.pipeline.run_models import RunModels
+from ttrain.pipeline.stop_request import SIGNALLED, StopRequest
 from ttrain.reports import summary
 from ttrain.stages import STAGES, Stage
 from ttrain.store.artifacts import ArtifactStore

@@ -16,8 +16,8 @@ from ttrain.core.files import PRIVATE_FILE, read_json, read_object, remove_tree,
 from ttrain.errors import ArtifactError, DamagedFile, Interrupted, StageFailed, TTrainError
 from ttrain.pipeline import artifact_commands, processes, provenance, resume, stage_worker
 from ttrain.pipeline.input_files import data_files, file_digests
-from ttrain.pipeline.observer import StageObserver
 from ttrain.pipeline.plan import plan_stage, section_of
+from ttrain.pipeline.processes import StageObserver
 from ttrain.pipeline.recipe import Planned
 from ttrain.pipeline.stage_worker import JOB, PROGRESS
 from ttrain.stages import Stage

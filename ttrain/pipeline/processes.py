@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from ttrain.config import DATASETS, Runtime, Settings
 from ttrain.core.files import read_json
@@ -20,9 +20,12 @@ from ttrain.core.signals import PARENT, RENDEZVOUS, STOP_SIGNALS
 from ttrain.errors import Interrupted, StageFailed
 from ttrain.pipeline import stage_worker
 from ttrain.pipeline.fork_server import ForkServer, ForkServerError, available
-from ttrain.pipeline.observer import StageObserver
 from ttrain.pipeline.stage_worker import PROGRESS
+from ttrain.pipeline.stop_request import StopRequest
 from ttrain.stages import Stage
+
+if TYPE_CHECKING:
+    from ttrain.pipeline.recipe import Planned
 
 POLL_SECONDS = 0.05
 # After the stop signal: seconds for a step and its checkpoint (True), or for other stages. Native code may ignore it.
@@ -339,3 +342,39 @@ def _result(
         raise StageFailed(f"stage {stage.name} failed{who}: {outcome['error']}{location}", outcome["kind"], damaged)
     tail = "\n".join(log_path.read_text(errors="replace").splitlines()[-5:])
     raise StageFailed(f"stage {stage.name}: {group.describe_end()}; its log is {log_path}\n{tail}")
+
+
+class StageObserver:
+    """Receives the events of a stage, from its plan to the end of its processes; by itself it ignores them."""
+
+    def __init__(self, stop_request: StopRequest | None = None) -> None:
+        self.stop_request = stop_request or StopRequest()
+
+    def waiting(self, stage: Stage, who: str) -> None:
+        """Another process builds it."""
+
+    def fetching(self, stage: Stage, line: str) -> None:
+        """Files of an input are brought from the tracker."""
+
+    def started(self, stage: Stage, planned: Planned, work: Path) -> None:
+        """Its work directory is prepared."""
+
+    def prepared(self, stage: Stage, work: Path) -> None:
+        """Its process comes next."""
+
+    def progressed(self, stage: Stage, progress: Mapping[str, Any]) -> None:
+        """It reports how far it is."""
+
+    def logged(self, stage: Stage, line: str) -> None:
+        """A line of its log."""
+
+    def process_ended(self, stage: Stage) -> None:
+        """Its processes are gone; its output is not published yet."""
+
+    def stop_signal(self) -> int:
+        """The signal to stop it with; 0 for none."""
+        return self.stop_request.signum
+
+    def at_once(self) -> bool:
+        """Whether it must not even save its state."""
+        return self.stop_request.at_once

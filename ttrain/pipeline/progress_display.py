@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from ttrain.core.text import format_duration
-from ttrain.pipeline.observer import StageObserver, StopRequest
+from ttrain.pipeline.processes import StageObserver
+from ttrain.pipeline.stop_request import StopRequest
 from ttrain.stages import Stage
 
 SECONDS_BETWEEN_LINES = 10.0

@@ -26,9 +26,9 @@ from ttrain.pipeline import launch, provenance
 from ttrain.pipeline.input_files import HELDOUT, TRAIN, file_digests
 from ttrain.pipeline.lineage import TAGS, Lineage, Link
 from ttrain.pipeline.names import with_secrets
-from ttrain.pipeline.observer import StopRequest
 from ttrain.pipeline.progress_display import DisplayObserver, StageDisplay
 from ttrain.pipeline.recipe import Planned
+from ttrain.pipeline.stop_request import StopRequest
 from ttrain.stages import STAGES, Stage
 from ttrain.store import runs
 from ttrain.store.artifacts import ArtifactStore

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ttrain.config import Pretrain, Runtime, TaskConfig, Training, flatten
+from ttrain.config import TRAINING_STAGES, Runtime, TaskConfig, Training, flatten
 from ttrain.config.training import TRAINING_STAGES
 from ttrain.data import chat, chat_templates
 from ttrain.data.encoder import Encoder
@@ -101,7 +101,7 @@ def language_model_callbacks(
     callbacks.append(Perplexity())
     every = job.runtime.sample_every_steps
     if every:
-        write = sampler(model, encoder, job.runtime, ranks, documents=isinstance(config, Pretrain))
+        write = sampler(model, encoder, job.runtime, ranks, documents=TRAINING_STAGES[config.section].rows == "documents")
         callbacks.append(PeriodicSamples(job.run_directory / "samples", model, write, every=every))
     if job.runtime.eval_every_steps:
         callbacks.append(_evaluations(config, job, model, encoder, ranks, callbacks))
