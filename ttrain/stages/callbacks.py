@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ttrain.config import TRAINING_STAGES, Runtime, TaskConfig, Training, flatten
+from ttrain.config import Runtime, TaskConfig, Training, flatten
 from ttrain.config.training import TRAINING_STAGES
 from ttrain.data import chat, chat_templates
 from ttrain.data.encoder import Encoder
