@@ -18,7 +18,6 @@ harness opens the model by itself; its softmax is in fp32: in bf16 it rounds a l
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import logging
 import os
@@ -73,7 +72,7 @@ def compare_size(size: str, rounds: int, table: Table) -> None:
 
     def ours() -> None:
         perplexity.score_each(
-            model, sequences, length=length, stride=stride, autocast=contextlib.nullcontext, device=torch.device("cpu"),
+            model, sequences, length=length, stride=stride, device=torch.device("cpu"),
             batch_tokens=batch_tokens, progress=lambda done, total: None,
         )  # fmt: skip
 

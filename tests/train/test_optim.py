@@ -14,7 +14,7 @@ from torch import nn
 
 from ttrain.config import Optim
 from ttrain.errors import ArtifactError, UsageError
-from ttrain.tracking.datasets import group_params
+from ttrain.tracking.outboxes import group_params
 from ttrain.train import optim
 from ttrain.train.optim import Optimizers
 
