@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,7 @@ def test_a_gradient_that_is_no_number_names_all_rows_of_the_step() -> None:
     with pytest.raises(NonFinite) as error:
         trainer.fit()
     assert error.value.rows == rows_of_step(1)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("loader")], "though the error is kept"
     assert math.isfinite(float(str(error.value).split("finite (")[1].split(",")[0])), "the loss itself is a number"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
@@ -61,6 +61,7 @@ class Loader:
         self.rows_per_device, self.rank, self.world = rows_per_device, rank, world
         self.prefetch_steps = prefetch_steps
         self.consumed = 0
+        self._running: Generator[list[MicroBatch], None, None] | None = None
 
     def step(self, step: int) -> list[MicroBatch]:
         """Micro-batches of this rank in a step; any step can be asked for."""
@@ -70,7 +71,7 @@ class Loader:
             mine.append(MicroBatch(len(parts) + self.rank, self.rows.batch(parts[0]).without_targets(), True))
         return mine
 
-    def steps(self, first: int, last: int) -> Iterator[list[MicroBatch]]:
+    def steps(self, first: int, last: int) -> Generator[list[MicroBatch], None, None]:
         """Steps `first` to `last` (not included), the next `prefetch_steps` in preparation."""
         if self.prefetch_steps == 0:
             for step in range(first, last):
@@ -91,7 +92,16 @@ class Loader:
             pool.shutdown(cancel_futures=True)
 
     def __iter__(self) -> Iterator[list[MicroBatch]]:
-        return self.steps(self.consumed, self.order.steps)
+        self.close()
+        self._running = self.steps(self.consumed, self.order.steps)
+        return self._running
+
+    def close(self) -> None:
+        """End the iteration and its thread. The garbage collector must not be left to do it: it may run while another
+        thread starts, with the lock that waiting for this one's end needs, and the process then stands still."""
+        if self._running is not None:
+            self._running.close()
+        self._running = None
 
     def state_dict(self) -> dict[str, int]:
         """The whole state: the number of consumed steps."""

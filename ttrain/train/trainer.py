@@ -6,6 +6,7 @@ dropout and position are functions of (seed, step, micro-batch), so a run contin
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
@@ -147,7 +148,8 @@ class Trainer:
                 self._drop_outdated_checkpoints()
             self._night_due = self.ranks.sum([float(self._is_night())])[0]
             signalled, callback_stop = self._agree_on_stop(False, False)  # a callback may remember that the run was over
-            reason = INTERRUPTED if signalled else STOPPED if callback_stop else self._loop()
+            with contextlib.closing(self.loader):
+                reason = INTERRUPTED if signalled else STOPPED if callback_stop else self._loop()
             final_step = self.step
             if reason == STOPPED or (reason == COMPLETED and self.task.config.early_stopping):
                 final_step = self._restore_best()
