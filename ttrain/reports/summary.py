@@ -9,8 +9,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ttrain.config.data import LEARNT
-from ttrain.config.training import BITS_PER_BYTE, EVALUATED, MODELS, PRIMARY_METRICS, TRAININGS, VALIDATION_LOSS
 from ttrain.core.text import counted, format_duration
 
 SHOWN_REASONS = 3
@@ -20,12 +18,13 @@ KEY_METRICS: Mapping[str, tuple[str, ...]] = {
     "tokenizer": ("vocab_size", "bytes_per_token"),
     "base-model": ("parameters", "vocab_size"),
     "new-model": ("parameters",),
-    **dict.fromkeys(TRAININGS, (VALIDATION_LOSS, "tokens", "tokens_per_second")),
 }
 
 
 def metrics_of(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     """The metrics of a pipeline run under their stable names, from the stages' results: the same whether cached or not."""
+    from ttrain.config.training import TRAININGS, VALIDATION_LOSS
+
     metrics: dict[str, float] = {}
     for name in TRAININGS:
         for metric in (VALIDATION_LOSS, "loss", "tokens", "tokens_per_second"):
@@ -75,6 +74,9 @@ def _overlaps(contamination: Mapping[str, Any] | None) -> str:
 
 def key_figures(stage: str, result: Mapping[str, Any]) -> str:
     """One line about a stage's result."""
+    from ttrain.config.data import LEARNT
+    from ttrain.config.training import BITS_PER_BYTE, TRAININGS, VALIDATION_LOSS
+
     if stage == "source":
         return ", ".join(f"{name} {result[name]['rows']:,} rows" for name in LEARNT if name in result)
     if stage.startswith("shards-"):
@@ -93,7 +95,8 @@ def key_figures(stage: str, result: Mapping[str, Any]) -> str:
     if stage in ("evaluate", "evaluate-champion"):
         bits = result["metrics"].get(BITS_PER_BYTE.name)
         return f"{bits:.3f} {BITS_PER_BYTE.label}" if bits is not None else "no held-out documents"
-    figures = [f"{name} {_figure(result[name])}" for name in KEY_METRICS.get(stage, ()) if result.get(name) is not None]
+    names = (VALIDATION_LOSS, "tokens", "tokens_per_second") if stage in TRAININGS else KEY_METRICS.get(stage, ())
+    figures = [f"{name} {_figure(result[name])}" for name in names if result.get(name) is not None]
     if result.get("resumed_from_step"):
         figures.append(f"continued at step {result['resumed_from_step']} of {result['steps']}")
     return ", ".join(figures)
@@ -156,6 +159,8 @@ def rows(
 ) -> list[tuple[str, str, str]]:
     """(metric, value, remark) of each evaluated metric of the run; with the results of its stages, also the metrics'
     intervals and the tasks of its suites."""
+    from ttrain.config.training import EVALUATED, MODELS, PRIMARY_METRICS  # here: `status` needs none of the settings, 0.1 s
+
     intervals = _intervals(results)
 
     def value(name: str) -> float | None:
