@@ -10,6 +10,7 @@ import os
 import secrets
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -55,7 +56,17 @@ def begin(home: Path, auth: Auth = "token") -> Callable[[], None]:
     # The API gets these logs, the terminal does not: the user sees ttrain's own progress.
     for name in ("prefect.flow_runs", "prefect.task_runs"):
         logging.getLogger(name).propagate = False
-    return start_temporary_server(home, auth)
+    wait_for_server = start_temporary_server(home, auth)
+    reread_environment()
+    return wait_for_server
+
+
+def reread_environment() -> None:
+    """Let Prefect, where a program has imported it already, see the variables as they are now."""
+    if "prefect" in sys.modules:
+        from prefect.context import refresh_global_settings_context
+
+        refresh_global_settings_context()
 
 
 def run(execution: PipelineRun, recipe: Recipe, wait_for_server: Callable[[], None], *, in_flow: bool = False) -> None:

@@ -20,7 +20,7 @@ from ttrain.flows import recipe
 from ttrain.pipeline.execution import PipelineRun
 from ttrain.pipeline.labels import NO_LABELS, Labels
 from ttrain.pipeline.plan import no_stage
-from ttrain.pipeline.progress_display import Display
+from ttrain.pipeline.progress_display import Display, StageDisplay
 from ttrain.pipeline.recipe import Planned, Recipe, planned_part
 from ttrain.stages import Stage
 from ttrain.store.artifacts import ArtifactStore
@@ -44,12 +44,14 @@ def run_pipeline(
     labels: Labels = NO_LABELS,
     in_flow: bool = False,
     stop_at: float | None = None,
+    display: StageDisplay | None = None,
 ) -> PipelineRun:
     """Run the plan `stages`, then print the evaluation and the next steps; returns the execution.
 
     `own_recipe`: instead of that of the pipeline's name; the plan must be of it. `on_begin` gets the run before its
     first stage. `extra_tags` go to its tracked run, and so do the user's `labels`. `in_flow`: the stages join the Prefect
-    flow run that this is called in. At `stop_at`, in seconds since the epoch, the stages are asked to save and stop.
+    flow run that this is called in. `display` shows the stages, instead of the console. At `stop_at`, in seconds since the
+    epoch, the stages are asked to save and stop.
     Raises what the first failed stage raised, or Interrupted.
     """
     if settings.runtime.sharding == "dask" and engine != "prefect":
@@ -57,13 +59,13 @@ def run_pipeline(
             f"runtime.sharding is dask, which goes through Prefect, but --engine is {engine}; try --engine prefect"
         )
     chosen = planned_part(own_recipe or recipe(pipeline), stages)
-    with _screen(console) as display:
+    with _screen(console, display) as shown_on:
         if engine == "prefect":
             from ttrain.flows import prefect_run
 
             wait_for_server = (lambda: None) if in_flow else prefect_run.begin(store.root, settings.servers.auth)
         options: dict[str, Any] = {"force": force, "extend": extend, "resume_key": go_on}
-        execution = _begin(pipeline, settings, store, display, stages, extra_tags=extra_tags, labels=labels, **options)
+        execution = _begin(pipeline, settings, store, shown_on, stages, extra_tags=extra_tags, labels=labels, **options)
         try:
             with _recorded(execution):
                 for planned in stages:
@@ -94,14 +96,14 @@ def _interrupted_by_signals() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _screen(console: Console) -> Iterator[Display]:
+def _screen(console: Console, display: StageDisplay | None = None) -> Iterator[StageDisplay]:
     """A display that ends with the block, as the block does on a signal that no execution handles."""
-    with contextlib.closing(Display(console)) as display, _interrupted_by_signals():
-        yield display
+    with contextlib.closing(Display(console) if display is None else display) as shown_on, _interrupted_by_signals():
+        yield shown_on
 
 
 def _begin(
-    pipeline: str, settings: Settings, store: ArtifactStore, display: Display, stages: Sequence[Planned], **options: Any
+    pipeline: str, settings: Settings, store: ArtifactStore, display: StageDisplay, stages: Sequence[Planned], **options: Any
 ) -> PipelineRun:
     """Create the execution. A signal meanwhile waits for it, so that its record is closed; a second one does not."""
     signums: list[int] = []

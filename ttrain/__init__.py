@@ -1,3 +1,33 @@
-"""ttrain: raw JSONL to an evaluated, registered language model, with one command."""
+"""ttrain: raw JSONL to an evaluated, registered language model, with one command.
+
+    import ttrain
+    settings = ttrain.load_settings(overrides={"data.pretrain": "docs.jsonl"})
+    print(ttrain.plan("full", settings))
+    run = ttrain.run("full", settings)
+
+`load_settings`, `plan`, `run`, `runs` and `load` are described in `ttrain.flows.api`; they are imported when first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ttrain.errors import TTrainError
+
+if TYPE_CHECKING:
+    from ttrain.flows.api import load, load_settings, plan, run, runs
 
 __version__ = "0.1.0"
+__all__ = ["TTrainError", "load", "load_settings", "plan", "run", "runs"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'ttrain' has no attribute '{name}'")
+    from ttrain.flows import api
+
+    return getattr(api, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -48,14 +48,16 @@ class LoadedSettings:
 
 
 def load(
-    overrides: Sequence[str] = (),
+    overrides: Sequence[str] | Mapping[str, Any] = (),
     *,
     files: Sequence[Path] = (),
     profiles: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
     base: Sequence[Override] = (),
 ) -> LoadedSettings:
-    """Merge defaults < base < profiles < YAML files < environment < `key=value`, validate once, freeze. Raises UsageError.
+    """Merge defaults < base < profiles < YAML files < environment < overrides, validate once, freeze. Raises UsageError.
+
+    `overrides`: texts `key=value`, or {key: value}.
 
     `base`: what the settings of an earlier run have that is not a default.
     """
@@ -70,7 +72,7 @@ def settings_of(overrides: list[Override], base: Sequence[Override] = ()) -> Loa
 
 
 def layers(
-    overrides: Sequence[str],
+    overrides: Sequence[str] | Mapping[str, Any],
     files: Sequence[Path] = (),
     profiles: Sequence[str] = (),
     environment: Mapping[str, str] = MappingProxyType({}),
@@ -122,7 +124,10 @@ def profile_names() -> list[str]:
 
 
 def _layers(
-    overrides: Sequence[str], files: Sequence[Path], profiles: Sequence[str], environment: Mapping[str, str]
+    overrides: Sequence[str] | Mapping[str, Any],
+    files: Sequence[Path],
+    profiles: Sequence[str],
+    environment: Mapping[str, str],
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
     for name in profiles:
         path = configs_directory() / "profiles" / f"{name}.yaml"
@@ -135,6 +140,9 @@ def _layers(
         if variable.startswith(ENVIRONMENT_PREFIX):
             key = variable.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".")
             yield variable, {key: _scalar(environment[variable], variable)}
+    if isinstance(overrides, Mapping):
+        yield "overrides", {key: str(value) if isinstance(value, Path) else value for key, value in overrides.items()}
+        return
     for item in overrides:
         key, equals, value = item.partition("=")
         if not equals:

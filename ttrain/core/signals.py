@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from types import FrameType
 
 from ttrain.errors import Interrupted
@@ -33,6 +34,19 @@ def catching_signals(
 
     with handling_signals(handle):
         yield
+
+
+_takes_handlers: ContextVar[bool] = ContextVar("takes_handlers", default=True)
+
+
+@contextlib.contextmanager
+def without_signal_handlers() -> Iterator[None]:
+    """Leave signals to whoever called, in this thread: a notebook or a server has handlers of its own."""
+    token = _takes_handlers.set(False)
+    try:
+        yield
+    finally:
+        _takes_handlers.reset(token)
 
 
 @contextlib.contextmanager
@@ -62,6 +76,8 @@ POLL_SECONDS = 0.2
 
 def heeded_signals() -> tuple[signal.Signals, ...]:
     """The signals to stop, without those that this process ignores: under `nohup` it outlives its terminal."""
+    if not _takes_handlers.get():
+        return ()
     return tuple(s for s in STOP_SIGNALS if s != signal.SIGHUP or signal.getsignal(s) is not signal.SIG_IGN)
 
 

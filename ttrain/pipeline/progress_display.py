@@ -33,6 +33,8 @@ class StageDisplay(Protocol):
 
     def failed(self, name: str, message: str) -> None: ...
 
+    def close(self) -> None: ...
+
 
 class Display:
     """Draws several stages side by side; safe to call from their threads."""

@@ -87,9 +87,10 @@ def home() -> Path:
     return Path(os.environ.get("TTRAIN_HOME") or "artifacts").absolute()
 
 
-def usable_home() -> Path:
-    """The home, made if it is missing. Raises UsageError where nothing can be written there, TTrainError on a full disk."""
-    root = home()
+def usable_home(root: Path | None = None) -> Path:
+    """The home, `root` or the default one, made if it is missing. Raises UsageError where nothing can be written there,
+    TTrainError on a full disk."""
+    root = home() if root is None else root
     try:
         root.mkdir(parents=True, exist_ok=True)
         probe = root / f".probe-{os.getpid()}"

@@ -223,23 +223,19 @@ def record_cached(
     metrics: Mapping[str, float],
     equals: str | None,
     labels: Mapping[str, Any] = MappingProxyType({}),
-) -> None:
-    """Record a run that found everything cached; it is listed, but not tracked. Does nothing if the home is read-only."""
+) -> dict[str, Any]:
+    """Record a run that found everything cached; it is listed, but not tracked. Returns the record, which has no name if the
+    home is read-only."""
     stage_entries = [
         {"name": planned.stage.name, "outcome": "cached", "key": planned.key, "path": str(planned.artifact.path)}
         for planned in stages
     ]
-    with contextlib.suppress(OSError):
-        _create(
-            home,
-            {
-                **_new(pipeline, stage_entries, settings),
-                **labels,
-                "outcome": "cached",
-                "equals": equals,
-                "metrics": dict(metrics),
-            },
-        )
+    found = {"outcome": "cached", "equals": equals, "metrics": dict(metrics)}
+    record = {**_new(pipeline, stage_entries, settings), **labels, **found}
+    try:
+        return _create(home, record)
+    except OSError:
+        return {"run": "", **record}
 
 
 def builder(store: ArtifactStore, stage: str, key: str) -> str:

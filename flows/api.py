@@ -1,0 +1,402 @@
+"""The Python interface: what `import ttrain` offers, and what the commands `pipeline plan`, `run` and `status` use.
+
+    settings = ttrain.load_settings("my.yaml", overrides={"sft.optim.lr": 2e-4}, profile="small")
+    plan = ttrain.plan("full", settings)
+    run = ttrain.run("full", settings)
+    model, tokenizer = ttrain.load("quickstart-sft@champion")
+
+It works in a notebook and in a thread: it takes no signal handlers, never exits the process, prints nothing unless asked,
+and leaves the variables of the environment as they were. Errors are `ttrain.TTrainError` with a message for the user.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ttrain.config import Settings
+from ttrain.errors import Interrupted, TTrainError, UsageError
+from ttrain.pipeline.recipe import Planned, Selection
+from ttrain.store import layout
+from ttrain.store import runs as run_records
+from ttrain.store.artifacts import ArtifactStore
+from ttrain.store.layout import Artifact
+
+if TYPE_CHECKING:
+    from ttrain.pipeline.labels import Labels
+
+logging.getLogger("ttrain").addHandler(logging.NullHandler())  # else Python prints warnings to standard error
+
+Progress = Callable[[str, str, Mapping[str, Any]], object]
+ENGINES = ("prefect", "none")
+
+
+def load_settings(
+    *files: str | Path, overrides: Mapping[str, Any] | Sequence[str] = (), profile: str | Sequence[str] = ()
+) -> Settings:
+    """The settings of YAML files over profiles over the defaults; variables TTRAIN__SECTION__KEY win over files, and
+    `overrides`, {"sft.optim.lr": 2e-4} or ["sft.optim.lr=2e-4"], over all. Raises UsageError, which names the setting."""
+    from ttrain.config.loading import load
+
+    profiles = (profile,) if isinstance(profile, str) and profile else tuple(profile)
+    return load(overrides, files=[Path(file) for file in files], profiles=profiles).settings
+
+
+@dataclass(frozen=True)
+class PlannedStage:
+    """What a run would do with one stage.
+
+    state    "cached" or "run"
+    key      digest of its settings, inputs and code; None while an input has yet to be built
+    reasons  why it runs, or what it was found by
+    """
+
+    name: str
+    state: str
+    key: str | None
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Plan(Sequence[PlannedStage]):
+    """The stages of a pipeline in order, each with its state, key and reasons."""
+
+    pipeline: str
+    settings: Settings
+    store: ArtifactStore
+    stages: list[Planned]
+
+    def __len__(self) -> int:
+        return len(self.stages)
+
+    def __getitem__(self, index: Any) -> Any:
+        """The stage of a number or a name."""
+        if isinstance(index, str):
+            return next(stage for stage in self if stage.name == index)
+        return list(self)[index]
+
+    def __iter__(self) -> Iterator[PlannedStage]:
+        return (PlannedStage(each.stage.name, each.state, each.key, tuple(each.why)) for each in self.stages)
+
+    def __str__(self) -> str:
+        rows = [("stage", "state", "key", "why"), *self.rows()]
+        widths = [max(len(row[column]) for row in rows) for column in range(3)]
+        return "\n".join("  ".join([*map(str.ljust, row, widths), row[3]]).rstrip() for row in rows)
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether nothing would run."""
+        return all(stage.state == "cached" for stage in self.stages)
+
+    def rows(self) -> list[tuple[str, str, str, str]]:
+        """(stage, state, key, why) for a table."""
+        from ttrain.pipeline.plan import plan_rows
+
+        return plan_rows(self.stages)
+
+    def to_json(self) -> dict[str, Any]:
+        """What `ttrain pipeline plan --json` prints."""
+        from ttrain.pipeline.plan import plan_json
+
+        return plan_json(self.pipeline, self.stages)
+
+
+def plan(
+    pipeline: str = "full",
+    settings: Settings | None = None,
+    *,
+    only: Iterable[str] = (),
+    since: str = "",
+    until: str = "",
+    force: Iterable[str] = (),
+    extend: bool = False,
+    resume_key: str = "",
+    home: str | Path | None = None,
+) -> Plan:
+    """What a run would do. Runs nothing.
+
+    `only`, `since` and `until` choose stages, as --only, --from and --until do; `force` names stages to rebuild; `extend`
+    continues a shorter run's checkpoint; `resume_key` is the key of unfinished work to resume. `home`: of the store; else
+    TTRAIN_HOME, else ./artifacts. Raises UsageError.
+    """
+    from ttrain.flows import recipe
+    from ttrain.pipeline.artifact_commands import store_of
+    from ttrain.pipeline.plan import plan as plan_stages
+
+    settings = Settings() if settings is None else settings
+    store = store_of(_home(home), settings)
+    selection = Selection(frozenset(only), since, until)
+    with _as_found():
+        stages = plan_stages(
+            recipe(pipeline), settings, store, frozenset(force), extend=extend, selection=selection, resume_key=resume_key
+        )
+    return Plan(pipeline, settings, store, stages)
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """A recorded run of a pipeline.
+
+    outcome  completed, cached (nothing had to run), failed, interrupted, crashed or running
+    metrics  the figures of its stages by name, such as "eval/bits_per_byte"
+    """
+
+    record: Mapping[str, Any]
+    store: ArtifactStore
+
+    def __repr__(self) -> str:
+        return f"<Run {self.name}: {self.outcome}>"
+
+    @property
+    def name(self) -> str:
+        return str(self.record["run"])
+
+    @property
+    def pipeline(self) -> str:
+        return str(self.record["pipeline"])
+
+    @property
+    def outcome(self) -> str:
+        return str(self.record["outcome"])
+
+    @property
+    def started(self) -> str:
+        return str(self.record["started"])
+
+    @property
+    def seconds(self) -> float:
+        """Wall-clock seconds; 0 for one that ran nothing or has not ended."""
+        return float(self.record["seconds"] or 0)
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        metrics: Mapping[str, float] = self.record.get("metrics", {})
+        return metrics
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """All settings as recorded, nested by section."""
+        settings: Mapping[str, Any] = self.record["settings"]
+        return settings
+
+    @functools.cached_property
+    def artifacts(self) -> Mapping[str, Artifact]:
+        """The artifacts of its finished stages that are in the home, by stage; `.path` is the directory."""
+        places = {stage["name"]: self._place(stage) for stage in self.record["stages"] if stage.get("key")}
+        return {name: artifact for name, place in places.items() if (artifact := self.store.at(place))}
+
+    def _place(self, stage: Mapping[str, Any]) -> Path:
+        return self.store.path(stage["name"], stage["key"])
+
+    def to_json(self) -> dict[str, Any]:
+        """What `ttrain pipeline status --json` prints."""
+        from ttrain.reports.summary import run_json
+
+        return run_json(self.record)
+
+
+class Runs(list[Run]):
+    """Runs, newest first."""
+
+    def to_pandas(self) -> Any:
+        """A data frame with a row per run: name, pipeline, outcome, started, seconds, and a column per metric."""
+        try:
+            import pandas
+        except ImportError:
+            raise UsageError("to_pandas needs pandas, which is not installed; try: pip install pandas") from None
+        columns = ("name", "pipeline", "outcome", "started", "seconds")
+        return pandas.DataFrame([{name: getattr(run, name) for name in columns} | dict(run.metrics) for run in self])
+
+
+def runs(name: str = "", *, pipeline: str = "", limit: int | None = None, home: str | Path | None = None) -> Runs:
+    """The recorded runs of a home, newest first: all, or those whose setting `name`, or pipeline, is this."""
+    store = ArtifactStore(_home(home))
+    chosen = (
+        Run(record, store)
+        for record in run_records.history(store.root)
+        if (not name or record["settings"].get("name") == name) and (not pipeline or record["pipeline"] == pipeline)
+    )
+    return Runs(list(chosen)[:limit])
+
+
+def run(
+    pipeline: str = "full",
+    settings: Settings | None = None,
+    *,
+    engine: str = "none",
+    progress: Progress | bool = False,
+    note: str = "",
+    tags: Mapping[str, str] | None = None,
+    home: str | Path | None = None,
+    **selection: Any,
+) -> Run:
+    """Run a pipeline to its end and return its record; what is cached is not run again.
+
+    `engine`: "none" builds the stages one after the other, "prefect" as a flow run, on the server that PREFECT_API_URL names
+    or one of its own. `progress`: True prints what the command prints; a function is called with (stage, event, data), the
+    events being started, progressed, ended, failed and message. `selection`: as for `plan`. Each stage that trains runs in
+    a process of its own, which ends with this one. Raises TTrainError; a KeyboardInterrupt stops the stages first, and the
+    same call continues at their last checkpoint.
+    """
+    from ttrain.core.signals import without_signal_handlers
+    from ttrain.pipeline.labels import labels_of
+
+    if engine not in ENGINES:
+        raise UsageError(f"engine is {engine!r} but must be prefect or none")
+    if pipeline == "nightly":
+        raise UsageError("pipeline is 'nightly', which needs a process of its own; try `ttrain pipeline run nightly`")
+    labels = labels_of(note, [f"{key}={value}" for key, value in (tags or {}).items()])
+    planned = plan(pipeline, settings, home=home, **selection)
+    if is_recorded(planned):
+        return record_cached(planned, labels)
+    layout.usable_home(planned.store.root)
+    from ttrain.flows.run import run_pipeline
+
+    options = {name: selection[name] for name in ("extend",) if name in selection}
+    with without_signal_handlers(), _as_found():
+        try:
+            execution = run_pipeline(
+                pipeline,
+                planned.settings,
+                planned.store,
+                planned.stages,
+                _console(progress),
+                engine=engine,
+                force=frozenset(selection.get("force", ())),
+                go_on=selection.get("resume_key", ""),
+                labels=labels,
+                display=_CallbackDisplay(progress) if callable(progress) else None,
+                **options,
+            )
+        except Interrupted as error:
+            raise KeyboardInterrupt(str(error)) from None
+    return Run(run_records.read(planned.store.root, execution.record.run) or {}, planned.store)
+
+
+def is_recorded(planned: Plan) -> bool:
+    """Whether everything is cached, and no run that made it was cut short."""
+    keys = {stage.stage.name: stage.key for stage in planned.stages}
+    return planned.is_cached and run_records.cut_short(planned.store.root, keys) is None
+
+
+def record_cached(planned: Plan, labels: Labels) -> Run:
+    """Record a run that found everything cached."""
+    from ttrain.pipeline import run_summary
+    from ttrain.pipeline.provenance import with_absolute_paths
+    from ttrain.reports import summary
+
+    store, artifacts = planned.store, {each.stage.name: each.artifact for each in planned.stages if each.artifact}
+    results = {name: artifact.result for name, artifact in artifacts.items()}
+    if "evaluate" in artifacts and run_summary.STAGE not in artifacts:
+        results |= run_summary.of(artifacts["evaluate"], planned.settings.name, store)
+    equals = run_records.equal_run(store.root, {each.stage.name: each.key for each in planned.stages})
+    settings = with_absolute_paths(planned.settings).model_dump(mode="json")
+    metrics = summary.metrics_of(results)
+    record = run_records.record_cached(
+        store.root, planned.pipeline, planned.stages, settings, metrics, equals, labels.to_json()
+    )
+    return Run(record, store)
+
+
+def load(reference: str, *, device: str = "cpu", home: str | Path | None = None) -> tuple[Any, Any]:
+    """(the model, its tokenizer): plain objects of transformers, or of PEFT for an adapter on its base; in eval mode.
+
+    `reference`: whatever the commands take: a stage, RUN:stage, a registered NAME@ALIAS or NAME/VERSION, a directory. Raises
+    UsageError for a name of nothing, with the nearest ones, and ArtifactError for damaged files.
+    """
+    from ttrain.pipeline.names import resolve
+
+    with _as_found():
+        found = resolve(reference, _home(home))
+    found.verify()
+    from transformers import AutoTokenizer
+
+    from ttrain.model import adapters, factory
+
+    with _quiet_transformers():
+        model: Any = factory.load(found.model)
+        if found.adapter is not None:
+            model = adapters.load(model, found.adapter, found.base_digest)
+    return model.to(device).eval(), AutoTokenizer.from_pretrained(found.tokenizer)
+
+
+def _home(home: str | Path | None) -> Path:
+    return layout.home() if home is None else Path(home).absolute()
+
+
+def _console(progress: Progress | bool) -> Any:
+    from rich.console import Console
+
+    from ttrain.core.terminal import console
+
+    return console() if progress is True else Console(quiet=True)
+
+
+@contextlib.contextmanager
+def _as_found() -> Iterator[None]:
+    """Put back after the block what the libraries are told in it: variables of the environment, MLflow's loggers."""
+    before, loggers = dict(os.environ), [logging.getLogger(name) for name in ("mlflow", "alembic", "sqlalchemy")]
+    handlers = [(logger, logger.handlers, logger.propagate) for logger in loggers]
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+        for logger, found, propagate in handlers:
+            logger.handlers, logger.propagate = found, propagate
+        if "ttrain.flows.prefect_run" in sys.modules:
+            sys.modules["ttrain.flows.prefect_run"].reread_environment()
+
+
+@contextlib.contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    from transformers.utils import logging as transformers_logging
+
+    was_shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # between PEFT and transformers
+            yield
+    finally:
+        if was_shown:
+            transformers_logging.enable_progress_bar()
+
+
+class _CallbackDisplay:
+    """Passes the events of the stages to a function."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def say(self, text: str) -> None:
+        from rich.text import Text
+
+        self._progress("", "message", {"text": Text.from_markup(text).plain})
+
+    def started(self, name: str, why: str) -> None:
+        self._progress(name, "started", {"why": why})
+
+    def progressed(self, name: str, progress: Mapping[str, Any]) -> None:
+        self._progress(name, "progressed", progress)
+
+    def ended(self, name: str, state: str, took: float, figures: str) -> None:
+        self._progress(name, "ended", {"state": state, "seconds": took, "figures": figures})
+
+    def failed(self, name: str, message: str) -> None:
+        self._progress(name, "failed", {"error": message})
+
+
+__all__ = ["Plan", "PlannedStage", "Run", "Runs", "TTrainError", "load", "load_settings", "plan", "run", "runs"]

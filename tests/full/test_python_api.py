@@ -1,0 +1,131 @@
+"""`import ttrain` in a program of the user's: in a thread, quiet, with the environment and the signals left alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ttrain
+
+DATA = {"data.pretrain": "docs*.jsonl", "data.sft": "chats.jsonl", "data.lora": "domain.jsonl"}
+
+
+def settings_of(cli: Any, **overrides: Any) -> Any:
+    files = {key: str(cli.data / name) for key, name in DATA.items()}
+    return ttrain.load_settings(cli.data / "tiny.yaml", overrides=files | overrides)
+
+
+def in_thread(work: Callable[[], Any]) -> Any:
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(work()))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+def state_of_process() -> tuple[Any, ...]:
+    return dict(os.environ), [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+
+
+def test_importing_loads_none_of_the_libraries() -> None:
+    script = (
+        "import sys, ttrain; print(sorted({'torch', 'pydantic', 'rich', 'mlflow', 'prefect'} & {*sys.modules}), dir(ttrain))"
+    )
+    output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert output.startswith("[]") and all(name in output for name in ttrain.__all__)
+    with pytest.raises(AttributeError, match="modell"):
+        ttrain.modell  # noqa: B018
+
+
+def test_a_plan_is_that_of_the_command_and_says_why(finished: Any) -> None:
+    plan = ttrain.plan("full", settings_of(finished), home=finished.home)
+    assert plan.is_cached and plan["sft"].key == finished.plan()["sft"]["key"]
+    changed = ttrain.plan("full", settings_of(finished, **{"sft.optim.lr": 2e-4}), home=finished.home)
+    assert [stage.name for stage in changed if stage.state == "run"] == ["sft", "lora", "evaluate"]
+    assert "sft.optim.lr" in changed["sft"].reasons[0] and changed["lora"].key is None
+    assert "sft.optim.lr" in str(changed) and json.dumps(changed.to_json())
+    with pytest.raises(ttrain.TTrainError, match=r"sft\.optim\.lr"):
+        ttrain.load_settings(overrides={"sft.optim.rl": 1})
+    with pytest.raises(ttrain.TTrainError, match="no pipeline"):
+        ttrain.plan("ful", home=finished.home)
+
+
+def test_a_cached_run_has_the_figures_and_artifacts_of_the_one_that_made_them(
+    finished: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = state_of_process()
+    run = in_thread(lambda: ttrain.run("full", settings_of(finished), home=finished.home))
+    assert state_of_process() == before and capfd.readouterr() == ("", "")
+    first = ttrain.runs(name="tiny-test", home=finished.home)[-1]
+    assert run.outcome == "cached" and first.outcome == "completed" and run.name != first.name
+    assert run.metrics["eval/bits_per_byte"] == first.metrics["eval/bits_per_byte"] > 0
+    assert {name: found.path for name, found in run.artifacts.items()} == {
+        name: found.path for name, found in first.artifacts.items()
+    }
+    assert (run.artifacts["sft"].path / "model" / "model.safetensors").is_file()
+    assert not ttrain.runs(name="another", home=finished.home)
+
+
+def test_a_stage_is_built_in_a_thread_with_progress_and_nothing_printed(
+    finished: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before, events = state_of_process(), list[tuple[str, str]]()
+    run = in_thread(
+        lambda: ttrain.run(
+            "full",
+            settings_of(finished),
+            home=tmp_path / "home",
+            until="shards-lora",
+            note="from Python",
+            tags={"purpose": "test"},
+            progress=lambda stage, event, data: events.append((stage, event)),
+        )
+    )
+    assert state_of_process() == before and capfd.readouterr() == ("", "")
+    assert (
+        run.outcome == "completed"
+        and run.to_json()["note"] == "from Python"
+        and run.to_json()["tags"] == {"purpose": "test"}
+    )
+    assert [stage for stage, event in events if event == "ended"] == ["tokenizer", "shards-lora"] == [*run.artifacts]
+    assert run.artifacts["shards-lora"].content == ttrain.runs(home=finished.home)[-1].artifacts["shards-lora"].content
+
+
+def test_a_failure_is_an_exception_and_is_recorded(finished: Any, tmp_path: Path) -> None:
+    (tmp_path / "domain.jsonl").write_text('{"messages": 1}\n' * 10, encoding="utf-8")
+    settings = settings_of(finished, **{"data.lora": str(tmp_path / "domain.jsonl")})
+    with pytest.raises(ttrain.TTrainError, match=r"domain\.jsonl"):
+        ttrain.run("full", settings, home=tmp_path / "home", only=["tokenizer", "shards-lora"])
+    assert ttrain.runs(home=tmp_path / "home")[0].outcome == "failed"
+    for wrong in ({"engine": "airflow"}, {"pipeline": "nightly"}):
+        with pytest.raises(ttrain.TTrainError, match=r"engine|nightly"):
+            ttrain.run(**wrong, home=tmp_path / "home")
+
+
+def test_a_model_is_a_plain_object_of_transformers_or_peft(finished: Any) -> None:
+    model, tokenizer = ttrain.load("sft", home=finished.home)
+    assert type(model).__module__.startswith("transformers.") and not model.training
+    ids = tokenizer("春江", return_tensors="pt").input_ids
+    assert model(ids).logits.shape[1] == ids.shape[1]
+    adapted, _ = ttrain.load("tiny-test@challenger", home=finished.home)
+    assert type(adapted).__module__.startswith("peft.")
+    with pytest.raises(ttrain.TTrainError, match="sft"):
+        ttrain.load("sfd", home=finished.home)
+
+
+def test_a_table_of_runs_needs_pandas(finished: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = ttrain.runs(home=finished.home)
+    table = runs.to_pandas()
+    assert list(table["name"]) == [run.name for run in runs] and table["eval/bits_per_byte"].notna().any()
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ttrain.TTrainError, match="pandas"):
+        runs.to_pandas()
