@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final, NamedTuple, final
 
 from ttrain.config import Auth
 from ttrain.errors import Interrupted, TTrainError, UsageError
@@ -243,12 +243,20 @@ OWNER: Final = "TTRAIN_SERVER_OWNER"
 RESTARTS: Final = 5  # of a server that keeps dying
 HISTORY_CHECK_SECONDS: Final = 0.5  # spent on each run before its server starts; 1.6 MB take 0.01 s, 94 MB 0.5 s
 
-_own_url: str | None = None  # of the server that this process started
+class _OwnServer(NamedTuple):
+    """The server that this process started."""
+
+    home: Path
+    url: str
+    token: str
+
+
+_own: _OwnServer | None = None
 
 
 def is_own() -> bool:
     """Whether this process started the Prefect server that it uses."""
-    return _own_url is not None and os.environ.get("PREFECT_API_URL") == _own_url
+    return _own is not None and os.environ.get("PREFECT_API_URL") == _own.url
 
 
 def start_temporary_server(home: Path, auth: Auth = "token") -> Callable[[], None]:
@@ -258,6 +266,10 @@ def start_temporary_server(home: Path, auth: Auth = "token") -> Callable[[], Non
     and prefect need not import its own server to start it (1.3 s). Prefect's ephemeral server dies of the Ctrl-C that
     its run still has to report, and outlives a run that is killed; this one does neither. Raises TTrainError like `up`.
     """
+    global _own
+    if _own and _own.home == home and not os.environ.get("PREFECT_API_URL"):  # a second run of this process
+        os.environ.update({"PREFECT_API_URL": _own.url, AUTH_STRING: _own.token})
+        return lambda: None
     lock = server_processes.start_lock(home)
     lock.acquire()
     if server := server_records.live_server(home, "prefect"):
@@ -272,8 +284,8 @@ def start_temporary_server(home: Path, auth: Auth = "token") -> Callable[[], Non
     token = token_of(auth, server_records.new_token)  # known to this process and its children alone
     temporary_server = _TemporaryServer(port, home, token)
     atexit.register(temporary_server.end)  # atexit comes after Prefect has sent its last logs and events
-    global _own_url
-    _own_url = os.environ["PREFECT_API_URL"] = f"http://{HOST}:{port}/api"
+    _own = _OwnServer(home, f"http://{HOST}:{port}/api", token)
+    os.environ["PREFECT_API_URL"] = _own.url
     os.environ[AUTH_STRING] = token  # in place of a password for another server
 
     def wait() -> None:
