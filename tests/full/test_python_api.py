@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,13 +16,14 @@ from typing import Any
 import pytest
 
 import ttrain
+import ttrain.flows.api
 
 DATA = {"data.pretrain": "docs*.jsonl", "data.sft": "chats.jsonl", "data.lora": "domain.jsonl"}
 
 
 def settings_of(cli: Any, **overrides: Any) -> Any:
     files = {key: str(cli.data / name) for key, name in DATA.items()}
-    return ttrain.load_settings(cli.data / "tiny.yaml", overrides=files | overrides)
+    return ttrain.flows.api.load_settings(cli.data / "tiny.yaml", overrides=files | overrides)
 
 
 def in_thread(work: Callable[[], Any]) -> Any:
@@ -129,3 +131,34 @@ def test_a_table_of_runs_needs_pandas(finished: Any, monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(ttrain.TTrainError, match="pandas"):
         runs.to_pandas()
+
+
+def code_of(path: Path) -> list[str]:
+    """The Python of a page, or the cells of a notebook, each with what it printed when it was written."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".md":
+        return re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)[:1]
+    cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in cells] == [*range(1, len(cells) + 1)] and all(
+        cell["outputs"] for cell in cells
+    )
+    assert not [output for cell in cells for output in cell["outputs"] if output["output_type"] == "error"]
+    return ["".join(cell["source"]) for cell in cells]
+
+
+@pytest.mark.parametrize("page", ["python.md", "python.ipynb"])
+def test_the_page_and_the_notebook_run(
+    page: str, finished: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def tiny_settings(*files: str, overrides: Any = (), profile: str = "") -> Any:
+        ttrain.flows.api.load_settings(overrides=overrides, profile=profile)  # they exist
+        changed = {"sft.optim.lr"} & {*overrides} if overrides.get("lora.rank") else {}
+        return settings_of(finished, **{key: overrides[key] for key in changed})
+
+    monkeypatch.setenv("TTRAIN_HOME", str(finished.home))
+    monkeypatch.setattr(ttrain, "load_settings", tiny_settings, raising=False)
+    names: dict[str, Any] = {}
+    for code in code_of(Path(__file__).parents[2] / "docs" / page):
+        exec(code, names)
+    assert "everything" not in (output := capsys.readouterr().out) and "same settings, inputs and code" in output
+    assert names["run"].outcome == "cached" and not names["model"].training
