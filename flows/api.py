@@ -378,9 +378,6 @@ class _CallbackDisplay:
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
 
-    def close(self) -> None:
-        """Nothing is open."""
-
     def say(self, text: str) -> None:
         from rich.text import Text
 

@@ -98,8 +98,8 @@ def _interrupted_by_signals() -> Iterator[None]:
 @contextlib.contextmanager
 def _screen(console: Console, display: StageDisplay | None = None) -> Iterator[StageDisplay]:
     """A display that ends with the block, as the block does on a signal that no execution handles."""
-    with contextlib.closing(Display(console) if display is None else display) as shown_on, _interrupted_by_signals():
-        yield shown_on
+    with contextlib.closing(Display(console)) as drawn, _interrupted_by_signals():
+        yield display or drawn
 
 
 def _begin(

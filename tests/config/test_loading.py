@@ -501,3 +501,17 @@ def test_settings_of_earlier_versions_do_not_spoil_their_records_but_can_no_long
     assert settings_of({"run": "old", "settings": tree}) == []
     with pytest.raises(UsageError, match=r"unknown setting 'runtime\.prefetch_steps'"):
         load(["runtime.prefetch_steps=2"])
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [("1M", 10**6), ("1.5m", 1_500_000), ("250k", 250_000), ("2e6", 2_000_000), ("1_000_000", 10**6), ("2B", 2 * 10**9)],
+)
+def test_counts_are_read_as_people_write_them(text: str, tokens: int) -> None:
+    assert load([f"pretrain.tokens={text}"], environment={}).settings.pretrain.tokens == tokens
+
+
+@pytest.mark.parametrize("text", ["M", "1.5", "0.5e0", "1e999999999", "1MM", "0k", "-1M", "1 M 2"])
+def test_what_is_no_whole_number_above_zero_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match=r"pretrain\.tokens"):
+        load([f"pretrain.tokens={text}"], environment={})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Final, Self, TypeVar, cast
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
@@ -109,6 +110,25 @@ def _as_sources(value: object) -> object:
 
 
 Paths = Annotated[tuple[Location | Weighted, ...], BeforeValidator(_as_sources)]
+
+
+_MULTIPLES: Final = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+
+
+def _as_count(value: object) -> object:
+    """Read 1M, 2.5B, 250k, 2e6 and 1_000_000 as whole numbers."""
+    if not isinstance(value, str):
+        return value
+    digits, multiple = (value[:-1], _MULTIPLES[value[-1].lower()]) if value[-1:].lower() in _MULTIPLES else (value, 1)
+    try:
+        count = Decimal(digits.strip().replace("_", "")) * multiple
+        is_whole = count.is_finite() and count.adjusted() < 19 and count == int(count)  # `1e999999999` takes no memory
+        return int(count) if is_whole else value
+    except (ArithmeticError, ValueError):
+        return value
+
+
+Count = Annotated[int, BeforeValidator(_as_count)]  # of tokens, rows or entries
 
 
 Share = Annotated[float, Field(ge=0, lt=1)]

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from ttrain.config.base import Location, Paths, Section, Weighted, as_tuple, with_fields
+from ttrain.config.base import Count, Location, Paths, Section, Weighted, as_tuple, with_fields
 from ttrain.config.training import TRAINING_STAGES
 
 PYTHON_DOCS = "python-docs"
@@ -78,7 +78,7 @@ class Reading(Section):
     rejected_fraction: float = Field(0.01, ge=0, le=1, description="more bad rows than this share end the stage")
     max_line_bytes: int = Field(32 << 20, ge=1024, le=256 << 20, description="a longer line is rejected unread")
     deduplicate: bool = Field(True, description="of rows that say exactly the same, keep the first")
-    limit: int | None = Field(None, ge=1, description="rows to use, for a try; empty: all")
+    limit: Count | None = Field(None, ge=1, description="rows to use, for a try; empty: all")
     rounds: int = Field(1, ge=1, description="how many times `limit` distinct rows to use")
     sample: Literal["reservoir", "head"] = Field("reservoir", description="which rows `limit` takes: any, or the first")
     seed: int = Field(1, ge=0, lt=2**32, description="of the reservoir")
@@ -93,7 +93,7 @@ class Reading(Section):
 class Tokenizer(Section):
     """A byte-level BPE with the full byte alphabet, or a tokenizer that exists."""
 
-    vocab_size: int = Field(2048, ge=300, description="entries, the 256 bytes and the special tokens among them")
+    vocab_size: Count = Field(2048, ge=300, description="entries, the 256 bytes and the special tokens among them")
     template: Literal["ttrain", "tinyseek", "own", "auto"] = Field(
         "ttrain", description="chat template; own: the existing one's; auto: that, or ttrain's where it has none"
     )

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from ttrain.config.base import Location, Section, as_tuple, with_fields
+from ttrain.config.base import Count, Location, Section, as_tuple, with_fields
 from ttrain.config.training import TRAINING_STAGES, Optim, TaskConfig
 
 Names = Annotated[tuple[Location, ...], BeforeValidator(as_tuple)]
@@ -69,7 +69,7 @@ class Gate(TaskConfig):
     """What `ttrain gate train` reads, how it scores the experts, and the router that it trains."""
 
     text_field: str = Field("text", description="a document's key; with the default also content, body, paragraphs")
-    limit: int | None = Field(None, ge=2, description="records to use, any of them; empty: all")
+    limit: Count | None = Field(None, ge=2, description="records to use, any of them; empty: all")
     rejected_fraction: float = Field(0.01, ge=0, le=1, description="more bad rows than this share end the training")
     heldout_fraction: float = Field(0.2, gt=0, lt=1, description="share of records held out by content hash")
     row_length: int = Field(256, ge=8, description="tokens that an expert sees at once when it is scored")

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from ttrain.config.base import Location, Section, Share, as_tuple
+from ttrain.config.base import Count, Location, Section, Share, as_tuple
 
 
 class Optim(Section):
@@ -94,9 +94,11 @@ class Loop(Section):
 class Training(Loop):
     """What one training stage does to the weights."""
 
-    tokens: int | None = Field(None, ge=1, description="budget in tokens; one of `tokens` and `epochs`")
+    tokens: Count | None = Field(
+        None, ge=1, description="budget in tokens, such as 1_000_000 or 1M; one of `tokens` and `epochs`"
+    )
     epochs: float | None = Field(None, gt=0, description="budget in passes over the rows")
-    tokens_per_step: int = Field(4096, ge=1, description="tokens of one optimizer step, over all ranks")
+    tokens_per_step: Count = Field(4096, ge=1, description="tokens of one optimizer step, over all ranks")
     row_length: int = Field(256, ge=8, description="tokens of one packed row")
     packing: Literal["best-fit", "none"] = Field(
         "best-fit",
@@ -192,7 +194,7 @@ class Pretrain(Training):
     start_from: Location = Field(
         NONE, min_length=1, description="none, a Hugging Face directory, or owner/name[@revision] on the Hub"
     )
-    tokens: int | None = Field(1_000_000, ge=1)
+    tokens: Count | None = Field(1_000_000, ge=1)
     optim: Optim = Optim(kind="muon")
 
 
@@ -217,7 +219,7 @@ class Lora(Training):
     )
     kind: Literal["lora", "dora", "prefix"] = Field("lora", description="what is trained: see docs/adapters.md")
     epochs: float | None = Field(2.0, gt=0)
-    tokens_per_step: int = Field(2048, ge=1)
+    tokens_per_step: Count = Field(2048, ge=1)
     optim: Optim = Optim(lr=5e-3, weight_decay=0.0)
     rank: int = Field(16, ge=1, description="of lora and dora")
     alpha: float = Field(32.0, gt=0, description="of lora and dora; the adapter's output is scaled by alpha / rank")

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from ttrain.core.text import format_duration
 from ttrain.pipeline.processes import StageObserver
@@ -33,8 +33,6 @@ class StageDisplay(Protocol):
 
     def failed(self, name: str, message: str) -> None: ...
 
-    def close(self) -> None: ...
-
 
 class Display:
     """Draws several stages side by side; safe to call from their threads."""
@@ -52,7 +50,6 @@ class Display:
                 BarColumn(bar_width=28),
                 TextColumn("{task.percentage:>3.0f} %"),
                 TextColumn("{task.fields[figures]}", style="dim"),
-                TimeRemainingColumn(compact=True),
             )
             self._bars = Progress(*columns, console=console, transient=True)
             self._bars.start()
@@ -75,7 +72,7 @@ class Display:
     def progressed(self, name: str, progress: Mapping[str, Any]) -> None:
         """Show the progress of a stage; a total of 0 means unknown."""
         done, total, unit = progress["done"], progress["total"], progress["unit"]
-        figures = self._figures(name, done, unit, progress["figures"])
+        figures = ", ".join([self._figures(name, done, unit, progress["figures"]), *self._time_left(name, done, total)])
         if self._bars:
             with self._lock:
                 if name not in self._tasks:
@@ -86,10 +83,8 @@ class Display:
         if now - self._last_line.setdefault(name, now) < SECONDS_BETWEEN_LINES:
             return
         self._last_line[name] = now
-        start, at = self._rates[name]
-        remaining = (total - done) * (now - at) / (done - start) if total and done > start else None
         how_far = f"{100 * done / total:.0f} %, " if total else ""
-        self.say(f"  {name}: {how_far}{figures}{f', {format_duration(remaining)} left' if remaining else ''}")
+        self.say(f"  {name}: {how_far}{figures}")
 
     def ended(self, name: str, state: str, took: float, figures: str) -> None:
         """Show the result of a stage."""
@@ -121,6 +116,13 @@ class Display:
         else:
             parts.append(f"{done:,.0f} {unit}")
         return ", ".join(parts)
+
+    def _time_left(self, name: str, done: float, total: float) -> list[str]:
+        """The time that the rest takes at the mean speed since the stage began; [] before there is one."""
+        start, at = self._rates[name]
+        if not total or done <= start:
+            return []
+        return [f"{format_duration((total - done) * (time.monotonic() - at) / (done - start))} left"]
 
 
 class DisplayObserver(StageObserver):
