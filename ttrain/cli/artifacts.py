@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import glob
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ttrain.cli.options import AsJson, Files, Overrides, Profiles, load_settings, plan_of
+from ttrain.cli.options import AsJson, Files, Overrides, Profiles, load_settings, plan_of, stage_words
 from ttrain.core.terminal import bar, print_json, table
 from ttrain.core.text import format_size, format_time
 
@@ -26,8 +27,10 @@ artifacts_app = typer.Typer(
     epilog="Examples:  ttrain artifacts list\n\nttrain artifacts clean --dry-run",
 )
 
-StageName = Annotated[str, typer.Argument(help="the stage")]
-StageFilter = Annotated[str, typer.Argument(help="of this stage alone", show_default=False)]
+StageName = Annotated[
+    str, typer.Argument(metavar="STAGE|KEY", help="the stage, or the beginning of a key", autocompletion=stage_words)
+]
+StageFilter = Annotated[str, typer.Argument(help="of this stage alone", show_default=False, autocompletion=stage_words)]
 Key = Annotated[str, typer.Argument(help="the beginning of its key; without: the newest", show_default=False)]
 
 
@@ -53,13 +56,17 @@ def artifacts_list(stage: StageFilter = "", as_json: AsJson = False) -> None:
     print(f"{len(artifacts)} artifacts, {format_size(sum(row.bytes for row in artifacts))}")
 
 
-@artifacts_app.command("show", epilog="Examples:  ttrain artifacts show sft\n\nttrain artifacts show sft 3f1c --json")
+@artifacts_app.command(
+    "show",
+    epilog="Examples:  ttrain artifacts show sft\n\nttrain artifacts show 3f1c\n\nttrain artifacts show sft 3f1c --json",
+)
 def artifacts_show(stage: StageName, key: Key = "", as_json: AsJson = False) -> None:
     """Print an artifact's inputs, settings and code, and the figures that it resulted in."""
     from ttrain.config import flatten
     from ttrain.pipeline.artifact_commands import find_artifact, size_of
 
     store = _store()
+    stage, key = _stage_and_key(store, stage, key)
     artifact = find_artifact(store, stage, key)
     damage, manifest = store.damage(artifact), artifact.manifest
     if as_json:
@@ -103,7 +110,22 @@ def artifacts_path(stage: StageName, key: Key = "") -> None:
     """Print the path of an artifact: the newest of a stage, or the one whose key begins with KEY."""
     from ttrain.pipeline.artifact_commands import find_artifact
 
-    print(find_artifact(_store(), stage, key).path)
+    store = _store()
+    print(find_artifact(store, *_stage_and_key(store, stage, key)).path)
+
+
+def _stage_and_key(store: ArtifactStore, stage: str, key: str) -> tuple[str, str]:
+    """The stage and key that the arguments name; a key alone is looked for in all stages. Raises UsageError."""
+    from ttrain.errors import UsageError
+    from ttrain.stages import STAGES
+
+    if stage in STAGES or key:
+        return stage, key
+    found = [(name, path.name) for name in STAGES for path in store.path(name, "-").parent.glob(f"{glob.escape(stage)}*")]
+    if len(found) > 1:
+        listed = ", ".join(f"{name} {full[:12]}" for name, full in found[:5])
+        raise UsageError(f"'{stage}' is the beginning of {len(found)} keys: {listed}; write more of it")
+    return found[0] if found else (stage, key)
 
 
 @artifacts_app.command(

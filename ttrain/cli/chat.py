@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from ttrain.cli.options import AsJson, RunName, resolved_models, with_option_groups
+from ttrain.cli.options import AsJson, RunName, model_words, resolved_models, with_option_groups
 from ttrain.core.signals import handling_signals
-from ttrain.core.terminal import encodable
+from ttrain.core.terminal import encodable, escaped
 
 if TYPE_CHECKING:
     from ttrain.inference.chat import ModelSelector
@@ -24,7 +24,20 @@ if TYPE_CHECKING:
     from ttrain.store.model_files import Reference
 
 MODEL_HELP = "a run, a stage such as sft, a registered NAME@ALIAS, or a directory; without one, the newest run's last model"
-Model = Annotated[str | None, typer.Argument(help=MODEL_HELP, metavar="[MODEL]", show_default=False)]
+Model = Annotated[
+    str | None, typer.Argument(help=MODEL_HELP, metavar="[MODEL]", show_default=False, autocompletion=model_words)
+]
+FIRST_CHOICE = "sft"  # of `ttrain chat` without a model: the adapter of the newest run only knows its domain
+SAMPLE_QUESTIONS = 3
+ChatModel = Annotated[
+    str | None,
+    typer.Argument(
+        help=f"{MODEL_HELP.partition(';')[0]}; without one, the newest SFT model",
+        metavar="[MODEL]",
+        show_default=False,
+        autocompletion=model_words,
+    ),
+]
 Device = Annotated[Literal["auto", "cpu", "cuda", "mps"], typer.Option(help="auto: cuda, then mps, then cpu")]
 Dtype = Annotated[Literal["fp32", "bf16", "fp16"], typer.Option(help="number format of the weights")]
 Base = Annotated[str | None, typer.Option(help="the full model of an adapter, where it cannot be found by itself")]
@@ -75,7 +88,7 @@ class GreedyOptions(SamplingOptions):
 
 @with_option_groups
 def chat(
-    model: Model = None,
+    model: ChatModel = None,
     versus: Annotated[str | None, typer.Option(metavar="MODEL", help="a second model, answering side by side")] = None,
     adapter: Annotated[
         list[str] | None,
@@ -91,9 +104,13 @@ def chat(
 ) -> None:
     """Chat with a model. In a terminal, answers stream; in a pipe, each line is a question and its answer is printed."""
     from ttrain.errors import UsageError
+    from ttrain.pipeline import names as model_names
 
     settings = sampling.settings()
     base, run = loading_options.base, loading_options.run
+    was_named = model is not None
+    if model is None and gate is None and model_names.run_of([FIRST_CHOICE], run_name=run):
+        model = FIRST_CHOICE
     if gate is not None and (model is not None or versus is not None or run is not None or adapter):
         raise UsageError("--gate picks the model by itself; give neither MODEL nor --versus, --adapter nor --run with it")
     models, adapters = [model, *([versus] if versus else [])], adapter or []
@@ -128,8 +145,27 @@ def chat(
         else chat_screen.Pipe(names, as_json=as_json, identities=[_identity(reference) for reference in references])
     )
     if in_terminal:
-        shown.say(f"{settings}\n/help lists the commands")
+        questions = _sample_questions(references[0]) if references and not was_named else []
+        examples = "".join(f"\n  {escaped(question)}" for question in questions)
+        shown.say(f"{settings}\n/help lists the commands{examples and f'; held-out questions to try:{examples}'}")
     chat_screen.run(shown, chats)
+
+
+def _sample_questions(reference: Reference) -> list[str]:
+    """Questions from the chats that were held out from the model's training; none where its shards are not here."""
+    from ttrain.data.encoder import Encoder
+    from ttrain.data.inspect import first_questions
+    from ttrain.errors import TTrainError
+    from ttrain.store import artifacts, layout
+
+    shards = reference.artifact and reference.artifact.manifest["inputs"].get("shards")
+    if not shards:
+        return []
+    place = artifacts.ArtifactStore(layout.home()).path(shards["stage"], shards["key"]) / "heldout"
+    try:
+        return first_questions(place, Encoder(reference.tokenizer), SAMPLE_QUESTIONS)
+    except (TTrainError, OSError):
+        return []
 
 
 @with_option_groups
@@ -288,7 +324,6 @@ def _identity(reference: Reference) -> dict[str, Any]:
 
 def _load(reference: Reference, options: LoadingOptions) -> Any:
     """Load the model and print a line about it on standard error."""
-    from ttrain.core.terminal import escaped
     from ttrain.inference import loading
 
     loaded_model = loading.load(reference, device=options.device, dtype=options.dtype)
@@ -298,7 +333,6 @@ def _load(reference: Reference, options: LoadingOptions) -> Any:
 
 def _load_adapters(references: list[Reference], options: LoadingOptions) -> list[Any]:
     """Load several adapters on one base and print a line about them on standard error."""
-    from ttrain.core.terminal import escaped
     from ttrain.inference import loading
 
     loaded_models = loading.load_adapters(references, device=options.device, dtype=options.dtype)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ttrain.cli.options import AsJson
+from ttrain.cli.options import AsJson, old_spelling, run_words, stage_words
 from ttrain.core.terminal import escaped, print_json, table
 from ttrain.core.text import truncated
 
@@ -22,26 +22,45 @@ SAMPLES_OF_A_MODEL = 2
 LONGEST_CELL = 160
 FIGURES_OF_MANY = 3
 
-RunReference = Annotated[str, typer.Argument(help=RUN_HELP)]
+Metrics = Annotated[
+    list[str] | None, typer.Option("--metric", "-m", help="with --png: a curve; may be repeated", show_default=False)
+]
+PlottedStages = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--stage",
+        help="with --png: only curves of this stage; may be repeated",
+        show_default=False,
+        autocompletion=stage_words,
+    ),
+]
+ReportedRuns = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[RUN]...", help=f"{RUN_HELP}; default: latest", show_default=False, autocompletion=run_words),
+]
 Axis = Annotated[str, typer.Option("--axis", help="of the curves: tokens, step or time")]
 Log = Annotated[bool, typer.Option("--log", help="draw the curves with a logarithmic axis")]
-RunReferences = Annotated[list[str], typer.Argument(help=RUN_HELP, metavar="RUN...")]
+RunReferences = Annotated[list[str], typer.Argument(help=RUN_HELP, metavar="RUN...", autocompletion=run_words)]
 
 
-def add_pages(app: typer.Typer) -> None:
+def add_pages(app: typer.Typer, panel: str) -> None:
     """Add the commands to the app."""
     app.command(
         "compare",
+        rich_help_panel=panel,
         epilog="Examples:  ttrain compare full-20261121-160222 latest\n\nttrain compare mine@champion mine@challenger "
         "--html compared.html\n\nttrain compare latest full-20261121-160222 --json",
     )(compare)
     app.command(
         "report",
+        rich_help_panel=panel,
         epilog="Examples:  ttrain report\n\nttrain report full-20261121-160222 --out report.html\n\n"
-        "ttrain report mine@champion",
+        "ttrain report mine@champion\n\nttrain report latest --png --metric grad_norm --axis step\n\n"
+        "ttrain report full-20261121-160222 latest --png --stage pretrain --out losses.png",
     )(report)
     app.command(
         "plot",
+        hidden=True,
         epilog="Examples:  ttrain plot latest\n\nttrain plot latest --metric grad_norm --metric lr_adamw --axis step\n\n"
         "ttrain plot full-20261121-160222 latest --stage pretrain --out losses.png",
     )(plot)
@@ -85,22 +104,39 @@ def compare(
 
 
 def report(
-    run: RunReference = "latest",
+    runs: ReportedRuns = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", help="the file; default: RUN.html in the current directory", show_default=False),
+        typer.Option("--out", "-o", help="the file; default: RUN.html or RUN.png here", show_default=False),
     ] = None,
+    png: Annotated[bool, typer.Option("--png", help="draw curves as a picture, of several runs too")] = False,
+    metric: Metrics = None,
+    stage: PlottedStages = None,
     axis: Axis = "tokens",
     log: Log = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write one page about a run: stages, curves, data, evaluation, samples, lineage, and what went wrong."""
+    """Write one page about a run: stages, curves, data, evaluation, samples, lineage, and what went wrong.
+
+    With --png: curves of one or more runs as a picture: losses, perplexity and learning rate, or the metrics named.
+    """
+    from ttrain.errors import UsageError
+
+    names = runs or ["latest"]
+    if png:
+        _draw(names, metric, stage, axis, log, out, as_json)
+        return
+    if metric or stage or len(names) > 1:
+        raise UsageError(
+            f"a page is about one run, with all its curves, but {' '.join(names)} was given with "
+            f"{'--metric or --stage' if metric or stage else 'several runs'}; add --png, or use `ttrain compare --html`"
+        )
     from ttrain.reports.report import report_of
     from ttrain.store.layout import home
     from ttrain.tracking import read_run
 
     _check_axis(axis)
-    view = read_run(home(), run)
+    view = read_run(home(), names[0])
     path = out or Path(f"{view.name}.html")
     _write(path, report_of(home(), view, axis=axis, log=log))
     for note in view.notes:
@@ -113,21 +149,28 @@ def report(
 
 def plot(
     runs: RunReferences,
-    metric: Annotated[
-        list[str] | None, typer.Option("--metric", "-m", help="a curve; may be repeated", show_default=False)
-    ] = None,
-    stage: Annotated[
-        list[str] | None, typer.Option("--stage", help="only curves of this stage; may be repeated", show_default=False)
-    ] = None,
+    metric: Metrics = None,
+    stage: PlottedStages = None,
     axis: Axis = "tokens",
     log: Log = False,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", "-o", help="the file; default: RUN.png in the current directory", show_default=False),
-    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="the file; default: RUN.png", show_default=False)] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Draw curves of one or more runs as PNG: losses, perplexity and learning rate, or the metrics that you name."""
+    """Draw curves of one or more runs as PNG."""
+    old_spelling("ttrain report RUN --png")
+    _draw(runs, metric, stage, axis, log, out, as_json)
+
+
+def _draw(
+    runs: list[str],
+    metric: list[str] | None,
+    stage: list[str] | None,
+    axis: str,
+    log: bool,
+    out: Path | None,
+    as_json: bool,
+) -> None:
+    """Draw curves of runs into a PNG file."""
     from ttrain.reports import drawings
     from ttrain.reports.charts import panels_of
     from ttrain.store.layout import home

@@ -37,10 +37,10 @@ ModelVersion = Annotated[
 ]
 
 
-def add_lineage(app: typer.Typer) -> None:
+def add_lineage(app: typer.Typer, panel: str) -> None:
     """Add the commands to the app."""
-    app.command("lineage", epilog=LINEAGE_EPILOG)(lineage)
-    app.command("reproduce", epilog=REPRODUCE_EPILOG)(reproduce)
+    app.command("lineage", rich_help_panel=panel, epilog=LINEAGE_EPILOG)(lineage)
+    app.command("reproduce", rich_help_panel=panel, epilog=REPRODUCE_EPILOG)(reproduce)
 
 
 def lineage(version: ModelVersion, as_json: AsJson = False) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 import traceback
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer._click.exceptions import ClickException, NoArgsIsHelpError
+from typer._click.exceptions import UsageError as ClickUsageError
+from typer.core import TyperGroup
 
 from ttrain.cli.artifacts import artifacts_app
 from ttrain.cli.chat import chat, generate, serve
@@ -22,40 +26,59 @@ from ttrain.cli.export import EPILOG as EXPORT_EPILOG
 from ttrain.cli.export import export
 from ttrain.cli.gate import gate_app
 from ttrain.cli.lineage import add_lineage
-from ttrain.cli.model import adapter_app, model_app
+from ttrain.cli.model import EPILOG as IMPORT_EPILOG
+from ttrain.cli.model import SIZE_EPILOG, adapter_app, import_model, model_app, size
 from ttrain.cli.nightly import EPILOG as SERVE_EPILOG
 from ttrain.cli.nightly import schedule_app
 from ttrain.cli.nightly import serve as serve_schedules
 from ttrain.cli.options import (
     AsJson,
-    ServerOverrides,
     SettingsOptions,
     StageOptions,
+    run_words,
     server_settings,
+    stage_words,
     with_option_groups,
 )
 from ttrain.cli.pipeline import pipeline_app
 from ttrain.cli.registry import models_app
 from ttrain.cli.sweep import sweep_app
 from ttrain.cli.tracking import EPILOG as UI_EPILOG
-from ttrain.cli.tracking import track_app, ui
+from ttrain.cli.tracking import links_of, open_in_browser, track_app, ui
 from ttrain.cli.train import run_stage, train_app
-from ttrain.core.terminal import escaped, guard_streams, print_json, show_warnings
+from ttrain.core.terminal import escaped, guard_streams, print_json, show_warnings, table
 from ttrain.store import layout
 
 MESSAGE_CHARACTERS = 10_000  # of an error: it may quote user input
 
+PANELS = TRAIN, LOOK, USE, DATA, MODELS, SERVE = "Train", "Look", "Use", "Data", "Models", "Serve"  # of the help
+FIRST = ("pipeline", "chat", "models", "report")  # in its panel
+
+
+class _Root(TyperGroup):
+    """Lists the commands in the order of their panels."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        def place(name: str) -> tuple[int, bool]:
+            panel = getattr(self.commands[name], "rich_help_panel", None)
+            return (PANELS.index(panel) if panel in PANELS else len(PANELS), name not in FIRST)
+
+        return sorted(self.commands, key=place)
+
+
 app = typer.Typer(
     name="ttrain",
+    cls=_Root,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Raw JSONL to a tokenizer, shards, a pretrained model, an SFT model, a LoRA adapter and an evaluation.",
     epilog="Begin with:  ttrain pipeline run full\n\nThen:  ttrain pipeline plan full sft.optim.lr=2e-4",
 )
-stage_app = typer.Typer(no_args_is_help=True, help="Run one stage alone.", epilog="Example:  ttrain stage run sft")
+stage_app = typer.Typer(
+    no_args_is_help=True, help="Run one stage alone, or list the stages.", epilog="Example:  ttrain stage run sft"
+)
 config_app = typer.Typer(
     no_args_is_help=True,
     help="Show the settings and where each value comes from.",
@@ -63,33 +86,47 @@ config_app = typer.Typer(
 )
 pipeline_app.add_typer(schedule_app, name="schedule")
 pipeline_app.command("serve", epilog=SERVE_EPILOG)(serve_schedules)
-app.add_typer(pipeline_app, name="pipeline")
-app.add_typer(stage_app, name="stage")
-app.add_typer(sweep_app, name="sweep")
-app.add_typer(artifacts_app, name="artifacts")
-app.add_typer(config_app, name="config")
-app.add_typer(adapter_app, name="adapter")
-app.add_typer(data_app, name="data")
-app.add_typer(tokenizer_app, name="tokenizer")
-app.add_typer(train_app, name="train")
-app.add_typer(gate_app, name="gate")
-app.add_typer(model_app, name="model")
-app.add_typer(models_app, name="models")
-app.add_typer(track_app, name="track")
+for name, group, panel in (
+    ("pipeline", pipeline_app, TRAIN),
+    ("stage", stage_app, TRAIN),
+    ("train", train_app, TRAIN),
+    ("sweep", sweep_app, TRAIN),
+    ("config", config_app, TRAIN),
+    ("artifacts", artifacts_app, LOOK),
+    ("gate", gate_app, USE),
+    ("data", data_app, DATA),
+    ("tokenizer", tokenizer_app, DATA),
+    ("models", models_app, MODELS),
+    ("adapter", adapter_app, MODELS),
+    ("track", track_app, SERVE),
+):
+    app.add_typer(group, name=name, rich_help_panel=panel)
+app.add_typer(model_app, name="model", hidden=True)
+models_app.command("size", epilog=SIZE_EPILOG)(size)
+models_app.command("import", epilog=IMPORT_EPILOG)(import_model)
 
 
 def _version(show: bool) -> None:
     if show:
+        import platform
+        from importlib import metadata
+
         from ttrain import __version__
 
-        print(f"ttrain {__version__}")
+        print(f"ttrain {__version__}\nPython {platform.python_version()}")
+        for library in ("torch", "prefect", "mlflow"):
+            with contextlib.suppress(metadata.PackageNotFoundError):
+                print(f"{library} {metadata.version(library)}")
+        print(f"home {escaped(str(layout.home()))}")
         raise typer.Exit
 
 
 @app.callback()
 def main_options(
     debug: Annotated[bool, typer.Option("--debug", help="show tracebacks")] = False,
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="print the version")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="print the versions and the home")
+    ] = False,
 ) -> None:
     """Options of every command."""
     if debug:
@@ -99,12 +136,28 @@ def main_options(
 @stage_app.command("run", epilog="Example:  ttrain stage run sft sft.optim.lr=2e-4")
 @with_option_groups
 def stage_run(
-    stage: Annotated[str, typer.Argument(help="the stage; its inputs are those of the current plan")],
+    stage: Annotated[
+        str,
+        typer.Argument(
+            help="the stage, see `ttrain stage list`; its inputs are those of the current plan", autocompletion=stage_words
+        ),
+    ],
     given: SettingsOptions,
     options: StageOptions,
 ) -> None:
     """Run one stage alone, without Prefect."""
     run_stage(stage, given, options)
+
+
+@stage_app.command("list", epilog="Example:  ttrain stage list")
+def stage_list(as_json: AsJson = False) -> None:
+    """List the stages, each with what it does."""
+    from ttrain.stages import STAGES
+
+    if as_json:
+        print_json({stage.name: stage.about for stage in STAGES.values()})
+        return
+    table(("stage", "what it does"), [(stage.name, stage.about) for stage in STAGES.values()])
 
 
 @config_app.command("show", epilog="Example:  ttrain config show sft.epochs=2 --profile small")
@@ -133,36 +186,55 @@ def config_schema() -> None:
 
 app.command(
     "chat",
+    rich_help_panel=USE,
     epilog="Examples:  ttrain chat\n\nttrain chat sft --temperature 0\n\nttrain chat pretrain --versus sft\n\n"
     "ttrain chat lora --adapter ./other-adapter\n\n"
     "echo 'What is a list?' | ttrain chat sft --json",
 )(chat)
 app.command(
     "generate",
+    rich_help_panel=USE,
     epilog="Examples:  ttrain generate questions.txt --model sft --out answers.jsonl\n\n"
     "ttrain generate beginnings.txt --model pretrain --raw --temperature 0.8",
 )(generate)
 app.command(
     "serve",
+    rich_help_panel=USE,
     context_settings={"allow_extra_args": True},
     epilog="Examples:  ttrain serve sft\n\nttrain serve sft --port 0 --json -- --continuous-batching",
 )(serve)
-app.command("doctor", epilog="Examples:  ttrain doctor\n\nttrain doctor --stage sft sft.optim.lr=2e-4 --json")(doctor)
+app.command(
+    "doctor", rich_help_panel=TRAIN, epilog="Examples:  ttrain doctor\n\nttrain doctor --stage sft sft.optim.lr=2e-4 --json"
+)(doctor)
 
 
-app.command("eval", epilog=EVAL_EPILOG)(evaluate)
-app.command("export", epilog=EXPORT_EPILOG)(export)
-app.command("ui", epilog=UI_EPILOG)(ui)
-add_lineage(app)
+app.command("eval", rich_help_panel=USE, epilog=EVAL_EPILOG)(evaluate)
+app.command("export", rich_help_panel=USE, epilog=EXPORT_EPILOG)(export)
+app.command("ui", hidden=True, epilog=UI_EPILOG)(ui)
+add_lineage(app, LOOK)
 add_contamination(data_app)
-add_pages(app)
+add_pages(app, LOOK)
 
 
-@app.command("up", epilog="Examples:  ttrain up\n\nttrain up --prefect-port 4300 --json")
+@app.command(
+    "up",
+    rich_help_panel=SERVE,
+    epilog="Examples:  ttrain up\n\nttrain up latest --open\n\nttrain up full-20261121-160222 latest\n\n"
+    "ttrain up --prefect-port 4300 --json",
+)
 def up(
-    overrides: ServerOverrides = None,
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RUN|KEY=VALUE]...",
+            help="runs to open in MLflow, compared if several; servers.auth=off",
+            show_default=False,
+            autocompletion=run_words,
+        ),
+    ] = None,
     prefect_port: Annotated[int, typer.Option(help="of the Prefect server")] = 4200,
     mlflow_port: Annotated[int, typer.Option(help="of the MLflow server")] = 5000,
+    opens: Annotated[bool, typer.Option("--open", help="open MLflow in the browser")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Start the Prefect and MLflow servers on 127.0.0.1 in the background, or print the running ones.
@@ -172,18 +244,27 @@ def up(
     from ttrain.flows import servers
     from ttrain.store import server_records
 
+    words = arguments or []
+    overrides, runs = ([word for word in words if ("=" in word) == has_value] for has_value in (True, False))
     home, auth = layout.usable_home(), server_settings(overrides).auth
+    missing = [name for name in ("prefect", "mlflow") if not server_records.live_server(home, name)]
+    if missing:
+        print(f"starting {' and '.join(missing)}, which takes about ten seconds", file=sys.stderr, flush=True)
     addresses = servers.up(home, prefect_port=prefect_port, mlflow_port=mlflow_port, auth=auth)
     pages = {"prefect": addresses.prefect_url, "mlflow": addresses.mlflow_url}
     pages = {name: server_records.page_with_token(home, url) for name, url in pages.items()}
+    links = links_of(home, addresses.mlflow_url, runs) if runs or opens else {}
     if as_json:
-        print_json(pages)
-        return
-    print(f"Prefect  {pages['prefect']}\nMLflow   {pages['mlflow']}")
-    print("open MLflow on the runs with: ttrain ui\nstop them with: ttrain down")
+        print_json({**pages, **links})
+    else:
+        print(f"Prefect  {pages['prefect']}\nMLflow   {pages['mlflow']}")
+        print("".join(f"{name:<8} {link}\n" for name, link in links.items() if name != "experiment"), end="")
+        print("stop them with: ttrain down")
+    if opens:
+        open_in_browser(home, links["url"])
 
 
-@app.command("down", epilog="Example:  ttrain down")
+@app.command("down", rich_help_panel=SERVE, epilog="Example:  ttrain down")
 def down() -> None:
     """Stop the servers that `ttrain up` started."""
     from ttrain.flows import servers
@@ -203,15 +284,29 @@ def main(arguments: list[str] | None = None) -> None:
     show_warnings()
     try:
         try:
-            app(arguments)
+            code = app(arguments, standalone_mode=False)
         finally:
             sys.stdout.flush()  # a failure here is an error of the command, not a message of the interpreter
+    except NoArgsIsHelpError as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except ClickException as error:
+        path = error.ctx.command_path if isinstance(error, ClickUsageError) and error.ctx else "ttrain"
+        _print_error(f"{error.format_message().strip().rstrip('.')}; `{path} --help` lists what it takes")
+        sys.exit(error.exit_code)
+    except typer.Abort:
+        sys.exit(130)
     except (TTrainError, OSError) as error:
         if os.environ.get("TTRAIN_DEBUG"):
             traceback.print_exc()
         elif not getattr(error, "shown", False):
-            message = str(error)
-            if len(message) > MESSAGE_CHARACTERS:
-                message = f"{message[:MESSAGE_CHARACTERS]}... ({len(message):,} characters)"
-            print("error: " + "\n".join(map(escaped, message.split("\n"))), file=sys.stderr)
+            _print_error(str(error))
         sys.exit(exit_code_of(error))
+    if isinstance(code, int) and code:
+        sys.exit(code)
+
+
+def _print_error(message: str) -> None:
+    if len(message) > MESSAGE_CHARACTERS:
+        message = f"{message[:MESSAGE_CHARACTERS]}... ({len(message):,} characters)"
+    print("error: " + "\n".join(map(escaped, message.split("\n"))), file=sys.stderr)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ttrain.cli.options import AsJson, Files, Profiles, load_settings
+from ttrain.cli.options import AsJson, Files, Profiles, load_settings, old_spelling
 from ttrain.core.terminal import escaped, print_json, table
 from ttrain.core.text import format_size
 from ttrain.errors import UsageError
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 EPILOG = (
-    "Examples:  ttrain model import TinySeek_Pre_final.pkl --to tinyseek\n\n"
-    "ttrain model import full_sft_512.pth --to minimind --tokenizer minimind/model"
+    "Examples:  ttrain models import TinySeek_Pre_final.pkl --to tinyseek\n\n"
+    "ttrain models import full_sft_512.pth --to minimind --tokenizer minimind/model"
 )
 
 
@@ -61,21 +61,19 @@ def import_model(
 
 SHOWN_KINDS = 6  # in a line
 
-model_app = typer.Typer(
-    no_args_is_help=True,
-    help="Show the cost of a model of given sizes; import a model.",
-    epilog="Example:  ttrain model show 10m",
+SIZE_EPILOG = (
+    "Examples:  ttrain models size\n\nttrain models size 124m model.kv_heads=4\n\n"
+    "ttrain models size model.kind=gpt2 model.layers=6 --json\n\nttrain models size --kinds"
 )
+model_app = typer.Typer(no_args_is_help=True, help="Old names of `ttrain models size` and `ttrain models import`.")
 
-model_app.command("import", epilog=EPILOG)(import_model)
+
+@model_app.callback()
+def _note_new_names(context: typer.Context) -> None:
+    old_spelling("ttrain models size" if context.invoked_subcommand == "show" else "ttrain models import")
 
 
-@model_app.command(
-    "show",
-    epilog="Examples:  ttrain model show\n\nttrain model show 124m model.kv_heads=4\n\n"
-    "ttrain model show model.kind=gpt2 model.layers=6 --json\n\nttrain model show --kinds",
-)
-def show(
+def size(
     arguments: Annotated[
         list[str] | None,
         typer.Argument(metavar="[PRESET|KEY=VALUE]...", help="a preset, and settings that override it", show_default=False),
@@ -107,6 +105,10 @@ def show(
         print_json(cost.to_json())
         return
     _print_cost(cost, "of the preset" if preset_vocabulary else "tokenizer.vocab_size")
+
+
+for name, function, epilog in (("show", size, SIZE_EPILOG), ("import", import_model, EPILOG)):
+    model_app.command(name, epilog=epilog)(function)
 
 
 def _print_cost(cost: ModelCost, vocabulary: str) -> None:
@@ -149,7 +151,7 @@ def _show_presets(as_json: bool) -> None:
             f"{cost.parameters:,}", f"{cost.flops_per_token:.2g}", *map(format_size, cost.memory_bytes.values()),
         ))  # fmt: skip
     table(("preset", *columns, "vocabulary", "parameters", "FLOPs/token", "memory adamw", "memory muon"), rows)
-    print("take one with model.preset=NAME; other settings override it. Details of one: ttrain model show NAME")
+    print("take one with model.preset=NAME; other settings override it. Details of one: ttrain models size NAME")
 
 
 def _show_kinds(as_json: bool) -> None:

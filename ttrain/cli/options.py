@@ -26,17 +26,70 @@ T = TypeVar("T")
 
 SETTINGS_HELP = "settings as key=value, for example sft.optim.lr=2e-4"
 
-Overrides = Annotated[list[str] | None, typer.Argument(help=SETTINGS_HELP, metavar="[KEY=VALUE]...", show_default=False)]
+
+def stage_words(incomplete: str) -> list[str]:
+    """The stages that begin so, for the shell's completion."""
+    from ttrain.stages import STAGES
+
+    return [name for name in STAGES if name.startswith(incomplete)]
+
+
+def run_words(incomplete: str) -> list[str]:
+    """The runs of the home that begin so."""
+    from ttrain.store import layout, references
+
+    return [name for name in ("latest", *references.run_names(layout.home())) if name.startswith(incomplete)]
+
+
+def model_words(incomplete: str) -> list[str]:
+    """The stages that make models, and RUN:STAGE."""
+    from ttrain.config.training import TRAININGS
+
+    run, colon, _ = incomplete.partition(":")
+    models = [f"{run}:{name}" for name in TRAININGS] if colon else [*TRAININGS]
+    return [name for name in (*models, *([] if colon else run_words(incomplete))) if name.startswith(incomplete)]
+
+
+def setting_words(incomplete: str) -> list[str]:
+    """The settings that begin so, each with the equals sign."""
+    from ttrain.config.loading import known_keys
+
+    return [f"{key}=" for key in known_keys() if key.startswith(incomplete)]
+
+
+def profile_words(incomplete: str) -> list[str]:
+    """The profiles that begin so."""
+    from ttrain.config.loading import profile_names
+
+    return [name for name in profile_names() if name.startswith(incomplete)]
+
+
+def old_spelling(new: str) -> None:
+    """Say on standard error what a command is called now; the old name works until the next release."""
+    print(f"note: this command is now `{new}`; the old name goes with the next release", file=sys.stderr)
+
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(help=SETTINGS_HELP, metavar="[KEY=VALUE]...", show_default=False, autocompletion=setting_words),
+]
 ServerOverrides = Annotated[
     list[str] | None,
     typer.Argument(help="servers.auth=token or servers.auth=off", metavar="[KEY=VALUE]...", show_default=False),
 ]
 Files = Annotated[list[Path] | None, typer.Option("--config", "-c", help="YAML file with settings; several may be given")]
-Profiles = Annotated[list[str] | None, typer.Option("--profile", help="named settings that ship with ttrain, such as small")]
+Profiles = Annotated[
+    list[str] | None,
+    typer.Option("--profile", help="named settings that ship with ttrain, such as small", autocompletion=profile_words),
+]
 RunName = Annotated[
     str | None,
     typer.Option(
-        "--run", metavar="RUN", help="the run whose stages are used; default: the newest finished one", show_default=False
+        "--run",
+        metavar="RUN",
+        help="the run whose stages are used; default: the newest finished one",
+        show_default=False,
+        autocompletion=run_words,
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON for scripts")]
@@ -49,18 +102,32 @@ Force = Annotated[bool, typer.Option("--force", help="rebuild it even if it is f
 ForceStages = Annotated[
     list[str] | None,
     typer.Option(
-        "--force", metavar="STAGE", help="rerun this stage even if it is finished, and those that depend on it; repeatable"
+        "--force",
+        metavar="STAGE",
+        help="rerun this stage even if it is finished, and those that depend on it; repeatable",
+        autocompletion=stage_words,
     ),
 ]
 OnlyStages = Annotated[
     list[str] | None,
-    typer.Option("--only", metavar="STAGES", help="only these stages (A,B, or repeated); their inputs must be in the store"),
+    typer.Option(
+        "--only",
+        metavar="STAGES",
+        help="only these stages (A,B, or repeated); their inputs must be in the store",
+        autocompletion=stage_words,
+    ),
 ]
 FromStage = Annotated[
-    str | None, typer.Option("--from", metavar="STAGE", help="this stage and what depends on it", show_default=False)
+    str | None,
+    typer.Option(
+        "--from", metavar="STAGE", help="this stage and what depends on it", show_default=False, autocompletion=stage_words
+    ),
 ]
 UntilStage = Annotated[
-    str | None, typer.Option("--until", metavar="STAGE", help="this stage and what it depends on", show_default=False)
+    str | None,
+    typer.Option(
+        "--until", metavar="STAGE", help="this stage and what it depends on", show_default=False, autocompletion=stage_words
+    ),
 ]
 Engine = Annotated[str, typer.Option("--engine", help="`prefect`, or `none` to run the same recipe without it")]
 Note = Annotated[

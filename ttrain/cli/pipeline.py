@@ -15,9 +15,11 @@ from ttrain.cli.options import (
     SelectionOptions,
     SettingsOptions,
     plan_of,
+    run_words,
+    stage_words,
     with_option_groups,
 )
-from ttrain.core.terminal import console, escaped, print_json, table
+from ttrain.core.terminal import console, escape_control_characters, escaped, print_json, table
 from ttrain.core.text import format_duration, format_size
 from ttrain.store import layout
 
@@ -73,13 +75,19 @@ def pipeline_run(
 )
 @with_option_groups
 def pipeline_rerun(
-    stage: Annotated[str, typer.Argument(help="the stage to run again; what depends on it follows")],
+    stage: Annotated[
+        str, typer.Argument(help="the stage to run again; what depends on it follows", autocompletion=stage_words)
+    ],
     given: SettingsOptions,
     options: RunOptions,
     run: Annotated[
         str,
         typer.Option(
-            "--run", metavar="RUN", help="use the settings of this run (its name, or a part of it)", show_default=False
+            "--run",
+            metavar="RUN",
+            help="use the settings of this run (its name, or a part of it)",
+            show_default=False,
+            autocompletion=run_words,
         ),
     ] = "",
     extend: Extend = False,
@@ -156,6 +164,33 @@ def pipeline_status(
         rows = [summary.status_row(stage) for stage in run["stages"] if run["outcome"] != "cached"]
         if rows:
             table(("stage", "outcome", "time", "figures", "log"), rows)
+
+
+@pipeline_app.command(
+    "logs",
+    epilog="Examples:  ttrain pipeline logs\n\nttrain pipeline logs latest pretrain --follow\n\n"
+    "ttrain pipeline logs full-20261121-160222 evaluate",
+)
+def pipeline_logs(
+    run: Annotated[str, typer.Argument(help="the run, or a part of its name", autocompletion=run_words)] = "latest",
+    stage: Annotated[str, typer.Argument(help="of this stage alone", show_default=False, autocompletion=stage_words)] = "",
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="go on until the run ends")] = False,
+) -> None:
+    """Print the log of a run, or of one of its stages."""
+    from ttrain.errors import UsageError
+    from ttrain.store import references, runs
+
+    home = layout.home()
+    record = references.need_run(home, run)
+    name = str(record["run"])
+    if stage:
+        references.need_stage(stage, [entry["name"] for entry in record["stages"]], f"the run {name}")
+    path = home / "runs" / f"{name}.log"
+    if not path.is_file() and record["outcome"] != "running":
+        raise UsageError(f"the run {name} has no log: {'nothing was built' if record['outcome'] == 'cached' else path}")
+    for line in runs.log_lines(home, name, follow=follow):
+        if not stage or line.split(" ", 3)[2:3] == [f"{stage}:"]:
+            print(escape_control_characters(line), flush=follow)
 
 
 def _training_memory(loaded: LoadedSettings) -> dict[str, Any]:

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 models_app = typer.Typer(
     no_args_is_help=True,
-    help="List the registered sets of models (tokenizer, base, SFT and LoRA of one run) and choose the champion.",
+    help="List the registered sets of models (tokenizer, base, SFT and LoRA of one run) and choose the champion; show what "
+    "models cost; import one.",
     epilog="Example:  ttrain models list",
 )
 

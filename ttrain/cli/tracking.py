@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ttrain.cli.options import AsJson, server_settings
+from ttrain.cli.options import AsJson, old_spelling, server_settings
 from ttrain.core.signals import heeded_signals
 from ttrain.core.terminal import console, escaped, print_json, table
 from ttrain.core.text import counted
@@ -150,6 +150,7 @@ def ui(
     from ttrain.store.layout import home
 
     outlast_output()
+    old_spelling("ttrain up --open")
     root = home()
     tracked = [_tracked_id(root, reference) for reference in runs or ()]
     uri = tracking.tracking_uri(root)
@@ -169,6 +170,21 @@ def ui(
         )
         if stop_event:
             _wait_for_stop(root, stop_event)
+
+
+def links_of(root: Path, address: str, runs: Sequence[str]) -> dict[str, str]:
+    """The pages of runs on the MLflow server at this address, with its token; without runs, those of the table of all."""
+    from ttrain.store.server_records import page_with_token
+
+    tracked = [_tracked_id(root, reference) for reference in runs]
+    links = _links(address.rstrip("/"), _addresses(root, tracked), tracked)
+    return {name: link if name == "experiment" else page_with_token(root, link) for name, link in links.items()}
+
+
+def open_in_browser(root: Path, url: str) -> None:
+    """Open a page; says so on standard error where no browser can be opened."""
+    if not open_browser(redirect_page(root, url)):
+        print("no browser could be opened here; open the address yourself", file=sys.stderr)
 
 
 def _tracked_id(root: Path, text: str) -> str:
@@ -264,8 +280,8 @@ def _show_links(root: Path, links: Mapping[str, str], *, browser: bool, as_json:
         lines += ["Ctrl-C ends the server"] if until_stopped else []
         print("\n".join(map(escaped, lines)))
     sys.stdout.flush()
-    if browser and not open_browser(redirect_page(root, links["url"])):
-        print("no browser could be opened here; open the address yourself, or use --no-browser", file=sys.stderr)
+    if browser:
+        open_in_browser(root, links["url"])
 
 
 def redirect_page(root: Path, url: str) -> str:

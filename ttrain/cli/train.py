@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from ttrain.cli.options import AsJson, Files, SettingsOptions, StageOptions, plan_of, task_settings, with_option_groups
+from ttrain.cli.options import (
+    AsJson,
+    Files,
+    SettingsOptions,
+    StageOptions,
+    old_spelling,
+    plan_of,
+    task_settings,
+    with_option_groups,
+)
 from ttrain.core.terminal import console, print_json, table
 from ttrain.core.text import format_duration, format_value
 from ttrain.errors import Interrupted, StageFailed, TTrainError, UsageError
@@ -30,8 +39,8 @@ FIGURES = ("steps", "epochs", "loss", "validation_loss", "rows", "parameters", "
 
 
 class _TrainGroup(TyperGroup):
-    """Has a command for each training stage, and turns `--task NAME`, at any position, into `task NAME`: a group would take
-    a setting after it for a command."""
+    """Takes the name of a task where a group expects a command; the old spellings are commands that are not listed:
+    `train STAGE`, `train task NAME`, and `--task NAME` at any position."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         self.commands = {**typer.main.get_group(_stages_app()).commands, **self.commands}
@@ -41,22 +50,27 @@ class _TrainGroup(TyperGroup):
             _, equals, name = args[at].partition("=")
             other_args = [*args[:at], *args[at + 1 :]] if equals else [*args[:at], *args[at + 2 :]]
             args = ["task", *([name] if equals else args[at + 1 : at + 2]), *other_args]
+            old_spelling("ttrain train NAME")
+        elif args and args[0] == "task":
+            old_spelling("ttrain train NAME")
+        elif args and not args[0].startswith("-") and args[0] not in self.commands:
+            args = ["task", *args]
         return super().parse_args(ctx, args)
 
 
 train_app = typer.Typer(
     cls=_TrainGroup,
     no_args_is_help=True,
-    help="Train one stage alone, or your own task.",
-    epilog="Examples:  ttrain train sft sft.optim.lr=2e-4\n\nttrain train --task regression hidden=128 --out regression",
+    help="Train a task of your own: `ttrain train NAME`, an installed task or module:Class.",
+    epilog="Examples:  ttrain train regression hidden=128 --out regression\n\n"
+    "ttrain train mytask:MyTask optim.lr=1e-3 --out mine\n\n"
+    "ttrain train mytask:MyTask optim.lr=5e-4 --allow optim.lr --out mine\n\nOptions:  ttrain train task --help",
 )
 
 
 @train_app.callback()
-def train_options(
-    task: Annotated[str | None, typer.Option("--task", help=f"{TASK_HELP}; the same as `train task`")] = None,
-) -> None:
-    """Declare --task for the help; the group itself parses it."""
+def train_options() -> None:
+    """Train a task of your own: `ttrain train NAME`, an installed task or module:Class."""
 
 
 def _stages_app() -> typer.Typer:
@@ -68,10 +82,11 @@ def _stages_app() -> typer.Typer:
     def add_command(row: TrainingStage) -> None:
         @with_option_groups
         def train_stage(given: SettingsOptions, options: StageOptions) -> None:
+            old_spelling(f"ttrain stage run {row.name}")
             run_stage(row.name, given, options)
 
         example = f"Example:  ttrain train {row.name} {row.example}"
-        app.command(row.name, help=row.help or f"Train {row.label}.", epilog=example.rstrip())(train_stage)
+        app.command(row.name, hidden=True, help=row.help or f"Train {row.label}.", epilog=example.rstrip())(train_stage)
 
     app.callback()(lambda: None)  # or an app of one stage would be that stage's command
     for row in TRAINING_STAGES.values():
@@ -81,9 +96,9 @@ def _stages_app() -> typer.Typer:
 
 @train_app.command(
     "task",
-    epilog="Examples:  ttrain train --task regression\n\n"
-    "ttrain train --task mytask:MyTask hidden=128 optim.lr=1e-3 runtime.threads=1 --out mine\n\n"
-    "ttrain train --task mytask:MyTask hidden=128 optim.lr=5e-4 --allow optim.lr --out mine",
+    epilog="Examples:  ttrain train regression\n\n"
+    "ttrain train mytask:MyTask hidden=128 optim.lr=1e-3 runtime.threads=1 --out mine\n\n"
+    "ttrain train mytask:MyTask hidden=128 optim.lr=5e-4 --allow optim.lr --out mine",
 )
 def train_task(
     name: Annotated[str | None, typer.Argument(help=TASK_HELP, show_default=False)] = None,
@@ -106,7 +121,7 @@ def train_task(
 
     outlast_output()
     if name is None or "=" in name:
-        raise UsageError(f"--task names no task; the tasks are {task.describe_tasks()}")
+        raise UsageError(f"`ttrain train` needs the name of a task, and got none; the tasks are {task.describe_tasks()}")
     task_overrides = task_settings(overrides, config)
     display = Display(console(stderr=as_json))
     try:
@@ -144,7 +159,7 @@ def _print_summary(summary: dict[str, Any], took: str) -> None:
     print("next:")
     print(f"  the weights, by PyTorch names: {out / WEIGHTS}")
     print(f"  curves {out / METRICS}, log {out / LOG}")
-    print(f"  train with another setting: ttrain train --task {summary['task']} KEY=VALUE --out ANOTHER")
+    print(f"  train with another setting: ttrain train {summary['task']} KEY=VALUE --out ANOTHER")
     if summary["was_finished"]:
         print(f"it was already finished at step {summary['steps']}; nothing was trained")
     else:

@@ -56,7 +56,9 @@ class MultiToken(Section):
 class Model(Section):
     """A Hugging Face architecture, by its sizes."""
 
-    preset: str | None = Field(None, exclude=True, description="sizes by name, see `ttrain model show`; settings beside win")
+    preset: str | None = Field(
+        None, exclude=True, description="sizes by name, see `ttrain models size`; settings beside win"
+    )
     kind: str = Field("llama", description="llama, qwen3, moyun, tinyseek, or the model_type of any causal architecture")
     hidden_size: int = Field(128, ge=8)
     layers: int = Field(4, ge=1)

@@ -33,6 +33,7 @@ class Stage:
     reads_suites: bool = False
     spreads: bool = False
     reads_python_docs: bool = False  # the text that ships with ttrain is its input
+    about: str = ""  # what it does, in a line for people
     reuses_parts: bool = False  # what unfinished work and earlier artifacts hold is taken where it fits
     primary_metric: PrimaryMetric | None = None
 
@@ -50,17 +51,25 @@ def _shards(dataset: str, kind: str) -> Stage:
         inputs={"tokenizer": (), "source": (f"{dataset}.jsonl", f"{dataset}_heldout.jsonl")},
         dataset=dataset,
         arguments={"kind": kind, "dataset": dataset},
+        about=f"tokenizes the {kind} of data.{dataset} into Arrow files, and holds a part of them out",
         reuses_parts=True,
     )
 
 
-SOURCE = Stage("source", "ttrain.stages.source", config.SourceConfig, reads_python_docs=True)
+SOURCE = Stage(
+    "source",
+    "ttrain.stages.source",
+    config.SourceConfig,
+    reads_python_docs=True,
+    about="writes documents, chats and a domain from the text that ships with ttrain",
+)
 TOKENIZER = Stage(
     "tokenizer",
     "ttrain.stages.tokenizer",
     config.TokenizerConfig,
     inputs={"source": ("pretrain.jsonl",)},
     dataset="tokenizer",
+    about="trains a byte-level BPE with a chat template, or takes an existing tokenizer",
 )
 SHARDS: Mapping[str, Stage] = {row.dataset: _shards(row.dataset, row.rows) for row in config.TRAINING_STAGES.values()}
 SHARDS_PRETRAIN = SHARDS["pretrain"]
@@ -71,8 +80,16 @@ EXISTING_MODEL = Stage(
     {"tokenizer": ()},
     uses_model=True,
     reads_model=True,
+    about="takes the existing model that a training starts from",
 )
-NEW_MODEL = Stage("new-model", "ttrain.stages.new_model", config.NewModelConfig, {"tokenizer": ()}, uses_model=True)
+NEW_MODEL = Stage(
+    "new-model",
+    "ttrain.stages.new_model",
+    config.NewModelConfig,
+    {"tokenizer": ()},
+    uses_model=True,
+    about="makes a model of random weights, where nothing is pretrained",
+)
 
 
 def _training(row: config.TrainingStage) -> Stage:
@@ -83,6 +100,7 @@ def _training(row: config.TrainingStage) -> Stage:
         {**({"tokenizer": ()} if row.role == "base" else {}), "base": (), "shards": ()},
         uses_ranks=True,
         primary_metric=row.metric,
+        about=(row.help or f"Train {row.label}.").split(". ")[0].rstrip("."),
     )
 
 
@@ -100,12 +118,17 @@ EVALUATE = Stage(
     uses_model=True,
     reads_suites=True,
     spreads=True,
+    about="measures the models on held-out data and on the suites of the evaluation",
 )
 # Stages of nights only: the held-out set that a night's models are evaluated on, and the champion's evaluation on it.
 HELDOUT = Stage(
-    "heldout", "ttrain.stages.heldout", config.HeldoutConfig, {"earlier": ("heldout",), "documents": ("heldout",)}
+    "heldout",
+    "ttrain.stages.heldout",
+    config.HeldoutConfig,
+    {"earlier": ("heldout",), "documents": ("heldout",)},
+    about="collects the held-out documents of all nights",
 )
-EVALUATE_CHAMPION = replace(EVALUATE, name="evaluate-champion")
+EVALUATE_CHAMPION = replace(EVALUATE, name="evaluate-champion", about="measures the champion on the same data, in a night")
 OF_NIGHTS = frozenset({HELDOUT.name, EVALUATE_CHAMPION.name})
 
 STAGES: Mapping[str, Stage] = {

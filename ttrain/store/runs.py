@@ -286,6 +286,9 @@ def _private(name: str, flags: int) -> int:
     return os.open(name, flags, PRIVATE_FILE)
 
 
+LOG_POLL_SECONDS = 0.3
+
+
 class RunLog:
     """Appends lines, from several threads. A disk that is full costs the line, not the run."""
 
@@ -308,6 +311,22 @@ class RunLog:
             if not self._warned:
                 log.warning("the run's log %s cannot be written, the pipeline goes on: %s", self.path, error.strerror)
             self._warned = True
+
+
+def log_lines(home: Path, name: str, *, follow: bool = False) -> Iterator[str]:
+    """The lines of a run's log; `follow` waits for more of them until the run has ended."""
+    path, rest, position = home / "runs" / f"{name}.log", "", 0
+    while True:
+        has_ended = not follow or (read(home, name) or {}).get("outcome") != "running"  # before the last look at the file
+        with contextlib.suppress(FileNotFoundError), path.open(encoding="utf-8", errors="replace") as file:
+            file.seek(position)
+            *lines, rest = (rest + file.read()).split("\n")
+            position = file.tell()
+            yield from lines
+        if has_ended:
+            yield from [rest] if rest else []
+            return
+        time.sleep(LOG_POLL_SECONDS)
 
 
 MetricRow = Mapping[str, Any]
