@@ -73,6 +73,7 @@ class Plan(Sequence[PlannedStage]):
     settings: Settings
     store: ArtifactStore
     stages: list[Planned]
+    selection: Selection
 
     def __len__(self) -> int:
         return len(self.stages)
@@ -138,7 +139,7 @@ def plan(
         stages = plan_stages(
             recipe(pipeline), settings, store, frozenset(force), extend=extend, selection=selection, resume_key=resume_key
         )
-    return Plan(pipeline, settings, store, stages)
+    return Plan(pipeline, settings, store, stages, selection)
 
 
 @dataclass(frozen=True, eq=False)
@@ -287,19 +288,26 @@ def is_recorded(planned: Plan) -> bool:
     return planned.is_cached and run_records.cut_short(planned.store.root, keys) is None
 
 
+def cached_results(planned: Plan) -> dict[str, Mapping[str, Any]]:
+    """The results of the cached stages, with the champion's figures as a baseline if no stage has them."""
+    from ttrain.pipeline import run_summary
+
+    artifacts = {each.stage.name: each.artifact for each in planned.stages if each.artifact}
+    results = {name: artifact.result for name, artifact in artifacts.items()}
+    if "evaluate" in artifacts and run_summary.STAGE not in artifacts:
+        results |= run_summary.of(artifacts["evaluate"], planned.settings.name, planned.store)
+    return results
+
+
 def record_cached(planned: Plan, labels: Labels) -> Run:
     """Record a run that found everything cached."""
-    from ttrain.pipeline import run_summary
     from ttrain.pipeline.provenance import with_absolute_paths
     from ttrain.reports import summary
 
-    store, artifacts = planned.store, {each.stage.name: each.artifact for each in planned.stages if each.artifact}
-    results = {name: artifact.result for name, artifact in artifacts.items()}
-    if "evaluate" in artifacts and run_summary.STAGE not in artifacts:
-        results |= run_summary.of(artifacts["evaluate"], planned.settings.name, store)
+    store = planned.store
     equals = run_records.equal_run(store.root, {each.stage.name: each.key for each in planned.stages})
     settings = with_absolute_paths(planned.settings).model_dump(mode="json")
-    metrics = summary.metrics_of(results)
+    metrics = summary.metrics_of(cached_results(planned))
     record = run_records.record_cached(
         store.root, planned.pipeline, planned.stages, settings, metrics, equals, labels.to_json()
     )

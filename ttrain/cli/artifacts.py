@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ttrain.cli.options import AsJson, Files, Overrides, Profiles, load_settings, plan_of, stage_words
+from ttrain.cli.options import AsJson, Files, Overrides, Profiles, load_settings, stage_words
 from ttrain.core.terminal import bar, print_json, table
 from ttrain.core.text import format_size, format_time
 
@@ -221,6 +221,7 @@ def artifacts_adopt(
 
     Its settings and its inputs must be those that it was made with: adopt the stages in pipeline order.
     """
+    from ttrain.flows import api
     from ttrain.pipeline.artifact_commands import adopt
     from ttrain.pipeline.plan import no_stage
     from ttrain.stages import STAGES
@@ -230,11 +231,11 @@ def artifacts_adopt(
     references.need_stage(stage, STAGES)
     usable_home()
     loaded = load_settings(overrides, config, profile)
-    store, stages = plan_of(pipeline, loaded)
-    planned = {planned_stage.stage.name: planned_stage for planned_stage in stages}
+    plan = api.plan(pipeline, loaded.settings)
+    planned = {planned_stage.stage.name: planned_stage for planned_stage in plan.stages}
     if stage not in planned:
         raise no_stage(stage, planned, loaded.settings)
-    artifact = adopt(store, planned[stage], key)
+    artifact = adopt(plan.store, planned[stage], key)
     if as_json:
         print_json(
             {"stage": stage, "key": artifact.key, "path": str(artifact.path), "adopted": artifact.manifest["adopted"]}

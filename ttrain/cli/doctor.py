@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ttrain.cli.options import AsJson, SettingsOptions, plan_of, with_option_groups
+from ttrain.cli.options import AsJson, SettingsOptions, with_option_groups
 from ttrain.core.terminal import console, escaped, print_json, print_spans
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ def doctor(
 ) -> None:
     """Check, before a long run, that training works and fits: with these settings and data, on this machine."""
     from ttrain.config.training import TRAININGS
+    from ttrain.flows import api
     from ttrain.pipeline.processes import environment_of
     from ttrain.store import references
     from ttrain.store.layout import home
@@ -42,7 +43,9 @@ def doctor(
     for name, value in environment_of(loaded.settings).items():
         if name.startswith(READ_BY_C):
             os.environ.setdefault(name, value)
-    planned = plan_of("full", loaded)[1] if (home() / "store").is_dir() else []  # no need to read all data to find nothing
+    planned = (
+        api.plan("full", loaded.settings).stages if (home() / "store").is_dir() else []
+    )  # no need to read all data to find nothing
     artifacts = {
         planned_stage.stage.name: planned_stage.artifact
         for planned_stage in planned

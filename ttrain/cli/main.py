@@ -292,7 +292,8 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(error.exit_code)
     except ClickException as error:
         path = error.ctx.command_path if isinstance(error, ClickUsageError) and error.ctx else "ttrain"
-        _print_error(f"{error.format_message().strip().rstrip('.')}; `{path} --help` lists what it takes")
+        problem = error.format_message().strip().rstrip(".?")
+        _print_error(f"{problem[:1].lower()}{problem[1:]}; `{path} --help` shows what it takes")
         sys.exit(error.exit_code)
     except typer.Abort:
         sys.exit(130)

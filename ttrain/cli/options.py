@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from ttrain.config import Servers
     from ttrain.config.loading import LoadedSettings, Override
     from ttrain.pipeline.labels import Labels
-    from ttrain.pipeline.recipe import Planned, Selection
-    from ttrain.store.artifacts import ArtifactStore
     from ttrain.store.model_files import Reference
 
 P = ParamSpec("P")
@@ -225,13 +223,13 @@ class SelectionOptions:
     resume_key: ContinueKey = None
 
     def to_plan(self) -> dict[str, Any]:
-        """The arguments of `plan_of`. Raises UsageError for an empty name."""
-        from ttrain.pipeline.recipe import Selection
-
+        """The arguments of `api.plan`. Raises UsageError for an empty name."""
         return {
             "extend": self.extend,
             "force": stage_names(self.force),
-            "selection": Selection(stage_names(self.only), checked_name(self.since), checked_name(self.until)),
+            "only": stage_names(self.only),
+            "since": checked_name(self.since),
+            "until": checked_name(self.until),
             "resume_key": checked_name(self.resume_key),
         }
 
@@ -325,25 +323,3 @@ def checked_name(option: str | None) -> str:
     if option is not None and not option.strip():
         raise UsageError("--from and --until need the name of a stage, --continue a key, and got an empty one; leave it out")
     return (option or "").strip()
-
-
-def plan_of(
-    pipeline: str,
-    loaded: LoadedSettings,
-    *,
-    force: frozenset[str] = frozenset(),
-    extend: bool = False,
-    selection: Selection | None = None,
-    resume_key: str = "",
-) -> tuple[ArtifactStore, list[Planned]]:
-    """The store, and the planned stages of a pipeline in it."""
-    from ttrain.flows import recipe
-    from ttrain.pipeline.artifact_commands import store_of
-    from ttrain.pipeline.plan import EVERYTHING, plan
-    from ttrain.store.layout import home
-
-    store = store_of(home(), loaded.settings)
-    chosen = selection or EVERYTHING
-    return store, plan(
-        recipe(pipeline), loaded.settings, store, force, extend=extend, selection=chosen, resume_key=resume_key
-    )

@@ -14,7 +14,6 @@ from ttrain.cli.options import (
     RunOptions,
     SelectionOptions,
     SettingsOptions,
-    plan_of,
     run_words,
     stage_words,
     with_option_groups,
@@ -25,9 +24,8 @@ from ttrain.store import layout
 
 if TYPE_CHECKING:
     from ttrain.config.loading import LoadedSettings
+    from ttrain.flows.api import Plan, Run
     from ttrain.pipeline.labels import Labels
-    from ttrain.pipeline.recipe import Planned, Selection
-    from ttrain.store.artifacts import ArtifactStore
 
 LISTED_RUNS = 10
 PIPELINE_HELP = "the pipeline: full, or nightly (one night: new data, a challenger, the decision)"
@@ -118,25 +116,25 @@ def pipeline_plan(
     as_json: AsJson = False,
 ) -> None:
     """Print for every stage whether it is cached or will run, its key, and why. Runs nothing."""
-    from ttrain.pipeline import plan
+    from ttrain.flows import api
 
     to_plan, loaded = options.to_plan(), given.load()
     if pipeline == nightly.NIGHTLY:
         nightly.refuse(options.flags())
         nightly.plan(loaded, as_json=as_json)
         return
-    _, stages = plan_of(pipeline, loaded, **to_plan)
+    planned = api.plan(pipeline, loaded.settings, **to_plan)
     needs = _training_memory(loaded) if memory else {}
     if as_json:
-        print_json({**plan.plan_json(pipeline, stages), **needs})
+        print_json({**planned.to_json(), **needs})
         return
     screen = console()
-    table(("stage", "state", "key", "why"), plan.plan_rows(stages))
+    table(("stage", "state", "key", "why"), planned.rows())
     for name, size in needs.get("memory_bytes", {}).items():
         screen.print(f"{name}: {format_size(size)}, plus activations", highlight=False)
-    _print_left_out(pipeline, loaded, stages, to_plan["selection"])
-    waiting = sum(planned.state == "run" for planned in stages)
-    screen.print(f"{waiting} of {len(stages)} stages will run" if waiting else "everything is cached", highlight=False)
+    _print_left_out(planned)
+    waiting = sum(stage.state == "run" for stage in planned)
+    screen.print(f"{waiting} of {len(planned)} stages will run" if waiting else "everything is cached", highlight=False)
 
 
 @pipeline_app.command("status", epilog="Example:  ttrain pipeline status --json")
@@ -145,17 +143,17 @@ def pipeline_status(
     as_json: AsJson = False,
 ) -> None:
     """List runs and their stages: outcome, time, key figures, logs."""
+    from ttrain.flows import api
     from ttrain.reports import summary
-    from ttrain.store import runs
 
-    history = runs.history(layout.home())
+    runs = api.runs(limit=limit)
     if as_json:
-        print_json([summary.run_json(run) for run in history[:limit]])
+        print_json([run.to_json() for run in runs])
         return
     screen = console()
-    if not history:
+    if not runs:
         screen.print("no runs yet; begin with `ttrain pipeline run full`")
-    for run in history[: limit or LISTED_RUNS]:
+    for run in (one.record for one in runs[: limit or LISTED_RUNS]):
         same = f", the same as {run['equals']}" if run.get("equals") else ""
         took = format_duration(run["seconds"])
         screen.print(f"[bold]{run['run']}[/]  {run['outcome']}{same}  {took}  {run['started']}", highlight=False)
@@ -204,36 +202,27 @@ def _training_memory(loaded: LoadedSettings) -> dict[str, Any]:
 
 
 def plan_and_run(
-    pipeline: str,
-    loaded: LoadedSettings,
-    *,
-    engine: str,
-    extend: bool,
-    force: frozenset[str],
-    selection: Selection | None = None,
-    resume_key: str = "",
-    record: bool = False,
-    labels: Labels,
+    pipeline: str, loaded: LoadedSettings, *, engine: str, record: bool = False, labels: Labels, **to_plan: Any
 ) -> None:
-    """Plan the pipeline, print the plan, and run it unless every stage is cached."""
-    from ttrain.pipeline import plan
-    from ttrain.pipeline.plan import is_all_cached
-    from ttrain.store import runs
+    """Plan the pipeline, print the plan, and run it unless every stage is cached. `to_plan`: as for `api.plan`."""
+    from ttrain.flows import api
     from ttrain.store.layout import usable_home
 
-    store, stages = plan_of(pipeline, loaded, force=force, extend=extend, selection=selection, resume_key=resume_key)
-    keys = {planned.stage.name: planned.key for planned in stages}
-    if is_all_cached(stages) and not record and runs.cut_short(store.root, keys) is None:
-        _record_cached(pipeline, loaded, store, stages, labels)
+    planned = api.plan(pipeline, loaded.settings, **to_plan)
+    if api.is_recorded(planned) and not record:
+        _print_cached(planned, api.record_cached(planned, labels))
         return
-    table(("stage", "state", "key", "why"), plan.plan_rows(stages))
-    _print_left_out(pipeline, loaded, stages, selection)
+    table(("stage", "state", "key", "why"), planned.rows())
+    _print_left_out(planned)
     usable_home()
     from ttrain.flows.run import run_pipeline
 
-    settings = loaded.settings
-    options: dict[str, Any] = {"engine": engine, "force": force, "extend": extend, "go_on": resume_key, "labels": labels}
-    run_pipeline(pipeline, settings, store, stages, console(), **options)
+    options = {name: to_plan[name] for name in ("force", "extend") if name in to_plan}
+    resumed = to_plan.get("resume_key", "")
+    run_pipeline(
+        pipeline, loaded.settings, planned.store, planned.stages, console(),
+        engine=engine, go_on=resumed, labels=labels, **options,
+    )  # fmt: skip
 
 
 def _settings_of_earlier_run(stage: str, run: str, given: SettingsOptions) -> LoadedSettings:
@@ -254,36 +243,26 @@ def _settings_of_earlier_run(stage: str, run: str, given: SettingsOptions) -> Lo
     return loaded
 
 
-def _print_left_out(pipeline: str, loaded: LoadedSettings, stages: list[Planned], selection: Selection | None) -> None:
-    if selection:
+def _print_left_out(planned: Plan) -> None:
+    if planned.selection:
         from ttrain.flows import recipe
         from ttrain.pipeline.recipe import graph_of
 
-        planned = {stage.stage.name for stage in stages}
-        left_out = [name for name in graph_of(recipe(pipeline), loaded.settings) if name not in planned]
+        names = {stage.name for stage in planned}
+        left_out = [name for name in graph_of(recipe(planned.pipeline), planned.settings) if name not in names]
         if left_out:
-            print(f"left out by {selection}: {', '.join(left_out)}")
+            print(f"left out by {planned.selection}: {', '.join(left_out)}")
 
 
-def _record_cached(
-    pipeline: str, loaded: LoadedSettings, store: ArtifactStore, stages: list[Planned], labels: Labels
-) -> None:
-    from ttrain.pipeline import run_summary
-    from ttrain.pipeline.provenance import with_absolute_paths
+def _print_cached(planned: Plan, run: Run) -> None:
+    """Print the figures of a run that found everything cached."""
+    from ttrain.flows import api
     from ttrain.reports import summary
-    from ttrain.store import runs
 
-    artifacts = {planned.stage.name: planned.artifact for planned in stages if planned.artifact}
-    results = {name: artifact.result for name, artifact in artifacts.items()}
-    if "evaluate" in artifacts and run_summary.STAGE not in artifacts:
-        results |= run_summary.of(artifacts["evaluate"], loaded.settings.name, store)
-    metrics = summary.metrics_of(results)
-    equals = runs.equal_run(store.root, {planned.stage.name: planned.key for planned in stages})
-    settings = with_absolute_paths(loaded.settings).model_dump(mode="json")
-    runs.record_cached(store.root, pipeline, stages, settings, metrics, equals, labels.to_json())
-    table(("figure", "value", ""), summary.rows(metrics, results))
-    same = f" in the run {equals}" if equals else ""
-    print(f"everything is cached: all {len(stages)} stages of {pipeline} are unchanged{same}; nothing was run")
-    fetchable = [planned.stage.name for planned in stages if planned.artifact and not planned.artifact.path.exists()]
+    artifacts = {stage.stage.name: stage.artifact for stage in planned.stages if stage.artifact}
+    table(("figure", "value", ""), summary.rows(run.metrics, api.cached_results(planned)))
+    same = f" in the run {equals}" if (equals := run.record["equals"]) else ""
+    print(f"everything is cached: all {len(planned)} stages of {planned.pipeline} are unchanged{same}; nothing was run")
+    fetchable = [name for name, artifact in artifacts.items() if not artifact.path.exists()]
     if fetchable:
         print(f"in MLflow, not here: {', '.join(fetchable)}; `ttrain stage run {fetchable[-1]}` fetches that one")

@@ -17,7 +17,6 @@ from ttrain.cli.options import (
     SettingsOptions,
     StageOptions,
     old_spelling,
-    plan_of,
     task_settings,
     with_option_groups,
 )
@@ -137,15 +136,18 @@ def train_task(
 def run_stage(stage: str, given: SettingsOptions, options: StageOptions) -> None:
     """Run one stage alone, without Prefect; its inputs are those of the current plan."""
     from ttrain.core.terminal import outlast_output
+    from ttrain.flows import api
     from ttrain.flows.run import run_one_stage
     from ttrain.store.layout import usable_home
 
     outlast_output()
     usable_home()
     loaded, extend = given.load(), options.extend
-    store, stages = plan_of("full", loaded, extend=extend)
+    planned = api.plan("full", loaded.settings, extend=extend)
     screen = console(stderr=options.as_json)
-    artifact, state = run_one_stage(stage, loaded.settings, store, stages, screen, force=options.force, extend=extend)
+    artifact, state = run_one_stage(
+        stage, loaded.settings, planned.store, planned.stages, screen, force=options.force, extend=extend
+    )
     if options.as_json:
         path, key = str(artifact.path), artifact.key
         print_json({"stage": stage, "state": state, "key": key, "path": path, "result": artifact.result})

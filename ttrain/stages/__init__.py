@@ -51,7 +51,7 @@ def _shards(dataset: str, kind: str) -> Stage:
         inputs={"tokenizer": (), "source": (f"{dataset}.jsonl", f"{dataset}_heldout.jsonl")},
         dataset=dataset,
         arguments={"kind": kind, "dataset": dataset},
-        about=f"tokenizes the {kind} of data.{dataset} into Arrow files, and holds a part of them out",
+        about=f"Tokenize the {kind} of data.{dataset} into Arrow files, and hold a part of them out",
         reuses_parts=True,
     )
 
@@ -61,7 +61,7 @@ SOURCE = Stage(
     "ttrain.stages.source",
     config.SourceConfig,
     reads_python_docs=True,
-    about="writes documents, chats and a domain from the text that ships with ttrain",
+    about="Write documents, chats and a domain from the text that ships with ttrain",
 )
 TOKENIZER = Stage(
     "tokenizer",
@@ -69,7 +69,7 @@ TOKENIZER = Stage(
     config.TokenizerConfig,
     inputs={"source": ("pretrain.jsonl",)},
     dataset="tokenizer",
-    about="trains a byte-level BPE with a chat template, or takes an existing tokenizer",
+    about="Train a byte-level BPE with a chat template, or take an existing tokenizer",
 )
 SHARDS: Mapping[str, Stage] = {row.dataset: _shards(row.dataset, row.rows) for row in config.TRAINING_STAGES.values()}
 SHARDS_PRETRAIN = SHARDS["pretrain"]
@@ -80,7 +80,7 @@ EXISTING_MODEL = Stage(
     {"tokenizer": ()},
     uses_model=True,
     reads_model=True,
-    about="takes the existing model that a training starts from",
+    about="Take the existing model that a training starts from",
 )
 NEW_MODEL = Stage(
     "new-model",
@@ -88,7 +88,7 @@ NEW_MODEL = Stage(
     config.NewModelConfig,
     {"tokenizer": ()},
     uses_model=True,
-    about="makes a model of random weights, where nothing is pretrained",
+    about="Make a model of random weights, where nothing is pretrained",
 )
 
 
@@ -118,7 +118,7 @@ EVALUATE = Stage(
     uses_model=True,
     reads_suites=True,
     spreads=True,
-    about="measures the models on held-out data and on the suites of the evaluation",
+    about="Measure the models on held-out data and on the suites of the evaluation",
 )
 # Stages of nights only: the held-out set that a night's models are evaluated on, and the champion's evaluation on it.
 HELDOUT = Stage(
@@ -126,9 +126,9 @@ HELDOUT = Stage(
     "ttrain.stages.heldout",
     config.HeldoutConfig,
     {"earlier": ("heldout",), "documents": ("heldout",)},
-    about="collects the held-out documents of all nights",
+    about="Collect the held-out documents of all nights",
 )
-EVALUATE_CHAMPION = replace(EVALUATE, name="evaluate-champion", about="measures the champion on the same data, in a night")
+EVALUATE_CHAMPION = replace(EVALUATE, name="evaluate-champion", about="Measure the champion on the same data, in a night")
 OF_NIGHTS = frozenset({HELDOUT.name, EVALUATE_CHAMPION.name})
 
 STAGES: Mapping[str, Stage] = {
