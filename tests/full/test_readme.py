@@ -34,7 +34,7 @@ RUN_HERE = (
     "pipeline plan ", "pipeline run full", "model show", "adapter show lora", "artifacts ", "export sft --to out/chat",
     "export lora --", "data contamination NESTED", "lineage sft", "plot latest", "report",
 )  # fmt: skip
-ONLY_THERE = ("start_from=", "llama.cpp", "runtime.node_rank", "nightly", "english")
+ONLY_THERE = ("start_from=", "llama.cpp", "runtime.node_rank", "nightly", "english", "adopt")
 OTHER_PAGES = sorted({
     command.text for command in commands(*PAGES[1:])
     if command.text.startswith(RUN_HERE) and not any(word in command.text for word in ONLY_THERE)
