@@ -15,12 +15,13 @@ from typing import Any
 
 import pytest
 import yaml
+from support import reference
 from support.doubles import make_tokenizer, tiny_model
 from support.snippets import OUTPUT, PAGES, ROOT, SHELL, Command, Snippet, commands, shell_lines, snippets
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from ttrain.config import Reading
+from ttrain.config import Reading, Settings
 from ttrain.config.loading import load
 from ttrain.data import contamination, sharding
 from ttrain.data.assembly import DataFile
@@ -136,6 +137,27 @@ def test_a_wrong_command_or_setting_would_fail(directory: Path) -> None:
     with pytest.raises(TTrainError, match=r"sft\.optim\.rl"):
         _, values = parsed(("pipeline", "plan", "full", "sft.optim.rl=1"))
         load(values["overrides"], environment={})
+
+
+SPAN = re.compile(r"`([^`\n]+)`")
+SETTING = re.compile(rf"({'|'.join(Settings.model_fields)})((?:\.[a-z_]+)+)(=.*)?")
+
+
+def prose(page: str) -> str:
+    return re.sub(r"```.*?```", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_settings_and_commands_within_sentences_exist(page: str) -> None:
+    known = set(reference.setting_names())
+    commands_known = {name for name, _ in reference.leaf_commands()}
+    groups = {name.rpartition(" ")[0] for name in commands_known}
+    for span in SPAN.findall(prose(page)):
+        if (setting := SETTING.fullmatch(span)) and not span.endswith((".json", ".safetensors")):
+            name = f"{setting[1]}{setting[2]}"
+            assert name in known or name.startswith("model.fields."), f"{page}: {span}"
+        elif span.startswith("ttrain ") and span[7].islower():
+            assert any(f"{span} ".startswith(f"{name} ") for name in commands_known) or span in groups, f"{page}: {span}"
 
 
 # --- data formats

@@ -60,7 +60,7 @@ def page() -> str:
             settings = {key: text for key, text in settings.items() if sections["pretrain"].get(key) != text}
             note = "As `pretrain`, but:\n\n"
         parts.append(f"{heading}\n{note}```text\n" + "\n".join(settings.values()) + "\n```\n")
-    parts += [COMMANDS_HEAD, "\n".join(command_items(get_command(_app()), "ttrain")) + "\n"]
+    parts += [COMMANDS_HEAD, "\n".join(_command_item(name, command) for name, command in leaf_commands()) + "\n"]
     return "\n".join(parts)
 
 
@@ -99,15 +99,41 @@ def _settings_class(annotation: Any) -> type[BaseModel] | None:
     return classes[0] if classes and set(options) <= {classes[0], type(None)} else None
 
 
-def command_items(command: Any, name: str) -> Iterator[str]:
-    """One item for each command that is not hidden: its arguments, what it does, its options."""
-    if isinstance(command, TyperGroup):
-        context = command.make_context(name, [next(iter(command.commands))], resilient_parsing=True)
-        for word in command.list_commands(context):
-            child = command.get_command(context, word)
-            if child is not None and not child.hidden:
-                yield from command_items(child, f"{name} {word}")
+def setting_names() -> Iterator[str]:
+    """The whole names of all settings and of the optional parts that hold some."""
+    for name, field in Settings.model_fields.items():
+        yield name
+        section = _settings_class(field.annotation)
+        yield from _names_below(section, f"{name}.") if section else ()
+
+
+def _names_below(section: type[BaseModel], prefix: str) -> Iterator[str]:
+    for name, field in section.model_fields.items():
+        yield prefix + name
+        part = _settings_class(field.annotation)
+        yield from _names_below(part, f"{prefix}{name}.") if part else ()
+
+
+def leaf_commands() -> Iterator[tuple[str, Any]]:
+    """(name, command) of all commands that are not hidden, without groups."""
+    from ttrain.cli.main import app
+
+    yield from _leaves("ttrain", get_command(app))
+
+
+def _leaves(name: str, command: Any) -> Iterator[tuple[str, Any]]:
+    if not isinstance(command, TyperGroup):
+        yield name, command
         return
+    context = command.make_context(name, [next(iter(command.commands))], resilient_parsing=True)
+    for word in command.list_commands(context):
+        child = command.get_command(context, word)
+        if child is not None and not child.hidden:
+            yield from _leaves(f"{name} {word}", child)
+
+
+def _command_item(name: str, command: Any) -> str:
+    """The arguments of a command, what it does, its options."""
     words, options = [name], []
     for parameter in command.params:
         if parameter.param_type_name == "argument":
@@ -117,10 +143,4 @@ def command_items(command: Any, name: str) -> Iterator[str]:
     listed = [option for option in options if option not in UNLISTED_OPTIONS]
     purpose = re.split(r"[.;:] |\n|\.$", (command.help or "").replace("\n", " ").strip())[0]
     item = f"- `{' '.join(words)}`: {purpose}" + (f". `{' '.join(listed)}`" if listed else "")
-    yield textwrap.fill(item, 100, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-
-
-def _app() -> Any:
-    from ttrain.cli.main import app
-
-    return app
+    return textwrap.fill(item, 100, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
