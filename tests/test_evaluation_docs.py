@@ -38,7 +38,7 @@ def test_the_suites_on_the_page_are_suites_and_the_table_has_every_kind() -> Non
 
 def test_every_option_of_eval_on_the_page_is_one() -> None:
     known = {f"--{name.replace('_', '-')}" for name in inspect.signature(evaluate.evaluate).parameters} | {"--json"}
-    table = "".join(line for line in PAGE.splitlines(keepends=True) if line.startswith("| `--"))
+    table = "".join(line for line in PAGE.splitlines(keepends=True) if line.startswith("- `--"))
     named = {word for command in commands("ttrain eval ") for word in command if word.startswith("--")}
     named |= set(re.findall(r"--[a-z][a-z-]+", table))
     assert named <= known and {"--suite", "--track", "--last-word"} <= named
