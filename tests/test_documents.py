@@ -1,24 +1,27 @@
-"""Every snippet of README, docs and artifacts/README: commands parse, settings load, JSON and Python do what pages say.
+"""README, docs and artifacts/README: commands parse, settings load, snippets do what pages say, links lead somewhere.
 
-What needs a finished pipeline is run by orchestration/test_readme.py.
+What needs a finished pipeline is run by full/test_readme.py.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from support import reference
 from support.doubles import make_tokenizer, tiny_model
 from support.snippets import OUTPUT, PAGES, ROOT, SHELL, Command, Snippet, commands, shell_lines, snippets
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from ttrain.config import Reading
+from ttrain.config import Reading, Settings
 from ttrain.config.loading import load
 from ttrain.data import contamination, sharding
 from ttrain.data.assembly import DataFile
@@ -28,8 +31,8 @@ from ttrain.evaluate import suites
 from ttrain.stages.shards import recipe_of
 
 PROGRAMS = {  # of others, on the pages for convenience
-    "make", "python3", "uv", "git", "pip", "llama-cli", "printf", "mlflow", "export", "createdb", "prefect", "srun", "if",
-    "exit",
+    "make", "python", "python3", "uv", "git", "pip", "llama-cli", "printf", "mlflow", "export", "createdb", "prefect",
+    "srun", "if", "exit", "source", "mkdir",
 }  # fmt: skip
 ASSIGNED = re.compile(r"^\w+=")
 FILES = ("my.yaml", "mine.yaml", "suite.yaml")  # that pages name as if the reader had them
@@ -47,6 +50,41 @@ def test_no_block_is_left_out_and_no_fence_is_open() -> None:
             first = line.split()[0] if line.split() else "#"
             assert first in {"ttrain", *PROGRAMS} or first.startswith("#") or ASSIGNED.match(first), (snippet.name, line)
     assert len(commands()) > 120
+
+
+# --- links and form
+
+LINK = re.compile(r"\]\(([^()\s#]*)(?:#([\w-]+))?\)")
+
+
+def anchors(page: Path) -> set[str]:
+    """Those of the headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).replace(" ", "-").lower() for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_to_files_and_headings(page: str) -> None:
+    text = re.sub(r"```.*?```", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL)
+    links = [link for link in LINK.findall(text) if not link[0].startswith(("http:", "https:"))]
+    for name, anchor in links:
+        target = ((ROOT / page).parent / name) if name else ROOT / page
+        assert target.exists(), f"{page} links to {name}"
+        assert not anchor or anchor in anchors(target), f"{page} links to {name}#{anchor}"
+
+
+def test_the_index_names_every_page_and_pages_show_every_image() -> None:
+    index = (ROOT / "docs/index.md").read_text(encoding="utf-8")
+    pages = {page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")} - {"index.md"}
+    assert {name for name, _ in LINK.findall(index) if "/" not in name} == pages
+    shown = "".join((ROOT / page).read_text(encoding="utf-8") for page in PAGES)
+    assert [image.name for image in (ROOT / "docs/images").glob("*.png") if image.name not in shown] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_lines_are_wrapped_at_100_columns(page: str) -> None:
+    lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
+    assert [line for line in lines if len(line) > 100] == []
 
 
 # --- commands
@@ -101,6 +139,28 @@ def test_a_wrong_command_or_setting_would_fail(directory: Path) -> None:
         load(values["overrides"], environment={})
 
 
+SPAN = re.compile(r"`([^`\n]+)`")
+SETTING = re.compile(rf"({'|'.join(Settings.model_fields)})((?:\.[a-z_]+)+)(=.*)?")
+
+
+def prose(page: str) -> str:
+    return re.sub(r"```.*?```", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_settings_and_commands_within_sentences_exist(page: str) -> None:
+    known = set(reference.setting_names())
+    commands_known = {name for name, _ in reference.leaf_commands()}
+    groups = {name.rpartition(" ")[0] for name in commands_known}
+    for span in SPAN.findall(prose(page)):
+        if (setting := SETTING.fullmatch(span)) and not span.endswith((".json", ".safetensors")):
+            name = f"{setting[1]}{setting[2]}"
+            assert name in known or name.startswith("model.fields."), f"{page}: {span}"
+        elif span.startswith("ttrain ") and span[7].islower():
+            command = span.replace("train --task", "train task")
+            assert any(f"{command} ".startswith(f"{name} ") for name in commands_known) or span in groups, f"{page}: {span}"
+
+
 # --- data formats
 
 
@@ -142,7 +202,8 @@ def test_every_python_snippet_is_run_by_a_test() -> None:
     run_by = {
         "docs/adapters.md": "test_the_adapters_of_the_page_switch_and_merge",
         "docs/tasks.md": "test_the_task_of_the_page_trains",
-        "docs/tracking.md": "orchestration/test_readme.py",
+        "docs/tracking.md": "full/test_readme.py",
+        "docs/tutorial.md": "test_the_tutorial_s_script_makes_data_that_its_settings_name",
     }
     assert [snippet.page for snippet in snippets("python")] == [*run_by]
 
@@ -175,6 +236,23 @@ def test_the_task_of_the_page_trains(
         main(list(command.words))
     assert not ended.value.code, capsys.readouterr().err
     assert list((tmp_path / "denoise").rglob("*.safetensors"))
+
+
+def test_the_tutorial_s_script_makes_data_that_its_settings_name(tmp_path: Path) -> None:
+    import sysconfig
+
+    script = tmp_path / "make_data.py"
+    script.write_text(page_code("docs/tutorial.md", "ast.parse"), encoding="utf-8")
+    package = Path(sysconfig.get_path("stdlib")) / "json"
+    subprocess.run([sys.executable, script, package, "stdlib"], cwd=tmp_path, check=True)
+    documents, chats = (
+        [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
+        for name in ("stdlib-docs.jsonl", "stdlib-chats.jsonl")
+    )
+    assert len(documents) > len(chats) > 5
+    assert set(documents[0]) == {"text", "source"} and set(chats[0]) == {"instruction", "output"}
+    (settings,) = [yaml.safe_load(snippet.text) for snippet in snippets("yaml") if snippet.page == "docs/tutorial.md"]
+    assert (tmp_path / settings["data"]["sft"]).is_file()
 
 
 # --- what opens an artifact

@@ -1,4 +1,4 @@
-"""docs/scale.md: its files are read by what they are for, and every setting in them is one."""
+"""docs/scale.md: its files are read by what they are for."""
 
 from __future__ import annotations
 
@@ -68,11 +68,3 @@ def test_the_job_s_pods_find_each_other_and_have_a_place_each() -> None:
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
     [home] = [entry["value"] for entry in container["env"] if entry["name"] == "TTRAIN_HOME"]
     assert any(home.startswith(mount["mountPath"]) for mount in container["volumeMounts"])
-
-
-def test_every_setting_on_the_page_exists() -> None:
-    named = set(re.findall(r"\b((?:runtime|tracking)\.[a-z_.]+)\b(?!#)", PAGE))
-    known = {f"runtime.{name}" for name in Settings().runtime.model_dump()} | {
-        f"tracking.{name}" for name in Settings().tracking.model_dump()
-    }
-    assert named and named <= known, named - known

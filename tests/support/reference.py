@@ -1,0 +1,146 @@
+"""docs/reference.md, written from the code: every setting with its default, and every command with its options."""
+
+from __future__ import annotations
+
+import json
+import re
+import textwrap
+import types
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import BaseModel
+from support.paths import ROOT
+from typer.core import TyperGroup
+from typer.main import get_command
+
+from ttrain.config import Settings
+
+PAGE = ROOT / "docs" / "reference.md"
+SETTINGS_HEAD = """\
+# Reference
+
+Generated from the code by `tests/test_reference.py` (`TTRAIN_WRITE_REFERENCE=1` rewrites it).
+
+## Settings
+
+Name, default, meaning. Write `SECTION.NAME=value` on the command line, YAML in a file for `-c`, or
+`TTRAIN__SECTION__NAME=value` in the environment. Empty defaults are not shown. `ttrain config show`
+prints all values and their origin, `ttrain config schema` the JSON schema. `runtime`, `tracking`,
+`nightly`, `promotion`, `notify` and `servers` count in no key.
+"""
+COMMANDS_HEAD = """\
+## Commands
+
+Exit codes: 0 done; 1 a stage or check failed; 2 a mistake in the command or a setting; 129, 130,
+143 interrupted by SIGHUP, Ctrl-C, SIGTERM after saving. OVERRIDES are settings as `key=value`; such
+commands also take `--config` (`-c`) and most of them `--profile`. Most commands take `--json`, all
+`--help`, which explains the options.
+"""
+WITH_SETTINGS_OF_PRETRAIN = ("sft", "lora")
+UNLISTED_OPTIONS = ("--json", "--config", "--profile", "--help")
+NAME_WIDTH = 36
+
+
+def page() -> str:
+    """The text of docs/reference.md."""
+    defaults = Settings()
+    sections: dict[str, dict[str, str]] = {"name": {}}
+    for name, field in Settings.model_fields.items():
+        section = _settings_class(field.annotation)
+        if section is None:
+            sections["name"][name] = _setting(name, getattr(defaults, name), field)
+        else:
+            sections[name] = dict(section_settings(section, getattr(defaults, name)))
+    parts = [SETTINGS_HEAD]
+    for name, settings in sections.items():
+        heading, note = f"### {name}\n", ""
+        if name in WITH_SETTINGS_OF_PRETRAIN:
+            settings = {key: text for key, text in settings.items() if sections["pretrain"].get(key) != text}
+            note = "As `pretrain`, but:\n\n"
+        parts.append(f"{heading}\n{note}```text\n" + "\n".join(settings.values()) + "\n```\n")
+    parts += [COMMANDS_HEAD, "\n".join(_command_item(name, command) for name, command in leaf_commands()) + "\n"]
+    return "\n".join(parts)
+
+
+def section_settings(section: type[BaseModel], defaults: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """(name, its lines) of each setting of a section, those of optional parts with the part's name before."""
+    for name, field in section.model_fields.items():
+        default = getattr(defaults, name) if defaults is not None else field.get_default(call_default_factory=True)
+        part = _settings_class(field.annotation)
+        if part is None or default is None:
+            yield prefix + name, _setting(prefix + name, default, field)
+        if part is not None:
+            yield from section_settings(part, default, f"{prefix}{name}.")
+
+
+def _setting(name: str, default: Any, field: Any) -> str:
+    written = default if isinstance(default, str) else json.dumps(default, default=str)
+    value = "" if written in ("null", "[]", "{}", "") else f"={written}"
+    choices = "|".join(map(str, typing.get_args(field.annotation))) if _is_choice(field.annotation) else ""
+    meaning = " ".join(filter(None, (choices and f"({choices})", field.description)))
+    lines = textwrap.wrap(meaning, 100 - NAME_WIDTH, break_long_words=False, break_on_hyphens=False) or [""]
+    first = f"{name}{value}".ljust(NAME_WIDTH - 1)
+    if len(first) >= NAME_WIDTH:
+        lines = ["", *lines]
+    lines[0] = f"{first} {lines[0]}".rstrip()
+    return f"\n{' ' * NAME_WIDTH}".join(lines)
+
+
+def _is_choice(annotation: Any) -> bool:
+    return typing.get_origin(annotation) is typing.Literal
+
+
+def _settings_class(annotation: Any) -> type[BaseModel] | None:
+    """The settings class of an annotation that is one, or one or None."""
+    options = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+    classes = [option for option in options if isinstance(option, type) and issubclass(option, BaseModel)]
+    return classes[0] if classes and set(options) <= {classes[0], type(None)} else None
+
+
+def setting_names() -> Iterator[str]:
+    """The whole names of all settings and of the optional parts that hold some."""
+    for name, field in Settings.model_fields.items():
+        yield name
+        section = _settings_class(field.annotation)
+        yield from _names_below(section, f"{name}.") if section else ()
+
+
+def _names_below(section: type[BaseModel], prefix: str) -> Iterator[str]:
+    for name, field in section.model_fields.items():
+        yield prefix + name
+        part = _settings_class(field.annotation)
+        yield from _names_below(part, f"{prefix}{name}.") if part else ()
+
+
+def leaf_commands() -> Iterator[tuple[str, Any]]:
+    """(name, command) of all commands that are not hidden, without groups."""
+    from ttrain.cli.main import app
+
+    yield from _leaves("ttrain", get_command(app))
+
+
+def _leaves(name: str, command: Any) -> Iterator[tuple[str, Any]]:
+    if not isinstance(command, TyperGroup):
+        yield name, command
+        return
+    context = command.make_context(name, [next(iter(command.commands))], resilient_parsing=True)
+    for word in command.list_commands(context):
+        child = command.get_command(context, word)
+        if child is not None and not child.hidden:
+            yield from _leaves(f"{name} {word}", child)
+
+
+def _command_item(name: str, command: Any) -> str:
+    """The arguments of a command, what it does, its options."""
+    words, options = [name], []
+    for parameter in command.params:
+        if parameter.param_type_name == "argument":
+            words.append(str(parameter.name).upper() + ("..." if parameter.nargs == -1 else ""))
+        elif not parameter.hidden:
+            options.append(max(parameter.opts, key=len))
+    listed = [option for option in options if option not in UNLISTED_OPTIONS]
+    purpose = re.split(r"[.;:] |\n|\.$", (command.help or "").replace("\n", " ").strip())[0]
+    item = f"- `{' '.join(words)}`: {purpose}" + (f". `{' '.join(listed)}`" if listed else "")
+    return textwrap.fill(item, 100, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
