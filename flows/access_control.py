@@ -114,7 +114,7 @@ COOKIE_SECONDS: Final = 30 * 24 * 3600
 FIRST_MESSAGE_CHARACTERS: Final = 4096
 
 TOKEN_REFUSED: Final = (
-    b"this server needs its token: open the address that `ttrain ui` or `ttrain up` prints, or send the text "
+    b"this server needs its token: open the address that `ttrain up` prints, or send the text "
     b"of the file servers/token in ttrain's home as `Authorization: Bearer TOKEN`\n"
 )
 # A page, not a redirect: a browser that came from a file or from another site sends a strict cookie only where a page of

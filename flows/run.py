@@ -231,7 +231,7 @@ def _next_steps(execution: PipelineRun) -> list[str]:
     if execution.pipeline == "nightly":  # the decision about its models comes after this
         return [*lines, "  all champions and challengers: ttrain models list"]
     lines += [
-        "  curves, models and which run is better, in MLflow: ttrain ui; with Prefect's runs: ttrain up",
+        "  curves, models and which run is better, in MLflow and Prefect: ttrain up --open",
         "  change one thing, rerun what it touches: ttrain pipeline run full sft.optim.lr=2e-4",
         "  your own text: ttrain pipeline run full data.pretrain=docs.jsonl data.sft=chats.jsonl data.lora=domain.jsonl",
     ]

@@ -150,7 +150,7 @@ def apply(home: Path, schedule: Schedule, *, paused: bool = False) -> None:
     from prefect.schedules import Cron
     from prefect.types.entrypoint import EntrypointType
 
-    from ttrain import __version__
+    from ttrain.core.machine import VERSION
     from ttrain.flows import deployments
 
     flow = getattr(deployments, schedule.kind)
@@ -162,7 +162,7 @@ def apply(home: Path, schedule: Schedule, *, paused: bool = False) -> None:
         parameters={"settings": schedule_files.parameters(schedule)},
         description=f"{flow.description}\n\nIts home is `{home.resolve()}`.",
         tags=[TAG, home_tag(home)],
-        version=__version__,
+        version=VERSION,
         entrypoint_type=EntrypointType.MODULE_PATH,
     )
     if not slots:

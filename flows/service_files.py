@@ -18,7 +18,7 @@ from xml.sax.saxutils import escape
 
 import yaml
 
-from ttrain import __version__
+from ttrain.core.machine import VERSION
 from ttrain.data import locations
 from ttrain.errors import UsageError
 from ttrain.flows import schedule_files, schedules, servers
@@ -168,7 +168,7 @@ def prefect_yaml(home: Path, schedule: Schedule) -> str:
         f"prefect-{kind}.yaml",
         secrets=f"# Set where the worker runs, not here: {', '.join(secrets())}\n" if secrets() else "",
         flow=schedule.kind,
-        version=__version__,
+        version=VERSION,
         settings=textwrap.indent(settings, " " * 6).rstrip(),
         **{name: json.dumps(value, ensure_ascii=False) for name, value in values.items()},  # JSON is YAML, too
     )

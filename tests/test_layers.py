@@ -112,7 +112,8 @@ def _scan(tree: ast.AST, importer: str, path: str, *, is_package: bool, in_funct
     for node in ast.iter_child_nodes(tree):
         for name in _names(node, importer, is_package):
             yield Import(importer, name, in_function, f"{path}:{getattr(node, 'lineno', 0)} imports {name}")
-        inside = in_function or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        is_for_types = isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
+        inside = in_function or is_for_types or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
         yield from _scan(node, importer, path, is_package=is_package, in_function=inside)
 
 

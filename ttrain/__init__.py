@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ttrain.core.machine import VERSION as __version__
 from ttrain.errors import TTrainError
 
 if TYPE_CHECKING:
     from ttrain.flows.api import load, load_settings, plan, run, runs
 
-__version__ = "0.1.0"
-__all__ = ["TTrainError", "load", "load_settings", "plan", "run", "runs"]
+__all__ = ["TTrainError", "__version__", "load", "load_settings", "plan", "run", "runs"]
 
 
 def __getattr__(name: str) -> Any:

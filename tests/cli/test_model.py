@@ -30,7 +30,7 @@ MODELS: tuple[dict[str, Any], ...] = (
 
 
 def shown(*words: str) -> Any:
-    result = CliRunner().invoke(app, ["model", "show", *words, "--json"])
+    result = CliRunner().invoke(app, ["models", "size", *words, "--json"])
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)
 
@@ -133,12 +133,12 @@ def test_without_a_word_all_presets_are_listed_with_their_settings() -> None:
     found = shown()
     assert list(found) == names()
     assert found["124m"]["settings"]["hidden_size"] == 768
-    text = CliRunner().invoke(app, ["model", "show"]).stdout
+    text = CliRunner().invoke(app, ["models", "size"]).stdout
     assert all(name in text for name in names()) and "model.preset=NAME" in text
 
 
 def test_the_table_says_which_formula_and_whose_vocabulary() -> None:
-    text = CliRunner().invoke(app, ["model", "show", "1m", "pretrain.row_length=128"]).stdout
+    text = CliRunner().invoke(app, ["models", "size", "1m", "pretrain.row_length=128"]).stdout
     assert "arXiv:2204.02311" in text and "head_dim 128" in text
     assert "1,066,112" in text and "of the preset" in text
 
@@ -155,13 +155,13 @@ def test_the_table_says_which_formula_and_whose_vocabulary() -> None:
 )
 def test_what_cannot_be_shown_is_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["model", "show", *words])
+        main(["models", "size", *words])
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
 
 
 def test_kinds_are_listed_as_words_and_as_json() -> None:
-    found = CliRunner().invoke(app, ["model", "show", "--kinds", "--json"])
+    found = CliRunner().invoke(app, ["models", "size", "--kinds", "--json"])
     kinds = json.loads(found.stdout)
     assert {"llama", "qwen3", "gpt2", "moyun"} <= set(kinds)
-    assert CliRunner().invoke(app, ["model", "show", "--kinds"]).stdout.split() == kinds
+    assert CliRunner().invoke(app, ["models", "size", "--kinds"]).stdout.split() == kinds

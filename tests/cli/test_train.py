@@ -166,8 +166,8 @@ def _yaml(directory: Path, text: str) -> Path:
         (("--task=slw",), "no task 'slw'"),
         (("hidden=8", "--task", "slw", "epochs=1"), "no task 'slw'"),
         (("task", "slw"), "no task 'slw'"),
-        (("--task",), "--task names no task; the tasks are regression, slow"),
-        (("--task", "hidden=8"), "--task names no task"),
+        (("--task",), "needs the name of a task, and got none; the tasks are regression, slow"),
+        (("--task", "hidden=8"), "needs the name of a task"),
         (("--task", "slow", "hidden"), "'hidden' is not a setting; write key=value"),
         (("--task", "slow", "runtime.thread=1"), "unknown setting 'runtime.thread' (from command line); did you mean"),
         (("--task", "slow", "runtime.nodes=2", "runtime.rendezvous=a:1"), "a task trains on one machine"),
@@ -189,7 +189,7 @@ def test_help_opens_from_any_directory_and_shows_an_example(run: Run, words: tup
     shown = run("train", *words, "--help")
     assert shown.code == 0
     assert "Usage: " in shown.out and "ttrain train" in shown.out.partition("Example")[2]
-    assert "--task" in shown.out or words
+    assert "module:Class" in shown.out or words
 
 
 @pytest.fixture

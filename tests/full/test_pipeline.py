@@ -104,7 +104,9 @@ def test_the_runs_page_lies_among_its_files_and_the_commands_make_it_again(finis
     assert f"{run['run']}: report" in page.read_text(encoding="utf-8")
     told = json.loads(finished("report", run["run"], "--out", str(tmp_path / "again.html"), "--json", settings=False))
     assert told == {"run": run["run"], "page": str(tmp_path / "again.html"), "notes": []}
-    drawn = json.loads(finished("plot", "latest", "--out", str(tmp_path / "curves.png"), "--json", settings=False))
+    drawn = json.loads(
+        finished("report", "latest", "--png", "--out", str(tmp_path / "curves.png"), "--json", settings=False)
+    )
     assert drawn["panels"][0]["points"]["loss"] == 8
 
 

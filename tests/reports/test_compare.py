@@ -266,9 +266,11 @@ def test_many_runs_are_lines_with_the_best_first(compared_home: Path) -> None:
         (["compare", A, A], "names the same run as an earlier argument"),
         (["compare", A, B, "--html", "none/such.html"], "does not exist"),
         (["report", A, "--out", "."], "is a directory"),
-        (["plot", A, "--metric", "nothing"], "the curves are grad_norm, loss, lr, validation_loss"),
-        (["plot", A, "--stage", "sft"], "those that have are pretrain"),
-        (["plot", A, "--axis", "epochs"], "--axis is epochs, but must be one of tokens, step, time"),
+        (["report", A, B], "a page is about one run"),
+        (["report", A, "--metric", "loss"], "add --png"),
+        (["report", A, "--png", "--metric", "nothing"], "the curves are grad_norm, loss, lr, validation_loss"),
+        (["report", A, "--png", "--stage", "sft"], "those that have are pretrain"),
+        (["report", A, "--png", "--axis", "epochs"], "--axis is epochs, but must be one of tokens, step, time"),
     ],
 )
 def test_mistakes_are_refused_with_what_there_is(compared_home: Path, arguments: list[str], told: str) -> None:
@@ -280,7 +282,7 @@ def test_the_commands_write_where_they_are_told_and_say_where(compared_home: Pat
     assert json.loads(said("report", "latest", "--json")) == {"run": C, "page": f"{C}.html", "notes": []}
     assert said("compare", A, B, "--html", "both.html").strip().endswith("written to both.html")
     assert (compared_home / "both.html").read_text(encoding="utf-8").startswith("<!doctype html>")
-    told = json.loads(said("plot", A, "--json"))
+    told = json.loads(said("report", A, "--png", "--json"))
     assert [panel["title"] for panel in told["panels"]] == ["pretraining: loss", "pretraining: learning rate"]
     assert told["panels"][0]["points"] == {"loss": 8, "validation_loss": 2}
     assert (compared_home / f"{A}.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"

@@ -1,4 +1,4 @@
-"""The `ttrain compare`, `ttrain report` and `ttrain plot` commands."""
+"""The `ttrain compare` and `ttrain report` commands."""
 
 from __future__ import annotations
 
@@ -61,8 +61,9 @@ def add_pages(app: typer.Typer, panel: str) -> None:
     app.command(
         "plot",
         hidden=True,
-        epilog="Examples:  ttrain plot latest\n\nttrain plot latest --metric grad_norm --metric lr_adamw --axis step\n\n"
-        "ttrain plot full-20261121-160222 latest --stage pretrain --out losses.png",
+        epilog="Examples:  ttrain report latest --png\n\n"
+        "ttrain report latest --png --metric grad_norm --metric lr_adamw --axis step\n\n"
+        "ttrain report full-20261121-160222 latest --png --stage pretrain --out losses.png",
     )(plot)
 
 

@@ -125,7 +125,9 @@ def evaluate(
         write_items(items, results)
         final_lines.append(f"every item is in {items}")
     if track:
-        final_lines.append(f"in MLflow: {', '.join(track_results(resolved_models, results, home))}; `ttrain ui` opens it")
+        final_lines.append(
+            f"in MLflow: {', '.join(track_results(resolved_models, results, home))}; `ttrain up --open` shows it"
+        )
     for line in () if as_json else final_lines:
         print(line)
 

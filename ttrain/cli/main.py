@@ -111,9 +111,9 @@ def _version(show: bool) -> None:
         import platform
         from importlib import metadata
 
-        from ttrain import __version__
+        from ttrain.core.machine import VERSION
 
-        print(f"ttrain {__version__}\nPython {platform.python_version()}")
+        print(f"ttrain {VERSION}\nPython {platform.python_version()}")
         for library in ("torch", "prefect", "mlflow"):
             with contextlib.suppress(metadata.PackageNotFoundError):
                 print(f"{library} {metadata.version(library)}")
@@ -284,7 +284,7 @@ def main(arguments: list[str] | None = None) -> None:
     show_warnings()
     try:
         try:
-            code = app(arguments, standalone_mode=False)
+            code = app(arguments, prog_name="ttrain", standalone_mode=False)
         finally:
             sys.stdout.flush()  # a failure here is an error of the command, not a message of the interpreter
     except NoArgsIsHelpError as error:
@@ -303,8 +303,7 @@ def main(arguments: list[str] | None = None) -> None:
         elif not getattr(error, "shown", False):
             _print_error(str(error))
         sys.exit(exit_code_of(error))
-    if isinstance(code, int) and code:
-        sys.exit(code)
+    sys.exit(code if isinstance(code, int) else 0)
 
 
 def _print_error(message: str) -> None:

@@ -124,7 +124,7 @@ def _bar() -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: bars.update(task, completed=done, total=total, visible=True)
 
 
-EPILOG = "Examples:  ttrain ui\n\nttrain ui latest\n\nttrain ui latest:sft\n\nttrain ui full-20261121-160222-1a2b4 latest"
+EPILOG = "The new name:  ttrain up --open"
 
 RUN_HELP = (
     "a run, RUN:STAGE, `latest`, an MLflow run id, or a registered NAME@ALIAS; several are compared; none: the table of all"

@@ -191,7 +191,7 @@ class HeldoutConfig(Section):
 
 
 class UserTaskConfig(Section):
-    """What `ttrain train --task` passes to its process, which alone knows the task's own settings."""
+    """What `ttrain train` passes to its process, which alone knows the task's own settings."""
 
     task: str
     given: tuple[tuple[str, str, Any], ...]  # (origin, key, value) of the settings, the weakest first

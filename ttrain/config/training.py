@@ -173,7 +173,7 @@ class Training(Loop):
 
 
 class TaskConfig(Loop):
-    """What `ttrain train --task` does to the weights; a task derives its own settings from it, with its own defaults."""
+    """What `ttrain train` does to the weights; a task derives its own settings from it, with its own defaults."""
 
     epochs: float = Field(10.0, gt=0, description="passes over the rows")
     rows_per_step: int = Field(64, ge=1, description="rows of one optimizer step, over all ranks")

@@ -7,7 +7,7 @@ import os
 import platform
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 
 def usable_cores() -> int:
@@ -15,6 +15,7 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
+VERSION: Final = "0.1.0"  # of ttrain
 RECORDED = ("torch", "transformers", "tokenizers", "peft", "pyarrow", "numpy", "safetensors")
 
 

@@ -82,7 +82,7 @@ class Chat:
         loaded_model, choice = self.choose(question)
         if not loaded_model.can_chat:
             raise UsageError(
-                f"the tokenizer of '{loaded_model.name}' has no chat template; train it on chats with `ttrain train sft "
+                f"the tokenizer of '{loaded_model.name}' has no chat template; train it on chats with `ttrain stage run sft "
                 f"sft.start_from={loaded_model.name}`, or let it continue text with `ttrain generate --raw`"
             )
         user_message = Message("user", question)

@@ -23,7 +23,7 @@ SHORTEST_KEY = 6
 RUN_ID = 32  # characters of MLflow's ids, which are hexadecimal as keys are
 
 NOT_AN_ARTIFACT = (
-    "the output of `ttrain train --task`, `ttrain gate train` and exports is not an artifact of a pipeline, and its inputs "
+    "the output of `ttrain train`, `ttrain gate train` and exports is not an artifact of a pipeline, and its inputs "
     "are not recorded; to make it again, run the same command with another --out and compare"
 )
 

@@ -12,11 +12,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ttrain import __version__
 from ttrain.config import DATASETS, PYTHON_DOCS, Settings, Weighted
 from ttrain.config.training import MODELS
 from ttrain.core import machine as libraries
 from ttrain.core.files import parse_json, read_object
+from ttrain.core.machine import VERSION
 from ttrain.core.redact import masked, url
 from ttrain.data import locations
 from ttrain.pipeline.stage_worker import JOB, TRACKED
@@ -31,7 +31,7 @@ def of(settings: Settings, work: Path) -> dict[str, Any]:
     run, job = read_object(work / TRACKED), read_object(work / JOB)
     settings_of_run = with_absolute_paths(settings).model_dump(mode="json")
     return {
-        "ttrain": __version__,
+        "ttrain": VERSION,
         "commit": commit(),
         "python": platform.python_version(),
         "platform": platform.platform(),

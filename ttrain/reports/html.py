@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from typing import Any
 
-from ttrain import __version__
+from ttrain.core.machine import VERSION
 from ttrain.core.terminal import escape_control_characters
 from ttrain.reports import drawings
 from ttrain.reports.charts import TITLES, Chart
@@ -176,7 +176,7 @@ class Page:
             f"<title>{escape(self._title)}</title>\n<style>{style}</style>\n</head>\n<body>\n",
             f"<header>{escape(head)}</header>\n{tag('nav', *headings)}\n",
             PLACE.sub(lambda match: svgs[int(match[1])], "\n".join(sections)),
-            tag("footer", f"ttrain {__version__}. This page is self-contained: it loads nothing, and can be sent as it is."),
+            tag("footer", f"ttrain {VERSION}. This page is self-contained: it loads nothing, and can be sent as it is."),
             f'\n<script type="application/json" id="data">{script_json(self._points())}</script>\n' if scripts else "\n",
             *(f"<script>{script}</script>\n" for script in scripts),
             "</body>\n</html>\n",

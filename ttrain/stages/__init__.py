@@ -139,7 +139,7 @@ STAGES: Mapping[str, Stage] = {
     )
 }
 
-# What `ttrain train --task` and `ttrain gate train` run is not part of a pipeline, but runs like a stage.
+# What `ttrain train` and `ttrain gate train` run is not part of a pipeline, but runs like a stage.
 TASK = Stage("task", "ttrain.stages.user_task", config.UserTaskConfig, uses_ranks=True)
 GATE = Stage("gate", "ttrain.stages.gate", config.GateConfig, uses_ranks=True)
 RUNNABLE: Mapping[str, Stage] = {**STAGES, TASK.name: TASK, GATE.name: GATE}

@@ -1,4 +1,4 @@
-"""The process of `ttrain train --task`: train a user's task in the way of the stages."""
+"""The process of `ttrain train`: train a user's task in the way of the stages."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ Each row is one run of a pipeline. Lower is better for bits per byte and losses;
 - [**Which is better, and why**]({table}): the figures, then the settings that differ. Stages are the runs below a row.
 - [**Curves by tokens**]({curves}): the losses of all stages over the tokens trained on, whatever a step was.
 
-In the terminal: `ttrain compare A B` and `ttrain report RUN`. `ttrain ui` brings the columns up to date.
+In the terminal: `ttrain compare A B` and `ttrain report RUN`. `ttrain up --open` brings the columns up to date.
 """
 
 
@@ -92,7 +92,7 @@ def source_tags(pipeline: str) -> dict[str, str]:
 
 
 def refresh_views(store: MlflowStore | NullStore) -> None:
-    """Bring the views up to date at the end of a run; if MLflow does not answer, the next run or `ttrain ui` does it."""
+    """Bring the views up to date at the end of a run; if MLflow does not answer, the next run or `ttrain up` does."""
     if isinstance(store, MlflowStore) and not store.caller.is_silent:
         store.caller.try_call(lambda: write_views(store.client, store.experiment_id(), newest=FEW_RUNS))
 

@@ -1,0 +1,148 @@
+"""The surface of the commands: help in panels, old names, completion, one style of error, versions, logs of runs."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+from ttrain.cli import options
+from ttrain.cli.main import PANELS, app, main
+from ttrain.store import runs
+from ttrain.store.runs import RunRecord
+
+
+def ended(*words: str) -> int:
+    with pytest.raises(SystemExit) as end:
+        main([*words])
+    return int(end.value.code or 0)
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TTRAIN_HOME", str(tmp_path))
+    return tmp_path
+
+
+def test_the_help_has_the_panels_in_order_and_each_command_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ended("--help") == 0
+    shown = capsys.readouterr().out
+    assert re.findall(r"─ (\w+) ─", shown) == ["Options", *PANELS]
+    commands = get_command(app).commands  # type: ignore[attr-defined]
+    listed = re.findall(r"^│ ([a-z]+) ", shown, flags=re.MULTILINE)
+    assert sorted(listed) == sorted(name for name, command in commands.items() if not command.hidden)
+    assert {"model", "ui", "plot"}.isdisjoint(listed)
+
+
+def test_the_version_names_the_libraries_and_the_home(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ended("--version") == 0
+    words = [line.split(" ", 1)[0] for line in capsys.readouterr().out.splitlines()]
+    assert words == ["ttrain", "Python", "torch", "prefect", "mlflow", "home"]
+
+
+@pytest.mark.parametrize(
+    ("words", "new"),
+    [
+        (("model", "show", "--kinds"), "ttrain models size"),
+        (("train", "sft", "sft.optim.rl=1"), "ttrain stage run sft"),
+        (("train", "task", "nothing"), "ttrain train NAME"),
+        (("train", "--task", "nothing"), "ttrain train NAME"),
+        (("plot", "latest"), "ttrain report RUN --png"),
+        (("ui", "--no-browser"), "ttrain up --open"),
+    ],
+)
+def test_an_old_name_works_and_says_the_new_one(
+    home: Path, words: tuple[str, ...], new: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended(*words)
+    output = capsys.readouterr()
+    assert f"is now `{new}`" in output.err and "is now" not in output.out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("pipeline", "run", "full", "--untill", "sft"), "no such option: --untill (Possible options: --until)"),
+        (("pipelin",), "no such command 'pipelin'. Did you mean 'pipeline'"),
+        (("pipeline", "plan"), "missing argument 'pipeline'"),
+        (("pipeline", "plan", "full", "--profile", "smal"), "there is no profile 'smal'; did you mean small?"),
+        (("stage", "run", "sfd"), "there is no stage 'sfd'; did you mean sft?"),
+        (("pipeline", "logs", "nothing"), "there is no run 'nothing'"),
+        (("artifacts", "show", "abc"), "there is no stage 'abc'"),
+        (("pipeline", "plan", "ful"), "there is no pipeline 'ful'; did you mean 'full'?"),
+    ],
+)
+def test_a_mistake_is_one_line_without_a_box(
+    home: Path, words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ended(*words) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {message}") and error.count("\n") == 1 and "─" not in error
+
+
+def test_the_shell_completes_stages_runs_models_settings_and_profiles(home: Path) -> None:
+    record = RunRecord(home, "full", ["sft"], {})
+    assert options.stage_words("shards-s") == ["shards-sft"]
+    assert options.run_words("full-") == [record.run] and options.run_words("la") == ["latest"]
+    assert options.model_words("sf") == ["sft"] and options.model_words(f"{record.run}:l") == [f"{record.run}:lora"]
+    assert options.setting_words("sft.optim.l") == ["sft.optim.lr="]
+    assert options.profile_words("s") == ["small"]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_gets_its_completion(
+    shell: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("_TTRAIN_COMPLETE", f"complete_{shell}")
+    monkeypatch.setenv("_TYPER_COMPLETE_ARGS", "ttrain pipeline rerun sf")
+    monkeypatch.setenv("COMP_WORDS", "ttrain pipeline rerun sf")
+    monkeypatch.setenv("COMP_CWORD", "3")
+    monkeypatch.setenv("_TYPER_COMPLETE_FISH_ACTION", "get-args")
+    with pytest.raises(SystemExit):
+        app([], prog_name="ttrain")
+    assert "sft" in capsys.readouterr().out
+
+
+def test_the_stages_are_listed_with_what_they_do(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ended("stage", "list", "--json") == 0
+    stages = json.loads(capsys.readouterr().out)
+    assert list(stages)[:2] == ["source", "tokenizer"] and all(about[0].isupper() for about in stages.values())
+
+
+def test_the_log_of_a_run_is_printed_and_followed_to_its_end(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = RunRecord(home, "full", ["tokenizer", "sft"], {})
+    log = runs.RunLog(record.path.with_suffix(".log"))
+    log.add("tokenizer", "first")
+    log.add("sft", "second \x1b[2J")
+    assert ended("pipeline", "logs", record.run) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(" ", 2)[2] for line in lines] == ["tokenizer: first", "sft: second \\x1b[2J"]
+    assert ended("pipeline", "logs", "latest", "tokenizer") == 0
+    assert capsys.readouterr().out.count("\n") == 1
+
+    first_seen = threading.Event()
+    collected: list[str] = []
+
+    def follow() -> None:
+        for line in runs.log_lines(home, record.run, follow=True):
+            collected.append(line)
+            first_seen.set()
+
+    thread = threading.Thread(target=follow)
+    thread.start()
+    assert first_seen.wait(30)
+    log.add("sft", "third")
+    record.finish("completed", {})
+    thread.join(30)
+    assert [line.rpartition(" ")[2] for line in collected] == ["first", "\\x1b[2J", "third"]
+
+
+def test_a_run_without_a_log_says_so(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = RunRecord(home, "full", ["sft"], {})
+    record.finish("completed", {})
+    assert ended("pipeline", "logs", "latest") == 2
+    assert f"the run {record.run} has no log" in capsys.readouterr().err
