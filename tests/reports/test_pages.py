@@ -21,8 +21,8 @@ from support.recorded_homes import BEGAN, NONE_SUCH, TOKENS_PER_STEP, Made, fall
 
 from ttrain.errors import TTrainError, UsageError
 from ttrain.reports import charts, drawings
-from ttrain.reports.compare_page import page_of
 from ttrain.reports.html import script_json
+from ttrain.reports.report import comparison_page as page_of
 from ttrain.reports.report import find_problems, report_of
 from ttrain.store import runs
 from ttrain.tracking import Point, RunView, read_run, read_runs

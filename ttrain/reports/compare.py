@@ -12,8 +12,9 @@ from ttrain.config import SHAPE_NO_RESULT
 from ttrain.config.training import EVALUATED, PRIMARY_METRICS, VALIDATION_LOSS, model_order
 from ttrain.core.files import parse_json
 from ttrain.core.hashing import digest_of
-from ttrain.core.text import first_of, format_duration, format_number, format_time
+from ttrain.core.text import ABSENT, first_of, format_duration, format_number, format_time
 from ttrain.reports import facts
+from ttrain.reports.sections import Answers, Block, Cell, Heading, Section, Table, Text
 from ttrain.reports.summary import rounded
 from ttrain.tracking import RunView
 
@@ -32,6 +33,8 @@ HELD_OUT = ("documents", "document_bytes", "chats", "domain")
 
 EVALUATION = "evaluate"
 
+FIGURES = "Figures"  # the section below which a page has the curves
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -39,6 +42,10 @@ class Difference:
 
     name: str
     values: tuple[str, ...]
+
+    def cell(self, run: int) -> Cell:
+        """The value of a run."""
+        return Cell(self.values[run], "")
 
 
 @dataclass(frozen=True)
@@ -51,9 +58,10 @@ class ComparedMetric:
     best: int | None  # number of the best run
     percent: tuple[float | None, ...]  # by how much it differs from the first run's
 
-    def texts(self, run: int) -> tuple[str, str]:
-        """(the value of a run, by how much it differs from the first run's)."""
-        return format_number(self.values[run], self.name), facts.change(self.percent[run]) if run else ""
+    def cell(self, run: int) -> Cell:
+        """The value of a run, by how much it differs from the first run's, and whether it is the best."""
+        style = "number best" if run == self.best else "number"
+        return Cell(format_number(self.values[run], self.name), style, small=facts.change(self.percent[run]) if run else "")
 
 
 @dataclass(frozen=True)
@@ -110,6 +118,38 @@ def compare(views: Sequence[RunView]) -> RunComparison:
     )
 
 
+def sections(comparison: RunComparison, names: Sequence[object]) -> list[Section]:
+    """What a reader is shown of a comparison; `names` are the short names of the runs."""
+
+    def table(differences: Sequence[Difference]) -> Table:
+        return Table(("", *names), [(difference.name, *difference.values) for difference in differences])
+
+    def differing(title: str, differences: Sequence[Difference], text_if_none: str) -> Section:
+        return Section(title, [table(differences) if differences else Text(text_if_none, "faint")])
+
+    metrics = [(metric.name, *map(metric.cell, range(len(names)))) for metric in comparison.metrics]
+    figures: list[Block] = [
+        Table(("", *names), metrics, range(1, len(names) + 1)) if metrics else Text("All figures are the same.")
+    ]
+    if metrics and comparison.same_metrics:
+        figures.append(Text(f"The same in all: {', '.join(comparison.same_metrics)}.", "faint"))
+    samples: list[Block] = []
+    for model in dict.fromkeys(sample.model for sample in comparison.samples):
+        samples.append(Heading(f"{model} model"))
+        for sample in comparison.samples:
+            if sample.model == model:
+                samples += [Text(sample.prompt, "prompt"), Answers(list(zip(names, sample.answers, strict=True)))]
+    aside = [table(comparison.settings_aside)] if comparison.settings_aside else []
+    return [
+        differing("Settings that differ", comparison.settings, "All settings that shape a result are the same."),
+        Section(FIGURES, figures),
+        differing("Data", comparison.data, "The same files, the same rows."),
+        Section("Samples", samples),
+        differing("Code and machine", comparison.code, "The same code and libraries on the same kind of machine."),
+        Section("Settings that shape no result", aside),
+    ]
+
+
 def labels(count: int) -> list[str]:
     """Short names of runs: A, B, ...; R27, R28, ... after Z."""
     return [chr(ord("A") + number) if number < 26 else f"R{number + 1}" for number in range(count)]
@@ -126,7 +166,7 @@ def run_rows(views: Sequence[RunView]) -> list[tuple[str, str, str, str, str]]:
 def _differences(tables: Sequence[Mapping[str, str]]) -> Iterator[Difference]:
     """A line for each name whose value is not the same in all tables, in the order of the names."""
     for name in sorted({name for table in tables for name in table}):
-        values = tuple(table.get(name, facts.MISSING) for table in tables)
+        values = tuple(table.get(name, ABSENT) for table in tables)
         if len(set(values)) > 1:
             yield Difference(name, values)
 
@@ -173,7 +213,7 @@ def _code(manifests: Sequence[Mapping[str, Mapping[str, Any]]]) -> Iterator[Diff
         table |= {name: ", ".join(values) for name, values in versions.items() if name != "ttrain"}
         tables.append(table)
     for difference in _differences(tables):
-        if len({*difference.values} - {facts.MISSING}) < 2:
+        if len({*difference.values} - {ABSENT}) < 2:
             continue  # a stage that only one run has made is not a difference
         modules = (
             _modules(difference.name.removeprefix("code of "), manifests) if difference.name.startswith("code of ") else ""
@@ -274,9 +314,7 @@ def _samples(views: Sequence[RunView], manifests: Sequence[Mapping[str, Mapping[
     answers = [facts.samples_of(stages.get(EVALUATION, {})) for stages in manifests]
     prompts = dict.fromkeys(key for run_answers in answers for key in run_answers)
     for model, prompt in sorted(prompts, key=lambda key: model_order(key[0])):
-        yield ComparedSample(
-            model, prompt, tuple(run_answers.get((model, prompt), facts.MISSING) for run_answers in answers)
-        )
+        yield ComparedSample(model, prompt, tuple(run_answers.get((model, prompt), ABSENT) for run_answers in answers))
 
 
 def scores_of(view: RunView) -> Mapping[str, Any]:
