@@ -19,7 +19,7 @@ from ttrain.errors import DataError, UsageError
 from ttrain.evaluate import items as reading
 from ttrain.evaluate import perplexity, tool_calls
 from ttrain.evaluate.evaluated_model import EvaluatedModel, ProgressCallback
-from ttrain.evaluate.items import UNSPACED, BadRow, Items, LeftOut, SuiteFiles
+from ttrain.evaluate.items import UNSPACED, BadRow, Items, SuiteFiles
 from ttrain.evaluate.task_result import Metric, TaskResult
 from ttrain.evaluate.tool_calls import Budget, CallVerdict
 
@@ -31,19 +31,11 @@ Tokens = tuple[list[int], list[bool]]
 def read(task: str, spec: ChatsTask, files: SuiteFiles) -> Items[chat_templates.Messages]:
     """Read the chats of a file, or those that the model's run held out. Raises UsageError if the file does not exist,
     DataError if it has no chat."""
-    setting = files.setting(task, "file")
-    if heldout_part := HELDOUT_PARTS.get(spec.file):
-        rows, left_out = [dict(record) for record in files.heldout[heldout_part]], list[LeftOut]()
-        conversations = [(_messages(row), row) for row in rows]
-    else:
-        conversations, left_out = reading.read_rows(files.file(spec.file), lambda row: (_messages(row), row), setting)
-    conversations = reading.sampled(conversations, spec.limit, spec.seed)
-    if not conversations:
-        bad = f"; the first of {len(left_out)} bad rows is {left_out[0].location}: {left_out[0].reason}" if left_out else ""
-        raise DataError(f"{setting} {spec.file} has no chat; a row needs {chat_shapes.CHAT_FIELDS}{bad}")
-    chats = tuple(messages for messages, _ in conversations)
+    part = HELDOUT_PARTS.get(spec.file)
+    rows, left_out = reading.read_texts(task, spec, part, files, _messages, chat_shapes.CHAT_FIELDS)
+    chats = tuple(messages for messages, _ in rows)
     names = reading.digests([[message.identity() for message in messages] for messages in chats])
-    return Items(task, spec, chats, names, tuple(left_out), reading.groups([row for _, row in conversations], spec.by))
+    return Items(task, spec, chats, names, tuple(left_out), reading.groups([row for _, row in rows], spec.by))
 
 
 def run(items: Items[chat_templates.Messages], subject: EvaluatedModel, progress: ProgressCallback) -> TaskResult:

@@ -8,7 +8,7 @@ import re
 import string
 import unicodedata
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
 from typing import Any
@@ -20,7 +20,7 @@ from ttrain.errors import UsageError
 from ttrain.evaluate import items as wording
 from ttrain.evaluate.choices import cut_figure
 from ttrain.evaluate.evaluated_model import EvaluatedModel, ProgressCallback
-from ttrain.evaluate.items import BadRow, Items, SuiteFiles, digests, groups
+from ttrain.evaluate.items import BadRow, Items, SuiteFiles
 from ttrain.evaluate.task_result import TaskResult, mean
 
 ROW_FORMAT = '{"question": text, "answer": text or number, "final" (optional): the result alone}'
@@ -39,13 +39,12 @@ class Problem:
     question: str
     answer: str
     final: str
-    labels: dict[str, Any] = field(default_factory=dict, compare=False)
 
 
 ProblemWithExamples = tuple[Problem, tuple[Problem, ...]]  # with its worked examples
 
 
-def parse(record: dict[str, Any], match: str, by: Sequence[str] = ()) -> Problem:
+def parse(record: dict[str, Any], match: str) -> Problem:
     """Parse a row. Raises BadRow without a right answer of the kind that `match` compares; auto accepts what exact accepts,
     which includes every number."""
     question = wording.text(record, "question")
@@ -58,7 +57,7 @@ def parse(record: dict[str, Any], match: str, by: Sequence[str] = ()) -> Problem
         raise BadRow("no number in the answer")
     if match != "numeric" and not normalised(final):
         raise BadRow("nothing but punctuation in the answer")
-    return Problem(question, answer, final, wording.labels(record, by))
+    return Problem(question, answer, final)
 
 
 def read(task: str, spec: GenerationTask, files: SuiteFiles) -> Items[ProblemWithExamples]:
@@ -66,20 +65,19 @@ def read(task: str, spec: GenerationTask, files: SuiteFiles) -> Items[ProblemWit
     file does not exist, DataError if it has no question."""
 
     def parsed(record: dict[str, Any]) -> Problem:
-        return parse(record, spec.match, spec.by)
+        return parse(record, spec.match)
 
-    rows, left_out = wording.read_file(task, spec.file, files, parsed, ROW_FORMAT)
+    rows = wording.read_file(task, spec.file, files, parsed, ROW_FORMAT)
     if spec.match == "auto":  # worked examples of another file are parsed by this choice
-        spec = spec.model_copy(update={"match": "numeric" if all(is_number(row.final) for row in rows) else "exact"})
-    problems, bad_examples = wording.with_examples(task, spec, rows, files, parsed)
-    identities = [
-        [problem.question, problem.final, [[shot.question, shot.answer] for shot in examples]]
-        for problem, examples in problems
-    ]
+        match = "numeric" if all(is_number(problem.final) for problem, _ in rows[0]) else "exact"
+        spec = spec.model_copy(update={"match": match})
     how = spec.model_dump(mode="json", include={"match", "new_tokens", "chat", "template", "stop", "shots_separator"})
-    names = digests([[*identity, how] for identity in identities])
-    by_label = groups([problem.labels for problem, _ in problems], spec.by)
-    return Items(task, spec, tuple(problems), names, (*left_out, *bad_examples), by_label)
+
+    def item_of(problem: Problem, examples: tuple[Problem, ...]) -> tuple[ProblemWithExamples, object]:
+        shots = [[shot.question, shot.answer] for shot in examples]
+        return (problem, examples), [problem.question, problem.final, shots, how]
+
+    return wording.with_examples(task, spec, rows, files, parsed, item_of)
 
 
 def run(items: Items[ProblemWithExamples], subject: EvaluatedModel, progress: ProgressCallback) -> TaskResult:
