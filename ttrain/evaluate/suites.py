@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -175,22 +176,6 @@ def _files_of_task(task: Task) -> Iterable[tuple[str, str]]:
 
 
 TASKS = "under tasks, write a name and the settings of each task, such as poems: {kind: choices, file: poems.jsonl}"
-# Rule for a value, by pydantic's error type; {gt} and the like come from the error's context.
-RULES: Mapping[str, str] = {
-    "greater_than": "must be more than {gt}",
-    "greater_than_equal": "must be {ge} or more",
-    "less_than": "must be less than {lt}",
-    "less_than_equal": "must be {le} or less",
-    "literal_error": "must be {expected}",
-    "int_type": "must be a whole number",
-    "int_parsing": "must be a whole number",
-    "int_from_float": "must be a whole number",
-    "bool_type": "must be true or false",
-    "bool_parsing": "must be true or false",
-    "string_type": "must be a text",
-    "string_too_short": "must not be empty",
-    "tuple_type": "must be a list, such as [lang]",
-}
 
 
 def describe_error(item: Mapping[str, Any], tree: Mapping[str, Any]) -> str:
@@ -224,11 +209,8 @@ def describe_error(item: Mapping[str, Any], tree: Mapping[str, Any]) -> str:
             return f"{name} is of kind {_kind(tree, location)!r}, which does not exist; choose one of {', '.join(KINDS)}"
         case "value_error":
             return f"{name}: {str(item['msg']).removeprefix('Value error, ')}"
-    rule = RULES.get(item["type"])
-    if rule is None:
-        message = str(item["msg"])
-        return f"{name} is {item['input']!r} but: {message[0].lower()}{message[1:]}"
-    return f"{name} is {item['input']!r} but {rule.format_map(item.get('ctx', {}))}"
+    rule = re.sub("^(Input|String) should", "must", str(item["msg"])).partition(", unable")[0].replace("tuple", "list")
+    return f"{name} is {item['input']!r} but {rule}"
 
 
 def _kind_of(value: object) -> str:
