@@ -353,10 +353,8 @@ def spawned(learner: Learner, rows: InMemoryRows) -> list[Step]:
     """A first step that RANKS processes share, as each of them computes it. Raises TTrainError where one fails."""
     with tempfile.TemporaryDirectory(prefix="ttrain-doctor-") as name:
         directory, deadline = Path(name), time.monotonic() + RANK_SECONDS
-        # not forked: a fork of a process with threads hangs
-        ranks = mp.start_processes(
-            _be_rank, (os.getpid(), directory, learner, rows), RANKS, join=False, start_method="spawn"
-        )
+        launch: Any = start_processes  # not forked: a fork of a process with threads hangs
+        ranks = launch(_be_rank, (os.getpid(), directory, learner, rows), RANKS, join=False, start_method="spawn")
         try:
             while not ranks.join(timeout=max(0.0, deadline - time.monotonic())):
                 if time.monotonic() >= deadline:
