@@ -227,6 +227,8 @@ Records = Mapping[str, Sequence[Mapping[str, Any]]]
 def default_suite(heldout: Records, references: Sequence[Reference]) -> tuple[suites.LoadedSuite, list[str]]:
     """(the suite without options: all held-out data of the models' runs that every model can be evaluated on; a line
     for each part left out). Raises UsageError if nothing remains."""
+    from ttrain.config.evaluate import HELDOUT
+    from ttrain.config.training import BITS_PER_BYTE
     from ttrain.data import existing
     from ttrain.evaluate import suites
 
@@ -237,16 +239,14 @@ def default_suite(heldout: Records, references: Sequence[Reference]) -> tuple[su
     )
     if not heldout:
         raise UsageError(f"there is no held-out data of {names} in this store, {advice}")
-    loaded = suites.of_heldout(heldout)
     without_template = [reference.text for reference in references if not existing.brings_template(reference.tokenizer)]
-    suite_without_chats = suites.without_chats(loaded)
-    if not without_template or suite_without_chats == loaded.suite:
-        return loaded, []
+    parts = [part for part in heldout if part == BITS_PER_BYTE.records or not without_template]
     why = f"the tokenizer of {' and '.join(without_template)} has no chat template"
-    if suite_without_chats is None:
+    if not parts:
         raise UsageError(f"all held-out data of {names} are chats, but {why}, {advice}")
-    left_out = ", ".join(name for name in loaded.suite.tasks if name not in suite_without_chats.tasks)
-    return replace(loaded, suite=suite_without_chats), [f"not asked: {left_out}, for {why}"]
+    whole, loaded = (suites.with_parts(suites.load(HELDOUT), some) for some in (heldout, parts))
+    left_out = ", ".join(name for name in whole.suite.tasks if name not in loaded.suite.tasks)
+    return loaded, [f"not asked: {left_out}, for {why}"] if left_out else []
 
 
 def heldout_of(references: Sequence[Reference], store: ArtifactStore) -> dict[str, list[dict[str, Any]]]:

@@ -36,10 +36,16 @@ IN_TRAINING = "occurs in the training documents"
 
 
 class LeftOut(NamedTuple):
-    """An unused row: `location` is file:line, or the digest of its text if it is left out as IN_TRAINING."""
+    """An unused row: its file and line, or the digest of its text alone if it is left out as IN_TRAINING."""
 
-    location: str
+    file: str
+    line: int | None
     reason: str
+
+    @property
+    def location(self) -> str:
+        """Where the row is, for messages."""
+        return self.file if self.line is None else f"{self.file}:{self.line}"
 
 
 @dataclass(frozen=True)
@@ -124,7 +130,7 @@ def read_rows(path: Path, parse: Callable[[dict[str, Any]], T], setting: str) ->
         problem = "is a directory; name a file in it" if path.is_dir() else "does not exist"
         raise UsageError(f"{setting} is {path}, which {problem}; a suite's paths are relative to the suite's own file")
     left_out: list[LeftOut] = []
-    tally = records.Tally(quarantine=lambda row: left_out.append(LeftOut(f"{row['file']}:{row['line']}", row["reason"])))
+    tally = records.Tally(quarantine=lambda row: left_out.append(LeftOut(row["file"], row["line"], row["reason"])))
     rows: Rows[T] = []
     for name, line, record in records.records([str(path)], tally, MAX_LINE_BYTES):
         try:
@@ -220,9 +226,7 @@ def lines(items: Sequence[Items[Any]]) -> list[str]:
 
 def left_out_json(items: Items[Any]) -> list[dict[str, Any]]:
     """Every unused row of a task: its file, its line (None if unknown), the reason."""
-    return [
-        {"file": file, "line": line, "reason": row.reason} for row in items.left_out for file, line in [_file_and_line(row)]
-    ]
+    return [row._asdict() for row in items.left_out]
 
 
 def _left_out(rows: Sequence[LeftOut]) -> Iterator[str]:
@@ -256,20 +260,12 @@ def _unused(items: Items[Any]) -> Iterator[str]:
 def _locations(rows: Sequence[LeftOut]) -> str:
     """Format as "a.jsonl:3, 7, b.jsonl:1 and 12 more"."""
     shown: list[str] = []
-    previous_file = ""
-    for file, line in map(_file_and_line, rows[:SHOWN_PLACES]):
-        if line is None:
-            shown.append(file)
-        else:
-            shown.append(f"{line}" if file == previous_file else f"{Path(file).name}:{line}")
-        previous_file = file
+    previous = ""
+    for file, line, _ in rows[:SHOWN_PLACES]:
+        shown.append(f"{line}" if file == previous else file if line is None else f"{Path(file).name}:{line}")
+        previous = file
     unshown = len(rows) - len(shown)
     return ", ".join(shown) + (f" and {unshown:,} more" if unshown else "")
-
-
-def _file_and_line(row: LeftOut) -> tuple[str, int | None]:
-    file, _, line = row.location.rpartition(":")
-    return (file, int(line)) if file and line.isdecimal() else (row.location, None)
 
 
 # Scripts without spaces between words: Thai to Lao, Khmer, kana, Han and their full-width punctuation. Not Korean.
@@ -309,7 +305,7 @@ def with_examples(
             f"{files.setting(task, 'shots')} is {spec.shots}, but {source} has {counted(fewest, 'row')} "
             f"besides the item itself; set fewer"
         )
-    unused = [*left_out, *(LeftOut(row.location, f"as an example: {row.reason}") for row in bad_examples)]
+    unused = [*left_out, *(row._replace(reason=f"as an example: {row.reason}") for row in bad_examples)]
     made = [item_of(row, some) for (row, _), some in zip(drawn, shots, strict=True)]
     names = digests([identity for _, identity in made])
     by_label = groups([record for _, record in drawn], spec.by)
