@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, TypeGuard
+from typing import Any
 
 from ttrain.config import SHAPE_NO_RESULT
 from ttrain.config.training import EVALUATED, PRIMARY_METRICS, VALIDATION_LOSS, model_order
@@ -241,34 +241,28 @@ def _verdict(views: Sequence[RunView], metrics: Sequence[ComparedMetric]) -> str
     """The best run by the first deciding metric that differs, and by how much it beats the next best."""
     by_name = {figure.name: figure for figure in metrics}
     equal = ""
-    for name in DECIDING_METRICS:
-        figure = by_name.get(name)
-        numeric_values = [(value, run) for run, value in enumerate(figure.values) if _is_number(value)] if figure else []
-        if figure is None or len(numeric_values) < 2:
+    for figure in filter(None, map(by_name.get, DECIDING_METRICS)):
+        finite = {run: value for run, value in enumerate(figure.values) if value is not None and math.isfinite(value)}
+        if len(finite) < 2:
             continue
+        least, *others = sorted(set(finite.values()))
         if figure.best is None:
-            equal = equal or f"equal by {name}: {format_number(numeric_values[0][0])}"
+            equal = equal or f"equal by {figure.name}: {format_number(least)}"
             continue
-        least, second = sorted({value for value, _ in numeric_values})[:2]
-        winners, runners_up = ([run for value, run in numeric_values if value == target] for target in (least, second))
-        names = labels(len(views))
-        best_names, next_names = (_joined_names([names[run] for run in runs]) for runs in (winners, runners_up))
+        winners, next_best = ([run for run, value in finite.items() if value == target] for target in (least, others[0]))
         comparison = (
-            f"{best_names} {'are' if winners[1:] else 'is'} better by {name}: "
-            f"{format_number(least)} against {format_number(second)} of {next_names} "
-            f"({facts.change(facts.percent(least, second))})"
+            f"{_joined_names(winners, len(views))} {'are' if winners[1:] else 'is'} better by {figure.name}: "
+            f"{format_number(least)} against {format_number(others[0])} of {_joined_names(next_best, len(views))} "
+            f"({facts.change(facts.percent(least, others[0]))})"
         )
-        certainty = significance_text(views[winners[0]], views[runners_up[0]], name)
+        certainty = significance_text(views[winners[0]], views[next_best[0]], figure.name)
         return "; ".join(filter(None, (equal, comparison, certainty)))
     return equal or "the runs share no metric that decides which is better"
 
 
-def _joined_names(names: Sequence[str]) -> str:
+def _joined_names(numbers: Sequence[int], count: int) -> str:
+    names = [labels(count)[number] for number in numbers]
     return " and ".join(names) if len(names) < 4 else f"{', '.join(names[:2])} and {len(names) - 2} more"
-
-
-def _is_number(value: float | None) -> TypeGuard[float]:
-    return value is not None and math.isfinite(value)
 
 
 def _comparability_warnings(views: Sequence[RunView], manifests: Sequence[Mapping[str, Mapping[str, Any]]]) -> Iterator[str]:
@@ -300,9 +294,9 @@ def _texts(views: Sequence[RunView], manifests: Sequence[Mapping[str, Mapping[st
     """Digests that identify the held-out records of each evaluation, by what all runs have: the records, else the shards,
     which hold them as tokens, else their number and size."""
     evaluated = [(view, stages["evaluate"]) for view, stages in zip(views, manifests, strict=True) if stages.get("evaluate")]
-    records = [records_of(scores_of(view)) for view, _ in evaluated]
-    if all(records):
-        return {digest_of(entry) for entry in records}
+    parts = [scores_of(view).get("parts", {}) for view, _ in evaluated]
+    if all(parts):
+        return {digest_of({name: list(scored.get("records", ())) for name, scored in entry.items()}) for entry in parts}
     if same_tokens:
         inputs = [manifest["ingredients"].get("inputs", {}) for _, manifest in evaluated]
         return {digest_of({name: entry.get(name) for name in ("documents", "chats", "domain")}) for entry in inputs}
@@ -328,11 +322,6 @@ def scores_of(view: RunView) -> Mapping[str, Any]:
     return scores if isinstance(scores, dict) else {}
 
 
-def records_of(scores: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Digests of the held-out records of each part, independent of the tokenizer."""
-    return {name: list(split_scores.get("records", ())) for name, split_scores in scores.get("parts", {}).items()}
-
-
 def significance_text(better: RunView, worse: RunView, name: str) -> str:
     """How certain it is that one run is better than another by a metric; "" where the scores do not tell."""
     if not name.startswith(EVALUATED):
@@ -341,19 +330,16 @@ def significance_text(better: RunView, worse: RunView, name: str) -> str:
     from ttrain.evaluate.promotion import Scores, decide
     from ttrain.evaluate.task_result import sums_in
 
-    metric = name.removeprefix(EVALUATED)
-    both = []
-    for view in (better, worse):
-        record_sums = sums_in(scores_of(view), metric)
-        if record_sums is None:
-            return ""
-        both.append(Scores(metric, view.metrics[name], *record_sums[:3]))
-    if both[0].records != both[1].records or both[0].sizes != both[1].sizes:
+    metric, rule = name.removeprefix(EVALUATED), Promotion()
+    recorded = [sums_in(scores_of(view), metric) for view in (better, worse)]
+    scores = [
+        Scores(metric, view.metrics[name], *sums[:3]) for view, sums in zip((better, worse), recorded, strict=True) if sums
+    ]
+    if len(scores) < 2 or scores[0].records != scores[1].records or scores[0].sizes != scores[1].sizes:
         return ""
-    rule = Promotion()
-    decision = decide(both[0], both[1], rule)
+    decision = decide(scores[0], scores[1], rule)
     if decision.interval is None:
-        count = len(both[0].records)
+        count = len(scores[0].records)
         record_count = "1 held-out record is" if count == 1 else f"{count} held-out records are"
         return f"{record_count} too few to say that this is more than chance"
     low, high = decision.interval
