@@ -65,6 +65,8 @@ def compare(
     if len(runs) < 2:
         raise UsageError(f"compare got one run, {runs[0]}, but needs two or more; `ttrain pipeline status` lists them")
     _check_axis(axis)
+    if html:
+        _check_writable(html)
     views = read_runs(home(), runs)
     duplicate = next(
         (text for index, text in enumerate(runs) if views[index].name in [view.name for view in views[:index]]), None
@@ -75,7 +77,7 @@ def compare(
     if html:
         from ttrain.reports.report import comparison_page
 
-        _write(html, comparison_page(views, comparison, axis=axis, log=log))
+        html.write_text(comparison_page(views, comparison, axis=axis, log=log), encoding="utf-8")
     if as_json:
         print_json({**comparison.to_json(), "page": str(html) if html else None})
         return
@@ -102,7 +104,8 @@ def report(
     _check_axis(axis)
     view = read_run(home(), run)
     path = out or Path(f"{view.name}.html")
-    _write(path, report_of(home(), view, axis=axis, log=log))
+    _check_writable(path)
+    path.write_text(report_of(home(), view, axis=axis, log=log), encoding="utf-8")
     for note in view.notes:
         typer.echo(escaped(note), err=True)
     if as_json:
@@ -156,11 +159,6 @@ def _check_axis(axis: str) -> None:
 
     if axis not in AXES:
         raise UsageError(f"--axis is {axis}, but must be one of {', '.join(AXES)}")
-
-
-def _write(path: Path, text: str) -> None:
-    _check_writable(path)
-    path.write_text(text, encoding="utf-8")
 
 
 def _check_writable(path: Path) -> None:
