@@ -268,7 +268,6 @@ def test_many_runs_are_lines_with_the_best_first(compared_home: Path) -> None:
         (["report", A, "--out", "."], "is a directory"),
         (["plot", A, "--metric", "nothing"], "the curves are grad_norm, loss, lr, validation_loss"),
         (["plot", A, "--stage", "sft"], "those that have are pretrain"),
-        (["plot", A, "--axis", "epochs"], "--axis is epochs, but must be one of tokens, step, time"),
     ],
 )
 def test_mistakes_are_refused_with_what_there_is(compared_home: Path, arguments: list[str], told: str) -> None:

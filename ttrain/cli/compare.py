@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -23,7 +23,7 @@ SAMPLES_OF_A_MODEL = 2
 FIGURES_OF_MANY = 3
 
 RunReference = Annotated[str, typer.Argument(help=RUN_HELP)]
-Axis = Annotated[str, typer.Option("--axis", help="of the curves: tokens, step or time")]
+Axis = Annotated[Literal["tokens", "step", "time"], typer.Option("--axis", help="of the curves")]
 Log = Annotated[bool, typer.Option("--log", help="draw the curves with a logarithmic axis")]
 RunReferences = Annotated[list[str], typer.Argument(help=RUN_HELP, metavar="RUN...")]
 
@@ -64,7 +64,6 @@ def compare(
 
     if len(runs) < 2:
         raise UsageError(f"compare got one run, {runs[0]}, but needs two or more; `ttrain pipeline status` lists them")
-    _check_axis(axis)
     if html:
         _check_writable(html)
     views = read_runs(home(), runs)
@@ -101,7 +100,6 @@ def report(
     from ttrain.store.layout import home
     from ttrain.tracking import read_run
 
-    _check_axis(axis)
     view = read_run(home(), run)
     path = out or Path(f"{view.name}.html")
     _check_writable(path)
@@ -136,7 +134,6 @@ def plot(
     from ttrain.store.layout import home
     from ttrain.tracking import read_runs
 
-    _check_axis(axis)
     views = read_runs(home(), runs)
     rows = panels_of(views, metric or (), stage or ())
     path = out or Path(f"{views[0].name}.png")
@@ -151,14 +148,6 @@ def plot(
         print_json({"runs": [view.name for view in views], "picture": str(path), "panels": drawn})
     else:
         print(escaped(str(path)))
-
-
-def _check_axis(axis: str) -> None:
-    from ttrain.errors import UsageError
-    from ttrain.reports.drawings import AXES
-
-    if axis not in AXES:
-        raise UsageError(f"--axis is {axis}, but must be one of {', '.join(AXES)}")
 
 
 def _check_writable(path: Path) -> None:
