@@ -13,23 +13,19 @@ from typing import Any
 
 import pytest
 import torch
-from support.doubles import CPU, NumberedRows, in_ranks, settings_of_training, tiny_model
-from torch import Tensor, nn
+from doctor.test_doctor import FP32, ROWS, forked, language
+from support.doubles import CPU, settings_of_training, tiny_model
+from torch import Tensor
 
-from ttrain.config import Lora, Optim, Runtime, Training
+from ttrain.config import Lora, Optim, Runtime
 from ttrain.config.model import MultiToken
 from ttrain.doctor import model
-from ttrain.doctor.parts import Check, InMemoryRows, Learner, trainer_of
+from ttrain.doctor.parts import Check, Learner, trainer_of
 from ttrain.model import adapters, factory, multi_token
 from ttrain.train.checkpoint import WEIGHTS, Checkpoints
 from ttrain.train.checkpoint_format import list_checkpoints
 from ttrain.train.distributed import Ranks
-from ttrain.train.language_modeling import LanguageModeling
-from ttrain.train.precision import Precision
-from ttrain.train.task import TrainingTask
 
-FP32 = Precision("fp32", CPU)
-ROWS = NumberedRows(12)
 MOE = {"experts": 4, "top_k": 2, "z_loss": 0.001}
 SHARED = {**MOE, "shared_experts": 1, "bias_rate": 0.001}
 TINYSEEK = {"kind": "tinyseek", "moe": {"experts": 4, "top_k": 2, "shared_experts": 1, "expert_size": 8}}
@@ -67,10 +63,11 @@ ADAPTED: list[tuple[str, str]] = [
 ]  # fmt: skip
 MIXTURES = [name for name in MODELS if "experts" in name or "tinyseek" in name]
 CASES = [(name, "") for name in MODELS] + ADAPTED
-# To train and to resume: dense ones from transformers and of our own, experts without and with biases that move, noise of
-# the router and shared layers, a second head, and each way of PEFT: layers, stacked experts, transposed layers, prefixes.
+# To train and to resume, beside the llama of `test_doctor`: a dense one of our own, experts without and with biases that
+# move, noise of the router and shared layers, a second head, and each way of PEFT: layers, stacked experts, transposed
+# layers, prefixes.
 TRAINED: list[tuple[str, str]] = [
-    ("llama", ""), ("moyun", ""), ("tinyseek, one layer", ""), ("qwen3 with shared experts", ""),
+    ("moyun", ""), ("tinyseek, one layer", ""), ("qwen3 with shared experts", ""),
     ("two heads and experts", ""), ("qwen3", "lora on attention"), ("llama with experts", "lora"), ("gpt2", "dora"),
     ("llama", "prefix"),
 ]  # fmt: skip
@@ -106,10 +103,6 @@ def build(name: str, adapter: str) -> Subject:
     return Subject(adapters.attach(made, config), adapters.WEIGHTS)
 
 
-def language(config: Training, module: nn.Module, runtime: Runtime) -> TrainingTask:
-    return LanguageModeling(config, module)
-
-
 def case_id(case: tuple[str, str]) -> str:
     name, adapter = case
     return f"{adapter} on {name}" if adapter else name
@@ -135,12 +128,8 @@ def test_it_sees_neither_the_future_nor_other_records_and_starts_at_knowing_noth
 
 @pytest.mark.parametrize("learner", TRAINED, indirect=True, ids=case_id)
 def test_how_rows_are_divided_over_micro_batches_and_ranks_does_not_matter(learner: Learner, tmp_path: Path) -> None:
-    def launch(learner: Learner, rows: InMemoryRows) -> list[model.Step]:
-        steps: list[model.Step] = in_ranks(2, tmp_path, partial(model.first_step, learner, rows, rows_per_device=1))
-        return steps
-
     ok(model.accumulation(learner, ROWS, CPU))
-    ok(model.two_ranks(learner, ROWS, launch))
+    ok(model.two_ranks(learner, ROWS, forked(tmp_path)))
 
 
 @pytest.mark.parametrize("learner", TRAINED, indirect=True, ids=case_id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import time
@@ -25,7 +26,6 @@ from ttrain.data.chat_templates import Message, Messages
 from ttrain.data.encoder import Encoder
 from ttrain.errors import DataError
 from ttrain.evaluate import chats, tool_calls
-from ttrain.evaluate import tool_calls as schemas
 from ttrain.evaluate.evaluated_model import EvaluatedModel
 from ttrain.evaluate.items import SuiteFiles
 from ttrain.evaluate.task_result import TaskResult
@@ -64,6 +64,16 @@ def offering(*contents: str) -> Messages:
     """The same with functions."""
     messages = [{"role": turn.role, "content": turn.content} for turn in turns(*contents)]
     return tuple(records.messages_of({"messages": messages, **TOOLS}))
+
+
+FUNCTIONS = tool_calls.offered_functions(offering("Hi", "Hello"))
+
+
+def small_sandbox(seconds: float) -> Sandbox:
+    return Sandbox(
+        tool_calls.answer, seconds=seconds, seconds_per_result=seconds / 3, memory_bytes=256 << 20,
+        preloaded=("jsonschema", "referencing"),
+    )  # fmt: skip
 
 
 def saying(encoder: Encoder, model: Any, said: Sequence[tuple[Sequence[int], bool]], **changes: Any) -> EvaluatedModel:
@@ -163,8 +173,7 @@ def named(directory: Path) -> Encoder:
 
 
 def test_the_functions_of_a_system_turn_are_found_again() -> None:
-    functions = tool_calls.offered_functions(offering("Hi", "Hello"))
-    assert functions == {"weather": WEATHER["parameters"], "now": None, "odd": {"type": "dict"}}
+    assert {"weather": WEATHER["parameters"], "now": None, "odd": {"type": "dict"}} == FUNCTIONS
     assert tool_calls.offered_functions(turns("Hi", "Hello", system="Be kind; <tools> are not here.")) == {}
 
 
@@ -196,15 +205,15 @@ def test_functions_are_found_whatever_they_say_of_themselves(said: str) -> None:
     ],
 )
 def test_a_call_that_cannot_be_made_says_why(body: str, wrong: str) -> None:
-    (call,) = tool_calls.calls(
-        f"Let me see.\n<tool_call>\n{body}\n</tool_call>", tool_calls.offered_functions(offering("Hi", "Hello"))
-    )
+    (call,) = tool_calls.calls(f"Let me see.\n<tool_call>\n{body}\n</tool_call>", FUNCTIONS)
     assert call.wrong.startswith(wrong) and bool(call.wrong) == bool(wrong)
     assert bool(call.unchecked) == ("odd" in body)
 
 
 def test_a_schema_is_never_fetched_nor_able_to_end_an_evaluation() -> None:
+    nested: Any = functools.reduce(lambda schema, _: {"not": schema}, range(400), {})
     schemas: tuple[Any, ...] = (
+        nested,
         {"$ref": "http://127.0.0.1:9/schema.json"}, {"$ref": "#/nothing"}, {"properties": {"a": {"pattern": "(?<x"}}},
         {"$ref": "#"}, {"required": True}, [], "text", {"$ref": "#/required", "required": ["a"]},
         {"$ref": "#/enum/x", "enum": [1]},
@@ -226,10 +235,8 @@ COSTLY: dict[str, Any] = {
 def test_a_schema_that_asks_for_hours_is_named_and_the_next_call_is_judged(
     schema: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    small = Sandbox(
-        schemas.answer, seconds=0.3, seconds_per_result=0.1, memory_bytes=256 << 20, preloaded=("jsonschema", "referencing")
-    )
-    monkeypatch.setattr(schemas, "SANDBOX", small)
+    small = small_sandbox(0.3)
+    monkeypatch.setattr(tool_calls, "SANDBOX", small)
     body = json.dumps({"name": "f", "arguments": {"a": "a" * 40 + "!", "b" * 40 + "!": 1, "a" * 40 + "!": 2}})
     begun = time.process_time()
     judged = tool_calls.judge(*[f"<tool_call>{body}</tool_call>"] * 2, {"f": schema})
@@ -237,7 +244,7 @@ def test_a_schema_that_asks_for_hours_is_named_and_the_next_call_is_judged(
     assert judged.valid and judged.right, "what cannot be compared is judged by name and arguments alone"
     again = tool_calls.judge(*[f"<tool_call>{body}</tool_call>"] * 2, {"f": schema})
     assert again == judged, "it is not asked twice"
-    (call,) = tool_calls.calls(CALL.replace("2", "0"), tool_calls.offered_functions(offering("Hi", "Hello")))
+    (call,) = tool_calls.calls(CALL.replace("2", "0"), FUNCTIONS)
     assert call.wrong == "weather: days: 0 is less than the minimum of 1" and not call.unchecked
     assert time.process_time() - begun < 1
 
@@ -252,10 +259,7 @@ def test_marks_that_never_end_take_no_time() -> None:
     ("answer", "expected"),  # called, valid, right functions, right calls
     [
         (CALL, (True, True, True, True)),
-        (
-            CALL.replace("2", "2.0").replace('"city": "Rom", "days": 2.0', '"days": 2.0, "city": "Rom"'),
-            (True, True, True, True),
-        ),
+        (CALL.replace('"city": "Rom", "days": 2', '"days": 2.0, "city": "Rom"'), (True, True, True, True)),
         (CALL.replace("Rom", "Bonn"), (True, True, True, False)),
         (CALL.replace("2", '"two"'), (True, False, True, False)),
         (CALL + CALL, (True, True, False, False)),
@@ -267,13 +271,13 @@ def test_marks_that_never_end_take_no_time() -> None:
     ],
 )
 def test_calls_are_right_where_they_are_those_of_the_reference(answer: str, expected: tuple[bool, ...]) -> None:
-    judged = tool_calls.judge(answer, CALL, tool_calls.offered_functions(offering("Hi", "Hello")))
+    judged = tool_calls.judge(answer, CALL, FUNCTIONS)
     assert (judged.called, judged.valid, judged.right_names, judged.right) == expected
 
 
 def test_a_reference_that_its_own_schema_refuses_can_still_be_given() -> None:
     reference = CALL.replace("2", "0")
-    judged = tool_calls.judge(reference, reference, tool_calls.offered_functions(offering("Hi", "Hello")))
+    judged = tool_calls.judge(reference, reference, FUNCTIONS)
     assert judged.right and not judged.valid
 
 
@@ -315,13 +319,9 @@ def test_figures_of_answers_are_counted_by_hand(encoder: Encoder, model: Any, tm
     assert found["length"] == sum(len(text) for text, _ in texts) / 4
     assert "cut" not in found and "calls" not in found
     first = outcome.rows[0]["answers"]
-    assert [turn["turn"] for turn in first] == [1, 3] and [turn["reference"] for turn in first] == [
-        "An answer",
-        "Nothing more",
-    ]
-    assert first[1]["answer"] == "Nothing" and [figure.sizes[0] for figure in outcome.figures if figure.name == "ended"] == [
-        2
-    ]
+    assert [(turn["turn"], turn["reference"]) for turn in first] == [(1, "An answer"), (3, "Nothing more")]
+    (ended,) = (figure for figure in outcome.figures if figure.name == "ended")
+    assert first[1]["answer"] == "Nothing" and ended.sizes[0] == 2
     once = evaluated(rows, tmp_path, saying(encoder, model, said), new_tokens=40, answers=1)
     assert [len(row["answers"]) for row in once.rows] == [1, 1, 1] and once.rows[0]["answers"][0]["turn"] == 3
     assert once.items == outcome.items, "how many answers are asked for makes no other items"
@@ -349,17 +349,6 @@ def test_answers_with_calls_are_asked_for_before_the_last_ones() -> None:
     assert chats.turns_of(messages, 2) == [1, 9] and chats.turns_of(messages, 3) == [1, 7, 9]
     assert chats.turns_of(messages, 0) == [] and chats.turns_of(turns("a", "  "), 2) == []
     assert chats.turns_of((Message("assistant", "Hello"), *messages), 9) == [2, 4, 8, 10], "nothing stands before the first"
-
-
-def test_greedy_answers_stand_at_their_own_places(encoder: Encoder, model: Any, tmp_path: Path) -> None:
-    """Against each prompt asked by itself, whatever the order and the batches."""
-    rows = [*plain_chats(6), turns("Hi", "Hello", "And now?", "Now")]
-    subject = subject_of(model, encoder)
-    outcome = evaluated(rows, tmp_path, subject, new_tokens=5)
-    for messages, row in zip(rows, outcome.rows, strict=True):
-        for turn in row["answers"]:
-            ((ids, ended),) = subject.generate([prompt_ids(encoder, messages[: turn["turn"]])], 5)
-            assert (turn["answer"], turn["ended"]) == (encoder.decode(ids), ended)
 
 
 def test_a_short_context_gets_the_end_of_what_was_said(encoder: Encoder, model: Any, tmp_path: Path) -> None:
@@ -414,11 +403,9 @@ def test_progress_goes_from_nothing_to_all_once(encoder: Encoder, model: Any, tm
 
 
 def test_many_costly_schemas_have_one_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    small = Sandbox(
-        schemas.answer, seconds=0.1, seconds_per_result=0.05, memory_bytes=256 << 20, preloaded=("jsonschema", "referencing")
-    )
-    monkeypatch.setattr(schemas, "SANDBOX", small)
-    budget = schemas.Budget(seconds=0.4)
+    small = small_sandbox(0.1)
+    monkeypatch.setattr(tool_calls, "SANDBOX", small)
+    budget = tool_calls.Budget(seconds=0.4)
     body = f"<tool_call>{json.dumps({'name': 'f', 'arguments': {'a': 'a' * 40 + '!'}})}</tool_call>"
     reasons = []
     for number in range(60):
@@ -430,15 +417,7 @@ def test_many_costly_schemas_have_one_budget(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_cheap_schemas_use_nothing_of_the_budget() -> None:
-    budget = schemas.Budget()
+    budget = tool_calls.Budget()
     for days in range(20):
-        tool_calls.judge(CALL.replace("2", str(days)), CALL, tool_calls.offered_functions(offering("Hi", "Hello")), budget)
+        tool_calls.judge(CALL.replace("2", str(days)), CALL, FUNCTIONS, budget)
     assert budget.used_seconds < 0.5 and not budget.refused
-
-
-def test_a_schema_that_is_nested_too_deeply_is_counted_as_unusable() -> None:
-    schema: dict[str, Any] = {}
-    for _ in range(400):
-        schema = {"not": schema}
-    (call,) = tool_calls.calls('<tool_call>{"name": "f", "arguments": {}}</tool_call>', {"f": schema})
-    assert "cannot be used" in call.unchecked and not call.wrong

@@ -70,18 +70,25 @@ class Watched(nn.Module):
 # --- scores -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "kind", ["llama", "moyun", "mistral", "bloom"], ids=["shares", "few positions", "windows", "takes no mask"]
-)
-def test_what_is_shared_scores_as_rows_of_their_own(encoder: Encoder, kind: str) -> None:
-    subject = subject_of(model_of(encoder, kind=kind), encoder, max_length=128)
+def check(subject: EvaluatedModel, **options: Any) -> None:
+    """Every score of TEXTS is that of a pass over its whole row."""
     pairs = encode_pairs(subject, TEXTS)
     wanted = [naive(subject, *pair) for pair in pairs]
+    found = log_likelihoods(subject, TEXTS, quiet, **options)
+    assert [one.nats for one in found] == pytest.approx([nats for nats, _ in wanted], abs=1e-4)
+    assert [one.greedy for one in found] == [greedy for _, greedy in wanted]
+    assert [one.tokens for one in found] == [len(continuation) for _, continuation in pairs]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"kind": "moyun"}, {"kind": "mistral"}, {"kind": "mistral", "fields": {"sliding_window": 8}}, {"kind": "bloom"}],
+    ids=["shares", "few positions", "windows", "a window that hides the beginning of a context", "takes no mask"],
+)
+def test_what_is_shared_scores_as_rows_of_their_own(encoder: Encoder, options: dict[str, Any]) -> None:
+    subject = subject_of(model_of(encoder, **options), encoder, max_length=128)
     for alone in (True, False):
-        found = log_likelihoods(subject, TEXTS, quiet, alone=alone)
-        assert [one.nats for one in found] == pytest.approx([nats for nats, _ in wanted], abs=1e-4)
-        assert [one.greedy for one in found] == [greedy for _, greedy in wanted]
-        assert [one.tokens for one in found] == [len(continuation) for _, continuation in pairs]
+        check(subject, alone=alone)
 
 
 def test_contexts_and_what_they_begin_with_are_computed_once(encoder: Encoder) -> None:
@@ -95,20 +102,9 @@ def test_contexts_and_what_they_begin_with_are_computed_once(encoder: Encoder) -
     assert tokens[False] < 0.2 * tokens[True]  # 0.3 where questions are computed once, but not their passage
 
 
-def test_a_window_that_hides_the_beginning_of_a_context_hides_it_in_branches_too(encoder: Encoder) -> None:
-    model = model_of(encoder, kind="mistral", fields={"sliding_window": 8})
-    subject = subject_of(model, encoder)
-    assert subject.model.config.sliding_window == 8
-    pairs = encode_pairs(subject, TEXTS)
-    found = log_likelihoods(subject, TEXTS, quiet)
-    assert [one.nats for one in found] == pytest.approx([naive(subject, *pair)[0] for pair in pairs], abs=1e-4)
-
-
 @pytest.mark.parametrize("batch_tokens", [1, 100, 10**6])
 def test_a_score_does_not_depend_on_its_batch(subject: EvaluatedModel, encoder: Encoder, batch_tokens: int) -> None:
-    other = subject_of(subject.model, encoder, batch_tokens=batch_tokens)
-    wanted = [one.nats for one in log_likelihoods(subject, TEXTS, quiet)]
-    assert [one.nats for one in log_likelihoods(other, TEXTS, quiet)] == pytest.approx(wanted, abs=1e-4)
+    check(subject_of(subject.model, encoder, batch_tokens=batch_tokens))
 
 
 def test_a_model_whose_mask_does_nothing_is_found_out(encoder: Encoder) -> None:
@@ -123,10 +119,7 @@ def test_a_model_whose_mask_does_nothing_is_found_out(encoder: Encoder) -> None:
 
     model = model_of(encoder)
     model.__class__ = Deaf
-    subject = subject_of(model, encoder)
-    pairs = encode_pairs(subject, TEXTS)
-    found = log_likelihoods(subject, TEXTS, quiet)
-    assert [one.nats for one in found] == pytest.approx([naive(subject, *pair)[0] for pair in pairs], abs=1e-4)
+    check(subject_of(model, encoder))
 
 
 def test_tokens_at_the_border_are_those_of_the_whole_text(subject: EvaluatedModel) -> None:
@@ -223,6 +216,10 @@ def question(number: int, **changes: Any) -> dict[str, Any]:
     return {"question": f"Question {number}?", "choices": ["yes", "no", f"{number}"], "answer": number % 3, **changes}
 
 
+def quiz(directory: Path, **settings: Any) -> Any:
+    return choices.read_choices("quiz", ChoicesTask(file="a.jsonl", **settings), SuiteFiles(directory))
+
+
 BAD = {
     "no question": {"choices": ["a", "b"], "answer": 0},
     "question is not a string": question(0, question=5),
@@ -244,7 +241,7 @@ def test_bad_rows_are_told_with_their_place_and_never_count(tmp_path: Path, subj
     path = write(
         tmp_path / "a.jsonl", [question(0), *BAD.values(), "{broken\n", question(0, answer=float("nan")), question(1)]
     )
-    items = choices.read_choices("quiz", ChoicesTask(file="a.jsonl"), SuiteFiles(tmp_path))
+    items = quiz(tmp_path)
     assert [one.choice.answer for one in items.items] == [0, 1]
     assert [row.reason for row in items.left_out[: len(BAD)]] == list(BAD)
     assert [row.location for row in items.left_out] == [f"{path}:{line}" for line in range(2, len(BAD) + 4)]
@@ -267,15 +264,13 @@ def test_an_answer_is_a_number_a_letter_or_a_text(answer: Any) -> None:
 def test_a_file_without_an_item_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", [BAD["no answer"]])
     with pytest.raises(DataError, match=r"tasks.quiz.file a.jsonl has no usable row .*a.jsonl:1: no answer"):
-        choices.read_choices("quiz", ChoicesTask(file="a.jsonl"), SuiteFiles(tmp_path))
+        quiz(tmp_path)
 
 
 def test_figures_are_those_of_a_naive_loop(tmp_path: Path, subject: EvaluatedModel) -> None:
     rows = [question(number, source="odd" if number % 2 else "even") for number in range(12)]
     write(tmp_path / "a.jsonl", rows)
-    items = choices.read_choices(
-        "quiz", ChoicesTask(file="a.jsonl", normalise="bytes", by=("source",)), SuiteFiles(tmp_path)
-    )
+    items = quiz(tmp_path, normalise="bytes", by=("source",))
     outcome = choices.score_choices(items, subject, quiet)
     right, by_byte, losses = [], [], []
     for row in rows:
@@ -305,9 +300,7 @@ def test_scores_that_are_no_numbers_are_wrong_answers(tmp_path: Path, encoder: E
     with torch.no_grad():
         model.get_input_embeddings().weight.fill_(math.nan)
     write(tmp_path / "a.jsonl", [question(number) for number in range(3)])
-    outcome = choices.score_choices(
-        choices.read_choices("quiz", ChoicesTask(file="a.jsonl"), SuiteFiles(tmp_path)), subject_of(model, encoder), quiet
-    )
+    outcome = choices.score_choices(quiz(tmp_path), subject_of(model, encoder), quiet)
     assert outcome.primary.value == 0
     assert math.isnan(outcome.figures[-1].value)
     assert json.dumps(outcome.rows, allow_nan=False)
@@ -319,7 +312,7 @@ def test_scores_that_are_no_numbers_are_wrong_answers(tmp_path: Path, encoder: E
 def test_no_item_is_its_own_example(tmp_path: Path) -> None:
     rows = [question(number) for number in range(5)]
     write(tmp_path / "a.jsonl", [rows[0], *rows])  # the first one twice
-    items = choices.read_choices("quiz", ChoicesTask(file="a.jsonl", shots=2), SuiteFiles(tmp_path))
+    items = quiz(tmp_path, shots=2)
     for one in items.items:
         *examples, asked = one.context.split("\n\n")
         assert asked == one.choice.question
@@ -348,7 +341,7 @@ def test_what_is_asked_is_what_digests_tell_apart(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", [question(number) for number in range(9)])
 
     def read(**changes: Any) -> tuple[str, ...]:
-        return choices.read_choices("quiz", ChoicesTask(file="a.jsonl", **changes), SuiteFiles(tmp_path)).digests
+        return tuple(quiz(tmp_path, **changes).digests)
 
     assert read() == read(seed=5)
     assert len(set(read())) == 9
@@ -370,13 +363,11 @@ def test_what_is_asked_is_what_digests_tell_apart(tmp_path: Path) -> None:
 def test_one_space_stands_where_the_script_has_one(tmp_path: Path, text: str, choice: str, continuation: str) -> None:
     rows = [question(0, question=text, choices=[choice, "no"]), question(1, choices=[choice, "no"], answer=0)]
     write(tmp_path / "a.jsonl", rows)
-    one, _ = choices.read_choices("quiz", ChoicesTask(file="a.jsonl"), SuiteFiles(tmp_path)).items
+    one, _ = quiz(tmp_path).items
     assert one.continuations[0] == continuation
-    one, _ = choices.read_choices(
-        "quiz", ChoicesTask(file="a.jsonl", shots=1, template="{question} ="), SuiteFiles(tmp_path)
-    ).items
+    one, _ = quiz(tmp_path, shots=1, template="{question} =").items
     assert one.context == f"Question 1? ={choice if choice[0].isspace() else f' {choice}'}\n\n{text} ="
-    one, _ = choices.read_choices("quiz", ChoicesTask(file="a.jsonl", delimiter=" "), SuiteFiles(tmp_path)).items
+    one, _ = quiz(tmp_path, delimiter=" ").items
     assert one.continuations[0] == f" {choice}", "a delimiter that is set is taken as it is"
 
 

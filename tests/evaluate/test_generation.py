@@ -116,88 +116,36 @@ def test_the_result_of_a_text(text: str, result: str | None) -> None:
     assert answer_in(text) == (None if result is None else Fraction(result))
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "5",
-        "-5",
-        " $5\n",
-        "5%",
-        "50\\%",
-        "5.",
-        "1,234",
-        "１２",
-        "三百二十",
-        "12 000",
-        "2.5 million",
-        "3/4",
-        "1万2千",
-        "3又1/2",
-        "5 €",
-    ],
-)
+NUMBERS = (
+    "5", "-5", " $5\n", "5%", "50\\%", "5.", "1,234", "１２", "三百二十", "12 000", "2.5 million", "3/4", "1万2千", "3又1/2",
+    "5 €",
+)  # fmt: skip
+MORE = (
+    "5 apples", "3千克", "A1", "2-3", "1:30", "2020-11", "1.2.3", "3/0", "x=5", "第一", "十分", "five", "", "9" * 500, "1 2",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("text", [*NUMBERS, *MORE])
 def test_a_number_and_nothing_else(text: str) -> None:
-    assert is_number(text)
+    assert is_number(text) == (text in NUMBERS)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "5 apples",
-        "3千克",
-        "A1",
-        "2-3",
-        "1:30",
-        "2020-11",
-        "1.2.3",
-        "3/0",
-        "x=5",
-        "第一",
-        "十分",
-        "five",
-        "",
-        "9" * 500,
-        "1 2",
-    ],
-)
-def test_more_than_a_number_or_none(text: str) -> None:
-    assert not is_number(text)
-
-
-def _awkward(length: int) -> tuple[str, ...]:
-    """Texts on which a pattern that goes back takes for ever."""
-    return (
-        r"\frac{" + " " * 3000 * length,
-        "9^99" * 300 * length,
-        "9" * 3000 * length,
-        "1," * 2000 * length,
-        r"\boxed{" * 300 * length,
-        "十" * 3000 * length,
-        "1/" * 2000 * length,
-        "- $" * 2000 * length,
-        "1e999999",
-        "100 000 " * 400 * length + "x",
-        "1 0" * 1000 * length,
-        "十又" * 1500 * length,
-        "三又十分之" * 600 * length,
-        "1万2" * 1000 * length,
-        "1又" * 1500 * length,
-        "1分之" * 1000 * length,
-        "零下" * 1500 * length,
-        "气-" * 1500 * length,
-    )
+# Texts on which a pattern that goes back takes for ever, and how often they are repeated.
+AWKWARD = (
+    (r"\frac{", " ", 1000), ("", "9^99", 100), ("", "9", 1000), ("", "1,", 700), ("", r"\boxed{", 100), ("", "十", 1000),
+    ("", "1/", 700), ("", "- $", 700), ("1e999999", "", 1), ("x", "100 000 ", 130), ("", "1 0", 330), ("", "十又", 500),
+    ("", "三又十分之", 200), ("", "1万2", 330), ("", "1又", 500), ("", "1分之", 330), ("", "零下", 500), ("", "气-", 500),
+)  # fmt: skip
 
 
 def test_a_digit_for_ever_is_no_result_and_takes_no_time() -> None:
     seconds = []
     for length in (1, 10):
         began = time.process_time()
-        for text in _awkward(length):
-            answer_in(text)
+        for start, text, times in AWKWARD:
+            answer_in(start + text * times * length + start)
         seconds.append(time.process_time() - began)
-    assert seconds[1] < 30 * seconds[0], (
-        "ten times the text takes ten times as long; where a pattern is not linear, 100 times"
-    )
+    assert seconds[1] < 30 * seconds[0], "where a pattern is not linear, ten times the text takes 100 times as long"
     assert numbers("9" * 5000) == []
     assert answer_in("9" * 5000 + " so 4") == 4
 

@@ -91,11 +91,9 @@ def test_below_five_items_the_verdict_is_that_they_are_too_few() -> None:
 
 
 def test_rows_that_are_left_out_are_said_with_their_places() -> None:
-    left_out = [LeftOut(f"/data/a.jsonl:{line}", "no text") for line in (3, 7)]
-    left_out += [
-        LeftOut(f"/data/{file}:{line}", "empty") for file, line in (("a.jsonl", 9), ("b.jsonl", 9), ("b.jsonl", 10))
-    ]
-    left_out += [LeftOut(f"/data/b.jsonl:{line}", "empty") for line in range(11, 1211)]
+    left_out = [LeftOut("/data/a.jsonl", line, "no text") for line in (3, 7)]
+    left_out += [LeftOut(f"/data/{file}", line, "empty") for file, line in (("a.jsonl", 9), ("b.jsonl", 9), ("b.jsonl", 10))]
+    left_out += [LeftOut("/data/b.jsonl", line, "empty") for line in range(11, 1211)]
     read = Items("poems", TextTask(), ("x",), ("d",), tuple(left_out))
     results = Results([choices("a", 50)], Rule(), [read])
     assert results.notes() == [

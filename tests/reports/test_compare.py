@@ -270,7 +270,6 @@ def test_many_runs_are_lines_with_the_best_first(compared_home: Path) -> None:
         (["report", A, "--metric", "loss"], "add --png"),
         (["report", A, "--png", "--metric", "nothing"], "the curves are grad_norm, loss, lr, validation_loss"),
         (["report", A, "--png", "--stage", "sft"], "those that have are pretrain"),
-        (["report", A, "--png", "--axis", "epochs"], "--axis is epochs, but must be one of tokens, step, time"),
     ],
 )
 def test_mistakes_are_refused_with_what_there_is(compared_home: Path, arguments: list[str], told: str) -> None:

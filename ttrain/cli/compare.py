@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -13,13 +14,12 @@ from ttrain.core.terminal import escaped, print_json, table
 from ttrain.core.text import truncated
 
 if TYPE_CHECKING:
-    from ttrain.reports.compare import Difference, RunComparison
+    from ttrain.reports.compare import ComparedMetric, Difference, RunComparison
     from ttrain.tracking import RunView
 
 RUN_HELP = "a run or the beginning of its name, `latest`, an MLflow run id, or a registered NAME@ALIAS or NAME/VERSION"
 SIDE_BY_SIDE = 4  # runs that are columns; more are rows
 SAMPLES_OF_A_MODEL = 2
-LONGEST_CELL = 160
 FIGURES_OF_MANY = 3
 
 Metrics = Annotated[
@@ -38,7 +38,7 @@ ReportedRuns = Annotated[
     list[str] | None,
     typer.Argument(metavar="[RUN]...", help=f"{RUN_HELP}; default: latest", show_default=False, autocompletion=run_words),
 ]
-Axis = Annotated[str, typer.Option("--axis", help="of the curves: tokens, step or time")]
+Axis = Annotated[Literal["tokens", "step", "time"], typer.Option("--axis", help="of the curves")]
 Log = Annotated[bool, typer.Option("--log", help="draw the curves with a logarithmic axis")]
 RunReferences = Annotated[list[str], typer.Argument(help=RUN_HELP, metavar="RUN...", autocompletion=run_words)]
 
@@ -84,7 +84,8 @@ def compare(
 
     if len(runs) < 2:
         raise UsageError(f"compare got one run, {runs[0]}, but needs two or more; `ttrain pipeline status` lists them")
-    _check_axis(axis)
+    if html:
+        _check_writable(html)
     views = read_runs(home(), runs)
     duplicate = next(
         (text for index, text in enumerate(runs) if views[index].name in [view.name for view in views[:index]]), None
@@ -93,9 +94,9 @@ def compare(
         raise UsageError(f"'{duplicate}' names the same run as an earlier argument; compare needs different runs")
     comparison = compared(views)
     if html:
-        from ttrain.reports.compare_page import page_of
+        from ttrain.reports.report import comparison_page
 
-        _write(html, page_of(views, comparison, axis=axis, log=log))
+        html.write_text(comparison_page(views, comparison, axis=axis, log=log), encoding="utf-8")
     if as_json:
         print_json({**comparison.to_json(), "page": str(html) if html else None})
         return
@@ -136,10 +137,10 @@ def report(
     from ttrain.store.layout import home
     from ttrain.tracking import read_run
 
-    _check_axis(axis)
     view = read_run(home(), names[0])
     path = out or Path(f"{view.name}.html")
-    _write(path, report_of(home(), view, axis=axis, log=log))
+    _check_writable(path)
+    path.write_text(report_of(home(), view, axis=axis, log=log), encoding="utf-8")
     for note in view.notes:
         typer.echo(escaped(note), err=True)
     if as_json:
@@ -177,7 +178,6 @@ def _draw(
     from ttrain.store.layout import home
     from ttrain.tracking import read_runs
 
-    _check_axis(axis)
     views = read_runs(home(), runs)
     rows = panels_of(views, metric or (), stage or ())
     path = out or Path(f"{views[0].name}.png")
@@ -194,19 +194,6 @@ def _draw(
         print(escaped(str(path)))
 
 
-def _check_axis(axis: str) -> None:
-    from ttrain.errors import UsageError
-    from ttrain.reports.drawings import AXES
-
-    if axis not in AXES:
-        raise UsageError(f"--axis is {axis}, but must be one of {', '.join(AXES)}")
-
-
-def _write(path: Path, text: str) -> None:
-    _check_writable(path)
-    path.write_text(text, encoding="utf-8")
-
-
 def _check_writable(path: Path) -> None:
     from ttrain.errors import UsageError
 
@@ -216,7 +203,8 @@ def _check_writable(path: Path) -> None:
 
 
 def _print_comparison(comparison: RunComparison, views: Sequence[RunView]) -> None:
-    from ttrain.reports.compare import labels, run_rows
+    from ttrain.reports.compare import labels, run_rows, sections
+    from ttrain.reports.sections import print_section
 
     names = labels(len(views))
     table(("", "run", "outcome", "began", "took"), run_rows(views))
@@ -226,58 +214,27 @@ def _print_comparison(comparison: RunComparison, views: Sequence[RunView]) -> No
     if len(views) > SIDE_BY_SIDE:
         _print_many(comparison, names)
         return
-    _print_differences("settings that differ", comparison.settings, names, "the settings that shape results are the same")
-    metrics = [
-        (
-            metric.name,
-            *("  ".join(filter(None, (*metric.texts(run), "*" if run == metric.best else ""))) for run in range(len(names))),
-        )
-        for metric in comparison.metrics
-    ]
-    if metrics:
-        print()
-        table(("figures that differ (* best)", *names), metrics)
-    _print_differences("data that differs", comparison.data, names, "the data is the same")
-    _print_differences("code, libraries and machine", comparison.code, names, "")
-    _print_differences("settings that shape no result", comparison.settings_aside, names, "")
     different = [sample for sample in comparison.samples if len(set(sample.answers)) > 1]
-    by_model = {sample.model: [other for other in different if other.model == sample.model] for sample in different}
-    shown = [sample for samples in by_model.values() for sample in samples[:SAMPLES_OF_A_MODEL]]
-    if shown:
-        print()
-        rows = [
-            (sample.model, *(truncated(text, LONGEST_CELL) for text in (sample.prompt, *sample.answers))) for sample in shown
-        ]
-        table(("samples", "prompt", *names), rows)
+    models = dict.fromkeys(sample.model for sample in different)
+    by_model = ([sample for sample in different if sample.model == model] for model in models)
+    shown = tuple(sample for samples in by_model for sample in samples[:SAMPLES_OF_A_MODEL])
+    for section in sections(replace(comparison, samples=shown), names):
+        print_section(section)
     if len(comparison.samples) > len(shown):
-        print(f"{len(comparison.samples) - len(shown)} more samples are shown by --html and --json")
+        print(f"\n{len(comparison.samples) - len(shown)} more samples are shown by --html and --json")
 
 
 def _print_many(comparison: RunComparison, names: Sequence[str]) -> None:
-    """Print one line per run: the settings that differ and the deciding figures; the best run first."""
+    """Print one line per run: the deciding figures and the settings that differ; the best run first."""
+    from ttrain.reports.sections import LONGEST_CELL
+
     metrics = [metric for metric in comparison.metrics if metric.better][:FIGURES_OF_MANY]
     order = list(range(len(names)))
     if metrics:
         first = metrics[0]
         order.sort(key=lambda run: (first.values[run] is None, -first.better * (first.values[run] or 0.0)))
-    header = ("", *(metric.name for metric in metrics), *(setting.name for setting in comparison.settings))
-    settings = [
-        [truncated(setting.values[run], LONGEST_CELL) for setting in comparison.settings] for run in range(len(names))
-    ]
+    differing: list[ComparedMetric | Difference] = [*metrics, *comparison.settings]
+    rows = [[names[run], *(truncated(entry.cell(run).text, LONGEST_CELL) for entry in differing)] for run in order]
     print()
-    table(header, [(names[run], *(metric.texts(run)[0] for metric in metrics), *settings[run]) for run in order])
+    table(("", *(entry.name for entry in differing)), rows)
     print("--html and --json show the rest")
-
-
-def _print_differences(title: str, differences: Sequence[Difference], names: Sequence[str], message_if_none: str) -> None:
-    if differences:
-        print()
-        table(
-            (title, *names),
-            [
-                (difference.name, *(truncated(text, LONGEST_CELL) for text in difference.values))
-                for difference in differences
-            ],
-        )
-    elif message_if_none:
-        print(f"\n{message_if_none}")

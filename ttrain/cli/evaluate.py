@@ -6,9 +6,8 @@ import contextlib
 import gc
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -16,13 +15,13 @@ import typer
 
 from ttrain.cli.chat import LoadingOptions, before_torch
 from ttrain.cli.options import AsJson, with_option_groups
+from ttrain.core.terminal import bar, escaped, print_json, table
 from ttrain.errors import UsageError
 from ttrain.store import layout
 
 if TYPE_CHECKING:
     from ttrain.evaluate import suites
     from ttrain.evaluate.results import Results
-    from ttrain.evaluate.statistics import Rule
     from ttrain.evaluate.suites import LoadedSuite
     from ttrain.evaluate.task_result import TaskResult
     from ttrain.store.artifacts import ArtifactStore
@@ -84,8 +83,6 @@ def evaluate(
 
     Without a task, they are evaluated on the data that their own runs held out.
     """
-    from ttrain.core.terminal import escaped, print_json
-    from ttrain.evaluate.statistics import Rule
     from ttrain.pipeline import lineage_names
     from ttrain.pipeline import names as references
     from ttrain.store import artifacts
@@ -107,13 +104,7 @@ def evaluate(
     for line in identified:
         print(escaped(line), file=sys.stderr if as_json else sys.stdout, flush=True)
     before_torch()
-    results = _evaluate_with_bar(
-        resolved_models,
-        loaded_suites,
-        heldout,
-        EvaluationRuntime(loading_options.device, loading_options.dtype, batch_tokens),
-        Rule(),
-    )
+    results = _evaluate(resolved_models, loaded_suites, heldout, loading_options, batch_tokens)
     notes += results.notes()
     if as_json:
         by_name = dict(zip(names_of(resolved_models), map(lineage_names.to_json, resolved_models), strict=True))
@@ -135,7 +126,6 @@ def evaluate(
 def _load_suites(names: Sequence[str], files: dict[str, list[Path] | None]) -> list[LoadedSuite]:
     """Load the named suites, and make one suite of the files. Raises UsageError for a file that is missing or named
     twice."""
-    from ttrain.errors import UsageError
     from ttrain.evaluate import suites
 
     tasks: dict[str, dict[str, Any]] = {}
@@ -173,7 +163,6 @@ def _changed(loaded: LoadedSuite, **settings: Any) -> LoadedSuite:
 
 def _check_used(loaded_suites: Sequence[LoadedSuite], **settings: Any) -> None:
     """Raise UsageError for an option that no task has: it would have no effect."""
-    from ttrain.errors import UsageError
 
     for name, value in settings.items():
         if value is not None and not any(
@@ -183,22 +172,44 @@ def _check_used(loaded_suites: Sequence[LoadedSuite], **settings: Any) -> None:
             raise UsageError(f"--{name} is {value}, but no task has that setting; the tasks are of kind {', '.join(kinds)}")
 
 
-def _evaluate_with_bar(references: Any, loaded_suites: Any, heldout: Any, runtime: Any, rule: Any) -> Results:
-    from ttrain.core.terminal import bar
+def _evaluate(
+    references: Sequence[Reference],
+    loaded_suites: Sequence[LoadedSuite],
+    heldout: Records,
+    options: LoadingOptions,
+    batch_tokens: int | None,
+) -> Results:
+    """Run every task on every model; the others are compared with the first.
 
+    Raises UsageError and DataError for tasks that cannot be run, before a model is loaded.
+    """
+    from ttrain.evaluate import suites
+    from ttrain.evaluate.results import Results
+    from ttrain.evaluate.statistics import Rule
+
+    suites.check_distinct_tasks(loaded_suites)
+    from ttrain.evaluate import run as running
+    from ttrain.inference import loading
+    from ttrain.inference.evaluated_model import as_evaluated_model
+
+    items = running.read(loaded_suites, heldout)
     names = names_of(references)
+    outcomes: list[TaskResult] = []
     with bar("evaluating", "% of all tasks", 100) as progress:
+        for number, (name, reference) in enumerate(zip(names, references, strict=True)):
 
-        def report_progress(model: str, task: str, done: float, total: int) -> None:
-            progress(int(100 * (names.index(model) + done / total) / len(names)))
+            def report(task: str, done: float, total: int, number: int = number) -> None:
+                progress(int(100 * (number + done / total) / len(names)))
 
-        return evaluate_references(
-            references, loaded_suites, heldout, runtime=runtime, rule=rule, report_progress=report_progress
-        )
+            loaded_model = replace(loading.load(reference, device=options.device, dtype=options.dtype), name=name)
+            evaluated_model = as_evaluated_model(loaded_model, batch_tokens=batch_tokens)
+            outcomes += running.ask(items, evaluated_model, report)
+            del loaded_model, evaluated_model
+            gc.collect()  # the next model needs the memory
+    return Results(outcomes, Rule(), items)
 
 
 def _show(results: Results, notes: Sequence[str]) -> None:
-    from ttrain.core.terminal import escaped, table
 
     table(*results.table())
     header, rows = results.comparison_table()
@@ -214,53 +225,12 @@ COMPARISON_TABLE = "comparison_table.json"
 
 Records = Mapping[str, Sequence[Mapping[str, Any]]]
 
-ReportProgress = Callable[[str, str, float, int], None]  # (model, task, tasks done, tasks in all)
-
-
-@dataclass(frozen=True)
-class EvaluationRuntime:
-    """Device, number format, and padded tokens of a forward pass (None: as many as suit the device)."""
-
-    device: str = "auto"
-    dtype: str = "fp32"
-    batch_tokens: int | None = None
-
-
-def evaluate_references(
-    references: Sequence[Reference],
-    loaded_suites: Sequence[suites.LoadedSuite],
-    heldout: Records,
-    *,
-    runtime: EvaluationRuntime,
-    rule: Rule,
-    report_progress: ReportProgress = lambda model, task, done, total: None,
-) -> Results:
-    """Run every task on every model; the others are compared with the first.
-
-    Raises UsageError and DataError for tasks that cannot be run, before a model is loaded.
-    """
-    from ttrain.evaluate import suites
-    from ttrain.evaluate.results import Results
-
-    suites.check_distinct_tasks(loaded_suites)
-    from ttrain.evaluate import run as running
-    from ttrain.inference import loading
-    from ttrain.inference.evaluated_model import as_evaluated_model
-
-    items = running.read(loaded_suites, heldout)
-    outcomes: list[TaskResult] = []
-    for name, reference in zip(names_of(references), references, strict=True):
-        loaded_model = replace(loading.load(reference, device=runtime.device, dtype=runtime.dtype), name=name)
-        evaluated_model = as_evaluated_model(loaded_model, batch_tokens=runtime.batch_tokens)
-        outcomes += running.ask(items, evaluated_model, partial(report_progress, name))
-        del loaded_model, evaluated_model
-        gc.collect()  # the next model needs the memory
-    return Results(outcomes, rule, items)
-
 
 def default_suite(heldout: Records, references: Sequence[Reference]) -> tuple[suites.LoadedSuite, list[str]]:
     """(the suite without options: all held-out data of the models' runs that every model can be evaluated on; a line
     for each part left out). Raises UsageError if nothing remains."""
+    from ttrain.config.evaluate import HELDOUT
+    from ttrain.config.training import BITS_PER_BYTE
     from ttrain.data import existing
     from ttrain.evaluate import suites
 
@@ -271,16 +241,14 @@ def default_suite(heldout: Records, references: Sequence[Reference]) -> tuple[su
     )
     if not heldout:
         raise UsageError(f"there is no held-out data of {names} in this store, {advice}")
-    loaded = suites.of_heldout(heldout)
     without_template = [reference.text for reference in references if not existing.brings_template(reference.tokenizer)]
-    suite_without_chats = suites.without_chats(loaded)
-    if not without_template or suite_without_chats == loaded.suite:
-        return loaded, []
+    parts = [part for part in heldout if part == BITS_PER_BYTE.records or not without_template]
     why = f"the tokenizer of {' and '.join(without_template)} has no chat template"
-    if suite_without_chats is None:
+    if not parts:
         raise UsageError(f"all held-out data of {names} are chats, but {why}, {advice}")
-    left_out = ", ".join(name for name in loaded.suite.tasks if name not in suite_without_chats.tasks)
-    return replace(loaded, suite=suite_without_chats), [f"not asked: {left_out}, for {why}"]
+    whole, loaded = (suites.with_parts(suites.load(HELDOUT), some) for some in (heldout, parts))
+    left_out = ", ".join(name for name in whole.suite.tasks if name not in loaded.suite.tasks)
+    return loaded, [f"not asked: {left_out}, for {why}"] if left_out else []
 
 
 def heldout_of(references: Sequence[Reference], store: ArtifactStore) -> dict[str, list[dict[str, Any]]]:

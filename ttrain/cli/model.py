@@ -195,29 +195,25 @@ def show_adapter(
             f"'{reference}' is a full model, not an adapter; `ttrain adapter show lora` shows the newest adapter"
         )
     description, of_base = describe(target.adapter), parameters_of(target.model)
-    fits = description.base_digest == target.base_digest if description.base_digest else None
+    recorded_base, parameters = description["base_weights_sha256"], description["parameters"]
+    fits = recorded_base == target.base_digest if recorded_base else None
     values = {
         "adapter": str(target.adapter),
-        "kind": description.kind,
-        **description.settings,
-        "parameters": description.parameters,
-        "share_of_base": description.parameters / of_base,
-        "bytes": description.bytes,
+        **description,
+        "share_of_base": parameters / of_base,
         "base": str(target.model),
-        "base_weights_sha256": description.base_digest,
         "base_fits": fits,
-        "base_held_in": description.base_held_in,
     }
     if as_json:
         print_json(values)
         return
     shown = {
         **values,
-        "parameters": f"{description.parameters:,} ({description.parameters / of_base:.2%} of the base's {of_base:,})",
-        "bytes": f"{description.bytes:,}",
-        "base_weights_sha256": description.base_digest or "not recorded: it was not trained here",
+        "parameters": f"{parameters:,} ({parameters / of_base:.2%} of the base's {of_base:,})",
+        "bytes": f"{description['bytes']:,}",
+        "base_weights_sha256": recorded_base or "not recorded: it was not trained here",
         "base_fits": {True: "yes, to the byte", False: "NO: it was trained on other weights", None: "unknown"}[fits],
-        "base_held_in": f"{description.base_held_in} while it was trained" if description.base_held_in else None,
+        "base_held_in": f"{values['base_held_in']} while it was trained" if values["base_held_in"] else None,
     }
     del shown["share_of_base"]
     lists = {name: ", ".join(value) for name, value in shown.items() if isinstance(value, list)}

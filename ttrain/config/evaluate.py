@@ -21,17 +21,13 @@ class Suites(Section):
     They count by the bytes of their files. What is not a mapping applies to all models: `evaluate.suites=mine.yaml`.
     """
 
-    base: Names = ()
-    sft: Names = ()
-    lora: Names = ()
-
     @model_validator(mode="before")
     @classmethod
     def _for_all(cls, suites: Any) -> Any:
         return suites if isinstance(suites, Mapping | Suites) else dict.fromkeys(cls.model_fields, suites)
 
     def of(self, model: str) -> tuple[str, ...]:
-        """The suites of a model: base, sft or lora."""
+        """The suites of a model."""
         suites: tuple[str, ...] = getattr(self, model)
         return suites
 

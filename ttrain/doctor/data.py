@@ -147,7 +147,7 @@ def _is_learnt(run: str, answers: set[str], *, whole: bool, alone: bool) -> bool
 
 SURROGATES = range(0xD800, 0xE000)  # halves of characters, which no text has
 
-BLOCK = 1 << 12  # code points of one text
+BLOCK, END = 1 << 12, 0x110000  # code points of one text, and of Unicode
 
 AWKWARD = (
     "",
@@ -170,7 +170,7 @@ def round_trip(encoder: Encoder, texts: Sequence[str], normalize: Callable[[str]
 
     All characters together have all bytes that UTF-8 has.
     """
-    characters = ["".join(map(chr, range(start, start + BLOCK))) for start in range(0, 0x110000, BLOCK)
+    characters = ["".join(map(chr, range(start, start + BLOCK))) for start in range(0, END, BLOCK)
                   if start not in SURROGATES]  # fmt: skip
     characters[0xD000 // BLOCK] = "".join(map(chr, range(0xD000, 0xD800)))
     offered = [*characters, *AWKWARD, *texts]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import multiprocessing
 import os
 import tempfile
 import time
@@ -21,6 +20,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
 from ttrain.core.signals import end_with_parent
 from ttrain.data.packing import IGNORE, Batch, Rows
@@ -213,7 +213,7 @@ ROWS, ODD = 7, 3  # of a step, which 3 do not divide
 
 GRADIENTS, LOSSES = 1e-6, 1e-5  # largest relative distance in fp32
 
-RANKS, RANK_SECONDS, POLL_SECONDS = 2, 300.0, 0.2
+RANKS, RANK_SECONDS = 2, 300.0
 
 LEARNT_STEPS, LEARNT = 10, 0.02  # steps on one batch, and by which share they lower its loss at least
 
@@ -351,49 +351,38 @@ def first_step(learner: Learner, rows: InMemoryRows, ranks: Ranks, *, rows_per_d
 
 def spawned(learner: Learner, rows: InMemoryRows) -> list[Step]:
     """A first step that RANKS processes share, as each of them computes it. Raises TTrainError where one fails."""
-    context = multiprocessing.get_context("spawn")  # a fork of a process with threads hangs
     with tempfile.TemporaryDirectory(prefix="ttrain-doctor-") as name:
-        directory = Path(name)
-        arguments = [(os.getpid(), directory, rank, learner, rows) for rank in range(RANKS)]
-        processes = [context.Process(target=_be_rank, args=rank_arguments, daemon=True) for rank_arguments in arguments]
-        for process in processes:
-            process.start()
-        deadline = time.monotonic() + RANK_SECONDS
+        directory, deadline = Path(name), time.monotonic() + RANK_SECONDS
+        launch: Any = start_processes  # not forked: a fork of a process with threads hangs
+        ranks = launch(_be_rank, (os.getpid(), directory, learner, rows), RANKS, join=False, start_method="spawn")
         try:
-            while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
-                if any(process.exitcode for process in processes):
-                    break
-                time.sleep(POLL_SECONDS)
+            while not ranks.join(timeout=max(0.0, deadline - time.monotonic())):
+                if time.monotonic() >= deadline:
+                    raise TTrainError(f"{RANKS} processes did not take a step together within {RANK_SECONDS:.0f} s")
+        except (ProcessRaisedException, ProcessExitedException) as error:
+            reason = str(error).strip().splitlines()[-1]
+            raise TTrainError(f"{RANKS} processes did not take a step together: {reason}") from None
         finally:
-            for process in processes:
+            for process in ranks.processes:
                 process.kill()
-                process.join()
-        reasons = [path.read_text() for path in sorted(directory.glob("error*"))]
-        if reasons or any(process.exitcode for process in processes):
-            ended = f"exit codes {[process.exitcode for process in processes]} within {RANK_SECONDS:.0f} s"
-            raise TTrainError(f"{RANKS} processes did not take a step together: {reasons[0] if reasons else ended}")
         return [
             (json.loads((directory / f"loss{rank}").read_text()), load_file(directory / f"gradients{rank}"))
             for rank in range(RANKS)
         ]
 
 
-def _be_rank(parent: int, directory: Path, rank: int, learner: Learner, rows: InMemoryRows) -> None:
-    """One of the processes; it leaves its gradients and its loss in the directory, or the error."""
+def _be_rank(rank: int, parent: int, directory: Path, learner: Learner, rows: InMemoryRows) -> None:
+    """One of the processes; it leaves its gradients and its loss in the directory."""
     end_with_parent(parent)
     warnings.simplefilter("ignore")  # what is wrong with a rank is in its error
-    try:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // RANKS))
-        dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=RANKS)
-        ranks = Ranks(rank, RANKS, CPU)
-        loss, gradients = first_step(learner, rows, ranks, rows_per_device=1)
-        save_file({name: gradient.contiguous() for name, gradient in gradients.items()}, directory / f"gradients{rank}")
-        (directory / f"loss{rank}").write_text(json.dumps(loss))
-        ranks.barrier()
-        ranks.leave()
-    except Exception as error:
-        (directory / f"error{rank}").write_text(f"{type(error).__name__}: {error}")
-        raise SystemExit(1) from None
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // RANKS))
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=RANKS)
+    ranks = Ranks(rank, RANKS, CPU)
+    loss, gradients = first_step(learner, rows, ranks, rows_per_device=1)
+    save_file({name: gradient.contiguous() for name, gradient in gradients.items()}, directory / f"gradients{rank}")
+    (directory / f"loss{rank}").write_text(json.dumps(loss))
+    ranks.barrier()
+    ranks.leave()
 
 
 def _apart(first: float, second: float) -> float:

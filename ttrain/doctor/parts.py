@@ -5,9 +5,9 @@ Letters in names: B rows, T positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from torch import nn
@@ -16,29 +16,17 @@ from ttrain.config import Runtime, Training
 from ttrain.data.loader import Loader, ShuffledOrder
 from ttrain.data.packing import IGNORE, Batch, Counts, Rows
 from ttrain.errors import TTrainError, UsageError
+from ttrain.stages.trainable_model import TrainableModel
 from ttrain.train.callbacks import Callback, StepRecord
 from ttrain.train.checkpoint import Checkpoints, Snapshot
 from ttrain.train.distributed import Ranks
 from ttrain.train.precision import Precision, resolve_precision
 from ttrain.train.task import TrainingTask
-from ttrain.train.trainer import Cadence, Trainer, TrainerOptions, Weights
+from ttrain.train.trainer import Cadence, Trainer, TrainerOptions
 
 POSITIONS = 192  # of a row, in the checks that need no more: more than one block of the attention on CPUs, which has 128
 
 NEVER = 1 << 30  # steps between events that must not happen
-
-
-class LearnerModel(Weights, Protocol):
-    """A model to train, and how it is stored."""
-
-    @property
-    def model(self) -> nn.Module: ...
-
-    @property
-    def files(self) -> Mapping[str, bytes]: ...
-
-    @property
-    def weights_file(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -50,7 +38,7 @@ class Learner:
 
     config: Training
     runtime: Runtime
-    build: Callable[[], LearnerModel]
+    build: Callable[[], TrainableModel]
     task: Callable[[Training, nn.Module, Runtime], TrainingTask]
     trainer: Callable[..., Trainer] = Trainer
 
@@ -121,7 +109,7 @@ class LossRecorder(Callback):
 
 def trainer_of(
     learner: Learner,
-    subject: LearnerModel,
+    subject: TrainableModel,
     rows: Rows,
     *,
     ranks: Ranks,

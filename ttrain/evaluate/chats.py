@@ -16,10 +16,10 @@ from ttrain.data.chat_templates import Message, Messages, Segment, is_live
 from ttrain.data.encoder import Encoder
 from ttrain.data.tools import has_calls
 from ttrain.errors import DataError, UsageError
+from ttrain.evaluate import generation, perplexity, tool_calls
 from ttrain.evaluate import items as reading
-from ttrain.evaluate import perplexity, tool_calls
 from ttrain.evaluate.evaluated_model import EvaluatedModel, ProgressCallback
-from ttrain.evaluate.items import UNSPACED, BadRow, Items, LeftOut, SuiteFiles
+from ttrain.evaluate.items import UNSPACED, BadRow, Items, SuiteFiles
 from ttrain.evaluate.task_result import Metric, TaskResult
 from ttrain.evaluate.tool_calls import Budget, CallVerdict
 
@@ -31,19 +31,11 @@ Tokens = tuple[list[int], list[bool]]
 def read(task: str, spec: ChatsTask, files: SuiteFiles) -> Items[chat_templates.Messages]:
     """Read the chats of a file, or those that the model's run held out. Raises UsageError if the file does not exist,
     DataError if it has no chat."""
-    setting = files.setting(task, "file")
-    if heldout_part := HELDOUT_PARTS.get(spec.file):
-        rows, left_out = [dict(record) for record in files.heldout[heldout_part]], list[LeftOut]()
-        conversations = [(_messages(row), row) for row in rows]
-    else:
-        conversations, left_out = reading.read_rows(files.file(spec.file), lambda row: (_messages(row), row), setting)
-    conversations = reading.sampled(conversations, spec.limit, spec.seed)
-    if not conversations:
-        bad = f"; the first of {len(left_out)} bad rows is {left_out[0].location}: {left_out[0].reason}" if left_out else ""
-        raise DataError(f"{setting} {spec.file} has no chat; a row needs {chat_shapes.CHAT_FIELDS}{bad}")
-    chats = tuple(messages for messages, _ in conversations)
+    part = HELDOUT_PARTS.get(spec.file)
+    rows, left_out = reading.read_texts(task, spec, part, files, _messages, chat_shapes.CHAT_FIELDS)
+    chats = tuple(messages for messages, _ in rows)
     names = reading.digests([[message.identity() for message in messages] for messages in chats])
-    return Items(task, spec, chats, names, tuple(left_out), reading.groups([row for _, row in conversations], spec.by))
+    return Items(task, spec, chats, names, tuple(left_out), reading.groups([row for _, row in rows], spec.by))
 
 
 def run(items: Items[chat_templates.Messages], subject: EvaluatedModel, progress: ProgressCallback) -> TaskResult:
@@ -105,9 +97,6 @@ def _messages(row: dict[str, Any]) -> chat_templates.Messages:
     raise BadRow(conversation.rule if isinstance(conversation, records.Skipped) else conversation.reason)
 
 
-AT_ONCE = 64  # prompts of like length per call of `generate`, so that progress can be reported
-
-
 @dataclass(frozen=True)
 class AnsweredTurn:
     """A generated answer with the chat's own turn as its reference.
@@ -151,8 +140,7 @@ def ask(
 
     With a short context the answers take at most half of it, and only the end of the preceding turns is given. A turn whose
     preceding turns the template refuses is skipped with a warning."""
-    room = new_tokens if subject.max_length is None else min(new_tokens, subject.max_length // 2)
-    longest = None if subject.max_length is None else subject.max_length - room
+    room, longest = subject.room(new_tokens)
     places: list[tuple[int, int]] = []
     prompts: list[tuple[list[int], int]] = []
     refused: list[DataError] = []
@@ -167,29 +155,21 @@ def ask(
         log.warning("%d answers of %s are skipped; the first error: %s", len(refused), subject.name, refused[0])
     offered = [tool_calls.offered_functions(messages) for messages in chats]
     budget = Budget()
-    order = sorted(range(len(places)), key=lambda at: -len(prompts[at][0]))
     answers: list[list[AnsweredTurn]] = [[] for _ in chats]
-    for start in range(0, len(order), AT_ONCE):
-        some = order[start : start + AT_ONCE]
-        for at, (ids, ended) in zip(some, subject.generate([prompts[at][0] for at in some], room), strict=True):
-            (number, turn), text = places[at], subject.encoder.decode(ids)
-            reference = chats[number][turn].content
-            has_functions = offered[number] or has_calls(reference)
-            judged = tool_calls.judge(text, reference, offered[number], budget) if has_functions else None
-            marks = tuple(find_markers(subject.encoder, ids, text))
-            answers[number].append(AnsweredTurn(turn, reference, text, ended, marks, judged, prompts[at][1]))
-        progress(min(start + AT_ONCE, len(order)), len(order))
+    generated = generation.answers(subject, [ids for ids, _ in prompts], room, (), progress)
+    for (number, turn), (_, cut), (ids, text, ended) in zip(places, prompts, generated, strict=True):
+        reference = chats[number][turn].content
+        has_functions = offered[number] or has_calls(reference)
+        judged = tool_calls.judge(text, reference, offered[number], budget) if has_functions else None
+        marks = tuple(find_markers(subject.encoder, ids, text))
+        answers[number].append(AnsweredTurn(turn, reference, text, ended, marks, judged, cut))
     unchecked = [reason for turns in answers for turn in turns if turn.calls for reason in turn.calls.unchecked]
     if unchecked:
-        log.warning(
-            "%d calls of %s are not checked against their schema; the first reason: %s",
-            len(unchecked),
-            subject.name,
-            unchecked[0],
-        )
+        text = "%d calls of %s are not checked against their schema; the first reason: %s"
+        log.warning(text, len(unchecked), subject.name, unchecked[0])
     if budget.refused:
         log.warning("%d of these calls of %s are not checked because %s", budget.refused, subject.name, budget.reason)
-    return [sorted(turns, key=lambda turn: turn.number) for turns in answers]
+    return answers
 
 
 def turns_of(messages: Messages, most: int) -> list[int]:

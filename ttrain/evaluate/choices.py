@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy as np
 from ttrain.config.evaluate import ChoicesTask, LastWordTask
 from ttrain.evaluate import items as prompts
 from ttrain.evaluate.evaluated_model import EvaluatedModel, ProgressCallback
-from ttrain.evaluate.items import BadRow, Items, SuiteFiles, digests, groups
+from ttrain.evaluate.items import BadRow, Items, SuiteFiles
 from ttrain.evaluate.log_likelihood import Likelihood, log_likelihoods
 from ttrain.evaluate.task_result import Metric, TaskResult, mean
 
@@ -32,7 +32,6 @@ class ChoiceQuestion:
     question: str
     choices: tuple[str, ...]
     answer: int
-    labels: dict[str, Any] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class ChoicePrompt:
     continuations: tuple[str, ...]
 
 
-def parse_choice(record: dict[str, Any], by: Sequence[str] = ()) -> ChoiceQuestion:
+def parse_choice(record: dict[str, Any]) -> ChoiceQuestion:
     """Parse a row. Raises BadRow unless it has exactly one right answer among different choices."""
     question, choices = prompts.text(record, "question"), record.get("choices")
     if not isinstance(choices, list) or not all(isinstance(choice, str) for choice in choices):
@@ -55,21 +54,18 @@ def parse_choice(record: dict[str, Any], by: Sequence[str] = ()) -> ChoiceQuesti
         raise BadRow("an empty choice")
     if len({choice.strip() for choice in choices}) < len(choices):
         raise BadRow("two choices are the same")
-    return ChoiceQuestion(question, tuple(choices), _answer(record.get("answer"), choices), prompts.labels(record, by))
+    return ChoiceQuestion(question, tuple(choices), _answer(record.get("answer"), choices))
 
 
 def read_choices(task: str, spec: ChoicesTask, files: SuiteFiles) -> Items[ChoicePrompt]:
     """Read the questions of the file. Raises UsageError if it does not exist, DataError if it has none."""
 
-    def parsed(record: dict[str, Any]) -> ChoiceQuestion:
-        return parse_choice(record, spec.by)
+    def item_of(question: ChoiceQuestion, examples: Sequence[ChoiceQuestion]) -> tuple[ChoicePrompt, object]:
+        prompt = _build_prompt(spec, question, examples)
+        return prompt, [prompt.context, prompt.continuations, question.answer]
 
-    rows, left_out = prompts.read_file(task, spec.file, files, parsed, CHOICE_FORMAT)
-    drawn, bad_examples = prompts.with_examples(task, spec, rows, files, parsed)
-    question_prompts = tuple(_build_prompt(spec, item, examples) for item, examples in drawn)
-    names = digests([[prompt.context, prompt.continuations, prompt.choice.answer] for prompt in question_prompts])
-    by_label = groups([item.labels for item, _ in drawn], spec.by)
-    return Items(task, spec, question_prompts, names, (*left_out, *bad_examples), by_label)
+    rows = prompts.read_file(task, spec.file, files, parse_choice, CHOICE_FORMAT)
+    return prompts.with_examples(task, spec, rows, files, parse_choice, item_of)
 
 
 def score_choices(items: Items[ChoicePrompt], subject: EvaluatedModel, progress: ProgressCallback) -> TaskResult:
@@ -184,7 +180,6 @@ class Passage:
 
     context: str
     target: str
-    labels: dict[str, Any] = field(default_factory=dict, compare=False)
 
 
 class PassagePrompt(NamedTuple):
@@ -195,29 +190,22 @@ class PassagePrompt(NamedTuple):
     passage: Passage
 
 
-def parse_passage(record: dict[str, Any], by: Sequence[str] = ()) -> Passage:
+def parse_passage(record: dict[str, Any]) -> Passage:
     """Parse a row. Raises BadRow if its context or target is missing or empty."""
     context, target = prompts.text(record, "context"), prompts.text(record, "target")
-    return Passage(context, prompts.separator(context, target) + target, prompts.labels(record, by))
+    return Passage(context, prompts.separator(context, target) + target)
 
 
 def read_passages(task: str, spec: LastWordTask, files: SuiteFiles) -> Items[PassagePrompt]:
     """Read the passages of the file. Raises UsageError if it does not exist, DataError if it has none."""
 
-    def parsed(record: dict[str, Any]) -> Passage:
-        return parse_passage(record, spec.by)
+    def item_of(passage: Passage, examples: Sequence[Passage]) -> tuple[PassagePrompt, object]:
+        shots = "".join(shot.context + shot.target + spec.shots_separator for shot in examples)
+        prompt = PassagePrompt(shots + passage.context, passage.target, passage)
+        return prompt, prompt[:2]
 
-    rows, left_out = prompts.read_file(task, spec.file, files, parsed, PASSAGE_FORMAT)
-    drawn, bad_examples = prompts.with_examples(task, spec, rows, files, parsed)
-    passage_prompts = tuple(
-        PassagePrompt(
-            "".join(shot.context + shot.target + spec.shots_separator for shot in examples) + item.context, item.target, item
-        )
-        for item, examples in drawn
-    )
-    names = digests([prompt[:2] for prompt in passage_prompts])
-    by_label = groups([item.labels for item, _ in drawn], spec.by)
-    return Items(task, spec, passage_prompts, names, (*left_out, *bad_examples), by_label)
+    rows = prompts.read_file(task, spec.file, files, parse_passage, PASSAGE_FORMAT)
+    return prompts.with_examples(task, spec, rows, files, parse_passage, item_of)
 
 
 def score_passages(items: Items[PassagePrompt], subject: EvaluatedModel, progress: ProgressCallback) -> TaskResult:

@@ -41,3 +41,13 @@ class EvaluatedModel:
     can_chat: bool
     batch_tokens: int
     generate: Generate
+
+    def room(self, new_tokens: int) -> tuple[int, int | None]:
+        """(tokens of an answer, tokens of a prompt at most): an answer takes at most half of the positions.
+
+        Both are the same for all prompts, so that no answer depends on its batch.
+        """
+        if self.max_length is None:
+            return new_tokens, None
+        tokens = min(new_tokens, self.max_length // 2)
+        return tokens, self.max_length - tokens

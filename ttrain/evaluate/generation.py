@@ -8,10 +8,10 @@ import re
 import string
 import unicodedata
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from ttrain.config.evaluate import GenerationTask
 from ttrain.data.chat import prompt_ids
@@ -20,7 +20,7 @@ from ttrain.errors import UsageError
 from ttrain.evaluate import items as wording
 from ttrain.evaluate.choices import cut_figure
 from ttrain.evaluate.evaluated_model import EvaluatedModel, ProgressCallback
-from ttrain.evaluate.items import BadRow, Items, SuiteFiles, digests, groups
+from ttrain.evaluate.items import BadRow, Items, SuiteFiles
 from ttrain.evaluate.task_result import TaskResult, mean
 
 ROW_FORMAT = '{"question": text, "answer": text or number, "final" (optional): the result alone}'
@@ -28,6 +28,8 @@ ROW_FORMAT = '{"question": text, "answer": text or number, "final" (optional): t
 log = logging.getLogger("ttrain")
 
 PIECE = 64  # tokens to generate before looking for a stop text
+
+AT_ONCE = 64  # prompts of like length per call of `generate`, so that progress can be reported
 
 EDGES = string.punctuation + string.whitespace + "，。、；：？！“”‘’（）《》【】「」『』…—"
 
@@ -39,13 +41,12 @@ class Problem:
     question: str
     answer: str
     final: str
-    labels: dict[str, Any] = field(default_factory=dict, compare=False)
 
 
 ProblemWithExamples = tuple[Problem, tuple[Problem, ...]]  # with its worked examples
 
 
-def parse(record: dict[str, Any], match: str, by: Sequence[str] = ()) -> Problem:
+def parse(record: dict[str, Any], match: str) -> Problem:
     """Parse a row. Raises BadRow without a right answer of the kind that `match` compares; auto accepts what exact accepts,
     which includes every number."""
     question = wording.text(record, "question")
@@ -58,7 +59,7 @@ def parse(record: dict[str, Any], match: str, by: Sequence[str] = ()) -> Problem
         raise BadRow("no number in the answer")
     if match != "numeric" and not normalised(final):
         raise BadRow("nothing but punctuation in the answer")
-    return Problem(question, answer, final, wording.labels(record, by))
+    return Problem(question, answer, final)
 
 
 def read(task: str, spec: GenerationTask, files: SuiteFiles) -> Items[ProblemWithExamples]:
@@ -66,20 +67,19 @@ def read(task: str, spec: GenerationTask, files: SuiteFiles) -> Items[ProblemWit
     file does not exist, DataError if it has no question."""
 
     def parsed(record: dict[str, Any]) -> Problem:
-        return parse(record, spec.match, spec.by)
+        return parse(record, spec.match)
 
-    rows, left_out = wording.read_file(task, spec.file, files, parsed, ROW_FORMAT)
+    rows = wording.read_file(task, spec.file, files, parsed, ROW_FORMAT)
     if spec.match == "auto":  # worked examples of another file are parsed by this choice
-        spec = spec.model_copy(update={"match": "numeric" if all(is_number(row.final) for row in rows) else "exact"})
-    problems, bad_examples = wording.with_examples(task, spec, rows, files, parsed)
-    identities = [
-        [problem.question, problem.final, [[shot.question, shot.answer] for shot in examples]]
-        for problem, examples in problems
-    ]
+        match = "numeric" if all(is_number(problem.final) for problem, _ in rows[0]) else "exact"
+        spec = spec.model_copy(update={"match": match})
     how = spec.model_dump(mode="json", include={"match", "new_tokens", "chat", "template", "stop", "shots_separator"})
-    names = digests([[*identity, how] for identity in identities])
-    by_label = groups([problem.labels for problem, _ in problems], spec.by)
-    return Items(task, spec, tuple(problems), names, (*left_out, *bad_examples), by_label)
+
+    def item_of(problem: Problem, examples: tuple[Problem, ...]) -> tuple[ProblemWithExamples, object]:
+        shots = [[shot.question, shot.answer] for shot in examples]
+        return (problem, examples), [problem.question, problem.final, shots, how]
+
+    return wording.with_examples(task, spec, rows, files, parsed, item_of)
 
 
 def run(items: Items[ProblemWithExamples], subject: EvaluatedModel, progress: ProgressCallback) -> TaskResult:
@@ -92,16 +92,13 @@ def run(items: Items[ProblemWithExamples], subject: EvaluatedModel, progress: Pr
             f"tasks.{items.task}.chat is true, but the tokenizer of '{subject.name}' has no chat template; set chat: false, "
             "or evaluate a model that was trained on chats"
         )
-    room = spec.new_tokens
-    if subject.max_length is not None:
-        room = min(room, subject.max_length // 2)  # the same for all items: an answer does not depend on its batch
-        if room < spec.new_tokens:
-            log.warning("%s: answers of %s have at most %d tokens, half of its context", items.task, subject.name, room)
-    longest = None if subject.max_length is None else subject.max_length - room
+    room, longest = subject.room(spec.new_tokens)
+    if room < spec.new_tokens:
+        log.warning("%s: answers of %s have at most %d tokens, half of its context", items.task, subject.name, room)
     prompts = [_prompt(spec, item, subject, longest) for item in items.items]
     answered = answers(subject, [ids for ids, _ in prompts], room, () if spec.chat else spec.stop, progress)
     rows: list[dict[str, Any]] = []
-    for (problem, _), (answer, ended), (_, cut) in zip(items.items, answered, prompts, strict=True):
+    for (problem, _), (_, answer, ended), (_, cut) in zip(items.items, answered, prompts, strict=True):
         parsed, right = judge_answer(answer, problem.final, spec.match)
         rows.append({
             "question": problem.question, "reference": problem.final, "answer": answer, "found": parsed, "match": spec.match,
@@ -114,39 +111,39 @@ def run(items: Items[ProblemWithExamples], subject: EvaluatedModel, progress: Pr
     return items.result(subject.name, figures, rows)
 
 
+class Answer(NamedTuple):
+    """The ids of a generated answer, its text up to a stop text, and whether it ended before `new_tokens`."""
+
+    ids: list[int]
+    text: str
+    ended: bool
+
+
 def answers(
     subject: EvaluatedModel,
     prompts: Sequence[Sequence[int]],
     new_tokens: int,
     stops: Sequence[str],
     progress: ProgressCallback,
-) -> list[tuple[str, bool]]:
-    """Generate a greedy answer to each prompt, up to the first of `stops`: (text, whether it ended before `new_tokens`).
+) -> list[Answer]:
+    """Generate a greedy answer to each prompt, up to the first of `stops`.
 
-    Prompts of like length share a batch. With `stops` answers are generated in pieces, so that an ended one costs no more.
+    Prompts of like length go together. With `stops` answers are generated in pieces, so that an ended one costs no more.
     """
-    answered = [("", False)] * len(prompts)
+    answered = [Answer([], "", False)] * len(prompts)
     order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))
-    start = 0
-    while start < len(order):
-        count = max(1, subject.batch_tokens // (len(prompts[order[start]]) + new_tokens))
-        batch = order[start : start + count]
-        ids_by_prompt: dict[int, list[int]] = {number: [] for number in batch}
-        open_ones, remaining = list(batch), new_tokens
-        while open_ones and remaining:
+    for start in range(0, len(order), AT_ONCE):
+        going_on, remaining = order[start : start + AT_ONCE], new_tokens
+        while going_on and remaining:
             piece = min(remaining, PIECE) if stops else remaining
-            generated = subject.generate([[*prompts[number], *ids_by_prompt[number]] for number in open_ones], piece)
             remaining -= piece
-            going_on = []
-            for number, (ids, ended) in zip(open_ones, generated, strict=True):
-                ids_by_prompt[number] += ids
-                text, stopped = _until(subject.encoder.decode(ids_by_prompt[number]), stops)
-                answered[number] = text, ended or stopped
-                if not answered[number][1]:
-                    going_on.append(number)
-            open_ones = going_on
-        start += count
-        progress(min(start, len(order)), len(order))
+            generated = subject.generate([[*prompts[number], *answered[number].ids] for number in going_on], piece)
+            for number, (new_ids, ended) in zip(going_on, generated, strict=True):
+                ids = [*answered[number].ids, *new_ids]
+                text, stopped = _until(subject.encoder.decode(ids), stops)
+                answered[number] = Answer(ids, text, ended or stopped)
+            going_on = [number for number in going_on if not answered[number].ended]
+        progress(min(start + AT_ONCE, len(order)), len(order))
     return answered
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from ttrain.config.evaluate import Shots, Task
+from ttrain.config.evaluate import ChatsTask, ChoicesTask, GenerationTask, LastWordTask, Task, TextTask
 from ttrain.core.hashing import digest_of
 from ttrain.core.text import counted
 from ttrain.data import records
@@ -36,10 +36,16 @@ IN_TRAINING = "occurs in the training documents"
 
 
 class LeftOut(NamedTuple):
-    """An unused row: `location` is file:line, or the digest of its text if it is left out as IN_TRAINING."""
+    """An unused row: its file and line, or the digest of its text alone if it is left out as IN_TRAINING."""
 
-    location: str
+    file: str
+    line: int | None
     reason: str
+
+    @property
+    def location(self) -> str:
+        """Where the row is, for messages."""
+        return self.file if self.line is None else f"{self.file}:{self.line}"
 
 
 @dataclass(frozen=True)
@@ -111,7 +117,10 @@ class Items(Generic[T]):
         )
 
 
-def read_rows(path: Path, parse: Callable[[dict[str, Any]], T], setting: str) -> tuple[list[T], list[LeftOut]]:
+Rows = list[tuple[T, Mapping[str, Any]]]  # (what a row says, the row)
+
+
+def read_rows(path: Path, parse: Callable[[dict[str, Any]], T], setting: str) -> tuple[Rows[T], list[LeftOut]]:
     """Read a file as (parsed rows, bad rows). `parse` raises BadRow with the reason.
 
     Reads JSON Lines as the rest of ttrain does, .gz, .zst and parquet too. Raises UsageError, naming `setting`, if the file
@@ -121,26 +130,48 @@ def read_rows(path: Path, parse: Callable[[dict[str, Any]], T], setting: str) ->
         problem = "is a directory; name a file in it" if path.is_dir() else "does not exist"
         raise UsageError(f"{setting} is {path}, which {problem}; a suite's paths are relative to the suite's own file")
     left_out: list[LeftOut] = []
-    tally = records.Tally(quarantine=lambda row: left_out.append(LeftOut(f"{row['file']}:{row['line']}", row["reason"])))
-    items: list[T] = []
+    tally = records.Tally(quarantine=lambda row: left_out.append(LeftOut(row["file"], row["line"], row["reason"])))
+    rows: Rows[T] = []
     for name, line, record in records.records([str(path)], tally, MAX_LINE_BYTES):
         try:
-            items.append(parse(record))
+            rows.append((parse(record), record))
         except BadRow as bad:
             tally.reject(name, line, str(bad))
-    return items, left_out
+    return rows, left_out
 
 
 def read_file(
     task: str, file: str, files: SuiteFiles, parse: Callable[[dict[str, Any]], T], row_format: str
-) -> tuple[list[T], list[LeftOut]]:
+) -> tuple[Rows[T], list[LeftOut]]:
     """Read the file of a task as `read_rows` does. Raises DataError where it has no usable row."""
     setting = files.setting(task, "file")
-    items, left_out = read_rows(files.file(file), parse, setting)
-    if not items:
+    rows, left_out = read_rows(files.file(file), parse, setting)
+    if not rows:
         reasons = "; ".join(f"{row.location}: {row.reason}" for row in left_out[:3]) or "it is empty"
         raise DataError(f"{setting} {file} has no usable row ({reasons}); write one JSON object per line, {row_format}")
-    return items, left_out
+    return rows, left_out
+
+
+def read_texts(
+    task: str,
+    spec: TextTask | ChatsTask,
+    part: str | None,
+    files: SuiteFiles,
+    parse: Callable[[dict[str, Any]], T],
+    row_format: str,
+) -> tuple[Rows[T], list[LeftOut]]:
+    """Read the records of a held-out part, or of the task's file, as `read_rows` does, and draw those that `limit` allows.
+    Raises DataError where there is none."""
+    setting, left_out = files.setting(task, "file"), list[LeftOut]()
+    if part:
+        rows: Rows[T] = [(parse(dict(record)), record) for record in files.heldout[part]]
+    else:
+        rows, left_out = read_rows(files.file(spec.file), parse, setting)
+    if not rows:
+        bad = f"; the first of {len(left_out)} bad rows is {left_out[0].location}: {left_out[0].reason}" if left_out else ""
+        noun = "chat" if isinstance(spec, ChatsTask) else "document"
+        raise DataError(f"{setting} {spec.file} has no {noun}; a row needs {row_format}{bad}")
+    return sampled(rows, spec.limit, spec.seed), left_out
 
 
 def digests(values: Sequence[object]) -> tuple[str, ...]:
@@ -195,9 +226,7 @@ def lines(items: Sequence[Items[Any]]) -> list[str]:
 
 def left_out_json(items: Items[Any]) -> list[dict[str, Any]]:
     """Every unused row of a task: its file, its line (None if unknown), the reason."""
-    return [
-        {"file": file, "line": line, "reason": row.reason} for row in items.left_out for file, line in [_file_and_line(row)]
-    ]
+    return [row._asdict() for row in items.left_out]
 
 
 def _left_out(rows: Sequence[LeftOut]) -> Iterator[str]:
@@ -231,20 +260,12 @@ def _unused(items: Items[Any]) -> Iterator[str]:
 def _locations(rows: Sequence[LeftOut]) -> str:
     """Format as "a.jsonl:3, 7, b.jsonl:1 and 12 more"."""
     shown: list[str] = []
-    previous_file = ""
-    for file, line in map(_file_and_line, rows[:SHOWN_PLACES]):
-        if line is None:
-            shown.append(file)
-        else:
-            shown.append(f"{line}" if file == previous_file else f"{Path(file).name}:{line}")
-        previous_file = file
+    previous = ""
+    for file, line, _ in rows[:SHOWN_PLACES]:
+        shown.append(f"{line}" if file == previous else file if line is None else f"{Path(file).name}:{line}")
+        previous = file
     unshown = len(rows) - len(shown)
     return ", ".join(shown) + (f" and {unshown:,} more" if unshown else "")
-
-
-def _file_and_line(row: LeftOut) -> tuple[str, int | None]:
-    file, _, line = row.location.rpartition(":")
-    return (file, int(line)) if file and line.isdecimal() else (row.location, None)
 
 
 # Scripts without spaces between words: Thai to Lao, Khmer, kana, Han and their full-width punctuation. Not Korean.
@@ -259,29 +280,36 @@ def separator(text_before: str, text_after: str) -> str:
 
 
 def with_examples(
-    task: str, spec: Shots, rows: Sequence[T], files: SuiteFiles, parse: Callable[[dict[str, Any]], T]
-) -> tuple[list[tuple[T, tuple[T, ...]]], list[LeftOut]]:
-    """Draw the items of a task: ([(item, its worked examples)], bad rows of the examples' file).
+    task: str,
+    spec: ChoicesTask | LastWordTask | GenerationTask,
+    read: tuple[Rows[T], list[LeftOut]],
+    files: SuiteFiles,
+    parse: Callable[[dict[str, Any]], T],
+    item_of: Callable[[T, tuple[T, ...]], tuple[Any, object]],
+) -> Items[Any]:
+    """Draw the items of a task: `item_of` a row and its worked examples is (the item, what identifies it).
 
-    Examples are the first rows of the examples file, or of `rows`, but never the item itself or a row equal to it: the next
-    row takes its place. Raises DataError if there are too few.
+    Examples are the first rows of the examples file, or of the rows that were read, but never the item itself or a row equal
+    to it: the next row takes its place. Raises DataError if there are too few.
     """
-    items = sampled(rows, spec.limit, spec.seed)
-    if not spec.shots:
-        return [(item, ()) for item in items], []
-    candidates, left_out = rows, list[LeftOut]()
+    rows, left_out = read
+    drawn = sampled(rows, spec.limit, spec.seed)
+    candidates, bad_examples = rows, list[LeftOut]()
     if spec.shots_file is not None:
-        candidates, left_out = read_rows(files.file(spec.shots_file), parse, files.setting(task, "shots_file"))
-    shots = [tuple(islice((row for row in candidates if row != item), spec.shots)) for item in items]
-    fewest = min(map(len, shots), default=0)
-    if fewest < spec.shots:
+        candidates, bad_examples = read_rows(files.file(spec.shots_file), parse, files.setting(task, "shots_file"))
+    examples = [example for example, _ in candidates]
+    shots = [tuple(islice((example for example in examples if example != row), spec.shots)) for row, _ in drawn]
+    if (fewest := min(map(len, shots))) < spec.shots:
         source = spec.shots_file or f"the file of {task}"
         raise DataError(
             f"{files.setting(task, 'shots')} is {spec.shots}, but {source} has {counted(fewest, 'row')} "
             f"besides the item itself; set fewer"
         )
-    left_out = [LeftOut(row.location, f"as an example: {row.reason}") for row in left_out]
-    return list(zip(items, shots, strict=True)), left_out
+    unused = [*left_out, *(row._replace(reason=f"as an example: {row.reason}") for row in bad_examples)]
+    made = [item_of(row, some) for (row, _), some in zip(drawn, shots, strict=True)]
+    names = digests([identity for _, identity in made])
+    by_label = groups([record for _, record in drawn], spec.by)
+    return Items(task, spec, tuple(item for item, _ in made), names, tuple(unused), by_label)
 
 
 def text(record: dict[str, Any], key: str) -> str:
@@ -292,8 +320,3 @@ def text(record: dict[str, Any], key: str) -> str:
     if not value.strip():
         raise BadRow(f"{key} is empty")
     return value
-
-
-def labels(record: dict[str, Any], keys: Sequence[str]) -> dict[str, Any]:
-    """Select a row's values of the keys that group items, such as its source."""
-    return {key: record[key] for key in keys if key in record}

@@ -7,7 +7,7 @@ can run Python, too: the harness renders them in an environment that reaches eve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,8 @@ def check(path: Path, setting: str) -> None:
             root, tree = _parsed(file)
         except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
             raise DataError(f"{setting}: cannot read {file}: {' '.join(str(error).split())}") from None
-        if root is not None and (call := _first(root, _calls_a_function)):
+        calls = (node for node in _nested(root, _nodes_below) if node is not None and node.tag == FUNCTION)
+        if (call := next(calls, None)) is not None:
             line, name = call.start_mark.line + 1, str(call.value)
             raise UsageError(f"{setting} is {path}, which runs Python: {FUNCTION} {name} in {file}, line {line}; {FIX}")
         for metric in _metrics(tree):
@@ -80,41 +81,29 @@ class _Loader(yaml_text.Loader):
 _Loader.add_constructor(FUNCTION, lambda loader, node: str(node.value))
 
 
-def _first(root: yaml.Node, predicate: Callable[[yaml.Node], bool]) -> yaml.Node | None:
-    """Return the first node that satisfies `predicate`. Visits each node once, so that nested aliases do not multiply."""
+def _nested(root: Any, children: Callable[[Any], Iterable[Any]]) -> Iterator[Any]:
+    """Yield every node of a tree in order, each once, so that nested aliases do not multiply."""
     pending, visited = [root], set[int]()
     while pending:
         node = pending.pop()
-        if id(node) in visited:
-            continue
-        visited.add(id(node))
-        if predicate(node):
-            return node
-        if isinstance(node, yaml.SequenceNode):
-            pending += reversed(node.value)
-        elif isinstance(node, yaml.MappingNode):
-            pending += [child for pair in reversed(node.value) for child in reversed(pair)]
-    return None
+        if id(node) not in visited:
+            visited.add(id(node))
+            yield node
+            pending += reversed(list(children(node)))
 
 
-def _calls_a_function(node: yaml.Node) -> bool:
-    return str(node.tag) == FUNCTION
+def _nodes_below(node: yaml.Node) -> Iterable[yaml.Node]:
+    if isinstance(node, yaml.MappingNode):
+        return [child for pair in node.value for child in pair]
+    return node.value if isinstance(node, yaml.SequenceNode) else ()
 
 
-def _values(tree: Any) -> Iterator[Any]:
-    """Yield every mapping and list of the file once."""
-    pending, visited = [tree], set[int]()
-    while pending:
-        value = pending.pop()
-        if not isinstance(value, dict | list) or id(value) in visited:
-            continue
-        visited.add(id(value))
-        yield value
-        pending += value.values() if isinstance(value, dict) else value
+def _values_below(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 def _metrics(tree: Any) -> Iterator[dict[str, Any]]:
-    for value in _values(tree):
+    for value in _nested(tree, _values_below):
         listed = value.get("metric_list") if isinstance(value, dict) else None
         for metric in listed if isinstance(listed, list) else ():
             if isinstance(metric, dict) and "metric" in metric:

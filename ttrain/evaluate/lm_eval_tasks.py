@@ -306,12 +306,10 @@ class HarnessModel(LM):  # type: ignore[misc]  # the harness has no types
             )
             alike.setdefault((stops, int(tokens)), []).append(number)
         for (stops, tokens), numbers in alike.items():
-            limit = self._subject.max_length
-            room = tokens if limit is None else min(tokens, limit // 2)
+            room, longest = self._subject.room(tokens)
             encoded = self._subject.encoder.encode([requests[number].args[0] for number in numbers])
-            prompts = [[*self._subject.begin_ids, *ids] for ids in encoded]
-            if limit is not None:
-                prompts = [ids[-(limit - room) :] for ids in prompts]
-            for number, (text, _) in zip(numbers, answers(self._subject, prompts, room, stops, self._progress), strict=True):
+            prompts = [[*self._subject.begin_ids, *ids][-(longest or 0) :] for ids in encoded]
+            answered = answers(self._subject, prompts, room, stops, self._progress)
+            for number, (_, text, _) in zip(numbers, answered, strict=True):
                 texts[number] = text
         return texts

@@ -6,8 +6,9 @@ Letters in names: B windows, T positions.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +19,6 @@ from torch import Tensor, nn
 from ttrain.config.evaluate import HELDOUT, ChatsTask, TextTask
 from ttrain.data import records as sources
 from ttrain.data.packing import IGNORE
-from ttrain.errors import DataError
 from ttrain.evaluate import baselines
 from ttrain.evaluate import items as reading
 from ttrain.evaluate.evaluated_model import EvaluatedModel, ProgressCallback
@@ -155,8 +155,6 @@ def _padded(rows: Sequence[tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_], S
 
 EXCERPT_CHARACTERS = 200
 
-Record = tuple[str, Mapping[str, Any]]  # a text and its row
-
 log = logging.getLogger("ttrain")
 
 
@@ -166,30 +164,27 @@ def read(task: str, spec: TextTask, files: SuiteFiles) -> Items[str]:
     `limit` and `max_bytes` both apply, in that order; the first document is used whatever its length. Raises UsageError if
     the file does not exist, DataError if it has no document.
     """
-    parser, setting = sources.document_parser(spec.text_field), files.setting(task, "file")
+    part = "documents" if spec.file == HELDOUT else None
+    parser = sources.document_parser(spec.text_field)
 
-    def parse(row: dict[str, Any]) -> Record:
+    def parse(row: dict[str, Any]) -> str:
+        if part:
+            return str(row["text"])
         document = parser(row)
-        if isinstance(document, sources.Rejected):
-            raise BadRow(document.reason)
-        if isinstance(document, sources.Skipped):
-            raise BadRow(document.rule)
+        if isinstance(document, sources.Rejected | sources.Skipped):
+            raise BadRow(document.reason if isinstance(document, sources.Rejected) else document.rule)
         assert isinstance(document, sources.TextDocument), "the parser yields documents"
-        return document.text, row
+        return document.text
 
-    if spec.file == HELDOUT:
-        records: list[Record] = [(row["text"], row) for row in files.heldout["documents"]]
-        left_out: list[reading.LeftOut] = []
-    else:
-        records, left_out = reading.read_rows(files.file(spec.file), parse, setting)
-    records = _first_bytes(reading.sampled(records, spec.limit, spec.seed), spec.max_bytes)
-    if not records:
-        row_fields = sources.document_fields(spec.text_field, prefix=f"tasks.{task}.")
-        bad = f"; the first of {len(left_out)} bad rows is {left_out[0].location}: {left_out[0].reason}" if left_out else ""
-        raise DataError(f"{setting} {spec.file} has no document; a row needs {row_fields}{bad}")
-    texts = tuple(text for text, _ in records)
-    groups = reading.groups([row for _, row in records], spec.by)
-    return Items(task, spec, texts, reading.digests(texts), tuple(left_out), groups)
+    row_fields = sources.document_fields(spec.text_field, prefix=f"tasks.{task}.")
+    rows, left_out = reading.read_texts(task, spec, part, files, parse, row_fields)
+    sizes = itertools.accumulate(len(text.encode("utf-8")) for text, _ in rows)
+    if spec.max_bytes is not None:
+        rows = rows[: max(1, sum(size <= spec.max_bytes for size in sizes))]
+    texts = tuple(text for text, _ in rows)
+    return Items(
+        task, spec, texts, reading.digests(texts), tuple(left_out), reading.groups([row for _, row in rows], spec.by)
+    )
 
 
 def run(items: Items[str], subject: EvaluatedModel, progress: ProgressCallback) -> TaskResult:
@@ -250,15 +245,3 @@ def loss_figures(scores: Sequence[Score]) -> list[Metric]:
 def _baselines(texts: tuple[str, ...]) -> dict[str, float]:
     """Compute the baselines once for all models: xz takes a second for a megabyte."""
     return baselines.bits_per_byte("".join(texts).encode("utf-8"))
-
-
-def _first_bytes(records: Sequence[Record], most: int | None) -> list[Record]:
-    """Beginning of the list with at most `most` bytes of text; at least the first record."""
-    if most is None:
-        return list(records)
-    size = 0
-    for number, (text, _) in enumerate(records):
-        size += len(text.encode("utf-8"))
-        if number and size > most:
-            return list(records[:number])
-    return list(records)

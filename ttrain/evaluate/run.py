@@ -75,7 +75,7 @@ def mark_overlaps(items: Items[Any], overlap_digests: Collection[str], *, leave_
         items,
         items=tuple(items.items[number] for number in clean),
         digests=tuple(items.digests[number] for number in clean),
-        left_out=(*items.left_out, *(LeftOut(items.digests[number], IN_TRAINING) for number in sorted(overlapping))),
+        left_out=(*items.left_out, *(LeftOut(items.digests[number], None, IN_TRAINING) for number in sorted(overlapping))),
         groups=_renumbered(items.groups, new_numbers),
     )
 

@@ -20,10 +20,6 @@ from ttrain.evaluate.task_result import Metric
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     Floats = NDArray[np.float64]
 
 FEWEST_ITEMS = 5  # with fewer, an interval would depend more on its method than on the model

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -12,7 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ttrain.config.evaluate import HELDOUT, HELDOUT_PARTS, KINDS, ChatsTask, HarnessTask, Suite, Task, TextTask
+from ttrain.config.evaluate import HELDOUT_PARTS, KINDS, ChatsTask, HarnessTask, Suite, Task, TextTask
 from ttrain.config.loading import configs_directory, read_yaml
 from ttrain.config.yaml_text import one_line
 from ttrain.errors import UsageError
@@ -68,11 +69,6 @@ def of_tasks(
     return LoadedSuite(origin, checked({"tasks": tasks}, origin), None, Path.cwd(), options)
 
 
-def of_heldout(parts: Collection[str]) -> LoadedSuite:
-    """Load the suite `heldout` for the available `parts` of documents, chats and domain, at least one."""
-    return with_parts(load(HELDOUT), parts)
-
-
 def with_parts(loaded: LoadedSuite, parts: Collection[str]) -> LoadedSuite:
     """Drop the tasks whose held-out part is not among `parts`. Raises UsageError if no task is left."""
     tasks = {name: task for name, task in loaded.suite.tasks.items() if _part(task) in (None, *parts)}
@@ -87,19 +83,20 @@ def with_parts(loaded: LoadedSuite, parts: Collection[str]) -> LoadedSuite:
 
 def at_most(loaded: LoadedSuite, items: int, text_bytes: int) -> LoadedSuite:
     """Limit the suite to at most `items` of each task and `text_bytes` of each text task."""
-    tree = loaded.suite.model_dump()
-    for task in tree["tasks"].values():
-        for name, most in (("limit", items), ("max_bytes", text_bytes)):
-            if name in task:
-                task[name] = most if task[name] is None else min(task[name], most)
-    return replace(loaded, suite=checked(tree, loaded.name))
+    return _updated(
+        loaded, {"limit": items, "max_bytes": text_bytes}, lambda old, most: most if old is None else min(old, most)
+    )
 
 
 def changed(loaded: LoadedSuite, **settings: Any) -> LoadedSuite:
     """Change settings in each task that has them."""
+    return _updated(loaded, settings, lambda old, new: new)
+
+
+def _updated(loaded: LoadedSuite, settings: Mapping[str, Any], update: Callable[[Any, Any], Any]) -> LoadedSuite:
     tree = loaded.suite.model_dump()
     for task in tree["tasks"].values():
-        task.update({name: value for name, value in settings.items() if name in task})
+        task |= {name: update(task[name], value) for name, value in settings.items() if name in task}
     return replace(loaded, suite=checked(tree, loaded.name))
 
 
@@ -128,12 +125,6 @@ def task_files(loaded: LoadedSuite) -> Iterator[tuple[str, Path]]:
         for setting, file in _files_of_task(task):
             called = loaded.options.get(name) if setting == "file" else None
             yield f"{called or f'{name}.{setting}'} is {file}", loaded.base / Path(file).expanduser()
-
-
-def without_chats(loaded: LoadedSuite) -> Suite | None:
-    """Drop the tasks of kind chats; None if no task is left."""
-    tasks = {name: task for name, task in loaded.suite.tasks.items() if not isinstance(task, ChatsTask)}
-    return loaded.suite.model_copy(update={"tasks": tasks}) if tasks else None
 
 
 def check_parts(loaded: LoadedSuite, parts: Collection[str]) -> None:
@@ -175,22 +166,6 @@ def _files_of_task(task: Task) -> Iterable[tuple[str, str]]:
 
 
 TASKS = "under tasks, write a name and the settings of each task, such as poems: {kind: choices, file: poems.jsonl}"
-# Rule for a value, by pydantic's error type; {gt} and the like come from the error's context.
-RULES: Mapping[str, str] = {
-    "greater_than": "must be more than {gt}",
-    "greater_than_equal": "must be {ge} or more",
-    "less_than": "must be less than {lt}",
-    "less_than_equal": "must be {le} or less",
-    "literal_error": "must be {expected}",
-    "int_type": "must be a whole number",
-    "int_parsing": "must be a whole number",
-    "int_from_float": "must be a whole number",
-    "bool_type": "must be true or false",
-    "bool_parsing": "must be true or false",
-    "string_type": "must be a text",
-    "string_too_short": "must not be empty",
-    "tuple_type": "must be a list, such as [lang]",
-}
 
 
 def describe_error(item: Mapping[str, Any], tree: Mapping[str, Any]) -> str:
@@ -224,11 +199,8 @@ def describe_error(item: Mapping[str, Any], tree: Mapping[str, Any]) -> str:
             return f"{name} is of kind {_kind(tree, location)!r}, which does not exist; choose one of {', '.join(KINDS)}"
         case "value_error":
             return f"{name}: {str(item['msg']).removeprefix('Value error, ')}"
-    rule = RULES.get(item["type"])
-    if rule is None:
-        message = str(item["msg"])
-        return f"{name} is {item['input']!r} but: {message[0].lower()}{message[1:]}"
-    return f"{name} is {item['input']!r} but {rule.format_map(item.get('ctx', {}))}"
+    rule = re.sub("^(Input|String) should", "must", str(item["msg"])).partition(", unable")[0].replace("tuple", "list")
+    return f"{name} is {item['input']!r} but {rule}"
 
 
 def _kind_of(value: object) -> str:

@@ -120,7 +120,8 @@ def _call(body: str, functions: Functions, budget: Budget) -> Call:
     except TypeError as error:  # nested deeper than orjson writes
         return Call(name, arguments, unchecked=f"the schema cannot be used: {error}")
     checked = check(schema_json, orjson.dumps(arguments), budget)
-    return Call(name, arguments, f"{name}: {checked.mismatch}" if checked.mismatch else "", checked.unchecked)
+    wrong = f"{name}: {checked['mismatch']}" if "mismatch" in checked else ""
+    return Call(name, arguments, wrong, checked.get("unchecked", ""))
 
 
 def _tool_blocks(text: str) -> list[str]:
@@ -175,14 +176,6 @@ FREE_SECONDS = 0.01  # ten times the cost of a check of real data
 _TOO_COSTLY: dict[bytes, str] = {}  # schema -> reason
 
 
-@dataclass(frozen=True)
-class SchemaCheck:
-    """Result of a check: why the arguments do not fit ("" if they do), or why the schema could not be checked."""
-
-    mismatch: str = ""
-    unchecked: str = ""
-
-
 @dataclass
 class Budget:
     """CPU time for all schema checks of an evaluation task."""
@@ -197,22 +190,17 @@ class Budget:
         return f"the schemas of this evaluation have used up their {self.seconds:g} s of CPU time"
 
 
-def check(schema: bytes, arguments: bytes, budget: Budget) -> SchemaCheck:
-    """Check the arguments of a call against a schema, both as JSON. A schema that once exceeded the limits is not tried
-    again, and none is once the budget is used up."""
+def check(schema: bytes, arguments: bytes, budget: Budget) -> dict[str, str]:
+    """Check the arguments of a call against a schema, both as JSON: {} if they fit, else `mismatch` or `unchecked` with the
+    reason. A schema that once exceeded the limits is not tried again, and none is once the budget is used up."""
     if budget.used_seconds >= budget.seconds:
         budget.refused += 1
-        return SchemaCheck(unchecked=budget.reason)
+        return {"unchecked": budget.reason}
     seconds_before = SANDBOX.used_seconds
-    checked = _check(schema, arguments)
+    reason = _TOO_COSTLY.get(schema) or _unusable(schema)
+    checked = {"unchecked": reason} if reason else _ask_sandbox(schema, arguments)
     budget.used_seconds += max(0.0, SANDBOX.used_seconds - seconds_before - FREE_SECONDS)
     return checked
-
-
-def _check(schema: bytes, arguments: bytes) -> SchemaCheck:
-    if reason := _TOO_COSTLY.get(schema) or _unusable(schema):
-        return SchemaCheck(unchecked=reason)
-    return SchemaCheck(**_ask_sandbox(schema, arguments))
 
 
 @lru_cache(maxsize=REMEMBERED)

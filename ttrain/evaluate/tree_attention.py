@@ -106,11 +106,7 @@ class Scorer:
             strategy = self._best_strategy(rows, any(start for start, _ in clusters))
             for start, some in clusters if strategy.prefixes else [((), rows)]:
                 prefix = self._prefix(start) if start else None
-                cut = [
-                    cut_row
-                    for row in some
-                    for cut_row in (self._split(row, strategy.longest) if strategy.longest else _single_branch_rows(row))
-                ]
+                cut = [cut_row for row in some for cut_row in self._split(row, strategy.longest)]
                 for batch in batches(cut, prefix=len(start), most=self._subject.batch_tokens):
                     for number, nats, every in self._batch(batch, prefix):
                         scores[number] = nats, every
@@ -232,11 +228,6 @@ class Scorer:
         return torch.cat(costs).double().cpu().numpy(), torch.cat(best).cpu().numpy()
 
 
-def _single_branch_rows(row: BranchedRow) -> list[BranchedRow]:
-    """Split into a row for each continuation."""
-    return [BranchedRow(row.context, (branch,)) for branch in row.branches]
-
-
 def _repeated(prefix: Prefix, rows: int) -> Any:
     """Cache with the prefix in every row; a forward pass adds to copies of it."""
     from transformers import DynamicCache
@@ -323,7 +314,7 @@ def split(row: BranchedRow, *, width: int, most: int) -> Iterator[BranchedRow]:
     """Split a row into one or more with its context: continuations share a row where that costs less than a row each.
 
     For a layer of this width a token costs 24 width^2 of products, and 4 width for each position of its row: its attention
-    is computed with a mask, not with less. No row with several continuations has more than `most` tokens.
+    is computed with a mask, not with less. No row with several continuations has more than `most` tokens (0: no such row).
     """
     some: list[tuple[int, Ids]] = []
     length = len(row.context)

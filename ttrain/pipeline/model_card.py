@@ -23,6 +23,7 @@ from ttrain.pipeline.names import ADAPTER_CONFIG, BASE
 from ttrain.reports import facts
 from ttrain.reports import summary as report
 from ttrain.reports.facts import SHOWN_DIGEST
+from ttrain.reports.sections import Block, Code, Fold, Section, Table, Text, markdown
 from ttrain.store.layout import Artifact
 from ttrain.store.model_files import ADAPTER, MODEL, weight_files
 from ttrain.store.runs import parse_row
@@ -41,6 +42,27 @@ QUICKSTART = "source"  # the stage that writes the text of the Python documentat
 QUICKSTART_LICENCE = "PSF-2.0"  # https://docs.python.org/3/license.html
 
 UNKNOWN_LICENCE = "not recorded: look it up where the files came from, before you pass the model on"
+
+MODEL_LOADED = 'model = AutoModelForCausalLM.from_pretrained("THIS_DIRECTORY", dtype="auto"{trust})'
+
+ADAPTER_LOADED = """base = AutoModelForCausalLM.from_pretrained("BASE"{trust})  # see below
+
+model = PeftModel.from_pretrained(base, "THIS_DIRECTORY")"""
+
+TEXT_PROMPT = 'inputs = tokenizer("The function returns", return_tensors="pt")'
+
+CHAT_PROMPT = """messages = [{"role": "user", "content": "Hello! Who are you?"}]
+inputs = tokenizer.apply_chat_template(
+    messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+)"""
+
+EXAMPLE = """from transformers import AutoModelForCausalLM, AutoTokenizer
+
+{load}
+tokenizer = AutoTokenizer.from_pretrained("THIS_DIRECTORY"{trust})
+{prompt}
+said = model.generate(**inputs, max_new_tokens=100, do_sample=False)
+print(tokenizer.decode(said[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))"""
 
 SHAPE = (
     ("model_type", "architecture"),
@@ -76,21 +98,19 @@ class Exported:
 def card(exported: Exported, history: History) -> str:
     """The model card in Markdown."""
     last = history.artifacts[-1] if history.artifacts else None
-    row = TRAINING_STAGES.get(last.stage) if last else None
-    chats = exported.files == "adapter" or row is None or row.role != "base"
-    sections = [
-        _front(exported, history),
-        f"# {exported.name}\n\n{summary(exported, last)}",
-        _use(exported, chats=chats),
-        _shape(exported),
-        _training(history),
-        _starting_model(history),
-        _data(history),
-        _evaluation(history),
-        _lineage(history),
-        _settings(history),
-    ]
-    return "\n\n".join(section for section in sections if section) + "\n"
+    sections = {
+        "Use": _use(exported, last),
+        "Model": _shape(exported),
+        "Training": _training(history),
+        "Started from": _starting_model(history),
+        "Data": _data(history),
+        "Evaluation": _evaluation(history),
+        "Lineage": _lineage(history),
+        "Settings": _settings(history),
+    }
+    parts = [_front(exported, history), f"# {exported.name}", summary(exported, last)]
+    parts += [markdown(Section(title, blocks)) for title, blocks in sections.items() if blocks]
+    return "\n\n".join(parts) + "\n"
 
 
 def _front(exported: Exported, history: History) -> str:
@@ -113,43 +133,33 @@ def summary(exported: Exported, last: Artifact | None) -> str:
     return f"{text}. Its numbers are {exported.dtype}. Made with ttrain."
 
 
-def _use(exported: Exported, *, chats: bool) -> str:
+def _use(exported: Exported, last: Artifact | None) -> list[Block]:
+    row = TRAINING_STAGES.get(last.stage) if last else None
+    is_adapter = exported.files == "adapter"
     trust = ", trust_remote_code=True" if exported.has_code else ""
-    lines = ["from transformers import AutoModelForCausalLM, AutoTokenizer", ""]
-    if exported.files == "adapter":
-        lines = ["from peft import PeftModel", *lines]
-        lines += [f'base = AutoModelForCausalLM.from_pretrained("BASE"{trust})  # see below', '']  # fmt: skip
-        lines += ['model = PeftModel.from_pretrained(base, "THIS_DIRECTORY")']
-    else:
-        lines += [f'model = AutoModelForCausalLM.from_pretrained("THIS_DIRECTORY", dtype="auto"{trust})']
-    lines += [f'tokenizer = AutoTokenizer.from_pretrained("THIS_DIRECTORY"{trust})']
-    if chats:
-        lines += [
-            'messages = [{"role": "user", "content": "Hello! Who are you?"}]',
-            "inputs = tokenizer.apply_chat_template(",
-            '    messages, add_generation_prompt=True, return_tensors="pt", return_dict=True',
-            ")",
-        ]
-    else:
-        lines += ['inputs = tokenizer("The function returns", return_tensors="pt")']
-    lines += [
-        "said = model.generate(**inputs, max_new_tokens=100, do_sample=False)",
-        'print(tokenizer.decode(said[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))',
-    ]
-    text = "## Use\n\n```python\n" + "\n".join(lines) + "\n```"
+    load = (ADAPTER_LOADED if is_adapter else MODEL_LOADED).format(trust=trust)
+    prompt = CHAT_PROMPT if is_adapter or row is None or row.role != "base" else TEXT_PROMPT
+    example = EXAMPLE.format(load=load, trust=trust, prompt=prompt)
+    imports = "from peft import PeftModel\n" if is_adapter else ""
+    blocks: list[Block] = [Code(imports + example, "python")]
     if exported.base_digest:
-        text += f"\n\nThe base is the model whose weights have the sha256 `{exported.base_digest}`."
-    return text
+        blocks.append(Text(f"The base is the model whose weights have the sha256 `{exported.base_digest}`."))
+    return blocks
 
 
-def _shape(exported: Exported) -> str:
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[Block]:
+    """The table, if it has rows."""
+    return [Table(header, rows)] if rows else []
+
+
+def _shape(exported: Exported) -> list[Block]:
     rows = [(label, format_value(exported.config[name])) for name, label in SHAPE if exported.config.get(name) is not None]
-    return "## Model\n\n" + report.markdown(rows, ("property", "value")) if rows else ""
+    return _table(("property", "value"), rows)
 
 
-def _training(history: History) -> str:
-    """The section "Training": a table of the trainings, then the curve of each."""
-    rows, curves, has_parts = [], [], False
+def _training(history: History) -> list[Block]:
+    """A table of the trainings, then the curve of each."""
+    rows, curves, has_parts = [], list[Block](), False
     for artifact in history.artifacts:
         result = artifact.result
         if "train_seconds" not in result:
@@ -160,49 +170,39 @@ def _training(history: History) -> str:
         points = _points(artifact.path / "run" / "metrics.jsonl")
         has_parts = has_parts or any("loss_ce1" in values for _, values in points)
         if points:
-            table = report.markdown(_curve(points), ("step", "tokens", "loss", "validation loss"))
-            curves.append(f"Curve of `{artifact.stage}`:\n\n{table}")
-    if not rows:
-        return ""
-    header = ("stage", "steps", "tokens", "loss", "validation loss", "computed in")
-    table = report.markdown(rows, header)
-    return "\n\n".join(["## Training", table, *([MORE_IN_LOSS] if has_parts else []), *curves])
+            names = ("tokens", "loss", VALIDATION_LOSS)
+            shown = [
+                (format_value(step), *(format_value(values.get(name)) for name in names))
+                for step, values in facts.spread(points, CURVE_ROWS)
+            ]
+            curves += [Text(f"Curve of `{artifact.stage}`:"), Table(("step", "tokens", "loss", "validation loss"), shown)]
+    table = _table(("stage", "steps", "tokens", "loss", "validation loss", "computed in"), rows)
+    return [*table, *([Text(MORE_IN_LOSS)] if has_parts else []), *curves]
 
 
 def _points(file: Path) -> list[tuple[int, dict[str, Any]]]:
     """(step, logged values) of the steps that have a loss; [] if there is no file."""
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_bytes().splitlines()
     except OSError:
         return []
     steps: dict[int, dict[str, Any]] = {}  # a validation has a line of its own
-    for line in lines:
-        if row := parse_row(line.encode("utf-8")):
-            steps.setdefault(row["step"], {}).update(row["metrics"], tokens=row.get("tokens"))
+    for row in filter(None, map(parse_row, lines)):
+        steps.setdefault(row["step"], {}).update(row["metrics"], tokens=row.get("tokens"))
     return [(step, values) for step, values in steps.items() if "loss" in values]
 
 
-def _curve(points: list[tuple[int, dict[str, Any]]]) -> list[tuple[str, ...]]:
-    """Evenly spread rows of a curve, including the last."""
-    chosen = sorted({round(i * (len(points) - 1) / (CURVE_ROWS - 1)) for i in range(CURVE_ROWS)})
-    names = ("tokens", "loss", VALIDATION_LOSS)
-    return [
-        (format_value(step), *(format_value(values.get(name)) for name in names))
-        for step, values in map(points.__getitem__, chosen)
-    ]
-
-
-def _starting_model(history: History) -> str:
-    """The section "Started from": the files of the model that the first training started from."""
+def _starting_model(history: History) -> list[Block]:
+    """The files of the model that the first training started from."""
     base_model = next((artifact for artifact in history.artifacts if artifact.stage == BASE_MODEL), None)
     if base_model is None:
-        return ""
+        return []
     rows = [(name, f"`{digest}`") for _, name, digest in facts.files_of(base_model.manifest)]
     origin = f"`{history.base}` on the Hugging Face Hub" if history.base else "a local model"
-    return f"## Started from\n\nFrom {origin}, under its own licence.\n\n{report.markdown(rows, ('file', 'sha256'))}"
+    return [Text(f"From {origin}, under its own licence."), Table(("file", "sha256"), rows)]
 
 
-def _data(history: History) -> str:
+def _data(history: History) -> list[Block]:
     rows, licences = [], []
     sources = {source.key: source for source in history.artifacts if source.stage == QUICKSTART}
     for artifact in history.artifacts:
@@ -212,17 +212,17 @@ def _data(history: History) -> str:
         digests = _file_digests(artifact, sources)
         for file in artifact.result.get("files", ()):
             digest = digests.get((file["role"], file["name"]), "")
-            counts = (format_value(file["kept"]), format_value(file["tokens"]), format_value(file["bytes"]))
+            counts = [format_value(file[name]) for name in ("kept", "tokens", "bytes")]
             rows.append((dataset, file["role"], file["name"], *counts, f"`{digest}`" if digest else ""))
-        locations = ", ".join(f"`{location}`" for location in history.locations.get(dataset, ()))
         if artifact.manifest["inputs"].get("source"):
             licences.append(f"- {dataset}: {QUICKSTART_LICENCE}, text of the Python documentation")
         else:
+            locations = ", ".join(f"`{location}`" for location in history.locations.get(dataset, ()))
             licences.append(f"- {dataset}: {UNKNOWN_LICENCE}" + (f" ({locations})" if locations else ""))
     if not rows:
-        return ""
-    table = report.markdown(rows, ("data", "part", "file", "records", "tokens", "bytes of text", "sha256"))
-    return "\n\n".join(["## Data", table, "Licences of the data:\n\n" + "\n".join(licences)])
+        return []
+    header = ("data", "part", "file", "records", "tokens", "bytes of text", "sha256")
+    return [Table(header, rows), Text("Licences of the data:"), Text("\n".join(licences))]
 
 
 def _file_digests(artifact: Artifact, sources: Mapping[str, Artifact]) -> dict[tuple[str, str], str]:
@@ -250,17 +250,19 @@ def evaluation_rows(history: History) -> list[tuple[str, str, str]]:
     return report.rows(shown, {"evaluate": _without_models(history.evaluation.result, later_models)})
 
 
-def _evaluation(history: History) -> str:
+def _evaluation(history: History) -> list[Block]:
     if history.evaluation is None:
-        return ""
+        return []
     result, stage = history.evaluation.result, history.artifacts[-1].stage
-    rows, row = evaluation_rows(history), TRAINING_STAGES.get(stage)
+    row = TRAINING_STAGES.get(stage)
     samples = result.get("samples", {}).get(row.model if row else stage, [])[:SAMPLES]
-    parts = ["## Evaluation", "On held-out data, computed in fp32.", report.markdown(rows, ("metric", "value", ""))]
+    blocks: list[Block] = [Text("On held-out data, computed in fp32.")]
+    blocks.append(Table(("metric", "value", ""), evaluation_rows(history)))
     if samples:
         quoted = [(_cell(sample["prompt"]), _cell(sample["answer"])) for sample in samples]
-        parts += ["What it says when it always takes the likeliest token:", report.markdown(quoted, ("prompt", "answer"))]
-    return "\n\n".join(parts)
+        blocks.append(Text("What it says when it always takes the likeliest token:"))
+        blocks.append(Table(("prompt", "answer"), quoted))
+    return blocks
 
 
 def _without_models(result: Mapping[str, Any], models: Sequence[str]) -> dict[str, Any]:
@@ -271,9 +273,9 @@ def _without_models(result: Mapping[str, Any], models: Sequence[str]) -> dict[st
     return {**result, "suites": {**suites, "models": [name for name in suites["models"] if name not in models]}}
 
 
-def _lineage(history: History) -> str:
+def _lineage(history: History) -> list[Block]:
     if not history.artifacts:
-        return ""
+        return []
     rows = [
         (
             artifact.stage,
@@ -285,25 +287,21 @@ def _lineage(history: History) -> str:
     ]
     versions = {"ttrain": ["?"], "python": ["?"], **facts.versions_of([history.artifacts[-1].manifest])}
     version_list = ", ".join(f"{name} {', '.join(values)}" for name, values in versions.items() if name != "platform")
-    table = report.markdown(rows, ("stage", "key", "content", "made from"))
-    return f"## Lineage\n\n{table}\n\nMade with {version_list}."
+    return [Table(("stage", "key", "content", "made from"), rows), Text(f"Made with {version_list}.")]
 
 
-def _settings(history: History) -> str:
-    """The section "Settings": what differs from the defaults, then everything."""
+def _settings(history: History) -> list[Block]:
+    """What differs from the defaults, then everything."""
     settings: dict[str, Any] = {}
     for artifact in history.artifacts:
         settings.update(artifact.manifest["ingredients"].get("settings", {}))
     if not settings:
-        return ""
+        return []
     changed = [f"{key}={json.dumps(value)}" for key, (value, _) in sorted(facts.changed_settings(settings).items())]
-    everything = "\n".join(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in sorted(settings.items()))
-    changes = (
-        "What differs from ttrain's defaults:\n\n```\n" + "\n".join(changed) + "\n```" if changed else "ttrain's defaults."
-    )
-    return (
-        f"## Settings\n\n{changes}\n\n<details><summary>All settings</summary>\n\n```yaml\n{everything}\n```\n\n</details>"
-    )
+    everything = [f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in sorted(settings.items())]
+    text = "What differs from ttrain's defaults:" if changed else "ttrain's defaults."
+    changes = [Code("\n".join(changed))] if changed else []
+    return [Text(text), *changes, Fold("All settings", Code("\n".join(everything), "yaml"))]
 
 
 def _cell(text: str) -> str:
@@ -311,21 +309,9 @@ def _cell(text: str) -> str:
     return "`" + " ".join(text.replace("`", "'").split()) + "`" if text.strip() else ""
 
 
-@dataclass(frozen=True)
-class AdapterDescription:
-    """An adapter's kind, settings, size and base. `settings` are those of its kind; `bytes` is the size of its weights."""
-
-    kind: str
-    settings: dict[str, Any]
-    parameters: int
-    bytes: int
-    base_name: str
-    base_digest: str | None  # None: not recorded
-    base_held_in: str | None  # how the base was quantized during training; None: not quantized
-
-
-def describe(directory: Path) -> AdapterDescription:
-    """Read an adapter's directory. Raises ArtifactError if a file is missing or damaged."""
+def describe(directory: Path) -> dict[str, Any]:
+    """An adapter's kind, the settings of its kind, its size and its base. Raises ArtifactError if a file is missing or
+    damaged."""
     config = _read(directory / ADAPTER_CONFIG)
     base = _read(directory / BASE) if (directory / BASE).is_file() else {}
     kind = "dora" if config.get("use_dora") else str(config.get("peft_type", "unknown")).lower()
@@ -339,15 +325,14 @@ def describe(directory: Path) -> AdapterDescription:
             settings = {"virtual_tokens": config["num_virtual_tokens"], "layers": config["num_layers"]}
     except KeyError as error:
         raise ArtifactError(f"{directory / ADAPTER_CONFIG} does not say {error}") from None
-    return AdapterDescription(
-        kind=kind,
-        settings=settings,
-        parameters=numbers_in(directory / ADAPTER),
-        bytes=(directory / ADAPTER).stat().st_size,
-        base_name=str(config.get("base_model_name_or_path") or ""),
-        base_digest=base.get("base_weights_sha256"),
-        base_held_in=base.get("base_held_in"),
-    )
+    return {
+        "kind": kind,
+        **settings,
+        "parameters": numbers_in(directory / ADAPTER),
+        "bytes": (directory / ADAPTER).stat().st_size,
+        "base_weights_sha256": base.get("base_weights_sha256"),  # None: not recorded
+        "base_held_in": base.get("base_held_in"),  # how the base was quantized during training; None: not quantized
+    }
 
 
 def parameters_of(model: Path) -> int:

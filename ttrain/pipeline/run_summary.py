@@ -17,6 +17,7 @@ from ttrain.core.redact import HIDDEN
 from ttrain.core.text import truncated
 from ttrain.evaluate.task_result import FILE, sums_in
 from ttrain.reports import facts, summary
+from ttrain.reports.sections import markdown_table
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 from ttrain.store.runs import parse_row
@@ -41,8 +42,6 @@ CURVES = {
 POINTS = 1000  # of a curve on the pipeline's run; the stage's own run has them all
 
 SHOWN_SETTINGS = 6
-
-CELLS = ("stage", "outcome", "time", "figures")
 
 
 def curves(stage: str, lines: Iterable[str]) -> Iterator[dict[str, Any]]:
@@ -100,19 +99,18 @@ def description(
     bits = metrics.get(BITS_PER_BYTE.of_run)
     headline = f"{bits:.4f} {BITS_PER_BYTE.label}" if bits is not None else str(run["outcome"])
     changes = [_cell(f"{name}={_value(changed[name])}") for name in sorted(changed, key=by_weight)]
-    remainder = [f"and {len(changes) - SHOWN_SETTINGS} more settings"] if len(changes) > SHOWN_SETTINGS else []
-    lines = [note(run["note"]), ""] if run.get("note") else []
-    lines += [f"{headline}: {', '.join([*changes[:SHOWN_SETTINGS], *remainder]) or 'the default settings'}", ""]
-    if run.get("error"):
-        lines += [f"**{run['outcome']}**: {_cell(run['error'])}", ""]
-    if measured:
-        lines += [summary.markdown(measured, ("evaluation", "", "")), ""]
-    lines += [summary.markdown((tuple(map(_cell, summary.status_row(stage)[:4])) for stage in run["stages"]), CELLS), ""]
-    lines += [
+    more = [f"and {len(changes) - SHOWN_SETTINGS} more settings"] if len(changes) > SHOWN_SETTINGS else []
+    stages = [tuple(map(_cell, summary.status_row(stage)[:4])) for stage in run["stages"]]
+    parts = [
+        note(run["note"]) if run.get("note") else "",
+        f"{headline}: {', '.join([*changes[:SHOWN_SETTINGS], *more]) or 'the default settings'}",
+        f"**{run['outcome']}**: {_cell(run['error'])}" if run.get("error") else "",
+        markdown_table(("evaluation", "", ""), measured) if measured else "",
+        markdown_table(("stage", "outcome", "time", "figures"), stages),
         f"`settings.yaml` among the artifacts has what is not a default; the same again: `ttrain pipeline run "
-        f"{run['pipeline']} -c settings.yaml`. In the terminal: `ttrain report {run['run']}`."
+        f"{run['pipeline']} -c settings.yaml`. In the terminal: `ttrain report {run['run']}`.",
     ]
-    return "\n".join(lines)
+    return "\n\n".join(filter(None, parts))
 
 
 def note(text: str) -> str:
@@ -149,28 +147,28 @@ def of(evaluation: Artifact, name: str, store: ArtifactStore) -> dict[str, dict[
 def _comparable_results(evaluation: Artifact, champion: Artifact) -> dict[str, Any]:
     """Select the champion's figures that are comparable: of the same records and counted alike. A loss per
     token of another tokenizer is not comparable."""
-    evaluation_scores, champion_scores = (read_object(artifact.path / FILE) for artifact in (evaluation, champion))
+    scores = [read_object(artifact.path / FILE) for artifact in (evaluation, champion)]
 
-    def counts(metric: str) -> tuple[bool, bool]:
+    def same(metric: str) -> tuple[bool, bool]:
         """Return (both scored the same records, both counted them alike)."""
-        first, second = sums_in(evaluation_scores, metric), sums_in(champion_scores, metric)
+        first, second = (sums_in(contents, metric) for contents in scores)
         if first is None or second is None:
             return False, False
-        return first[2] == second[2], first[1] == second[1]
+        return first.records == second.records, first.sizes == second.sizes
 
     result = champion.result
-    same = [metric for metric in result.get("metrics", {}) if all(counts(metric))]
+    names = [metric for metric in result.get("metrics", {}) if all(same(metric))]
     comparable: dict[str, Any] = {
-        group: {name: result[group][name] for name in same if name in result.get(group, {})}
+        group: {name: result[group][name] for name in names if name in result.get(group, {})}
         for group in ("metrics", "intervals")
     }
     if suites := result.get("suites"):
-        tasks = [
-            task
-            for task in suites["tasks"]
-            if not any(counts(f"{task['task']}/{task['figure']}/{model}") == (True, False) for model in task["models"])
-        ]
-        comparable["suites"] = {**suites, "tasks": tasks}
+
+        def is_comparable(task: Mapping[str, Any]) -> bool:
+            metrics = (f"{task['task']}/{task['figure']}/{model}" for model in task["models"])
+            return not any(same(metric) == (True, False) for metric in metrics)
+
+        comparable["suites"] = {**suites, "tasks": list(filter(is_comparable, suites["tasks"]))}
     return comparable
 
 

@@ -6,14 +6,15 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, TypeGuard
+from typing import Any
 
 from ttrain.config import SHAPE_NO_RESULT
 from ttrain.config.training import EVALUATED, PRIMARY_METRICS, VALIDATION_LOSS, model_order
 from ttrain.core.files import parse_json
 from ttrain.core.hashing import digest_of
-from ttrain.core.text import first_of, format_duration, format_number, format_time
+from ttrain.core.text import ABSENT, first_of, format_duration, format_number, format_time
 from ttrain.reports import facts
+from ttrain.reports.sections import Answers, Block, Cell, Heading, Section, Table, Text
 from ttrain.reports.summary import rounded
 from ttrain.tracking import RunView
 
@@ -32,6 +33,8 @@ HELD_OUT = ("documents", "document_bytes", "chats", "domain")
 
 EVALUATION = "evaluate"
 
+FIGURES = "Figures"  # the section below which a page has the curves
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -39,6 +42,10 @@ class Difference:
 
     name: str
     values: tuple[str, ...]
+
+    def cell(self, run: int) -> Cell:
+        """The value of a run."""
+        return Cell(self.values[run], "")
 
 
 @dataclass(frozen=True)
@@ -51,9 +58,10 @@ class ComparedMetric:
     best: int | None  # number of the best run
     percent: tuple[float | None, ...]  # by how much it differs from the first run's
 
-    def texts(self, run: int) -> tuple[str, str]:
-        """(the value of a run, by how much it differs from the first run's)."""
-        return format_number(self.values[run], self.name), facts.change(self.percent[run]) if run else ""
+    def cell(self, run: int) -> Cell:
+        """The value of a run, by how much it differs from the first run's, and whether it is the best."""
+        style = "number best" if run == self.best else "number"
+        return Cell(format_number(self.values[run], self.name), style, small=facts.change(self.percent[run]) if run else "")
 
 
 @dataclass(frozen=True)
@@ -110,6 +118,38 @@ def compare(views: Sequence[RunView]) -> RunComparison:
     )
 
 
+def sections(comparison: RunComparison, names: Sequence[object]) -> list[Section]:
+    """What a reader is shown of a comparison; `names` are the short names of the runs."""
+
+    def table(differences: Sequence[Difference]) -> Table:
+        return Table(("", *names), [(difference.name, *difference.values) for difference in differences])
+
+    def differing(title: str, differences: Sequence[Difference], text_if_none: str) -> Section:
+        return Section(title, [table(differences) if differences else Text(text_if_none, "faint")])
+
+    metrics = [(metric.name, *map(metric.cell, range(len(names)))) for metric in comparison.metrics]
+    figures: list[Block] = [
+        Table(("", *names), metrics, range(1, len(names) + 1)) if metrics else Text("All figures are the same.")
+    ]
+    if metrics and comparison.same_metrics:
+        figures.append(Text(f"The same in all: {', '.join(comparison.same_metrics)}.", "faint"))
+    samples: list[Block] = []
+    for model in dict.fromkeys(sample.model for sample in comparison.samples):
+        samples.append(Heading(f"{model} model"))
+        for sample in comparison.samples:
+            if sample.model == model:
+                samples += [Text(sample.prompt, "prompt"), Answers(list(zip(names, sample.answers, strict=True)))]
+    aside = [table(comparison.settings_aside)] if comparison.settings_aside else []
+    return [
+        differing("Settings that differ", comparison.settings, "All settings that shape a result are the same."),
+        Section(FIGURES, figures),
+        differing("Data", comparison.data, "The same files, the same rows."),
+        Section("Samples", samples),
+        differing("Code and machine", comparison.code, "The same code and libraries on the same kind of machine."),
+        Section("Settings that shape no result", aside),
+    ]
+
+
 def labels(count: int) -> list[str]:
     """Short names of runs: A, B, ...; R27, R28, ... after Z."""
     return [chr(ord("A") + number) if number < 26 else f"R{number + 1}" for number in range(count)]
@@ -126,7 +166,7 @@ def run_rows(views: Sequence[RunView]) -> list[tuple[str, str, str, str, str]]:
 def _differences(tables: Sequence[Mapping[str, str]]) -> Iterator[Difference]:
     """A line for each name whose value is not the same in all tables, in the order of the names."""
     for name in sorted({name for table in tables for name in table}):
-        values = tuple(table.get(name, facts.MISSING) for table in tables)
+        values = tuple(table.get(name, ABSENT) for table in tables)
         if len(set(values)) > 1:
             yield Difference(name, values)
 
@@ -173,7 +213,7 @@ def _code(manifests: Sequence[Mapping[str, Mapping[str, Any]]]) -> Iterator[Diff
         table |= {name: ", ".join(values) for name, values in versions.items() if name != "ttrain"}
         tables.append(table)
     for difference in _differences(tables):
-        if len({*difference.values} - {facts.MISSING}) < 2:
+        if len({*difference.values} - {ABSENT}) < 2:
             continue  # a stage that only one run has made is not a difference
         modules = (
             _modules(difference.name.removeprefix("code of "), manifests) if difference.name.startswith("code of ") else ""
@@ -201,34 +241,28 @@ def _verdict(views: Sequence[RunView], metrics: Sequence[ComparedMetric]) -> str
     """The best run by the first deciding metric that differs, and by how much it beats the next best."""
     by_name = {figure.name: figure for figure in metrics}
     equal = ""
-    for name in DECIDING_METRICS:
-        figure = by_name.get(name)
-        numeric_values = [(value, run) for run, value in enumerate(figure.values) if _is_number(value)] if figure else []
-        if figure is None or len(numeric_values) < 2:
+    for figure in filter(None, map(by_name.get, DECIDING_METRICS)):
+        finite = {run: value for run, value in enumerate(figure.values) if value is not None and math.isfinite(value)}
+        if len(finite) < 2:
             continue
+        least, *others = sorted(set(finite.values()))
         if figure.best is None:
-            equal = equal or f"equal by {name}: {format_number(numeric_values[0][0])}"
+            equal = equal or f"equal by {figure.name}: {format_number(least)}"
             continue
-        least, second = sorted({value for value, _ in numeric_values})[:2]
-        winners, runners_up = ([run for value, run in numeric_values if value == target] for target in (least, second))
-        names = labels(len(views))
-        best_names, next_names = (_joined_names([names[run] for run in runs]) for runs in (winners, runners_up))
+        winners, next_best = ([run for run, value in finite.items() if value == target] for target in (least, others[0]))
         comparison = (
-            f"{best_names} {'are' if winners[1:] else 'is'} better by {name}: "
-            f"{format_number(least)} against {format_number(second)} of {next_names} "
-            f"({facts.change(facts.percent(least, second))})"
+            f"{_joined_names(winners, len(views))} {'are' if winners[1:] else 'is'} better by {figure.name}: "
+            f"{format_number(least)} against {format_number(others[0])} of {_joined_names(next_best, len(views))} "
+            f"({facts.change(facts.percent(least, others[0]))})"
         )
-        certainty = significance_text(views[winners[0]], views[runners_up[0]], name)
+        certainty = significance_text(views[winners[0]], views[next_best[0]], figure.name)
         return "; ".join(filter(None, (equal, comparison, certainty)))
     return equal or "the runs share no metric that decides which is better"
 
 
-def _joined_names(names: Sequence[str]) -> str:
+def _joined_names(numbers: Sequence[int], count: int) -> str:
+    names = [labels(count)[number] for number in numbers]
     return " and ".join(names) if len(names) < 4 else f"{', '.join(names[:2])} and {len(names) - 2} more"
-
-
-def _is_number(value: float | None) -> TypeGuard[float]:
-    return value is not None and math.isfinite(value)
 
 
 def _comparability_warnings(views: Sequence[RunView], manifests: Sequence[Mapping[str, Mapping[str, Any]]]) -> Iterator[str]:
@@ -260,9 +294,9 @@ def _texts(views: Sequence[RunView], manifests: Sequence[Mapping[str, Mapping[st
     """Digests that identify the held-out records of each evaluation, by what all runs have: the records, else the shards,
     which hold them as tokens, else their number and size."""
     evaluated = [(view, stages["evaluate"]) for view, stages in zip(views, manifests, strict=True) if stages.get("evaluate")]
-    records = [records_of(scores_of(view)) for view, _ in evaluated]
-    if all(records):
-        return {digest_of(entry) for entry in records}
+    parts = [scores_of(view).get("parts", {}) for view, _ in evaluated]
+    if all(parts):
+        return {digest_of({name: list(scored.get("records", ())) for name, scored in entry.items()}) for entry in parts}
     if same_tokens:
         inputs = [manifest["ingredients"].get("inputs", {}) for _, manifest in evaluated]
         return {digest_of({name: entry.get(name) for name in ("documents", "chats", "domain")}) for entry in inputs}
@@ -274,9 +308,7 @@ def _samples(views: Sequence[RunView], manifests: Sequence[Mapping[str, Mapping[
     answers = [facts.samples_of(stages.get(EVALUATION, {})) for stages in manifests]
     prompts = dict.fromkeys(key for run_answers in answers for key in run_answers)
     for model, prompt in sorted(prompts, key=lambda key: model_order(key[0])):
-        yield ComparedSample(
-            model, prompt, tuple(run_answers.get((model, prompt), facts.MISSING) for run_answers in answers)
-        )
+        yield ComparedSample(model, prompt, tuple(run_answers.get((model, prompt), ABSENT) for run_answers in answers))
 
 
 def scores_of(view: RunView) -> Mapping[str, Any]:
@@ -290,11 +322,6 @@ def scores_of(view: RunView) -> Mapping[str, Any]:
     return scores if isinstance(scores, dict) else {}
 
 
-def records_of(scores: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Digests of the held-out records of each part, independent of the tokenizer."""
-    return {name: list(split_scores.get("records", ())) for name, split_scores in scores.get("parts", {}).items()}
-
-
 def significance_text(better: RunView, worse: RunView, name: str) -> str:
     """How certain it is that one run is better than another by a metric; "" where the scores do not tell."""
     if not name.startswith(EVALUATED):
@@ -303,19 +330,16 @@ def significance_text(better: RunView, worse: RunView, name: str) -> str:
     from ttrain.evaluate.promotion import Scores, decide
     from ttrain.evaluate.task_result import sums_in
 
-    metric = name.removeprefix(EVALUATED)
-    both = []
-    for view in (better, worse):
-        record_sums = sums_in(scores_of(view), metric)
-        if record_sums is None:
-            return ""
-        both.append(Scores(metric, view.metrics[name], *record_sums[:3]))
-    if both[0].records != both[1].records or both[0].sizes != both[1].sizes:
+    metric, rule = name.removeprefix(EVALUATED), Promotion()
+    recorded = [sums_in(scores_of(view), metric) for view in (better, worse)]
+    scores = [
+        Scores(metric, view.metrics[name], *sums[:3]) for view, sums in zip((better, worse), recorded, strict=True) if sums
+    ]
+    if len(scores) < 2 or scores[0].records != scores[1].records or scores[0].sizes != scores[1].sizes:
         return ""
-    rule = Promotion()
-    decision = decide(both[0], both[1], rule)
+    decision = decide(scores[0], scores[1], rule)
     if decision.interval is None:
-        count = len(both[0].records)
+        count = len(scores[0].records)
         record_count = "1 held-out record is" if count == 1 else f"{count} held-out records are"
         return f"{record_count} too few to say that this is more than chance"
     low, high = decision.interval

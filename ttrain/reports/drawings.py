@@ -19,8 +19,6 @@ from ttrain.errors import TTrainError
 from ttrain.reports.charts import Chart, Line
 from ttrain.tracking import Point
 
-AXES = ("tokens", "step", "time")
-
 WIDTH, HEIGHT = 480, 250  # of a drawing in a page, which the page scales
 
 PANEL_WIDTH, PANEL_HEIGHT = 430, 240  # of a plot in a picture, which SCALE enlarges

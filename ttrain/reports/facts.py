@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from ttrain.config import Settings, flatten
 from ttrain.config.training import BITS_PER_BYTE, model_order
 from ttrain.core.hashing import digest_of
+from ttrain.core.text import ABSENT
 
-MISSING = "–"
+T = TypeVar("T")
 
 SHOWN_DIGEST = 12  # letters of a digest that are shown
 
@@ -20,7 +21,7 @@ def changed_settings(settings: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """{dotted name: (value, default)} of the settings that are not the defaults; also of settings that are texts."""
     defaults = dict(flatten(Settings().model_dump(mode="json")))
     return {
-        name: (value, defaults.get(name, MISSING))
+        name: (value, defaults.get(name, ABSENT))
         for name, value in settings.items()
         if name not in defaults or value not in (defaults[name], str(defaults[name]))
     }
@@ -110,6 +111,13 @@ def best(name: str, values: Sequence[float | None]) -> int | None:
     if not sign or len(candidates) < 2 or len({value for value, _ in candidates}) == 1:
         return None
     return -max(candidates)[1]
+
+
+def spread(items: Sequence[T], most: int) -> list[T]:
+    """Up to so many of the items, evenly spread: the first and the last are among them."""
+    if len(items) <= most:
+        return list(items)
+    return [items[number] for number in sorted({round(index * (len(items) - 1) / (most - 1)) for index in range(most)})]
 
 
 def short(value: float) -> str:

@@ -21,6 +21,7 @@ from ttrain.core.terminal import escape_control_characters
 from ttrain.reports import drawings
 from ttrain.reports.charts import TITLES, Chart
 from ttrain.reports.drawings import COLOURS, Scatter
+from ttrain.reports.sections import Answers, Block, Cell, Code, Fold, Heading, Table
 
 TILES = 7  # per row at most; .of4 ... of page.css
 
@@ -58,14 +59,11 @@ def joined(parts: Iterable[object]) -> Markup:
 
 
 def table(header: Sequence[object], rows: Iterable[Sequence[object]], numbers: Sequence[int] = ()) -> Markup:
-    """A table that scrolls by itself where the screen is narrow; the columns `numbers` are aligned to the right.
-
-    A cell is a text, or the Markup of a whole <td>.
-    """
+    """A table that scrolls by itself where the screen is narrow; the columns `numbers` are aligned to the right."""
 
     def cell(column: int, value: object) -> Markup:
-        if isinstance(value, Markup) and value.startswith("<td"):
-            return value
+        if isinstance(value, Cell):
+            return tag("td", value.text, tag("small", f" {value.small}") if value.small else "", class_=value.style)
         shown = MARKS.sub("", value) if isinstance(value, Markup) else str(value)
         kind = "number" if column in numbers else "long" if len(shown) > LONG else None
         return tag("td", value, class_=kind)
@@ -95,14 +93,22 @@ def tiles(figures: Iterable[tuple[str, object]]) -> Markup:
     return tag("div", *shown, class_=f"tiles of{math.ceil(len(shown) / rows)}") if shown else Markup()
 
 
-def details(summary: object, *inside: object) -> Markup:
-    """Content that is folded at first, under its summary."""
-    return tag("details", tag("summary", summary), *inside)
-
-
-def answers(texts: Iterable[tuple[object, str]]) -> Markup:
-    """Answers of models side by side, (title, text)."""
-    return tag("div", *(tag("div", tag("h4", title), tag("pre", text)) for title, text in texts), class_="answers")
+def rendered(block: Block | Markup) -> Markup:
+    """A block of a section as HTML."""
+    match block:
+        case Markup():
+            return block
+        case Table(header, rows, numbers):
+            return table(header, rows, numbers)
+        case Heading(text):
+            return tag("h3", text)
+        case Code(text):
+            return tag("pre", text)
+        case Answers(texts):
+            return tag("div", *(tag("div", tag("h4", title), tag("pre", text)) for title, text in texts), class_="answers")
+        case Fold(title, inside):
+            return tag("details", tag("summary", title), rendered(inside))
+    return tag("p", block.text, class_=block.style)
 
 
 class Page:
@@ -113,9 +119,9 @@ class Page:
         self._sections: list[tuple[str, Markup]] = []
         self._charts: list[Chart | Scatter] = []
 
-    def section(self, title: str, *inside: object) -> None:
+    def section(self, title: str, *blocks: Block | Markup) -> None:
         """A part of the page under a heading; left out where there is nothing in it."""
-        content = joined(inside)
+        content = joined(map(rendered, blocks))
         if content:
             self._sections.append((title, content))
 
@@ -150,7 +156,7 @@ class Page:
             parts += [tag("h3", TITLES.get(stage, stage)), self.charts(main)] if main else []
             if others:
                 title = f"{len(others)} more charts" if main else f"{stage}: {len(others)} charts"
-                parts.append(details(title, self.charts(others)))
+                parts.append(tag("details", tag("summary", title), self.charts(others)))
         slider = Markup('<input type="range" id="smooth" min="0" max="0.98" step="0.02" value="0">')
         hint = tag("span", "point at a curve: values; click a name: hide", class_="faint")
         return joined([tag("div", tag("label", "smooth", slider), hint, class_="controls"), *parts]) if parts else Markup()

@@ -1,4 +1,4 @@
-"""The page of one run: its stages, results, curves, lineage and problems."""
+"""The pages: of one run its stages, results, curves, lineage and problems; of several runs how they differ."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from ttrain.config.training import EVALUATED, PRIMARY_METRICS, TRAININGS, VALIDATION_LOSS
-from ttrain.core.text import first_of, format_duration, format_number, format_time
-from ttrain.reports import charts, facts, summary
+from ttrain.core.text import ABSENT, first_of, format_duration, format_number, format_time
+from ttrain.reports import charts, compare, facts, summary
 from ttrain.reports.charts import TITLES
 from ttrain.reports.facts import SHOWN_DIGEST
-from ttrain.reports.html import Markup, Page, answers, details, joined, pill, table, tag, tiles
+from ttrain.reports.html import Markup, Page, joined, letter, pill, table, tag, tiles
+from ttrain.reports.sections import Answers, Block, Cell, Code, Fold, Heading, Table, Text
 from ttrain.store import runs
 from ttrain.tracking import RunView
 
@@ -23,33 +24,63 @@ SAMPLE_FILES = re.compile(r"run/samples/step-0*(\d+)\.(txt|md)")
 
 SAMPLES_SHOWN = 12  # of the samples written during training: first, last, and evenly between
 
+TRAINING_COLUMNS = ("training", "rows", "of", "full to", "records", "cut", "tokens dropped", "epochs")
+
 EARLIER_RUNS = 200  # newest runs that are searched for attempts at the same work
 
 
 def report_of(home: Path, view: RunView, *, axis: str = "tokens", log: bool = False) -> str:
-    """The page as HTML."""
+    """The page of a run as HTML."""
     earlier = [run for run, _ in zip(runs.newest_first(home), range(EARLIER_RUNS), strict=False)]
     problems = find_problems(view, earlier)
     page = Page(f"{view.name}: report", runs=[view.name], axis=axis, log=log)
     page.section("Stages", stage_timeline(view), _stages(view))
     page.section("What went wrong", _problem_table(problems))
     page.section("Curves", page.curves({stage: charts.charts_of(view, stage) for stage in view.stages}))
-    page.section("Evaluation", _evaluation(view))
+    results = {stage: view.manifest(stage).get("result", {}) for stage in ("evaluate", "evaluate-champion")}
+    page.section("Evaluation", *_table(("metric", "value", ""), summary.rows(view.metrics, results), numbers=(1,)))
     page.section("Data", *data_tables(view))
     page.section("Samples", *_samples(view))
-    page.section("Lineage", lineage(view))
+    page.section("Lineage", *lineage(view))
     page.section("Settings", *settings(view))
-    page.section("Machine and libraries", machine(view))
+    page.section("Machine and libraries", *machine(view))
     return page.render(_head(view, problems))
+
+
+def comparison_page(
+    views: Sequence[RunView], compared: compare.RunComparison | None = None, *, axis: str = "tokens", log: bool = False
+) -> str:
+    """The page of a comparison as HTML."""
+    compared = compared or compare.compare(views)
+    page = Page("compared: " + ", ".join(compared.runs), runs=compared.runs, axis=axis, log=log)
+    names = [letter(label, number) for number, label in enumerate(compare.labels(len(views)))]
+    for section in compare.sections(compared, names):
+        page.section(section.title, *section.blocks)
+        if section.title == compare.FIGURES:
+            page.section("Curves", page.curves({stage: charts.comparison_charts(views, stage) for stage in TRAININGS}))
+    rows = [
+        (name, Cell(run, "short mono"), pill(status), *(Cell(text, "short") for text in when))
+        for name, (_, run, status, *when) in zip(names, compare.run_rows(views), strict=True)
+    ]
+    head = [tag("h1", f"{len(views)} runs compared"), tag("p", compared.verdict, class_="verdict")]
+    head += [tag("p", remark, class_="remark") for remark in compared.remarks]
+    head += [tag("p", note, class_="note") for note in compared.notes]
+    return page.render(joined([*head, table(("", "run", "outcome", "began", "took"), rows)]))
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[object]], numbers: Sequence[int] = ()) -> list[Block]:
+    """The table, if it has rows."""
+    return [Table(header, rows, numbers)] if rows else []
 
 
 def _head(view: RunView, problems: Sequence[Problem]) -> Markup:
     took = f", took {format_duration(view.seconds)}" if view.seconds else ""
-    line = tag("p", f"pipeline {view.pipeline}, began {format_time(view.started)}{took}", class_="faint")
-    labels = [tag("p", line, class_="note") for line in summary.labels(view.record)]
-    notes = [tag("p", problem, class_="remark") for problem in problems if not problem.is_resolved]
-    notes += [tag("p", note, class_="note") for note in view.notes]
-    return joined([tag("h1", view.name, " ", pill(view.status)), line, *labels, *notes, tiles(_tiles(view))])
+    lines = [(f"pipeline {view.pipeline}, began {format_time(view.started)}{took}", "faint")]
+    lines += [(label, "note") for label in summary.labels(view.record)]
+    lines += [(str(problem), "remark") for problem in problems if not problem.is_resolved]
+    lines += [(note, "note") for note in view.notes]
+    paragraphs = [tag("p", text, class_=style) for text, style in lines]
+    return joined([tag("h1", view.name, " ", pill(view.status)), *paragraphs, tiles(_tiles(view))])
 
 
 def _tiles(view: RunView) -> Iterator[tuple[str, str]]:
@@ -63,106 +94,79 @@ def _tiles(view: RunView) -> Iterator[tuple[str, str]]:
         if name in view.metrics:
             yield label, format_number(view.metrics[name], name)
     result = view.manifest("pretrain").get("result", {})
-    for name, label in (
-        ("tokens", "tokens trained on"),
-        ("parameters", "parameters"),
-        ("tokens_per_second", "tokens per second"),
-    ):
-        if name in result:
-            yield label, facts.short(round(result[name]))
+    labels = {"tokens": "tokens trained on", "parameters": "parameters", "tokens_per_second": "tokens per second"}
+    yield from ((label, facts.short(round(result[name]))) for name, label in labels.items() if name in result)
 
 
-def _stages(view: RunView) -> Markup:
+def _stages(view: RunView) -> Table:
     rows = []
     for name, stage in view.stages.items():
         maker = f"by {stage.made_by}" if stage.cached and stage.made_by and stage.made_by != view.name else ""
-        why = summary.shortened(stage.record.get("why") or [])
         manifest = view.manifest(name)
         figure_text = stage.record.get("metric") or (summary.key_figures(name, manifest["result"]) if manifest else "")
-        reason = joined([why, " ", tag("small", maker)])
-        short_name = tag("td", name, class_="short")
-        rows.append((short_name, pill(stage.status), format_duration(stage.seconds), figure_text, reason))
-    return table(("stage", "outcome", "took", "result", "why"), rows, numbers=(2,))
+        reason = joined([summary.shortened(stage.record.get("why") or []), " ", tag("small", maker)])
+        rows.append((Cell(name, "short"), pill(stage.status), format_duration(stage.seconds), figure_text, reason))
+    return Table(("stage", "outcome", "took", "result", "why"), rows, numbers=(2,))
 
 
-def _problem_table(problems: Sequence[Problem]) -> Markup:
+def _problem_table(problems: Sequence[Problem]) -> Block:
     if not problems:
-        return tag("p", "Nothing failed, nothing was retried, no row was left out.", class_="faint")
-    rows = (
-        (
-            problem.stage or "the run",
-            problem.description,
-            tag("td", "resolved" if problem.is_resolved else "open", class_="good" if problem.is_resolved else "bad"),
-        )
-        for problem in problems
-    )
-    return table(("stage", "problem", ""), rows)
+        return Text("Nothing failed, nothing was retried, no row was left out.", "faint")
+    states = {True: Cell("resolved", "good"), False: Cell("open", "bad")}
+    rows = [(problem.stage or "the run", problem.description, states[problem.is_resolved]) for problem in problems]
+    return Table(("stage", "problem", ""), rows)
 
 
-def _evaluation(view: RunView) -> Markup:
-    results = {stage: view.manifest(stage).get("result", {}) for stage in ("evaluate", "evaluate-champion")}
-    rows = summary.rows(view.metrics, results)
-    return table(("metric", "value", ""), rows, numbers=(1,)) if rows else Markup()
-
-
-def _samples(view: RunView) -> Iterator[Markup]:
+def _samples(view: RunView) -> Iterator[Block]:
     samples = facts.samples_of(view.manifest("evaluate"))
     for prompt in dict.fromkeys(prompt for _, prompt in samples):
-        yield tag("p", prompt, class_="prompt")
-        yield answers((f"{model} model", text) for (model, question), text in samples.items() if question == prompt)
+        yield Text(prompt, "prompt")
+        yield Answers([(f"{model} model", text) for (model, question), text in samples.items() if question == prompt])
     for stage in TRAININGS:
-        written = _training_samples(view, stage)
-        if written:
-            texts = ((f"step {step:,}", text.strip("\n")) for step, text in written)
-            yield details(f"samples during training: {TITLES[stage]}", answers(texts))
+        if written := _training_samples(view, stage):
+            texts = Answers([(f"step {step:,}", text.strip("\n")) for step, text in written])
+            yield Fold(f"samples during training: {TITLES[stage]}", texts)
 
 
 def _training_samples(view: RunView, stage: str) -> list[tuple[int, str]]:
     """(step, text) of the samples of a training: the first, the last and some between."""
     if stage not in view.stages:
         return []
-    samples = [(int(match[1]), path) for path in view.files(stage, "run/samples") if (match := SAMPLE_FILES.fullmatch(path))]
-    samples.sort()
-    if len(samples) > SAMPLES_SHOWN:
-        indices = {round(index * (len(samples) - 1) / (SAMPLES_SHOWN - 1)) for index in range(SAMPLES_SHOWN)}
-        samples = [samples[index] for index in sorted(indices)]
-    return [(step, view.text(stage, path) or "") for step, path in samples]
+    files = view.files(stage, "run/samples")
+    samples = sorted((int(match[1]), path) for path in files if (match := SAMPLE_FILES.fullmatch(path)))
+    return [(step, view.text(stage, path) or "") for step, path in facts.spread(samples, SAMPLES_SHOWN)]
 
 
-def data_tables(view: RunView) -> Iterator[Markup]:
+def data_tables(view: RunView) -> Iterator[Block]:
     """One table of the data sets, one of the tokenizer's fit, one of the rows that training sees."""
     sets, files = [], []
     for stage in view.stages:
-        if not stage.startswith("shards-"):
-            continue
-        name, result = stage.removeprefix("shards-"), view.manifest(stage).get("result")
+        result = view.manifest(stage).get("result") if stage.startswith("shards-") else None
         if not result:
             continue
-        train = result.get("train", {})
+        name, train = stage.removeprefix("shards-"), result.get("train", {})
         lost = "; ".join(filter(None, map(_lost, facts.row_tallies(result).values())))
         size, heldout_rows = format_number(train.get("bytes"), "bytes"), result.get("heldout", {}).get("rows")
-        counts = [_count(train.get(field)) for field in ("rows", "tokens", "live_tokens")]
-        sets.append((name, *counts, size, _count(heldout_rows), _count(result.get("duplicates")), lost or "none"))
+        counts = [format_number(train.get(field)) for field in ("rows", "tokens", "live_tokens")]
+        rest = (size, format_number(heldout_rows), format_number(result.get("duplicates")), lost or "none")
+        sets.append((name, *counts, *rest))
         for file in result.get("files", ()):
             counts = [format_number(file.get(field)) for field in ("rows", "kept", "tokens")]
             files.append((name, file["name"], *counts, format_number(file.get("bytes"), "bytes"), _lost(file) or "none"))
-    if sets:
-        header = ("data set", "records", "tokens", "count in the loss", "bytes", "held out", "duplicates", "left out")
-        yield table(header, sets, numbers=range(1, 7))
+    header = ("data set", "records", "tokens", "count in the loss", "bytes", "held out", "duplicates", "left out")
+    yield from _table(header, sets, numbers=range(1, 7))
     if files:
-        shown = table(("data set", "file", "rows", "kept", "tokens", "bytes", "left out"), files, numbers=range(2, 6))
-        yield details(f"{len(files)} files", shown)
+        columns = ("data set", "file", "rows", "kept", "tokens", "bytes", "left out")
+        yield Fold(f"{len(files)} files", Table(columns, files, numbers=range(2, 6)))
     tokenizer = view.manifest("tokenizer").get("result", {})
     if tokenizer:
         ids, fit, unknown = (tokenizer.get(name, 0) for name in ("vocab_size", "bytes_per_token", "unk_rate"))
         text = f"The tokenizer has {ids:,} ids, and a token stands for {fit:.3f} bytes of its training text; "
-        yield tag("p", f"{text}{100 * unknown:.3g} % of the tokens are unknown.")
+        yield Text(f"{text}{100 * unknown:.3g} % of the tokens are unknown.")
     rows = [row for name in TRAININGS if (row := _rows(name, view.manifest(name).get("result", {})))]
     if rows:
-        yield tag("h3", "Rows as the trainings see them")
-        yield table(
-            ("training", "rows", "of", "full to", "records", "cut", "tokens dropped", "epochs"), rows, numbers=range(1, 8)
-        )
+        yield Heading("Rows as the trainings see them")
+        yield Table(TRAINING_COLUMNS, rows, numbers=range(1, 8))
 
 
 def _rows(name: str, result: Mapping[str, Any]) -> tuple[str, ...]:
@@ -171,10 +175,10 @@ def _rows(name: str, result: Mapping[str, Any]) -> tuple[str, ...]:
         return ()
     fill, epochs = rows.get("fill"), result.get("epochs")
     return (
-        TITLES.get(name, name), format_number(rows.get("rows")), f"{rows.get('row_length', 0):,} tokens",
-        f"{100 * fill:.1f} %" if fill is not None else "–", format_number(rows.get("records")),
-        format_number(rows.get("cut_records")),
-        format_number(rows.get("dropped_tokens")), f"{epochs:.3g}" if epochs is not None else "–",
+        TITLES[name], format_number(rows.get("rows")), f"{rows.get('row_length', 0):,} tokens",
+        f"{100 * fill:.1f} %" if fill is not None else ABSENT,
+        *(format_number(rows.get(field)) for field in ("records", "cut_records", "dropped_tokens")),
+        f"{epochs:.3g}" if epochs is not None else ABSENT,
     )  # fmt: skip
 
 
@@ -182,52 +186,44 @@ def _lost(tally: Mapping[str, Any]) -> str:
     return ", ".join(f"{reason} {count:,}" for reason, count in facts.lost_rows(tally).items() if count)
 
 
-def _count(value: float | None) -> str:
-    return "–" if value is None else f"{value:,.0f}"
-
-
-def lineage(view: RunView) -> Markup:
+def lineage(view: RunView) -> Iterator[Block]:
     """A table of the stages: the key, inputs, code, commit and run of each."""
     rows = []
     for name, stage in view.stages.items():
         manifest = view.manifest(name)
         if not manifest:
             continue
-        used = (f"{entry['stage']} {entry['key'][:SHOWN_DIGEST]}" for entry in manifest.get("inputs", {}).values())
-        sources = [*used, *(f"{file} {digest}" for _, file, digest in facts.files_of(manifest))]
-        shown = first_of(sources, 6)
+        sources = [f"{entry['stage']} {entry['key'][:SHOWN_DIGEST]}" for entry in manifest.get("inputs", {}).values()]
+        sources += [f"{file} {digest}" for _, file, digest in facts.files_of(manifest)]
         provenance = manifest.get("provenance", {})
         commit = str(provenance.get("commit") or "")
         commit = commit[:SHOWN_DIGEST] + ("+" if "+" in commit else "")
-        digests = ((stage.key or "")[:SHOWN_DIGEST], shown or "–", facts.code_of(manifest), commit)
+        digests = ((stage.key or "")[:SHOWN_DIGEST], first_of(sources, 6) or ABSENT, facts.code_of(manifest), commit)
         maker = provenance.get("run") or stage.made_by or ""
-        rows.append((name, *(tag("td", text, class_="mono") for text in digests), maker))
-    if not rows:
-        return Markup()
-    hint = tag("p", "In full: ", tag("code", f"ttrain lineage {view.name}"), class_="faint")
-    return joined([table(("stage", "key", "made of", "code", "commit", "made by"), rows), hint])
+        rows.append((name, *(Cell(text, "mono") for text in digests), maker))
+    if rows:
+        yield Table(("stage", "key", "made of", "code", "commit", "made by"), rows)
+        yield Text(joined(["In full: ", tag("code", f"ttrain lineage {view.name}")]), "faint")
 
 
-def settings(view: RunView) -> Iterator[Markup]:
+def settings(view: RunView) -> Iterator[Block]:
     """The settings that differ from the defaults; all settings are folded."""
     if not view.params:
         return
     changed = [(name, *values) for name, values in sorted(facts.changed_settings(view.params).items())]
-    if changed:
-        yield table(("changed setting", "value", "default"), changed)
+    yield from _table(("changed setting", "value", "default"), changed)
     everything = json.dumps(dict(sorted(view.params.items())), indent=1, ensure_ascii=False)
-    yield details(f"all {len(view.params)} settings", tag("pre", everything))
+    yield Fold(f"all {len(view.params)} settings", Code(everything))
 
 
-def machine(view: RunView) -> Markup:
+def machine(view: RunView) -> list[Block]:
     """Versions, platforms and devices that the artifacts record, each value once."""
     manifests = [view.manifest(name) for name in view.stages]
     values = facts.versions_of(manifests)
     for field in ("device", "precision", "threads", "ranks", "compiled"):
         recorded = (manifest.get("result", {}).get(field) for manifest in manifests)
         values[field] = list(dict.fromkeys(str(value) for value in recorded if value is not None))
-    rows = [(field, ", ".join(texts)) for field, texts in values.items() if texts]
-    return table(("name", "value"), rows) if rows else Markup()
+    return _table(("name", "value"), [(field, ", ".join(texts)) for field, texts in values.items() if texts])
 
 
 ROW, BAR, TEXT = 34, 9, 13  # pixels: of a stage, of its bar, of the line above it
@@ -248,20 +244,18 @@ def stage_timeline(view: RunView) -> Markup:
     parts = []
     for row, (name, begin, took, status) in enumerate(bars):
         y, share = ROW * row, max(LEAST, 100 * took / whole)
-        colour = "failed" if status in UNFINISHED else "bar"
         bar = {"y": y + TEXT + 5, "height": BAR, "rx": 3}
         parts += [
             tag("text", name, " ", tag("tspan", format_duration(took), class_="faint"), x=0, y=y + TEXT),
             tag("rect", x=0, width="100%", class_="whole", **bar),
-            tag("rect", x=f"{100 * begin / whole:.2f}%", width=f"{share:.2f}%", class_=colour, **bar),
-        ]
+            tag("rect", x=f"{100 * begin / whole:.2f}%", width=f"{share:.2f}%",
+                class_="failed" if status in UNFINISHED else "bar", **bar),
+        ]  # fmt: skip
     label = f"{len(bars)} stages over {format_duration(whole)}"
     return tag("svg", joined(parts), class_="times", height=ROW * len(bars), role="img", aria_label=label)
 
 
-UNFINISHED = ("crashed", "failed", "interrupted")
-
-STATUS_PHRASES: Mapping[str, str] = {"crashed": "was killed", "failed": "failed", "interrupted": "was stopped"}
+UNFINISHED: Mapping[str, str] = {"crashed": "was killed", "failed": "failed", "interrupted": "was stopped"}
 
 
 @dataclass(frozen=True)
@@ -278,48 +272,46 @@ class Problem:
 
 def find_problems(view: RunView, earlier: Iterable[Mapping[str, Any]] = ()) -> list[Problem]:
     """All recorded problems of a run. `earlier`: records of other runs, some of which worked on the same stages."""
-    problems = list(_of_run(view))
+    problems = [Problem("", text, is_resolved=False) for text in _of_run(view)]
     for name, stage in view.stages.items():
-        problems += (Problem(name, *problem) for problem in _of_attempts(view, name, earlier))
+        problems += (Problem(name, text) for text in _of_attempts(view, name, earlier))
         error, done = stage.record.get("error"), stage.status not in UNFINISHED
-        if error:
-            outcome = "failed and was retried" if done else STATUS_PHRASES[stage.status]
-            problems.append(Problem(name, f"{outcome}: {error}", done))
-        elif not done:
-            problems.append(Problem(name, STATUS_PHRASES[stage.status], is_resolved=False))
+        if error or not done:
+            outcome = "failed and was retried" if done else UNFINISHED[stage.status]
+            problems.append(Problem(name, f"{outcome}: {error}" if error else outcome, done))
         if step := stage.record.get("resumed_from_step"):
             problems.append(Problem(name, f"resumed at step {step:,}"))
         problems += (Problem(name, *problem) for problem in _of_artifact(view.manifest(name)))
-        problems += (Problem(name, description) for description in _gaps(view, name))
+        problems += (Problem(name, text) for text in _gaps(view, name))
     return list(dict.fromkeys(problems))
 
 
-def _of_run(view: RunView) -> Iterator[Problem]:
+def _of_run(view: RunView) -> Iterator[str]:
     if stopped := view.record.get("stopped"):
-        yield Problem("", f"the run was stopped: {stopped}", is_resolved=False)
+        yield f"the run was stopped: {stopped}"
     error = view.record.get("error")
     if error and not any(stage.record.get("error") == error for stage in view.stages.values()):
-        yield Problem("", str(error), is_resolved=False)
+        yield str(error)
     if view.status == "crashed":
-        yield Problem("", "the run's process was killed, or the machine went down", is_resolved=False)
+        yield "the run's process was killed, or the machine went down"
 
 
-def _of_attempts(view: RunView, stage: str, earlier: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, bool]]:
+def _of_attempts(view: RunView, name: str, earlier: Iterable[Mapping[str, Any]]) -> Iterator[str]:
     """Earlier runs that began the same work and did not finish it."""
-    key = view.stages[stage].key
+    key = view.stages[name].key
     for run in earlier:
         if run["run"] == view.name or run["started_unix"] > view.started or not key:
             continue
-        for stage_record in run["stages"]:
-            if stage_record["name"] == stage and stage_record.get("key") == key and stage_record["outcome"] in UNFINISHED:
-                yield f"the run {run['run']} began the same work and {STATUS_PHRASES[stage_record['outcome']]}", True
+        for stage in run["stages"]:
+            if stage["name"] == name and stage.get("key") == key and stage["outcome"] in UNFINISHED:
+                yield f"the run {run['run']} began the same work and {UNFINISHED[stage['outcome']]}"
 
 
 def _of_artifact(manifest: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
     result = manifest.get("result", {})
     for source in manifest.get("continued") or ():
         key = str(source.get("key", source) if isinstance(source, dict) else source)
-        yield f"continued the work of {key[:12]}, made by other code", True
+        yield f"continued the work of {key[:SHOWN_DIGEST]}, made by other code", True
     if skipped := result.get("skipped_steps"):
         yield f"{skipped:,} steps were skipped: their gradient was not finite", True
     for guard, count in (result.get("guard_warnings") or {}).items():
@@ -334,8 +326,8 @@ def _of_artifact(manifest: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
 
 
 def _gaps(view: RunView, stage: str) -> Iterator[str]:
-    for metric in ("loss", "validation_loss"):
-        steps = [point.step for point in view.curve(stage, metric) if not math.isfinite(point.value)]
+    for metric in ("loss", VALIDATION_LOSS):
+        steps = [f"{point.step:,}" for point in view.curve(stage, metric) if not math.isfinite(point.value)]
         if steps:
-            shown = ", ".join(f"{step:,}" for step in steps[:5]) + (", ..." if steps[5:] else "")
+            shown = ", ".join(steps[:5]) + (", ..." if steps[5:] else "")
             yield f"the {metric.replace('_', ' ')} was not finite at step {shown}"

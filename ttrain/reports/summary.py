@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -102,13 +102,6 @@ def key_figures(stage: str, result: Mapping[str, Any]) -> str:
     return ", ".join(figures)
 
 
-def markdown(rows: Iterable[Sequence[str]], header: Sequence[str]) -> str:
-    """A markdown table."""
-    lines = ["| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
-    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
-    return "\n".join(lines)
-
-
 def shortened(reasons: Sequence[str]) -> str:
     """One line for a terminal: the first reasons, and how many more there are."""
     hidden_count = len(reasons) - SHOWN_REASONS
@@ -161,47 +154,48 @@ def rows(
     intervals and the tasks of its suites."""
     from ttrain.config.training import EVALUATED, MODELS, PRIMARY_METRICS  # here: `status` needs none of the settings, 0.1 s
 
-    intervals = _intervals(results)
+    intervals = {
+        f"{prefix}/{name}": bounds
+        for stage, prefix in (("evaluate", "eval"), ("evaluate-champion", "champion"))
+        for name, bounds in results.get(stage, {}).get("intervals", {}).items()
+    }
 
-    def value(name: str) -> float | None:
-        return metrics.get(f"{EVALUATED}{name}")
+    def row(label: str, name: str, remark: str = "") -> tuple[str, str, str]:
+        return label, _with_interval(metrics[name], intervals.get(name)), remark
 
-    def shown(name: str, figure: float) -> str:
-        low, high = intervals.get(name, (None, None))
-        return f"{figure:.3f}" if low is None or high is None else f"{figure:.3f} ({low:.3f} to {high:.3f})"
+    def count(name: str) -> str:
+        return f"{int(metrics.get(f'{EVALUATED}{name}') or 0):,}"
 
-    table_rows: list[tuple[str, str, str]] = []
+    table: list[tuple[str, str, str]] = []
     bits, *losses = PRIMARY_METRICS.values()
-    model, xz = value(bits.name), value(bits.of("xz"))
-    documents = f"{_count(value('documents'))} documents, {_count(value('document_bytes'))} bytes"
-    for name, label in ((bits.model, "base model"), *BASELINES):
-        metric = f"{EVALUATED}{bits.of(name)}"
-        if metric in metrics:
-            remark = documents if name == bits.model else ""
-            if remark and xz is not None and model is not None:
-                remark += f"; {'beats' if model < xz else 'does not beat'} xz"
-            table_rows.append((f"{bits.label}, {label}", shown(metric, metrics[metric]), remark))
-            groups = [group for group in metrics if group.startswith(f"{metric}/")]
-            table_rows += [(f"{bits.label}, {label}, {_group(group)}", shown(group, metrics[group]), "") for group in groups]
+    for model, label in ((bits.model, "base model"), *BASELINES):
+        name, xz, remark = f"{EVALUATED}{bits.of(model)}", metrics.get(f"{EVALUATED}{bits.of('xz')}"), ""
+        if name not in metrics:
+            continue
+        if model == bits.model:
+            remark = f"{count('documents')} documents, {count('document_bytes')} bytes"
+            remark += "" if xz is None else f"; {'beats' if metrics[name] < xz else 'does not beat'} xz"
+        table.append(row(f"{bits.label}, {label}", name, remark))
+        groups = (group for group in metrics if group.startswith(f"{name}/"))  # eval/bits_per_byte/lang:zh is lang=zh
+        table += [row(f"{bits.label}, {label}, {group.rpartition('/')[2].replace(':', '=', 1)}", group) for group in groups]
     for loss in losses:
         previous: float | None = None
-        for name in MODELS:
-            if (figure := value(loss.of(name))) is not None:
-                chats, tokens = _count(value(loss.records)), _count(value(SCORED[loss.records]))
-                scored = f"{chats} chats, {tokens} scored tokens"
-                remark = scored if previous is None else f"{figure - previous:+.3f}"
-                table_rows.append((f"{loss.label}, {name}", shown(f"{EVALUATED}{loss.of(name)}", figure), remark))
-                previous = figure
+        for model in MODELS:
+            name = f"{EVALUATED}{loss.of(model)}"
+            if (value := metrics.get(name)) is not None:
+                scored = f"{count(loss.records)} chats, {count(SCORED[loss.records])} scored tokens"
+                table.append(row(f"{loss.label}, {model}", name, scored if previous is None else f"{value - previous:+.3f}"))
+                previous = value
     for judged in (bits, *losses):  # what a night's table shows of the champion beside its challenger
-        old, new = metrics.get(f"champion/{judged.name}"), value(judged.name)
-        if old is not None:
-            label = f"{judged.label}, {'base model' if judged == bits else judged.model}, champion"
-            remark = "" if new is None else f"the challenger: {new - old:+.3f}"
-            table_rows.append((label, shown(f"champion/{judged.name}", old), remark))
+        name, new = f"champion/{judged.name}", metrics.get(judged.of_run)
+        if name in metrics:
+            remark = "" if new is None else f"the challenger: {new - metrics[name]:+.3f}"
+            model = "base model" if judged == bits else judged.model
+            table.append(row(f"{judged.label}, {model}, champion", name, remark))
     suites, champion_suites = (
         results.get(stage, {}).get("suites", NO_SUITES) for stage in ("evaluate", "evaluate-champion")
     )
-    return [*table_rows, *_suites(suites), *_suites_of_champion(suites, champion_suites)]
+    return [*table, *_suites(suites), *_suites_of_champion(suites, champion_suites)]
 
 
 def _suites_of_champion(suites: Mapping[str, Any], champion_suites: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
@@ -219,7 +213,11 @@ def _suites_of_champion(suites: Mapping[str, Any], champion_suites: Mapping[str,
                     remark = f"the challenger's is {challenger['figure'].replace('_', ' ')}"
                 elif None not in (new["value"], figure["value"]):
                     remark = f"the challenger: {new['value'] - figure['value']:+.3f}"
-            yield f"{task['task']} {name.replace('_', ' ')}, {model}, champion", _with_interval(figure), remark
+            yield (
+                f"{task['task']} {name.replace('_', ' ')}, {model}, champion",
+                _with_interval(figure["value"], figure["interval"]),
+                remark,
+            )
 
 
 def _suites(suites: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
@@ -233,27 +231,13 @@ def _suites(suites: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
             if versus := verdicts.get((task["task"], model)):
                 difference = versus.get("difference")
                 remark = ("" if difference is None else f"{0 - difference:+.3f}: ") + versus["verdict"]
-            yield f"{task['task']} {name.replace('_', ' ')}, {model}", _with_interval(figure), remark
+            yield (
+                f"{task['task']} {name.replace('_', ' ')}, {model}",
+                _with_interval(figure["value"], figure["interval"]),
+                remark,
+            )
 
 
-def _with_interval(figure: Mapping[str, Any]) -> str:
-    value = "no number" if figure["value"] is None else f"{figure['value']:.3f}"
-    return value + (f" ({figure['interval'][0]:.3f} to {figure['interval'][1]:.3f})" if figure["interval"] else "")
-
-
-def _intervals(results: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[float, float]]:
-    """The intervals of evaluated figures, under the names that `metrics_of` gives to the figures."""
-    return {
-        f"{prefix}/{name}": (bounds[0], bounds[1])
-        for stage, prefix in (("evaluate", "eval"), ("evaluate-champion", "champion"))
-        for name, bounds in results.get(stage, {}).get("intervals", {}).items()
-    }
-
-
-def _group(metric: str) -> str:
-    """ "lang=zh" of the metric eval/bits_per_byte/lang:zh."""
-    return metric.rpartition("/")[2].replace(":", "=", 1)
-
-
-def _count(value: float | None) -> str:
-    return f"{int(value or 0):,}"
+def _with_interval(value: float | None, interval: Sequence[float] | None) -> str:
+    text = "no number" if value is None else f"{value:.3f}"
+    return f"{text} ({interval[0]:.3f} to {interval[1]:.3f})" if interval else text

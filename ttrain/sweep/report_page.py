@@ -10,6 +10,7 @@ from ttrain.core.text import format_duration
 from ttrain.reports import html
 from ttrain.reports.charts import Chart, Line
 from ttrain.reports.drawings import Scatter
+from ttrain.reports.sections import Cell
 from ttrain.sweep import summary
 from ttrain.sweep.records import Sweep
 from ttrain.sweep.space import Dimension, IntegerRange, Interval, ValueList, format_value
@@ -48,9 +49,7 @@ def render(sweep: Sweep, trials: Sequence[Trial], importances: Mapping[str, floa
     page.section("While the trials trained", page.charts(_curves(curves, measure.metric)))
     header, cells = summary.trial_table(trials, space, measure)
     numbers = [*range(2 + len(space.dimensions)), len(header) - 2]
-    page.section(
-        "Trials", html.table(header, ([*row[:-1], html.tag("td", row[-1], class_="short")] for row in cells), numbers)
-    )
+    page.section("Trials", html.table(header, ([*row[:-1], Cell(row[-1], "short")] for row in cells), numbers))
     if best:
         page.section("The best one again", html.tag("pre", summary.command(sweep, best)))
     return page.render(_head(sweep, trials, best))

@@ -1,0 +1,247 @@
+"""`ttrain doctor`: labels and tokenizers that are sound pass, and the fault that is planted in one of them is found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from doctor.test_doctor import ok, write_lines
+from support.doubles import Home, chats, make_shards, make_tokenizer, settings_of_training, stage_settings, write_shards
+
+from ttrain.config import Settings
+from ttrain.data.chat import encode_chat
+from ttrain.data.chat_templates import Message
+from ttrain.data.encoder import Encoder
+from ttrain.data.packing import IGNORE, Batch, Counts, Rows
+from ttrain.doctor import data as labels
+from ttrain.doctor.run import gather
+from ttrain.errors import DataError
+from ttrain.stages.rows import open_rows
+
+
+@dataclass(frozen=True)
+class Data:
+    encoder: Encoder
+    documents: Rows
+    chats: Rows
+    answers: Sequence[str]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
+    directory = tmp_path_factory.mktemp("data")
+    encoder = make_tokenizer(directory / "tokenizer")
+    make_shards(directory / "documents", encoder, "documents", 30)
+    talks = [
+        (Message("user", f"Number {number}?"), Message("assistant", f"Here it comes: {number * 37}."))
+        for number in range(12)
+    ]
+    encoded = [encode_chat(encoder, messages) for messages in talks]
+    common = {"vocab_size": len(encoder), "tokenizer": encoder.digest}
+    write_shards(directory / "chats" / "heldout", encoded, kind="chats", **common)
+    config = settings_of_training(row_length=96)
+    documents, rows = (
+        open_rows(directory / kind / "heldout", encoder, config, heldout=True) for kind in ("documents", "chats")
+    )
+    return Data(encoder, documents, rows, [messages[1].content for messages in talks])
+
+
+class Spoilt(Rows):
+    """Rows whose labels are changed by `spoil(ids, labels, segments)`, in place."""
+
+    def __init__(self, rows: Rows, spoil: Callable[[Any, Any, Any], None]) -> None:
+        self.rows, self.spoil, self.row_length, self.pad_id = rows, spoil, rows.row_length, rows.pad_id
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def fill(self, row: int, batch: Batch, at: int) -> None:
+        self.rows.fill(row, batch, at)
+        self.spoil(batch.input_ids_BT[at], batch.labels_BT[at], batch.segments_BT[at])
+
+    def counts(self) -> Counts:
+        return self.rows.counts()
+
+
+def unshifted(ids: Any, labels: Any, segments: Any) -> None:
+    labels[:] = np.where(labels == IGNORE, IGNORE, ids)
+
+
+def all_live(ids: Any, labels: Any, segments: Any) -> None:
+    same = segments[1:] == segments[:-1]
+    labels[:-1] = np.where(same & (segments[1:] >= 0), ids[1:], labels[:-1])
+
+
+def questions_live(ids: Any, labels: Any, segments: Any) -> None:
+    """The words between the second and the third special token of each record, and its end, as if a user were learnt."""
+    for record in range(segments.max() + 1):
+        there = np.flatnonzero(segments == record)
+        marks = there[ids[there] < 9]
+        labels[there] = IGNORE
+        labels[marks[1] : marks[2]] = ids[marks[1] + 1 : marks[2] + 1]
+
+
+def nothing_live(ids: Any, labels: Any, segments: Any) -> None:
+    labels[:] = IGNORE
+
+
+def without(number: int) -> Callable[[Any, Any, Any], None]:
+    def spoil(ids: Any, labels: Any, segments: Any) -> None:
+        labels[labels == number] = IGNORE
+
+    return spoil
+
+
+def into_the_next_document(ids: Any, labels: Any, segments: Any) -> None:
+    labels[:-1] = ids[1:]
+
+
+def test_labels_of_documents_are_all_tokens_but_the_first(data: Data) -> None:
+    assert ok(labels.document_labels(data.documents, data.encoder))
+    some_letter = data.encoder.encode(["e"])[0][0]
+    faults = (unshifted, nothing_live, without(data.encoder.eos_id), without(some_letter), into_the_next_document)
+    for spoil in faults:
+        assert not ok(labels.document_labels(Spoilt(data.documents, spoil), data.encoder)), spoil
+
+
+def test_labels_of_chats_are_the_answers_with_their_ends(data: Data) -> None:
+    rows = data.chats
+    found = labels.chat_labels(rows, data.encoder, rows, data.answers)
+    assert ok(found)
+    assert str(found.figure).count("12 answers with their ends") == 2
+    for spoil in (unshifted, nothing_live, without(data.encoder.end_id), all_live):
+        assert not ok(labels.chat_labels(Spoilt(rows, spoil), data.encoder, rows, data.answers)), spoil
+        assert not ok(labels.chat_labels(rows, data.encoder, Spoilt(rows, spoil), data.answers)), spoil
+    spoilt = labels.chat_labels(rows, data.encoder, Spoilt(rows, questions_live), data.answers)
+    assert not ok(spoilt) and "no assistant says" in str(spoilt.figure)
+    assert not ok(labels.chat_labels(rows, data.encoder, rows, [text for text in data.answers if text != data.answers[0]]))
+
+
+def test_an_answer_longer_than_a_row_may_be_learnt_in_parts(data: Data, tmp_path: Path) -> None:
+    make_shards(tmp_path, data.encoder, "chats", 3)
+    rows = open_rows(tmp_path / "heldout", data.encoder, settings_of_training(row_length=16), heldout=True)
+    answers = [messages[1].content for messages in chats(12, seed=1)]
+    assert rows.counts()["cut_records"]
+    assert ok(labels.chat_labels(rows, data.encoder, rows, answers))
+    assert not ok(labels.chat_labels(rows, data.encoder, rows, answers[:1]))
+
+
+def test_masked_regions_leave_next_tokens(data: Data) -> None:
+    assert ok(labels.masked_labels(Spoilt(data.documents, without(data.encoder.eos_id)), data.encoder))
+    assert not ok(labels.masked_labels(Spoilt(data.documents, unshifted), data.encoder))
+
+
+# --- the tokenizer ----------------------------------------------------------------------------------------------------
+
+
+class Lossy(Encoder):
+    """Drops characters of four bytes."""
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        return super().encode(["".join(letter for letter in text if letter < "\U00010000") for text in texts])
+
+
+class Forgeable(Encoder):
+    """Reads special tokens out of a text."""
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self.encode_markup(texts[0])] if len(texts) == 1 else super().encode(texts)
+
+
+@pytest.fixture
+def first_planes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all characters, those that are most in use."""
+    monkeypatch.setattr(labels, "END", 0x20000)
+
+
+def test_every_character_comes_back(data: Data, first_planes: None) -> None:
+    texts = ["Grüße 東京 🙂", "def f(x):\n\treturn x"]
+    found = labels.round_trip(data.encoder, texts)
+    assert ok(found)
+    lossy = labels.round_trip(Lossy(data.encoder.directory), texts)
+    assert not ok(lossy)
+    assert "U+1" in str(lossy.figure)
+
+
+def test_all_characters_are_tried() -> None:
+    tried: set[str] = set()
+
+    class Watched:
+        def __init__(self) -> None:
+            self.tokens: dict[str, str] = {}
+
+        def encode(self, texts: Sequence[str]) -> list[list[int]]:
+            tried.update(*texts)
+            return [list(map(ord, text)) for text in texts]
+
+        def decode(self, ids: Sequence[int]) -> str:
+            return "".join(map(chr, ids))
+
+        def special_ids(self) -> frozenset[int]:
+            return frozenset()
+
+    assert ok(labels.round_trip(Watched(), []))  # type: ignore[arg-type]
+    assert len(tried) == 0x110000 - 0x800
+
+
+def test_text_that_forges_special_tokens_is_found(data: Data, first_planes: None) -> None:
+    found = labels.round_trip(Forgeable(data.encoder.directory), [])
+    assert not ok(found)
+    assert "<|" in str(found.figure)
+
+
+def test_a_normalizer_that_changes_text_is_told_and_allowed(data: Data, first_planes: None) -> None:
+    class Lower(Encoder):
+        def encode(self, texts: Sequence[str]) -> list[list[int]]:
+            return super().encode([text.lower() for text in texts])
+
+    found = labels.round_trip(Lower(data.encoder.directory), ["ABC"], str.lower)
+    assert ok(found)
+    assert "normalizer" in str(found.figure)
+
+
+# --- what a stage reads ---
+
+
+@cache
+def sizes() -> Settings:
+    return stage_settings(rows_per_device=2)
+
+
+def test_what_the_store_holds_is_taken_from_there(tmp_path: Path) -> None:
+    home = Home.make(tmp_path / "home")
+    made = {"tokenizer": home.tokenizer, "shards-pretrain": home.documents}
+    found = gather("pretrain", sizes(), made, tmp_path / "made")
+    assert found.paths == {"tokenizer": home.tokenizer.path, "shards": home.documents.path}
+    assert found.unmade_bytes == 0
+    assert not (tmp_path / "made").exists()
+
+
+def with_data(directory: Path, texts: Sequence[Any]) -> Settings:
+    talks = [{"messages": [vars(message) for message in messages]} for messages in chats(60)]
+    paths = {"pretrain": write_lines(directory / "docs.jsonl", texts), "sft": write_lines(directory / "chats.jsonl", talks)}
+    tree = {**sizes().model_dump(mode="json"), "data": {name: str(path) for name, path in paths.items()}}
+    return Settings.model_validate(tree | {"tokenizer": {"vocab_size": 300}})
+
+
+def test_before_any_run_a_sample_stands_in_for_shards_and_base(tmp_path: Path) -> None:
+    settings = with_data(
+        tmp_path, [{"text": f"{number} is a number, and {number * 7} is another"} for number in range(3000)]
+    )
+    (tmp_path / "made").mkdir()
+    found = gather("sft", settings, {}, tmp_path / "made")
+    assert {*found.paths} == {"tokenizer", "shards", "base"}
+    assert not found.trained
+    assert found.unmade_bytes > 0
+    assert (found.paths["base"] / "model" / "model.safetensors").exists()
+    assert len(open_rows(found.paths["shards"] / "train", Encoder(found.paths["tokenizer"]), settings.sft)) > 0
+    sample = (tmp_path / "made" / "texts.jsonl").read_text().splitlines()
+    assert len(sample) == 2000
+    with pytest.raises(DataError, match=r"data\.pretrain"):
+        (tmp_path / "bad").mkdir()
+        gather("pretrain", with_data(tmp_path, [{"text": 3}] * 9), {}, tmp_path / "bad")

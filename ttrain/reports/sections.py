@@ -1,0 +1,129 @@
+"""Reports as sections of tables and texts, and these as Markdown and on a terminal; `ttrain.reports.html` makes pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ttrain.core import terminal
+from ttrain.core.text import truncated
+
+LONGEST_CELL = 160  # characters on a terminal
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell of a table: `style` is its class on a page, `small` a remark after the text."""
+
+    text: str
+    style: str
+    small: str = ""
+
+    def __str__(self) -> str:
+        return "  ".join(filter(None, (self.text, self.small, "*" if "best" in self.style else "")))
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table; on a page the columns `numbers` are aligned to the right."""
+
+    header: Sequence[object]
+    rows: Sequence[Sequence[object]]
+    numbers: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class Text:
+    """A paragraph; `style` is its class on a page."""
+
+    text: object
+    style: str | None = None
+
+
+@dataclass(frozen=True)
+class Heading:
+    """A heading within a section."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Code:
+    """Text whose line ends count."""
+
+    text: str
+    language: str = ""
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Answers of models side by side, (title, text)."""
+
+    texts: Sequence[tuple[object, str]]
+
+
+@dataclass(frozen=True)
+class Fold:
+    """A block that is folded at first, under its title."""
+
+    title: str
+    block: Block
+
+
+Block = Table | Text | Heading | Code | Answers | Fold
+
+
+@dataclass(frozen=True)
+class Section:
+    """Blocks under a heading."""
+
+    title: str
+    blocks: Sequence[Block]
+
+
+def markdown_table(header: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
+    """A Markdown table."""
+    lines = [list(map(str, header)), ["---"] * len(header)]
+    lines += [[str(cell).replace("|", "\\|") for cell in row] for row in rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def markdown(block: Section | Block) -> str:
+    """A section or a block as Markdown; "" of a section without blocks."""
+    match block:
+        case Section(title, blocks):
+            return "\n\n".join([f"## {title}", *map(markdown, blocks)]) if blocks else ""
+        case Table(header, rows):
+            return markdown_table(header, rows)
+        case Code(text, language):
+            return f"```{language}\n{text}\n```"
+        case Fold(title, inside):
+            return f"<details><summary>{title}</summary>\n\n{markdown(inside)}\n\n</details>"
+        case Answers(texts):
+            return markdown_table([title for title, _ in texts], [[text for _, text in texts]])
+    return str(block.text)
+
+
+def print_section(section: Section) -> None:
+    """Print a section: a table has its title in the header. Long cells are cut."""
+    title = section.title.lower()
+    for block in section.blocks:
+        match block:
+            case Table(header, rows):
+                marks = (
+                    " (* best)"
+                    if any("best" in cell.style for row in rows for cell in row if isinstance(cell, Cell))
+                    else ""
+                )
+                print()
+                shown = [[truncated(str(cell), LONGEST_CELL) for cell in row] for row in rows]
+                terminal.table((title + marks, *map(str, header[1:])), shown)
+            case Answers(texts):
+                for name, text in texts:
+                    print(terminal.escaped(f"  {name}  {truncated(text, LONGEST_CELL)}"))
+            case Heading(text):
+                print(f"\n{title}, {terminal.escaped(text)}:")
+            case Text(text) | Code(text):
+                print(f"\n{terminal.escaped(truncated(str(text), LONGEST_CELL))}")
+            case Fold(_, inside):
+                print_section(Section(section.title, [inside]))
