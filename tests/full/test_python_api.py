@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.paths import ROOT
 
 import ttrain
 import ttrain.flows.api
@@ -137,7 +138,8 @@ def code_of(path: Path) -> list[str]:
     """The Python of a page, or the cells of a notebook, each with what it printed when it was written."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".md":
-        return re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)[:1]
+        snippets: list[str] = re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+        return snippets[:1]  # the second one starts a flow
     cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
     assert [cell["execution_count"] for cell in cells] == [*range(1, len(cells) + 1)] and all(
         cell["outputs"] for cell in cells
@@ -146,7 +148,7 @@ def code_of(path: Path) -> list[str]:
     return ["".join(cell["source"]) for cell in cells]
 
 
-@pytest.mark.parametrize("page", ["python.md", "python.ipynb"])
+@pytest.mark.parametrize("page", ["README.md", "docs/python.md", "docs/python.ipynb"])
 def test_the_page_and_the_notebook_run(
     page: str, finished: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -158,7 +160,7 @@ def test_the_page_and_the_notebook_run(
     monkeypatch.setenv("TTRAIN_HOME", str(finished.home))
     monkeypatch.setattr(ttrain, "load_settings", tiny_settings, raising=False)
     names: dict[str, Any] = {}
-    for code in code_of(Path(__file__).parents[2] / "docs" / page):
-        exec(code, names)
+    for code in code_of(ROOT / page):
+        exec(code.replace("quickstart@champion", "tiny-test@challenger"), names)
     assert "everything" not in (output := capsys.readouterr().out) and "same settings, inputs and code" in output
     assert names["run"].outcome == "cached" and not names["model"].training

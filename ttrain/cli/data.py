@@ -277,14 +277,13 @@ def _valid(section: type[S], **values: Any) -> S:
     """Build a section of the settings from options. Raises UsageError for an invalid value."""
     from pydantic import ValidationError
 
+    from ttrain.core.text import rule_of
     from ttrain.errors import UsageError
 
     try:
         return section(**values)
     except ValidationError as error:
-        lines = (
-            f"{'.'.join(map(str, item['loc']))}: {item['msg'].removeprefix('Value error, ')}" for item in error.errors()
-        )
+        lines = (f"{'.'.join(map(str, item['loc']))}: {rule_of(item)}" for item in error.errors())
         raise UsageError("; ".join(lines)) from None
 
 

@@ -19,6 +19,7 @@ from ttrain.config.model import sizes_of
 from ttrain.config.settings import existing_model_of, trainings_of
 from ttrain.config.training import TRAINING_STAGES
 from ttrain.config.yaml_text import VALUE_CHARACTERS, InvalidYaml, one_line, shown
+from ttrain.core.text import rule_of
 from ttrain.errors import UsageError
 
 ENVIRONMENT_PREFIX = "TTRAIN__"
@@ -339,7 +340,7 @@ def _explain(error: ValidationError, sources: Mapping[str, str]) -> str:
             lines.append(one_line(f"{name}: {message}" if name and not message.startswith(name) else message))
             continue
         origin = sources.get(name) or next((sources[key] for key in sources if name.startswith(key)), "defaults")
-        lines.append(one_line(f"{name} is {shown(item['input'])} (from {origin}) but: {message[0].lower()}{message[1:]}"))
+        lines.append(one_line(f"{name} is {shown(item['input'])} (from {origin}) but {rule_of(item)}"))
     if len(errors) > SHOWN_ERRORS:
         lines.append(f"and {len(errors) - SHOWN_ERRORS:,} more wrong settings")
     return "\n".join(lines)

@@ -3,13 +3,33 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
-from typing import Final
+from types import MappingProxyType
+from typing import Any, Final
 
 ABSENT: Final = "–"
 UNITS: Final = ("B", "kB", "MB", "GB", "TB")
 SHOWN_DIGITS: Final = 12  # of a digest
+# The rules of pydantic, which has them in its own terms or Python's, by the kind of error.
+_WHOLE, _NUMBER, _LIST, _MAPPING = "a whole number", "a number", "a list", "a group of names with values"
+RULES: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float", "int_parsing_size"), _WHOLE),
+    **dict.fromkeys(("float_type", "float_parsing"), _NUMBER),
+    **dict.fromkeys(("bool_type", "bool_parsing"), "true or false"),
+    **dict.fromkeys(("list_type", "tuple_type", "set_type"), _LIST),
+    **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), _MAPPING),
+    "string_type": "text",
+    "path_type": "a path",
+    "finite_number": "a finite number",
+    "literal_error": "{expected}",
+    "enum": "{expected}",
+    "greater_than": "greater than {gt}",
+    "greater_than_equal": "at least {ge}",
+    "less_than": "less than {lt}",
+    "less_than_equal": "at most {le}",
+    "multiple_of": "a multiple of {multiple_of}",
+}
 
 
 def format_number(value: float | None, name: str = "") -> str:
@@ -58,6 +78,17 @@ def format_duration(seconds: float | None) -> str:
 def format_time(seconds: float | None) -> str:
     """A time since the epoch by this machine's clock: "2026-11-21 16:02"."""
     return ABSENT if seconds is None else f"{datetime.fromtimestamp(seconds, UTC).astimezone():%Y-%m-%d %H:%M}"
+
+
+def rule_of(error: Mapping[str, Any], own: Mapping[str, str] = MappingProxyType({})) -> str:
+    """What a value must be, in plain words, for one of the errors of pydantic's ValidationError. `own`: whole sentences for
+    some kinds of error, before those of the table."""
+    kind, context = error["type"], error.get("ctx", {})
+    if kind in own:
+        return own[kind].format(**context)
+    if kind in RULES:
+        return f"must be {RULES[kind].format(**context)}"
+    return str(error["msg"]).removeprefix("Value error, ").replace("Input should be", "must be")
 
 
 def counted(number: int, noun: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import os
-import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from pydantic import ValidationError
 from ttrain.config.evaluate import HELDOUT_PARTS, KINDS, ChatsTask, HarnessTask, Suite, Task, TextTask
 from ttrain.config.loading import configs_directory, read_yaml
 from ttrain.config.yaml_text import one_line
+from ttrain.core.text import rule_of
 from ttrain.errors import UsageError
 
 SHOWN_ERRORS = 20
@@ -199,8 +199,7 @@ def describe_error(item: Mapping[str, Any], tree: Mapping[str, Any]) -> str:
             return f"{name} is of kind {_kind(tree, location)!r}, which does not exist; choose one of {', '.join(KINDS)}"
         case "value_error":
             return f"{name}: {str(item['msg']).removeprefix('Value error, ')}"
-    rule = re.sub("^(Input|String) should", "must", str(item["msg"])).partition(", unable")[0].replace("tuple", "list")
-    return f"{name} is {item['input']!r} but {rule}"
+    return f"{name} is {item['input']!r} but {rule_of(item)}"
 
 
 def _kind_of(value: object) -> str:

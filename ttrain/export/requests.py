@@ -14,7 +14,7 @@ import orjson
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Json, ValidationError, field_validator
 from pydantic_core import ErrorDetails
 
-from ttrain.core.text import truncated
+from ttrain.core.text import rule_of, truncated
 
 MAX_VALUE_CHARACTERS = 60  # of a wrong value, in a message
 
@@ -162,7 +162,7 @@ class ResponseBody(Body):
     max_output_tokens: Tokens = None
 
 
-# Plain messages in place of pydantic's, which are in its own terms or Python's.
+# What a client reads, in the terms of JSON, beside the table of `rule_of`.
 RULES = {
     "too_short": "must have {min_length} or more entries",
     "too_long": "must have at most {max_length} entries",
@@ -186,17 +186,11 @@ def problem(error: ValidationError, body: Mapping[str, Any]) -> str:
     field = _field(first, body)
     if first["type"] == "missing":
         return f"{field} is missing"
-    rules = dict.fromkeys(_rule(detail) for detail in details if _field(detail, body) == field)
+    rules = dict.fromkeys(rule_of(detail, RULES) for detail in details if _field(detail, body) == field)
     rule = " or ".join([next(iter(rules))] + [rule.removeprefix("must be ") for rule in list(rules)[1:]])
     value = json.dumps(first["input"], ensure_ascii=False, default=str)
     shown = truncated(value, MAX_VALUE_CHARACTERS)
-    return f"{field} is {shown}: {rule if first['type'].endswith('_type') else _rule(first)}"
-
-
-def _rule(detail: ErrorDetails) -> str:
-    if detail["type"] in RULES:
-        return RULES[detail["type"]].format(**detail.get("ctx", {}))
-    return detail["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    return f"{field} is {shown}: {rule if first['type'].endswith('_type') else rule_of(first, RULES)}"
 
 
 def _field(detail: ErrorDetails, body: Mapping[str, Any]) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from ttrain.config.base import Section
+from ttrain.core.text import rule_of
 from ttrain.errors import UsageError
 
 
@@ -37,5 +38,5 @@ def sampling(**values: Any) -> Sampling:
     try:
         return Sampling.model_validate(values)
     except ValidationError as error:
-        lines = (f"{'.'.join(map(str, item['loc']))} is {item['input']!r}: {item['msg']}" for item in error.errors())
+        lines = (f"{'.'.join(map(str, item['loc']))} is {item['input']!r} but {rule_of(item)}" for item in error.errors())
         raise UsageError("; ".join(lines)) from None
