@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import threading
 from pathlib import Path
 
@@ -146,3 +147,18 @@ def test_a_run_without_a_log_says_so(home: Path, capsys: pytest.CaptureFixture[s
     record.finish("completed", {})
     assert ended("pipeline", "logs", "latest") == 2
     assert f"the run {record.run} has no log" in capsys.readouterr().err
+
+
+def test_the_status_of_a_copied_home_shows_where_things_are_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = RunRecord(tmp_path / "old", "full", ["sft"], {})
+    place = tmp_path / "old" / "store" / "sft" / "f00d"
+    record.stage("sft", outcome="completed", key="f00d", path=str(place), log=str(place / "run" / "log.txt"))
+    record.finish("completed", {})
+    shutil.copytree(tmp_path / "old", tmp_path / "new")
+    monkeypatch.setenv("TTRAIN_HOME", str(tmp_path / "new"))
+    assert ended("pipeline", "status", "--json") == 0
+    (stage,) = json.loads(capsys.readouterr().out)[0]["stages"]
+    assert stage["path"] == str(tmp_path / "new" / "store" / "sft" / "f00d")
+    assert stage["log"] == f"{stage['path']}/run/log.txt"

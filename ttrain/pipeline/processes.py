@@ -155,6 +155,7 @@ def environment_of(settings: Settings) -> dict[str, str]:
     if "OMP_WAIT_POLICY" not in environment:
         environment.setdefault("GOMP_SPINCOUNT", "10000")
     environment.setdefault("TOKENIZERS_PARALLELISM", "true")
+    environment.setdefault("TQDM_DISABLE", "1")  # libraries' bars would stand in the log
     if not any(path.startswith("hf://") for name in DATASETS for path in settings.data.paths(name)):
         environment.setdefault("HF_HUB_OFFLINE", "1")
     environment["PYTHONUNBUFFERED"] = "1"

@@ -160,7 +160,7 @@ def time_in_name(name: str) -> tuple[str, ...]:
 def read(home: Path, name: str) -> dict[str, Any] | None:
     """The record of the run with this name, as `history` lists it; None where there is none."""
     run = read_json(home / "runs" / f"{name}.json")
-    return _with_crash_marked(home, run) if isinstance(run, dict) else None
+    return _as_it_is_now(home, run) if isinstance(run, dict) else None
 
 
 def makers(home: Path) -> dict[str, str]:
@@ -175,10 +175,16 @@ def makers(home: Path) -> dict[str, str]:
 
 def _checked_records(home: Path, phrases: Sequence[str]) -> Iterator[dict[str, Any]]:
     """The records that contain the phrases; runs whose process is gone are marked as crashed."""
-    return (_with_crash_marked(home, run) for run in _records_containing(home, phrases))
+    return (_as_it_is_now(home, run) for run in _records_containing(home, phrases))
 
 
-def _with_crash_marked(home: Path, run: dict[str, Any]) -> dict[str, Any]:
+def _as_it_is_now(home: Path, run: dict[str, Any]) -> dict[str, Any]:
+    """The record as it is now: a run whose process is gone has crashed, and a copied home has its artifacts here."""
+    for stage in run["stages"]:
+        for name in ("path", "log"):
+            before, store, place = str(stage.get(name) or "").rpartition("/store/")
+            if store and before != str(home):
+                stage[name] = f"{home}{store}{place}"
     if run["outcome"] == "running" and not _seems_alive(home, run):
         run["outcome"] = "crashed"
         for stage in run["stages"]:
@@ -299,8 +305,10 @@ class RunLog:
     def add(self, stage: str, line: str) -> None:
         """Append a line of a stage, with the time that it begins with, or else the current one.
 
-        Control characters in it are shown as Python would, so that it stays one line.
+        Control characters in it are shown as Python would, so that it stays one line; a line without text is left out.
         """
+        if not line.strip():
+            return
         timed = TIMED.match(line)
         time, line = (timed[1], line[timed.end() :]) if timed else (f"{datetime.now():%Y-%m-%d %H:%M:%S}", line)
         plain = "".join(letter if letter.isprintable() or letter == "\t" else repr(letter)[1:-1] for letter in line)
