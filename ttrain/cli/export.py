@@ -16,6 +16,7 @@ REFERENCE_HELP = "a run, a stage, a registered model (NAME@ALIAS, NAME/VERSION) 
 EPILOG = (
     "Examples:  ttrain export sft --to out/chat\n\n"
     "ttrain export lora --merge --to out/expert --dtype fp16\n\n"
+    "ttrain export sft --to out/chat --push me/my-chat-model\n\n"
     "ttrain export mine-sft@champion --to out/champion --dtype fp32 --shard-size 2GB"
 )
 
@@ -49,6 +50,13 @@ def export(
         Path | None,
         typer.Option("--gguf", metavar="DIR", help="directory of llama.cpp, whose converter also writes a GGUF file"),
     ] = None,
+    push: Annotated[
+        str | None,
+        typer.Option(
+            "--push", metavar="OWNER/NAME", help="also upload it to this repository of the Hugging Face Hub, with HF_TOKEN"
+        ),
+    ] = None,
+    public: Annotated[bool, typer.Option("--public", help="with --push: a new repository is public")] = False,
     force: Annotated[bool, typer.Option("--force", help="replace the model in a directory that is not empty")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -57,11 +65,14 @@ def export(
     from ttrain.pipeline import lineage_names
 
     quieten()
+    if push is not None:
+        work.check_repository(push)
     [model] = resolved_models([reference], [base], run, stderr=as_json)
     request = work.Request(
         dtype=dtype, merge=merge, shard_size=shard_size, keep_head=keep_head, licence=licence, gguf=gguf, force=force
     )
     exported = work.export(model, to, request, say=lambda text: print(escaped(text), file=sys.stderr))
+    address = work.push(exported, push, public=public) if push is not None else None
     if as_json:
         print_json(
             {
@@ -73,6 +84,7 @@ def export(
                 "bytes": sum(exported.files.values()),
                 "files": exported.files,
                 "remarks": list(exported.remarks),
+                **({"pushed": address} if address else {}),
             }
         )
         return
@@ -82,6 +94,8 @@ def export(
     )
     for remark in exported.remarks:
         print(escaped(remark))
+    if address:
+        print(escaped(f"uploaded to {address}"))
     if exported.kind == "model":
         trust = ", trust_remote_code=True" if any(name.startswith("modeling_") for name in exported.files) else ""
         print(escaped(f'open it: AutoModelForCausalLM.from_pretrained("{exported.directory}", dtype="auto"{trust})'))

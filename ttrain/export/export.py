@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ttrain.core.files import fsync, read_json, read_object, remove_tree
+from ttrain.core.machine import VERSION
 from ttrain.errors import ArtifactError, TTrainError, UsageError
 from ttrain.export import gguf_convert
 from ttrain.pipeline.lineage import History
@@ -374,3 +375,45 @@ def cast(name: str, tensor: Tensor, dtype: str) -> Tensor:
 
 def _numbers(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() for tensor in tensors)
+
+
+def check_repository(name: str) -> None:
+    """Raise UsageError unless the name is that of a repository on the Hub, OWNER/NAME."""
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except ValueError:
+        name_fits = False
+    else:
+        name_fits = name.count("/") == 1
+    if not name_fits:
+        raise UsageError(f"--push is {name!r} but must be OWNER/NAME of a repository on the Hugging Face Hub")
+
+
+def push(exported: Export, repository: str, *, public: bool = False) -> str:
+    """Upload the files of an export in one commit; returns the address of the commit.
+
+    A repository that does not exist is created, private unless `public`. The token is that of HF_TOKEN or of
+    `hf auth login`. Raises TTrainError where the Hub refuses or does not answer; the export itself is kept.
+    """
+    import httpx2  # what the library talks with
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+
+    hub = HfApi()
+    try:
+        hub.create_repo(repository, private=not public, exist_ok=True)
+        commit = hub.upload_folder(
+            repo_id=repository,
+            folder_path=exported.directory,
+            allow_patterns=list(exported.files),
+            commit_message=f"Upload a model of ttrain {VERSION}",
+        )
+    except (HfHubHTTPError, LocalTokenNotFoundError, httpx2.HTTPError, OSError) as error:
+        problem = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise TTrainError(
+            f"{repository} could not be uploaded: {problem}; the export is in {exported.directory}; set HF_TOKEN to a token "
+            f"that may write there, or run `hf auth login`"
+        ) from None
+    return str(commit.commit_url)
