@@ -7,7 +7,6 @@ import math
 import zlib
 from collections import defaultdict
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -46,36 +45,6 @@ def naive_bits(data: bytes, order: int) -> list[float]:
 @given(st.lists(st.sampled_from([0, 1, 97, 254, 255]), max_size=40).map(bytes) | st.binary(max_size=20), st.integers(0, 3))
 def test_a_byte_costs_what_the_definition_says(data: bytes, order: int) -> None:
     assert baselines.adaptive_bits(data, order).tolist() == pytest.approx(naive_bits(data, order), rel=1e-12)
-
-
-def test_known_costs() -> None:
-    assert baselines.adaptive_bits(b"aab", 0).tolist() == pytest.approx(
-        [8.0, -math.log2((1 + 1 / 256) / 2), -math.log2((0 + 1 / 256) / 3)]
-    )
-    assert baselines.adaptive_bits(b"", 3).shape == (0,)
-
-
-@pytest.mark.parametrize("order", [0, 3])
-def test_no_byte_is_predicted_from_what_comes_after_it(order: int) -> None:
-    whole = baselines.adaptive_bits(TEXT, order)
-    for end in (1, 2, 100, 999):
-        np.testing.assert_array_equal(baselines.adaptive_bits(TEXT[:end], order), whole[:end])
-
-
-def test_a_longer_context_helps_where_text_repeats_and_costs_little_where_it_does_not() -> None:
-    costs = [float(baselines.adaptive_bits(TEXT, order).mean()) for order in range(4)]
-    assert costs == sorted(costs, reverse=True)
-    assert costs[3] < 0.5 < 4 < costs[0]
-    noise = np.random.default_rng(1).integers(0, 256, 5000).astype(np.uint8).tobytes()
-    assert 8 < baselines.adaptive_bits(noise, 3).mean() < 9
-
-
-def test_an_order_of_0_costs_little_more_than_the_frequencies_that_it_has_to_learn() -> None:
-    """The entropy under the text's own frequencies is what a model would pay that had been told them for nothing."""
-    counts = np.bincount(np.frombuffer(TEXT, np.uint8))
-    shares = counts[counts > 0] / len(TEXT)
-    entropy = float(-(shares * np.log2(shares)).sum())
-    assert entropy < baselines.adaptive_bits(TEXT, 0).mean() < entropy + 0.2
 
 
 def test_the_table_has_two_compressors_and_two_byte_models_over_the_same_bytes() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -173,15 +172,6 @@ def test_scoring_switches_dropout_off_and_leaves_the_model_as_it_was() -> None:
     model(input_ids=torch.tensor([sequences[0][0]])).logits.sum().backward()
     score_of(model.eval(), sequences, 24, 12)
     assert not model.training
-
-
-@pytest.mark.parametrize("vocab", [64, 1000])
-def test_a_uniform_model_costs_log2_of_the_vocabulary_for_each_token(vocab: int) -> None:
-    sequences = [sequence(seed, 20 + seed) for seed in range(5)]
-    found = score_of(Uniform(vocab), sequences, 16, 8)
-    tokens = sum(sum(live) for _, live in sequences)
-    assert found.tokens == tokens
-    assert found.nats / math.log(2) == pytest.approx(tokens * math.log2(vocab), rel=1e-6)
 
 
 def test_windows_of_like_length_share_a_batch_and_those_without_a_live_token_are_left_out() -> None:

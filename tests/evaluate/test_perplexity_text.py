@@ -139,8 +139,8 @@ def test_bad_rows_are_told_with_their_line_and_do_not_count(tmp_path: Path) -> N
     items = perplexity.read("prose", task(), places(tmp_path, rows))
     assert items.items == ("good", "good too")
     name = tmp_path / "file.jsonl"
-    assert [where for where, _ in items.left_out] == [f"{name}:{line}" for line in (2, 3, 4, 5)]
-    reasons = [reason for _, reason in items.left_out]
+    assert [row.location for row in items.left_out] == [f"{name}:{line}" for line in (2, 3, 4, 5)]
+    reasons = [row.reason for row in items.left_out]
     assert "not valid JSON" in reasons[0] and "'text' is a number, not text" in reasons[2:3]
     assert reasons[3] == "empty text"
     assert sum(items.reasons.values()) == 4

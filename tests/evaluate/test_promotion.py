@@ -13,9 +13,9 @@ import pytest
 from ttrain.config import Promotion, Settings
 from ttrain.config.evaluate import GenerationTask
 from ttrain.errors import ArtifactError, UsageError
-from ttrain.evaluate import choices, statistics
+from ttrain.evaluate import choices
 from ttrain.evaluate.promotion import FIGURES, Scores, check_metric, decide, scores_of
-from ttrain.evaluate.task_result import FILE, Metric, ScoreTable
+from ttrain.evaluate.task_result import FILE, ScoreTable
 from ttrain.store.layout import Artifact
 
 RECORDS = 60
@@ -92,23 +92,6 @@ def test_the_figures_of_a_decision_are_those_that_it_was_made_from() -> None:
     assert dict(found.rows())["decision"] == "promoted"
     assert decide(challenger, champion, Promotion(margin=0.01)) == found, "the same draws each time"
     assert json.dumps(decide(figure(math.nan), champion, Promotion()).to_json(), allow_nan=False)
-
-
-def test_pairing_sees_what_two_separate_intervals_would_not() -> None:
-    """Records differ by 0.5 bits, the two models on each by 0.01: unpaired, that difference would drown."""
-    random, base = np.random.default_rng(4), scores()
-    sizes, hard = np.array(base.sizes), 2 + 0.5 * np.random.default_rng(8).standard_normal(RECORDS)
-    old = sizes * hard
-    new = sizes * (hard - 0.01 + 0.002 * random.standard_normal(RECORDS))
-    paired = decide(
-        Scores("bits_per_byte", float(new.sum() / sizes.sum()), tuple(new), base.sizes, base.records),
-        Scores("bits_per_byte", float(old.sum() / sizes.sum()), tuple(old), base.sizes, base.records),
-        Promotion(),
-    )
-    assert paired.promote
-    alone = statistics.interval(Metric("bits_per_byte", tuple(new), base.sizes, False, "bits"), statistics.Rule())
-    assert alone is not None
-    assert alone[1] - alone[0] > 10 * (paired.difference or 0)
 
 
 def test_a_decision_says_which_difference_its_records_would_show() -> None:

@@ -75,10 +75,7 @@ def test_what_cannot_be_compared_says_why() -> None:
 
 def test_below_five_items_the_verdict_is_that_they_are_too_few() -> None:
     """Two models that differ on every item of four, and would on five."""
-    for count, said in (
-        (4, "too few items: 4; a comparison needs at least 5"),
-        (5, "no significant difference"),
-    ):
+    for count, said in ((4, "too few items: 4; a comparison needs at least 5"), (5, "no significant difference")):
         some = [
             TaskResult(
                 "poems", "choices", name, ITEMS[:count],

@@ -41,10 +41,7 @@ def shards(rows: int = 295, digest: str = "a", rejected: int = 0) -> Made:
 
 def evaluation(answers: dict[str, str], heldout: str = "h1", tokenizer_content: str = "t1") -> Made:
     samples = {"base": [{"prompt": prompt, "answer": answer} for prompt, answer in answers.items()]}
-    inputs = {
-        "documents": ("shards-pretrain", "d" * 64, heldout),
-        "tokenizer": ("tokenizer", "t1" * 32, tokenizer_content),
-    }
+    inputs = {"documents": ("shards-pretrain", "d" * 64, heldout), "tokenizer": ("tokenizer", "t1" * 32, tokenizer_content)}
     return Made("evaluate", result={"samples": samples, "metrics": {}}, inputs=inputs)
 
 

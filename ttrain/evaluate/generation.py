@@ -7,7 +7,7 @@ import math
 import re
 import string
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
@@ -185,35 +185,25 @@ def _prompt(
 ) -> tuple[list[int], int]:
     """(prompt ids, number of cut tokens): too long a prompt loses its oldest examples first, then its beginning."""
     problem, examples = item
-    render: Callable[[Problem, Sequence[Problem], EvaluatedModel], list[int]] = _as_chat if spec.chat else _as_text(spec)
-    whole = render(problem, examples, subject)
-    ids = whole
+
+    def render(shots: Sequence[Problem]) -> list[int]:
+        if spec.chat:
+            turns = [turn for shot in shots for turn in (Message("user", shot.question), Message("assistant", shot.answer))]
+            return prompt_ids(subject.encoder, (*turns, Message("user", problem.question)))
+        text = ""
+        for shot in shots:
+            question = spec.template.replace("{question}", shot.question)
+            text += question + wording.separator(question, shot.answer) + shot.answer + spec.shots_separator
+        text += spec.template.replace("{question}", problem.question)
+        return [*subject.begin_ids, *subject.encoder.encode([text])[0]]
+
+    ids = whole = render(examples)
     while longest is not None and len(ids) > longest and examples:
         examples = examples[1:]
-        ids = render(problem, examples, subject)
+        ids = render(examples)
     if longest is not None:
         ids = ids[-longest:]
     return ids, len(whole) - len(ids)
-
-
-def _as_chat(problem: Problem, examples: Sequence[Problem], subject: EvaluatedModel) -> list[int]:
-    turns = [turn for shot in examples for turn in (Message("user", shot.question), Message("assistant", shot.answer))]
-    return prompt_ids(subject.encoder, (*turns, Message("user", problem.question)))
-
-
-def _as_text(spec: GenerationTask) -> Callable[[Problem, Sequence[Problem], EvaluatedModel], list[int]]:
-    def ask_text(row: Problem) -> str:
-        return spec.template.replace("{question}", row.question)
-
-    def example_text(shot: Problem) -> str:
-        question_text = ask_text(shot)
-        return question_text + wording.separator(question_text, shot.answer) + shot.answer + spec.shots_separator
-
-    def render(problem: Problem, examples: Sequence[Problem], subject: EvaluatedModel) -> list[int]:
-        text = "".join(map(example_text, examples)) + ask_text(problem)
-        return [*subject.begin_ids, *subject.encoder.encode([text])[0]]
-
-    return render
 
 
 def _until(text: str, stops: Sequence[str]) -> tuple[str, bool]:

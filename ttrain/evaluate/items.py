@@ -306,10 +306,10 @@ def with_examples(
             f"besides the item itself; set fewer"
         )
     unused = [*left_out, *(row._replace(reason=f"as an example: {row.reason}") for row in bad_examples)]
-    made = [item_of(row, some) for (row, _), some in zip(drawn, shots, strict=True)]
-    names = digests([identity for _, identity in made])
+    identified = [item_of(row, examples_of) for (row, _), examples_of in zip(drawn, shots, strict=True)]
+    names = digests([identity for _, identity in identified])
     by_label = groups([record for _, record in drawn], spec.by)
-    return Items(task, spec, tuple(item for item, _ in made), names, tuple(unused), by_label)
+    return Items(task, spec, tuple(item for item, _ in identified), names, tuple(unused), by_label)
 
 
 def text(record: dict[str, Any], key: str) -> str:

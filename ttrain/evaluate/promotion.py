@@ -66,7 +66,7 @@ class Decision:
 
     def to_json(self) -> dict[str, Any]:
         """All fields as JSON; numbers that are not finite become null."""
-        return {name: None if _is_not_finite(value) else value for name, value in asdict(self).items()}
+        return task_result.finite(asdict(self))
 
     def rows(self) -> list[tuple[str, str]]:
         """(label, text) of each field, for a table."""
@@ -209,7 +209,3 @@ def _incomparable_reason(challenger: Scores, champion: Scores) -> str:
         f"the models count the same records differently, as with two tokenizers, so {challenger.metric} cannot be compared; "
         f"set promotion.metric={BITS_PER_BYTE.name}"
     )
-
-
-def _is_not_finite(value: object) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)

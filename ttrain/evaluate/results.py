@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from ttrain.evaluate import items as notes
 from ttrain.evaluate import statistics
 from ttrain.evaluate.items import Items
 from ttrain.evaluate.statistics import FEWEST_ITEMS, PairedComparison, Rule
-from ttrain.evaluate.task_result import Metric, TaskResult, metric_of
+from ttrain.evaluate.task_result import Metric, TaskResult, finite, metric_of
 
 COMPARED = tuple(field.name for field in fields(PairedComparison))
 OTHER_ITEMS = "not the same items"
@@ -50,7 +50,7 @@ class ModelComparison:
         """All fields and the verdict as JSON."""
         comparison = dict.fromkeys(COMPARED) if self.compared is None else self.compared.to_json()
         names = {"task": self.task, "figure": self.figure, "first": self.first, "second": self.second}
-        return _finite({**names, **comparison, "p_of_all": self.p_of_all, "verdict": self.verdict(rule)})
+        return finite({**names, **comparison, "p_of_all": self.p_of_all, "verdict": self.verdict(rule)})
 
 
 class Results:
@@ -123,7 +123,7 @@ class Results:
         return {"figures": figures, **({"groups": groups} if groups else {})}
 
     def _figure(self, figure: Metric) -> dict[str, Any]:
-        return _finite({
+        return finite({
             "value": figure.value, "interval": statistics.interval(figure, self.rule), "unit": figure.unit,
             "smallest": statistics.smallest(figure), "higher_is_better": figure.higher_is_better,
             "items": sum(size > 0 for size in figure.sizes),
@@ -229,15 +229,3 @@ def _groups(outcome: TaskResult) -> Iterator[tuple[str, Metric]]:
     """Yield the primary metric over the items of each group."""
     for name, numbers in outcome.groups.items():
         yield name, outcome.primary.restricted(numbers)
-
-
-def _finite(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert for JSON: numbers that are not finite become null, tuples become lists."""
-    return {
-        name: [_finite_or_none(end) for end in value] if isinstance(value, tuple) else _finite_or_none(value)
-        for name, value in fields.items()
-    }
-
-
-def _finite_or_none(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value

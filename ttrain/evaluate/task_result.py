@@ -103,6 +103,18 @@ def metric_of(metric: str, group: str) -> str:
     return f"{metric}/{REFUSED.sub('_', group.replace('=', ':', 1))}"
 
 
+def finite(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert for JSON: numbers that are not finite become null, tuples become lists."""
+    return {
+        name: [_finite_or_none(end) for end in value] if isinstance(value, tuple) else _finite_or_none(value)
+        for name, value in fields.items()
+    }
+
+
+def _finite_or_none(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 FILE = "scores.json"  # of an evaluation
 
 DIGEST_CHARACTERS = 16  # 64 bits: among a million records two have the same with a probability of 3e-8

@@ -14,7 +14,6 @@ from ttrain.pipeline.lineage import History, seed_of
 from ttrain.pipeline.model_card import Exported, card, evaluation_rows, numbers_in, parameters_of, summary
 from ttrain.pipeline.names import base_digest_of
 from ttrain.reports import summary as report
-from ttrain.reports.sections import markdown_table
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 from ttrain.store.model_files import ADAPTER as ADAPTER_WEIGHTS
@@ -268,7 +267,7 @@ def _lineage_hint(*, card: bool) -> str:
 
 def log_evaluation(run: TrackedRun | NullRun, evaluation: Artifact, rows: Sequence[tuple[str, str, str]]) -> None:
     """Log the evaluation's table and samples to the pipeline's tracked run."""
-    run.log_text(markdown_table(("metric", "value", ""), rows), "evaluation.md")
+    run.log_text(report.markdown(rows, ("metric", "value", "")), "evaluation.md")
     tables = evaluation_tables(rows, evaluation.result.get("samples", {}))
     for name, text in tables.items():
         run.log_text(text, name)

@@ -17,7 +17,6 @@ from ttrain.core.redact import HIDDEN
 from ttrain.core.text import truncated
 from ttrain.evaluate.task_result import FILE, sums_in
 from ttrain.reports import facts, summary
-from ttrain.reports.sections import markdown_table
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 from ttrain.store.runs import parse_row
@@ -105,8 +104,8 @@ def description(
         note(run["note"]) if run.get("note") else "",
         f"{headline}: {', '.join([*changes[:SHOWN_SETTINGS], *more]) or 'the default settings'}",
         f"**{run['outcome']}**: {_cell(run['error'])}" if run.get("error") else "",
-        markdown_table(("evaluation", "", ""), measured) if measured else "",
-        markdown_table(("stage", "outcome", "time", "figures"), stages),
+        summary.markdown(measured, ("evaluation", "", "")) if measured else "",
+        summary.markdown(stages, ("stage", "outcome", "time", "figures")),
         f"`settings.yaml` among the artifacts has what is not a default; the same again: `ttrain pipeline run "
         f"{run['pipeline']} -c settings.yaml`. In the terminal: `ttrain report {run['run']}`.",
     ]

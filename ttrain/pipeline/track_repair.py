@@ -22,7 +22,6 @@ from ttrain.pipeline import names, registration, run_summary, system_metrics
 from ttrain.pipeline.run_models import REGISTERED, tracked_path
 from ttrain.pipeline.run_summary import REPORT
 from ttrain.reports import summary
-from ttrain.reports.sections import markdown_table
 from ttrain.stages import STAGES
 from ttrain.store import runs
 from ttrain.store.artifacts import ArtifactStore
@@ -140,7 +139,7 @@ class _RunReplay:
         results = {name: artifact.result for name, artifact in self._artifacts.items()}
         rows = summary.rows(record["metrics"], results) if "evaluate" in results else []
         if rows:
-            run.log_text(markdown_table(("metric", "value", ""), rows), "evaluation.md")
+            run.log_text(summary.markdown(rows, ("metric", "value", "")), "evaluation.md")
             tables = registration.evaluation_tables(rows, results["evaluate"].get("samples", {}))
             for name, text in tables.items():
                 run.log_text(text, name)

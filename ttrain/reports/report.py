@@ -148,8 +148,8 @@ def data_tables(view: RunView) -> Iterator[Block]:
         lost = "; ".join(filter(None, map(_lost, facts.row_tallies(result).values())))
         size, heldout_rows = format_number(train.get("bytes"), "bytes"), result.get("heldout", {}).get("rows")
         counts = [format_number(train.get(field)) for field in ("rows", "tokens", "live_tokens")]
-        rest = (size, format_number(heldout_rows), format_number(result.get("duplicates")), lost or "none")
-        sets.append((name, *counts, *rest))
+        further = (size, format_number(heldout_rows), format_number(result.get("duplicates")), lost or "none")
+        sets.append((name, *counts, *further))
         for file in result.get("files", ()):
             counts = [format_number(file.get(field)) for field in ("rows", "kept", "tokens")]
             files.append((name, file["name"], *counts, format_number(file.get("bytes"), "bytes"), _lost(file) or "none"))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ttrain.core import terminal
 from ttrain.core.text import truncated
+from ttrain.reports import summary
 
 LONGEST_CELL = 160  # characters on a terminal
 
@@ -81,26 +82,19 @@ class Section:
     blocks: Sequence[Block]
 
 
-def markdown_table(header: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
-    """A Markdown table."""
-    lines = [list(map(str, header)), ["---"] * len(header)]
-    lines += [[str(cell).replace("|", "\\|") for cell in row] for row in rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
 def markdown(block: Section | Block) -> str:
     """A section or a block as Markdown; "" of a section without blocks."""
     match block:
         case Section(title, blocks):
             return "\n\n".join([f"## {title}", *map(markdown, blocks)]) if blocks else ""
         case Table(header, rows):
-            return markdown_table(header, rows)
+            return summary.markdown(rows, header)
         case Code(text, language):
             return f"```{language}\n{text}\n```"
         case Fold(title, inside):
             return f"<details><summary>{title}</summary>\n\n{markdown(inside)}\n\n</details>"
         case Answers(texts):
-            return markdown_table([title for title, _ in texts], [[text for _, text in texts]])
+            return summary.markdown([[text for _, text in texts]], [title for title, _ in texts])
     return str(block.text)
 
 

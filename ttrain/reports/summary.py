@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -100,6 +100,12 @@ def key_figures(stage: str, result: Mapping[str, Any]) -> str:
     if result.get("resumed_from_step"):
         figures.append(f"continued at step {result['resumed_from_step']} of {result['steps']}")
     return ", ".join(figures)
+
+
+def markdown(rows: Iterable[Sequence[object]], header: Sequence[object]) -> str:
+    """A Markdown table."""
+    lines = [header, ["---"] * len(header), *([str(cell).replace("|", "\\|") for cell in row] for row in rows)]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 
 def shortened(reasons: Sequence[str]) -> str:
