@@ -36,7 +36,7 @@ from ttrain.pipeline.labels import NO_LABELS, Labels
 from ttrain.pipeline.plan import plan
 from ttrain.pipeline.recipe import Planned, Recipe
 from ttrain.pipeline.run_models import REGISTERED
-from ttrain.reports import sections
+from ttrain.reports import summary
 from ttrain.stages import EVALUATE, EVALUATE_CHAMPION, EXISTING_MODEL, HELDOUT, SHARDS_PRETRAIN, Stage
 from ttrain.store.artifacts import ArtifactStore
 
@@ -217,7 +217,7 @@ class NightRun:
             reason = f"version {now.version} became champion during the night, so nothing is promoted; {decision.reason}"
             decision = replace(decision, promote=False, reason=reason)
         night.note(version=version, run=execution.record.run, decision=decision.to_json())
-        table = sections.markdown_table(("name", "value"), decision.rows())
+        table = summary.markdown(decision.rows(), ("name", "value"))
         if decision.promote or now is None or now.version != version:  # the champion keeps the decision that made it so
             tracking.log_decision(home, name, version, decision.to_json(), table, run_id=execution.tracked_run)
         if self.engine == "prefect":

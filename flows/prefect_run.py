@@ -35,7 +35,7 @@ from ttrain.pipeline import plan as plan_table
 from ttrain.pipeline.execution import PipelineRun
 from ttrain.pipeline.recipe import Recipe
 from ttrain.pipeline.run_summary import REPORT
-from ttrain.reports import sections
+from ttrain.reports import summary
 from ttrain.stages import Stage
 from ttrain.store import server_records
 from ttrain.store.layout import Artifact
@@ -180,7 +180,7 @@ def _run_stages(execution: PipelineRun, recipe: Recipe) -> None:
     rows = execution.evaluation_table()
     if rows and not execution.signum and not execution.failures:
         with best_effort():
-            table = sections.markdown_table(("metric", "value", ""), rows)
+            table = summary.markdown(rows, ("metric", "value", ""))
             create_markdown_artifact(table, key="evaluation", description=f"evaluation of {run}")
 
 

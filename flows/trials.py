@@ -28,7 +28,7 @@ from ttrain.flows.sweep import SweepRequest, find_resumable
 from ttrain.pipeline.execution import PipelineRun
 from ttrain.pipeline.progress_display import Display
 from ttrain.pipeline.recipe import planned_part
-from ttrain.reports import sections
+from ttrain.reports import summary as report
 from ttrain.store import runs
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.sweep import measure as measures
@@ -223,7 +223,7 @@ class TrialRunner:
         best, trials = self.study.best(), self.study.trials()
         self.sweep.note(outcome=outcome)
         header, rows = summary.trial_table(trials, self.request.space, self.request.measure)
-        table = sections.markdown_table(header, rows)
+        table = report.markdown(rows, header)
         self._parent.log_text(json.dumps([trial.to_json() for trial in trials], indent=1), "trials.json")
         self._parent.log_text(report_page.render(self.sweep, trials, self.study.importances()), self.sweep.page.name)
         self._parent.set_tags({tracking.NOTE: f"{summary.verdict(trials, self.request.measure)}\n\n{table}"})
