@@ -279,3 +279,6 @@ def test_shards_open_as_the_page_of_artifacts_says(tmp_path: Path) -> None:
     call = opener.replace("<artifact>/train/<file>", repr(place))
     assert place in call
     assert eval(call, {"pyarrow": pyarrow}).read_all().num_rows == 2
+    import datasets
+
+    assert datasets.load_dataset("arrow", data_files=place, cache_dir=str(tmp_path / "cache"))["train"].num_rows == 2
