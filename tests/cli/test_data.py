@@ -29,9 +29,10 @@ from ttrain.data import inspect, tokenizer, validate
 from ttrain.data.chat import encode_chat
 from ttrain.data.chat_templates import Message
 from ttrain.data.encoder import Encoder, open_tokenizer
-from ttrain.data.report import lengths_json, script_of
+from ttrain.data.inspect import lengths_json
 from ttrain.data.sharding import Here
 from ttrain.data.shards import ShardSet
+from ttrain.data.validate import script_of
 from ttrain.store.artifacts import ArtifactStore
 
 WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "東京", "is", "far", "Grüße", "from", "🙂", "def", "return")
@@ -240,7 +241,7 @@ def test_blocks_and_packing_change_neither_counts_nor_line_numbers(
     plain = write(tmp_path / "a.jsonl", rows)
     (tmp_path / "b.bin").write_bytes(gzip.compress(plain.read_bytes()))
     monkeypatch.setattr(validate, "BLOCK_BYTES", 2000)
-    monkeypatch.setattr("ttrain.cli.data.SMALL_UNENCODED_BYTES", 10**9 if processes == 1 else 0)
+    monkeypatch.setattr("ttrain.cli.data_reports.SMALL_UNENCODED_BYTES", 10**9 if processes == 1 else 0)
     bad = [(number, row) for number, row in enumerate(rows, start=1) if row == b"{broken" or isinstance(row, list)]
     values = []
     for name in ("a.jsonl", "b.bin"):

@@ -22,9 +22,8 @@ from ttrain.config import Reading
 from ttrain.data import locations, records
 from ttrain.data.formats import HEAD_BYTES, Format, as_json_lines, format_of
 from ttrain.data.records import Tally, TextDocument, document_parser, read
-from ttrain.data.report import Report
 from ttrain.data.sharding import Here
-from ttrain.data.validate import kind_of, validate
+from ttrain.data.validate import Report, kind_of, validate
 from ttrain.errors import DataError
 
 TEXTS = ("他是这里的一个人，我们不在。", 'A "quoted"\nline, with a comma.', "Last.")
