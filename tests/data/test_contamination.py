@@ -71,7 +71,7 @@ def test_plain_text_is_the_same_however_a_text_is_written() -> None:
 
 @pytest.mark.parametrize("chunk_tokens", [1, 10**6])
 def test_ids_of_shards_become_the_plain_text_of_their_records(tmp_path: Path, encoder: Encoder, chunk_tokens: int) -> None:
-    rows = [(encoder.document(ids), ()) for ids in encoder.encode(AWKWARD)]
+    rows = [([encoder.bos_id, *ids, encoder.eos_id], ()) for ids in encoder.encode(AWKWARD)]
     index = write_shards(tmp_path, rows, kind="documents", vocab_size=len(encoder))
     column = read_shard(tmp_path / index["shards"][0]["file"])
     token_bytes = overlap.TokenBytes(encoder)
@@ -86,7 +86,8 @@ def test_ids_of_shards_become_the_plain_text_of_their_records(tmp_path: Path, en
 
 def test_ids_that_are_no_text_do_not_harm_the_records_beside_them(tmp_path: Path, encoder: Encoder) -> None:
     (poem,) = encoder.encode([POEM])
-    rows = [(encoder.document(ids), ()) for ids in (poem, poem[:1], poem)]  # the second ends within a character
+    texts = (poem, poem[:1], poem)  # the second ends within a character
+    rows = [([encoder.bos_id, *ids, encoder.eos_id], ()) for ids in texts]
     index = write_shards(tmp_path, rows, kind="documents", vocab_size=len(encoder))
     data, begins = overlap.records(
         read_shard(tmp_path / index["shards"][0]["file"]), overlap.TokenBytes(encoder), 0, len(rows)

@@ -54,7 +54,7 @@ def test_every_document_comes_back_in_order_with_the_ids_of_the_tokenizer(
     built = build(tmp_path / "out", [write_lines(tmp_path / "a.jsonl", rows)], recipe)
     assert texts_in(tmp_path / "out", tokenizer) == [row["text"] for row in rows]
     encoder, found = Encoder(tokenizer, fast=False), ShardSet(tmp_path / "out" / "train")
-    ids = [encoder.document(ids) for ids in encoder.encode([row["text"] for row in rows])]
+    ids = [[encoder.bos_id, *ids, encoder.eos_id] for ids in encoder.encode([row["text"] for row in rows])]
     assert [found.row(n)[0].tolist() for n in range(len(found))] == ids
     assert built.parts["train"]["tokens"] == sum(map(len, ids))
     assert built.parts["train"]["bytes"] == sum(len(row["text"].encode()) for row in rows)

@@ -143,12 +143,6 @@ def test_the_name_of_a_special_token_in_a_text_stays_text(corpus_encoder: Encode
         assert corpus_encoder.decode(ids) == text
 
 
-def test_a_document_lies_between_the_tokens_that_begin_and_end_it(corpus_encoder: Encoder) -> None:
-    ids = corpus_encoder.document(corpus_encoder.encode(["the fox"])[0])
-    assert (ids[0], ids[-1]) == (corpus_encoder.bos_id, corpus_encoder.eos_id)
-    assert corpus_encoder.decode(ids) == "the fox"
-
-
 def test_a_batch_is_encoded_as_each_text_alone(corpus_encoder: Encoder) -> None:
     texts = [*corpus(20), "", "x" * 3000]
     assert corpus_encoder.encode(texts) == [corpus_encoder.encode([text])[0] for text in texts]

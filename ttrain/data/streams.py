@@ -40,15 +40,20 @@ OTHER_FORMATS = {
 TAR_PLACE, TAR_MAGIC = 257, b"ustar"
 
 
+@contextmanager
+def _data_errors(location: str) -> Iterator[None]:
+    """Raise an error of the file system as DataError, which names the location."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"cannot read {location}: {error.strerror or error}") from None
+
+
 def open_stream(location: str) -> BinaryIO:
     """Open the stored bytes as a seekable stream. Raises DataError if they cannot be read."""
     path = local_file(location)
-    if path is None:
-        return io.BufferedReader(RemoteFile(location), CHUNK_BYTES)
-    try:
-        return path.open("rb")
-    except OSError as error:
-        raise DataError(f"cannot read {location}: {error.strerror}") from None
+    with _data_errors(location):
+        return path.open("rb") if path else io.BufferedReader(RemoteFile(location), CHUNK_BYTES)
 
 
 def local_file(location: str) -> Path | None:
@@ -62,10 +67,8 @@ def local_file(location: str) -> Path | None:
         return None
     else:
         path = locations.local_path(location)
-    try:
+    with _data_errors(location):
         mode = path.stat().st_mode
-    except OSError as error:
-        raise DataError(f"cannot read {location}: {error.strerror}") from None
     if not stat.S_ISREG(mode):
         kind = locations.KINDS.get(stat.S_IFMT(mode), "not a regular file")
         raise DataError(f"cannot read {location}: it is {kind}; name a file")
@@ -106,11 +109,8 @@ def json_lines(location: str, text_field: str) -> Iterator[bytes]:
 
 
 def _head(location: str, size: int = HEAD_BYTES) -> bytes:
-    try:
-        with open_stream(location) as stream:
-            return stream.read(size)
-    except OSError as error:
-        raise DataError(f"cannot read {location}: {error.strerror or error}") from None
+    with _data_errors(location), open_stream(location) as stream:
+        return stream.read(size)
 
 
 def chunks(location: str, start: int = 0) -> Iterator[bytes]:
