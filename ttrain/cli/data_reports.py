@@ -137,11 +137,11 @@ def pool_for(sources: Iterable[str], workers: int | None, small_bytes: int = SMA
     size = _total_bytes(sources)
     if size is not None and size < small_bytes:
         yield Here()
-        return
-    with Processes(workers or os.cpu_count() or 1) as pool:
-        if pool.workers > 1:
-            pool.begin()
-        yield pool
+    else:
+        with Processes(workers or os.cpu_count() or 1) as pool:
+            if pool.workers > 1:
+                pool.begin()
+            yield pool
 
 
 def _total_bytes(sources: Iterable[str]) -> int | None:
@@ -177,8 +177,8 @@ def report_on(
     shown = [*reports, *missing] if as_json else reports
     show([*shards, *(report.to_json() for report in shown)], as_json=as_json, is_overview=not measured)
     failed = [report.error for report in (*reports, *missing) if report.error]
-    for error in failed:
-        print(f"error: {escaped(error)}", file=sys.stderr)
+    for message in failed:
+        print(f"error: {escaped(message)}", file=sys.stderr)
     if failed:
         raise typer.Exit(2 if missing else 1)
 

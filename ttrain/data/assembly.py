@@ -178,8 +178,8 @@ def _quarantine(
             tally.quarantine = lambda row: out.write(orjson.dumps(row) + b"\n")
         for block in built_blocks:
             counts = block.manifest["tally"]
-            counters = {name: Counter(counts[name]) for name in ("skipped", "rejected", "keys_seen")}
-            tally = Tally(counts["rows"], counts["kept"], lines=block.manifest["lines"], **counters)
+            skipped, rejected, keys_seen = (Counter(counts[name]) for name in ("skipped", "rejected", "keys_seen"))
+            tally = Tally(counts["rows"], counts["kept"], skipped, rejected, keys_seen, lines=block.manifest["lines"])
             path = block.directory / BLOCKS / f"{block.identity}.rejected.jsonl"
             bad_rows = map(orjson.loads, path.read_bytes().splitlines() if counts["rejected"] else ())
             figures[block.role, block.file].add_block(tally, bad_rows, files[block.role][block.file].location)

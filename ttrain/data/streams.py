@@ -178,16 +178,9 @@ def _check_text(head: bytes, location: str, stored_head: bytes, *, in_archive: b
         raise DataError(f"{location} {inside} a tar archive, not lines of text; unpack it")
     if in_archive and decompress.is_packed(head):
         raise DataError(f"{location} is compressed twice; unpack it once")
-    if not in_archive and location.endswith(locations.PACKED) and _is_binary(head):
+    is_cut_magic = bool(head) and any(magic.startswith(head) for magic in decompress.MAGICS)
+    if not in_archive and location.endswith(locations.PACKED) and (is_cut_magic or formats.is_binary(head)):
         raise DataError(f"{location} is corrupt: its first bytes match neither its extension nor text; {FETCH_AGAIN}")
-
-
-def _is_binary(head: bytes) -> bool:
-    """Whether it contains control characters, is not UTF-8, or is just the beginning of an archive's magic."""
-    if not decompress.is_utf8(head):
-        return True
-    is_cut = bool(head) and any(magic.startswith(head) for magic in decompress.MAGICS)
-    return is_cut or any(byte < 32 and byte not in b"\t\n\r" for byte in head)
 
 
 def parquet_groups(location: str) -> list[tuple[int, int]]:
