@@ -173,7 +173,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     rows=st.lists(st.dictionaries(st.sampled_from(["text", "x\\", '"']), JSON, max_size=3), max_size=6),
     sizes=st.lists(st.integers(1, 40), min_size=1, max_size=5),
@@ -301,7 +301,7 @@ def test_a_folder_of_texts_is_documents_unless_it_holds_rows(tmp_path: Path) -> 
     assert locations.expand([str(tmp_path), str(tmp_path / "*.txt")], "FILE")[1:] == [str(tmp_path / "b.txt")]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.binary(max_size=60) | st.text(st.sampled_from('{}[]",:\\ \n\r\tab1é中\0'), max_size=60).map(str.encode))
 def test_any_bytes_have_a_format_or_are_refused_by_name(data: bytes) -> None:
     for name in ("rows.jsonl", "a.txt", "t.csv"):

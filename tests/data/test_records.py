@@ -246,7 +246,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(row=st.dictionaries(st.sampled_from(KEYS), JSON, max_size=4))
 def test_no_row_is_beyond_the_parsers(row: dict[str, Any]) -> None:
     for parse in (parse_conversation, document_parser("text"), document_parser("content")):
@@ -258,7 +258,7 @@ def test_no_row_is_beyond_the_parsers(row: dict[str, Any]) -> None:
             assert isinstance(parsed, Skipped | Rejected)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     turns=st.lists(
         st.fixed_dictionaries({"role": st.sampled_from(ROLES), "content": st.sampled_from(["", " ", "x", None])}, optional={
