@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from support.doubles import Home, run_here, stage_settings, write_shards
+from support.contaminated_shards import ANSWER, POEM, QUESTION, jsonl
+from support.doubles import write_shards
 
 from ttrain.cli.main import main
-from ttrain.config import Evaluate, EvaluateConfig, PretrainConfig, Reading, Settings
-from ttrain.config.evaluate import Suite
+from ttrain.config import Reading, Settings
 from ttrain.data import contamination, overlap, sharding
 from ttrain.data.assembly import DataFile
 from ttrain.data.contamination import OverlapRule
@@ -23,24 +22,14 @@ from ttrain.data.overlap import TextIndex, TextMatch
 from ttrain.data.sharding import Here
 from ttrain.data.shards import ShardSet, read_shard
 from ttrain.errors import DataError, UsageError
-from ttrain.evaluate import run
-from ttrain.evaluate import run as contaminated
-from ttrain.evaluate.items import IN_TRAINING, Items, SuiteFiles
 from ttrain.pipeline.input_files import data_files, evaluation_files
-from ttrain.stages import SHARDS_PRETRAIN, TOKENIZER, evaluate, pretrain
+from ttrain.stages import SHARDS_PRETRAIN, TOKENIZER
 from ttrain.stages.shards import heldout_records, recipe_of
 
-POEM = "床前明月光，疑是地上霜。舉頭望明月，低頭思故鄉。"
-QUESTION, ANSWER = "Which river does the old wooden bridge of the village cross?", "The upper Rhine"
 AWKWARD = (
     "Straße, ÜBER e\u0301 ﬁ ½ ①", "한국어 텍스트", "\ud7ff\ue000 <|bos|> <|im_start|>user", "🙂👩\u200d👧 a\0b\t\n", "",
     "日" * 50, "नमस्ते दुनिया", "a" * 300, "\uffff\U0010ffff x", "ＡＢＣ１２３", POEM,
 )  # fmt: skip
-
-
-def jsonl(path: Path, rows: Sequence[Any]) -> Path:
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows), encoding="utf-8")
-    return path
 
 
 def call(*arguments: str | Path) -> None:
@@ -71,7 +60,7 @@ def test_plain_text_is_the_same_however_a_text_is_written() -> None:
 
 @pytest.mark.parametrize("chunk_tokens", [1, 10**6])
 def test_ids_of_shards_become_the_plain_text_of_their_records(tmp_path: Path, encoder: Encoder, chunk_tokens: int) -> None:
-    rows = [(encoder.document(ids), ()) for ids in encoder.encode(AWKWARD)]
+    rows = [([encoder.bos_id, *ids, encoder.eos_id], ()) for ids in encoder.encode(AWKWARD)]
     index = write_shards(tmp_path, rows, kind="documents", vocab_size=len(encoder))
     column = read_shard(tmp_path / index["shards"][0]["file"])
     token_bytes = overlap.TokenBytes(encoder)
@@ -86,7 +75,8 @@ def test_ids_of_shards_become_the_plain_text_of_their_records(tmp_path: Path, en
 
 def test_ids_that_are_no_text_do_not_harm_the_records_beside_them(tmp_path: Path, encoder: Encoder) -> None:
     (poem,) = encoder.encode([POEM])
-    rows = [(encoder.document(ids), ()) for ids in (poem, poem[:1], poem)]  # the second ends within a character
+    texts = (poem, poem[:1], poem)  # the second ends within a character
+    rows = [([encoder.bos_id, *ids, encoder.eos_id], ()) for ids in texts]
     index = write_shards(tmp_path, rows, kind="documents", vocab_size=len(encoder))
     data, begins = overlap.records(
         read_shard(tmp_path / index["shards"][0]["file"]), overlap.TokenBytes(encoder), 0, len(rows)
@@ -369,90 +359,3 @@ def test_files_of_evaluations_are_inputs_of_shards_and_count_by_their_bytes(tmp_
     suite.write_text("tasks:\n  arc: {kind: harness, task: arc_easy}\n")
     with pytest.raises(UsageError, match="arc are those of lm-evaluation-harness"):
         evaluation_files((str(suite),))
-
-
-def items_of(task: str, kind: str, rows: Sequence[Any], directory: Path, **more: Any) -> Items[Any]:
-    file = jsonl(directory / f"{task}.jsonl", rows)
-    spec = Suite.model_validate({"tasks": {task: {"kind": kind, "file": file.name, "by": ["lang"], **more}}}).tasks[task]
-    return run.read_task(task, spec, SuiteFiles(directory))
-
-
-@pytest.mark.parametrize(
-    ("kind", "row"),
-    [
-        ("choices", {"question": QUESTION, "choices": ["Danube", ANSWER], "answer": 1}),
-        ("choices", {"question": QUESTION, "choices": ["Danube", ANSWER], "answer": 1.0}),
-        ("last_word", {"context": "The old wooden bridge of the village crosses the", "target": " Rhine"}),
-        ("generation", {"question": QUESTION, "answer": ANSWER}),
-        ("text", {"text": POEM}),
-        ("chats", {"messages": [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]}),
-    ],
-)
-def test_items_that_training_documents_hold_are_told_apart_or_left_out(tmp_path: Path, kind: str, row: Any) -> None:
-    fillers = [json.loads(json.dumps(row).replace("Rhine", f"Elbe {n}").replace("\\u5e8a", f"{n}")) for n in range(2)]
-    rows = [{**fillers[0], "lang": "en"}, {**row, "lang": "en"}, {**fillers[1], "lang": "zh"}]
-    items = items_of("task", kind, rows, tmp_path)
-    found, _ = contamination.read_items(str(jsonl(tmp_path / "row.jsonl", [row])), "row")
-    apart = contaminated.mark_overlaps(items, {found[0].digest}, leave_out=False)
-    assert apart.groups == {**items.groups, "overlap=yes": (1,), "overlap=no": (0, 2)}
-    assert apart.digests == items.digests
-    without = contaminated.mark_overlaps(items, {found[0].digest}, leave_out=True)
-    assert without.digests == (items.digests[0], items.digests[2])
-    assert without.reasons == {IN_TRAINING: 1}
-    assert without.groups == ({"lang=en": (0,), "lang=zh": (1,)} if items.groups else {})
-    assert contaminated.mark_overlaps(items, {"other"}, leave_out=True) is items
-    if kind in ("choices", "last_word", "generation"):  # worked examples are no part of what is looked for
-        shown = items_of("task", kind, rows, tmp_path, shots=1)
-        assert contaminated.mark_overlaps(shown, {found[0].digest}, leave_out=False).groups["overlap=yes"] == (1,)
-
-
-@pytest.mark.parametrize("row", [{"answer": 1234}, {"final": "1234"}, {"answer": " ", "final": 1234}, {"answer": "1234"}])
-def test_an_answer_is_looked_for_in_whatever_form_a_task_reads_it(tmp_path: Path, row: Any) -> None:
-    items = items_of("sums", "generation", [{"question": QUESTION, **row}], tmp_path)
-    (found,), _ = contamination.read_items(str(tmp_path / "sums.jsonl"), "sums")
-    assert found.text == overlap.plain(QUESTION) + b"1234"
-    assert contaminated.mark_overlaps(items, {found.digest}, leave_out=False).groups == {"overlap=yes": (0,)}
-
-
-def test_the_evaluation_tells_items_apart_that_its_shards_hold(tmp_path: Path) -> None:
-    home, settings = Home.make(tmp_path / "home"), stage_settings(steps=1)
-    inputs = {"tokenizer": home.tokenizer.path, "shards": home.documents.path}
-    base = PretrainConfig(model=settings.model, pretrain=settings.pretrain)
-    run_here(pretrain, base, tmp_path / "base", inputs, settings.runtime)
-    jsonl(tmp_path / "items.jsonl", [{"text": POEM}, {"text": QUESTION}, {"text": ANSWER}])
-    suite = tmp_path / "suite.yaml"
-    suite.write_text("tasks:\n  texts: {kind: text, file: items.jsonl}\n")
-    contamination.write_item_shares(home.documents.path, {contamination.item_of("", "", QUESTION).digest: 1.0})
-    found = {}
-    for overlapping in ("report", "leave_out"):
-        told: Any = {"suites": str(suite), "overlapping": overlapping, "row_length": 32, "stride": 16, "resamples": 100}
-        config = EvaluateConfig(evaluate=Evaluate(**told, new_tokens=0))
-        (tmp_path / overlapping).mkdir()
-        given = {"base": tmp_path / "base", "documents": home.documents.path}
-        found[overlapping] = run_here(evaluate, config, tmp_path / overlapping, given, settings.runtime)
-    apart, without = found["report"], found["leave_out"]
-    assert (apart["counts"]["texts/items"], without["counts"]["texts/items"]) == (3, 2)
-    assert without["counts"]["texts/left_out"] == 1
-    clean = apart["metrics"]["texts/bits_per_byte/base/overlap:no"]
-    assert clean == pytest.approx(without["metrics"]["texts/bits_per_byte/base"], rel=1e-6)
-    assert clean != pytest.approx(apart["metrics"]["texts/bits_per_byte/base"], rel=1e-6)
-
-
-def test_a_task_of_which_nothing_is_left_is_refused(tmp_path: Path) -> None:
-    items = items_of("task", "text", [{"text": POEM}], tmp_path)
-    known = {contamination.item_of("", "", POEM).digest}
-    with pytest.raises(DataError, match=r"evaluate\.overlapping=report"):
-        contaminated.mark_overlaps(items, known, leave_out=True)
-
-
-def test_items_that_any_night_has_learnt_from_stay_known(tmp_path: Path) -> None:
-    lines = {"a": 1.0, "b": 0.5}
-    for name in ("a", "b", "c", "night"):
-        (tmp_path / name / "heldout").mkdir(parents=True)
-    for name, share in lines.items():
-        contamination.write_item_shares(tmp_path / name, {name: share})
-    contamination.write_item_shares(tmp_path / "c", {})
-    merged = {**contamination.read_item_shares(tmp_path / "a"), **contamination.read_item_shares(tmp_path / "b")}
-    contamination.write_item_shares(tmp_path / "night", merged)
-    assert contamination.read_item_shares(tmp_path / "night") == lines
-    assert contamination.read_item_shares(tmp_path / "c") == contamination.read_item_shares(tmp_path / "none") == {}

@@ -68,7 +68,7 @@ class Wrong:
         return self._inner.encode_batch_flat([text + "!" * (self.trigger in text) for text in texts], *flags)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(texts=st.lists(st.text(max_size=40), max_size=4))
 @example(texts=[*TEXTS, *PROBES])
 @example(texts=[f"a{token} {token}{token}\n" for token in SPECIALS])

@@ -22,9 +22,8 @@ from ttrain.config import Reading
 from ttrain.data import locations, records
 from ttrain.data.formats import HEAD_BYTES, Format, as_json_lines, format_of
 from ttrain.data.records import Tally, TextDocument, document_parser, read
-from ttrain.data.report import Report
 from ttrain.data.sharding import Here
-from ttrain.data.validate import kind_of, validate
+from ttrain.data.validate import Report, kind_of, validate
 from ttrain.errors import DataError
 
 TEXTS = ("他是这里的一个人，我们不在。", 'A "quoted"\nline, with a comma.', "Last.")
@@ -174,7 +173,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     rows=st.lists(st.dictionaries(st.sampled_from(["text", "x\\", '"']), JSON, max_size=3), max_size=6),
     sizes=st.lists(st.integers(1, 40), min_size=1, max_size=5),
@@ -239,7 +238,7 @@ print(rows(sys.argv[1]), peak() - before)
 def test_an_array_in_one_line_costs_no_memory(tmp_path: Path, pack: Callable[[bytes], bytes]) -> None:
     element = json.dumps({"text": 'a "b" [c] ' * 1000}).encode()
     large, small = tmp_path / "large", tmp_path / "small"
-    for path, count in ((large, 10_000), (small, 100)):
+    for path, count in ((large, 3000), (small, 100)):
         path.write_bytes(pack(b"[" + b", ".join([element] * count) + b"]"))
     done = subprocess.run(
         [sys.executable, "-c", ARRAY, str(large), str(small)],
@@ -250,7 +249,7 @@ def test_an_array_in_one_line_costs_no_memory(tmp_path: Path, pack: Callable[[by
         check=True,
     )
     total, more_kib = map(int, done.stdout.split())
-    assert total == 10_000 * 10_000
+    assert total == 3000 * 10_000
     assert more_kib < 16 << 10
 
 
@@ -302,7 +301,7 @@ def test_a_folder_of_texts_is_documents_unless_it_holds_rows(tmp_path: Path) -> 
     assert locations.expand([str(tmp_path), str(tmp_path / "*.txt")], "FILE")[1:] == [str(tmp_path / "b.txt")]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.binary(max_size=60) | st.text(st.sampled_from('{}[]",:\\ \n\r\tab1é中\0'), max_size=60).map(str.encode))
 def test_any_bytes_have_a_format_or_are_refused_by_name(data: bytes) -> None:
     for name in ("rows.jsonl", "a.txt", "t.csv"):

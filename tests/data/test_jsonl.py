@@ -76,12 +76,6 @@ def test_only_a_newline_ends_a_line_and_good_lines_arrive_whole(tmp_path: Path, 
     assert not tally.rejected
 
 
-def test_a_mark_is_stripped_at_the_start_of_a_file_only_and_named_elsewhere(tmp_path: Path) -> None:
-    found, tally = rows_of(written(tmp_path, '\ufeff{"text":"\ufeffa"}\n\ufeff{"text":"b"}\n'.encode()))
-    assert [value["text"] for _, value in found] == ["\ufeffa"]
-    assert ["byte order mark" in reason for reason in tally.rejected.elements()] == [True]
-
-
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
@@ -121,13 +115,6 @@ def test_a_bad_line_is_counted_with_its_place_and_costs_its_neighbours_nothing(
     text = line[:800].decode("utf-8", "replace")[:200]
     assert aside == [{"file": str(path), "line": 2, "reason": told, "text": text}]
     assert json.loads(json.dumps(aside)) == aside
-
-
-def test_a_number_of_any_size_ends_in_a_row_or_a_rejection(tmp_path: Path) -> None:
-    data = b'{"text": "a", "n": ' + b"9" * 5000 + b'}\n{"text": "b", "n": 1e999}\n{"text": "c", "n": -0}\n'
-    found, tally = rows_of(written(tmp_path, data))
-    assert [value["text"] for _, value in found] == ["c"]
-    assert tally.rejected.total() == 2
 
 
 @pytest.mark.parametrize("extra", [0, 1])
@@ -173,13 +160,6 @@ def test_a_file_that_becomes_shorter_while_it_is_read_is_no_shorter_file(tmp_pat
     with pytest.raises(DataError, match="truncated: it became shorter") as raised:
         list(found)
     assert str(path) in str(raised.value)
-
-
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    for path in (tmp_path / "missing.jsonl", tmp_path):
-        with pytest.raises(DataError, match="cannot read") as raised:
-            rows_of(path)
-        assert str(path) in str(raised.value)
 
 
 def test_several_files_are_read_in_the_given_order_with_their_own_line_numbers(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -14,34 +13,13 @@ from typing import Any, ClassVar
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
-from huggingface_hub import constants
+from support.located_files import NEW, ROW, expand
 from support.paths import ROOT
-from support.web import FakeHub, Site, served, served_hub
+from support.web import Site, served
 
 from ttrain.core.hashing import digest_of
-from ttrain.data import locations, remote, streams
-from ttrain.errors import DataError, UsageError
-
-ROW = b'{"text":"a"}\n'
-OLD, NEW, CONVERTED = "0" * 39 + "1", "0" * 39 + "2", "c" * 40
-
-
-def expand(*patterns: str) -> list[str]:
-    return locations.expand(patterns, "data.pretrain")
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Data files and others, at several depths."""
-    for name in (
-        "b.jsonl", "a.jsonl.gz", "deep/c.jsonl.zst", "deep/er/d.ndjson", "e.ndjson.gz", "f.parquet", "g.jsonl.bz2",
-        "h.jsonl.xz", "[1] 文件?.jsonl", "notes.txt", "i.json", "j.jsonl.old", ".hidden.jsonl", ".hidden/k.jsonl",
-        "deep/._l.jsonl", "m.jsonl/n.txt",
-    ):  # fmt: skip
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_bytes(ROW)
-    return tmp_path
-
+from ttrain.data import locations, remote
+from ttrain.errors import UsageError
 
 DATA = [
     "[1] 文件?.jsonl", "a.jsonl.gz", "b.jsonl", "deep/c.jsonl.zst", "deep/er/d.ndjson",
@@ -376,187 +354,3 @@ def test_whatever_else_a_location_says_tells_versions_apart(location: str, other
 )
 def test_the_version_of_a_location_without_a_signature_is_that_of_earlier_releases(location: str) -> None:
     assert remote.version_in({"ETag": "a", "size": 1}, location) == digest_of([location, "etag", "a", 1])
-
-
-# --- the Hub
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache of the Hub, without a network."""
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    remote.listing.cache_clear()
-    return tmp_path / "hub"
-
-
-@pytest.fixture
-def online(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    """A Hub that holds one data set with two commits, and a converted copy."""
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    names = (
-        "README.md", "data/train-00000-of-00002.jsonl", "data/train-00001-of-00002.jsonl", "data/test.jsonl",
-        "constraints.jsonl", "strain.jsonl",
-    )  # fmt: skip
-    commits = {
-        OLD: {"only.jsonl.gz": b"old"},
-        NEW: {name: name.encode() + b"\n" for name in names},
-        CONVERTED: {"default/train/0.parquet": b"p", "default/test/0.parquet": b"p"},
-    }
-    revisions = {"main": NEW, "v1": OLD, "refs/convert/parquet": CONVERTED}
-    with served_hub(FakeHub({"owner/some-set": revisions}, commits)) as opened:
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "ENDPOINT", opened.site.url)
-        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.partition("{")
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{opened.site.url}/{''.join(template[1:])}")
-        yield opened
-
-
-TRAIN = [f"hf://owner/some-set@{NEW}/data/train-0000{n}-of-00002.jsonl" for n in (0, 1)]
-
-
-def test_a_data_set_is_its_training_split_at_a_commit(online: FakeHub) -> None:
-    assert expand("hf://owner/some-set") == TRAIN
-    assert expand("hf://datasets/owner/some-set", "hf://owner/some-set@main") == TRAIN
-    assert [locations.version(location) for location in TRAIN] == TRAIN
-
-
-@pytest.mark.parametrize(
-    ("pattern", "commit", "names"),
-    [
-        ("/constraints.jsonl", NEW, ["constraints.jsonl"]),
-        ("/README.md", NEW, ["README.md"]),
-        ("/data", NEW, ["data/test.jsonl", "data/train-00000-of-00002.jsonl", "data/train-00001-of-00002.jsonl"]),
-        ("/data/t*0*.jsonl", NEW, ["data/train-00000-of-00002.jsonl", "data/train-00001-of-00002.jsonl"]),
-        ("/*.jsonl", NEW, ["constraints.jsonl", "strain.jsonl"]),
-        ("/**/test.*", NEW, ["data/test.jsonl"]),
-        ("@v1", OLD, ["only.jsonl.gz"]),
-        (f"@{OLD}/only.jsonl.gz", OLD, ["only.jsonl.gz"]),
-        ("@refs/convert/parquet", CONVERTED, ["default/train/0.parquet"]),
-        ("@refs%2Fconvert%2Fparquet/default/test", CONVERTED, ["default/test/0.parquet"]),
-    ],
-)
-def test_files_of_a_data_set_are_named_by_revision_path_folder_or_glob(
-    online: FakeHub, pattern: str, commit: str, names: list[str]
-) -> None:
-    assert expand(f"hf://owner/some-set{pattern}") == [f"hf://owner/some-set@{commit}/{name}" for name in names]
-
-
-def test_one_process_sees_one_commit_and_asks_once(online: FakeHub) -> None:
-    assert expand("hf://owner/some-set") == TRAIN
-    online.repos["owner/some-set"]["main"] = OLD
-    asked = len(online.site.asked)
-    assert expand("hf://owner/some-set/data") == [f"hf://owner/some-set@{NEW}/data/test.jsonl", *TRAIN]
-    assert len(online.site.asked) == asked
-
-
-@pytest.mark.parametrize(
-    ("pattern", "says"),
-    [
-        ("hf://owner/other", "no data set owner/other.*hf auth login"),
-        ("hf://owner/gated", "gated.*accept its conditions"),
-        ("hf://owner/some-set@v9", "no branch, tag or commit 'v9'"),
-        ("hf://owner/some-set/nowhere", "there is no such file: owner/some-set holds .*README.md"),
-        ("hf://owner", "not the name of a data set.*hf://owner/name"),
-        ("hf://", "not the name of a data set"),
-        ("hf://owner/.some--set", "does not allow this name"),
-    ],
-)
-def test_what_the_hub_does_not_have_is_said_with_its_cure(online: FakeHub, pattern: str, says: str) -> None:
-    with pytest.raises(UsageError, match=rf"data\.pretrain is '{pattern}' but .*{says}"):
-        expand(pattern)
-
-
-def test_a_file_is_fetched_once_and_read_from_the_cache_without_a_network(
-    online: FakeHub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    data = ROW * 10_000
-    online.commits[NEW]["data/train-00000-of-00002.jsonl"] = data
-    location = expand("hf://owner/some-set")[0]
-    assert b"".join(streams.chunks(location)) == data
-    asked = len(online.site.asked)
-    assert b"".join(streams.chunks(location)) == data
-    assert len(online.site.asked) == asked
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert b"".join(streams.chunks(location)) == data
-    with pytest.raises(DataError, match=r"not in the cache.*HF_HUB_OFFLINE.*hf download") as raised:
-        list(streams.chunks(TRAIN[1]))
-    assert TRAIN[1] in str(raised.value)
-
-
-def test_a_download_that_fails_on_the_server_is_tried_again(online: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "PAUSES_SECONDS", (0.0, 0.0, 0.0))
-    location = expand("hf://owner/some-set")[0]
-    online.failing_downloads = 2
-    assert b"".join(streams.chunks(location)) == b"data/train-00000-of-00002.jsonl\n"
-    online.failing_downloads = 100
-    with pytest.raises(DataError, match="500") as raised:
-        list(streams.chunks(TRAIN[1]))
-    assert TRAIN[1] in str(raised.value)
-
-
-def test_without_a_network_a_part_of_a_data_set_is_not_taken_for_the_whole(
-    online: FakeHub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One of two files is fetched; then the machine is offline, with the Hub's setting or without its knowledge."""
-    list(streams.chunks(expand("hf://owner/some-set")[0]))
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
-    for offline in (True, False):
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
-        remote.listing.cache_clear()
-        assert expand("hf://owner/some-set") == TRAIN
-
-
-def laid_out(cache: Path, repo: str, commit: str, files: dict[str, bytes], *refs: str) -> None:
-    """A data set in the cache, as other tools leave it: blobs, a snapshot of links, and refs."""
-    folder = cache / f"datasets--{repo.replace('/', '--')}"
-    for number, (name, data) in enumerate(files.items()):
-        blob, link = folder / "blobs" / f"{commit[-1]}{number}", folder / "snapshots" / commit / name
-        for path in (blob, link):
-            path.parent.mkdir(parents=True, exist_ok=True)
-        blob.write_bytes(data)
-        link.symlink_to(os.path.relpath(blob, link.parent))
-    for ref in refs:
-        (folder / "refs" / ref).parent.mkdir(parents=True, exist_ok=True)
-        (folder / "refs" / ref).write_text(commit)
-
-
-def test_without_a_network_the_cache_of_other_tools_serves(cache: Path) -> None:
-    laid_out(cache, "owner/name", NEW, {"a/train.jsonl": ROW, "a/test.jsonl": ROW, "README.md": b"x"}, "main")
-    laid_out(cache, "owner/name", OLD, {"b.jsonl": b"old\n"}, "v1", "refs/pr/7")
-    assert expand("hf://owner/name") == [f"hf://owner/name@{NEW}/a/train.jsonl"]
-    assert expand("hf://owner/name/a/*.jsonl") == [f"hf://owner/name@{NEW}/a/{name}.jsonl" for name in ("test", "train")]
-    for revision in ("v1", "refs/pr/7", OLD):
-        assert expand(f"hf://owner/name@{revision}") == [f"hf://owner/name@{OLD}/b.jsonl"]
-    assert b"".join(streams.chunks(f"hf://owner/name@{OLD}/b.jsonl")) == b"old\n"
-    with pytest.raises(
-        UsageError, match=r"data\.pretrain is 'hf://owner/name@v2' but the Hub cannot be reached.*hf download"
-    ):
-        expand("hf://owner/name@v2")
-    with pytest.raises(UsageError, match="its cache does not hold owner/other"):
-        expand("hf://owner/other")
-
-
-def test_the_hub_is_found_and_its_files_are_kept_where_the_environment_says(tmp_path: Path) -> None:
-    code = """
-import json, sys
-from ttrain.data import locations, streams
-found = locations.expand(["hf://owner/name"], "data.pretrain")
-print(json.dumps([found, b"".join(streams.chunks(found[0])).decode()]))
-"""
-    with served_hub(FakeHub({"owner/name": {"main": NEW}}, {NEW: {"rows.jsonl": ROW}})) as opened:
-        environment = {**os.environ, "HF_ENDPOINT": opened.site.url, "HF_HOME": str(tmp_path), "NO_PROXY": "127.0.0.1"}
-        environment = {name: value for name, value in environment.items() if name not in ("HF_HUB_OFFLINE", "HF_HUB_CACHE")}
-        command = [sys.executable, "-c", code]
-        outputs = []
-        for offline in ("0", "1"):
-            environment["HF_HUB_OFFLINE"] = offline
-            done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=True)
-            outputs.append(json.loads(done.stdout))
-    assert outputs == [[[f"hf://owner/name@{NEW}/rows.jsonl"], ROW.decode()]] * 2
-
-
-@pytest.mark.parametrize("location", ["dask://127.0.0.1:1::file:///x.jsonl", "DASK://127.0.0.1:1/x.jsonl"])
-def test_a_protocol_whose_servers_run_code_is_refused(location: str) -> None:
-    with pytest.raises(UsageError, match="dask:// is refused, since its servers may run code here"):
-        locations.expand([location], "data.pretrain")

@@ -95,7 +95,7 @@ def naive_best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
     return bins
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data(), capacity=st.integers(1, 40))
 def test_best_fit_equals_a_search_over_all_bins_and_never_exceeds_one(data: Any, capacity: int) -> None:
     lengths = data.draw(st.lists(st.integers(1, capacity), max_size=60))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.chat_turns import ADD, TALK, chat
 
 from ttrain.data.chat_shapes import is_chat, messages_of
 from ttrain.data.chat_templates import Message, is_live
@@ -145,11 +146,6 @@ def test_an_unknown_role_is_rejected_by_name_and_never_taken_for_another(role: A
         assert parsed.reason.startswith(f"unknown role {str(role)!r}; write one of system, human, user, gpt")
 
 
-def chat(*turns: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """A row of these turns, with a question before and an answer after them."""
-    return {"messages": [{"role": "user", "content": "Hi"}, *turns, {"role": "assistant", "content": "Hello"}], **more}
-
-
 @pytest.mark.parametrize("history", [None, "", " ", []])
 def test_an_empty_history_is_none(history: object) -> None:
     row = {"instruction": "x", "output": "y", "history": history}
@@ -237,145 +233,6 @@ def test_an_empty_turn_beside_an_answer_is_kept() -> None:
     assert parsed == Conversation(tuple(Message(*turn) for turn in turns))
 
 
-# --- functions and their calls
-
-ADD = {"type": "function", "function": {"name": "add", "description": "à + b", "parameters": {}}}
-CALLED = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "é"}}\n</tool_call>'
-SYSTEM = (
-    "You may call these functions; put each call as JSON between <tool_call> and </tool_call>.\n<tools>\n"
-    '{"type": "function", "function": {"name": "add", "description": "à + b", "parameters": {}}}\n{"name": "sub"}\n</tools>'
-)
-ARGUMENTS = {"a": 1, "b": "é"}
-TALK = Conversation((
-    Message("system", f"Be kind.\n\n{SYSTEM}"), Message("user", "1+é?"), Message("assistant", f"Well.\n{CALLED}\n{CALLED}"),
-    Message("tool", "2"), Message("assistant", "2."),
-))  # fmt: skip
-
-
-def openai(arguments: Any) -> dict[str, Any]:
-    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": arguments}}
-    turns = [
-        {"role": "system", "content": "Be kind."}, {"role": "user", "content": "1+é?"},
-        {"role": "assistant", "content": "Well.", "tool_calls": [call, call]},
-        {"role": "tool", "content": "2", "tool_call_id": "c1"}, {"role": "assistant", "content": "2."},
-    ]  # fmt: skip
-    return {"messages": turns, "tools": [ADD, {"name": "sub"}]}
-
-
-def minimind() -> dict[str, Any]:
-    calls = json.dumps([{"name": "add", "arguments": ARGUMENTS}] * 2)
-    turns = [
-        {"role": "system", "content": "Be kind.", "tools": json.dumps([ADD, {"name": "sub"}])},
-        {"role": "user", "content": "1+é?"}, {"role": "assistant", "content": "Well.", "tool_calls": calls},
-        {"role": "tool", "content": "2"}, {"role": "assistant", "content": "2."},
-    ]  # fmt: skip
-    return {"conversations": turns}
-
-
-@pytest.mark.parametrize(
-    "row",
-    [openai(ARGUMENTS), openai('{"a": 1, "b": "é"}'), minimind(), {**minimind(), "tools": None}],
-    ids=["arguments as an object", "arguments as text", "MiniMind", "null beside"],
-)
-def test_every_form_of_functions_and_calls_gives_the_same_text(row: dict[str, Any]) -> None:
-    assert parse_conversation(row) == TALK
-
-
-def test_sharegpt_calls_are_turns_of_their_own() -> None:
-    call = {"from": "function_call", "value": json.dumps({"name": "add", "arguments": ARGUMENTS}, ensure_ascii=False)}
-    row = {
-        "conversations": [
-            {"from": "human", "value": "1+é?"}, call, {"from": "observation", "value": "2"}, {"from": "gpt", "value": "2."},
-        ],
-        "tools": json.dumps([ADD, {"name": "sub"}]), "system": "Be kind.",
-    }  # fmt: skip
-    expected = (TALK.messages[0], TALK.messages[1], Message("assistant", CALLED), *TALK.messages[3:])
-    assert parse_conversation(row) == Conversation(expected)
-    call["value"] = f"[{call['value']}, {call['value']}]"
-    expected = (*expected[:2], Message("assistant", f"{CALLED}\n{CALLED}"), *TALK.messages[3:])
-    assert parse_conversation(row) == Conversation(expected)
-
-
-def test_functions_without_a_system_turn_make_one() -> None:
-    row = openai(ARGUMENTS)
-    row["messages"][0]["content"] = ""
-    parsed = parse_conversation(row)
-    del row["messages"][0]
-    assert parsed == parse_conversation(row) == Conversation((Message("system", SYSTEM), *TALK.messages[1:]))
-
-
-def test_arguments_as_text_stay_as_they_are_written() -> None:
-    for arguments in ('{ "a":1,\n "a": 2 }', '{"x": "\\u00e9 </tool_call>"}', "{}"):
-        call = {"function": {"name": 'a"b', "arguments": arguments}}
-        parsed = parse_conversation({"messages": [{"role": "assistant", "tool_calls": [call]}]})
-        text = f'<tool_call>\n{{"name": "a\\"b", "arguments": {arguments}}}\n</tool_call>'
-        assert parsed == Conversation((Message("assistant", text),))
-
-
-def test_a_call_is_an_answer_also_where_nothing_is_said() -> None:
-    for content in (None, "", "absent"):
-        turn = {"role": "assistant", "content": content, "tool_calls": [{"name": "f", "arguments": {}}]}
-        if content == "absent":
-            del turn["content"]
-        text = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
-        assert parse_conversation({"messages": [turn]}) == Conversation((Message("assistant", text),))
-
-
-def call(**changes: Any) -> dict[str, Any]:
-    """An assistant's turn with one call."""
-    return {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "name": "f", "arguments": {}, **changes}]}
-
-
-RESULT = {"role": "tool", "content": "2"}
-
-
-@pytest.mark.parametrize(
-    ("row", "reason"),
-    [
-        (chat(RESULT), "a tool turn without a call before it"),
-        (chat(RESULT, call()), "a tool turn without a call before it"),
-        (chat(call(), {**RESULT, "tool_call_id": "2"}), "tool_call_id '2', which no call before it has"),
-        (chat(call(), {**RESULT, "tool_call_id": ["1"]}), "which no call before it has"),
-        (chat(call(id=None), {**RESULT, "tool_call_id": "1"}), "which no call before it has"),
-        (chat({**call(), "tool_calls": "f()"}), "'tool_calls': not valid JSON"),
-        (chat({**call(), "tool_calls": '{"name": "f"}'}), "'tool_calls' is an object, not a list"),
-        (chat({**call(), "tool_calls": 3}), "'tool_calls' is a number, not a list"),
-        (chat({**call(), "tool_calls": ["f"]}), "a tool call is text, not an object"),
-        (chat({**call(), "tool_calls": [{"function": "f"}]}), "a tool call has no name"),
-        (chat(call(name=" ")), "a tool call has no name"),
-        (chat(call(name=1)), "a tool call has no name"),
-        (chat(call(arguments="{not json")), "the arguments of a tool call: not valid JSON"),
-        (chat(call(arguments="")), "the arguments of a tool call: not valid JSON"),
-        (chat(call(arguments="[1]")), "the arguments of a tool call are a list, not an object"),
-        (chat(call(arguments=None)), "the arguments of a tool call are null, not an object"),
-        (chat({**call(), "role": "user", "content": "x"}), "'tool_calls' on a turn of role 'user'"),
-        (chat({"from": "function_call", "value": "f()"}), "'function_call': not valid JSON"),
-        (chat({"from": "function_call", "value": "{}"}), "a tool call has no name"),
-        (chat(tools="{broken"), "'tools': not valid JSON"),
-        (chat(tools={"name": "f"}), "'tools' is an object, not a list"),
-        (chat(tools=[{"type": "function"}]), "a tool has no name"),
-        (chat(tools=["f"]), "a tool is text, not an object"),
-        (chat({"role": "system", "content": "s", "tools": "{broken"}), "'tools': not valid JSON"),
-        (chat({"role": "user", "content": "s", "tools": [ADD]}), "'tools' on a turn of role 'user'; write it beside"),
-        (chat({"role": "system", "content": "s", "tools": [ADD]}, tools=[ADD]), "'tools' both beside the turns and on"),
-    ],
-)
-def test_broken_calls_are_rejected_with_their_reason(row: dict[str, Any], reason: str) -> None:
-    parsed = parse_conversation(row)
-    assert isinstance(parsed, Rejected)
-    assert reason in parsed.reason
-
-
-def test_arguments_nested_without_end_are_rejected() -> None:
-    nested: Any = {}
-    for _ in range(2000):
-        nested = {"a": nested}
-    assert parse_conversation(chat(call(arguments=nested))) == Rejected(
-        "the functions or the arguments of a call are nested too deeply"
-    )
-    assert isinstance(parse_conversation(chat(call(arguments='{"a":' * 2000 + "1" + "}" * 2000))), Rejected)
-
-
 KEYS = (
     "messages", "conversations", "role", "content", "from", "value", "tools", "tool_calls", "function", "name", "arguments",
     "tool_call_id", "id", "type", "text", "instruction", "input", "output", "system", "history",
@@ -389,7 +246,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(row=st.dictionaries(st.sampled_from(KEYS), JSON, max_size=4))
 def test_no_row_is_beyond_the_parsers(row: dict[str, Any]) -> None:
     for parse in (parse_conversation, document_parser("text"), document_parser("content")):
@@ -401,7 +258,7 @@ def test_no_row_is_beyond_the_parsers(row: dict[str, Any]) -> None:
             assert isinstance(parsed, Skipped | Rejected)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     turns=st.lists(
         st.fixed_dictionaries({"role": st.sampled_from(ROLES), "content": st.sampled_from(["", " ", "x", None])}, optional={

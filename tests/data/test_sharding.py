@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import decimal
 import gzip
 import json
-import multiprocessing
-import os
 import random
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,63 +17,19 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from support.doubles import LINES, documents, make_tokenizer
-from support.kill_points import die
+from support.doubles import LINES
+from support.shard_sets import ALL, build, digests, rows_of, write_lines
 
 from ttrain.config import Reading
-from ttrain.core.hashing import sha256_file
-from ttrain.data import blocks, sharding
-from ttrain.data.assembly import DataFile, ShardSetResult
+from ttrain.data import blocks
+from ttrain.data.assembly import ShardSetResult
 from ttrain.data.blocks import BlockRecipe
-from ttrain.data.encoder import Encoder, EncoderDiffers
+from ttrain.data.encoder import Encoder
 from ttrain.data.records import TOO_LONG
 from ttrain.data.sharding import Here, Processes
 from ttrain.data.shards import ShardSet
-from ttrain.errors import ArtifactError, StageFailed
+from ttrain.errors import ArtifactError
 from ttrain.stages.shards import heldout_records, recipe_of
-
-ALL = Reading(heldout_fraction=0.0)
-BLOCK = 4096
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("tokenizer")
-    make_tokenizer(directory)
-    return directory
-
-
-def write_lines(path: Path, rows: Sequence[Any]) -> Path:
-    lines = (row if isinstance(row, bytes) else json.dumps(row, ensure_ascii=False).encode() for row in rows)
-    path.write_bytes(b"".join(line + b"\n" for line in lines))
-    return path
-
-
-def rows_of(count: int, seed: int = 0) -> list[dict[str, Any]]:
-    return [{"text": f"{seed}.{n} {text}"} for n, text in enumerate(documents(count, seed))]
-
-
-def build(
-    output: Path,
-    files: Sequence[Path],
-    recipe: BlockRecipe,
-    reading: Reading = ALL,
-    *,
-    heldout: Sequence[Path] = (),
-    **more: Any,
-) -> ShardSetResult:
-    recipe = replace(recipe, heldout_fraction=reading.heldout_fraction, seed=reading.seed)
-    roles = {"train": files, **({"heldout": heldout} if heldout else {})}
-    given = {role: [DataFile(str(path), path.name) for path in paths] for role, paths in roles.items()}
-    return sharding.build(output, given, recipe, reading, **{"block_bytes": BLOCK, "pool": Here(), **more})
-
-
-def digests(output: Path) -> dict[str, str]:
-    found = {}
-    for part in ("train", "heldout"):
-        for path in sorted((output / part).iterdir()):
-            found[f"{part}/{path.name}"] = sha256_file(path)
-    return found
 
 
 def texts_in(output: Path, tokenizer: Path, part: str = "train") -> list[str]:
@@ -99,11 +47,6 @@ def assert_adds_up(built: ShardSetResult, rows: int) -> None:
     assert sum(file["tokens"] for file in built.files) == sum(part["tokens"] for part in built.parts.values())
 
 
-@pytest.fixture(scope="module")
-def recipe(tokenizer: Path) -> BlockRecipe:
-    return recipe_of(ALL, tokenizer, "documents")
-
-
 def test_every_document_comes_back_in_order_with_the_ids_of_the_tokenizer(
     tmp_path: Path, recipe: BlockRecipe, tokenizer: Path
 ) -> None:
@@ -111,7 +54,7 @@ def test_every_document_comes_back_in_order_with_the_ids_of_the_tokenizer(
     built = build(tmp_path / "out", [write_lines(tmp_path / "a.jsonl", rows)], recipe)
     assert texts_in(tmp_path / "out", tokenizer) == [row["text"] for row in rows]
     encoder, found = Encoder(tokenizer, fast=False), ShardSet(tmp_path / "out" / "train")
-    ids = [encoder.document(ids) for ids in encoder.encode([row["text"] for row in rows])]
+    ids = [[encoder.bos_id, *ids, encoder.eos_id] for ids in encoder.encode([row["text"] for row in rows])]
     assert [found.row(n)[0].tolist() for n in range(len(found))] == ids
     assert built.parts["train"]["tokens"] == sum(map(len, ids))
     assert built.parts["train"]["bytes"] == sum(len(row["text"].encode()) for row in rows)
@@ -119,70 +62,21 @@ def test_every_document_comes_back_in_order_with_the_ids_of_the_tokenizer(
     assert_adds_up(built, 300)
 
 
-def test_one_two_and_three_workers_and_no_compression_or_any_leave_the_same_files(
-    tmp_path: Path, recipe: BlockRecipe
-) -> None:
+def test_one_and_three_workers_and_no_compression_or_any_leave_the_same_files(tmp_path: Path, recipe: BlockRecipe) -> None:
     plain = write_lines(tmp_path / "a.jsonl", rows_of(300))
     packed = tmp_path / "a.bin"
     packed.write_bytes(b"".join(gzip.compress(part) for part in (plain.read_bytes()[:5000], plain.read_bytes()[5000:])))
     reading = Reading(heldout_fraction=0.1)
-    for number, workers in enumerate((1, 2, 3)):
+    sample = Reading(heldout_fraction=0, limit=30)
+    for workers in (1, 3):
         with Processes(workers) as pool:
-            build(tmp_path / str(number), [plain], recipe, reading, pool=pool)
+            build(tmp_path / str(workers), [plain], recipe, reading, pool=pool)
+            build(tmp_path / f"sample-{workers}", [plain], recipe, sample, pool=pool)
     build(tmp_path / "packed", [packed], recipe, reading, pool=Here())
-    expected = digests(tmp_path / "0")
+    expected = digests(tmp_path / "1")
     assert len(expected) > 10
-    assert [digests(tmp_path / name) for name in ("1", "2", "packed")] == [expected] * 3
-
-
-def test_a_new_file_alone_is_encoded_and_one_that_is_gone_takes_its_shards_along(
-    tmp_path: Path, recipe: BlockRecipe
-) -> None:
-    a, b, c = (write_lines(tmp_path / f"{name}.jsonl", rows_of(100, seed)) for seed, name in enumerate("abc"))
-    first = build(tmp_path / "out", [a, c], recipe)
-    before = digests(tmp_path / "out")
-    assert first.encoded_blocks == first.blocks
-    more = build(tmp_path / "out", [a, b, c], recipe)
-    assert (more.encoded_blocks, more.blocks) == (
-        more.blocks - first.blocks,
-        len(list((tmp_path / "out" / "train").glob("*.arrow"))),
-    )
-    again = build(tmp_path / "out", [a, c], recipe)
-    assert again.encoded_blocks == 0
-    assert digests(tmp_path / "out") == before
-    build(tmp_path / "fresh", [a, b, c], recipe)
-    build(tmp_path / "out", [a, b, c], recipe)
-    assert digests(tmp_path / "fresh") == digests(tmp_path / "out")
-
-
-def test_another_output_lends_its_blocks_and_is_not_changed(tmp_path: Path, recipe: BlockRecipe) -> None:
-    a, b = (write_lines(tmp_path / f"{name}.jsonl", rows_of(100, seed)) for seed, name in enumerate("ab"))
-    build(tmp_path / "old", [a, a], recipe)
-    lent = {path: path.read_bytes() for path in (tmp_path / "old").rglob("*") if path.is_file()}
-    new = build(tmp_path / "new", [b, a], replace(recipe, reuse=(str(tmp_path / "old"),)))
-    build(tmp_path / "plain", [b, a], recipe)
-    assert 0 < new.encoded_blocks < new.blocks
-    assert digests(tmp_path / "new") == digests(tmp_path / "plain")
-    assert {path: path.read_bytes() for path in (tmp_path / "old").rglob("*") if path.is_file()} == lent
-
-
-def test_a_known_file_is_not_even_opened(tmp_path: Path, recipe: BlockRecipe) -> None:
-    path = write_lines(tmp_path / "a.jsonl", rows_of(60))
-    files = {"train": [DataFile(str(path), path.name, digest="its digest")]}
-    sharding.build(tmp_path / "out", files, recipe, ALL, block_bytes=BLOCK, pool=Here())
-    expected = digests(tmp_path / "out")
-    path.unlink()
-    built = sharding.build(tmp_path / "out", files, recipe, ALL, block_bytes=BLOCK, pool=Here())
-    assert (built.encoded_blocks, digests(tmp_path / "out")) == (0, expected)
-
-
-def test_an_appended_file_keeps_its_old_blocks(tmp_path: Path, recipe: BlockRecipe) -> None:
-    path = write_lines(tmp_path / "a.jsonl", rows_of(200))
-    first = build(tmp_path / "out", [path], recipe)
-    with path.open("ab") as file:
-        file.write(b"".join(json.dumps(row).encode() + b"\n" for row in rows_of(20, seed=9)))
-    more = build(tmp_path / "out", [path], recipe)
-    assert more.encoded_blocks <= 1 + more.blocks - first.blocks < more.blocks // 2
+    assert [digests(tmp_path / name) for name in ("3", "packed")] == [expected] * 2
+    assert digests(tmp_path / "sample-1") == digests(tmp_path / "sample-3")
 
 
 def test_of_equal_rows_the_first_stays_wherever_the_others_stand(
@@ -287,9 +181,6 @@ def test_a_reservoir_takes_exactly_as_many_distinct_rows_from_all_over_the_input
     place = {row["text"]: n for n, row in enumerate(rows)}
     assert max(place[text] for text in found["b"]) > 540
     assert min(place[text] for text in found["b"]) < 60
-    with Processes(2) as pool:
-        build(tmp_path / "two", [path], recipe, Reading(heldout_fraction=0, limit=30), pool=pool)
-    assert digests(tmp_path / "two") == digests(tmp_path / "a")
 
 
 def test_the_head_is_the_first_rows_and_the_rest_is_not_read(tmp_path: Path, recipe: BlockRecipe, tokenizer: Path) -> None:
@@ -315,89 +206,6 @@ def test_bad_rows_are_named_by_file_and_line_across_blocks(tmp_path: Path, recip
     assert "'text'" in found[1]["reason"]
     assert built.tallies["train"].first_rejected[0].startswith(f"{first}:1: not valid JSON")
     assert_adds_up(built, 608)
-
-
-def test_a_difference_between_the_encoders_makes_all_anew_with_the_slow_one(
-    tmp_path: Path, recipe: BlockRecipe, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = write_lines(tmp_path / "a.jsonl", rows_of(200))
-    build(tmp_path / "good", [path], recipe)
-    calls = Counter[str]()
-
-    def check(self: Encoder, texts: Sequence[str]) -> None:
-        calls[self.kind] += 1
-        if self.kind == "fastokens" and calls["fastokens"] == 3:
-            raise EncoderDiffers("as if")
-
-    monkeypatch.setattr(Encoder, "check", check)
-    built = build(tmp_path / "out", [path], recipe)
-    assert calls["fastokens"] == 3, "the third block finds it"
-    assert (built.encoder, built.encoded_blocks) == ("tokenizers", built.blocks)
-    assert digests(tmp_path / "out") == digests(tmp_path / "good")
-
-
-def test_a_killed_build_keeps_its_finished_blocks_and_shows_no_half_one(tmp_path: Path, recipe: BlockRecipe) -> None:
-    path = write_lines(tmp_path / "a.jsonl", rows_of(1500))
-    build(tmp_path / "whole", [path], recipe)
-    code = f"""
-from pathlib import Path
-from ttrain.config import Reading
-from ttrain.data.assembly import DataFile
-from ttrain.data.blocks import BlockRecipe
-from ttrain.data.sharding import Here, build
-files = {{"train": [DataFile({str(path)!r}, "a.jsonl")]}}
-recipe = {replace(recipe, heldout_fraction=ALL.heldout_fraction, seed=ALL.seed)!r}
-build(Path({str(tmp_path / "out")!r}), files, recipe, Reading(heldout_fraction=0), block_bytes={BLOCK}, pool=Here())
-"""
-    made: list[int] = []
-    for _ in range(2):
-        process = subprocess.Popen([sys.executable, "-c", code])
-        done = tmp_path / "out" / "run" / "blocks"
-        goal = (made[-1] if made else 0) + 8
-        while len(list(done.glob("*.json"))) < goal and process.poll() is None:
-            time.sleep(0.005)
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
-        made.append(len(list(done.glob("*.json"))))
-    assert made[0] < made[1] < 90
-    assert not (tmp_path / "out" / "train" / "index.json").exists()
-    built = build(tmp_path / "out", [path], recipe)
-    assert built.encoded_blocks == built.blocks - made[-1]
-    assert digests(tmp_path / "out") == digests(tmp_path / "whole")
-    assert not [path for path in (tmp_path / "out").rglob("*") if path.name.endswith(".tmp")]
-
-
-def test_a_killed_worker_is_told_and_the_work_goes_on_with_the_same_command(tmp_path: Path, recipe: BlockRecipe) -> None:
-    path = write_lines(tmp_path / "a.jsonl", rows_of(60))
-
-    class Killing(Processes):
-        def map(self, function: Any, tasks: Any) -> Any:
-            return super().map(die, tasks)
-
-    with pytest.raises(StageFailed, match=r"killed.*runtime\.workers"):
-        build(tmp_path / "out", [path], recipe, pool=Killing(2))
-    with Processes(2) as pool:
-        assert build(tmp_path / "out", [path], recipe, pool=pool).parts["train"]["rows"] == 60
-    assert multiprocessing.active_children() == []
-
-
-def test_a_file_that_vanished_from_the_output_is_made_again(tmp_path: Path, recipe: BlockRecipe) -> None:
-    path = write_lines(tmp_path / "a.jsonl", rows_of(100))
-    build(tmp_path / "out", [path], recipe)
-    expected = digests(tmp_path / "out")
-    victims = sorted((tmp_path / "out" / "train").glob("*.arrow"))
-    victims[0].unlink()
-    victims[1].write_bytes(victims[1].read_bytes()[:-8])
-    assert build(tmp_path / "out", [path], recipe).encoded_blocks == 2
-    assert digests(tmp_path / "out") == expected
-
-
-def test_files_of_others_in_the_output_are_left_alone(tmp_path: Path, recipe: BlockRecipe) -> None:
-    build(tmp_path / "out", [write_lines(tmp_path / "a.jsonl", rows_of(30))], recipe)
-    mine = tmp_path / "out" / "train" / "notes.jsonl"
-    mine.write_text("mine")
-    build(tmp_path / "out", [write_lines(tmp_path / "b.jsonl", rows_of(30, seed=2))], recipe)
-    assert mine.read_text() == "mine"
 
 
 def test_blocks_end_with_lines_and_hold_every_byte_once_whatever_the_size(tmp_path: Path) -> None:
@@ -458,49 +266,6 @@ def test_chats_keep_their_masks_through_selection(tmp_path: Path, tokenizer: Pat
         assert ids[np.flatnonzero(live)[-1]] == encoder.end_id
 
 
-def test_putting_together_can_end_anywhere_and_the_next_run_mends_it(
-    tmp_path: Path, recipe: BlockRecipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every file operation of the assembly is once the last one of its process."""
-    rows = rows_of(80)
-    a, b = write_lines(tmp_path / "a.jsonl", rows[:50]), write_lines(tmp_path / "b.jsonl", [*rows[30:], b"{"])
-    reading = Reading(heldout_fraction=0.1)
-    build(tmp_path / "lent", [b], recipe, reading)
-    lending = replace(recipe, reuse=(str(tmp_path / "lent"),))
-    build(tmp_path / "whole", [a, b], lending, reading)
-    expected, ended = digests(tmp_path / "whole"), 0
-    for last in range(1, 200):
-        output = tmp_path / f"out{last}"
-        build(output, [a], recipe, reading)
-        made = 0
-
-        def counting(original: Any, last: int = last) -> Any:
-            def call(*arguments: Any, **more: Any) -> Any:
-                nonlocal made
-                made += 1
-                if made > last:
-                    raise KeyboardInterrupt
-                return original(*arguments, **more)
-
-            return call
-
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "link", counting(os.link))
-            for name in ("rename", "replace", "unlink"):
-                patch.setattr(Path, name, counting(getattr(Path, name)))
-            try:
-                build(output, [a, b], lending, reading)
-            except KeyboardInterrupt:
-                ended += 1
-            else:
-                break
-        with pytest.raises(ArtifactError) if not (output / "train" / "index.json").exists() else contextlib.nullcontext():
-            assert len(ShardSet(output / "train").lengths)
-        build(output, [a, b], lending, reading)
-        assert digests(output) == expected
-    assert ended > 15
-
-
 def test_parquet_gives_the_shards_of_the_same_rows_as_json_lines(tmp_path: Path, recipe: BlockRecipe) -> None:
     rows = rows_of(300)
     table = pa.table({"text": [row["text"] for row in rows], "when": [datetime.date(2026, 1, 1)] * 300, "n": range(300)})
@@ -547,32 +312,6 @@ def test_a_limited_set_has_a_held_out_row_too(tmp_path: Path, recipe: BlockRecip
         assert (built.parts["train"]["rows"], built.parts["heldout"]["rows"]) == (limit - 1, 1)
         held = texts_in(tmp_path / f"{limit}", tokenizer, "heldout")
         assert [record["text"] for record in heldout_records(tmp_path / f"{limit}")] == held
-
-
-def test_a_head_taken_by_several_workers_leaves_nothing_else(tmp_path: Path, recipe: BlockRecipe) -> None:
-    path = write_lines(tmp_path / "a.jsonl", rows_of(3000))
-    reading = Reading(heldout_fraction=0.1, limit=20, sample="head")
-    build(tmp_path / "one", [path], recipe, reading)
-    with Processes(3) as pool:
-        build(tmp_path / "three", [path], recipe, reading, pool=pool)
-    one, three = (sorted(p.relative_to(tmp_path / n) for p in (tmp_path / n).rglob("*")) for n in ("one", "three"))
-    assert one == three
-
-
-def test_a_shard_that_was_altered_is_made_again_and_never_lent(tmp_path: Path, recipe: BlockRecipe) -> None:
-    path = write_lines(tmp_path / "a.jsonl", rows_of(100))
-    build(tmp_path / "out", [path], recipe)
-    expected = digests(tmp_path / "out")
-    victim = sorted((tmp_path / "out" / "train").glob("*.arrow"))[0]
-    data = bytearray(victim.read_bytes())
-    data[len(data) // 2] ^= 1
-    victim.write_bytes(data)
-    lent = build(tmp_path / "new", [path], replace(recipe, reuse=(str(tmp_path / "out"),)))
-    assert (lent.encoded_blocks, digests(tmp_path / "new")) == (1, expected)
-    assert build(tmp_path / "out", [path], recipe).encoded_blocks == 1
-    assert digests(tmp_path / "out") == expected
-    shutil.copytree(tmp_path / "out", tmp_path / "copy", copy_function=shutil.copyfile)  # other times, the same bytes
-    assert build(tmp_path / "copy", [path], recipe).encoded_blocks == 0
 
 
 def test_other_special_tokens_are_another_recipe_and_never_share_a_name(

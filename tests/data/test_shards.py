@@ -141,8 +141,9 @@ def test_documents_around_a_place_are_found_without_the_other_shards(tmp_path: P
     found = ShardSet(tmp_path)
     expected = [(number, starts[number]) for number, (ids, _) in enumerate(rows) for _ in ids]
     for start, end in [(0, found.tokens), (7, 8), (3, 100), (found.tokens - 5, found.tokens), (4, 4)]:
-        numbers, firsts = found.document_starts(start, end)
-        assert list(zip(numbers.tolist(), firsts.tolist(), strict=True)) == expected[start:end]
+        numbers, firsts, counts = (values.tolist() for values in found.documents(start, end))
+        by_record = zip(numbers, firsts, counts, strict=True)
+        assert [(number, first) for number, first, count in by_record for _ in range(count)] == expected[start:end]
 
 
 def test_opening_reads_the_index_and_not_the_shards(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.paths import ROOT
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
@@ -66,7 +66,7 @@ def test_the_same_files_give_the_same_bytes_whatever_the_number_of_threads(tmp_p
     rows = tmp_path / "rows.jsonl"
     write_rows(rows, corpus())
     digests = []
-    for number, threads in enumerate(("1", "2", "2")):
+    for number, threads in enumerate(("1", "2")):
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAYON_NUM_THREADS": threads, "PYTHONHASHSEED": str(number)}
         command = [sys.executable, "-P", "-c", TRAIN, str(rows), str(tmp_path / f"out-{number}")]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
@@ -123,36 +123,12 @@ def test_ten_thousand_random_texts_come_back_as_they_went_in(corpus_encoder: Enc
     assert min(min(ids) for ids in encoded if ids) >= len(SPECIAL_TOKENS), "no id is unknown, or any other special token"
 
 
-@settings(max_examples=500, deadline=None)
-@given(text=st.text(max_size=30))
-@example(text="<|end|><|assistant|><|bos|>")
-@example(text="e\u0301 \u202e\ufeff\0 \U0001f468\u200d\U0001f469\u200d\U0001f467 \U0010ffff")
-@example(text="  leading, trailing  \r\n\t ")
-@example(text="")
-def test_any_text_comes_back_as_it_went_in(corpus_encoder: Encoder, text: str) -> None:
-    (ids,) = corpus_encoder.encode([text])
-    assert corpus_encoder.decode(ids) == text
-    assert not [number for number in ids if number < len(SPECIAL_TOKENS)]
-
-
 @pytest.mark.parametrize("token", SPECIAL_TOKENS)
 def test_the_name_of_a_special_token_in_a_text_stays_text(corpus_encoder: Encoder, token: str) -> None:
     for text in (token, f"a{token}b", f" {token} ", token * 3, f"{token}\n{token}"):
         (ids,) = corpus_encoder.encode([text])
         assert min(ids) >= len(SPECIAL_TOKENS)
         assert corpus_encoder.decode(ids) == text
-
-
-def test_a_document_lies_between_the_tokens_that_begin_and_end_it(corpus_encoder: Encoder) -> None:
-    ids = corpus_encoder.document(corpus_encoder.encode(["the fox"])[0])
-    assert (ids[0], ids[-1]) == (corpus_encoder.bos_id, corpus_encoder.eos_id)
-    assert corpus_encoder.decode(ids) == "the fox"
-
-
-def test_a_batch_is_encoded_as_each_text_alone(corpus_encoder: Encoder) -> None:
-    texts = [*corpus(20), "", "x" * 3000]
-    assert corpus_encoder.encode(texts) == [corpus_encoder.encode([text])[0] for text in texts]
-    assert corpus_encoder.encode([]) == []
 
 
 def test_transformers_opens_it_with_all_its_attributes(directory: Path, corpus_encoder: Encoder) -> None:

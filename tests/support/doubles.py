@@ -115,7 +115,7 @@ def make_shards(directory: Path, encoder: Encoder, kind: str, train: int, heldou
     for seed, (part, count) in enumerate((("train", train), ("heldout", heldout))):
         if kind == "documents":
             texts = documents(count, seed)
-            rows = [(encoder.document(ids), ()) for ids in encoder.encode(texts)]
+            rows = [([encoder.bos_id, *ids, encoder.eos_id], ()) for ids in encoder.encode(texts)]
             records: list[dict[str, Any]] = [{"text": text} for text in texts]
         else:
             talks = chats(count, seed)

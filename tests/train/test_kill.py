@@ -31,7 +31,7 @@ from ttrain.store.layout import Artifact
 from ttrain.train import checkpoint_format
 from ttrain.train.trainer import QUICK
 
-STEPS = 400
+STEPS = 160
 WEIGHTS = Path("model") / "model.safetensors"
 LAUNCHER = """
 import pickle, sys

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
@@ -14,14 +11,8 @@ import typer
 if TYPE_CHECKING:
     from ttrain.config import Reading, Section
     from ttrain.data.inspect import TokenView
-    from ttrain.data.report import Report
-    from ttrain.data.sharding import Pool
 
     S = TypeVar("S", bound=Section)
-
-SMALL_BYTES = 32 << 20  # files of this size together are encoded in this process: starting others takes a second
-SMALL_UNENCODED_BYTES = 256 << 20  # the same where they are only read, at 65 to 170 MB a second
-LINE_WIDTH = 100  # of text in a pipe
 
 data_app = typer.Typer(
     no_args_is_help=True,
@@ -84,7 +75,7 @@ def data_shard(
     sources = locations.expand(files, "FILE")
     data_reports.check_output(out, files, sources)
     chosen = _kind(kind, text_field) or kind_of_all(sources, reading.max_line_bytes)
-    with bar("sharding", "rows") as progress, _pool(sources, workers, SMALL_BYTES) as pool:
+    with bar("sharding", "rows") as progress, data_reports.pool_for(sources, workers) as pool:
         summary = data_reports.shard(
             sources, tokenizer, out, reading, kind=chosen, block_bytes=block_bytes, pool=pool,
             progress=progress, waiting=lambda: print(f"waiting: another process writes {out}", file=sys.stderr),
@@ -111,8 +102,10 @@ def data_validate(
     as_json: AsJson = False,
 ) -> None:
     """Count what `data shard` would keep, skip and reject, without tokenizing anything."""
+    from ttrain.cli import data_reports
+
     reading = _reading(text_field, rejected_fraction=max_rejected, deduplicate=not keep_duplicates)
-    _report_on(files, reading, _kind(kind, text_field), workers, rejected=rejected, as_json=as_json)
+    data_reports.report_on(files, reading, _kind(kind, text_field), workers, rejected=rejected, as_json=as_json)
 
 
 @data_app.command(
@@ -130,6 +123,7 @@ def data_inspect(
     as_json: AsJson = False,
 ) -> None:
     """Show packed rows as text, with the tokens of the loss in bold green, or underlined with ^ if there is no colour."""
+    from ttrain.cli import data_reports
     from ttrain.core.terminal import print_json
     from ttrain.data import inspect
     from ttrain.data.shards import ShardSet
@@ -141,10 +135,8 @@ def data_inspect(
     pieces, shard_set = inspect.TokenDecoder(encoder), ShardSet(shard_directory)
     packed = inspect.rows_of(shard_set, encoder, row_length)
     numbers = inspect.row_numbers(len(shard_set if records else packed), rows, seed)
-    if records:
-        shown = [inspect.show_record(shard_set, number, pieces) for number in numbers]
-    else:
-        shown = [inspect.show_row(packed, number, pieces) for number in numbers]
+    show: Any = inspect.show_record if records else inspect.show_row
+    shown: list[TokenView] = [show(shard_set if records else packed, number, pieces) for number in numbers]
     if as_json:
         print_json({"shards": str(shard_directory), "tokenizer": str(encoder.directory), "kind": shard_set.index["kind"],
                     "records" if records else "rows": [entry.to_json() for entry in shown]})  # fmt: skip
@@ -154,7 +146,7 @@ def data_inspect(
     for entry in shown:
         live = sum(entry.live)
         print(f"\n{unit} {entry.number}: {len(entry.ids)} tokens, {live} of them count in the loss")
-        _print_tokens(entry, pieces.special)
+        data_reports.print_tokens(entry, pieces.special)
 
 
 @data_app.command(
@@ -171,17 +163,17 @@ def data_stats(
     as_json: AsJson = False,
 ) -> None:
     """Count documents, tokens, bytes and duplicates; lengths, how full rows get, and the scripts of raw files."""
+    from ttrain.cli import data_reports
     from ttrain.data import inspect
-    from ttrain.data.report import report_on_shards
     from ttrain.store.artifacts import ArtifactStore
     from ttrain.store.layout import home
 
     reading = _reading(text_field, rejected_fraction=1.0, deduplicate=False)
-    is_shards = {path: inspect.holds_shards(Path(path)) for path in paths}
+    directories = [path for path in paths if inspect.holds_shards(Path(path))]
     store = ArtifactStore(home())
-    shards = [report_on_shards(Path(path), row_length, tokenizer, store) for path in paths if is_shards[path]]
-    files = [path for path in paths if not is_shards[path]]
-    _report_on(files, reading, _kind(kind, text_field), workers, measured=True, shards=shards, as_json=as_json)
+    shards = [inspect.report_on_shards(Path(path), row_length, tokenizer, store) for path in directories]
+    files = [path for path in paths if path not in directories]
+    data_reports.report_on(files, reading, _kind(kind, text_field), workers, measured=True, shards=shards, as_json=as_json)
 
 
 @tokenizer_app.command(
@@ -259,7 +251,7 @@ def tokenizer_inspect(
         table(("id", "longest tokens"), [(token["id"], repr(token["text"])) for token in description["longest"]])
         return
     print(f"\n{len(shown.ids)} tokens")
-    _print_tokens(shown, encoder.special_ids())
+    data_reports.print_tokens(shown, encoder.special_ids())
     pieces = [(number, repr(piece)) for number, piece in zip(shown.ids, shown.pieces, strict=True)]
     if chat is None:
         table(("id", "piece"), pieces)
@@ -290,107 +282,3 @@ def _valid(section: type[S], **values: Any) -> S:
 def _kind(kind: str, text_field: str | None) -> str | None:
     """The kind that the options name; --text-field means documents. None: the rows decide."""
     return kind if kind != "auto" else "documents" if text_field is not None else None
-
-
-def _report_on(
-    patterns: Sequence[str], reading: Reading, kind: str | None, workers: int | None, *, as_json: bool,
-    measured: bool = False, rejected: Path | None = None, shards: Sequence[Mapping[str, Any]] = (),
-) -> None:  # fmt: skip
-    """Print the reports on files, after those on `shards`. Exits with 2 if a file is missing, with 1 if one is unusable."""
-    from ttrain.cli import data_reports
-    from ttrain.core.terminal import bar, escaped
-    from ttrain.data.validate import validate
-
-    sources, missing = _expanded(patterns)
-    with (
-        _pool(sources, workers, SMALL_UNENCODED_BYTES) as pool,
-        _quarantine(rejected, sources) as quarantine,
-        bar("reading", "bytes", _unpacked_bytes(sources)) as progress,
-    ):
-        reports = validate(
-            sources, reading, pool=pool, kind=kind, measured=measured, quarantine=quarantine, progress=progress
-        )
-    shown = [*reports, *missing] if as_json else reports
-    data_reports.show([*shards, *(report.to_json() for report in shown)], as_json=as_json, is_overview=not measured)
-    failed = [report.error for report in (*reports, *missing) if report.error]
-    for error in failed:
-        print(f"error: {escaped(error)}", file=sys.stderr)
-    if failed:
-        raise typer.Exit(2 if missing else 1)
-
-
-@contextlib.contextmanager
-def _pool(sources: Sequence[str], workers: int | None, small_bytes: int) -> Iterator[Pool]:
-    """A pool: this process if there is little to do, else worker processes, which start while the rest is prepared."""
-    from ttrain.data.sharding import Here, Processes
-
-    size = _total_bytes(sources)
-    if size is not None and size < small_bytes:
-        yield Here()
-        return
-    with Processes(workers or os.cpu_count() or 1) as pool:
-        if pool.workers > 1:
-            pool.begin()
-        yield pool
-
-
-def _total_bytes(sources: Sequence[str]) -> int | None:
-    """Total size of the files; None if some are not on this machine."""
-    from ttrain.data import locations
-
-    if any(locations.is_remote(location) for location in sources):
-        return None
-    return sum(locations.local_path(location).stat().st_size for location in sources)
-
-
-def _unpacked_bytes(sources: Sequence[str]) -> int | None:
-    """Size of the text in the files; None if it is not known before they are read."""
-    from ttrain.data.locations import PACKED
-
-    return None if any(location.endswith((*PACKED, ".parquet")) for location in sources) else _total_bytes(sources)
-
-
-def _expanded(patterns: Sequence[str]) -> tuple[list[str], list[Report]]:
-    """Expand the patterns: (files, a report on each pattern that matches none)."""
-    from ttrain.data import locations
-    from ttrain.data.report import Report
-    from ttrain.errors import UsageError
-
-    sources: dict[str, None] = {}
-    missing = []
-    for pattern in patterns:
-        try:
-            sources.update(dict.fromkeys(locations.expand([pattern], "FILE")))
-        except UsageError as error:
-            missing.append(Report(pattern, error=str(error)))
-    return list(sources), missing
-
-
-@contextlib.contextmanager
-def _quarantine(path: Path | None, sources: Sequence[str]) -> Iterator[Callable[[dict[str, Any]], object] | None]:
-    """Yield a function that writes bad rows to the path; None if there is no path."""
-    if path is None:
-        yield None
-        return
-    import orjson
-
-    from ttrain.data import locations
-    from ttrain.errors import UsageError
-
-    if any(
-        not locations.is_remote(name) and Path(name).exists() and path.exists() and path.samefile(name) for name in sources
-    ):
-        raise UsageError(f"--rejected is {path}, which is one of the input files; name another file")
-    with path.open("wb") as file:
-        yield lambda row: file.write(orjson.dumps(row) + b"\n")
-
-
-def _print_tokens(shown: TokenView, special: frozenset[int]) -> None:
-    """Print the text of a row or a record, each record of a row under its own heading."""
-    from ttrain.core.terminal import console, print_spans
-    from ttrain.data.inspect import lines
-
-    for segment in range(1 + max(shown.segments, default=-1)):
-        if shown.segments[-1]:
-            print(f"-- record {segment} of the row")
-        print_spans(lines(shown, segment, special, console().width if sys.stdout.isatty() else LINE_WIDTH))

@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import resource
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import orjson
+import typer
+
+from ttrain.config import Reading, Tokenizer
+from ttrain.core.files import exclusive, write_json
+from ttrain.core.hashing import stamp
+from ttrain.core.terminal import bar, console, escaped, print_json, print_spans, table
 from ttrain.core.text import format_value
+from ttrain.data import inspect, locations, sharding
+from ttrain.data.assembly import REJECTED, DataFile
+from ttrain.data.blocks import BLOCKS, PARTS
+from ttrain.data.encoder import Encoder
+from ttrain.data.inspect import SUMMARY, TokenView
+from ttrain.data.sharding import Here, Pool, Processes
+from ttrain.data.shards import COUNTED, INDEX
+from ttrain.data.validate import Report, validate
 from ttrain.errors import DataError, UsageError
+from ttrain.store.layout import MANIFEST
 
-if TYPE_CHECKING:
-    from ttrain.config import Reading, Tokenizer
-    from ttrain.data.sharding import Pool
+SMALL_BYTES = 32 << 20  # files of this size together are encoded in this process: starting others takes a second
+SMALL_UNENCODED_BYTES = 256 << 20  # the same where they are only read, at 65 to 170 MB a second
+LINE_WIDTH = 100  # of text in a pipe
 
 BAR_WIDTH = 40
 SMALLEST_SHARE = 0.001  # of a script that is named
@@ -36,8 +54,6 @@ Table = tuple[tuple[str, ...], Sequence[Sequence[object]]]
 
 def show(reports: Sequence[Mapping[str, Any]], *, as_json: bool, is_overview: bool = False) -> None:
     """Print reports as JSON, one of them without a list around it, or as tables; as an overview in one row each."""
-    from ttrain.core.terminal import print_json, table
-
     if as_json:
         print_json(reports if len(reports) > 1 else reports[0])
         return
@@ -106,6 +122,67 @@ def _shown(name: str, value: object) -> str:
     return f"{value:.1%}" if name == "fill" and isinstance(value, float) else format_value(value)
 
 
+def print_tokens(shown: TokenView, special: frozenset[int]) -> None:
+    """Print the text of a row or a record, each record of a row under its own heading."""
+    width = console().width if sys.stdout.isatty() else LINE_WIDTH
+    for segment in range(1 + max(shown.segments, default=-1)):
+        if shown.segments[-1]:
+            print(f"-- record {segment} of the row")
+        print_spans(inspect.lines(shown, segment, special, width))
+
+
+@contextlib.contextmanager
+def pool_for(sources: Iterable[str], workers: int | None, small_bytes: int = SMALL_BYTES) -> Iterator[Pool]:
+    """A pool: this process if there is little to do, else worker processes, which start while the rest is prepared."""
+    size = _total_bytes(sources)
+    if size is not None and size < small_bytes:
+        yield Here()
+    else:
+        with Processes(workers or os.cpu_count() or 1) as pool:
+            if pool.workers > 1:
+                pool.begin()
+            yield pool
+
+
+def _total_bytes(sources: Iterable[str]) -> int | None:
+    """Total size of the files; None if some are not on this machine."""
+    if any(locations.is_remote(location) for location in sources):
+        return None
+    return sum(locations.local_path(location).stat().st_size for location in sources)
+
+
+def report_on(
+    patterns: Sequence[str], reading: Reading, kind: str | None, workers: int | None, *, as_json: bool,
+    measured: bool = False, rejected: Path | None = None, shards: Sequence[Mapping[str, Any]] = (),
+) -> None:  # fmt: skip
+    """Print the reports on files, after those on `shards`. Exits with 2 if a file is missing, with 1 if one is unusable."""
+    sources: dict[str, None] = {}
+    missing = []
+    for pattern in patterns:
+        try:
+            sources |= dict.fromkeys(locations.expand([pattern], "FILE"))
+        except UsageError as error:
+            missing.append(Report(pattern, error=str(error)))
+    if rejected and rejected.exists() and any(rejected.samefile(path) for path in sources if Path(path).exists()):
+        raise UsageError(f"--rejected is {rejected}, which is one of the input files; name another file")
+    has_text = not any(location.endswith((*locations.PACKED, ".parquet")) for location in sources)
+    with contextlib.ExitStack() as stack:
+        pool = stack.enter_context(pool_for(sources, workers, SMALL_UNENCODED_BYTES))
+        file = stack.enter_context(rejected.open("wb")) if rejected else None
+        progress = stack.enter_context(bar("reading", "bytes", _total_bytes(sources) if has_text else None))
+        reports = validate(
+            list(sources), reading, pool=pool, kind=kind, measured=measured, progress=progress,
+            quarantine=(lambda row: file.write(orjson.dumps(row) + b"\n")) if file else None,
+        )  # fmt: skip
+    shown = [*reports, *missing] if as_json else reports
+    show([*shards, *(report.to_json() for report in shown)], as_json=as_json, is_overview=not measured)
+    failed = [report.error for report in (*reports, *missing) if report.error]
+    for message in failed:
+        print(f"error: {escaped(message)}", file=sys.stderr)
+    if failed:
+        raise typer.Exit(2 if missing else 1)
+
+
 LOCK = Path("run", "lock")
 
 
@@ -126,16 +203,9 @@ def shard(
     Returns the figures, also in `run/summary.json`. If too many rows are bad, they have an "error", and `output` is
     not a set of shards, although the blocks stay there for the next run. `waiting` is called if another run is writing.
     """
-    from ttrain.core.files import exclusive, write_json
-    from ttrain.core.hashing import stamp
-    from ttrain.data import locations, sharding
-    from ttrain.data.assembly import REJECTED, DataFile
-    from ttrain.data.blocks import BLOCKS, PARTS
-    from ttrain.data.inspect import SUMMARY, tokenizer_at
-    from ttrain.data.shards import COUNTED, INDEX
     from ttrain.stages.shards import check, recipe_of
 
-    recipe = recipe_of(reading, tokenizer_at(tokenizer), kind)
+    recipe = recipe_of(reading, inspect.tokenizer_at(tokenizer), kind)
     # with a stamp of their bytes: inode, size and times of a local file, as in the store's cache of digests
     files = [DataFile(path, locations.name(path), locations.version(path) or stamp(Path(path))) for path in sources]
     (output / BLOCKS).mkdir(parents=True, exist_ok=True)
@@ -175,20 +245,13 @@ def shard(
 
 def check_output(output: Path, patterns: Sequence[str], sources: Sequence[str]) -> None:
     """Raise UsageError where shards must not be written: over other files, or into an input folder."""
-    from ttrain.data import locations
-    from ttrain.data.blocks import BLOCKS
-    from ttrain.store.layout import MANIFEST
-
     if any((above / MANIFEST).exists() for above in (output, *output.absolute().parents)):
         raise UsageError(f"--out is {output}, which holds an artifact of a pipeline; name another directory")
     if output.exists() and not (output / BLOCKS).is_dir() and (not output.is_dir() or any(output.iterdir())):
         raise UsageError(f"--out is {output}, which holds files that are not shards; name an empty directory or a new one")
     real = output.resolve()
-    local = [locations.local_path(name).resolve() for name in patterns if not locations.is_remote(name)]
-    inside = [path for path in local if path.is_dir() and real.is_relative_to(path)]
-    inside += [
-        path for name in sources if not locations.is_remote(name) and (path := Path(name).resolve()).is_relative_to(real)
-    ]
+    paths = [locations.local_path(name).resolve() for name in (*patterns, *sources) if not locations.is_remote(name)]
+    inside = [path for path in paths if (path.is_dir() and real.is_relative_to(path)) or path.is_relative_to(real)]
     if inside:
         raise UsageError(
             f"--out is {output} but {inside[0]} is an input, so that the shards would be read too; name another"
@@ -203,9 +266,6 @@ def train_tokenizer(
     Returns the figures, which are also in `run/summary.json`, and the peak memory of this process. Raises UsageError where
     `output` holds something: a tokenizer is never trained over another, whose shards would then be of no use.
     """
-    from ttrain.core.files import write_json
-    from ttrain.data.encoder import Encoder
-    from ttrain.data.inspect import SUMMARY
     from ttrain.stages.tokenizer import train_directory
 
     if output.exists() and (not output.is_dir() or any(output.iterdir())):

@@ -21,12 +21,11 @@ import numpy.typing as npt
 import orjson
 
 from ttrain.config import Reading
-from ttrain.core import redact
 from ttrain.core.files import write_json
 from ttrain.data import blocks, contamination, records, shards
 from ttrain.data.blocks import BEYOND_LIMIT, BLOCKS, PARTS, BlockRecipe
 from ttrain.data.contamination import OverlapCheck, ShardScan
-from ttrain.data.records import FIRST_REJECTED, Tally
+from ttrain.data.records import Tally
 from ttrain.errors import ArtifactError, DataError
 
 REJECTED = Path("run", "rejected.jsonl")
@@ -175,24 +174,15 @@ def _quarantine(
     """Count each file's rows and write the bad ones, numbered within the file, to `run/rejected.jsonl`."""
     (output / REJECTED).parent.mkdir(parents=True, exist_ok=True)
     with (output / REJECTED).open("wb") as out:
-        lines_before: Counter[tuple[str, int]] = Counter()
+        for tally in figures.values():
+            tally.quarantine = lambda row: out.write(orjson.dumps(row) + b"\n")
         for block in built_blocks:
-            file_key, file = (block.role, block.file), files[block.role][block.file]
             counts = block.manifest["tally"]
-            tally = Tally(counts["rows"], counts["kept"])
-            for name in ("skipped", "rejected", "keys_seen"):
-                getattr(tally, name).update(counts[name])
-            rejected = block.directory / BLOCKS / f"{block.identity}.rejected.jsonl"
-            if counts["rejected"]:
-                for line in rejected.read_bytes().splitlines():
-                    row = {**orjson.loads(line), "file": redact.url(file.location)}
-                    if "line" in row:
-                        row["line"] += lines_before[file_key]
-                        if len(tally.first_rejected) < FIRST_REJECTED:
-                            tally.first_rejected.append(f"{redact.url(file.location)}:{row['line']}: {row['reason']}")
-                    out.write(orjson.dumps(row) + b"\n")
-            figures[file_key].add(tally)
-            lines_before[file_key] += block.manifest["lines"]
+            skipped, rejected, keys_seen = (Counter(counts[name]) for name in ("skipped", "rejected", "keys_seen"))
+            tally = Tally(counts["rows"], counts["kept"], skipped, rejected, keys_seen, lines=block.manifest["lines"])
+            path = block.directory / BLOCKS / f"{block.identity}.rejected.jsonl"
+            bad_rows = map(orjson.loads, path.read_bytes().splitlines() if counts["rejected"] else ())
+            figures[block.role, block.file].add_block(tally, bad_rows, files[block.role][block.file].location)
 
 
 def _select_rows(built_blocks: list[BuiltBlock], figures: Mapping[tuple[str, int], Tally], reading: Reading) -> int:

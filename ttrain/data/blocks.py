@@ -25,7 +25,7 @@ from ttrain.data import parquet, shards, streams
 from ttrain.data import records as sources
 from ttrain.data.chat import encode_chats
 from ttrain.data.encoder import Encoder
-from ttrain.data.records import Tally
+from ttrain.data.records import BadRows, Tally
 from ttrain.data.shards import Column
 from ttrain.errors import DataError
 from ttrain.store.integrity import home_of, is_intact
@@ -248,8 +248,8 @@ def records(data: bytes, block: Block, recipe: BlockRecipe, tally: Tally) -> Ite
 
 def _make(data: bytes, block: Block, recipe: BlockRecipe, output: Path, name: str, identity: str) -> None:
     encoder = encoder_of(recipe.tokenizer, fast=recipe.fast)
-    tally, rows, quarantine = Tally(), [], _Quarantine()
-    tally.quarantine = quarantine
+    bad_rows, rows = BadRows(QUARANTINED_ROWS), list[bytes]()
+    tally = Tally(quarantine=bad_rows)
     threshold = round(recipe.heldout_fraction * 2**64)
     parts = {part_name: _ShardBuilder(encoder, recipe.kind, keep_text=part_name == "heldout") for part_name in PARTS}
     for record in records(data, block, recipe, tally):
@@ -265,10 +265,11 @@ def _make(data: bytes, block: Block, recipe: BlockRecipe, output: Path, name: st
     (output / BLOCKS).mkdir(parents=True, exist_ok=True)
     files: list[tuple[Path, Any]] = [(output / BLOCKS / f"{identity}.rows", b"".join(rows))]
     if tally.rejected:
-        files.append((output / BLOCKS / f"{identity}.rejected.jsonl", quarantine.lines()))
+        lines = b"".join(orjson.dumps(row) + b"\n" for row in bad_rows)
+        files.append((output / BLOCKS / f"{identity}.rejected.jsonl", lines))
     manifest = {
         "encoder": encoder.kind,
-        "lines": data.count(b"\n") + (data[-1:] not in (b"", b"\n")),
+        "lines": tally.lines,
         "tally": {**tally.to_json(), "keys_seen": dict(tally.keys_seen)},
         "threshold": threshold,
         **{part_name: parts[part_name].files(output / part_name, name, files) for part_name in PARTS},
@@ -362,21 +363,3 @@ def concatenate(columns: Sequence[Column]) -> Column:
         np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)]),
         np.concatenate(live) if live else None,
     )
-
-
-class _Quarantine:
-    """Collects the bad rows of a block as JSON lines, at most QUARANTINED_ROWS of them."""
-
-    def __init__(self) -> None:
-        self._rows = 0
-        self._lines: list[bytes] = []
-
-    def __call__(self, row: dict[str, Any]) -> None:
-        self._rows += 1
-        if self._rows <= QUARANTINED_ROWS:
-            self._lines.append(orjson.dumps(row) + b"\n")
-
-    def lines(self) -> bytes:
-        unlisted_rows = self._rows - QUARANTINED_ROWS
-        reason = f"{unlisted_rows} more bad rows in this block are counted but not listed"
-        return b"".join([*self._lines, *([orjson.dumps({"reason": reason}) + b"\n"] if unlisted_rows > 0 else [])])

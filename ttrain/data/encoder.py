@@ -129,10 +129,6 @@ class Encoder:
         added = self._reference.get_added_tokens_decoder()
         return frozenset(number for number, token in added.items() if token.special)
 
-    def document(self, ids: Sequence[int]) -> list[int]:
-        """A document's ids with the begin and end tokens around them."""
-        return [self.bos_id, *ids, self.eos_id]
-
     def decode(self, ids: Sequence[int]) -> str:
         """Text of the ids, special tokens left out."""
         return str(self._reference.decode(list(ids), skip_special_tokens=True))

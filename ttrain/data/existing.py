@@ -221,11 +221,10 @@ def _own_template(paths: dict[str, Path], config: dict[str, Any]) -> str:
 
 def brings_template(directory: Path) -> bool:
     """Whether the tokenizer in the directory has a chat template of its own."""
-    if (directory / "chat_template.jinja").is_file():
-        return True
+    paths = {name: directory / name for name in FILES if (directory / name).is_file()}
     try:
-        return bool(parse_json((directory / "tokenizer_config.json").read_bytes()).get("chat_template"))
-    except (OSError, ValueError, AttributeError):
+        return _chat_template(paths, _tokenizer_config(paths)) is not None
+    except UsageError:
         return False
 
 

@@ -72,7 +72,7 @@ def format_of(head: bytes, location: str, read_stored: Callable[[], bytes]) -> F
         return Format.DOCUMENT
     first = start.partition(b"\n")[0]
     is_text = start.startswith(b'"') and _suffix(location) not in CSV_NAMES  # where tables have names in quotes
-    if not start or is_text or _VALUE_LINE.search(head) or _is_json(first) or _is_binary(head):
+    if not start or is_text or _VALUE_LINE.search(head) or _is_json(first) or is_binary(head):
         return Format.LINES
     raise DataError(_of_text(start, location, read_stored))
 
@@ -250,6 +250,6 @@ def _is_json(line: bytes) -> bool:
     return True
 
 
-def _is_binary(head: bytes) -> bool:
+def is_binary(head: bytes) -> bool:
     """Whether it contains control characters, or is not UTF-8."""
     return not decompress.is_utf8(head) or any(byte < 32 and byte not in b"\t\n\r\f" for byte in head)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import orjson
 
 from ttrain.core.files import read_json, read_object
@@ -21,13 +22,15 @@ from ttrain.data.chat_templates import Message
 from ttrain.data.encoder import Encoder
 from ttrain.data.packing import IGNORE, Rows
 from ttrain.data.record_rows import ChatRows, DocumentRows
-from ttrain.data.shards import INDEX, ShardSet
+from ttrain.data.shards import COUNTED, INDEX, ShardSet
 from ttrain.errors import ArtifactError, DataError, UsageError
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import MANIFEST
 
 SUMMARY = Path("run", "summary.json")
 LONGEST = 20  # tokens that `describe` shows
+PERCENTILES = (1, 5, 25, 50, 75, 95, 99)
+Lengths = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -44,8 +47,13 @@ class TokenView:
     segments: list[int]
     pieces: list[str]
 
+    @classmethod
+    def of(cls, ids: list[int], live: list[bool], pieces: TokenDecoder, number: int = 0) -> TokenView:
+        """The view of a single record."""
+        return cls(number, ids, live, [0] * len(ids), pieces(ids))
+
     def to_json(self) -> dict[str, Any]:
-        return {"number": self.number, **{name: getattr(self, name) for name in ("ids", "live", "segments", "pieces")}}
+        return asdict(self)
 
 
 class Span(NamedTuple):
@@ -73,11 +81,11 @@ def parts_of(path: Path) -> dict[str, Path]:
 
     Raises UsageError if there is none.
     """
-    if (path / INDEX).is_file():
-        return {path.resolve().name: path}
-    if not holds_shards(path):
+    parts = {path.resolve().name: path} if (path / INDEX).is_file() else {part_name: path / part_name for part_name in PARTS}
+    parts = {part_name: directory for part_name, directory in parts.items() if (directory / INDEX).is_file()}
+    if not parts:
         raise UsageError(f"{path} holds no shards; name a directory with {INDEX}, or the one with train/ and heldout/ in it")
-    return {part_name: path / part_name for part_name in PARTS if (path / part_name / INDEX).is_file()}
+    return parts
 
 
 def summary_of(folder: Path) -> dict[str, Any]:
@@ -111,12 +119,59 @@ def encoder_of(folder: Path, tokenizer_directory: Path | None, store: ArtifactSt
     )
 
 
+def report_on_shards(path: Path, row_length: int, tokenizer: Path | None, store: ArtifactStore) -> dict[str, Any]:
+    """Figures of every part of a set of shards, and fields of its summary, as JSON. Raises UsageError if there are none.
+
+    Without the tokenizer, whose token ends a turn, chats have no rows.
+    """
+    parts = {}
+    for name, directory in parts_of(path).items():
+        shards = ShardSet(directory)
+        index, encoder = shards.index, None
+        if index["kind"] == "chats" or tokenizer is not None:
+            with contextlib.suppress(UsageError):
+                encoder = encoder_of(directory, tokenizer, store)
+        has_rows = index["kind"] == "documents" or encoder is not None
+        parts[name] = {
+            "kind": index["kind"],
+            **{count: index[count] for count in COUNTED if count != "rows"},
+            "documents": index["rows"],
+            "bytes_per_token": index["bytes"] / max(1, index["tokens"]),
+            "shards": len(index["shards"]),
+            "lengths": lengths_json(shards.lengths, "tokens"),
+            "rows": rows_of(shards, encoder, row_length).counts() if has_rows else None,
+        }
+        summary = summary_of(directory)
+    return {"path": str(path), "parts": parts, **{name: summary.get(name) for name in ("duplicates", "files")}}
+
+
 def rows_of(shards: ShardSet, encoder: Encoder | None, row_length: int) -> Rows:
     """The packed rows that training with this row length would use; of documents, to count them, without the tokenizer."""
     if shards.index["kind"] == "documents":
         return DocumentRows(shards, row_length, encoder.pad_id if encoder else 0)
     assert encoder is not None, "a turn of a chat ends with a token of its tokenizer"
     return ChatRows(shards, row_length, encoder.pad_id, encoder.end_id)
+
+
+def lengths_json(lengths: Lengths, unit: str) -> dict[str, Any]:
+    """Mean, percentiles and a histogram of powers of two: [from, to, records] with both ends included."""
+    if not len(lengths):
+        return {"unit": unit, "records": 0, "histogram": []}
+    percentiles = np.percentile(lengths, PERCENTILES, method="inverted_cdf").tolist()
+    powers, counts = np.unique(np.ceil(np.log2(np.maximum(lengths, 1) + 1)).astype(int), return_counts=True)
+    by_power = dict(zip(powers.tolist(), counts.tolist(), strict=True))
+    return {
+        "unit": unit,
+        "records": len(lengths),
+        "mean": float(lengths.mean()),
+        "min": int(lengths.min()),
+        "max": int(lengths.max()),
+        "percentiles": {str(share): int(value) for share, value in zip(PERCENTILES, percentiles, strict=True)},
+        "histogram": [
+            [1 << power >> 1, (1 << power) - 1, by_power.get(power, 0)]
+            for power in range(int(powers.min()), int(powers.max()) + 1)
+        ],
+    }
 
 
 def row_numbers(count: int, rows: int, seed: int | None) -> list[int]:
@@ -152,8 +207,8 @@ def show_record(shards: ShardSet, number: int, pieces: TokenDecoder) -> TokenVie
     """The tokens of a stored record."""
     tokens, live = shards.row(number)
     ids = tokens.tolist()
-    alive = [position > 0 for position in range(len(ids))] if live is None else [flag != 0 for flag in live.tolist()]
-    return TokenView(number, ids, alive, [0] * len(ids), pieces(ids))
+    flags = [position > 0 for position in range(len(ids))] if live is None else [flag != 0 for flag in live.tolist()]
+    return TokenView.of(ids, flags, pieces, number)
 
 
 def first_questions(shards: Path, encoder: Encoder, count: int) -> list[str]:
@@ -245,13 +300,12 @@ def describe(encoder: Encoder) -> dict[str, Any]:
 def chat_of(data: bytes, name: str) -> tuple[Message, ...]:
     """The chat in a JSON object, or in the first of several JSON lines. Raises DataError if it is not a chat."""
     try:
-        value = orjson.loads(data)
-    except ValueError:
-        first = next((line for line in data.split(b"\n") if line.strip()), b"")
         try:
-            value = orjson.loads(first)
-        except ValueError as error:
-            raise DataError(f"{name} is neither JSON nor lines of JSON: {error}") from None
+            value = orjson.loads(data)
+        except ValueError:
+            value = orjson.loads(next((line for line in data.split(b"\n") if line.strip()), b""))
+    except ValueError as error:
+        raise DataError(f"{name} is neither JSON nor lines of JSON: {error}") from None
     if not isinstance(value, dict):
         raise DataError(f"{name} holds {json.dumps(value)[:40]}, not a JSON object with {chat_shapes.CHAT_FIELDS}")
     parsed = records.parse_conversation(value)
@@ -267,10 +321,9 @@ def show_text(encoder: Encoder, text: str) -> TokenView:
         (ids,) = encoder.encode([text])
     except UnicodeEncodeError:
         raise UsageError(f"the text {text[:40]!r} is not valid UTF-8") from None
-    return TokenView(0, ids, [False] * len(ids), [0] * len(ids), TokenDecoder(encoder)(ids))
+    return TokenView.of(ids, [False] * len(ids), TokenDecoder(encoder))
 
 
 def show_chat(encoder: Encoder, messages: tuple[Message, ...]) -> TokenView:
     """The tokens of a chat, with its loss mask."""
-    ids, live = encode_chat(encoder, messages)
-    return TokenView(0, ids, live, [0] * len(ids), TokenDecoder(encoder)(ids))
+    return TokenView.of(*encode_chat(encoder, messages), TokenDecoder(encoder))

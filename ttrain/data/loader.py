@@ -177,8 +177,12 @@ def _keys(seed: int, epoch: int) -> list[U64]:
 
 
 def mix(values: npt.NDArray[U64]) -> npt.NDArray[U64]:
-    """The finalizer of SplitMix64 (Steele, Lea and Flood 2014)."""
-    values = values + STEP
+    """The next value of SplitMix64 (Steele, Lea and Flood 2014)."""
+    return spread(values + STEP)
+
+
+def spread(values: npt.NDArray[U64]) -> npt.NDArray[U64]:
+    """The finalizer of SplitMix64."""
     values = (values ^ (values >> SHIFTS[0])) * FACTORS[0]
     values = (values ^ (values >> SHIFTS[1])) * FACTORS[1]
     return values ^ (values >> SHIFTS[2])

@@ -78,7 +78,8 @@ class WindowRows(Rows):
         distinct = total = 0
         for start in range(0, self.shards.tokens, TOKENS_PER_PASS):
             places = np.arange(start, min(start + TOKENS_PER_PASS, self.shards.tokens))
-            _, firsts = self.shards.document_starts(start, start + len(places))
+            _, firsts, counts = self.shards.documents(start, start + len(places))
+            firsts = firsts.repeat(counts)
             ids = self.shards.stream(start, start + len(places))
             targets = self._targets(ids, firsts, start) & (places != firsts)
             distinct += int(targets.sum())

@@ -6,7 +6,7 @@ import hashlib
 from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -228,7 +228,8 @@ class Tally:
     rejected: Counter[str] = field(default_factory=Counter)
     keys_seen: Counter[str] = field(default_factory=Counter)
     first_rejected: list[str] = field(default_factory=list)
-    quarantine: Callable[[dict[str, Any]], None] | None = None
+    quarantine: Callable[[dict[str, Any]], object] | None = None
+    lines: int = 0  # rows and blank lines
 
     def reject(self, path: str, line: int, reason: str, raw: bytes = b"") -> None:
         """Count a bad row and pass it to the quarantine."""
@@ -257,12 +258,25 @@ class Tally:
 
     def add(self, tally: Tally) -> None:
         """Add the counts of another tally."""
-        self.rows, self.kept = self.rows + tally.rows, self.kept + tally.kept
+        self.rows, self.kept, self.lines = self.rows + tally.rows, self.kept + tally.kept, self.lines + tally.lines
         self.skipped.update(tally.skipped)
         for reason, rows in tally.rejected.items():
             self._count(reason, rows)
         self.keys_seen.update(tally.keys_seen)
         self.first_rejected = (self.first_rejected + tally.first_rejected)[:FIRST_REJECTED]
+
+    def add_block(self, block: Tally, bad_rows: Iterable[dict[str, Any]], path: str) -> None:
+        """Add the counts of the next block of a file, and number its bad rows, which are numbered by block, by file."""
+        lines_before, shown_path = self.lines, redact.url(path)
+        self.add(replace(block, first_rejected=[]))
+        for row in bad_rows:
+            row = {**row, "file": shown_path}
+            if "line" in row:
+                row["line"] += lines_before
+                if len(self.first_rejected) < FIRST_REJECTED:
+                    self.first_rejected.append(f"{shown_path}:{row['line']}: {row['reason']}")
+            if self.quarantine:
+                self.quarantine(row)
 
     def to_json(self) -> dict[str, Any]:
         """Counts for the manifest and the summary."""
@@ -287,6 +301,24 @@ class Tally:
             raise DataError(f"{setting}: no rows are left of {self.rows}{skipped}. {looked_for}")
 
 
+class BadRows:
+    """A quarantine that keeps the first `limit` bad rows of a block; a last row says how many more there are."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._count = limit, 0
+        self._rows: list[dict[str, Any]] = []
+
+    def __call__(self, row: dict[str, Any]) -> None:
+        self._count += 1
+        if self._count <= self._limit:
+            self._rows.append(row)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        yield from self._rows
+        if self._count > self._limit:
+            yield {"reason": f"{self._count - self._limit} more bad rows in this block are counted but not listed"}
+
+
 def records(
     paths: Sequence[str], tally: Tally, max_line_bytes: int, text_field: str = "text"
 ) -> Iterator[tuple[str, int, dict[str, Any]]]:
@@ -309,7 +341,7 @@ def records(
 
 def parsed(numbered: Iterable[tuple[int, bytes]], path: str, tally: Tally, max_line_bytes: int) -> Iterator[Row]:
     """(line number, JSON object) of the good lines."""
-    loads = orjson.loads
+    loads, number = orjson.loads, 0
     for number, line in numbered:
         if len(line) > max_line_bytes:
             tally.rows += 1
@@ -329,6 +361,7 @@ def parsed(numbered: Iterable[tuple[int, bytes]], path: str, tally: Tally, max_l
             continue
         tally.see(value)
         yield number, value
+    tally.lines += number
 
 
 def lines(chunks: Iterable[bytes], max_line_bytes: int) -> Iterator[tuple[int, bytes]]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Se
 from concurrent import futures
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -74,39 +74,9 @@ def make_all(
     """Make or reuse every block of the files. If the encoders differ, all blocks are made again with `tokenizers`."""
     recipe = replace(recipe, heldout_fraction=0.0 if "heldout" in files else recipe.heldout_fraction)
     try:
-        return _make_all(output, files, recipe, reading, block_bytes, pool, progress)
+        return _BlockMaker(output, files, reading, block_bytes, pool, progress).make_all(recipe)
     except EncoderDiffers:
-        return _make_all(output, files, replace(recipe, fast=False), reading, block_bytes, pool, progress)
-
-
-def _make_all(
-    output: Path,
-    files: Mapping[str, Sequence[DataFile]],
-    recipe: BlockRecipe,
-    reading: Reading,
-    block_bytes: int,
-    pool: Pool,
-    progress: Callable[[int, int], None],
-) -> list[BuiltBlock]:
-    built_blocks: list[BuiltBlock] = []
-    names: dict[str, list[str]] = {}
-    if "heldout" in files:
-        everything = replace(recipe, heldout_fraction=1.0, keep_below=None)
-        built_blocks += _make_role(output, "heldout", files["heldout"], everything, block_bytes, pool, progress, names)
-    kept_back = {row[:2].tobytes() for block in built_blocks for row in block.rows}
-    limit = reading.limit * reading.rounds if reading.limit else None
-    enough = None
-    if limit and reading.sample == "reservoir":
-        draws = _draws(files["train"], recipe, reading, block_bytes, pool, kept_back)
-        recipe = replace(recipe, keep_below=int(draws[limit - 1]) + 1 if len(draws) > limit else None)
-    elif limit:
-        enough = _RowLimit(limit, kept_back, distinct=reading.deduplicate)
-    built_blocks += _make_role(output, "train", files["train"], recipe, block_bytes, pool, progress, names, enough)
-    if names:
-        path = output / BLOCKS / FILES
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, names)
-    return built_blocks
+        return _BlockMaker(output, files, reading, block_bytes, pool, progress).make_all(replace(recipe, fast=False))
 
 
 def scan(built_blocks: Sequence[BuiltBlock], recipe: BlockRecipe, against: OverlapCheck, pool: Pool) -> list[ShardScan]:
@@ -136,53 +106,87 @@ class _RowLimit:
         return (len(self._seen) if self._distinct else self._rows) >= self._limit
 
 
-def _make_role(
-    output: Path,
-    role: str,
-    files: Sequence[DataFile],
-    recipe: BlockRecipe,
-    block_bytes: int,
-    pool: Pool,
-    progress: Callable[[int, int], None],
-    remembered: dict[str, list[str]],
-    enough: _RowLimit | None = None,
-) -> list[BuiltBlock]:
-    """The blocks of a role's files, in order. A file whose blocks all exist is not opened.
+@dataclass(frozen=True)
+class _BlockMaker:
+    """Makes or reuses the blocks of files; `names` receives the blocks of each file that did not change meanwhile."""
 
-    `remembered` receives the blocks of each file that did not change meanwhile.
-    """
-    names = [f"{file.digest} {recipe.digest} {block_bytes}" if file.digest and not enough else "" for file in files]
-    reusable_blocks = _reusable_files(output, recipe)
-    blocks_by_file: dict[int, list[BuiltBlock]] = {
-        number: [_open(role, number, identity, directory, False) for directory, identity in reusable_blocks[name]]
-        for number, name in enumerate(names)
-        if name in reusable_blocks
-    }
-    numbers: list[int] = []
-    opened = [number for number in range(len(files)) if number not in blocks_by_file]
-    stamps_before = _stamps(files, opened)
+    output: Path
+    files: Mapping[str, Sequence[DataFile]]
+    reading: Reading
+    block_bytes: int
+    pool: Pool
+    progress: Callable[[int, int], None]
+    names: dict[str, list[str]] = field(default_factory=dict)
 
-    def tasks() -> Iterator[tuple[Block, BlockRecipe, str]]:
-        for number in opened:
-            for block in blocks.cut(files[number].location, number, block_bytes, recipe):
-                numbers.append(number)
-                yield block, recipe, str(output)
+    def make_all(self, recipe: BlockRecipe) -> list[BuiltBlock]:
+        """The blocks of both roles."""
+        reading, built_blocks = self.reading, list[BuiltBlock]()
+        if "heldout" in self.files:
+            built_blocks += self.make_role("heldout", replace(recipe, heldout_fraction=1.0, keep_below=None))
+        kept_back = {row[:2].tobytes() for block in built_blocks for row in block.rows}
+        limit = reading.limit * reading.rounds if reading.limit else None
+        enough = None
+        if limit and reading.sample == "reservoir":
+            draws = self.draws(recipe, kept_back)
+            recipe = replace(recipe, keep_below=int(draws[limit - 1]) + 1 if len(draws) > limit else None)
+        elif limit:
+            enough = _RowLimit(limit, kept_back, distinct=reading.deduplicate)
+        built_blocks += self.make_role("train", recipe, enough)
+        if self.names:
+            path = self.output / BLOCKS / FILES
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(path, self.names)
+        return built_blocks
 
-    rows = sum(len(block.rows) for file_blocks in blocks_by_file.values() for block in file_blocks)
-    with contextlib.closing(pool.map(blocks.make, tasks())) as results:
-        for index, (identity, directory, encoded) in enumerate(results):
-            block = _open(role, numbers[index], identity, directory, encoded)
-            blocks_by_file.setdefault(numbers[index], []).append(block)
-            rows += len(block.rows)
-            progress(rows, index + 1)
-            if enough and enough(block):
-                break
-    stamps_after = _stamps(files, opened)
-    for number, file_blocks in blocks_by_file.items():
-        is_unchanged = stamps_before.get(number) == stamps_after.get(number)  # the file's digest is that of the bytes read
-        if names[number] and not enough and is_unchanged:
-            remembered[names[number]] = [block.identity for block in file_blocks]
-    return [block for number in sorted(blocks_by_file) for block in blocks_by_file[number]]
+    def make_role(self, role: str, recipe: BlockRecipe, enough: _RowLimit | None = None) -> list[BuiltBlock]:
+        """The blocks of a role's files, in order. A file whose blocks all exist is not opened."""
+        files = self.files[role]
+        names = [f"{file.digest} {recipe.digest} {self.block_bytes}" if file.digest and not enough else "" for file in files]
+        reusable_blocks = _reusable_files(self.output, recipe)
+        blocks_by_file: dict[int, list[BuiltBlock]] = {
+            number: [_open(role, number, identity, directory, False) for directory, identity in reusable_blocks[name]]
+            for number, name in enumerate(names)
+            if name in reusable_blocks
+        }
+        opened = [number for number in range(len(files)) if number not in blocks_by_file]
+        stamps_before = _stamps(files, opened)
+        numbers: list[int] = []
+
+        def tasks() -> Iterator[tuple[Block, BlockRecipe, str]]:
+            for block in self.cut(role, opened, recipe):
+                numbers.append(block.file)
+                yield block, recipe, str(self.output)
+
+        rows = sum(len(block.rows) for file_blocks in blocks_by_file.values() for block in file_blocks)
+        with contextlib.closing(self.pool.map(blocks.make, tasks())) as results:
+            for index, (identity, directory, encoded) in enumerate(results):
+                block = _open(role, numbers[index], identity, directory, encoded)
+                blocks_by_file.setdefault(numbers[index], []).append(block)
+                rows += len(block.rows)
+                self.progress(rows, index + 1)
+                if enough and enough(block):
+                    break
+        stamps_after = _stamps(files, opened)
+        for number, file_blocks in blocks_by_file.items():
+            # An unchanged file: its digest is that of the bytes that were read.
+            if names[number] and stamps_before.get(number) == stamps_after.get(number):
+                self.names[names[number]] = [block.identity for block in file_blocks]
+        return [block for number in sorted(blocks_by_file) for block in blocks_by_file[number]]
+
+    def cut(self, role: str, numbers: Sequence[int], recipe: BlockRecipe) -> Iterator[Block]:
+        """The blocks of the role's files with these numbers."""
+        for number in numbers:
+            yield from blocks.cut(self.files[role][number].location, number, self.block_bytes, recipe)
+
+    def draws(self, recipe: BlockRecipe, kept_back: Set[bytes]) -> npt.NDArray[np.uint64]:
+        """Sorted draws of all good rows that are not held out; of equal rows only one, if duplicates are dropped."""
+        tasks = ((block, recipe) for block in self.cut("train", range(len(self.files["train"])), recipe))
+        with contextlib.closing(self.pool.map(blocks.scan, tasks)) as results:
+            draws = np.concatenate([np.zeros(0, np.uint64), *results])
+        if kept_back:
+            hashes = (np.frombuffer(key, np.uint64).astype(">u8").tobytes() for key in kept_back)
+            draws = draws[~np.isin(draws, np.array([blocks.draw(key, recipe.seed) for key in hashes], np.uint64))]
+        return np.unique(draws) if self.reading.deduplicate else np.sort(draws)
 
 
 def _open(role: str, file: int, identity: str, directory: str, encoded: bool) -> BuiltBlock:
@@ -204,23 +208,6 @@ def _stamps(files: Sequence[DataFile], numbers: Sequence[int]) -> dict[int, list
             stat = locations.local_path(location).stat()
             stamps[number] = [stat.st_size, stat.st_mtime_ns, stat.st_ino]
     return stamps
-
-
-def _draws(
-    files: Sequence[DataFile], recipe: BlockRecipe, reading: Reading, block_bytes: int, pool: Pool, kept_back: Set[bytes]
-) -> npt.NDArray[np.uint64]:
-    """Sorted draws of all good rows that are not held out; of equal rows only one, if duplicates are dropped."""
-    tasks = (
-        (block, recipe)
-        for number, file in enumerate(files)
-        for block in blocks.cut(file.location, number, block_bytes, recipe)
-    )
-    with contextlib.closing(pool.map(blocks.scan, tasks)) as results:
-        draws = np.concatenate([np.zeros(0, np.uint64), *results])
-    if kept_back:
-        hashes = (np.frombuffer(key, np.uint64).astype(">u8").tobytes() for key in kept_back)
-        draws = draws[~np.isin(draws, np.array([blocks.draw(key, recipe.seed) for key in hashes], np.uint64))]
-    return np.unique(draws) if reading.deduplicate else np.sort(draws)
 
 
 def _reusable_files(output: Path, recipe: BlockRecipe) -> dict[str, list[tuple[str, str]]]:

@@ -231,11 +231,6 @@ class ShardSet:
             return numbers[0], firsts[0], counts[0]
         return np.concatenate(numbers), np.concatenate(firsts), np.concatenate(counts)
 
-    def document_starts(self, start: int, end: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """(number, position of the first token) of the record at each position of the stream from `start` to `end`."""
-        numbers, firsts, counts = self.documents(start, end)
-        return numbers.repeat(counts), firsts.repeat(counts)
-
     def _spans(self, start: int, end: int) -> list[tuple[Column, int, int, int, int]]:
         """(records, first and last token in them, number of their first record, offset of their first token) of a range."""
         spans = []

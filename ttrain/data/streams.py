@@ -40,15 +40,20 @@ OTHER_FORMATS = {
 TAR_PLACE, TAR_MAGIC = 257, b"ustar"
 
 
+@contextmanager
+def _data_errors(location: str) -> Iterator[None]:
+    """Raise an error of the file system as DataError, which names the location."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"cannot read {location}: {error.strerror or error}") from None
+
+
 def open_stream(location: str) -> BinaryIO:
     """Open the stored bytes as a seekable stream. Raises DataError if they cannot be read."""
     path = local_file(location)
-    if path is None:
-        return io.BufferedReader(RemoteFile(location), CHUNK_BYTES)
-    try:
-        return path.open("rb")
-    except OSError as error:
-        raise DataError(f"cannot read {location}: {error.strerror}") from None
+    with _data_errors(location):
+        return path.open("rb") if path else io.BufferedReader(RemoteFile(location), CHUNK_BYTES)
 
 
 def local_file(location: str) -> Path | None:
@@ -62,10 +67,8 @@ def local_file(location: str) -> Path | None:
         return None
     else:
         path = locations.local_path(location)
-    try:
+    with _data_errors(location):
         mode = path.stat().st_mode
-    except OSError as error:
-        raise DataError(f"cannot read {location}: {error.strerror}") from None
     if not stat.S_ISREG(mode):
         kind = locations.KINDS.get(stat.S_IFMT(mode), "not a regular file")
         raise DataError(f"cannot read {location}: it is {kind}; name a file")
@@ -106,11 +109,8 @@ def json_lines(location: str, text_field: str) -> Iterator[bytes]:
 
 
 def _head(location: str, size: int = HEAD_BYTES) -> bytes:
-    try:
-        with open_stream(location) as stream:
-            return stream.read(size)
-    except OSError as error:
-        raise DataError(f"cannot read {location}: {error.strerror or error}") from None
+    with _data_errors(location), open_stream(location) as stream:
+        return stream.read(size)
 
 
 def chunks(location: str, start: int = 0) -> Iterator[bytes]:
@@ -178,16 +178,9 @@ def _check_text(head: bytes, location: str, stored_head: bytes, *, in_archive: b
         raise DataError(f"{location} {inside} a tar archive, not lines of text; unpack it")
     if in_archive and decompress.is_packed(head):
         raise DataError(f"{location} is compressed twice; unpack it once")
-    if not in_archive and location.endswith(locations.PACKED) and _is_binary(head):
+    is_cut_magic = bool(head) and any(magic.startswith(head) for magic in decompress.MAGICS)
+    if not in_archive and location.endswith(locations.PACKED) and (is_cut_magic or formats.is_binary(head)):
         raise DataError(f"{location} is corrupt: its first bytes match neither its extension nor text; {FETCH_AGAIN}")
-
-
-def _is_binary(head: bytes) -> bool:
-    """Whether it contains control characters, is not UTF-8, or is just the beginning of an archive's magic."""
-    if not decompress.is_utf8(head):
-        return True
-    is_cut = bool(head) and any(magic.startswith(head) for magic in decompress.MAGICS)
-    return is_cut or any(byte < 32 and byte not in b"\t\n\r" for byte in head)
 
 
 def parquet_groups(location: str) -> list[tuple[int, int]]:

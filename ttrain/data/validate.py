@@ -4,22 +4,88 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import unicodedata
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ttrain.config import Reading
+from ttrain.core import redact
 from ttrain.data import blocks, chat_shapes, records
 from ttrain.data.assembly import DUPLICATE, is_first
 from ttrain.data.blocks import QUARANTINED_ROWS, Block, BlockRecipe
-from ttrain.data.records import FIRST_REJECTED, Tally
-from ttrain.data.report import Report, count_letters
+from ttrain.data.inspect import Lengths, lengths_json
+from ttrain.data.records import FIRST_REJECTED, BadRows, Tally
 from ttrain.data.sharding import Pool
 from ttrain.errors import DataError, UsageError
 
 LOOKED_AT = 100  # good rows whose keys decide the kind
 BLOCK_BYTES = 8 << 20  # what one worker takes at a time
+KEYS_SHOWN = 20
+CODE_POINTS = 0x110000
+COUNTED_CHARACTERS = 2_000_000  # characters are counted in groups of this size: a table of all code points is 9 MB
+OTHER, HAN = "Other", "Han"
+# First words of Unicode names of letters that are not the name of the script.
+SCRIPT_OF = {"Cjk": HAN, "Ideographic": HAN, "Modifier": OTHER, "Mathematical": OTHER, "Micro": "Greek", "Feminine": "Latin",
+             "Masculine": "Latin", "Kelvin": "Latin", "Angstrom": "Latin", "Ohm": "Greek"}  # fmt: skip
+
+
+@dataclass
+class Report:
+    """Counts of the rows of a file, or of a block of one; if `measured`, with lengths and scripts of the good rows.
+
+    `error` says why the file cannot be used; the counts are then those up to the error.
+    """
+
+    file: str
+    kind: str = "documents"
+    measured: bool = False
+    tally: Tally = field(default_factory=Tally)
+    duplicates: int = 0
+    error: str | None = None
+    bytes: int = 0
+    bad_rows: Iterable[dict[str, Any]] = ()  # of a block
+    keys: list[npt.NDArray[np.uint64]] = field(default_factory=list)  # 16 bytes of each kept row, of shape [rows, 2]
+    sizes: list[Lengths] = field(default_factory=list)  # bytes of each good row's text
+    letters: Counter[str] = field(default_factory=Counter)  # by their script
+
+    def add(self, block: Report) -> None:
+        """Add the next block of the file."""
+        self.tally.add_block(block.tally, block.bad_rows, self.file)
+        self.keys += block.keys
+        self.sizes += block.sizes
+        self.letters.update(block.letters)
+        self.error = self.error or block.error
+        self.bytes += block.bytes
+
+    def check(self, rejected_fraction: float, text_field: str) -> None:
+        """Set `error` if the file as a whole cannot be used."""
+        shown_file = redact.url(self.file)
+        if self.error is None and not self.tally.rows:
+            self.error = f"{shown_file}: no rows: it is empty, or holds nothing but blank lines"
+        elif self.error is None:
+            expected_fields = chat_shapes.CHAT_FIELDS if self.kind == "chats" else records.document_fields(text_field)
+            try:
+                self.tally.check(shown_file, rejected_fraction, expected_fields)
+            except DataError as error:
+                self.error = str(error)
+
+    def to_json(self) -> dict[str, Any]:
+        """file, rows, kept, skipped, rejected, with rows = kept + skipped + rejected; and further fields."""
+        figures = {"file": redact.url(self.file), **self.tally.to_json(), "duplicates": self.duplicates, "kind": self.kind}
+        figures["keys_seen"] = dict(self.tally.keys_seen.most_common(KEYS_SHOWN))
+        if self.error:
+            figures["error"] = self.error
+        if self.measured:
+            lengths = np.concatenate([np.zeros(0, np.int64), *self.sizes])
+            total = self.letters.total()
+            figures |= {"documents": len(lengths), "bytes": int(lengths.sum()), "lengths": lengths_json(lengths, "bytes")}
+            figures |= {"letters": total, "scripts": {name: n / total for name, n in self.letters.most_common()}}
+        return figures
 
 
 def kind_of(location: str, max_line_bytes: int) -> str | None:
@@ -28,23 +94,21 @@ def kind_of(location: str, max_line_bytes: int) -> str | None:
     Raises DataError for a file that cannot be read.
     """
     rows = itertools.islice(records.records([location], Tally(), max_line_bytes), LOOKED_AT)
-    first = [value for _, _, value in rows]
-    chats = sum(map(chat_shapes.is_chat, first))
-    return ("chats" if 2 * chats > len(first) else "documents") if first else None
+    are_chats = [chat_shapes.is_chat(value) for _, _, value in rows]
+    return ("chats" if 2 * sum(are_chats) > len(are_chats) else "documents") if are_chats else None
 
 
 def kind_of_all(locations: Sequence[str], max_line_bytes: int) -> str:
     """The kind of all files. Raises UsageError if they differ."""
-    by_kind: dict[str, str] = {}
+    by_kind: dict[str | None, str] = {}
     for location in locations:
-        kind = kind_of(location, max_line_bytes)
-        if kind:
-            by_kind.setdefault(kind, location)
+        by_kind.setdefault(kind_of(location, max_line_bytes), location)
+    by_kind.pop(None, None)
     if len(by_kind) > 1:
         raise UsageError(
             f"{by_kind['chats']} holds chats but {by_kind['documents']} documents; shard them apart, or set --kind"
         )
-    return next(iter(by_kind), "documents")
+    return next(filter(None, by_kind), "documents")
 
 
 def validate(
@@ -62,11 +126,11 @@ def validate(
     `kind` None: by the keys of each file's rows. `measured`: with lengths and scripts. `quarantine` receives the bad rows,
     `progress` the bytes read so far. Memory use is some blocks, and 16 bytes a row (56 for a moment at the end).
     """
-    reports = {location: Report(location, measured=measured) for location in locations}
+    reports = {name: Report(name, measured=measured, tally=Tally(quarantine=quarantine)) for name in locations}
     tasks = _tasks(reports.values(), kind, reading, QUARANTINED_ROWS if quarantine else FIRST_REJECTED)
     with contextlib.closing(pool.map(examine, tasks)) as results:
         for block in results:
-            reports[block.file].add(block, quarantine)
+            reports[block.file].add(block)
             progress(sum(report.bytes for report in reports.values()))
     for report in reports.values():
         report.check(reading.rejected_fraction, reading.text_field)
@@ -76,12 +140,13 @@ def validate(
 
 def examine(block: Block, recipe: BlockRecipe, listed: int, measured: bool) -> Report:
     """The report on a block, with the first `listed` bad rows."""
-    report = Report(block.location, recipe.kind, measured)
-    rejected, hashes, texts = report.rejected, list[bytes](), list[str]()
-    tally = Tally(quarantine=lambda row: rejected.append(row) if len(rejected) < listed else None)
-    data = b""
+    bad_rows, tally = BadRows(listed), Tally()
+    report = Report(block.location, recipe.kind, measured, tally, bad_rows=bad_rows)
+    tally.quarantine = bad_rows
+    hashes, texts = list[bytes](), list[str]()
     try:
         data = blocks.read(block, recipe.max_line_bytes)
+        report.bytes = len(data)
         for record in blocks.records(data, block, recipe, tally):
             hashes.append(records.content_hash(record))
             if measured:
@@ -90,12 +155,9 @@ def examine(block: Block, recipe: BlockRecipe, listed: int, measured: bool) -> R
         report.error = str(error)
     except OSError as error:
         report.error = f"cannot read {block.location}: {error.strerror}"
-    tally.quarantine, tally.first_rejected = None, []
-    report.tally = tally
     report.keys.append(np.frombuffer(b"".join(hashes), ">u8").astype(np.uint64).reshape(-1, 2))
     report.sizes.append(np.array([len(text.encode("utf-8")) for text in texts], np.int64))
     report.letters = count_letters(texts)
-    report.bytes, report.lines = len(data), data.count(b"\n") + (data[-1:] not in (b"", b"\n"))
     return report
 
 
@@ -117,9 +179,8 @@ def _tasks(
 
 
 def _mark_duplicates(reports: Sequence[Report], *, deduplicate: bool) -> None:
-    table = np.concatenate([np.zeros((0, 2), np.uint64), *(keys for report in reports for keys in report.keys)])
-    repeated = ~is_first(table)
-    start = 0
+    keys = [block_keys for report in reports for block_keys in report.keys]
+    repeated, start = ~is_first(np.concatenate([np.zeros((0, 2), np.uint64), *keys])), 0
     for report in reports:
         end = start + sum(map(len, report.keys))
         report.duplicates = int(repeated[start:end].sum())
@@ -127,3 +188,29 @@ def _mark_duplicates(reports: Sequence[Report], *, deduplicate: bool) -> None:
         if deduplicate:
             report.tally.leave_out(DUPLICATE, report.duplicates)
         start = end
+
+
+def count_letters(texts: Sequence[str]) -> Counter[str]:
+    """Number of letters per script; digits, punctuation and white space do not count.
+
+    numpy counts 100 MB of text a second, `collections.Counter` 30.
+    """
+    joined = "".join(texts)
+    counts = np.zeros(CODE_POINTS, np.int64)
+    for start in range(0, len(joined), COUNTED_CHARACTERS):
+        part = joined[start : start + COUNTED_CHARACTERS].encode("utf-32-le")
+        counts += np.bincount(np.frombuffer(part, "<u4"), minlength=CODE_POINTS)
+    letters: Counter[str] = Counter()
+    for code in np.flatnonzero(counts).tolist():
+        if script := script_of(chr(code)):
+            letters[script] += int(counts[code])
+    return letters
+
+
+def script_of(letter: str) -> str | None:
+    """Script of a letter, by the first word of its Unicode name: "Latin", "Han", ...; None if it is not a letter."""
+    if not unicodedata.category(letter).startswith("L"):
+        return None
+    name = unicodedata.name(letter, "")
+    first = name.removeprefix("FULLWIDTH ").removeprefix("HALFWIDTH ").split(" ")[0].split("-")[0].title()
+    return SCRIPT_OF.get(first, first or OTHER)

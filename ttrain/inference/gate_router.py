@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from ttrain.config import Expert, Gate
 from ttrain.core.hashing import sha256_file
+from ttrain.data.loader import spread
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.inference import gate_files, loading
 from ttrain.inference.chat import ModelSelector
@@ -44,15 +45,9 @@ def run_ids(text: str, settings: Gate) -> Ids:
     codes = np.frombuffer(f" {text[: settings.characters]} ".encode("utf-32-le", "surrogatepass"), "<u4").astype(np.uint64)
     hashes, ids_by_length = codes, []
     for length in range(1, min(settings.ngram_characters, len(codes)) + 1):
-        ids_by_length.append(_spread(hashes + np.uint64(length)) % np.uint64(settings.buckets))
+        ids_by_length.append(spread(hashes + np.uint64(length)) % np.uint64(settings.buckets))
         hashes = hashes[:-1] * MULTIPLIER + codes[length:]
     return np.unique(np.concatenate(ids_by_length)).astype(np.int64) + 1
-
-
-def _spread(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
 
 
 def padded(rows: Sequence[Ids]) -> Tensor:

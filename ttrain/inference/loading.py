@@ -80,15 +80,13 @@ def load(reference: Reference, *, device: str = "auto", dtype: str = "fp32") -> 
     target_device = precision.resolve_device(device)
     reference.verify()
     model: Any = factory.load(reference.model)
-    head = _second_head(model, reference.model)
+    head = _second_head(model, reference.model, target_device, DTYPES[dtype])
     if reference.adapter is not None:
         model = adapters.load(model, reference.adapter, reference.base_digest)
         if not model.active_peft_config.is_prompt_learning:
             model = adapters.merge(model)  # as fast as the base
-    head = head.to(target_device, DTYPES[dtype]).eval() if head is not None else None
-    return with_tokenizer(
-        reference.text, _move_to(model, target_device, DTYPES[dtype]), reference.tokenizer, second_head=head
-    )
+    model = _move_to(model, target_device, DTYPES[dtype])
+    return with_tokenizer(reference.text, model, reference.tokenizer, second_head=head)
 
 
 def load_adapters(references: Sequence[Reference], *, device: str = "auto", dtype: str = "fp32") -> list[LoadedModel]:
@@ -105,12 +103,11 @@ def load_adapters(references: Sequence[Reference], *, device: str = "auto", dtyp
         reference.verify()
     target_device, digest = precision.resolve_device(device), first.base_digest
     model: Any = factory.load(first.model)
-    head = _second_head(model, first.model)
+    head = _second_head(model, first.model, target_device, DTYPES[dtype])
     model = adapters.load(model, first.directory, digest, adapter_name(0))
     for number, reference in enumerate(other_references, start=1):
         adapters.add(model, reference.directory, digest, adapter_name(number))
     model = _move_to(model, target_device, DTYPES[dtype])
-    head = head.to(target_device, DTYPES[dtype]).eval() if head is not None else None
     loaded_models = []
     for number, reference in enumerate(references):
         adapters.switch(model, adapter_name(number))  # the number of positions left depends on the adapter
@@ -210,13 +207,13 @@ def _encoder(directory: Path) -> tuple[Encoder, tuple[int, ...], bool]:
         return Encoder(Path(temporary)), tuple(begins), can_chat
 
 
-def _second_head(model: PreTrainedModel, directory: Path) -> nn.Linear | None:
+def _second_head(model: PreTrainedModel, directory: Path, device: torch.device, dtype: torch.dtype) -> nn.Linear | None:
     """Load the second head beside the weights, detached from the model, so that it is not saved or counted with it."""
     if not multi_token.attach_from(model, directory):
         return None
     head: nn.Linear = getattr(model, multi_token.NAME)
     delattr(model, multi_token.NAME)
-    return head
+    return head.to(device, dtype).eval()
 
 
 def need_second_head(loaded: LoadedModel) -> nn.Linear:

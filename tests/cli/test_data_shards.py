@@ -1,0 +1,215 @@
+"""`ttrain data shard` and `inspect`: only what is new is tokenized, nothing is overwritten, nothing raw is shown."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import filelock
+import pytest
+from rich.cells import cell_len
+from support.data_commands import ESCAPES, Run, documents, shard, texts, write
+
+from ttrain.cli import data_reports
+from ttrain.config import Reading
+from ttrain.core.terminal import escaped
+from ttrain.data import inspect, tokenizer
+from ttrain.data.chat import encode_chat
+from ttrain.data.chat_templates import Message
+from ttrain.data.encoder import Encoder, open_tokenizer
+from ttrain.data.sharding import Here
+from ttrain.data.shards import ShardSet
+from ttrain.store.artifacts import ArtifactStore
+
+
+def digests(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for part in ("train", "heldout") for path in sorted((directory / part).iterdir())}
+
+
+def test_only_a_new_file_is_tokenized_and_one_that_is_left_out_takes_its_shards_along(
+    run: Run, tmp_path: Path, tok: Path
+) -> None:
+    for seed, name in enumerate("abc"):
+        documents(tmp_path / f"{name}.jsonl", 60, seed)
+    first = shard(run, tok, "a.jsonl", "b.jsonl", "--out", "out")
+    before = digests(tmp_path / "out")
+    assert first["encoded_blocks"] == first["blocks"] >= 4
+    more = shard(run, tok, "a.jsonl", "b.jsonl", "c.jsonl", "--out", "out")
+    assert 0 < more["encoded_blocks"] == more["blocks"] - first["blocks"]
+    assert [file["name"] for file in more["files"]] == ["a.jsonl", "b.jsonl", "c.jsonl"]
+    assert [file["kept"] for file in more["files"]] == [60, 60, 60]
+    again = shard(run, tok, "a.jsonl", "b.jsonl", "--out", "out")
+    assert again["encoded_blocks"] == 0 and digests(tmp_path / "out") == before
+    assert json.loads((tmp_path / "out" / "run" / "summary.json").read_bytes()) == again
+    table = run("data", "shard", "a.jsonl", "--tokenizer", tok, "--out", "out", "--block-bytes", "4096").out
+    assert re.search(r"shards made +0 ", table) and "bytes per token" in table
+
+
+def test_figures_are_those_of_the_shards_and_of_an_independent_count(run: Run, tmp_path: Path, tok: Path) -> None:
+    lines = texts(80)
+    write(tmp_path / "a.jsonl", [*({"text": one} for one in lines), {"text": ""}, {"text": lines[0]}])
+    made = shard(run, tok, "a.jsonl", "--out", "out", "--val-fraction", "0.2")
+    encoder = Encoder(tok, fast=False)
+    assert made["rows"] == {"rows": 82, "kept": 80, "skipped": {"empty text": 1, "duplicate": 1}, "rejected": {}}
+    assert made["documents"] == 80 == made["train"]["rows"] + made["heldout"]["rows"] and made["heldout"]["rows"] > 5
+    assert made["tokens"] == sum(len(ids) + 2 for ids in encoder.encode(lines))
+    assert made["bytes"] == sum(len(one.encode()) for one in lines)
+    assert made["bytes_per_token"] == made["bytes"] / made["tokens"]
+    assert made["tokenizer_digest"] == encoder.digest == ShardSet(tmp_path / "out" / "train").index["tokenizer"]
+
+
+def test_a_limit_takes_exactly_so_many_distinct_rows(run: Run, tmp_path: Path, tok: Path) -> None:
+    documents(tmp_path / "a.jsonl", 100)
+    assert shard(run, tok, "a.jsonl", "--out", "a", "--limit", "7")["documents"] == 7
+    assert shard(run, tok, "a.jsonl", "--out", "b", "--limit", "7", "--rounds", "3")["documents"] == 21
+    head = shard(run, tok, "a.jsonl", "--out", "c", "--limit", "7", "--sample", "head")
+    rows = ShardSet(tmp_path / "c" / "train")
+    assert head["documents"] == 7
+    assert [Encoder(tok).decode(rows.row(number)[0].tolist()) for number in range(7)] == texts(100)[:7]
+    assert run("data", "shard", "a.jsonl", "--tokenizer", tok, "--out", "d", "--limit", "0").code == 2
+
+
+def test_too_many_bad_rows_leave_no_set_but_what_was_made_is_used_again(run: Run, tmp_path: Path, tok: Path) -> None:
+    write(tmp_path / "a.jsonl", [*({"text": one} for one in texts(50)), b"{"])
+    done = run("data", "shard", "a.jsonl", "--tokenizer", tok, "--out", "out", "--json")
+    assert done.code == 1 and "a.jsonl: 1 of 51 rows are bad" in done.err and "a.jsonl:51" in done.err
+    assert done.json["rows"]["rejected"] and "error" in done.json
+    assert run("data", "inspect", "out").code == 2
+    assert [json.loads(line)["line"] for line in Path(done.json["quarantine"]).read_bytes().splitlines()] == [51]
+    again = run("data", "shard", "a.jsonl", "--tokenizer", tok, "--out", "out", "--json", "--max-rejected", "0.02")
+    assert (again.code, again.json["encoded_blocks"], again.json["documents"]) == (0, 0, 50)
+    assert "error" not in again.json
+
+
+def test_shards_are_never_written_over_something_else(run: Run, tmp_path: Path, tok: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    documents(folder / "a.jsonl", 5)
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "artifact" / "run" / "blocks").mkdir(parents=True)
+    (tmp_path / "artifact" / "manifest.json").write_text("{}")
+    for out, files in (("data", "data/a.jsonl"), ("file", "data"), ("artifact", "data"), ("data/out", "data")):
+        done = run("data", "shard", files, "--tokenizer", tok, "--out", out)
+        assert done.code == 2 and "--out" in done.err, out
+    assert run("data", "shard", "data", "--tokenizer", "nowhere", "--out", "new").code == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["artifact", "data", "file"]
+    assert [path.name for path in folder.iterdir()] == ["a.jsonl"]
+    (tmp_path / "new").mkdir()
+    assert run("data", "shard", "data", "--tokenizer", tok, "--out", "new").code == 0
+
+
+def test_a_second_writer_waits_for_the_first(run: Run, tmp_path: Path, tok: Path) -> None:
+    documents(tmp_path / "a.jsonl", 5)
+    shard(run, tok, "a.jsonl", "--out", "out")
+    lock = filelock.FileLock("out/run/lock")
+    lock.acquire()
+    waited = []
+
+    def waiting() -> None:
+        waited.append(lock.is_locked)
+        lock.release()
+
+    options: dict[str, Any] = {"kind": "documents", "block_bytes": 4096, "pool": Here(), "waiting": waiting}
+    made = data_reports.shard(["a.jsonl"], tok, Path("out"), Reading(heldout_fraction=0), **options)
+    assert (waited, made["documents"]) == ([True], 5)
+
+
+def test_records_are_shown_with_their_ids_mask_and_text(
+    run: Run, tmp_path: Path, tok: Path, talks: list[dict[str, Any]]
+) -> None:
+    shown = run("data", "inspect", "out", "--records", "--rows", "12", "--json").json["records"]
+    for record, talk in zip(shown, talks, strict=True):
+        messages = tuple(Message(**turn) for turn in talk["messages"])
+        assert (record["ids"], record["live"]) == encode_chat(Encoder(tok), messages)
+        user, assistant = (message.content for message in messages)
+        assert "".join(record["pieces"]) == f"<|bos|><|user|>{user}<|end|><|assistant|>{assistant}<|end|>"
+        live = [piece for piece, alive in zip(record["pieces"], record["live"], strict=True) if alive]
+        assert "".join(live) == assistant + "<|end|>"
+
+
+def test_every_learnt_token_is_underlined_once_in_the_packed_rows(
+    run: Run, tmp_path: Path, tok: Path, talks: list[dict[str, Any]]
+) -> None:
+    done = run("data", "inspect", "out", "--rows", "1000", "--row-length", "48", "--json")
+    rows = done.json["rows"]
+    encoder, found = Encoder(tok), ShardSet(tmp_path / "out" / "train")
+    learnt = sum((found.row(number)[1] != 0).sum() for number in range(len(found)))
+    assert sum(sum(row["live"]) for row in rows) == learnt
+    assert all(len({len(row[key]) for key in ("ids", "live", "segments", "pieces")}) == 1 for row in rows)
+    assert max(max(row["segments"]) for row in rows) > 0
+    assert not any(encoder.pad_id in row["ids"] for row in rows)
+    out = run("data", "inspect", "out", "--rows", "1000", "--row-length", "48").out
+    pieces = [escaped(piece) for row in rows for piece, live in zip(row["pieces"], row["live"], strict=True) if live]
+    assert sum(line.count("^") for line in out.splitlines() if not line.strip(" ^")) == sum(map(cell_len, pieces))
+    assert "-- record 1 of the row" in out
+
+
+def test_documents_go_on_in_the_next_row(run: Run, tmp_path: Path, tok: Path) -> None:
+    documents(tmp_path / "a.jsonl", 10)
+    shard(run, tok, "a.jsonl", "--out", "docs")
+    rows = run("data", "inspect", "docs", "--rows", "1000", "--row-length", "32", "--json").json["rows"]
+    stream = ShardSet(tmp_path / "docs" / "train")
+    assert sum(sum(row["live"]) for row in rows) == stream.tokens - len(stream)
+    ids = [number for row in rows for number, live in zip(row["ids"], row["live"], strict=True) if live]
+    firsts = set(stream.starts.tolist())
+    assert ids == [number for place, number in enumerate(stream.stream(0, stream.tokens).tolist()) if place not in firsts]
+    first, again = (run("data", "inspect", "docs", "--rows", "4", "--seed", "3", "--json").json for _ in range(2))
+    assert first == again
+
+
+@pytest.mark.parametrize("arguments", [("inspect", "out", "--records"), ("inspect", "out", "--records", "--json")])
+def test_control_characters_of_the_data_do_not_reach_the_terminal(
+    run: Run, tmp_path: Path, talks: list[dict[str, Any]], arguments: tuple[str, ...]
+) -> None:
+    out = run("data", *arguments).out
+    assert not set(out) & set("\x1b\x07\x9b\u202e")
+    if "--json" in arguments:
+        assert ESCAPES in "".join(json.loads(out)["records"][0]["pieces"])
+    else:
+        assert all(shown in out for shown in ("\\x1b[31mred", "\\x07bell", "\\x9b1m", "\\u202e"))
+
+
+def test_what_is_said_of_bad_rows_is_escaped_too(run: Run, tmp_path: Path, tok: Path) -> None:
+    write(tmp_path / "a.jsonl", [{ESCAPES: 1}, {"messages": [{"role": ESCAPES, "content": "a"}]}, ESCAPES.encode()])
+    (tmp_path / ESCAPES).write_bytes((tmp_path / "a.jsonl").read_bytes())
+    for more in ((), ("--json",), ("--kind", "chats"), (ESCAPES,), ("--json", ESCAPES)):
+        done = run("data", "validate", "a.jsonl", *more)
+        assert done.code == 1 and not set(done.out + done.err) & set("\x1b\x07\x9b\u202e")
+    done = run("data", "shard", "a.jsonl", "--kind", "documents", "--tokenizer", tok, "--out", "out")
+    assert done.code == 1 and "1b[31mred" in done.err and not set(done.out + done.err) & set("\x1b\x07\x9b\u202e")
+
+
+def test_the_tokenizer_is_found_by_its_digest_and_another_is_refused(
+    run: Run, tmp_path: Path, tok: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    documents(tmp_path / "a.jsonl", 5)
+    for name, words in (("mine", texts(50)), ("other", texts(30, 9))):
+        tokenizer.save(tokenizer.train(words, 330), tmp_path / name)
+    shard(run, tmp_path / "mine", "a.jsonl", "--out", "out")
+    assert run("data", "inspect", "out/train").code == 0
+    refused = run("data", "inspect", "out", "--tokenizer", "other")
+    assert refused.code == 1 and Encoder(tmp_path / "other").digest[:12] in refused.err
+    (tmp_path / "mine").rename(tmp_path / "moved")
+    assert run("data", "inspect", "out").code == 2
+    assert run("data", "inspect", "out", "--tokenizer", "moved").code == 0
+    store = ArtifactStore(tmp_path / "home")
+    for key, name in enumerate(("moved", "other")):
+        store.publish("tokenizer", str(key) * 64, tmp_path / name, {"result": {}})
+    found = run("data", "inspect", "out", "--json").json["tokenizer"]
+    assert found == str(store.path("tokenizer", "0" * 64))
+
+
+def test_pieces_join_to_the_text_whatever_token_they_begin_with(tok: Path) -> None:
+    encoder = Encoder(tok)
+    pieces, reference = inspect.TokenDecoder(encoder), open_tokenizer(tok / "tokenizer.json")
+    rng = random.Random(1)
+    for line in texts(20):
+        assert "".join(pieces(encoder.encode([line])[0])) == line
+    for _ in range(200):
+        ids = [rng.randrange(len(encoder)) for _ in range(20)]
+        found = pieces(ids)
+        assert len(found) == 20
+        assert "".join(found) == reference.decode(ids, skip_special_tokens=False)

@@ -1,0 +1,266 @@
+"""Files that are cut, damaged, unreadable or bombs are refused by name, in bounded memory, whatever their names."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from support.hostile_rows import BOM, FIRST, LAST, MARK, READING, Outcome, bad, build, outcome
+from support.packed_files import gzip_bomb, zstd_bomb
+
+from ttrain.core.sandbox import Sandbox
+from ttrain.data import parquet
+from ttrain.data.blocks import BlockRecipe
+from ttrain.data.sharding import Here
+from ttrain.data.validate import validate
+from ttrain.errors import DataError
+
+# --- whole files
+
+
+def zstd(data: bytes) -> bytes:
+    packed: bytes = pa.compress(data, codec="zstd", asbytes=True)
+    return packed
+
+
+GOOD_FILE = FIRST + b"\n" + LAST + b"\n"
+LARGE = b"".join(b'{"text": "%d"}\n' % (n * n) for n in range(20_000))
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "expected"),
+    [
+        ("packed.jsonl", gzip.compress(GOOD_FILE), {"kept": 2}),
+        ("plain.jsonl.gz", GOOD_FILE, {"kept": 2}),
+        ("zstd.jsonl.gz", zstd(GOOD_FILE), {"kept": 2}),
+        ("members.jsonl.gz", gzip.compress(FIRST[:9]) + gzip.compress(FIRST[9:] + b"\n" + LAST), {"kept": 2}),
+        ("frames.jsonl.zst", zstd(FIRST + b"\n") + zstd(b"") + zstd(LAST), {"kept": 2}),
+        (
+            "marks.jsonl.gz",
+            gzip.compress(BOM + FIRST + b"\n") + gzip.compress(BOM + LAST + b"\n"),
+            bad(MARK, kept=1),
+        ),
+        ("empty.jsonl.gz", gzip.compress(b""), {}),
+        ("nothing.jsonl.gz", b"", {}),
+        ("文件 名 (1) #%20*[a].jsonl", GOOD_FILE, {"kept": 2}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_a_file_holds_counts_and_not_its_name(
+    tmp_path: Path, recipes: dict[str, BlockRecipe], name: str, data: bytes, expected: Outcome
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(data)
+    assert outcome(path, recipes["documents"])[0] == expected
+
+
+class Shrinking(Here):
+    """Cuts the file after its blocks are known and before they are read."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def map(self, function: Callable[..., Any], tasks: Iterator[tuple[Any, ...]]) -> Iterator[Any]:  # type: ignore[override]
+        for task in tasks:
+            os.truncate(self._path, 100_000)
+            yield function(*task)
+
+
+def make_parquet(path: Path) -> None:
+    pq.write_table(pa.table({"text": [str(n) for n in range(5000)]}), path)
+    path.write_bytes(path.read_bytes()[:-200])
+
+
+REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "gzip, cut": (lambda path: path.write_bytes(gzip.compress(LARGE)[:-3000]), "is truncated"),
+    "zstd, a window of 2 GiB": (lambda path: path.write_bytes(b"\x28\xb5\x2f\xfd\0\xa8\x01\0\0"), "without --long"),
+    "parquet, cut": (make_parquet, "is truncated or corrupt"),
+    "UTF-16": (lambda path: path.write_bytes(GOOD_FILE.decode().encode("utf-16")), "is UTF-16"),
+    "a JSON array, cut": (lambda path: path.write_bytes(b"[" + FIRST + b", " + LAST), "is truncated"),
+    "a pipe": (os.mkfifo, "cannot read"),
+    "a folder": (Path.mkdir, "cannot read"),
+    "missing": (lambda path: None, "cannot read"),
+}  # fmt: skip
+if Path("/proc/self/mem").exists():  # a file whose bytes cannot be read, as on a broken disk
+    REFUSED["an error of the disk"] = (lambda path: path.symlink_to("/proc/self/mem"), "cannot read")
+
+
+@pytest.mark.parametrize(("make", "says"), REFUSED.values(), ids=REFUSED.keys())
+def test_a_file_that_cannot_be_read_whole_is_one_error_with_its_name_and_leaves_no_shards(
+    tmp_path: Path, recipes: dict[str, BlockRecipe], make: Callable[[Path], object], says: str
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    make(path)
+    for kind, recipe in recipes.items():
+        with pytest.raises(DataError, match=says) as raised:
+            build(path, recipe)
+        assert str(path) in str(raised.value)
+        assert not list(tmp_path.glob("shards-*/*/index.json"))
+        (report,) = validate([str(path)], READING, pool=Here(), kind=kind)
+        assert report.error == str(raised.value)
+
+
+@contextmanager
+def as_nobody() -> Iterator[None]:
+    """Root may read everything, so that a test of permissions has to be somebody else."""
+    is_root = os.geteuid() == 0
+    if is_root:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if is_root:
+            os.seteuid(0)
+
+
+def test_a_file_that_may_not_be_read_is_named(tmp_path: Path, recipes: dict[str, BlockRecipe]) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(GOOD_FILE)
+    path.chmod(0)
+    with as_nobody(), pytest.raises(DataError, match=r"cannot read .*Permission denied") as raised:
+        build(path, recipes["documents"])
+    assert str(path) in str(raised.value)
+
+
+def test_a_file_that_becomes_shorter_while_it_is_read_is_an_error_and_not_fewer_rows(
+    tmp_path: Path, recipes: dict[str, BlockRecipe]
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(LARGE)
+    with pytest.raises(DataError, match="shorter while it was read") as raised:
+        build(path, recipes["documents"], 1 << 16, Shrinking(path))
+    assert str(path) in str(raised.value)
+
+
+def test_what_is_appended_while_a_file_is_read_is_left_for_the_next_time(
+    tmp_path: Path, recipes: dict[str, BlockRecipe]
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(LARGE)
+
+    class Growing(Here):
+        def map(self, function: Callable[..., Any], tasks: Iterator[tuple[Any, ...]]) -> Iterator[Any]:  # type: ignore[override]
+            for task in tasks:
+                with path.open("ab") as file:
+                    file.write(GOOD_FILE)
+                yield function(*task)
+
+    built, _ = build(path, recipes["documents"], 1 << 16, Growing())
+    assert built.tallies["train"].to_json() == {"rows": 20_000, "kept": 20_000, "skipped": {}, "rejected": {}}
+
+
+LIST = pa.ListArray.from_arrays(pa.array([0, 20_000_000], pa.int32()), pa.nulls(20_000_000))
+INDEXES = pa.Array.from_buffers(pa.int32(), 100_000, [None, pa.py_buffer(bytes(400_000))])
+BOMBS = {
+    "a list of nulls in one row": (LIST, "unpacks to"),
+    "one long text": (pa.array(["a" * 100_000_000]), "unpacks to"),
+    "a text in all rows": (
+        pa.DictionaryArray.from_arrays(INDEXES, ["a" * 10_000]), r"unpacks to more than 100 times .* 1 MiB, at its row"
+    ),
+    "many short rows": (pa.DictionaryArray.from_arrays(INDEXES, ["a"]), r"unpacks to more than 100 times .* 1 MiB"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("column", "reason"), BOMBS.values(), ids=BOMBS)
+def test_a_small_parquet_file_that_unpacks_to_gigabytes_is_refused_and_the_process_lives(
+    column: Any, reason: str, tmp_path: Path, recipes: dict[str, BlockRecipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "bomb.parquet"
+    pq.write_table(pa.table({"text": column}), path, compression="zstd", write_statistics=False)
+    assert path.stat().st_size < 20_000
+    small = Sandbox(parquet.answer, seconds=5, seconds_per_result=5, memory_bytes=512 << 20, preloaded=("pyarrow.parquet",))
+    monkeypatch.setattr(parquet, "OUTPUT_BYTES", 1 << 20)
+    with contextlib.closing(small):
+        monkeypatch.setattr(parquet, "SANDBOX", small)
+        with pytest.raises(DataError, match=rf"bomb.parquet {reason}.*; fetch it again, or write it as JSON Lines"):
+            build(path, recipes["documents"])
+
+
+def test_rows_of_parquet_are_numbered_through_empty_groups(tmp_path: Path, recipes: dict[str, BlockRecipe]) -> None:
+    path, table = tmp_path / "rows.parquet", pa.table({"text": ["a", None]})
+    with pq.ParquetWriter(path, table.schema) as writer:
+        for part in (table.slice(0, 0), table, table.slice(0, 0), table.slice(0, 0), table):
+            writer.write_table(part)
+    rejected = {"'text' is null, not text": 2}
+    for block_bytes in (1, 1 << 20):
+        found = outcome(path, recipes["documents"], block_bytes)
+        assert found == ({"kept": 1, "skipped": {"duplicate": 1}, "rejected": rejected}, [2, 4])
+
+
+# --- memory
+
+# The peak is read from /proc where there is one: what getrusage says begins with that of the process that started this one.
+MEASURED = """
+import re, resource, sys
+from pathlib import Path
+from ttrain.config import Reading
+from ttrain.data import sharding
+from ttrain.data.assembly import DataFile
+from ttrain.data.sharding import Here
+from ttrain.stages.shards import recipe_of
+status, reading = Path("/proc/self/status"), Reading(heldout_fraction=0.0)
+recipe = recipe_of(reading, Path(sys.argv[1]), "documents")
+for path in sys.argv[2:]:
+    files = {"train": [DataFile(path, path)]}
+    built = sharding.build(Path(path + ".shards"), files, recipe, reading, block_bytes=16 << 20, pool=Here())
+    tally = built.tallies["train"]
+    if status.exists():
+        kib = int(re.search(r"VmHWM:\\s+(\\d+)", status.read_text())[1])
+    else:
+        kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+    print(tally.kept, tally.rejected.total(), kib // 1024)
+"""
+
+
+def measured(recipe: BlockRecipe, paths: Sequence[Path]) -> list[tuple[int, int, int]]:
+    """(kept, rejected, MiB at most in use until then) after each file, by a process of its own with the default limits."""
+    command = [sys.executable, "-c", MEASURED, recipe.tokenizer, *map(str, paths)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [map(int, line.split()) for line in done.stdout.splitlines()]
+    return [(kept, rejected, peak) for kept, rejected, peak in found]
+
+
+def check_zeros(directory: Path, recipe: BlockRecipe, mebibytes: int) -> None:
+    """350 MiB: 140 for the libraries, twice the 32 MiB of `reading.max_line_bytes`, and pieces."""
+    (directory / "blank").write_bytes(b"\n" * 1_000_000 + FIRST)
+    (directory / "zeros.gz").write_bytes(gzip_bomb(mebibytes))
+    (directory / "zeros.zst").write_bytes(zstd_bomb(mebibytes))
+    with (directory / "sparse").open("wb") as file:
+        file.truncate(mebibytes << 20)
+    found = measured(recipe, [directory / name for name in ("blank", "zeros.gz", "zeros.zst", "sparse")])
+    assert [counts[:2] for counts in found] == [(1, 0), (0, 1), (0, 1), (0, 1)]
+    assert max(peak for *_, peak in found) < 350
+
+
+def test_a_line_without_end_costs_the_memory_of_the_longest_that_is_allowed(
+    tmp_path: Path, recipes: dict[str, BlockRecipe]
+) -> None:
+    check_zeros(tmp_path, recipes["documents"], 300)
+
+
+@pytest.mark.long
+@pytest.mark.soak
+def test_a_line_of_four_gibibytes_costs_no_more(tmp_path: Path, recipes: dict[str, BlockRecipe]) -> None:
+    check_zeros(tmp_path, recipes["documents"], 4096)
+
+
+@pytest.mark.soak
+def test_a_document_of_20_mb_costs_what_is_said_of_it(tmp_path: Path, recipes: dict[str, BlockRecipe]) -> None:
+    """Of words 24 bytes a byte, of letters without a boundary, which the encoder merges as one word, at most 64."""
+    (tmp_path / "words").write_bytes(b'{"text": "' + b"words of a line " * (20_000_000 // 16) + b'"}\n' + LAST)
+    (tmp_path / "letters").write_bytes(b'{"text": "' + b"letters" * (20_000_000 // 7) + b'"}\n' + LAST)
+    words, letters = measured(recipes["documents"], [tmp_path / "words", tmp_path / "letters"])
+    assert words[:2] == letters[:2] == (2, 0)
+    assert words[2] < 200 + 24 * 20
+    assert letters[2] < 200 + 64 * 20

@@ -1,0 +1,163 @@
+"""Answers to files of prompts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.chat_models import SHORT, chat_with
+from support.tiny_models import reference
+
+from ttrain.cli.main import main
+from ttrain.data.chat_templates import Message
+from ttrain.errors import DataError
+from ttrain.inference import batch
+from ttrain.inference.loading import LoadedModel
+from ttrain.inference.sampling import Sampling
+
+# --- files of prompts ---------------------------------------------------------------------------------------------------
+
+
+def write_prompts(path: Path, count: int = 40) -> Path:
+    path.write_text(
+        "".join(json.dumps({"prompt": "why " * (number * 7 % 12 + 1), "id": number}) + "\n" for number in range(count))
+    )
+    return path
+
+
+def test_answers_stand_in_the_order_of_their_prompts_and_are_those_of_one_alone(one: LoadedModel, tmp_path: Path) -> None:
+    rows = batch.read(write_prompts(tmp_path / "p.jsonl", 24), raw=False)
+    warm = Sampling(max_tokens=8, temperature=1.0)
+    tally = batch.AnswerCounts()
+    found = [row for window in batch.answers(one, rows, warm, batch_size=5, tally=tally) for row in window]
+    assert [row["id"] for row in found] == list(range(24))
+    assert tally.answers == 24
+    assert tally.stops.total() == 24
+    alone = [row for window in batch.answers(one, rows, warm, batch_size=1, tally=batch.AnswerCounts()) for row in window]
+    assert found == alone
+    chat = chat_with(one, sampling=warm)
+    assert chat.ask("why ").text == found[0]["answer"]
+
+
+def test_a_long_prompt_neither_cuts_the_others_nor_ends_the_run(one: LoadedModel, tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    texts = ["w", "x" * 110, "y", "z" * 300]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    settings = Sampling(max_tokens=40)
+    rows = batch.read(path, raw=False)
+    ((first, second, third, fourth),) = batch.answers(one, rows, settings, batch_size=4, tally=batch.AnswerCounts())
+    assert second["tokens"] <= 128 - 111
+    assert (fourth["answer"], fourth["stop"]) == (None, "too long")
+    alone = next(batch.answers(one, rows[:1], settings, batch_size=1, tally=batch.AnswerCounts()))
+    assert [first] == alone
+    assert first["tokens"] > 128 - 111
+    assert third["stop"] != "too long"
+
+
+def test_an_answering_that_was_cut_goes_on_where_it_was(one: LoadedModel, tmp_path: Path) -> None:
+    rows = batch.read(write_prompts(tmp_path / "p.jsonl"), raw=False)
+    whole, cut = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
+    made: list[int] = []
+
+    def make(start: int, stop_after: int = 99) -> Iterator[list[dict[str, Any]]]:
+        windows = batch.answers(one, rows[start:], SHORT, batch_size=1, tally=batch.AnswerCounts())
+        for number, window in enumerate(windows):
+            if number == stop_after:
+                raise KeyboardInterrupt
+            made.append(len(window))
+            yield window
+
+    assert batch.write_answers(whole, {"model": 1}, make) == 0
+    with pytest.raises(KeyboardInterrupt):
+        batch.write_answers(cut, {"model": 1}, lambda start: make(start, 2))
+    assert not cut.exists()
+    partial = cut.with_name("cut.jsonl.partial")
+    with partial.open("ab") as file:
+        file.write(b'{"half": ')
+    made.clear()
+    assert batch.write_answers(cut, {"model": 1}, make) == 32
+    assert sum(made) == 8
+    assert cut.read_bytes() == whole.read_bytes()
+    assert not partial.exists()
+    with pytest.raises(KeyboardInterrupt):
+        batch.write_answers(cut, {"model": 1}, lambda start: make(start, 1))
+    assert batch.write_answers(cut, {"model": 2}, make) == 0  # another model begins anew
+
+
+def test_every_shape_of_a_prompt_is_read(one: LoadedModel, tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    rows: list[dict[str, Any]] = [
+        {"prompt": "Q"},
+        {"text": "Once"},
+        {"messages": [{"role": "user", "content": "Q"}]},
+        {"messages": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]},
+        {"conversations": [{"from": "system", "value": "S"}, {"from": "human", "value": "Q"}]},
+        {"instruction": "Q", "input": "I", "output": ""},
+        {"prompt": [{"role": "user", "content": "Q"}]},
+        {"prompt": [{"role": "user", "content": "Q"}], "completion": "C"},
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    read = batch.read(path, raw=False, system="Be brief.")
+    brief, question = Message("system", "Be brief."), Message("user", "Q")
+    assert [prompt.messages for prompt in read] == [
+        (brief, question), (), (brief, question), (brief, question), (Message("system", "S"), question),
+        (brief, Message("user", "Q\n\nI")), (brief, question), (brief, question),
+    ]  # fmt: skip
+    assert [prompt.reference for prompt in read] == [None, None, None, "A", None, None, None, "C"]
+    assert read[1].text == "Once"
+    plain = tmp_path / "p.txt"
+    plain.write_text('Who?\n\n{"prompt": 1}\r\n')
+    assert [prompt.record["prompt"] for prompt in batch.read(plain, raw=False)] == ["Who?", '{"prompt": 1}']
+    assert batch.read(plain, raw=True)[0].text == "Who?"
+
+
+def test_a_mark_at_the_beginning_is_no_part_of_the_first_prompt(tmp_path: Path) -> None:
+    """Which editors on Windows write."""
+    for name, text in (("p.txt", "你好\n"), ("p.jsonl", '{"prompt": "你好"}\n')):
+        (tmp_path / name).write_text(text, encoding="utf-8-sig")
+        assert batch.read(tmp_path / name, raw=True)[0].text == "你好"
+
+
+NO_PROMPTS = (
+    "{",
+    "[1]",
+    '{"question": "Q"}',
+    '{"messages": []}',
+    '{"messages": [{"role": "x"}]}',
+    '{"text": "Q", "answer": "42"}',
+)
+
+
+@pytest.mark.parametrize("line", NO_PROMPTS)
+def test_a_line_that_is_no_prompt_is_named(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "Q"}\n' + line)
+    with pytest.raises(DataError, match=r"p\.jsonl:2: "):
+        batch.read(path, raw=False)
+
+
+@pytest.mark.usefixtures("exits")
+def test_the_command_writes_answers_and_a_summary(
+    directory: Path, one: LoadedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, out = write_prompts(tmp_path / "p.jsonl", 5), tmp_path / "out.jsonl"
+    arguments = ["generate", str(path), "--model", str(directory), "--device", "cpu", "--max-tokens", "6", "--out", str(out)]
+    with pytest.raises(SystemExit, match="0"):
+        main([*arguments, "--json"])
+    summary = json.loads(capsys.readouterr().out)
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert (summary["prompts"], summary["answers"], summary["tokens"]) == (5, 5, sum(row["tokens"] for row in rows))
+    assert [row["answer"] for row in rows] == [chat_with(one).ask(row["prompt"]).text for row in rows]
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    assert "--force" in capsys.readouterr().err
+    known = batch.identity(reference(directory))
+    assert known[0] == reference(directory).base_digest
+    shutil.copytree(directory, tmp_path / "other")
+    with (tmp_path / "other" / "chat_template.jinja").open("a") as template:
+        template.write(" ")
+    assert batch.identity(reference(tmp_path / "other")) != known

@@ -1,0 +1,60 @@
+"""Files, chats and counts for the data commands."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "東京", "is", "far", "Grüße", "from", "🙂", "def", "return")
+ESCAPES = "\x1b[31mred\x1b[0m \x07bell \x9b1m c1 \u202eright"
+
+
+@dataclass
+class Result:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+Run = Callable[..., Result]
+
+
+def text(rng: random.Random, words: int) -> str:
+    return " ".join(rng.choice(WORDS) for _ in range(words))
+
+
+def texts(count: int, seed: int = 0) -> list[str]:
+    rng = random.Random(seed)
+    return [f"{seed}.{number} {text(rng, rng.randint(3, 40))}" for number in range(count)]
+
+
+def write(path: Path, rows: Sequence[Any], *, end: bytes = b"\n") -> Path:
+    lines = [row if isinstance(row, bytes) else json.dumps(row, ensure_ascii=False).encode() for row in rows]
+    path.write_bytes(b"".join(line + end for line in lines))
+    return path
+
+
+def documents(path: Path, count: int, seed: int = 0) -> Path:
+    return write(path, [{"text": one} for one in texts(count, seed)])
+
+
+def chat(question: str, answer: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+def shard(run: Run, tok: Path, *arguments: str | Path, code: int = 0) -> Any:
+    done = run("data", "shard", *arguments, "--tokenizer", tok, "--json", "--block-bytes", "4096")
+    assert done.code == code, done.err
+    return done.json
+
+
+def train(run: Run, *arguments: str | Path) -> Result:
+    return run("tokenizer", "train", *arguments, "--vocab-size", "330", "--json")

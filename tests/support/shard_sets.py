@@ -1,0 +1,54 @@
+"""Make small sets of shards, and read them back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from support.doubles import documents
+
+from ttrain.config import Reading
+from ttrain.core.hashing import sha256_file
+from ttrain.data import sharding
+from ttrain.data.assembly import DataFile, ShardSetResult
+from ttrain.data.blocks import BlockRecipe
+from ttrain.data.sharding import Here
+
+ALL = Reading(heldout_fraction=0.0)
+BLOCK = 4096
+
+
+def write_lines(path: Path, rows: Sequence[Any]) -> Path:
+    lines = (row if isinstance(row, bytes) else json.dumps(row, ensure_ascii=False).encode() for row in rows)
+    path.write_bytes(b"".join(line + b"\n" for line in lines))
+    return path
+
+
+def rows_of(count: int, seed: int = 0) -> list[dict[str, Any]]:
+    return [{"text": f"{seed}.{n} {text}"} for n, text in enumerate(documents(count, seed))]
+
+
+def build(
+    output: Path,
+    files: Sequence[Path],
+    recipe: BlockRecipe,
+    reading: Reading = ALL,
+    *,
+    heldout: Sequence[Path] = (),
+    **more: Any,
+) -> ShardSetResult:
+    recipe = replace(recipe, heldout_fraction=reading.heldout_fraction, seed=reading.seed)
+    roles = {"train": files, **({"heldout": heldout} if heldout else {})}
+    given = {role: [DataFile(str(path), path.name) for path in paths] for role, paths in roles.items()}
+    return sharding.build(output, given, recipe, reading, **{"block_bytes": BLOCK, "pool": Here(), **more})
+
+
+def digests(output: Path) -> dict[str, str]:
+    found = {}
+    for part in ("train", "heldout"):
+        for path in sorted((output / part).iterdir()):
+            found[f"{part}/{path.name}"] = sha256_file(path)
+    return found

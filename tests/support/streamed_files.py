@@ -1,0 +1,34 @@
+"""Write files and read them back through `streams`."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from pyarrow import parquet as pq
+
+from ttrain.data import streams
+
+TEXT = b"".join(b'{"text":"%d"}\n' % (n * n) for n in range(110_000))  # 2.4 MB, three pieces
+SMALL = b"".join(b'{"text":"%d"}\n' % n for n in range(12))
+
+
+def written(directory: Path, data: bytes, name: str = "rows.jsonl") -> Path:
+    path = directory / name
+    path.write_bytes(data)
+    return path
+
+
+def read(location: str | Path, start: int = 0) -> bytes:
+    return b"".join(streams.chunks(str(location), start))
+
+
+def table_bytes(table: pa.Table, **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    pq.write_table(table, buffer, **options)
+    return buffer.getvalue()
+
+
+TABLE = pa.table({"text": [f"row {n}" for n in range(2500)], "n": list(range(2500))})
