@@ -98,7 +98,7 @@ def hub(tmp_path: Path) -> Iterator[str]:
     Hub.files["model.safetensors"] = b"weights"
     Hub.asked, Hub.created, Hub.uploaded = [], [], {}
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
     server.server_close()
