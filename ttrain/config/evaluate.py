@@ -14,7 +14,9 @@ from ttrain.config.training import TRAINING_STAGES, Optim, TaskConfig
 Names = Annotated[tuple[Location, ...], BeforeValidator(as_tuple)]
 
 
-@with_fields({row.model: (Names, ()) for row in TRAINING_STAGES.values()})
+@with_fields(
+    {row.model: (Names, Field((), description=f"suites of the {row.model} model")) for row in TRAINING_STAGES.values()}
+)
 class Suites(Section):
     """Suites of tasks for each model of a pipeline, by the names of those that ship with ttrain or as YAML files.
 
@@ -38,11 +40,13 @@ class Evaluate(Section):
     row_length: int = Field(256, ge=8, description="tokens that the model sees at once")
     stride: int = Field(128, ge=1, description="each window scores its last `stride` tokens, so that all have context")
     max_bytes: int = Field(1_000_000, ge=1000, description="held-out text that is scored, in UTF-8 bytes")
-    max_chats: int = Field(500, ge=1)
+    max_chats: int = Field(500, ge=1, description="held-out chats that are scored")
     new_tokens: int = Field(48, ge=0, description="length of a sample; 0: no samples")
-    documents: tuple[str, ...] = ("Return the", "The first argument")
-    chats: tuple[str, ...] = ("What does `textwrap.dedent` do?", "Hello! Who are you?")
-    seed: int = Field(1, ge=0, lt=2**32)
+    documents: tuple[str, ...] = Field(("Return the", "The first argument"), description="beginnings that samples continue")
+    chats: tuple[str, ...] = Field(
+        ("What does `textwrap.dedent` do?", "Hello! Who are you?"), description="questions that samples answer"
+    )
+    seed: int = Field(1, ge=0, lt=2**32, description="of the resampling behind the intervals")
     suites: Suites = Suites()
     overlapping: Literal["report", "leave_out"] = Field(
         "report", description="suites' items that shards.decontaminate found in training documents: figures apart, or none"

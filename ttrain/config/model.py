@@ -60,19 +60,19 @@ class Model(Section):
         None, exclude=True, description="sizes by name, see `ttrain models size`; settings beside win"
     )
     kind: str = Field("llama", description="llama, qwen3, moyun, tinyseek, or the model_type of any causal architecture")
-    hidden_size: int = Field(128, ge=8)
-    layers: int = Field(4, ge=1)
-    heads: int = Field(2, ge=1)
+    hidden_size: int = Field(128, ge=8, description="width of the hidden states")
+    layers: int = Field(4, ge=1, description="transformer blocks")
+    heads: int = Field(2, ge=1, description="attention heads of a layer")
     kv_heads: int | None = Field(None, ge=1, description="grouped-query attention; empty: as many as `heads`")
     intermediate_size: int | None = Field(None, ge=8, description="empty: 8/3 of hidden_size, rounded up to 32")
     max_length: int = Field(1024, ge=16, description="positions the model accepts, in tokens")
-    tie_embeddings: bool = True
-    rope_theta: float = Field(10_000.0, gt=0)
+    tie_embeddings: bool = Field(True, description="output layer and embeddings share their weights")
+    rope_theta: float = Field(10_000.0, gt=0, description="base of the rotary positions")
     rope_type: Literal["default", "linear", "dynamic", "yarn", "llama3"] = Field(
         "default", description="how positions beyond the trained ones are scaled"
     )
     rope_factor: float = Field(1.0, ge=1, description="of `rope_type`: times as many positions")
-    init_std: float = Field(0.02, gt=0)
+    init_std: float = Field(0.02, gt=0, description="standard deviation of the first weights")
     scaled_residuals: bool = Field(
         False, description="initialise what writes into the residual stream with init_std / sqrt(2 * layers), as GPT-2 does"
     )

@@ -53,7 +53,7 @@ class Promotion(Section):
     )
     resamples: int = Field(2000, ge=0, description="of the bootstrap; 0: the figures alone decide")
     min_samples: int = Field(20, ge=2, description="held-out records below which the figures alone decide")
-    seed: int = Field(1, ge=0, lt=2**32)
+    seed: int = Field(1, ge=0, lt=2**32, description="of the paired resampling")
 
 
 class Notify(Section):
@@ -67,7 +67,7 @@ class Notify(Section):
     webhook_file: str | None = Field(
         None, description="file that holds this URL; for nights of a schedule, which keeps settings as they are shown"
     )
-    on: tuple[Event, ...] = ("failed", "promoted", "skipped")
+    on: tuple[Event, ...] = Field(("failed", "promoted", "skipped"), description="events that are told")
     timeout_seconds: float = Field(10.0, gt=0, description="for the program, and for the URL")
 
     @field_validator("webhook")

@@ -44,7 +44,7 @@ class StageRuntime(Section):
 class Runtime(Section):
     """How fast and where it runs. Nothing here changes a key."""
 
-    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    device: Literal["auto", "cpu", "cuda", "mps"] = Field("auto", description="auto: cuda, then mps, then cpu")
     devices: int = Field(1, ge=1, description="ranks of a training stage, and of the evaluation, on this machine")
     gpus: tuple[Annotated[int, Field(ge=0)], ...] = Field(
         (), description="which GPUs of this machine, by their numbers; empty: all that CUDA_VISIBLE_DEVICES leaves"
@@ -74,7 +74,7 @@ class Runtime(Section):
     gradient_checkpointing: bool = Field(
         False, description="keep only what goes into each layer, and compute it again for the gradient: a third slower"
     )
-    log_every_steps: int = Field(10, ge=1)
+    log_every_steps: int = Field(10, ge=1, description="steps between two points of the curves")
     quick_validations: int = Field(
         8, ge=0, description="while a stage trains, on a few held-out rows, where validate_every_steps is 0; 0: none"
     )
@@ -92,7 +92,7 @@ class Runtime(Section):
         None, min_length=1, description="the suite: a name or a YAML file; empty: what the stage itself holds out"
     )
     eval_limit: int = Field(32, ge=1, description="items of each of its tasks, which bounds the time")
-    checkpoint_every_steps: int = Field(100, ge=1)
+    checkpoint_every_steps: int = Field(100, ge=1, description="steps between two checkpoints")
     keep_checkpoints: int = Field(2, ge=1, description="the newest so many, beside the best one")
     keep_every_steps: int = Field(0, ge=0, description="checkpoints of these steps stay for good; 0: none")
     keep_steps: tuple[Annotated[int, Field(ge=1)], ...] = Field(
@@ -154,8 +154,8 @@ class TaskRuntime(Section):
 class Tracking(Section):
     """MLflow."""
 
-    enabled: bool = True
-    experiment: str = Field("ttrain", min_length=1)
+    enabled: bool = Field(True, description="false: nothing is sent to MLflow, nor looked up there")
+    experiment: str = Field("ttrain", min_length=1, description="MLflow's experiment")
 
 
 Auth = Literal["token", "off"]

@@ -18,7 +18,7 @@ class Optim(Section):
     lr: float = Field(4e-3, gt=0, description="peak learning rate; where kind=muon, of what AdamW trains")
     muon_lr: float = Field(0.02, gt=0, description="peak learning rate of Muon, where kind=muon")
     betas: tuple[Share, Share] = Field((0.9, 0.95), description="of AdamW and Adam: decay of the two means, a step")
-    eps: float = Field(1e-8, gt=0)
+    eps: float = Field(1e-8, gt=0, description="of AdamW, added to the denominator")
     weight_decay: float = Field(
         0.1, ge=0, description="on matrices only, never on norms, biases and embeddings; kind=adam adds it to the gradient"
     )
@@ -33,7 +33,9 @@ class Schedule(Section):
     `decay_rate` every `decay_steps` steps, however long the run. constant: no decay.
     """
 
-    kind: Literal["linear", "cosine", "constant", "minimind", "exponential", "wsd"] = "linear"
+    kind: Literal["linear", "cosine", "constant", "minimind", "exponential", "wsd"] = Field(
+        "linear", description="how the learning rate decays after the warm-up; wsd: constant, then a short decay"
+    )
     warmup_steps: int | None = Field(None, ge=0, description="empty: 10, but none where kind=minimind")
     hold_steps: int = Field(0, ge=0, description="steps at the peak after the warm-up, before any decay")
     decay_fraction: float = Field(
@@ -75,7 +77,7 @@ class Loop(Section):
     precision: Precision = Field(
         "auto", description="auto: bf16 where the chip has it, else fp16 on CUDA, else fp32; tf32: CUDA's short fp32 matmuls"
     )
-    seed: int = Field(1, ge=0, lt=2**32)
+    seed: int = Field(1, ge=0, lt=2**32, description="of weights, dropout and the order of rows")
     optim: Optim = Optim()
     schedule: Schedule = Schedule()
 
@@ -194,7 +196,7 @@ class Pretrain(Training):
     start_from: Location = Field(
         NONE, min_length=1, description="none, a Hugging Face directory, or owner/name[@revision] on the Hub"
     )
-    tokens: Count | None = Field(1_000_000, ge=1)
+    tokens: Count | None = Field(1_000_000, ge=1, description="budget in tokens; one of `tokens` and `epochs`")
     optim: Optim = Optim(kind="muon")
 
 
@@ -204,7 +206,7 @@ class Sft(Training):
     start_from: Location = Field(
         "pretrain", min_length=1, description="pretrain, none, a Hugging Face directory, or owner/name[@revision]"
     )
-    epochs: float | None = Field(1.0, gt=0)
+    epochs: float | None = Field(1.0, gt=0, description="budget in passes over the rows")
     optim: Optim = Optim(lr=1e-3, weight_decay=0.0)
 
 
@@ -218,8 +220,8 @@ class Lora(Training):
         "sft", min_length=1, description="sft, pretrain, none, a Hugging Face directory, or owner/name[@revision]"
     )
     kind: Literal["lora", "dora", "prefix"] = Field("lora", description="what is trained: see docs/adapters.md")
-    epochs: float | None = Field(2.0, gt=0)
-    tokens_per_step: Count = Field(2048, ge=1)
+    epochs: float | None = Field(2.0, gt=0, description="budget in passes over the rows")
+    tokens_per_step: Count = Field(2048, ge=1, description="tokens of one optimizer step, over all ranks")
     optim: Optim = Optim(lr=5e-3, weight_decay=0.0)
     rank: int = Field(16, ge=1, description="of lora and dora")
     alpha: float = Field(32.0, gt=0, description="of lora and dora; the adapter's output is scaled by alpha / rank")
