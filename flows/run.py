@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -224,22 +223,14 @@ def _print_summary(execution: PipelineRun, outcome: str, console: Console) -> No
 
 
 def _next_steps(execution: PipelineRun) -> list[str]:
-    model = execution.artifacts.get("sft")
-    lines = ["next:"]
-    if model:
-        lines.append(f"  the SFT model, for transformers: {_relative(model.path / 'model')}")
     if execution.pipeline == "nightly":  # the decision about its models comes after this
-        return [*lines, "  all champions and challengers: ttrain models list"]
+        return ["next:", "  all champions and challengers: ttrain models list"]
+    lines = ["next:"]
+    if execution.artifacts.get("sft"):
+        lines += ["  talk to the SFT model: ttrain chat", "  its files, for transformers: ttrain artifacts path sft"]
     lines += [
         "  curves, models and which run is better, in MLflow and Prefect: ttrain up --open",
         "  change one thing, rerun what it touches: ttrain pipeline run full sft.optim.lr=2e-4",
         "  your own text: ttrain pipeline run full data.pretrain=docs.jsonl data.sft=chats.jsonl data.lora=domain.jsonl",
     ]
     return lines
-
-
-def _relative(path: Path) -> str:
-    try:
-        return str(path.relative_to(Path.cwd()))
-    except ValueError:
-        return str(path)
