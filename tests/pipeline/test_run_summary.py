@@ -75,6 +75,13 @@ def test_the_settings_file_of_a_run_gives_the_same_settings(tmp_path: Path) -> N
     )
 
 
+def test_a_description_links_the_versions_that_the_run_registered() -> None:
+    text = run_summary.description(RUN, {}, {}, (), {"mine-sft": "3", "mine": "2"})
+    assert (
+        "Registered: [mine version 2](#/models/mine/versions/2), [mine-sft version 3](#/models/mine-sft/versions/3)." in text
+    )
+
+
 def test_a_description_begins_with_what_came_of_the_settings_that_count() -> None:
     changed = {"runtime.devices": 2, "name": "mine", "sft.optim.lr": 2e-4, **{f"model.z{i}": i for i in range(5)}}
     first, *rest = run_summary.description(RUN, changed, {"eval/bits_per_byte": 1.44659}).split("\n")

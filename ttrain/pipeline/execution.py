@@ -241,7 +241,8 @@ class PipelineRun(StopRequest):
 
     def description(self) -> str:
         """The run's settings and results so far, in markdown."""
-        return run_summary.description(self.record.snapshot(), self._changed, self.metrics(), self.evaluation_table())
+        run, table = self.record.snapshot(), self.evaluation_table()
+        return run_summary.description(run, self._changed, self.metrics(), table, self._models.versions)
 
     @contextlib.contextmanager
     def recorded(

@@ -38,6 +38,7 @@ class RunModels:
     ) -> None:
         self._settings, self._store, self._tracker, self._parent = settings, store, tracker, parent
         self._runs: dict[str, tracking.TrackedRun | tracking.NullRun] = {}  # tracked runs that registered a model, by stage
+        self.versions: dict[str, str] = {}  # that this run registered, by name
         self._opened_by_mlflow = set[str]()  # stages whose registered models MLflow can open
 
     def register(self, artifact: Artifact, run: tracking.TrackedRun | tracking.NullRun) -> str | None:
@@ -54,7 +55,15 @@ class RunModels:
         self._opened_by_mlflow |= {artifact.stage} if extra_files.is_whole else set()
         tags = {**registration.tags_of(artifact), **extra_files.tags}
         descriptions = self._descriptions(artifact, opens=extra_files.is_whole)
-        return self._tracker.register_model(self._name(artifact), run=run, artifact_path=path, tags=tags, **descriptions)
+        return self._noted(
+            self._name(artifact),
+            self._tracker.register_model(self._name(artifact), run=run, artifact_path=path, tags=tags, **descriptions),
+        )
+
+    def _noted(self, name: str, version: str | None) -> str | None:
+        if version is not None:
+            self.versions[name] = version
+        return version
 
     def log_cards(self, artifacts: Mapping[str, Artifact]) -> None:
         """Rewrite the cards of the models that this run made, now with their evaluation."""
@@ -83,7 +92,7 @@ class RunModels:
             for name, model in members.items()
         ]
         self._tracker.finish_uploads()
-        return self._tracker.register_models(
+        version = self._tracker.register_models(
             self._settings.name,
             run=self._parent,
             run_name=run_name,
@@ -93,6 +102,7 @@ class RunModels:
             description=registration.of_set(self._settings.name, run_name, members, metrics),
             about=registration.of_all_sets(self._settings.name),
         )
+        return self._noted(self._settings.name, version)
 
     def _registration(self, model: Artifact) -> dict[str, Any]:
         """Tags and descriptions of a registered model, and its extra files if this run registers it from the store."""

@@ -7,7 +7,9 @@ import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
+from urllib.parse import quote
 
 from ttrain import tracking
 from ttrain.config import Settings, flatten
@@ -89,23 +91,30 @@ def description(
     changed: Mapping[str, Any],
     metrics: Mapping[str, float],
     measured: Sequence[tuple[str, str, str]] = (),
+    registered: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
     """Describe a run and its results in markdown; the first line says most, since tables show only that. The user's note
     comes first.
 
-    `run` is its record, `changed` the settings that are not the defaults, `measured` the table of its evaluation.
+    `run` is its record, `changed` the settings that are not the defaults, `measured` the table of its evaluation,
+    `registered` the versions that it registered, by name, which become links in MLflow.
     """
     bits = metrics.get(BITS_PER_BYTE.of_run)
     headline = f"{bits:.4f} {BITS_PER_BYTE.label}" if bits is not None else str(run["outcome"])
     changes = [_cell(f"{name}={_value(changed[name])}") for name in sorted(changed, key=by_weight)]
     more = [f"and {len(changes) - SHOWN_SETTINGS} more settings"] if len(changes) > SHOWN_SETTINGS else []
     stages = [tuple(map(_cell, summary.status_row(stage)[:4])) for stage in run["stages"]]
+    links = [
+        f"[{name} version {version}](#/models/{quote(name, safe='')}/versions/{version})"
+        for name, version in sorted(registered.items())
+    ]
     parts = [
         note(run["note"]) if run.get("note") else "",
         f"{headline}: {', '.join([*changes[:SHOWN_SETTINGS], *more]) or 'the default settings'}",
         f"**{run['outcome']}**: {_cell(run['error'])}" if run.get("error") else "",
         summary.markdown(measured, ("evaluation", "", "")) if measured else "",
         summary.markdown(stages, ("stage", "outcome", "time", "figures")),
+        f"Registered: {', '.join(links)}." if links else "",
         f"`settings.yaml` among the artifacts has what is not a default; the same again: `ttrain pipeline run "
         f"{run['pipeline']} -c settings.yaml`. In the terminal: `ttrain report {run['run']}`.",
     ]

@@ -292,4 +292,8 @@ def _numbers(text: str) -> list[str]:
 
 def _describe_sets(sets: Iterable[ModelSet]) -> str:
     names = [f"{model_set.version} ({', '.join([*model_set.aliases, model_set.run])})" for model_set in sets]
-    return f"the versions are {', '.join(names)}" if names else "there are none yet; a run of `ttrain pipeline run full` makes one"
+    return (
+        f"the versions are {', '.join(names)}"
+        if names
+        else "there are none yet; a run of `ttrain pipeline run full` makes one"
+    )
