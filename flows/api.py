@@ -39,6 +39,23 @@ Progress = Callable[[str, str, Mapping[str, Any]], object]
 ENGINES = ("prefect", "none")
 
 
+@contextlib.contextmanager
+def _as_found() -> Iterator[None]:
+    """Put back after the block what the libraries are told in it: variables of the environment, MLflow's loggers."""
+    before, loggers = dict(os.environ), [logging.getLogger(name) for name in ("mlflow", "alembic", "sqlalchemy")]
+    handlers = [(logger, logger.handlers, logger.propagate) for logger in loggers]
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+        for logger, found, propagate in handlers:
+            logger.handlers, logger.propagate = found, propagate
+        if "ttrain.flows.prefect_run" in sys.modules:
+            sys.modules["ttrain.flows.prefect_run"].reread_environment()
+
+
 def load_settings(
     *files: str | Path, overrides: Mapping[str, Any] | Sequence[str] = (), profile: str | Sequence[str] = ()
 ) -> Settings:
@@ -110,6 +127,7 @@ class Plan(Sequence[PlannedStage]):
         return plan_json(self.pipeline, self.stages)
 
 
+@_as_found()
 def plan(
     pipeline: str = "full",
     settings: Settings | None = None,
@@ -135,10 +153,9 @@ def plan(
     settings = Settings() if settings is None else settings
     store = store_of(_home(home), settings)
     selection = Selection(frozenset(only), since, until)
-    with _as_found():
-        stages = plan_stages(
-            recipe(pipeline), settings, store, frozenset(force), extend=extend, selection=selection, resume_key=resume_key
-        )
+    stages = plan_stages(
+        recipe(pipeline), settings, store, frozenset(force), extend=extend, selection=selection, resume_key=resume_key
+    )
     return Plan(pipeline, settings, store, stages, selection)
 
 
@@ -228,6 +245,7 @@ def runs(name: str = "", *, pipeline: str = "", limit: int | None = None, home: 
     return Runs(list(chosen)[:limit])
 
 
+@_as_found()
 def run(
     pipeline: str = "full",
     settings: Settings | None = None,
@@ -262,7 +280,7 @@ def run(
     from ttrain.flows.run import run_pipeline
 
     options = {name: selection[name] for name in ("extend",) if name in selection}
-    with without_signal_handlers(), _as_found():
+    with without_signal_handlers():
         try:
             execution = run_pipeline(
                 pipeline,
@@ -314,6 +332,7 @@ def record_cached(planned: Plan, labels: Labels) -> Run:
     return Run(record, store)
 
 
+@_as_found()
 def load(reference: str, *, device: str = "cpu", home: str | Path | None = None) -> tuple[Any, Any]:
     """(the model, its tokenizer): plain objects of transformers, or of PEFT for an adapter on its base; in eval mode.
 
@@ -322,8 +341,7 @@ def load(reference: str, *, device: str = "cpu", home: str | Path | None = None)
     """
     from ttrain.pipeline.names import resolve
 
-    with _as_found():
-        found = resolve(reference, _home(home))
+    found = resolve(reference, _home(home))
     found.verify()
     from transformers import AutoTokenizer
 
@@ -346,23 +364,6 @@ def _console(progress: Progress | bool) -> Any:
     from ttrain.core.terminal import console
 
     return console() if progress is True else Console(quiet=True)
-
-
-@contextlib.contextmanager
-def _as_found() -> Iterator[None]:
-    """Put back after the block what the libraries are told in it: variables of the environment, MLflow's loggers."""
-    before, loggers = dict(os.environ), [logging.getLogger(name) for name in ("mlflow", "alembic", "sqlalchemy")]
-    handlers = [(logger, logger.handlers, logger.propagate) for logger in loggers]
-    try:
-        yield
-    finally:
-        for name in os.environ.keys() - before.keys():
-            del os.environ[name]
-        os.environ.update(before)
-        for logger, found, propagate in handlers:
-            logger.handlers, logger.propagate = found, propagate
-        if "ttrain.flows.prefect_run" in sys.modules:
-            sys.modules["ttrain.flows.prefect_run"].reread_environment()
 
 
 @contextlib.contextmanager

@@ -139,12 +139,12 @@ def test_a_wrong_value_says_setting_value_origin_and_rule(tmp_path: Path) -> Non
     path = settings_file(tmp_path, "model: {layers: many}")
     cases = {
         refused("sft.optim.lr=-1"): ("sft.optim.lr", "-1", "command line", "greater than 0"),
-        refused(files=[path]): ("model.layers", "'many'", str(path), "integer"),
+        refused(files=[path]): ("model.layers", "'many'", str(path), "a whole number"),
         refused(environment={"TTRAIN__RUNTIME__DEVICE": "gpu"}): (
             "runtime.device", "'gpu'", "TTRAIN__RUNTIME__DEVICE", "'auto', 'cpu', 'cuda' or 'mps'",
         ),
         refused("name=a/b"): ("name", "'a/b'", "command line", "pattern"),
-        refused("sft=3"): ("sft", "3", "command line", "dictionary"),
+        refused("sft=3"): ("sft", "3", "command line", "a group of names"),
         refused("pretrain.optim.lr=.nan"): ("pretrain.optim.lr", "nan", "command line", "finite"),
         refused("pretrain.seed=4294967296"): ("pretrain.seed", "4294967296", "command line", "less than"),
     }  # fmt: skip

@@ -199,7 +199,7 @@ def test_no_architecture_brings_a_dropout_that_nobody_asked_for() -> None:
     ("settings", "parts"),
     [
         ({"kind": "lama"}, ["model.kind is 'lama'", "did you mean llama"]),
-        ({"kind": "zzzz"}, ["model.kind is 'zzzz'", "ttrain model show --kinds"]),
+        ({"kind": "zzzz"}, ["model.kind is 'zzzz'", "ttrain models size --kinds"]),
         ({"kind": "gemma3"}, ["made of several models", "model.kind=gemma3_text"]),
         ({"kind": "bart"}, ["has an encoder", "llama"]),
         ({"kind": "roberta"}, ["counts positions from pad_token_id"]),

@@ -29,6 +29,10 @@ RULES: Final[Mapping[str, str]] = {
     "less_than": "less than {lt}",
     "less_than_equal": "at most {le}",
     "multiple_of": "a multiple of {multiple_of}",
+    "string_too_short": "at least {min_length} characters long",
+    "too_short": "at least {min_length} entries long",
+    "string_too_long": "at most {max_length} characters long",
+    "too_long": "at most {max_length} entries long",
 }
 
 
