@@ -25,18 +25,16 @@ Generated from the code by `tests/test_reference.py` (`TTRAIN_WRITE_REFERENCE=1`
 
 ## Settings
 
-Name, default, meaning. Write `SECTION.NAME=value` on the command line, YAML in a file for `-c`, or
-`TTRAIN__SECTION__NAME=value` in the environment. Empty defaults are not shown. `ttrain config show`
-prints all values and their origin, `ttrain config schema` the JSON schema. `runtime`, `tracking`,
-`nightly`, `promotion`, `notify` and `servers` count in no key.
+Write `SECTION.NAME=value`, YAML for `-c`, or `TTRAIN__SECTION__NAME=value` in the environment.
+`ttrain config show` prints values and their origin, `ttrain config schema` the JSON schema.
+`runtime`, `tracking`, `nightly`, `promotion`, `notify` and `servers` count in no key.
 """
 COMMANDS_HEAD = """\
 ## Commands
 
 Exit codes: 0 done; 1 a stage or check failed; 2 a mistake in the command or a setting; 129, 130,
-143 interrupted by SIGHUP, Ctrl-C, SIGTERM after saving. OVERRIDES are settings as `key=value`; such
-commands also take `--config` (`-c`) and most of them `--profile`. Most commands take `--json`, all
-`--help`, which explains the options.
+143 interrupted by SIGHUP, Ctrl-C, SIGTERM after saving. OVERRIDES are settings as `key=value`, with
+`--config` (`-c`) and `--profile`. Most commands take `--json`; `--help` explains the options.
 """
 WITH_SETTINGS_OF_PRETRAIN = ("sft", "lora")
 UNLISTED_OPTIONS = ("--json", "--config", "--profile", "--help")
