@@ -69,8 +69,11 @@ def reread_environment() -> None:
         refresh_global_settings_context()
 
 
-def run(execution: PipelineRun, recipe: Recipe, wait_for_server: Callable[[], None], *, in_flow: bool = False) -> None:
-    """Run the recipe as a flow, or `in_flow` as a part of the flow run of a deployment that calls this.
+def run(
+    execution: PipelineRun, recipe: Recipe, wait_for_server: Callable[[], None], *, in_flow: bool = False, night: str = ""
+) -> None:
+    """Run the recipe as a flow, or `in_flow` as a part of the flow run of a deployment that calls this. The flow run has the
+    name of the `night`, else that of the run.
 
     Raises what the first failed stage raised, or Interrupted.
     """
@@ -94,7 +97,7 @@ def run(execution: PipelineRun, recipe: Recipe, wait_for_server: Callable[[], No
             flow_runs.create_automation()
     if in_flow:
         with execution.catching_signals():
-            _rename(execution.record.run)
+            _rename(night or execution.record.run)
             _run_stages(execution, recipe)
         _raise_failure(execution, "a retry or the next run continues")
         return
@@ -103,7 +106,7 @@ def run(execution: PipelineRun, recipe: Recipe, wait_for_server: Callable[[], No
 
     @flow(  # type: ignore[untyped-decorator]  # mypy does not follow Prefect
         name=execution.pipeline,
-        flow_run_name=execution.record.run,
+        flow_run_name=night or execution.record.run,
         persist_result=False,
         validate_parameters=False,
         task_runner=ThreadPoolTaskRunner(max_workers=MAX_CONCURRENT_STAGES),
@@ -223,7 +226,7 @@ def _trainings_are_limited() -> bool:
 
 
 def _rename(name: str) -> None:
-    """Give the flow run of a deployment the name under which `ttrain pipeline status` lists it."""
+    """Give the flow run of a deployment the name of its night or run."""
     from prefect.client.orchestration import get_client
 
     with best_effort(), get_client(sync_client=True) as client:

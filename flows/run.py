@@ -75,7 +75,8 @@ def run_pipeline(
                 execution.raise_if_signalled()
                 with execution.stopping_at(stop_at):
                     if engine == "prefect":
-                        prefect_run.run(execution, chosen, wait_for_server, in_flow=in_flow)
+                        night = extra_tags.get("ttrain.night", "")
+                        prefect_run.run(execution, chosen, wait_for_server, in_flow=in_flow, night=night)
                     else:
                         with execution.catching_signals():
                             run_plain(execution, chosen)

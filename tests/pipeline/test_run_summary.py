@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from ttrain.config import TRAININGS
+from ttrain.config import TRAININGS, flatten
 from ttrain.config.loading import load
 from ttrain.pipeline import run_summary
-from ttrain.reports import summary
+from ttrain.reports import facts, summary
 
 RUN = {
     "run": "full-1",
@@ -68,11 +68,20 @@ def test_the_settings_file_of_a_run_gives_the_same_settings(tmp_path: Path) -> N
     settings = load(["sft.optim.lr=2e-4", "model.layers=3", "sft.optim.betas=[0.9, 0.99]"], environment={}).settings
     changed = run_summary.deviations(settings)
     assert set(changed) == {"sft.optim.lr", "model.layers", "sft.optim.betas"}
-    (tmp_path / "settings.yaml").write_text(run_summary.as_yaml(changed), encoding="utf-8")
+    everything = dict(flatten(settings.model_dump(mode="json")))
+    text = run_summary.as_yaml(changed, everything)
+    (tmp_path / "settings.yaml").write_text(text, encoding="utf-8")
     assert load(files=[tmp_path / "settings.yaml"], environment={}).settings == settings
-    assert run_summary.as_yaml({"task.api_key": "***", "task.size": 3}) == "task:\n  size: 3\n", (
-        "no setting becomes its mask"
-    )
+    plain = text.partition("# Everything else")[0] + text.partition("default:\n")[2].replace("# ", "")
+    assert "\n#   seed: 1\n" in text and all(name.rpartition(".")[2] in plain for name in everything)
+    masked = run_summary.as_yaml({"task.api_key": "***", "task.size": 3}, {})
+    assert masked.startswith("task:\n  size: 3\n\n#") and "***" not in masked, "no setting becomes its mask"
+
+
+def test_the_parameters_of_a_run_are_what_is_not_the_default_and_ten_others() -> None:
+    settings = load(["sft.optim.lr=2e-4", "runtime.threads=1"], environment={}).settings
+    params = facts.parameters(dict(flatten(settings.model_dump(mode="json"))))
+    assert set(params) == {*facts.MAIN_SETTINGS, "runtime.threads"} and len(facts.MAIN_SETTINGS) == 10
 
 
 def test_a_description_links_the_versions_that_the_run_registered() -> None:

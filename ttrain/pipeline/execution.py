@@ -25,7 +25,7 @@ from ttrain.pipeline.provenance import commit, with_absolute_paths
 from ttrain.pipeline.recipe import Planned
 from ttrain.pipeline.run_models import RunModels
 from ttrain.pipeline.stop_request import SIGNALLED, StopRequest
-from ttrain.reports import summary
+from ttrain.reports import facts, summary
 from ttrain.stages import STAGES, Stage
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
@@ -90,7 +90,7 @@ class PipelineRun(StopRequest):
         )
         self._tracker.on_upload(self._uploading)
         self._changed = tracking.masked(run_summary.deviations(settings))
-        params = dict(flatten(settings.model_dump(mode="json")))  # nothing that differs in every run: runs are compared
+        everything = dict(flatten(settings.model_dump(mode="json")))
         self._tags = {"ttrain.run": self.record.run, "ttrain.host": platform.node(), "ttrain.commit": commit() or ""}
         tags = {"ttrain.pipeline": pipeline, **tracking.source_tags(pipeline), **self._tags, **extra_tags, **labels.tags}
         if labels.note:  # at the end of the run the rest of the description stands below it
@@ -100,10 +100,10 @@ class PipelineRun(StopRequest):
             identity=continues,
             parent=tracking.NullRun(identity=parent_identity) if parent_identity else None,
             tags=tags,
-            params=params,
+            params=facts.parameters(everything),  # nothing that differs in every run: runs are compared
         )
         self._models = RunModels(settings, store, self._tracker, self._parent)
-        self._parent.log_text(run_summary.as_yaml(self._changed), "settings.yaml")
+        self._parent.log_text(run_summary.as_yaml(self._changed, tracking.masked(everything)), "settings.yaml")
         self._note_tracked()
 
     def __reduce__(self) -> tuple[type[object], tuple[()]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -70,8 +71,14 @@ def deviations(settings: Settings) -> dict[str, Any]:
     return {name: value for name, (value, _) in changed.items()}
 
 
-def as_yaml(values: Mapping[str, Any]) -> str:
-    """Settings by dotted name as a YAML file for `-c`, without masked ones."""
+def as_yaml(changed: Mapping[str, Any], everything: Mapping[str, Any]) -> str:
+    """Settings by dotted name as a YAML file for `-c`, without masked ones: those that differ from the defaults, and the
+    others as comments."""
+    others = _yaml({name: value for name, value in everything.items() if name not in changed})
+    return f"{_yaml(changed)}\n# Everything else has its default:\n{textwrap.indent(others, '# ')}"
+
+
+def _yaml(values: Mapping[str, Any]) -> str:
     import yaml
 
     tree: dict[str, Any] = {}
@@ -115,7 +122,7 @@ def description(
         summary.markdown(measured, ("evaluation", "", "")) if measured else "",
         summary.markdown(stages, ("stage", "outcome", "time", "figures")),
         f"Registered: {', '.join(links)}." if links else "",
-        f"`settings.yaml` among the artifacts has what is not a default; the same again: `ttrain pipeline run "
+        f"`settings.yaml` among the artifacts has all settings; the same again: `ttrain pipeline run "
         f"{run['pipeline']} -c settings.yaml`. In the terminal: `ttrain report {run['run']}`.",
     ]
     return "\n\n".join(filter(None, parts))

@@ -21,7 +21,7 @@ from ttrain.errors import UsageError
 from ttrain.pipeline import names, registration, run_summary, system_metrics
 from ttrain.pipeline.run_models import REGISTERED, tracked_path
 from ttrain.pipeline.run_summary import REPORT
-from ttrain.reports import summary
+from ttrain.reports import facts, summary
 from ttrain.stages import STAGES
 from ttrain.store import runs
 from ttrain.store.artifacts import ArtifactStore
@@ -122,14 +122,15 @@ class _RunReplay:
         """Log the run; return the stages that it built and whose artifacts are gone, as RUN:STAGE."""
         record = self.record
         changed = tracking.masked({setting.key: setting.value for setting in names.settings_of(record)})
+        everything = dict(flatten(record["settings"]))
         run = self._tracker.start_run(
             record["run"],
             identity=_identity(record),
             started=self._began,
             tags={"ttrain.pipeline": record["pipeline"], **tracking.source_tags(record["pipeline"]), **self._tags},
-            params={} if tracking.has_outbox(self._store.root, _identity(record)) else dict(flatten(record["settings"])),
+            params={} if tracking.has_outbox(self._store.root, _identity(record)) else facts.parameters(everything),
         )
-        run.log_text(run_summary.as_yaml(changed), "settings.yaml")
+        run.log_text(run_summary.as_yaml(changed, tracking.masked(everything)), "settings.yaml")
         absent = [f"{record['run']}:{entry['name']}" for entry in record["stages"] if not self._stage(entry, run)]
         run.log_inputs(data for artifact in self._artifacts.values() for data in tracking.data_of(artifact))
         if record.get("model_set"):

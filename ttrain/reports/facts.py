@@ -17,6 +17,12 @@ T = TypeVar("T")
 SHOWN_DIGEST = 12  # letters of a digest that are shown
 
 
+MAIN_SETTINGS = frozenset({
+    "model.kind", "model.hidden_size", "model.layers", "tokenizer.vocab_size", "pretrain.tokens", "pretrain.optim.lr",
+    "sft.epochs", "sft.optim.lr", "lora.rank", "lora.optim.lr",
+})  # fmt: skip
+
+
 def changed_settings(settings: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """{dotted name: (value, default)} of the settings that are not the defaults; also of settings that are texts."""
     defaults = dict(flatten(Settings().model_dump(mode="json")))
@@ -25,6 +31,13 @@ def changed_settings(settings: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
         for name, value in settings.items()
         if name not in defaults or value not in (defaults[name], str(defaults[name]))
     }
+
+
+def parameters(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Of all settings by dotted name, those that are parameters of a run in MLflow: what is not the default, and the ten
+    that most comparisons are about."""
+    changed = changed_settings(settings)
+    return {name: value for name, value in settings.items() if name in changed or name in MAIN_SETTINGS}
 
 
 def row_tallies(result: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, final
 
-from ttrain.config.base import flatten
+from ttrain.config import Settings, flatten
 from ttrain.core.files import read_json
 from ttrain.core.redact import masked, without_user
 from ttrain.errors import UsageError
@@ -200,7 +200,7 @@ class _RunReader:
     def _view(self, match: _Match) -> RunView:
         record, parent = match.record, match.parent
         entries = record["stages"] if record else _stages_from_tags(parent, match.children)
-        settings = dict(flatten(record["settings"])) if record else dict(parent.params) if parent else {}
+        settings = dict(flatten(record["settings"])) if record else _settings_of(parent) if parent else {}
         metrics = {**(record.get("metrics") or {}), **self._decisions.get(record["run"], {})} if record else {}
         return RunView(
             name=record["run"] if record else parent.name if parent else "",
@@ -282,3 +282,9 @@ def _outcome(run: StoredRun | None) -> str:
 
 def _seconds(run: StoredRun | None) -> float | None:
     return run.ended - run.started if run and run.ended else None
+
+
+def _settings_of(parent: StoredRun) -> dict[str, Any]:
+    """All settings of a pipeline's run, of which MLflow has those that are not the default; of a sweep's run its own."""
+    defaults = dict(flatten(Settings().model_dump(mode="json"))) if "pretrain.tokens" in parent.params else {}
+    return {**defaults, **parent.params}
