@@ -231,15 +231,17 @@ class ScheduleServer:
         """Start the flow runs that are due, after making missing deployments and cancelling what was asked for."""
         client = self._context.client
         home_deployments = await client.read_deployments(deployment_filter=schedules.home_filter(self._home))
-        # Those of pools have workers. What an API says of an entry point is not run: it may name any code
-        deployments = {
-            deployment.id: deployment
+        # What an API says of an entry point is not run: it may name any code
+        known = {
+            f"{ENTRY_POINTS[deployment.entrypoint]}/{deployment.name}": deployment
             for deployment in home_deployments
-            if deployment.work_pool_name is None and deployment.entrypoint in ENTRY_POINTS
+            if deployment.entrypoint in ENTRY_POINTS
         }
-        await self.make_missing_deployments(
-            {f"{ENTRY_POINTS[deployment.entrypoint]}/{deployment.name}" for deployment in deployments.values()}
-        )
+        paused = {name: bool(deployment.paused) for name, deployment in known.items()}
+        await asyncio.to_thread(schedule_files.record_paused, self._home, paused)
+        served = {name: d for name, d in known.items() if d.work_pool_name is None}  # those of pools have workers
+        await self.make_missing_deployments(set(served))
+        deployments = {deployment.id: deployment for deployment in served.values()}
         await self._cancel_asked()
         if not deployments:
             return

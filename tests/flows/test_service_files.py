@@ -73,6 +73,20 @@ def test_a_schedule_is_read_as_it_was_written_and_a_damaged_file_is_none(odd_hom
     assert schedule_files.read_all(odd_home) == {}
 
 
+def test_a_schedule_is_listed_as_paused_without_a_server_and_stays_so(odd_home: Path) -> None:
+    schedule_files.write(odd_home, schedule(paused=True))
+    schedule_files.write(odd_home, schedule(kind="full"))
+
+    def paused() -> dict[str, bool]:
+        return {entry.schedule.full_name: entry.paused for entry in schedules.list_schedules(odd_home)}
+
+    assert paused() == {"full/quickstart": False, "nightly/quickstart": True}
+    schedule_files.record_paused(odd_home, {"full/quickstart": True, "full/removed": True})
+    assert paused() == {"full/quickstart": True, "nightly/quickstart": True}, "what the server does not know stays"
+    service_files.prefect_yaml(odd_home, schedule("docker"))
+    assert schedule_files.read_all(odd_home)["nightly/quickstart"].paused
+
+
 def test_paths_are_kept_in_full_and_what_is_elsewhere_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "base").mkdir()

@@ -23,7 +23,7 @@ SHARED = {"tokenizer", "shards-pretrain"}
 
 
 def sweeps(cli: Cli, command: str, *arguments: str) -> Any:
-    return json.loads(cli("sweep", command, *arguments, "--json", settings=False))
+    return json.loads(cli.in_process("sweep", command, *arguments, "--json", settings=False))
 
 
 def trials_of(cli: Cli) -> list[dict[str, Any]]:
@@ -123,7 +123,7 @@ def test_trials_side_by_side_build_what_they_share_once_and_give_what_one_after_
 
 def test_a_dry_run_tells_what_is_tried_and_leaves_nothing(fresh: Cli) -> None:
     command = ("sweep", "full", "tokenizer.vocab_size=choice(300,400)", "--sampler", "grid")
-    told = json.loads(fresh(*command, "--dry-run", "--json"))
+    told = json.loads(fresh.in_process(*command, "--dry-run", "--json"))
     assert told["metric"] == "eval/bits_per_byte"
     assert (told["once"], told["each"]) == ([], ["tokenizer", "shards-pretrain", "pretrain", "evaluate"])
     assert [trial["values"] for trial in told["trials"]] == [{"tokenizer.vocab_size": size} for size in (300, 400)]
