@@ -39,9 +39,7 @@ class ScheduleStatus:
     on_server: bool | None
     paused: bool
     next_slot: datetime | None
-    last_outcome: str | None = None
-    last_slot: datetime | None = None
-    last_message: str | None = None
+    last: tuple[str, datetime, str | None] | None = None  # state, slot and message of the newest run that ended
 
     def to_row(self) -> tuple[str, str, str, str]:
         """Name, cron, next slot and outcome of the last one, for a table."""
@@ -50,24 +48,21 @@ class ScheduleStatus:
         following = "paused" if self.paused else f"{self.next_slot:%a %Y-%m-%d %H:%M %Z}" if self.next_slot else "none"
         if self.on_server is False:
             following = f"{following} (not on the server yet)"
-        last = "none"
-        if self.last_outcome and self.last_slot:
-            message = f": {self.last_message}" if self.last_message else ""
-            last = f"{self.last_outcome}, {self.last_slot:%Y-%m-%d %H:%M %Z}{message}"
-        return schedule.full_name, cron, following, last
+        if self.last is None:
+            return schedule.full_name, cron, following, "none"
+        outcome, slot, message = self.last
+        ended = f"{outcome}, {slot:%Y-%m-%d %H:%M %Z}"
+        return schedule.full_name, cron, following, f"{ended}: {message}" if message else ended
 
     def to_json(self) -> dict[str, Any]:
         """The same as JSON, for scripts."""
         schedule, last = self.schedule, None
-        if self.last_outcome and self.last_slot:
-            last = {"outcome": self.last_outcome, "slot": self.last_slot.isoformat(), "message": self.last_message}
+        if self.last is not None:
+            outcome, slot, message = self.last
+            last = {"outcome": outcome, "slot": slot.isoformat(), "message": message}
         return {
             "schedule": schedule.full_name,
-            "kind": schedule.kind,
-            "name": schedule.name,
-            "cron": schedule.cron,
-            "timezone": schedule.timezone,
-            "pool": schedule.pool,
+            **{name: getattr(schedule, name) for name in ("kind", "name", "cron", "timezone", "pool")},
             "on_server": self.on_server,
             "paused": self.paused,
             "next": self.next_slot.isoformat() if self.next_slot else None,
@@ -310,13 +305,5 @@ def _status_of(client: Any, home: Path, schedule: Schedule) -> ScheduleStatus:
         sort=FlowRunSort.END_TIME_DESC,
         limit=1,
     )
-    last = ended[0] if ended else None
-    return ScheduleStatus(
-        schedule,
-        True,
-        bool(deployment.paused),
-        min(slots, default=None),
-        last_outcome=last.state.name if last else None,
-        last_slot=last.expected_start_time if last else None,
-        last_message=last.state.message if last else None,
-    )
+    last = next(((run.state.name, run.expected_start_time, run.state.message) for run in ended), None)
+    return ScheduleStatus(schedule, True, bool(deployment.paused), min(slots, default=None), last)

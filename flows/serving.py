@@ -23,7 +23,7 @@ from ttrain.config import Auth
 from ttrain.core.files import PRIVATE_FILE, private_directory, read_object, write_json
 from ttrain.core.signals import heeded_signals, ignore_hangup
 from ttrain.errors import Interrupted, TTrainError, UsageError
-from ttrain.flows import flow_runs, prefect_run, schedule_files, schedules, server_processes, servers
+from ttrain.flows import flow_runs, prefect_run, schedule_files, schedules, servers
 from ttrain.store import server_records
 from ttrain.tasks.best_effort import best_effort
 
@@ -134,8 +134,8 @@ def _stop_server(home: Path) -> None:
     """End the server that was started to serve, by this process or one that was killed; that of `up` stays."""
     server = server_records.read(home, "prefect")
     if server and server.owner == OWNER and not server_records.live_server(home, "mlflow"):  # else `up` has taken it over
-        with server_processes.start_lock(home):
-            server_processes.stop(home, "prefect")
+        with servers.start_lock(home):
+            servers.stop(home, "prefect")
 
 
 class ScheduleServer:

@@ -71,6 +71,7 @@ class TrialRunner:
     def __init__(self, request: SweepRequest, sweep: Sweep, study: Study, store: ArtifactStore, display: Display) -> None:
         self.request, self.sweep, self.study, self.store, self.display = request, sweep, study, store, display
         self.stop_request = StopRequest(display.say, "the running trials save their state")
+        self.planning = threading.Lock()  # a plan parses code, which two threads at once cannot (`core/hashing.py`)
         self._running: dict[int, RunningTrial] = {}  # by slot
         self._failed_in_a_row = 0
         self._error: BaseException | None = None  # that every other trial would have, too
@@ -355,7 +356,8 @@ class RunningTrial:
 
     def _pipeline(self) -> None:
         values, runner = self.trial.values, self._runner
-        stages = self.request.plan(values, runner.store, self.slot)
+        with runner.planning:
+            stages = self.request.plan(values, runner.store, self.slot)
         execution = PipelineRun(
             self.request.pipeline,
             self.request.settings(values, self.slot),
