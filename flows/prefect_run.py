@@ -19,12 +19,12 @@ from typing import Any, Final, NamedTuple, final
 
 from ttrain.config import Auth
 from ttrain.errors import Interrupted, TTrainError, UsageError
-from ttrain.flows import flow_runs, server_processes, servers
+from ttrain.flows import flow_runs, servers
 from ttrain.flows.flow_runs import TAG, current_flow_run, mark_crashed_runs, watching_for_cancellation
-from ttrain.flows.server_processes import STOP_SECONDS
 from ttrain.flows.servers import (
     AUTH_STRING,
     PORT,
+    STOP_SECONDS,
     prefect_app,
     set_damaged_history_aside,
     token_environment,
@@ -240,8 +240,6 @@ def _raise_failure(execution: PipelineRun, next_step: str = "the same command co
         raise error
 
 
-log = logging.getLogger("ttrain")
-
 OWNER: Final = "TTRAIN_SERVER_OWNER"
 RESTARTS: Final = 5  # of a server that keeps dying
 HISTORY_CHECK_SECONDS: Final = 0.5  # spent on each run before its server starts; 1.6 MB take 0.01 s, 94 MB 0.5 s
@@ -274,7 +272,7 @@ def start_temporary_server(home: Path, auth: Auth = "token") -> Callable[[], Non
     if _own and _own.home == home and not os.environ.get("PREFECT_API_URL"):  # a second run of this process
         os.environ.update({"PREFECT_API_URL": _own.url, AUTH_STRING: _own.token})
         return lambda: None
-    lock = server_processes.start_lock(home)
+    lock = servers.start_lock(home)
     lock.acquire()
     if server := server_records.live_server(home, "prefect"):
         os.environ.setdefault("PREFECT_API_URL", f"{server.url}/api")
@@ -284,7 +282,7 @@ def start_temporary_server(home: Path, auth: Auth = "token") -> Callable[[], Non
         return lambda: None
     set_damaged_history_aside(home, HISTORY_CHECK_SECONDS)
     # Below 32768, where ports of outgoing connections begin: a client of an unserved port there may connect to itself
-    port = server_processes.free_port(10_000 + secrets.randbelow(10_000))
+    port = servers.free_port(10_000 + secrets.randbelow(10_000))
     token = token_of(auth, server_records.new_token)  # known to this process and its children alone
     temporary_server = _TemporaryServer(port, home, token)
     atexit.register(temporary_server.end)  # atexit comes after Prefect has sent its last logs and events
@@ -318,13 +316,13 @@ class _TemporaryServer:
     def wait(self) -> None:
         """Wait until the server answers, and restart it from then on if it dies. Raises TTrainError."""
         try:
-            server_processes.wait("prefect", self._port, self._process, self._log_file)
+            servers.wait("prefect", self._port, self._process, self._log_file)
         except TTrainError:
             if not set_damaged_history_aside(self._home):
                 raise
-            server_processes.end(self._process)
+            servers.end(self._process)
             self._process = self._spawn()
-            server_processes.wait("prefect", self._port, self._process, self._log_file)
+            servers.wait("prefect", self._port, self._process, self._log_file)
         threading.Thread(target=self._keep, name="own-server", daemon=True).start()
 
     def end(self) -> None:
@@ -332,7 +330,7 @@ class _TemporaryServer:
         if os.getpid() == self._owner:
             with self._lock:
                 self._is_ending = True
-            server_processes.end(self._process)
+            servers.end(self._process)
 
     def _keep(self) -> None:
         for _ in range(RESTARTS):
@@ -348,7 +346,7 @@ class _TemporaryServer:
         ephemeral = {"PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1", "PREFECT_SERVER_UI_ENABLED": "false"}
         token_variables = {PORT: str(self._port), server_records.ACCESS: self._token, AUTH_STRING: self._token}
         environment = {**ephemeral, **token_variables, OWNER: str(self._owner)}
-        return server_processes.spawn(command, environment, self._log_file)
+        return servers.spawn(command, environment, self._log_file)
 
 
 def owned_app() -> Any:

@@ -10,7 +10,7 @@ import contextlib
 import copy
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError, available_timezones
@@ -33,6 +33,7 @@ class Schedule:
     timezone: str
     settings: Mapping[str, Any]
     pool: str | None = None  # the work pool whose workers run it, in place of `ttrain pipeline serve`
+    paused: bool = False  # as far as the server is known; it counts where a deployment is made anew or no server answers
 
     @property
     def full_name(self) -> str:
@@ -71,6 +72,15 @@ def read_all(home: Path) -> dict[str, Schedule]:
             schedule = Schedule(**read_json(path))
             schedules[schedule.full_name] = schedule
     return schedules
+
+
+def record_paused(home: Path, paused: Mapping[str, bool]) -> None:
+    """Record which deployments, by full name, are paused on the server, where its UI pauses and resumes them too."""
+    if all(paused.get(name, schedule.paused) == schedule.paused for name, schedule in read_all(home).items()):
+        return
+    with changing(home):
+        for name, schedule in read_all(home).items():
+            write(home, replace(schedule, paused=paused.get(name, schedule.paused)))
 
 
 def parameters(schedule: Schedule) -> dict[str, Any]:

@@ -9,9 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import sqlite3
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Final
@@ -40,9 +39,7 @@ class ScheduleStatus:
     on_server: bool | None
     paused: bool
     next_slot: datetime | None
-    last_outcome: str | None = None
-    last_slot: datetime | None = None
-    last_message: str | None = None
+    last: tuple[str, datetime, str | None] | None = None  # state, slot and message of the newest run that ended
 
     def to_row(self) -> tuple[str, str, str, str]:
         """Name, cron, next slot and outcome of the last one, for a table."""
@@ -51,24 +48,21 @@ class ScheduleStatus:
         following = "paused" if self.paused else f"{self.next_slot:%a %Y-%m-%d %H:%M %Z}" if self.next_slot else "none"
         if self.on_server is False:
             following = f"{following} (not on the server yet)"
-        last = "none"
-        if self.last_outcome and self.last_slot:
-            message = f": {self.last_message}" if self.last_message else ""
-            last = f"{self.last_outcome}, {self.last_slot:%Y-%m-%d %H:%M %Z}{message}"
-        return schedule.full_name, cron, following, last
+        if self.last is None:
+            return schedule.full_name, cron, following, "none"
+        outcome, slot, message = self.last
+        ended = f"{outcome}, {slot:%Y-%m-%d %H:%M %Z}"
+        return schedule.full_name, cron, following, f"{ended}: {message}" if message else ended
 
     def to_json(self) -> dict[str, Any]:
         """The same as JSON, for scripts."""
         schedule, last = self.schedule, None
-        if self.last_outcome and self.last_slot:
-            last = {"outcome": self.last_outcome, "slot": self.last_slot.isoformat(), "message": self.last_message}
+        if self.last is not None:
+            outcome, slot, message = self.last
+            last = {"outcome": outcome, "slot": slot.isoformat(), "message": message}
         return {
             "schedule": schedule.full_name,
-            "kind": schedule.kind,
-            "name": schedule.name,
-            "cron": schedule.cron,
-            "timezone": schedule.timezone,
-            "pool": schedule.pool,
+            **{name: getattr(schedule, name) for name in ("kind", "name", "cron", "timezone", "pool")},
             "on_server": self.on_server,
             "paused": self.paused,
             "next": self.next_slot.isoformat() if self.next_slot else None,
@@ -128,7 +122,9 @@ def create(home: Path, schedule: Schedule) -> bool:
                     f"the deployment {schedule.full_name} on {os.environ['PREFECT_API_URL']} belongs to "
                     f"{_home_of(deployment)}; set another name=..., or remove that one"
                 )
-            apply(home, schedule, paused=bool(deployment and deployment.paused))
+            earlier = deployment or schedule_files.read_all(home).get(schedule.full_name)
+            schedule = replace(schedule, paused=bool(earlier and earlier.paused))
+            apply(home, schedule)
             schedule_files.write(home, schedule)
         flow_runs.create_automation()
     return deployment is not None
@@ -143,7 +139,7 @@ def make_missing(home: Path, full_name: str) -> None:
             apply(home, schedule)
 
 
-def apply(home: Path, schedule: Schedule, *, paused: bool = False) -> None:
+def apply(home: Path, schedule: Schedule) -> None:
     """Create or change the deployment on the server that the environment names. Raises RefusedError where it refuses."""
     from prefect.deployments.runner import DeploymentApplyError
     from prefect.exceptions import PrefectHTTPStatusError
@@ -158,7 +154,7 @@ def apply(home: Path, schedule: Schedule, *, paused: bool = False) -> None:
     deployment = flow.to_deployment(
         name=schedule.name,
         schedule=slots,
-        paused=paused,
+        paused=schedule.paused,
         parameters={"settings": schedule_files.parameters(schedule)},
         description=f"{flow.description}\n\nIts home is `{home.resolve()}`.",
         tags=[TAG, home_tag(home)],
@@ -195,25 +191,9 @@ def list_schedules(home: Path) -> list[ScheduleStatus]:
     url, living = os.environ.get("PREFECT_API_URL"), server_records.live_server(home, "prefect")
     if not living and not (url and servers.status_of(url, home)):
         os.environ.update(servers.prefect_environment(home))
-        paused = frozenset[str]() if url else _paused_names(home)
-        return [
-            ScheduleStatus(schedule, None, name in paused, _next_slot(schedule.cron, schedule.timezone))
-            for name, schedule in schedules.items()
-        ]
+        return [_unknown_status(schedule, None) for schedule in schedules.values()]
     with prefect_client(home) as client:
         return [_status_of(client, home, schedule) for schedule in schedules.values()]
-
-
-def _paused_names(home: Path) -> frozenset[str]:
-    """Full names of the deployments that are paused in the home's own database, where no server runs that could be asked."""
-    database = home.resolve() / "prefect" / "prefect.db"
-    question = "SELECT flow.name || '/' || d.name FROM deployment d JOIN flow ON flow.id = d.flow_id WHERE d.paused"
-    with (
-        contextlib.suppress(sqlite3.Error),
-        contextlib.closing(sqlite3.connect(f"{database.as_uri()}?mode=ro", uri=True)) as db,
-    ):
-        return frozenset(name for (name,) in db.execute(question))
-    return frozenset()
 
 
 def pause(home: Path, which: str | None, *, paused: bool) -> str:
@@ -226,11 +206,12 @@ def pause(home: Path, which: str | None, *, paused: bool) -> str:
                 f"{schedule.full_name} is not on the server yet; run `prefect deploy --all` with its prefect.yaml"
             )
         if not deployment or not _is_ours(deployment, home):
-            apply(home, schedule, paused=paused)
+            apply(home, replace(schedule, paused=paused))
         elif paused:
             client.pause_deployment(deployment.id)
         else:
             client.resume_deployment(deployment.id)
+        schedule_files.write(home, replace(schedule, paused=paused))
     return schedule.full_name
 
 
@@ -302,6 +283,11 @@ def _next_slot(cron: str | None, timezone: str) -> datetime | None:
     return next(iter(next_slots(cron, timezone, 1)), None) if cron else None
 
 
+def _unknown_status(schedule: Schedule, on_server: bool | None) -> ScheduleStatus:
+    """The status of a schedule as its file has it."""
+    return ScheduleStatus(schedule, on_server, schedule.paused, _next_slot(schedule.cron, schedule.timezone))
+
+
 def _status_of(client: Any, home: Path, schedule: Schedule) -> ScheduleStatus:
     from prefect.client.schemas import filters
     from prefect.client.schemas.objects import TERMINAL_STATES
@@ -309,7 +295,7 @@ def _status_of(client: Any, home: Path, schedule: Schedule) -> ScheduleStatus:
 
     deployment = _deployment(client, schedule.full_name)
     if not deployment or not _is_ours(deployment, home):
-        return ScheduleStatus(schedule, False, False, _next_slot(schedule.cron, schedule.timezone))
+        return _unknown_status(schedule, False)
     crons = [entry.schedule for entry in deployment.schedules if entry.active and hasattr(entry.schedule, "cron")]
     slots = [slot for entry in crons if (slot := _next_slot(entry.cron, entry.timezone or "UTC"))]
     has_ended = filters.FlowRunFilterState(type=filters.FlowRunFilterStateType(any_=list(TERMINAL_STATES)))
@@ -319,13 +305,5 @@ def _status_of(client: Any, home: Path, schedule: Schedule) -> ScheduleStatus:
         sort=FlowRunSort.END_TIME_DESC,
         limit=1,
     )
-    last = ended[0] if ended else None
-    return ScheduleStatus(
-        schedule,
-        True,
-        bool(deployment.paused),
-        min(slots, default=None),
-        last_outcome=last.state.name if last else None,
-        last_slot=last.expected_start_time if last else None,
-        last_message=last.state.message if last else None,
-    )
+    last = next(((run.state.name, run.expected_start_time, run.state.message) for run in ended), None)
+    return ScheduleStatus(schedule, True, bool(deployment.paused), min(slots, default=None), last)

@@ -8,26 +8,33 @@ run (`flows/prefect_run.py`). All of them listen on 127.0.0.1 only, and nothing 
 from __future__ import annotations
 
 import base64
+import contextlib
 import logging
 import os
 import secrets
+import signal
+import socket
 import subprocess
+import sys
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from http import HTTPStatus
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, Final
+
+import psutil
+from filelock import FileLock
 
 from ttrain import tracking
 from ttrain.config import Auth
 from ttrain.core.files import private_directory, write_json
 from ttrain.core.sqlite_files import damage_of, set_aside
-from ttrain.errors import UsageError
-from ttrain.flows import server_processes
+from ttrain.errors import TTrainError, UsageError
 from ttrain.flows.access_control import ASSISTANT, UPLOADS, BodyLimited, guarded, hosts_of
-from ttrain.flows.server_processes import HEALTH
 from ttrain.nightly.notify import NoRedirect
 from ttrain.store import server_records
 from ttrain.store.server_records import HOST, SERVER_MARK, Server
@@ -36,6 +43,9 @@ log = logging.getLogger("ttrain")
 PORT: Final = "TTRAIN_SERVER_PORT"
 HOME: Final = "TTRAIN_SERVER_HOME"
 AUTH_STRING: Final = "PREFECT_API_AUTH_STRING"
+HEALTH: Final = {"prefect": "/api/health", "mlflow": "/health"}
+START_SECONDS: Final = 180.0  # a fresh home takes 10 s on two idle cores, 6 of them for Prefect's migrations
+STOP_SECONDS: Final = 10.0  # idle servers stop within 2 s
 
 # Telemetry: of Prefect's SDK (Amplitude); of its server, and its UI in the browser (both obey "analytics"); of MLflow.
 # Prefect takes 1 or true for DO_NOT_TRACK, MLflow only true.
@@ -179,18 +189,18 @@ def start(home: Path, ports: Mapping[str, int], auth: Auth = "token", owner: str
     """Start the named servers as `up` does; `ports` are those to try first. `owner`: the command that ends them."""
     home = home.resolve()
     started: list[tuple[Server, subprocess.Popen[bytes]]] = []
-    with server_processes.start_lock(home):
+    with start_lock(home):
         missing = {name: port for name, port in ports.items() if not server_records.live_server(home, name)}
         token = token_of(auth, lambda: server_records.make_token(home)) if missing else ""
         try:
             for name, port in missing.items():
-                server_processes.stop(home, name)  # remains of one that does not answer
+                stop(home, name)  # remains of one that does not answer
                 started.append(_start(home, name, port, token, owner))
             for number in range(len(started)):
                 _wait(home, started, number, token)
         except BaseException:
             for server, _ in started:
-                server_processes.stop(home, server.name)
+                stop(home, server.name)
             raise
         finally:
             for _, process in started:
@@ -202,10 +212,10 @@ def _wait(home: Path, started: list[tuple[Server, subprocess.Popen[bytes]]], num
     while True:
         server, process = started[number]
         try:
-            server_processes.wait(server.name, server.port, process, server_records.folder_of(home) / f"{server.name}.log")
+            wait(server.name, server.port, process, server_records.folder_of(home) / f"{server.name}.log")
             return
-        except server_processes.PortTaken:
-            server_processes.stop(home, server.name)
+        except PortTaken:
+            stop(home, server.name)
             started[number] = _start(home, server.name, server.port + 1, token, server.owner)
 
 
@@ -213,8 +223,8 @@ def down(home: Path) -> list[str]:
     """Stop both servers with all their processes; returns those that ran. Raises TTrainError when one does not end."""
     if not server_records.folder_of(home).exists():
         return []
-    with server_processes.start_lock(home):
-        return [name for name in HEALTH if server_processes.stop(home, name)]
+    with start_lock(home):
+        return [name for name in HEALTH if stop(home, name)]
 
 
 def running(home: Path) -> ServerAddresses | None:
@@ -226,7 +236,7 @@ def running(home: Path) -> ServerAddresses | None:
 
 
 def _start(home: Path, name: str, wanted_port: int, token: str, owner: str) -> tuple[Server, subprocess.Popen[bytes]]:
-    port, mark = server_processes.free_port(wanted_port), secrets.token_hex(8)
+    port, mark = free_port(wanted_port), secrets.token_hex(8)
     path = server_records.folder_of(home) / f"{name}.log"
     if port != wanted_port:
         log.warning("port %d is taken by another program; %s listens on %d instead", wanted_port, name, port)
@@ -235,7 +245,7 @@ def _start(home: Path, name: str, wanted_port: int, token: str, owner: str) -> t
     command, environment = (prefect_command if name == "prefect" else mlflow_command)(home, port)
     path.unlink(missing_ok=True)
     token_variables = {PORT: str(port), server_records.ACCESS: token, AUTH_STRING: token}
-    process = server_processes.spawn(command, {**_unset(SILENT), **environment, **token_variables, SERVER_MARK: mark}, path)
+    process = spawn(command, {**_unset(SILENT), **environment, **token_variables, SERVER_MARK: mark}, path)
     server = Server(name, process.pid, port, mark, asks_token=bool(token), owner=owner)
     write_json(path.with_suffix(".json"), asdict(server))
     return server, process
@@ -285,3 +295,102 @@ def _without_proxy() -> dict[str, str]:
     if not urllib.request.getproxies() or HOST in listed or listed.strip() == "*":
         return {}
     return {name: ",".join(filter(None, (listed, HOST, "localhost")))}
+
+
+class PortTaken(TTrainError):
+    """Another program has the port that was free a moment ago."""
+
+
+def spawn(module: list[str], environment: Mapping[str, str], path: Path) -> subprocess.Popen[bytes]:
+    """`python -m module` in its own session, where the terminal's Ctrl-C does not reach it; its output goes to `path`.
+
+    It runs in the log's directory, since Python looks for modules where it is, and Prefect for `.env` and settings.
+    """
+    with path.open("ab") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", *module],
+            env={**os.environ, **environment},
+            cwd=path.parent,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def wait(name: str, port: int, process: subprocess.Popen[bytes], path: Path) -> None:
+    """Wait until the server answers; raises TTrainError with the end of its log when it dies or stays silent.
+
+    PortTaken where another program answers on its port: servers that start at once may choose the same.
+    """
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    url, deadline = f"http://{HOST}:{port}{HEALTH[name]}", time.monotonic() + START_SECONDS
+    while True:
+        answered = False
+        with contextlib.suppress(OSError, HTTPException), direct.open(url, timeout=5.0):
+            answered = True
+        code = process.poll()
+        if answered and code is None and _listens(process.pid, port):
+            return
+        if answered and code is not None:
+            raise PortTaken(f"port {port} was taken by another program before the {name} server had it; try again")
+        if code is not None or time.monotonic() > deadline:
+            failure = f"did not answer within {START_SECONDS:.0f} s" if code is None else f"ended with exit code {code}"
+            tail = "\n".join(path.read_text(errors="replace").splitlines()[-20:])
+            raise TTrainError(f"the {name} server {failure} on port {port}; the end of {path}:\n{tail}")
+        time.sleep(0.05)
+
+
+def _listens(leader: int, port: int) -> bool:
+    """Whether a process of the leader's session listens on the port."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if os.getsid(process.pid) == leader and any(
+                connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
+                for connection in process.net_connections(kind="tcp")
+            ):
+                return True
+    return False
+
+
+def stop(home: Path, name: str) -> bool:
+    """End every process of a server and remove its record; returns whether there was one."""
+    server = server_records.read(home, name)
+    processes = family = server.processes() if server else []
+    for action, seconds in ((psutil.Process.terminate, STOP_SECONDS), (psutil.Process.kill, 5.0)):
+        for process in family:
+            with contextlib.suppress(psutil.Error):
+                action(process)
+        psutil.wait_procs(family, timeout=seconds)
+        family = server.processes() if server else []
+    if family:
+        raise TTrainError(
+            f"the {name} server does not end; its processes: {', '.join(str(process.pid) for process in family)}"
+        )
+    (server_records.folder_of(home) / f"{name}.json").unlink(missing_ok=True)
+    return bool(processes)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End our own server, which ignores SIGTERM."""
+    process.send_signal(signal.SIGINT)
+    try:
+        process.wait(STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def start_lock(home: Path) -> FileLock:
+    """Lock for the start and end of servers; two first runs at once would migrate one database twice."""
+    return FileLock(server_records.make_folder(home) / "start.lock", thread_local=False)
+
+
+def free_port(first_port: int) -> int:
+    """The first port from `first_port` on that nobody listens on."""
+    for port in range(first_port, min(first_port + 100, 1 << 16)):
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the servers do, for a port just left
+            probe.bind((HOST, port))
+            return port
+    raise TTrainError(f"no port from {first_port} to {first_port + 99} is free; choose another one")

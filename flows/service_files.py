@@ -152,7 +152,8 @@ def prefect_yaml(home: Path, schedule: Schedule) -> str:
         os.environ.update(servers.prefect_environment(home))
         schedules.check(schedule.cron, schedule.timezone)
         slots = [{"cron": schedule.cron, "timezone": schedule.timezone, "active": True}]
-    schedule = replace(schedule, settings=schedule_files.parameters(schedule))
+    earlier = schedule_files.read_all(home).get(schedule.full_name)
+    schedule = replace(schedule, settings=schedule_files.parameters(schedule), paused=bool(earlier and earlier.paused))
     mounts = [f"{folder}:{folder}:ro" for folder in _data_folders(schedule)] if kind == "docker" else []
     values = {
         "name": schedule.name,

@@ -23,7 +23,7 @@ from ttrain.config import Auth
 from ttrain.core.files import PRIVATE_FILE, private_directory, read_object, write_json
 from ttrain.core.signals import heeded_signals, ignore_hangup
 from ttrain.errors import Interrupted, TTrainError, UsageError
-from ttrain.flows import flow_runs, prefect_run, schedule_files, schedules, server_processes, servers
+from ttrain.flows import flow_runs, prefect_run, schedule_files, schedules, servers
 from ttrain.store import server_records
 from ttrain.tasks.best_effort import best_effort
 
@@ -134,8 +134,8 @@ def _stop_server(home: Path) -> None:
     """End the server that was started to serve, by this process or one that was killed; that of `up` stays."""
     server = server_records.read(home, "prefect")
     if server and server.owner == OWNER and not server_records.live_server(home, "mlflow"):  # else `up` has taken it over
-        with server_processes.start_lock(home):
-            server_processes.stop(home, "prefect")
+        with servers.start_lock(home):
+            servers.stop(home, "prefect")
 
 
 class ScheduleServer:
@@ -231,15 +231,17 @@ class ScheduleServer:
         """Start the flow runs that are due, after making missing deployments and cancelling what was asked for."""
         client = self._context.client
         home_deployments = await client.read_deployments(deployment_filter=schedules.home_filter(self._home))
-        # Those of pools have workers. What an API says of an entry point is not run: it may name any code
-        deployments = {
-            deployment.id: deployment
+        # What an API says of an entry point is not run: it may name any code
+        known = {
+            f"{ENTRY_POINTS[deployment.entrypoint]}/{deployment.name}": deployment
             for deployment in home_deployments
-            if deployment.work_pool_name is None and deployment.entrypoint in ENTRY_POINTS
+            if deployment.entrypoint in ENTRY_POINTS
         }
-        await self.make_missing_deployments(
-            {f"{ENTRY_POINTS[deployment.entrypoint]}/{deployment.name}" for deployment in deployments.values()}
-        )
+        paused = {name: bool(deployment.paused) for name, deployment in known.items()}
+        await asyncio.to_thread(schedule_files.record_paused, self._home, paused)
+        served = {name: d for name, d in known.items() if d.work_pool_name is None}  # those of pools have workers
+        await self.make_missing_deployments(set(served))
+        deployments = {deployment.id: deployment for deployment in served.values()}
         await self._cancel_asked()
         if not deployments:
             return

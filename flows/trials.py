@@ -19,7 +19,6 @@ from typing import Any
 from rich.console import Console
 
 from ttrain import tracking
-from ttrain.core.signals import catching_signals
 from ttrain.core.terminal import escaped
 from ttrain.core.text import format_duration
 from ttrain.errors import Interrupted, StageFailed, TTrainError, UsageError
@@ -28,6 +27,7 @@ from ttrain.flows.sweep import SweepRequest, find_resumable
 from ttrain.pipeline.execution import PipelineRun
 from ttrain.pipeline.progress_display import Display
 from ttrain.pipeline.recipe import planned_part
+from ttrain.pipeline.stop_request import StopRequest
 from ttrain.reports import summary as report
 from ttrain.store import runs
 from ttrain.store.artifacts import ArtifactStore
@@ -70,7 +70,8 @@ class TrialRunner:
 
     def __init__(self, request: SweepRequest, sweep: Sweep, study: Study, store: ArtifactStore, display: Display) -> None:
         self.request, self.sweep, self.study, self.store, self.display = request, sweep, study, store, display
-        self.signum = 0
+        self.stop_request = StopRequest(display.say, "the running trials save their state")
+        self.planning = threading.Lock()  # a plan parses code, which two threads at once cannot (`core/hashing.py`)
         self._running: dict[int, RunningTrial] = {}  # by slot
         self._failed_in_a_row = 0
         self._error: BaseException | None = None  # that every other trial would have, too
@@ -93,7 +94,7 @@ class TrialRunner:
         """Run all trials to their ends. Raises Interrupted once they are saved, or an error that every trial would have."""
         outcome = "failed"
         try:
-            with catching_signals(self._stop, self._stop_at_once):
+            with self.stop_request.catching_signals():
                 self._loop()
             outcome = "completed"
         except Interrupted:
@@ -111,12 +112,13 @@ class TrialRunner:
         looked = 0.0
         while True:
             for slot in range(self.request.parallel):
-                if slot not in self._running and not self.signum and not self._error:
+                if slot not in self._running and not self._stop_signal():
                     trial = unfinished.pop(0) if unfinished else self._next()
                     if trial:
                         self._begin(slot, trial)
             if not self._running:
                 break
+            self._stop_trials(self._stop_signal())
             if time.monotonic() - looked > CURVE_SECONDS:
                 looked = time.monotonic()
                 for running in self._running.values():
@@ -128,8 +130,19 @@ class TrialRunner:
             time.sleep(POLL_SECONDS)
         if self._error:
             raise self._error
-        if self.signum:
-            raise Interrupted("the sweep was stopped; the same command continues", self.signum)
+        if signum := self.stop_request.signum:
+            raise Interrupted("the sweep was stopped; the same command continues", signum)
+
+    def _stop_signal(self) -> int:
+        """The signal that ends the running trials, also where every other trial would fail; 0 while there is none."""
+        return self.stop_request.signum or (signal.SIGTERM if self._error else 0)
+
+    def _stop_trials(self, signum: int) -> None:
+        """Ask the running trials to save their state, or, after a second signal, end them; 0 asks for nothing."""
+        for running in self._running.values():
+            if signum and running.execution:
+                running.execution.ask_to_stop(signum)
+                running.execution.at_once = self.stop_request.at_once
 
     def _next(self) -> Trial | None:
         return self.study.ask() if len(self.study.trials()) < self.request.trials else None
@@ -161,12 +174,12 @@ class TrialRunner:
         trial, seconds = running.trial, (running.trial.seconds or 0.0) + running.seconds
         self.study.note(trial.number, seconds=round(seconds, 2), error=error)
         if outcome == studies.COMPLETED and value is None:
-            self._fail(self._no_metric(running))
+            self._error = self._no_metric(running)
             return
         if outcome == studies.FAILED:
             self._failed_in_a_row += 1
             if self._failed_in_a_row == FAILURES or running.would_fail_again:
-                self._fail(running.error)
+                self._error = running.error
                 return
         if outcome == studies.RUNNING:  # asked to stop: it continues another time
             return
@@ -174,12 +187,6 @@ class TrialRunner:
             self._failed_in_a_row = 0
         self.study.tell(trial.number, outcome, value)
         self._report_trial(trial.number, seconds)
-
-    def _fail(self, error: BaseException | None) -> None:
-        """Stop the sweep, since every trial would fail: running trials save their state, and none begins."""
-        self._error = error
-        for running in self._running.values():
-            running.stop(signal.SIGTERM)
 
     def _no_metric(self, running: RunningTrial) -> TTrainError:
         assert running.execution is not None, "it has come to its end"
@@ -204,22 +211,10 @@ class TrialRunner:
         if metrics:
             self._parent.log_metrics([{"step": done, "time": time.time(), "metrics": metrics}])
 
-    def _stop(self, signum: int) -> None:
-        self.signum = signum
-        self.display.say("[yellow]stopping: the running trials save their state (again to end at once)[/]")
-        for running in self._running.values():
-            running.stop(signum)
-
-    def _stop_at_once(self, signum: int) -> BaseException:
-        for running in self._running.values():
-            if running.execution:
-                running.execution.at_once = True
-        return Interrupted("interrupted twice; the trials were ended where they stood", signum)
-
     def _finish(self, outcome: str) -> None:
-        for running in self._running.values():  # after an error in the loop
-            running.stop(signal.SIGTERM)
-            running.thread.join()
+        while any(running.thread.is_alive() for running in self._running.values()):  # after an error in the loop
+            self._stop_trials(self._stop_signal() or signal.SIGTERM)
+            time.sleep(POLL_SECONDS)
         best, trials = self.study.best(), self.study.trials()
         self.sweep.note(outcome=outcome)
         header, rows = summary.trial_table(trials, self.request.space, self.request.measure)
@@ -305,14 +300,8 @@ class RunningTrial:
         self.error: BaseException | None = None
         self.seconds = 0.0
         self.thread = threading.Thread(target=self._run, name=f"trial-{trial.number}", daemon=True)
-        self._began, self._signum = time.monotonic(), 0
+        self._began = time.monotonic()
         self._read: tuple[Path | None, int] = (None, -1)  # the curve and its size when it was last read
-
-    def stop(self, signum: int) -> None:
-        """Ask the running stage to save its state, whether one has begun or not."""
-        self._signum = signum
-        if self.execution:
-            self.execution.ask_to_stop(signum)
 
     def outcome(self) -> tuple[str, float | None, str | None]:
         """(outcome, metric, error) once the thread has ended; the outcome is "running" for a trial that continues later."""
@@ -367,7 +356,8 @@ class RunningTrial:
 
     def _pipeline(self) -> None:
         values, runner = self.trial.values, self._runner
-        stages = self.request.plan(values, runner.store, self.slot)
+        with runner.planning:
+            stages = self.request.plan(values, runner.store, self.slot)
         execution = PipelineRun(
             self.request.pipeline,
             self.request.settings(values, self.slot),
@@ -379,8 +369,6 @@ class RunningTrial:
         )
         execution.record.note(sweep={"name": runner.sweep.name, "trial": self.trial.number})
         self.execution = execution
-        if self._signum:
-            execution.ask_to_stop(self._signum)
         with execution.recorded():
             execution.raise_if_signalled()
             run_plain(execution, planned_part(self.request.recipe(), stages))

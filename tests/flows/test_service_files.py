@@ -73,13 +73,29 @@ def test_a_schedule_is_read_as_it_was_written_and_a_damaged_file_is_none(odd_hom
     assert schedule_files.read_all(odd_home) == {}
 
 
+def test_a_schedule_is_listed_as_paused_without_a_server_and_stays_so(odd_home: Path) -> None:
+    schedule_files.write(odd_home, schedule(paused=True))
+    schedule_files.write(odd_home, schedule(kind="full"))
+
+    def paused() -> dict[str, bool]:
+        return {entry.schedule.full_name: entry.paused for entry in schedules.list_schedules(odd_home)}
+
+    assert paused() == {"full/quickstart": False, "nightly/quickstart": True}
+    schedule_files.record_paused(odd_home, {"full/quickstart": True, "full/removed": True})
+    assert paused() == {"full/quickstart": True, "nightly/quickstart": True}, "what the server does not know stays"
+    service_files.prefect_yaml(odd_home, schedule("docker"))
+    assert schedule_files.read_all(odd_home)["nightly/quickstart"].paused
+
+
 def test_paths_are_kept_in_full_and_what_is_elsewhere_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "base").mkdir()
+    for name in ("base", "mine", "pretrain"):  # a folder of a stage's name does not stand for the stage
+        (tmp_path / name).mkdir()
     loaded = load(
         ["data.pretrain=[docs/*.jsonl, 'https://example.org/a.jsonl', {path: more, weight: 2}]", "data.sft=~/chats.jsonl",
          "data.lora=hf://owner/name", "data.tokenizer=/abs/t.jsonl", "tokenizer.existing=base",
-         "notify.webhook=https://hooks.example/secret", "notify.command=[bin/tell, me/too]"],
+         "notify.webhook=https://hooks.example/secret", "notify.command=[bin/tell, me/too]",
+         "sft.start_from=./mine", "lora.start_from=sft"],
         environment={},
     ).settings  # fmt: skip
     kept = with_absolute_paths(loaded)
@@ -90,19 +106,9 @@ def test_paths_are_kept_in_full_and_what_is_elsewhere_as_it_is(tmp_path: Path, m
     assert kept.tokenizer.existing == str(tmp_path / "base")
     assert kept.notify.command == (str(tmp_path / "bin/tell"), "me/too")
     assert kept.notify.webhook == "https://hooks.example/secret"
+    assert kept.sft.start_from == str(tmp_path / "mine") and kept.lora.start_from == "sft"
     assert with_absolute_paths(kept) == kept
     assert with_absolute_paths(Settings()) == Settings()
-
-
-def test_a_model_that_is_started_from_is_kept_in_full_and_a_stage_is_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in ("mine", "pretrain"):  # a folder of a stage's name does not stand for the stage
-        (tmp_path / name).mkdir()
-    kept = with_absolute_paths(load(["sft.start_from=./mine", "lora.start_from=sft"], environment={}).settings)
-    assert kept.sft.start_from == str(tmp_path / "mine") and kept.lora.start_from == "sft"
-    assert with_absolute_paths(Settings()).sft.start_from == "pretrain"
 
 
 def test_a_webhook_lies_in_a_file_of_the_user_alone_and_nowhere_else(odd_home: Path) -> None:
@@ -413,7 +419,10 @@ def test_the_command_of_a_unit_opens_its_help() -> None:
     assert shlex.split(shlex.join(service_files.command()))[-2:] == ["pipeline", "serve"]
 
 
-def test_a_unit_of_another_kind_and_a_path_of_two_lines_are_refused(tmp_path: Path) -> None:
+def test_a_unit_or_pool_of_another_kind_and_a_path_of_two_lines_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"--prefect-yaml is 'ecs' but must be one of process, docker, kubernetes"):
+        service_files.prefect_yaml(tmp_path, schedule("ecs"))
+    assert schedule_files.read_all(tmp_path) == {}
     with pytest.raises(UsageError, match=r"--unit is 'upstart' but must be one of systemd, launchd, cron"):
         service_files.unit("upstart", tmp_path)
     with pytest.raises(UsageError, match="a unit cannot hold"):
@@ -454,9 +463,3 @@ def test_folders_that_only_the_worker_has_are_mounted_and_never_the_whole_disk(o
     with pytest.raises(UsageError, match="put the data into a folder"):
         service_files.prefect_yaml(odd_home, schedule("docker", "data.pretrain=/docs.jsonl", name="other"))
     assert "nightly/other" not in schedule_files.read_all(odd_home)
-
-
-def test_a_pool_of_another_kind_is_refused(odd_home: Path) -> None:
-    with pytest.raises(UsageError, match=r"--prefect-yaml is 'ecs' but must be one of process, docker, kubernetes"):
-        service_files.prefect_yaml(odd_home, schedule("ecs"))
-    assert schedule_files.read_all(odd_home) == {}

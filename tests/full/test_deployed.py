@@ -21,7 +21,7 @@ from support.served import Served, processes_of, serving
 from support.waiting import wait_until
 
 from ttrain.config import DATASETS, NAMES_CODE, Settings
-from ttrain.flows import flow_runs, server_processes
+from ttrain.flows import flow_runs, servers
 from ttrain.flows.schedule_files import Schedule
 from ttrain.pipeline.stage_worker import PROCESS_NAME
 
@@ -308,4 +308,4 @@ def test_the_server_itself_finds_a_run_crashed_within_two_minutes_where_nothing_
     run = wait_until(lambda: run if (run := run_of(cli, id_))["state"]["type"] == "CRASHED" else None, 120)
     assert "no heartbeat" in run["state"]["message"]
     assert not [process for process in processes_of(cli.home) if process.name() == PROCESS_NAME]
-    server_processes.stop(cli.home, "prefect")
+    servers.stop(cli.home, "prefect")

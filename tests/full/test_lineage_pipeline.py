@@ -22,6 +22,7 @@ STAGES = ["tokenizer", "shards-pretrain", "pretrain", "shards-sft", "sft", "shar
 # What someone does who has MLflow, transformers and PEFT, and nothing of ttrain.
 PLAIN = """
 import json
+import sys
 import mlflow
 from mlflow import MlflowClient
 from mlflow.models import get_model_info
@@ -32,6 +33,11 @@ chat = [{"role": "user", "content": "1 + 2?"}]
 for name in ("tiny-test@challenger", "tiny-test-sft/1"):
     pipe = mlflow.transformers.load_model(f"models:/{name}")
     said[name] = pipe(chat, max_new_tokens=6, do_sample=False)[0]["generated_text"][-1]["content"]
+for path in sys.argv[1:]:  # the base model, a checkpoint and the SFT model in the store
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    assert tokenizer.decode(tokenizer("春江 x", add_special_tokens=False).input_ids) == "春江 x"
+    _, report = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    assert not any(report.values()), report
 model = mlflow.pyfunc.load_model("models:/tiny-test@challenger")
 assert isinstance(model.predict(["The man"])[0], str)
 info = get_model_info("models:/tiny-test@challenger")
@@ -45,6 +51,7 @@ for version in client.search_model_versions():
 [run] = client.search_runs([client.get_experiment_by_name("ttrain").experiment_id], "tags.`ttrain.pipeline` = 'full'")
 for name in ("evaluation_table.json", "samples_table.json"):
     said[name] = client.load_table(run.info.experiment_id, name, [run.info.run_id]).to_dict("split")
+assert "ttrain" not in sys.modules
 print("SAID", json.dumps(said))
 """
 
@@ -57,7 +64,9 @@ def opened(finished: Cli, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     moved = Cli(home, finished.data)
     moved("models", "list", settings=False)  # which points a copied home's places at itself
     environment = {**moved.environment, "MLFLOW_TRACKING_URI": f"sqlite:///{home}/mlflow/mlflow.db", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-P", "-c", PLAIN]
+    base, sft = (finished.home / "store" / name for name in ("pretrain", "sft"))
+    paths = [*base.glob("*/model"), max(base.glob("*/checkpoints/step-*")), *sft.glob("*/model")]
+    command = [sys.executable, "-P", "-c", PLAIN, *map(str, paths)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=home)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.partition("SAID")[2])
@@ -135,12 +144,12 @@ def test_no_weights_are_in_mlflow_a_second_time_where_a_link_will_do(finished: C
 
 
 def test_the_lineage_of_a_registered_version_is_told_without_the_store(finished: Cli, tmp_path: Path) -> None:
-    told = json.loads(finished("lineage", "tiny-test@challenger", "--json", settings=False))
+    told = json.loads(finished.in_process("lineage", "tiny-test@challenger", "--json", settings=False))
     assert [stage["stage"] for stage in told["stages"]] == STAGES
     [run] = {stage["run"] for stage in told["stages"]}
     assert run == told["run"] == finished.runs()[-1]["run"]
     shutil.copytree(finished.home / "mlflow", tmp_path / "home" / "mlflow")
-    alone = json.loads(Cli(tmp_path / "home", finished.data)("lineage", "tiny-test/1", "--json", settings=False))
+    alone = json.loads(Cli(tmp_path / "home", finished.data).in_process("lineage", "tiny-test/1", "--json", settings=False))
     assert {stage.pop("known_from") for stage in alone["stages"]} == {"mlflow"}
     assert {stage.pop("known_from") for stage in told["stages"]} == {"store"}
     assert alone["stages"] == told["stages"]

@@ -171,7 +171,7 @@ def test_both_are_measured_on_the_same_held_out_data_of_all_nights(second: Any) 
 
 def test_a_plan_shows_what_the_next_night_reads_and_changes_nothing(second: Any) -> None:
     before = [one.data for one in nights(second)]
-    planned = json.loads(second("pipeline", "plan", "nightly", "--json"))
+    planned = json.loads(second.in_process("pipeline", "plan", "nightly", "--json"))
     assert planned["champion"] == "2" and [Path(name).name for name in planned["files"]["pretrain"]] == ["docs-4.jsonl"]
     assert {stage["name"] for stage in planned["stages"]} >= {"shards-pretrain", "pretrain", "evaluate-champion"}
     assert [one.data for one in nights(second)] == before
@@ -201,7 +201,7 @@ def test_a_deadline_leaves_the_night_open_and_says_so(copy: Callable[[], Cli], t
     assert left.is_open and left.failures == 0 and files_of(left) == ["docs-4.jsonl"]
     assert json.loads(told.read_text(encoding="utf-8"))["event"] == "unfinished"
     add_documents(cli, "docs-5", 5)
-    planned = json.loads(cli("pipeline", "plan", "nightly", "--json"))
+    planned = json.loads(cli.in_process("pipeline", "plan", "nightly", "--json"))
     assert "goes on" in planned["reason"] and [Path(name).name for name in planned["files"]["pretrain"]] == ["docs-4.jsonl"]
 
 
@@ -216,7 +216,7 @@ def test_a_list_that_fails_too_often_is_given_up_and_the_next_night_takes_a_new_
     assert "its list is given up" in night(cli, code=1)
     assert not nights(cli)[0].is_open and nights(cli)[0].failures == 2
     assert champion(cli) == "2"
-    planned = json.loads(cli("pipeline", "plan", "nightly", "--json"))
+    planned = json.loads(cli.in_process("pipeline", "plan", "nightly", "--json"))
     assert "1 new: docs-4.jsonl" in planned["reason"]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from support.pipeline_home import Cli
+from support.waiting import wait_until
 
 from ttrain.errors import StageFailed
 from ttrain.stages import STAGES
@@ -92,9 +93,7 @@ def test_a_signal_ends_the_wait_for_a_retry(copy_of: Any) -> None:
     cli = copy_of()
     overrides = ("runtime.timeout_seconds=0.05", "runtime.retries=1", "runtime.retry_delay_seconds=600")
     process = cli.start("pipeline", "run", "full", "evaluate.new_tokens=1", *overrides)
-    deadline = time.monotonic() + 120
-    while cli.runs()[0]["stages"][-1]["outcome"] != "failed" and time.monotonic() < deadline:
-        time.sleep(0.2)
+    wait_until(lambda: cli.runs()[0]["stages"][-1]["outcome"] == "failed", 120)
     time.sleep(1)
     process.terminate()
     said, _ = process.communicate(timeout=60)
@@ -175,9 +174,7 @@ def test_a_killed_run_holds_no_slot_of_a_limit_for_long(fresh: Cli) -> None:
     try:
         subprocess.run([sys.executable, "-c", LIMIT_ON_TAG, str(fresh.home)], env=fresh.environment, check=True)
         process = fresh.start("pipeline", "run", "full", "pretrain.tokens=61440", "evaluate.new_tokens=0")
-        deadline = time.monotonic() + 120
-        while not list(fresh.home.glob("work/pretrain/*/output/checkpoints/step-*")) and time.monotonic() < deadline:
-            time.sleep(0.1)
+        wait_until(lambda: list(fresh.home.glob("work/pretrain/*/output/checkpoints/step-*")), 120)
         process.kill()
         process.wait()
         began = time.monotonic()

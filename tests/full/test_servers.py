@@ -27,7 +27,7 @@ from support.waiting import wait_until
 
 from ttrain import tracking
 from ttrain.errors import TTrainError
-from ttrain.flows import prefect_run, server_processes, servers
+from ttrain.flows import prefect_run, servers
 from ttrain.flows.access_control import BODY_BYTES
 from ttrain.store import server_records
 
@@ -95,9 +95,7 @@ def stranger() -> Iterator[subprocess.Popen[bytes]]:
 
 def ports() -> tuple[int, int]:
     """Two free ones, below those that outgoing connections take."""
-    return server_processes.free_port(random.randrange(20_000, 25_000)), server_processes.free_port(
-        random.randrange(25_000, 30_000)
-    )
+    return servers.free_port(random.randrange(20_000, 25_000)), servers.free_port(random.randrange(25_000, 30_000))
 
 
 def answers(url: str, token: str | None = None) -> bool:
@@ -323,10 +321,10 @@ def test_a_port_that_another_program_takes_meanwhile_is_passed_over(
     faked_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two servers that start at once may find the same port free; the other one's answer is not taken for our own."""
-    port, free_port = ports()[0], server_processes.free_port
+    port, free_port = ports()[0], servers.free_port
     with subprocess.Popen([sys.executable, faked_home / "servers" / "double.py", str(port)]) as faster:
         wait_until(lambda: answers(f"http://127.0.0.1:{port}/api/health"), 10)
-        monkeypatch.setattr(server_processes, "free_port", lambda wanted: port if wanted == port else free_port(wanted))
+        monkeypatch.setattr(servers, "free_port", lambda wanted: port if wanted == port else free_port(wanted))
         try:
             servers.start(faked_home, {"prefect": port})
         finally:

@@ -7,13 +7,13 @@ import shlex
 import signal
 import sqlite3
 import subprocess
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.pipeline_home import Cli, write_corpus
+from support.waiting import wait_until
 
 from ttrain.core.files import read_json
 
@@ -23,7 +23,7 @@ SHARED = {"tokenizer", "shards-pretrain"}
 
 
 def sweeps(cli: Cli, command: str, *arguments: str) -> Any:
-    return json.loads(cli("sweep", command, *arguments, "--json", settings=False))
+    return json.loads(cli.in_process("sweep", command, *arguments, "--json", settings=False))
 
 
 def trials_of(cli: Cli) -> list[dict[str, Any]]:
@@ -40,17 +40,16 @@ def built(cli: Cli) -> Counter[str]:
 
 def kill_in_trial(cli: Cli, process: subprocess.Popen[str], number: int) -> None:
     """SIGKILL once the trial has saved a checkpoint of its training."""
-    deadline = time.monotonic() + 240
-    while time.monotonic() < deadline:
+
+    def has_saved() -> bool:
         assert process.poll() is None, process.stdout and process.stdout.read()
-        running = [r for r in trials_of(cli) if r["sweep"]["trial"] == number]
-        keys = [stage.get("key") for r in running for stage in r["stages"] if stage["outcome"] == "running"]
-        if any((cli.home / "work" / "pretrain" / str(key) / "output" / "checkpoints" / "latest").exists() for key in keys):
-            process.kill()
-            process.communicate()
-            return
-        time.sleep(0.01)
-    raise AssertionError("the trial has saved nothing")
+        stages = [stage for run in trials_of(cli) if run["sweep"]["trial"] == number for stage in run["stages"]]
+        keys = [stage["key"] for stage in stages if stage["outcome"] == "running" and stage.get("key")]
+        return any((cli.home / "work" / "pretrain" / key / "output" / "checkpoints" / "latest").exists() for key in keys)
+
+    wait_until(has_saved, 240)
+    process.kill()
+    process.communicate()
 
 
 def tracked(cli: Cli) -> list[dict[str, Any]]:
@@ -123,7 +122,7 @@ def test_trials_side_by_side_build_what_they_share_once_and_give_what_one_after_
 
 def test_a_dry_run_tells_what_is_tried_and_leaves_nothing(fresh: Cli) -> None:
     command = ("sweep", "full", "tokenizer.vocab_size=choice(300,400)", "--sampler", "grid")
-    told = json.loads(fresh(*command, "--dry-run", "--json"))
+    told = json.loads(fresh.in_process(*command, "--dry-run", "--json"))
     assert told["metric"] == "eval/bits_per_byte"
     assert (told["once"], told["each"]) == ([], ["tokenizer", "shards-pretrain", "pretrain", "evaluate"])
     assert [trial["values"] for trial in told["trials"]] == [{"tokenizer.vocab_size": size} for size in (300, 400)]
@@ -137,8 +136,7 @@ def test_trials_that_are_behind_end_early_that_diverge_are_bad_and_that_are_stop
     command = ("sweep", "full", rates, ADAMW, "pretrain.tokens=122880", "pretrain.validate_every_steps=10", "--prune")
     command = (*command, "--sampler", "grid")
     process = fresh.start(*command)
-    while process.poll() is None and not any(r["sweep"]["trial"] == 2 for r in trials_of(fresh)):
-        time.sleep(0.05)
+    wait_until(lambda: process.poll() is not None or any(r["sweep"]["trial"] == 2 for r in trials_of(fresh)), 240)
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=120) == 130
     assert sweeps(fresh, "list")[0]["outcome"] == "interrupted"

@@ -18,11 +18,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from support.doubles import Home, Watcher, curve, run_here, stage_settings
 from support.paths import ROOT, TESTS
 from support.pipeline_home import Cli, write_corpus
+from support.served import processes_of
+from support.waiting import wait_until
 
 from ttrain.config import PretrainConfig
 from ttrain.errors import StageFailed
@@ -74,26 +75,13 @@ class Nodes:
         return (self.root / f"said{rank}").read_text()
 
     def wait(self, text: str, rank: int = 0, seconds: float = 120) -> None:
-        deadline = time.monotonic() + seconds
-        while text not in self.said(rank):
-            assert time.monotonic() < deadline, self.said(0) + self.said(1)
-            time.sleep(0.05)
+        wait_until(lambda: text in self.said(rank), seconds, lambda: self.said(0) + self.said(1))
 
     def end(self, seconds: float = 120) -> list[int]:
         """Exit codes; nothing may be left of either node."""
         codes = [process.wait(timeout=seconds) for process in self.processes]
-        deadline = time.monotonic() + 10
-        while left := [p.pid for p in psutil.process_iter() if str(self.root) in " ".join(_command(p))]:
-            assert time.monotonic() < deadline, left
-            time.sleep(0.1)
+        wait_until(lambda: not processes_of(self.root), 10, lambda: str(processes_of(self.root)))
         return codes
-
-
-def _command(process: psutil.Process) -> list[str]:
-    try:
-        return [*process.cmdline()]
-    except psutil.Error:
-        return []
 
 
 def test_two_nodes_give_the_losses_of_one_rank_and_one_artifact(tmp_path: Path) -> None:
@@ -214,10 +202,7 @@ def test_a_node_that_is_not_the_first_waits_for_what_does_not_train(tmp_path: Pa
         time.sleep(1)
         assert second.poll() is None and not (home.home / "store" / "tokenizer").exists()
         home("stage", "run", "tokenizer")
-        deadline = time.monotonic() + 60
-        while not list((home.home / "runs").glob("full-*")) or "cached" not in _outcomes(home):
-            assert time.monotonic() < deadline, _outcomes(home)
-            time.sleep(0.2)
+        wait_until(lambda: list((home.home / "runs").glob("full-*")) and "cached" in _outcomes(home), 60)
         second.send_signal(signal.SIGTERM)
         assert second.wait(timeout=60) == 128 + signal.SIGTERM
     finally:

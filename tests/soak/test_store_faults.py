@@ -7,12 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
 from support.pipeline_home import Cli, write_corpus
+from support.waiting import wait_until
 
 from ttrain.store.runs import history
 
@@ -53,19 +53,9 @@ def own_mounts() -> list[str]:
     return []
 
 
-def until(condition: object, process: subprocess.Popen[str]) -> None:
-    """Wait for it while the process lives."""
-    for _ in range(3000):
-        if condition():  # type: ignore[operator]
-            return
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.02)
-    raise AssertionError("it did not happen in a minute")
-
-
 def test_of_two_identical_runs_one_builds_and_the_other_says_for_whom_it_waits(cli: Cli) -> None:
     first = cli.start(*TOKENIZER)
-    until(lambda: list(cli.home.glob("work/tokenizer/*.holder")), first)
+    wait_until(lambda: list(cli.home.glob("work/tokenizer/*.holder")), 60)
     first.send_signal(signal.SIGSTOP)  # so that it holds the key for as long as the test wants
     try:
         second = cli.start(*TOKENIZER)

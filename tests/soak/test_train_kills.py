@@ -11,12 +11,10 @@ import math
 import multiprocessing
 import os
 import random
-import resource
 import select
 import shutil
 import subprocess
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -450,24 +448,3 @@ def test_a_full_disk_fails_the_stage_and_the_same_command_continues_where_there_
     assert "make room" in said and "TTRAIN_HOME" in said
     filler.unlink()
     story.continues(disk / "output", step)
-
-
-def test_a_limit_of_the_size_of_files_fails_the_stage_and_the_same_command_continues(story: Story, tmp_path: Path) -> None:
-    """As a quota would, from the second checkpoint on."""
-    limit, output = resource.getrlimit(resource.RLIMIT_FSIZE), tmp_path / "output"
-
-    def lower() -> None:
-        while not (output / "checkpoints" / "step-00000004").exists():
-            time.sleep(0.001)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limit[1]))
-
-    thread = threading.Thread(target=lower)
-    thread.start()
-    try:
-        with pytest.raises(ArtifactError, match=r"File too large.* is whole, and the same command continues"):
-            story.run(output)
-    finally:
-        thread.join()
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    newest = list_checkpoints(output / "checkpoints")[-1]
-    story.continues(output, checkpoint.read(newest).step)

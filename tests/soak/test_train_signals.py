@@ -25,6 +25,8 @@ import psutil
 import pytest
 from support.doubles import curve
 from support.pipeline_home import Cli, write_corpus
+from support.served import processes_of
+from support.waiting import wait_until
 
 from ttrain.core.hashing import sha256_file
 from ttrain.store import runs
@@ -72,21 +74,6 @@ class Home:
         if self.output is None:
             return 0
         return max((checkpoint.read(path).step for path in list_checkpoints(self.output / "checkpoints")), default=0)
-
-    def processes(self) -> list[psutil.Process]:
-        there = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                if process.environ().get("TTRAIN_HOME") == str(self.cli.home):
-                    there.append(process)
-        return there
-
-    def outliving(self) -> list[psutil.Process]:
-        """Processes that are there five seconds after the command has ended."""
-        deadline = time.monotonic() + 5
-        while (there := self.processes()) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        return there
 
     def tracked(self) -> list[tuple[str, str]]:
         """Name and status of all runs in MLflow, the newest last; the runs of stages by their stage."""
@@ -176,7 +163,7 @@ class Sent:
             elif self.to == "the command":
                 os.kill(process.pid, self.signum)
         if self.to == "all":
-            for one in home.processes():
+            for one in processes_of(home.cli.home):
                 with contextlib.suppress(psutil.Error):
                     one.send_signal(self.signum)
 
@@ -222,7 +209,7 @@ def interrupt(home: Home, sent: Sent, chance: random.Random, seconds: float) -> 
     codes = {128 + sent.signum} | ({-sent.signum} if early or sent.twice else set())  # a shell tells both as the same
     assert process.returncode in codes, f"{sent}\n{said}"
     assert early or "Traceback" not in said, f"{sent}\n{said}"
-    assert home.outliving() == [], f"{sent}\n{said}"
+    wait_until(lambda: not processes_of(home.cli.home), 5, lambda: f"{sent}\n{said}")
     if not early and not sent.twice:  # what is in the middle of being told at a second signal is settled by the next run
         check_what_is_told(home, sent, said)
     newest = home.newest()
@@ -308,7 +295,7 @@ def test_prefect_is_told_of_a_signal_to_all_processes_and_of_a_second_one_to_a_s
     wait_for_lines(home, process, 0, r" step \d+/", 7)
     began = time.monotonic()
     if hangs:
-        [worker] = [one for one in home.processes() if one.name() == "ttrain-worker"]
+        [worker] = [one for one in processes_of(home.cli.home) if one.name() == "ttrain-worker"]
         worker.suspend()
         os.killpg(process.pid, signal.SIGINT)
         time.sleep(0.5)
@@ -319,7 +306,7 @@ def test_prefect_is_told_of_a_signal_to_all_processes_and_of_a_second_one_to_a_s
     assert process.returncode == (130 if hangs else 143), said
     assert time.monotonic() - began < 20, "the time for a stage to stop by itself is 60 s"
     assert ("did not stop by itself and was ended" if hangs else "the state is saved") in said
-    assert home.outliving() == []
+    wait_until(lambda: not processes_of(home.cli.home), 5)
     run = runs.history(home.cli.home)[0]
     assert run["outcome"] == {stage["name"]: stage["outcome"] for stage in run["stages"]}["pretrain"] == "interrupted"
     with sqlite3.connect(home.cli.home / "prefect" / "prefect.db") as prefect:

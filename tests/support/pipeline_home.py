@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
 import sqlite3
 import subprocess
 import sys
-from contextlib import closing
 from pathlib import Path
 from typing import Any
+from unittest import mock
+
+from typer.testing import CliRunner
+
+from ttrain.cli.main import app
 
 ENGLISH = [
     "the",
@@ -47,7 +52,7 @@ runtime: {rows_per_device: 4, threads: 1, checkpoint_every_steps: 5, log_every_s
 
 
 class Cli:
-    """The command line in a home of its own, always in a process of its own."""
+    """The command line in a home of its own: in a process of its own, or in this one."""
 
     def __init__(self, home: Path, data: Path) -> None:
         self.home, self.data, self.first_output = home, data, ""
@@ -80,6 +85,16 @@ class Cli:
         assert done.returncode == code, f"exit code {done.returncode}, not {code}:\n{done.stdout}"
         return done.stdout
 
+    def in_process(self, *arguments: str, settings: bool = True) -> str:
+        """Run a command in this process, or in one of its own where other code is chosen; returns standard output."""
+        if self.environment.get("PYTHONPATH") != os.environ.get("PYTHONPATH"):
+            return self(*arguments, settings=settings)
+        words = self.command(*arguments, settings=settings)[4:]
+        with mock.patch.dict(os.environ, self.environment, clear=True), contextlib.chdir(self.data):
+            done = CliRunner().invoke(app, words, catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+        return done.stdout
+
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
             self.command(*arguments),
@@ -92,20 +107,20 @@ class Cli:
 
     def plan(self, *overrides: str) -> dict[str, dict[str, Any]]:
         """Stages of the plan by name."""
-        stages = json.loads(self("pipeline", "plan", "full", "--json", *overrides))["stages"]
+        stages = json.loads(self.in_process("pipeline", "plan", "full", "--json", *overrides))["stages"]
         return {stage["name"]: stage for stage in stages}
 
     def to_run(self, *overrides: str) -> list[str]:
         return [name for name, stage in self.plan(*overrides).items() if stage["state"] == "run"]
 
     def runs(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = json.loads(self("pipeline", "status", "--json", settings=False))
+        found: list[dict[str, Any]] = json.loads(self.in_process("pipeline", "status", "--json", settings=False))
         return found
 
     def rows(self, database: str, query: str, *values: object) -> list[tuple[Any, ...]]:
         """What a query of the home's database gives, `mlflow` or `prefect`."""
         path = self.home / database / f"{database}.db"
-        with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as connection:
+        with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as connection:
             return connection.execute(query, values).fetchall()
 
     def manifest(self, stage: str, *overrides: str) -> dict[str, Any]:

@@ -239,7 +239,7 @@ def _refuse_another_database(root: Path, uri: str) -> None:
 @contextmanager
 def _server(root: Path, port: int) -> Iterator[tuple[str, threading.Event | None]]:
     """(address, None) of a running server; else (address, stop event) of a new one, which ends with the block."""
-    from ttrain.flows import server_processes, servers
+    from ttrain.flows import servers
     from ttrain.store import server_records
 
     if running_server := server_records.live_server(root, "mlflow"):
@@ -257,7 +257,7 @@ def _server(root: Path, port: int) -> Iterator[tuple[str, threading.Event | None
         if server_records.live_server(root, "prefect"):
             print("the server keeps running, because `ttrain up` took it over; `ttrain down` stops it", file=sys.stderr)
         else:
-            server_processes.stop(root, "mlflow")
+            servers.stop(root, "mlflow")
 
 
 def _links(address: str, pages: Addresses, tracked: Sequence[str]) -> dict[str, str]:
