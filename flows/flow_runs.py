@@ -30,6 +30,7 @@ LABEL_HOST: Final = "ttrain.host"
 LABEL_PID: Final = "ttrain.pid"
 LABEL_STARTED: Final = "ttrain.process-started"
 LABEL_TRY: Final = "ttrain.run-count"
+LABEL_RUN: Final = "ttrain.run"  # name of the record
 AUTOMATION: Final = "ttrain: flow runs without a heartbeat have crashed"
 HEARTBEAT_SECONDS: Final = 30  # the minimum of Prefect
 SILENCE_SECONDS: Final = 80  # two heartbeats are missed by then, and less than two minutes have passed
@@ -42,8 +43,8 @@ UNFINISHED: Final = "Unfinished"
 FINAL_STATES: Final = ("Completed", "Failed", "TimedOut", "Cancelled", "Crashed", UNFINISHED, *NIGHT_STATES.values())
 
 
-def label_with_process(home: Path) -> None:
-    """Label the current flow run with its process and machine.
+def label_with_process(home: Path, record: str = "") -> None:
+    """Label the current flow run with its process and machine, and with the name of its `record`.
 
     Task runs that an earlier attempt left running have ended, whatever ended it: this attempt has begun no task yet.
     """
@@ -51,7 +52,7 @@ def label_with_process(home: Path) -> None:
     from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 
     run, pid = current_flow_run(), os.getpid()
-    process = {LABEL_PID: pid, LABEL_STARTED: process_started(pid) or 0.0, LABEL_TRY: run.run_count}
+    process = {LABEL_PID: pid, LABEL_STARTED: process_started(pid) or 0.0, LABEL_TRY: run.run_count, LABEL_RUN: record}
     with get_client(sync_client=True) as client:
         client.update_flow_run_labels(run.id, {**machine_labels(home), **process})
         if run.run_count > 1:
@@ -119,8 +120,8 @@ def _end_tasks(client: Any, flow_runs: Any) -> None:
 
 
 def has_ended(run: FlowRun, home: Path) -> bool:
-    """Whether our own record says that a run has ended, if no deployment started it; its name is the record's."""
-    path = home / "runs" / f"{run.name}.json"
+    """Whether our own record says that a run has ended, if no deployment started it; its label, or name, is the record's."""
+    path = home / "runs" / f"{run.labels.get(LABEL_RUN) or run.name}.json"
     record = read_json(path) if run.deployment_id is None and path.parent == home / "runs" else None
     if record is None:
         return False

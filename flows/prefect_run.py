@@ -106,7 +106,7 @@ def run(
 
     @flow(  # type: ignore[untyped-decorator]  # mypy does not follow Prefect
         name=execution.pipeline,
-        flow_run_name=night or execution.record.run,
+        flow_run_name=execution.record.run,
         persist_result=False,
         validate_parameters=False,
         task_runner=ThreadPoolTaskRunner(max_workers=MAX_CONCURRENT_STAGES),
@@ -114,7 +114,9 @@ def run(
     def pipeline(settings: dict[str, Any]) -> State[Any] | None:
         with execution.catching_signals():  # inside: Prefect sets a handler of its own around the flow
             with best_effort():
-                flow_runs.label_with_process(execution.store.root)
+                flow_runs.label_with_process(execution.store.root, execution.record.run)
+                if night:  # after the label, which names its record from then on
+                    _rename(night)
             _run_stages(execution, recipe)
         have_ended.append(True)
         if execution.signum:

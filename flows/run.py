@@ -11,10 +11,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ttrain import tracking
 from ttrain.config import Settings
 from ttrain.core.signals import catching_signals, handling_signals
 from ttrain.core.text import format_duration
-from ttrain.errors import Interrupted, UsageError
+from ttrain.errors import Interrupted, TTrainError, UsageError
 from ttrain.flows import recipe
 from ttrain.pipeline.execution import PipelineRun
 from ttrain.pipeline.labels import NO_LABELS, Labels
@@ -82,6 +83,9 @@ def run_pipeline(
                             run_plain(execution, chosen)
         finally:
             _print_summary(execution, execution.outcome, console)
+        if execution.model_set:
+            with contextlib.suppress(TTrainError):
+                tracking.list_sets(store.root)  # so that the first `ttrain models list` need not load MLflow
     return execution
 
 

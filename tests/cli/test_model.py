@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
 import pytest
@@ -11,9 +12,11 @@ from support.doubles import VOCAB, tiny_model
 from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
+from ttrain.cli import model
 from ttrain.cli.main import app, main
 from ttrain.cli.model import cost, of_presets
 from ttrain.config import Model, MultiToken, Optim
+from ttrain.config.loading import configs_directory
 from ttrain.config.model import names
 from ttrain.model import multi_token
 from ttrain.train import optim
@@ -165,3 +168,12 @@ def test_kinds_are_listed_as_words_and_as_json() -> None:
     kinds = json.loads(found.stdout)
     assert {"llama", "qwen3", "gpt2", "moyun"} <= set(kinds)
     assert CliRunner().invoke(app, ["models", "size", "--kinds"]).stdout.split() == kinds
+
+
+def test_the_shipped_costs_of_presets_are_those_of_models_of_these_sizes() -> None:
+    """TTRAIN_WRITE_PRESETS=1 rewrites configs/presets.json."""
+    computed = model.computed_presets()
+    if os.environ.get("TTRAIN_WRITE_PRESETS"):
+        text = json.dumps({name: cost.to_json() for name, cost in computed.items()}, indent=1)
+        (configs_directory() / model.PRESETS).write_text(f"{text}\n", encoding="utf-8")
+    assert model.of_presets() == computed

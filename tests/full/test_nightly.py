@@ -102,6 +102,8 @@ def test_a_night_trains_on_what_is_new_is_compared_and_promotes(second: Any) -> 
     outcomes = {stage["name"]: stage["outcome"] for stage in second.runs()[0]["stages"]}
     assert {outcomes[name] for name in ("shards-pretrain", "pretrain", "evaluate")} == {"completed"}
     assert (champion(second), found.data["version"]) == ("2", "2")
+    names = {name for (name,) in second.rows("prefect", "select name from flow_run")}
+    assert {"night-000001", "night-000002"} <= names and not any(name.startswith("nightly-") for name in names)
 
 
 @pytest.mark.long

@@ -726,3 +726,17 @@ def test_a_run_has_the_champion_as_a_baseline_where_it_scored_the_same_records(s
     assert run_summary.of(same, "mine", store) == {}, "it is itself the champion"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     assert run_summary.of(other, "mine", store) == {}, "nobody waits for a server for the sake of a baseline"
+
+
+def test_a_listing_loads_no_mlflow_until_the_database_changes(sets_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = tracking.list_sets(sets_home)
+    assert [found.version for found in first] == ["3", "2", "1"]
+    with monkeypatch.context() as patched:
+        patched.setattr(tracking, "_champions", lambda home: pytest.fail("MLflow was asked"))
+        assert tracking.list_sets(sets_home) == first and tracking.list_sets(sets_home, "another") == []
+    tracking.promote(sets_home, "mine", "2")
+    assert [found.aliases for found in tracking.list_sets(sets_home)][1] == ("champion",)
+    copied = database_of(sets_home).with_name("sets.json")
+    for damaged in ("{", '{"state": 1}', copied.read_text().replace('"members"', '"member"')):
+        copied.write_text(damaged)
+        assert [found.version for found in tracking.list_sets(sets_home)] == ["3", "2", "1"]

@@ -30,7 +30,7 @@ from ttrain.tracking.database import set_damaged_aside as _set_damaged_aside
 from ttrain.tracking.datasets import data_of, of_tasks, read_by
 from ttrain.tracking.mlflow_views import NOTE, Addresses, addresses_of, refresh_views, source_tags
 from ttrain.tracking.model_description import CARD, LoadableModel
-from ttrain.tracking.model_sets import Member, ModelSet, all_pages, last_of
+from ttrain.tracking.model_sets import Member, ModelSet, all_pages, copy_sets, last_of, read_copied_sets
 from ttrain.tracking.null_tracker import NullRun, NullStore
 from ttrain.tracking.outbox import FOLDER
 from ttrain.tracking.outboxes import log_result, note_run_id, undelivered_keys
@@ -220,8 +220,18 @@ def champion_keys_here(home: Path, name: str) -> dict[str, str]:
 
 
 def list_sets(home: Path, name: str | None = None) -> list[ModelSet]:
-    """All sets of models, of one pipeline or of all, newest first; repairs aliases that a kill left half written."""
-    return _champions(home).sets(name)
+    """All sets of models, of one pipeline or of all, newest first; repairs aliases that a kill left half written.
+
+    Of the home's own database a copy is read if that has not changed since: importing MLflow takes 3 s.
+    """
+    database = database_of(home)
+    is_local = tracking_uri(home) == f"sqlite:///{database}"
+    sets = read_copied_sets(database) if is_local else None
+    if sets is None:
+        sets = _champions(home).sets(None)
+        if is_local:
+            copy_sets(database, sets)
+    return [found for found in sets if name in (None, found.name)]
 
 
 def find_set(home: Path, name: str, version: str) -> ModelSet:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from ttrain.config.training import TRAININGS
-from ttrain.core.files import parse_json
+from ttrain.core.files import PRIVATE_FILE, parse_json, read_object, write_json
 from ttrain.core.hashing import digest_of
+from ttrain.errors import DamagedFile
 from ttrain.tracking.calls import create_if_missing
 from ttrain.tracking.model_description import LOADS, marked, set_description
 from ttrain.tracking.registry import CHAMPION, ModelVersion
@@ -21,6 +22,7 @@ from ttrain.tracking.runs import TrackedRun
 CHALLENGER: Final = "challenger"
 KIND: Final = "ttrain.kind"
 SET: Final = "set"
+SETS: Final = "sets.json"  # beside a home's own database: its sets, in the state that the file names
 IDENTITY: Final = "ttrain.set"
 RUN_ID = "ttrain.run_id"  # MLflow's, of the pipeline's run; the version itself names the run of its last model
 MEMBER, KEY = "ttrain.member.", "ttrain.key."  # followed by the stage's name
@@ -87,6 +89,39 @@ def set_of(version: Any, aliases: Iterable[str]) -> ModelSet:
         aliases=tuple(sorted(aliases)),
         tags=tags,
     )
+
+
+def copy_sets(database: Path, sets: Iterable[ModelSet]) -> None:
+    """Keep the sets of a database in a file beside it, with the state of the database; no file if it cannot be written."""
+    with contextlib.suppress(OSError):
+        copied = {"state": _state_of(database), "sets": [asdict(model_set) for model_set in sets]}
+        write_json(database.with_name(SETS), copied, PRIVATE_FILE)
+
+
+def read_copied_sets(database: Path) -> list[ModelSet] | None:
+    """The sets in the file beside a database; None if that has changed since, or there is no such file."""
+    try:
+        copied = read_object(database.with_name(SETS))
+        if copied["state"] != _state_of(database):
+            return None
+        return [
+            ModelSet(
+                **{
+                    **values,
+                    "members": {stage: Member(**member) for stage, member in values["members"].items()},
+                    "aliases": tuple(values["aliases"]),
+                }
+            )
+            for values in copied["sets"]
+        ]
+    except (OSError, DamagedFile, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _state_of(database: Path) -> list[int]:
+    """Size and modification time of a database and of its journal, which another process may be writing."""
+    journal = database.with_name(f"{database.name}-journal")
+    return [*(database.stat().st_size, database.stat().st_mtime_ns), int(journal.exists())]
 
 
 def keys_of(tags: Mapping[str, str]) -> dict[str, str]:
