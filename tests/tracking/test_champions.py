@@ -285,6 +285,17 @@ def test_the_alias_of_a_set_leads_to_its_last_model(sets_home: Path) -> None:
     assert tracking.last_of(tracking.find_version(sets_home, Registered("mine-sft", "champion", None))) is None
 
 
+def test_an_alias_of_a_set_leads_to_its_members_before_they_have_it(sets_home: Path) -> None:
+    """MLflow's page sets the alias on the set alone; other names are refused with what is registered."""
+    client_of(sets_home).set_registered_model_alias("mine", "champion", "3")
+    assert set(aliases(sets_home)) == {"mine"}
+    version = tracking.find_version(sets_home, Registered("mine-base", "champion", None))
+    assert (version.name, version.version) == ("mine-base", "3")
+    for name in ("mine-reward", "other-base", "other"):
+        with pytest.raises(UsageError, match=f"{name}@champion.*mine-base/3"):
+            tracking.find_version(sets_home, Registered(name, "champion", None))
+
+
 def test_the_home_records_its_champions_for_readers_without_mlflow(sets_home: Path) -> None:
     tracking.list_sets(sets_home)
     assert recorded_keys(sets_home, "mine") == {} == tracking.champion_keys_here(sets_home, "mine")

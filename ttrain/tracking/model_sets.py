@@ -16,7 +16,7 @@ from ttrain.core.hashing import digest_of
 from ttrain.errors import DamagedFile
 from ttrain.tracking.calls import create_if_missing
 from ttrain.tracking.model_description import LOADS, marked, set_description
-from ttrain.tracking.registry import CHAMPION, ModelVersion
+from ttrain.tracking.registry import CHAMPION, MEMBER, ModelVersion
 from ttrain.tracking.runs import TrackedRun
 
 CHALLENGER: Final = "challenger"
@@ -25,7 +25,7 @@ SET: Final = "set"
 SETS: Final = "sets.json"  # beside a home's own database: its sets, in the state that the file names
 IDENTITY: Final = "ttrain.set"
 RUN_ID = "ttrain.run_id"  # MLflow's, of the pipeline's run; the version itself names the run of its last model
-MEMBER, KEY = "ttrain.member.", "ttrain.key."  # followed by the stage's name
+KEY = "ttrain.key."  # followed by the stage's name
 METRICS: Final = "ttrain.metrics"
 DECISION: Final = "ttrain.decision"
 LAST_FIRST: Final = TRAININGS[::-1]  # which of a set's models to chat with, the first that exists

@@ -15,8 +15,8 @@ from ttrain.tracking import model_sets
 from ttrain.tracking.calls import attempt, create_if_missing, first_line
 from ttrain.tracking.database import database_of, open_client
 from ttrain.tracking.model_description import marked, set_description
-from ttrain.tracking.model_sets import KEY, MEMBER, all_pages
-from ttrain.tracking.registry import CHAMPION
+from ttrain.tracking.model_sets import KEY, all_pages
+from ttrain.tracking.registry import CHAMPION, MEMBER
 from ttrain.tracking.runs import TrackedRun
 
 INPUTS: Final = ("base", "tokenizer")  # a model is useless without them, but not without its training data

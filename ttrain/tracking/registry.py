@@ -16,6 +16,7 @@ from ttrain.tracking.database import database_of, open_client
 from ttrain.tracking.uploads import local_path
 
 CHAMPION: Final = "champion"  # alias of the set of models that is in use
+MEMBER: Final = "ttrain.member."  # tag of a set, followed by the stage's name: NAME/VERSION of its member
 LISTED_MODELS: Final = 50
 
 
@@ -46,7 +47,7 @@ def find_version(home: Path, model: Registered) -> ModelVersion:
         client = open_client(uri, home)
         try:
             if model.alias:
-                return client.get_model_version_by_alias(model.name, model.alias), []
+                return _version_by_alias(client, model.name, model.alias), []
             return client.get_model_version(model.name, model.version), []
         except Exception as error:
             if code_of(error) not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
@@ -60,6 +61,22 @@ def find_version(home: Path, model: Registered) -> ModelVersion:
     if entity is None:
         raise unknown("registered model", str(model), _names(models), shown=LISTED_MODELS, also=_fix(model.alias))
     return ModelVersion(model.name, str(entity.version), local_path(entity.source), dict(entity.tags), entity.run_id or None)
+
+
+def _version_by_alias(client: Any, name: str, alias: str) -> Any:
+    """The version with this alias; if NAME-STAGE has no such alias, the member of the set NAME@ALIAS."""
+    try:
+        return client.get_model_version_by_alias(name, alias)
+    except Exception as error:
+        set_name = name.rpartition("-")[0]
+        if not set_name or code_of(error) not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+            raise
+        tags = client.get_model_version_by_alias(set_name, alias).tags
+        members = [value.rpartition("/") for tag, value in tags.items() if tag.startswith(MEMBER)]
+        version = next((version for model, _, version in members if model == name), None)
+        if version is None:
+            raise
+    return client.get_model_version(name, version)
 
 
 def _fix(alias: str | None) -> str:
