@@ -68,7 +68,7 @@ def house(finished: Cli, tmp_path_factory: pytest.TempPathFactory) -> Cli:
 def second(house: Cli) -> Cli:
     """Then new documents came, the next night learnt them, and others came after it."""
     add_documents(house, "docs-3", 3)
-    house.output = night(house)  # type: ignore[attr-defined]
+    house.output = house("pipeline", "run", "nightly")  # type: ignore[attr-defined]
     add_documents(house, "docs-4", 4)
     return house
 
@@ -103,7 +103,7 @@ def test_a_night_trains_on_what_is_new_is_compared_and_promotes(second: Any) -> 
     assert {outcomes[name] for name in ("shards-pretrain", "pretrain", "evaluate")} == {"completed"}
     assert (champion(second), found.data["version"]) == ("2", "2")
     names = {name for (name,) in second.rows("prefect", "select name from flow_run")}
-    assert {"night-000001", "night-000002"} <= names and not any(name.startswith("nightly-") for name in names)
+    assert "night-000002" in names and not any(name.startswith("nightly-") for name in names)
 
 
 @pytest.mark.long
