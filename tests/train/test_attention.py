@@ -1,4 +1,4 @@
-"""Attention in blocks of queries: equal to that of torch, and only where it was asked for."""
+"""Attention within records: equal to that of torch, and only where it was asked for."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ttrain.model import factory
-from ttrain.train import kernels
-from ttrain.train.kernels import first_keys, segment_mask
+from ttrain.train import attention
+from ttrain.train.attention import RecordGroups, group_lengths, segment_mask
 from ttrain.train.language_modeling import NextTokenLoss
 from ttrain.train.losses import token_loss_sum
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 8 queries, so that rows of 29 positions have four of them, the last one not full. On a CPU with AMX, where training
-    leaves attention to torch, they are computed all the same."""
-    monkeypatch.setattr(kernels, "BLOCK", 8)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    """Blocks of 8 queries and groups of lengths near each other, so that rows of 29 positions have several of both."""
+    monkeypatch.setattr(attention, "BLOCK", 8)
+    monkeypatch.setattr(attention, "LENGTH_STEP", 2)
+    monkeypatch.setattr(attention, "GROUP_COST", 100)
+    attention.group_lengths.cache_clear()
 
 
 T = 29
@@ -33,7 +34,7 @@ SEGMENTS = torch.tensor(
         [4] * 9 + [-1] * 20,
         [0] * 8 + [1] * 8 + [2] * 13,
         [*range(T)],
-        [0, 1, 0] + [1] * 26,
+        [0, 1, 2] + [3] * 26,
     ]
 )
 
@@ -57,10 +58,8 @@ def results(out: Tensor, leaves: list[Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def in_blocks(leaves: list[Tensor], **options: Any) -> Tensor:
-    query, key, value = leaves
-    mask, firsts = segment_mask(SEGMENTS), first_keys(SEGMENTS)
-    found, _ = kernels.block_attention(None, query, key, value, mask, first_keys=firsts, **options)
+def in_groups(leaves: list[Tensor], **options: Any) -> Tensor:
+    found, _ = attention.record_attention(None, *leaves, None, groups=RecordGroups(SEGMENTS), **options)
     return found
 
 
@@ -71,34 +70,44 @@ def of_torch(leaves: list[Tensor], **options: Any) -> Tensor:
 
 @pytest.mark.parametrize("kv", [4, 2, 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_attention_in_blocks_equals_that_of_torch_with_its_gradients(dtype: torch.dtype, kv: int) -> None:
+def test_attention_within_records_equals_that_of_torch_with_its_gradients(dtype: torch.dtype, kv: int) -> None:
     leaves = heads(kv, dtype)
-    expected, found = results(of_torch(leaves), leaves), results(in_blocks(leaves), leaves)
+    expected, found = results(of_torch(leaves), leaves), results(in_groups(leaves), leaves)
     for name in expected:
         assert distance({name: expected[name]}, {name: found[name]}) < (1e-6 if dtype == torch.float32 else 1e-14), name
     scaled = results(of_torch(leaves, scale=0.7), leaves)
-    assert distance(scaled, results(in_blocks(leaves, scaling=0.7), leaves)) < 1e-6
+    assert distance(scaled, results(in_groups(leaves, scaling=0.7), leaves)) < 1e-6
 
 
 def test_under_autocast_it_rounds_as_bf16_does_and_gradients_keep_their_types() -> None:
     leaves = heads(2, torch.float32)
     exact = results(of_torch(leaves), leaves)
     with torch.autocast("cpu", torch.bfloat16):
-        out = in_blocks(leaves)
+        out = in_groups(leaves)
     assert out.dtype == torch.bfloat16
     found = results(out, leaves)
     assert {found[name].dtype for name in ("0", "1", "2")} == {torch.float32}
     assert 0 < distance(exact, found) < 0.01
 
 
-def test_the_first_keys_are_the_least_that_any_query_of_a_block_sees() -> None:
-    found = first_keys(SEGMENTS)
-    mask = segment_mask(SEGMENTS)[:, 0]
-    for b in range(len(SEGMENTS)):
-        expected = [int(mask[b, start : start + 8].any(0).nonzero().min()) for start in range(0, T, 8)]
-        assert found[b] == expected
-    assert found[1] == [0, 3, 3, 23]
-    assert found[3] == [0, 8, 16, 16]
+def test_the_groups_have_every_place_once_and_few_more() -> None:
+    groups = RecordGroups(SEGMENTS)
+    assert len(groups.places) > 2
+    inside = [places.flatten()[~torch.isin(torch.arange(places.numel()), padding)] for places, padding in pairs(groups)]
+    assert torch.cat(inside).sort().values.equal(torch.arange(SEGMENTS.numel()))
+    for places, _ in pairs(groups):
+        rows, numbers = places // T, SEGMENTS.flatten()[places]
+        assert (rows == rows[:, :1]).all() and (numbers == numbers[:, :1]).all(), "a record's places are its own"
+
+
+def pairs(groups: RecordGroups) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(groups.places, groups.padding, strict=True))
+
+
+def test_lengths_are_grouped_where_that_makes_fewer_scores_than_another_group_costs() -> None:
+    assert group_lengths((18, 20), (1, 1)) == [20]
+    assert group_lengths((2, 32), (1000, 1)) == [2, 32]
+    assert group_lengths((2, 4, 32), (3, 1, 3)) == [4, 32]
 
 
 # --- whole models -------------------------------------------------------------------------------------------------------
@@ -122,16 +131,16 @@ def test_a_model_has_the_gradients_that_it_has_with_the_attention_of_torch(
         return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}}
 
     calls: list[int] = []
-    inner = kernels.BlockAttention.apply
+    inner = attention.RecordAttention.apply
 
     def counted(*arguments: Any) -> Any:
         calls.append(1)
         return inner(*arguments)
 
-    monkeypatch.setattr(kernels.BlockAttention, "apply", counted)
+    monkeypatch.setattr(attention.RecordAttention, "apply", counted)
     found = gradients()
     assert len(calls) == 2, "each of the two layers took its attention from here"
-    monkeypatch.setattr(kernels, "block_arguments", lambda model, segments: {})
+    monkeypatch.setattr(attention, "record_arguments", lambda model, segments: {})
     expected = gradients()
     assert len(calls) == 2
     for name in expected:
@@ -151,7 +160,7 @@ def test_generation_and_saving_do_not_notice() -> None:
     """A batch padded on the left, which its mask must keep out, as with a model that was never trained."""
     trained, untouched = tiny_model(), tiny_model()
     loss_of(trained)
-    assert trained.config._attn_implementation == kernels.NAME
+    assert trained.config._attn_implementation == attention.NAME
     assert factory.files(trained) == factory.files(untouched)
     ids = torch.randint(9, VOCAB, (2, 9), generator=torch.Generator().manual_seed(3))
     ids[0, :4] = 0
@@ -164,10 +173,3 @@ def test_generation_and_saving_do_not_notice() -> None:
     assert torch.equal(*texts)
     with torch.no_grad():
         assert torch.equal(trained(ids).logits, untouched(ids).logits)
-
-
-def test_a_cpu_with_amx_keeps_torchs_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_model()
-    assert "first_keys" in kernels.block_arguments(model, SEGMENTS)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-    assert kernels.block_arguments(model, SEGMENTS) == {}

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ttrain.config import Lora
 from ttrain.data.packing import IGNORE
 from ttrain.model import adapters
-from ttrain.train import kernels, language_modeling, losses
-from ttrain.train.kernels import segment_mask
+from ttrain.train import attention, language_modeling, losses
+from ttrain.train.attention import segment_mask
 from ttrain.train.language_modeling import PLAIN_HEADS, LanguageModeling, NextTokenLoss
 from ttrain.train.losses import linear_token_loss_sum, token_loss_sum
 
@@ -194,7 +194,7 @@ MODELS: dict[str, dict[str, Any]] = {
 def test_every_gradient_of_a_model_is_that_of_all_logits_at_once(
     kind: str, adapted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels, "block_arguments", lambda model, segments: {})  # which rounds otherwise than torch's
+    monkeypatch.setattr(attention, "record_arguments", lambda model, segments: {})  # which rounds otherwise than torch's
     model = tiny_model(**MODELS[kind])
     if adapted:
         model = adapters.attach(model, Lora(rank=3))

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from ttrain.evaluate.evaluated_model import EvaluatedModel, ProgressCallback
 from ttrain.evaluate.token_losses import PROBED_TOKENS, plain_parts
-from ttrain.train import kernels
+from ttrain.train import attention
 from ttrain.train.losses import CHUNK_TOKENS, CHUNK_TOKENS_ELSEWHERE
 
 LEAST_SAVED = {"cpu": 64}  # tokens that make a prefix worth its own forward pass
@@ -193,7 +193,7 @@ class Scorer:
         inputs: dict[str, Any] = {}
         if masked or prefix or any(len(row.branches) > 1 for row in rows):
             inputs = {"position_ids": laid.positions_BT.to(device), "attention_mask": laid.mask(prefix_tokens).to(device)}
-            inputs = kernels.with_attention_mask(self._causal, inputs)
+            inputs = attention.with_attention_mask(self._causal, inputs)
         if prefix:
             inputs |= {"past_key_values": _repeated(prefix, len(rows)), "use_cache": True}
         states = self._states(laid.input_ids_BT.to(device), **inputs).flatten(0, 1)

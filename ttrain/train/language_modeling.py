@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from ttrain.config import Training
 from ttrain.data.packing import IGNORE, Batch
 from ttrain.errors import UsageError
-from ttrain.train import kernels, moe, optim, schedules
-from ttrain.train.kernels import fuse, segment_mask
+from ttrain.train import attention, moe, optim, schedules
+from ttrain.train.attention import segment_mask
+from ttrain.train.kernels import fuse
 from ttrain.train.losses import labels_after_next, linear_token_loss_sum, token_loss_sum
 from ttrain.train.moe import Balancing, Routers
 from ttrain.train.task import LossSum, TrainingTask
@@ -181,10 +182,10 @@ class NextTokenLoss(nn.Module):
         """Hidden states of the decoder, [B, T, D], and the loss of the next tokens."""
         model: Any = self.causal
         inputs = {"input_ids": input_ids_BT, "position_ids": positions_BT, "attention_mask": segment_mask(segments_BT)}
-        inputs = kernels.with_attention_mask(model, prepend(self.model, inputs))
+        inputs = attention.with_attention_mask(model, prepend(self.model, inputs))
         if self._chunked:
-            if not count(self.model):  # their keys stand before the row, which those blocks do not cover
-                inputs |= kernels.block_arguments(model, segments_BT)
+            if not count(self.model):  # their keys stand before the row, which those records do not cover
+                inputs |= attention.record_arguments(model, segments_BT)
             hidden_BTD = model.get_decoder()(**inputs, use_cache=False).last_hidden_state
             weight_VD = model.get_output_embeddings().weight
             return hidden_BTD, linear_token_loss_sum(hidden_BTD, weight_VD, labels_BT, self._chunk_tokens)
