@@ -17,6 +17,10 @@ class Optim(Section):
     kind: Literal["muon", "adamw", "adam", "adamw8bit"] = Field("adamw", description="adamw8bit needs torchao")
     lr: float = Field(4e-3, gt=0, description="peak learning rate; where kind=muon, of what AdamW trains")
     muon_lr: float = Field(0.02, gt=0, description="peak learning rate of Muon, where kind=muon")
+    embedding_lr: float | None = Field(None, gt=0, description="peak learning rate of the embedding; empty: lr")
+    head_lr: float | None = Field(
+        None, gt=0, description="peak learning rate of the output head, also of one that is the embedding; empty: lr"
+    )
     betas: tuple[Share, Share] = Field((0.9, 0.95), description="of AdamW and Adam: decay of the two means, a step")
     eps: float = Field(1e-8, gt=0, description="of AdamW, added to the denominator")
     weight_decay: float = Field(

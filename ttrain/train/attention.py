@@ -114,6 +114,7 @@ class RecordGroups:
             shortest, first = longest, first + places.size
         self._where = torch.from_numpy(where)
         self._indices: dict[int, tuple[list[Tensor], list[Tensor], Tensor]] = {}
+        self.angles: dict[int, tuple[Tensor, Tensor]] = {}  # cosines and sines of the positions, by the number of heads
 
     def indices(self, heads: int) -> tuple[list[Tensor], list[Tensor], Tensor]:
         """For states of shape [B*T*heads, K]: the indices that make the groups, each [N*heads*L]; those of padding in

@@ -1,4 +1,7 @@
-"""Layers whose forward and backward pass is fused while gradients are recorded: norms and gated feed-forward layers."""
+"""Layers with a forward and backward pass of their own: norms, gated feed-forward layers, and attention up to its scores.
+
+Letters in names: B rows, T positions, H heads, K width of a head.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +12,25 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ttrain.train.attention import RecordGroups, record_attention
+
 GATED_KINDS = ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe", "Ernie4_5_Moe", "Glm4Moe")
 
 GATED = frozenset({f"{kind}MLP" for kind in GATED_KINDS})
 
 NORMS = frozenset({f"{kind}RMSNorm" for kind in (*GATED_KINDS, "Mixtral")})  # Mixtral has experts instead of an MLP
 
+# Attention with rotary positions of the whole head, its halves in pairs, and perhaps norms of queries and keys.
+ROTARY = frozenset({f"{kind}Attention" for kind in ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe")})
+
 SILUS = frozenset({"SiLU", "SiLUActivation"})  # torch's and transformers'
 
 
 def fuse(model: nn.Module) -> None:
-    """Replace the forward pass of these layers while gradients are recorded; results are the same up to rounding.
+    """Replace the forward pass of these layers; results are the same up to rounding.
 
-    They stay unchanged under a compiler, which fuses by itself, and without gradients, where nothing is kept.
+    Norms and gated layers stay unchanged without gradients, where nothing is kept; attention where it is not computed
+    record by record; and all under a compiler, which fuses by itself.
     """
     for module in model.modules():
         name = type(module).__name__
@@ -29,6 +38,8 @@ def fuse(model: nn.Module) -> None:
             module.forward = MethodType(_norm, module)
         elif name in GATED and type(module.act_fn).__name__ in SILUS:
             module.forward = MethodType(_gated, module)
+        elif name in ROTARY:
+            module.forward = MethodType(_rotary_attention, module)
 
 
 def _norm(self: Any, hidden: Tensor) -> Tensor:
@@ -57,21 +68,14 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype) -> Tensor:
-        squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
-        scale = squares.div_(x.shape[-1]).add_(epsilon).rsqrt_()
+        scale = _inverse_rms(x, epsilon)
         ctx.save_for_backward(x, weight, scale)
         output: Tensor = (x * scale).mul_(weight).to(dtype)
         return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, scale = ctx.saved_tensors
-        normed = x * scale
-        product = grad * normed
-        grad_weight = product.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
-        mean = (product @ weight).unsqueeze(-1).div_(x.shape[-1])
-        grad_x = (grad * weight).sub_(normed.mul_(mean)).mul_(scale)
-        return grad_x, grad_weight, None, None
+        return *_rms_slopes(grad, *ctx.saved_tensors), None, None
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -88,3 +92,80 @@ class _SwiGLU(torch.autograd.Function):
         gate, up = ctx.saved_tensors
         grad_gate: Tensor = torch.ops.aten.silu_backward(grad * up, gate)
         return grad_gate, F.silu(gate).mul_(grad)
+
+
+def _rotary_attention(
+    self: Any,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Tensor | None = None,
+    past_key_values: Any = None,
+    **others: Any,
+) -> tuple[Tensor, Tensor | None]:
+    if "groups" not in others or past_key_values is not None:
+        output: tuple[Tensor, Tensor | None] = type(self).forward(
+            self, hidden_states, position_embeddings, attention_mask, past_key_values=past_key_values, **others
+        )
+        return output
+    B, T, _ = hidden_states.shape
+    projections = (self.q_proj, self.k_proj, self.v_proj)
+    query, key, value = (projection(hidden_states).view(B, T, -1, self.head_dim) for projection in projections)
+    query = _rotated(query, getattr(self, "q_norm", None), position_embeddings, others["groups"])
+    key = _rotated(key, getattr(self, "k_norm", None), position_embeddings, others["groups"])
+    dropout = self.attention_dropout if self.training else 0.0
+    heads = (states.transpose(1, 2) for states in (query, key, value))
+    mixed, _ = record_attention(self, *heads, attention_mask, dropout=dropout, scaling=self.scaling, groups=others["groups"])
+    return self.o_proj(mixed.reshape(B, T, -1)), None
+
+
+def _rotated(states_BTHK: Tensor, norm: Any, angles: tuple[Tensor, Tensor], groups: RecordGroups) -> Tensor:
+    """Queries or keys after their norm, if there is one, and the rotation of their positions."""
+    heads = states_BTHK.shape[2]
+    if heads not in groups.angles:  # the same in all layers
+        cos_BTHK, sin_BTHK = (angle[:, :, None].expand(-1, -1, heads, -1).contiguous() for angle in angles)
+        sin_BTHK[..., : sin_BTHK.shape[-1] // 2].neg_()
+        groups.angles[heads] = cos_BTHK, sin_BTHK
+    weight, epsilon = (None, 0.0) if norm is None else (norm.weight, norm.variance_epsilon)
+    rotated: Tensor = _Rotation.apply(states_BTHK, weight, epsilon, *groups.angles[heads])  # type: ignore[no-untyped-call]  # torch's
+    return rotated
+
+
+class _Rotation(torch.autograd.Function):
+    """y = R(positions) weight x / rms(x), without a weight R x (arXiv:2104.09864, arXiv:2302.05442), computed in fp32.
+
+    The pairs are half a head apart: y = x cos + roll(x) sin, where `sin` is negative in the first half.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, epsilon: float, cos: Tensor, sin: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        scale = None
+        if weight is not None:
+            scale = _inverse_rms(wide, epsilon)
+            wide = (wide * scale).mul_(weight)
+        ctx.save_for_backward(x, weight, scale, cos, sin)
+        return torch.addcmul(wide * cos, wide.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, scale, cos, sin = ctx.saved_tensors
+        grad = grad.to(torch.promote_types(x.dtype, torch.float32))
+        grad_x, grad_weight = (grad * cos).add_((grad * sin).roll(x.shape[-1] // 2, -1)), None
+        if weight is not None:
+            grad_x, grad_weight = _rms_slopes(grad_x, x, weight, scale)
+        return grad_x.to(x.dtype), grad_weight, None, None, None
+
+
+def _inverse_rms(x: Tensor, epsilon: float) -> Tensor:
+    """1 / rms(x) over the last dimension, which is kept."""
+    squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
+    return squares.div_(x.shape[-1]).add_(epsilon).rsqrt_()
+
+
+def _rms_slopes(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of x and of the weight of weight x scale, where scale is the inverse RMS of x."""
+    normed = x * scale
+    product = grad * normed
+    mean = (product @ weight).unsqueeze(-1).div_(x.shape[-1])
+    grad_x = (grad * weight).sub_(normed.mul_(mean)).mul_(scale)
+    return grad_x, product.flatten(0, -2).sum(0)
