@@ -21,8 +21,8 @@ from ttrain.data.shards import ShardSet
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.model import adapters, factory
 from ttrain.stages import lora, pretrain, sft
-from ttrain.train.checkpoint import copy_tensors
 from ttrain.train.attention import segment_mask
+from ttrain.train.checkpoint import copy_tensors
 
 KINDS: tuple[dict[str, Any], ...] = (
     {"kind": "llama"}, {"kind": "llama", "kv_heads": 1}, {"kind": "qwen3"}, {"kind": "qwen3", "kv_heads": 1},

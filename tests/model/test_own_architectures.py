@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from ttrain.errors import UsageError
 from ttrain.model import factory
-from ttrain.train.checkpoint import copy_tensors
 from ttrain.train.attention import segment_mask
+from ttrain.train.checkpoint import copy_tensors
 
 EXPERTS = {"experts": 6, "top_k": 2, "shared_experts": 1, "expert_size": 8}
 SHAPES: dict[str, dict[str, Any]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -116,6 +117,7 @@ def pipeline_plan(
     as_json: AsJson = False,
 ) -> None:
     """Print for every stage whether it is cached or will run, its key, and why. Runs nothing."""
+    from ttrain.config import flatten, rules
     from ttrain.flows import api
 
     to_plan, loaded = options.to_plan(), given.load()
@@ -125,11 +127,16 @@ def pipeline_plan(
         return
     planned = api.plan(pipeline, loaded.settings, **to_plan)
     needs = _training_memory(loaded) if memory else {}
+    automatic = (
+        rules.followed(dict(flatten(loaded.settings.model_dump()))) if "pretrain" in loaded.settings.trainings else {}
+    )
     if as_json:
-        print_json({**planned.to_json(), **needs})
+        print_json({**planned.to_json(), **needs, "auto": {key: asdict(rule) for key, rule in automatic.items()}})
         return
     screen = console()
     table(("stage", "state", "key", "why"), planned.rows())
+    for key, rule in automatic.items():
+        screen.print(f"{key} is {json.dumps(rule.value)} by rule: {rule.reason}", highlight=False, markup=False)
     for name, size in needs.get("memory_bytes", {}).items():
         screen.print(f"{name}: {format_size(size)}, plus activations", highlight=False)
     _print_left_out(planned)

@@ -14,10 +14,10 @@ from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin
 
 from pydantic import ValidationError
 
-from ttrain.config import Section, Settings, flatten, yaml_text
+from ttrain.config import Section, Settings, flatten, rules, yaml_text
 from ttrain.config.model import sizes_of
 from ttrain.config.settings import existing_model_of, trainings_of
-from ttrain.config.training import TRAINING_STAGES
+from ttrain.config.training import NONE, TRAINING_STAGES
 from ttrain.config.yaml_text import VALUE_CHARACTERS, InvalidYaml, one_line, shown
 from ttrain.core.text import rule_of
 from ttrain.errors import UsageError
@@ -68,7 +68,8 @@ def load(
 def settings_of(overrides: list[Override], base: Sequence[Override] = ()) -> LoadedSettings:
     """Merge the overrides, as `layers` returns them, into settings. Raises UsageError."""
     _refuse_sizes_of_new_models(overrides, base)
-    settings, sources = merge(Settings, [*base, *_of_existing_model(overrides, base), *_with_preset(overrides)])
+    known = [*base, *_of_existing_model(overrides, base), *_with_preset(overrides)]
+    settings, sources = merge(Settings, [*_by_rule(known), *(item for item in known if not _is_auto(item))])
     return LoadedSettings(settings, sources)
 
 
@@ -213,6 +214,27 @@ def _of_existing_model(overrides: list[Override], base: Sequence[Override]) -> l
         return []
     origin = f"{start} is set"
     return [Override(origin, "tokenizer.existing", model), Override(origin, "tokenizer.template", "auto")]
+
+
+def _by_rule(overrides: Sequence[Override]) -> list[Override]:
+    """The settings that are `auto` and follow from others, where their value is not the default."""
+    asked = {item.key: item.value for item in overrides}
+    if asked.get("pretrain.start_from", NONE) != NONE:
+        rates = (f"{rules.OPTIM}{name}" for name in rules.OF_WIDTH)
+        return [Override("pretrain.start_from is set", key, None) for key in rates]
+    automatic = dict.fromkeys(rules.KEYS, rules.AUTO)
+    found = rules.by_rule({**_default_values(), **automatic, **asked})
+    usual = _default_values()
+    return [Override("auto", key, rule.value) for key, rule in found.items() if rule.value != usual[key]]
+
+
+@functools.cache
+def _default_values() -> dict[str, Any]:
+    return dict(flatten(defaults(Settings)))
+
+
+def _is_auto(item: Override) -> bool:
+    return item.key in rules.KEYS and item.value == rules.AUTO
 
 
 def _refuse_sizes_of_new_models(overrides: list[Override], base: Sequence[Override]) -> None:

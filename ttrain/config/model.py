@@ -59,14 +59,16 @@ class Model(Section):
     preset: str | None = Field(
         None, exclude=True, description="sizes by name, see `ttrain models size`; settings beside win"
     )
-    kind: str = Field("llama", description="llama, qwen3, moyun, tinyseek, or the model_type of any causal architecture")
+    kind: str = Field("qwen3", description="qwen3, llama, moyun, tinyseek, or the model_type of any causal architecture")
     hidden_size: int = Field(128, ge=8, description="width of the hidden states")
     layers: int = Field(4, ge=1, description="transformer blocks")
     heads: int = Field(2, ge=1, description="attention heads of a layer")
     kv_heads: int | None = Field(None, ge=1, description="grouped-query attention; empty: as many as `heads`")
     intermediate_size: int | None = Field(None, ge=8, description="empty: 8/3 of hidden_size, rounded up to 32")
     max_length: int = Field(1024, ge=16, description="positions the model accepts, in tokens")
-    tie_embeddings: bool = Field(True, description="output layer and embeddings share their weights")
+    tie_embeddings: bool = Field(
+        False, description="output head and embedding share their weights; auto: where the head is large for the model"
+    )
     rope_theta: float = Field(10_000.0, gt=0, description="base of the rotary positions")
     rope_type: Literal["default", "linear", "dynamic", "yarn", "llama3"] = Field(
         "default", description="how positions beyond the trained ones are scaled"
@@ -141,7 +143,7 @@ class Model(Section):
         return -(-self.hidden_size // (2 * self.heads)) * 2 * self.heads
 
 
-# The name is the number of parameters of a llama with tied embeddings and this vocabulary (GPT-2's from 124m on, whose
+# The name is the number of parameters of a qwen3 with tied embeddings and this vocabulary (GPT-2's from 124m on, whose
 # shapes 124m and 350m are). From 500m on a key is shared by several heads, which costs little and makes the cache smaller.
 _COLUMNS = ("hidden_size", "layers", "heads", "kv_heads", "max_length")
 

@@ -8,6 +8,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
+from ttrain.config import rules
 from ttrain.config.base import Count, Location, Section, Share, as_tuple
 
 
@@ -106,9 +107,10 @@ class Training(Loop):
     epochs: float | None = Field(None, gt=0, description="budget in passes over the rows")
     tokens_per_step: Count = Field(4096, ge=1, description="tokens of one optimizer step, over all ranks")
     row_length: int = Field(256, ge=8, description="tokens of one packed row")
-    packing: Literal["best-fit", "none"] = Field(
+    packing: Literal["best-fit", "stream", "none"] = Field(
         "best-fit",
-        description="chats share rows, documents are one stream; none: one a row, batches only as wide as their longest",
+        description="records share rows; stream: documents one after the other, cut at each row's end; none: one a row, "
+        "batches only as wide as their longest",
     )
     stride: int | None = Field(None, ge=1, description="places between the rows of documents; empty: row_length, no overlap")
     order: Literal["shuffled", "length-grouped"] = Field(
@@ -195,13 +197,16 @@ NONE = "none"
 
 
 class Pretrain(Training):
-    """Pretraining; Muon reached 2.02 bits per byte where AdamW alone ended at 2.5 to 2.7 in the same time."""
+    """Pretraining. Batch and rates are `auto` unless set: they follow from the size of a new model (docs/recipe.md)."""
 
     start_from: Location = Field(
         NONE, min_length=1, description="none, a Hugging Face directory, or owner/name[@revision] on the Hub"
     )
     tokens: Count | None = Field(1_000_000, ge=1, description="budget in tokens; one of `tokens` and `epochs`")
-    optim: Optim = Optim(kind="muon")
+    tokens_per_step: Count = Field(
+        rules.BATCH, ge=1, description="tokens of one optimizer step, over all ranks; auto: by the size of the model"
+    )
+    optim: Optim = Optim(kind="muon", **rules.RATES)
 
 
 class Sft(Training):

@@ -124,7 +124,7 @@ class MixedRows(Rows):
         return total | {f"rows_of_source_{number}": group_counts["rows"] for number, group_counts in enumerate(parts)}
 
 
-def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+def best_fit(lengths: Sequence[int] | Array, capacity: int) -> list[list[int]]:
     """Best-fit decreasing bin packing (Johnson 1973): numbers of each bin's items; the longest first, ties by number.
 
     A bin's room is a small whole number, so open bins are kept by room, and a bit per room that has one shows the

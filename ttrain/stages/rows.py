@@ -34,8 +34,14 @@ def open_rows(directory: Path, encoder: Encoder, config: Training, *, heldout: b
 def _rows(shards: ShardSet, encoder: Encoder, config: Training, *, overlap: bool = True) -> Rows:
     masks, packed = _intervals(config, encoder), config.packing != "none"
     if shards.index["kind"] == "documents":
-        kind = DocumentRows if packed else SeparateDocumentRows
-        return kind(shards, config.row_length, encoder.pad_id, stride=config.stride if overlap else None, masks=masks)
+        stride = config.stride if overlap else None
+        if config.packing == "stream":
+            return DocumentRows(shards, config.row_length, encoder.pad_id, stride=stride, masks=masks)
+        return SeparateDocumentRows(shards, config.row_length, encoder.pad_id, packed=packed, stride=stride, masks=masks)
+    if config.packing == "stream":
+        raise UsageError(
+            f"{config.section}.packing is stream, but chats are not one stream; set {config.section}.packing=best-fit"
+        )
     if config.stride is not None:
         raise UsageError(f"{config.section}.stride is {config.stride}, but chats are not read in windows; set it to null")
     return ChatRows(shards, config.row_length, encoder.pad_id, encoder.end_id, packed=packed, masks=masks)

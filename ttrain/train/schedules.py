@@ -14,7 +14,9 @@ FEWEST_QUICK_ROWS, MOST_QUICK_ROWS = 4, 64
 BUDGET = frozenset({"tokens", "epochs"})  # settings that may change when a checkpoint is continued
 
 
-RATES = frozenset({"optim.lr", "optim.muon_lr", "optim.embedding_lr", "optim.head_lr"})  # may also change if the user names the run to continue
+RATES = frozenset(
+    {"optim.lr", "optim.muon_lr", "optim.embedding_lr", "optim.head_lr"}
+)  # may also change if the user names the run to continue
 
 
 def steps_of(config: Training, rows: int) -> tuple[int, int]:

@@ -1,0 +1,81 @@
+"""Settings of pretraining that follow from the size of a new model where they are `auto`, which is the default.
+
+The measurements are in docs/recipe.md. All else equal, rates follow the square root of the batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+AUTO = "auto"
+
+# The model at which the defaults were measured, 0.8 M parameters without embeddings, and its defaults.
+LAYER_PARAMETERS, WIDTH, BATCH = 802_816, 128, 2048
+RATES = {"lr": 4e-3, "muon_lr": 0.02, "embedding_lr": 0.04, "head_lr": 8e-3}
+OF_WIDTH = frozenset({"embedding_lr", "head_lr"})
+LARGEST_HEAD = 0.35  # of the parameters of the layers; a larger output head is tied to the embedding
+
+TIED, BATCH_KEY, OPTIM = "model.tie_embeddings", "pretrain.tokens_per_step", "pretrain.optim."
+KEYS = (TIED, BATCH_KEY, *(f"{OPTIM}{name}" for name in RATES))
+SIZES = ("hidden_size", "layers", "heads", "kv_heads", "intermediate_size")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The value of a setting, and how it follows from others."""
+
+    value: Any
+    reason: str
+
+
+def by_rule(values: Mapping[str, Any]) -> dict[str, Rule]:
+    """The rules for the settings `KEYS`, from the values of all settings by their dotted names.
+
+    {} where pretraining goes on from an existing model, or where a value is not one that settings may have.
+    """
+    try:
+        sizes = {name: values[f"model.{name}"] for name in SIZES}
+        parameters = layer_parameters(**{name: None if size is None else int(size) for name, size in sizes.items()})
+        head = int(values["tokenizer.vocab_size"]) * int(sizes["hidden_size"])
+        row_length, width = int(values["pretrain.row_length"]), int(sizes["hidden_size"])
+        batch = whole_rows(BATCH * (parameters / LAYER_PARAMETERS) ** (2 / 3), row_length)
+        asked = values[BATCH_KEY]
+        ratio = 1.0 if asked == AUTO else int(asked) / batch
+        stretch = math.sqrt(ratio)
+        narrow = math.sqrt(WIDTH / width)
+    except (TypeError, ValueError, ArithmeticError):
+        return {}
+    share = f"the head would have {head / parameters:.2f} of the {parameters / 1e6:.3g} M parameters of the layers"
+    size = f"{BATCH} x ({parameters / 1e6:.3g} M / 0.8 M)^(2/3), a power of two"
+    rules = {TIED: Rule(head > LARGEST_HEAD * parameters, share), BATCH_KEY: Rule(batch, size)}
+    muon = values[f"{OPTIM}kind"] == "muon"
+    for name, rate in RATES.items():
+        if name in OF_WIDTH and not muon:
+            rules[f"{OPTIM}{name}"] = Rule(None, f"as lr, since optim.kind is {values[f'{OPTIM}kind']}")
+            continue
+        factor = stretch * (narrow if name in OF_WIDTH else 1.0)
+        reason = f"{rate:g}" + (f" x ({width} / {WIDTH})^-0.5" if name in OF_WIDTH else ", at all sizes")
+        reason += f" x ({ratio:g} of the batch by rule)^0.5" if ratio != 1 else ""
+        rules[f"{OPTIM}{name}"] = Rule(float(f"{rate * factor:.3g}"), reason)
+    return rules
+
+
+def followed(values: Mapping[str, Any]) -> dict[str, Rule]:
+    """The rules whose value the settings have; {} where pretraining makes no new model."""
+    new = values["pretrain.start_from"] == "none"
+    return {key: rule for key, rule in by_rule(values).items() if rule.value == values[key]} if new else {}
+
+
+def layer_parameters(hidden_size: int, layers: int, heads: int, kv_heads: int | None, intermediate_size: int | None) -> int:
+    """Parameters of the matrices of all layers of a dense model with gated feed-forward layers."""
+    inner = intermediate_size or -(-(hidden_size * 8 // 3) // 32) * 32
+    attention = 2 * hidden_size * (hidden_size + hidden_size // heads * (kv_heads or heads))
+    return layers * (attention + 3 * hidden_size * inner)
+
+
+def whole_rows(tokens: float, row_length: int) -> int:
+    """The power of two nearest to a number of tokens, in whole rows of which there is at least one."""
+    return max(1, round(2 ** round(math.log2(tokens)) / row_length)) * row_length
