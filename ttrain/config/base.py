@@ -115,7 +115,7 @@ Paths = Annotated[tuple[Location | Weighted, ...], BeforeValidator(_as_sources)]
 _MULTIPLES: Final = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
-def _as_count(value: object) -> object:
+def as_count(value: object) -> object:
     """Read 1M, 2.5B, 250k, 2e6 and 1_000_000 as whole numbers."""
     if not isinstance(value, str):
         return value
@@ -128,7 +128,7 @@ def _as_count(value: object) -> object:
         return value
 
 
-Count = Annotated[int, BeforeValidator(_as_count)]  # of tokens, rows or entries
+Count = Annotated[int, BeforeValidator(as_count)]  # of tokens, rows or entries
 
 
 Share = Annotated[float, Field(ge=0, lt=1)]

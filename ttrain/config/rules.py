@@ -1,6 +1,7 @@
-"""Settings of pretraining that follow from the size of a new model where they are `auto`, which is the default.
+"""Settings of pretraining that follow from its budget and from the size of a new model where they are `auto`, the default.
 
-The measurements are in docs/recipe.md. All else equal, rates follow the square root of the batch.
+The measurements are in docs/recipe.md. The batch follows the critical batch of a budget (arXiv:2410.21676: its power of
+0.47); the rates, the square root of a batch that is set; those of embedding and head, also the width.
 """
 
 from __future__ import annotations
@@ -10,10 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ttrain.config.base import as_count
+
 AUTO = "auto"
 
-# The model at which the defaults were measured, 0.8 M parameters without embeddings, and its defaults.
-LAYER_PARAMETERS, WIDTH, BATCH = 802_816, 128, 2048
+BUDGET, WIDTH, BATCH = 1_000_000, 128, 2048  # tokens, width and batch at which the defaults were measured
+SMALLEST_BATCH = 1024
+TOKENS_PER_PARAMETER = 20  # of a budget in epochs, whose tokens are not known yet (arXiv:2203.15556)
 RATES = {"lr": 4e-3, "muon_lr": 0.02, "embedding_lr": 0.04, "head_lr": 8e-3}
 OF_WIDTH = frozenset({"embedding_lr", "head_lr"})
 LARGEST_HEAD = 0.35  # of the parameters of the layers; a larger output head is tied to the embedding
@@ -38,18 +42,20 @@ def by_rule(values: Mapping[str, Any]) -> dict[str, Rule]:
     """
     try:
         sizes = {name: values[f"model.{name}"] for name in SIZES}
-        parameters = layer_parameters(**{name: None if size is None else int(size) for name, size in sizes.items()})
+        parameters = layer_parameters(sizes)
         head = int(values["tokenizer.vocab_size"]) * int(sizes["hidden_size"])
         row_length, width = int(values["pretrain.row_length"]), int(sizes["hidden_size"])
-        batch = whole_rows(BATCH * (parameters / LAYER_PARAMETERS) ** (2 / 3), row_length)
+        tokens = None if values["pretrain.epochs"] else values["pretrain.tokens"]
+        budget = _count(tokens) if tokens is not None else TOKENS_PER_PARAMETER * parameters
+        batch = whole_rows(max(SMALLEST_BATCH, BATCH * (budget / BUDGET) ** 0.47), row_length)
         asked = values[BATCH_KEY]
-        ratio = 1.0 if asked == AUTO else int(asked) / batch
+        ratio = 1.0 if asked == AUTO else _count(asked) / batch
         stretch = math.sqrt(ratio)
         narrow = math.sqrt(WIDTH / width)
     except (TypeError, ValueError, ArithmeticError):
         return {}
     share = f"the head would have {head / parameters:.2f} of the {parameters / 1e6:.3g} M parameters of the layers"
-    size = f"{BATCH} x ({parameters / 1e6:.3g} M / 0.8 M)^(2/3), a power of two"
+    size = f"{BATCH} x ({budget / 1e6:.4g} M tokens / 1 M)^0.47, a power of two, in whole rows"
     rules = {TIED: Rule(head > LARGEST_HEAD * parameters, share), BATCH_KEY: Rule(batch, size)}
     muon = values[f"{OPTIM}kind"] == "muon"
     for name, rate in RATES.items():
@@ -69,13 +75,20 @@ def followed(values: Mapping[str, Any]) -> dict[str, Rule]:
     return {key: rule for key, rule in by_rule(values).items() if rule.value == values[key]} if new else {}
 
 
-def layer_parameters(hidden_size: int, layers: int, heads: int, kv_heads: int | None, intermediate_size: int | None) -> int:
-    """Parameters of the matrices of all layers of a dense model with gated feed-forward layers."""
-    inner = intermediate_size or -(-(hidden_size * 8 // 3) // 32) * 32
-    attention = 2 * hidden_size * (hidden_size + hidden_size // heads * (kv_heads or heads))
-    return layers * (attention + 3 * hidden_size * inner)
+def layer_parameters(sizes: Mapping[str, Any]) -> int:
+    """Parameters of the matrices of all layers of a dense model with gated feed-forward layers; its `SIZES`."""
+    hidden, layers, heads = int(sizes["hidden_size"]), int(sizes["layers"]), int(sizes["heads"])
+    inner = int(sizes["intermediate_size"] or -(-(hidden * 8 // 3) // 32) * 32)
+    attention = 2 * hidden * (hidden + hidden // heads * int(sizes["kv_heads"] or heads))
+    return layers * (attention + 3 * hidden * inner)
+
+
+def _count(value: Any) -> int:
+    """A number of tokens in any of the forms that settings take. Raises ValueError for anything else."""
+    return int(str(as_count(value)))
 
 
 def whole_rows(tokens: float, row_length: int) -> int:
     """The power of two nearest to a number of tokens, in whole rows of which there is at least one."""
-    return max(1, round(2 ** round(math.log2(tokens)) / row_length)) * row_length
+    power = 1 << round(math.log2(tokens))
+    return max(1, round(power / row_length)) * row_length

@@ -180,7 +180,7 @@ class SeparateDocumentRows(WindowRows):
     @cached_property
     def _lengths(self) -> Array:
         totals = np.concatenate([np.zeros(1, np.int64), np.cumsum(self._inputs[self._order])])
-        return np.diff(totals[np.concatenate([np.zeros(1, np.int64), self._ends])])
+        return np.asarray(np.diff(totals[np.concatenate([np.zeros(1, np.int64), self._ends])]))
 
 
 def _packed(lengths: Array, row_length: int) -> tuple[Array, Array]:

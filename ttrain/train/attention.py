@@ -243,7 +243,8 @@ class RecordAttention(torch.autograd.Function):
             X, R, L, _ = q_XRLK.shape
             do_XRLK = grad.index_select(0, queries[number]).index_fill_(0, padding[number], 0).view(X, R, L, K)
             delta_XRL1 = (do_XRLK * out_XRLK).sum(-1, keepdim=True)
-            dq_parts, dk_XLK, dv_XLK = [], None, None
+            dq_parts: list[Tensor] = []
+            dk_XLK = dv_XLK = torch.empty(0)
             for rows, end in reversed(_blocks(L)):  # the last block sees all keys
                 q_XSK, do_XSK = (states[:, :, rows].reshape(X, -1, K) for states in (q_XRLK, do_XRLK))
                 k_XSK, v_XSK = k_XLK[:, :end], v_XLK[:, :end]
@@ -252,7 +253,7 @@ class RecordAttention(torch.autograd.Function):
                 slopes = torch.baddbmm(delta_XS1, do_XSK, v_XSK.transpose(1, 2), beta=-1).mul_(weights)
                 dq_parts.append(torch.bmm(slopes, k_XSK).view(X, R, -1, K))
                 dk, dv = torch.bmm(slopes.transpose(1, 2), q_XSK), torch.bmm(weights.transpose(1, 2), do_XSK)
-                if dk_XLK is None or dv_XLK is None:
+                if end == L:
                     dk_XLK, dv_XLK = (dk, dv) if end <= BLOCK else (dk.to(wide), dv.to(wide))
                 else:
                     dk_XLK[:, :end] += dk

@@ -113,8 +113,10 @@ def _rotary_attention(
     query = _rotated(query, getattr(self, "q_norm", None), position_embeddings, others["groups"])
     key = _rotated(key, getattr(self, "k_norm", None), position_embeddings, others["groups"])
     dropout = self.attention_dropout if self.training else 0.0
-    heads = (states.transpose(1, 2) for states in (query, key, value))
-    mixed, _ = record_attention(self, *heads, attention_mask, dropout=dropout, scaling=self.scaling, groups=others["groups"])
+    query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    mixed, _ = record_attention(
+        self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, groups=others["groups"]
+    )
     return self.o_proj(mixed.reshape(B, T, -1)), None
 
 
@@ -158,7 +160,7 @@ class _Rotation(torch.autograd.Function):
 
 def _inverse_rms(x: Tensor, epsilon: float) -> Tensor:
     """1 / rms(x) over the last dimension, which is kept."""
-    squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
+    squares: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
     return squares.div_(x.shape[-1]).add_(epsilon).rsqrt_()
 
 

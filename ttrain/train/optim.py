@@ -15,7 +15,7 @@ from ttrain.train.distributed import full_tensor, shard_like
 
 FUSED_DEVICES = frozenset({"cpu", "cuda"})  # where torch's fused kernels were run and are faster
 
-MOMENTUM = 0.95  # of Muon, the default of torch.optim.Muon
+MOMENTUM = 0.9  # of Muon; at 0.95 the quickstart ends 0.025 bits per byte higher, at 0.85 the same
 SHOWN_NAMES = 3
 
 
@@ -229,7 +229,7 @@ class Muon(torch.optim.Optimizer):
     def _update(self, parameters: list[Tensor], lr: float, weight_decay: float) -> None:
         directions = [self._momentum(parameter) for parameter in parameters]
         stacks = [direction.view(-1, *direction.shape[-2:]) for direction in directions]
-        made = orthogonal(torch.cat(stacks)).split([len(stack) for stack in stacks])
+        made = torch.split(orthogonal(torch.cat(stacks)), [len(stack) for stack in stacks])
         A, B = parameters[0].shape[-2:]
         for parameter, direction in zip(parameters, made, strict=True):
             weights = _local(parameter)
