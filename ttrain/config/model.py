@@ -175,7 +175,7 @@ def sizes_of(name: object) -> dict[str, Any]:
 
     The widths that follow from others are set back to empty, so that a weaker layer's do not stay beside the new sizes.
     """
-    return {**dict(zip(_COLUMNS, _preset_of(name)[1], strict=True)), "intermediate_size": None}
+    return {**dict(zip(_COLUMNS, _preset_of(name)[1], strict=True)), "intermediate_size": None, "tie_embeddings": True}
 
 
 def _preset_of(name: object) -> tuple[int, tuple[int, int, int, int | None, int]]:
