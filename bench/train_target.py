@@ -1,21 +1,28 @@
-"""Time until the validation loss reaches a target on a small corpus, against `transformers.Trainer`.
+"""What a second of training buys: against `transformers.Trainer`, and against the recipe of ttrain's first version.
 
-    python bench/train_target.py [--path FILE.jsonl]             about 8 minutes on two cores
-    python bench/train_target.py --rounds 1 --steps 20           a quick try, 3 minutes
+    python bench/train_target.py [--path FILE.jsonl]                  about 20 minutes on two cores
+    python bench/train_target.py --only target --rounds 1 --steps 20  a quick try, 3 minutes
+    python bench/train_target.py --only recipe --seeds 1              5 minutes
 
+target: time until the validation loss reaches a target on a small corpus.
 A model of hidden size 128 with 4 layers, vocabulary 2048, rows of 256 tokens, 16 of them a step on both sides.
 `transformers.Trainer` (needs `pip install accelerate`) has bf16, AdamW, a warm-up and a cosine schedule, and the best of
 three learning rates. They are tried first; the held-out loss of the best one at its end is the target. Ours is `ttrain
 stage run pretrain` with its defaults (Muon), at the shortest of four budgets that reached the target when tried. The tries
 of these two are the first round. Seconds count from the first step on, without the validations; a second line counts the
 whole command, from its start to the validation that shows the target, or to the last step of the other side.
+
+recipe: bits per byte of the quickstart's held-out documents. The first version's settings train on a million tokens; the
+defaults on as many as take the same CPU seconds, by a first run of each. Both sides take turns, one seed after the other.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import statistics
+from dataclasses import replace
 from pathlib import Path
 
 import common
@@ -29,6 +36,48 @@ LEARNING_RATES = (1e-3, 3e-3, 1e-2)
 BUDGETS = (0.3, 0.4, 0.6, 0.8)  # shares of the steps of the other side
 VALIDATION_ROWS, VALIDATIONS = 128, 8  # of a run of ours
 MOST = 0.6
+FIRST_RECIPE = ["model.kind=llama", "model.tie_embeddings=true", "pretrain.packing=stream", "pretrain.tokens_per_step=4096",
+                "pretrain.optim.lr=4e-3", "pretrain.optim.muon_lr=0.02", "pretrain.optim.embedding_lr=null",
+                "pretrain.optim.head_lr=null"]  # fmt: skip
+TOKENS, MOST_BITS = 1_000_000, 1.78
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """The options of this command."""
+    train_common.options(parser)
+    parser.add_argument("--seeds", type=int, default=3, help="of the recipes")
+
+
+def compare_recipes(options: argparse.Namespace, directory: Path, table: Table) -> None:
+    """Bits per byte at equal CPU seconds, seed by seed."""
+    source, *_ = train_common.artifacts(directory, [], "source", "tokenizer", "shards-pretrain")
+    heldout = Path(source) / "pretrain_heldout.jsonl"
+
+    def side(settings: list[str], tokens: int, seed: int) -> Cost:
+        cost = train_common.stage(
+            "pretrain", directory, [*settings, f"pretrain.tokens={tokens}", f"pretrain.seed={seed}"], keep=True
+        )
+        command = [*common.TTRAIN, "eval", cost.result["artifact"] + "/model", "--text", str(heldout), "--json"]
+        _, output = common.run(command, {"TTRAIN_HOME": str(directory / "home")}, directory)
+        (figures,) = json.loads(output)["tasks"][0]["models"].values()
+        return replace(cost, result={**cost.result, "bits": figures["figures"]["bits_per_byte"]["value"]})
+
+    first, ours = side(FIRST_RECIPE, TOKENS, 1000), side([], TOKENS, 1000)
+    tokens = round(TOKENS * first.cpu / ours.cpu)
+    print(f"  at {TOKENS:,} tokens each: {first.result['bits']:.3f} and {ours.result['bits']:.3f} bits per byte; {tokens:,} "
+          f"tokens take the same CPU seconds")  # fmt: skip
+    costs: dict[str, list[Cost]] = {"first": [], "ours": []}
+    for seed in range(1, options.seeds + 1):
+        costs["first"].append(side(FIRST_RECIPE, TOKENS, seed))
+        costs["ours"].append(side([], tokens, seed))
+        print(
+            f"  seed {seed}: "
+            + ", ".join(f"{name} {runs[-1].result['bits']:.3f} in {runs[-1].cpu:.0f} CPU s" for name, runs in costs.items())
+        )
+    table.ratio("CPU seconds", common.median(costs["ours"], "cpu"), common.median(costs["first"], "cpu"), most=1.03)
+    bits = {name: statistics.mean(run.result["bits"] for run in runs) for name, runs in costs.items()}
+    table.ratio("bits per byte at equal CPU seconds", bits["ours"], bits["first"])
+    table.value("bits per byte", bits["ours"], most=MOST_BITS)
 
 
 def compare(options: argparse.Namespace, directory: Path, table: Table) -> None:
@@ -102,4 +151,4 @@ def seconds_to_target(cost: Cost, target: float) -> tuple[float, float] | None:
 
 
 if __name__ == "__main__":
-    common.main(str(__doc__), {"target": compare}, options=train_common.options)
+    common.main(str(__doc__), {"target": compare, "recipe": compare_recipes}, options=options)

@@ -95,7 +95,10 @@ def test_a_dense_model_is_active_as_a_whole() -> None:
 
 @pytest.mark.parametrize(
     ("options", "embeddings"),
-    [({"tie_embeddings": True}, VOCAB * 32), ({}, 2 * VOCAB * 32), ({"kind": "gpt2", "tie_embeddings": True}, (VOCAB + 64) * 32)],
+    [
+        ({"tie_embeddings": True}, VOCAB * 32), ({}, 2 * VOCAB * 32),
+        ({"kind": "gpt2", "tie_embeddings": True}, (VOCAB + 64) * 32),
+    ],
 )  # fmt: skip
 def test_embeddings_are_counted_once_where_they_are_tied(options: dict[str, Any], embeddings: int) -> None:
     assert cost(Model(**SIZES, **options), vocab_size=VOCAB, row_length=16).embedding_parameters == embeddings

@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import random
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,6 +22,7 @@ from ttrain.errors import ArtifactError
 
 PAD = 0
 KINDS = [DocumentRows, SeparateDocumentRows]
+PACKED = pytest.param(partial(SeparateDocumentRows, packed=True), id="packed")
 
 
 def shard_set(path: Path, documents: list[list[int]], tokens_per_shard: int = 10**6) -> ShardSet:
@@ -84,7 +87,7 @@ def test_document_rows_equal_a_naive_loop(
     assert rows.lengths().tolist() == [sum(segment >= 0 for segment in line[3]) for line in expected]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, PACKED])
 @settings(max_examples=40, deadline=None)
 @given(data=st.data(), row_length=st.integers(1, 9))
 def test_each_token_but_a_documents_first_is_a_target_exactly_once(kind: Any, data: Any, row_length: int) -> None:
@@ -101,6 +104,25 @@ def test_each_token_but_a_documents_first_is_a_target_exactly_once(kind: Any, da
     assert (counts["rows"], counts["target_tokens"], counts["target_multiplicity"]) == (len(rows), len(expected), 1.0)
     assert counts["dropped_tokens"] == counts["cut_records"] == counts["masked_tokens"] == 0
     assert counts["fill"] == pytest.approx(inputs / max(1, row_length * len(rows)))
+
+
+@pytest.mark.parametrize("together", [4, 1 << 18])
+def test_packed_rows_hold_whole_windows_of_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, together: int) -> None:
+    """The rows of one document each, several in a row, as full as best fit makes them, each with its own positions."""
+    monkeypatch.setattr("ttrain.data.record_rows.PACKED_TOGETHER", together)
+    documents = some_documents(5, 30, 12)
+    shards = shard_set(tmp_path, documents, 50)
+    packed, alone = SeparateDocumentRows(shards, 8, PAD, packed=True), SeparateDocumentRows(shards, 8, PAD)
+    batch, pieces = packed.batch(range(len(packed))), []
+    for row in range(len(packed)):
+        ids, labels, positions, segments = (np.array(part) for part in lines(batch, row))
+        for begin in np.flatnonzero((positions == 0) & (segments >= 0)):
+            length = next((n for n in range(1, 9 - begin) if begin + n == 8 or positions[begin + n] == 0), 8)
+            pieces.append([part[begin : begin + length].tolist() for part in (ids, labels, positions, segments)])
+    single = alone.batch(range(len(alone)))
+    expected = [[part[:length] for part in lines(single, row)] for row, length in enumerate(alone.lengths())]
+    assert sorted(pieces) == sorted(expected)
+    assert len(packed) < len(alone) and packed.counts()["fill"] > (0.9 if together > 4 else 0.6)
 
 
 def test_windows_of_eight_every_four_over_twenty_tokens(tmp_path: Path) -> None:
@@ -121,7 +143,7 @@ def test_windows_of_eight_every_four_over_twenty_tokens(tmp_path: Path) -> None:
     assert rows.counts()["target_multiplicity"] == pytest.approx(31 / 19)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, PACKED])
 @pytest.mark.parametrize(("row_length", "stride"), [(8, 4), (8, 1), (9, 5), (6, 6)])
 def test_the_multiplicity_is_what_a_count_of_all_labels_gives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, row_length: int, stride: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,7 @@ def numbered(records: list[list[int]]) -> tuple[list[list[int]], set[int]]:
     return unique, free
 
 
-@pytest.mark.parametrize("kind", [DocumentRows, SeparateDocumentRows])
+@pytest.mark.parametrize("kind", [DocumentRows, SeparateDocumentRows, partial(SeparateDocumentRows, packed=True)])
 @settings(max_examples=30, deadline=None)
 @given(records=records_of_markers, row_length=st.integers(2, 9))
 def test_no_head_ever_learns_a_masked_token_and_every_other_is_learnt_once(

@@ -18,6 +18,7 @@ from ttrain.data.chat import encode_chat
 from ttrain.data.chat_templates import Message
 from ttrain.data.encoder import Encoder
 from ttrain.data.packing import IGNORE, Batch, Counts, Rows
+from ttrain.data.record_rows import SeparateDocumentRows
 from ttrain.doctor import data as labels
 from ttrain.doctor.run import gather
 from ttrain.errors import DataError
@@ -46,7 +47,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
     write_shards(directory / "chats" / "heldout", encoded, kind="chats", **common)
     config = settings_of_training(row_length=96)
     documents, rows = (
-        open_rows(directory / kind / "heldout", encoder, config, heldout=True) for kind in ("documents", "chats")
+        open_rows(directory / kind / "heldout", encoder, config.model_copy(update=more), heldout=True)
+        for kind, more in (("documents", {"packing": "stream"}), ("chats", {}))
     )
     return Data(encoder, documents, rows, [messages[1].content for messages in talks])
 
@@ -102,9 +104,15 @@ def into_the_next_document(ids: Any, labels: Any, segments: Any) -> None:
 
 
 def test_labels_of_documents_are_all_tokens_but_the_first(data: Data) -> None:
-    assert ok(labels.document_labels(data.documents, data.encoder))
+    """In one stream and packed; of a packed document the end is no input, and yet must be learnt."""
+    shards = data.documents.shards  # type: ignore[attr-defined]
+    packed = SeparateDocumentRows(shards, 96, data.encoder.pad_id, packed=True)
+    for rows in (data.documents, packed):
+        assert ok(labels.document_labels(rows, data.encoder))
+        for spoil in (unshifted, nothing_live, without(data.encoder.eos_id)):
+            assert not ok(labels.document_labels(Spoilt(rows, spoil), data.encoder)), spoil
     some_letter = data.encoder.encode(["e"])[0][0]
-    faults = (unshifted, nothing_live, without(data.encoder.eos_id), without(some_letter), into_the_next_document)
+    faults = (without(some_letter), into_the_next_document)
     for spoil in faults:
         assert not ok(labels.document_labels(Spoilt(data.documents, spoil), data.encoder)), spoil
 

@@ -110,7 +110,7 @@ def case_id(case: tuple[str, str]) -> str:
 
 @pytest.fixture
 def learner(request: pytest.FixtureRequest) -> Learner:
-    config = settings_of_training(optim=Optim(lr=0.2 if "prefix" in request.param else 2e-2))
+    config = settings_of_training(optim=Optim(lr={"prefix": 0.2, "lora on attention": 5e-2}.get(request.param[1], 2e-2)))
     return Learner(config, Runtime(device="cpu", rows_per_device=4), partial(build, *request.param), language)
 
 

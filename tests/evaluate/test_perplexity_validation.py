@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -52,15 +51,11 @@ def records(directory: Path) -> list[Any]:
 
 
 def pieces_of_documents(encoder: Encoder, directory: Path) -> Iterator[Piece]:
-    """The stream of all documents is cut every 32 tokens, and where a document begins; a target is any but its first."""
-    texts = [record["text"] for record in records(directory)]
-    stream: list[tuple[int, int]] = []  # (number of the document, id)
-    for number, ids in enumerate(encoder.encode(texts)):
-        stream += [(number, token) for token in (encoder.bos_id, *ids, encoder.eos_id)]
-    for start in range(0, len(stream) - 1, 32):
-        window = stream[start : start + 33]  # the last one is a target only
-        for _, part in itertools.groupby(window, key=lambda place: place[0]):
-            ids = [token for _, token in part]
+    """A document is cut every 32 tokens; a target is any but its first."""
+    for text in encoder.encode([record["text"] for record in records(directory)]):
+        document = [encoder.bos_id, *text, encoder.eos_id]
+        for start in range(0, len(document) - 1, 32):
+            ids = document[start : start + 33]  # the last one is a target only
             yield ids, [False] + [True] * (len(ids) - 1)
 
 

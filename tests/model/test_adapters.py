@@ -138,7 +138,7 @@ def test_the_output_head_is_adapted_where_it_is_named_and_refused_where_it_is_th
     adapted = adapters.attach(tiny_model(tie_embeddings=False), settings(targets=("lm_head",)))
     assert all(".lm_head.lora_" in name for name in adapters.state(adapted))
     with pytest.raises(UsageError, match=r"model\.tie_embeddings makes it the embedding too"):
-        adapters.attach(tiny_model(), settings(targets=("q_proj", "lm_head")))
+        adapters.attach(tiny_model(tie_embeddings=True), settings(targets=("q_proj", "lm_head")))
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ from ttrain.train import moe as experts
 from ttrain.train.distributed import Ranks
 from ttrain.train.language_modeling import LanguageModeling
 from ttrain.train.moe import RouterCall, Routers
-from ttrain.train.optim import StackedMuon
+from ttrain.train.optim import MOMENTUM, Muon
 from ttrain.train.trainer import Cadence, TrainerOptions
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -652,7 +652,9 @@ def test_a_bias_rate_without_a_bias_is_refused() -> None:
 def test_fine_tuning_goes_on_balancing_as_the_base_was(tmp_path: Path) -> None:
     home, settings = Home.make(tmp_path / "home"), stage_settings(steps=3)
     moe = Moe(experts=4, bias_rate=0.01, balance=0.2)
-    model = settings.model.model_copy(update={"moe": moe, "multi_token": MultiToken(weight=0.5), "dropout": 0.0})
+    model = settings.model.model_copy(
+        update={"kind": "llama", "moe": moe, "multi_token": MultiToken(weight=0.5), "dropout": 0.0}
+    )
     inputs = {name: artifact.path for name, artifact in home.pretrain_inputs().items()}
     config = PretrainConfig(model=model, pretrain=settings.pretrain)
     run_here(pretrain, config, tmp_path / "base", inputs, settings.runtime)
@@ -680,7 +682,7 @@ def test_stacked_matrices_get_what_muon_gives_each(shape: tuple[int, ...]) -> No
     stack = nn.Parameter(torch.randn(shape, generator=generator))
     singles = [nn.Parameter(matrix.clone()) for matrix in stack.detach()]
     settings: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.2}
-    ours, theirs = StackedMuon([stack], **settings), torch.optim.Muon(singles, **settings)
+    ours, theirs = Muon([stack], **settings), torch.optim.Muon(singles, momentum=MOMENTUM, **settings)
     for _ in range(3):
         stack.grad = torch.randn(shape, generator=generator)
         for single, gradient in zip(singles, stack.grad, strict=True):

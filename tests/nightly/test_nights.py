@@ -586,7 +586,7 @@ def test_a_wrong_setting_is_no_failed_try_and_a_retry_of_its_slot_runs(tmp_path:
     )
     frozen, reason = nightly.choose_inputs(settings, store, Nights(store.root, "quickstart"), night)
     assert frozen is not None
-    assert frozen.settings["model"]["kind"] == "llama" and "with the current settings" in reason
+    assert frozen.settings["model"]["kind"] == settings.model.kind and "with the current settings" in reason
 
 
 def test_too_few_rows_are_no_failed_try_and_give_the_list_up(

@@ -154,14 +154,18 @@ def test_a_model_that_exists_in_place_of_a_new_one_is_one_change_both_ways(built
     night = built.settings(f"pretrain.start_from={built.data}", "pretrain.optim.lr=0.5")
     planned = plan_stage(PRETRAIN, night, built.store, {**given, "base": built.store.latest("sft")})
     lr = built.settings().pretrain.optim.lr
-    assert planned.why == ("starts from an existing model instead of a new one", f"pretrain.optim.lr: {lr} → 0.5")
+    assert planned.why == (
+        "starts from an existing model instead of a new one", "pretrain.optim.embedding_lr: 0.04 → null",
+        "pretrain.optim.head_lr: 0.008 → null", f"pretrain.optim.lr: {lr} → 0.5",
+    )  # fmt: skip
     for artifact in built.store.artifacts("pretrain"):
         shutil.rmtree(artifact.path)
     built.publish(planned)
     anew = plan_stage(PRETRAIN, built.settings("model.multi_token.weight=0.5", "pretrain.optim.lr=0.5"), built.store, given)
     assert anew.why[0] == "starts from a new model instead of an existing one"
     assert {line.partition(": ")[0] for line in anew.why[1:]} == {
-        "model.multi_token", "model.multi_token.weight", "model.multi_token.keep_head"
+        "model.multi_token", "model.multi_token.weight", "model.multi_token.keep_head", "pretrain.optim.embedding_lr",
+        "pretrain.optim.head_lr",
     }  # fmt: skip
 
 

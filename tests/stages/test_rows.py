@@ -47,7 +47,10 @@ def test_rows_follow_the_kind_and_the_packing(tmp_path: Path, encoder: Encoder) 
     kinds = [
         [type(open_rows(path, encoder, settings(packing=packing))) for path in sets] for packing in ("best-fit", "none")
     ]
-    assert kinds == [[DocumentRows, ChatRows], [SeparateDocumentRows, ChatRows]]
+    assert kinds == [[SeparateDocumentRows, ChatRows]] * 2
+    assert type(open_rows(sets[0], encoder, settings(packing="stream"))) is DocumentRows
+    with pytest.raises(UsageError, match=r"packing is stream, but chats .* set .*packing=best-fit"):
+        open_rows(sets[1], encoder, settings(packing="stream"))
     alone = open_rows(sets[1], encoder, settings(packing="none"))
     assert (len(alone), alone.batch([0]).input_ids_BT.shape) == (9, (1, 8))
     assert alone.pad_id == encoder.pad_id
@@ -99,7 +102,7 @@ def test_weights_mix_the_training_rows_and_not_the_held_out_ones(tmp_path: Path,
     order = order_of(config, rows)
     assert isinstance(order, WeightedOrder)
     assert order.quotas == [2500, 7500]
-    assert isinstance(open_rows(path, encoder, config, heldout=True), DocumentRows)
+    assert isinstance(open_rows(path, encoder, config, heldout=True), SeparateDocumentRows)
 
 
 @pytest.mark.parametrize("other", ["tokenizer", "template"])

@@ -96,7 +96,7 @@ def test_fused_layers_keep_three_tenths_less_for_the_backward_pass() -> None:
             kept.append(model.model(input_ids=ids).last_hidden_state)
 
     kept: list[Any] = []
-    model = tiny_model(layers=4).train()
+    model = tiny_model(layers=4, kind="llama").train()
     before = bytes_kept(lambda: forward(model))
     fuse(model)
     after = bytes_kept(lambda: forward(model))

@@ -93,8 +93,7 @@ def test_stacked_matrices_decay_and_muon_takes_those_of_experts() -> None:
     every = {"weight", "experts", "convolution.weight"}
     assert names_by_decay(model, optim.build(model, Optim())) == {("AdamW", 0.1): every}
     assert names_by_decay(model, optim.build(model, Optim(kind="muon"))) == {
-        ("Muon", 0.1): {"weight"},
-        ("StackedMuon", 0.1): {"experts"},
+        ("Muon", 0.1): {"weight", "experts"},
         ("AdamW", 0.1): {"convolution.weight"},
     }
 
@@ -196,8 +195,8 @@ def test_three_steps_of_muon_equal_the_formula() -> None:
         lr = 0.1 * factor
         for name, p in model.named_parameters():
             assert p.grad is not None
-            buffers[name] = 0.95 * buffers[name] + 0.05 * numbers(p.grad)
-            update = orthogonal(0.05 * numbers(p.grad) + 0.95 * buffers[name])
+            buffers[name] = 0.9 * buffers[name] + 0.1 * numbers(p.grad)
+            update = orthogonal(0.1 * numbers(p.grad) + 0.9 * buffers[name])
             expected[name] = expected[name] * (1 - lr * 0.5) - lr * scales[name] * update
         optimizers.set_factor(factor)
         optimizers.step()

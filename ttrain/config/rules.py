@@ -1,7 +1,7 @@
 """Settings of pretraining that follow from its budget and from the size of a new model where they are `auto`, the default.
 
 The measurements are in docs/recipe.md. The batch follows the critical batch of a budget (arXiv:2410.21676: its power of
-0.47); the rates, the square root of a batch that is set; those of embedding and head, also the width.
+0.47), the rates of embedding and head the width. No rate follows the batch, so that a run of a given batch can be extended.
 """
 
 from __future__ import annotations
@@ -48,23 +48,22 @@ def by_rule(values: Mapping[str, Any]) -> dict[str, Rule]:
         tokens = None if values["pretrain.epochs"] else values["pretrain.tokens"]
         budget = _count(tokens) if tokens is not None else TOKENS_PER_PARAMETER * parameters
         batch = whole_rows(max(SMALLEST_BATCH, BATCH * (budget / BUDGET) ** 0.47), row_length)
-        asked = values[BATCH_KEY]
-        ratio = 1.0 if asked == AUTO else _count(asked) / batch
-        stretch = math.sqrt(ratio)
         narrow = math.sqrt(WIDTH / width)
+        share = head / parameters
     except (TypeError, ValueError, ArithmeticError):
         return {}
-    share = f"the head would have {head / parameters:.2f} of the {parameters / 1e6:.3g} M parameters of the layers"
+    large = (
+        f"the head would have {share:.2f} of the {parameters / 1e6:.3g} M parameters of the layers, at most {LARGEST_HEAD}"
+    )
     size = f"{BATCH} x ({budget / 1e6:.4g} M tokens / 1 M)^0.47, a power of two, in whole rows"
-    rules = {TIED: Rule(head > LARGEST_HEAD * parameters, share), BATCH_KEY: Rule(batch, size)}
+    rules = {TIED: Rule(share > LARGEST_HEAD, large), BATCH_KEY: Rule(batch, size)}
     muon = values[f"{OPTIM}kind"] == "muon"
     for name, rate in RATES.items():
         if name in OF_WIDTH and not muon:
             rules[f"{OPTIM}{name}"] = Rule(None, f"as lr, since optim.kind is {values[f'{OPTIM}kind']}")
             continue
-        factor = stretch * (narrow if name in OF_WIDTH else 1.0)
+        factor = narrow if name in OF_WIDTH else 1.0
         reason = f"{rate:g}" + (f" x ({width} / {WIDTH})^-0.5" if name in OF_WIDTH else ", at all sizes")
-        reason += f" x ({ratio:g} of the batch by rule)^0.5" if ratio != 1 else ""
         rules[f"{OPTIM}{name}"] = Rule(float(f"{rate * factor:.3g}"), reason)
     return rules
 

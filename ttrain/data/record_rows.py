@@ -143,7 +143,7 @@ class SeparateDocumentRows(WindowRows):
         row_length: int,
         pad_id: int,
         *,
-        packed: bool,
+        packed: bool = False,
         stride: int | None = None,
         masks: Intervals = NO_MASKS,
     ) -> None:

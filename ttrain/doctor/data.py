@@ -29,23 +29,24 @@ FIX = "look at the rows with `ttrain data inspect`; the tokenizer's template or 
 def document_labels(rows: Rows, encoder: Encoder) -> Check:
     """Every token of a document but its first is a target, at the position before it."""
 
-    def fault(labels: Array) -> str:
-        is_begun = (labels == encoder.bos_id).any()
-        return _not_learnt(labels) or ("the token that begins a document is learnt" if is_begun else "")
+    def fault(ids: Array, labels: Array) -> str:
+        if (labels == encoder.bos_id).any():
+            return "the token that begins a document is learnt"
+        return _not_learnt(labels if ids[-1] == encoder.eos_id else np.append(labels, ids[-1]))
 
     return _check_rows(rows, encoder, fault)
 
 
 def masked_labels(rows: Rows, encoder: Encoder) -> Check:
     """Every target is the next token; all that can be checked where regions are masked on purpose."""
-    return _check_rows(rows, encoder, lambda labels: "")
+    return _check_rows(rows, encoder, lambda ids, labels: "")
 
 
-def _check_rows(rows: Rows, encoder: Encoder, fault: Callable[[Array], str]) -> Check:
+def _check_rows(rows: Rows, encoder: Encoder, fault: Callable[[Array, Array], str]) -> Check:
     """Check that every target is the next token, and that the labels of no record have a fault."""
     positions = targets = 0
     for number, ids, labels in records(rows):
-        if wrong := _unshifted(ids, labels) or fault(labels):
+        if wrong := _unshifted(ids, labels) or fault(ids, labels):
             return Check(LABELS, False, _decoded(f"row {number}: {wrong}", ids, labels, encoder), FIX)
         positions, targets = positions + len(ids), targets + int((labels != IGNORE).sum())
     shown = min(MOST_ROWS, len(rows))
@@ -72,7 +73,7 @@ def _runs_of(rows: Rows, encoder: Encoder, answers: Sequence[str] | None) -> Che
     whole, alone, special = not rows.counts().get("cut_records"), encoder.template != "own", encoder.special_ids()
     run_count = 0
 
-    def fault(labels: Array) -> str:
+    def fault(ids: Array, labels: Array) -> str:
         nonlocal run_count
         for run in _runs(labels):
             run_count += 1

@@ -211,5 +211,5 @@ def extension_of(
             if step <= limit and (best is None or step > best[0]):
                 best = (step, path)
     if best is None:
-        return None, "--extend found no shorter run with a checkpoint before its decay; it starts from scratch"
+        return None, "--extend found no shorter run of this batch with a checkpoint before its decay; it starts from scratch"
     return best[1], f"--extend: continues at step {best[0]} of the run {best[1].parent.parent.name[:12]}"

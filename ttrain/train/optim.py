@@ -126,30 +126,27 @@ def build(model: nn.Module, config: Optim) -> Optimizers:
     found = (getattr(model, name, lambda: None)() for name in ("get_output_embeddings", "get_second_head"))
     heads = {id(head.weight) for head in found if head is not None}
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    muon, decayed, rest, of_embeddings, of_heads = [], [], [], [], []
+    muon: list[Tensor] = []
+    groups: dict[tuple[float, float], list[Tensor]] = {}  # by rate and decay
     for name, p in trained:
+        lr, decay = config.lr, 0.0
         if id(p) in heads:
-            of_heads.append(p)
+            lr = config.head_lr or lr
         elif id(p) in embeddings:
-            of_embeddings.append(p)
-        elif p.ndim < 2 or name.endswith("bias"):
-            rest.append(p)
-        elif config.kind == "muon" and (p.ndim == 2 or (p.ndim == 3 and "experts" in name.split("."))):
-            muon.append(p)
-        else:
-            decayed.append(p)
-    groups = [
-        {"params": decayed, "lr": config.lr, "weight_decay": config.weight_decay},
-        {"params": rest, "lr": config.lr, "weight_decay": 0.0},
-        {"params": of_heads, "lr": config.head_lr or config.lr, "weight_decay": 0.0},
-        {"params": of_embeddings, "lr": config.embedding_lr or config.lr, "weight_decay": 0.0},
-    ]
-    groups = [{**group, "peak": group["lr"]} for group in groups if group["params"]]
+            lr = config.embedding_lr or lr
+        elif p.ndim >= 2 and not name.endswith("bias"):
+            if config.kind == "muon" and (p.ndim == 2 or (p.ndim == 3 and "experts" in name.split("."))):
+                muon.append(p)
+                continue
+            decay = config.weight_decay
+        groups.setdefault((lr, decay), []).append(p)
+    first = sorted(groups, key=lambda group: (group[0] != config.lr, -group[1]))
     optimizers: list[torch.optim.Optimizer] = []
     if muon:
         optimizers.append(Muon(muon, lr=config.muon_lr, weight_decay=config.weight_decay))
     if groups:
-        optimizers.append(_adam(groups, config, [p for _, p in trained]))
+        described = [{"params": groups[lr, decay], "lr": lr, "peak": lr, "weight_decay": decay} for lr, decay in first]
+        optimizers.append(_adam(described, config, [p for _, p in trained]))
     return Optimizers(optimizers, {p: name for name, p in trained})
 
 
