@@ -217,16 +217,7 @@ def test_a_failed_stage_keeps_the_earlier_ones_and_is_rerun_with_what_follows(co
     assert cli.to_run() == []
 
 
-@pytest.mark.soak
-def test_rerun_builds_a_stage_and_what_follows_again_and_compares(copy_of: CliFactory) -> None:
-    cli = copy_of()  # elsewhere: where a home lies must not shape what is in it
-    said = cli("pipeline", "rerun", "sft", "--engine", "none")
-    outcomes = {stage["name"]: stage["outcome"] for stage in cli.runs()[0]["stages"]}
-    assert outcomes == {**dict.fromkeys(STAGES, "cached"), **dict.fromkeys(("sft", "lora", "evaluate"), "equal")}
-    assert "equal to what was stored" in said
-    assert cli.to_run() == []
-
-
+@pytest.mark.long
 @pytest.mark.soak
 def test_one_stage_runs_alone_on_the_inputs_of_the_plan(copy_of: CliFactory) -> None:
     cli = copy_of()
@@ -236,6 +227,7 @@ def test_one_stage_runs_alone_on_the_inputs_of_the_plan(copy_of: CliFactory) -> 
     assert "waits for sft" in missing and "`ttrain train sft`" in missing and "`ttrain train pretrain`" not in missing
 
 
+@pytest.mark.long
 @pytest.mark.soak
 def test_a_larger_budget_extends_the_shorter_run_to_the_same_weights(copy_of: CliFactory) -> None:
     cli = copy_of()

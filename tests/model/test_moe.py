@@ -229,7 +229,7 @@ def test_every_expert_learns_within_fifty_steps(kind: str) -> None:
             assert all(not torch.equal(now, then) for now, then in zip(tensor, before[name], strict=True)), name
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["mixtral", "glm4_moe"])
 def test_evaluation_is_deterministic_and_a_row_does_not_know_its_neighbours(kind: str) -> None:
     model = tiny_moe(kind).eval()
     ids = torch.randint(9, VOCAB, (4, 16), generator=torch.Generator().manual_seed(3))
@@ -382,7 +382,7 @@ def test_autocast_changes_no_bit_of_the_balance(kind: str) -> None:
     assert all(torch.equal(first, second) for first, second in zip(plain, found, strict=True))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["mixtral", "glm4_moe"])
 def test_the_balance_alone_moves_every_router(kind: str) -> None:
     model = spread_routers(tiny_moe(kind))
     sums_of(model, padded_rows()).parts["balance"].backward()
@@ -414,7 +414,7 @@ def test_a_choice_that_no_expert_computes_counts_as_dropped() -> None:
 # --- training -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["mixtral", "ernie4_5_moe"])
 def test_the_logged_loss_is_the_sum_of_its_logged_parts(kind: str) -> None:
     recorder = Recorder()
     model = tiny_moe(kind, balance=0.3, z_loss=0.05)
@@ -430,7 +430,7 @@ def test_the_logged_loss_is_the_sum_of_its_logged_parts(kind: str) -> None:
         assert 0 < m["moe_router_entropy"] <= 1 and m["moe_dropped"] == 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["mixtral", "glm4_moe"])
 def test_micro_batches_change_neither_gradient_nor_counts(kind: str) -> None:
     """In tasks' own words: what a step of six rows gives is the sum of what its parts give, fillers among them."""
     model, batch = spread_routers(tiny_moe(kind, balance=0.5, z_loss=0.1)), padded_rows()
@@ -467,12 +467,11 @@ def trained(
     return copies(model.state_dict()), [record.metrics for record in recorder.records]
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "glm4_moe"])
-def test_two_ranks_train_the_experts_as_one_does_to_the_last_bit(kind: str, tmp_path: Path) -> None:
+def test_two_ranks_train_the_experts_as_one_does_to_the_last_bit(tmp_path: Path) -> None:
     def work(ranks: Ranks) -> Any:
-        return trained(kind, ranks, TrainerOptions(reduction="tree"), rows_per_device=1)
+        return trained("glm4_moe", ranks, TrainerOptions(reduction="tree"), rows_per_device=1)
 
-    alone, curve = trained(kind, how=TrainerOptions(reduction="tree"), rows_per_device=1)
+    alone, curve = trained("glm4_moe", how=TrainerOptions(reduction="tree"), rows_per_device=1)
     for weights, _ in (found := in_ranks(2, tmp_path, work)):
         assert same(weights, alone)
     names = [name for name in curve[0] if name.startswith(("moe_load", "moe_dropped", "moe_max"))]
@@ -505,12 +504,11 @@ def test_sharded_ranks_move_the_biases_as_one_does(tmp_path: Path) -> None:
     assert len(biases) == 2 and all(torch.equal(alone[name], found[name]) for name in biases)
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "glm4_moe"])
-def test_a_sharded_step_of_muon_orthogonalises_whole_matrices(kind: str, tmp_path: Path) -> None:
+def test_a_sharded_step_of_muon_orthogonalises_whole_matrices(tmp_path: Path) -> None:
     """Up to bf16, in which Newton-Schulz computes: with it in fp64, 20 steps of one rank and of two were the same bits."""
 
     def work(ranks: Ranks) -> dict[str, Tensor]:
-        model = tiny_moe(kind, balance=0.1)
+        model = tiny_moe("glm4_moe", balance=0.1)
         optimizer = Optim(kind="muon", muon_lr=0.1, weight_decay=0)
         config = settings_of_training(tokens=96, optim=optimizer, schedule=Schedule(kind="constant", warmup_steps=0))
         how = TrainerOptions(parallel="fsdp" if ranks.world > 1 else "ddp")
@@ -592,8 +590,8 @@ def last_max_load(kind: str, **settings: float) -> float:
 
 @pytest.mark.parametrize(
     ("kind", "balanced"),
-    [("mixtral", {"balance": 0.3}), ("glm4_moe", {"balance": 0.3}), ("glm4_moe", {"bias_rate": 0.02})],
-    ids=["loss-softmax", "loss-sigmoid", "bias"],
+    [("mixtral", {"balance": 0.3}), ("glm4_moe", {"bias_rate": 0.02})],
+    ids=["loss", "bias"],
 )
 def test_balancing_lowers_the_load_of_the_fullest_expert(kind: str, balanced: dict[str, float]) -> None:
     nothing = {"balance": 0.0, **({"bias_rate": 0.0} if kind in BIASED else {})}

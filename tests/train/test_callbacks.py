@@ -471,9 +471,8 @@ def test_samples_are_written_at_their_steps_and_move_neither_losses_nor_weights(
     assert text.startswith("=== What?\n") and text.endswith("=== Grüße\n東京\n🙂\n\n")
 
 
-def test_a_stage_that_samples_has_the_same_curve_and_weights_as_one_that_does_not(tmp_path: Path) -> None:
-    home = Home.make(tmp_path)
-    inputs = {name: artifact.path for name, artifact in home.pretrain_inputs().items()}
+def test_a_stage_that_samples_has_the_same_curve_and_weights_as_one_that_does_not(stage_home: Home, tmp_path: Path) -> None:
+    inputs = {name: artifact.path for name, artifact in stage_home.pretrain_inputs().items()}
     results = []
     for name, runtime in (("without", {}), ("with", {"sample_every_steps": 3, "guards": "off"})):
         settings = stage_settings(6, {"validate_every_steps": 3}, **runtime)
@@ -509,9 +508,8 @@ def test_what_watches_is_in_no_key_and_early_stopping_is(tmp_path: Path) -> None
     ]
 
 
-def test_quick_validations_are_a_curve_on_the_same_rows_and_move_nothing(tmp_path: Path) -> None:
-    home = Home.make(tmp_path)
-    inputs = {name: artifact.path for name, artifact in home.pretrain_inputs().items()}
+def test_quick_validations_are_a_curve_on_the_same_rows_and_move_nothing(stage_home: Home, tmp_path: Path) -> None:
+    inputs = {name: artifact.path for name, artifact in stage_home.pretrain_inputs().items()}
     by_default, results = Runtime().quick_validations, []
     assert by_default == 8
     for name, times in (("without", 0), ("with", by_default)):
@@ -532,9 +530,10 @@ def test_quick_validations_are_a_curve_on_the_same_rows_and_move_nothing(tmp_pat
     assert others == curve(first / "run" / "metrics.jsonl")
 
 
-def test_a_rate_that_does_not_move_the_validation_loss_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    home = Home.make(tmp_path)
-    inputs = {name: artifact.path for name, artifact in home.pretrain_inputs().items()}
+def test_a_rate_that_does_not_move_the_validation_loss_is_told(
+    stage_home: Home, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    inputs = {name: artifact.path for name, artifact in stage_home.pretrain_inputs().items()}
     for rate, warned in ((1e-9, {"no_effect": 1}), (1e-2, {})):
         settings = stage_settings(12, {"optim": {"kind": "adamw", "lr": rate}})
         config = PretrainConfig(model=settings.model, pretrain=settings.pretrain)
