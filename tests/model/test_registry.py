@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
 import sys
 from itertools import product
 from pathlib import Path
@@ -441,20 +439,6 @@ def test_init_std_is_that_of_the_weights() -> None:
 
 # --- files --------------------------------------------------------------------------------------------------------------
 
-OPEN = """
-import json, sys, torch
-from transformers import AutoModelForCausalLM
-assert "ttrain" not in sys.modules
-found = {}
-for name in sys.argv[2:]:
-    ours = name in ("moyun", "tinyseek")
-    model = AutoModelForCausalLM.from_pretrained(f"{sys.argv[1]}/{name}", trust_remote_code=ours).eval()
-    with torch.no_grad():
-        found[name] = model(torch.arange(9, 25)[None]).logits.double().sum((0, 1)).tolist()
-assert not any(name.split(".")[0] == "ttrain" for name in sys.modules)
-print(json.dumps(found))
-"""
-
 
 def save(model: Any, directory: Path) -> Path:
     directory.mkdir()
@@ -464,25 +448,14 @@ def save(model: Any, directory: Path) -> Path:
     return directory
 
 
-def test_every_architecture_opens_again_and_in_a_process_without_ttrain(tmp_path: Path) -> None:
-    expected = {}
+def test_every_architecture_opens_again(tmp_path: Path) -> None:
+    """Checkpoints of all of them in a process without ttrain: tests/doctor/test_doctor_models."""
     for options in (*ARCHITECTURES, TINYSEEK):
         model, name = model_of(options), options["kind"]
         loaded = factory.load(save(model, tmp_path / name)).eval()
         with torch.no_grad():
             ids = torch.arange(9, 25)[None]
             assert torch.equal(model(ids).logits, loaded(ids).logits), name
-            expected[name] = model(ids).logits.double().sum((0, 1)).tolist()
-    expected = {name: expected[name] for name in ("gpt2", "mixtral", "moyun", "tinyseek")}  # a second each there
-    environment = {**os.environ, "PYTHONPATH": "", "HF_MODULES_CACHE": str(tmp_path / "modules"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", OPEN, str(tmp_path), *expected], env=environment, cwd=tmp_path,
-        capture_output=True, text=True, check=False, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == {
-        name: pytest.approx(sums, abs=1e-4) for name, sums in expected.items()
-    }
 
 
 def test_a_model_in_several_files_of_weights_loads_and_every_wrong_tensor_is_listed(tmp_path: Path) -> None:
