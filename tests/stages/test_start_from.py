@@ -39,22 +39,6 @@ OTHERS = {"base-model", "sft", "lora", "evaluate"}
 # --- which stages run, and their keys
 
 
-@pytest.fixture(scope="module")
-def digests(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What was learnt of the code, so that each test need not read all of it again."""
-    house = House(tmp_path_factory.mktemp("digests"))
-    for override in ("pretrain.seed=1", "sft.start_from=none", f"sft.start_from={folder(house)}"):
-        house.build(house.settings(override))
-        house.plan(override)
-    return house.store.root / "cache"
-
-
-@pytest.fixture
-def house(tmp_path: Path, digests: Path) -> House:
-    shutil.copytree(digests, tmp_path / "home" / "cache")
-    return House(tmp_path)
-
-
 def folder(house: House, name: str = "mine", positions: int = 1024) -> Path:
     """A folder like a model's, to those who only look at its files."""
     house.write(f"{name}/config.json", json.dumps({"max_position_embeddings": positions}))
