@@ -124,8 +124,7 @@ def basic(text: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "authorization",
-    [f"Bearer {TOKEN}", f"bearer  {TOKEN} ", basic(TOKEN), basic(f"ttrain:{TOKEN}"), basic(f"any:{TOKEN}")],
+    "authorization", [f"Bearer {TOKEN}", f"bearer  {TOKEN} ", basic(TOKEN), basic(f"ttrain:{TOKEN}"), basic(f"any:{TOKEN}")]
 )
 def test_a_program_shows_the_token_as_prefect_and_mlflow_do(application: Application, authorization: str) -> None:
     assert ask(Authorization=authorization)[0] == 200

@@ -57,9 +57,7 @@ def gradients_of_one_step(rows: int, rows_per_device: int, live: list[int] | Non
 
 
 @pytest.mark.parametrize(
-    ("rows", "rows_per_device"),
-    [(32, 8), (32, 4), (32, 1), (33, 32), (33, 8), (33, 4)],
-    ids=lambda value: str(value),
+    ("rows", "rows_per_device"), [(32, 8), (32, 4), (32, 1), (33, 32), (33, 8), (33, 4)], ids=lambda value: str(value)
 )
 def test_accumulation_keeps_the_gradient(rows: int, rows_per_device: int) -> None:
     whole = gradients_of_one_step(rows, rows)
