@@ -18,7 +18,14 @@ from ttrain import tracking
 gc.disable()
 
 # Whose fixtures several folders use.
-pytest_plugins = ("support.planned_homes", "support.stage_homes", "support.hub", "support.mlflow_server")
+pytest_plugins = (
+    "support.planned_homes",
+    "support.stage_homes",
+    "support.champion_sets",
+    "support.artifact_home",
+    "support.hub",
+    "support.mlflow_server",
+)
 
 # Two workers on two cores, each in one thread: threads that wait for a core that another one has take three times as long.
 os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
