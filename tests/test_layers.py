@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import os
 import re
@@ -126,16 +127,21 @@ def _modules() -> dict[str, Path]:
 
 
 MODULES = _modules()
-IMPORTS = [
-    found
-    for name, path in MODULES.items()
-    for found in _scan(
-        ast.parse(path.read_text(encoding="utf-8")),
-        name,
-        path.relative_to(ROOT).as_posix(),
-        is_package=path.stem == "__init__",
-    )
-]
+
+
+@functools.cache
+def imports() -> list[Import]:
+    """Of all modules; not when the tests are collected, which each worker does."""
+    return [
+        found
+        for name, path in MODULES.items()
+        for found in _scan(
+            ast.parse(path.read_text(encoding="utf-8")),
+            name,
+            path.relative_to(ROOT).as_posix(),
+            is_package=path.stem == "__init__",
+        )
+    ]
 
 
 def _package(module: str) -> str:
@@ -163,7 +169,7 @@ def test_the_scanner_sees_imports_at_the_top_in_functions_relative_and_by_name()
     assert [(item.name, item.in_function) for item in found] == [
         ("a.b", False), ("c.d", True), ("e.f", True), ("p.q.g", False), ("p.h.i", False),
     ]  # fmt: skip
-    names = {found.name.split(".")[0] for found in IMPORTS}
+    names = {found.name.split(".")[0] for found in imports()}
     assert {"torch", "prefect", "mlflow", "ttrain"} <= names
 
 
@@ -174,7 +180,7 @@ def test_every_package_has_a_layer_and_no_module_lies_loose() -> None:
 
 def test_imports_point_down() -> None:
     offenders = []
-    for found in IMPORTS:
+    for found in imports():
         module = _module(found.name)
         if module is None or not (above := _package(found.importer)) or not (below := _package(module)):
             continue
@@ -185,7 +191,7 @@ def test_imports_point_down() -> None:
 
 def test_no_files_import_each_other() -> None:
     graph: dict[str, set[str]] = {module: set() for module in MODULES}
-    for found in IMPORTS:
+    for found in imports():
         module = _module(found.name)
         if module and module != found.importer:
             graph[found.importer].add(module)
@@ -210,7 +216,7 @@ def test_no_files_import_each_other() -> None:
 )  # fmt: skip
 def test_what_else_no_package_imports(importers: tuple[str, ...], forbidden: tuple[str, ...], but: tuple[str, ...]) -> None:
     offenders = [
-        found.where for found in IMPORTS
+        found.where for found in imports()
         if _below(found.importer, *importers) and _below(found.name, *forbidden) and not _below(found.importer, *but)
     ]  # fmt: skip
     assert offenders == []
@@ -227,7 +233,7 @@ def test_files_are_parsed_by_the_one_reader_that_takes_any_nesting() -> None:
 
 
 def test_the_command_line_imports_flows_inside_functions_only() -> None:
-    reached = [found for found in IMPORTS if _package(found.importer) == "cli" and _below(found.name, "ttrain.flows")]
+    reached = [found for found in imports() if _package(found.importer) == "cli" and _below(found.name, "ttrain.flows")]
     assert reached
     assert [found.where for found in reached if not found.in_function] == []
 

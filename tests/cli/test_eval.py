@@ -158,10 +158,7 @@ def test_what_cannot_be_asked_is_told_before_a_model_is_loaded(
     ("words", "cure"),
     [
         (("--text", "words.jsonl"), "--text {here}/words.jsonl has no document; a row needs"),
-        (
-            ("--last-word", "words.jsonl"),
-            "--last-word {here}/words.jsonl has no usable row ({here}/words.jsonl:1: ",
-        ),
+        (("--last-word", "words.jsonl"), "--last-word {here}/words.jsonl has no usable row ({here}/words.jsonl:1: "),
         (("--choices", "words.jsonl", "--shots", "8"), "--shots is 8, but the file of words has 7 rows besides the item"),
     ],
 )

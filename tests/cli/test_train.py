@@ -99,7 +99,8 @@ def plugged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def in_this_process(stage: Stage, settings: Settings, work: Path, log_path: Path, observer: Any) -> Any:
     """What the process of a task does, without the seconds that its imports take."""
     try:
-        return user_task.run(*job_of(work))
+        with contextlib.redirect_stdout(sys.stderr):
+            return user_task.run(*job_of(work))
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -118,6 +119,7 @@ def test_a_task_is_stopped_saved_continued_and_finished(
     assert "stopped after step" in said and "the same command continues it" in said
     assert not Path("out", "model.safetensors").exists()
 
+    monkeypatch.setattr(processes, "run", in_this_process)
     done = run(*words, "--json")
     assert done.code == 0, done.err
     assert 5 < done.json["resumed_from_step"] < done.json["steps"] == 100 and not done.json["was_finished"]
@@ -130,12 +132,12 @@ def test_a_task_is_stopped_saved_continued_and_finished(
     assert refused.code == 2
     assert "hidden: 64 → 8" in refused.out and "optim.lr: 0.01 → 0.001" in refused.out and "--allow" in refused.out
 
-    monkeypatch.setattr(processes, "run", in_this_process)
     again = run(*words)
     assert again.code == 0 and "it was already finished at step 100; nothing was trained" in again.out
     assert "-c" not in words and run(*words, "-c", Path("out", "settings.yaml")).code == 0
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("plugged", "elsewhere")
 def test_a_task_whose_terminal_is_closed_is_saved() -> None:
     screen, terminal = pty.openpty()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -35,9 +36,15 @@ def code_of(package: Path) -> dict[str, dict[str, str]]:
     return found
 
 
+@functools.cache
+def untouched() -> dict[str, dict[str, str]]:
+    """Of the package as it is, wherever a copy of it lies."""
+    return code_of(ROOT / "ttrain")
+
+
 def changed(package: Path, edit: Callable[[], None]) -> dict[str, set[str]]:
     """{stage: modules whose digest the edit changed}, without the stages that it leaves alone."""
-    before = code_of(package)
+    before = untouched()
     edit()
     after = code_of(package)
     return {
@@ -48,7 +55,7 @@ def changed(package: Path, edit: Callable[[], None]) -> dict[str, set[str]]:
 
 
 def test_a_stage_depends_on_the_modules_that_its_module_imports_and_on_no_others() -> None:
-    code = code_of(ROOT / "ttrain")
+    code = untouched()
     assert {"ttrain.stages.tokenizer", "ttrain.data.tokenizer", "ttrain.data.records"} <= set(code["tokenizer"])
     assert {"ttrain.stages.sft", "ttrain.model.factory", "ttrain.train.optim"} <= set(code["sft"])
     assert not any(name.startswith(("ttrain.model", "ttrain.train")) for name in code["shards-sft"])

@@ -9,11 +9,7 @@ import pytest
 from support.chat_turns import ADD, CALLED, SYSTEM, TALK, chat
 
 from ttrain.data.chat_templates import Message
-from ttrain.data.records import (
-    Conversation,
-    Rejected,
-    parse_conversation,
-)
+from ttrain.data.records import Conversation, Rejected, parse_conversation
 
 ARGUMENTS = {"a": 1, "b": "é"}
 

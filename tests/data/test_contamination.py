@@ -142,15 +142,7 @@ def test_rows_of_every_kind_of_task_are_items_and_others_are_counted(tmp_path: P
     ]
     found, tally = contamination.read_items(str(jsonl(tmp_path / "items.jsonl", rows)), "mixed")
     whole = overlap.plain(QUESTION + ANSWER)
-    expected = [
-        whole,
-        whole,
-        whole,
-        overlap.plain(QUESTION),
-        whole,
-        b"theoldbridgecrossestherhine",
-        overlap.plain(POEM),
-    ]
+    expected = [whole, whole, whole, overlap.plain(QUESTION), whole, b"theoldbridgecrossestherhine", overlap.plain(POEM)]
     assert [item.text for item in found] == [*expected, whole]
     assert sum(tally.rejected.values()) == 2
     assert found[1].location.endswith("items.jsonl:2")

@@ -45,11 +45,7 @@ LARGE = b"".join(b'{"text": "%d"}\n' % (n * n) for n in range(20_000))
         ("zstd.jsonl.gz", zstd(GOOD_FILE), {"kept": 2}),
         ("members.jsonl.gz", gzip.compress(FIRST[:9]) + gzip.compress(FIRST[9:] + b"\n" + LAST), {"kept": 2}),
         ("frames.jsonl.zst", zstd(FIRST + b"\n") + zstd(b"") + zstd(LAST), {"kept": 2}),
-        (
-            "marks.jsonl.gz",
-            gzip.compress(BOM + FIRST + b"\n") + gzip.compress(BOM + LAST + b"\n"),
-            bad(MARK, kept=1),
-        ),
+        ("marks.jsonl.gz", gzip.compress(BOM + FIRST + b"\n") + gzip.compress(BOM + LAST + b"\n"), bad(MARK, kept=1)),
         ("empty.jsonl.gz", gzip.compress(b""), {}),
         ("nothing.jsonl.gz", b"", {}),
         ("文件 名 (1) #%20*[a].jsonl", GOOD_FILE, {"kept": 2}),

@@ -134,19 +134,7 @@ def test_chats_are_short_and_varied(rows: Rows) -> None:
     assert sum(count >= 40 for count in forms.values()) >= 8
 
 
-SAFE = (
-    "collections",
-    "functools",
-    "heapq",
-    "json",
-    "logging",
-    "os",
-    "random",
-    "shutil",
-    "statistics",
-    "string",
-    "zipfile",
-)
+SAFE = ("collections", "functools", "heapq", "json", "logging", "os", "random", "shutil", "statistics", "string", "zipfile")
 
 
 def answers_about_signatures(rows: Rows) -> Iterator[tuple[Any, str]]:

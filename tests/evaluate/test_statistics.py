@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from scipy import stats
+import scipy
 
 from ttrain.evaluate import statistics
 from ttrain.evaluate.statistics import Rule
@@ -177,7 +177,7 @@ def test_models_that_agree_on_every_item_have_an_interval_with_a_width() -> None
 
 @pytest.mark.parametrize(("wins", "losses"), [(0, 0), (5, 0), (6, 0), (3, 9), (40, 60), (400, 460), (5000, 5300)])
 def test_the_sign_test_is_the_exact_one(wins: int, losses: int) -> None:
-    expected = stats.binomtest(wins, wins + losses).pvalue if wins + losses else 1.0
+    expected = scipy.stats.binomtest(wins, wins + losses).pvalue if wins + losses else 1.0
     assert statistics.sign_test(wins, losses) == pytest.approx(expected, rel=1e-9)
 
 
@@ -212,7 +212,7 @@ def test_the_bootstrap_is_what_single_draws_give(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(("freedom", "off"), [(4, 4e-3), (9, 4e-4), (79, 1e-6)])
 def test_the_quantile_of_students_t_is_near_the_exact_one(freedom: int, off: float) -> None:
     for share in (0.95, 0.975, 0.995):
-        exact = stats.t.ppf(share, freedom)
+        exact = scipy.stats.t.ppf(share, freedom)
         assert statistics.student_quantile(share, freedom) == pytest.approx(exact, rel=off if share < 0.99 else 10 * off)
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
-import json
 import os
 import plistlib
 import shlex
@@ -12,23 +10,20 @@ import shutil
 import stat
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from zoneinfo import ZoneInfo
 
 import pytest
 import yaml
-from filelock import FileLock
 from rich.console import Console
 
 from ttrain.config import Settings
 from ttrain.config.loading import load
 from ttrain.errors import UsageError
-from ttrain.flows import schedule_files, schedules, service_files, serving
+from ttrain.flows import schedule_files, schedules, service_files
 from ttrain.flows.schedule_files import Schedule
 from ttrain.pipeline.provenance import with_absolute_paths
 
@@ -58,6 +53,12 @@ def schedule(pool: str | None = None, *overrides: str, **changes: Any) -> Schedu
     settings = with_absolute_paths(load(overrides, environment={}).settings)
     return Schedule(**{"kind": "nightly", "name": settings.name, "cron": "0 2 * * *", "timezone": "Europe/Berlin",
                        "settings": settings.model_dump(mode="json"), "pool": pool} | changes)  # fmt: skip
+
+
+def deployment_of(home: Path, made: Schedule) -> dict[str, Any]:
+    """The deployment of a schedule's prefect.yaml."""
+    found: dict[str, Any] = yaml.safe_load(service_files.prefect_yaml(home, made))["deployments"][0]
+    return found
 
 
 # What is kept
@@ -121,9 +122,7 @@ def test_a_webhook_lies_in_a_file_of_the_user_alone_and_nowhere_else(odd_home: P
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     others = [one for one in path.parent.iterdir() if one != path]
     assert others and not any("secret" in one.read_text() or "word" in one.read_text() for one in others)
-    inside = yaml.safe_load(service_files.prefect_yaml(odd_home, schedule("docker", settings=kept.settings)))["deployments"][
-        0
-    ]
+    inside = deployment_of(odd_home, schedule("docker", settings=kept.settings))
     assert "notify" not in inside["parameters"]["settings"], "it is taken from the schedule's file, wherever that lies"
     without = schedule_files.webhook_in_file(odd_home, "nightly", Settings())
     assert without.notify.webhook_file is None and not path.exists(), "a schedule of the same name without one"
@@ -184,11 +183,7 @@ def test_what_never_fires_is_refused_with_rule_and_example(cron: str, timezone: 
     with pytest.raises(UsageError, match=rule) as error:
         schedules.check(cron, timezone)
     assert "0 2 * * *" in str(error.value) or "Europe/Berlin" in str(error.value)
-
-
-@pytest.mark.parametrize("cron", ["0 2 * * *", "*/5 1-3 * * mon,fri", "0 0 29 2 *"])
-def test_what_fires_is_taken(cron: str) -> None:
-    schedules.check(cron, "America/New_York")
+    schedules.check("*/5 1-3 * * mon,fri", "America/New_York")
 
 
 # The last nights of summer time and of winter time in both places; 02:30 is skipped in spring, and comes twice in autumn
@@ -216,95 +211,6 @@ def test_a_change_of_the_clock_neither_skips_a_night_nor_doubles_it(
     slots = {slot for slot in slots if slot - begin < timedelta(days=4)}
     dates = [slot.astimezone(zone).date() for slot in sorted(slots)]
     assert dates == [begin.astimezone(zone).date() + timedelta(days=day) for day in range(4)]
-
-
-def run(deployment: str, slot: int, state: str = "Late", *, by_cron: bool = True, tries: int = 0) -> Any:
-    """A flow run as the server lists what is due."""
-    when = datetime(2027, 1, 1, tzinfo=UTC) + timedelta(days=slot)
-    return SimpleNamespace(
-        deployment_id=deployment, next_scheduled_start_time=when, state_name=state, auto_scheduled=by_cron, run_count=tries
-    )
-
-
-def test_of_slots_that_passed_unserved_the_newest_stands_for_all() -> None:
-    late = [run("a", slot) for slot in range(10)]
-    other, by_hand, again = run("b", 3, "Scheduled"), run("a", 2, by_cron=False), run("a", 1, "AwaitingRetry", tries=1)
-    found = serving.missed_slots([*late, other, by_hand, again])
-    assert [older for older, _ in found] == late[:9] and {id(newer) for _, newer in found} == {id(late[9])}
-    assert serving.missed_slots([late[0], other]) == []
-
-
-# Who serves
-
-HOLD = """
-import os, sys, time
-from pathlib import Path
-from ttrain.flows import serving
-with serving.serve_lock(Path(sys.argv[1])):
-    print(os.getpid(), flush=True)
-    sys.stdin.readline()
-"""
-
-
-def test_who_asks_who_serves_does_not_keep_anyone_from_serving(odd_home: Path) -> None:
-    folder = schedule_files.folder_of(odd_home)
-    folder.mkdir(parents=True)
-    asking = FileLock(folder / "serve.lock", thread_local=False)
-    asking.acquire()  # as `served_by` has it, for much longer
-    threading.Timer(0.5, asking.release).start()
-    with serving.serve_lock(odd_home):
-        assert json.loads((folder / "serving.txt").read_text()) == {"pid": os.getpid()}
-    assert serving.served_by(odd_home) is None
-
-
-def test_a_second_one_that_serves_is_told_of_the_first(odd_home: Path) -> None:
-    first = subprocess.Popen(
-        [sys.executable, "-c", HOLD, odd_home], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert first.stdin is not None and first.stdout is not None
-    pid = int(first.stdout.readline())
-    assert serving.served_by(odd_home) == pid
-    with pytest.raises(UsageError, match=f"is served already, by process {pid}"), serving.serve_lock(odd_home):
-        pass
-    first.communicate("\n")
-    assert serving.served_by(odd_home) is None
-
-
-def test_a_schedule_that_the_server_refuses_is_said_once_and_the_others_are_made(
-    odd_home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("bad", "good"):
-        schedule_files.write(odd_home, schedule(name=name))
-    made: list[str] = []
-    said: list[str] = []
-
-    def make(where: Path, full_name: str) -> None:
-        if full_name == "nightly/bad":
-            raise schedules.RefusedError(f"the Prefect server refuses {full_name}")
-        made.append(full_name)
-
-    monkeypatch.setattr(schedules, "make_missing", make)
-    serving_ = serving.ScheduleServer(odd_home, "http://127.0.0.1:4200/api", said.append, owns_server=False)
-    for _ in range(2):
-        asyncio.run(serving_.make_missing_deployments(set()))
-    assert made == ["nightly/good"] * 2
-    assert said == ["scheduled: nightly/bad, nightly/good", "the Prefect server refuses nightly/bad"]
-
-
-def test_no_trouble_while_looking_ends_what_serves(
-    odd_home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    serving_ = serving.ScheduleServer(odd_home, "http://127.0.0.1:4200/api", lambda line: None, owns_server=False)
-
-    async def look() -> None:
-        raise LookupError("a flow run that somebody deleted")
-
-    monkeypatch.setattr(serving_, "start_due_runs", look)
-    for _ in range(2):
-        asyncio.run(serving_.try_start_due_runs())
-    assert [record.getMessage() for record in caplog.records] == [
-        "the look for due runs failed: a flow run that somebody deleted; trying again"
-    ]
 
 
 def test_a_refusal_is_told_with_its_reason_and_without_the_request(odd_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -456,9 +362,7 @@ def test_folders_that_only_the_worker_has_are_mounted_and_never_the_whole_disk(o
     made = schedule(
         "docker", "data.pretrain=/nowhere/docs", "data.sft=/nowhere/chats/*.jsonl", "data.lora=/nowhere/d/a.jsonl"
     )
-    volumes = yaml.safe_load(service_files.prefect_yaml(odd_home, made))["deployments"][0]["work_pool"]["job_variables"][
-        "volumes"
-    ]
+    volumes = deployment_of(odd_home, made)["work_pool"]["job_variables"]["volumes"]
     assert volumes[1:] == ["/nowhere/docs:/nowhere/docs:ro", "/nowhere/chats:/nowhere/chats:ro", "/nowhere/d:/nowhere/d:ro"]
     with pytest.raises(UsageError, match="put the data into a folder"):
         service_files.prefect_yaml(odd_home, schedule("docker", "data.pretrain=/docs.jsonl", name="other"))

@@ -124,8 +124,7 @@ def basic(text: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "authorization",
-    [f"Bearer {TOKEN}", f"bearer  {TOKEN} ", basic(TOKEN), basic(f"ttrain:{TOKEN}"), basic(f"any:{TOKEN}")],
+    "authorization", [f"Bearer {TOKEN}", f"bearer  {TOKEN} ", basic(TOKEN), basic(f"ttrain:{TOKEN}"), basic(f"any:{TOKEN}")]
 )
 def test_a_program_shows_the_token_as_prefect_and_mlflow_do(application: Application, authorization: str) -> None:
     assert ask(Authorization=authorization)[0] == 200
@@ -235,3 +234,10 @@ def test_a_file_that_mlflow_writes_as_it_comes_may_have_any_size(application: Ap
     for path in UPLOADS:
         assert ask(f"{path}1/model.safetensors", "PUT", b"x" * 5 * LIMIT_BYTES, **shown)[2] == str(5 * LIMIT_BYTES).encode()
     assert ask("/api/flows", "PUT", b"x" * 5 * LIMIT_BYTES, **shown)[0] == 413
+
+
+def test_a_proxy_does_not_stand_before_our_own_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.setenv("HTTP_PROXY", "http://proxy.example:3128")
+    monkeypatch.setenv("NO_PROXY", "intranet.example")
+    assert servers.prefect_environment(tmp_path)["NO_PROXY"] == "intranet.example,127.0.0.1,localhost"

@@ -62,7 +62,7 @@ def opened(finished: Cli, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     home = tmp_path_factory.mktemp("opened") / "home"
     shutil.copytree(finished.home / "mlflow", home / "mlflow")
     moved = Cli(home, finished.data)
-    moved("models", "list", settings=False)  # which points a copied home's places at itself
+    moved.here("models", "list", settings=False)  # which points a copied home's places at itself
     environment = {**moved.environment, "MLFLOW_TRACKING_URI": f"sqlite:///{home}/mlflow/mlflow.db", "HF_HUB_OFFLINE": "1"}
     base, sft = (finished.home / "store" / name for name in ("pretrain", "sft"))
     paths = [*base.glob("*/model"), max(base.glob("*/checkpoints/step-*")), *sft.glob("*/model")]
@@ -124,15 +124,29 @@ def test_every_version_and_every_registered_model_says_what_it_is(finished: Cli)
         assert "- bits per byte, base model: **" in versions[name], "the evaluation came after they were registered"
 
 
+@pytest.mark.soak
 def test_every_registered_model_opens_without_ttrain_and_the_set_is_its_adapter_with_its_base(
     opened: dict[str, Any],
 ) -> None:
     assert opened["tiny-test@challenger"] != opened["tiny-test-sft/1"]
 
 
-def test_the_evaluation_is_a_table_in_mlflow(opened: dict[str, Any]) -> None:
+@pytest.mark.soak
+def test_mlflow_opens_the_tables_of_the_evaluation(opened: dict[str, Any]) -> None:
     assert opened["evaluation_table.json"]["data"][0][0] == "bits per byte, base model"
     assert opened["samples_table.json"]["columns"] == ["prompt", "base", "sft", "lora"]
+
+
+def test_the_evaluation_is_a_table_among_the_files_of_the_run(finished: Cli) -> None:
+    [(run_id, listed)] = finished.rows("mlflow", "SELECT run_uuid, value FROM tags WHERE key = 'mlflow.loggedArtifacts'")
+    tables = {
+        table["path"]: json.loads(
+            (finished.home / "mlflow" / "artifacts" / run_id / "artifacts" / table["path"]).read_bytes()
+        )
+        for table in json.loads(listed)
+    }
+    assert tables["evaluation_table.json"]["data"][0][0] == "bits per byte, base model"
+    assert tables["samples_table.json"]["columns"] == ["prompt", "base", "sft", "lora"]
 
 
 def test_no_weights_are_in_mlflow_a_second_time_where_a_link_will_do(finished: Cli) -> None:

@@ -60,7 +60,7 @@ def house(finished: Cli, tmp_path_factory: pytest.TempPathFactory) -> Cli:
     shutil.copytree(finished.data, root / "data")
     shutil.copytree(finished.home, root / "home")
     cli = Cli(root / "home", root / "data")
-    cli.first_output = night(cli)
+    cli.first_output = cli.here("pipeline", "run", "nightly", *NONE)
     return cli
 
 
@@ -177,7 +177,7 @@ def test_a_plan_shows_what_the_next_night_reads_and_changes_nothing(second: Any)
     assert planned["champion"] == "2" and [Path(name).name for name in planned["files"]["pretrain"]] == ["docs-4.jsonl"]
     assert {stage["name"] for stage in planned["stages"]} >= {"shards-pretrain", "pretrain", "evaluate-champion"}
     assert [one.data for one in nights(second)] == before
-    assert "leave it out" in second("pipeline", "plan", "nightly", "--only", "sft", code=2)
+    assert "leave it out" in second.here("pipeline", "plan", "nightly", "--only", "sft", code=2)
 
 
 @pytest.mark.long

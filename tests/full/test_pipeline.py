@@ -171,7 +171,7 @@ def test_a_run_with_one_change_is_compared_with_the_first_in_mlflow(finished: An
     original = [finished.home / "store", finished.home / "mlflow" / "artifacts"]
     before = [snapshot(directory) for directory in original]
     assert cli.to_run() == []
-    cli("pipeline", "run", "full", "lora.optim.lr=1e-3", "--engine", "none")
+    cli.here("pipeline", "run", "full", "lora.optim.lr=1e-3", "--engine", "none")
     second, first = cli.runs()[0], finished.runs()[-1]
     assert [stage["name"] for stage in second["stages"] if stage["outcome"] == "completed"] == ["lora", "evaluate"]
     assert [snapshot(directory) for directory in original] == before
@@ -199,7 +199,7 @@ def test_a_failed_stage_keeps_the_earlier_ones_and_is_rerun_with_what_follows(co
     chats = cli.data / "chats.jsonl"
     good = chats.read_text(encoding="utf-8")
     chats.write_text("not JSON\n" * 20 + good.replace("Say", "Tell"), encoding="utf-8")
-    said = cli("pipeline", "run", "full", "--engine", "none", code=1)
+    said = cli.here("pipeline", "run", "full", "--engine", "none", code=1)
     assert said.count("chats.jsonl:1") == 1 and "reading.rejected_fraction" in said and "Traceback" not in said
     run = cli.runs()[0]
     outcomes = {stage["name"]: stage["outcome"] for stage in run["stages"]}
@@ -207,7 +207,7 @@ def test_a_failed_stage_keeps_the_earlier_ones_and_is_rerun_with_what_follows(co
     assert outcomes["pretrain"] == outcomes["sft"] == "pending", "no training begins before all shards are there"
     logs = {path: path.stat().st_mtime_ns for path in cli.home.glob("store/*/*/run/log.txt")}
     chats.write_text(good.replace("Say", "Tell"), encoding="utf-8")
-    said = cli("pipeline", "rerun", "sft", "--run", run["run"], "--engine", "none", settings=False)
+    said = cli.here("pipeline", "rerun", "sft", "--run", run["run"], "--engine", "none", settings=False)
     assert f"settings of {run['run']}, apart from the defaults: " in said and 'name="tiny-test"' in said
     outcomes = {stage["name"]: stage["outcome"] for stage in cli.runs()[0]["stages"]}
     built = [name for name, outcome in outcomes.items() if outcome == "completed"]
@@ -217,16 +217,7 @@ def test_a_failed_stage_keeps_the_earlier_ones_and_is_rerun_with_what_follows(co
     assert cli.to_run() == []
 
 
-@pytest.mark.soak
-def test_rerun_builds_a_stage_and_what_follows_again_and_compares(copy_of: CliFactory) -> None:
-    cli = copy_of()  # elsewhere: where a home lies must not shape what is in it
-    said = cli("pipeline", "rerun", "sft", "--engine", "none")
-    outcomes = {stage["name"]: stage["outcome"] for stage in cli.runs()[0]["stages"]}
-    assert outcomes == {**dict.fromkeys(STAGES, "cached"), **dict.fromkeys(("sft", "lora", "evaluate"), "equal")}
-    assert "equal to what was stored" in said
-    assert cli.to_run() == []
-
-
+@pytest.mark.long
 @pytest.mark.soak
 def test_one_stage_runs_alone_on_the_inputs_of_the_plan(copy_of: CliFactory) -> None:
     cli = copy_of()
@@ -236,6 +227,7 @@ def test_one_stage_runs_alone_on_the_inputs_of_the_plan(copy_of: CliFactory) -> 
     assert "waits for sft" in missing and "`ttrain train sft`" in missing and "`ttrain train pretrain`" not in missing
 
 
+@pytest.mark.long
 @pytest.mark.soak
 def test_a_larger_budget_extends_the_shorter_run_to_the_same_weights(copy_of: CliFactory) -> None:
     cli = copy_of()
@@ -251,7 +243,7 @@ def test_a_user_s_mistake_is_told_without_a_traceback(finished: Any) -> None:
         (("pipeline", "run", "full", "sft.optim.lrr=1"), "did you mean 'sft.optim.lr'?"),
         (("pipeline", "run", "ful"), "did you mean 'full'?"),
     ):
-        said = finished(*arguments, code=2)
+        said = finished.here(*arguments, code=2)
         assert words in said and "Traceback" not in said
     refused = {**finished.environment, "PREFECT_API_URL": "http://127.0.0.1:9/api", "TTRAIN_HOME": "/proc/nope"}
     for name, words in (("PREFECT_API_URL", "no Prefect server answers there"), ("TTRAIN_HOME", "cannot be written")):

@@ -53,8 +53,8 @@ def open_to_others(directory: Path) -> list[str]:
 
 def test_no_file_and_no_line_of_a_run_holds_the_secrets_of_its_sources(fresh: Cli, site: Site) -> None:
     own = [*sources(fresh, site), "tracking.enabled=false"]
-    said = fresh("pipeline", "run", "full", "--until", "tokenizer", "--engine", "none", *own)
-    said += fresh("config", "show", *own)
+    said = fresh.here("pipeline", "run", "full", "--until", "tokenizer", "--engine", "none", *own)
+    said += fresh.here("config", "show", *own)
     assert shown(site, "chats.jsonl") in said
     [record] = [json.loads(path.read_bytes()) for path in fresh.home.glob("runs/*.json")]
     assert record["outcome"] == "completed" and record["settings"]["data"]["sft"] == [shown(site, "chats.jsonl")]

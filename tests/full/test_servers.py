@@ -11,10 +11,10 @@ import sqlite3
 import stat
 import subprocess
 import sys
-import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +95,13 @@ def stranger() -> Iterator[subprocess.Popen[bytes]]:
 
 def ports() -> tuple[int, int]:
     """Two free ones, below those that outgoing connections take."""
-    return servers.free_port(random.randrange(20_000, 25_000)), servers.free_port(random.randrange(25_000, 30_000))
+    first, second = (servers.free_port(random.randrange(start, start + 5_000)) for start in (20_000, 25_000))
+    return first, second
+
+
+def start_both(home: Path, **options: Any) -> servers.ServerAddresses:
+    prefect_port, mlflow_port = ports()
+    return servers.up(home, prefect_port=prefect_port, mlflow_port=mlflow_port, **options)
 
 
 def answers(url: str, token: str | None = None) -> bool:
@@ -189,7 +195,7 @@ FORBIDDEN_SOCKET = """new Promise(done => {
 @pytest.mark.soak
 @pytest.mark.skipif(executable() is None, reason="no Chromium is installed")
 def test_the_pages_of_the_servers_load_and_contact_nothing_else(real_home: Path) -> None:
-    found = servers.up(real_home, prefect_port=ports()[0], mlflow_port=ports()[1])
+    found = start_both(real_home)
     token, socket_url = server_records.read_token(real_home), found.prefect_url.replace("http", "ws")
     pages = {"/dashboard": "Work Pools", "/runs": "Runs", "/v2/dashboard": "Work Pools", "/v2/runs": "Runs"}
     with Browser() as browser:
@@ -210,43 +216,42 @@ def test_the_pages_of_the_servers_load_and_contact_nothing_else(real_home: Path)
     servers.down(real_home)
 
 
-@pytest.mark.soak
-def test_a_run_has_its_own_server_which_hears_its_logs_and_dies_with_it(real_home: Path) -> None:
-    servers.down(real_home)
-    command = [sys.executable, "-c", STARTED_BY_THE_RUN, str(real_home)]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=subprocess.STDOUT, start_new_session=True) as run:
-        try:
-            assert run.stdout is not None
-            url, _, token = run.stdout.readline().decode().strip().partition(" ")
-            assert url.startswith("http://127.0.0.1:"), "the first line in the terminal is ours: no log came before it"
-            assert answers(f"{url}/version", token) and not answers(f"{url}/version")
-            assert not (real_home / "servers" / "token").exists() or server_records.read_token(real_home) != token
-            database = f"file:{real_home / 'prefect' / 'prefect.db'}?mode=ro"
-
-            def logged() -> bool:
-                with contextlib.closing(sqlite3.connect(database, uri=True)) as db:
-                    return bool(db.execute("SELECT 1 FROM log WHERE message = 'said to the API'").fetchone())
-
-            wait_until(logged, 10)
-        finally:
-            run.kill()
-    wait_until(lambda: not answers(f"{url}/health") and not processes_of(real_home), 10)
-
-
 @contextlib.contextmanager
 def run_with_its_own_server(home: Path, environment: dict[str, str] | None = None, nice: int = 0) -> Iterator[str]:
     """A process that starts a server where it needs one and runs a flow through it; yields the address that it used, and
     its token."""
     command = [*(("nice", "-n", str(nice)) if nice else ()), sys.executable, "-c", STARTED_BY_THE_RUN, str(home)]
     with subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, start_new_session=True, env={**os.environ, **(environment or {})}
+        command,
+        cwd=ROOT,
+        start_new_session=True,
+        env={**os.environ, **(environment or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     ) as run:
         try:
             assert run.stdout is not None
             yield run.stdout.readline().decode().strip()
         finally:
             run.kill()
+
+
+@pytest.mark.soak
+def test_a_run_has_its_own_server_which_hears_its_logs_and_dies_with_it(real_home: Path) -> None:
+    servers.down(real_home)
+    with run_with_its_own_server(real_home) as used:
+        url, _, token = used.partition(" ")
+        assert url.startswith("http://127.0.0.1:"), "the first line in the terminal is ours: no log came before it"
+        assert answers(f"{url}/version", token) and not answers(f"{url}/version")
+        assert not (real_home / "servers" / "token").exists() or server_records.read_token(real_home) != token
+        database = f"file:{real_home / 'prefect' / 'prefect.db'}?mode=ro"
+
+        def logged() -> bool:
+            with contextlib.closing(sqlite3.connect(database, uri=True)) as db:
+                return bool(db.execute("SELECT 1 FROM log WHERE message = 'said to the API'").fetchone())
+
+        wait_until(logged, 10)
+    wait_until(lambda: not answers(f"{url}/health") and not processes_of(real_home), 10)
 
 
 def flow_states(home: Path) -> list[str]:
@@ -257,17 +262,14 @@ def flow_states(home: Path) -> list[str]:
 @pytest.mark.long
 @pytest.mark.soak
 def test_two_first_runs_at_once_on_a_fresh_home_share_its_database(tmp_path: Path) -> None:
-    home, urls = tmp_path / "home", list[str]()
+    home = tmp_path / "home"
 
-    def run() -> None:
+    def run(_: int) -> str:
         with run_with_its_own_server(home) as used:
-            urls.append(used)
+            return used
 
-    both = [threading.Thread(target=run) for _ in range(2)]
-    for one in both:
-        one.start()
-    for one in both:
-        one.join()
+    with ThreadPoolExecutor(2) as pool:
+        urls = list(pool.map(run, range(2)))
     assert len(set(urls)) == 2 and all(url.startswith("http://127.0.0.1:") for url in urls)
     assert flow_states(home) == ["Completed", "Completed"]
     assert "locked" not in (home / "servers" / "own.log").read_text()
@@ -303,17 +305,10 @@ def test_a_server_elsewhere_is_used_and_none_is_started(tmp_path: Path) -> None:
 
 
 def test_two_ups_at_once_start_one_of_each(faked_home: Path) -> None:
-    found: list[servers.ServerAddresses] = []
-    wanted = ports()
-    both = [
-        threading.Thread(target=lambda: found.append(servers.up(faked_home, prefect_port=wanted[0], mlflow_port=wanted[1])))
-        for _ in range(2)
-    ]
-    for one in both:
-        one.start()
-    for one in both:
-        one.join()
-    assert len(found) == 2 and found[0] == found[1]
+    prefect_port, mlflow_port = ports()
+    with ThreadPoolExecutor(2) as pool:
+        both = [pool.submit(servers.up, faked_home, prefect_port=prefect_port, mlflow_port=mlflow_port) for _ in range(2)]
+    assert both[0].result() == both[1].result()
     assert len(processes_of(faked_home)) == 2
 
 
@@ -334,7 +329,7 @@ def test_a_port_that_another_program_takes_meanwhile_is_passed_over(
 
 
 def test_a_server_that_was_killed_is_started_again_and_the_other_is_kept(faked_home: Path) -> None:
-    first = servers.up(faked_home, prefect_port=ports()[0], mlflow_port=ports()[1])
+    first = start_both(faked_home)
     pids = {name: json.loads((faked_home / "servers" / f"{name}.json").read_text())["pid"] for name in ("prefect", "mlflow")}
     psutil.Process(pids["prefect"]).kill()
     wait_until(lambda: servers.running(faked_home) is None, 5)
@@ -372,12 +367,12 @@ def test_a_damaged_file_owns_no_process(faked_home: Path, text: str, stranger: s
 def test_a_server_that_dies_says_why_and_takes_the_other_along(faked_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servers, "mlflow_command", lambda home, port: (["there_is_no_such_module"], {}))
     with pytest.raises(TTrainError, match=r"(?s)mlflow server ended with exit code 1.*No module named there_is_no"):
-        servers.up(faked_home, prefect_port=ports()[0], mlflow_port=ports()[1])
+        start_both(faked_home)
     assert not processes_of(faked_home) and servers.running(faked_home) is None
 
 
 def test_the_environment_prefers_what_the_user_has_set(faked_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    servers.up(faked_home, prefect_port=ports()[0], mlflow_port=ports()[1])
+    start_both(faked_home)
     monkeypatch.setenv("PREFECT_API_URL", "http://elsewhere:4200/api")
     monkeypatch.setenv("PREFECT_HOME", "/users/choice")
     chosen = servers.prefect_environment(faked_home)
@@ -387,7 +382,7 @@ def test_the_environment_prefers_what_the_user_has_set(faked_home: Path, monkeyp
 
 
 def test_the_token_is_for_the_homes_own_servers_alone(faked_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = servers.up(faked_home, prefect_port=ports()[0], mlflow_port=ports()[1])
+    found = start_both(faked_home)
     token = server_records.read_token(faked_home)
     assert token and servers.prefect_environment(faked_home)["PREFECT_API_AUTH_STRING"] == token
     monkeypatch.setenv("PREFECT_API_AUTH_STRING", "of another server")
@@ -404,17 +399,11 @@ def test_the_token_is_for_the_homes_own_servers_alone(faked_home: Path, monkeypa
         assert tracking.tracking_uri(faked_home) == url.replace("//", f"//ttrain:{token}@")
         assert server_records.page_with_token(faked_home, f"{url}#/runs").endswith(f":{port}/?token={token}#/runs")
     others = [
-        found.prefect_url,
-        f"http://elsewhere:{port}",
-        f"http://localhost:{port}",
-        f"http://127.0.0.1:{port}0",
-        f"https://127.0.0.1:{port}",
-        f"http://127.0.0.1:{port}@elsewhere",
-        f"http://me:mine@127.0.0.1:{port}",
-        f"http://[::1]:{port}",
-        "sqlite:///a.db",
-    ]
-    for url in others:  # fmt: skip
+        found.prefect_url, f"http://elsewhere:{port}", f"http://localhost:{port}", f"http://127.0.0.1:{port}0",
+        f"https://127.0.0.1:{port}", f"http://127.0.0.1:{port}@elsewhere", f"http://me:mine@127.0.0.1:{port}",
+        f"http://[::1]:{port}", "sqlite:///a.db",
+    ]  # fmt: skip
+    for url in others:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", url)
         assert tracking.tracking_uri(faked_home) == url
     servers.down(faked_home)
@@ -423,14 +412,14 @@ def test_the_token_is_for_the_homes_own_servers_alone(faked_home: Path, monkeypa
 
 
 def test_the_token_is_in_a_file_of_its_owner_and_in_no_argument(faked_home: Path) -> None:
-    servers.up(faked_home, prefect_port=ports()[0], mlflow_port=ports()[1])
+    start_both(faked_home)
     path = faked_home / "servers" / "token"
     token = path.read_text().strip()
     assert len(token) > 40 and [stat.S_IMODE(one.stat().st_mode) for one in (path, path.parent)] == [0o600, 0o700]
     for process in processes_of(faked_home):
         assert token not in " ".join(process.cmdline()) and process.environ()[server_records.ACCESS] == token
     servers.down(faked_home)
-    servers.up(faked_home, prefect_port=ports()[0], mlflow_port=ports()[1])
+    start_both(faked_home)
     assert server_records.read_token(faked_home) == token, "open pages and runs in progress go on"
     servers.down(faked_home)
     path.chmod(0o644)
@@ -439,7 +428,7 @@ def test_the_token_is_in_a_file_of_its_owner_and_in_no_argument(faked_home: Path
 
 
 def test_servers_without_a_token_are_asked_for_and_warned_of(faked_home: Path, caplog: pytest.LogCaptureFixture) -> None:
-    servers.up(faked_home, prefect_port=ports()[0], mlflow_port=ports()[1], auth="off")
+    start_both(faked_home, auth="off")
     assert caplog.text.count("servers.auth is off: every account of this machine") == 1
     assert not (faked_home / "servers" / "token").exists()
     assert {process.environ()[server_records.ACCESS] for process in processes_of(faked_home)} == {""}
@@ -455,14 +444,3 @@ def test_without_a_server_the_environment_is_silent(tmp_path: Path) -> None:
     assert chosen["PREFECT_HOME"] == str(tmp_path.resolve() / "home" / "prefect")
     assert not (tmp_path / "home").exists(), "asking leaves no trace"
     assert servers.down(tmp_path / "home") == [] and not (tmp_path / "home").exists()
-
-
-def test_a_proxy_does_not_stand_before_our_own_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HTTP_PROXY", "http://proxy.example:3128")
-    monkeypatch.setenv("NO_PROXY", "intranet.example")
-    assert servers.prefect_environment(tmp_path)["NO_PROXY"] == "intranet.example,127.0.0.1,localhost"
-
-
-def test_neither_prefect_nor_mlflow_is_imported() -> None:
-    code = "import sys, ttrain.flows.servers; assert not {'prefect', 'mlflow', 'torch'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

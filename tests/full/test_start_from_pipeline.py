@@ -47,6 +47,7 @@ print(json.dumps([model.config.vocab_size, model.config.n_layer, chat]))
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.long
 @pytest.mark.soak
 def test_sft_starts_from_a_model_made_elsewhere_without_any_pretraining(fresh: Cli, foreign: Path) -> None:
     start = f"sft.start_from={foreign}"

@@ -18,14 +18,14 @@ from ttrain.config import Lora, LoraConfig, PretrainConfig, SftConfig
 from ttrain.core.hashing import sha256_file
 from ttrain.data.record_rows import DocumentRows
 from ttrain.data.shards import ShardSet
-from ttrain.errors import ArtifactError, UsageError
+from ttrain.errors import ArtifactError
 from ttrain.model import adapters, factory
 from ttrain.stages import lora, pretrain, sft
 from ttrain.train.attention import segment_mask
 from ttrain.train.checkpoint import copy_tensors
 
 KINDS: tuple[dict[str, Any], ...] = (
-    {"kind": "llama"}, {"kind": "llama", "kv_heads": 1}, {"kind": "qwen3"}, {"kind": "qwen3", "kv_heads": 1},
+    {"kind": "llama"}, {"kind": "qwen3", "kv_heads": 1},
 )  # fmt: skip
 T = 24
 
@@ -196,15 +196,6 @@ def config_of(**changes: Any) -> Lora:
     return Lora(**{"rank": 3, "alpha": 12.0, **changes})
 
 
-@pytest.mark.parametrize("options", KINDS, ids=str)
-def test_a_fresh_adapter_changes_no_bit_of_the_logits(options: dict[str, Any]) -> None:
-    model, ids = tiny_model(**options).eval(), random_ids(1, 2, T)
-    with torch.no_grad():
-        before = model(ids).logits
-        after = adapters.attach(model, config_of()).eval()(ids).logits
-    assert torch.equal(before, after)
-
-
 @pytest.mark.parametrize("targets", [ALL, ("q_proj", "v_proj"), ("down_proj",)], ids=len)
 def test_the_trained_parameters_are_rank_times_in_plus_out_of_the_targets(targets: tuple[str, ...]) -> None:
     base = tiny_model(kv_heads=1)
@@ -229,11 +220,6 @@ def test_an_adapter_adds_alpha_over_rank_times_b_times_a() -> None:
     x = torch.randn(4, 16)
     expected = x @ weight.T + (12.0 / 3) * (x @ A.T) @ B.T
     torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-5)
-
-
-def test_an_unknown_target_is_refused_by_name() -> None:
-    with pytest.raises(UsageError, match=r"lora\.targets names qkv_proj, .* are down_proj, gate_proj, k_proj"):
-        adapters.attach(tiny_model(), config_of(targets=("q_proj", "qkv_proj")))
 
 
 @pytest.mark.parametrize("how", ["missing", "unexpected", "misshaped"])
@@ -270,67 +256,6 @@ def stages(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return {"outputs": outputs, "results": results, "home": home, "settings": settings}
 
 
-def test_training_an_adapter_leaves_the_base_as_it_was(stages: Any) -> None:
-    """Digest of the base's file, and the weights within PEFT's model after training."""
-    settings, outputs = stages["settings"], stages["outputs"]
-    base = factory.load(outputs["sft"] / "model")
-    digest = sha256_file(outputs["sft"] / "model" / "model.safetensors")
-    recorded = json.loads((outputs["lora"] / "adapter" / "base.json").read_text())["base_weights_sha256"]
-    assert recorded == digest
-    frozen = copies(base.state_dict())
-    model = adapters.attach(base, settings.lora)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
-    for step in range(20):
-        ids = random_ids(step, 2, T)
-        model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    kept = {
-        name.removeprefix("base_model.model.").replace(".base_layer", ""): tensor
-        for name, tensor in model.state_dict().items()
-        if "lora_" not in name
-    }
-    assert same(frozen, kept)
-    moved = adapters.state(model)
-    assert all(float(moved[name].abs().max()) > 0 for name in moved if "lora_B" in name), "every adapter learnt"
-
-
-def test_an_adapter_opens_with_peft_and_moves_the_logits(stages: Any) -> None:
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
-    outputs = stages["outputs"]
-    base = AutoModelForCausalLM.from_pretrained(outputs["sft"] / "model").eval()
-    ids = random_ids(1, 2, T)
-    with torch.no_grad():
-        before = base(ids).logits
-        theirs = PeftModel.from_pretrained(base, outputs["lora"] / "adapter").eval()(ids).logits
-        digest = sha256_file(outputs["sft"] / "model" / "model.safetensors")
-        ours = adapters.load(factory.load(outputs["sft"] / "model"), outputs["lora"] / "adapter", digest).eval()
-        assert torch.equal(ours(ids).logits, theirs)
-        assert not torch.allclose(before, theirs, atol=1e-3)
-        merged = ours.merge_and_unload()(ids).logits
-    torch.testing.assert_close(merged, theirs, rtol=1e-5, atol=1e-5)
-
-
-def test_an_adapter_file_holds_the_adapter_only(stages: Any) -> None:
-    outputs, results = stages["outputs"], stages["results"]
-    weights = load_file(outputs["lora"] / "adapter" / "adapter_model.safetensors")
-    assert all(".lora_A." in name or ".lora_B." in name for name in weights)
-    assert sum(tensor.numel() for tensor in weights.values()) == results["lora"]["trainable_parameters"]
-    settings = json.loads((outputs["lora"] / "adapter" / "adapter_config.json").read_text())
-    assert (settings["r"], settings["lora_alpha"], sorted(settings["target_modules"])) == (2, 32.0, sorted(ALL))
-    size = (outputs["lora"] / "adapter" / "adapter_model.safetensors").stat().st_size
-    assert size < 0.2 * (outputs["sft"] / "model" / "model.safetensors").stat().st_size
-
-
-def test_an_adapter_is_refused_on_another_base(stages: Any) -> None:
-    outputs = stages["outputs"]
-    base = outputs["pretrain"] / "model"
-    with pytest.raises(ArtifactError, match="was trained on the base"):
-        adapters.load(factory.load(base), outputs["lora"] / "adapter", sha256_file(base / "model.safetensors"))
-
-
 @pytest.mark.parametrize("name", ["pretrain", "sft", "lora"])
 def test_what_a_stage_leaves_is_its_last_checkpoint(stages: Any, name: str) -> None:
     output, result = stages["outputs"][name], stages["results"][name]
@@ -362,28 +287,16 @@ def test_a_stage_with_the_same_settings_gives_the_same_bytes_and_continues_to_th
     assert (tmp_path / "again" / folder / file).read_bytes() == wanted
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_two_runs_with_the_same_settings_give_the_same_bytes(stages: Any, tmp_path: Path, precision: str) -> None:
+@pytest.mark.parametrize("change", [{}, {"precision": "bf16"}, {"seed": 2}], ids=str)
+def test_the_same_settings_give_the_same_bytes_and_others_others(
+    stages: Any, tmp_path: Path, change: dict[str, Any]
+) -> None:
     home, settings = stages["home"], stages["settings"]
-    training = settings.pretrain.model_copy(update={"precision": precision})
-    config = PretrainConfig(model=settings.model, pretrain=training)
-    digests = []
-    for name in ("first", "second"):
-        inputs = {"tokenizer": home.tokenizer.path, "shards": home.documents.path}
-        run_here(pretrain, config, tmp_path / name, inputs, settings.runtime)
-        digests.append(sha256_file(tmp_path / name / "model" / "model.safetensors"))
-    assert digests[0] == digests[1]
-    fp32 = sha256_file(stages["outputs"]["pretrain"] / "model" / "model.safetensors")
-    assert (digests[0] == fp32) is (precision == "fp32")
-
-
-def test_another_seed_gives_other_weights(stages: Any, tmp_path: Path) -> None:
-    home, settings = stages["home"], stages["settings"]
-    training = settings.pretrain.model_copy(update={"seed": 2})
+    config = PretrainConfig(model=settings.model, pretrain=settings.pretrain.model_copy(update=change))
     inputs = {"tokenizer": home.tokenizer.path, "shards": home.documents.path}
-    run_here(pretrain, PretrainConfig(model=settings.model, pretrain=training), tmp_path, inputs, settings.runtime)
-    first = stages["outputs"]["pretrain"] / "model" / "model.safetensors"
-    assert sha256_file(tmp_path / "model" / "model.safetensors") != sha256_file(first)
+    run_here(pretrain, config, tmp_path, inputs, settings.runtime)
+    first, second = (place / "model" / "model.safetensors" for place in (stages["outputs"]["pretrain"], tmp_path))
+    assert (sha256_file(first) == sha256_file(second)) is (not change)
 
 
 def test_shards_of_another_tokenizer_are_refused(stages: Any, tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from support.doubles import (
     tiny_model,
 )
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 from ttrain.config import Lora, Optim, PretrainConfig, SftConfig
 from ttrain.config.model import MultiToken
@@ -224,11 +225,10 @@ def test_an_adapter_leaves_the_second_head_out() -> None:
 
 
 @pytest.mark.parametrize("keep", [True, False], ids=["kept", "dropped"])
-def test_stages_keep_the_head_beside_the_model_or_drop_it(keep: bool, tmp_path: Path) -> None:
-    home = Home.make(tmp_path / "home")
+def test_stages_keep_the_head_beside_the_model_or_drop_it(keep: bool, stage_home: Home, tmp_path: Path) -> None:
     settings = stage_settings(steps=4)
     model = settings.model.model_copy(update={"multi_token": MultiToken(weight=0.5, keep_head=keep)})
-    inputs = {name: artifact.path for name, artifact in home.pretrain_inputs().items()}
+    inputs = {name: artifact.path for name, artifact in stage_home.pretrain_inputs().items()}
     config = PretrainConfig(model=model, pretrain=settings.pretrain)
     run_here(pretrain, config, tmp_path / "base", inputs, settings.runtime)
     left = tmp_path / "base" / "model"
@@ -236,8 +236,10 @@ def test_stages_keep_the_head_beside_the_model_or_drop_it(keep: bool, tmp_path: 
     assert not [name for name in load_file(left / "model.safetensors") if "multi_token" in name]
     checkpoint = max((tmp_path / "base" / "checkpoints").glob("step-*"))
     assert (checkpoint / SECOND_HEAD).exists(), "a run that is continued needs it"
+    loaded, report = AutoModelForCausalLM.from_pretrained(left, output_loading_info=True)
+    assert not any(report.values()) and not hasattr(loaded, "multi_token"), "whoever opens it sees one head"
 
-    inputs = {"base": tmp_path / "base", "shards": home.chats.path}
+    inputs = {"base": tmp_path / "base", "shards": stage_home.chats.path}
     run_here(sft, SftConfig(sft=settings.sft), tmp_path / "tuned", inputs, settings.runtime)
     lines = [json.loads(line)["metrics"] for line in (tmp_path / "tuned" / "run" / "metrics.jsonl").read_text().splitlines()]
     assert any("loss_ce2" in line for line in lines) == keep, "fine-tuning goes on with it where it is there"
@@ -249,15 +251,3 @@ def test_stages_keep_the_head_beside_the_model_or_drop_it(keep: bool, tmp_path: 
         )
         before, after = load_file(left / SECOND_HEAD), load_file(tmp_path / "tuned" / "model" / SECOND_HEAD)
         assert {*before} == {*after} == {"weight"} and not torch.equal(before["weight"], after["weight"])
-
-
-def test_the_finished_model_opens_with_transformers_and_holds_one_head(tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    home = Home.make(tmp_path / "home")
-    settings = stage_settings(steps=2)
-    model = settings.model.model_copy(update={"multi_token": MultiToken()})
-    inputs = {name: artifact.path for name, artifact in home.pretrain_inputs().items()}
-    run_here(pretrain, PretrainConfig(model=model, pretrain=settings.pretrain), tmp_path / "out", inputs, settings.runtime)
-    loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model", output_loading_info=True)
-    assert not any(report.values()) and not hasattr(loaded, "multi_token")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -260,34 +258,6 @@ def test_code_beside_weights_is_never_run_here(tmp_path: Path) -> None:
     assert type(factory.load(directory)) is type(model)
 
 
-ELSEWHERE = """
-import sys
-import torch
-from transformers import AutoModelForCausalLM
-for directory in sys.argv[1:]:
-    model = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)
-    ids = torch.arange(9, 15)[None]
-    print(model.generate(ids, max_new_tokens=9, do_sample=False, eos_token_id=None).tolist())
-assert not any(name.partition(".")[0] == "ttrain" for name in sys.modules)
-"""
-
-
-def test_a_process_without_ttrain_opens_the_directory_and_generates_the_same(tmp_path: Path) -> None:
-    expected, directories = [], []
-    for number, name in enumerate(("moyun", "tinyseek", "tinyseek, one layer")):
-        model = tiny_model(**SHAPES[name]).eval()
-        directories.append(str(save(model, tmp_path / str(number))))
-        ids = torch.arange(9, 15)[None]
-        expected.append(str(model.generate(ids, max_new_tokens=9, do_sample=False, eos_token_id=None).tolist()))
-    environment = {"HF_HOME": str(tmp_path / "hf"), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-I", "-c", ELSEWHERE, *directories], env=environment, capture_output=True, text=True, timeout=120,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == expected
-
-
 @pytest.mark.parametrize("name", ["moyun", "tinyseek"])
 def test_gradient_checkpointing_leaves_the_gradients_as_they_are(name: str) -> None:
     """With dropout and with the router's noise, both of which are drawn again in the backward pass."""
@@ -305,7 +275,7 @@ def test_gradient_checkpointing_leaves_the_gradients_as_they_are(name: str) -> N
 def test_nothing_is_learnt_from_random_tokens_and_a_fixed_row_is() -> None:
     """A model that sees what it should predict would fall below ln(V) on tokens that nothing tells."""
     uniform = math.log(VOCAB - 9)  # ids from 9 on
-    for steps, rows in ((300, 2000), (60, 2)):
+    for steps, rows in ((100, 2000), (60, 2)):
         config = settings_of_training(tokens=steps * 96)
         done = make_trainer(config, tiny_model(**SHAPES["tinyseek"]), NumberedRows(rows), rows_per_device=6).fit()
         assert (done.loss >= 0.98 * uniform) if rows > 2 else (done.loss < 0.5 * uniform)

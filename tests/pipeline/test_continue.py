@@ -59,7 +59,7 @@ def changed_code(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> tu
 @pytest.fixture
 def built(house: House, changed_code: tuple[Path, Path]) -> House:
     """A house where everything is finished, under the code before the change."""
-    shutil.copytree(changed_code[1], house.store.root)
+    shutil.copytree(changed_code[1], house.store.root, dirs_exist_ok=True)
     house.store = ArtifactStore(house.store.root)
     return house
 

@@ -99,11 +99,7 @@ def test_files_count_by_their_bytes_not_by_their_names_or_times(built: House) ->
 
 @pytest.mark.parametrize(
     ("name", "stages"),
-    [
-        ("documents", EVERYTHING),
-        ("chats", {"shards-sft", *AFTER_SFT}),
-        ("domain", {"shards-lora", "lora", "evaluate"}),
-    ],
+    [("documents", EVERYTHING), ("chats", {"shards-sft", *AFTER_SFT}), ("domain", {"shards-lora", "lora", "evaluate"})],
 )
 def test_one_byte_of_an_input_reruns_what_reads_it_and_what_follows(built: House, name: str, stages: set[str]) -> None:
     path = built.data / f"{name}.jsonl"

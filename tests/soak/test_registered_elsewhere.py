@@ -18,7 +18,7 @@ from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 from ttrain.tracking import Member
 
-pytestmark = pytest.mark.soak
+pytestmark = [pytest.mark.soak, pytest.mark.long]
 DIRECTORIES = {"pretrain": "model", "sft": "model", "lora": "adapter"}
 PLAIN = """
 import json, sys

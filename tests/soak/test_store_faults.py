@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from support.pipeline_home import Cli, write_corpus
+from support.planned_homes import remember_modules
 from support.waiting import wait_until
 
 from ttrain.store.runs import history
@@ -79,7 +80,8 @@ def test_of_two_identical_runs_one_builds_and_the_other_says_for_whom_it_waits(c
 
 @pytest.mark.parametrize("harm", ["altered", "deleted"])
 def test_an_output_that_was_altered_or_deleted_is_built_anew_and_the_user_is_told(cli: Cli, harm: str) -> None:
-    cli(*TOKENIZER)
+    remember_modules(cli.home)
+    cli.here(*TOKENIZER)
     (manifest,) = cli.home.glob("store/tokenizer/*/manifest.json")
     file = manifest.with_name("tokenizer.json")
     whole = file.read_bytes()
@@ -87,11 +89,11 @@ def test_an_output_that_was_altered_or_deleted_is_built_anew_and_the_user_is_tol
         file.unlink()
     else:
         file.write_bytes(whole.replace(b"a", b"b", 1))
-    said = cli(*TOKENIZER)
+    said = cli.here(*TOKENIZER)
     assert f"its artifact is damaged: tokenizer.json {'is missing' if harm == 'deleted' else 'was altered'}" in said
     assert file.read_bytes() == whole
     assert len(list(cli.home.glob("replaced/tokenizer/*/manifest.json"))) == 1
-    assert "everything is cached" in cli(*TOKENIZER)
+    assert "everything is cached" in cli.here(*TOKENIZER)
 
 
 @pytest.mark.parametrize(
@@ -120,24 +122,26 @@ def test_a_full_disk_ends_a_run_in_order_and_with_room_it_goes_on_and_a_cached_o
 
 
 def test_a_home_that_was_copied_or_moved_has_what_the_old_one_had(cli: Cli, tmp_path: Path) -> None:
-    cli(*TOKENIZER)
+    remember_modules(cli.home)
+    cli.here(*TOKENIZER)
     subprocess.run(["cp", "-r", cli.home, tmp_path / "copy"], check=True)  # new times, new inodes
     copy = Cli(tmp_path / "copy", cli.data)
     os.rename(cli.home, tmp_path / "moved")  # noqa: PTH104
     moved = Cli(tmp_path / "moved", cli.data)
     for there in (copy, moved):
-        assert "everything is cached" in there(*TOKENIZER)
-        assert there("artifacts", "path", "tokenizer", settings=False).startswith(str(there.home))
+        assert "everything is cached" in there.here(*TOKENIZER)
+        assert there.here("artifacts", "path", "tokenizer", settings=False).startswith(str(there.home))
 
 
 def test_a_stage_that_lacked_only_its_place_in_the_store_when_its_run_was_killed_is_not_done_again(cli: Cli) -> None:
-    cli(*TOKENIZER)
+    remember_modules(cli.home)
+    cli.here(*TOKENIZER)
     (manifest,) = cli.home.glob("store/tokenizer/*/manifest.json")
     told = manifest.read_bytes()
     work = cli.home / "work" / "tokenizer" / manifest.parent.name
     work.mkdir()
     manifest.parent.rename(work / "output")  # as it is before the last step of publishing
-    cli(*TOKENIZER)
+    cli.here(*TOKENIZER)
     assert manifest.read_bytes() == told, "it says when it was made: that was the first time"
     assert not work.exists()
     assert [run["stages"][0]["outcome"] for run in cli.runs()] == ["cached", "completed"]

@@ -55,8 +55,7 @@ class Counts(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("stops", "new_tokens", "said"),
-    [((), 3, [6, 7, 8]), ((8, 9), 9, [6, 7]), ((6,), 9, []), ((3,), 2, [6, 7]), ((), 0, [])],
+    ("stops", "new_tokens", "said"), [((), 3, [6, 7, 8]), ((8, 9), 9, [6, 7]), ((6,), 9, []), ((3,), 2, [6, 7]), ((), 0, [])]
 )
 def test_greedy_ends_at_a_stop_id_without_saying_it(stops: Sequence[int], new_tokens: int, said: list[int]) -> None:
     assert baselines.greedy(Counts(), [4, 5], new_tokens=new_tokens, stop_ids=stops, device=CPU) == said

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -53,19 +55,34 @@ def cli(tmp_path: Path) -> Cli:
     return cli
 
 
+def in_one_process(cli: Cli, *commands: list[str]) -> list[str]:
+    """What each command prints: the libraries that they load take longer than they do."""
+    code = (
+        "import json, sys; from ttrain.cli.main import main\n"
+        "for words in json.loads(sys.argv[1]):\n"
+        "    try: main(words)\n"
+        "    except SystemExit as end: assert not end.code\n"
+        "    print(chr(7))"
+    )
+    words = [cli.command(*command, settings=command[0] == "pipeline")[4:] for command in commands]
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code, json.dumps(words)],
+        env=cli.environment, cwd=cli.data, stdout=subprocess.PIPE, text=True, check=True, timeout=600,
+    )  # fmt: skip
+    return done.stdout.split("\a\n")
+
+
 def test_a_stage_of_another_package_is_planned_run_tracked_registered_and_reported(cli: Cli, tmp_path: Path) -> None:
-    assert "train toy" in cli("train", "toy", "--help", settings=False)
-    settings = (*SMALL, "lora.start_from=toy", "evaluate.suites.toy=heldout")
-    cli("pipeline", "run", "full", "--engine", "none", *settings)
+    settings, page = (*SMALL, "lora.start_from=toy", "evaluate.suites.toy=heldout"), tmp_path / "report.html"
+    run_words = ["pipeline", "run", "full", "--engine", "none", *settings]
+    listed, report, shown = ["models", "list", "--json"], ["report", "--out", str(page)], ["train", "toy", "--help"]
+    _, models, _, usage, _ = in_one_process(cli, run_words, listed, report, shown)
     manifests = {path.parent.parent.name: json.loads(path.read_bytes()) for path in cli.home.glob("store/*/*/manifest.json")}
     assert {"base", "sft", "toy", "lora"} <= manifests["evaluate"]["inputs"].keys()
     assert manifests["lora"]["inputs"]["base"]["stage"] == "toy" and manifests["toy"]["inputs"]["base"]["stage"] == "sft"
     [run] = cli.runs()
     assert run["metrics"]["toy/validation_loss"] > 0 and run["metrics"]["eval/chat_loss_toy"] > 0
-    [models] = json.loads(cli("models", "list", "--json", settings=False))
-    assert models["models"]["toy"].startswith("tiny-test-toy/")
-    page = tmp_path / "report.html"
-    cli("report", "--out", str(page), settings=False)
-    assert "<h3>the toy</h3>" in page.read_text()
+    assert json.loads(models)[0]["models"]["toy"].startswith("tiny-test-toy/")
+    assert "<h3>the toy</h3>" in page.read_text() and "train toy" in usage
     (tmp_path / "site" / "toy_stages" / "stage.py").write_text(STAGE.replace("fast=False", "fast=True"))
     assert cli.to_run(*settings) == ["toy", "lora", "evaluate"], "its code is part of its key"

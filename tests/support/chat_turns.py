@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ttrain.data.chat_templates import Message
-from ttrain.data.records import (
-    Conversation,
-)
+from ttrain.data.records import Conversation
 
 
 def chat(*turns: dict[str, Any], **more: Any) -> dict[str, Any]:

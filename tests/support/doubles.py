@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from support.planned_homes import remember_modules
 from support.waiting import hanging
 from torch import Tensor, nn
 
@@ -405,6 +406,7 @@ class Home:
 
     @classmethod
     def make(cls, root: Path) -> Home:
+        remember_modules(root)
         store = ArtifactStore(root)
         encoder = make_tokenizer(root / "a")
         make_shards(root / "b", encoder, "documents", 60)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import random
@@ -13,29 +14,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from typer.testing import CliRunner
+import pytest
 
-from ttrain.cli.main import app
+from ttrain.cli.main import main
 
-ENGLISH = [
-    "the",
-    "a",
-    "of",
-    "to",
-    "and",
-    "in",
-    "that",
-    "it",
-    "was",
-    "for",
-    "on",
-    "with",
-    "his",
-    "they",
-    "at",
-    "from",
-    "what",
-]
+ENGLISH = ("the", "a", "of", "to", "and", "in", "that", "it", "was", "for", "on", "with", "his", "they", "at", "from",
+           "what")  # fmt: skip
 CHINESE = "天地人山水日月风花雪夜春江明年大中国学生看见小红白马东西南北"
 
 # Small enough that a training stage is mostly its imports; 40 steps, so that there is a middle to be killed in.
@@ -85,15 +69,29 @@ class Cli:
         assert done.returncode == code, f"exit code {done.returncode}, not {code}:\n{done.stdout}"
         return done.stdout
 
-    def in_process(self, *arguments: str, settings: bool = True) -> str:
-        """Run a command in this process, or in one of its own where other code is chosen; returns standard output."""
+    def here(self, *arguments: str, code: int = 0, settings: bool = True, errors: bool = True) -> str:
+        """The same in this process, which has the libraries loaded, or in one of its own where other code is chosen.
+
+        Returns standard output, and error where `errors`.
+        """
         if self.environment.get("PYTHONPATH") != os.environ.get("PYTHONPATH"):
-            return self(*arguments, settings=settings)
-        words = self.command(*arguments, settings=settings)[4:]
-        with mock.patch.dict(os.environ, self.environment, clear=True), contextlib.chdir(self.data):
-            done = CliRunner().invoke(app, words, catch_exceptions=False)
-        assert done.exit_code == 0, done.output
-        return done.stdout
+            return self(*arguments, code=code, settings=settings)
+        output = io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True)
+        error = output if errors else io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True)
+        with (
+            mock.patch.dict(os.environ, self.environment, clear=True), contextlib.chdir(self.data),
+            mock.patch("sys.stdout", output), mock.patch("sys.stderr", error),
+            pytest.raises(SystemExit) as ended,
+        ):  # fmt: skip
+            main(self.command(*arguments, settings=settings)[4:])
+        output.seek(0)
+        said = output.read()
+        assert (ended.value.code or 0) == code, said
+        return said
+
+    def in_process(self, *arguments: str, settings: bool = True) -> str:
+        """Run a command in this process; returns its standard output."""
+        return self.here(*arguments, settings=settings, errors=False)
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         return subprocess.Popen(

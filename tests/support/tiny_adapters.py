@@ -7,9 +7,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from support.doubles import (
-    VOCAB,
-)
+from support.doubles import VOCAB
 from torch import Tensor
 
 from ttrain.config import Lora, Optim, Schedule

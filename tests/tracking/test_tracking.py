@@ -78,12 +78,7 @@ def started(
 
 
 def line(step: int, **metrics: float | None) -> str:
-    row = {
-        "step": step,
-        "tokens": 100 * step,
-        "time": 1.7e9 + time.time() % 1e6,
-        "metrics": metrics or {"loss": 5 / step},
-    }
+    row = {"step": step, "tokens": 100 * step, "time": 1.7e9 + time.time() % 1e6, "metrics": metrics or {"loss": 5 / step}}
     return json.dumps(row) + "\n"
 
 

@@ -5,18 +5,15 @@ from __future__ import annotations
 import json
 import logging
 import math
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from support.doubles import (
     ALONE,
-    Home,
     NumberedRows,
     Recorder,
     WatchedTask,
@@ -24,29 +21,25 @@ from support.doubles import (
     curve,
     in_ranks,
     make_trainer,
-    run_here,
     same,
     settings_of_training,
-    stage_settings,
     tiny_model,
 )
 
-from ttrain.config import Optim, PretrainConfig, Runtime, Schedule
-from ttrain.core.hashing import DigestCache, code_digests
+from ttrain.config import Optim, Schedule
 from ttrain.data.packing import Batch
 from ttrain.errors import TTrainError, UsageError
-from ttrain.stages import pretrain
-from ttrain.stages.callbacks import is_without_effect
 from ttrain.train import checkpoint
 from ttrain.train.callbacks import Callback, LogLines, LogRecord, MetricsFile, Perplexity, StepRecord
 from ttrain.train.distributed import Ranks
 from ttrain.train.early_stopping import EarlyStopping, early_stopping
 from ttrain.train.language_modeling import LanguageModeling
-from ttrain.train.periodic_evaluation import PeriodicSamples
 from ttrain.train.task import LossSum
 from ttrain.train.trainer import STOPPED, Cadence, Trainer
 
 BATCH = NumberedRows(2).batch([0, 1])
+
+
 HOOKS = (
     "start", "epoch_start", "step_start", "step_end", "figures", "log", "validation_figures", "validated", "state", "saved",
     "stop_reason", "epoch_end", "end",
@@ -413,149 +406,3 @@ def test_log_lines_say_what_a_person_follows(caplog: pytest.LogCaptureFixture) -
         f"{begin}12.4 s", f"{begin}75.0 s", f"{begin}3 h 04 min", f"{begin}unknown",
         "step 120/600  validation_loss 2  perplexity 7.389",
     ]  # fmt: skip
-
-
-# --- samples ------------------------------------------------------------------------------------------------------------
-
-
-def test_sampling_leaves_random_numbers_modes_and_gradients_as_they_were(tmp_path: Path) -> None:
-    model = tiny_model()
-    model.train()
-    frozen = model.model.layers[0]
-    frozen.eval()
-    modes = [module.training for module in model.modules()]
-    for seed in (torch.manual_seed, np.random.seed, random.seed):
-        seed(7)
-    wanted = (torch.rand(3), np.random.rand(3), random.random())
-    for seed in (torch.manual_seed, np.random.seed, random.seed):
-        seed(7)
-
-    def write() -> list[tuple[str, str]]:
-        assert not torch.is_grad_enabled()
-        model.eval()
-        torch.rand(5), np.random.rand(5), random.random()
-        raise ZeroDivisionError
-
-    record = StepRecord(4, 9, 1.0, 1.0, 1, False, 0.1, 0.0, lambda: np.zeros(1, np.int64))
-    with pytest.raises(ZeroDivisionError):
-        PeriodicSamples(tmp_path, model, write, every=2).step_end(record)
-    assert [module.training for module in model.modules()] == modes
-    assert torch.is_grad_enabled()
-    assert torch.equal(torch.rand(3), wanted[0])
-    assert (np.random.rand(3) == wanted[1]).all()
-    assert random.random() == wanted[2]
-
-
-def test_samples_are_written_at_their_steps_and_move_neither_losses_nor_weights(tmp_path: Path) -> None:
-    """With dropout, by a writer that draws numbers, changes the mode and calls the model."""
-    found = []
-    for sampled in (False, True):
-        model, recorder = tiny_model(dropout=0.2), Recorder()
-
-        def write(model: Any = model) -> list[tuple[str, str]]:
-            model.eval()
-            logits = model(torch.randint(9, 60, (1, 4))).logits
-            return [("What?", str(int(logits[0, -1].argmax()))), ("Grüße", "東京\n🙂")]
-
-        samples = [PeriodicSamples(tmp_path, model, write, every=4)] if sampled else []
-        trainer = make_trainer(
-            settings_of_training(tokens=9 * 96), model, NumberedRows(52), rows_per_device=4,
-            callbacks=[*samples, recorder], cadence=Cadence(log=1),
-        )  # fmt: skip
-        trainer.fit()
-        found.append((recorder.figures("loss"), copies(trainer.weights.state())))
-    assert found[0][0] == found[1][0]
-    assert same(found[0][1], found[1][1])
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000004.txt", "step-00000008.txt"]
-    text = (tmp_path / "step-00000008.txt").read_text(encoding="utf-8")
-    assert text.startswith("=== What?\n") and text.endswith("=== Grüße\n東京\n🙂\n\n")
-
-
-def test_a_stage_that_samples_has_the_same_curve_and_weights_as_one_that_does_not(tmp_path: Path) -> None:
-    home = Home.make(tmp_path)
-    inputs = {name: artifact.path for name, artifact in home.pretrain_inputs().items()}
-    results = []
-    for name, runtime in (("without", {}), ("with", {"sample_every_steps": 3, "guards": "off"})):
-        settings = stage_settings(6, {"validate_every_steps": 3}, **runtime)
-        config = PretrainConfig(model=settings.model, pretrain=settings.pretrain)
-        results.append(run_here(pretrain, config, tmp_path / name, inputs, settings.runtime))
-    first, second = (tmp_path / name for name in ("without", "with"))
-    assert (first / "model" / "model.safetensors").read_bytes() == (second / "model" / "model.safetensors").read_bytes()
-    assert curve(first / "run" / "metrics.jsonl") == curve(second / "run" / "metrics.jsonl")
-    assert [path.name for path in sorted((second / "run" / "samples").iterdir())] == [
-        "step-00000003.txt", "step-00000006.txt",
-    ]  # fmt: skip
-    text = (second / "run" / "samples" / "step-00000006.txt").read_text(encoding="utf-8")
-    assert text.count("=== ") == len(settings.runtime.sample_prompts) == 2
-    assert results[0]["guard_warnings"] == {}
-    assert not (first / "run" / "samples").exists()
-    names = {name for line in map(json.loads, (first / "run" / "metrics.jsonl").open()) for name in line["metrics"]}
-    assert {
-        "loss", "grad_norm", "validation_loss", "perplexity", "tokens_per_second", "step_seconds", "data_wait_fraction",
-        "mfu", "memory_bytes", "eta_seconds", "epoch_time", "lr", "logits_loss", "aux_loss",
-    } <= names  # fmt: skip
-
-
-# --- keys ---------------------------------------------------------------------------------------------------------------
-
-
-def test_what_watches_is_in_no_key_and_early_stopping_is(tmp_path: Path) -> None:
-    modules = code_digests("ttrain.stages.pretrain", DigestCache(tmp_path / "digests.json"))
-    assert {"ttrain.train.early_stopping", "ttrain.train.trainer"} <= set(modules)
-    watching = ("callbacks", "monitor", "guards", "periodic_evaluation", "watchdog")
-    assert not {"ttrain.stages.callbacks", *(f"ttrain.train.{name}" for name in watching)} & set(modules)
-    assert not [
-        name for name in modules if name.startswith(("ttrain.loggers", "ttrain.pipeline.system_metrics", "ttrain.tracking"))
-    ]
-
-
-def test_quick_validations_are_a_curve_on_the_same_rows_and_move_nothing(tmp_path: Path) -> None:
-    home = Home.make(tmp_path)
-    inputs = {name: artifact.path for name, artifact in home.pretrain_inputs().items()}
-    by_default, results = Runtime().quick_validations, []
-    assert by_default == 8
-    for name, times in (("without", 0), ("with", by_default)):
-        settings = stage_settings(12, quick_validations=times)
-        config = PretrainConfig(model=settings.model, pretrain=settings.pretrain)
-        results.append(run_here(pretrain, config, tmp_path / name, inputs, settings.runtime))
-    first, second = (tmp_path / name for name in ("without", "with"))
-    assert (first / "model" / "model.safetensors").read_bytes() == (second / "model" / "model.safetensors").read_bytes()
-    assert results[0]["validation_loss"] == results[1]["validation_loss"]
-    rows = [json.loads(line) for line in (second / "run" / "metrics.jsonl").open()]
-    quick = {
-        row["step"]: row["metrics"]["validation_loss_quick"] for row in rows if "validation_loss_quick" in row["metrics"]
-    }
-    assert list(quick) == [0, 2, 3, 5, 6, 8, 9, 11, 12]
-    assert quick[12] < quick[2] and quick[12] != results[1]["validation_loss"]
-    assert [row["step"] for row in rows if "validation_loss" in row["metrics"]] == [12], "the last alone decides"
-    others = [row for row in curve(second / "run" / "metrics.jsonl") if "validation_loss_quick" not in row["metrics"]]
-    assert others == curve(first / "run" / "metrics.jsonl")
-
-
-def test_a_rate_that_does_not_move_the_validation_loss_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    home = Home.make(tmp_path)
-    inputs = {name: artifact.path for name, artifact in home.pretrain_inputs().items()}
-    for rate, warned in ((1e-9, {"no_effect": 1}), (1e-2, {})):
-        settings = stage_settings(12, {"optim": {"kind": "adamw", "lr": rate}})
-        config = PretrainConfig(model=settings.model, pretrain=settings.pretrain)
-        figures = run_here(pretrain, config, tmp_path / str(rate), inputs, settings.runtime)
-        assert figures["guard_warnings"] == warned
-    assert "pretrain.optim.lr is 1e-09: try a larger one" in caplog.text and "lr is 0.01" not in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("losses", "expected"),
-    [
-        ([5.0, 2.1, 2.0, 2.02, 2.01, 2.05], False),  # learnt at once
-        ([5.0, 4.9, 4.8, 4.7], False),
-        ([5.0, 5.02, 4.99, 5.01, 4.995], True),  # to and fro
-        ([5.0, 4.9999, 4.9998, 4.9997], True),
-        ([5.0, 5.0], False),  # too few to tell
-    ],
-)
-def test_a_stage_is_without_effect_where_its_curve_ends_as_it_began(
-    tmp_path: Path, losses: list[float], expected: bool
-) -> None:
-    rows = ({"step": step, "metrics": {"validation_loss_quick": loss}} for step, loss in enumerate(losses))
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert is_without_effect(tmp_path / "metrics.jsonl") == expected

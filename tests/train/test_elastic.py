@@ -94,12 +94,12 @@ def test_with_a_tree_one_two_and_four_ranks_give_the_same_bits(tmp_path: Path) -
     alone = fit(ALONE, TREE)
     assert alone["step"] == 10
     for world in (2, 4):
-        for found in in_ranks(world, tmp_path, lambda ranks: fit(ranks, TREE)):
+        ranks = in_ranks(world, tmp_path, lambda ranks: fit(ranks, TREE))
+        for found in ranks:
             assert digest(found["weights"]) == digest(alone["weights"])
             assert digest(found["state"]) == digest(alone["state"])
             assert [digest(g) for g in found["gradients"]] == [digest(g) for g in alone["gradients"]]
-        first = in_ranks(world, tmp_path, lambda ranks: fit(ranks, TREE))[0]
-        assert first["losses"] == alone["losses"]
+        assert ranks[0]["losses"] == alone["losses"]
 
 
 def test_without_a_tree_the_order_of_sums_shows_in_the_last_bits(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_three_ranks_cannot_share_a_tree() -> None:
         fit(Ranks(0, 3, torch.device("cpu")), TREE)
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3])
 def test_any_number_of_ranks_gives_the_same_gradients_and_under_sgd_the_same_parameters(tmp_path: Path, world: int) -> None:
     alone = fit(ALONE, FAST, sgd=True, rows_per_device=7)
     found = in_ranks(world, tmp_path, lambda ranks: fit(ranks, FAST, sgd=True, rows_per_device=2))

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
-import pickle
 import random
 import re
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +16,6 @@ from typing import Any
 import psutil
 import pytest
 from support.doubles import Home, Watcher, curve, logged_steps, run_here, stage_settings
-from support.paths import ROOT, TESTS
 
 from ttrain.config import PretrainConfig, Settings
 from ttrain.core.hashing import sha256_file
@@ -31,18 +28,8 @@ from ttrain.store.layout import Artifact
 from ttrain.train import checkpoint_format
 from ttrain.train.trainer import QUICK
 
-STEPS = 160
+STEPS = 160  # of which chance takes at most 3 * 12 and the few that pass before a signal arrives
 WEIGHTS = Path("model") / "model.safetensors"
-LAUNCHER = """
-import pickle, sys
-from pathlib import Path
-from support.doubles import Watcher
-from ttrain.pipeline import launch
-from ttrain.stages import PRETRAIN
-from ttrain.store.artifacts import ArtifactStore
-root, inputs, settings = pickle.loads(Path(sys.argv[1]).read_bytes())
-launch.build(PRETRAIN, settings, ArtifactStore(root), inputs, Watcher(lambda line: print(line, flush=True)))
-"""
 
 
 def settings_of_story() -> Settings:
@@ -99,27 +86,27 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
     lines: list[list[str]] = []
 
     # 1. the launching process is killed, and the worker is alone
-    (root / "job").write_bytes(pickle.dumps((home.store.root, inputs, settings)))
-    environment = {**os.environ, "PYTHONPATH": f"{TESTS}:{ROOT}"}
-    launcher = subprocess.Popen(
-        [sys.executable, "-c", LAUNCHER, str(root / "job")], env=environment, stdout=subprocess.PIPE, text=True
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    launcher = multiprocessing.get_context("fork").Process(
+        target=launch.build, args=(PRETRAIN, settings, home.store, inputs, Watcher(sender.send))
     )
-    assert launcher.stdout is not None
-    at, lines_of_orphan = dice.randint(1, 20), []
-    for line in launcher.stdout:
-        lines_of_orphan.append(line)
-        if step_of(line) >= at and [*(work / "output" / "checkpoints").glob("step-*")]:  # logged before it is whole
-            break
+    launcher.start()
+    assert launcher.pid is not None
+    at, lines_of_orphan = dice.randint(1, 12), []
+    while (
+        not lines_of_orphan or step_of(lines_of_orphan[-1]) < at or not [*(work / "output" / "checkpoints").glob("step-*")]
+    ):
+        assert receiver.poll(60), "the launching process says nothing"
+        lines_of_orphan.append(receiver.recv())  # it is logged before it is whole
     worker = worker_of(launcher.pid)
     launcher.kill()
-    launcher.wait()
-    launcher.stdout.close()
+    launcher.join()
     gone, _ = psutil.wait_procs([worker], timeout=30)
     lines.append(lines_of_orphan)
     after_orphan = whole_steps(work)
 
     # 2. the worker is killed
-    at = after_orphan[-1] + dice.randint(1, 20)
+    at = after_orphan[-1] + dice.randint(1, 12)
 
     def kill(line: str) -> None:
         saved = [int(path.name.removeprefix("step-")) for path in (work / "output" / "checkpoints").glob("step-*")]
@@ -136,7 +123,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
 
     # 3. it is asked to stop
     stopper = Watcher()
-    at_stop = after_kill[-1] + dice.randint(1, 20)
+    at_stop = after_kill[-1] + dice.randint(1, 12)
     stopper.act = lambda line: stopper.stop() if step_of(line) >= at_stop else None
     with pytest.raises(Interrupted) as stopped:
         launch.build(PRETRAIN, settings, home.store, inputs, stopper)
@@ -220,11 +207,11 @@ def build_here(home: Home, settings: Settings, output: Path, **job: Any) -> dict
 @pytest.mark.parametrize(
     ("short", "long", "begins"),
     [
-        ({"tokens": 12 * 256, "schedule": {"warmup_steps": 2}}, {"tokens": 24 * 256, "schedule": {"warmup_steps": 2}}, 6),
-        ({"tokens": 12 * 256, "schedule": {"kind": "constant"}}, {"tokens": 15 * 256, "schedule": {"kind": "constant"}}, 12),
-        # an epoch ends within a step, which a longer run fills up: the checkpoint after it is of another run
-        ({"epochs": 1.05, "tokens": None, "schedule": {"kind": "constant"}},
-         {"epochs": 2.0, "tokens": None, "schedule": {"kind": "constant"}}, None),
+        ({"tokens": 8 * 256, "schedule": {"warmup_steps": 2}}, {"tokens": 12 * 256, "schedule": {"warmup_steps": 2}}, 4),
+        ({"tokens": 6 * 256, "schedule": {"kind": "constant"}}, {"tokens": 9 * 256, "schedule": {"kind": "constant"}}, 6),
+        # the run ends within a step, which a longer run fills up: the checkpoint after it is of another run
+        ({"epochs": 0.2, "tokens": None, "schedule": {"kind": "constant"}},
+         {"epochs": 0.4, "tokens": None, "schedule": {"kind": "constant"}}, None),
     ],
     ids=["before the decay", "constant rate", "a last step cut short"],
 )  # fmt: skip

@@ -123,7 +123,7 @@ def job_of(shards: Path, runtime: Any) -> StageContext:
     return StageContext({"shards": shards}, {}, {}, shards, runtime, ProgressWriter(None), lambda: False)
 
 
-@pytest.mark.parametrize("what", ["sft", "lora", "prefix"])
+@pytest.mark.parametrize("what", ["sft", pytest.param("lora", marks=pytest.mark.soak), "prefix"])
 def test_chat_stages_ask_what_they_hold_out_and_move_nothing(
     stage_home: Home, base: Path, tmp_path: Path, what: str
 ) -> None:

@@ -1,22 +1,17 @@
-"""Two ranks equal one: real processes under torchrun, over gloo."""
+"""Two ranks equal one: processes of their own, over gloo."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 from support.doubles import (
     ALONE,
-    CPU,
     Home,
     NumberedRows,
     Recorder,
@@ -24,6 +19,7 @@ from support.doubles import (
     Watcher,
     curve,
     distance,
+    in_ranks,
     logged_steps,
     make_trainer,
     run_here,
@@ -31,10 +27,9 @@ from support.doubles import (
     stage_settings,
     tiny_model,
 )
-from support.paths import ROOT, TESTS
 
 from ttrain.config import Optim, PretrainConfig, Training
-from ttrain.errors import Interrupted
+from ttrain.errors import Interrupted, RankLost
 from ttrain.model import factory
 from ttrain.pipeline import launch
 from ttrain.pipeline.plan import plan_stage
@@ -105,43 +100,21 @@ def fit(
     }  # fmt: skip
 
 
-def main(root: Path) -> None:
-    """One of two ranks: every case, and at the end an error on rank 1."""
-    torch.set_num_threads(1)
-    ranks = Ranks.join(CPU)
-    for name, options in CASES.items():
-        found = fit(root / name, ranks, **options)
-        (root / f"{name}.{ranks.rank}.json").write_text(json.dumps(found))
-    if ranks.rank == 1:
-        raise RuntimeError("rank 1 gives up")
-    fit(root / "never", ranks, rows_per_device=3)
-    (root / "survived").touch()
-
-
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """(directory, {name: [rank 0, rank 1]}) of all the cases in two processes."""
     root = tmp_path_factory.mktemp("two")
     begun = next(name for name, options in CASES.items() if options.get("begun"))
     fit(root / begun, ALONE, **CASES[begun], stop_after=7)
-    environment = {**os.environ, "PYTHONPATH": f"{Path(__file__).parent}:{TESTS}:{ROOT}", "OMP_NUM_THREADS": "1"}
-    program = "import sys; from pathlib import Path; import test_ranks as tests; tests.main(Path(sys.argv[1]))"
-    (root / "rank.py").write_text(program)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    process = subprocess.run(
-        [*torchrun, str(root / "rank.py"), str(root)], env=environment, timeout=240, capture_output=True, text=True
+    found = in_ranks(
+        2, root / "ranks", lambda ranks: {name: fit(root / name, ranks, **options) for name, options in CASES.items()}
     )
-    found = {}
-    for name in CASES:
-        paths = [root / f"{name}.{rank}.json" for rank in (0, 1)]
-        assert all(path.exists() for path in paths), process.stderr
-        found[name] = [json.loads(path.read_text()) for path in paths]
-    return root, found, process
+    return root, {name: [rank[name] for rank in found] for name in CASES}
 
 
 @pytest.mark.parametrize("name", AS_ONE)
 def test_two_ranks_equal_one(two: Any, tmp_path: Path, name: str) -> None:
-    root, found, _ = two
+    root, found = two
     first, _ = found[name]
     options = {key: value for key, value in CASES[name].items() if key != "checkpoints"}
     alone = fit(tmp_path, ALONE, **options)
@@ -179,7 +152,7 @@ def test_an_overflow_on_one_rank_is_skipped_by_both(two: Any) -> None:
 
 
 def test_a_stop_that_one_rank_is_asked_for_stops_both_after_one_save(two: Any) -> None:
-    root, found, _ = two
+    root, found = two
     name = "a stop that one rank was asked for"
     assert [(rank["reason"], rank["step"]) for rank in found[name]] == [("interrupted", 5)] * 2
     assert [path.name for path in (root / name / "checkpoints").glob("step-*")] == ["step-00000005"]
@@ -189,11 +162,24 @@ def test_a_run_of_one_rank_is_continued_by_two(two: Any) -> None:
     assert [rank["resumed"] for rank in two[1]["continued by another number of ranks"]] == [7, 7]
 
 
-def test_a_rank_that_fails_takes_the_other_with_it(two: Any) -> None:
-    root, _, process = two
-    assert process.returncode != 0
-    assert "rank 1 gives up" in process.stderr
-    assert not (root / "survived").exists()
+def test_a_rank_that_fails_takes_the_other_with_it(tmp_path: Path) -> None:
+    def work(ranks: Ranks) -> None:
+        def end(passes: int) -> float:
+            if passes == 3 and not ranks.first:
+                os._exit(8)  # without a word
+            return 1.0
+
+        config, model = training(), tiny_model()
+        task = WatchedTask(config, model, end)
+        trainer = make_trainer(config, model, NumberedRows(13), rows_per_device=3, ranks=ranks, task=task)
+        with pytest.raises(RankLost) as lost:
+            trainer.fit()
+        (tmp_path / "told").write_text(str(lost.value))
+        os._exit(7)  # the other one does not come to leave
+
+    with pytest.raises(AssertionError):
+        in_ranks(2, tmp_path / "ranks", work)
+    assert (tmp_path / "told").read_text().startswith("another rank ended while rank 0 was")
 
 
 def test_a_stage_with_two_devices_equals_the_stage_with_one(tmp_path: Path) -> None:
@@ -227,7 +213,7 @@ def test_a_stage_with_two_devices_equals_the_stage_with_one(tmp_path: Path) -> N
 def test_a_stage_with_two_devices_that_is_told_to_stop_saves_once_and_is_continued_by_one(tmp_path: Path) -> None:
     """The result files tell what happened to a stage's ranks, whatever their exit codes."""
     home = Home.make(tmp_path / "home")
-    settings = stage_settings(120, {"optim": {"kind": "adamw"}}, devices=2)
+    settings = stage_settings(60, {"optim": {"kind": "adamw"}}, devices=2)
     key = plan_stage(PRETRAIN, settings, home.store, home.pretrain_inputs()).key
     assert key is not None
     output = home.store.work("pretrain", key) / "output"
@@ -236,14 +222,14 @@ def test_a_stage_with_two_devices_that_is_told_to_stop_saves_once_and_is_continu
     with pytest.raises(Interrupted, match="stopped after step"):
         launch.build(PRETRAIN, settings, home.store, home.pretrain_inputs(), watcher)
     newest = max(int(path.name.removeprefix("step-")) for path in (output / "checkpoints").glob("step-*"))
-    assert 4 <= newest < 120
+    assert 4 <= newest < 60
     config = PretrainConfig(model=settings.model, pretrain=settings.pretrain)
     paths = {name: input.path for name, input in home.pretrain_inputs().items()}
     continued = run_here(pretrain, config, output, paths, settings.runtime)
     alone = run_here(pretrain, config, tmp_path / "alone", paths, settings.runtime)
     assert continued["resumed_from_step"] == newest
     curves = [curve(place / "run" / "metrics.jsonl") for place in (output, tmp_path / "alone")]
-    assert logged_steps(curves[0], "loss") == [*range(1, 121)] and logged_steps(curves[0], "validation_loss") == [120]
+    assert logged_steps(curves[0], "loss") == [*range(1, 61)] and logged_steps(curves[0], "validation_loss") == [60]
     assert [line["step"] for line in curves[0]] == [line["step"] for line in curves[1]]
     assert continued["loss"] == pytest.approx(alone["loss"], rel=1e-3)
     assert continued["target_tokens"] == alone["target_tokens"]

@@ -28,24 +28,23 @@ def fit(steps: int, rows_per_device: int, dropout: float = 0.1, **changes: Any) 
     return trainer, recorder.figures("loss")
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("kind", ["adamw", "muon"])
+@pytest.mark.parametrize(("precision", "kind"), [("fp32", "adamw"), ("bf16", "muon")])
 def test_two_runs_of_the_same_settings_give_the_same_bits(precision: str, kind: Any) -> None:
-    (first, losses), (second, again) = (fit(8, 4, precision=precision, optim=Optim(kind=kind, lr=1e-2)) for _ in range(2))
+    (first, losses), (second, again) = (fit(5, 4, precision=precision, optim=Optim(kind=kind, lr=1e-2)) for _ in range(2))
     assert losses == again
     assert same(first.weights.state(), second.weights.state())
     assert same(first.optimizers.state(), second.optimizers.state())
-    other, _ = fit(8, 4, precision=precision, optim=Optim(kind=kind, lr=1e-2), seed=2)
+    other, _ = fit(5, 4, precision=precision, optim=Optim(kind=kind, lr=1e-2), seed=2)
     assert not same(first.weights.state(), other.weights.state()), "the seed reaches the rows and the dropout"
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_fifty_steps_lose_the_same_whatever_the_micro_batch(kind: Any) -> None:
+def test_twenty_steps_lose_the_same_whatever_the_micro_batch(kind: Any) -> None:
     """AdamW and Muon magnify rounding, 1e-5 and 2e-4 after one step; the losses stay together all the same."""
     torch.set_num_threads(1)
     optim = Optim(kind=kind, lr=3e-3, muon_lr=1e-2)
-    _, whole = fit(50, 12, dropout=0.0, optim=optim)
+    _, whole = fit(20, 12, dropout=0.0, optim=optim)
     for rows_per_device in (5, 2):  # 5: two micro-batches and a smaller one
-        _, parts = fit(50, rows_per_device, dropout=0.0, optim=optim)
+        _, parts = fit(20, rows_per_device, dropout=0.0, optim=optim)
         assert parts == pytest.approx(whole, rel=1e-3)
-    assert whole[-1] < whole[0] - 0.05, "something was learnt"
+    assert whole[-1] < whole[0] - 0.01, "something was learnt"

@@ -177,10 +177,10 @@ def test_parts_of_a_loss_are_logged_by_name_and_add_up(tmp_path: Path) -> None:
 
 
 def test_a_stopped_training_continues_bit_for_bit(tmp_path: Path) -> None:
-    settings = ("epochs=10", "rows_per_step=9", "optim.lr=0.05")
+    settings = ("epochs=3", "rows_per_step=9", "optim.lr=0.05")
     whole = run(tmp_path / "whole", *settings)
     with pytest.raises(Interrupted, match="the state is saved"):
-        run(tmp_path / "cut", *settings, stop=StopAfter(30))
+        run(tmp_path / "cut", *settings, stop=StopAfter(10))
     continued = run(tmp_path / "cut", *settings)
     assert 0 < continued["resumed_from_step"] < continued["steps"] == whole["steps"]
     weights = [load_file(tmp_path / name / "model.safetensors") for name in ("whole", "cut")]

@@ -58,16 +58,16 @@ def test_a_rank_whose_peers_tell_nothing_gives_them_up_once_after_its_first_step
 def test_ranks_that_get_on_are_left_alone_however_long_it_takes(tmp_path: Path) -> None:
     """Two watches in one process, steps a ninth of the limit long, one announced pause of two limits."""
     given_up: list[str] = []
-    watches = [Watchdog(tmp_path, rank, 2, given_up.append, limit_seconds=0.9) for rank in (0, 1)]
+    watches = [Watchdog(tmp_path, rank, 2, given_up.append, limit_seconds=0.5) for rank in (0, 1)]
     for step in range(12):
         if step == 8:
             with watches[0].doing("saving", busy=True), watches[1].arriving():
-                time.sleep(2.0)
+                time.sleep(1.1)
             continue
         for watch in watches:
             with watch.arriving():
                 pass
-        time.sleep(0.1)
+        time.sleep(0.05)
     for watch in watches:
         watch.close()
     assert given_up == []

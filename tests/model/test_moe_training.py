@@ -1,0 +1,320 @@
+"""Mixtures of experts in training: balance, biases, ranks, stages, Muon."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.doubles import (
+    ALONE,
+    CPU,
+    PLAIN,
+    VOCAB,
+    Held,
+    Home,
+    NumberedRows,
+    Recorder,
+    copies,
+    distance,
+    in_ranks,
+    make_trainer,
+    run_here,
+    same,
+    settings_of_training,
+    stage_settings,
+    tiny_model,
+)
+from support.tiny_mixtures import BIASED, blocks, padded_rows, spread_routers, tiny_moe
+from torch import Tensor, nn
+
+from ttrain.config import Lora, Optim, PretrainConfig, Schedule, SftConfig
+from ttrain.config.model import Moe, MultiToken
+from ttrain.data.packing import Batch
+from ttrain.errors import UsageError
+from ttrain.model import adapters
+from ttrain.stages import pretrain, sft
+from ttrain.train.distributed import Ranks
+from ttrain.train.language_modeling import LanguageModeling
+from ttrain.train.moe import Routers
+from ttrain.train.optim import MOMENTUM, Muon
+from ttrain.train.trainer import Cadence, TrainerOptions
+
+# --- training -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "ernie4_5_moe"])
+def test_the_logged_loss_is_the_sum_of_its_logged_parts(kind: str) -> None:
+    recorder = Recorder()
+    model = tiny_moe(kind, balance=0.3, z_loss=0.05)
+    make_trainer(settings_of_training(), model, NumberedRows(60), callbacks=[recorder], rows_per_device=4).fit()
+    logged = [record.metrics for record in recorder.records if "loss" in record.metrics]
+    assert len(logged) == 7
+    for m in logged:
+        assert m["loss"] == pytest.approx(m["loss_ce1"] + 0.3 * m["loss_balance"] + 0.05 * m["loss_z"], abs=1e-6)
+        shares = [[m[f"moe_load/layer_{layer}/expert_{expert}"] for expert in range(4)] for layer in range(2)]
+        assert [sum(some) for some in shares] == pytest.approx([1, 1])
+        fullest = [m[f"moe_max_load/layer_{layer}"] for layer in range(2)]
+        assert fullest == pytest.approx([4 * max(some) for some in shares]) and m["moe_max_load"] == max(fullest)
+        assert 0 < m["moe_router_entropy"] <= 1 and m["moe_dropped"] == 0
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "glm4_moe"])
+def test_micro_batches_change_neither_gradient_nor_counts(kind: str) -> None:
+    """In tasks' own words: what a step of six rows gives is the sum of what its parts give, fillers among them."""
+    model, batch = spread_routers(tiny_moe(kind, balance=0.5, z_loss=0.1)), padded_rows()
+    task = LanguageModeling(settings_of_training(), model)
+    module = task.build_model().train()
+
+    def found(parts: list[list[int]]) -> tuple[dict[str, Tensor], dict[str, list[int]]]:
+        sums: dict[str, Tensor] = {}
+        for rows in parts:
+            arrays = (batch.input_ids_BT, batch.labels_BT, batch.positions_BT, batch.segments_BT)
+            loss = task.train_step(module, Batch(*(array[rows] for array in arrays)), CPU)
+            loss.total.backward()  # type: ignore[no-untyped-call]
+            sums = {name: value + sums.get(name, 0) for name, value in loss.sums.items()}
+        filler = task.train_step(module, padded_rows().without_targets(), CPU)
+        filler.total.backward()  # type: ignore[no-untyped-call]
+        sums = {name: value + sums[name] for name, value in filler.sums.items()}
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        model.zero_grad()
+        return gradients, {name: value.tolist() for name, value in sums.items() if name != "moe_entropy"}
+
+    whole, cut = found([[0, 1, 2, 3, 4, 5]]), found([[0], [1, 2], [3, 4, 5]])
+    assert distance(whole[0], cut[0]) < 1e-6
+    assert whole[1] == cut[1]
+
+
+def trained(
+    kind: str, ranks: Ranks = ALONE, how: TrainerOptions = PLAIN, **options: Any
+) -> tuple[dict[str, Tensor], list[Any]]:
+    """Weights and curve of twenty steps."""
+    model = tiny_moe(kind, balance=0.1, bias_rate=0.02 if kind in BIASED else 0.0)
+    recorder = Recorder()
+    config = settings_of_training()
+    make_trainer(config, model, NumberedRows(60), ranks=ranks, how=how, callbacks=[recorder], **options).fit()
+    return copies(model.state_dict()), [record.metrics for record in recorder.records]
+
+
+def test_two_ranks_train_the_experts_as_one_does_to_the_last_bit(tmp_path: Path) -> None:
+    def work(ranks: Ranks) -> Any:
+        return trained("glm4_moe", ranks, TrainerOptions(reduction="tree"), rows_per_device=1)
+
+    alone, curve = trained("glm4_moe", how=TrainerOptions(reduction="tree"), rows_per_device=1)
+    for weights, _ in (found := in_ranks(2, tmp_path, work)):
+        assert same(weights, alone)
+    names = [name for name in curve[0] if name.startswith(("moe_load", "moe_dropped", "moe_max"))]
+    assert [[line[name] for name in names] for line in found[0][1]] == [[line[name] for name in names] for line in curve]
+
+
+def test_two_ranks_over_ddp_move_the_biases_as_one_does(tmp_path: Path) -> None:
+    alone, _ = trained("ernie4_5_moe")
+    biases = [name for name in alone if name.endswith("e_score_correction_bias")]
+    for weights, _ in in_ranks(2, tmp_path, lambda ranks: trained("ernie4_5_moe", ranks)):
+        assert distance(alone, weights) < 1e-5
+        assert all(torch.equal(alone[name], weights[name]) and alone[name].any() for name in biases)
+
+
+def test_sharded_ranks_move_the_biases_as_one_does(tmp_path: Path) -> None:
+    """ernie4_5_moe keeps them among its parameters, which are cut; the other among its buffers, which are whole."""
+
+    def work(ranks: Ranks) -> dict[str, Tensor]:
+        model = tiny_moe("ernie4_5_moe", balance=0.1, bias_rate=0.02)
+        trainer = make_trainer(
+            settings_of_training(), model, NumberedRows(60), ranks=ranks, how=TrainerOptions(parallel="fsdp")
+        )
+        trainer.fit()
+        return copies(trainer.parallel.whole(trainer.weights.state()))
+
+    alone, _ = trained("ernie4_5_moe")
+    found, _ = in_ranks(2, tmp_path, work)
+    assert distance({name: alone[name] for name in found}, found) < 1e-5
+    biases = [name for name in found if name.endswith("e_score_correction_bias")]
+    assert len(biases) == 2 and all(torch.equal(alone[name], found[name]) for name in biases)
+
+
+def test_a_sharded_step_of_muon_orthogonalises_whole_matrices(tmp_path: Path) -> None:
+    """Up to bf16, in which Newton-Schulz computes: with it in fp64, 20 steps of one rank and of two were the same bits."""
+
+    def work(ranks: Ranks) -> dict[str, Tensor]:
+        model = tiny_moe("glm4_moe", balance=0.1)
+        optimizer = Optim(kind="muon", muon_lr=0.1, weight_decay=0)
+        config = settings_of_training(tokens=96, optim=optimizer, schedule=Schedule(kind="constant", warmup_steps=0))
+        how = TrainerOptions(parallel="fsdp" if ranks.world > 1 else "ddp")
+        trainer = make_trainer(config, model, NumberedRows(60), ranks=ranks, how=how)
+        before = copies(trainer.parallel.whole(trainer.weights.state()))
+        trainer.fit()
+        after = trainer.parallel.whole(trainer.weights.state())
+        return {name: after[name] - tensor for name, tensor in before.items() if after[name].ndim > 1}
+
+    alone, (sharded, _) = work(ALONE), in_ranks(2, tmp_path, work)
+    moved = {name: distance({name: alone[name]}, {name: sharded[name]}) for name in sharded}
+    assert max(moved.values()) < 0.1, moved
+
+
+@pytest.mark.parametrize("kind", BIASED)
+def test_a_resumed_run_is_the_uninterrupted_one_to_the_last_bit_with_its_biases(kind: str, tmp_path: Path) -> None:
+    expected, curve = trained(kind)
+    trained(kind, directory=tmp_path, stop_after=10, cadence=Cadence(log=3, checkpoint=100))
+    found, rest = trained(kind, directory=tmp_path)
+    assert same(expected, found)
+    assert rest == curve[-len(rest) :] and 0 < len(rest) < len(curve)
+
+
+@pytest.mark.parametrize("kind", BIASED)
+def test_a_step_moves_each_bias_by_the_rate_away_from_the_load(kind: str) -> None:
+    model = spread_routers(tiny_moe(kind, bias_rate=0.05))
+    before = [bias.clone() for bias in Routers(model).biases if bias is not None]
+    config, recorder = settings_of_training(tokens=96), Recorder()
+    make_trainer(config, model, NumberedRows(60), callbacks=[recorder], cadence=Cadence(log=1)).fit()
+    shares = recorder.records[0].metrics
+    for layer, (old, new) in enumerate(zip(before, Routers(model).biases, strict=True)):
+        assert new is not None
+        load = torch.tensor([shares[f"moe_load/layer_{layer}/expert_{expert}"] for expert in range(4)])
+        assert torch.allclose((new - old).flatten(), 0.05 * torch.sign(0.25 - load), atol=1e-7)
+
+
+def test_a_step_that_is_skipped_moves_no_bias() -> None:
+    model = tiny_moe("glm4_moe", bias_rate=0.05)
+
+    config = settings_of_training(tokens=96, nonfinite="skip")
+    trainer = make_trainer(config, model, NumberedRows(60))
+    with torch.no_grad():
+        model.model.norm.weight.fill_(math.nan)
+    trainer.fit()
+    assert all(bias is not None and not bias.any() for bias in Routers(model).biases)
+
+
+def test_a_finished_model_holds_its_biases_and_opens_with_transformers(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM
+
+    from ttrain.model import factory
+
+    model = tiny_moe("ernie4_5_moe", bias_rate=0.05)
+    make_trainer(settings_of_training(), model, NumberedRows(60)).fit()
+    save_file({name: t.contiguous() for name, t in Held(model).state().items()}, tmp_path / "model.safetensors")
+    for name, data in factory.files(model).items():
+        (tmp_path / name).write_bytes(data)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.config.router_bias_rate == 0.05, "a stage that starts from it goes on in the same way"
+    assert all(bias is not None and bias.any() for bias in Routers(loaded).biases)
+    ids = torch.randint(9, VOCAB, (2, 16))
+    with torch.no_grad():
+        assert torch.allclose(loaded.eval()(input_ids=ids).logits, model.eval()(input_ids=ids).logits, atol=1e-6)
+
+
+@functools.cache
+def last_max_load(kind: str, **settings: float) -> float:
+    """The fullest expert of any layer, as a multiple of the mean, at the end of a run whose routers have favourites."""
+    model, recorder = tiny_moe(kind, **settings), Recorder()
+    with torch.no_grad():
+        model.get_input_embeddings().weight += 0.02  # what all tokens have in common
+        for block in blocks(model):
+            block.gate.weight[:2] += 0.1
+    config = settings_of_training(tokens=60 * 96, optim=Optim(lr=3e-3))
+    make_trainer(config, model, NumberedRows(60), callbacks=[recorder], cadence=Cadence(log=10), rows_per_device=6).fit()
+    return recorder.figures("moe_max_load")[-1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "balanced"), [("mixtral", {"balance": 0.3}), ("glm4_moe", {"bias_rate": 0.02})], ids=["loss", "bias"]
+)
+def test_balancing_lowers_the_load_of_the_fullest_expert(kind: str, balanced: dict[str, float]) -> None:
+    nothing = {"balance": 0.0, **({"bias_rate": 0.0} if kind in BIASED else {})}
+    free, found = last_max_load(kind, **nothing), last_max_load(kind, **{**nothing, **balanced})
+    assert found < 1.25 < 1.5 < free, (found, free)
+
+
+def test_an_adapter_leaves_routers_and_biases_as_they_are() -> None:
+    base = tiny_moe("glm4_moe", bias_rate=0.05)
+    model = adapters.attach(base, Lora(rank=2, targets=("q_proj", "v_proj")))
+    before = {name: t.clone() for name, t in model.state_dict().items() if "lora" not in name}
+
+    class Adapter:
+        def state(self) -> dict[str, Tensor]:
+            return adapters.state(model)
+
+        def load(self, weights: dict[str, Tensor]) -> None:
+            adapters.load_state(model, weights)
+
+    recorder = Recorder()
+    config = settings_of_training()
+    trainer = make_trainer(config, model, NumberedRows(60), callbacks=[recorder])
+    trainer.fit()
+    after = {name: t for name, t in model.state_dict().items() if "lora" not in name}
+    assert same(before, after)
+    assert "loss_balance" not in recorder.records[0].metrics and "moe_max_load" in recorder.records[0].metrics
+
+
+def test_gradient_checkpointing_changes_no_bit_of_the_balance_either() -> None:
+    def found(again: bool) -> dict[str, Tensor]:
+        model = spread_routers(tiny_moe("mixtral", balance=0.5, z_loss=0.1))
+        task = LanguageModeling(settings_of_training(), model, gradient_checkpointing=again)
+        loss = task.train_step(task.build_model().train(), padded_rows(), CPU)
+        loss.total.backward()  # type: ignore[no-untyped-call]
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        return {"loss": loss.total.detach(), **gradients, **{n: t.double() for n, t in loss.sums.items()}}
+
+    assert same(found(False), found(True))
+
+
+def test_a_balance_without_a_router_to_watch_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"no router that can be observed; set model.moe.balance=0"):
+        LanguageModeling(settings_of_training(), tiny_model(kind="hunyuan_v1_moe", moe={"experts": 4}))
+
+
+def test_a_bias_rate_without_a_bias_is_refused() -> None:
+    model = tiny_moe("mixtral")
+    model.config.router_bias_rate = 0.1
+    with pytest.raises(UsageError, match="the routers of MixtralForCausalLM have no bias"):
+        LanguageModeling(settings_of_training(), model)
+
+
+# --- whole stages -------------------------------------------------------------------------------------------------------
+
+
+def test_fine_tuning_goes_on_balancing_as_the_base_was(tmp_path: Path) -> None:
+    home, settings = Home.make(tmp_path / "home"), stage_settings(steps=3)
+    moe = Moe(experts=4, bias_rate=0.01, balance=0.2)
+    model = settings.model.model_copy(update={"kind": "llama", "moe": moe, "multi_token": MultiToken(weight=0.5), "dropout": 0.0})
+    inputs = {name: artifact.path for name, artifact in home.pretrain_inputs().items()}
+    config = PretrainConfig(model=model, pretrain=settings.pretrain)
+    run_here(pretrain, config, tmp_path / "base", inputs, settings.runtime)
+    inputs = {"base": tmp_path / "base", "shards": home.chats.path}
+    run_here(sft, SftConfig(sft=settings.sft), tmp_path / "tuned", inputs, settings.runtime)
+    lines = [json.loads(line)["metrics"] for line in (tmp_path / "tuned" / "run" / "metrics.jsonl").read_text().splitlines()]
+    logged = [line for line in lines if "loss" in line]
+    assert logged
+    for m in logged:
+        assert m["loss"] == pytest.approx(m["loss_ce1"] + 0.5 * m["loss_ce2"] + 0.2 * m["loss_balance"], abs=1e-6)
+    biases = [
+        {name: t for name, t in load_file(tmp_path / stage / "model" / "model.safetensors").items() if "correction" in name}
+        for stage in ("base", "tuned")
+    ]
+    assert {*biases[0]} == {*biases[1]} and len(biases[0]) == 2
+    assert not same(*biases), biases
+
+
+# --- Muon ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(3, 6, 4), (3, 4, 6)])
+def test_stacked_matrices_get_what_muon_gives_each(shape: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    stack = nn.Parameter(torch.randn(shape, generator=generator))
+    singles = [nn.Parameter(matrix.clone()) for matrix in stack.detach()]
+    settings: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.2}
+    ours, theirs = Muon([stack], **settings), torch.optim.Muon(singles, momentum=MOMENTUM, **settings)
+    for _ in range(3):
+        stack.grad = torch.randn(shape, generator=generator)
+        for single, gradient in zip(singles, stack.grad, strict=True):
+            single.grad = gradient.clone()
+        ours.step()
+        theirs.step()
+    assert distance({"w": torch.stack([p.detach() for p in singles])}, {"w": stack.detach()}) < 0.02  # bf16 inside

@@ -1,0 +1,286 @@
+"""`ttrain artifacts` that verify, adopt, list and show."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.artifact_home import DAY, LONG_AGO, Home, keys, older, printed
+
+from ttrain.config.loading import load
+from ttrain.core.files import read_json, write_json
+from ttrain.core.hashing import digest_of
+from ttrain.errors import ArtifactError, UsageError
+from ttrain.flows.full import full
+from ttrain.pipeline import artifact_commands
+from ttrain.pipeline.plan import key_of, plan
+from ttrain.pipeline.recipe import Planned
+from ttrain.store import runs
+from ttrain.store.artifacts import ArtifactStore
+from ttrain.store.layout import Artifact, write_manifest
+
+# --- verify -------------------------------------------------------------------------------------------------------------
+
+
+def flip(path: Path) -> None:
+    """As a disk may do: other bytes, nothing else tells."""
+    stat = path.stat()
+    path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+def test_verify_notices_what_a_hit_cannot(user_home: Home, capsys: pytest.CaptureFixture[str]) -> None:
+    whole, rotten = user_home.publish("sft", "whole"), user_home.publish("sft", "rotten")
+    assert "2 artifacts" in printed(capsys, "artifacts", "verify")
+    flip(rotten.path / "model" / "weights.bin")
+    assert user_home.store.find("sft", rotten.key), "a hit looks at sizes and times"
+    told = json.loads(printed(capsys, "artifacts", "verify", "--json", code=1))
+    assert [(one["key"], one["problems"]) for one in told["damaged"]] == [
+        (rotten.key, ["model/weights.bin was altered after it was published"])
+    ]
+    text = printed(capsys, "artifacts", "verify", "sft", "--set-aside", code=1)
+    assert rotten.key[:12] in text
+    assert user_home.keys == keys(whole)
+    assert "none damaged" in printed(capsys, "artifacts", "verify", "sft")
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (lambda path: (path / "model/weights.bin").unlink(), "cannot be read"),
+        (lambda path: (path / "model/weights.bin").write_bytes(b"x"), "has 1 bytes"),
+        (
+            lambda path: write_manifest(
+                path, {**read_json(path / "manifest.json"), "ingredients": {"files": {}, "settings": {"name": "other"}}}
+            ),
+            "made of other things",
+        ),
+    ],
+    ids=["missing", "short", "manifest"],
+)
+def test_verify_names_each_kind_of_damage(user_home: Home, harm: Callable[[Path], None], said: str) -> None:
+    artifact = user_home.publish("sft", "x")
+    assert artifact_commands.verify(artifact) == []
+    harm(artifact.path)
+    (again,) = user_home.store.everything()
+    (problem,) = artifact_commands.verify(again)
+    assert said in problem
+
+
+def alter(manifest: Path, **values: Any) -> None:
+    """As a manifest of an earlier version may have been: it has no digest of itself."""
+    told = {**read_json(manifest), **values}
+    del told["manifest_sha256"]
+    manifest.write_text(json.dumps(told))  # half a pair is an escape in it
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (lambda manifest: manifest.unlink(), "manifest.json is missing"),
+        (lambda manifest: os.truncate(manifest, 40), "manifest.json cannot be read: "),
+        (lambda manifest: manifest.write_text("[" * 100_000), "manifest.json cannot be read: it is nested too deeply"),
+        (lambda manifest: manifest.write_text("[]"), "manifest.json is not one that this version of ttrain writes"),
+        (lambda manifest: write_json(manifest, {"format": 1}), "manifest.json lacks what every artifact has"),
+        (lambda manifest: alter(manifest, note="\ud800"), "manifest.json cannot be read: it holds half a surrogate pair"),
+        (lambda manifest: alter(manifest, provenance=3), "manifest.json lacks what every artifact has"),
+        (lambda manifest: alter(manifest, provenance={"settings": 3}), "manifest.json lacks what every artifact has"),
+        (lambda manifest: alter(manifest, ingredients={"inputs": []}), "manifest.json lacks what every artifact has"),
+        (lambda manifest: alter(manifest, inputs={"base": 3}), "manifest.json lacks what every artifact has"),
+        (lambda manifest: alter(manifest, inputs={"base": {"key": "k"}}), "manifest.json lacks what every artifact has"),
+        (lambda manifest: alter(manifest, absent=3), "manifest.json lacks what every artifact has"),
+        (
+            lambda manifest: write_json(manifest, {**read_json(manifest), "result": {"loss": 1.4}}),
+            "manifest.json was altered after it was written",
+        ),
+    ],
+    ids=[
+        *("missing", "truncated", "nested", "another value", "empty", "surrogate", "provenance", "settings", "ingredients"),
+        *("inputs", "input without a stage", "absent", "another figure"),
+    ],
+)
+def test_an_artifact_whose_manifest_is_damaged_is_named_by_list_and_verify(
+    user_home: Home, capsys: pytest.CaptureFixture[str], harm: Callable[[Path], None], said: str
+) -> None:
+    whole, harmed = user_home.publish("sft", "whole"), user_home.publish("sft", "harmed")
+    harm(harmed.path / "manifest.json")
+    assert user_home.store.find("sft", harmed.key) is None
+    rows = json.loads(printed(capsys, "artifacts", "list", "--json"))
+    assert {(row["key"], row["state"].startswith(f"damaged: {said}")) for row in rows} == {
+        (whole.key, False), (harmed.key, True)
+    }  # fmt: skip
+    told = json.loads(printed(capsys, "artifacts", "verify", "--json", code=1))
+    (entry,) = told["damaged"]
+    assert (told["artifacts"], entry["key"]) == (2, harmed.key) and entry["problems"][0].startswith(said)
+    assert ": 1 damaged; moved to replaced" in printed(capsys, "artifacts", "verify", "--set-aside", code=1)
+    assert not harmed.path.exists() and "1 artifacts" in printed(capsys, "artifacts", "verify")
+
+
+def test_verify_names_what_was_made_from_damaged_bytes_and_sets_it_aside_too(
+    user_home: Home, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = user_home.publish("pretrain", "base")
+    sft = user_home.publish("sft", "sft", base=base)
+    user_home.publish("lora", "lora", base=sft)
+    flip(base.path / "model" / "weights.bin")
+    told = json.loads(printed(capsys, "artifacts", "verify", "--json", code=1))
+    assert [entry["stage"] for entry in told["damaged"]] == ["pretrain"]
+    assert {entry["stage"]: entry["problems"] for entry in told["suspects"]} == {
+        "sft": [f"made from pretrain {base.key[:12]} without a look at its digests"],
+        "lora": [f"made from sft {sft.key[:12]}, which may be wrong"],
+    }
+    text = printed(capsys, "artifacts", "verify", "--set-aside", code=1)
+    assert "1 damaged, 2 that depend on them and may be wrong; moved to replaced" in text
+    assert user_home.store.everything() == []
+
+
+# --- adopt --------------------------------------------------------------------------------------------------------------
+
+
+class Pipeline:
+    """A home where the first stages of `full` are finished, as if made by other code than today's."""
+
+    def __init__(self, directory: Path) -> None:
+        self.data, self.store = directory / "data", ArtifactStore(directory / "home")
+        self.data.mkdir()
+        for name in ("documents", "chats", "domain"):
+            (self.data / f"{name}.jsonl").write_text('{"text": "a"}\n')
+
+    @property
+    def overrides(self) -> list[str]:
+        files = {"pretrain": "documents", "sft": "chats", "lora": "domain"}
+        return [f"data.{name}={self.data / file}.jsonl" for name, file in files.items()]
+
+    def plan(self, *overrides: str) -> dict[str, Planned]:
+        settings = load([*self.overrides, *overrides], environment={}).settings
+        return {planned.stage.name: planned for planned in plan(full, settings, self.store)}
+
+    def publish(self, planned: Planned, **ingredients: Any) -> Artifact:
+        """What the plan would build, but made of these other ingredients."""
+        made = {**planned.ingredients, **ingredients}
+        key = key_of(made)
+        output = self.store.work(planned.stage.name, key) / "output"
+        output.mkdir(parents=True)
+        (output / "tokenizer.json").write_text("{}")
+        rest = {"result": {}, "inputs": {}, "seconds": 1.0, "provenance": {"libraries": {"torch": "2.12"}}}
+        return self.store.publish(planned.stage.name, key, output, {**rest, "ingredients": made})
+
+
+@pytest.fixture
+def pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pipeline:
+    monkeypatch.setenv("TTRAIN_HOME", str(tmp_path / "home"))
+    return Pipeline(tmp_path)
+
+
+def test_what_differs_in_code_alone_is_kept_under_the_new_key_and_says_so(
+    pipeline: Pipeline, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planned = pipeline.plan()["tokenizer"]
+    old = pipeline.publish(planned, code=older(planned))
+    assert pipeline.plan()["tokenizer"].state == "run"
+    text = printed(capsys, "artifacts", "adopt", "tokenizer", old.key[:8], *pipeline.overrides)
+    assert "module ttrain.data.tokenizer changed" in text
+    after = pipeline.plan()["tokenizer"]
+    assert (after.state, after.key) == ("cached", planned.key)
+    assert after.why[0].startswith(f"adopted from {old.key[:12]}, although module ttrain.data.tokenizer changed")
+    assert after.artifact is not None
+    (entry,) = after.artifact.manifest["adopted"]
+    assert entry["key"] == old.key
+    assert entry["differences"][0] == "module ttrain.data.tokenizer changed"
+    assert after.artifact.manifest["provenance"] == old.manifest["provenance"], "it is still the work of that day"
+    assert after.artifact.content == old.content
+    assert (after.artifact.path / "tokenizer.json").samefile(old.path / "tokenizer.json")
+    assert pipeline.store.find("tokenizer", old.key) == old
+    assert artifact_commands.verify(after.artifact) == []
+    assert after.artifact.key == pipeline.store.latest("tokenizer").key
+    with pytest.raises(UsageError, match="nothing to adopt"):
+        artifact_commands.adopt(pipeline.store, after, after.artifact.key)
+
+
+def test_what_was_adopted_before_tells_all_of_its_past(pipeline: Pipeline) -> None:
+    planned = pipeline.plan()["tokenizer"]
+    first = pipeline.publish(planned, code=older(planned))
+    between = {**planned.ingredients, "code": {**older(planned), "ttrain.data.records": digest_of("older")}}
+    second = artifact_commands.adopt(
+        pipeline.store, Planned(planned.stage, "run", (), key_of(between), None, between), first.key
+    )
+    third = artifact_commands.adopt(pipeline.store, planned, second.key)
+    assert [entry["key"] for entry in third.manifest["adopted"]] == [first.key, second.key]
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"settings": {"tokenizer.vocab_size": 7}}, "tokenizer.vocab_size: 7 → "),
+        ({"files": {"train": [{"name": "documents.jsonl", "sha256": "0" * 64}]}}, "train file documents.jsonl changed"),
+        ({"inputs": {"source": "0" * 64}}, "input source"),
+        ({"arguments": {"kind": "other"}}, "argument kind"),
+    ],
+    ids=["settings", "files", "inputs", "arguments"],
+)
+def test_what_differs_in_more_than_code_is_refused_with_the_difference(
+    pipeline: Pipeline, changed: dict[str, Any], said: str
+) -> None:
+    planned = pipeline.plan()["tokenizer"]
+    old = pipeline.publish(planned, code=older(planned), **changed)
+    with pytest.raises(UsageError, match="more than code differs") as error:
+        artifact_commands.adopt(pipeline.store, planned, old.key)
+    assert said in str(error.value)
+    assert "module" not in str(error.value)
+    assert pipeline.plan()["tokenizer"].state == "run"
+
+
+def test_a_damaged_artifact_is_not_adopted(pipeline: Pipeline) -> None:
+    planned = pipeline.plan()["tokenizer"]
+    old = pipeline.publish(planned, code=older(planned))
+    flip(old.path / "tokenizer.json")
+    with pytest.raises(ArtifactError, match=r"tokenizer\.json was altered"):
+        artifact_commands.adopt(pipeline.store, planned, old.key)
+
+
+def test_a_stage_whose_inputs_are_to_be_built_first_cannot_adopt_yet(pipeline: Pipeline) -> None:
+    with pytest.raises(UsageError, match="waits for pretrain, shards-sft"):
+        artifact_commands.adopt(pipeline.store, pipeline.plan()["sft"], "abc")
+
+
+# --- list, show, path -----------------------------------------------------------------------------------------------------
+
+
+def test_the_list_names_state_size_and_the_newest_run_of_each_and_what_could_go_on(
+    user_home: Home, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, broken = user_home.publish("sft", "whole"), user_home.publish("sft", "broken", age=2 * LONG_AGO)
+    (broken.path / "model" / "weights.bin").unlink()
+    user_home.run(whole, age=DAY)
+    user_home.run(whole)
+    work = user_home.work("pretrain", "a" * 64)
+    write_json(work / "ingredients.json", {"stage": "pretrain"})
+    found = json.loads(printed(capsys, "artifacts", "list", "--json"))
+    assert [(row["key"], row["state"].partition(":")[0]) for row in found] == [
+        (whole.key, "finished"),
+        (broken.key, "damaged"),
+        ("a" * 64, "unfinished at step 7"),
+    ]
+    assert found[0]["run"] == runs.history(user_home.store.root)[0]["run"]
+    assert found[0]["bytes"] == 5000
+    assert json.loads(printed(capsys, "artifacts", "list", "lora", "--json")) == []
+    assert "2 artifacts" in printed(capsys, "artifacts", "list", "sft")
+
+
+def test_an_artifact_is_found_by_the_beginning_of_its_key(user_home: Home, capsys: pytest.CaptureFixture[str]) -> None:
+    made = [user_home.publish("sft", str(number), age=(20 - number) * DAY) for number in range(17)]
+    assert printed(capsys, "artifacts", "path", "sft") == f"{made[-1].path}\n"
+    assert printed(capsys, "artifacts", "path", "sft", made[0].key[:10]) == f"{made[0].path}\n"
+    shown = json.loads(printed(capsys, "artifacts", "show", "sft", made[0].key[:10], "--json"))
+    assert (shown["key"], shown["damage"], shown["result"]) == (made[0].key, None, {"loss": 1.5})
+    assert made[0].key in printed(capsys, "artifacts", "show", "sft", made[0].key[:10])
+    twice = next(letter for letter in "0123456789abcdef" if sum(one.key[0] == letter for one in made) > 1)
+    for prefix, said in (("xyz", "sft has no artifact with the key 'xyz'"), (twice, "is the beginning of")):
+        with pytest.raises(UsageError, match=said):
+            artifact_commands.find_artifact(user_home.store, "sft", prefix)
+    with pytest.raises(UsageError, match="there is no stage 'stf'"):
+        artifact_commands.find_artifact(user_home.store, "stf")

@@ -1,0 +1,125 @@
+"""A user's home with artifacts, for the commands about them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ttrain.cli.main import main
+from ttrain.core.files import read_json, write_json
+from ttrain.core.hashing import digest_of
+from ttrain.nightly import records
+from ttrain.pipeline import garbage_collection
+from ttrain.pipeline.plan import key_of
+from ttrain.pipeline.recipe import Planned
+from ttrain.pipeline.stage_worker import JOB
+from ttrain.store import runs
+from ttrain.store.artifacts import ArtifactStore
+from ttrain.store.layout import Artifact, write_manifest
+
+DAY = 86400
+
+
+LONG_AGO = 100 * DAY
+
+
+class Home:
+    """A home with artifacts and runs of any age; what stages leave is a file with its key's name in it."""
+
+    def __init__(self, root: Path) -> None:
+        self.store = ArtifactStore(root)
+
+    def publish(self, stage: str, name: str, age: float = LONG_AGO, **inputs: Artifact) -> Artifact:
+        """An artifact whose key is that of its ingredients, which have the name among their settings."""
+        ingredients = {"stage": stage, "arguments": {}, "settings": {"name": name}, "inputs": {}, "files": {}, "code": {}}
+        key = key_of(ingredients)
+        output = self.store.work(stage, key) / "output"
+        (output / "model").mkdir(parents=True)
+        (output / "model" / "weights.bin").write_bytes(name.encode() * 1000)
+        manifest = {
+            "result": {"loss": 1.5},
+            "ingredients": ingredients,
+            "inputs": {of: {"stage": a.stage, "key": a.key, "content": a.content} for of, a in inputs.items()},
+            "seconds": 1.0,
+            "provenance": {"libraries": {"torch": "2.13"}},
+        }
+        made = self.store.publish(stage, key, output, manifest)
+        shutil.rmtree(self.store.work(stage, key))
+        write_manifest(made.path, {**made.manifest, "published": time.time() - age})
+        found = self.store.find(stage, key)
+        assert found is not None
+        return found
+
+    def run(self, *made: Artifact, age: float = 0.0, outcome: str = "completed", **pending: str) -> runs.RunRecord:
+        """A run that made or used these; `pending`: outcome of a further stage, by its name."""
+        record = runs.RunRecord(self.store.root, "full", [*(a.stage for a in made), *pending], {})
+        for artifact in made:
+            record.stage(artifact.stage, outcome="completed", key=artifact.key)
+        for stage, state in pending.items():
+            record.stage(stage, outcome=state)
+        began = time.time() - age
+        record.note(outcome=outcome, started_unix=began, started=datetime.fromtimestamp(began, UTC).isoformat())
+        name = f"full-{datetime.fromtimestamp(began, UTC):%Y%m%d-%H%M%S}-{record.run[-4:]}"
+        told = {**read_json(record.path), "run": name}
+        record.path.unlink()
+        write_json(self.store.root / "runs" / f"{name}.json", told)
+        return record
+
+    def work(self, stage: str, key: str, age: float = LONG_AGO, reads: Mapping[str, Artifact] | None = None) -> Path:
+        """Unfinished work with a saved state, laid out to read these artifacts."""
+        work = self.store.work(stage, key)
+        state = work / "output" / "checkpoints" / "step-7" / "state.json"
+        state.parent.mkdir(parents=True)
+        state.write_text("{}")
+        inputs = {name: str(artifact.path) for name, artifact in (reads or {}).items()}
+        write_json(work / JOB, {"inputs": inputs, "reuse": [], "start_from": None})
+        for path in [work, *work.rglob("*")]:
+            os.utime(path, (time.time() - age, time.time() - age))
+        return work
+
+    def clean(
+        self, registered: Any = (), keep: int = 1, days: float = 14, *, dry_run: bool = False
+    ) -> garbage_collection.CleanupResult:
+        return garbage_collection.clean(
+            self.store,
+            registered,
+            keep_runs=keep,
+            older_than_days=days,
+            needed_by_nights=records.needed_keys,
+            dry_run=dry_run,
+        )
+
+    @property
+    def keys(self) -> set[str]:
+        return {artifact.key for artifact in self.store.everything()}
+
+
+@pytest.fixture
+def user_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Home:
+    monkeypatch.setenv("TTRAIN_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    return Home(tmp_path / "home")
+
+
+def keys(*made: Artifact) -> set[str]:
+    return {artifact.key for artifact in made}
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
+    """What the command prints; it must end with the code."""
+    with pytest.raises(SystemExit) as ended:
+        main(list(arguments))
+    assert (ended.value.code or 0) == code, capsys.readouterr()
+    return capsys.readouterr().out
+
+
+def older(planned: Planned) -> dict[str, str]:
+    """The code of a stage before one of its modules was changed."""
+    return {**planned.ingredients["code"], "ttrain.data.tokenizer": digest_of("old")}

@@ -1,0 +1,61 @@
+"""Tiny mixtures of experts, and rows for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from support.doubles import (
+    NumberedRows,
+    tiny_model,
+)
+from torch import nn
+
+from ttrain.data.packing import Batch
+from ttrain.train.moe import Routers
+
+KINDS: dict[str, dict[str, Any]] = {
+    "mixtral": {"kind": "llama", "moe": {"experts": 4}},
+    "qwen3_moe": {"kind": "qwen3", "moe": {"experts": 4}},
+    "ernie4_5_moe": {"kind": "llama", "moe": {"experts": 4, "shared_experts": 1, "bias_rate": 0.01}},
+    "glm4_moe": {"kind": "qwen3", "moe": {"experts": 4, "shared_experts": 1, "bias_rate": 0.01}},
+}
+
+
+BIASED = ("ernie4_5_moe", "glm4_moe")
+
+
+def tiny_moe(kind: str, **more: Any) -> Any:
+    """Two layers with four experts each, of which a token visits two; `more` are other settings of the experts."""
+    settings = KINDS[kind]
+    return tiny_model(kind=settings["kind"], moe={**settings["moe"], **more})
+
+
+def blocks(model: nn.Module) -> list[Any]:
+    """The layers' parts that hold a router and its experts."""
+    return [module for module in model.modules() if hasattr(module, "gate") and hasattr(module, "experts")]
+
+
+# --- what is counted and added to the loss ------------------------------------------------------------------------------
+
+
+def padded_rows(count: int = 6) -> Batch:
+    """Rows of sixteen tokens whose last ones are padding, a different number in each; row 4 has no target."""
+    batch = NumberedRows(count).batch(range(count))
+    for row in range(count):
+        batch.segments_BT[row, 16 - row :] = -1
+        batch.labels_BT[row, 16 - row :] = -100
+    batch.labels_BT[4] = -100
+    return batch
+
+
+def spread_routers(model: Any) -> Any:
+    """Routers that prefer some experts, and biases that are not zero."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for block in blocks(model):
+            block.gate.weight.normal_(0.0, 1.0, generator=generator)
+        for bias in Routers(model).biases:
+            if bias is not None:
+                bias.normal_(0.0, 0.1, generator=generator)
+    return model
