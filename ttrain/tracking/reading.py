@@ -267,12 +267,13 @@ def _stages_from_tags(parent: StoredRun | None, children: Mapping[str, StoredRun
     return sorted(stages.values(), key=lambda stage: children[stage["name"]].started if stage["name"] in children else 0.0)
 
 
-def _tracked_id(record: Mapping[str, Any]) -> str | None:
+def _tracked_id(record: Mapping[str, Any]) -> Any:
     return (record.get("tracking") or {}).get("run_id")
 
 
 def _maker_in(manifest: Mapping[str, Any]) -> str | None:
-    return manifest.get("provenance", {}).get("run")
+    maker: str | None = manifest.get("provenance", {}).get("run")
+    return maker
 
 
 def _outcome(run: StoredRun | None) -> str:
