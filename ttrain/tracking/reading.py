@@ -25,7 +25,7 @@ from ttrain.tracking import delivery
 from ttrain.tracking.calls import first_line
 from ttrain.tracking.champions import decision_metrics
 from ttrain.tracking.client import tracking_uri
-from ttrain.tracking.database import database_of
+from ttrain.tracking.database import is_missing
 from ttrain.tracking.mlflow_source import LocalCopies, MlflowSource, StoredRun
 from ttrain.tracking.model_sets import KIND, SET
 from ttrain.tracking.registry import find_version
@@ -87,8 +87,7 @@ class _RunReader:
     @cached_property
     def _source(self) -> MlflowSource | None:
         """MLflow, opened at the first question; None if it is not to be asked, or cannot be."""
-        uri, own = tracking_uri(self._home), f"sqlite:///{database_of(self._home)}"
-        if self._asks and uri == own and not database_of(self._home).exists():
+        if self._asks and is_missing(tracking_uri(self._home), self._home):
             self._notes.append("nothing is in MLflow yet: taken from the home's records and artifacts")
         elif self._asks:
             try:
@@ -116,7 +115,7 @@ class _RunReader:
         )
 
     def _find(self, text: str) -> _Match:
-        if (name := references.matching_run(text, self._names)) and (record := runs.read(self._home, name)):
+        if (name := references.matching(text, self._names)) and (record := runs.read(self._home, name)):
             return _Match(record, _tracked_id(record))
         if RUN_ID.fullmatch(text) and (match := self._with_id(text)):
             return match
