@@ -130,6 +130,11 @@ def unknown(
     return UsageError(f"{subject}{hint}; {there}{also}")
 
 
+def ambiguous(text: str, kind: str, names: Sequence[str]) -> UsageError:
+    """The error about the beginning of several names; `kind`: what they name."""
+    return UsageError(f"'{text}' is the beginning of {len(names)} {kind}: {listed(names)}; write more of it")
+
+
 def listed(names: Sequence[str], shown: int = LISTED) -> str:
     """The first names, and dots if there are more."""
     return ", ".join(names[:shown]) + (", ..." if len(names) > shown else "")

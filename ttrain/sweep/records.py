@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ttrain.core.files import exclusive, read_json, write_json
+from ttrain.core.files import exclusive, read_object, write_json
 from ttrain.core.hashing import digest_of
 from ttrain.errors import UsageError
 from ttrain.store import references, runs
@@ -70,11 +70,11 @@ class Sweep:
         """Lock of the one process that works on a sweep. Raises UsageError where another holds it."""
 
         def taken() -> None:
-            process = (read_json(self.path / FILE) or self._data)["process"]
+            process = (read_object(self.path / FILE) or self._data)["process"]
             raise UsageError(f"the sweep {self.name} is running in process {process['pid']} on {process['host']}")
 
         with exclusive(self.path / "lock", waiting=taken):
-            self._data = read_json(self.path / FILE) or self._data  # as the holder before has left it
+            self._data = read_object(self.path / FILE) or self._data  # as the holder before has left it
             yield
 
 
@@ -105,8 +105,8 @@ def begin(home: Path, request: Mapping[str, Any], ingredients: Mapping[str, Any]
 
 def list_sweeps(home: Path) -> list[Sweep]:
     """All sweeps, the newest first."""
-    records = ((path.parent, read_json(path)) for path in (home / DIRECTORY).glob(f"*/{FILE}"))
-    sweeps = [Sweep(path, data) for path, data in records if isinstance(data, dict) and "asked" in data]
+    records = ((path.parent, read_object(path)) for path in (home / DIRECTORY).glob(f"*/{FILE}"))
+    sweeps = [Sweep(path, data) for path, data in records if "asked" in data]
     return sorted(sweeps, key=lambda sweep: sweep.name, reverse=True)
 
 
