@@ -39,9 +39,8 @@ from ttrain.tracking.registered_models import registered_keys as _registered_key
 from ttrain.tracking.registry import CHAMPION, find_version
 from ttrain.tracking.runs import ID as IDENTITY
 from ttrain.tracking.runs import TrackedRun
-from ttrain.tracking.sync import MetricsFollower, UndeliveredRun
+from ttrain.tracking.sync import MetricsFollower, UndeliveredRun, undelivered_runs
 from ttrain.tracking.sync import sync as _sync
-from ttrain.tracking.sync import undelivered_runs as _waiting
 from ttrain.tracking.tracker import MlflowStore, open_reader
 from ttrain.tracking.views import Point, RunView
 
@@ -274,11 +273,6 @@ def registered_keys(home: Path) -> frozenset[str]:
     silence()
     home = home.resolve()
     return _registered_keys(home, tracking_uri(home)) | undelivered_keys(home)
-
-
-def undelivered_runs(home: Path, run: str | None = None) -> list[UndeliveredRun]:
-    """Runs with data that MLflow has yet to receive, all or one; imports no MLflow. Raises UsageError for an unknown run."""
-    return _waiting(home, run)
 
 
 def sync(
