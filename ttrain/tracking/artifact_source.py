@@ -178,7 +178,7 @@ def _is_whole(manifest: Mapping[str, Any], stage: str, key: str, sizes: Mapping[
 
     `sizes`: bytes of each file of the artifact.
     """
-    paths = [PurePosixPath(name) for name in Artifact(stage, key, Path(), manifest).files_of(())]
-    if any(path.is_absolute() or ".." in path.parts for path in paths):
+    names = Artifact(stage, key, Path(), manifest).files_of(())
+    if any(PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts for name in names):
         return False
-    return all(sizes.get(str(path)) == manifest["files"][str(path)]["bytes"] for path in paths)
+    return all(sizes.get(str(PurePosixPath(name))) == manifest["files"][name]["bytes"] for name in names)
