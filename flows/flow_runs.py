@@ -22,6 +22,7 @@ from ttrain.pipeline.stop_request import SIGNALLED
 from ttrain.store.runs import is_alive, process_started
 
 if TYPE_CHECKING:
+    from prefect.client.orchestration import SyncPrefectClient
     from prefect.client.schemas.objects import FlowRun
 
 TAG: Final = "ttrain"
@@ -43,20 +44,26 @@ UNFINISHED: Final = "Unfinished"
 FINAL_STATES: Final = ("Completed", "Failed", "TimedOut", "Cancelled", "Crashed", UNFINISHED, *NIGHT_STATES.values())
 
 
+def sync_client() -> SyncPrefectClient:
+    """A client of the Prefect server that the environment names."""
+    from prefect.client.orchestration import get_client
+
+    return get_client(sync_client=True)
+
+
 def label_with_process(home: Path, record: str = "") -> None:
     """Label the current flow run with its process and machine, and with the name of its `record`.
 
     Task runs that an earlier attempt left running have ended, whatever ended it: this attempt has begun no task yet.
     """
-    from prefect.client.orchestration import get_client
-    from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
+    from prefect.client.schemas.filters import FlowRunFilter
 
     run, pid = current_flow_run(), os.getpid()
     process = {LABEL_PID: pid, LABEL_STARTED: process_started(pid) or 0.0, LABEL_TRY: run.run_count, LABEL_RUN: record}
-    with get_client(sync_client=True) as client:
+    with sync_client() as client:
         client.update_flow_run_labels(run.id, {**machine_labels(home), **process})
         if run.run_count > 1:
-            _end_tasks(client, FlowRunFilter(id=FlowRunFilterId(any_=[run.id])))
+            _end_tasks(client, FlowRunFilter.model_validate({"id": {"any_": [run.id]}}))
 
 
 def forbid_retries() -> None:
@@ -64,11 +71,9 @@ def forbid_retries() -> None:
 
     A retry in the UI or by the API starts it again nevertheless.
     """
-    from prefect.client.orchestration import get_client
-
     run = current_flow_run()
     policy = run.empirical_policy.model_copy(update={"retries": 0})
-    with get_client(sync_client=True) as client:
+    with sync_client() as client:
         client.update_flow_run(run.id, empirical_policy=policy)
 
 
@@ -86,35 +91,30 @@ def mark_crashed_runs(home: Path) -> list[str]:
 
     Also marks the task runs of flow runs that the runner or the server marked, which leave task runs as they are.
     """
-    from prefect.client.orchestration import get_client
-    from prefect.client.schemas import filters
-    from prefect.client.schemas.objects import StateType
+    from prefect.client.schemas.filters import FlowRunFilter
     from prefect.states import Crashed
 
-    unfinished = [StateType.RUNNING, StateType.PENDING, StateType.CANCELLING]
+    def of_ours(*states: str) -> FlowRunFilter:
+        return FlowRunFilter.model_validate({"tags": {"all_": [TAG]}, "state": {"type": {"any_": states}}})
+
     marked = []
-    with contextlib.suppress(Exception), get_client(sync_client=True) as client:  # best effort, never a reason to fail
-        states = filters.FlowRunFilterState(type=filters.FlowRunFilterStateType(any_=unfinished))
-        tagged = filters.FlowRunFilterTags(all_=[TAG])
-        for run in client.read_flow_runs(flow_run_filter=filters.FlowRunFilter(tags=tagged, state=states)):
+    with contextlib.suppress(Exception), sync_client() as client:  # best effort, never a reason to fail
+        for run in client.read_flow_runs(flow_run_filter=of_ours("RUNNING", "PENDING", "CANCELLING")):
             if not (has_ended(run, home) or is_process_gone(run.labels, run.run_count, home) or never_began(run, home)):
                 continue
             with contextlib.suppress(Exception):  # one that cannot be marked does not stop the others
                 client.set_flow_run_state(run.id, Crashed(message="its process is gone"), force=True)
                 marked.append(run.name)
-        crashed = filters.FlowRunFilterState(type=filters.FlowRunFilterStateType(any_=[StateType.CRASHED]))
-        _end_tasks(client, filters.FlowRunFilter(tags=tagged, state=crashed))
+        _end_tasks(client, of_ours("CRASHED"))
     return marked
 
 
 def _end_tasks(client: Any, flow_runs: Any) -> None:
     """Mark as Crashed the task runs of these flow runs that Prefect takes for unfinished."""
-    from prefect.client.schemas import filters
-    from prefect.client.schemas.objects import StateType
+    from prefect.client.schemas.filters import TaskRunFilter
     from prefect.states import Crashed
 
-    unfinished = filters.TaskRunFilterStateType(any_=[StateType.RUNNING, StateType.PENDING, StateType.SCHEDULED])
-    tasks = filters.TaskRunFilter(state=filters.TaskRunFilterState(type=unfinished))
+    tasks = TaskRunFilter.model_validate({"state": {"type": {"any_": ["RUNNING", "PENDING", "SCHEDULED"]}}})
     for task_run in client.read_task_runs(flow_run_filter=flow_runs, task_run_filter=tasks):
         client.set_task_run_state(task_run.id, Crashed(message="its process is gone"), force=True)
 
@@ -199,8 +199,6 @@ def watching_for_cancellation(execution: PipelineRun) -> Iterator[None]:
 
     Prefect's runner sends SIGTERM to the runs that it started; this handles the others, and sets the reason of all.
     """
-    from prefect.client.orchestration import get_client
-
     run, done = current_flow_run(), threading.Event()
 
     def is_cancelled(client: Any) -> bool:
@@ -209,7 +207,7 @@ def watching_for_cancellation(execution: PipelineRun) -> Iterator[None]:
 
     def watch() -> None:
         while not done.wait(WATCH_SECONDS):
-            with contextlib.suppress(Exception), get_client(sync_client=True) as client:  # ends when the server is away
+            with contextlib.suppress(Exception), sync_client() as client:  # ends when the server is away
                 while not is_cancelled(client):  # opening a client costs ten times as much as a request
                     if done.wait(WATCH_SECONDS):
                         return
@@ -222,6 +220,6 @@ def watching_for_cancellation(execution: PipelineRun) -> Iterator[None]:
     finally:
         done.set()
         if execution.signum and execution.stop_reason == SIGNALLED:  # the runner's signal came first, maybe
-            with contextlib.suppress(Exception), get_client(sync_client=True) as client:
+            with contextlib.suppress(Exception), sync_client() as client:
                 if is_cancelled(client):
                     execution.stop_reason = CANCELLED

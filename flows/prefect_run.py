@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple, final
 from ttrain.config import Auth
 from ttrain.errors import Interrupted, TTrainError, UsageError
 from ttrain.flows import flow_runs, servers
-from ttrain.flows.flow_runs import TAG, current_flow_run, mark_crashed_runs, watching_for_cancellation
+from ttrain.flows.flow_runs import TAG, current_flow_run, mark_crashed_runs, sync_client, watching_for_cancellation
 from ttrain.flows.servers import (
     AUTH_STRING,
     PORT,
@@ -192,7 +192,6 @@ def _run_stages(execution: PipelineRun, recipe: Recipe) -> None:
 def show_decision(table: str, night: str, *, in_flow: bool) -> None:
     """Create a Prefect artifact of a night's decision, a markdown table: of the current flow run of a deployment, else of no
     run, since that of the night's stages has ended."""
-    from prefect.client.orchestration import get_client
     from prefect.client.schemas.actions import ArtifactCreate
 
     run = current_flow_run().id if in_flow else None
@@ -200,7 +199,7 @@ def show_decision(table: str, night: str, *, in_flow: bool) -> None:
     artifact = ArtifactCreate(
         type="markdown", key="decision", description=f"decision of {night}", data=table, flow_run_id=run
     )
-    with best_effort(), get_client(sync_client=True) as client:
+    with best_effort(), sync_client() as client:
         client.create_artifact(artifact)
 
 
@@ -215,12 +214,11 @@ def check_all_completed(execution: PipelineRun, futures: Sequence[Any]) -> None:
 
 def _trainings_are_limited() -> bool:
     """Whether somebody has set a limit on the tag of the stages that train."""
-    from prefect.client.orchestration import get_client
     from prefect.exceptions import ObjectNotFound
 
     from ttrain.tasks.stage import TRAINS
 
-    with best_effort(), get_client(sync_client=True) as client:
+    with best_effort(), sync_client() as client:
         with contextlib.suppress(ObjectNotFound):
             client.read_concurrency_limit_by_tag(TRAINS)
             return True
@@ -229,9 +227,7 @@ def _trainings_are_limited() -> bool:
 
 def _rename(name: str) -> None:
     """Give the flow run of a deployment the name of its night or run."""
-    from prefect.client.orchestration import get_client
-
-    with best_effort(), get_client(sync_client=True) as client:
+    with best_effort(), sync_client() as client:
         client.set_flow_run_name(current_flow_run().id, name)
 
 

@@ -244,18 +244,17 @@ def find_schedule(home: Path, which: str | None) -> Schedule:
 def prefect_client(home: Path) -> Iterator[Any]:
     """A client of the server that PREFECT_API_URL names, that `up` or `serve` runs, or that is started for this alone."""
     wait = prefect_run.begin(home)
-    from prefect.client.orchestration import get_client
-
+    unopened = flow_runs.sync_client()  # imports Prefect while the server starts
     wait()
-    with get_client(sync_client=True) as client:
+    with unopened as client:
         yield client
 
 
 def home_filter(home: Path) -> Any:
     """A filter of the deployments of this home."""
-    from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterTags
+    from prefect.client.schemas.filters import DeploymentFilter
 
-    return DeploymentFilter(tags=DeploymentFilterTags(all_=[TAG, home_tag(home)]))
+    return DeploymentFilter.model_validate({"tags": {"all_": [TAG, home_tag(home)]}})
 
 
 def _deployment(client: Any, full_name: str) -> Any:
@@ -289,7 +288,7 @@ def _unknown_status(schedule: Schedule, on_server: bool | None) -> ScheduleStatu
 
 
 def _status_of(client: Any, home: Path, schedule: Schedule) -> ScheduleStatus:
-    from prefect.client.schemas import filters
+    from prefect.client.schemas.filters import DeploymentFilter, FlowRunFilter
     from prefect.client.schemas.objects import TERMINAL_STATES
     from prefect.client.schemas.sorting import FlowRunSort
 
@@ -298,10 +297,9 @@ def _status_of(client: Any, home: Path, schedule: Schedule) -> ScheduleStatus:
         return _unknown_status(schedule, False)
     crons = [entry.schedule for entry in deployment.schedules if entry.active and hasattr(entry.schedule, "cron")]
     slots = [slot for entry in crons if (slot := _next_slot(entry.cron, entry.timezone or "UTC"))]
-    has_ended = filters.FlowRunFilterState(type=filters.FlowRunFilterStateType(any_=list(TERMINAL_STATES)))
     ended = client.read_flow_runs(
-        deployment_filter=filters.DeploymentFilter(id=filters.DeploymentFilterId(any_=[deployment.id])),
-        flow_run_filter=filters.FlowRunFilter(state=has_ended),
+        deployment_filter=DeploymentFilter.model_validate({"id": {"any_": [deployment.id]}}),
+        flow_run_filter=FlowRunFilter.model_validate({"state": {"type": {"any_": [*TERMINAL_STATES]}}}),
         sort=FlowRunSort.END_TIME_DESC,
         limit=1,
     )

@@ -280,12 +280,12 @@ class ScheduleServer:
 
     async def _cancel_asked(self) -> None:
         """Cancel what the UI wants cancelled, also where Prefect's own observer lost the server for good."""
-        from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
+        from prefect.client.schemas.filters import FlowRunFilter
 
         running = [flow_run_id for flow_run_id in self._running if flow_run_id not in self._stopping_ids]
         if not running:
             return
-        only = FlowRunFilter(id=FlowRunFilterId(any_=running))
+        only = FlowRunFilter.model_validate({"id": {"any_": running}})
         for run in await self._context.client.read_flow_runs(flow_run_filter=only):
             if run.state and run.state.is_cancelling():
                 self._tasks.start_soon(self._context._cancellation_manager.cancel, run)

@@ -17,7 +17,7 @@ from ttrain.flows import recipe
 from ttrain.pipeline.input_files import file_digests
 from ttrain.pipeline.plan import plan
 from ttrain.pipeline.provenance import with_absolute_paths
-from ttrain.pipeline.recipe import Planned, Recipe, Selection, graph_of
+from ttrain.pipeline.recipe import Planned, Recipe, Selection, graph_of, with_dependencies
 from ttrain.pipeline.system_metrics import visible
 from ttrain.reports import facts
 from ttrain.stages import STAGES, Stage
@@ -71,7 +71,7 @@ class SweepRequest:
     def graph(self) -> dict[str, frozenset[str]]:
         """The stages of a trial, each with those that it reads."""
         graph = graph_of(self.recipe(), self.settings(self.first))
-        needed = measure.with_dependencies(self.measure.until, graph)
+        needed = with_dependencies(self.measure.until, graph)
         return {name: inputs for name, inputs in graph.items() if name in needed}
 
     def stages(self) -> tuple[list[str], list[str]]:

@@ -166,7 +166,7 @@ class TrialRunner:
             return
         self.study.report(number, new)
         if self.request.prune and running.is_training and self.study.is_hopeless(number):
-            running.execution.ask_to_stop(signal.SIGTERM, f"{PRUNED}: behind the median of the other trials")
+            running.execution.ask_to_stop(signal.SIGTERM, f"{studies.PRUNED}: behind the median of the other trials")
 
     def _ended(self, running: RunningTrial) -> None:
         self._update_curve(running)
@@ -286,8 +286,6 @@ def _done(trials: Sequence[Trial]) -> int:
 
 NOT_FINITE = "NonFinite"  # the error of a stage whose loss is not finite
 
-PRUNED = "pruned"
-
 
 class RunningTrial:
     """A trial in its thread."""
@@ -312,7 +310,7 @@ class RunningTrial:
         # a BaseException also ends the trial: rich exits where nobody reads its output any more
         if isinstance(self.error, Interrupted) or not isinstance(self.error, Exception):
             stopped = self.execution.stop_reason if self.execution else ""
-            return (studies.PRUNED if stopped.startswith(PRUNED) else studies.RUNNING), None, None
+            return (studies.PRUNED if stopped.startswith(studies.PRUNED) else studies.RUNNING), None, None
         diverged = isinstance(self.error, StageFailed) and self.error.kind == NOT_FINITE
         return (studies.DIVERGED if diverged else studies.FAILED), None, str(self.error)
 

@@ -23,7 +23,7 @@ from ttrain.errors import UsageError
 from ttrain.flows.full import full
 from ttrain.loggers import callback
 from ttrain.loggers.callback import Loggers
-from ttrain.loggers.process import LoggerState
+from ttrain.loggers.service import LoggerState
 from ttrain.pipeline.plan import plan
 from ttrain.stages.callbacks import description
 from ttrain.store.artifacts import ArtifactStore

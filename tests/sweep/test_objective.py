@@ -133,15 +133,15 @@ def test_the_same_command_is_the_same_sweep_until_a_question_the_data_or_the_cod
 
 
 def test_a_sweep_is_named_by_a_part_of_its_name_and_one_process_has_it(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"there is no sweep in .* yet; begin one with"):
+    with pytest.raises(UsageError, match=r"there is no sweep 'latest'; there is none yet, begin with `ttrain sweep full"):
         records.find_sweep(tmp_path)
     found = asked(LR)
     first, second = (records.begin(tmp_path, found.to_json(), {}) for _ in range(2))
     assert records.find_sweep(tmp_path, first.name[-5:]).name == first.name
     assert records.find_sweep(tmp_path).name == second.name
-    with pytest.raises(UsageError, match="means several sweeps"):
+    with pytest.raises(UsageError, match="'sweep-' is the beginning or end of 2 sweeps: "):
         records.find_sweep(tmp_path, "sweep-")
-    with pytest.raises(UsageError, match=f"'yesterday' is not a sweep; the newest are: {second.name}, {first.name}"):
+    with pytest.raises(UsageError, match=f"there is no sweep 'yesterday'; there are {second.name}, {first.name}"):
         records.find_sweep(tmp_path, "yesterday")
     with first.lock(), pytest.raises(UsageError, match=f"{first.name} is running in process"):
         with records.find_sweep(tmp_path, first.name).lock():

@@ -173,7 +173,7 @@ def test_mlflow_has_the_runs_their_curves_and_their_files(read_home: Path) -> No
     assert str(losses) == str([math.nan if loss is None else loss for loss in LOSSES])
     assert source.history(child.run_id, "nothing") == []
     assert source.text(child.run_id, "pretrain/run/log.txt") == "a line\n"
-    assert source.files(child.run_id, "pretrain/run/samples") == ["pretrain/run/samples/step-00000004.txt"]
+    assert source.files(child.run_id, "pretrain/run/samples") == {"pretrain/run/samples/step-00000004.txt": 16}
 
 
 def same(one: RunView, other: RunView) -> None:

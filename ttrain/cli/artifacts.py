@@ -116,15 +116,14 @@ def artifacts_path(stage: StageName, key: Key = "") -> None:
 
 def _stage_and_key(store: ArtifactStore, stage: str, key: str) -> tuple[str, str]:
     """The stage and key that the arguments name; a key alone is looked for in all stages. Raises UsageError."""
-    from ttrain.errors import UsageError
     from ttrain.stages import STAGES
+    from ttrain.store import references
 
     if stage in STAGES or key:
         return stage, key
     found = [(name, path.name) for name in STAGES for path in store.path(name, "-").parent.glob(f"{glob.escape(stage)}*")]
     if len(found) > 1:
-        listed = ", ".join(f"{name} {full[:12]}" for name, full in found[:5])
-        raise UsageError(f"'{stage}' is the beginning of {len(found)} keys: {listed}; write more of it")
+        raise references.ambiguous(stage, "keys", [f"{name} {full[:12]}" for name, full in found])
     return found[0] if found else (stage, key)
 
 

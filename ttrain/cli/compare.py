@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from ttrain.cli.options import AsJson, old_spelling, run_words, stage_words
+from ttrain.cli.options import AsJson, old_spelling, run_words, stage_words, with_option_groups
 from ttrain.core.terminal import escaped, print_json, table
 from ttrain.core.text import truncated
 
@@ -105,19 +105,24 @@ def compare(
         print(f"\nwritten to {escaped(str(html))}")
 
 
-def report(
-    runs: ReportedRuns = None,
+@dataclass(frozen=True)
+class ReportOptions:
+    """The options of `report`, and of its old spelling `plot`."""
+
     out: Annotated[
         Path | None,
         typer.Option("--out", "-o", help="the file; default: RUN.html or RUN.png here", show_default=False),
-    ] = None,
-    png: Annotated[bool, typer.Option("--png", help="draw curves as a picture, of several runs too")] = False,
-    metric: Metrics = None,
-    stage: PlottedStages = None,
-    axis: Axis = "tokens",
-    log: Log = False,
-    as_json: AsJson = False,
-) -> None:
+    ] = None
+    png: Annotated[bool, typer.Option("--png", help="draw curves as a picture, of several runs too")] = False
+    metric: Metrics = None
+    stage: PlottedStages = None
+    axis: Axis = "tokens"
+    log: Log = False
+    as_json: AsJson = False
+
+
+@with_option_groups
+def report(options: ReportOptions, runs: ReportedRuns = None) -> None:
     """Write one page about a run: stages, curves, data, evaluation, samples, lineage, and what went wrong.
 
     With --png: curves of one or more runs as a picture: losses, perplexity and learning rate, or the metrics named.
@@ -125,53 +130,39 @@ def report(
     from ttrain.errors import UsageError
 
     names = runs or ["latest"]
-    if png:
-        _draw(names, metric, stage, axis, log, out, as_json)
+    if options.png:
+        _draw(names, options)
         return
-    if metric or stage or len(names) > 1:
+    if options.metric or options.stage or len(names) > 1:
         raise UsageError(
             f"a page is about one run, with all its curves, but {' '.join(names)} was given with "
-            f"{'--metric or --stage' if metric or stage else 'several runs'}; add --png, or use `ttrain compare --html`"
+            f"{'--metric or --stage' if options.metric or options.stage else 'several runs'}; add --png, or use "
+            f"`ttrain compare --html`"
         )
     from ttrain.reports.report import report_of
     from ttrain.store.layout import home
     from ttrain.tracking import read_run
 
     view = read_run(home(), names[0])
-    path = out or Path(f"{view.name}.html")
+    path = options.out or Path(f"{view.name}.html")
     _check_writable(path)
-    path.write_text(report_of(home(), view, axis=axis, log=log), encoding="utf-8")
+    path.write_text(report_of(home(), view, axis=options.axis, log=options.log), encoding="utf-8")
     for note in view.notes:
         typer.echo(escaped(note), err=True)
-    if as_json:
+    if options.as_json:
         print_json({"run": view.name, "page": str(path), "notes": list(view.notes)})
     else:
         print(escaped(str(path)))
 
 
-def plot(
-    runs: RunReferences,
-    metric: Metrics = None,
-    stage: PlottedStages = None,
-    axis: Axis = "tokens",
-    log: Log = False,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="the file; default: RUN.png", show_default=False)] = None,
-    as_json: AsJson = False,
-) -> None:
+@with_option_groups
+def plot(runs: RunReferences, options: ReportOptions) -> None:
     """Draw curves of one or more runs as PNG."""
     old_spelling("ttrain report RUN --png")
-    _draw(runs, metric, stage, axis, log, out, as_json)
+    _draw(runs, options)
 
 
-def _draw(
-    runs: list[str],
-    metric: list[str] | None,
-    stage: list[str] | None,
-    axis: str,
-    log: bool,
-    out: Path | None,
-    as_json: bool,
-) -> None:
+def _draw(runs: list[str], options: ReportOptions) -> None:
     """Draw curves of runs into a PNG file."""
     from ttrain.reports import drawings
     from ttrain.reports.charts import panels_of
@@ -179,15 +170,15 @@ def _draw(
     from ttrain.tracking import read_runs
 
     views = read_runs(home(), runs)
-    rows = panels_of(views, metric or (), stage or ())
-    path = out or Path(f"{views[0].name}.png")
+    rows = panels_of(views, options.metric or (), options.stage or ())
+    path = options.out or Path(f"{views[0].name}.png")
     _check_writable(path)
-    drawings.save(drawings.picture(rows, axis=axis, log=log, title=views[0].name if len(views) == 1 else ""), path)
-    if as_json:
+    title = views[0].name if len(views) == 1 else ""
+    drawings.save(drawings.picture(rows, axis=options.axis, log=options.log, title=title), path)
+    if options.as_json:
+        panels = (panel for row in rows for panel in row)
         drawn = [
-            {"title": panel.title, "points": {line.label: len(line.points) for line in panel.lines}}
-            for panels in rows
-            for panel in panels
+            {"title": panel.title, "points": {line.label: len(line.points) for line in panel.lines}} for panel in panels
         ]
         print_json({"runs": [view.name for view in views], "picture": str(path), "panels": drawn})
     else:

@@ -313,17 +313,6 @@ def of_presets() -> dict[str, ModelCost]:
     return {name: ModelCost(**values) for name, values in read_object(configs_directory() / PRESETS).items()}
 
 
-def computed_presets() -> dict[str, ModelCost]:
-    """The same, from models of these sizes; tests compare the two."""
-    from ttrain.config import Model, Settings
-    from ttrain.config import model as sizes
-
-    row_length = Settings().pretrain.row_length
-    return {
-        name: cost(Model(preset=name), vocab_size=sizes.vocab_size_of(name), row_length=row_length) for name in sizes.names()
-    }
-
-
 def _state_numbers(model: nn.Module, kind: Any) -> int:
     """Count the numbers of the optimizer's state."""
     from ttrain.config import Optim

@@ -10,8 +10,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import secrets
-import shutil
 import signal
 import sys
 import threading
@@ -20,12 +18,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
-from ttrain.core.files import parse_json, write_json
+from ttrain.core.files import parse_json
 from ttrain.core.signals import STOP_SIGNALS
 
 METRICS = "metrics.jsonl"
 SECONDS = 1.0
-ID_BYTES = 10  # 20 letters, which all services take
 ORPHAN_SECONDS = 10.0  # for the last rows of a training that was killed: the next attempt may begin meanwhile
 MetricRow = dict[str, Any]
 
@@ -114,42 +111,6 @@ def _fresh(line: bytes, steps: dict[str, int]) -> Iterator[tuple[int, float, dic
     if values:
         yield step, float(row["time"]), values
         steps |= dict.fromkeys(values, step)
-
-
-class LoggerState:
-    """The state of a logger, kept for the next attempt of the same training: the id of its run, the steps that it reached,
-    and whether its service has seen the run.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.id, self.steps, self.online = secrets.token_hex(ID_BYTES), dict[str, int](), False
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            state = parse_json(path.read_text(encoding="utf-8"))
-            self.id, self.online = str(state["id"]), bool(state["online"])
-            self.steps = {name: int(step) for name, step in state["steps"].items()}
-        self.write()
-
-    def continued(self, present: Path, *, online: bool, last: int | None = None) -> None:
-        """Continue the run, with its files in the directory `present`; `last` is the step that its service has, if known.
-
-        A run that is only in files is written again: those of a killed attempt lack what was not yet on the disk, though
-        the steps say otherwise. What the service has cannot be taken back, and only what is after it is sent.
-        """
-        if last is not None:
-            self.steps.update({name: min(step, last) for name, step in self.steps.items()})
-        elif not self.online:
-            self.steps.clear()
-            for path in present.parent.glob(f"*{self.id}"):
-                if path != present:
-                    shutil.rmtree(path, ignore_errors=True)
-        self.online |= online
-        self.write()
-
-    def write(self) -> None:
-        """Replace the file whole."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(self._path, {"id": self.id, "online": self.online, "steps": self.steps})
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import os
 import platform
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -44,10 +44,6 @@ class Champion:
     version: str
     keys: Mapping[str, str]
 
-    def to_json(self) -> dict[str, Any]:
-        """The value as stored in a night's record."""
-        return {"version": self.version, "keys": dict(self.keys)}
-
 
 @dataclass(frozen=True)
 class InputSnapshot:
@@ -61,13 +57,8 @@ class InputSnapshot:
 
     def to_json(self) -> dict[str, Any]:
         """The value as stored in a night's record."""
-        return {
-            "files": {name: [_without_secrets(file) for file in files] for name, files in self.files.items()},
-            "settings": dict(self.settings),
-            "champion": self.champion.to_json() if self.champion else None,
-            "heldout": self.heldout,
-            "learnt": list(self.learnt),
-        }
+        files = {name: [_without_secrets(file) for file in files] for name, files in self.files.items()}
+        return {**asdict(self), "files": files, "learnt": list(self.learnt)}
 
 
 def _without_secrets(file: Mapping[str, Any]) -> dict[str, Any]:

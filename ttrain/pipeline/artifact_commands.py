@@ -101,8 +101,7 @@ def find_artifact(store: ArtifactStore, stage: str, prefix: str = "") -> Artifac
     if not matches:
         shows = f"; `ttrain artifacts list {stage}` shows them"
         raise references.unknown("artifact with the key", prefix, keys, owner=stage, also=shows)
-    listed = references.listed(keys)
-    raise UsageError(f"'{prefix}' is the beginning of {len(matches)} keys of {stage}: {listed}; write more of it")
+    raise references.ambiguous(prefix, f"keys of {stage}", keys)
 
 
 # --- verify -------------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ttrain.core.files import exclusive, read_json
+from ttrain.core.files import exclusive, read_object
 from ttrain.pipeline.stage_worker import JOB
 from ttrain.store import runs
 from ttrain.store.artifacts import HOLDER, ArtifactStore
@@ -167,12 +167,8 @@ def _work_directories(store: ArtifactStore) -> Iterator[tuple[str, str, Path]]:
 
 def _read_by(store: ArtifactStore, work: Path) -> Iterator[str]:
     """Keys of the artifacts that the job of a work directory reads."""
-    job = read_json(work / JOB)
-    if not isinstance(job, dict):
-        return
-    inputs, reused, start_from = (
-        job.get(name) for name in ("inputs", "reuse", "start_from")
-    )  # may be missing: written by another version
+    job = read_object(work / JOB)
+    inputs, reused, start_from = map(job.get, ("inputs", "reuse", "start_from"))  # may be missing: of another version
     paths = [*(inputs or {}).values(), *(reused or ()), *filter(None, [start_from])]
     for path in map(Path, paths):
         with contextlib.suppress(ValueError):

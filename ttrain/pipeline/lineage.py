@@ -7,17 +7,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import cache, cached_property
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ttrain.config import Settings, flatten
 from ttrain.config.training import TRAININGS
 from ttrain.core.hashing import digest_of
 from ttrain.data.existing import HUB_REFERENCE
 from ttrain.pipeline import lineage_names
 from ttrain.pipeline.lineage_names import LineageTarget
+from ttrain.reports.facts import changed_settings
 from ttrain.stages import STAGES
 from ttrain.store import runs
 from ttrain.store.artifacts import ArtifactStore
@@ -216,7 +216,7 @@ class LineageData:
 
     def to_json(self) -> dict[str, Any]:
         """The form that `lineage --json` prints."""
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -271,7 +271,7 @@ def link_of(artifact: Artifact, known_from: str, made_by: Mapping[str, str]) -> 
         code=digest_of(ingredients["code"]),
         commit=provenance.get("commit"),
         seed=seed_of(artifact.stage, ingredients.get("settings", {})),
-        settings=own_settings(ingredients.get("settings", {})),
+        settings={name: value for name, (value, _) in sorted(changed_settings(ingredients.get("settings", {})).items())},
         inputs={name: (used["stage"], used["key"]) for name, used in manifest["inputs"].items()},
         data=tuple(_data_entries(artifact)),
         libraries={**versions, **provenance.get("libraries", {})},
@@ -300,16 +300,6 @@ def link_of_tags(tags: Mapping[str, str], run_id: str | None) -> Link:
         libraries={},
         notes=("neither the store nor MLflow has its manifest: only what the registered version says is known",),
     )
-
-
-def own_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that differ from today's defaults of ttrain."""
-    return {key: value for key, value in sorted(settings.items()) if key not in _defaults() or _defaults()[key] != value}
-
-
-@cache
-def _defaults() -> Mapping[str, Any]:
-    return dict(flatten(Settings().model_dump(mode="json")))
 
 
 def seed_of(stage: str, settings: Mapping[str, Any]) -> int | None:

@@ -75,10 +75,10 @@ def _key(store: ArtifactStore, text: str) -> LineageTarget | None:
     } or set(tracking.find_keys(store.root, stage or None, prefix))
     if not matches and not slash:
         return None  # it may be the name of a run
-    if len(matches) != 1:
-        listed = ", ".join(f"{name}/{key[:SHOWN_KEY]}" for name, key in sorted(matches))
-        rule = f"is the beginning of {len(matches)} keys: {listed}" if matches else "is not the key of an artifact"
-        raise UsageError(f"'{text}' {rule}; `ttrain artifacts list` shows them")
+    if len(matches) > 1:
+        raise references.ambiguous(text, "keys", [f"{name}/{key[:SHOWN_KEY]}" for name, key in sorted(matches)])
+    if not matches:
+        raise UsageError(f"'{text}' is not the key of an artifact; `ttrain artifacts list` shows them")
     [root] = matches
     return LineageTarget(text, "key", "/".join(root), (root,))
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ttrain import tracking
-from ttrain.config import Settings, flatten
+from ttrain.config import flatten
 from ttrain.config.base import RETIRED
 from ttrain.config.loading import ENVIRONMENT_PREFIX, Override, load
 from ttrain.core import redact
@@ -26,6 +26,7 @@ from ttrain.core.files import read_object
 from ttrain.data import existing
 from ttrain.errors import ArtifactError, DamagedFile, UsageError
 from ttrain.pipeline.artifact_commands import InTracker
+from ttrain.reports.facts import changed_settings
 from ttrain.stages import OF_NIGHTS, STAGES
 from ttrain.store import layout, references, runs
 from ttrain.store.artifacts import ArtifactStore
@@ -345,10 +346,9 @@ def with_secrets(run: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def settings_of(run: Mapping[str, Any]) -> list[Override]:
     """The run's settings that differ from today's defaults."""
-    defaults = dict(flatten(Settings().model_dump(mode="json")))
-    settings = flatten(run["settings"])
+    changed = changed_settings(dict(flatten(run["settings"])))
     return [
         Override(f"run {run['run']}", key, value)
-        for key, value in settings
-        if key.rpartition(".")[2] not in RETIRED and (key not in defaults or defaults[key] != value)
+        for key, (value, _) in changed.items()
+        if key.rpartition(".")[2] not in RETIRED
     ]

@@ -244,11 +244,6 @@ def explain(stage: Stage, key: str, ingredients: Mapping[str, Any], store: Artif
     return continues + min(compared, key=len)  # min keeps the first of equals, which is the newest
 
 
-def is_all_cached(stages: list[Planned]) -> bool:
-    """Whether all stages are cached."""
-    return all(planned.state == "cached" for planned in stages)
-
-
 def plan_rows(stages: Iterable[Planned]) -> list[tuple[str, str, str, str]]:
     """(stage, state, key, why) for a table; cached stages note which libraries have changed since."""
     versions = machine.versions()

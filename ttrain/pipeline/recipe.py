@@ -83,14 +83,14 @@ class Selection:
         built = self._built(graph)
         if not built:
             raise UsageError(f"{self} leaves no stage to build: {self.until} does not depend on {self.since}; swap them")
-        needed = frozenset[str]().union(*(_with_dependencies(name, graph) for name in built))
+        needed = frozenset[str]().union(*(with_dependencies(name, graph) for name in built))
         return StageParts(built, needed - built, frozenset(graph) - needed)
 
     def _built(self, graph: Mapping[str, frozenset[str]]) -> frozenset[str]:
         if self.only:
             return self.only
-        until = _with_dependencies(self.until, graph) if self.until else frozenset(graph)
-        return frozenset(name for name in until if not self.since or self.since in _with_dependencies(name, graph))
+        until = with_dependencies(self.until, graph) if self.until else frozenset(graph)
+        return frozenset(name for name in until if not self.since or self.since in with_dependencies(name, graph))
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def planned_part(recipe: Recipe, stages: list[Planned]) -> Recipe:
     return part
 
 
-def _with_dependencies(name: str, graph: Mapping[str, frozenset[str]]) -> frozenset[str]:
+def with_dependencies(name: str, graph: Mapping[str, frozenset[str]]) -> frozenset[str]:
     """The stage and all that it depends on, directly or not."""
     dependencies: set[str] = set()
     waiting = [name]

@@ -59,7 +59,7 @@ def _described_files(
 
 def card_of(artifact: Artifact, directory: str, name: str, store: ArtifactStore) -> str:
     """The model card of a registered model, with any evaluation; "" if its files cannot be read."""
-    text, error = attempt(lambda: _card(artifact, directory, name, store))
+    text, error = attempt(lambda: card(_exported(artifact, directory, name), History.of(artifact, store)))
     if error is not None:
         log.warning("%s is registered without a card: %s", name, first_line(error))
     return text or ""
@@ -82,10 +82,6 @@ def descriptions_of(
     if error is not None:
         log.warning("%s is registered without a description: %s", name, first_line(error))
     return descriptions or {}
-
-
-def _card(artifact: Artifact, directory: str, name: str, store: ArtifactStore) -> str:
-    return card(_exported(artifact, directory, name), History.of(artifact, store))
 
 
 def _exported(artifact: Artifact, directory: str, name: str) -> Exported:
@@ -156,7 +152,7 @@ CHAT_STAGES: Final = tuple(name for name, row in TRAINING_STAGES.items() if row.
 # The title of a registered model; each version has its own description.
 TITLES: Final[Mapping[str, str]] = {"tokenizer": "Tokenizers", **{name: row.title for name, row in TRAINING_STAGES.items()}}
 
-SETS: Final = (
+SETS: Final = (  # the description of the registered model that holds the sets of a pipeline
     "Models of the pipeline `{name}`: each version is a tokenizer, a base model, an SFT model and an adapter that one run "
     "made or took. `champion` is the set that was promoted, `challenger` the newest other one. `ttrain models list` shows "
     "them, `ttrain models promote` and `ttrain models rollback` move the alias."
@@ -192,11 +188,6 @@ def of_all_versions(stage: str, name: str) -> str:
         f"{TITLES[stage]} of the pipeline `{name}`, a version for each one that was made; each says what it is. `champion` "
         f"and `challenger` are those of the set `{name}`."
     )
-
-
-def of_all_sets(name: str) -> str:
-    """Describe the registered model that holds the sets of a pipeline."""
-    return SETS.format(name=name)
 
 
 def _list(rows: Iterable[tuple[str, str]]) -> str:

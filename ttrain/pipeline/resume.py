@@ -18,6 +18,7 @@ from ttrain.core.hashing import differences
 from ttrain.core.text import first_of
 from ttrain.errors import UsageError
 from ttrain.stages import STAGES, Stage
+from ttrain.store import references
 from ttrain.train.schedules import BUDGET, RATES, decay_start, steps_of
 
 if TYPE_CHECKING:
@@ -129,8 +130,7 @@ def find_stage(store: ArtifactStore, prefix: str) -> str:
     if len(matches) == 1:
         return matches[0].stage
     if matches:
-        listed = ", ".join(map(str, matches))
-        raise UsageError(f"--continue {prefix} is the beginning of several keys: {listed}; give more of one")
+        raise references.ambiguous(f"--continue {prefix}", "keys", [*map(str, matches)])
     for stage in _stages_resumed_before(store, prefix):
         return stage
     listed = f"there is: {', '.join(map(str, saved_runs))}" if saved_runs else "there is none at all"

@@ -100,7 +100,7 @@ class RunModels:
             keys={name: artifact.key for name, artifact in artifacts.items()},
             metrics=dict(artifacts["evaluate"].result["metrics"]),
             description=registration.of_set(self._settings.name, run_name, members, metrics),
-            about=registration.of_all_sets(self._settings.name),
+            about=registration.SETS.format(name=self._settings.name),
         )
         return self._noted(self._settings.name, version)
 

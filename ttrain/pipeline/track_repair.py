@@ -246,7 +246,7 @@ class _RunReplay:
             keys={name: artifact.key for name, artifact in self._artifacts.items()},
             metrics=dict(self._artifacts["evaluate"].result["metrics"]),
             description=registration.of_set(self._name, self.record["run"], members, self.record["metrics"]),
-            about=registration.of_all_sets(self._name),
+            about=registration.SETS.format(name=self._name),
         )
 
     def _registration(self, model: Artifact, run: tracking.TrackedRun | tracking.NullRun) -> dict[str, Any]:

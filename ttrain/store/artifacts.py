@@ -21,7 +21,6 @@ from ttrain.core.files import (
     INTERRUPTED_WRITE,
     exclusive,
     fsync,
-    read_json,
     read_object,
     remove_tree,
     write_json,
@@ -221,8 +220,8 @@ class ArtifactStore:
 
     def holder(self, stage: str, key: str) -> tuple[int, str] | None:
         """(process, host) that holds the key's lock, from the file that it wrote; None where there is none."""
-        record = read_json(self.root / "work" / stage / f"{key}{HOLDER}")
-        return (record["pid"], record["host"]) if isinstance(record, dict) and {"pid", "host"} <= record.keys() else None
+        record = read_object(self.root / "work" / stage / f"{key}{HOLDER}")
+        return (record["pid"], record["host"]) if {"pid", "host"} <= record.keys() else None
 
     def compare(self, artifact: Artifact, output: Path) -> Artifact | None:
         """The stored artifact, where a rebuilt output has the same content; None where it differs."""

@@ -71,8 +71,8 @@ def run_names(home: Path) -> list[str]:
     return []
 
 
-def matching_run(text: str, names: Sequence[str]) -> str | None:
-    """The run of this name, or the only one that begins or ends so; None if none does. `names`: newest first.
+def matching(text: str, names: Sequence[str], kind: str = "run") -> str | None:
+    """The one of this name, or the only one that begins or ends so; None if none does. `names`: newest first.
 
     Raises UsageError if several do.
     """
@@ -84,14 +84,14 @@ def matching_run(text: str, names: Sequence[str]) -> str | None:
         return text
     if len(matches) > 1:
         raise UsageError(
-            f"'{text}' is the beginning or end of {len(matches)} runs: {listed(matches)}; write more of the name"
+            f"'{text}' is the beginning or end of {len(matches)} {kind}s: {listed(matches)}; write more of the name"
         )
     return matches[0] if matches else None
 
 
 def find_run(home: Path, text: str) -> dict[str, Any] | None:
     """The record of a run, by its name or a part of it; None if there is none. Raises UsageError if several match."""
-    name = matching_run(text, run_names(home))
+    name = matching(text, run_names(home))
     return runs.read(home, name) if name else None
 
 
@@ -128,6 +128,11 @@ def unknown(
         else f"there is none yet, {begin}"
     )
     return UsageError(f"{subject}{hint}; {there}{also}")
+
+
+def ambiguous(text: str, kind: str, names: Sequence[str]) -> UsageError:
+    """The error about the beginning of several names; `kind`: what they name."""
+    return UsageError(f"'{text}' is the beginning of {len(names)} {kind}: {listed(names)}; write more of it")
 
 
 def listed(names: Sequence[str], shown: int = LISTED) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ttrain.core.files import PRIVATE_FILE, exclusive, parse_json, private_directory, read_json, write_json
+from ttrain.core.files import PRIVATE_FILE, exclusive, parse_json, private_directory, read_object, write_json
 from ttrain.store.artifacts import ArtifactStore
 
 log = logging.getLogger("ttrain")
@@ -159,8 +159,8 @@ def time_in_name(name: str) -> tuple[str, ...]:
 
 def read(home: Path, name: str) -> dict[str, Any] | None:
     """The record of the run with this name, as `history` lists it; None where there is none."""
-    run = read_json(home / "runs" / f"{name}.json")
-    return _as_it_is_now(home, run) if isinstance(run, dict) else None
+    run = read_object(home / "runs" / f"{name}.json")
+    return _as_it_is_now(home, run) if run else None
 
 
 def makers(home: Path) -> dict[str, str]:

@@ -10,6 +10,7 @@ from ttrain.config import Settings
 from ttrain.config.training import BITS_PER_BYTE, TRAINING_STAGES, VALIDATION_LOSS
 from ttrain.errors import UsageError
 from ttrain.pipeline.plan import no_stage
+from ttrain.pipeline.recipe import with_dependencies
 from ttrain.reports import summary
 from ttrain.stages import EVALUATE, SHARDS, SOURCE, STAGES, TOKENIZER, Stage
 
@@ -102,11 +103,6 @@ def changes_heldout(keys: Collection[str], graph: Graph) -> list[str]:
     """The settings that change which records are held out, so that losses are of other text."""
     splits = {SOURCE.name, *(name for name in graph if name.startswith("shards-"))}
     return [key for key in keys if not splits.isdisjoint(directly_affected([key], graph))]
-
-
-def with_dependencies(name: str, graph: Graph) -> frozenset[str]:
-    """The stage and all that it depends on."""
-    return frozenset({name}).union(*(with_dependencies(earlier, graph) for earlier in graph[name]))
 
 
 def _is_affected(stage: Stage, key: str) -> bool:

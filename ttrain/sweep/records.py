@@ -11,16 +11,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ttrain.core.files import exclusive, read_json, write_json
+from ttrain.core.files import exclusive, read_object, write_json
 from ttrain.core.hashing import digest_of
 from ttrain.errors import UsageError
-from ttrain.store import runs
+from ttrain.store import references, runs
 from ttrain.sweep.measure import Measure
 from ttrain.sweep.space import Space, parse
 
 DIRECTORY, FILE, JOURNAL, PAGE = "sweeps", "sweep.json", "study.journal", "sweep.html"
-LATEST = "latest"
-SHOWN_SWEEPS = 5
+BEGIN = "begin with `ttrain sweep full 'pretrain.optim.lr=log(1e-4,3e-3)'`"
 
 
 class Sweep:
@@ -71,11 +70,11 @@ class Sweep:
         """Lock of the one process that works on a sweep. Raises UsageError where another holds it."""
 
         def taken() -> None:
-            process = (read_json(self.path / FILE) or self._data)["process"]
+            process = (read_object(self.path / FILE) or self._data)["process"]
             raise UsageError(f"the sweep {self.name} is running in process {process['pid']} on {process['host']}")
 
         with exclusive(self.path / "lock", waiting=taken):
-            self._data = read_json(self.path / FILE) or self._data  # as the holder before has left it
+            self._data = read_object(self.path / FILE) or self._data  # as the holder before has left it
             yield
 
 
@@ -106,8 +105,8 @@ def begin(home: Path, request: Mapping[str, Any], ingredients: Mapping[str, Any]
 
 def list_sweeps(home: Path) -> list[Sweep]:
     """All sweeps, the newest first."""
-    records = ((path.parent, read_json(path)) for path in (home / DIRECTORY).glob(f"*/{FILE}"))
-    sweeps = [Sweep(path, data) for path, data in records if isinstance(data, dict) and "asked" in data]
+    records = ((path.parent, read_object(path)) for path in (home / DIRECTORY).glob(f"*/{FILE}"))
+    sweeps = [Sweep(path, data) for path, data in records if "asked" in data]
     return sorted(sweeps, key=lambda sweep: sweep.name, reverse=True)
 
 
@@ -117,22 +116,13 @@ def find_same(home: Path, request: Mapping[str, Any]) -> Sweep | None:
     return next((sweep for sweep in list_sweeps(home) if sweep["asked_digest"] == digest), None)
 
 
-def find_sweep(home: Path, name: str = LATEST) -> Sweep:
+def find_sweep(home: Path, name: str = references.LATEST) -> Sweep:
     """The sweep of this name, or the only one whose name begins or ends so, or the latest. Raises UsageError."""
-    sweeps = list_sweeps(home)
-    if name == LATEST and sweeps:
-        return sweeps[0]
-    matches = [sweep for sweep in sweeps if sweep.name.startswith(name) or sweep.name.endswith(name)]
-    exact = [sweep for sweep in matches if sweep.name == name]
-    if len(exact or matches) == 1:
-        return (exact or matches)[0]
-    if not sweeps:
-        raise UsageError(
-            f"there is no sweep in {home} yet; begin one with `ttrain sweep full 'pretrain.optim.lr=log(1e-4,3e-3)'`"
-        )
-    names = ", ".join(sweep.name for sweep in (matches or sweeps)[:SHOWN_SWEEPS])
-    rule = "means several sweeps" if matches else "is not a sweep; the newest are"
-    raise UsageError(f"'{name}' {rule}: {names}; `ttrain sweep list` has all")
+    sweeps = {sweep.name: sweep for sweep in list_sweeps(home)}
+    match = references.matching(name, list(sweeps), "sweep")
+    if match is None:
+        raise references.unknown("sweep", name, sweeps, begin=BEGIN, also="; `ttrain sweep list` has all" if sweeps else "")
+    return sweeps[match]
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

@@ -75,7 +75,6 @@ class Study:
         self._study = _opened(path if writes or (path and path.exists()) else None, maximize=maximize, writes=writes)
         self.space, self.sampler, self.seed, self.maximize = space, sampler, seed, maximize
         self._distributions = {key: _distribution(dimension) for key, dimension in space.dimensions.items()}
-        self._shares: tuple[int, dict[str, float]] = (0, {})  # completed trials, and the importances that they gave
 
     @classmethod
     def of(cls, sweep: Sweep, *, writes: bool = False) -> Study:
@@ -135,13 +134,11 @@ class Study:
         done = [trial for trial in self.trials() if trial.outcome == COMPLETED]
         if len(self.space.dimensions) < 2 or len(done) < 2 * len(self.space.dimensions):
             return {}
-        if self._shares[0] == len(done):
-            return self._shares[1]
         with contextlib.suppress(ValueError, RuntimeError):  # raised where all values are equal
             evaluator = optuna.importance.FanovaImportanceEvaluator(seed=self.seed)
             shares = optuna.importance.get_param_importances(self._study, evaluator=evaluator)
-            self._shares = (len(done), {name: float(share) for name, share in shares.items()})
-        return self._shares[1]
+            return {name: float(share) for name, share in shares.items()}
+        return {}
 
     def _begin(self, number: int, params: Mapping[str, Any]) -> Trial:
         """Record a running trial in one line of the journal, so that a kill leaves all of it or nothing."""

@@ -25,7 +25,7 @@ from ttrain.store.server_records import with_token
 from ttrain.tracking.calls import attempt, first_line, is_out_of_use
 from ttrain.tracking.champions import Champions, forget_champions, recorded_keys
 from ttrain.tracking.client import ENVIRONMENT, check_installed, is_installed, silence, tracking_uri
-from ttrain.tracking.database import DeferredClient, artifacts_of, database_of, open_client, repair_moved_home
+from ttrain.tracking.database import DeferredClient, artifacts_of, database_of, is_missing, open_client, repair_moved_home
 from ttrain.tracking.database import set_damaged_aside as _set_damaged_aside
 from ttrain.tracking.datasets import data_of, of_tasks, read_by
 from ttrain.tracking.mlflow_views import NOTE, Addresses, addresses_of, refresh_views, source_tags
@@ -39,9 +39,8 @@ from ttrain.tracking.registered_models import registered_keys as _registered_key
 from ttrain.tracking.registry import CHAMPION, find_version
 from ttrain.tracking.runs import ID as IDENTITY
 from ttrain.tracking.runs import TrackedRun
-from ttrain.tracking.sync import MetricsFollower, UndeliveredRun
+from ttrain.tracking.sync import MetricsFollower, UndeliveredRun, undelivered_runs
 from ttrain.tracking.sync import sync as _sync
-from ttrain.tracking.sync import undelivered_runs as _waiting
 from ttrain.tracking.tracker import MlflowStore, open_reader
 from ttrain.tracking.views import Point, RunView
 
@@ -178,7 +177,7 @@ def addresses(home: Path, experiments: Iterable[str], run_ids: Sequence[str] = (
     if not is_installed():
         raise TrackingError("MLflow is not installed; pip install mlflow")
     uri = tracking_uri(home.resolve())
-    if uri == f"sqlite:///{database_of(home)}" and not database_of(home).exists():
+    if is_missing(uri, home):
         return None
     store, error = attempt(lambda: open_reader(home))
     pages = None
@@ -274,11 +273,6 @@ def registered_keys(home: Path) -> frozenset[str]:
     silence()
     home = home.resolve()
     return _registered_keys(home, tracking_uri(home)) | undelivered_keys(home)
-
-
-def undelivered_runs(home: Path, run: str | None = None) -> list[UndeliveredRun]:
-    """Runs with data that MLflow has yet to receive, all or one; imports no MLflow. Raises UsageError for an unknown run."""
-    return _waiting(home, run)
 
 
 def sync(

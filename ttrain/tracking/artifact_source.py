@@ -11,7 +11,7 @@ import logging
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -23,9 +23,8 @@ from ttrain.store.layout import MANIFEST, Artifact, altered_manifest, read_manif
 from ttrain.tracking.calls import first_line
 from ttrain.tracking.client import tracking_uri
 from ttrain.tracking.database import database_of
-from ttrain.tracking.mlflow_source import LocalCopies, MlflowSource
+from ttrain.tracking.mlflow_source import LocalCopies, MlflowSource, StoredRun
 from ttrain.tracking.uploads import local_path, place_file
-from ttrain.tracking.views import StoredRun
 
 log = logging.getLogger("ttrain")
 
@@ -57,16 +56,12 @@ class MlflowArtifacts:
 
     def manifest(self, stage: str, key: str) -> Mapping[str, Any] | None:
         """The manifest of a whole artifact in MLflow; None if MLflow has none, or does not answer."""
-        with self._lock:
-            if (stage, key) not in self._found:
-                self._found[stage, key] = next(self._search(stage, key), None)
-            artifact = self._found[stage, key]
+        artifact = self._find(stage, key)
         return artifact.manifest if artifact else None
 
     def fetch(self, stage: str, key: str, name: str, to: Path) -> None:
         """Write one file of the artifact to `to`; linked if it is big and on the same disk. Raises ArtifactError."""
-        self.manifest(stage, key)
-        artifact = self._found[stage, key]
+        artifact = self._find(stage, key)
         if artifact is None:
             raise ArtifactError(
                 f"MLflow at {without_user(self._uri)} does not hold {stage} {key[:12]}; run its pipeline again"
@@ -98,11 +93,17 @@ class MlflowArtifacts:
         pairs = {(run.tags.get("ttrain.stage", ""), run.tags["ttrain.key"]) for run in runs}
         return sorted(pair for pair in pairs if stage in (None, pair[0]))
 
+    def _find(self, stage: str, key: str) -> TrackedArtifact | None:
+        with self._lock:
+            if (stage, key) not in self._found:
+                self._found[stage, key] = next(self._search(stage, key), None)
+            return self._found[stage, key]
+
     def _search(self, stage: str, key: str) -> Iterator[TrackedArtifact]:
         """Whole artifacts of that key, newest first."""
         for match in self._candidates(stage, key):
             try:
-                if _is_whole(match.manifest, stage, key, lambda at: self._sizes(match.run_id, stage, match.directory, at)):  # noqa: B023
+                if _is_whole(match.manifest, stage, key, self._sizes(match, stage)):
                     yield match
             except Exception as error:
                 self._mark_silent(error)
@@ -159,34 +160,25 @@ class MlflowArtifacts:
             manifest = read_manifest(path)
         return None if manifest is None or altered_manifest(manifest) else manifest
 
-    def _sizes(self, run_id: str, stage: str, directory: Path | None, at: str) -> dict[str, int]:
-        """Bytes of each file in a directory of the artifact."""
-        if directory:
-            folder = directory / at
-            return {path.name: path.stat().st_size for path in folder.iterdir()} if folder.is_dir() else {}
-        return self._source.sizes(run_id, f"{stage}/{at}".rstrip("/"))
+    def _sizes(self, match: TrackedArtifact, stage: str) -> dict[str, int]:
+        """Bytes of each file of the artifact, by its path there."""
+        root = match.directory
+        if root:
+            return {path.relative_to(root).as_posix(): path.stat().st_size for path in root.rglob("*") if path.is_file()}
+        listed = self._source.files(match.run_id, stage)
+        return {path.removeprefix(f"{stage}/"): size for path, size in listed.items()}
 
     def _download(self, run_id: str, path: str, to: Path) -> None:
         with tempfile.TemporaryDirectory(dir=to.parent) as folder:
             shutil.move(self._source.download(run_id, path, folder), to)
 
 
-def _is_whole(manifest: object, stage: str, key: str, sizes: Callable[[str], dict[str, int]]) -> bool:
-    """Whether a foreign manifest is of this artifact, has only relative paths, and all its public files are present.
+def _is_whole(manifest: Mapping[str, Any], stage: str, key: str, sizes: Mapping[str, int]) -> bool:
+    """Whether a foreign manifest has only relative paths, and all its public files are present.
 
-    `sizes(directory)` gives the bytes of each file in a directory of that artifact ("" is its root).
+    `sizes`: bytes of each file of the artifact.
     """
-    if not isinstance(manifest, dict) or (manifest.get("stage"), manifest.get("key")) != (stage, key):
+    names = Artifact(stage, key, Path(), manifest).files_of(())
+    if any(PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts for name in names):
         return False
-    artifact = Artifact(stage, key, Path(), manifest)
-    known_sizes: dict[str, dict[str, int]] = {}
-    for name in artifact.files_of(()):
-        path = PurePosixPath(name)
-        if path.is_absolute() or ".." in path.parts:
-            return False
-        directory = "" if path.parent == PurePosixPath() else str(path.parent)
-        if directory not in known_sizes:
-            known_sizes[directory] = sizes(directory)
-        if known_sizes[directory].get(path.name) != manifest["files"][name]["bytes"]:
-            return False
-    return True
+    return all(sizes.get(str(PurePosixPath(name))) == manifest["files"][name]["bytes"] for name in names)

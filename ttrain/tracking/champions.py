@@ -21,7 +21,7 @@ from ttrain.core.files import exclusive, read_object, write_json
 from ttrain.core.redact import without_user
 from ttrain.errors import TrackingError, UsageError
 from ttrain.tracking.calls import attempt, first_line, is_refusal
-from ttrain.tracking.database import REPAIR, UNWRITABLE, database_of, open_client
+from ttrain.tracking.database import REPAIR, UNWRITABLE, database_of, is_missing, open_client
 from ttrain.tracking.model_description import add_decision
 from ttrain.tracking.model_sets import CHALLENGER, DECISION, KIND, SET, ModelSet, all_pages, lock_of, set_of
 from ttrain.tracking.registry import CHAMPION
@@ -61,7 +61,7 @@ class Champions:
 
     def champion(self, name: str) -> ModelSet | None:
         """The champion; None if none was promoted."""
-        if self._has_no_database():
+        if is_missing(self._uri, self._home):
             return None
         version, error = attempt(lambda: self._client.get_model_version_by_alias(name, CHAMPION))
         if error is not None and not is_refusal(error):
@@ -173,7 +173,7 @@ class Champions:
 
     def _take_snapshot(self, name: str | None) -> _Snapshot:
         """Read all sets and aliases in two requests: one for each alias took 0.4 s of computing for a promotion."""
-        if self._has_no_database():
+        if is_missing(self._uri, self._home):
             return _Snapshot([], {}, {})
         text = f"tags.`{KIND}` = '{SET}'" + (f" and name = '{name}'" if name else "")
         versions = self._asked(partial(all_pages, partial(self._client.search_model_versions, text)))
@@ -221,10 +221,6 @@ class Champions:
         if self._opened is None:
             self._opened = self._asked(lambda: open_client(self._uri, self._home))
         return self._opened
-
-    def _has_no_database(self) -> bool:
-        """Whether it is the home's own database and does not exist yet: a query would create it."""
-        return self._uri == f"sqlite:///{database_of(self._home)}" and not database_of(self._home).exists()
 
     def _exclusive(self) -> Any:
         """Lock out other processes of this home; MLflow itself would let their writes interleave."""

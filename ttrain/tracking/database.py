@@ -41,6 +41,11 @@ def database_of(home: Path) -> Path:
     return home.resolve() / "mlflow" / "mlflow.db"
 
 
+def is_missing(uri: str, home: Path) -> bool:
+    """Whether the URI names the home's own database, and that does not exist yet: a query would create it."""
+    return uri == f"sqlite:///{database_of(home)}" and not database_of(home).exists()
+
+
 def artifacts_of(home: Path) -> str:
     """The artifact root as a URI: a plain path with a space, % or # would be misread."""
     return (home.resolve() / "mlflow" / "artifacts").as_uri()

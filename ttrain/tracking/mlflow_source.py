@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, final
@@ -15,9 +15,35 @@ from ttrain.core.files import parse_json
 from ttrain.store.layout import MANIFEST
 from ttrain.tracking.model_sets import all_pages
 from ttrain.tracking.tracker import open_reader
-from ttrain.tracking.views import InputView, StoredRun
 
 RUNS_PER_PAGE, RUNS_PER_QUERY = 1000, 100
+
+
+@dataclass(frozen=True)
+class InputView:
+    """A data set that a run read, as MLflow lists it."""
+
+    name: str
+    digest: str
+    context: str  # training, validation, ...
+    source: str
+    counts: Mapping[str, Any]  # the profile: documents, tokens, bytes
+
+
+@dataclass(frozen=True)
+class StoredRun:
+    """One MLflow run as it is stored."""
+
+    run_id: str
+    name: str
+    status: str  # RUNNING, FINISHED, FAILED, KILLED
+    started: float  # seconds since 1970
+    ended: float | None
+    artifact_uri: str
+    params: Mapping[str, str]
+    metrics: Mapping[str, float]  # last values
+    tags: Mapping[str, str]
+    inputs: tuple[InputView, ...] = ()
 
 
 @final
@@ -26,7 +52,6 @@ class MlflowSource:
 
     def __init__(self, home: Path, experiment: str | None = None) -> None:
         self._store, self._experiment = open_reader(home), experiment
-        self._experiments: list[str] = []
 
     def runs(self, ids: Iterable[str]) -> dict[str, StoredRun]:
         """The existing runs with these ids, without deleted ones, by id."""
@@ -37,21 +62,19 @@ class MlflowSource:
 
     def with_tags(self, key: str, values: Iterable[str]) -> list[StoredRun]:
         """The runs whose tag has one of these values, the newest first."""
-        matches: list[StoredRun] = []
-        for value in dict.fromkeys(values):
-            if "'" not in value:  # MLflow's filter language cannot escape it, and no value of ttrain contains one
-                matches += self.search(f"tags.`{key}` = '{value}'")
-        return sorted(matches, key=lambda run: run.started, reverse=True)
+        # MLflow's filter language cannot escape a quote, and no value of ttrain contains one
+        queries = (f"tags.`{key}` = '{value}'" for value in dict.fromkeys(values) if "'" not in value)
+        return sorted((run for query in queries for run in self.search(query)), key=lambda run: run.started, reverse=True)
 
     def history(self, run_id: str, metric: str) -> list[tuple[int, int, float]]:
         """(step, milliseconds since 1970, value) of a metric, as logged; from all pages."""
-        points = self._asked(lambda: self._store.client.get_metric_history(run_id, metric))
+        points = self._call("get_metric_history", run_id, metric)
         return sorted((point.step, point.timestamp, point.value) for point in points)
 
     def curves(self, run_id: str) -> list[str]:
         """Names of the metrics that were logged at a step; the metrics of a whole run are at step 0."""
-        run = self._asked(lambda: self._store.client.get_run(run_id))
-        return sorted(metric.key for metric in run.data.to_proto().metrics if metric.step > 0)
+        metrics = self._call("get_run", run_id).data.to_proto().metrics
+        return sorted(metric.key for metric in metrics if metric.step > 0)
 
     def text(self, run_id: str, path: str) -> str:
         """The text of one of the run's files."""
@@ -60,31 +83,32 @@ class MlflowSource:
 
     def download(self, run_id: str, path: str, folder: str) -> Path:
         """Write one of the run's files below a folder; return its path there."""
-        return Path(self._asked(lambda: self._store.client.download_artifacts(run_id, path, folder)))
+        return Path(self._call("download_artifacts", run_id, path, folder))
 
-    def sizes(self, run_id: str, under: str) -> dict[str, int]:
-        """Bytes of each file in a directory of the run, by name."""
-        entries = self._asked(lambda: self._store.client.list_artifacts(run_id, under or None))
-        return {Path(entry.path).name: entry.file_size for entry in entries if not entry.is_dir}
-
-    def files(self, run_id: str, under: str) -> list[str]:
-        """Paths of the run's files below a directory."""
-        paths: list[str] = []
-        for entry in self._asked(lambda: self._store.client.list_artifacts(run_id, under or None)):
-            paths += self.files(run_id, entry.path) if entry.is_dir else [entry.path]
-        return paths
+    def files(self, run_id: str, under: str) -> dict[str, int]:
+        """Bytes of the run's files below a directory, by path."""
+        sizes: dict[str, int] = {}
+        for entry in self._call("list_artifacts", run_id, under or None):
+            sizes |= self.files(run_id, entry.path) if entry.is_dir else {entry.path: entry.file_size}
+        return sizes
 
     def search(self, query: str) -> list[StoredRun]:
         """The runs that match a query in MLflow's language, without deleted ones."""
-        client, name = self._store.client, self._experiment
         if not self._experiments:
-            find = partial(client.get_experiment_by_name, name) if name else client.search_experiments
-            answer = self._asked(find)
-            self._experiments = [experiment.experiment_id for experiment in ([answer] if name else answer) if experiment]
-        page = partial(client.search_runs, self._experiments, query, max_results=RUNS_PER_PAGE)
-        return [_stored_run(run) for run in self._asked(lambda: all_pages(page))] if self._experiments else []
+            return []
+        page = partial(self._store.client.search_runs, self._experiments, query, max_results=RUNS_PER_PAGE)
+        return [_stored_run(run) for run in self._answer(lambda: all_pages(page))]
 
-    def _asked(self, action: Callable[[], Any]) -> Any:
+    @cached_property
+    def _experiments(self) -> list[str]:
+        name = self._experiment
+        answer = [self._call("get_experiment_by_name", name)] if name else self._call("search_experiments")
+        return [experiment.experiment_id for experiment in answer if experiment]
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        return self._answer(lambda: getattr(self._store.client, method)(*arguments))
+
+    def _answer(self, action: Callable[[], Any]) -> Any:
         answer, error = self._store.caller.try_call(action)
         if error is not None:
             raise error
@@ -92,12 +116,8 @@ class MlflowSource:
 
 
 def _stored_run(run: Any) -> StoredRun:
-    inputs = []
-    for dataset_input in run.inputs.dataset_inputs if run.inputs else ():
-        context = next((tag.value for tag in dataset_input.tags if tag.key == "mlflow.data.context"), "")
-        data = dataset_input.dataset
-        inputs.append(_input_of(data.name, data.digest, context, data.source, data.profile))
-    info = run.info
+    info, data = run.info, run.data
+    inputs = [_input_of(dataset_input) for dataset_input in (run.inputs.dataset_inputs if run.inputs else ())]
     return StoredRun(
         info.run_id,
         info.run_name or "",
@@ -105,20 +125,20 @@ def _stored_run(run: Any) -> StoredRun:
         (info.start_time or 0) / 1000,
         info.end_time / 1000 if info.end_time else None,
         info.artifact_uri,
-        str(info.experiment_id),
-        dict(run.data.params),
-        dict(run.data.metrics),
-        dict(run.data.tags),
+        dict(data.params),
+        dict(data.metrics),
+        dict(data.tags),
         tuple(sorted(inputs, key=lambda dataset_input: dataset_input.name)),
     )
 
 
-def _input_of(name: str, digest: str, context: str, source: str, profile: str | None) -> InputView:
-    """A data set from MLflow's columns; without counts if the profile is not a JSON object."""
-    counts: object = None
+def _input_of(dataset_input: Any) -> InputView:
+    """A data set as MLflow lists it; without counts if the profile is not a JSON object."""
+    data, counts = dataset_input.dataset, None
+    context = next((tag.value for tag in dataset_input.tags if tag.key == "mlflow.data.context"), "")
     with contextlib.suppress(ValueError):
-        counts = parse_json(profile or "null")
-    return InputView(name, digest, context, source, counts if isinstance(counts, dict) else {})
+        counts = parse_json(data.profile or "null")
+    return InputView(data.name, data.digest, context, data.source, counts if isinstance(counts, dict) else {})
 
 
 @final
@@ -136,7 +156,7 @@ class LocalCopies:
     def find(self, stage: str | None, key: str) -> list[Path]:
         """The directories whose manifest holds this key, or the beginning of one, newest first; for None, of all stages."""
         stages = [stage] if stage else [*self._by_stage]
-        matches = (path for name in stages for path in self._by_stage.get(name, ()) if f'"{key}' in self._text(path))
+        matches = (path for name in stages for path in self._by_stage.get(name, ()) if f'"{key}' in _manifest_text(path))
         return sorted(matches, key=lambda path: (path / MANIFEST).stat().st_mtime, reverse=True)
 
     @cached_property
@@ -150,19 +170,16 @@ class LocalCopies:
     def _runs(self, root: Path) -> Iterator[Path]:
         """The directories of runs; those that a server of this home logged lie one level deeper, by experiment."""
         for name in _names(root):
-            if len(name) < 32:
-                yield from (root / name / run for run in _names(root / name))
-            else:
-                yield root / name
+            yield from (root / name / run for run in _names(root / name)) if len(name) < 32 else [root / name]
 
-    def _text(self, directory: Path) -> str:
-        with contextlib.suppress(OSError):
-            return (directory / MANIFEST).read_text(encoding="utf-8", errors="replace")
-        return ""
+
+def _manifest_text(directory: Path) -> str:
+    with contextlib.suppress(OSError):
+        return (directory / MANIFEST).read_text(encoding="utf-8", errors="replace")
+    return ""
 
 
 def _names(directory: Path) -> list[str]:
     with contextlib.suppress(OSError):
-        with os.scandir(directory) as entries:
-            return [entry.name for entry in entries]
+        return [path.name for path in directory.iterdir()]
     return []

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ttrain.config import flatten
-from ttrain.core.files import read_json, write_json
+from ttrain.core.files import read_object, write_json
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 from ttrain.tracking import outbox
@@ -34,10 +34,9 @@ def list_outboxes(home: Path) -> list[Path]:
 
 def may_be_taken(directory: Path) -> bool:
     """Whether its process may have ended: locks of other machines are unreliable, so theirs are left for a week."""
-    run_info = read_json(directory / "run.json")
-    if not isinstance(run_info, dict):
-        return False
-    return run_info.get("host") == platform.node() or time.time() - last_change(directory) > 86400 * IDLE_DAYS
+    run_info = read_object(directory / "run.json")
+    is_idle = run_info.get("host") == platform.node() or time.time() - last_change(directory) > 86400 * IDLE_DAYS
+    return bool(run_info) and is_idle
 
 
 def last_change(directory: Path) -> float:
@@ -50,21 +49,14 @@ def last_change(directory: Path) -> float:
 
 def children_first(directories: Iterable[Path]) -> list[Path]:
     """Sort outboxes, each run after its children: its models are registered from the children's runs, not once more."""
-    contents = {path: read_json(path / "run.json") for path in directories}
-    run_infos = {path: run_info for path, run_info in contents.items() if isinstance(run_info, dict)}
-    roots = {
-        str(run_info.get("id")): float(run_info.get("started", 0))
-        for run_info in run_infos.values()
-        if not run_info.get("parent")
-    }
+    run_infos = {path: read_object(path / "run.json") for path in directories}
+    starts = {str(info.get("id")): float(info.get("started", 0)) for info in run_infos.values() if not info.get("parent")}
 
     def sort_key(path: Path) -> tuple[float, bool]:
-        run_info = run_infos.get(path, {})
-        return roots.get(
-            str(run_info.get("parent") or run_info.get("id")), float(run_info.get("started", 0))
-        ), not run_info.get("parent")
+        run_info, parent = run_infos[path], run_infos[path].get("parent")
+        return starts.get(str(parent or run_info.get("id")), float(run_info.get("started", 0))), not parent
 
-    return sorted(contents, key=sort_key)
+    return sorted(run_infos, key=sort_key)
 
 
 def entries_of(directory: Path) -> list[Entry]:
@@ -80,8 +72,7 @@ def undelivered_keys(home: Path) -> frozenset[str]:
 
 
 def _start_time(directory: Path) -> float:
-    run_info = read_json(directory / "run.json")
-    return float(run_info.get("started", 0)) if isinstance(run_info, dict) else 0.0
+    return float(read_object(directory / "run.json").get("started", 0))
 
 
 UNMADE_SECONDS: Final = 60.0  # an outbox is made in milliseconds; locks of other machines are unreliable
@@ -97,8 +88,7 @@ def deliver_orphaned_outbox(
     """
     if not elsewhere and not may_be_taken(directory):
         return None
-    run_info = read_json(directory / "run.json")
-    if not isinstance(run_info, dict) or run_info.get("tracker") != store.tracker:
+    if read_object(directory / "run.json").get("tracker") != store.tracker:
         return None  # before it is taken: an outbox without entries is removed when it is released
     changed = last_change(directory)
     box = outbox.take(directory)
@@ -136,8 +126,8 @@ def remove_unmade(home: Path) -> None:
 def note_run_id(home: Path, run_info: Mapping[str, Any]) -> None:
     """Write the MLflow id that an ended run got later into its record. `run_info`: from its outbox."""
     path = home / "runs" / f"{_plain(str(run_info.get('name')))}.json"
-    record = read_json(path) if run_info.get("run_id") else None
-    if isinstance(record, dict) and (record.get("tracking") or {}).get("identity") == run_info.get("id"):
+    record = read_object(path) if run_info.get("run_id") else {}
+    if record and (record.get("tracking") or {}).get("identity") == run_info.get("id"):
         with contextlib.suppress(OSError):
             write_json(path, {**record, "tracking": {**record["tracking"], "run_id": run_info["run_id"]}})
 

@@ -8,13 +8,14 @@ other homes, and stages without files, or whose artifact another run built anew.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, final
 
 from ttrain.config import Settings, flatten
-from ttrain.core.files import read_json
+from ttrain.core.files import read_object
 from ttrain.core.redact import masked, without_user
 from ttrain.errors import UsageError
 from ttrain.store import references, runs
@@ -24,12 +25,12 @@ from ttrain.tracking import delivery
 from ttrain.tracking.calls import first_line
 from ttrain.tracking.champions import decision_metrics
 from ttrain.tracking.client import tracking_uri
-from ttrain.tracking.database import database_of
-from ttrain.tracking.mlflow_source import LocalCopies, MlflowSource
+from ttrain.tracking.database import is_missing
+from ttrain.tracking.mlflow_source import LocalCopies, MlflowSource, StoredRun
 from ttrain.tracking.model_sets import KIND, SET
 from ttrain.tracking.registry import find_version
 from ttrain.tracking.runs import PARENT
-from ttrain.tracking.views import RunView, StageFiles, StageView, StoredRun
+from ttrain.tracking.views import RunView, StageFiles, StageView
 
 OUTCOMES: Mapping[str, str] = {"FINISHED": "completed", "FAILED": "failed", "KILLED": "interrupted", "RUNNING": "running"}
 RUN_ID = re.compile(r"[0-9a-f]{32}")
@@ -54,16 +55,16 @@ def read_local(home: Path, name: str) -> RunView:
     return _RunReader(home.resolve(), asks=False).read([name])[0]
 
 
+@dataclass
 class _Match:
     """A run that a name led to: its record in the home, MLflow's id of it, or both; then what MLflow says of it."""
 
-    def __init__(self, record: dict[str, Any] | None, run_id: str | None) -> None:
-        self.record = record
-        self.run_id = run_id or ((record.get("tracking") or {}).get("run_id") if record else None)
-        self.parent: StoredRun | None = None
-        self.children: Mapping[str, StoredRun] = {}  # runs of the stages that it built itself
-        self.by_key: Mapping[tuple[str, str], StoredRun] = {}  # of any run, by stage and key
-        self.notes: list[str] = []
+    record: dict[str, Any] | None
+    run_id: str | None
+    parent: StoredRun | None = None
+    children: Mapping[str, StoredRun] = field(default_factory=dict)  # runs of the stages that it built itself
+    by_key: Mapping[tuple[str, str], StoredRun] = field(default_factory=dict)  # of any run, by stage and key
+    notes: tuple[str, ...] = ()
 
 
 @final
@@ -79,15 +80,14 @@ class _RunReader:
 
     def read(self, texts: Sequence[str], *, tracked: bool = False) -> list[RunView]:
         matches = [self._find(text) for text in texts]
-        if incomplete := [match for match in matches if tracked or not self._is_here(match.record)]:
+        if incomplete := [match for match in matches if tracked or not self._is_whole(match.record)]:
             self._ask_about(incomplete)
         return [self._view(match) for match in matches]
 
     @cached_property
     def _source(self) -> MlflowSource | None:
         """MLflow, opened at the first question; None if it is not to be asked, or cannot be."""
-        uri, own = tracking_uri(self._home), f"sqlite:///{database_of(self._home)}"
-        if self._asks and uri == own and not database_of(self._home).exists():
+        if self._asks and is_missing(tracking_uri(self._home), self._home):
             self._notes.append("nothing is in MLflow yet: taken from the home's records and artifacts")
         elif self._asks:
             try:
@@ -115,8 +115,8 @@ class _RunReader:
         )
 
     def _find(self, text: str) -> _Match:
-        if (name := references.matching_run(text, self._names)) and (record := runs.read(self._home, name)):
-            return _Match(record, None)
+        if (name := references.matching(text, self._names)) and (record := runs.read(self._home, name)):
+            return _Match(record, _tracked_id(record))
         if RUN_ID.fullmatch(text) and (match := self._with_id(text)):
             return match
         if model := references.registered(text):
@@ -128,8 +128,8 @@ class _RunReader:
     def _with_id(self, run_id: str) -> _Match | None:
         """The run with this id in MLflow, or the run of the stage that has it."""
         records = (record for name in self._names if (record := runs.read(self._home, name)))
-        if record := next((one for one in records if (one.get("tracking") or {}).get("run_id") == run_id), None):
-            return _Match(record, None)
+        if record := next((record for record in records if _tracked_id(record) == run_id), None):
+            return _Match(record, run_id)
         tracked_run = (self._ask("runs", [run_id]) or {}).get(run_id)
         return self._tracked(tracked_run) if tracked_run else None
 
@@ -149,53 +149,46 @@ class _RunReader:
                 return self._find(child.tags["ttrain.run"])
         raise UsageError(f"'{model}' is registered, but the run that made it is neither in MLflow nor in {self._home}")
 
-    def _is_here(self, record: Mapping[str, Any] | None) -> bool:
-        """Whether the files of all stages that began are on this disk, and are those of the run itself."""
-        return record is not None and all(self._has_files(record, entry) for entry in record["stages"] if entry.get("key"))
+    def _is_whole(self, record: Mapping[str, Any] | None) -> bool:
+        """Whether all stages that began are here."""
+        return record is not None and all(self._is_here(record, entry) for entry in record["stages"] if entry.get("key"))
 
-    def _has_files(self, record: Mapping[str, Any], entry: Mapping[str, Any]) -> bool:
-        manifest = self._manifest(entry)
-        if manifest:
-            made_by = manifest.get("provenance", {}).get("run")
-            return entry["outcome"] not in runs.BUILT or made_by in (None, record["run"])
+    def _is_here(self, record: Mapping[str, Any], entry: Mapping[str, Any]) -> bool:
+        """Whether the files of a stage are on this disk, and are those of the run itself."""
+        if manifest := self._manifest(entry):
+            return entry["outcome"] not in runs.BUILT or _maker_in(manifest) in (None, record["run"])
         has_ended = entry["outcome"] in (*runs.BUILT, "cached")
         return not has_ended and self._store.work(entry["name"], entry["key"]).exists()
 
     def _manifest(self, entry: Mapping[str, Any]) -> Mapping[str, Any]:
         """The manifest of a stage's artifact, from the store, else from MLflow's copy on this disk; else empty."""
-        for directory in self._directories(entry):
-            manifest = read_json(directory / MANIFEST)
-            if isinstance(manifest, dict):
-                return manifest
-        return {}
-
-    def _directories(self, entry: Mapping[str, Any]) -> Iterator[Path]:
-        if entry.get("key"):
-            yield self._store.path(entry["name"], entry["key"])
-            yield from self._copies.find(entry["name"], entry["key"])
+        stage, key = entry["name"], entry.get("key")
+        if not key:
+            return {}
+        manifest = read_object(self._store.path(stage, key) / MANIFEST)
+        copies = iter(()) if manifest else map(read_object, (path / MANIFEST for path in self._copies.find(stage, key)))
+        return manifest or next(filter(None, copies), {})
 
     def _ask_about(self, matches: Sequence[_Match]) -> None:
         """Let MLflow tell about these runs and their stages."""
         parents = self._ask("runs", [match.run_id for match in matches if match.run_id]) or {}
-        links = {run_id: delivery.stages_of(parent.tags) for run_id, parent in parents.items()}
-        linked = {run_id: [link["run"] for link in stages.values() if "run" in link] for run_id, stages in links.items()}
-        children = [*(self._ask("runs", [child for ids in linked.values() for child in ids]) or {}).values()]
-        children += self._ask("with_tags", PARENT, [run_id for run_id, ids in linked.items() if not ids]) or []
-        keys = {link["key"] for stages in links.values() for link in stages.values() if "key" in link}
+        links = {run_id: delivery.stages_of(parent.tags).values() for run_id, parent in parents.items()}
+        linked = [link["run"] for stages in links.values() for link in stages if "run" in link]
+        children = [*(self._ask("runs", linked) or {}).values()]
+        unlinked = [run_id for run_id, stages in links.items() if not any("run" in link for link in stages)]
+        children += self._ask("with_tags", PARENT, unlinked) or []
+        keys = {link["key"] for stages in links.values() for link in stages if "key" in link}
         keys |= {entry["key"] for match in matches if match.record for entry in match.record["stages"] if entry.get("key")}
-        known = {child.tags.get("ttrain.key", "") for child in children}
-        children += self._ask("with_tags", "ttrain.key", sorted(keys - known)) or []
+        keys -= {child.tags.get("ttrain.key", "") for child in children}
+        children += self._ask("with_tags", "ttrain.key", sorted(keys)) or []
         children.sort(key=lambda run: (run.status == "FINISHED", run.started))  # of several, the last one is taken
         by_key = {(child.tags.get("ttrain.stage", ""), child.tags.get("ttrain.key", "")): child for child in children}
         for match in matches:
             match.parent, match.by_key = parents.get(match.run_id or ""), by_key
-            match.children = {
-                child.tags.get("ttrain.stage", ""): child
-                for child in reversed(children)
-                if match.run_id and child.tags.get(PARENT) == match.run_id
-            }
+            own = (child for child in reversed(children) if match.run_id and child.tags.get(PARENT) == match.run_id)
+            match.children = {child.tags.get("ttrain.stage", ""): child for child in own}
             if match.record and match.run_id and self._source and not match.parent:
-                match.notes.append(f"MLflow has no run {match.run_id}: taken from the home's records and artifacts")
+                match.notes = (f"MLflow has no run {match.run_id}: taken from the home's records and artifacts",)
 
     def _view(self, match: _Match) -> RunView:
         record, parent = match.record, match.parent
@@ -246,7 +239,7 @@ class _RunReader:
         """The name of the run that made a stage's artifact."""
         if match.record and entry["outcome"] in runs.BUILT:
             return str(match.record["run"])
-        made_by = stage_run.tags.get("ttrain.run") if stage_run else manifest.get("provenance", {}).get("run")
+        made_by = stage_run.tags.get("ttrain.run") if stage_run else _maker_in(manifest)
         return made_by or self._makers.get(entry.get("key") or "")
 
     @cached_property
@@ -256,12 +249,9 @@ class _RunReader:
     @cached_property
     def _decisions(self) -> Mapping[str, Mapping[str, float]]:
         """The figures of nights' decisions, by the run of the night."""
-        nights = (read_json(path) for path in (self._home / "nightly").glob("*/night-*.json"))
-        return {
-            night["run"]: decision_metrics(night["decision"])
-            for night in nights
-            if isinstance(night, dict) and night.get("run") and isinstance(night.get("decision"), dict)
-        }
+        nights = map(read_object, (self._home / "nightly").glob("*/night-*.json"))
+        decided = (night for night in nights if night.get("run") and isinstance(night.get("decision"), dict))
+        return {night["run"]: decision_metrics(night["decision"]) for night in decided}
 
 
 def _stages_from_tags(parent: StoredRun | None, children: Mapping[str, StoredRun]) -> list[dict[str, Any]]:
@@ -274,6 +264,15 @@ def _stages_from_tags(parent: StoredRun | None, children: Mapping[str, StoredRun
         if name not in stages and "key" in link:
             stages[name] = {"name": name, "outcome": "cached", "key": link["key"]}
     return sorted(stages.values(), key=lambda stage: children[stage["name"]].started if stage["name"] in children else 0.0)
+
+
+def _tracked_id(record: Mapping[str, Any]) -> Any:
+    return (record.get("tracking") or {}).get("run_id")
+
+
+def _maker_in(manifest: Mapping[str, Any]) -> str | None:
+    maker: str | None = manifest.get("provenance", {}).get("run")
+    return maker
 
 
 def _outcome(run: StoredRun | None) -> str:

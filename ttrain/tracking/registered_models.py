@@ -13,7 +13,7 @@ from ttrain.core.redact import without_user
 from ttrain.errors import TrackingError
 from ttrain.tracking import model_sets
 from ttrain.tracking.calls import attempt, create_if_missing, first_line
-from ttrain.tracking.database import database_of, open_client
+from ttrain.tracking.database import is_missing, open_client
 from ttrain.tracking.model_description import marked, set_description
 from ttrain.tracking.model_sets import KEY, all_pages
 from ttrain.tracking.registry import CHAMPION, MEMBER
@@ -28,7 +28,7 @@ WITH_A_CHAMPION: Final = tuple(f"shards-{dataset}" for dataset in LEARNT)
 
 def registered_keys(home: Path, uri: str) -> frozenset[str]:
     """Keys of the artifacts behind all registered models. Raises TrackingError if MLflow cannot be queried."""
-    if uri == f"sqlite:///{database_of(home)}" and not database_of(home).exists():
+    if is_missing(uri, home):
         return frozenset()  # nothing was ever tracked; a query would create the database
 
     def ask() -> tuple[list[Any], list[Any]]:

@@ -12,7 +12,7 @@ from ttrain.errors import UsageError
 from ttrain.store.references import BEGIN, Registered, unknown
 from ttrain.tracking.calls import attempt, code_of, first_line
 from ttrain.tracking.client import is_installed, silence, tracking_uri
-from ttrain.tracking.database import database_of, open_client
+from ttrain.tracking.database import is_missing, open_client
 from ttrain.tracking.uploads import local_path
 
 CHAMPION: Final = "champion"  # alias of the set of models that is in use
@@ -40,7 +40,7 @@ def find_version(home: Path, model: Registered) -> ModelVersion:
     silence()
     home = home.resolve()
     uri = tracking_uri(home)
-    if uri == f"sqlite:///{database_of(home)}" and not database_of(home).exists():
+    if is_missing(uri, home):
         raise unknown("registered model", str(model), (), begin=f"nothing is registered in {home}: {BEGIN}")
 
     def ask() -> tuple[Any, list[Any]]:

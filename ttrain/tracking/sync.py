@@ -8,12 +8,13 @@ import logging
 import platform
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, final
 
-from ttrain.core.files import parse_json, read_json, read_object
+from ttrain.core.files import parse_json, read_object
 from ttrain.core.redact import without_user
 from ttrain.store import references
 from ttrain.store.runs import parse_row
@@ -136,21 +137,14 @@ def _undelivered(pending: UndeliveredRun, delivered: Mapping[str, int], why: str
 
 
 def _read_outbox(directory: Path) -> UndeliveredRun | None:
-    run_info = read_json(directory / "run.json")
-    if not isinstance(run_info, dict):
+    run_info = read_object(directory / "run.json")
+    if not run_info:
         return None
-    things = _count_by_name(entry.kind for entry in outboxes.entries_of(directory))
+    things = Counter(entry.kind for entry in outboxes.entries_of(directory))
     if not run_info.get("ended"):
         things["end"] = 1
     run = str(run_info.get("tags", {}).get("ttrain.run") or run_info.get("name"))
     return UndeliveredRun(run, str(run_info.get("name")), str(run_info.get("tracker", "")), directory, things)
-
-
-def _count_by_name(names: Iterable[str]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for name in names:
-        counts[name] = counts.get(name, 0) + 1
-    return counts
 
 
 READ_BYTES: Final = 1 << 22

@@ -7,14 +7,23 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any, Final, NamedTuple, Protocol, TypeVar, final
+from typing import Any, Final, NamedTuple, TypeVar, final
 
 import orjson
 
 from ttrain.core.files import parse_json
 from ttrain.store.artifacts import ArtifactStore
+from ttrain.store.layout import MANIFEST
 from ttrain.tracking.calls import attempt, clean
+from ttrain.tracking.mlflow_source import InputView, MlflowSource
 from ttrain.tracking.uploads import local_path
+
+Result = TypeVar("Result")
+
+CURVES: Final = ("metrics.jsonl", "system*.jsonl")  # under run/
+TOKENS: Final = "tokens"
+MACHINE_PREFIX: Final = "system/"  # metrics whose steps are seconds of the stage's time
+LARGEST_TEXT: Final = 4 << 20  # bytes of a file that are read as a text
 
 
 class Point(NamedTuple):
@@ -24,50 +33,6 @@ class Point(NamedTuple):
     tokens: float | None  # trained on up to this step; None if the run does not count them
     time: float  # seconds since 1970
     value: float
-
-
-@dataclass(frozen=True)
-class InputView:
-    """A data set that a run read, as MLflow lists it."""
-
-    name: str
-    digest: str
-    context: str  # training, validation, ...
-    source: str
-    counts: Mapping[str, Any]  # the profile: documents, tokens, bytes
-
-
-@dataclass(frozen=True)
-class StoredRun:
-    """One MLflow run as it is stored."""
-
-    run_id: str
-    name: str
-    status: str  # RUNNING, FINISHED, FAILED, KILLED
-    started: float  # seconds since 1970
-    ended: float | None
-    artifact_uri: str
-    experiment_id: str
-    params: Mapping[str, str]
-    metrics: Mapping[str, float]  # last values
-    tags: Mapping[str, str]
-    inputs: tuple[InputView, ...] = ()
-
-
-class Reader(Protocol):
-    """Reads curves and files of a stage."""
-
-    def points(self, stage: StageView, metric: str) -> list[Point]:
-        """The curve in the order of its steps, each once."""
-
-    def metrics(self, stage: StageView) -> list[str]:
-        """Names of its metrics that are curves."""
-
-    def text(self, stage: StageView, path: str) -> str | None:
-        """The text of one of its files; None if there is none."""
-
-    def files(self, stage: StageView, under: str) -> list[str]:
-        """Paths of its files below a directory."""
 
 
 @dataclass(frozen=True)
@@ -101,66 +66,29 @@ class RunView:
     params: Mapping[str, str]  # all settings, with dotted names
     metrics: Mapping[str, float]
     stages: Mapping[str, StageView]
-    notes: tuple[str, ...] = ()  # what could not be read, and what was read instead
-    record: Mapping[str, Any] = field(
-        default_factory=dict, repr=False
-    )  # the whole record in the home; empty if there is none
-    reader: Reader | None = field(default=None, repr=False, compare=False)
-    fetched: dict[str, Mapping[str, Any]] = field(default_factory=dict, repr=False, compare=False)  # manifests, by stage
+    notes: tuple[str, ...]  # what could not be read, and what was read instead
+    record: Mapping[str, Any] = field(repr=False)  # the whole record in the home; empty if there is none
+    reader: StageFiles = field(repr=False, compare=False)
 
     def curve(self, stage: str, metric: str) -> list[Point]:
         """A metric of a stage over its steps, each step once; empty if it was not measured."""
-        return self.reader.points(self.stages[stage], metric) if self.reader and stage in self.stages else []
+        return self.reader.points(self.stages[stage], metric) if stage in self.stages else []
 
     def curves(self, stage: str) -> list[str]:
         """Names of the metrics of a stage that are curves."""
-        return self.reader.metrics(self.stages[stage]) if self.reader and stage in self.stages else []
+        return self.reader.metrics(self.stages[stage]) if stage in self.stages else []
 
     def text(self, stage: str, path: str) -> str | None:
         """A text among the files of a stage, such as "run/samples/step-00000100.txt"; None if there is none."""
-        return self.reader.text(self.stages[stage], path) if self.reader and stage in self.stages else None
+        return self.reader.text(self.stages[stage], path) if stage in self.stages else None
 
     def manifest(self, stage: str) -> Mapping[str, Any]:
         """The manifest of a stage's artifact, from the store, else from MLflow; empty if neither has it."""
-        if stage in self.stages and self.stages[stage].manifest:
-            return self.stages[stage].manifest
-        if stage not in self.fetched:  # a page reads it a dozen times
-            parsed: object = None
-            with contextlib.suppress(ValueError):
-                parsed = parse_json(self.text(stage, "manifest.json") or "{}")
-            self.fetched[stage] = parsed if isinstance(parsed, dict) else {}
-        return self.fetched[stage]
+        return self.reader.manifest(self.stages[stage]) if stage in self.stages else {}
 
     def files(self, stage: str, under: str = "") -> Sequence[str]:
         """Paths of the files of a stage below a directory, for `text`."""
-        return self.reader.files(self.stages[stage], under) if self.reader and stage in self.stages else []
-
-
-Result = TypeVar("Result")
-
-CURVES: Final = ("metrics.jsonl", "system*.jsonl")  # under run/
-
-TOKENS: Final = "tokens"
-
-MACHINE_PREFIX: Final = "system/"  # metrics whose steps are seconds of the stage's time
-
-LARGEST_TEXT: Final = 4 << 20  # bytes of a file that are read as a text
-
-
-class RunSource(Protocol):
-    """An MLflow to read curves and files from; any method may raise."""
-
-    def history(self, run_id: str, metric: str) -> list[tuple[int, int, float]]:
-        """(step, milliseconds, value) of a metric."""
-
-    def curves(self, run_id: str) -> list[str]:
-        """Names of the metrics that were logged at a step."""
-
-    def text(self, run_id: str, path: str) -> str:
-        """The text of one of the run's files."""
-
-    def files(self, run_id: str, under: str) -> list[str]:
-        """Paths of the run's files below a directory."""
+        return self.reader.files(self.stages[stage], under) if stage in self.stages else []
 
 
 @final
@@ -169,22 +97,25 @@ class StageFiles:
 
     def __init__(self, store: ArtifactStore) -> None:
         self._store = store
-        self.source: RunSource | None = None  # the MLflow that has the stages with a `run_id`, as long as it answers
-        self._tokens: dict[str, dict[int, float]] = {}  # by id of the tracked run, then by step
-        self._curves: dict[tuple[str, str, str], list[Point]] = {}  # by stage, run or key, and metric
-        self._disk: dict[tuple[str, str], dict[str, list[Point]]] = {}  # by stage and key
+        self.source: MlflowSource | None = None  # the MLflow that has the stages with a `run_id`, as long as it answers
+        self._histories: dict[tuple[str, str], list[tuple[int, int, float]]] = {}  # by MLflow's run and metric
+        self._local_curves: dict[tuple[str, str], dict[str, list[Point]]] = {}  # by stage and key, then by metric
+        self._manifests: dict[str, Mapping[str, Any]] = {}  # by MLflow's run
 
     def points(self, stage: StageView, metric: str) -> list[Point]:
         """The curve in the order of its steps; of a step that was logged twice, the last value."""
-        curve_key = (stage.stage, stage.run_id or stage.key or "", clean(metric))
-        if curve_key not in self._curves:
-            self._curves[curve_key] = self._tracked(stage.run_id, metric) or self._on_disk(stage).get(clean(metric), [])
-        return list(self._curves[curve_key])
+        name = clean(metric)
+        history = self._history(stage.run_id, name)
+        if not history:
+            return list(self._on_disk(stage).get(name, ()))
+        counted = [] if metric.startswith(MACHINE_PREFIX) else self._history(stage.run_id, TOKENS)
+        tokens_at = {step: value for step, _, value in counted}
+        latest = {step: Point(step, tokens_at.get(step), when / 1000, value) for step, when, value in history}
+        return list(latest.values())  # the history is sorted by step, and a dict key keeps its first position
 
     def metrics(self, stage: StageView) -> list[str]:
         """Names of the metrics that were measured at a step."""
-        run_id = stage.run_id
-        names = self._ask(lambda source: source.curves(run_id)) if run_id else None
+        names = self._ask(stage, MlflowSource.curves)
         return [name for name in names or sorted(self._on_disk(stage)) if name != TOKENS]
 
     def text(self, stage: StageView, path: str) -> str | None:
@@ -192,11 +123,20 @@ class StageFiles:
         if not _is_inside(path):
             return None
         for directory in self._directories(stage):
-            with contextlib.suppress(OSError):
-                with (directory / path).open("rb") as file:
-                    return file.read(LARGEST_TEXT).decode("utf-8", errors="replace")
-        run_id = stage.run_id
-        return self._ask(lambda source: source.text(run_id, f"{stage.stage}/{path}")) if run_id else None
+            with contextlib.suppress(OSError), (directory / path).open("rb") as file:
+                return file.read(LARGEST_TEXT).decode("utf-8", errors="replace")
+        return self._ask(stage, MlflowSource.text, f"{stage.stage}/{path}")
+
+    def manifest(self, stage: StageView) -> Mapping[str, Any]:
+        """The manifest of the stage's artifact; MLflow is asked for it once."""
+        if stage.manifest or not stage.run_id:
+            return stage.manifest
+        if stage.run_id not in self._manifests:  # a page reads it a dozen times
+            parsed: object = None
+            with contextlib.suppress(ValueError):
+                parsed = parse_json(self.text(stage, MANIFEST) or "{}")
+            self._manifests[stage.run_id] = parsed if isinstance(parsed, dict) else {}
+        return self._manifests[stage.run_id]
 
     def files(self, stage: StageView, under: str) -> list[str]:
         """Paths of the stage's files below a directory."""
@@ -206,13 +146,21 @@ class StageFiles:
             if (directory / under).is_dir():
                 paths = (path for path in (directory / under).rglob("*") if path.is_file())
                 return sorted(path.relative_to(directory).as_posix() for path in paths)
-        run_id = stage.run_id
-        listed = self._ask(lambda source: source.files(run_id, f"{stage.stage}/{under}".rstrip("/"))) if run_id else None
+        listed = self._ask(stage, MlflowSource.files, f"{stage.stage}/{under}".rstrip("/"))
         return sorted(path.removeprefix(f"{stage.stage}/") for path in listed or ())
 
-    def _ask(self, question: Callable[[RunSource], Result]) -> Result | None:
+    def _ask(self, stage: StageView, question: Callable[..., Result], *arguments: str) -> Result | None:
+        """What MLflow answers about the stage's run; None if it is not to be asked, or fails."""
+        source, run_id = self.source, stage.run_id
+        return attempt(lambda: question(source, run_id, *arguments))[0] if source is not None and run_id else None
+
+    def _history(self, run_id: str | None, metric: str) -> list[tuple[int, int, float]]:
         source = self.source
-        return attempt(lambda: question(source))[0] if source is not None else None
+        if source is None or run_id is None:
+            return []
+        if (run_id, metric) not in self._histories:
+            self._histories[run_id, metric] = attempt(lambda: source.history(run_id, metric))[0] or []
+        return self._histories[run_id, metric]
 
     def _directories(self, stage: StageView) -> Iterator[Path]:
         """Local directories of a stage's files: in the store, in its work directory, in MLflow's artifacts."""
@@ -222,23 +170,10 @@ class StageFiles:
         if stage.artifact_uri and (root := local_path(stage.artifact_uri)):
             yield root / stage.stage
 
-    def _tracked(self, run_id: str | None, metric: str) -> list[Point]:
-        history = self._ask(lambda source: source.history(run_id, clean(metric))) if run_id else None
-        if not history or not run_id:
-            return []
-        tokens_at: dict[int, float] = {}
-        if not metric.startswith(MACHINE_PREFIX):
-            if run_id not in self._tokens:
-                tokens = self._ask(lambda source: source.history(run_id, TOKENS)) or []
-                self._tokens[run_id] = {step: value for step, _, value in tokens}
-            tokens_at = self._tokens[run_id]
-        latest = {step: Point(step, tokens_at.get(step), when / 1000, value) for step, when, value in history}
-        return list(latest.values())  # `history` is sorted by step, and a dict key keeps its first position
-
     def _on_disk(self, stage: StageView) -> dict[str, list[Point]]:
         """All curves of the stage's own files; read once, as a long training has a hundred thousand lines."""
-        disk_key = (stage.stage, stage.key or "")
-        if disk_key not in self._disk:
+        stage_key = (stage.stage, stage.key or "")
+        if stage_key not in self._local_curves:
             latest: dict[str, dict[int, Point]] = {}
             for row in self._rows(stage):
                 tokens, when = row.get(TOKENS), float(row.get("time") or 0.0)
@@ -246,8 +181,8 @@ class StageFiles:
                 for name, value in row["metrics"].items():
                     number = math.nan if value is None else float(value)  # JSON has no NaN: the trainer writes null
                     latest.setdefault(clean(name), {})[row["step"]] = Point(row["step"], tokens, when, number)
-            self._disk[disk_key] = {name: [steps[at] for at in sorted(steps)] for name, steps in latest.items()}
-        return self._disk[disk_key]
+            self._local_curves[stage_key] = {name: [steps[at] for at in sorted(steps)] for name, steps in latest.items()}
+        return self._local_curves[stage_key]
 
     def _rows(self, stage: StageView) -> Iterator[dict[str, Any]]:
         """The rows of a stage's own curves, without torn lines."""
