@@ -282,7 +282,9 @@ def test_a_bias_rate_without_a_bias_is_refused() -> None:
 def test_fine_tuning_goes_on_balancing_as_the_base_was(tmp_path: Path) -> None:
     home, settings = Home.make(tmp_path / "home"), stage_settings(steps=3)
     moe = Moe(experts=4, bias_rate=0.01, balance=0.2)
-    model = settings.model.model_copy(update={"kind": "llama", "moe": moe, "multi_token": MultiToken(weight=0.5), "dropout": 0.0})
+    model = settings.model.model_copy(
+        update={"kind": "llama", "moe": moe, "multi_token": MultiToken(weight=0.5), "dropout": 0.0}
+    )
     inputs = {name: artifact.path for name, artifact in home.pretrain_inputs().items()}
     config = PretrainConfig(model=model, pretrain=settings.pretrain)
     run_here(pretrain, config, tmp_path / "base", inputs, settings.runtime)
