@@ -232,7 +232,7 @@ BYTES_PER_NUMBER = 4  # bytes of a weight, a gradient and a number of the optimi
 
 PRESETS = "presets.json"
 
-STATE_NUMBERS = {"AdamW": 2, "Muon": 1, "StackedMuon": 1}  # numbers that an optimizer keeps for each weight
+STATE_NUMBERS = {"AdamW": 2, "Muon": 1}  # numbers that an optimizer keeps for each weight
 
 IDS = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}  # their values do not affect sizes
 
