@@ -15,7 +15,7 @@ from support.doubles import VOCAB, tiny_model
 
 from ttrain.config import Model
 from ttrain.errors import ArtifactError
-from ttrain.model import factory, own_architectures, registry, shape_check
+from ttrain.model import factory, registry, shape_check
 from ttrain.model.architecture import build_config, suitable_kinds
 from ttrain.model.factory import residual_weights
 from ttrain.train.checkpoint import copy_tensors
@@ -93,7 +93,7 @@ def test_building_a_config_leaves_the_settings_as_they_are() -> None:
 def test_kinds_are_those_of_transformers_own_table_and_ours_without_importing_it(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as TABLE
 
-    own = set(own_architectures.KINDS)
+    own = set(registry.OWN_KINDS)
     with monkeypatch.context() as without:
         without.setitem(sys.modules, "transformers.models.auto", None)  # an import of it would end in an ImportError
         registry.names.cache_clear()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from ttrain.config import Model
 from ttrain.config.model import Moe
 from ttrain.errors import UsageError
-from ttrain.model import own_architectures, registry
+from ttrain.model import registry
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -70,7 +70,7 @@ def suitable_kinds() -> list[str]:
     """Every `model.kind` that is a text-only decoder. Imports their configs, which takes a second."""
     from transformers import CONFIG_MAPPING
 
-    own_architectures.register()
+    registry.register_own()
     return sorted(kind for kind in registry.names() if not _unsuitable(CONFIG_MAPPING[kind], kind))
 
 
@@ -81,8 +81,8 @@ class FieldNames:
         from transformers import CONFIG_MAPPING
 
         registry.check_kind(kind)
-        if kind in own_architectures.KINDS:
-            own_architectures.register()
+        if kind in registry.OWN_KINDS:
+            registry.register_own()
         self.kind = kind
         self.make: Callable[..., PretrainedConfig] = CONFIG_MAPPING[kind]
         config_class: Any = self.make

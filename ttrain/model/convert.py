@@ -22,7 +22,7 @@ from ttrain.core.files import parse_json
 from ttrain.core.hashing import sha256_file
 from ttrain.core.text import first_of
 from ttrain.errors import ArtifactError, UsageError
-from ttrain.model import import_weights, own_architectures
+from ttrain.model import import_weights, registry
 from ttrain.model.import_common import ConvertedModel
 from ttrain.model.import_weights import VOCABULARY
 from ttrain.store.model_files import SECOND_HEAD
@@ -163,7 +163,7 @@ def _settings(file: Path, config: Path | None) -> dict[str, Any]:
 def _write(converted: ConvertedModel, directory: Path, shard_size: str) -> int:
     from transformers import AutoModelForCausalLM
 
-    own_architectures.register()
+    registry.register_own()
     model = AutoModelForCausalLM.from_config(converted.config, dtype=torch.float32)
     tied = {*(getattr(model, "all_tied_weights_keys", None) or ())}
     expected = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
@@ -176,7 +176,7 @@ def _write(converted: ConvertedModel, directory: Path, shard_size: str) -> int:
     eos = converted.config.eos_token_id
     model.generation_config.eos_token_id = eos if isinstance(eos, list) or eos is None else [eos]
     model.save_pretrained(directory, max_shard_size=shard_size)
-    for name, data in own_architectures.files(converted.config).items():
+    for name, data in registry.own_files(converted.config).items():
         (directory / name).write_bytes(data)
     if converted.second_head:
         save_file(converted.second_head, directory / SECOND_HEAD, metadata={"format": "pt"})

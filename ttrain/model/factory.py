@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from ttrain.config import Model
 from ttrain.core.files import read_object
 from ttrain.errors import ArtifactError, UsageError
-from ttrain.model import own_architectures
+from ttrain.model import registry
 from ttrain.model.architecture import build_config
 
 if TYPE_CHECKING:
@@ -84,8 +84,8 @@ def load(directory: Path, **options: Any) -> PreTrainedModel:
 
 def _register(directory: Path) -> None:
     """Register our own architectures with transformers if the directory holds one."""
-    if read_object(directory / "config.json").get("model_type") in own_architectures.KINDS:
-        own_architectures.register()
+    if read_object(directory / "config.json").get("model_type") in registry.OWN_KINDS:
+        registry.register_own()
 
 
 def _shape(model: PreTrainedModel, name: str) -> list[int]:
@@ -102,7 +102,7 @@ def files(model: PreTrainedModel) -> dict[str, bytes]:
     return {
         "config.json": json.dumps(config, indent=2, sort_keys=True).encode(),
         "generation_config.json": json.dumps(generation, indent=2, sort_keys=True).encode(),
-        **own_architectures.files(model.config),
+        **registry.own_files(model.config),
     }
 
 

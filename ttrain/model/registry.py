@@ -10,13 +10,18 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ttrain.config import Model
 from ttrain.core.files import parse_json
 from ttrain.core.hashing import DigestCache, code_digests, digest_of
 from ttrain.core.machine import versions
 from ttrain.errors import UsageError
-from ttrain.model import own_architectures
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+OWN_KINDS = ("moyun", "tinyseek")  # architectures that transformers lacks
 
 # transformers' table of causal architectures. Importing that module takes seconds, reading it 26 ms.
 MODULE, TABLE = Path("models", "auto", "modeling_auto.py"), "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
@@ -46,7 +51,7 @@ def names() -> frozenset[str]:
         from transformers.models.auto import modeling_auto
 
         kinds = frozenset(getattr(modeling_auto, TABLE))
-    return kinds | frozenset(own_architectures.KINDS)
+    return kinds | frozenset(OWN_KINDS)
 
 
 def read_table() -> frozenset[str]:
@@ -131,3 +136,26 @@ def _write(record: Path, problem: str) -> None:
         temporary.replace(record)
     except OSError:
         temporary.unlink(missing_ok=True)
+
+
+def register_own() -> None:
+    """Register our architectures with transformers, so that no code beside weights is ever executed here."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from ttrain.model.modeling_moyun import MoyunConfig, MoyunForCausalLM
+    from ttrain.model.modeling_tinyseek import TinySeekConfig, TinySeekForCausalLM
+
+    for config, model in ((MoyunConfig, MoyunForCausalLM), (TinySeekConfig, TinySeekForCausalLM)):
+        AutoConfig.register(config.model_type, config, exist_ok=True)
+        AutoModelForCausalLM.register(config, model, exist_ok=True)
+
+
+def own_files(config: PretrainedConfig) -> dict[str, bytes]:
+    """Source file with which a directory of this config opens without ttrain; {} for transformers' own architectures.
+
+    Its `auto_map` is in the config already. Elsewhere `from_pretrained` asks for `trust_remote_code=True`.
+    """
+    if config.model_type not in OWN_KINDS:
+        return {}
+    path = Path(__file__).with_name(f"modeling_{config.model_type}.py")
+    return {path.name: path.read_bytes()}
