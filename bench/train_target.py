@@ -13,7 +13,7 @@ of these two are the first round. Seconds count from the first step on, without 
 whole command, from its start to the validation that shows the target, or to the last step of the other side.
 
 recipe: bits per byte of the quickstart's held-out documents. The first version's settings train on a million tokens; the
-defaults on as many as take the same CPU seconds, by a first run of each. Both sides take turns, one seed after the other.
+defaults on as many as take the same seconds, by a first run of each. Both sides take turns, one seed after the other.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def compare_recipes(options: argparse.Namespace, directory: Path, table: Table) -> None:
-    """Bits per byte at equal CPU seconds, seed by seed."""
+    """Bits per byte at equal seconds of training, seed by seed."""
     source, *_ = train_common.artifacts(directory, [], "source", "tokenizer", "shards-pretrain")
     heldout = Path(source) / "pretrain_heldout.jsonl"
 
@@ -63,20 +63,21 @@ def compare_recipes(options: argparse.Namespace, directory: Path, table: Table) 
         return replace(cost, result={**cost.result, "bits": figures["figures"]["bits_per_byte"]["value"]})
 
     first, ours = side(FIRST_RECIPE, TOKENS, 1000), side([], TOKENS, 1000)
-    tokens = round(TOKENS * first.cpu / ours.cpu)
+    tokens = round(TOKENS * seconds(first) / seconds(ours))
     print(f"  at {TOKENS:,} tokens each: {first.result['bits']:.3f} and {ours.result['bits']:.3f} bits per byte; {tokens:,} "
-          f"tokens take the same CPU seconds")  # fmt: skip
+          f"tokens take the same seconds")  # fmt: skip
     costs: dict[str, list[Cost]] = {"first": [], "ours": []}
     for seed in range(1, options.seeds + 1):
         costs["first"].append(side(FIRST_RECIPE, TOKENS, seed))
         costs["ours"].append(side([], tokens, seed))
         print(
             f"  seed {seed}: "
-            + ", ".join(f"{name} {runs[-1].result['bits']:.3f} in {runs[-1].cpu:.0f} CPU s" for name, runs in costs.items())
+            + ", ".join(f"{name} {runs[-1].result['bits']:.3f} in {seconds(runs[-1]):.0f} s" for name, runs in costs.items())
         )
-    table.ratio("CPU seconds", common.median(costs["ours"], "cpu"), common.median(costs["first"], "cpu"), most=1.03)
+    medians = [statistics.median(seconds(run) for run in costs[name]) for name in ("ours", "first")]
+    table.ratio("s of training", *medians, most=1.03)
     bits = {name: statistics.mean(run.result["bits"] for run in runs) for name, runs in costs.items()}
-    table.ratio("bits per byte at equal CPU seconds", bits["ours"], bits["first"])
+    table.ratio("bits per byte at equal seconds", bits["ours"], bits["first"])
     table.value("bits per byte", bits["ours"], most=MOST_BITS)
 
 
@@ -131,6 +132,11 @@ def compare(options: argparse.Namespace, directory: Path, table: Table) -> None:
     ):  # fmt: skip
         own = statistics.median(seconds[index] for seconds in reached)
         table.ratio(label, own, statistics.median(peer), most=limit)
+
+
+def seconds(cost: Cost) -> float:
+    """Seconds of training of a stage, without its start."""
+    return float(cost.result["manifest"]["train_seconds"])
 
 
 def budget(steps: int) -> str:
