@@ -67,7 +67,7 @@ def test_where_all_positions_are_computed_those_without_a_target_do_not_count(mo
     with torch.no_grad():
         hidden[labels == IGNORE] = torch.nan
     gathered = results(linear_token_loss_sum(hidden, weight, labels, 7), hidden, weight)
-    monkeypatch.setattr(losses, "live_rows", lambda labels: (torch.arange(len(labels)), False))
+    monkeypatch.setattr(losses, "live_rows", lambda labels: torch.arange(len(labels)))
     masked = results(linear_token_loss_sum(hidden, weight, labels, 7), hidden, weight)
     assert bool(torch.isfinite(gathered["loss"]))
     assert distance({"loss": gathered["loss"]}, {"loss": masked["loss"]}) < 1e-6
@@ -78,8 +78,15 @@ def test_where_all_positions_are_computed_those_without_a_target_do_not_count(mo
 def test_masked_and_gathered_gradients_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, weight, labels = inputs()
     gathered = results(linear_token_loss_sum(hidden, weight, labels, 7), hidden, weight)
-    monkeypatch.setattr(losses, "live_rows", lambda labels: (torch.arange(len(labels)), False))
+    monkeypatch.setattr(losses, "live_rows", lambda labels: torch.arange(len(labels)))
     assert distance(gathered, results(linear_token_loss_sum(hidden, weight, labels, 7), hidden, weight)) < 1e-6
+
+
+def test_a_target_of_no_probability_in_fp32_has_its_loss_and_gradient() -> None:
+    hidden, weight, labels = inputs(scale=1000)
+    exact = results(plain(hidden.double(), weight.double(), labels), hidden, weight)
+    assert float(exact["loss"]) / labels.numel() > 150, "fp32 has no number below exp(-104)"
+    assert distance(results(linear_token_loss_sum(hidden, weight, labels, 7), hidden, weight), exact) < 1e-5
 
 
 def test_all_labels_ignored_give_0_and_gradients_of_0() -> None:
@@ -152,9 +159,18 @@ def test_no_more_logits_than_those_of_a_chunk_are_in_memory(chunk: int | None, m
     assert 0 < seen.largest <= most
 
 
+def test_positions_without_a_target_are_computed_only_up_to_a_multiple_of_64() -> None:
+    labels = torch.full((256,), IGNORE)
+    labels[3:133] = 1
+    found = losses.live_rows(labels)
+    assert len(found) == 192
+    assert found[:130].tolist() == [*range(3, 133)]
+    assert found.unique().numel() == 192
+
+
 def test_what_needs_no_gradient_is_not_computed() -> None:
     hidden, weight, labels = inputs()
-    chunks = -(-int((labels != IGNORE).sum()) // 7)
+    chunks = -(-N // 7)
 
     def products(run: Any) -> int:
         with Seen() as seen:

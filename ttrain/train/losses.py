@@ -27,6 +27,8 @@ CHUNK_TOKENS = {"cpu": 512}
 
 CHUNK_TOKENS_ELSEWHERE = 2048
 
+FEW_ROWS = 64
+
 SLICE_ENTRIES = 1 << 18  # of softmax on a CPU: a megabyte of fp32, so that its passes stay in the cache of a core
 
 FP16_GRADIENT_SCALE = 4096.0  # entries of softmax minus one-hot are at most 1, and 1/V underflows in fp16
@@ -83,14 +85,14 @@ class _LinearTokenLoss(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden_ND, dtype=grad_dtype) if gradients and ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight_VD, dtype=wide) if gradients and ctx.needs_input_grad[1] else None
         total = torch.zeros((), dtype=wide, device=hidden_ND.device)
-        rows_N, all_live = live_rows(labels_N)
+        rows_N = live_rows(labels_N)
         scale = FP16_GRADIENT_SCALE if dtype == torch.float16 else 1.0
         with torch.autocast(kind, enabled=False):
             for rows in _parts(rows_N, chunk_tokens):
                 hidden = hidden_ND.index_select(0, rows).to(dtype)
                 labels = labels_N.index_select(0, rows)
                 logits = hidden @ weight.T
-                total += _score(logits, labels, wide, scale if gradients else None, all_live)
+                total += _score(logits, labels, wide, scale if gradients else None)
                 if grad_hidden is not None:
                     grad_hidden.index_copy_(0, rows, _product(logits, weight).div_(scale).to(grad_hidden.dtype))
                 if grad_weight is not None:
@@ -106,32 +108,37 @@ class _LinearTokenLoss(torch.autograd.Function):
         return (*gradients, None, None, None)
 
 
-def _score(logits_CV: Tensor, labels_C: Tensor, wide: torch.dtype, scale: float | None, all_live: bool) -> Tensor:
+def _score(logits_CV: Tensor, labels_C: Tensor, wide: torch.dtype, scale: float | None) -> Tensor:
     """The loss of a chunk. With a scale, overwrites the logits by scale times the gradient of the loss.
 
-    The gradient is softmax minus one-hot, and 0 where there is no target.
+    The gradient is softmax minus one-hot, and 0 where there is no target. The loss of a position is
+    max(logits) - logit of the target - ln max(softmax), so that one pass computes exponentials, and none underflows.
     """
     total = torch.zeros((), dtype=wide, device=logits_CV.device)
-    dead_C = labels_C == IGNORE
-    targets_C1 = labels_C.masked_fill(dead_C, 0)[:, None]
+    dead_C1 = labels_C[:, None] == IGNORE
+    targets_C1 = labels_C[:, None].masked_fill(dead_C1, 0)
     tokens = max(1, SLICE_ENTRIES // logits_CV.shape[1]) if logits_CV.device.type == "cpu" else len(logits_CV)
-    for logits, dead, targets in zip(*(_parts(tensor, tokens) for tensor in (logits_CV, dead_C, targets_C1)), strict=True):
-        scores = torch.log_softmax(logits, -1, dtype=wide)
-        total -= scores.gather(1, targets)[:, 0].masked_fill_(dead, 0).sum()
-        if scale is None:
-            continue
-        slopes = scores.exp_().scatter_add_(1, targets, -torch.ones_like(targets, dtype=wide))
-        if not all_live:
-            slopes.masked_fill_(dead[:, None], 0)
-        logits.copy_(slopes if scale == 1 else slopes.mul_(scale))
+    for logits, dead, targets in zip(*(_parts(tensor, tokens) for tensor in (logits_CV, dead_C1, targets_C1)), strict=True):
+        scores = logits.to(wide)
+        losses = scores.amax(1, keepdim=True) - scores.gather(1, targets)
+        slopes = torch.softmax(scores, 1)
+        total += losses.sub_(slopes.amax(1, keepdim=True).log_()).masked_fill_(dead, 0).sum()
+        if scale is not None:
+            factors = torch.full_like(losses, scale).masked_fill_(dead, 0)
+            logits.copy_(slopes.scatter_add_(1, targets, torch.full_like(losses, -1)).mul_(factors))
     return total
 
 
-def live_rows(labels_N: Tensor) -> tuple[Tensor, bool]:
-    """Positions to compute, and whether all have a target. Only on a CPU: elsewhere counting them would synchronise."""
-    if labels_N.device.type == "cpu":
-        return (labels_N != IGNORE).nonzero()[:, 0], True
-    return torch.arange(len(labels_N), device=labels_N.device), False
+def live_rows(labels_N: Tensor) -> Tensor:
+    """Positions to compute: on a CPU those with a target, and others up to a multiple of `FEW_ROWS`; elsewhere all.
+
+    Counting them would synchronise elsewhere. Multiples because oneDNN compiles a product for each number of rows.
+    """
+    if labels_N.device.type != "cpu":
+        return torch.arange(len(labels_N), device=labels_N.device)
+    order = (labels_N == IGNORE).to(torch.uint8).argsort(stable=True)
+    live = int((labels_N != IGNORE).sum())
+    return order[: -(-live // FEW_ROWS) * FEW_ROWS]
 
 
 def _parts(tensor: Tensor, most: int) -> list[Tensor]:
