@@ -37,8 +37,8 @@ BUDGETS = (0.3, 0.4, 0.6, 0.8)  # shares of the steps of the other side
 VALIDATION_ROWS, VALIDATIONS = 128, 8  # of a run of ours
 MOST = 0.6
 FIRST_RECIPE = ["model.kind=llama", "model.tie_embeddings=true", "pretrain.packing=stream", "pretrain.tokens_per_step=4096",
-                "pretrain.optim.lr=4e-3", "pretrain.optim.muon_lr=0.02", "pretrain.optim.embedding_lr=null",
-                "pretrain.optim.head_lr=null"]  # fmt: skip
+                "pretrain.optim.lr=4e-3", "pretrain.optim.muon_lr=0.02", "pretrain.optim.betas=[0.9,0.95]",
+                "pretrain.optim.embedding_lr=null", "pretrain.optim.head_lr=null"]  # fmt: skip
 TOKENS, MOST_BITS = 1_000_000, 1.78
 
 

@@ -220,8 +220,7 @@ def _by_rule(overrides: Sequence[Override]) -> list[Override]:
     """The settings that are `auto` and follow from others, where their value is not the default."""
     asked = {item.key: item.value for item in overrides}
     if asked.get("pretrain.start_from", NONE) != NONE:
-        rates = (f"{rules.OPTIM}{name}" for name in rules.OF_WIDTH)
-        return [Override("pretrain.start_from is set", key, None) for key in rates]
+        return [Override("pretrain.start_from is set", key, value) for key, value in rules.OF_EXISTING.items()]
     automatic = dict.fromkeys(rules.KEYS, rules.AUTO)
     found = rules.by_rule({**_default_values(), **automatic, **asked})
     usual = _default_values()

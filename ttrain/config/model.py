@@ -67,7 +67,7 @@ class Model(Section):
     intermediate_size: int | None = Field(None, ge=8, description="empty: 8/3 of hidden_size, rounded up to 32")
     max_length: int = Field(1024, ge=16, description="positions the model accepts, in tokens")
     tie_embeddings: bool = Field(
-        False, description="output head and embedding share their weights; auto: where the head is large for the model"
+        True, description="output head and embedding share their weights; auto: where the head is large for the model"
     )
     rope_theta: float = Field(10_000.0, gt=0, description="base of the rotary positions")
     rope_type: Literal["default", "linear", "dynamic", "yarn", "llama3"] = Field(

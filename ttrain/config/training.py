@@ -202,11 +202,11 @@ class Pretrain(Training):
     start_from: Location = Field(
         NONE, min_length=1, description="none, a Hugging Face directory, or owner/name[@revision] on the Hub"
     )
-    tokens: Count | None = Field(1_000_000, ge=1, description="budget in tokens; one of `tokens` and `epochs`")
+    tokens: Count | None = Field(1_800_000, ge=1, description="budget in tokens; one of `tokens` and `epochs`")
     tokens_per_step: Count = Field(
         rules.BATCH, ge=1, description="tokens of one optimizer step, over all ranks; auto: by the size of the model"
     )
-    optim: Optim = Optim(kind="muon", **rules.RATES)
+    optim: Optim = Optim(kind="muon", betas=rules.BETAS, **rules.RATES)
 
 
 class Sft(Training):
