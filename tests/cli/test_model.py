@@ -96,7 +96,7 @@ def test_a_dense_model_is_active_as_a_whole() -> None:
 @pytest.mark.parametrize(
     ("options", "embeddings"),
     [
-        ({"tie_embeddings": True}, VOCAB * 32), ({}, 2 * VOCAB * 32),
+        ({"tie_embeddings": True}, VOCAB * 32), ({"tie_embeddings": False}, 2 * VOCAB * 32),
         ({"kind": "gpt2", "tie_embeddings": True}, (VOCAB + 64) * 32),
     ],
 )  # fmt: skip

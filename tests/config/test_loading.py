@@ -98,9 +98,9 @@ def test_an_empty_section_in_a_file_changes_nothing(tmp_path: Path, profile: str
 
 
 def test_the_environment_of_the_process_is_read_and_other_variables_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TTRAIN__MODEL__LAYERS", "7")
+    monkeypatch.setenv("TTRAIN__MODEL__LAYERS", "3")
     monkeypatch.setenv("TTRAIN_HOME", "somewhere")
-    assert load().settings.model.layers == 7
+    assert load().settings.model.layers == 3
     assert load().sources == {"model.layers": "TTRAIN__MODEL__LAYERS"}
 
 

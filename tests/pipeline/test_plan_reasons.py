@@ -155,7 +155,8 @@ def test_a_model_that_exists_in_place_of_a_new_one_is_one_change_both_ways(built
     planned = plan_stage(PRETRAIN, night, built.store, {**given, "base": built.store.latest("sft")})
     lr = built.settings().pretrain.optim.lr
     assert planned.why == (
-        "starts from an existing model instead of a new one", "pretrain.optim.embedding_lr: 0.04 → null",
+        "starts from an existing model instead of a new one", "pretrain.optim.betas: [0.5, 0.95] → [0.9, 0.95]",
+        "pretrain.optim.embedding_lr: 0.04 → null",
         "pretrain.optim.head_lr: 0.008 → null", f"pretrain.optim.lr: {lr} → 0.5",
     )  # fmt: skip
     for artifact in built.store.artifacts("pretrain"):
@@ -165,7 +166,7 @@ def test_a_model_that_exists_in_place_of_a_new_one_is_one_change_both_ways(built
     assert anew.why[0] == "starts from a new model instead of an existing one"
     assert {line.partition(": ")[0] for line in anew.why[1:]} == {
         "model.multi_token", "model.multi_token.weight", "model.multi_token.keep_head", "pretrain.optim.embedding_lr",
-        "pretrain.optim.head_lr",
+        "pretrain.optim.head_lr", "pretrain.optim.betas",
     }  # fmt: skip
 
 
